@@ -353,7 +353,7 @@ def paths(lab: Lab) -> None:
             row: dict[str, Any] = {"peak_GiB_above_weights_and_moments": lab.peak(loop.step)}
             if loop.plan is not None:
                 loss = loss_of(loop.model, batch)
-                row |= {"saved_bytes": loop.plan.saved_bytes(), "predicted_bytes": loop.plan.predicted_bytes()}
+                row |= {"saved_bytes": loop.plan.cost.saved_bytes(), "predicted_bytes": loop.plan.cost.predicted_bytes()}
                 del loss
                 loop.plan.end_step()
             lab.put("memory", arm=name, **row)

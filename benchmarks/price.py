@@ -28,6 +28,8 @@ from gnmr.lab.config import Config
 from gnmr.lab.train.build import Parts, validation
 from gnmr.lab.train.fork import Forks
 from gnmr.lab.train.step import loss_of
+from gnmr.measure.errors import measure_errors
+from gnmr.measure.price import measure_prices
 from gnmr.names import GEMMS
 from gnmr.precision.conversion import operator_shapes
 from timing import write
@@ -55,15 +57,14 @@ def scored(parts: Parts) -> dict[str, np.ndarray]:
     model.eval()
     for operator in plan.operators:
         operator.switch(True)
-    meter = plan.price(["price_fprop", "price_dgrad", "price_wgrad"], tokens=1)
-    probe = plan.probe(["gap_low", "mse"])
+    meter = measure_prices(plan, ["price_fprop", "price_dgrad", "price_wgrad"], tokens=1)
+    probe = measure_errors(plan, ["gap_low", "mse"])
     batches = sequences(parts, MEASURED).split(parts.config.training.batch_size)
     for batch in batches:
         (loss_of(model, batch) / len(batches)).backward()
     own, seen = meter.by_operator(), probe.read()
     norms = np.array([float(operator.weight.grad.norm()) for operator in plan.operators])  # type: ignore[union-attr]
-    plan.unprice()
-    plan.unprobe()
+    plan.shared.prices = plan.shared.probe = None
     model.zero_grad(set_to_none=True)
     return {
         "price": own["fprop"].numpy().copy(),

@@ -55,12 +55,12 @@ UNITS = ("gemm", "operator", "expert", "layer", "block")
 SITES = ("saved", "forward")
 """What a format quantizes: what backward keeps, or what the forward pass reads too."""
 ROUNDINGS = ("nearest", "stochastic")
-BACKENDS = ("auto", "simulated", "scaled_mm", "int_mm", "te")
-"""What runs a recipe (gnmr/precision/backends.py)."""
+BACKENDS = ("auto", "simulated", "scaled_mm", "int_mm")
+"""What runs a recipe (gnmr/precision/resolve.py)."""
 TASKS = ("gsm8k", "mmlu", "hellaswag", "wikitext2")
 """What a model is scored on (gnmr/lab/evaluation/tasks.py)."""
 WEIGHTS = ("online", "beside", "instead")
-"""Where the INT8 codes of weights are (gnmr/precision/kernels/int8.py)."""
+"""Where the INT8 codes of weights are (gnmr/precision/int8.py)."""
 
 Words = dict[str, dict[str, str]]
 """{gemm: {operand: cast}}; what is left out is kept as it is."""

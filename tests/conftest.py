@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import random
@@ -13,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -110,22 +108,6 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     yield resize
     if os.path.ismount(folder):
         subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-@pytest.fixture
-def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """Transformer Engine's stub (`stub_te`), on a machine that seems to have the GPU for it."""
-    from gnmr.precision.kernels import te
-
-    def forget() -> None:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
-            del sys.modules[name]
-
-    forget()
-    monkeypatch.syspath_prepend(str(Path(__file__).parent / "stub_te"))
-    monkeypatch.setattr(te, "capability_missing", lambda *_: None)
-    yield importlib.import_module("transformer_engine.pytorch")
-    forget()
 
 
 @dataclass(frozen=True)

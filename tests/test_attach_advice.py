@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import gnmr
 from gnmr.control.signals import SIGNALS
+from gnmr.measure.price import measure_prices
 
 
 def net(number: int = 4) -> nn.Sequential:
@@ -165,17 +166,14 @@ def test_a_detached_controller_says_so() -> None:
         lambda: controller.explain(lambda: loss_of(model)),
         lambda: controller.apply({}),
         lambda: str(plan),
-        plan.brief,
-        plan.table,
-        plan.spent,
-        plan.extra_bytes,
-        plan.saved_bytes,
-        plan.predicted_bytes,
-        plan.weight_bytes,
+        plan.cost.spent,
+        plan.cost.saved_bytes,
+        plan.cost.predicted_bytes,
+        plan.cost.weight_bytes,
         plan.saturation,
         plan.state_dict,
-        plan.price,
-        lambda: plan.costs("gemm"),
+        lambda: measure_prices(plan),
+        lambda: plan.cost.of_units("gemm"),
         lambda: plan.compile([model]),
         lambda: plan.on_low_path().__enter__(),
     )

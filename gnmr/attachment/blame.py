@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from gnmr.precision import ConvertedModel
 from gnmr.precision.converted import StepMark
-from gnmr.precision.kernels import in_backward
+from gnmr.precision.kernels.simulated import in_backward
 from gnmr.precision.linear import PathLinear
 
 CAUSES = ("data", "precision", "not_reproducible")

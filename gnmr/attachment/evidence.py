@@ -10,8 +10,8 @@ from torch import Tensor
 from gnmr.control.evidence import PATH_EVIDENCE, PRICE_EVIDENCE
 from gnmr.control.norms import to_device
 from gnmr.control.ranks import Ranks
-from gnmr.measure.errors import Probe
-from gnmr.measure.price import PriceMeter
+from gnmr.measure.errors import Probe, measure_errors
+from gnmr.measure.price import PriceMeter, measure_prices
 from gnmr.precision import ConvertedModel
 
 
@@ -20,9 +20,9 @@ class PathEvidence:
 
     def __init__(self, plan: ConvertedModel, needs: Sequence[str], probe_tokens: int, price_tokens: int) -> None:
         names = [name for name in needs if name in PATH_EVIDENCE]
-        self.probe: Probe | None = plan.probe(names, probe_tokens) if names else None
+        self.probe: Probe | None = measure_errors(plan, names, probe_tokens) if names else None
         prices = [name for name in needs if name in PRICE_EVIDENCE]
-        self.prices: PriceMeter | None = plan.price(prices, price_tokens) if prices else None
+        self.prices: PriceMeter | None = measure_prices(plan, prices, price_tokens) if prices else None
 
     @property
     def meters(self) -> list[Probe | PriceMeter]:

@@ -24,7 +24,7 @@ from gnmr.names import GEMMS
 from gnmr.precision import ConvertedModel
 from gnmr.precision.conversion import tensor_parallel
 from gnmr.precision.converted import DETACHED
-from gnmr.precision.memory import is_sharded
+from gnmr.precision.reads import is_sharded
 from gnmr.precision.units import module_of
 
 
@@ -268,7 +268,7 @@ class AttachedController(Controller):
     def apply(self, host: Mapping[str, np.ndarray]) -> Decision:
         """As `Controller.apply`; the next step begins for the paths too."""
         self._check_attached()
-        spent = None if self._recording is None else self.plan.spent()
+        spent = None if self._recording is None else self.plan.cost.spent()
         self._end()
         self._begin()
         decision = super().apply(host)

@@ -9,7 +9,7 @@ from torch import nn
 from gnmr.control import ControlSpec, OutputGradients, Unit
 from gnmr.control.observed import adapters
 from gnmr.precision import ConvertedModel
-from gnmr.precision.converted import nominal_bits
+from gnmr.precision.cost import nominal_bits
 from gnmr.precision.units import PathUnit, module_of
 
 
@@ -18,7 +18,7 @@ def costs_of(plan: ConvertedModel, control: ControlSpec) -> tuple[list[float], f
     arithmetic, or where there is a budget of what `control.cost` says. ValueError for a table of other units."""
     cost = control.cost if control.budget is not None else "gemm"
     if isinstance(cost, str):
-        return plan.costs(cost)
+        return plan.cost.of_units(cost)
     names = [unit.name for unit in plan.units]
     for wrong in (*(set(names) - cost.keys()), *(cost.keys() - set(names))):
         raise ValueError(f"cost: {wrong!r} is {'missing' if wrong in names else 'no unit'}; units are {names[0]} ...")
@@ -68,7 +68,7 @@ def units_of(
             cost=cost,
             extra_bytes=extra_bytes(unit),
         )
-        for unit, cost in zip(plan.units, plan.costs("gemm")[0] if costs is None else costs, strict=True)
+        for unit, cost in zip(plan.units, plan.cost.of_units("gemm")[0] if costs is None else costs, strict=True)
     ]
 
 

@@ -22,9 +22,6 @@ EVIDENCE: dict[str, str] = {
     "gap_low": "sum over tokens of ||grad_output||^2 ||x - Q(x)||^2 with the low-cost path's Q: its expected squared "
     "error of the weight gradient; of a recipe that casts grad_output the same of that operand besides",
     "gap_recovery": "the same with the recovery path's Q",
-    "gap_exact": "squared distance of the weight gradients that both paths make of this grad_output: true_gap where "
-    "the paths differ in the weight gradient alone",
-    "underflow": "share of the x != 0 that the low-cost path turns into 0; of a recipe the forward pass's cast",
     "mse": "mean of (x - Q(x))^2 on the low-cost path; of a recipe the forward pass's cast",
     "price": "what recovery saves: price_fprop - price_fprop_recovery, nats, where a path casts what fprop reads; "
     "elsewhere the squared error that it takes off the weight gradient, as a share of all units' squared gradient",
@@ -42,7 +39,7 @@ EVIDENCE: dict[str, str] = {
     "update_norm": "2-norm of the update that the optimizer applied in this step",
     "true_gap": "squared distance of the gradients of both paths, run on the same batch",
 }
-PATH_EVIDENCE = ("gap_low", "gap_recovery", "gap_exact", "underflow", "mse", "input_std")
+PATH_EVIDENCE = ("gap_low", "gap_recovery", "mse", "input_std")
 """What the paths themselves measure; of the low-cost path, whichever path the unit ran on."""
 PRICE_EVIDENCE = (
     "price",

@@ -28,7 +28,7 @@ from gnmr.doctor.operands import Cause, Measured, watching
 from gnmr.errors import require
 from gnmr.names import GEMMS
 from gnmr.precision import RECIPES, PathLinear, Recipe
-from gnmr.precision.memory import is_sharded
+from gnmr.precision.reads import is_sharded
 from gnmr.precision.shared import SharedState
 from gnmr.precision.units import unit_of
 

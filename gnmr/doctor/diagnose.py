@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from gnmr.doctor.diagnosis import Diagnosis, Measured, Row, intervals
 from gnmr.doctor.plan import PinPlan, budget_share, read_plan
 from gnmr.errors import nearest, require, whole
-from gnmr.measure.errors import Probe
-from gnmr.measure.price import PRICES, PriceMeter
+from gnmr.measure.errors import Probe, measure_errors
+from gnmr.measure.price import PRICES, PriceMeter, measure_prices
 from gnmr.names import FORMATS, GEMMS, RECIPES, select
 from gnmr.precision import ConvertedModel, PathLinear, PathSpec, Recipe, convert
 from gnmr.precision.conversion import operator_shapes
@@ -214,8 +214,8 @@ class _Doctor:
         self._weights = [operator.weight for operator in plan.operators]
         self._sixteen = not any(isinstance(o.recovery, Recipe) and o.recovery.casts for o in plan.operators)
         """Whether the recovery path has no price."""
-        self._meter: PriceMeter = plan.price(PRICES[: 3 if self._sixteen else 6], tokens)
-        self._probe: Probe = plan.probe(["mse"], tokens)
+        self._meter: PriceMeter = measure_prices(plan, PRICES[: 3 if self._sixteen else 6], tokens)
+        self._probe: Probe = measure_errors(plan, ["mse"], tokens)
         self._measuring(False)
         self._passes = 0
         self._called: set[str] = set()

@@ -19,13 +19,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from gnmr.lab.faults.faults import Fault
 from gnmr.names import GEMMS
 from gnmr.precision import Recipe
-from gnmr.precision.cast import quantize, scale_of_each
+from gnmr.precision.cast import over_scale, quantize, scale_of_each
 from gnmr.precision.formats import Format, KeepFormat
 from gnmr.precision.linear import PathLinear
 from gnmr.precision.recipes import Cast
+from gnmr.precision.scaling import TINY
 from gnmr.precision.units import operator_names
 
 READS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
@@ -68,12 +68,16 @@ class Grain:
         """The same under `factor` times these scales, rounded to nearest: what is beyond the format saturates."""
         if self.along and contracted == 0:
             return replace(self, along=False).under(x.t().contiguous(), 1, factor).t()
+        fmt, bare = self.cast.format, self._bare
+        scale = scale_of_each(x, bare, contracted, None)[0]
         if self.powers:
-            scale = scale_of_each(x, self._bare, contracted, None)[0].log2().ceil().exp2() * factor
-            largest = self.cast.format.max
-            return self.cast.format.round((x.float() / scale).clamp_(-largest, largest)).mul_(scale).to(x.dtype)
-        fault = Fault("scale_up", factor) if factor > 1 else Fault("scale_down", 1 / factor)
-        return fault.quantize(x, self._bare, contracted, None, torch.Generator(x.device).manual_seed(0))[0]
+            scale = scale.log2().ceil().exp2() * factor
+            return fmt.round((x.float() / scale).clamp_(-fmt.max, fmt.max)).mul_(scale).to(x.dtype)
+        scale = torch.where(scale == 0, scale, (scale * factor).clamp_(min=TINY))
+        scaled = x.float() / scale
+        if bare.two_levels:  # a group below the smallest scale has 0
+            scaled = torch.where(scale == 0, 0, over_scale(x.float(), scale, bare))
+        return fmt.round(scaled.clamp_(-fmt.max, fmt.max)).mul_(scale)
 
     @property
     def _bare(self) -> Cast:
@@ -213,10 +217,7 @@ def _of_ours(name: str, module: PathLinear) -> Operator:
                 cast = getattr(getattr(path, gemm), operand)
                 declared[gemm, operand] = None if cast is None else Grain(cast)
         result = None if path.fprop.result is None else Grain(path.fprop.result)
-        engine = module.shared.engine is not None
-        return Operator(
-            name, module, "gnmr", declared, result=result, codes=path.integer or engine, pinned=module.pinned
-        )
+        return Operator(name, module, "gnmr", declared, result=result, codes=path.integer, pinned=module.pinned)
     declared = dict.fromkeys(CONTRACTS)
     if isinstance(path, Format) and not isinstance(path, KeepFormat):
         declared["wgrad", "input"] = Grain(Cast(path, "row"))

@@ -43,8 +43,9 @@ from gnmr.integrations.torchtitan_rules import (
     refuse_compiled,
 )
 from gnmr.precision import PathLinear, PathSpec
-from gnmr.precision.pair import named
+from gnmr.precision.compile import into_graphs
 from gnmr.precision.recipes import Recipe
+from gnmr.precision.resolve import named
 from gnmr.precision.units import unwrapped
 
 try:
@@ -197,7 +198,7 @@ class GnmrTrainer(Trainer):
         self.controller = _attached(model, routing, config)
         compiled = config.compile.enable and "model" in config.compile.components
         if compiled:
-            why = self.controller.plan.into_graphs(model.layers.values())
+            why = into_graphs(self.controller.plan, model.layers.values())
             refuse_compiled(why, [name for name in self.controller.needs if name in (*PATH_EVIDENCE, *PRICE_EVIDENCE)])
         if config.checkpoint.enable:
             self.checkpointer.states[STATE] = _State(self.controller)

@@ -1,4 +1,4 @@
-"""Measures what the paths do to a unit's operands, during its own passes.
+"""Measure what the paths do to a unit's operands, during its own passes.
 
 Formats. The weight gradient is a sum over tokens t, dW = sum_t dy_t^T x_t. A path that keeps Q(x_t) instead of x_t
 changes it by
@@ -10,17 +10,12 @@ is `gap_low` (and, with the other path's Q, `gap_recovery`): the gap of corollar
 error's norms are taken in forward, one float32 a token, and meet the norms of grad_output in backward.
 
     gap_low, gap_recovery   the sum above for Q of the low, of the recovery path (0 where that path is bf16)
-    gap_exact               ||sum_t dy_t^T (Q_low(x_t) - Q_recovery(x_t))||^2, the pairs of tokens included: one more
-                            product of wgrad's size a unit; of all tokens whatever the stride, and summed over
-                            micro-batches, whose pairs it leaves out. Until backward it holds the recovery path's copy
-                            of every input besides the low one: what recovery would keep, which saved_bytes leaves out
-    underflow               share of the x != 0 with Q_low(x) = 0
     mse                     mean of (x - Q_low(x))^2
     input_std               standard deviation of the elements of x
 
 Of a unit of several operators: the gaps are sums over them (squared norms of gradients of different weights add up),
-the shares, means and deviations those of all their elements together. Of the GEMMs of an operator (unit=gemm) the gaps
-are those of `wgrad`, underflow and mse those of `fprop`, 0 for the others; input_std is that of each.
+the means and deviations those of all their elements together. Of the GEMMs of an operator (unit=gemm) the gaps are
+those of `wgrad`, mse is that of `fprop`, 0 for the others; input_std is that of each.
 
 x is the operand as `wgrad` is given it (under autocast: after the cast), Q(x) the compressed copy brought back to its
 dtype. The low path is described whatever path the unit ran on, a fault in it included.
@@ -28,15 +23,11 @@ dtype. The low path is described whatever path the unit ran on, a fault in it in
 Recipes. `wgrad` reads Qx(x_t) and Qg(dy_t), its casts of input and grad_output: errors of two operands, to first order
 
     gap_low, gap_recovery   sum_t ||dy_t||^2 ||x_t - Qx(x_t)||^2 + ||dy_t - Qg(dy_t)||^2 ||x_t||^2 of either recipe
-    gap_exact               ||wgrad_low - wgrad_recovery||^2: the product that the path in force makes anyway and one
-                            under the other recipe, as they would reach the parameter, so with the cast of the result;
-                            the true gap where recovery takes over wgrad alone. Until backward it holds the input as the
-                            other recipe's wgrad reads it
-    underflow, mse          of Q = the low recipe's cast of fprop's input
+    mse                     of Q = the low recipe's cast of fprop's input
 
 dy is the one that came back, with all that casts elsewhere did to it, in this operator's fprop too; no sum above has
 anything else of them. So recovery that leaves wgrad to the low recipe has a gap of 0. A weight's error is not in the
-sums either (it is the same for all tokens), nor, in gap_low and gap_recovery, the rounding of wgrad's result.
+sums either (it is the same for all tokens), nor is the rounding of wgrad's result.
 **Choice 53**: an operand that wgrad keeps has no error, even where fprop casts it: what that does is in dy.
 
 A cast takes the scale that a run under its recipe would have taken, delayed ones too, and leaves no trace in what is
@@ -44,57 +35,78 @@ counted and remembered; readers of a tensor share it. A stride saves casts only 
 
 **Choice 54**: with stochastic rounding, of formats and of casts, the probe rounds to nearest, whatever the copy that
 backward reads: so it draws nothing from the run's generator, and a unit's numbers do not depend on the path that it
-runs on (but for gap_exact of casts, which takes the gradient that was made). The stochastic copy's expected gap is
-larger, about twice where the remainders are uniform.
+runs on. The stochastic copy's expected gap is larger, about twice where the remainders are uniform.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import warnings
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gnmr.errors import users_level
+from gnmr.measure.units import ByUnit
 from gnmr.precision.cast import rotated
+from gnmr.precision.converted import ConvertedModel
 from gnmr.precision.formats import Format, KeepFormat
-from gnmr.precision.hooks import Casts, FaultInjection
-from gnmr.precision.kernels import GemmContext
+from gnmr.precision.kernels.simulated import GemmContext
 from gnmr.precision.linear import PathLinear
 from gnmr.precision.reads import Read
 from gnmr.precision.recipes import Cast, Recipe
 from gnmr.precision.scaling import compress, decompress
-from gnmr.precision.units import EVIDENCE_OF, ByUnit, PathUnit
+from gnmr.precision.shared import Casts, FaultInjection
 
-STATISTICS = ("gap_low", "gap_recovery", "gap_exact", "underflow", "mse", "input_std")
-_SUMS = ("gap_low", "gap_recovery", "gap_exact", "zeroed", "nonzero", "square_error", "x", "x_square", "elements")
+STATISTICS = ("gap_low", "gap_recovery", "mse", "input_std")
+_GEMM = {"gap_low": "wgrad", "gap_recovery": "wgrad", "mse": "fprop"}
+"""The GEMM whose operands a statistic is of."""
+_SUMS = ("gap_low", "gap_recovery", "square_error", "x", "x_square", "elements")
+
+
+def measure_errors(model: ConvertedModel, names: Collection[str], tokens: int = 1) -> Probe:
+    """Start measuring the statistics `names` of every `tokens`-th row (see `Probe`), in place of an earlier probe.
+
+    `model.shared.probe = None` ends it. Warns of a gap where both recipes have the same wgrad: it is 0. Raises
+    ValueError for an unknown name, a stride below 1, a gap to the recovery path of a static plan, and where every
+    weight is frozen: statistics are measured in the weight gradient's backward pass.
+    """
+    model.check_converted()
+    low, recovery = model.low, model.recovery
+    if model.frozen:
+        raise ValueError(f"{', '.join(names)}: measured where a weight gradient is made, and all weights are frozen")
+    if "gap_recovery" in names:
+        if recovery is None:
+            raise ValueError("gap_recovery: this plan has no recovery path")
+        if isinstance(low, Recipe) and isinstance(recovery, Recipe) and low.wgrad == recovery.wgrad:
+            said = "gap_recovery: both paths have the same wgrad, so no unit has a gap"
+            warnings.warn(said, stacklevel=users_level())
+    found = Probe(model, names, tokens)
+    model.shared.forget()  # and what an earlier probe measured of the last tensor
+    model.shared.probe = found
+    return found
 
 
 class Probe:
-    """Sums of the statistics over all backward passes since the last `reset`; made by `ConvertedModel.probe`.
+    """Sums of the statistics over all backward passes since the last `reset`.
 
     Set `enabled` to False in steps whose numbers are not read: they cost nothing then.
     """
 
-    def __init__(
-        self, operators: Sequence[PathLinear], units: Sequence[PathUnit], names: Collection[str], tokens: int = 1
-    ) -> None:
-        """`operators`: all of the plan. `units`: what their operators add up to is theirs.
-
-        `tokens`: the rows 0, tokens, 2 tokens, ... of each (flattened) input are measured. A stride that does not
-        divide the sequence's length meets every position. ValueError for an unknown name and a stride below 1.
-        """
+    def __init__(self, model: ConvertedModel, names: Collection[str], tokens: int) -> None:
+        """`tokens`: the rows 0, tokens, 2 tokens, ... of each (flattened) input are measured. A stride that does not
+        divide the sequence's length meets every position."""
         unknown = [name for name in names if name not in STATISTICS]
         if unknown or not names:
             raise ValueError(f"probe {unknown}: use some of {', '.join(STATISTICS)}")
         if tokens < 1:
             raise ValueError(f"tokens={tokens}: the stride of the measured rows must be 1 or more")
         self.names, self.tokens, self.enabled = tuple(names), tokens, True
-        self._by_unit = ByUnit(units, operators)
-        self._index = self._by_unit.group
-        self._operators = {operator.index: operator for operator in operators}
-        device, groups = operators[0].weight.device, self._by_unit.num_groups
+        self._by_unit = ByUnit(model.units, model.operators)
+        self._operators = {operator.index: operator for operator in model.operators}
+        device, groups = model.operators[0].weight.device, self._by_unit.num_groups
         self._sums = {name: torch.zeros(groups, dtype=torch.float64, device=device) for name in _SUMS}
 
     def parts(self, share: float) -> Tensor:
@@ -105,26 +117,22 @@ class Probe:
     def read(self, summed: Tensor | None = None) -> dict[str, Tensor]:
         """{name: (num_units,) float64} on the device, in the plan's order. Does not wait for it.
 
-        The gaps are sums, scaled up from the measured rows to all; the others are shares and means of all that was
-        measured, over all micro-batches.
-        0 for a unit that was not measured; NaN or Inf for one whose input or grad_output was not finite. `summed`: of
-        `parts` over all ranks.
+        The gaps are sums, scaled up from the measured rows to all; the others are means of all that was measured, over
+        all micro-batches. 0 for a unit that was not measured; NaN or Inf for one whose input or grad_output was not
+        finite. `summed`: of `parts` over all ranks.
         """
         sums = self._sums if summed is None else dict(zip(_SUMS, summed, strict=True))
 
-        def ratio(above: Tensor, below: Tensor) -> Tensor:
-            return torch.where(below > 0, above / below, 0.0)
+        def mean(above: Tensor) -> Tensor:
+            return torch.where(sums["elements"] > 0, above / sums["elements"], 0.0)
 
-        mean = ratio(sums["x"], sums["elements"])
         values = {
             "gap_low": sums["gap_low"].clone(),
             "gap_recovery": sums["gap_recovery"].clone(),
-            "gap_exact": sums["gap_exact"].clone(),
-            "underflow": ratio(sums["zeroed"], sums["nonzero"]),
-            "mse": ratio(sums["square_error"], sums["elements"]),
-            "input_std": (ratio(sums["x_square"], sums["elements"]) - mean.square()).clamp(min=0).sqrt(),
+            "mse": mean(sums["square_error"]),
+            "input_std": (mean(sums["x_square"]) - mean(sums["x"]).square()).clamp(min=0).sqrt(),
         }
-        return {name: self._by_unit(values[name], EVIDENCE_OF.get(name)) for name in self.names}
+        return {name: self._by_unit(values[name], _GEMM.get(name)) for name in self.names}
 
     def reset(self) -> None:
         """Forgets everything measured so far."""
@@ -147,38 +155,23 @@ class Probe:
         """
         rows = x.detach().reshape(-1, x.shape[-1])
         sampled = rows[:: self.tokens]
-        errors: dict[str, Tensor] = {}
-        sums: dict[str, Tensor] = {}
-        operator = self._operators[index]
+        found, sums, operator = {}, self._input(read, sampled), self._operators[index]
         low, recovery = operator.low, operator.recovery
         assert isinstance(low, Format) and (recovery is None or isinstance(recovery, Format))
-        if "gap_low" in self.names or "underflow" in self.names or "mse" in self.names:
+        if "gap_low" in self.names or "mse" in self.names:
             if fault is not None:  # whole, for a sample would not have the same rows hit
                 whole = (
                     fault.compress(input, low, operator.shared.rounding is not None) if operator.recovering else copy
                 )
-                found = self._compare(sampled, tuple(part[:: self.tokens] for part in whole), low)
+                errors = _compare(sampled, tuple(part[:: self.tokens] for part in whole), low)
             else:
-                found = self._error(operator, read, input, sampled, low)
-            errors["gap_low"] = found.rows
-            sums |= found.sums
+                errors = self._error(operator, read, input, sampled, low)
+            found["gap_low"] = errors
+            sums |= self._mse(errors)
         if "gap_recovery" in self.names:
             assert recovery is not None
-            errors["gap_recovery"] = self._error(operator, read, input, sampled, recovery).rows
-        both: tuple[_Copy, ...] = ()
-        if "gap_exact" in self.names:
-            both = self._both(operator, read, input, rows, fault, copy)
-        sums |= self._input(read, sampled)
-        errors = {name: rows for name, rows in errors.items() if name in self.names}
-        return Measured(
-            self,
-            self._index[index],
-            errors,
-            sums,
-            sampled.numel(),
-            rows.shape[0] / sampled.shape[0],
-            both,
-        )
+            found["gap_recovery"] = self._error(operator, read, input, sampled, recovery)
+        return self._measured(index, found, sums, rows, sampled)
 
     def measure_casts(
         self,
@@ -188,7 +181,7 @@ class Probe:
         rows: Tensor,
         context: GemmContext,
         made: Casts,
-    ) -> MeasuredCasts:
+    ) -> Measured:
         """As `measure`, of an operator whose paths are recipes; `rows` (T, D) are its input.
 
         `context` is under way and has `made` casts of them.
@@ -199,41 +192,32 @@ class Probe:
             same = fault is context.fault and type(dry_run) is type(context)
             return dry_run, made if same else dry_run.casts_of(read, rows.dtype)
 
-        operator = self._operators[index]
+        operator, sampled = self._operators[index], rows[:: self.tokens]
         assert isinstance(operator.low, Recipe)
-        paths = {"low": dry_run_of(operator.low, fault)}
+        paths = {"gap_low": dry_run_of(operator.low, fault)}
         if isinstance(operator.recovery, Recipe):
-            paths["recovery"] = dry_run_of(operator.recovery, None)
-        errors, dry_runs, sums = {}, {}, self._input(read, rows[:: self.tokens])
+            paths["gap_recovery"] = dry_run_of(operator.recovery, None)
+        errors, dry_runs, sums = {}, {}, self._input(read, sampled)
         for name, (dry_run, own) in paths.items():
-            if f"gap_{name}" in self.names:
-                errors[f"gap_{name}"] = self._error_of(dry_run, read, rows, dry_run.recipe.wgrad.input, 0, own).rows
-                dry_runs[f"gap_{name}"] = dry_run
-        if "underflow" in self.names or "mse" in self.names:
-            dry_run, own = paths["low"]
-            sums |= self._error_of(dry_run, read, rows, dry_run.recipe.fprop.input, 1, own).sums
+            if name in self.names:
+                errors[name] = self._error_of(dry_run, read, rows, dry_run.recipe.wgrad.input, 0, own)
+                dry_runs[name] = dry_run
+        if "mse" in self.names:
+            dry_run, own = paths["gap_low"]
+            sums |= self._mse(self._error_of(dry_run, read, rows, dry_run.recipe.fprop.input, 1, own))
         square = None
         if dry_runs:
             if "square" not in read.measured:
-                read.measured["square"] = _squares(rows[:: self.tokens], 1)
+                read.measured["square"] = _squares(sampled, 1)
             square = read.measured["square"]
-        others: list[tuple[GemmContext, Any]] = []
-        if "gap_exact" in self.names:
-            for dry_run, own in paths.values():
-                if dry_run.recipe is not context.recipe:
-                    others.append((dry_run, dry_run.cast("input", rows, dry_run.recipe.wgrad.input, 0, own)))
-        count, width = rows[:: self.tokens].shape
-        return MeasuredCasts(
-            self,
-            self._index[index],
-            errors,
-            sums,
-            count * width,
-            rows.shape[0] / count,
-            dry_runs=dry_runs,
-            square=square,
-            others=tuple(others),
-        )
+        return self._measured(index, errors, sums, rows, sampled, dry_runs, square)
+
+    def _measured(
+        self, index: int, errors: dict[str, Tensor], sums: dict[str, Tensor], rows: Tensor, sampled: Tensor, *more: Any
+    ) -> Measured:
+        errors = {name: own for name, own in errors.items() if name in self.names}
+        scale = rows.shape[0] / sampled.shape[0]
+        return Measured(self, self._by_unit.group[index], errors, sums, sampled.numel(), scale, *more)
 
     def _error_of(
         self,
@@ -243,16 +227,16 @@ class Probe:
         cast: Cast | None,
         contraction_dim: int,
         made: Casts,
-    ) -> _Error:
+    ) -> Tensor:
         """Of a cast of the input, once for all its readers where it is not an operator's own."""
-        known: dict[Any, _Error] = {} if dry_run.fault is not None else read.measured
+        known: dict[Any, Tensor] = {} if dry_run.fault is not None else read.measured
         key = None if cast is None else (type(dry_run), dry_run.key(cast, contraction_dim))
         if key not in known:
-            kept = self._kept(dry_run, "input", rows, cast, contraction_dim, made)
-            known[key] = self._between(rows[:: self.tokens], kept)
+            kept = self.kept(dry_run, "input", rows, cast, contraction_dim, made)
+            known[key] = _between(rows[:: self.tokens], kept)
         return known[key]
 
-    def _kept(
+    def kept(
         self,
         dry_run: GemmContext,
         operand: str,
@@ -261,7 +245,7 @@ class Probe:
         contraction_dim: int,
         made: Casts,
     ) -> Tensor:
-        """The measured rows of `rows` in `cast`, float32."""
+        """Return the measured rows of `rows` in `cast`, float32."""
         if (
             self.tokens > 1
             and cast is not None
@@ -285,62 +269,33 @@ class Probe:
                 "x": sampled.sum(dim=1, dtype=torch.float32).sum(dtype=torch.float64),
                 "x_square": _squares(sampled, 1).sum(),
             }
-        found: dict[str, Tensor] = read.measured["input"]
-        return found
+        return dict(read.measured["input"])
 
-    def _both(
-        self,
-        operator: PathLinear,
-        read: Read,
-        input: Tensor,
-        rows: Tensor,
-        fault: FaultInjection | None,
-        copy: tuple[Tensor, ...],
-    ) -> tuple[_Copy, ...]:
-        """The copies of both paths, packed; the one that backward keeps anyway is that very one."""
-        low, recovery, shared = operator.low, operator.recovery, operator.shared
-        assert isinstance(low, Format) and isinstance(recovery, Format)
+    def _mse(self, errors: Tensor) -> dict[str, Tensor]:
+        return {"square_error": errors.sum(dtype=torch.float64)} if "mse" in self.names else {}
 
-        def packed(fmt: Format, broken: FaultInjection | None) -> tuple[Tensor, ...]:
-            if isinstance(fmt, KeepFormat):
-                return (rows,)
-            if broken is not None:
-                return broken.compress(input, fmt, shared.rounding is not None) if operator.recovering else copy
-            if shared.rounding is None:
-                return read.copy_of(input, fmt)
-            return compress(rows, fmt)
-
-        return tuple(_Copy(fmt, packed(fmt, broken), rows.shape[1]) for fmt, broken in ((low, fault), (recovery, None)))
-
-    def _error(self, operator: PathLinear, read: Read, input: Tensor, sampled: Tensor, fmt: Format) -> _Error:
+    def _error(self, operator: PathLinear, read: Read, input: Tensor, sampled: Tensor, fmt: Format) -> Tensor:
         """Of a path without a fault, once for all readers of the tensor."""
         if fmt.name not in read.measured:
-            shared = operator.shared
             if isinstance(fmt, KeepFormat):
                 copy: tuple[Tensor, ...] = ()
-            elif self.tokens == 1 and shared.rounding is None:
+            elif self.tokens == 1 and operator.shared.rounding is None:
                 copy = read.copy_of(input, fmt)  # made already, or of use to the next reader
             else:
                 copy = compress(input.detach().reshape(-1, input.shape[-1])[:: self.tokens], fmt)
-            read.measured[fmt.name] = self._compare(sampled, copy, fmt)
+            read.measured[fmt.name] = _compare(sampled, copy, fmt)
         return read.measured[fmt.name]
 
-    def _compare(self, rows: Tensor, copy: tuple[Tensor, ...], fmt: Format) -> _Error:
-        kept = rows if isinstance(fmt, KeepFormat) else decompress(copy[0], copy[1], fmt, rows.shape[1], rows.dtype)
-        return self._between(rows, kept)
 
-    def _between(self, rows: Tensor, kept: Tensor) -> _Error:
-        """Of measured rows and what became of them."""
-        errors = (rows.float() - kept.float()).square_().sum(dim=1)
-        sums = {}
-        if "underflow" in self.names:
-            zeroed = ((kept == 0) & (rows != 0)).sum()
-            # A NaN is not counted as zeroed: it would pass for a value that survived.
-            sums["zeroed"] = torch.where(errors.isnan().any(), torch.nan, zeroed.double())
-            sums["nonzero"] = (rows != 0).sum()
-        if "mse" in self.names:
-            sums["square_error"] = errors.sum(dtype=torch.float64)
-        return _Error(errors, sums)
+def _compare(rows: Tensor, copy: tuple[Tensor, ...], fmt: Format) -> Tensor:
+    """As `_between`, of a compressed copy."""
+    kept = rows if isinstance(fmt, KeepFormat) else decompress(copy[0], copy[1], fmt, rows.shape[1], rows.dtype)
+    return _between(rows, kept)
+
+
+def _between(rows: Tensor, kept: Tensor) -> Tensor:
+    """(measured rows,) float32: ||x_t - Q(x_t)||^2 of rows and what became of them."""
+    return (rows.float() - kept.float()).square_().sum(dim=1)
 
 
 def _squares(x: Tensor, dim: int | None = None) -> Tensor:
@@ -350,89 +305,39 @@ def _squares(x: Tensor, dim: int | None = None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Error:
-    """Of a path on one tensor."""
-
-    rows: Tensor
-    """(measured rows,) float32: ||x_t - Q(x_t)||^2."""
-    sums: dict[str, Tensor]
-    """Scalars on the device."""
-
-
-@dataclass(frozen=True)
-class _Copy:
-    """A tensor as one path keeps it."""
-
-    fmt: Format
-    tensors: tuple[Tensor, ...]
-    width: int
-
-    def rows(self, dtype: torch.dtype) -> Tensor:
-        """(rows, D)."""
-        if isinstance(self.fmt, KeepFormat):
-            return self.tensors[0]
-        return decompress(self.tensors[0], self.tensors[1], self.fmt, self.width, dtype)
-
-
-@dataclass(frozen=True)
 class Measured:
     """One forward pass of a unit, on its way to backward."""
 
     probe: Probe
     unit: int
     errors: dict[str, Tensor]
+    """By gap: (measured rows,) float32."""
     sums: dict[str, Tensor]
     elements: int
     scale: float
     """All rows over the measured ones."""
-    both: tuple[_Copy, ...] = ()
-    """The low and the recovery path's copy, for gap_exact."""
+    dry_runs: dict[str, GemmContext] = field(default_factory=dict)
+    """Of recipes, by the gap for whose cast of grad_output each stands."""
+    square: Tensor | None = None
+    """And (measured rows,) float64: ||x_t||^2."""
 
-    def add(self, grad_2d: Tensor) -> None:
-        """Adds it to the probe's sums; `grad_2d` (rows, out_features) is the grad_output of that pass."""
-        totals = self.probe._sums
+    def add(self, grad_2d: Tensor, context: GemmContext | None = None, made: Casts | None = None) -> None:
+        """Adds it to the probe's sums; `grad_2d` (rows, out_features) is the grad_output of that pass, of which under
+        recipes `context` has `made` casts."""
+        totals, sampled = self.probe._sums, grad_2d[:: self.probe.tokens]
         if self.errors:
-            square = _squares(grad_2d[:: self.probe.tokens], 1)
+            square = _squares(sampled, 1)
             for name, errors in self.errors.items():
                 totals[name][self.unit].add_(square.dot(errors.double()), alpha=self.scale)
-        if self.both:
-            low, recovery = (each.rows(grad_2d.dtype) for each in self.both)
-            totals["gap_exact"][self.unit].add_(_squares(grad_2d.t() @ (low - recovery)))
         for name, value in self.sums.items():
             totals[name][self.unit].add_(value)
         totals["elements"][self.unit].add_(self.elements)
-
-
-@dataclass(frozen=True)
-class MeasuredCasts(Measured):
-    """One forward pass of a unit whose paths are recipes."""
-
-    dry_runs: dict[str, GemmContext] = field(default_factory=dict)
-    """By the gap for whose cast of grad_output each stands."""
-    square: Tensor | None = None
-    """(measured rows,) float64: ||x_t||^2."""
-    others: tuple[tuple[GemmContext, Any], ...] = ()
-    """Of the path that is not in force, of both in a warm-up in 16 bits, for gap_exact: the pass, and the input as its
-    wgrad reads it."""
-
-    def add_backward(self, grad_2d: Tensor, grad_weight: Tensor, context: GemmContext, made: Casts) -> None:
-        """As `add`; `context` made `grad_weight` and has `made` casts of `grad_2d` (rows, out_features)."""
-        self.add(grad_2d)
-        totals, sampled = self.probe._sums, grad_2d[:: self.probe.tokens]
-        made_by = {type(context): made}
+        made_by = {type(context): {} if made is None else made}
         for name, dry_run in self.dry_runs.items():
             assert self.square is not None
             if (cast := dry_run.recipe.wgrad.grad_output) is None:
                 continue
             own = made_by.setdefault(type(dry_run), {})
-            kept = self.probe._kept(dry_run, "grad_output", grad_2d, cast, 0, own)
+            kept = self.probe.kept(dry_run, "grad_output", grad_2d, cast, 0, own)
             errors = _squares(sampled.float() - kept, 1)
             totals[name][self.unit].add_(errors.dot(self.square), alpha=self.scale)
-        if self.others:
-            found = [
-                dry_run.wgrad(grad_2d, x, grad_weight.dtype, made_by.setdefault(type(dry_run), {}))
-                for dry_run, x in self.others
-            ]
-            in_force = [grad_weight] if len(found) == 1 else []
-            first, second = in_force + found
-            totals["gap_exact"][self.unit].add_(_squares(first - second))

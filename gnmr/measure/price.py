@@ -11,86 +11,85 @@ With Q the path's casts and W the weight (O, I)
     u_t = <dy_t W, Q(x_t) - x_t>                 the input's error
         + <dy_t (Q(W) - W), Q(x_t)>              the weight's error
 
-so it needs no output again: one product dy W, which dgrad makes too, and one dy (Q(W) - W), of the tokens that are
-measured. The elements of these inner products, squared one by one, are a second form (`elements`): where errors are
-large they grow together, and the square of their sum loses the order of the operators; the sum of their squares keeps
-it.
+so it needs one product dy W, which dgrad makes too, and one dy (Q(W) - W), of the tokens that are measured. A second
+form (`elements`) squares the elements of these inner products one by one: where errors are large they grow together,
+and the square of their sum loses the order of the operators; the sum of their squares keeps it.
 
 `dgrad` and `wgrad` change the next step, not the loss now. Their price is the squared error of the gradient that they
 give, relative to that gradient, ||d||^2 / ||g||^2, and its bias <g, d> / ||g||^2; both without unit. For dgrad g is
-dy W, for wgrad dy^T x of the measured tokens.
+dy W, for wgrad dy^T x of the measured tokens. An operator that several tokens reach only in part (an expert) has the
+loss's T all the same: the largest number of rows of any operator of the step, or `loss_tokens`.
 
-An operator that several tokens reach only in part (an expert) has the loss's T all the same: the largest number of rows
-of any operator of the step, or `loss_tokens`.
-
-What is measured is the path's own numbers, whatever path is in force and whatever runs it (kernels of hardware, of
-Transformer Engine): the casts of `casting.py`, in float32, with the scales that the whole tensors have, delayed scales
-as they are, a fault that is in force in the low path. dy is the one that came back. One token in `tokens` is measured,
-or one group of tokens where some share a scale; which ones depends on the step's number alone.
+What is measured is the path's own numbers, whatever path is in force and whatever kernels run it: the casts of
+`gnmr.precision.cast`, in float32, with the scales that the whole tensors have, delayed scales as they are, a fault that
+is in force in the low path. dy is the one that came back. One token in `tokens` is measured, or one group of tokens
+where some share a scale; which ones depends on the step's number alone.
 
 Prior art: second-order sensitivities and Fisher-weighted quantization error (HAWQ; FIT, ICLR 2023), ModelOpt's
-AutoQuantize, which sums (grad_output * output error)^2 for inference. docs/price.md derives it and holds it against the
-true increase of the loss.
+AutoQuantize, which sums (grad_output * output error)^2 for inference. docs/price.md derives it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from gnmr.measure.units import ByUnit
 from gnmr.names import GEMMS, OPERANDS
 from gnmr.precision.cast import Reference, quantize, rotated
+from gnmr.precision.converted import ConvertedModel
 from gnmr.precision.formats import Format, KeepFormat
-from gnmr.precision.hooks import FaultInjection
-from gnmr.precision.int8_linear import Int8Linear
-from gnmr.precision.kernels.int8 import Integers
+from gnmr.precision.int8 import Int8Linear, Integers
 from gnmr.precision.linear import PathLinear, autocast_dtype
 from gnmr.precision.recipes import Cast, ExecutionPath, Gemm, Recipe
 from gnmr.precision.scaling import TINY, compress, decompress, largest_magnitude
-from gnmr.precision.units import ByUnit, PathUnit
+from gnmr.precision.shared import FaultInjection
 
 PATHS = ("low", "recovery")
-_OF_PATH = (
-    "fprop",
-    "fprop_elements",
-    "fprop_input",
-    "fprop_weight",
-    "fprop_mean",
-    "dgrad",
-    "dgrad_bias",
-    "wgrad",
-    "wgrad_bias",
-)
-"""Sums of each path. `fprop_input`, `fprop_weight`: of each operand's error alone; `fprop_mean`: of u_t itself."""
+_FPROP = ("fprop", "fprop_elements", "fprop_input", "fprop_weight")
+"""`fprop_input`, `fprop_weight`: of each operand's error alone."""
+_OF_PATH = (*_FPROP, "dgrad", "dgrad_bias", "wgrad", "wgrad_bias")
+"""Sums of each path."""
 _SHARED = ("dgrad_square", "wgrad_square")
-
 
 PRICES = (*(f"price_{gemm}{path}" for path in ("", "_recovery") for gemm in GEMMS), "price")
 """What is measured, as `gnmr.control.evidence` describes it."""
 
 
+def measure_prices(model: ConvertedModel, names: Collection[str] = PRICES[:3], tokens: int = 16) -> PriceMeter:
+    """Start measuring the prices `names` of every `tokens`-th token (see `PriceMeter`), in place of an earlier meter.
+
+    `model.shared.prices = None` ends it. Raises ValueError for an unknown name, a stride below 1, and a price of the
+    recovery path in a static plan.
+    """
+    model.check_converted()
+    of_recovery = [name for name in names if name == "price" or name.endswith("recovery")]
+    if of_recovery and model.recovery is None:
+        raise ValueError(f"{', '.join(of_recovery)}: this plan has no recovery path")
+    model.shared.prices = meter = PriceMeter(model, names, tokens)
+    return meter
+
+
 class PriceMeter:
-    """Sums over all backward passes since the last `reset`; made by `ConvertedModel.price`.
+    """Sums over all backward passes since the last `reset`.
 
     Set `enabled` to False in steps whose prices are not read: they cost nothing then.
     """
 
-    def __init__(
-        self, operators: Sequence[PathLinear], units: Sequence[PathUnit], names: Collection[str], tokens: int = 16
-    ) -> None:
-        """`operators`: all of the plan. `units`: what their operators add up to is theirs; of a unit that is a GEMM
-        that GEMM's price, 0 for the others. `names`: of `PRICES`; `price` is of both paths. `tokens`: one token in so
-        many is measured. ValueError for an unknown name and a stride below 1."""
+    def __init__(self, model: ConvertedModel, names: Collection[str], tokens: int) -> None:
+        """`names`: of `PRICES`; `price` is of both paths. Of a unit that is a GEMM that GEMM's price is measured, 0 for
+        the others. `tokens`: one token in so many is measured."""
         unknown = [name for name in names if name not in PRICES]
         if unknown or not names:
             raise ValueError(f"price {unknown}: use some of {', '.join(PRICES)}")
         if tokens < 1:
             raise ValueError(f"tokens={tokens}: the stride of the measured tokens must be 1 or more")
         self.names, self.tokens, self.enabled = tuple(names), tokens, True
+        operators, units = model.operators, model.units
         self.loss_tokens: int | None = None
         """Tokens in the mean of a step's loss; None: rows of the operator with the most."""
         self._step = 0
@@ -132,12 +131,11 @@ class PriceMeter:
     def parts(self, share: float) -> Tensor:
         """What a rank adds to the sums of all, (num_operators, columns) float64; `share`: what part of the step's loss
         its own is. A copy. `rows` add up by themselves."""
-        columns = [share if name == "fprop_mean" else share**2 for name in _OF_PATH] * len(PATHS)
-        return torch.stack([self._sums[:, i] * factor for i, factor in enumerate([*columns, *[share**2] * 2])], dim=1)
+        return self._sums * share**2
 
     def by_operator(self, path: str = "low", summed: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
         """{name: (num_operators,) float64} on the device: `fprop`, `fprop_elements`, `fprop_input`, `fprop_weight` in
-        nats, `fprop_mean` (first order, nats), `dgrad`, `wgrad` (||d||^2/||g||^2) and their `_bias` (<g, d>/||g||^2).
+        nats, `dgrad`, `wgrad` (||d||^2/||g||^2) and their `_bias` (<g, d>/||g||^2).
 
         0 for an operator that was not measured; NaN or Inf for one whose operands were not finite. `summed`: of `parts`
         and of `rows` over all ranks. Does not wait for the device.
@@ -147,8 +145,7 @@ class PriceMeter:
         sums = dict(zip(_OF_PATH, totals[:, first : first + len(_OF_PATH)].unbind(1), strict=True))
         squares = dict(zip(_SHARED, totals[:, -len(_SHARED) :].unbind(1), strict=True))
         loss_tokens = self.loss_tokens or (max(self.rows) if rows is None else rows.max())
-        found = {name: loss_tokens / 2 * sums[name] for name in _OF_PATH[:4]}
-        found["fprop_mean"] = sums["fprop_mean"].clone()
+        found = {name: loss_tokens / 2 * sums[name] for name in _FPROP}
         for gemm in ("dgrad", "wgrad"):
             for name in (gemm, f"{gemm}_bias"):
                 square = squares[f"{gemm}_square"]
@@ -425,7 +422,7 @@ def _fprop(
         y = x_low @ w_low.t() if bias is None else torch.addmm(bias.detach().float(), x_low, w_low.t())
         by_result = dy * (_result(y, result) - y)
         u, elements = u + by_result.sum(dim=1), elements + _square(by_result)
-    return sums | {"fprop": _square(u), "fprop_elements": elements, "fprop_mean": u.sum(dtype=torch.float64)}
+    return sums | {"fprop": _square(u), "fprop_elements": elements}
 
 
 def _relative(gemm: str, low: Tensor, exact: Tensor) -> dict[str, Tensor]:

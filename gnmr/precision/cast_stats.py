@@ -5,25 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from gnmr.names import OPERANDS
+from gnmr.precision.passes import Pass
 
 _WEIGHT, _GRADIENT = OPERANDS.index("weight"), OPERANDS.index("grad_output")
 _REPLACED = 1.15
 """A weight whose largest magnitude changes by more than this factor from one step to the next was replaced (another
 checkpoint was loaded, an average was swapped in), not trained."""
-
-
-class Begun(Protocol):
-    """A forward pass, as delayed scales know it (`passes.py`)."""
-
-    history: Tensor | None
-    replaced: Tensor | None
-    counts: bool
 
 
 @dataclass(eq=False)
@@ -99,7 +91,7 @@ class AmaxHistory:
         assert self.history is not None
         self.history = self.history.new_empty(history.shape).copy_(history)
 
-    def delayed(self, operator: int, operand: int, steps: int, now: Tensor, begun: Begun | None = None) -> Tensor:
+    def delayed(self, operator: int, operand: int, steps: int, now: Tensor, begun: Pass | None = None) -> Tensor:
         """The magnitude that a delayed scale is taken from, `now` being the tensor's own.
 
         The largest of the `steps` before; `now` before there are any and where a weight was replaced; NaN if `now` is

@@ -1,9 +1,8 @@
-"""A recipe's linear as part of a graph of torch.compile's, in place of running between the graphs (`ConvertedModel.compile`).
+"""A recipe's linear as part of a graph of torch.compile's, in place of running between the graphs (`compile_blocks`).
 
 The arithmetic is that of `kernels/simulated.py` and `kernels/scaled_mm.py`, written without what a graph cannot hold:
 scratch memory, looks at values, and what is found again by the identity of tensors. q, k and v cast the tensor that
-they all read each for itself; the compiler finds that it is one. What backward keeps is the compiler's choice, so it is
-not measured.
+they all read each for itself; the compiler finds that it is one.
 
 The statistics of the casts leave the graph as a gradient: each operator has a leaf tensor, its tally, that takes part
 in no arithmetic, and the "gradient" that backward gives it are the numbers of saturated and non-finite elements. So
@@ -15,20 +14,66 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gnmr.names import OPERANDS
 from gnmr.precision.cast import Reference, as_matrix, scaled
 from gnmr.precision.cast_stats import AmaxHistory, CastStats
-from gnmr.precision.hooks import Casts, GraphLinear
 from gnmr.precision.kernels.scaled_mm import ScaledContext
-from gnmr.precision.kernels.simulated import GemmContext, RecipeLinear, linear_backward
+from gnmr.precision.kernels.simulated import Draw, GemmContext, RecipeLinear, linear_backward
 from gnmr.precision.recipes import Cast, Recipe
 from gnmr.precision.scaling import count_nonfinite
+from gnmr.precision.shared import Casts, GraphLinear
+from gnmr.precision.units import unit_of
+
+if TYPE_CHECKING:
+    from gnmr.precision.converted import ConvertedModel
+
+
+def compile_blocks(model: ConvertedModel, blocks: Iterable[nn.Module], **options: Any) -> str | None:
+    """Call `block.compile(**options)` of each block, and take the operators into the graphs where that makes few.
+
+    Returns why operators stay between the graphs, or None if they are in them. Where all operators of a block are
+    switched together (unit=block, or a static plan) and the paths are recipes, a block type has one graph for each
+    path, one for evaluation, and these again for other lengths. `fullgraph=True` makes sure, except where nothing
+    before an operator is trained nor its own weight (the first block of a frozen base), and in a mixture of experts.
+    Otherwise, and in steps that a probe or a fault looks into, operators run between the graphs. Either way a switch
+    compiles nothing that was not compiled before. Give models of Hugging Face's `use_cache=False`, or every layer is a
+    type of its own.
+
+    In graphs `saved_bytes` cannot be read, for what backward keeps is the compiler's choice. `saturation` is counted in
+    `backward()` alone, not in `torch.autograd.grad`. Inductor leaves out roundings to 16 bits between operations that
+    it fuses, as in any model.
+    """
+    blocks = list(blocks)
+    why = into_graphs(model, blocks)
+    for block in blocks:
+        block.compile(**options)
+    return why
+
+
+def into_graphs(model: ConvertedModel, blocks: Iterable[nn.Module]) -> str | None:
+    """Do what `compile_blocks` does before it compiles: for a library that compiles the blocks itself, before their
+    first pass."""
+    model.check_converted()
+    why = _missing(model.low, model.recovery)
+    together = {unit_of(operator.operator_name, "block") for operator in model.operators}
+    if model.recovery is not None and len(together) != len(model.units):
+        why = "units are smaller than blocks, and each combination of their paths would be a graph"
+    if any(operator.pinned for operator in model.operators):
+        why = "pinned operators have paths of their own, and each block would be graphs by itself"
+    if why is None:
+        recipes = [path for path in (model.low, model.recovery) if isinstance(path, Recipe)]
+        graphs = tuple((repr(recipe), graph_linear(recipe)) for recipe in recipes)
+        inside = {module for block in blocks for module in block.modules()}
+        for operator in model.operators:
+            if operator in inside:
+                operator.in_graphs, operator.tally = graphs, new_tally(operator.weight.device)
+    return why
 
 
 def new_tally(device: torch.device) -> Tensor:
@@ -36,7 +81,7 @@ def new_tally(device: torch.device) -> Tensor:
     return torch.zeros(len(OPERANDS), 2, dtype=torch.float64, device=device, requires_grad=True)
 
 
-def missing(*paths: object) -> str | None:
+def _missing(*paths: object) -> str | None:
     """Why operators on these paths stay between the graphs; None: they can be in them."""
     for path in paths:
         if path is None:
@@ -137,15 +182,8 @@ class _InGraph(GemmContext):
 class _ValuesContext(_InGraph):
     """Its casts are those of the simulation, in whole tensors."""
 
-    def quantize(
-        self,
-        x: Tensor,
-        cast: Cast,
-        contraction_dim: int,
-        reference: Reference,
-        generator: torch.Generator | None = None,
-    ) -> tuple[Any, CastStats]:
-        divided, scale, largest, saturated = scaled(x, cast, contraction_dim, reference)
+    def quantize(self, x: Tensor, cast: Cast, dim: int, reference: Reference, draw: Draw) -> tuple[Any, CastStats]:
+        divided, scale, largest, saturated = scaled(x, cast, dim, reference)
         values = as_matrix(cast.format.round(divided).mul_(scale), x).to(x.dtype)
         return values, CastStats(largest, saturated, self.nonfinite(x, largest))
 

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import chain, combinations
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
-from gnmr.errors import users_level
 from gnmr.names import GEMMS, by_end, select
-from gnmr.precision.backends import with_backend
 from gnmr.precision.cast_stats import AmaxHistory
 from gnmr.precision.converted import ConvertedModel
-from gnmr.precision.int8_linear import Int8Linear
-from gnmr.precision.kernels import te
-from gnmr.precision.kernels.int8 import MOST_INPUTS, PER_ROW
+from gnmr.precision.int8 import MOST_INPUTS, PER_ROW, Int8Linear
 from gnmr.precision.linear import PathLinear
-from gnmr.precision.memory import SHARDED, is_sharded
-from gnmr.precision.pair import named, pinned, resolve
-from gnmr.precision.recipes import KEPT, RECIPES, ExecutionPath, Gemm, Recipe
+from gnmr.precision.reads import SHARDED, is_sharded
+from gnmr.precision.recipes import KEPT, ExecutionPath, Gemm, Recipe
+from gnmr.precision.resolve import Pair, as_run, named, pinned, resolve, routes, warn_without_effect
 from gnmr.precision.rounding import Rounding
 from gnmr.precision.shared import SharedState
 from gnmr.precision.spec import PathSpec
@@ -44,7 +38,7 @@ def convert(
     store: bool = True,
     shown: bool = True,
 ) -> ConvertedModel:
-    """Turns every `nn.Linear` whose name matches into a `PathLinear` on its low-cost path, in place.
+    """Turn every `nn.Linear` whose name matches into a `PathLinear` on its low-cost path, in place.
 
     Modules, parameters, hooks and names stay the same objects, so an optimizer made before stays valid
     (`weights=instead` replaces frozen parameters). peft may wrap the modules before or after; its prefixes and suffixes
@@ -57,13 +51,11 @@ def convert(
         store: False leaves what `weights` asks for to `ConvertedModel.store`, which may drop the 16-bit weights.
         shown: whether the caller prints the plan; if not, falling back to simulation is warned of on CPUs too.
 
-    ValueError, before anything is changed, for a pattern that matches no linear, or under recipes only such as stay in
-    16 bits, a pin that names no operator, a linear whose widths the tiles of a recipe do not divide, a linear that is a
-    subclass of `nn.Linear` (converted already, or another library's, but for torchtitan's plain one), sharded by
-    anything but FSDP2's `fully_shard`, quantized, of integers or complex, linears on several devices, a kind of unit
-    that the model does not have, a backend that cannot run the recipe here, and codes that would be kept of trainable
-    weights. Warns of paths that make little sense (`gnmr.precision.pair`), of `backend`, `weights` and `outlier_threshold`
-    where they have no effect, and where backend=auto falls back to simulation (`gnmr.precision.backends`).
+    Raises ValueError, before anything is changed, for a pattern or pin that matches no linear (recipes leave some in 16
+    bits), a linear whose widths the tiles of a recipe do not divide or that cannot be given two paths (see
+    `_check_linear`), linears on several devices, a kind of unit that the model does not have, a backend that cannot run
+    the recipe here, and codes that would be kept of trainable weights. Warns of paths that make little sense, of
+    settings without effect, and where backend=auto falls back to simulation (`gnmr.precision.resolve`).
     """
     low, recovery = resolve(spec)
     chosen = _chosen(model, spec, low)
@@ -81,28 +73,30 @@ def convert(
     check_unit(names, spec.unit)
     if integer:
         _check_weights(spec.weights, known, chosen)
-    _warn_without_effect(spec, low, integer)
+    warn_without_effect(spec, low, integer)
     here, *others = {module.weight.device: None for module in chosen.values()}
     if others:
         raise ValueError(f"targets: linears on several devices ({', '.join(map(str, [here, *others]))}); use one")
-    run = _as_run(known, spec, chosen, device or here, shown)
-    paths = {gemms: (run[ours], run[theirs]) for gemms, (ours, theirs) in of_pins.items()}
-    paths[()] = run[low], run[recovery]
-    routed = _routed(spec, low, recovery) if spec.unit == "gemm" else []
-    routes = {gemms: _routes(spec, *both, chosen, device or here) for gemms, both in paths.items() if routed}
-    shared = _shared_state(model, spec, list(run.values()), operators=len(chosen), seed=seed, here=here)
-    operators = [
-        _exchanged(module, kind, name=name, index=index, paths=paths[pins[name]], shared=shared)
-        for index, (name, module) in enumerate(zip(names, chosen.values(), strict=True))
-    ]
-    for operator in operators:
-        operator.pinned = pins[operator.operator_name]
-        if routed:
-            _route(operator, routes[operator.pinned])
-    low_here, recovery_here = paths[()]
-    assert low_here is not None
+    run = as_run(known, spec, chosen, device or here, shown)
+    paths: dict[tuple[str, ...], Pair] = {}
+    for gemms, (ours, theirs) in ({(): (low, recovery)} | of_pins).items():
+        in_force = run[ours]
+        assert in_force is not None
+        paths[gemms] = in_force, run[theirs]
+    mixed: dict[tuple[str, ...], dict[frozenset[str], Recipe]] = {gemms: {} for gemms in paths}
+    if spec.unit == "gemm":
+        mixed = {gemms: routes(spec, *both, chosen, device or here) for gemms, both in paths.items()}
+        if not mixed[()]:
+            raise ValueError(f"unit='gemm': {spec.low} and {spec.recovery} are alike in {', '.join(spec.recovers)}")
+    routed = [gemm for gemm in GEMMS if frozenset([gemm]) in mixed[()]]
+    shared = _shared_state(spec, list(run.values()), operators=len(chosen), seed=seed, here=here)
+    operators = []
+    for index, (name, module) in enumerate(zip(names, chosen.values(), strict=True)):
+        operators.append(_exchanged(module, kind, name, index, paths[pins[name]], shared))
+        operators[-1].pinned = pins[name]
+        _route(operators[-1], mixed[pins[name]])
     units = grouped(operators, spec.unit, routed)
-    plan = ConvertedModel(operators, units, low_here, recovery_here, shared, recovers=tuple(spec.recovers))
+    plan = ConvertedModel(operators, units, *paths[()], shared, recovers=tuple(spec.recovers))
     if store:
         plan.store(spec.weights)
     return plan
@@ -147,23 +141,6 @@ def _select(linears: Iterable[str], patterns: Sequence[str]) -> tuple[list[str],
     return [own[name] for name in found], empty
 
 
-def _as_run(
-    paths: Iterable[ExecutionPath | None],
-    spec: PathSpec,
-    chosen: dict[str, nn.Linear],
-    device: torch.device,
-    shown: bool,
-) -> dict[ExecutionPath | None, ExecutionPath | None]:
-    """Each path (low and recovery first, then those of pins) as it will run on `device`."""
-    run: dict[ExecutionPath | None, ExecutionPath | None] = {}
-    for i, path in enumerate(dict.fromkeys(paths)):
-        run[path] = path
-        if isinstance(path, Recipe):
-            told = shown or i > 1  # pins: of what they are parts of
-            run[path] = with_backend(_with_outliers(path, spec.outlier_threshold), spec.backend, chosen, device, told)
-    return run
-
-
 def _pinned_gemms(names: Sequence[str], spec: PathSpec) -> dict[str, tuple[str, ...]]:
     """The GEMMs of each operator that are pinned, by its name. ValueError for a pattern that names no operator."""
     found: dict[str, set[str]] = {name: set() for name in names}
@@ -178,63 +155,28 @@ def _pinned_gemms(names: Sequence[str], spec: PathSpec) -> dict[str, tuple[str, 
     return {name: tuple(gemm for gemm in GEMMS if gemm in own) for name, own in found.items()}
 
 
-def _warn_without_effect(spec: PathSpec, low: ExecutionPath, integer: bool) -> None:
-    """Of settings that these paths do not read."""
-    ignored = []
-    if not integer and spec.weights != "online":
-        ignored.append(f"weights={spec.weights!r}: has no effect without a recipe of integers (llm_int8)")
-    elif not integer and spec.outlier_threshold is not None:
-        ignored.append(
-            f"outlier_threshold={spec.outlier_threshold}: has no effect without a recipe of integers (llm_int8)"
-        )
-    if not isinstance(low, Recipe) and spec.backend != "auto":
-        ignored.append(f"backend={spec.backend!r}: has no effect on formats, which are packed on any machine")
-    for line in ignored:
-        warnings.warn(line, stacklevel=users_level())
-
-
 def _shared_state(
-    model: nn.Module,
-    spec: PathSpec,
-    paths: Sequence[ExecutionPath | None],
-    *,
-    operators: int,
-    seed: int,
-    here: torch.device,
+    spec: PathSpec, paths: Sequence[ExecutionPath | None], *, operators: int, seed: int, here: torch.device
 ) -> SharedState:
-    """What the operators, so many on the device `here`, have in common. `paths`: all that one of them has."""
+    """Return what the operators, so many on the device `here`, have in common. `paths`: all that one of them has."""
     recipes = [path for path in paths if isinstance(path, Recipe)]
-    engine, rounding, amax = te.engine_for(paths), None, None
-    draws = engine is None and any(recipe.stochastic for recipe in recipes)
-    if draws or spec.rounding == "stochastic":
+    rounding = None
+    if spec.rounding == "stochastic" or any(recipe.stochastic for recipe in recipes):
         rounding = Rounding(seed, torch.device("cpu") if here.type == "meta" else here)
-    if recipes and engine is None:
-        amax = AmaxHistory(operators, max(recipe.history for recipe in recipes), here)
-    shared = SharedState(
-        quantize_forward=spec.site == "forward", rounding=rounding, amax=amax, engine=engine, device=here
-    )
-    if engine is not None and engine.delayed:
-        engine.around(model, shared, next(recipe for recipe in recipes if recipe.history))
-    return shared
+    amax = AmaxHistory(operators, max(recipe.history for recipe in recipes), here) if recipes else None
+    return SharedState(quantize_forward=spec.site == "forward", rounding=rounding, amax=amax, device=here)
 
 
 def _exchanged(
-    module: nn.Linear,
-    kind: type[PathLinear],
-    *,
-    name: str,
-    index: int,
-    paths: tuple[ExecutionPath | None, ExecutionPath | None],
-    shared: SharedState,
+    module: nn.Linear, kind: type[PathLinear], name: str, index: int, paths: Pair, shared: SharedState
 ) -> PathLinear:
     """The same module, with two paths and on the low one."""
     made = _class_of(type(module), kind)
     assert made is not None
     module.__class__ = made
     assert isinstance(module, PathLinear)
-    low, module.recovery = paths
-    assert low is not None
-    module.operator_name, module.index, module.low, module.pinned = name, index, low, ()
+    module.low, module.recovery = paths
+    module.operator_name, module.index, module.pinned = name, index, ()
     module.gemms, module.mixed, module.shared = (), {}, shared
     module.put(frozenset())
     module.fault = module.read = module._node = None
@@ -242,42 +184,6 @@ def _exchanged(
     if isinstance(module, Int8Linear):
         module.store("online")
     return module
-
-
-def _routed(spec: PathSpec, low: ExecutionPath | None, recovery: ExecutionPath | None) -> list[str]:
-    """The GEMMs that recovery changes, or bf16 would in a static plan, where they are watched alone. ValueError where
-    there are none."""
-    other = RECIPES["bf16"] if recovery is None else recovery
-    found = [gemm for gemm in GEMMS if gemm in spec.recovers and getattr(low, gemm) != getattr(other, gemm)]
-    if not found:
-        raise ValueError(f"unit='gemm': {spec.low} and {spec.recovery} are alike in {', '.join(spec.recovers)}")
-    return found
-
-
-def _routes(
-    spec: PathSpec,
-    low: ExecutionPath | None,
-    recovery: ExecutionPath | None,
-    chosen: dict[str, nn.Linear],
-    device: torch.device,
-) -> dict[frozenset[str], Recipe]:
-    """Of unit=gemm the recipe of each set of GEMMs in recovery, as a backend runs it; pinned ones are in no set.
-
-    ValueError where no backend runs one.
-    """
-    other = RECIPES["bf16"] if recovery is None else recovery
-    assert isinstance(low, Recipe) and isinstance(other, Recipe)
-    routed = [gemm for gemm in GEMMS if gemm in spec.recovers and getattr(low, gemm) != getattr(other, gemm)]
-    found = {}
-    for gemms in chain.from_iterable(combinations(routed, number + 1) for number in range(len(routed))):
-        name = f"{other.name.partition(' in ')[0]} in {', '.join(gemms)}"
-        one = replace(low, name=name, backend="simulated", **{gemm: getattr(other, gemm) for gemm in gemms})
-        simulated = recovery is None or (spec.backend == "int_mm" and not one.integer)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of low and recovery it was told
-            one = with_backend(one, "simulated" if simulated else spec.backend, chosen, device)
-        found[frozenset(gemms)] = other if len(gemms) == len(routed) else one
-    return found
 
 
 def _route(operator: PathLinear, routes: dict[frozenset[str], Recipe]) -> None:
@@ -363,14 +269,6 @@ def _check_widths(name: str, module: nn.Linear, recipe: Recipe) -> None:
                 f"{name} has {width} {kind}: the recipe {recipe.name} needs a multiple of {divisor}, the size of its "
                 "tiles; use another recipe or width, or leave it out of the targets"
             )
-
-
-def _with_outliers(recipe: Recipe, threshold: float | None) -> Recipe:
-    """The recipe whose integer product leaves the columns from `threshold` on in 16 bits; others as they are."""
-    if threshold is None or not recipe.integer:
-        return recipe
-    assert recipe.fprop.input is not None
-    return replace(recipe, fprop=replace(recipe.fprop, input=replace(recipe.fprop.input, outliers=threshold)))
 
 
 def _check_weights(weights: str, paths: Iterable[ExecutionPath | None], linears: dict[str, nn.Linear]) -> None:

@@ -10,8 +10,7 @@ that the largest magnitude of a row equals `max`, and returns codes; decoding re
                           (`RangeFormat`; for what is saved alone, and no recipe's)
 
 Rounding is to nearest with ties to even: of two equally near values the one with the even code. Stochastic rounding
-goes up or down with the probability that makes the expectation exact; the caller gives the random numbers, so that the
-generator is theirs to save. Rows, scales and packing are in `scaling.py`.
+goes up or down with the probability that makes the expectation exact, on random numbers that the caller gives.
 """
 
 from __future__ import annotations
@@ -31,11 +30,8 @@ class Format:
     name: str
     bits: int
     max: float
-
-    @property
-    def significant_bits(self) -> int:
-        """Binary digits that its most precise values have: an integer's without its sign, a mantissa's and one."""
-        raise NotImplementedError
+    significant_bits: int
+    """Binary digits that its most precise values have: an integer's without its sign, a mantissa's and one."""
 
     def encode(self, scaled: Tensor, noise: Tensor | None = None) -> Tensor:
         """Codes (uint8) of `scaled` (float32, magnitudes up to `max`; overwritten), any shape.
@@ -69,10 +65,6 @@ class Format:
 class IntFormat(Format):
     """Symmetric integers; the lowest code would be -max - 1 and is never produced."""
 
-    @property
-    def significant_bits(self) -> int:
-        return self.bits - 1
-
     def encode(self, scaled: Tensor, noise: Tensor | None = None) -> Tensor:
         if noise is None:
             scaled.round_()
@@ -104,11 +96,7 @@ class RangeFormat(Format):
         fmt = get_format(name)
         if not isinstance(fmt, IntFormat):
             raise ValueError(f"{name} has no ranges: use one of {', '.join(n for n in FORMATS if n.startswith('int'))}")
-        return RangeFormat(f"{name}/{group}", fmt.bits, 2.0**fmt.bits - 1, group)
-
-    @property
-    def significant_bits(self) -> int:
-        return self.bits
+        return RangeFormat(f"{name}/{group}", fmt.bits, 2.0**fmt.bits - 1, fmt.bits, group)
 
     def encode(self, scaled: Tensor, noise: Tensor | None = None) -> Tensor:
         if noise is None:
@@ -130,10 +118,6 @@ class FloatFormat(Format):
     native: torch.dtype | None = None
     """PyTorch's own type with the same codes, whose casts are then used."""
     _tables: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
-
-    @property
-    def significant_bits(self) -> int:
-        return self.mantissa_bits + 1
 
     def magnitudes(self) -> Tensor:
         """Finite values from 0 to max, ascending, (n,) float32; the index of a value is its code without the sign."""
@@ -218,10 +202,6 @@ class FloatFormat(Format):
 class KeepFormat(Format):
     """The tensor itself, in the 16 bits (or 32, in an FP32 run) that it has: nothing is encoded."""
 
-    @property
-    def significant_bits(self) -> int:
-        return 8
-
 
 _NATIVE = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -229,15 +209,15 @@ _NATIVE = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 def _format(name: str) -> Format:
     """The format of that name (`gnmr.names.FORMATS`)."""
     if name == "bf16":
-        return KeepFormat(name, 16, float("inf"))
+        return KeepFormat(name, 16, float("inf"), 8)
     if name.startswith("int"):
         bits = int(name.removeprefix("int"))
-        return IntFormat(name, bits, 2.0 ** (bits - 1) - 1)
+        return IntFormat(name, bits, 2.0 ** (bits - 1) - 1, bits - 1)
     exponent, mantissa = map(int, name.removeprefix("e").split("m"))
     native = _NATIVE.get(name)
     # Without Inf and NaN every code is a number; PyTorch's own types have some.
     largest = 2.0**2 ** (exponent - 1) * (2 - 2.0**-mantissa) if native is None else torch.finfo(native).max
-    return FloatFormat(name, 1 + exponent + mantissa, largest, exponent, mantissa, native)
+    return FloatFormat(name, 1 + exponent + mantissa, largest, mantissa + 1, exponent, mantissa, native)
 
 
 FORMATS: dict[str, Format] = {name: _format(name) for name in vocabulary.FORMATS}

@@ -11,20 +11,16 @@ Operators that read the same tensor (q, k, v; gate, up) on the same path share o
 keeps x itself; the arithmetic is then that of `nn.Linear`, to the last bit.
 
 A tensor is the same while it is the same object under the same version number and no operator reads it a second time,
-which begins another pass; copies live as long as it does, at most to the step's end or the next tensor that is read.
-What NumPy can write to is not shared. A write between two readers of one pass that shows in neither (through `.data`,
-DLPack or a kernel of one's own) is not noticed: the second one then reads what the first one did.
-
-Two hooks (`hooks.py`), on formats and on recipes (`kernels/`), are off by default: a probe that measures
-the low path's error (`probe.py`), and faults that break the low path of chosen operators (`faults.py`); what is broken
-is never shared.
+which begins another pass. A write between two readers of one pass that shows in neither (through `.data`, DLPack or a
+kernel of one's own) is not noticed: the second reader then reads what the first one did. What NumPy can write to, and
+what a fault broke, is not shared.
 """
 
 from __future__ import annotations
 
 import weakref
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,21 +29,13 @@ from torch.nn import functional as F
 
 from gnmr.names import GEMMS, OPERANDS
 from gnmr.precision.formats import Format, KeepFormat
-from gnmr.precision.hooks import FaultInjection, GraphLinear, Measurement
-from gnmr.precision.kernels import (
-    GemmContext,
-    casts_nothing,
-    context_kind,
-    in_backward,
-    owned,
-    recipe_linear,
-    refuse_twice,
-)
-from gnmr.precision.memory import SHARDED, Place, is_sharded, place_of
+from gnmr.precision.kernels.scaled_mm import ScaledContext
+from gnmr.precision.kernels.simulated import GemmContext, casts_nothing, in_backward, owned, recipe_linear, refuse_twice
 from gnmr.precision.passes import Pass, keep, repeated
+from gnmr.precision.reads import SHARDED, Place, is_sharded, place_of
 from gnmr.precision.recipes import ExecutionPath, Recipe
 from gnmr.precision.scaling import decompress
-from gnmr.precision.shared import SharedState
+from gnmr.precision.shared import FaultInjection, GraphLinear, Measurement, SharedState
 
 _INPUT = OPERANDS.index("input")
 
@@ -103,6 +91,20 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, *([None] * (len(ctx.needs_input_grad) - 3))
 
 
+class Given(NamedTuple):
+    """What one forward pass is given."""
+
+    input: Tensor
+    x: Tensor
+    """`input` after autocast's cast, as are weight and bias."""
+    weight: Tensor
+    bias: Tensor | None
+    keeps: bool
+    """Whether wgrad will run."""
+    fault: FaultInjection | None
+    """One of the low path that is in force, whatever the operator's path."""
+
+
 class PathLinear(nn.Linear):
     """`nn.Linear` with two paths; `gnmr.precision.conversion` makes it of an existing linear, in place.
 
@@ -110,7 +112,7 @@ class PathLinear(nn.Linear):
     """
 
     plain_class = nn.Linear
-    """What `ConvertedModel.restore` makes of it again. Each class that a converted linear may have says it for itself."""
+    """What `ConvertedModel.restore` makes of it again; each class that a converted linear may have has its own."""
 
     operator_name: str
     index: int
@@ -245,26 +247,17 @@ class PathLinear(nn.Linear):
         if input.numel() == 0:  # an expert without tokens: nothing to cast, least of all its weight
             self.read, self._node = (0, self.operator_name, input.dtype) if keeps else None, None
             return self.plain(input)
-        if shared.engine is not None and isinstance(path, Recipe):
-            self.read = (
-                (input.numel() // input.shape[-1], self.operator_name, autocast_dtype(input) or input.dtype)
-                if keeps
-                else None
-            )
-            self._node = None  # its graph is not ours to read
-            return shared.engine(self, self.operator_name, self.index, path, input)
         x = input
         if (dtype := autocast_dtype(x)) is not None:
             # As autocast does for F.linear itself: inside the function it would leave the saved dtypes mixed.
             x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
             weight = weight.to(dtype) if weight.is_floating_point() else weight
         fault = self.fault.for_step(input, remember=not shared.no_side_effects) if self.fault is not None else None
+        given = Given(input, x, weight, bias, keeps, fault)
         if isinstance(path, Recipe):
-            output, kept_by = self._under_recipe(path, begun, input, x, weight, bias, keeps=keeps, fault=fault)
+            output, kept_by = self._under_recipe(path, begun, given)
         else:
-            output, kept_by = self._under_format(
-                path, begun, input, x, weight, bias, keeps=keeps, quantizes=quantizes, fault=fault
-            )
+            output, kept_by = self._under_format(path, begun, given, quantizes)
         kept = input if isinstance(path, Format) and not isinstance(path, KeepFormat) else x
         self.read = (input.numel() // input.shape[-1], kept_by, kept.dtype) if keeps else None
         self._node = weakref.ref(output.grad_fn) if output.grad_fn is not None else None
@@ -285,6 +278,10 @@ class PathLinear(nn.Linear):
                 "then attach (or convert)"
             )
 
+    def context_kind(self, recipe: Recipe) -> type[GemmContext]:
+        """Return what casts and multiplies under `recipe`."""
+        return ScaledContext if recipe.backend == "scaled_mm" else GemmContext
+
     def gemm_context(
         self,
         recipe: Recipe,
@@ -300,7 +297,7 @@ class PathLinear(nn.Linear):
         `weight`: as the GEMMs are given it; `sound`: see `GemmContext`.
         """
         assert self.shared.amax is not None
-        return context_kind(recipe)(
+        return self.context_kind(recipe)(
             recipe,
             self.shared.amax,
             self.index,
@@ -321,20 +318,9 @@ class PathLinear(nn.Linear):
             begun.key = rounding.next_pass(self.index, begun.step)
         return rounding.generator(*begun.key, reader, operand, dim)
 
-    def _under_recipe(
-        self,
-        recipe: Recipe,
-        begun: Pass,
-        input: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        *,
-        keeps: bool,
-        fault: FaultInjection | None,
-    ) -> tuple[Tensor, str | Place]:
-        """(output, what is kept: see `read`); `x`, `weight`, `bias`: after autocast's cast. `fault`: one of the low
-        path that is in force, whatever the operator's path."""
+    def _under_recipe(self, recipe: Recipe, begun: Pass, given: Given) -> tuple[Tensor, str | Place]:
+        """Return (output, what is kept: see `read`)."""
+        input, x, weight, bias, keeps, fault = given
         read, probe = self.shared.read_of(input, self.operator_name, self.index), self.shared.probe
         sound: frozenset[str] = frozenset() if fault is None else begun.sound
         broken = None if sound >= {"fprop", "wgrad"} else fault  # the GEMMs that read the input
@@ -344,20 +330,9 @@ class PathLinear(nn.Linear):
             observe = partial(probe.measure_casts, self.index, read, fault)
         return recipe_linear(context, read, x, weight, bias, keeps=keeps, observe=observe)
 
-    def _under_format(
-        self,
-        fmt: Format,
-        begun: Pass,
-        input: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        *,
-        keeps: bool,
-        quantizes: bool,
-        fault: FaultInjection | None,
-    ) -> tuple[Tensor, str | Place]:
+    def _under_format(self, fmt: Format, begun: Pass, given: Given, quantizes: bool) -> tuple[Tensor, str | Place]:
         """As `_under_recipe`, under a format. `quantizes`: the forward pass reads the copy."""
+        input, x, weight, bias, keeps, fault = given
         shared = self.shared
         copy: tuple[Tensor, ...]
         kept_by: str | Place

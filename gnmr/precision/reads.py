@@ -1,16 +1,44 @@
-"""A tensor that several operators read, with the copies and casts that they share."""
+"""A tensor that operators read: where it lies, who else may write there, and what its readers share."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from gnmr.precision.formats import Format
 from gnmr.precision.scaling import compress
+
+Place: TypeAlias = tuple[StorageWeakRef, int]
+"""A storage, which it does not keep alive, and an offset in it. Equal for views that begin together; the address of a
+storage that is gone is not given to another one while a place knows it."""
+
+SHARDED = (
+    "is a DTensor, of which a path would take scales and gradients shard by shard: leave what tensor parallelism "
+    "shards out of the targets"
+)
+
+
+def place_of(x: Tensor) -> Place:
+    """Where `x` begins."""
+    return StorageWeakRef(x.untyped_storage()), int(x.storage_offset())
+
+
+def seen_by_numpy(x: Tensor) -> bool:
+    """Whether NumPy has the memory of `x` too, so that it can change without a new version number.
+
+    PyTorch does not resize what an array looks at, whichever of the two was made of the other.
+    """
+    return not x.untyped_storage().resizable()
+
+
+def is_sharded(*tensors: Tensor | None) -> bool:
+    """Whether one of them is a DTensor."""
+    return any(hasattr(x, "device_mesh") for x in tensors)
 
 
 class Read:

@@ -29,11 +29,11 @@ parameter itself stays in its own 16 bits. A "result" is the product (bias inclu
 A scale is max|group| / format.max in float32. That of `mx` is this number rounded up to a power of two (RCEIL), as in
 torchao, Transformer Engine and CUTLASS, so that no element saturates; NVIDIA's recipe (2506.08027) found training to
 need it. That of `mx_floor` is 2^(floor(log2 max|group|) - floor(log2 format.max)), the rule of the OCP specification,
-under which the largest elements of a group may saturate. A group that the tensor's edge
-cuts is smaller; along the widths of a linear `gnmr.precision.conversion` refuses that. Those of `nv` are two, as in appendix C
-of 2509.25149, each step in float32: with encode = 448 * format.max / max|tensor|, which brings the largest group to
-E4M3's largest number, a group's E4M3 number is max|group| * (encode / format.max), rounded to nearest, and its scale
-that number / encode, as Transformer Engine computes both. The largest elements saturate where it was rounded down.
+under which the largest elements of a group may saturate. A group that the tensor's edge cuts is smaller; along the
+widths of a linear `convert` refuses that. Those of `nv` are two, as in appendix C of 2509.25149, each step in float32:
+with encode = 448 * format.max / max|tensor|, which brings the largest group to E4M3's largest number, a group's E4M3
+number is max|group| * (encode / format.max), rounded to nearest, and its scale that number / encode, as Transformer
+Engine computes both. The largest elements saturate where it was rounded down.
 
 `int8/row/codes` for both operands of fprop: the codes themselves are multiplied, and the integer sums scaled
 (`int8.py`). No other GEMM can: a token's or an output channel's scale lies along what they contract.
@@ -69,7 +69,7 @@ Named recipes (`RECIPES`):
     llm_int8_dgrad      the same, and dgrad reads what fprop read as the weight, codes times scale
     bf16           nothing is cast
 
-Recipes of one's own: `Recipe.of("mine", {"fprop": {"input": "e4m3/tile"}})`, or the same under `precision.recipes` in conf.
+Recipes of one's own: `Recipe.of("mine", {"fprop": {"input": "e4m3/tile"}})`, or the same under `precision.recipes`.
 
 **Choice 55**, where the paper is silent: scales of the simulated formats are float32; the weight's rows are its output
 channels in both GEMMs that read it; a bias is added before the output is cast, and its gradient is the sum of
@@ -82,7 +82,7 @@ loop of one's own has to.
 **Choice 57**: weight gradients and master weights are of the parameters' dtype, where that report keeps them in FP32:
 for that train with parameters in float32 (`training.dtype=float32`). What it does about Tensor Cores that add up in 14
 bits (partial sums to FP32 every 128 products) has no counterpart. deepseek_v3 and mxfp8 are simulated unless
-`backend` asks for `scaled_mm` or `te`; of these deepseek_v3 under `scaled_mm` has run on hardware (docs/cost.md).
+`backend` asks for `scaled_mm`, under which deepseek_v3 has run on hardware (docs/cost.md).
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class Recipe:
     dgrad: Gemm = Gemm()
     wgrad: Gemm = Gemm()
     backend: str = "simulated"
-    """What runs the GEMMs: simulated, scaled_mm or int_mm (`gnmr.precision.backends`)."""
+    """What runs the GEMMs: simulated, scaled_mm or int_mm (`gnmr.precision.resolve`)."""
 
     @staticmethod
     def of(name: str, gemms: Mapping[str, Mapping[str, str]]) -> Recipe:
@@ -268,11 +268,6 @@ class Recipe:
             gemm: {key: str(cast) for key, cast in vars(getattr(self, gemm)).items() if cast is not None}
             for gemm in GEMMS
         }
-
-    @property
-    def bits(self) -> int:
-        """Width of the forward input, by which the paper calls its paths 4-, 6- and 8-bit."""
-        return 16 if self.fprop.input is None else self.fprop.input.format.bits
 
     @property
     def casts(self) -> list[Cast]:
@@ -347,3 +342,11 @@ DeepSeek-V3 (2412.19437, section 3.3.1: embedding, output head, MoE gates, norma
 
 ExecutionPath: TypeAlias = Format | Recipe
 """What an operator does with its operands: of a format, one with a compressed saved input; of a recipe, casts."""
+
+
+def described(path: ExecutionPath) -> str:
+    """Return its name, and of a recipe that casts something what runs it and what it leaves in 16 bits."""
+    if not isinstance(path, Recipe) or not path.casts:
+        return path.name
+    outliers = None if path.fprop.input is None else path.fprop.input.outliers
+    return f"{path.name}, {path.backend}{'' if outliers is None else f', columns from {outliers:g} in 16 bits'}"

@@ -3,8 +3,6 @@
     scale = max|row| / format.max          stored in the input's own 16 bits (float32 for float16 and float32 inputs)
     codes = format.encode(row / scale)     packed: two int4 in a byte, four int2, eight int3 in three bytes, ...
 
-What is kept of a row of D elements is ceil(D * bits / 8) bytes (each plane below rounded up) and its scale.
-
 Under a `RangeFormat` each group of elements of a row has two numbers in place of a scale:
 
     step, low = (max(group) - min(group)) / format.max, min(group)        all steps of a row, then all lows
@@ -14,9 +12,9 @@ With stochastic rounding that is ActNN's quantizer (2104.14129: 2 bits, groups o
 tokens of a sequence; here they end with the token, so that a token's copy is its own.
 
 Special rows:
-- all zero: comes back as zeros. The scale has a floor at the smallest normal float32, so nothing is divided by zero;
-  a row whose largest magnitude lies below format.max times that floor loses digits and finally becomes zero.
-- a largest magnitude within 1 % of the largest float32: may come back as Inf (the scale is rounded), never smaller.
+- all zero: comes back as zeros, for the scale has a floor at the smallest normal float32. A row whose largest magnitude
+  lies below format.max times that floor loses digits and finally becomes zero.
+- a largest magnitude within 1% of the largest float32: may come back as Inf (the scale is rounded), never smaller.
 - any NaN or Inf: the scale is NaN and the *whole* row comes back as NaN. A low path never turns a non-finite input into
   a finite one.
 """

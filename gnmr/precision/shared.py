@@ -1,20 +1,74 @@
-"""What all converted operators of a model have in common."""
+"""What all converted operators of a model have in common, and the protocols by which faults (`gnmr.lab.faults`) and
+measurements (`gnmr.measure`) take part in their passes. Linears and kernels know no more of those."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from gnmr.precision.cast_stats import AmaxHistory
-from gnmr.precision.hooks import Engine, Observer, PriceObserver
-from gnmr.precision.memory import seen_by_numpy
-from gnmr.precision.reads import Read
-from gnmr.precision.recipes import ExecutionPath
+from gnmr.precision.cast import Reference
+from gnmr.precision.cast_stats import AmaxHistory, CastStats
+from gnmr.precision.formats import Format
+from gnmr.precision.reads import Read, seen_by_numpy
+from gnmr.precision.recipes import Cast, ExecutionPath
 from gnmr.precision.rounding import Rounding
+
+Casts: TypeAlias = dict[Any, tuple[Any, CastStats]]
+"""The casts that were made of one tensor, by `GemmContext.key`."""
+GraphLinear: TypeAlias = Callable[[Tensor, Tensor, Tensor | None, Tensor, torch.dtype | None, bool, str], Tensor]
+"""(input, weight, bias, tally, dtype that autocast computes in, whether wgrad will run, its recipe in full) -> output:
+a linear that torch.compile takes into its graph (`compile.py`)."""
+
+
+class FaultInjection(Protocol):
+    """Breaks the low path of one operator."""
+
+    def for_step(self, input: Tensor, remember: bool = True) -> FaultInjection | None:
+        """The fault where it is in force in this step. `remember`: take note of the size of `input` if it is needed."""
+
+    def compress(self, input: Tensor, fmt: Format, stochastic: bool) -> tuple[Tensor, Tensor]:
+        """As `scaling.compress`, of `input` (..., D)."""
+
+    def quantize(
+        self, x: Tensor, cast: Cast, contraction_dim: int, reference: Reference
+    ) -> tuple[Tensor, Tensor, CastStats]:
+        """(values, scale of each element, statistics) of `x` (N, D)."""
+
+
+class Measurement(Protocol):
+    """What was measured in a forward pass, until its backward pass."""
+
+    def add(self, grad_2d: Tensor, context: Any = None, made: Casts | None = None) -> None:
+        """Add it up, given the grad_output (T, O) of the pass. Under a recipe `context` (a `GemmContext`) has `made`
+        casts of grad_output."""
+
+
+class Observer(Protocol):
+    """Measures in forward passes; operators are known by their index."""
+
+    enabled: bool
+
+    def measure(
+        self, index: int, read: Read, input: Tensor, x: Tensor, fault: FaultInjection | None, copy: tuple[Tensor, ...]
+    ) -> Measurement:
+        """Under a format: `x` is `input` after autocast's cast, `copy` what backward will read of it."""
+
+    def measure_casts(
+        self, index: int, read: Read, fault: FaultInjection | None, rows: Tensor, context: Any, made: Casts
+    ) -> Measurement:
+        """Under a recipe: `rows` (T, D) are the input, of which the `GemmContext` has `made` casts."""
+
+
+class PriceObserver(Protocol):
+    """Measures the prices of operators (`gnmr.measure.price`)."""
+
+    enabled: bool
+
+    def watch(self, operator: Any, input: Tensor, output: Tensor) -> None:
+        """Has the backward pass of this forward pass measured."""
 
 
 class SharedState:
@@ -29,8 +83,7 @@ class SharedState:
     - `probe`: what measures the paths' errors, if anything does;
     - `prices`: what measures the paths' prices, if anything does;
     - `watch`: what looks at operators' outputs in a repeated pass (`gnmr.attachment.blame`), if anything does;
-    - `amax`: counts and magnitudes of what recipes cast (None: the paths are formats, or an engine's);
-    - `engine`: what runs the recipes in place of our kernels (Transformer Engine), if anything does.
+    - `amax`: counts and magnitudes of what recipes cast (None: the paths are formats).
     """
 
     def __init__(
@@ -39,7 +92,6 @@ class SharedState:
         quantize_forward: bool,
         rounding: Rounding | None = None,
         amax: AmaxHistory | None = None,
-        engine: Engine | None = None,
         device: torch.device | None = None,
     ) -> None:
         self.device = device
@@ -47,7 +99,6 @@ class SharedState:
         self.rounding = rounding
         self.step = 1
         self.amax = amax
-        self.engine = engine
         self.high_precision = False
         self.warmup: ExecutionPath | None = None
         self.no_side_effects = False
@@ -79,15 +130,6 @@ class SharedState:
     def forget(self) -> None:
         """Drops the copies of the last tensor (each step's end)."""
         self._last = None
-
-    @contextmanager
-    def in_high_precision(self) -> Iterator[None]:
-        """Every operator is a plain linear inside; nests."""
-        before, self.high_precision = self.high_precision, True
-        try:
-            yield
-        finally:
-            self.high_precision = before
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy: without what belongs to a step."""

@@ -46,10 +46,10 @@ class PathSpec:
     """GEMMs that are always on the recovery recipe, {pattern of operators: [fprop, dgrad, wgrad]}; on bf16 where
     recovery is null. Of formats a pin is the whole operator: all three GEMMs."""
     backend: str = "auto"
-    """What runs a recipe (gnmr/precision/backends.py): simulated, scaled_mm (FP8 hardware), int_mm (integers), te, or auto:
+    """What runs a recipe (gnmr/precision/resolve.py): simulated, scaled_mm (FP8 hardware), int_mm (integers), or auto:
     a real one where device, recipe and widths allow it, else simulated."""
     weights: str = "online"
-    """Where the weights' INT8 codes are under llm_int8 (gnmr/precision/kernels/int8.py): online (made in every forward
+    """Where the weights' INT8 codes are under llm_int8 (gnmr/precision/int8.py): online (made in every forward
     pass), beside or instead of the 16-bit weights; the latter two for frozen weights."""
     outlier_threshold: float | None = None
     """Input columns with a magnitude from here on stay in 16 bits under llm_int8; published: 6.0; null: off."""
@@ -97,8 +97,6 @@ class PathSpec:
         formats = all(path is None or path in FORMATS for path in (self.low, self.recovery))
         right = f"routes the GEMMs of recipes one by one, and low={self.low} is a format; use operator"
         require(self.unit != "gemm" or not formats, "unit", self.unit, right)
-        right = "backend=te runs the three GEMMs of an operator under one recipe; use scaled_mm or simulated"
-        require(self.unit != "gemm" or self.backend != "te", "unit", self.unit, right)
         one_of(BACKENDS, backend=self.backend)
         one_of(WEIGHTS, weights=self.weights)
         positive(or_null=True, outlier_threshold=self.outlier_threshold)

@@ -6,18 +6,14 @@
     layer       an attention, or an MLP with all its experts       layers.3.mlp
     block       all of a transformer block                         layers.3
 
-A block is found by the first number in a name, so that `model.layers.3` of another library's model is one too; what
-lies outside of any block (a converted head) is a unit by itself. Mixed precision within a block can be inconsistent,
-so the paper's recipes (5.2) move whole blocks.
-
-A unit holds its converted operators only: its norms are over their parameters, and not over a block's norms or a gate,
-which stay in 16 bits. **Choice 58**: the paper says only that a unit is a block; here what is routed is what is
-watched.
+A block is found by the first number in a name; what lies outside of any block (a converted head) is a unit by itself.
+Mixed precision within a block can be inconsistent, so the paper's recipes (5.2) move whole blocks. A unit holds its
+converted operators only. **Choice 58**: the paper says only that a unit is a block; here what is routed is what is
+watched, so norms are not over a block's norms or a gate, which stay in 16 bits.
 
 With unit=gemm, under recipes, the units are the GEMMs that `recovers` names and in which the two paths differ; `wgrad`
 of a frozen weight is none. The units of an operator share its parameters. What is measured of an operator's own GEMM
-(`EVIDENCE_OF`) goes to that GEMM's unit and is 0 for the others; what is measured of the operator (norms, updates,
-`input_std`) goes to each.
+goes to that GEMM's unit and is 0 for the others; what is measured of the operator (norms, `input_std`) goes to each.
 """
 
 from __future__ import annotations
@@ -26,21 +22,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from gnmr.names import GEMMS
 from gnmr.precision.linear import PathLinear
 from gnmr.precision.recipes import ExecutionPath
 
-EVIDENCE_OF = {
-    "gap_low": "wgrad",
-    "gap_recovery": "wgrad",
-    "gap_exact": "wgrad",
-    "underflow": "fprop",
-    "mse": "fprop",
-}
-"""The GEMM whose operands a statistic is of."""
 _NAMES = {
     "gemm": r".*",
     "operator": r".*",
@@ -152,35 +137,3 @@ def grouped(operators: Sequence[PathLinear], unit: str, routed: Sequence[str] = 
     for operator in operators:
         members.setdefault(unit_of(operator.operator_name, unit), []).append(operator)
     return [PathUnit(name, tuple(own)) for name, own in members.items()]
-
-
-class ByUnit:
-    """From numbers of groups of operators, in which they are measured and added up, to those of units.
-
-    A group is what the units have in common: the operators of a unit, with unit=gemm those of all its GEMMs. An
-    operator without a unit is a group by itself, whose numbers are nobody's.
-    """
-
-    def __init__(self, units: Sequence[PathUnit], operators: Sequence[PathLinear]) -> None:
-        groups = list(dict.fromkeys([*(unit.operators for unit in units), *((o,) for o in operators)]))
-        self.group: dict[int, int] = {}
-        """Of each operator, by their places."""
-        for place, group in enumerate(groups):
-            for operator in group:
-                self.group.setdefault(operator.index, place)
-        self.num_groups = len(groups)
-        device = units[0].operators[0].weight.device
-        places = [groups.index(unit.operators) for unit in units]
-        self._places = None if places == list(range(len(groups))) else torch.tensor(places, device=device)
-        self._gemms = {
-            gemm: torch.tensor([unit.gemm == gemm for unit in units], device=device)
-            for gemm in GEMMS
-            if any(unit.gemm is not None for unit in units)
-        }
-
-    def __call__(self, values: Tensor, gemm: str | None) -> Tensor:
-        """(groups,) -> (units,); `gemm`: whose operands the numbers are of, see `EVIDENCE_OF`."""
-        found = values if self._places is None else values[self._places]
-        if gemm is None or not self._gemms:
-            return found
-        return torch.where(self._gemms[gemm], found, 0.0)

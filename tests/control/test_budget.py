@@ -197,12 +197,12 @@ PATHS = {"low": "sim_e2m1", "recovery": "bf16", "targets": ["*"]}
 def test_costs_are_what_is_spent(unit: str) -> None:
     for more in ({}, {"pins": {"0": ["fprop"]}}, {"recovers": ["fprop"]}):
         plan = convert(model(), PathSpec(**PATHS, unit=unit, **more))
-        costs, pinned = plan.costs("gemm")
-        assert plan.spent()[0] == pytest.approx(pinned)
+        costs, pinned = plan.cost.of_units("gemm")
+        assert plan.cost.spent()[0] == pytest.approx(pinned)
         for one, cost in zip(plan.units, costs, strict=True):
             if one.routable:
                 one.switch(True)
-                assert plan.spent()[0] == pytest.approx(pinned + cost)
+                assert plan.cost.spent()[0] == pytest.approx(pinned + cost)
                 one.switch(False)
 
 
@@ -215,14 +215,14 @@ def test_costs_by_hand() -> None:
     bytes_, _ = costs_of(plan, ControlSpec(budget=0.5, cost="bytes"))
     assert bytes_ == pytest.approx([0, 0, 8 / 24, 0, 0, 16 / 24])  # wgrad's input alone is kept
     formats = convert(model(), PathSpec(low="int4", recovery="int8", targets=["*"]))
-    assert formats.costs("gemm")[0] == pytest.approx([area / sum(AREAS) for area in AREAS])
+    assert formats.cost.of_units("gemm")[0] == pytest.approx([area / sum(AREAS) for area in AREAS])
     table = {unit.name: float(i) for i, unit in enumerate(plan.units)}
     assert costs_of(plan, ControlSpec(budget=0.5, cost=table)) == ([i / 15 for i in range(6)], 0)
     for wrong, said in (({"0:fprop": 1.0}, "is missing"), (table | {"x": 1.0}, "'x' is no unit")):
         with pytest.raises(ValueError, match=said):
             costs_of(plan, ControlSpec(budget=0.5, cost=wrong))
     with pytest.raises(ValueError, match="keeps no more bits"):
-        convert(model(), PathSpec(**PATHS, recovers=["fprop"])).costs("bytes")
+        convert(model(), PathSpec(**PATHS, recovers=["fprop"])).cost.of_units("bytes")
 
 
 def test_pins_count_against_it() -> None:
@@ -233,7 +233,7 @@ def test_pins_count_against_it() -> None:
         )
         net(torch.randn(4, 8)).sum().backward()
         made.step()
-        assert made.plan.spent()[0] <= budget + 1e-9
+        assert made.plan.cost.spent()[0] <= budget + 1e-9
         return made.active
 
     share = AREAS[0] / (3 * sum(AREAS))

@@ -22,6 +22,7 @@ from gnmr.doctor.knapsack import arithmetic, choose
 from gnmr.doctor.page import choices_table, operators_table, page, totals
 from gnmr.doctor.plan import read_plan
 from gnmr.errors import UserError
+from gnmr.measure.price import measure_prices
 from gnmr.precision import PathSpec, Recipe, convert
 
 Batch = tuple[Tensor, Tensor]
@@ -71,7 +72,7 @@ def test_its_numbers_are_those_of_the_price_meter_and_of_plain_passes(found: Dia
     high = [float(loss(batch).detach()) for batch in batches]
     plan = convert(model, PathSpec(low="sim_e2m1", recovery="bf16", targets=["*"]))
     low = [float(loss(batch).detach()) for batch in batches]
-    meter = plan.price(tokens=1)
+    meter = measure_prices(plan, tokens=1)
     sums: dict[str, Tensor] = {}
     for operator in plan.operators:
         operator.switch(True)

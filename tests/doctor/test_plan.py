@@ -182,7 +182,7 @@ def test_attach_takes_paths_and_pins_of_it(layout: str, tmp_path: Path) -> None:
         "layers.1.up_proj": (),
         "layers.1.down_proj": ("fprop",),
     }
-    assert (controller.plan.low.name, controller.plan.spent()[0]) == ("sim_e2m1", pytest.approx(1 / 3))
+    assert (controller.plan.low.name, controller.plan.cost.spent()[0]) == ("sim_e2m1", pytest.approx(1 / 3))
     assert "signal gnmr_delta, trigger 1, max_o=1, 3 of 9 GEMMs pinned by the plan of a model of one's own" in repr(
         controller
     )

@@ -23,6 +23,7 @@ from gnmr.lab.paper.false_triggers import ALPHAS, HISTORIES, gamma, lognormal
 from gnmr.lab.paper.recovery_gaps import ESTIMATE, NORM
 from gnmr.lab.paper.theory_tables import Figure, TableFigure, show_tables
 from gnmr.lab.train.step import loss_of
+from gnmr.measure.errors import measure_errors
 from gnmr.precision import ConvertedModel, PathSpec, convert
 
 MAX_O = 3
@@ -106,7 +107,7 @@ def test_equal_paths_have_no_oracle_set():
 def test_measuring_leaves_paths_probe_and_generator_as_they_were():
     model, plan = tiny_plan(rounding="stochastic")
     plan.operators[2].switch(True)
-    probe, generator = plan.probe(["mse"]), plan.state_dict()["rounding"].clone()
+    probe, generator = measure_errors(plan, ["mse"]), plan.state_dict()["rounding"].clone()
     measured(model, plan)
     assert [operator.recovering for operator in plan.operators] == [False, False, True] + [False] * 4
     assert plan.shared.probe is probe and float(probe.read()["mse"].sum()) == 0

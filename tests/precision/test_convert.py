@@ -159,33 +159,3 @@ def test_the_plan_is_a_table_of_units_and_paths() -> None:
     assert "layers.*.up_proj  (3 units)" in text and "Linear 8 -> 4" in text and "lm_head" in text
     assert "int4" in text and "int8" in text
     assert "none (static)" in str(convert(net(), PathSpec.of("int4", None)))
-
-
-def test_the_precision_shows_in_the_models_repr() -> None:
-    model = net()
-    convert(model, PathSpec.of("e2m1", "e4m3", targets=["up_proj"]))
-    assert "low=e2m1, recovery=e4m3" in repr(model)
-
-
-def test_a_static_operator_cannot_be_switched() -> None:
-    model = net()
-    operator = convert(model, PathSpec.of("int4", None)).operators[0]
-    operator.switch(False)
-    with pytest.raises(AssertionError, match="no recovery path"):
-        operator.switch(True)
-
-
-def test_a_hugging_face_model_is_converted_by_the_same_patterns() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64
-    )
-    model = transformers.LlamaForCausalLM(config)
-    plan = convert(model, PathSpec.of("int4", "int8"))
-    assert len(plan.operators) == 14
-    tokens = torch.randint(0, 64, (2, 16))
-    loss = model(input_ids=tokens, labels=tokens).loss
-    rows = 2 * 16
-    assert plan.saved_bytes() == plan.predicted_bytes() == 2 * rows * (3 * (16 + 4) + (32 + 4))
-    loss.backward()
-    assert all(operator.weight.grad.isfinite().all() for operator in plan.operators)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import yaml
 from slow_casts import EXPONENT_OF_MAX, MAX, groups, nearest, scale_of_two_levels, slow_cast
 from test_scaled_mm import DY, W, X
 from test_simulated import BY_HAND
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gnmr.lab.faults.faults import Fault
+from gnmr.lab.faults.faults import KINDS, Fault
 from gnmr.lab.faults.schedule import FaultSchedule, Window
+from gnmr.measure.errors import measure_errors
 from gnmr.precision import FORMATS, ConvertedModel, PathSpec, convert
 from gnmr.precision.cast import quantize
 from gnmr.precision.cast_stats import CastStats
@@ -26,7 +25,6 @@ from gnmr.precision.scaling import compress, decompress, unpack
 
 FEW_BITS = [name for name, fmt in FORMATS.items() if fmt.bits < 16]
 ROW = [7.0, -3.5, 1.0, 0.4]  # in int4 its scale is 1
-CONF = Path(__file__).parents[2] / "conf" / "stress"
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -59,25 +57,6 @@ def test_broken_scales_by_hand(fault: Fault, largest: float | None, expected: li
     assert broken(fault, torch.tensor([ROW], dtype=dtype), largest=largest).tolist() == [expected]
 
 
-def test_broken_scales_by_hand_in_a_float_format() -> None:
-    """e2m1 is 0 0.5 1 1.5 2 3 4 6; the row's sound scale is 1."""
-    row = torch.tensor([[6.0, -2.9, 1.2, 0.2]])
-    assert broken(Fault("scale_up", 4), row, "e2m1").tolist() == [[6.0, -2.0, 2.0, 0.0]]  # 1.5, -0.725, 0.3, 0.05
-    assert broken(Fault("scale_down", 2), row, "e2m1").tolist() == [[3.0, -3.0, 1.0, 0.25]]
-
-
-@pytest.mark.parametrize("name", FEW_BITS)
-def test_the_step_of_the_grid_is_the_distance_of_neighbours(name: str) -> None:
-    fmt = FORMATS[name]
-    values = fmt.values()
-    grid = values[values.isfinite()].unique()
-    below, above = grid[:-1], grid[1:]
-    if name.startswith("int"):
-        below, above = below[1:], above[1:]  # the lowest code is never produced
-    assert torch.equal(fmt.step((below + above) / 2), above - below)
-    assert torch.equal(fmt.step(torch.zeros(1)), grid[grid > 0][:1])
-
-
 @pytest.mark.parametrize("name", ["int4", "int8", "e2m1", "e4m3"])
 def test_noise_of_some_steps_comes_before_rounding(name: str) -> None:
     fmt = FORMATS[name]
@@ -106,18 +85,7 @@ def test_a_bit_flip_is_one_bit_of_one_code_of_each_hit_row(name: str) -> None:
     assert (flipped != 0).any(dim=0).all(), "of any code"
 
 
-@pytest.mark.parametrize("name", FEW_BITS)
-@pytest.mark.parametrize("kind", ["nan", "inf"])
-def test_nan_and_inf_in_a_share_of_the_rows(name: str, kind: str) -> None:
-    rows = torch.randn(50, 8, generator=seeded())
-    came_back = broken(Fault(kind, share=0.1), rows, name)
-    bad = ~came_back.isfinite().all(dim=1)
-    assert bad.sum() == 5
-    assert torch.equal(came_back[~bad], decompress(*compress(rows, FORMATS[name]), FORMATS[name], 8, rows.dtype)[~bad])
-    assert came_back[bad].isnan().all() if kind == "nan" else came_back[bad].isinf().any(dim=1).all()
-
-
-@pytest.mark.parametrize("kind", ["scale_up", "scale_down", "stale_scale", "noise", "bit_flip", "nan", "inf"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_share_of_the_rows_is_exact_and_drawn_and_at_least_one(kind: str) -> None:
     rows = torch.randn(200, 8, generator=seeded())
 
@@ -130,7 +98,7 @@ def test_the_share_of_the_rows_is_exact_and_drawn_and_at_least_one(kind: str) ->
     assert torch.equal(hit(0.05, 0), hit(0.05, 0)) and not torch.equal(hit(0.05, 0), hit(0.05, 1))
 
 
-@pytest.mark.parametrize("kind", ["scale_up", "scale_down", "stale_scale", "noise", "bit_flip", "nan", "inf"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_bad_row_does_not_come_back_finite_and_zeros_do_not_turn_bad(kind: str) -> None:
     rows = torch.ones(3, 8)
     rows[0, 1], rows[1, 1] = math.nan, math.inf
@@ -174,36 +142,6 @@ def armed(plan: ConvertedModel, kind: str = "scale_up", targets: tuple[str, ...]
     return schedule
 
 
-@pytest.mark.parametrize("low", ["int4", "e4m3"])
-@pytest.mark.parametrize("kind", ["scale_down", "noise", "bit_flip", "stale_scale"])
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_only_the_low_path_of_the_target_in_its_window_is_hit(low: str, kind: str, rounding: str) -> None:
-    net, plan = make(low, rounding=rounding)
-    start = plan.state_dict()
-
-    def run() -> dict[str, Tensor]:
-        plan.load_state_dict(start)
-        plan.shared.forget()
-        return gradients(net)
-
-    sound = run()
-    net.a.switch(True)
-    recovering = run()
-    net.a.switch(False)
-    schedule = armed(plan, kind)
-    hit = run()
-    assert not torch.equal(hit["a.weight"], sound["a.weight"])
-    assert torch.equal(hit["b.weight"], sound["b.weight"]), "another reader of the same tensor"
-    assert torch.equal(hit["c.weight"], sound["c.weight"])
-    net.a.switch(True)
-    for name, gradient in run().items():
-        assert torch.equal(gradient, recovering[name]), name
-    net.a.switch(False)
-    schedule.begin_step(3)
-    for name, gradient in run().items():
-        assert torch.equal(gradient, sound[name]), name
-
-
 def test_the_weight_gradient_reads_the_broken_copy_and_the_forward_pass_with_site_forward() -> None:
     for site in ("saved", "forward"):
         net = nn.Sequential(nn.Linear(4, 1, bias=False))
@@ -220,54 +158,6 @@ def test_the_weight_gradient_reads_the_broken_copy_and_the_forward_pass_with_sit
             assert net(torch.tensor([ROW])).item() == pytest.approx(4.9 if site == "saved" else 8.0)
             with plan.high_precision():
                 assert net(torch.tensor([ROW])).item() == pytest.approx(4.9)
-
-
-@pytest.mark.parametrize("kind", ["nan", "inf"])
-def test_a_bad_scale_reaches_the_weight_gradient_alone(kind: str) -> None:
-    net, plan = make()
-    armed(plan, kind, share=0.1)
-    hit = gradients(net)
-    assert not hit["a.weight"].isfinite().all()
-    assert hit["b.weight"].isfinite().all() and hit["c.weight"].isfinite().all()
-
-
-def test_the_bytes_stay_right() -> None:
-    net, plan = make()
-    x = inputs()
-    low_copy, c_copy = 12 * (8 + 4), 12 * (4 + 4)
-    y = net(x)
-    assert plan.saved_bytes() == plan.predicted_bytes() == low_copy + c_copy
-    y.sum().backward()
-    schedule = armed(plan, targets=("a", "c"))
-    for _ in range(2):  # without a probe and with one
-        y = net(x)
-        assert plan.saved_bytes() == plan.predicted_bytes() == 2 * low_copy + c_copy, "b's copy is not a's"
-        y.sum().backward()
-        plan.probe(["mse"])
-    schedule.begin_step(3)
-    y = net(x)
-    assert plan.saved_bytes() == plan.predicted_bytes() == low_copy + c_copy
-    y.sum().backward()
-
-
-@pytest.mark.parametrize("tokens", [1, 5])
-def test_the_probe_describes_the_broken_low_path_on_either_path(tokens: int) -> None:
-    net, plan = make()
-    armed(plan, "noise")
-    probe = plan.probe(["gap_low", "mse"], tokens)
-    y = net(inputs())
-    kept = decompress(*net.a.kept(), FORMATS["int4"], 16, torch.float32)
-    sound = decompress(*net.b.kept(), FORMATS["int4"], 16, torch.float32)
-    y.square().mean().backward()
-    low = probe.read()
-    for i, values in enumerate((kept, sound)):
-        expected = (inputs() * 1.5 - values)[::tokens].square().mean().item()
-        assert low["mse"][i].item() == pytest.approx(expected, rel=1e-5)
-    probe.reset()
-    net.a.switch(True)
-    net(inputs()).square().mean().backward()
-    for key, values in probe.read().items():
-        torch.testing.assert_close(values, low[key])
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -341,30 +231,37 @@ def test_resuming_is_exact(kind: str, how: dict) -> None:
     assert all(torch.equal(a, b) for a, b in zip(steps(net, plan, schedule, 7, 12), whole, strict=True))
 
 
-def test_what_is_random_depends_on_seed_step_and_unit() -> None:
-    def error(seed: int, step: int, unit: str) -> Tensor:
-        net, plan = make()
-        schedule = FaultSchedule(plan, Fault("noise", 2.0), ["a", "b"], 9, windows=[(1, 9)], seed=seed)
-        schedule.begin_step(step)
-        _y = net(inputs())  # holds the graph
-        return decompress(*getattr(net, unit).kept(), FORMATS["int4"], 16, torch.float32)
-
-    first = error(0, 1, "a")
-    assert torch.equal(error(0, 1, "a"), first)
-    assert not any(torch.equal(error(*other), first) for other in ((1, 1, "a"), (0, 2, "a"), (0, 1, "b")))
-
-
-def test_the_truth_of_given_windows() -> None:
+def test_given_windows() -> None:
     _, plan = make()
     schedule = FaultSchedule(plan, Fault("noise", 2.0), ["a", "c"], 10, windows=[[8, 3], (2, 1)])
-    assert schedule.windows == [
-        Window("a", 2, 2, "noise", 2.0),
-        Window("c", 2, 2, "noise", 2.0),
-        Window("a", 8, 10, "noise", 2.0),
-        Window("c", 8, 10, "noise", 2.0),
-    ]
+    spans = [(window.unit, window.start, window.end) for window in schedule.windows]
+    assert spans == [("a", 2, 2), ("c", 2, 2), ("a", 8, 10), ("c", 8, 10)]
     truth = [schedule.at(step).tolist() for step in range(1, 11)]
     assert truth == [[step in (2, 8, 9, 10), False, step in (2, 8, 9, 10)] for step in range(1, 11)]
+
+
+@pytest.mark.parametrize(
+    ("how", "line"),
+    [
+        ({"targets": ["a", "z_proj"], "windows": [(1, 1)]}, r"targets \['z_proj'\]: no unit has such a name"),
+        ({"windows": [(10, 2)]}, r"window \[10, 2\]: must lie within"),
+        ({"windows": [(0, 1)]}, r"window \[0, 1\]: must lie within"),
+        ({"windows": [(3, 2), (1, 3)]}, r"window \[3, 2\]: begins before"),
+        ({"rate": 0.0}, "rate=0.0, duration=1"),
+        ({"rate": 101.0, "duration": 10}, "rate=101.0, duration=10"),
+        ({"plan": "bf16", "windows": [(1, 1)]}, "there is no quantizer to break"),
+    ],
+    ids=str,
+)
+def test_what_is_refused(how: dict, line: str) -> None:
+    _, plan = make(how.get("plan", "int4"), None)
+    when = {key: value for key, value in how.items() if key in ("windows", "rate", "duration")}
+    with pytest.raises(ValueError, match=line):
+        FaultSchedule(plan, Fault("noise"), how.get("targets", ["a"]), 10, **when)
+    assert all(operator.fault is None for operator in plan.operators)
+    for key, value in (("kind", "bits"), ("magnitude", 0), ("share", 0), ("history", 0)):
+        with pytest.raises(ValueError, match=f"{key}={value!r}"):
+            Fault(**{"kind": "noise", key: value})
 
 
 def test_drawn_windows_come_at_their_rate_do_not_overlap_and_end_with_the_run() -> None:
@@ -388,52 +285,8 @@ def test_drawn_windows_come_at_their_rate_do_not_overlap_and_end_with_the_run() 
         assert not np.any(FaultSchedule(plan, Fault("nan"), ["a"], 3, rate=1e-9).at(1))
 
 
-def test_what_is_refused() -> None:
-    _, plan = make()
-    _, kept = make("bf16", None)
-    with pytest.warns(UserWarning, match="coarser"):
-        _, recipe_kept = make("bf16", "fp8_hybrid")
-
-    def schedule(plan: ConvertedModel = plan, targets: tuple[str, ...] = ("a",), **when) -> None:
-        FaultSchedule(plan, Fault("noise"), targets, 10, **when)
-
-    with pytest.raises(ValueError, match=r"targets \['z_proj'\]: no unit has such a name; the units are a, b, c$"):
-        schedule(targets=("a", "z_proj"), windows=[(1, 1)])
-    for each in (kept, recipe_kept):
-        with pytest.raises(ValueError, match="low path is bf16: there is no quantizer to break"):
-            schedule(plan=each, windows=[(1, 1)])
-    for window in ((0, 1), (1, 0), (10, 2), (11, 1)):
-        with pytest.raises(ValueError, match=rf"window \[{window[0]}, {window[1]}\]: must lie within .* 1 to 10"):
-            schedule(windows=[window])
-    with pytest.raises(ValueError, match=r"window \[3, 2\]: begins before the one from step 1 has ended"):
-        schedule(windows=[(3, 2), (1, 3)])
-    for rate, duration in ((0.0, 1), (-1.0, 1), (101.0, 10), (1.0, 0), (math.nan, 1)):
-        with pytest.raises(ValueError, match=f"rate={rate}, duration={duration}"):
-            schedule(rate=rate, duration=duration)
-    for key, value in (("kind", "bits"), ("magnitude", 0), ("magnitude", math.nan), ("share", 0), ("history", 0)):
-        with pytest.raises(ValueError, match=f"{key}={value!r}"):
-            Fault(**{"kind": "noise", key: value})
-    assert all(operator.fault is None for operator in plan.operators)
-
-
-@pytest.mark.parametrize("file", sorted(CONF.glob("*.yaml")), ids=lambda file: file.stem)
-def test_the_presets_hit_some_units_a_few_times(file: Path) -> None:
-    preset = yaml.safe_load(file.read_text())
-    if preset["kind"] == "none":
-        return
-    net = nn.ModuleDict({f"layers_{i}": nn.ModuleList(nn.Linear(1, 1) for _ in range(7)) for i in range(4)})
-    plan = convert(net, PathSpec.of("int4", "int8", targets=["*"]))
-    fault = Fault(preset["kind"], preset["magnitude"], preset["share"], preset["history"])
-    when = {key: preset[key] for key in ("windows", "rate", "duration")}
-    for steps in (300, 1000):
-        schedule = FaultSchedule(plan, fault, preset["targets"], steps, seed=0, **when)
-        assert 1 <= len(schedule.windows) <= 30
-        assert any(window.end < steps for window in schedule.windows)
-
-
 # ---- recipes ----
 
-KINDS = ["scale_up", "scale_down", "stale_scale", "noise", "bit_flip", "nan", "inf"]
 ALL_SCALES = ["tensor", "row", "tile", "block", "mx", "mx_floor", "nv", "nv2d", "delayed"]
 ROTATED = [*ALL_SCALES, "nv/hadamard", "row/hadamard"]
 
@@ -487,81 +340,6 @@ def test_a_fault_that_breaks_nothing_is_the_sound_cast_to_the_last_bit(scale: st
         torch.testing.assert_close(broken_met.largest.amax(), met.largest.amax(), equal_nan=True)
 
 
-@pytest.mark.parametrize(("kind", "factor"), [("scale_up", 8.0), ("scale_down", 1 / 8)])
-@pytest.mark.parametrize("scale", ["tensor", "row", "tile", "block", "mx", "mx_floor", "nv"])
-@pytest.mark.parametrize("dim", [0, 1])
-def test_broken_scales_are_those_of_the_share_of_the_rows(kind: str, factor: float, scale: str, dim: int) -> None:
-    x = spread(150, 140)
-    sound = quantize(x, Cast.of(f"e2m1/{scale}"), dim)[0]
-    values, met = broken_cast(Fault(kind, 8.0, 0.2), x, f"e2m1/{scale}", dim)
-    hit = (values != sound).any(dim=1).nonzero().flatten().tolist()
-    assert len(hit) == 30
-    expected, saturated = by_hand(x, f"e2m1/{scale}", dim, hit, factor)
-    torch.testing.assert_close(values, expected, rtol=1e-6, atol=0)
-    assert met.saturated == saturated and met.nonfinite == 0
-    assert (saturated > 5) == (kind == "scale_down" or scale in ("mx_floor", "nv"))
-
-
-@pytest.mark.parametrize("scale", ALL_SCALES)
-def test_a_stale_scale_is_the_casts_own_of_another_magnitude(scale: str) -> None:
-    x = spread(40, 64)
-    values, _ = broken_cast(Fault("stale_scale", 2.0), x, f"e4m3/{scale}", 0, largest=3.0)
-    # 2^-8 < 3 / 448 < 2^-7, and floor(log2 3) = 1
-    stale = 2.0**-7 if scale in ("mx", "mx_floor") else 3.0 / 448
-    expected = torch.from_numpy(nearest(x.numpy() / np.float32(stale / 2), "e4m3")).float() * np.float32(stale / 2)
-    torch.testing.assert_close(values, expected, rtol=1e-6, atol=0)
-    assert values.abs().max() == pytest.approx(448 * stale / 2) and x.abs().max() > 3
-
-
-@pytest.mark.parametrize("scale", ALL_SCALES)
-def test_noise_of_some_steps_comes_before_a_cast_rounds(scale: str) -> None:
-    x = torch.full((256, 128), 0.3) + 0.7 * (torch.arange(128) % 8 == 0)
-    x[::7] = 1.0  # every group's largest
-    values, met = broken_cast(Fault("noise", 2.0, 0.5), x, f"int8/{scale}", 0)
-    powers = scale in ("mx", "mx_floor")
-    step = (2.0**-6) if powers else 1 / 127
-    error = (values - x) / step
-    assert 1.5 < error.abs().max() <= 2.5 + 1e-3 and (error.abs().amax(dim=1) > 0.6).sum() == 128
-    assert (met.saturated > 0) == (not powers), "1 in a group's own scale is the format's largest value"
-    assert values.max() <= 127 * step + 1e-6
-
-
-@pytest.mark.parametrize("name", ["int4", "int8", "e2m1", "e2m3", "e3m2"])
-@pytest.mark.parametrize("scale", ALL_SCALES)
-def test_a_bit_flip_is_one_bit_of_one_code_of_a_cast(name: str, scale: str) -> None:
-    fmt = FORMATS[name]
-    codes = torch.randint(2**fmt.bits, (200, 128), generator=seeded()).to(torch.uint8)
-    x = fmt.decode(codes, torch.float32).clamp(-fmt.max, fmt.max) + 0.0  # no negative zeros, which casts do not keep
-    x[:, ::16], x[::16] = fmt.max, fmt.max  # scales are 1
-    values, _ = broken_cast(Fault("bit_flip", share=0.25), x, f"{name}/{scale}", 0)
-    flipped = fmt.encode(values) ^ fmt.encode(x)
-    bits = flipped[flipped != 0].tolist()
-    assert len(bits) == 50 and (flipped != 0).sum(dim=1).max() == 1
-    assert set(bits) == {1 << bit for bit in range(fmt.bits)}
-
-
-@pytest.mark.parametrize("scale", ALL_SCALES)
-@pytest.mark.parametrize("kind", ["nan", "inf"])
-def test_nan_and_inf_in_a_share_of_the_rows_of_a_cast_are_counted(scale: str, kind: str) -> None:
-    x = spread(150, 140)
-    values, met = broken_cast(Fault(kind, share=0.1), x, f"e4m3/{scale}", 0)
-    bad = ~values.isfinite()
-    assert torch.equal(bad.all(dim=1), bad.any(dim=1)) and bad.any(dim=1).sum() == 15
-    assert values[bad.any(dim=1)].isnan().all() == (kind == "nan") and met.nonfinite == 15 * 140
-    sound = quantize(x, Cast.of(f"e4m3/{scale}"), 0)[0]
-    assert torch.equal(values[~bad], sound[~bad])
-
-
-@pytest.mark.parametrize("scale", ALL_SCALES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_zeros_do_not_turn_bad_in_a_cast_and_bad_numbers_stay(scale: str, kind: str) -> None:
-    x = torch.ones(3, 64)
-    x[0, 1], x[2, 1] = math.nan, math.inf
-    assert not broken_cast(Fault(kind, 8.0), x, f"e4m3/{scale}", 1, largest=0.0)[0][[0, 2], 1].isfinite().any()
-    if kind not in ("nan", "inf"):
-        assert broken_cast(Fault(kind, 8.0), torch.zeros(3, 64), f"e4m3/{scale}", 1, largest=0.0)[0].isfinite().all()
-
-
 WIDE = ["sim_e2m1", "fp8_hybrid", "fp8_delayed", "deepseek_v3", "mxfp8", "nv_blocks"]
 NV = {"fprop": {"input": "e2m1/nv", "weight": "e2m1/nv2d"}, "wgrad": {"input": "e2m1/nv", "grad_output": "e2m1/nv"}}
 OWN = {"nv_blocks": Recipe.of("nv_blocks", NV)}
@@ -589,11 +367,18 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("low", WIDE)
+@pytest.mark.parametrize(
+    ("low", "how"),
+    [
+        *((low, {}) for low in WIDE),
+        ("sim_e2m1", {"recovers": ["wgrad"]}),
+        ("int4", {"site": "forward"}),
+        ("e4m3", {"site": "forward"}),
+    ],
+)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("recovers", [["fprop", "dgrad", "wgrad"], ["wgrad"]], ids=len)
-def test_only_a_recipes_target_on_its_low_path_in_its_window_is_hit(low: str, kind: str, recovers: list[str]) -> None:
-    net, plan = readers(low, recovers=recovers)
+def test_only_the_target_on_its_low_path_in_its_window_is_hit(low: str, kind: str, how: dict) -> None:
+    net, plan = readers(low, **how)
     x, dy = spread(40, 128), spread(40, 128, seed=1)
     sound = outcome(net, x, dy)
     net["a"].switch(True)
@@ -672,20 +457,6 @@ def test_codes_are_hit_as_their_simulation(kind: str, low: str, share: float) ->
         torch.testing.assert_close(grad, simulated_grad, rtol=1e-6, atol=1e-12, equal_nan=True)
 
 
-@pytest.mark.parametrize("backend", ["simulated", "scaled_mm"])
-def test_a_broken_cast_is_kept_besides_the_sound_one(backend: str) -> None:
-    net, plan = readers("fp8_hybrid", backend=backend)
-    armed(plan)
-    one = 40 * 128 + 4 if backend == "scaled_mm" else 40 * 128 * 4
-    for probed in (False, True):
-        if probed:
-            plan.probe(["gap_low", "mse"])
-        shared = spread(40, 128).requires_grad_() * 1
-        total = net["a"](shared).sum() + net["b"](shared).sum()
-        assert plan.saved_bytes() == plan.predicted_bytes() == 2 * one
-        total.backward()
-
-
 @pytest.mark.parametrize("low", WIDE)
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_the_probe_describes_the_broken_casts_on_either_path(low: str, tokens: int) -> None:
@@ -696,7 +467,7 @@ def test_the_probe_describes_the_broken_casts_on_either_path(low: str, tokens: i
         armed(plan, "scale_down", share=0.5)
         if not recovering:
             rows = (outcome(net, x, dy)[0] != sound[0]).any(dim=1).nonzero().flatten().tolist()
-        probe = plan.probe(["gap_low", "gap_recovery", "gap_exact", "underflow", "mse"], tokens)
+        probe = measure_errors(plan, ["gap_low", "gap_recovery", "mse"], tokens)
         net["a"].switch(recovering)
         outcome(net, x, dy)
         read.append({key: value.tolist() for key, value in probe.read().items()})
@@ -704,4 +475,4 @@ def test_the_probe_describes_the_broken_casts_on_either_path(low: str, tokens: i
         assert read[1][key] == pytest.approx(value, rel=1e-5), key
     expected = (x - by_hand(x, BY_HAND[low][0][0], 1, rows, 1 / 8)[0])[::tokens].square().mean().item()
     assert read[0]["mse"][0] == pytest.approx(expected, rel=1e-5) and expected > 10 * read[0]["mse"][1]
-    assert read[0]["gap_low"][0] > 3 * read[0]["gap_low"][1] and read[0]["gap_exact"][0] > read[0]["gap_exact"][1]
+    assert read[0]["gap_low"][0] > 3 * read[0]["gap_low"][1]

@@ -19,52 +19,6 @@ from gnmr.precision.formats import FORMATS
 from gnmr.precision.recipes import RECIPES, Cast, Gemm, Recipe
 
 
-def words(name: str) -> dict[str, dict[str, str]]:
-    return RECIPES[name].words()
-
-
-def test_the_named_recipes_say_what_they_are_known_for() -> None:
-    assert words("fp8_hybrid") == {
-        "fprop": {"input": "e4m3/tensor", "weight": "e4m3/tensor"},
-        "dgrad": {"weight": "e4m3/tensor", "grad_output": "e5m2/tensor"},
-        "wgrad": {"input": "e4m3/tensor", "grad_output": "e5m2/tensor"},
-    }
-    assert words("fp8_delayed")["wgrad"] == {"input": "e4m3/delayed", "grad_output": "e5m2/delayed"}
-    assert RECIPES["fp8_delayed"].history == 16 and RECIPES["fp8_hybrid"].history == 0
-    assert words("fp8_delayed_1024")["wgrad"] == {"input": "e4m3/delayed/1024", "grad_output": "e5m2/delayed/1024"}
-    assert RECIPES["fp8_delayed_1024"].history == 1024
-    assert words("deepseek_v3_blocks")["dgrad"] == {"weight": "e4m3/block", "grad_output": "e4m3/block"}
-    assert words("deepseek_v3_blocks")["wgrad"] == {"input": "e4m3/tile", "grad_output": "e4m3/block"}
-    assert words("deepseek_v3") == {
-        "fprop": {"input": "e4m3/tile", "weight": "e4m3/block"},
-        "dgrad": {"weight": "e4m3/block", "grad_output": "e4m3/tile"},
-        "wgrad": {"input": "e4m3/tile", "grad_output": "e4m3/tile"},
-    }
-    assert {cast for gemm in words("mxfp8").values() for cast in gemm.values()} == {"e4m3/mx"}
-    assert {cast for gemm in words("mxfp4").values() for cast in gemm.values()} == {"e2m1/mx"}
-    nvfp4 = {
-        "fprop": {"input": "e2m1/nv", "weight": "e2m1/nv2d"},
-        "dgrad": {"weight": "e2m1/nv2d", "grad_output": "e2m1/nv/stochastic"},
-        "wgrad": {"input": "e2m1/nv/hadamard", "grad_output": "e2m1/nv/hadamard/stochastic"},
-    }
-    assert words("nvfp4") == nvfp4 and RECIPES["nvfp4"].stochastic and not RECIPES["nvfp4_no_sr"].stochastic
-    for ablation, part, instead in (("no_sr", "/stochastic", ""), ("no_rht", "/hadamard", ""), ("1d", "nv2d", "nv")):
-        without = {gemm: {o: cast.replace(part, instead) for o, cast in own.items()} for gemm, own in nvfp4.items()}
-        assert words(f"nvfp4_{ablation}") == without
-    assert words("bf16") == {"fprop": {}, "dgrad": {}, "wgrad": {}}
-    codes = {"input": "int8/row/codes", "weight": "int8/row/codes"}
-    assert words("llm_int8") == {"fprop": codes, "dgrad": {}, "wgrad": {}}
-    assert words("llm_int8_dgrad") == {"fprop": codes, "dgrad": {"weight": "int8/row"}, "wgrad": {}}
-    assert RECIPES["llm_int8"].integer and not RECIPES["sim_int8"].integer
-    for fmt in ("e2m1", "e2m3", "e3m2", "e4m3", "int4", "int8"):
-        cast = f"{fmt}/row"
-        assert words(f"sim_{fmt}") == {
-            "fprop": {"input": cast, "weight": cast, "result": cast},
-            "dgrad": {"weight": cast, "grad_output": cast, "result": cast},
-            "wgrad": {"input": cast, "grad_output": cast, "result": cast},
-        }
-
-
 def test_a_recipe_with_some_gemms_recovered() -> None:
     low, recovery = RECIPES["sim_e2m1"], RECIPES["fp8_hybrid"]
     assert low.with_recovered(recovery, GEMMS) is recovery
@@ -72,7 +26,7 @@ def test_a_recipe_with_some_gemms_recovered() -> None:
         mixed = low.with_recovered(recovery, [gemm])
         assert getattr(mixed, gemm) == getattr(recovery, gemm)
         assert all(getattr(mixed, other) == getattr(low, other) for other in GEMMS if other != gemm)
-        assert mixed.bits == (8 if gemm == "fprop" else 4) and "fp8_hybrid" in mixed.name and gemm in mixed.name
+        assert "fp8_hybrid" in mixed.name and gemm in mixed.name
     for wrong in ([], ["fpropp"], ["fprop", "bgrad"]):
         with pytest.raises(ValueError, match="fprop, dgrad, wgrad"):
             low.with_recovered(recovery, wrong)
@@ -187,22 +141,6 @@ def test_the_state_of_another_recipe_of_the_same_name_is_refused() -> None:
         convert(net(), PathSpec.of(other, "bf16", targets=["0"])).load_state_dict(state)
 
 
-@pytest.mark.parametrize(
-    ("name", "divisors"),
-    [
-        ("bf16", (1, 1)),
-        ("sim_e3m2", (1, 1)),
-        ("fp8_hybrid", (1, 1)),
-        ("mxfp8", (32, 32)),
-        ("nvfp4", (16, 16)),
-        ("deepseek_v3", (128, 128)),
-        ("deepseek_v3_blocks", (128, 128)),
-    ],
-)
-def test_which_widths_a_recipe_needs(name: str, divisors: tuple[int, int]) -> None:
-    assert RECIPES[name].divisors() == divisors
-
-
 def test_widths_are_those_along_which_a_group_lies() -> None:
     assert Recipe("a", fprop=Gemm.of(input="e4m3/tile")).divisors() == (128, 1)
     assert Recipe("b", dgrad=Gemm.of(grad_output="e4m3/mx")).divisors() == (1, 32)
@@ -290,35 +228,3 @@ def test_a_recovery_path_that_is_coarser(low: str, recovery: str, where: str) ->
     """In bits, in significant bits, or of the same format in its scale."""
     with pytest.warns(UserWarning, match=f"{recovery} is coarser than the low path {low}{re.escape(where)}"):
         convert(net(), PathSpec.of(low, recovery, targets=["0"]))
-
-
-@pytest.mark.parametrize(
-    ("low", "recovery"),
-    [
-        *(("sim_e3m2", "fp8_hybrid"), ("sim_e2m1", "fp8_hybrid"), ("sim_int4", "sim_int8"), ("int4", "int8")),
-        *(("fp8_delayed", "fp8_hybrid"), ("deepseek_v3_blocks", "deepseek_v3")),
-        *((low, "bf16") for low in [*FORMATS, *RECIPES] if low != "bf16"),
-    ],
-)
-def test_a_recovery_path_that_is_not_coarser(low: str, recovery: str) -> None:
-    with warnings.catch_warnings(record=True, action="always") as caught:
-        convert(net(), PathSpec.of(low, recovery, targets=["0"]))
-    assert [str(one.message) for one in caught] == []
-
-
-def test_every_operand_of_the_recovered_gemms_is_compared() -> None:
-    wgrad = Gemm.of(grad_output="int4/row", input="e3m2/row", result="int4/row")
-    mixed = Recipe("mixed", Gemm.of(input="e4m3/row"), wgrad=wgrad)
-    with pytest.warns(UserWarning, match="coarser than the low path sim_e3m2 in wgrad.grad_output, wgrad.result$"):
-        convert(net(), PathSpec.of("sim_e3m2", mixed, targets=["0"]))
-    with warnings.catch_warnings(action="error"):
-        convert(net(), PathSpec.of("sim_e3m2", mixed, targets=["0"], recovers=["fprop", "dgrad"]))
-    with pytest.warns(UserWarning, match="coarser than the low path mixed in fprop.input"):
-        convert(net(), PathSpec.of(mixed, "sim_e3m2", targets=["0"], recovers=["fprop"]))
-    with warnings.catch_warnings(action="error"):
-        convert(net(), PathSpec.of(mixed, "sim_e3m2", targets=["0"], recovers=["wgrad"]))
-
-
-def test_the_plan_shows_recipes() -> None:
-    text = str(convert(net(), PathSpec.of("sim_e2m1", "fp8_hybrid", targets=["0"], recovers=["wgrad"])))
-    assert "sim_e2m1" in text and "fp8_hybrid in wgrad" in text

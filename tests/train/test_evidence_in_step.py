@@ -14,6 +14,7 @@ from gnmr.control.evidence import EVIDENCE
 from gnmr.control.signals import SIGNALS
 from gnmr.lab.train.build import Parts, train_step
 from gnmr.lab.train.step import StepResult, TrainStep, loss_of
+from gnmr.measure.errors import measure_errors
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
 
 LR = 1e-2
@@ -222,7 +223,7 @@ def test_path_statistics_reach_the_records(words, train, assembled, blocks_of, t
     evidence = f"records.evidence=[{','.join(names)},weight_std]"
     folder = train(tmp_path / "run", evidence, "training.steps=2", *words)
     parts = assembled("training.steps=2")
-    probe = parts.converted.probe(names)
+    probe = measure_errors(parts.converted, names)
     gradients(parts, [blocks_of(parts, 2)])
     wanted = {
         name: dict(zip(parts.controller.names, values.tolist(), strict=True)) for name, values in probe.read().items()

@@ -29,7 +29,7 @@ from gnmr.lab.train.checkpoint import load_model
 from gnmr.lab.train.memory import refuse_run
 from gnmr.lab.train.model import build_converted, pretrained_model
 from gnmr.precision import ConvertedModel, Recipe
-from gnmr.precision.converted import described
+from gnmr.precision.recipes import described
 from gnmr.records.reader import read_json
 from gnmr.records.untrusted import check_folder, exists, reading
 

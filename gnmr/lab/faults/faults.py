@@ -13,21 +13,19 @@ them (fprop and wgrad), and max is over whatever elements share a scale there.
     nan, inf      the scale that is stored is NaN, Inf: with site "saved" it shows in the unit's weight gradient, with
                   "forward" and under a recipe that casts fprop's input in the loss already
 
-Values beyond the format's largest one are clamped to it. A row with a NaN or an Inf does not come back finite. What is
-kept has the shapes and types of a sound copy. A unit on its recovery path is not hit, nor is another reader of the same
-tensor; evaluation is exact as ever.
+Values beyond the format's largest one are clamped to it. A row with a NaN or an Inf does not come back finite. A unit
+on its recovery path is not hit, nor is another reader of the same tensor; evaluation is exact as ever.
 
 **Choice 51**: where a recipe's scale is that of several tokens (a tensor, a block, wgrad's tiles and mx groups), the
 rows that are hit are cast under the broken scale and the others under the sound one, so that a share of the rows means
 the same everywhere; of a rotated input (wgrad of nvfp4) the rows are those of the rotated one, and a broken cast rounds
-to nearest; `stale_scale` is the cast's own rule on the remembered magnitude, so a power of two under mx. The
-codes of `scaled_mm` have one scale a group: unless all its rows are hit it stays the sound one, to which the broken
-rows are rounded once more. An operator in recovery is not hit in the GEMMs either that it leaves to the low recipe;
-one whose GEMMs are routed one by one (unit=gemm) is hit in those that are on the low path.
-Elements that a fault saturates, or turns into NaN or Inf, are counted as others are (`ConvertedModel.saturation`).
+to nearest; `stale_scale` is the cast's own rule on the remembered magnitude, so a power of two under mx. The codes of
+`scaled_mm` have one scale a group: unless all its rows are hit it stays the sound one, to which the broken rows are
+rounded once more. An operator in recovery is not hit in the GEMMs either that it leaves to the low recipe; one whose
+GEMMs are routed one by one (unit=gemm) is hit in those that are on the low path.
 
-What is random depends on the schedule's seed, the step and the operator alone (and on the kind of device), never on a
-generator that moves on: resuming and recomputing meet the same faults, and the micro-batches of a step the same rows.
+What is random depends on the schedule's seed, the step and the operator alone (and on the kind of device): resuming and
+recomputing meet the same faults, and the micro-batches of a step the same rows.
 """
 
 from __future__ import annotations
@@ -171,7 +169,7 @@ def _flipped(codes: Tensor, bits: int, generator: torch.Generator) -> Tensor:
 
 
 class Injector:
-    """A fault in one unit's low path. The schedule arms it for a step; the operator asks it."""
+    """A fault in one operator's low path. The schedule arms it for a step; the operator asks it."""
 
     def __init__(self, fault: Fault, history: Tensor | None) -> None:
         self._fault, self._history = fault, history
@@ -182,7 +180,7 @@ class Injector:
         self._seed = seed
 
     def for_step(self, input: Tensor, remember: bool = True) -> Injector | None:
-        """The fault, if it is armed. Takes note of the size of `input` where the fault needs it."""
+        """Return the fault if it is armed. Takes note of the size of `input` where the fault needs it."""
         if remember and self._history is not None:
             # Once more for a micro-batch, or for a recomputed forward pass. One bad step must not spoil the history.
             largest = input.detach().abs().amax().double().nan_to_num_(nan=0.0, posinf=0.0)
@@ -190,14 +188,14 @@ class Injector:
         return None if self._seed is None else self
 
     def compress(self, input: Tensor, fmt: Format, stochastic: bool) -> tuple[Tensor, Tensor]:
-        """The broken copy of `input` (..., D); the same each time it is asked for in a step."""
+        """Return the broken copy of `input` (..., D); the same each time it is asked for in a step."""
         rows = input.detach().reshape(-1, input.shape[-1])
         return self._fault.compress(rows, fmt, self._generator(rows), stochastic, self._largest_before())
 
     def quantize(
         self, x: Tensor, cast: Cast, contraction_dim: int, reference: Reference
     ) -> tuple[Tensor, Tensor, CastStats]:
-        """The broken cast of `x` (N, D), see `Fault.quantize`; it hits the same rows each time in a step."""
+        """Return the broken cast of `x` (N, D), see `Fault.quantize`; it hits the same rows each time in a step."""
         return self._fault.quantize(x, cast, contraction_dim, reference, self._generator(x), self._largest_before())
 
     def _generator(self, x: Tensor) -> torch.Generator:

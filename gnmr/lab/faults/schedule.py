@@ -58,43 +58,31 @@ class FaultSchedule:
 
         With unit=gemm a fault hits an operator's low-path casts of its input, so its `fprop` and its `wgrad`.
 
-        ValueError: a low path that leaves the input in 16 bits, a target that matches no unit, a window beyond the run
-        or over another, no `windows` and a senseless `rate`. Warns where no drawn window falls into the run.
+        Raises ValueError for a low path that leaves the input in 16 bits, a target that matches no unit, a window
+        beyond the run or over another, and an invalid `rate`. Warns if no drawn window falls into the run.
         """
         low = plan.low
         if isinstance(low, KeepFormat) or (isinstance(low, Recipe) and not (low.fprop.input or low.wgrad.input)):
             raise ValueError(f"the low path is {low.name}: there is no quantizer to break")
         if isinstance(low, RangeFormat):
             raise ValueError(f"the low path is {low.name}: faults break a scale, and ranges have none; use group=null")
-        if plan.shared.engine is not None:
-            raise ValueError(
-                "nothing can be broken in Transformer Engine's casts; use backend='scaled_mm' or 'simulated'"
-            )
-        names = [one.name for one in plan.units]
-        self._seed, self._num_units = seed, len(names)
+        self._seed, self._num_units, self._step = seed, len(plan.units), 0
         self._group = _targeted(plan, targets)  # of each operator that may be hit, by its place in the plan
-        members = _members(plan, self._group)
-        hit = sorted(members)
-        if windows:
-            spans = {i: _checked(windows, steps) for i in hit}
-        else:
-            spans = {i: _drawn(rate, duration, steps, np.random.default_rng([seed, i])) for i in hit}
-        self.windows: list[Window] = sorted(
-            (
-                Window(names[unit], *span, fault.kind, fault.magnitude)
-                for i in hit
-                for unit in members[i]
-                for span in spans[i]
-            ),
-            key=lambda window: window.start,
-        )
-        self._armed = np.array([(i, *span) for i in hit for span in spans[i]], dtype=np.int64).reshape(-1, 3)
-        of_units = [(unit, *span) for i in hit for unit in members[i] for span in spans[i]]
-        self._spans = np.array(of_units, dtype=np.int64).reshape(-1, 3)
+        self._members = _members(plan, self._group)
+        self._spans: dict[int, list[tuple[int, int]]] = {}
+        for i in sorted(self._members):
+            drawn = np.random.default_rng([seed, i])
+            self._spans[i] = _checked(windows, steps) if windows else _drawn(rate, duration, steps, drawn)
+        self.windows = [
+            Window(plan.units[unit].name, *span, fault.kind, fault.magnitude)
+            for i, spans in self._spans.items()
+            for unit in self._members[i]
+            for span in spans
+        ]
+        self.windows.sort(key=lambda window: window.start)
         if not self.windows:
             warnings.warn(f"rate={rate}: no window falls into the {steps} steps of this run", stacklevel=2)
 
-        self._step = 0
         self._history = None
         if fault.kind == "stale_scale":  # row 0 is the current step's
             device = plan.operators[0].weight.device
@@ -105,28 +93,29 @@ class FaultSchedule:
             if plan.operators[i].pinned != GEMMS:  # else it is never on the low path, which alone fails
                 plan.operators[i].fault = self._injectors[-1]
 
+    def _hit(self, step: int) -> set[int]:
+        """The groups of operators in whose windows `step` lies."""
+        return {i for i, spans in self._spans.items() if any(start <= step <= end for start, end in spans)}
+
     def at(self, step: int) -> np.ndarray:
-        """(num_units,) bool: the units in whose windows `step` lies, whatever path they run on."""
-        unit, start, end = self._spans.T
+        """Return (num_units,) bool: the units in whose windows `step` lies, whatever path they run on."""
         hit = np.zeros(self._num_units, dtype=bool)
-        hit[unit[(start <= step) & (step <= end)]] = True
+        hit[[unit for i in self._hit(step) for unit in self._members[i]]] = True
         return hit
 
     def begin_step(self, step: int) -> None:
-        """Arms the faults of `step` and disarms all others. Does not wait for the device."""
+        """Arm the faults of `step` and disarm all others. Does not wait for the device."""
         if self._history is not None and step != self._step:
             self._history.copy_(self._history.roll(1, dims=1))
             self._history[:, 0] = 0
-        self._step = step
-        group, start, end = self._armed.T
-        armed = set(group[(start <= step) & (step <= end)].tolist())
+        self._step, armed = step, self._hit(step)
         for (index, own), injector in zip(self._group.items(), self._injectors, strict=True):
             numbers = np.random.SeedSequence([self._seed, step, index])
             injector.arm(int(numbers.generate_state(1, np.uint64)[0]) if own in armed else None)
 
     def end_step(self, take_largest: Callable[[Tensor], None]) -> None:
-        """After each step of several processes: what stale_scale saw in it is what any of them saw. `take_largest`
-        puts the largest over them into a tensor."""
+        """Call after each step of several processes: what stale_scale saw in it is what any of them saw.
+        `take_largest` puts the largest over them into a tensor."""
         if self._history is not None:
             take_largest(self._history[:, 0])
 
@@ -140,18 +129,18 @@ class FaultSchedule:
 
 
 def _targeted(plan: ConvertedModel, targets: Sequence[str]) -> dict[int, int]:
-    """{operator: its unit; with unit=gemm itself} of those that the patterns name, or whose unit they name, by place.
-    ValueError for a pattern without any, and where a single GEMM is named: a fault hits all that read the input."""
-    names = [one.name for one in plan.units]
-    chosen, empty = select([operator.operator_name for operator in plan.operators], targets)
+    """Return {operator: its unit, or with unit=gemm itself} of those that the patterns name, or whose unit they name.
+
+    Raises ValueError for a pattern that names none, and where a single GEMM is named: a fault hits all that read the
+    input.
+    """
     by_gemm = any(one.gemm is not None for one in plan.units)
+    names = [module_of(one.name) if by_gemm else one.name for one in plan.units]
+    chosen, empty = select([operator.operator_name for operator in plan.operators], targets)
     whole, no_unit = ([], list(targets)) if by_gemm else select(names, targets)
     if not targets or (empty := [pattern for pattern in empty if pattern in no_unit]):
-        units = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names)
-        if by_gemm:
-            units = dict.fromkeys(module_of(name) for name in units)
-        what = "operator" if by_gemm else "unit"
-        raise ValueError(f"targets {empty}: no {what} has such a name; the {what}s are {', '.join(units)}")
+        known = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names)
+        raise ValueError(f"targets {empty}: no unit has such a name; there are {', '.join(known)}")
     if by_gemm:
         return {operator.index: operator.index for operator in plan.operators if operator.operator_name in chosen}
     return {

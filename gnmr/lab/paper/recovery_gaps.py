@@ -30,6 +30,7 @@ from gnmr.lab.data.batch import Batch
 from gnmr.lab.paper.theory_tables import Figure, in_table, median
 from gnmr.lab.train.build import assemble, train_step, training_blocks
 from gnmr.lab.train.step import loss_of, objective_of
+from gnmr.measure.errors import measure_errors
 from gnmr.precision import ConvertedModel, Recipe
 
 SITES = ("saved", "forward")
@@ -94,11 +95,11 @@ def measure(model: nn.Module, plan: ConvertedModel, backward: Callable[[], None]
 
     everything = range(len(plan.units))
     earlier = plan.shared.probe
-    plan.unprobe()
+    plan.shared.probe = None
     with plan.high_precision():
         exact = gradients(())
     high = gradients(everything)
-    probe = plan.probe(("gap_low", "gap_recovery"))
+    probe = measure_errors(plan, ("gap_low", "gap_recovery"))
     low = gradients(())
     measured = {name: values.cpu().numpy() for name, values in probe.read().items()}
     plan.shared.probe = earlier

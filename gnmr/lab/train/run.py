@@ -36,7 +36,8 @@ from gnmr.lab.train.memory import peak_memory_bytes, reset_peak_memory
 from gnmr.lab.train.provenance import told_config
 from gnmr.lab.train.rows import Counters, fault_rows, header, run_info
 from gnmr.precision import Recipe
-from gnmr.precision.converted import described
+from gnmr.precision.recipes import described
+from gnmr.precision.table import brief
 from gnmr.records.reader import read_json, stored
 from gnmr.records.recorder import Recorder, Silent
 
@@ -217,7 +218,7 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
 def _begin(recorder: Recorder | Silent, parts: Parts, command: str, *, anew: bool) -> None:
     """Begin the records; `anew`: without a checkpoint."""
     if anew:
-        recorder.say(str(parts.converted), narrow=parts.converted.brief())
+        recorder.say(str(parts.converted), narrow=brief(parts.converted))
         if isinstance(parts.compressed, GreedyLore):
             recorder.say(str(parts.compressed))
     tree = told_config(parts.config, parts.folder)

@@ -376,7 +376,7 @@ class TrainStep:
     def _looks_again(self, taken: _Taken, levels: tuple[Level, Level]) -> bool:
         """Whether something is to blame for, and it can be looked for."""
         plan, host = self.controller.plan, taken.host
-        if plan.shared.engine is not None or plan.shared.high_precision:
+        if plan.shared.high_precision:
             return False
         finds = self.controller.spec.nonfinite == "find" and plan.recovery is not None
         if not math.isfinite(host["loss"]):
@@ -451,9 +451,9 @@ class TrainStep:
                 if self._experts is not None:
                     self._experts.add()
                 if self.measure_saved:
-                    saved = max(saved or 0, plan.saved_bytes())
-                    predicted = max(predicted or 0, plan.predicted_bytes())
-                    spent = plan.spent()
+                    saved = max(saved or 0, plan.cost.saved_bytes())
+                    predicted = max(predicted or 0, plan.cost.predicted_bytes())
+                    spent = plan.cost.spent()
                 for name, value in statistics_of(self.model).items():
                     part = value.double() / len(micro_batches)
                     statistics[name] = statistics[name] + part if name in statistics else part
@@ -468,7 +468,7 @@ class TrainStep:
             total = part if total is None else total + part
         assert total is not None, "a step needs at least one micro-batch"
         if not self.measure_saved:  # activation checkpointing: what is kept shows in the recomputed passes alone
-            spent = plan.spent()
+            spent = plan.cost.spent()
         if plan.shared.high_precision:
             spent = None
         return total / len(micro_batches), statistics, saved, predicted, spent

@@ -1,6 +1,6 @@
-"""FP8 GEMMs as the hardware runs them: backend scaled_mm (`backends.py`).
+"""FP8 GEMMs as the hardware runs them: backend scaled_mm.
 
-scaled_mm runs GEMMs that cast nothing, and those whose operands both have
+It runs GEMMs that cast nothing, and those whose operands both have
 
     one scale a tensor      `fp8_hybrid`, `fp8_delayed` and their like: compute capability 8.9 (Ada, Hopper) or newer;
                             E4M3 or E5M2, one of them E4M3
@@ -10,24 +10,20 @@ scaled_mm runs GEMMs that cast nothing, and those whose operands both have
 Tiles and blocks ran on one H200 (docs/cost.md), mx never ran on hardware: `auto` chooses none of them,
 backend=scaled_mm does.
 
-The casts, what is counted of them and delayed scales are those of the simulation; what differs is the order of a GEMM's
-sums, and that a value's scale meets the product, so that nothing is rounded to bfloat16 in between. For scales
-that are powers of two and sums that float32 holds exactly both give the same bits. What is kept for backward is the
-codes: one byte an element, shared as in the simulation, and the scales.
+The casts, what is counted of them and delayed scales are those of the simulation. The order of a GEMM's sums differs,
+and a value's scale meets the product, so that nothing is rounded to bfloat16 in between. What is kept for backward is
+the codes, one byte an element, and the scales.
 
-The hardware reads the first operand row by row and the second column by column; where a GEMM meets them the other way
-round the codes are transposed, one byte an element. Dimensions must be multiples of 16: widths are checked when the
-model is converted, and missing tokens are filled with zeros, which add nothing.
-
-Scales are one of a tensor, or one of a group of elements: 1x128 tiles, 128x128 blocks, or 1x32 under a power of two
-(mx). Groups go through `torch.nn.functional.scaled_mm`, which wants their scales laid out as cuBLAS reads them:
+The hardware reads the first operand row by row and the second column by column: codes are transposed where a GEMM meets
+them the other way round. Dimensions must be multiples of 16: widths are checked when the model is converted, and
+missing tokens are filled with zeros, which add nothing. Groups of elements (1x128 tiles, 128x128 blocks, 1x32 under a
+power of two) go through `torch.nn.functional.scaled_mm`, which wants their scales laid out as cuBLAS reads them:
 
     tile    (lines, groups) float32, the lines of one group of columns next to each other; lines a multiple of 4
     block   (groups, lines / 128) float32, groups filled up to a multiple of 4 and next to each other
     mx      bytes (e8m0) in pieces of 128 lines x 4 groups, filled up with zeros, each piece as 32 x (4 x 4)
 
-A line is a row of the first operand or a column of the second, both of which lie in one piece along the dimension that
-the product contracts; a group is 128 or 32 elements of a line.
+A line is a row of the first operand or a column of the second; a group is 128 or 32 elements of a line.
 """
 
 from __future__ import annotations
@@ -42,7 +38,7 @@ from gnmr.names import GEMMS
 from gnmr.precision.cast import Reference, as_groups, as_matrix, scale_of_each, scaled
 from gnmr.precision.cast_stats import CastStats
 from gnmr.precision.formats import FloatFormat
-from gnmr.precision.kernels.simulated import GemmContext
+from gnmr.precision.kernels.simulated import Draw, GemmContext
 from gnmr.precision.recipes import MX, TILE, Cast, Gemm, Recipe
 
 MULTIPLE = 16
@@ -51,8 +47,11 @@ E8M0 = torch.float8_e8m0fnu
 _FOUR = 4
 _KINDS = {"tensor": "tensor", "delayed": "tensor", "tile": "tile", "block": "tile", "mx": "mx", "mx_floor": "mx"}
 """Scale: what its hardware is known by."""
-_LEAST = {"tensor": ((8, 9), " (Ada, Hopper)"), "mx": ((10, 0), " (Blackwell)")}
-_TILE_CAPABILITY = (9, 0)
+_LEAST = {
+    "tensor": ((8, 9), " or newer (Ada, Hopper)"),
+    "tile": ((9, 0), " (Hopper)"),
+    "mx": ((10, 0), " or newer (Blackwell)"),
+}
 _TILE_CUDA = (12, 9)
 
 
@@ -97,32 +96,18 @@ def _device_missing(device: torch.device | None, recipe: Recipe, auto: bool) -> 
     for kind in dict.fromkeys(_KINDS[cast.scale] for cast in recipe.casts):
         if device is None or (device.type == "cpu" and kind == "tensor" and not auto):
             continue
-        lacking = _tile_missing(device) if kind == "tile" else capability_missing(device, *_LEAST[kind])
-        if lacking is not None:
-            return lacking
+        capability, name = _LEAST[kind]
+        needs = f"needs a GPU of compute capability {'.'.join(map(str, capability))}{name}"
+        if device.type != "cuda":
+            return f"{needs}, the model is on {device.type}"
+        if torch.version.hip is not None:  # whose numbers count otherwise, and whose FP8 formats may be others
+            return f"{needs}, this one is AMD's"
+        found = torch.cuda.get_device_capability(device)
+        if found < capability or (kind == "tile" and found > capability):
+            return f"{needs}, this one has {found[0]}.{found[1]}"
+        if kind == "tile" and tuple(map(int, (torch.version.cuda or "0").split(".")[:2])) < _TILE_CUDA:
+            return f"needs a PyTorch of CUDA 12.9 or newer for its tiles, this one has {torch.version.cuda}"
     return None
-
-
-def _tile_missing(device: torch.device) -> str | None:
-    needs = "needs a GPU of compute capability 9.0 (Hopper)"
-    if device.type != "cuda" or torch.version.hip is not None:
-        return f"{needs}, the model is on {device.type if torch.version.hip is None else 'a GPU of AMD'}"
-    if (found := torch.cuda.get_device_capability(device)) != _TILE_CAPABILITY:
-        return f"{needs}, this one has {found[0]}.{found[1]}"
-    if tuple(map(int, (torch.version.cuda or "0").split(".")[:2])) < _TILE_CUDA:
-        return f"needs a PyTorch of CUDA 12.9 or newer for its tiles, this one has {torch.version.cuda}"
-    return None
-
-
-def capability_missing(device: torch.device, least: tuple[int, int], known_as: str = "") -> str | None:
-    """Why `device` is no GPU of compute capability `least`; None: it is one."""
-    needs = f"needs a GPU of compute capability {least[0]}.{least[1]} or newer{known_as}"
-    if device.type != "cuda":
-        return f"{needs}, the model is on {device.type}"
-    if torch.version.hip is not None:  # whose numbers count otherwise, and whose FP8 formats may be others
-        return f"{needs}, this one is AMD's"
-    found = torch.cuda.get_device_capability(device)
-    return None if found >= least else f"{needs}, this one has {found[0]}.{found[1]}"
 
 
 def width_missing(
@@ -226,17 +211,10 @@ def _mx(scale: Tensor, _lines: int) -> Tensor:
 class ScaledContext(GemmContext):
     """Its casts give `Codes`."""
 
-    def quantize(
-        self,
-        x: Tensor,
-        cast: Cast,
-        contraction_dim: int,
-        reference: Reference,
-        generator: torch.Generator | None = None,
-    ) -> tuple[Codes, CastStats]:
+    def quantize(self, x: Tensor, cast: Cast, dim: int, reference: Reference, draw: Draw) -> tuple[Any, CastStats]:
         fmt = cast.format
         assert isinstance(fmt, FloatFormat) and fmt.native is not None, "`missing` refuses"
-        divided, scale, largest, saturated = scaled(x, cast, contraction_dim, reference)
+        divided, scale, largest, saturated = scaled(x, cast, dim, reference)
         return _codes(divided, scale, x, cast, fmt.native), CastStats(largest, saturated, self.nonfinite(x, largest))
 
     def break_input(self, x: Tensor, cast: Cast, contraction_dim: int, reference: Reference) -> tuple[Codes, CastStats]:

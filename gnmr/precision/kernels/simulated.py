@@ -1,16 +1,14 @@
 """A linear operator whose operands are quantized as a recipe says, simulated on any machine.
 
-Fake quantization: an operand is scaled, rounded to the nearest values of its format, scaled back and stored in its own
-dtype; the GEMMs then run in that dtype. What differs from hardware with such formats is the order of a GEMM's sums, and
-that a value times its scale is rounded to the dtype's mantissa (bfloat16: 8 bits; exact for scales that are powers of
-two, and for formats of up to 8 bits an error well below the format's own).
+An operand is scaled, rounded to the nearest values of its format, scaled back and stored in its own dtype; the GEMMs
+then run in that dtype. Hardware with such formats differs in the order of a GEMM's sums, and does not round a value
+times its scale to the dtype's mantissa (an error well below the format's own).
 
-- A group of elements with one scale that holds a NaN or an Inf comes back as NaN throughout, whatever the granularity:
-  a low path never turns a non-finite number into a finite one.
-- What is kept for backward is the input as `wgrad` reads it, one tensor of the input's own width: operators that read
-  the same tensor share it (delayed scales are each operator's own, and so are its casts). A weight that fprop and dgrad
-  read in the same cast is kept in that cast, besides the parameter.
-- Saturated and non-finite elements are counted on the device, before the cast hides them.
+- A group of elements with one scale that holds a NaN or an Inf comes back as NaN throughout: a low path never turns a
+  non-finite number into a finite one. Saturated and non-finite elements are counted on the device.
+- What is kept for backward is the input as `wgrad` reads it, one tensor of the input's own width, which all readers of
+  the input share (delayed scales are each operator's own, and so are its casts). A weight that fprop and dgrad read in
+  the same cast is kept in that cast, besides the parameter.
 
 Nothing here waits for the device.
 """
@@ -27,18 +25,18 @@ from torch.nn import functional as F
 
 from gnmr.names import OPERANDS
 from gnmr.precision.cast import Reference, quantize, rotated_dtype
-from gnmr.precision.cast_stats import AmaxHistory, Begun, CastStats
+from gnmr.precision.cast_stats import AmaxHistory, CastStats
 from gnmr.precision.formats import KeepFormat
-from gnmr.precision.hooks import CastMeasurement, Casts, FaultInjection
-from gnmr.precision.memory import SHARDED, Place, is_sharded, place_of
-from gnmr.precision.reads import Read
-from gnmr.precision.recipes import Cast, ExecutionPath, Gemm, Recipe
+from gnmr.precision.passes import Pass
+from gnmr.precision.reads import SHARDED, Place, Read, is_sharded, place_of
+from gnmr.precision.recipes import Cast, ExecutionPath, Recipe
 from gnmr.precision.scaling import count_nonfinite, largest_magnitude
+from gnmr.precision.shared import Casts, FaultInjection, Measurement
 
-Observe: TypeAlias = Callable[[Tensor, "GemmContext", Casts], CastMeasurement] | None
+Observe: TypeAlias = Callable[[Tensor, "GemmContext", Casts], Measurement] | None
 """What measures a forward pass, given its input (T, D), its context and the casts so far; None: nothing does."""
-
-
+Draw: TypeAlias = torch.Generator | None
+"""What a stochastic cast draws from; None: it rounds to nearest."""
 Draws: TypeAlias = Callable[[int, int, int], torch.Generator]
 _READS_INPUT = ("wgrad", "fprop")
 """By the dimension of the input that it contracts."""
@@ -72,7 +70,7 @@ class GemmContext:
         dry_run: bool = False,
         no_side_effects: bool = False,
         draws: Draws | None = None,
-        begun: Begun | None = None,
+        begun: Pass | None = None,
     ) -> None:
         self.recipe, self.amax, self.index, self.name, self.fault = recipe, amax, index, name, fault
         self._sound, self._dry_run, self._no_side_effects = sound, dry_run, no_side_effects
@@ -83,12 +81,7 @@ class GemmContext:
         self._largest: dict[int, Tensor] = {}
 
     def cast(
-        self,
-        operand: str,
-        x: Tensor,
-        cast: Cast | None,
-        contraction_dim: int = 1,
-        made: Casts | None = None,
+        self, operand: str, x: Tensor, cast: Cast | None, contraction_dim: int = 1, made: Casts | None = None
     ) -> Any:
         """`x` (N, D) in `cast`, taken from or added to what was `made` of the same tensor."""
         place = OPERANDS.index(operand)
@@ -109,11 +102,11 @@ class GemmContext:
             if broken:
                 found = self.break_input(x, cast, contraction_dim, reference)
             else:
-                generator = None
+                draw = None
                 if cast.stochastic and self._draws is not None:
                     reader = self._reader if operand == "input" else self.index  # whose cast others may share
-                    generator = self._draws(reader, place, contraction_dim if cast.directed else 2)
-                found = self.quantize(x, cast, contraction_dim, reference, generator)
+                    draw = self._draws(reader, place, contraction_dim if cast.directed else 2)
+                found = self.quantize(x, cast, contraction_dim, reference, draw)
             if made is not None:
                 made[key] = found
         values, stats = found
@@ -126,16 +119,9 @@ class GemmContext:
         self._found[id(stats)] = place, stats
         return values
 
-    def quantize(
-        self,
-        x: Tensor,
-        cast: Cast,
-        contraction_dim: int,
-        reference: Reference,
-        generator: torch.Generator | None = None,
-    ) -> tuple[Any, CastStats]:
+    def quantize(self, x: Tensor, cast: Cast, dim: int, reference: Reference, draw: Draw) -> tuple[Any, CastStats]:
         """What the GEMMs read of `x`: here its values, in its own dtype."""
-        return quantize(x, cast, contraction_dim, reference, generator)
+        return quantize(x, cast, dim, reference, draw)
 
     def break_input(self, x: Tensor, cast: Cast, contraction_dim: int, reference: Reference) -> tuple[Any, CastStats]:
         """As `quantize`, of an input under the fault."""
@@ -158,22 +144,6 @@ class GemmContext:
             return output
         result: Tensor = self.cast("result", output.reshape(-1, output.shape[-1]), self.recipe.fprop.result)
         return result.view(output.shape)
-
-    def operands(self, gemm: str, first: Tensor, second: Tensor) -> tuple[Any, Any]:
-        """The operands of `gemm` as its product reads them: product(*operands, dtype) is what it gives, before the
-        result is cast and the bias added.
-
-        `first`, `second`: input (T, I) and weight (O, I) of fprop, grad_output (T, O) and weight of dgrad, grad_output
-        and input of wgrad, not cast yet.
-        """
-        casts: Gemm = getattr(self.recipe, gemm)
-        if gemm == "fprop":
-            return self.cast("input", first, casts.input, 1), self.cast("weight", second, casts.weight, 1).t()
-        if gemm == "dgrad":
-            grad = self.cast("grad_output", first, casts.grad_output, 1)
-            return grad, self.cast("weight", second, casts.weight, 0)
-        grad = self.cast("grad_output", first, casts.grad_output, 0)
-        return grad.t(), self.cast("input", second, casts.input, 0)
 
     def nonfinite(self, x: Tensor, largest: Tensor) -> Tensor | None:
         """How many elements of `x` are Inf or NaN; see `count_nonfinite`."""
@@ -257,7 +227,7 @@ def linear_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         grad_weight = context.wgrad(grad_2d, x_wgrad, ctx.weight_dtype, made)
         if ctx.measured is not None:
             with torch.no_grad():
-                ctx.measured.add_backward(grad_2d, grad_weight, context, made)
+                ctx.measured.add(grad_2d, context, made)
             ctx.measured = None
     grad_bias = grad_2d.sum(dim=0) if need_bias else None
     context.end()
@@ -277,7 +247,7 @@ class RecipeLinear(torch.autograd.Function):
         context: GemmContext,
         x_fprop: Any,
         x_wgrad: Any,
-        measured: CastMeasurement | None,
+        measured: Measurement | None,
     ) -> Tensor:
         ctx.context, ctx.x_shape, ctx.measured = context, x.shape, measured
         ctx.x_dtype, ctx.weight_dtype, ctx.holds_copy = x.dtype, weight.dtype, x_wgrad is not None

@@ -1,0 +1,223 @@
+"""What the operators of a converted model spend: arithmetic of GEMMs, and memory that is kept for backward."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gnmr.names import GEMMS
+from gnmr.precision.cast import rotated_dtype
+from gnmr.precision.formats import Format, KeepFormat
+from gnmr.precision.int8 import Int8Linear
+from gnmr.precision.linear import PathLinear
+from gnmr.precision.recipes import HADAMARD, ExecutionPath, Recipe
+from gnmr.precision.scaling import row_bytes, scale_dtype, scales_of
+
+if TYPE_CHECKING:
+    from gnmr.precision.converted import ConvertedModel
+
+
+@dataclass
+class _Numbers:
+    """What all operators spend and keep, and of what that was worked out."""
+
+    state: tuple[Any, ...]
+    """The path of a warm-up in 16 bits, then (`low`, `recovered`, `read`) of each operator."""
+    predicted: int
+    spent: tuple[float, float]
+    saved: int | None = None
+    """What was read from the graph, and of which operators it held an input then."""
+    held: list[bool] | None = None
+
+
+class Cost:
+    """What a converted model spends now, in all and by unit; `ConvertedModel.cost`."""
+
+    def __init__(self, model: ConvertedModel) -> None:
+        self._model = model
+        self._numbers: _Numbers | None = None
+
+    def saved_bytes(self) -> int:
+        """Return the bytes that the operators' inputs occupy in the autograd graph now, between forward and backward.
+
+        Read from the graph's own nodes; a storage that several operators share counts once, an operator that ran
+        several times with its last pass. Where every operator kept as many rows on the same path as at the last look,
+        of the same tensors, and the graph holds them again, that look's number stands. Under activation checkpointing
+        the graph holds no inputs at this point and reading them would recompute them: do not call it.
+        Raises ValueError if the operators are in graphs of `gnmr.precision.compile`.
+        """
+        if self._model.in_graphs:
+            raise ValueError("saved_bytes: what compiled blocks keep for backward is the compiler's choice")
+        numbers, holds = self._now(), [operator.holds for operator in self._model.operators]
+        if numbers.saved is None or numbers.held != holds:
+            storages: dict[int, int] = {}
+            for operator in self._model.operators:
+                for tensor in operator.kept():
+                    at = tensor.data_ptr()
+                    storages[at] = max(storages.get(at, 0), tensor.nbytes)
+            numbers.held, numbers.saved = holds, sum(storages.values())
+        return numbers.saved
+
+    def predicted_bytes(self) -> int:
+        """Return the same from the memory model: p/8 bytes per element, the scales, and one copy per tensor and format.
+
+        Tensors that are kept as they are count once where they are views of one storage. A simulated recipe keeps the
+        input's own width: one tensor for each that is read, in each cast that wgrad reads. On real hardware it is codes
+        of one byte and their scales.
+        """
+        return self._now().predicted
+
+    def weight_bytes(self) -> tuple[int, int]:
+        """Return (bytes of the operators' weights in their own dtype, bytes of their INT8 codes and scales).
+
+        With O outputs and I inputs in bfloat16: (2 O I, 0); with weights kept `beside` (2 O I, O (I + 4)); with
+        `instead` (0, O (I + 4)). What the graph holds of them between forward and backward are these very tensors.
+        A parameter of several operators counts once, and biases do not.
+        """
+        self._model.check_converted()
+        own = {id(o.weight): o.weight.nbytes for o in self._model.operators if o.weight.is_floating_point()}
+        return sum(own.values()), sum(o.code_bytes for o in self._model.operators if isinstance(o, Int8Linear))
+
+    def spent(self) -> tuple[float, float]:
+        """Return (share of the GEMMs' arithmetic that is on the recovery path now, extra bytes of Eq. 5).
+
+        A GEMM counts in_features * out_features a token, and all operators as many tokens. Pinned GEMMs are always on
+        that path, those of an operator in recovery as far as `recovers` goes (in a warm-up in 16 bits all); under
+        formats an operator counts as a whole. Does not wait for the device.
+
+        Eq. 5: (p_high - p_low)/8 * sum of A_b over the operators in recovery, each counted by itself; pins count where
+        they keep more of the input. p_high is 16 in a warm-up in 16 bits. 0 under simulated recipes: whatever the path,
+        the input is kept in its own width.
+        """
+        return self._now().spent
+
+    def extra_bytes_bound(self, max_o: int) -> float:
+        """Return the bound of Eq. 67: (p_high - p_low)/8 * (sum of the max_o largest A_b), and what pins keep.
+
+        Only a warm-up in 16 bits exceeds it.
+        """
+        self._model.check_converted()
+        pinned = [sum(self._extra(o, o.low) for o in unit.operators) for unit in self._model.units]
+        whole = [sum(self._extra(o, unit.path_of(o)) for o in unit.operators) for unit in self._model.units]
+        more = (a - b for a, b in zip(whole, pinned, strict=True))
+        return sum(sorted(more, reverse=True)[:max_o]) + sum(pinned)
+
+    def of_units(self, kind: str) -> tuple[list[float], float]:
+        """Return (what recovery of each unit adds, what pins take), as shares of what recovery of everything takes.
+
+        kind: gemm, of all arithmetic as `spent` counts it; or bytes, of Eq. 5's extra bytes, with the bits of the input
+        that wgrad reads. Raises ValueError for bytes if recovery adds none.
+        """
+        if kind == "bytes":
+            return self._bytes_of_units()
+        model, whole = self._model, self._arithmetic()
+        costs = []
+        for unit in model.units:
+            named = model.recovers if unit.gemm is None else (unit.gemm,)
+            moved = GEMMS if isinstance(model.low, Format) else named
+            costs.append(sum(len({*moved} - {*o.pinned}) * _area(o) for o in unit.operators) / whole)
+        return costs, self.pinned_share()
+
+    def pinned_share(self) -> float:
+        """Return the share of all arithmetic that pinned GEMMs take."""
+        return sum(len(o.pinned) * _area(o) for o in self._model.operators) / self._arithmetic()
+
+    def _arithmetic(self) -> int:
+        """Multiplications of all GEMMs, a token."""
+        self._model.check_converted()
+        return len(GEMMS) * sum(map(_area, self._model.operators))
+
+    def _bytes_of_units(self) -> tuple[list[float], float]:
+        model = self._model
+        model.check_converted()
+        low, recovery = model.low, model.low if model.recovery is None else model.recovery
+
+        def more(operator: PathLinear, path: ExecutionPath, than: ExecutionPath) -> int:
+            return operator.in_features * max(0, nominal_bits(path) - nominal_bits(than))
+
+        whole = sum(more(o, recovery, low) for o in model.operators)
+        if not whole:
+            raise ValueError("cost=bytes: recovery keeps no more bits of the input than the low path; use gemm")
+        costs = [sum(more(o, unit.path_of(o), o.low) for o in unit.operators) / whole for unit in model.units]
+        return costs, sum(more(o, o.low, low) for o in model.operators) / whole
+
+    def _now(self) -> _Numbers:
+        """What is in force and what the last forward pass kept, in numbers; worked out anew if anything changed."""
+        model = self._model
+        model.check_converted()
+        state = model.shared.warmup, *((o.low, o.recovered, o.read) for o in model.operators)
+        if self._numbers is not None and self._numbers.state == state:
+            return self._numbers
+        recovered, extra, copies = 0, 0.0, dict[tuple[object, str], int]()
+        for operator in model.operators:
+            path, read = operator.path, operator.read
+            recovered += len(self._recovered(operator)) * _area(operator)
+            extra += self._extra(operator, path)
+            if read is not None:
+                key = read[1], kept_as(path)
+                copies[key] = max(copies.get(key, 0), kept_bytes(operator, path, read[0], read[2]))
+        self._numbers = _Numbers(state, sum(copies.values()), (recovered / self._arithmetic(), extra))
+        return self._numbers
+
+    def _recovered(self, operator: PathLinear) -> Collection[str]:
+        """The GEMMs of the operator that are on the recovery path now."""
+        if not operator.recovering:
+            return operator.pinned
+        if self._model.shared.warmup is not None or isinstance(operator.low, Format):
+            return GEMMS
+        return {*operator.pinned, *(operator.recovered if operator.gemms else self._model.recovers)}
+
+    def _extra(self, operator: PathLinear, path: ExecutionPath) -> float:
+        if operator.read is None:
+            return 0.0
+        more_bits = max(0, _kept_bits(path) - _kept_bits(self._model.low))
+        return more_bits / 8 * operator.read[0] * operator.in_features
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and deepcopy: without the last step's numbers."""
+        return {**self.__dict__, "_numbers": None}
+
+
+def _area(operator: PathLinear) -> int:
+    """Multiplications of one of its GEMMs, a token."""
+    return operator.in_features * operator.out_features
+
+
+def kept_as(path: ExecutionPath) -> str:
+    """In what an operator on `path` keeps its input: operators that agree in it can share one copy."""
+    if isinstance(path, Format):
+        return path.name
+    return f"{path.wgrad.input} {path.backend}" if path.wgrad.input else "bf16"
+
+
+def kept_bytes(operator: PathLinear, path: ExecutionPath, rows: int, dtype: torch.dtype) -> int:
+    """Bytes that `rows` rows (tokens) in `dtype` of the operator's input occupy on `path`, their scales counted."""
+    width = operator.in_features
+    if isinstance(path, Recipe) and path.wgrad.input is not None and path.wgrad.input.hadamard:
+        rows, dtype = rows + -rows % HADAMARD, rotated_dtype(dtype)
+    if isinstance(path, Format) and not isinstance(path, KeepFormat):
+        return rows * (row_bytes(width, path.bits) + scales_of(width, path) * scale_dtype(dtype).itemsize)
+    if isinstance(path, Recipe) and _kept_bits(path) == 8 and rows:
+        cast = path.wgrad.input
+        assert cast is not None
+        height, columns = cast.group(0)
+        scales = -(-rows // (height or rows)) * -(-width // (columns or width))
+        return rows * width + scales * (1 if cast.power_of_two else torch.float32.itemsize)
+    return rows * width * dtype.itemsize
+
+
+def nominal_bits(path: ExecutionPath) -> int:
+    """Width of the saved input as wgrad reads it, by which Eq. 5 counts, whether or not it is really stored so."""
+    if isinstance(path, Format):
+        return path.bits
+    return 16 if path.wgrad.input is None else path.wgrad.input.format.bits
+
+
+def _kept_bits(path: ExecutionPath) -> int:
+    """Width of the elements that are kept for backward: of a recipe 16, unless its GEMMs really run in FP8."""
+    if isinstance(path, Format):
+        return path.bits
+    return 8 if path.backend == "scaled_mm" and path.wgrad.input is not None else 16

@@ -1,0 +1,197 @@
+"""Which paths a `PathSpec` means, and what runs them.
+
+simulated    operands rounded to the format's values, GEMMs in the tensors' own dtype (`kernels/simulated.py`): anywhere
+scaled_mm    `torch._scaled_mm` and `F.scaled_mm` on operands of one byte (`kernels/scaled_mm.py`): GPUs of compute
+             capability 8.9 or newer (Ada, Hopper, Blackwell); tiles and blocks need Hopper, mx Blackwell. CPUs have the
+             first function too, without being faster: good for testing
+int_mm       `torch._int_mm`, for recipes that multiply integers (`int8.py`)
+auto         a real one where device, recipe and widths allow it, else simulated; the printed plan says which. Warns
+             when falling back to simulation, on GPUs or where the plan is not printed (sim_ recipes excepted)
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import chain, combinations
+
+import torch
+from torch import nn
+
+from gnmr.errors import users_level
+from gnmr.names import GEMMS, OPERANDS
+from gnmr.precision import int8
+from gnmr.precision.formats import FORMATS, Format, RangeFormat
+from gnmr.precision.kernels import scaled_mm
+from gnmr.precision.recipes import RECIPES, SCALES, ExecutionPath, Recipe
+from gnmr.precision.spec import PathSpec
+
+Pair = tuple[ExecutionPath, ExecutionPath | None]
+"""The low and the recovery path."""
+
+
+def resolve(spec: PathSpec) -> Pair:
+    """The low and the recovery path, both formats or both recipes; of the recovery recipe only the GEMMs `recovers`.
+
+    Warns of a recovery path that is the low path itself, or coarser in any operand or result (fewer bits, fewer
+    significant ones, or the same format under a coarser scale), and of `recovers` where it has no effect.
+    """
+    some = set(spec.recovers) != set(GEMMS)
+    low, recovery = named(spec)
+    if spec.recovery is None:
+        if some:
+            _warn(f"recovers={spec.recovers}: has no effect without a recovery path")
+        return low, None
+    if isinstance(low, Recipe) and isinstance(recovery, Recipe):
+        recovery = low.with_recovered(recovery, spec.recovers)
+    elif some:
+        _warn(f"recovers={spec.recovers}: has no effect on formats, which touch wgrad alone")
+    if spec.low == spec.recovery:
+        _warn(f"the recovery path {spec.recovery} is the low path too: recovery changes nothing")
+    elif isinstance(recovery, Recipe) and replace(recovery, name=spec.low) == low:
+        what = f"recovers={spec.recovers}: {spec.recovery} has these" if some else f"{spec.recovery} has all GEMMs"
+        _warn(f"{what} as {spec.low} has them: recovery changes nothing")
+    elif coarser := _coarser(low, recovery):
+        _warn(f"the recovery path {spec.recovery} is coarser than the low path {spec.low}{coarser}")
+    return low, recovery
+
+
+def pinned(spec: PathSpec, gemms: Sequence[str]) -> Pair:
+    """The low and the recovery path of an operator whose `gemms` are pinned; bf16 where the spec has no recovery."""
+    low, recovery = named(spec)
+    static = spec.recovery is None
+    if isinstance(low, Recipe) and isinstance(recovery, Recipe):
+        more = [gemm for gemm in GEMMS if gemm in (*gemms, *spec.recovers)]
+        return low.with_recovered(recovery, gemms), None if static else low.with_recovered(recovery, more)
+    return recovery, None if static else recovery
+
+
+def named(spec: PathSpec) -> tuple[ExecutionPath, ExecutionPath]:
+    """The paths that the spec names, whole; bf16 for a recovery of null."""
+    names = spec.low, spec.recovery or "bf16"
+    if all(name in FORMATS for name in names):
+        low, recovery = (_format(name, spec.group) for name in names)
+        return low, recovery
+    own = {name: one if isinstance(one, Recipe) else Recipe.of(name, one) for name, one in spec.recipes.items()}
+    # What runs a recipe is for `backend` to say.
+    ours, theirs = (replace((RECIPES | own)[name], backend="simulated") for name in names)
+    return ours, theirs
+
+
+def _format(name: str, group: int | None) -> Format:
+    return FORMATS[name] if group is None or name == "bf16" else RangeFormat.of(name, group)
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=users_level())
+
+
+def _coarser(low: ExecutionPath, recovery: ExecutionPath) -> str:
+    """Where `recovery` is coarser than `low`, as the end of a warning; empty: nowhere."""
+    if isinstance(low, Format) and isinstance(recovery, Format):
+        if recovery.bits < low.bits:
+            return f" ({recovery.bits} bits, {low.bits})"
+        ours, theirs = recovery.significant_bits, low.significant_bits
+        return f" ({ours} significant bits, {theirs})" if ours < theirs else ""
+
+    def coarser(gemm: str, operand: str) -> bool:
+        before, after = (getattr(getattr(path, gemm), operand) for path in (low, recovery))
+        if before is None or after is None:
+            return after is not None
+        ours, theirs = after.format, before.format
+        if ours == theirs:
+            return SCALES.index(after.scale) < SCALES.index(before.scale)
+        return ours.bits < theirs.bits or ours.significant_bits < theirs.significant_bits
+
+    # Of GEMMs that are not recovered the casts are the low path's own.
+    places = [f"{gemm}.{operand}" for gemm in GEMMS for operand in OPERANDS if coarser(gemm, operand)]
+    return f" in {', '.join(places)}" if places else ""
+
+
+def with_backend(
+    recipe: Recipe, backend: str, linears: dict[str, nn.Linear], device: torch.device, shown: bool = True
+) -> Recipe:
+    """Return the recipe as `backend` will run it in these linears on `device`. Raises ValueError if it cannot.
+
+    A GPU that this machine does not have is one that integers run on, and that has FP8 if `backend` says so. Integers
+    are tried the first time on a device, which waits for it. `shown`: see `gnmr.precision.conversion`.
+    """
+    if backend == "simulated" or not recipe.casts:
+        return recipe
+    auto, kind, instead = backend == "auto", backend, "auto"
+    if auto:
+        kind = "int_mm" if recipe.integer else "scaled_mm"
+    if kind == "int_mm":
+        missing = int8.missing(recipe, linears, device)
+        instead = "simulated" if recipe.integer else "auto"
+    else:
+        elsewhere = device.type == "cuda" and not torch.cuda.is_available()
+        here = torch.device("cpu") if elsewhere else device
+        # A GPU of another machine is taken to have FP8 if scaled_mm was asked for.
+        missing = scaled_mm.missing(recipe, linears, None if elsewhere and not auto else here, auto)
+    if missing is None:
+        return replace(recipe, backend=kind)
+    if not auto:
+        raise ValueError(f"backend={backend!r}: {missing}; use backend={instead!r}")
+    on_gpu = device.type == "cuda" and torch.cuda.is_available()
+    if (on_gpu or not shown) and not recipe.name.startswith("sim_"):
+        _warn(f"recipe {recipe.name} is simulated: {missing}")
+    return recipe
+
+
+def as_run(
+    paths: Iterable[ExecutionPath | None],
+    spec: PathSpec,
+    chosen: dict[str, nn.Linear],
+    device: torch.device,
+    shown: bool,
+) -> dict[ExecutionPath | None, ExecutionPath | None]:
+    """Each path (low and recovery first, then those of pins) as it will run on `device`."""
+    run: dict[ExecutionPath | None, ExecutionPath | None] = {}
+    for i, asked in enumerate(dict.fromkeys(paths)):
+        run[asked] = path = asked
+        if isinstance(path, Recipe):
+            if spec.outlier_threshold is not None and path.integer and path.fprop.input is not None:
+                outliers = replace(path.fprop.input, outliers=spec.outlier_threshold)
+                path = replace(path, fprop=replace(path.fprop, input=outliers))
+            told = shown or i > 1  # pins: of what they are parts of
+            run[asked] = with_backend(path, spec.backend, chosen, device, told)
+    return run
+
+
+def routes(
+    spec: PathSpec,
+    low: ExecutionPath | None,
+    recovery: ExecutionPath | None,
+    chosen: dict[str, nn.Linear],
+    device: torch.device,
+) -> dict[frozenset[str], Recipe]:
+    """Return, for unit=gemm, the recipe of each set of GEMMs in recovery, as a backend runs it.
+
+    Only GEMMs that recovery changes are in a set (in a static plan, where GEMMs are only watched, those that bf16
+    would change). Raises ValueError if no backend runs one of the recipes.
+    """
+    other = RECIPES["bf16"] if recovery is None else recovery
+    assert isinstance(low, Recipe) and isinstance(other, Recipe)
+    routed = [gemm for gemm in GEMMS if gemm in spec.recovers and getattr(low, gemm) != getattr(other, gemm)]
+    found = {}
+    for gemms in chain.from_iterable(combinations(routed, number + 1) for number in range(len(routed))):
+        name = f"{other.name.partition(' in ')[0]} in {', '.join(gemms)}"
+        one = replace(low, name=name, backend="simulated", **{gemm: getattr(other, gemm) for gemm in gemms})
+        simulated = recovery is None or (spec.backend == "int_mm" and not one.integer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of low and recovery it was told
+            one = with_backend(one, "simulated" if simulated else spec.backend, chosen, device)
+        found[frozenset(gemms)] = other if len(gemms) == len(routed) else one
+    return found
+
+
+def warn_without_effect(spec: PathSpec, low: ExecutionPath, integer: bool) -> None:
+    """Of settings that these paths do not read."""
+    if not integer and spec.weights != "online":
+        _warn(f"weights={spec.weights!r}: has no effect without a recipe of integers (llm_int8)")
+    elif not integer and spec.outlier_threshold is not None:
+        _warn(f"outlier_threshold={spec.outlier_threshold}: has no effect without a recipe of integers (llm_int8)")
+    if not isinstance(low, Recipe) and spec.backend != "auto":
+        _warn(f"backend={spec.backend!r}: has no effect on formats, which are packed on any machine")

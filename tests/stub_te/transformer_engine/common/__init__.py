@@ -1,1 +1,0 @@
-"""As the package of this name."""
