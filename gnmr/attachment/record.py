@@ -19,23 +19,19 @@ side. config.yaml says what was attached, and is no config that `gnmr train` cou
 from __future__ import annotations
 
 import math
-import platform
 import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
-from gnmr import __version__
 from gnmr.control import Decision
 from gnmr.errors import UserError
-from gnmr.precision import half
-from gnmr.records.machine import cpu_name
-from gnmr.records.reader import calibrated_trigger, read_json, stored
-from gnmr.records.schema import EVAL_FIELDS, OWN, STEP_FIELDS, RatioRows
+from gnmr.records.reader import calibrated_trigger, read_json
+from gnmr.records.rows import event_rows, ratio_rows, step_row, versions
+from gnmr.records.schema import EVAL_FIELDS, OWN, STEP_FIELDS
 from gnmr.records.writer import RunWriter
 
 FIGURES = ("loss", "lr", "tokens", "val_loss")
@@ -74,7 +70,7 @@ class Recording:
         }
         self._units = int(header["recoverable"]) * len(header["units"])
         self._max_o = max_o
-        self._config, self._header = yaml.safe_dump(tree, sort_keys=False), {**_versions(), **about, **header}
+        self._config, self._header = yaml.safe_dump(tree, sort_keys=False), {**versions(), **about, **header}
         if not begun:
             self._writer = RunWriter(folder, None)
             self._writer.write_header(self._config, self._header)
@@ -104,23 +100,15 @@ class Recording:
         norm = float((decision.norm[decision.observed] ** 2).sum() ** 0.5)
         self._streak = 0 if math.isfinite(norm) else self._streak + 1
         self._nonfinite += not math.isfinite(norm)
-        self._row = dict.fromkeys(STEP_FIELDS) | {
-            "step": decision.step,
-            "loss": None,  # until `log` says it: a NaN is a loss that was not finite
-            "grad_norm_pre_clip": norm,
-            "num_candidates": int(decision.candidate.sum()),
-            "num_active": int(decision.in_force.sum()),
-            "over": {column: decision.over(column) for column in decision.columns},
-            "statistics": {},
-            "monitored": {},
-            "saturation": {},
-            "spent_gemm_frac": spent[0],
-            "spent_extra_bytes": spent[1],
-            "skipped": False,
-            "nonfinite_total": self._nonfinite,
-            "nonfinite_streak": self._streak,
-            "step_time_s": now - self._seen,
-        }
+        self._row = step_row(  # its loss is None until `log` is given one: NaN is a loss that was not finite
+            decision,
+            grad_norm_pre_clip=norm,
+            spent_gemm_frac=spent[0],
+            spent_extra_bytes=spent[1],
+            nonfinite_total=self._nonfinite,
+            nonfinite_streak=self._streak,
+            step_time_s=now - self._seen,
+        )
         self._seen = now
         self._writer.ratios(ratio_rows(decision))
         self._writer.events(event_rows(decision))
@@ -174,7 +162,7 @@ class Recording:
             del told["calibrated"]  # of a step that was dropped
         self._header = told
         self._writer.write_header(self._config, told)
-        there = self._writer.num_steps == step  # written already, with all that was logged of it
+        there = self._writer.last_step == step  # written already, with all that was logged of it
         self._row, self._step, self._seen = None if there else row, step, time.perf_counter()
         self._tokens, self._nonfinite, self._streak = counters
 
@@ -195,7 +183,7 @@ class Recording:
 
 def _no_part_of(folder: Path, units: Sequence[str]) -> str | None:
     """Why a loop with these units cannot go on with what is in the folder; None where it can."""
-    if not folder.is_dir() or stored(folder / "steps.jsonl") is None:
+    if not (folder / "steps.jsonl").is_file():
         return "is not empty"
     begun = read_json(folder / "header.json") or {}
     if begun.get("scale") != OWN:
@@ -212,25 +200,6 @@ def _of_checkpoint(state: Mapping[str, Any]) -> tuple[dict[str, Any] | None, tup
         return None, None
 
 
-def ratio_rows(decision: Decision) -> RatioRows:
-    """The decision as rows of `records.schema.ratio_schema`."""
-    return RatioRows(
-        step=decision.step,
-        units=decision.units,
-        observed=decision.observed,
-        norm=decision.norm,
-        columns=decision.columns | decision.evidence,
-        risk=decision.risk,
-        active=decision.in_force,
-        lock=decision.lock,
-    )
-
-
-def event_rows(decision: Decision) -> list[dict[str, Any]]:
-    """The decision's events as rows of `records.schema.EVENT_FIELDS`."""
-    return [dict(vars(event)) for event in decision.events]
-
-
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """What of them YAML can hold; all else as its name."""
 
@@ -244,12 +213,3 @@ def plain(values: Mapping[str, Any]) -> dict[str, Any]:
         return str(getattr(value, "name", None) or getattr(value, "__name__", None) or type(value).__name__)
 
     return {key: told(value) for key, value in values.items()}
-
-
-def _versions() -> dict[str, Any]:
-    return {
-        "gnmr": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "machine": {"cpu": cpu_name(), "threads": torch.get_num_threads(), "products": half.told()},
-    }

@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ import numpy as np
 
 from gnmr.errors import printable
 from gnmr.lab.records.risk_image import RiskMap
-from gnmr.records.ratios import rows_of_steps
-from gnmr.records.reader import calibrated_trigger, iter_jsonl, read_jsonl, read_ratios
+from gnmr.records.reader import calibrated_trigger, iter_jsonl, read_jsonl
 from gnmr.records.schema import EVENT_FIELDS, RatioRows
+from gnmr.records.units import recorded_units
 
 STEP_METRICS = {
     "tokens": "train/tokens",
@@ -105,10 +105,10 @@ Recorded = tuple[str, Any, RatioRows | None]
 """("step", its row, its ratios or None), ("events", rows that end with this step, None) or ("eval", its row, None)."""
 
 
-def recorded_rows(folder: Path, units: Sequence[str]) -> Iterator[Recorded]:
-    """Yield what a run folder holds in the order in which training recorded it. `units`: those of header.json."""
+def recorded_rows(folder: Path) -> Iterator[Recorded]:
+    """Yield what a run folder holds in the order in which training recorded it."""
     evals, events = read_jsonl(folder / "eval.jsonl"), read_jsonl(folder / "events.jsonl")
-    ratios = rows_of_steps(read_ratios(folder), units)
+    ratios = recorded_units(folder)
     held = next(ratios, None)
     for row, _ in iter_jsonl(folder / "steps.jsonl"):
         while evals and evals[0]["step"] < row["step"]:

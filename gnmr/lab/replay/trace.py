@@ -23,7 +23,6 @@ from gnmr.control.evidence import EVIDENCE
 from gnmr.errors import UserError
 from gnmr.lab.config import ControllerConfig, load, one_line, read_tree
 from gnmr.lab.config import read as read_config
-from gnmr.records.ledger import check_records, left_out
 from gnmr.records.reader import check_units, read_json, read_jsonl, read_ratios
 from gnmr.records.untrusted import Damaged, exists, opened, reading
 
@@ -78,13 +77,11 @@ def read_norms(path: Path) -> Norms:
     own_loop = own_loop_of(path)
     config = read_config(path / "config.yaml") if own_loop is None and exists(path / "config.yaml") else None
     if path.is_dir():
-        check_records(path)
         order, cost, pinned = _units_and_cost(path / "header.json")
         spend, spend_pinned = _spend(path / "header.json")
         table = read_ratios(path)
         if table.num_rows == 0:
-            why = "left out of the pack" if "ratios.parquet" in left_out(path) else "missing or empty"
-            raise UserError(f"{path}: no recorded norms in this folder (ratios.parquet is {why})")
+            raise UserError(f"{path}: no recorded norms in this folder (units.arrows is missing or empty)")
     elif not path.exists():
         raise UserError(f"{path}: there is no such file or run folder")
     else:

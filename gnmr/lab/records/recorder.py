@@ -68,8 +68,7 @@ class Recorder:
             mode=settings.wandb,
         )
         if self._header:
-            units = header.get("units") or ()
-            self._wandb.resume(lambda: recorded_rows(info.folder, units), info.start_step)
+            self._wandb.resume(lambda: recorded_rows(info.folder), info.start_step)
         self._view.events(events)
         self._view.start(info)
 
