@@ -141,8 +141,8 @@ def test_what_nobody_copies_breaks_between_words_on_a_terminal() -> None:
 MANY_PICTURES = """
 import threading
 from pathlib import Path
-from gnmr.terminal import say
-from gnmr.records.view import RunInfo, View
+from gnmr.console import say
+from gnmr.lab.records.view import RunInfo, View
 
 over = threading.Event()
 def talk():
@@ -195,8 +195,8 @@ def test_a_thread_prints_while_pictures_come_and_go(tmp_path) -> None:
 
 SWEEP = """
 from pathlib import Path
-from gnmr.records.view import RunInfo, View
-from gnmr.sweep.progress import Cell, Progress
+from gnmr.lab.records.view import RunInfo, View
+from gnmr.lab.sweep.progress import Cell, Progress
 
 cells = [Cell([], None, number) for number in range(2)]
 cells[0].steps = cells[1].steps = 8

@@ -53,6 +53,6 @@ def _blocks(comparison: Comparison, where: dict[str, str], wr: Any) -> list[Any]
     return [
         wr.H1(text=comparison.name),
         wr.MarkdownBlock(text=f"**{as_markdown(told.sentence)}**\n\n{figures}"),
-        wr.PanelGrid(runsets=[runs], panels=[*lines, wr.MediaBrowser(media_keys=["risk_map"])]),
+        wr.PanelGrid(runsets=[runs], panels=lines),
         *(wr.MarkdownBlock(text=table.markdown()) for table in comparison_tables(comparison)),
     ]

@@ -222,8 +222,7 @@ def _begin(recorder: Recorder | Silent, parts: Parts, command: str, *, anew: boo
             recorder.say(str(parts.compressed))
     tree = told_config(parts.config, parts.folder)
     with parts.world.agreed():
-        name = parts.config.experiment_name
-        recorder.start(OmegaConf.to_yaml(OmegaConf.create(tree)), tree, header(parts, command), name)
+        recorder.start(OmegaConf.to_yaml(OmegaConf.create(tree)), tree, header(parts, command))
         if parts.stress:
             recorder.faults(fault_rows(parts))
 
