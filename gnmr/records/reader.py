@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,6 +22,8 @@ from gnmr.records.untrusted import MAX_NAME, MAX_ROW, Damaged, bounded, content,
 
 UNITS = "units.arrows"
 """The file of the per-unit rows (`gnmr.records.units`)."""
+_MARKER = 0xFFFFFFFF
+"""The first four bytes of each message of a stream."""
 MAX_STEP = 2**31 - 1
 MAX_UNITS = 2**16 - 1
 """The report's maps count them in 16 bits; a mixture of 64 experts in 60 layers has 12,000."""
@@ -124,15 +127,17 @@ def _batch_ends(data: pa.Buffer) -> Iterator[int]:
     """Yield the offset behind each record batch that is there as a whole."""
     source = pa.BufferReader(data)
     while (at := source.tell()) + 8 <= data.size:
-        length = int.from_bytes(data.slice(at + 4, 4).to_pybytes(), "little")  # behind the marker of a message
+        marker, length = struct.unpack("<Ii", data.slice(at, 8))
+        if marker != _MARKER:
+            raise ValueError(f"no message at byte {at}")
         if length == 0 or at + 8 + length > data.size:
             return
         try:
             message = pa.ipc.read_message(source)
-        except pa.ArrowInvalid:  # an OSError in some versions of pyarrow
+        except OSError as error:
+            if "Expected to be able to read" in str(error):  # the body is cut short
+                return
             raise
-        except OSError:  # the body is cut short
-            return
         if message.type == "record batch":
             yield source.tell()
 

@@ -52,7 +52,7 @@ class RunWriter:
             folder.mkdir(parents=True, exist_ok=True)
             self._place = os.stat(folder)
             if resume_step is not None:
-                self._cut(resume_step if resume_step > 0 else -1, counted or {})
+                self._cut(resume_step if resume_step > 0 else -1, {} if counted is None else counted)
             self._lines = {name: JsonLines(folder / name, fields) for name, fields in _JSONL.items()}
             if (folder / _SCORES).exists():
                 self._lines[_SCORES] = JsonLines(folder / _SCORES, SCORE_FIELDS)
@@ -165,7 +165,7 @@ class RunWriter:
 
     def _cut(self, last_step: int, counted: dict[str, list[int]]) -> None:
         """Drop the rows after `last_step`, if those before it are the ones that the checkpoint counted."""
-        for name, count in counted.items():
+        for name, count in _checked(counted).items():
             if not begins_with(self.folder / name, count):
                 raise UserError(
                     f"{self.folder / name}: rows were lost or changed since the checkpoint of step {last_step}; put "
@@ -192,3 +192,11 @@ class RunWriter:
                 raise RunFailed(f"disk full while writing {what} in {self.folder}") from error
             which = f" ({Path(error.filename).name})" if isinstance(error.filename, str | Path) else ""
             raise RunFailed(f"cannot write {what} in {self.folder}: {error.strerror or error}{which}") from error
+
+
+def _checked(counted: dict[str, list[int]]) -> dict[str, list[int]]:
+    """Return what `RunWriter.sync` counted. Raises UserError if a checkpoint gave back something else."""
+    with suppress(AttributeError, TypeError):
+        if all(len(count) == 2 and all(type(number) is int for number in count) for count in counted.values()):
+            return counted
+    raise UserError("the checkpoint's count of the records makes no sense: choose another run_dir")

@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from gnmr.records.ledger import check_records, left_out, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +23,6 @@ from gnmr.errors import UserError
 from gnmr.lab.records import pack
 from gnmr.lab.records.pack import ABOUT, Unpacked, is_pack, unpacked, write_pack
 from gnmr.records.files import replace_text
-from gnmr.records.ledger import check_records, left_out, write
 
 FILES = ["config.yaml", "header.json", "eval.jsonl", "ratios.parquet", "DONE", "scores-w8a16.json", "records.sha256"]
 part = st.text("abcdefghij-_.=,äß ", min_size=1, max_size=12).filter(lambda name: not name.startswith("."))

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from gnmr.records.ledger import check_records
 
 from gnmr.lab.records.pack import ABOUT, unpacked
 from gnmr.lab.report.runs import load
 from gnmr.records.disk import sha256
-from gnmr.records.ledger import check_records
 from gnmr.records.reader import read_ratios
 
 PLACE = Path(__file__).parents[2] / "runs" / "reference"
