@@ -14,7 +14,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from gnmr.records.ledger import check_records, left_out, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +21,6 @@ from gnmr.cli import main
 from gnmr.errors import UserError
 from gnmr.lab.records import pack
 from gnmr.lab.records.pack import ABOUT, Unpacked, is_pack, unpacked, write_pack
-from gnmr.records.files import replace_text
 
 FILES = ["config.yaml", "header.json", "eval.jsonl", "ratios.parquet", "DONE", "scores-w8a16.json", "records.sha256"]
 part = st.text("abcdefghij-_.=,äß ", min_size=1, max_size=12).filter(lambda name: not name.startswith("."))
@@ -105,42 +103,10 @@ def test_a_pack_that_is_cut_is_none_or_one_line(made: Path, data: st.DataObject)
     made.write_bytes(whole)
 
 
-def test_compressed_rows_are_packed_as_they_are_read(tmp_path: Path) -> None:
-    import gzip
-
-    rows = b'{"step": 1}\n'
-    path = tmp_path / "a.parquet"
-    path.write_bytes(packed(tmp_path, {"run": {"config.yaml": b"", "steps.jsonl.gz": gzip.compress(rows)}}))
-    assert content(path)["run"]["steps.jsonl"] == rows
-
-
-def test_what_is_left_out_is_known_and_not_missing(tmp_path: Path) -> None:
-    files = {"config.yaml": b"a: 1\n", "header.json": b"{}", "events.jsonl": b"", "steps.jsonl": b"x"}
-    packed(tmp_path, {"run": files})
-    write(tmp_path / "run")
-    path = tmp_path / "a.parquet"
-    path.write_bytes(packed(tmp_path, {"run": {}, "more": {"config.yaml": b""}}, without=["run/*.jsonl"], about="it"))
-    assert about(path) == {"version": 1, "runs": 2, "files": 6, "left_out": ["run/*.jsonl"], "about": "it"}
-    with unpacked([path / "run"]) as found:
-        (folder,) = found.paths
-        assert left_out(folder) == {"events.jsonl", "steps.jsonl"}
-        check_records(folder)
-        replace_text(folder / "header.json", "{ }")
-        with pytest.raises(UserError, match=r"header.json: damaged"):
-            check_records(folder)
-
-
 @pytest.mark.parametrize("without", ["config.yaml", "nothing.json", "other/*", "*"])
 def test_what_cannot_be_left_out(tmp_path: Path, without: str) -> None:
     with pytest.raises(UserError, match=r"left out|fits no file"):
         packed(tmp_path, {"run": {"config.yaml": b"", "DONE": b""}}, without=[without])
-
-
-def test_a_damaged_run_is_not_packed(tmp_path: Path) -> None:
-    packed(tmp_path, {"run": {"config.yaml": b"", "eval.jsonl": b"1"}})
-    write(tmp_path / "run")
-    with pytest.raises(UserError, match=r"eval.jsonl: damaged"):
-        packed(tmp_path, {"run": {"eval.jsonl": b"2"}})
 
 
 def test_parts_of_a_pack(made: Path) -> None:

@@ -21,8 +21,8 @@ from wandb_files import history_of, parts_of
 from gnmr.cli import main
 from gnmr.lab.train.step import TrainStep
 from gnmr.records.files import JsonLines
-from gnmr.records.ratios import rows_of_steps
-from gnmr.records.reader import read_jsonl, read_ratios
+from gnmr.records.reader import read_jsonl
+from gnmr.records.units import recorded_units
 
 RICH = [
     "precision.rounding=stochastic",
@@ -212,7 +212,7 @@ def test_wandb_offline_has_no_hole_after_a_kill(train, tmp_path, monkeypatch):
     rows = {row["step"]: row for row in read_jsonl(folder / "steps.jsonl")}
     events = [row["step"] for row in read_jsonl(folder / "events.jsonl") if row["event"] == "promote"]
     assert list(rows) == list(range(1, 61)) == [step for step in sorted(history) if step in rows] and events
-    ratios = {rows.step: rows for rows in rows_of_steps(read_ratios(folder))}
+    ratios = {rows.step: rows for rows in recorded_units(folder)}
     for step, row in rows.items():
         got = history[step]
         assert (got["train/loss"], got["recovery/num_active"]) == (row["loss"], row["num_active"])

@@ -17,12 +17,12 @@ from omegaconf import OmegaConf
 
 from gnmr.errors import UserError
 from gnmr.lab.config import config_hash, to_dict
+from gnmr.lab.records.recorder import Recorder
 from gnmr.lab.train import loop
 from gnmr.lab.train import run as run_module
 from gnmr.lab.train.folder import locked, run_folder
 from gnmr.lab.train.run import run
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
-from gnmr.records.recorder import Recorder
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +47,8 @@ def test_the_folder_is_named_by_experiment_arm_hash_and_seed(tiny, tmp_path):
 
 
 def test_what_a_done_run_holds(done, tiny):
-    names = "DONE checkpoints config.yaml eval.jsonl events.jsonl header.json order ratios.parquet steps.jsonl"
-    assert {p.name for p in done.iterdir()} == {*names.split(), "summary.json", "records.sha256", ".lock"}
+    names = "DONE checkpoints config.yaml eval.jsonl events.jsonl header.json order steps.jsonl units.arrows"
+    assert {p.name for p in done.iterdir()} == {*names.split(), "summary.json", ".lock"}
     header = read_json(done / "header.json")
     assert header["torch"] == torch.__version__ and header["machine"]["threads"] == 1
     assert header["units"] == [f"layers.0.self_attn.{p}_proj" for p in "qkvo"] + [
