@@ -1,4 +1,4 @@
-"""Records of a loop that is not ours, as `gnmr train` writes them: `gnmr.attach(..., record="runs/mine")`.
+"""Records of a user's own loop, as `gnmr train` writes them: `gnmr.attach(..., record="runs/mine")`.
 
     controller = gnmr.attach(model, low="int4", recovery="int8", record="runs/mine/gnmr-s0")
     ...
@@ -7,13 +7,10 @@
     ...
     controller.detach()                       # the run is done; gnmr report runs/mine
 
-A loop that goes on from a checkpoint of its own attaches to the same folder and loads the controller's state: what was
-recorded after that step is dropped, and the records go on behind it. So does a loop that makes a finished run longer.
-Nothing in the folder changes until the state is loaded.
-
-What the controller sees and does is there without a word of the loop: norms, risks, sets, events and what was spent.
-The folder's name is the run's, its parent the experiment, so that `gnmr report` puts the folders of one parent side by
-side. config.yaml says what was attached, and is no config that `gnmr train` could run.
+A loop that resumes from a checkpoint of its own attaches to the same folder and loads the controller's state. What was
+recorded after that step is dropped then, and nothing in the folder changes before. The folder's name is the run's, its
+parent the experiment, so `gnmr report` compares the folders of one parent. config.yaml says what was attached;
+`gnmr train` cannot run it.
 """
 
 from __future__ import annotations
@@ -40,37 +37,37 @@ _SEED = re.compile(r"(?P<arm>.+)-s(?P<seed>\d+)")
 
 
 class Recording:
-    """The records of one loop. UserError where the folder holds another run, RunFailed where a write fails."""
+    """The records of one loop. Raises RunFailed if a write fails."""
 
     _writer: RunWriter | None = None
-    """None where the folder holds records of this loop, until the state of a checkpoint says after which step it goes
-    on."""
+    """None if the folder holds records of this loop, until the state of a checkpoint says where it resumes."""
 
     def __init__(
         self, folder: Path, config: Mapping[str, Any], header: Mapping[str, Any], *, seed: int, max_o: int
     ) -> None:
-        """config: sections of the run's config that are known. header: what `report` reads of header.json."""
+        """Begin the records. Raises UserError if the folder holds another run.
+
+        Args:
+            folder: a new folder, or that of the run that is resumed.
+            config: sections of the run's config that are known.
+            header: what `gnmr report` reads of header.json.
+            seed: the run's seed, unless the folder's name ends in one.
+            max_o: the most units on the recovery path.
+        """
         self._folder = folder = folder.expanduser()
         begun = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
         if begun and (why := _no_part_of(folder, header["units"])) is not None:
             raise UserError(f"record={folder}: {why}; choose another folder")
         named = _SEED.fullmatch(folder.name)
-        about = {
-            "arm": named["arm"] if named else folder.name,
-            "experiment": folder.absolute().parent.name or "own",
-            "scale": OWN,
-            "seed": int(named["seed"]) if named else seed,
-        }
-        tree = {
-            "own_loop": True,
-            "experiment_name": about["experiment"],
-            "scale_name": OWN,
-            "training": {"seed": about["seed"]},
-            **config,
-        }
+        arm, seed = (named["arm"], int(named["seed"])) if named else (folder.name, seed)
+        about = {"arm": arm, "experiment": folder.absolute().parent.name or "own", "scale": OWN, "seed": seed}
+        tree = {"own_loop": True, "experiment_name": about["experiment"], "scale_name": OWN, "training": {"seed": seed}}
         self._units = int(header["recoverable"]) * len(header["units"])
         self._max_o = max_o
-        self._config, self._header = yaml.safe_dump(tree, sort_keys=False), {**versions(), **about, **header}
+        self._config, self._header = (
+            yaml.safe_dump(tree | dict(config), sort_keys=False),
+            {**versions(), **about, **header},
+        )
         if not begun:
             self._writer = RunWriter(folder, None)
             self._writer.write_header(self._config, self._header)
@@ -84,8 +81,10 @@ class Recording:
         return type(None), ()
 
     def step(self, decision: Decision, spent: tuple[float, float], calibrated: float | None = None) -> None:
-        """What the controller saw and did in a step; `spent`: of `ConvertedModel.spent`. `calibrated`: the trigger that was found
-        in this step or before."""
+        """Record what the controller saw and did in a step.
+
+        `spent` is that of `ConvertedModel.spent`, `calibrated` the trigger that was found in this step or before.
+        """
         if self._writer is None:
             raise UserError(
                 f"record={self._folder}: holds the records of a run; choose another folder, or load the controller's "
@@ -114,7 +113,7 @@ class Recording:
         self._writer.events(event_rows(decision))
 
     def log(self, **figures: float) -> None:
-        """Figures of the step that was taken last. ValueError before the first one, for others and for no numbers."""
+        """Add figures to the last step. Raises ValueError before the first step and for unknown figures."""
         if self._row is None or self._writer is None:
             raise ValueError("log: there is no step yet; call it behind step()")
         for name, value in figures.items():
@@ -129,7 +128,7 @@ class Recording:
             self._writer.eval(dict.fromkeys(EVAL_FIELDS) | row)
 
     def state(self) -> dict[str, Any]:
-        """What `resume` needs; the rows so far are on the disk then. Empty before the first step."""
+        """Bring the rows to the disk and return what `resume` needs; empty before the first step."""
         if self._writer is None or self._row is None:
             return {}
         row = {name: dict(value) if isinstance(value, Mapping) else value for name, value in self._row.items()}
@@ -137,8 +136,10 @@ class Recording:
         return {"counted": self._writer.sync(), "row": row, "counters": counters}
 
     def resume(self, step: int, state: Mapping[str, Any]) -> None:
-        """Goes on after `step`, with what `state` gave there. UserError where the steps before are not in the folder,
-        nothing has changed then."""
+        """Resume after `step`, with what `state` returned there.
+
+        Raises UserError if the steps before are not in the folder; nothing has changed then.
+        """
         if step == self._step and self._writer is not None:
             return
         if step and self._writer is not None and not self._step:
@@ -155,9 +156,8 @@ class Recording:
             self._writer.close()
         self._writer = RunWriter(self._folder, step, state.get("counted"))
         told = read_json(self._folder / "header.json") or self._header
-        earlier = told.get("resumed")
         again = {"after_step": step, "torch": self._header["torch"], "machine": self._header["machine"]}
-        told["resumed"] = [*(earlier if isinstance(earlier, list) else []), again]
+        told["resumed"] = [*told.get("resumed", []), again]
         if (found := calibrated_trigger(told)) is not None and found[0] > step:
             del told["calibrated"]  # of a step that was dropped
         self._header = told
@@ -167,7 +167,7 @@ class Recording:
         self._tokens, self._nonfinite, self._streak = counters
 
     def finish(self) -> None:
-        """The run is done."""
+        """End the run as done."""
         if self._writer is None:
             return
         self._flush()
@@ -182,7 +182,7 @@ class Recording:
 
 
 def _no_part_of(folder: Path, units: Sequence[str]) -> str | None:
-    """Why a loop with these units cannot go on with what is in the folder; None where it can."""
+    """Return why a loop with these units cannot resume what is in the folder; None if it can."""
     if not (folder / "steps.jsonl").is_file():
         return "is not empty"
     begun = read_json(folder / "header.json") or {}
@@ -192,7 +192,7 @@ def _no_part_of(folder: Path, units: Sequence[str]) -> str | None:
 
 
 def _of_checkpoint(state: Mapping[str, Any]) -> tuple[dict[str, Any] | None, tuple[int, int, int] | None]:
-    """The last row and the counters of `Recording.state`; None where it is something else."""
+    """Return the last row and the counters of `Recording.state`; None if it is something else."""
     try:
         row, (tokens, nonfinite, streak) = dict(state["row"]), state["counters"]
         return (row, (tokens, nonfinite, streak)) if row.keys() == STEP_FIELDS.keys() else (None, None)
@@ -201,7 +201,7 @@ def _of_checkpoint(state: Mapping[str, Any]) -> tuple[dict[str, Any] | None, tup
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What of them YAML can hold; all else as its name."""
+    """Return the values as YAML can hold them; an object is replaced by its name."""
 
     def told(value: Any) -> Any:
         if value is None or isinstance(value, bool | int | float | str):

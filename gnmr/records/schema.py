@@ -120,7 +120,6 @@ def ratio_schema(columns: Sequence[str]) -> pa.Schema:
 
     `columns` are the signal's statistics and recorded evidence.
 
-
     norm, columns and risk belong to this step's gradient, active says whether the unit was on the recovery path during
     this step (in a warm-up: on controller.warmup_path), lock is its lock after the step's decision.
     """
