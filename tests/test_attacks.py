@@ -126,7 +126,7 @@ def test_a_stopped_run_with_a_damaged_file(how: str, undisturbed, train: Train, 
 def test_report_and_replay_of_damaged_records(name: str, undisturbed, gnmr, tmp_path: Path) -> None:
     """A run whose records cannot be read costs one line and no traceback."""
     draw = random.Random(name)
-    for how in ("flip", "cut", "empty", "zeros") * 3:
+    for how in ("flip", "cut", "empty", "zeros"):
         folder = Path(shutil.copytree(undisturbed[0], tmp_path / "runs" / "run", ignore=shutil.ignore_patterns("ch*")))
         (folder / name).write_bytes(spoiled((folder / name).read_bytes(), how, draw))
         for words in (["report", str(folder), f"out={tmp_path / 'out'}", "--no-plots"], ["replay", str(folder)]):
@@ -193,7 +193,7 @@ def test_a_storm_of_nan(steps: set[int], train: Train, tmp_path: Path, monkeypat
         return parts
 
     monkeypatch.setattr(module, "assemble", assemble)
-    folder = train(tmp_path / "run", *WORDS)
+    folder = train(tmp_path / "run", *WORDS, "records.verdicts=false")  # which would run a step again
     rows = read_jsonl(folder / "steps.jsonl")
     assert {row["step"] for row in rows if row["skipped"]} == steps
     assert rows[-1]["nonfinite_total"] == len(steps) and math.isfinite(

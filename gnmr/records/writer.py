@@ -67,9 +67,9 @@ class RunWriter:
     def sync(self) -> dict[str, list[int]]:
         """Bring all rows to the disk and return the size and CRC-32 of each file, which a resumed run compares."""
         with self._guard("its records"):
-            moved = None if self._ours() else self.folder
-            if moved := moved or next((file.path for file in self._files() if not file.in_place()), None):
-                raise RunFailed(f"{moved} was removed, moved or replaced while the run was going")
+            moved = [] if self._ours() else [f"the run folder {self.folder}"]
+            if moved := moved or [str(file.path) for file in self._files() if not file.in_place()]:
+                raise RunFailed(f"{moved[0]} was removed, moved or replaced while the run was going")
             for file in self._files():
                 file.sync()
             sync_folder(self.folder)
