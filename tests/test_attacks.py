@@ -1,7 +1,6 @@
 """Attacks on runs: after each of them the same command gives equal numbers, or the run says in one line why not.
 
-`make attacks` runs this file with its slow tests: kills at random moments, damaged files, a disk that is full, and inputs
-that nobody should give.
+`make attacks` runs this file with its slow tests: kills at random moments, damaged files, a full disk, and bad inputs.
 """
 
 from __future__ import annotations
