@@ -5,8 +5,8 @@ and the content. Content is null where a file was left out on purpose; its sha25
 X.jsonl that it holds. Rows are sorted by file, then run, because like files compress well together. The schema's
 metadata say what was packed, under `ABOUT`. The same folders give the same bytes.
 
-A pack is read by writing it into a private temporary folder. It may be anybody's (`gnmr.records.untrusted`): its runs' names
-lead nowhere else, its files are records, its sizes are bounded and each content must have its sha256.
+A pack is read by writing it into a private temporary folder. It is not trusted (`gnmr.records.untrusted`): its names
+of runs lead nowhere else, its files are records, its sizes are bounded and each content must have its sha256.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class Recorder:
         self._view.say(text, narrow)
 
     def finish(self, status: str, reason: str | None = None, peak_memory_bytes: int | None = None) -> dict[str, Any]:
-        """End the run and return its summary; the arguments are those of `RunWriter.finish`. A second call does nothing.
+        """End the run and return its summary; see `RunWriter.finish` for the arguments. A second call does nothing.
 
         If the end of the run cannot be written, the run is marked FAILED and `RunFailed` is raised.
         """
