@@ -56,15 +56,15 @@ gpu-check: $(READY)  ## check and time the package on one CUDA GPU, at most ten 
 test: $(READY)  ## the quick tests, some three minutes on two cores: pytest ARGS
 	$(PYTEST) $(ARGS)
 
-test-slow: $(READY)  ## the tests that make test leaves out, a sample of the attacks among them: pytest ARGS
+test-slow: $(READY)  ## the tests that make test leaves out: pytest ARGS
 	$(PYTEST) -m slow $(ARGS)
 
 test-all: $(READY)  ## every test once, some 10 minutes on two cores: make test with a coverage report, then make test-slow
 	$(MAKE) test ARGS="--cov=gnmr $(ARGS)"
 	$(MAKE) test-slow
 
-attacks: $(READY)  ## attack the program: kills, damaged files, hostile folders, bad inputs (some 20 minutes): ARGS
-	$(BIN)/python -m tests.attacks $(ARGS)
+attacks: $(READY)  ## attack runs: kills, damaged files, full disks, bad inputs (tests/test_attacks.py): ARGS
+	$(PYTEST) tests/test_attacks.py -m "slow or not slow" $(ARGS)
 
 lint: $(READY)  ## ruff, mypy, and which part may import which (pyproject.toml)
 	$(BIN)/ruff check .

@@ -449,8 +449,8 @@ REPLAYS: dict[str, tuple[str, str]] = {
     "no_unit.csv": (HEAD + "1,,1\n", "a row has no step or no unit"),
     "far.csv": (HEAD + "1000000000000000,a,1\n", "step 1000000000000000 is too large"),
     "no_rows.csv": (HEAD, "the file has no rows"),
-    "empty.csv": ("", "cannot be read as CSV or Parquet"),
-    "text.parquet": ("hello", "cannot be read as CSV or Parquet"),
+    "empty.csv": ("", "cannot be read as CSV, Parquet or Arrow"),
+    "text.parquet": ("hello", "cannot be read as CSV, Parquet or Arrow"),
 }
 
 
@@ -465,10 +465,10 @@ def test_replay_of_a_bad_file(name, gnmr, tmp_path):
 def test_replay_of_a_bad_table(gnmr, tmp_path):
     file = tmp_path / "norms.parquet"
     for columns, line in [
-        ({"step": [1.5], "unit": ["a"], "norm": [1.0]}, "step must hold whole numbers"),
+        ({"step": [1.5], "unit": ["a"], "norm": [1.0]}, "columns must hold numbers"),
         ({"step": [1], "unit": [["a"]], "norm": [1.0]}, "unit names"),
         ({"step": [1, None], "unit": ["a", "a"], "norm": [1.0, 1.0]}, "a row has no step"),
-        ({"step": [1], "unit": ["a"], "norm": ["large"]}, "norm numbers"),
+        ({"step": [1], "unit": ["a"], "norm": ["large"]}, "columns must hold numbers"),
     ]:
         pq.write_table(pa.table(columns), file)
         assert line in gnmr("replay", str(file)).mistake
@@ -496,7 +496,7 @@ def test_replay_with_bad_words(words, line, gnmr, place):
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [("ratios.parquet", "x"), ("config.yaml", "a: ["), ("config.yaml", "unknown: 1")],
+    [("units.arrows", "x" * 100), ("config.yaml", "a: ["), ("config.yaml", "unknown: 1")],
     ids=["ratios", "yaml", "key"],
 )
 @pytest.mark.slow
@@ -526,7 +526,7 @@ def test_a_row_on_a_full_disk(gnmr, tiny_words, tmp_path, monkeypatch):
     plain = JsonLines.write
 
     def write(self: JsonLines, rows: list[dict]) -> None:
-        if self._name == "steps.jsonl" and rows[0]["step"] == 3:
+        if self.path.name == "steps.jsonl" and rows[0]["step"] == 3:
             self._file = Path("/dev/full").open("ab")  # noqa: SIM115
         plain(self, rows)
 

@@ -247,7 +247,7 @@ def test_a_share_close_to_the_most_there_is_without_a_warning(file, gnmr):
     [
         (
             ["calibrate=0.6"],
-            "calibrate=0.6: gnmr_delta gives 0.4875 at its nearest (max_o=4 of 8 units is 0.5 at the most)",
+            "calibrate=0.6: gnmr_delta gives 0.4875 at its nearest (max_o=4 of 8 units is 0.5 at most)",
         ),
         (["calibrate=0.1", "signal=always_low"], "calibrate=0.1: always_low gives 0 at its nearest"),
         (["calibrate=0.3", "max_o=2", "signal=random"], "calibrate=0.3: random gives 0.24"),

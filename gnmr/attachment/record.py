@@ -1,4 +1,4 @@
-"""Records of a loop that is not ours, as `gnmr train` writes them: `gnmr.attach(..., record="runs/mine")`.
+"""Records of a user's own loop, as `gnmr train` writes them: `gnmr.attach(..., record="runs/mine")`.
 
     controller = gnmr.attach(model, low="int4", recovery="int8", record="runs/mine/gnmr-s0")
     ...
@@ -7,35 +7,28 @@
     ...
     controller.detach()                       # the run is done; gnmr report runs/mine
 
-A loop that goes on from a checkpoint of its own attaches to the same folder and loads the controller's state: what was
-recorded after that step is dropped, and the records go on behind it. So does a loop that makes a finished run longer.
-Nothing in the folder changes until the state is loaded.
-
-What the controller sees and does is there without a word of the loop: norms, risks, sets, events and what was spent.
-The folder's name is the run's, its parent the experiment, so that `gnmr report` puts the folders of one parent side by
-side. config.yaml says what was attached, and is no config that `gnmr train` could run.
+A loop that resumes from a checkpoint of its own attaches to the same folder and loads the controller's state. What was
+recorded after that step is dropped then, and nothing in the folder changes before. The folder's name is the run's, its
+parent the experiment, so `gnmr report` compares the folders of one parent. config.yaml says what was attached;
+`gnmr train` cannot run it.
 """
 
 from __future__ import annotations
 
 import math
-import platform
 import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
-from gnmr import __version__
 from gnmr.control import Decision
 from gnmr.errors import UserError
-from gnmr.precision import half
-from gnmr.records.machine import cpu_name
-from gnmr.records.reader import calibrated_trigger, read_json, stored
-from gnmr.records.schema import EVAL_FIELDS, OWN, STEP_FIELDS, RatioRows
+from gnmr.records.reader import calibrated_trigger, read_json
+from gnmr.records.rows import event_rows, ratio_rows, step_row, versions
+from gnmr.records.schema import EVAL_FIELDS, OWN, STEP_FIELDS
 from gnmr.records.writer import RunWriter
 
 FIGURES = ("loss", "lr", "tokens", "val_loss")
@@ -44,37 +37,37 @@ _SEED = re.compile(r"(?P<arm>.+)-s(?P<seed>\d+)")
 
 
 class Recording:
-    """The records of one loop. UserError where the folder holds another run, RunFailed where a write fails."""
+    """The records of one loop. Raises RunFailed if a write fails."""
 
     _writer: RunWriter | None = None
-    """None where the folder holds records of this loop, until the state of a checkpoint says after which step it goes
-    on."""
+    """None if the folder holds records of this loop, until the state of a checkpoint says where it resumes."""
 
     def __init__(
         self, folder: Path, config: Mapping[str, Any], header: Mapping[str, Any], *, seed: int, max_o: int
     ) -> None:
-        """config: sections of the run's config that are known. header: what `report` reads of header.json."""
+        """Begin the records. Raises UserError if the folder holds another run.
+
+        Args:
+            folder: a new folder, or that of the run that is resumed.
+            config: sections of the run's config that are known.
+            header: what `gnmr report` reads of header.json.
+            seed: the run's seed, unless the folder's name ends in one.
+            max_o: the most units on the recovery path.
+        """
         self._folder = folder = folder.expanduser()
         begun = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
         if begun and (why := _no_part_of(folder, header["units"])) is not None:
             raise UserError(f"record={folder}: {why}; choose another folder")
         named = _SEED.fullmatch(folder.name)
-        about = {
-            "arm": named["arm"] if named else folder.name,
-            "experiment": folder.absolute().parent.name or "own",
-            "scale": OWN,
-            "seed": int(named["seed"]) if named else seed,
-        }
-        tree = {
-            "own_loop": True,
-            "experiment_name": about["experiment"],
-            "scale_name": OWN,
-            "training": {"seed": about["seed"]},
-            **config,
-        }
+        arm, seed = (named["arm"], int(named["seed"])) if named else (folder.name, seed)
+        about = {"arm": arm, "experiment": folder.absolute().parent.name or "own", "scale": OWN, "seed": seed}
+        tree = {"own_loop": True, "experiment_name": about["experiment"], "scale_name": OWN, "training": {"seed": seed}}
         self._units = int(header["recoverable"]) * len(header["units"])
         self._max_o = max_o
-        self._config, self._header = yaml.safe_dump(tree, sort_keys=False), {**_versions(), **about, **header}
+        self._config, self._header = (
+            yaml.safe_dump(tree | dict(config), sort_keys=False),
+            {**versions(), **about, **header},
+        )
         if not begun:
             self._writer = RunWriter(folder, None)
             self._writer.write_header(self._config, self._header)
@@ -88,8 +81,10 @@ class Recording:
         return type(None), ()
 
     def step(self, decision: Decision, spent: tuple[float, float], calibrated: float | None = None) -> None:
-        """What the controller saw and did in a step; `spent`: of `ConvertedModel.spent`. `calibrated`: the trigger that was found
-        in this step or before."""
+        """Record what the controller saw and did in a step.
+
+        `spent` is that of `ConvertedModel.spent`, `calibrated` the trigger that was found in this step or before.
+        """
         if self._writer is None:
             raise UserError(
                 f"record={self._folder}: holds the records of a run; choose another folder, or load the controller's "
@@ -104,29 +99,21 @@ class Recording:
         norm = float((decision.norm[decision.observed] ** 2).sum() ** 0.5)
         self._streak = 0 if math.isfinite(norm) else self._streak + 1
         self._nonfinite += not math.isfinite(norm)
-        self._row = dict.fromkeys(STEP_FIELDS) | {
-            "step": decision.step,
-            "loss": None,  # until `log` says it: a NaN is a loss that was not finite
-            "grad_norm_pre_clip": norm,
-            "num_candidates": int(decision.candidate.sum()),
-            "num_active": int(decision.in_force.sum()),
-            "over": {column: decision.over(column) for column in decision.columns},
-            "statistics": {},
-            "monitored": {},
-            "saturation": {},
-            "spent_gemm_frac": spent[0],
-            "spent_extra_bytes": spent[1],
-            "skipped": False,
-            "nonfinite_total": self._nonfinite,
-            "nonfinite_streak": self._streak,
-            "step_time_s": now - self._seen,
-        }
+        self._row = step_row(  # its loss is None until `log` is given one: NaN is a loss that was not finite
+            decision,
+            grad_norm_pre_clip=norm,
+            spent_gemm_frac=spent[0],
+            spent_extra_bytes=spent[1],
+            nonfinite_total=self._nonfinite,
+            nonfinite_streak=self._streak,
+            step_time_s=now - self._seen,
+        )
         self._seen = now
         self._writer.ratios(ratio_rows(decision))
         self._writer.events(event_rows(decision))
 
     def log(self, **figures: float) -> None:
-        """Figures of the step that was taken last. ValueError before the first one, for others and for no numbers."""
+        """Add figures to the last step. Raises ValueError before the first step and for unknown figures."""
         if self._row is None or self._writer is None:
             raise ValueError("log: there is no step yet; call it behind step()")
         for name, value in figures.items():
@@ -141,7 +128,7 @@ class Recording:
             self._writer.eval(dict.fromkeys(EVAL_FIELDS) | row)
 
     def state(self) -> dict[str, Any]:
-        """What `resume` needs; the rows so far are on the disk then. Empty before the first step."""
+        """Bring the rows to the disk and return what `resume` needs; empty before the first step."""
         if self._writer is None or self._row is None:
             return {}
         row = {name: dict(value) if isinstance(value, Mapping) else value for name, value in self._row.items()}
@@ -149,8 +136,10 @@ class Recording:
         return {"counted": self._writer.sync(), "row": row, "counters": counters}
 
     def resume(self, step: int, state: Mapping[str, Any]) -> None:
-        """Goes on after `step`, with what `state` gave there. UserError where the steps before are not in the folder,
-        nothing has changed then."""
+        """Resume after `step`, with what `state` returned there.
+
+        Raises UserError if the steps before are not in the folder; nothing has changed then.
+        """
         if step == self._step and self._writer is not None:
             return
         if step and self._writer is not None and not self._step:
@@ -167,19 +156,18 @@ class Recording:
             self._writer.close()
         self._writer = RunWriter(self._folder, step, state.get("counted"))
         told = read_json(self._folder / "header.json") or self._header
-        earlier = told.get("resumed")
         again = {"after_step": step, "torch": self._header["torch"], "machine": self._header["machine"]}
-        told["resumed"] = [*(earlier if isinstance(earlier, list) else []), again]
+        told["resumed"] = [*told.get("resumed", []), again]
         if (found := calibrated_trigger(told)) is not None and found[0] > step:
             del told["calibrated"]  # of a step that was dropped
         self._header = told
         self._writer.write_header(self._config, told)
-        there = self._writer.num_steps == step  # written already, with all that was logged of it
+        there = self._writer.last_step == step  # written already, with all that was logged of it
         self._row, self._step, self._seen = None if there else row, step, time.perf_counter()
         self._tokens, self._nonfinite, self._streak = counters
 
     def finish(self) -> None:
-        """The run is done."""
+        """End the run as done."""
         if self._writer is None:
             return
         self._flush()
@@ -194,8 +182,8 @@ class Recording:
 
 
 def _no_part_of(folder: Path, units: Sequence[str]) -> str | None:
-    """Why a loop with these units cannot go on with what is in the folder; None where it can."""
-    if not folder.is_dir() or stored(folder / "steps.jsonl") is None:
+    """Return why a loop with these units cannot resume what is in the folder; None if it can."""
+    if not (folder / "steps.jsonl").is_file():
         return "is not empty"
     begun = read_json(folder / "header.json") or {}
     if begun.get("scale") != OWN:
@@ -204,7 +192,7 @@ def _no_part_of(folder: Path, units: Sequence[str]) -> str | None:
 
 
 def _of_checkpoint(state: Mapping[str, Any]) -> tuple[dict[str, Any] | None, tuple[int, int, int] | None]:
-    """The last row and the counters of `Recording.state`; None where it is something else."""
+    """Return the last row and the counters of `Recording.state`; None if it is something else."""
     try:
         row, (tokens, nonfinite, streak) = dict(state["row"]), state["counters"]
         return (row, (tokens, nonfinite, streak)) if row.keys() == STEP_FIELDS.keys() else (None, None)
@@ -212,27 +200,8 @@ def _of_checkpoint(state: Mapping[str, Any]) -> tuple[dict[str, Any] | None, tup
         return None, None
 
 
-def ratio_rows(decision: Decision) -> RatioRows:
-    """The decision as rows of `records.schema.ratio_schema`."""
-    return RatioRows(
-        step=decision.step,
-        units=decision.units,
-        observed=decision.observed,
-        norm=decision.norm,
-        columns=decision.columns | decision.evidence,
-        risk=decision.risk,
-        active=decision.in_force,
-        lock=decision.lock,
-    )
-
-
-def event_rows(decision: Decision) -> list[dict[str, Any]]:
-    """The decision's events as rows of `records.schema.EVENT_FIELDS`."""
-    return [dict(vars(event)) for event in decision.events]
-
-
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What of them YAML can hold; all else as its name."""
+    """Return the values as YAML can hold them; an object is replaced by its name."""
 
     def told(value: Any) -> Any:
         if value is None or isinstance(value, bool | int | float | str):
@@ -244,12 +213,3 @@ def plain(values: Mapping[str, Any]) -> dict[str, Any]:
         return str(getattr(value, "name", None) or getattr(value, "__name__", None) or type(value).__name__)
 
     return {key: told(value) for key, value in values.items()}
-
-
-def _versions() -> dict[str, Any]:
-    return {
-        "gnmr": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "machine": {"cpu": cpu_name(), "threads": torch.get_num_threads(), "products": half.told()},
-    }

@@ -32,7 +32,6 @@ COMMANDS = {
     "demo": ("a minute: what low precision costs, and what recovery gets back", ""),
     "runs": ("which runs there are, how they ended, their perplexity and what they spent", ""),
     "report": ("tables and plots of finished (or running) runs", "runs/act_quant_stress"),
-    "sync": ("recorded runs, such as a whole sweep's, to Weights & Biases", "runs/act_quant_stress project=mine"),
     "pack": (
         "the records of many runs in one file, which report and replay read",
         "runs/act_quant_stress out=act_quant_stress.parquet",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from gnmr.cli.words import Parser, names_of, needs, optional, text, whole
 from gnmr.console import for_tables, say
-from gnmr.errors import UserError, printable, writing
+from gnmr.errors import UserError, printable
 from gnmr.names import TASKS
 from gnmr.records import output
 from gnmr.records.untrusted import exists
@@ -99,13 +99,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"eval: out of memory at batch_size={asked.batch_size}: use a smaller one") from error
     tree = _record(subject, asked, found, shlex.join(["gnmr", "eval", *argv]))
 
-    if is_run and asked.out is None:
-        from gnmr.records.ledger import replace_listed
-
-        with writing(f"out={out}"):
-            replace_listed(out, tree)
-    else:
-        output.write_json(out, tree, f"out={out}", follow=asked.out is not None)
+    output.write_json(out, tree, f"out={out}", follow=asked.out is not None)
     _show(found)
     print(f"scores: {out}")
     return 0

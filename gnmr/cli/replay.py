@@ -5,32 +5,33 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.table import Table
 
 from gnmr.cli.words import Parser, fraction, fractions, path, settings_and_places
 from gnmr.console import for_tables, shown_command, tracked
-from gnmr.errors import UserError
+from gnmr.control.signals import SIGNALS, BlindSignal
+from gnmr.errors import UserError, did_you_mean
 from gnmr.lab.records.find import find_runs
-from gnmr.lab.records.pack import Unpacked, unpacked
 from gnmr.lab.records.view import recovery_figures
-from gnmr.lab.replay.calibrate import Calibration, calibrate_each, write_arms
-from gnmr.lab.replay.detect import FaultyRun, as_tree, detect_each, faulty_run, tables
-from gnmr.lab.replay.engine import Totals, replay
-from gnmr.lab.replay.request import Request, request
+from gnmr.lab.replay import detect
+from gnmr.lab.replay.calibrate import Calibration, calibrate, write_arms
+from gnmr.lab.replay.replay import Totals, replay, settings_of
 from gnmr.lab.replay.trace import read_norms, refuse_gaps
+from gnmr.lab.report.faults import read_windows
 from gnmr.records import output
 from gnmr.records.reader import read_json, read_jsonl
 from gnmr.records.untrusted import exists, reading
 
+_T = TypeVar("_T")
 _TEXT = """\
-FILE is a run folder, PACK/RUN (gnmr pack), or a CSV or Parquet file with columns step,unit,norm (steps from 1, nan
-and inf allowed; a missing row is a unit that was not observed in that step).
+FILE is a run folder, or a CSV, Parquet or Arrow file with columns step,unit,norm (steps from 1, nan and inf allowed; a
+missing row is a unit that was not observed in that step).
 
 Shown is what would have been on the recovery path, under the names of gnmr train, and beside it what was in the run.
 
@@ -73,7 +74,7 @@ def _parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """The command; returns its exit code. UserError for a file or a value without sense."""
+    """Run the command and return its exit code."""
     parser = _parser()
     if not argv:
         parser.print_help()
@@ -85,42 +86,54 @@ def main(argv: list[str]) -> int:
         parser.error("name a run folder or a file")
     if given.calibrate and given.detect:
         raise UserError("calibrate and detect: one at a time")
-    asked = request(words, several=bool(given.calibrate or given.detect), trust=given.trust)
-    if given.out is not None and not given.calibrate:
+    words, signals = _signals([word.removeprefix("controller.") for word in words])
+    if signals and not (given.calibrate or given.detect):
+        raise UserError(f"signal={','.join(signals)}: only with calibrate=SHARE or detect=SHARE; name one signal")
+    for place in paths:
+        _refuse_several(place)
+    if given.calibrate:
+        return _calibrate(paths, words, signals, given)
+    if given.out is not None:
         output.check(given.out, f"out={given.out}")
-    with unpacked(paths) as found:
-        for place in found.paths:
-            _refuse_several(found.told(place), place)
-        if given.calibrate:
-            return _calibrate(found.paths, asked, given.calibrate, given.out)
-        if given.detect:
-            return _detect(found, asked, given.detect, given.out)
-        if len(found.paths) > 1:
-            second = found.paths[1]
-            raise UserError(f"replay: {second}: one run folder or file at a time; calibrate= and detect= take several")
-        return _replay(found, asked, given.out)
+    if given.detect:
+        return _detect(paths, words, signals, given)
+    if len(paths) > 1:
+        raise UserError(f"replay: {paths[1]}: one run folder or file at a time; calibrate= and detect= take several")
+    return _replay(paths[0], words, given)
 
 
-def _refuse_several(told: object, place: Path) -> None:
-    """UserError for a folder above run folders."""
+def _signals(words: list[str]) -> tuple[list[str], list[str]]:
+    """Return the words without those that name several signals, and these names; ["all"] stands for all signals."""
+    several = [word for word in words if word.startswith("signal=") and (word == "signal=all" or "," in word)]
+    names = [name for word in several for name in word.removeprefix("signal=").split(",")]
+    if names and (options := [word for word in words if word.startswith("options.")]):
+        raise UserError(f"{options[0]}: of which signal? Name one signal alone, or leave its options out")
+    for name in names:
+        if name not in (*SIGNALS, "all") and ":" not in name:
+            known = f"use one of {', '.join(SIGNALS)}{did_you_mean(name, SIGNALS)}"
+            raise UserError(f"signal {name!r} is not known: {known}")
+    return [word for word in words if word not in several], names
+
+
+def _refuse_several(place: Path) -> None:
+    """Raise UserError for a folder above run folders."""
     if place.is_dir() and not exists(place / "config.yaml"):
         runs: list[Path] = []
         with suppress(UserError):  # there is none
             runs = find_runs([place])
         if runs:
             number = f"{len(runs)} run{'s' * (len(runs) > 1)}"
-            raise UserError(f"{told}: holds {number}; name one: {shown_command('replay', runs[0])}")
+            raise UserError(f"{place}: holds {number}; name one: {shown_command('replay', runs[0])}")
 
 
-def _replay(found: Unpacked, asked: Request, out: Path | None) -> int:
-    (place,) = found.paths
-    settings = asked.settings(place)
+def _replay(place: Path, words: list[str], given: Any) -> int:
+    settings = settings_of(place, words, given.trust)
     norms = read_norms(place)
     if norms.every > 1:
         note = f"norms stand there for one step in {norms.every}; in the others no unit counts as observed"
-        print(f"gnmr: {found.told(place)}: {note}, so the sets are not the run's", file=sys.stderr)
+        print(f"gnmr: {place}: {note}, so the sets are not the run's", file=sys.stderr)
     totals = Totals(norms, settings)
-    with _lines(out) as write:
+    with _lines(given.out) as write:
         for decision in tracked(replay(norms, settings), "replaying", len(norms.norm)):
             totals.add(decision)
             line = {"candidates": decision.by_risk(decision.candidate), "active": decision.by_risk(decision.active)}
@@ -128,103 +141,117 @@ def _replay(found: Unpacked, asked: Request, out: Path | None) -> int:
                 line["in_force"] = decision.by_risk(decision.in_force)
             write({"step": decision.step, **line})
     _show(totals, place)
-    if out is not None:
-        print(f"decisions: {out}")
+    if given.out is not None:
+        print(f"decisions: {given.out}")
     return 0
 
 
 def _show(totals: Totals, place: Path) -> None:
-    """The figures under the names that `gnmr train` ends with; of a run folder beside what the run itself came to."""
-    found = [_figures(totals.summary(), totals.num_units, int(totals.ever.sum()))]
+    """Print the figures under the names of `gnmr train`, for a run folder beside the run's own."""
+    found = {"replay": _figures(totals.summary(), totals.num_units, int(totals.ever.sum()))}
     if own := read_json(place / "summary.json") if place.is_dir() else None:
         with reading(place / "summary.json"):
-            found.append(_figures(own, totals.num_units, _ever(place, totals.steps)))
-    names = list(dict.fromkeys(name for figures in found for name in figures))
+            found["run"] = _figures(own, totals.num_units, _ever(place, totals.steps))
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("", overflow="fold")
-    for of in ("replay", "run")[: len(found)]:
-        table.add_column(of, justify="right", no_wrap=True, min_width=8)
-    for name in names:
-        table.add_row(name, *(figures.get(name, "–") for figures in found))
+    for column in found:
+        table.add_column(column, justify="right", no_wrap=True, min_width=8)
+    for name in dict.fromkeys(name for figures in found.values() for name in figures):
+        table.add_row(name, *(figures.get(name, "–") for figures in found.values()))
     for_tables().print(table)
 
 
-def _figures(summary: dict[str, Any], units: int, ever: int | None) -> dict[str, str]:
+def _figures(summary: dict[str, Any], units: int, ever: int) -> dict[str, str]:
     shares = {name: share for name, share in recovery_figures(summary) if share is not None}
-    of_all = {} if ever is None else {"units ever on the recovery path": f"{ever:,}"}
+    of_all = {"units ever on the recovery path": f"{ever:,}"}
     return {"steps": f"{summary['steps']:,}", "units": f"{units:,}", **shares, **of_all}
 
 
-def _ever(run: Path, steps: int) -> int | None:
-    """Units that the run itself had on the recovery path in any of its steps; None where that was not kept."""
-    if not exists(run / "events.jsonl"):
-        return None
+def _ever(run: Path, steps: int) -> int:
+    """Return the number of units that the run itself had on the recovery path in any of its steps."""
     promoted = (row for row in read_jsonl(run / "events.jsonl") if row.get("event") == "promote")
     return len({row["unit"] for row in promoted if row["step"] < steps or row.get("cause") == "retry"})
 
 
-def _calibrate(paths: list[Path], asked: Request, wanted: tuple[float, ...], out: Path | None) -> int:
-    """One line a signal and share, with `out` also the arms of a sweep."""
+def _calibrate(paths: list[Path], words: list[str], signals: list[str], given: Any) -> int:
+    """Print one line for each signal and share, with `out` also write the arms of a sweep."""
+    out = given.out
     if out is not None and (not out.parent.is_dir() or (exists(out) and not out.is_dir())):
         raise UserError(f"out={out}: must be a folder in a folder that exists")
-    settings, recorded = asked.settings(paths[0]), []
-    for place in paths:
-        if asked.settings(place) != settings:
-            raise UserError(f"calibrate: {place}: has other controller settings than {paths[0]}")
-        recorded.append(read_norms(place))
-        refuse_gaps(place, recorded[-1], "calibrate")
+    settings = settings_of(paths[0], words, given.trust)
+    if other := next((place for place in paths if settings_of(place, words, given.trust) != settings), None):
+        raise UserError(f"calibrate: {other}: has other controller settings than {paths[0]}")
+    recorded = [read_norms(place) for place in paths]
+    for place, norms in zip(paths, recorded, strict=True):
+        refuse_gaps(place, norms, "calibrate")
     if len({len(norms.units) for norms in recorded}) > 1:
         raise UserError("calibrate: these runs differ in their number of units")
 
-    arms: list[tuple[Calibration, float]] = []
-    used: list[list[str]] = []
+    names = list(SIGNALS) if signals == ["all"] else signals or [settings.signal]
+    shared = [f"controller.{word}" for word in words if not word.startswith(("signal=", "options."))]
+    own = [f"controller.{word}" for word in words if word.startswith("options.")]
+    found: list[tuple[Calibration, float]] = []
 
-    def found(name: str, share: float, calibration: Calibration) -> None:
-        if not used:  # beside the lines, which other programs may read
+    def one(point: tuple[str, float]) -> None:
+        name, share = point
+        is_own = name == settings.signal
+        signal = replace(settings, signal=name, options=settings.options if is_own else {})
+        calibration = calibrate(recorded, signal, share)
+        overrides = [*calibration.overrides, *(own if is_own else []), *shared]
+        if not found:  # on standard error, because other programs may read the lines
             print(f"{'signal':20} {'share':7}  words for gnmr train", file=sys.stderr)
-        used.append(calibration.overrides)
+        found.append((replace(calibration, overrides=overrides), share))
         if out is not None:
-            arms.append((calibration, share))
-            write_arms(out, arms)
-        print(f"{name:20} {calibration.share:.5f}  {shlex.join(calibration.overrides)}", flush=True)
+            write_arms(out, found)
+        print(f"{name:20} {calibration.share:.5f}  {shlex.join(overrides)}", flush=True)
 
-    calibrate_each(recorded, settings, asked, wanted, found=found, left_out=_left_out)
-    if len(used) == 1:
-        print(f"use: {shown_command('train', '...', *used[0])}", file=sys.stderr)
+    _each([(name, share) for name in names for share in given.calibrate], one, lambda point: point[0], "calibrating")
+    if len(found) == 1:
+        print(f"use: {shown_command('train', '...', *found[0][0].overrides)}", file=sys.stderr)
     return 0
 
 
-def _detect(places: Unpacked, asked: Request, share: float, out: Path | None) -> int:
-    """Two tables, and with `out` the same as JSON."""
-    runs: list[FaultyRun] = []
-    for place in places.paths:
-        settings, norms = asked.settings(place), read_norms(place)
+def _detect(paths: list[Path], words: list[str], signals: list[str], given: Any) -> int:
+    """Print a table, and with `out` write the same as JSON."""
+    runs: list[detect.FaultyRun] = []
+    for place in paths:
+        settings, norms = settings_of(place, words, given.trust), read_norms(place)
         refuse_gaps(place, norms, "detect")
-        run = faulty_run(place, norms, settings)
-        if run is None:
-            print(f"gnmr: {places.told(place)}: no faults, passed over", file=sys.stderr)
+        if windows := read_windows(place) if place.is_dir() else []:
+            runs.append(detect.FaultyRun(place, norms, settings, windows))
         else:
-            runs.append(replace(run, folder=Path(places.told(run.folder))))
+            print(f"gnmr: {place}: no faults, passed over", file=sys.stderr)
     if not runs:
         raise UserError("detect: none of these runs had faults; train with faults.kind=... (conf/config.yaml)")
-    found = detect_each(runs, share, asked.signals, _left_out)
-    if out is not None:
-        output.write_json(out, as_tree(found, runs, share), f"out={out}")
-    shown = for_tables()
-    for table in tables(found, runs, share):
-        table.print(shown)
-    if out is not None:
-        print(f"figures: {out}")
+    names = signals or [runs[0].settings.signal]
+    if names == ["all"]:  # those that choose blindly have no detections to compare; random shows what chance catches
+        blind = set(BlindSignal.__subclasses__())
+        names = [name for name, cls in SIGNALS.items() if name == "random" or (cls.columns and cls not in blind)]
+    found: dict[str, dict[str, detect.Tally]] = {}
+    _each(names, lambda name: found.update({name: detect.tally(name, runs, given.detect)}), str, "detecting")
+    if given.out is not None:
+        tree = {"false_alarms": given.detect, "runs": [str(run.folder) for run in runs]}
+        output.write_json(given.out, tree | {"signals": detect.as_tree(found)}, f"out={given.out}")
+    for_tables().print(detect.table(found))
+    if given.out is not None:
+        print(f"figures: {given.out}")
     return 0
 
 
-def _left_out(name: str, error: UserError) -> None:
-    print(f"{name:20} left out: {str(error).removeprefix('replay: ')}", file=sys.stderr)
+def _each(points: Sequence[_T], act: Callable[[_T], None], named: Callable[[_T], str], doing: str) -> None:
+    """Act on every point. A signal that raises UserError is left out, and reported; a single one raises it."""
+    for point in tracked(points, doing):
+        try:
+            act(point)
+        except UserError as error:
+            if len(points) == 1:
+                raise
+            print(f"{named(point):20} left out: {str(error).removeprefix('replay: ')}", file=sys.stderr)
 
 
 @contextmanager
 def _lines(out: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Writes one JSON object a line; nothing without `out`."""
+    """Write one JSON object a line; nothing without `out`."""
     if out is None:
         yield lambda _row: None
         return

@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     parser.option("out", path, "folder for report.md and the PNGs; default: report/ in RUN's folder")
     parser.option("claims", path, "file of claims; out: default results/ beside it")
     parser.option("html", path, "also one self-contained page for a browser")
-    parser.option("wandb", text, "also a report in this W&B project (needs wandb-workspaces; gnmr sync sends the runs)")
+    parser.option("wandb", text, "also a report in this W&B project (needs wandb-workspaces)")
     parser.option("against", text, "the arm that all others are tested against; default: the static low path")
     parser.flag("no-plots", "tables only")
     parser.flag("strict", "refuse runs of one experiment and scale that cannot be compared")

@@ -1,4 +1,4 @@
-"""Files of a run folder: replaced atomically, synced, and never reached through a link."""
+"""Replace files atomically, sync them, and never reach them through a link."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gnmr.errors import UserError
 
 
 def no_link(path: str, flags: int) -> int:
-    """An opener for `open`: OSError for a link and, when reading, for what is no regular file; never waits."""
+    """Open a file for `open(opener=...)`. Raises OSError for a link and, when reading, for what is no regular file."""
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     if flags & os.O_ACCMODE == os.O_RDONLY and not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -25,10 +25,10 @@ def no_link(path: str, flags: int) -> int:
 
 @contextmanager
 def replacing(path: Path, beside: Path | None = None) -> Iterator[BinaryIO]:
-    """A new file, which is synced and then replaces `path`: readers see the old or the new one, never a part.
+    """Open a new file, which is synced and then replaces `path`: readers see the old or the new one, never a part.
 
-    A link at `path` is replaced, not followed. After an error the new file is removed. `beside`: what it is called
-    until then, by default what a process that was killed meanwhile has left.
+    A link at `path` is replaced and not followed. After an error the new file is removed. `beside` is its name until
+    then; by default a file that a killed process left under that name is overwritten.
     """
     if beside is None:
         beside = path.with_name(path.name + ".tmp")
@@ -47,13 +47,13 @@ def replacing(path: Path, beside: Path | None = None) -> Iterator[BinaryIO]:
 
 
 def truncate(path: Path, size: int) -> None:
-    """Cuts a file; OSError for a link."""
+    """Truncate a file. Raises OSError for a link."""
     with open(path, "r+b", opener=no_link) as file:
         file.truncate(size)
 
 
 def sync_folder(path: Path) -> None:
-    """Writes a folder's entries to the disk, where it may be read."""
+    """Write a folder's entries to the disk, if it may be read."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except PermissionError:
@@ -65,25 +65,21 @@ def sync_folder(path: Path) -> None:
 
 
 def sha256(path: Path) -> str:
-    """Of a file's content; OSError for a link."""
+    """Return the digest of a file's content. Raises OSError for a link."""
     with open(path, "rb", opener=no_link) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_tree(folder: Path, skip: tuple[str, ...] = ()) -> None:
-    """UserError for anything in `folder` that is neither a regular file nor a folder; `skip`: folders not looked into.
+    """Raise UserError for anything in `folder` that is neither a regular file nor a folder, `skip` left out.
 
-    A link could lead a run's writing and deleting elsewhere, a pipe could block it.
+    A link could lead a run's writing and deleting elsewhere, and a pipe could block it.
     """
     for entry in os.scandir(folder):
-        try:
+        with suppress(FileNotFoundError):  # the run's own process has just renamed or removed it
             mode = entry.stat(follow_symlinks=False).st_mode
-        except FileNotFoundError:  # the run's own process has just renamed or removed it
-            continue
-        if stat.S_ISDIR(mode):
-            if entry.name not in skip:
-                with suppress(FileNotFoundError):
-                    check_tree(Path(entry.path))
-        elif not stat.S_ISREG(mode):
-            what = "a symbolic link" if stat.S_ISLNK(mode) else "no regular file"
-            raise UserError(f"{entry.path}: is {what}, which a run folder does not hold: remove it")
+            if stat.S_ISDIR(mode) and entry.name not in skip:
+                check_tree(Path(entry.path))
+            elif not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
+                what = "a symbolic link" if stat.S_ISLNK(mode) else "no regular file"
+                raise UserError(f"{entry.path}: is {what}, which a run folder does not hold: remove it")

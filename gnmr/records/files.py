@@ -1,26 +1,24 @@
-"""Text files of a run folder, written so that a kill at any moment leaves them readable."""
+"""Files of a run folder, written so that a kill at any moment leaves them readable."""
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
-import shutil
+import os
+import stat
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from gnmr.errors import UserError
-from gnmr.records.appending import AppendFile
 from gnmr.records.disk import no_link, replacing, truncate
-from gnmr.records.reader import iter_sound, stored
+from gnmr.records.reader import iter_sound
 
 _JSON = json.JSONEncoder(allow_nan=False)
 
 
 def encode(value: Any) -> Any:
-    """The inverse of `reader.decode`: non-finite floats to nan, inf and -inf, inside containers too."""
+    """Return the value with non-finite floats as the strings nan, inf and -inf; `reader.decode` is the inverse."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(float(value))
     if isinstance(value, dict):
@@ -31,30 +29,83 @@ def encode(value: Any) -> Any:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes beside, syncs and renames, so that a reader finds the old text or the new one, never half of it."""
+    """Replace the file atomically: a reader finds the old text or the new one, never a part."""
     with replacing(path) as file:
         file.write(text.encode())
 
 
 def replace_json(path: Path, tree: dict[str, Any]) -> None:
-    """As `replace_text`, of an object; NaN and Inf become words."""
+    """Replace the file atomically by a JSON object, in which non-finite numbers are strings."""
     replace_text(path, json.dumps(encode(tree), indent=2, allow_nan=False) + "\n")
 
 
+class AppendFile:
+    """A file that only grows. Every piece is flushed to the operating system; `sync` brings it to the disk."""
+
+    def __init__(self, path: Path) -> None:
+        """Append to what is there. Raises OSError for a link."""
+        self.path = path
+        self._file: BinaryIO = open(path, "ab", opener=no_link)  # noqa: SIM115 (open until `close`)
+        self._bytes = os.fstat(self._file.fileno()).st_size
+        self._crc32 = _crc32(path, self._bytes) if self._bytes else 0
+
+    def append(self, data: bytes) -> None:
+        """Write the data with one system call."""
+        self._file.write(data)
+        self._file.flush()
+        self._bytes += len(data)
+        self._crc32 = zlib.crc32(data, self._crc32)
+
+    def sync(self) -> None:
+        """Bring the rows to the disk; does nothing after `close`."""
+        if not self._file.closed:
+            os.fsync(self._file.fileno())
+
+    def in_place(self) -> bool:
+        """Return True if the file at the path is still this one and as long as what was written."""
+        try:
+            there = os.lstat(self.path)
+        except OSError:
+            return False
+        if there.st_size != self._bytes or not stat.S_ISREG(there.st_mode):
+            return False
+        return self._file.closed or os.path.samestat(there, os.fstat(self._file.fileno()))
+
+    def count(self) -> list[int]:
+        """Return the number of bytes that were written and their CRC-32, for `begins_with`."""
+        return [self._bytes, self._crc32]
+
+    def close(self) -> None:
+        """Close the file; every row was flushed before."""
+        self._file.close()
+
+
+def begins_with(path: Path, count: list[int]) -> bool:
+    """Return True if the file begins with what `AppendFile.count` counted."""
+    size, crc32 = count
+    return (path.stat().st_size if path.exists() else 0) >= size and (not size or _crc32(path, size) == crc32)
+
+
+def _crc32(path: Path, size: int) -> int:
+    crc32 = 0
+    with open(path, "rb", opener=no_link) as file:
+        while part := file.read(min(1 << 20, size)):
+            crc32, size = zlib.crc32(part, crc32), size - len(part)
+    return crc32
+
+
 class JsonLines(AppendFile):
-    """Appends rows that hold exactly the keys of `fields`."""
+    """A JSONL file whose rows hold exactly the keys of `fields`."""
 
     def __init__(self, path: Path, fields: Iterable[str]) -> None:
         super().__init__(path)
         self._fields = tuple(fields)
-        self._keys = frozenset(self._fields)
-        self._name = path.name
 
     def write(self, rows: list[dict[str, Any]]) -> None:
-        """Keys in the order of `fields`, floats with all their digits. A missing or unknown key is our own bug."""
+        """Append rows, their keys in the order of `fields`. A missing or unknown key is a defect of ours."""
         lines = []
         for row in rows:
-            assert row.keys() == self._keys, f"{self._name}: keys {sorted(row.keys() ^ self._keys)}"
+            assert row.keys() == set(self._fields), f"{self.path.name}: keys {sorted(row.keys() ^ set(self._fields))}"
             ordered = {key: row[key] for key in self._fields}
             try:
                 text = _JSON.encode(ordered)
@@ -64,32 +115,16 @@ class JsonLines(AppendFile):
         self.append("".join(lines).encode())
 
 
-def unpack(path: Path) -> None:
-    """Puts a .jsonl file in the place of its compressed copy, where there is only that."""
-    found = stored(path)
-    if found is None or found == path:
-        return
-    try:
-        with open(found, "rb", opener=no_link) as packed, gzip.open(packed) as source, replacing(path) as target:
-            shutil.copyfileobj(source, target)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise UserError(f"{found}: damaged ({error})") from error
-    found.unlink()
+def cut_jsonl(path: Path, last_step: int) -> int:
+    """Truncate the file after the rows of `last_step` and return the last step that is left, 0 if there is none.
 
-
-def cut_jsonl(path: Path, last_step: int, fields: Iterable[str] = ()) -> int:
-    """Drops the rows after `last_step`, the first that is damaged or lacks one of `fields` and what follows it, and a
-    torn last line. Rows stand in order of their step: that of the last row which is left comes back, 0 without one.
-
-    Truncating is one system call and needs no space, so it works on a full disk and cannot be half done.
+    A torn last line is dropped as well. Truncating needs no space, so it works on a full disk.
     """
     end = last = 0
-    if not path.exists():
-        return last
-    for row, after in iter_sound(path, []):
-        step = row.get("step")
-        if type(step) is not int or not last <= step <= last_step or not row.keys() >= set(fields):
-            break
-        end, last = after, step
-    truncate(path, end)
+    if path.exists():
+        for row, after in iter_sound(path):
+            if row["step"] > last_step:
+                break
+            end, last = after, row["step"]
+        truncate(path, end)
     return last

@@ -14,20 +14,14 @@ A run folder holds
     scores.json     what `gnmr eval` wrote of the run, if it did
     events.jsonl    one `EVENT_FIELDS` row a promotion, release or verdict
     faults.jsonl    one `FAULT_FIELDS` row a window of injected faults, written at the start; only with stress
-    ratios.rows     `ratio_schema` rows as they are made (gnmr.records.ratios); becomes ratios.parquet when the run ends
-                    and is deleted when it is DONE
-    ratios.parquet
+    units.arrows    `ratio_schema` rows: an Arrow IPC stream, one record batch a step (gnmr.records.units)
     summary.json    `SUMMARY_FIELDS`
     checkpoints/    step-<number>/
     log.txt         lines for people, of a cell of a sweep or under records.live=log; nothing reads it
     adapter/        what peft loads; where model.adapter.rank > 0
     hf/             the model in Hugging Face's layout; with training.export_hf
     wandb/          W&B's own files
-    records.sha256  the sha256 of each of these files when the run ended (gnmr.records.ledger)
     DONE or FAILED  FAILED holds the reason in one line; DONE comes last
-    .reserve        while it runs: space given up when the disk is full, so that summary.json and FAILED fit
-
-Any X.jsonl of a run that has ended may be kept as X.jsonl.gz instead: what reads it reads that.
 
 Steps count from 1. Files are the truth; the live view and W&B are views of them. JSON has no NaN or Inf: a non-finite
 number is written as the string "nan", "inf" or "-inf" (`gnmr.records.reader` turns it back).
@@ -120,8 +114,10 @@ FAULT_FIELDS: dict[str, str] = {
 }
 
 
-def ratio_schema(columns: Sequence[str], metadata: dict[bytes, bytes] | None = None) -> pa.Schema:
-    """One row per observed unit and recorded step; `columns` are the signal's statistics and recorded evidence.
+def ratio_schema(columns: Sequence[str]) -> pa.Schema:
+    """Return the schema of one row per observed unit and recorded step.
+
+    `columns` are the signal's statistics and recorded evidence.
 
     norm, columns and risk belong to this step's gradient, active says whether the unit was on the recovery path during
     this step (in a warm-up: on controller.warmup_path), lock is its lock after the step's decision.
@@ -133,16 +129,13 @@ def ratio_schema(columns: Sequence[str], metadata: dict[bytes, bytes] | None = N
             *(pa.field(name, pa.float64()) for name in ("norm", *columns, "risk")),
             pa.field("active", pa.bool_()),
             pa.field("lock", pa.int32()),
-        ],
-        metadata,
+        ]
     )
 
 
 SUMMARY_FIELDS: dict[str, str] = {
     "status": "done, failed or interrupted",
     "reason": "why it failed or stopped, else null",
-    "incomplete": "what was lost or altered of the records of a run that went on after it, in one line, else null; "
-    "such a run ends failed",
     "steps": "steps trained",
     "tokens": "tokens trained on",
     "final_val_loss": "val_loss of the last evaluation, null if none",

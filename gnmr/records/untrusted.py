@@ -1,7 +1,7 @@
-"""Reading files that somebody else may have made: no links, bounded sizes, no code.
+"""Read files that somebody else may have made: no links below a folder, bounded sizes, no code.
 
-A path that the user names may be a symbolic link; what is below a folder may not, for a link there could expose any
-file of the user's. Sizes and depths are bounded far above what a run writes (1e6 steps, 10,000 units).
+A path that the user names may be a symbolic link; what lies below a folder may not, because a link there could expose
+any file of the user. The bounds are far above what a run writes (1e6 steps, 10,000 units).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,7 +30,7 @@ MAX_DEPTH = 50
 MAX_NAME = 300
 """Characters of a name; a module's dotted name has some 60."""
 SMALL = 1 << 24
-"""Bytes; smaller files are not checked for holes or compression."""
+"""Bytes; smaller files are not checked for compression."""
 MAX_EXPANSION = 100
 """The largest compression ratio of files above `SMALL`: rows compress to a thirtieth at best."""
 
@@ -40,51 +40,37 @@ class Damaged(UserError):
 
 
 def opened(path: Path, most: int = MAX_FILE) -> BinaryIO:
-    """A regular file of at most `most` bytes, open for reading; follows no link and never waits.
+    """Open a regular file of at most `most` bytes for reading; follows no link and never waits.
 
-    FileNotFoundError without it, `Damaged` for anything else.
+    Raises FileNotFoundError if it does not exist and `Damaged` for anything else.
     """
     try:
-        descriptor = no_link(os.fspath(path), os.O_RDONLY | os.O_CLOEXEC)
+        file = os.fdopen(no_link(os.fspath(path), os.O_RDONLY | os.O_CLOEXEC), "rb")
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:
         linked = isinstance(error, OSError) and error.errno == errno.ELOOP
         why = "is a symbolic link" if linked else getattr(error, "strerror", None) or str(error)
         raise Damaged(f"{path}: cannot be read ({why})") from error
-    file = os.fdopen(descriptor, "rb")
-    size = os.fstat(descriptor).st_size
-    if size > most:
+    if (size := os.fstat(file.fileno()).st_size) > most:
         file.close()
         raise Damaged(f"{path}: cannot be read ({size:,} bytes, {most:,} are the most)")
-    if size > SMALL and _first_hole(descriptor) < size:
-        file.close()
-        raise Damaged(f"{path}: cannot be read (has holes: a run writes none)")
     return file
 
 
-def _first_hole(descriptor: int) -> int:
-    """Offset of the file's first hole; its size if it has none or the file system does not tell."""
-    end = os.lseek(descriptor, 0, os.SEEK_END)
-    with suppress(OSError):
-        end = os.lseek(descriptor, 0, os.SEEK_HOLE)
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    return end
-
-
 def exists(path: Path) -> bool:
-    """Whether anything has this name, a dangling link included (`opened` refuses it)."""
+    """Return True if anything has this name, also a dangling link, which `opened` refuses."""
     return os.path.lexists(path)
 
 
 def content(path: Path, most: int = MAX_OBJECT) -> bytes:
-    """The content of a file opened by `opened`."""
+    """Return the content of a file that `opened` opens."""
     with opened(path, most) as file:
         return file.read(most)
 
 
 def bounded(tree: Any, room: int = MAX_DEPTH) -> Any:
-    """The tree itself; ValueError where it is nested too deeply or holds a number beyond 64 bits."""
+    """Return the tree. Raises ValueError if it is nested too deeply or holds a number beyond 64 bits."""
     if isinstance(tree, dict | list):
         if room == 0:
             raise ValueError(f"nested more than {MAX_DEPTH} deep")
@@ -97,7 +83,7 @@ def bounded(tree: Any, room: int = MAX_DEPTH) -> Any:
 
 @contextmanager
 def reading(what: object) -> Iterator[None]:
-    """Turns any error of reading untrusted files into `Damaged`, in one line without a traceback."""
+    """Turn any error of reading untrusted files into `Damaged`, in one line without a traceback."""
     try:
         yield
     except (UserError, BrokenPipeError):
@@ -107,13 +93,13 @@ def reading(what: object) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """First line of an error's message, with its type unless it is a UserError."""
+    """Return the first line of an error's message, with its type unless it is a UserError."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return line if isinstance(error, UserError) else f"{type(error).__name__}: {line}" if line else type(error).__name__
 
 
 def check_folder(folder: Path) -> None:
-    """`Damaged` unless everything below the folder, which may be missing, is a regular file or a folder."""
+    """Raise `Damaged` unless everything below the folder, which may be missing, is a regular file or a folder."""
     if not exists(folder):
         return
     if not stat.S_ISDIR(folder.lstat().st_mode):
@@ -126,6 +112,6 @@ def check_folder(folder: Path) -> None:
 
 
 def text(value: object, most: int = MAX_NAME) -> str:
-    """`value` in one printable line of at most `most` characters."""
+    """Return `value` in one printable line of at most `most` characters."""
     line = printable(value)
     return line if len(line) <= most else f"{line[: most - 3]}..."

@@ -9,10 +9,10 @@ import pytest
 from gnmr.errors import RunFailed
 from gnmr.lab.config import RecordsConfig
 from gnmr.lab.records import wandb_sink
+from gnmr.lab.records.recorder import Recorder
 from gnmr.lab.records.view import RunInfo
 from gnmr.records import writer
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
-from gnmr.records.recorder import Recorder
 
 Make = Callable[..., Any]
 
@@ -47,7 +47,7 @@ def test_fans_out_resumes_and_finishes(
 ) -> None:
     settings = RecordsConfig(ratios_every=2, live="plain", plain_every=5, wandb="offline")
     with Recorder(info(tmp_path), settings, None) as recorder:
-        recorder.start("a: 1\n", {"a": 1}, {"units": ["u"]}, "group")
+        recorder.start("a: 1\n", {"a": 1}, {"units": ["u"], "experiment": "group"})
         for step in range(1, 7):
             recorder.step(step_row(step), ratio_rows(step))
         recorder.events([event_row(3)])
@@ -55,7 +55,7 @@ def test_fans_out_resumes_and_finishes(
     assert capsys.readouterr().out.count("W&B is off from here") == 1
 
     with Recorder(info(tmp_path, 4), settings, 4) as recorder:
-        recorder.start("a: 1\n", {"a": 1}, {"units": ["u"]}, "group")
+        recorder.start("a: 1\n", {"a": 1}, {"units": ["u"], "experiment": "group"})
         for step in range(5, 11):
             recorder.step(step_row(step), ratio_rows(step))
         recorder.eval(eval_row(10))
@@ -74,7 +74,7 @@ def test_fans_out_resumes_and_finishes(
 
 def test_full_disk_ends_the_run_failed(tmp_path: Path, step_row: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(info(tmp_path), RecordsConfig(live="off", wandb="off"), None)
-    recorder.start("a: 1\n", {}, {}, "group")
+    recorder.start("a: 1\n", {}, {})
     recorder.step(step_row(1), None)
 
     class Full:
@@ -92,21 +92,20 @@ def test_full_disk_ends_the_run_failed(tmp_path: Path, step_row: Make, monkeypat
 
 
 def test_an_end_that_cannot_be_written_is_a_failed_run(
-    tmp_path: Path, step_row: Make, ratio_rows: Make, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, step_row: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorder = Recorder(info(tmp_path), RecordsConfig(live="off", wandb="off"), None)
-    recorder.start("a: 1\n", {}, {}, "group")
-    recorder.step(step_row(1), ratio_rows(1))
+    recorder.start("a: 1\n", {}, {})
+    recorder.step(step_row(1), None)
 
-    def full(stream: Path, parquet: Path) -> None:
+    def full(path: Path, tree: dict[str, Any]) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(writer, "stream_to_parquet", full)
-    with pytest.raises(RunFailed, match=r"disk full while writing ratios\.parquet"):
-        recorder.finish("done")
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "replace_json", full)
+        with pytest.raises(RunFailed, match=r"disk full while writing summary\.json"):
+            recorder.finish("done")
     assert (tmp_path / "FAILED").read_text().startswith("disk full") and not (tmp_path / "DONE").exists()
-    assert (read_json(tmp_path / "summary.json") or {})["status"] == "failed"
-    assert read_ratios(tmp_path).num_rows == 4
 
 
 def test_what_happens_after_done_changes_nothing_about_it(
@@ -119,7 +118,7 @@ def test_what_happens_after_done_changes_nothing_about_it(
 
     settings = RecordsConfig(live="off", wandb="off")
     with Recorder(info(tmp_path), settings, None) as recorder:
-        recorder.start("a: 1\n", {"a": 1}, {}, "group")
+        recorder.start("a: 1\n", {"a": 1}, {})
         recorder.step(step_row(1), ratio_rows(1))
         monkeypatch.setattr(wandb_sink.WandbSink, "finish", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -131,6 +130,6 @@ def test_what_happens_after_done_changes_nothing_about_it(
 
 def test_a_run_without_measured_bytes_ends_well(tmp_path: Path, step_row: Make, ratio_rows: Make) -> None:
     with Recorder(info(tmp_path), RecordsConfig(live="off", wandb="off"), None) as recorder:
-        recorder.start("a: 1\n", {"a": 1}, {}, "group")
+        recorder.start("a: 1\n", {"a": 1}, {})
         recorder.step(step_row(1) | {"saved_bytes": None, "saved_bytes_predicted": None}, ratio_rows(1))
         assert recorder.finish("done")["saved_bytes_mean"] is None

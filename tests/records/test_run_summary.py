@@ -1,14 +1,13 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gnmr.lab.records.summary import summarize
 from gnmr.records.schema import SUMMARY_FIELDS
+from gnmr.records.summary import summarize
 from gnmr.records.writer import RunWriter
 
 Make = Callable[..., Any]
@@ -36,7 +35,6 @@ def test_summary_by_hand(tmp_path: Path, step_row: Make, eval_row: Make) -> None
     assert summarize(tmp_path, num_recoverable=5, max_o=2, status="interrupted", reason="Ctrl-C") == {
         "status": "interrupted",
         "reason": "Ctrl-C",
-        "incomplete": None,
         "steps": 4,
         "tokens": 8192,
         "final_val_loss": 2.25,
@@ -84,16 +82,3 @@ def test_a_run_without_units_has_no_share_of_unit_steps(tmp_path: Path, step_row
     writer.step(step_row(1, num_active=0, over={}))
     summary = writer.finish("done", None, units, 4)
     assert summary["promotion_frac"] == (None if units == 0 else 0.0)
-
-
-def test_what_was_spent_is_null_in_records_without_it(tmp_path: Path, step_row: Make) -> None:
-    rows = [step_row(step, spent_gemm_frac=step / 10, spent_extra_bytes=10.0 * step) for step in (1, 2)]
-    old = {key: value for key, value in step_row(3).items() if not key.startswith("spent")}
-    for told, expected in (([old], None), ([*rows, old], 0.15)):
-        (tmp_path / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in told))
-        summary = summarize(tmp_path, 28, 4, "done", None)
-        assert summary["steps"] == len(told) and summary["incomplete"] is None
-        assert summary["spent_gemm_frac"] == pytest.approx(expected)
-        assert summary["spent_extra_bytes"] == pytest.approx(None if expected is None else 15.0)
-    (tmp_path / "steps.jsonl").write_text(json.dumps(step_row(1, spent_gemm_frac="a")) + "\n")
-    assert "1 rows of steps.jsonl are damaged" in summarize(tmp_path, 28, 4, "done", None)["incomplete"]

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from gnmr.lab.records.summary import summarize
-from gnmr.lab.records.view import RunInfo, View, _bytes, _duration, _si, _sparkline
+from gnmr.lab.records.view import RunInfo, View, _bytes, _duration, _si
 from gnmr.records.schema import RatioRows
+from gnmr.records.summary import summarize
 
 Make = Callable[..., Any]
 INFO = RunInfo("int4-abc-s0", Path("runs/x"), "int4", "cpu", 40, 4, 2, 1_234_567, 2048)
@@ -56,14 +56,13 @@ def test_picture_on_a_terminal(args: tuple[Any, ...]) -> None:
     view = View("auto", 20, Console(force_terminal=True, file=file, width=80, _environ={"TERM": "xterm"}))
     drive(view, *args)
     text = shown(file.getvalue())
-    assert "40/40" in text and "0:00 left" in text
+    assert "40/40" in text and "0:00:00 left" in text
     assert "1.23 M parameters, 4 units, cpu" in text
     assert re.search(r"loss\s+3\.2500", text) and re.search(r"lr\s+3\.33e-04", text)
-    assert re.search(r"val ppl\s+8\.03 at 40", text)
+    assert re.search(r"val ppl\s+8\.03", text)
     assert re.search(r"active\s+2/4, max 2\s+candidates\s+3", text)
     units = re.findall(r"^([●▲▽ ]) layers\.(\d)", text[text.rindex("in recovery") :], re.MULTILINE)
     assert units == [("●", "1"), (" ", "2"), (" ", "0"), (" ", "3")]  # in recovery on top; then inf first, NaN last
-    assert re.search(r"^loss ▁+x▁$", text, re.MULTILINE), "step 39 had no finite loss"
     assert all(len(line) <= 80 for line in text.splitlines())
     assert "a [bold]message[/bold]" in text
     assert re.search(r"reason\s+why it failed", text) and re.search(r"tokens/s, median step\s+5\.46 k", text)
@@ -77,9 +76,9 @@ def test_plain_lines_without_a_terminal(args: tuple[Any, ...], mode: str) -> Non
     drive(View(mode, 20, Console(file=file, width=80, force_terminal=mode == "plain", no_color=True)), *args)
     lines = shown(file.getvalue()).splitlines()
     assert lines[0] == ("int4-abc-s0: 40 steps of 2,048 tokens, 1.23 M parameters, 4 units, cpu, records in runs/x")
-    assert lines[1] == "step 20/40  loss 3.2500  lr 3.33e-04  recovery 2/4  left 0:00"
+    assert lines[1] == "step 20/40  loss 3.2500  lr 3.33e-04  recovery 2/4  left 0:00:00"
     assert lines[2] == "step 20/40  val_loss 2.0500  val_ppl 8.05"
-    assert lines[3] == "step 40/40  loss 3.2500  lr 3.33e-04  ppl 8.05  recovery 2/4  skipped 1  left 0:00"
+    assert lines[3] == "step 40/40  loss 3.2500  lr 3.33e-04  ppl 8.05  recovery 2/4  skipped 1  left 0:00:00"
     assert lines[5] == "a [bold]message[/bold]"
     assert lines[-1] == "next: gnmr report runs/x"
 
@@ -107,7 +106,7 @@ def test_it_fits_and_marks_who_comes_and_who_leaves(width: int, step_row: Make, 
     assert all(len(line) <= width for line in text.splitlines()), text
     marks = re.findall(r"^([●▲▽ ]) (layers\.\d)", text, re.MULTILINE)
     assert [mark for mark, _ in marks][:2] == ["▽", "▲"] and marks[1][1] == ratios.units[2][:8]
-    assert "loss █▅▁" in text and ("gnmr" in text) == (width == 80) and "3.00" in text
+    assert ("gnmr" in text) == (width == 80) and re.search(r" 3 +2 ", text)
     assert "1.23 M parameters, 4 units, cpu" in text and "…" not in text
 
 
@@ -134,12 +133,6 @@ def test_all_who_are_in_recovery_are_shown_or_counted(step_row: Make) -> None:
     )
     text = picture(80, rows(30, 30), step_row(1), [])
     assert len(re.findall("^● layers", text, re.MULTILINE)) == 16 and "● and 14 more in recovery" in text
-
-
-def test_the_losses_of_a_long_run_are_means_and_what_is_not_finite_is_told() -> None:
-    assert _sparkline([1.0, 2.0, math.nan, 8.0], 10) == "▁▂x█"
-    assert _sparkline([4.0] * 6, 3) == "▁▁▁" and _sparkline([1.0], 9) == ""
-    assert _sparkline([float(i // 50) for i in range(400)], 8) == "▁▂▃▄▅▆▇█"
 
 
 def test_off_only_says_what_it_is_told(args: tuple[Any, ...]) -> None:
@@ -172,13 +165,13 @@ def test_a_resumed_run_measures_its_own_pace(step_row: Make) -> None:
     assert "recovery" not in file.getvalue().splitlines()[-1]  # a run without units
     view._first = (60, time.monotonic() - 20.0)
     view.step(step_row(80), None)
-    assert file.getvalue().splitlines()[-1].endswith("left 0:20")
+    assert file.getvalue().splitlines()[-1].endswith("left 0:00:20")
 
 
 def test_numbers() -> None:
-    assert [_duration(s) for s in (59.6, 75, 3675, math.nan)] == ["1:00", "1:15", "1:01:15", "-:--"]
+    assert [_duration(s) for s in (59.6, 75, 3675, math.nan)] == ["0:01:00", "0:01:15", "1:01:15", "-:--"]
     assert [_si(n) for n in (999, 1500, 1_234_567, 7e9)] == ["999", "1.50 k", "1.23 M", "7.00 G"]
-    assert [_bytes(n) for n in (10, 1536, 3 << 20, 5 << 30)] == ["10 B", "1.5 KiB", "3.0 MiB", "5.0 GiB"]
+    assert [_bytes(n) for n in (10, 1500, None)] == ["10 bytes", "1.5 kB", "–"]
 
 
 def test_lines_of_a_sweeps_cell_go_to_its_folder(args: tuple[Any, ...], capsys: pytest.CaptureFixture[str]) -> None:

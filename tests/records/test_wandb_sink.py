@@ -16,29 +16,32 @@ import wandb
 from wandb_files import read_history, read_records
 
 from gnmr.lab.records import wandb_sink
-from gnmr.lab.records.risk_image import RiskMap
+from gnmr.lab.records.view import RunInfo
 from gnmr.lab.records.wandb_sink import (
     EVAL_METRICS,
     PANELS,
     STEP_METRICS,
-    Labels,
-    UnitTraces,
     WandbSink,
     _has_key,
     group_of,
 )
+from gnmr.records.writer import RunWriter
 
 Make = Callable[..., Any]
 SUMMARY = {"status": "done", "steps": 12}
 
 
-LABELS = Labels("abcd1234", "experiment/arm-0123abcd-s0", "arm", "experiment/arm-0123abcd", ("experiment", "cpu"))
 HEADER = {"commit": "0123", "command": "gnmr train", "machine": {"cpu": "Test"}, "units": ["a", "b"]}
+HEADER |= {"run_id": "abcd1234", "experiment": "experiment", "scale": "cpu"}
+
+
+def info(folder: Path) -> RunInfo:
+    return RunInfo("experiment/arm-0123abcd-s0", folder, "arm", "cpu", 40, 4, 2, 1000, 2048)
 
 
 def start(sink: WandbSink, folder: Path, mode: str = "offline") -> None:
     config = {"model": {"name": "llama"}, "controller": {"trigger": 2.0}}
-    sink.start(LABELS, project="team/gnmr", folder=folder, config=config, header=HEADER, mode=mode)
+    sink.start(info(folder), config, HEADER, project="team/gnmr", mode=mode)
 
 
 @pytest.mark.slow
@@ -55,11 +58,11 @@ def test_offline_file_equals_what_was_given(
     columns = {"gnmr": np.ones(4), "delta_gnmr": np.array([math.nan, 1.0, 2.0, 3.0]), "price": np.full(4, 0.25)}
     ratios[10] = ratio_rows(10, columns=columns, observed=np.array([True, True, True, False]))
     for step, row in rows.items():
-        sink.step(row, ratios[step], {"compare/loss_minus_16bit": step / 10})
+        sink.step(row, ratios[step])
         if step in (2, 9):
             sink.events([event_row(step), event_row(step, unit=ratios[1].units[2]), event_row(step, event="release")])
         if step % 6 == 0:
-            sink.eval(eval_row(step), {"compare/val_loss_minus_16bit": 0.5})
+            sink.eval(eval_row(step))
     events = [event_row(2), event_row(3, event="release", cause="lock")]
     events += [event_row(4, unit=None, event="verdict", cause="data")]
     sink.finish(SUMMARY, events)
@@ -72,9 +75,8 @@ def test_offline_file_equals_what_was_given(
         np.testing.assert_equal(
             {name: logged[name] for name in STEP_METRICS.values()}, {n: row[k] for k, n in STEP_METRICS.items()}
         )
-        assert (logged["step"], logged["compare/loss_minus_16bit"]) == (step, step / 10)
+        assert logged["step"] == step
         assert set(EVAL_METRICS.values()) <= logged.keys() if step % 6 == 0 else "val/loss" not in logged
-        assert ("risk_map" in logged or "risk_map/_type" in logged) == (step % 6 == 0 or step == 40)
         lines = {
             f"{column}/{unit}": values[place]
             for column, values in ratios[step].columns.items()
@@ -85,7 +87,6 @@ def test_offline_file_equals_what_was_given(
         assert found == (lines if step % 5 == 0 else {}) and (step != 10 or len(found) == 5)
         assert logged["recovery/promotions"] == 2 * (step >= 2) + 2 * (step >= 9)
     assert history[12]["val/loss"] == eval_row(12)["val_loss"]
-    assert history[12]["compare/val_loss_minus_16bit"] == 0.5
     assert history[5]["risk/highest"] == ratios[5].risk.max()
     assert history[5]["risk/mean_gnmr"] == ratios[5].columns["gnmr"].mean()
     assert history[10]["price/total_nats"] == 1.0 and "price/total_nats" not in history[5]
@@ -98,18 +99,22 @@ def test_offline_file_equals_what_was_given(
     assert shown == {*PANELS, "gnmr/*", "delta_gnmr/*"} and len(PANELS) <= 10
 
     run = next(record.run for record in read_records(tmp_path) if record.WhichOneof("record_type") == "run")
-    assert (run.run_id, run.display_name, run.project, run.entity) == ("abcd1234", LABELS.name, "gnmr", "team")
-    assert (run.run_group, run.job_type, list(run.tags)) == (LABELS.group, "arm", ["arm", "experiment", "cpu"])
+    assert (run.run_id, run.display_name, run.project, run.entity) == (
+        "abcd1234",
+        "experiment/arm-0123abcd-s0",
+        "gnmr",
+        "team",
+    )
+    assert (run.run_group, run.job_type, list(run.tags)) == (
+        "experiment/arm-0123abcd",
+        "arm",
+        ["arm", "experiment", "cpu"],
+    )
     config = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert (config["model"], config["arm"]) == ({"name": "llama"}, "arm")
-    assert config["header"] == {key: HEADER[key] for key in ("commit", "command", "machine")}
+    assert config["header"] == {key: value for key, value in HEADER.items() if key != "units"}
     tables = {path.name.split("_")[0]: json.loads(path.read_text()) for path in media(tmp_path, "table")}
     assert tables["events"]["data"] == [list(row.values()) for row in events]
-    units = tables["units"]
-    assert units["columns"][:3] == ["step", "unit", "norm"] and units["columns"][-2:] == ["risk", "active"]
-    assert [row[0] for row in units["data"]] == [s for s in range(5, 41, 5) for _ in range(4 if s != 10 else 3)]
-    assert units["data"][0][1:3] == [ratios[5].units[0], ratios[5].norm[0]] and units["data"][1][-1] is True
-    assert len(media(tmp_path, "images")) == 7
 
 
 def media(folder: Path, kind: str) -> list[Path]:
@@ -250,39 +255,6 @@ def test_a_login_in_netrc_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not _has_key(fake_wandb(""))
 
 
-def test_the_map_of_units_as_a_picture() -> None:
-    """Two units; eight bins of two steps after sixteen steps, then of four."""
-    found = RiskMap(8)
-    for step in range(1, 17):
-        risk = np.array([4.0 if step == 3 else 0.5, np.nan if step < 9 else 1.0])
-        found.add(step, ["a", "b"], risk, np.array([step in (5, 6), False]))
-    assert (found.width, found.last_step) == (2, 16)
-    assert found.risk_UB[0].tolist() == [0.5, 4.0, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]
-    assert found.active_UB[0].tolist() == [False, False, True, False, False, False, False, False]
-    assert np.isnan(found.risk_UB[1, :4]).all() and (found.risk_UB[1, 4:] == 1).all()
-    pixels = found.pixels(trigger=1.0)
-    high, wide = len(pixels) // 2, pixels.shape[1] // 8
-    assert pixels[0, 0].tolist() == [255, 255, 255], "below the trigger"
-    assert pixels[0, wide].tolist() == [122, 0, 0], "four times the trigger"
-    assert pixels[high - 1, 2 * wide].tolist() == [0, 114, 178], "on the recovery path"
-    assert pixels[high, 0].tolist() == [233, 233, 233], "not observed"
-    assert found.picture().size[0] > pixels.shape[1]
-    found.add(17, ["a", "b"], np.array([1.0, 1.0]), np.zeros(2, bool))
-    assert found.width == 4 and found.risk_UB[0, :5].tolist() == [4.0, 0.5, 0.5, 0.5, 1.0]
-    found.add(18, ["c"], np.array([1.0]), np.zeros(1, bool))
-    assert found.units == ["c"] and RiskMap().picture() is None
-
-
-def test_traces_of_units_stay_bounded(ratio_rows: Make) -> None:
-    traces = UnitTraces(1)
-    units = [f"u{i}" for i in range(1000)]
-    for step in range(1, 101):
-        traces.add(ratio_rows(step, units))
-    assert len(traces._kept) <= 40
-    rows = traces.rows(5000)
-    assert 2000 < len(rows) <= 5000 and {len(row) for row in rows} == {len(traces.columns)}
-
-
 @pytest.mark.parametrize("there", [0, 2])
 def test_a_resumed_run_sends_first_what_wandb_lacks(
     tmp_path: Path,
@@ -297,16 +269,18 @@ def test_a_resumed_run_sends_first_what_wandb_lacks(
     fake = fake_wandb("")
     monkeypatch.setattr(wandb_sink, "_wandb", lambda: fake)
     monkeypatch.setattr(FakeRun, "step", there)
+    writer = RunWriter(tmp_path, None)
+    for step in (1, 2, 3):
+        writer.step(step_row(step))
+        writer.ratios(ratio_rows(step))
+        writer.events([event_row(step)])
+    writer.eval(eval_row(3))
+    writer.close()
     sink = WandbSink(pytest.fail, wandb_every=2)
     start(sink, tmp_path)
-    rows: list[Any] = []
-    for step in (1, 2, 3, 4):  # the fourth is of the run that goes on
-        rows += [("step", step_row(step), ratio_rows(step)), ("events", [event_row(step)], None)]
-    rows.insert(-2, ("eval", eval_row(3), None))
-    sink.resume(lambda: rows, 3)
+    sink.resume(tmp_path, 3)
     sink.step(step_row(4), ratio_rows(4))
     sink._thread.shutdown()
-    assert sink._map.last_step == 4 and [one.step for one in sink._traces._kept] == [2, 4]
     merged: dict[int, dict[str, Any]] = {}  # as W&B does
     for step, metrics in zip(sink._run.steps, sink._run.logged, strict=True):
         merged.setdefault(step, {}).update(metrics)
@@ -341,25 +315,12 @@ def test_the_most_promoted_units_have_lines(
     assert [name for name in risk if "/u" in name] == [f"risk/{unit}" for unit in expected]
 
 
-def test_wandbs_variables_are_not_told_where_it_is_disabled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(wandb_sink, "_wandb", lambda: fake_wandb(""))
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    monkeypatch.setenv("WANDB_NAME", "mine")
-    WandbSink(said.append).start(LABELS, project=None, folder=tmp_path, config={}, header=HEADER, mode="auto")
-    assert not said
-
-
 @pytest.mark.parametrize(
-    ("project", "expected", "told"),
+    ("project", "expected"),
     [
-        (None, ("theirs", None), ("uses WANDB_PROJECT=theirs, WANDB_ENTITY=them, WANDB_NAME=mine, WANDB_TAGS=a, b",)),
-        ("ours", ("ours", None), ("uses WANDB_ENTITY=them", "overrides WANDB_PROJECT=theirs")),
-        (
-            "we/ours",
-            ("ours", "we"),
-            ("uses WANDB_NAME=mine", "overrides WANDB_PROJECT=theirs, WANDB_ENTITY=them"),
-        ),
+        (None, ("theirs", None)),
+        ("ours", ("ours", None)),
+        ("we/ours", ("ours", "we")),
     ],
 )
 def test_wandbs_variables_hold_where_the_config_says_nothing(
@@ -367,7 +328,6 @@ def test_wandbs_variables_hold_where_the_config_says_nothing(
     monkeypatch: pytest.MonkeyPatch,
     project: str | None,
     expected: tuple[str, str | None],
-    told: tuple[str, ...],
 ) -> None:
     fake, arguments, said = fake_wandb(""), {}, []
     plain = fake.init
@@ -375,11 +335,10 @@ def test_wandbs_variables_hold_where_the_config_says_nothing(
     monkeypatch.setattr(wandb_sink, "_wandb", lambda: fake)
     for name, value in {"PROJECT": "theirs", "ENTITY": "them", "NAME": "mine", "TAGS": "a, b"}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
-    WandbSink(said.append).start(LABELS, project=project, folder=tmp_path, config={}, header=HEADER, mode="offline")
+    WandbSink(said.append).start(info(tmp_path), {}, HEADER, project=project, mode="offline")
     assert (arguments["project"], arguments["entity"]) == expected
-    assert arguments["name"] == "mine" and arguments["group"] == LABELS.group
+    assert arguments["name"] == "mine" and arguments["group"] == "experiment/arm-0123abcd"
     assert arguments["tags"] == ["arm", "experiment", "cpu", "a", "b"]
-    assert len(said) == 1 and all(part in said[0] for part in told)
 
 
 def test_wandb_that_is_disabled_is_nowhere_to_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,10 +354,8 @@ def test_rows_that_cannot_be_read_back_stop_wandb_alone(tmp_path: Path, monkeypa
     sink = WandbSink(said.append)
     start(sink, tmp_path)
 
-    def damaged() -> Any:
-        raise ValueError("damaged")
-
-    sink.resume(damaged, 3)
+    (tmp_path / "steps.jsonl").write_text('{"step": 1}\n')
+    sink.resume(tmp_path, 3)
     sink._thread.shutdown()
     assert len(said) == 1 and "its resume failed" in said[0] and sink.where() is None
 

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -20,8 +18,8 @@ from gnmr.lab.records.find import find_runs
 from gnmr.lab.report.comparisons import Comparison, compare
 from gnmr.lab.report.runs import load
 from gnmr.lab.report.style import STYLE
-from gnmr.records.ratios import RatioStream
-from gnmr.records.schema import RatioRows, ratio_schema
+from gnmr.records.schema import RatioRows
+from gnmr.records.units import UnitStream
 
 
 @dataclass
@@ -51,7 +49,6 @@ class FakeRun:
     events: list[dict[str, Any]] = field(default_factory=list)
     ratios: bool = True
     """Whether there is a file of ratios."""
-    parquet: bool = True
     extra_bytes: int = 100
     """Saved bytes that an active unit adds."""
 
@@ -148,16 +145,13 @@ def write(root: Path, run: FakeRun) -> Path:
     _jsonl(folder / "events.jsonl", run.events)
     if run.steps and run.ratios:
         numbers = dict.fromkeys(run.columns, gnmr)
-        if run.parquet:
-            pq.write_table(_ratio_table(units, gnmr, numbers, active), folder / "ratios.parquet")
-        else:
-            stream = RatioStream(folder / "ratios.rows")
-            for step in range(run.steps):
-                columns = {column: values[step] for column, values in numbers.items()}
-                observed, lock = np.ones(run.units, bool), active[step].astype(np.int64)
-                rows = (observed, gnmr[step], columns, gnmr[step] / 1.5, active[step], lock)
-                stream.write(RatioRows(step + 1, units, *rows))
-            stream.close()
+        stream = UnitStream(folder)
+        for step in range(run.steps):
+            columns = {column: values[step] for column, values in numbers.items()}
+            observed, lock = np.ones(run.units, bool), active[step].astype(np.int64)
+            rows = (observed, gnmr[step], columns, gnmr[step] / 1.5, active[step], lock)
+            stream.write(RatioRows(step + 1, units, *rows))
+        stream.close()
     if run.status in ("done", "failed", "interrupted"):
         summary = {"status": run.status, "reason": run.reason, "steps": run.steps}
         if evals:
@@ -177,22 +171,6 @@ def _active(gnmr: np.ndarray, made: config.Config) -> np.ndarray:
         best = np.argsort(-gnmr[step])[: made.controller.max_o]
         active[step + 1, best[gnmr[step, best] > (made.controller.alpha or math.inf)]] = True
     return active
-
-
-def _ratio_table(units: list[str], gnmr: np.ndarray, numbers: dict[str, np.ndarray], active: np.ndarray) -> pa.Table:
-    steps, number = gnmr.shape
-    columns = {
-        "step": np.repeat(np.arange(1, steps + 1, dtype=np.int32), number),
-        "unit": pa.DictionaryArray.from_arrays(
-            pa.array(np.tile(np.arange(number, dtype=np.int32), steps)), pa.array(units)
-        ),
-        "norm": gnmr.ravel(),
-        **{column: values.ravel() for column, values in numbers.items()},
-        "risk": gnmr.ravel() / 1.5,
-        "active": active.ravel(),
-        "lock": active.ravel().astype(np.int32),
-    }
-    return pa.table(columns, schema=ratio_schema(tuple(numbers)))
 
 
 def _plain(value: float) -> float | str:

@@ -1,27 +1,22 @@
-"""A folder of others is data: it leads nowhere, runs nothing, has an end, and costs no other run its place."""
+"""A run folder of somebody else is data: nothing is followed, imported or resolved, and sizes are bounded."""
 
 from __future__ import annotations
 
-import gzip
 import importlib
 import itertools
 import json
 import os
 import re
-import struct
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import yaml
 
 from gnmr.cli import main
-from gnmr.records.reader import read_json, read_jsonl, read_ratios
+from gnmr.records.reader import read_jsonl
 from gnmr.records.untrusted import Damaged
 
 Write = Callable[..., Path]
@@ -80,30 +75,22 @@ def left_out(why: dict[Path, str], capsys: pytest.CaptureFixture[str]) -> str:
     return everything
 
 
-# ---- links ----
+FILES = ["config.yaml", "header.json", "steps.jsonl", "eval.jsonl", "summary.json", "FAILED"]
 
 
-FILES = ["config.yaml", "header.json", "steps.jsonl", "eval.jsonl", "summary.json", "FAILED", "ratios.parquet"]
-
-
-@pytest.mark.parametrize("kind", ["link", "fifo", "folder"])
+@pytest.mark.parametrize("kind", ["link", "fifo"])
 def test_a_file_that_is_none(kind: str, odd_runs: Callable[[], Path], secret: Path, capsys) -> None:
     why = {}
-    for name in FILES[kind == "folder" :]:  # where config.yaml is a folder is no run
+    for name in FILES:
         run = odd_runs()
         why[run] = f"{name}: "
         (run / name).unlink(missing_ok=True)
-        if kind == "link":
-            (run / name).symlink_to(secret)
-        elif kind == "fifo":
-            os.mkfifo(run / name)
-        else:
-            (run / name).mkdir()
+        (run / name).symlink_to(secret) if kind == "link" else os.mkfifo(run / name)
     assert SECRET not in left_out(why, capsys)
 
 
 def test_replay_follows_no_link_either(odd: Path, secret: Path, gnmr) -> None:
-    for name in ("header.json", "config.yaml", "ratios.parquet"):
+    for name in ("header.json", "config.yaml", "units.arrows"):
         kept = (odd / name).read_bytes()
         (odd / name).unlink()
         (odd / name).symlink_to(secret)
@@ -111,12 +98,6 @@ def test_replay_follows_no_link_either(odd: Path, secret: Path, gnmr) -> None:
         (odd / name).unlink()
         (odd / name).write_bytes(kept)
     assert gnmr("replay", str(odd)).code == 0
-
-
-def test_a_folder_that_the_user_names_may_be_a_link(odd: Path, tmp_path: Path, gnmr) -> None:
-    (tmp_path / "link").symlink_to(odd)
-    assert gnmr("replay", str(tmp_path / "link")).code == 0
-    assert main(["report", str(tmp_path / "link"), f"--out={tmp_path}/out", "--no-plots"]) == 0
 
 
 def test_the_report_is_not_written_through_a_link(odd: Path, secret: Path, tmp_path: Path, gnmr) -> None:
@@ -128,14 +109,11 @@ def test_the_report_is_not_written_through_a_link(odd: Path, secret: Path, tmp_p
     (runs / "report").unlink()
     (runs / "report").mkdir()
     (runs / "report" / "report.md").symlink_to(secret)
-    assert "is a symbolic link, and is left as it is" in gnmr("report", str(runs), "--no-plots").mistake
+    assert "is something else" in gnmr("report", str(runs), "--no-plots").mistake
     (runs / "report" / "report.md").unlink()
     (runs / "report" / "stress-cpu-loss.png").symlink_to(secret)
-    assert "is a symbolic link, and is left as it is" in gnmr("report", str(runs)).mistake
+    assert "is something else" in gnmr("report", str(runs)).mistake
     assert secret.read_text() == SECRET
-
-
-# ---- nothing is run or looked up ----
 
 
 def test_no_interpolation_is_resolved(odd: Path, secret: Path, capsys) -> None:
@@ -162,31 +140,8 @@ def test_a_signal_of_the_folders_is_imported_with_trust_alone(
     assert (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("name", ["../x:Y", ".x:Y", "a b:Y", ":Y", "x:Y.z"])
-def test_a_signal_that_is_no_module(name: str, odd: Path, gnmr) -> None:
-    assert "give the name, or package.module:Class" in gnmr("replay", str(odd), f"signal={name}").mistake
-
-
-# ---- odd contents ----
-
-
 def rows(*changes: dict) -> str:
     return "".join(json.dumps({"step": step, "loss": 1.0} | change) + "\n" for step, change in enumerate(changes, 1))
-
-
-def sparse(file: Path, start: bytes, size: int) -> None:
-    with file.open("wb") as stream:
-        stream.write(start)
-        stream.truncate(size)
-
-
-def config_of(odd: Path, **changes: object) -> str:
-    """A config of another version, which no check has seen."""
-    tree = yaml.safe_load((odd / "config.yaml").read_text()) | {"of_another_version": 1}
-    for key, value in changes.items():
-        group, _, name = key.partition("__")
-        tree[group][name] = value
-    return yaml.safe_dump(tree)
 
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -194,29 +149,15 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 )
 ODD = {
     "a header of a list": ("header.json", '{"units": 5}', "header.json"),
-    "a unit that is no text": ("header.json", '{"units": [1, 2]}', "header.json"),
     "70,000 units": ("header.json", json.dumps({"units": [f"u{i}" for i in range(70_000)]}), "at most 65,535"),
-    "a machine in words": ("header.json", '{"machine": "mine"}', "machine: must be"),
-    "a seed that is a list": ("header.json", '{"seed": [1]}', "seed: must be"),
     "a number without end": ("header.json", '{"seed": 1' + "0" * 400 + "}", "beyond 64 bits"),
-    "a deep header": ("header.json", '{"a": ' + "[" * 900 + "]" * 900 + "}", "nested"),
     "a very deep header": ("header.json", '{"a": ' + "[" * 200_000 + "]" * 200_000 + "}", "nested"),
     "a figure in words": ("summary.json", '{"status": "done", "steps": "many"}', "is no figure"),
-    "a number beyond all": ("summary.json", '{"wall_time_s": 1' + "0" * 400 + "}", "beyond 64 bits"),
-    "steps in words": ("steps.jsonl", rows({}, {"step": "two"}), "line 2: damaged (its step is 'two'"),
-    "a step that is no number": ("steps.jsonl", rows({"step": float("nan")}), "its step is nan"),
-    "a negative step": ("steps.jsonl", rows({"step": -1}), "its step is -1"),
+    "a step that is no number": ("steps.jsonl", rows({}, {"step": "two"}), "line 2: damaged"),
     "a repeated step": ("steps.jsonl", rows({}, {"step": 1}), "step 1 stands behind step 1"),
-    "no step": ("steps.jsonl", '{"loss": 1.0}\n', "its step is None"),
-    "a huge step": ("steps.jsonl", rows({"step": 10**400}), "beyond 64 bits"),
-    "a deep row": ("steps.jsonl", '{"step": 1, "a": ' + "[" * 200_000 + "]" * 200_000 + "}\n", "nested"),
-    "a share of text": ("steps.jsonl", rows({"over": {"gnmr": "x"}}), "cannot be read (ValueError"),
-    "steps behind each other": ("events.jsonl", rows({"step": 2}, {"step": 1}), "stands behind"),
     "aliases without end": ("config.yaml", BOMB, "an alias"),
-    "a deep config": ("config.yaml", "a: " + "[" * 200_000 + "]" * 200_000, "nested"),
     "code in YAML": ("config.yaml", "a: !!python/object/apply:os.getcwd []", "cannot be read"),
     "a large config": ("config.yaml", "a: " + "x" * 600_000, "are the most"),
-    "fault windows without units": ("faults.jsonl", '{"step": 1, "end": 2}\n', "not a fault window"),
 }
 
 
@@ -226,10 +167,6 @@ def test_each_odd_run_is_left_out_with_one_line(odd_runs: Callable[[], Path], ca
         run = odd_runs()
         why[run] = words
         (run / name).write_text(content)
-    for changes in ({"training__steps": "x"}, {"training__seed": [1]}, {"controller__max_o": -1}):
-        run = odd_runs()
-        why[run] = "must be a whole number"
-        (run / "config.yaml").write_text(config_of(run, **changes))
     left_out(why, capsys)
 
 
@@ -247,115 +184,18 @@ def test_what_nobody_thought_of_leaves_one_run_out(odd: Path, capsys, monkeypatc
     left_out({odd: "ZeroDivisionError: what nobody thought of"}, capsys)
 
 
-def test_a_defect_of_ours_is_no_runs_fault(odd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A traceback is for us: no single run fails, all together do."""
-    from gnmr.lab import report
-
-    def broken(comparisons, *_):
-        if len([run for comparison in comparisons for run in comparison.runs]) > 1:
-            raise ZeroDivisionError
-        return []
-
-    monkeypatch.setattr(report, "tables", broken)
-    with pytest.raises(ZeroDivisionError):
-        main(["report", str(odd.parents[1]), "--no-plots"])
-
-
-# ---- sizes ----
-
-
 def test_a_row_of_sixteen_gigabytes(odd: Path, capsys) -> None:
-    sparse(odd / "steps.jsonl", b'{"step": 1, "x": "', 16 << 30)
+    with (odd / "steps.jsonl").open("wb") as stream:
+        stream.write(b'{"step": 1, "x": "')
+        stream.truncate(16 << 30)
     left_out({odd: "steps.jsonl: cannot be read ("}, capsys)
 
 
-def test_a_file_with_holes(tmp_path: Path) -> None:
-    sparse(tmp_path / "eval.jsonl", b'{"step": 1}\n', 1 << 30)
-    with pytest.raises(Damaged, match=r"has holes|more than .* bytes"):
-        read_jsonl(tmp_path / "eval.jsonl")
-
-
-def test_a_compressed_file_that_expands_without_end(tmp_path: Path) -> None:
-    with gzip.open(tmp_path / "events.jsonl.gz", "wb", 9) as file:
-        for _ in range(400):
-            file.write(b'{"step": 1, "unit": "' + b"a" * 100_000 + b'"}\n')
-    with pytest.raises(Damaged, match="expands without end"):
-        read_jsonl(tmp_path / "events.jsonl")
-
-
 def test_a_long_row(tmp_path: Path) -> None:
-    with gzip.open(tmp_path / "eval.jsonl.gz", "wb", 9) as file:
-        file.write(b'{"step": 1, "x": "' + b"x" * (20 << 20))
-    with pytest.raises(Damaged, match=r"more than 16,777,216 bytes|expands without end"):
+    (tmp_path / "eval.jsonl").write_bytes(b'{"step": 1, "x": "' + b"x" * (20 << 20))
+    with pytest.raises(Damaged, match=r"more than 16,777,216 bytes"):
         read_jsonl(tmp_path / "eval.jsonl")
 
-
-def test_an_honest_run_of_ten_thousand_units(tmp_path: Path) -> None:
-    units = [f"model.layers.{i // 7}.mlp.experts.{i % 7}.down_proj" for i in range(10_000)]
-    (tmp_path / "header.json").write_text(json.dumps({"units": units, "cost": [1.0] * 10_000}))
-    found = read_json(tmp_path / "header.json")
-    assert found is not None and found["units"] == units
-    table = pa.table({"step": [1] * 10_000, "unit": units, "norm": np.ones(10_000)})
-    pq.write_table(table, tmp_path / "ratios.parquet")
-    assert read_ratios(tmp_path).num_rows == 10_000
-
-
-def table_of(number: int, **columns: pa.Array) -> pa.Table:
-    ones = np.ones(number)
-    plain = {
-        "step": pa.array(np.arange(1, number + 1, dtype=np.int32)),
-        "unit": pa.array(["a"] * number).dictionary_encode(),
-        "norm": pa.array(ones),
-        "risk": pa.array(ones),
-        "active": pa.array(ones > 2),
-        "lock": pa.array(np.zeros(number, np.int32)),
-    }
-    return pa.table(plain | columns)
-
-
-def repeated(value: object, number: int) -> pa.Array:
-    return pa.array([value]).take(pa.array(np.zeros(number, np.int32)))
-
-
-TABLES = {
-    "five million equal rows": (lambda: pa.table({"step": repeated(1, 5_000_000)}), "5,000,000 rows in"),
-    "70,000 units": (lambda: table_of(70_000, unit=pa.array([f"u{i}" for i in range(70_000)])), "at most 65,535 names"),
-    "steps in words": (lambda: table_of(3, step=pa.array(["one", "two", "three"])), "ratios.parquet: cannot be read"),
-    "a step of 0": (lambda: table_of(3, step=pa.array([0, 1, 2])), "step 0: steps count from 1"),
-    "a step that is no number": (lambda: table_of(3, step=pa.array([1, None, 2])), "has gaps"),
-    "a step beyond all": (lambda: table_of(3, step=pa.array([1, 2, 2**62])), "ratios.parquet: cannot be read"),
-    "units that are numbers in lists": (lambda: table_of(3, unit=pa.array([[1], [2], [3]])), "cannot be read"),
-    "a repeated step": (lambda: table_of(3, step=pa.array([1, 1, 2])), "in two rows"),
-    "no risk": (lambda: table_of(3).drop(["risk"]), "no column 'risk'"),
-    "a matrix nearly empty": (
-        lambda: table_of(30_000, unit=pa.array([f"u{i}" for i in range(30_000)])),
-        "too large to be shown",
-    ),
-}
-
-
-@pytest.mark.slow
-def test_ratios_that_are_none(odd_runs: Callable[[], Path], capsys) -> None:
-    why = {}
-    for made, words in TABLES.values():
-        run = odd_runs()
-        why[run] = words
-        pq.write_table(made(), run / "ratios.parquet")
-    for numbers in ((-1, 0), (1, -1), (1, 7)):  # of a run that goes on, or was killed: step, unit, a unit beyond
-        run = odd_runs()
-        why[run] = "ratios.rows: damaged (a row's step or unit)"
-        row = struct.pack("<iidd?i", *numbers, 1.0, 1.0, False, 0)
-        (run / "ratios.rows").write_bytes(b'{"units": ["a"], "columns": []}\n' + row)
-    left_out(why, capsys)
-
-
-@pytest.mark.parametrize("step", [2**31 - 1, 9223372036854775807])
-def test_replay_of_a_step_beyond_all(step: int, gnmr, tmp_path: Path) -> None:
-    (tmp_path / "norms.csv").write_text(f"step,unit,norm\n1,a,1.0\n{step},a,1.0\n")
-    assert f"step {step} is too large" in gnmr("replay", str(tmp_path / "norms.csv")).mistake
-
-
-# ---- what is shown ----
 
 EVIL = {
     "markup": [
@@ -391,13 +231,3 @@ def test_words_of_a_folder_are_shown_as_words(case: str, write_run: Write, tmp_p
     page = (tmp_path / "runs" / "page.html").read_text()
     assert "<img" not in page.partition('id="data">')[2].partition("</script>")[0]
     assert max(map(len, markdown.splitlines())) < 40_000
-
-
-def test_a_columns_name_is_no_link() -> None:
-    """plotly reads a little HTML: every name that goes to it does so through `plain`."""
-    import gnmr.lab.report.html
-
-    page = (Path(gnmr.lab.report.html.__file__).parent / "page.html").read_text()
-    unit = page[page.index("function drawUnit") : page.index("// ---- regime map ----")]
-    assert "name: plain(name)" in unit and "axis(plain(title)" in unit
-    assert "yaxis: `y${id}`, name," not in unit

@@ -147,7 +147,7 @@ def test_the_legend_counts_the_seeds_that_are_drawn(
         write_run(arm="bf16", seed=seed, steps=30, units=7, gnmr=ratios(30, 7), ratios=seed == 0)
         write_run(arm="int4", seed=seed, steps=30, units=7, gnmr=ratios(30, 7))
     (comparison,) = comparisons()
-    kept = [run for run in comparison.runs if (run.folder / "ratios.parquet").exists()]
+    kept = [run for run in comparison.runs if (run.folder / "units.arrows").exists()]
     curves = {run.folder: means for run in kept if (means := mean_of_units(run.ratios()))}
     (axes,) = mean_gnmr(comparison, curves, looks(["bf16", "int4", "int8"])).axes
     legend = axes.get_legend()

@@ -71,12 +71,12 @@ def test_status(write_run: Write, status: str) -> None:
 def test_a_killed_run_gives_what_it_has(write_run: Write) -> None:
     """No marker, no summary, every file cut in the middle of a row."""
     gnmr = np.array([[1.0, 1.0], [2.0, 1.0], [1.0, 4.0], [1.0, 1.0]])
-    folder = write_run(steps=4, planned=10, status="running", gnmr=gnmr, parquet=False, val_loss={2: 3.0, 4: 2.5})
+    folder = write_run(steps=4, planned=10, status="running", gnmr=gnmr, val_loss={2: 3.0, 4: 2.5})
     (folder / "header.json").write_text((folder / "header.json").read_text())
     for name in ("steps.jsonl", "eval.jsonl"):
         text = (folder / name).read_text()
         (folder / name).write_text(text[: -len(text.splitlines()[-1]) // 2])
-    stream = (folder / "ratios.rows").read_bytes()
+    stream = (folder / "units.arrows").read_bytes()
     run = load(folder)
     assert run.status == "running"
     assert run.last_step == 3
@@ -85,7 +85,7 @@ def test_a_killed_run_gives_what_it_has(write_run: Write) -> None:
     assert run.summary["over_frac"] == pytest.approx({"gnmr": 2 / 6, "delta_gnmr": 2 / 6})
     assert run.summary["wall_time_s"] == 1.5
     assert run.ratios().columns["gnmr"] == pytest.approx(gnmr)
-    (folder / "ratios.rows").write_bytes(stream[:10])
+    (folder / "units.arrows").write_bytes(stream[:10])
     assert run.ratios().steps.size == 0
 
 

@@ -243,8 +243,7 @@ def read(path: Path) -> Config:
     try:
         tree = read_tree(path)
         if tree.get("own_loop") is True:  # gnmr/attachment/record.py
-            norms = path.parent / "ratios.parquet"
-            raise Damaged(f"{path.parent}: was recorded by attach() in a loop of its own; gnmr replay {norms} takes it")
+            raise Damaged(f"{path.parent}: was recorded by attach() in a loop of its own, and is no run of gnmr train")
         return load(tree)
     except Damaged:
         raise

@@ -42,9 +42,9 @@ class RecordsConfig:
     """What is written and shown; nothing here changes the numbers of a run."""
 
     ratios_every: int = 1
-    """Steps between rows of ratios.parquet."""
+    """Steps between rows of units.arrows."""
     evidence: list[str] = field(default_factory=list)
-    """Evidence that ratios.parquet keeps besides what the signal shows (docs/signals.md): replay and calibration of
+    """Evidence that units.arrows keeps besides what the signal shows (docs/signals.md): replay and calibration of
     other signals need theirs. Each costs what measuring it costs."""
     monitor: list[str] = field(default_factory=list)
     """Modules outside of the units whose gradient norms steps.jsonl keeps, as precision.targets: what a recipe leaves

@@ -5,8 +5,8 @@ and the content. Content is null where a file was left out on purpose; its sha25
 X.jsonl that it holds. Rows are sorted by file, then run, because like files compress well together. The schema's
 metadata say what was packed, under `ABOUT`. The same folders give the same bytes.
 
-A pack is read by writing it into a private temporary folder. It may be anybody's (`gnmr.records.untrusted`): its runs' names
-lead nowhere else, its files are records, its sizes are bounded and each content must have its sha256.
+A pack is read by writing it into a private temporary folder. It is not trusted (`gnmr.records.untrusted`): its names
+of runs lead nowhere else, its files are records, its sizes are bounded and each content must have its sha256.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gnmr.errors import UserError
-from gnmr.records.ledger import LEFT_OUT, LISTED, NAME, check_records, digest_of, left_out
-from gnmr.records.reader import stored
 from gnmr.records.untrusted import MAX_EXPANSION, MAX_NAME, SMALL, Damaged, opened, reading
 
 SCHEMA = pa.schema(
@@ -42,7 +40,24 @@ SCHEMA = pa.schema(
 )
 ABOUT = b"gnmr.pack"
 """The key of the schema's metadata that makes a file a pack: version, runs, files, left_out and about, as JSON."""
-_FILES = frozenset({*LISTED, NAME, "DONE"})
+NAME, LEFT_OUT = "records.sha256", "left_out.sha256"
+_FILES = frozenset(
+    [
+        "config.yaml",
+        "header.json",
+        "faults.jsonl",
+        "steps.jsonl",
+        "eval.jsonl",
+        "events.jsonl",
+        "scores.jsonl",
+        "units.arrows",
+        "ratios.parquet",
+        "summary.json",
+        "FAILED",
+        "DONE",
+        "records.sha256",
+    ]
+)
 _SCORES = re.compile(r"scores[\w-]{0,50}\.json", re.ASCII)
 _MAX_FILES = 1 << 20
 _MAX_CONTENT = 1 << 29
@@ -69,7 +84,6 @@ def write_pack(file: BinaryIO, folders: dict[str, Path], without: Iterable[str] 
         for run in folders:
             _check_run(run)
     for run, folder in folders.items():
-        check_records(folder)
         found += [(name, run, path) for name, path in _records(folder).items()]
     omitted = {(name, run) for name, run, _ in found for one in without if _named(name, run, one)}
     if idle := [one for one in without if not any(_named(name, run, one) for name, run in omitted)]:
@@ -100,8 +114,7 @@ def _named(name: str, run: str, pattern: str) -> bool:
 def _records(folder: Path) -> dict[str, Path]:
     """Where the content of each record is, by the record's name."""
     names = {*_FILES, *(path.name for path in folder.glob("scores*.json"))}
-    places = {name: stored(folder / name) for name in names if known(name)}
-    return {name: path for name, path in places.items() if path is not None}
+    return {name: folder / name for name in names if known(name) and (folder / name).exists()}
 
 
 def _groups(found: list[tuple[str, str, Path]], omitted: set[tuple[str, str]]) -> Iterator[list[dict[str, Any]]]:
@@ -110,7 +123,7 @@ def _groups(found: list[tuple[str, str, Path]], omitted: set[tuple[str, str]]) -
     for name, run, path in found:
         packed = path.name != name
         content = None if (name, run) in omitted else _content(path, packed)
-        digest = bytes.fromhex(digest_of(path, packed)) if content is None else hashlib.sha256(content).digest()
+        digest = hashlib.sha256(path.read_bytes()).digest() if content is None else hashlib.sha256(content).digest()
         rows.append({"run": run, "file": name, "sha256": digest, "content": content})
         size += len(content or b"")
         if size >= _GROUP:
@@ -196,13 +209,16 @@ def _put(folder: Path, name: str, digest: bytes, content: bytes | None) -> None:
     if not known(name):
         raise ValueError(f"{name!r:.60} is not a record")
     if content is None:
-        if name in left_out(folder):
-            raise ValueError(f"{name} stands there twice")
         with (folder / LEFT_OUT).open("a", encoding="ascii") as file:
             file.write(f"{digest.hex()}  {name}\n")
         return
     if len(content) > _MAX_CONTENT or hashlib.sha256(content).digest() != digest:
         raise ValueError(f"{name} of {folder.name} is not what its sha256 says")
+    if name == "ratios.parquet":
+        table = pq.read_table(pa.BufferReader(content)).unify_dictionaries()
+        with pa.OSFile(str(folder / "units.arrows"), "wb") as units, pa.ipc.new_stream(units, table.schema) as stream:
+            stream.write_table(table)
+        return
     with (folder / name).open("xb") as file:
         file.write(content)
 

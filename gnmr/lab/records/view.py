@@ -1,21 +1,19 @@
-"""The live view of a run: a terminal picture, or plain lines where there is no terminal. A view, never the truth.
-
-A cell of a sweep writes its lines to log.txt in its folder instead: the sweep has a line for it.
-"""
+"""The live view of a run: a picture on a terminal, plain lines elsewhere, or log.txt for a run of a sweep."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
-from rich import box
+from rich import box, filesize
 from rich.console import Console, Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -31,10 +29,8 @@ LOG = "log.txt"
 
 _REFRESHES_PER_SECOND = 4
 _UNITS_SHOWN = 8
-_MOST_SHOWN = 16  # in recovery, all of whom are shown else
+_MOST_SHOWN = 16  # in recovery; the others are counted
 _COLUMNS_SHOWN = 3  # of the signal; more do not fit
-_LOSSES_KEPT = 512
-_SPARKS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
@@ -58,14 +54,19 @@ class RunInfo:
 
 
 class View:
-    """Shows one run. `step` and `eval` only keep references; the picture is drawn four times a second at the most."""
+    """Shows one run. `step` and `eval` only keep references; the picture is drawn at most four times a second."""
 
     def __init__(
         self, mode: str = "auto", plain_every: int = 20, console: Console | None = None, folder: Path | None = None
     ) -> None:
-        """mode: auto (a picture on a terminal, else plain lines), plain, log (these lines to log.txt in `folder`), or
-        off (only what `say` is given). plain_every: steps between plain lines. console: where to; standard output by
-        default.
+        """Show nothing until `start`.
+
+        Args:
+            mode: auto (a picture on a terminal, else plain lines), plain, log (plain lines to log.txt in `folder`), or
+                off (only what `say` is given).
+            plain_every: steps between plain lines.
+            console: standard output by default.
+            folder: the run's folder.
         """
         self._console = console or shared()
         self._log: TextIO | None = None
@@ -80,7 +81,6 @@ class View:
         self._row: dict[str, Any] = {}
         self._ratios: RatioRows | None = None
         self._eval: dict[str, Any] = {}
-        self._losses: deque[float] = deque(maxlen=_LOSSES_KEPT)
         self._moves: dict[str, str] = {}
         """What the last step's norms led to: promote or release, by unit."""
         self._promotions_total = 0
@@ -105,7 +105,6 @@ class View:
     def step(self, row: dict[str, Any], ratios: RatioRows | None) -> None:
         """A row of `STEP_FIELDS`; ratios: None for a run without units."""
         self._row, self._ratios, self._moves = row, ratios, {}
-        self._losses.append(row["loss"])
         if self._first is None:
             self._first = row["step"], time.monotonic()
         if self._mode == "plain" and self._info is not None:
@@ -183,109 +182,72 @@ class View:
     def _picture(self) -> RenderableType:
         info, row, ratios = self._info, self._row, self._ratios  # the drawing thread's own references
         assert info is not None
-        step = row.get("step", info.start_step)
+        step, narrow = row.get("step", info.start_step), self._console.width < NARROW
         progress = Table.grid(expand=True, padding=(0, 1))
         progress.add_column(ratio=1)
         progress.add_column(justify="right", no_wrap=True)
         left = f"{step}/{info.total_steps}  {_duration(self._seconds_left())} left"
         progress.add_row(ProgressBar(total=info.total_steps, completed=step), left)
-        wide = self._console.width
-        between = "\n" if wide < NARROW else "  "
+        between = "\n" if narrow else "  "
         title = Text.assemble((info.name, "bold"), (between + _of_what(info), "dim"), overflow="ellipsis", no_wrap=True)
         parts: list[RenderableType] = [title, progress]
         if row:
-            if line := _sparkline(list(self._losses), wide - len("loss ")):
-                parts.append(Text.assemble(("loss ", "dim"), line))
-            parts.append(self._figures(info, row, narrow=wide < NARROW))
+            parts.append(self._figures(info, row, 2 if narrow else 3))
         if ratios is not None and ratios.observed.any():
-            parts += _unit_tables(ratios, self._moves, narrow=wide < NARROW)
+            parts.append(_unit_table(ratios, self._moves, narrow))
         return Group(*parts)
 
-    def _figures(self, info: RunInfo, row: dict[str, Any], narrow: bool) -> Table:
-        ppl = f"{self._eval['val_ppl']:.2f}" if self._eval else "–"
-        ppl += f" at {self._eval['step']}" if self._eval and not narrow else ""
+    def _figures(self, info: RunInfo, row: dict[str, Any], beside: int) -> Table:
+        """Return the figures of the step, so many beside each other."""
         pace = info.tokens_per_step / row["step_time_s"] if row["step_time_s"] > 0 else math.nan
-        healing, skipped = row["num_active"] is None, row["nonfinite_total"]
-        active = "healing" if healing else f"{row['num_active']}/{info.num_units}, max {info.max_o}"
-        cells: list[tuple[str, str, str]] = [  # label, figure, style; three to a line, two in a narrow terminal
-            ("loss", f"{row['loss']:.4f}", "bold"),
-            ("val ppl", ppl, "bold"),
-            ("tokens", _si(row["tokens"]), ""),
-            ("lr", f"{row['lr']:.2e}", ""),
-            ("grad norm", f"{row['grad_norm_pre_clip']:.3g}", ""),
-            ("tokens/s", _si(pace), ""),
-            ("saved", _bytes(row["saved_bytes"]), ""),
-            ("predicted", _bytes(row["saved_bytes_predicted"]), ""),
-            ("skipped", str(skipped), "bold red" if skipped else ""),
-        ]
+        figures = {
+            "loss": f"{row['loss']:.4f}",
+            "val ppl": f"{self._eval['val_ppl']:.2f}" if self._eval else "–",
+            "tokens": _si(row["tokens"]),
+            "lr": f"{row['lr']:.2e}",
+            "grad norm": f"{row['grad_norm_pre_clip']:.3g}",
+            "tokens/s": _si(pace),
+            "saved": _bytes(row["saved_bytes"]),
+            "predicted": _bytes(row["saved_bytes_predicted"]),
+            "skipped": str(row["nonfinite_total"]),
+        }
         if info.num_units:
-            cells += [
-                ("active", active, "bold cyan" if row["num_active"] else ""),
-                ("candidates", "–" if healing else str(row["num_candidates"]), ""),
-                ("promotions", str(self._promotions_total), ""),
-            ]
+            healing = row["num_active"] is None
+            figures |= {
+                "active": "healing" if healing else f"{row['num_active']}/{info.num_units}, max {info.max_o}",
+                "candidates": "–" if healing else str(row["num_candidates"]),
+                "promotions": str(self._promotions_total),
+            }
         grid = Table.grid(expand=True, padding=(0, 1))
-        beside = 2 if narrow else 3
         for _ in range(beside):
             grid.add_column(style="dim", no_wrap=True)
             grid.add_column(ratio=1, no_wrap=True)
-        for i in range(0, len(cells), beside):
-            grid.add_row(*(part for label, told, style in cells[i : i + beside] for part in (label, Text(told, style))))
+        cells = list(chain.from_iterable(figures.items()))
+        for i in range(0, len(cells), 2 * beside):
+            grid.add_row(*map(Text, cells[i : i + 2 * beside]))
         return grid
 
 
-def _unit_tables(ratios: RatioRows, moves: dict[str, str], narrow: bool) -> list[RenderableType]:
-    """Who is in recovery on top, then the riskiest others, riskiest first; marks for who comes and who leaves next."""
+def _unit_table(ratios: RatioRows, moves: dict[str, str], narrow: bool) -> Table:
+    """Return the units in recovery and then the others, riskiest first; marks show which units come and leave next."""
     risk = np.where(ratios.observed, np.nan_to_num(ratios.risk, nan=-1.0, posinf=np.inf), -np.inf)
-    order = np.argsort(-risk, kind="stable")
+    order = [i for i in np.argsort(-risk, kind="stable") if ratios.observed[i] or ratios.active[i]]
     inside = [i for i in order if ratios.active[i]]
-    others = [i for i in order if not ratios.active[i] and ratios.observed[i]]
-    coming = [i for i in others if moves.get(ratios.units[i]) == "promote"]
-    rest = [i for i in others if i not in set(coming)]
-    shown = [*inside[:_MOST_SHOWN], *coming[:_MOST_SHOWN]]
-    shown += rest[: max(_UNITS_SHOWN - len(shown), 2)]
+    others = sorted(set(order) - set(inside), key=lambda i: (moves.get(ratios.units[i]) != "promote", order.index(i)))
+    shown = [*inside[:_MOST_SHOWN], *others[: max(_UNITS_SHOWN - len(inside), 2)]]
     table = Table(box=box.SIMPLE_HEAD, expand=True, padding=(0, 1, 0, 0), show_edge=False)
     table.add_column("● in recovery ▲ comes ▽ leaves", ratio=1, no_wrap=True, overflow="ellipsis")
-    columns = [] if narrow else list(ratios.columns)[:_COLUMNS_SHOWN]
-    for name in ([] if narrow else ["norm"]) + [*columns, "risk", "lock"]:
+    columns = {} if narrow else {"norm": ratios.norm} | dict(list(ratios.columns.items())[:_COLUMNS_SHOWN])
+    for name in (*columns, "risk", "lock"):
         table.add_column(name, justify="right", no_wrap=True, min_width=4 if name == "lock" else 7)
     for i in shown:
         active, name = bool(ratios.active[i]), ratios.units[i]
         mark = {"promote": "▲", "release": "▽"}.get(moves.get(name, ""), "●" if active else " ")
-        table.add_row(
-            Text(f"{mark} {name}", "bold cyan" if active else "cyan" if mark == "▲" else ""),
-            *([] if narrow else [_norm(ratios, i)]),
-            *(_ratio(ratios.columns[column][i]) for column in columns),
-            Text(_ratio(ratios.risk[i]), _heat(ratios.risk[i])),
-            str(int(ratios.lock[i]) or ""),
-        )
-    more = len(inside) - len(inside[:_MOST_SHOWN])
-    return [table, *([Text(f"● and {more} more in recovery", "bold cyan")] if more else [])]
-
-
-def _norm(ratios: RatioRows, i: int) -> str:
-    return f"{ratios.norm[i]:.2e}" if ratios.observed[i] else "–"
-
-
-def _heat(risk: float) -> str:
-    """Colour of a risk, which is over its threshold above 1."""
-    return "bold red" if risk > 1 else "yellow" if risk > 0.8 else "green" if risk >= 0 else "dim"
-
-
-def _sparkline(values: list[float], width: int) -> str:
-    """The values from lowest to highest as blocks of eight heights, means where there are more than fit.
-
-    A step whose loss is not finite is an x. Empty for fewer than two values.
-    """
-    if len(values) < 2 or width < 2:
-        return ""
-    pieces = np.array_split(np.array(values, dtype=float), min(width, len(values)))
-    with np.errstate(invalid="ignore", over="ignore"):
-        heights = np.array([piece.mean() for piece in pieces])
-    known = heights[np.isfinite(heights)]
-    low, high = (float(known.min()), float(known.max())) if len(known) else (0.0, 0.0)
-    scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_SPARKS[round((h - low) * scale)] if np.isfinite(h) else "x" for h in heights)
+        numbers = [f"{values[i]:.3g}" for values in (*columns.values(), ratios.risk)]
+        table.add_row(Text(f"{mark} {name}", "bold cyan" if active else ""), *numbers, str(int(ratios.lock[i]) or ""))
+    if hidden := len(inside[_MOST_SHOWN:]):
+        table.add_row(Text(f"● and {hidden} more in recovery", "bold cyan"))
+    return table
 
 
 def recovery_figures(summary: dict[str, Any]) -> list[tuple[str, str | None]]:
@@ -311,7 +273,7 @@ def _summary_table(summary: dict[str, Any]) -> Table:
         ("final validation loss", _or_none(summary["final_val_loss"], "{:.4f}")),
         ("final validation perplexity", _or_none(summary["final_val_ppl"], "{:.2f}")),
         *recovery_figures(summary),
-        ("kept for backward, mean", None if saved is None else _bytes(saved)),
+        ("kept for backward, mean", _bytes(saved)),
         ("steps skipped (non-finite)", str(summary["nonfinite_total"])),
         ("time in steps", _duration(summary["wall_time_s"])),
         ("tokens/s, median step", None if summary["tokens_per_s"] is None else _si(summary["tokens_per_s"])),
@@ -339,19 +301,9 @@ def _or_none(value: float | None, pattern: str) -> str | None:
     return None if value is None else pattern.format(value)
 
 
-def _ratio(value: float) -> str:
-    if math.isnan(value):
-        return "–"
-    return f"{value:.2f}" if abs(value) < 1000 else f"{value:.1e}"
-
-
 def _duration(seconds: float) -> str:
-    """75 -> 1:15, 3675 -> 1:01:15, nan -> -:--."""
-    if not math.isfinite(seconds):
-        return "-:--"
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+    """Return 75 as 0:01:15, and nan as -:--."""
+    return str(timedelta(seconds=round(seconds))) if math.isfinite(seconds) else "-:--"
 
 
 def _si(number: float) -> str:
@@ -360,8 +312,6 @@ def _si(number: float) -> str:
     return f"{number / size:.{2 if letter else 0}f}{letter}"
 
 
-def _bytes(number: float) -> str:
-    """1572864 -> 1.5 MiB."""
-    units = (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")
-    size, unit = next((one for one in units if number >= one[0]), (1, "B"))
-    return f"{number / size:.{0 if unit == 'B' else 1}f} {unit}"
+def _bytes(number: float | None) -> str:
+    """Return 1572864 as 1.6 MB."""
+    return "–" if number is None else filesize.decimal(round(number))

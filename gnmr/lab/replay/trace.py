@@ -1,7 +1,7 @@
-"""Recorded evidence as matrices: of a run folder, or of a CSV or Parquet file.
+"""Recorded evidence as matrices, of a run folder or of a CSV, Parquet or Arrow file.
 
 A file has the columns step (from 1), unit and norm (`nan` and `inf` allowed); further columns are further evidence. A
-missing row is a unit that was not observed in that step. Ties are ranked in the order of the run's units, in a file in
+missing row is a unit that was not observed in that step. Ties are ranked in the order of the run's units; in a file, in
 the order of the units' first rows.
 """
 
@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +23,6 @@ from gnmr.control.evidence import EVIDENCE
 from gnmr.errors import UserError
 from gnmr.lab.config import ControllerConfig, load, one_line, read_tree
 from gnmr.lab.config import read as read_config
-from gnmr.records.ledger import check_records, left_out
 from gnmr.records.reader import check_units, read_json, read_jsonl, read_ratios
 from gnmr.records.untrusted import Damaged, exists, opened, reading
 
@@ -43,17 +42,17 @@ class Norms:
     more: dict[str, np.ndarray] = field(default_factory=dict)
     """(T, U) float64 each: what was recorded besides the norms, by its name in gnmr.control.evidence."""
     cost: tuple[float, ...] | None = None
-    """Extra bytes of each unit's recovery (Eq. 5); None: unknown, all the same."""
+    """Extra bytes of each unit's recovery (Eq. 5); None if unknown, and then all are equal."""
     spend: tuple[float, ...] | None = None
-    """What each unit takes of a budget, as a share; None: unknown, all the same."""
+    """What each unit takes of a budget, as a share; None if unknown, and then all are equal."""
     spend_pinned: float = 0.0
     """What pins take of it."""
     pinned: frozenset[str] = frozenset()
     """Units that pins left nothing to recover: never routed."""
     settings: ControllerConfig = field(default_factory=ControllerConfig)
-    """The run's own, for a file the defaults."""
+    """The run's own; the defaults for a file."""
     steps: int = 0
-    """Length of the run, which shares of its steps refer to."""
+    """Length of the run, to which shares of its steps refer."""
     seed: int = 0
     every: int = 1
     """Steps between two recorded ones; in the others no unit counts as observed."""
@@ -63,50 +62,49 @@ class Norms:
     blameless: frozenset[int] = frozenset()
     """Steps whose loss was not finite by no unit's low path: set and locks stayed."""
 
-    @property
-    def evidence(self) -> set[str]:
-        """Names of what was recorded."""
-        return {"norm", "observed", *self.more}
-
 
 def read_norms(path: Path) -> Norms:
-    """Norms of a run folder or a file. UserError names what is missing or wrong."""
-    order: list[str] | None = None
-    spend, spend_pinned = None, 0.0
-    cost: tuple[float, ...] | None = None
-    pinned: frozenset[str] = frozenset()
-    own_loop = own_loop_of(path)
-    config = read_config(path / "config.yaml") if own_loop is None and exists(path / "config.yaml") else None
-    if path.is_dir():
-        check_records(path)
-        order, cost, pinned = _units_and_cost(path / "header.json")
-        spend, spend_pinned = _spend(path / "header.json")
-        table = read_ratios(path)
-        if table.num_rows == 0:
-            why = "left out of the pack" if "ratios.parquet" in left_out(path) else "missing or empty"
-            raise UserError(f"{path}: no recorded norms in this folder (ratios.parquet is {why})")
-    elif not path.exists():
-        raise UserError(f"{path}: there is no such file or run folder")
-    else:
-        table = _read_file(path)
+    """Return the evidence of a run folder or a file. Raises UserError if something is missing or wrong."""
+    if not path.is_dir():
+        if not path.exists():
+            raise UserError(f"{path}: there is no such file or run folder")
+        with reading(path):
+            return _dense(path, _read_file(path), [])
+    table, header = read_ratios(path), read_json(path / "header.json") or {}
+    if table.num_rows == 0:
+        raise UserError(f"{path}: no recorded norms in this folder (units.arrows is missing or empty)")
+    with reading(path / "header.json"):
+        units, pinned = (check_units(header.get(key) or []) for key in ("units", "pinned"))
+        cost, spend = (tuple(map(float, header.get(key) or ())) for key in ("cost", "spend"))
+        sized = all(len(costs) in (0, len(units)) for costs in (cost, spend))
+        if not sized or not all(map(math.isfinite, cost + spend)):
+            raise ValueError("cost and spend: must hold a number for each of the units")
+        spend_pinned = float(header.get("spend_pinned") or 0)
     with reading(path):
-        norms = replace(_dense(path, table, order, cost), pinned=pinned, spend_pinned=spend_pinned)
-        norms = replace(norms, spend=spend if spend is not None and len(spend) == len(norms.units) else None)
-    if own_loop is not None:
-        norms = replace(norms, settings=own_loop, steps=len(norms.norm))
-    if config is None:
+        norms = replace(_dense(path, table, units), pinned=frozenset(pinned), spend_pinned=spend_pinned)
+        if norms.units == units:
+            norms = replace(norms, cost=cost or None, spend=spend or None)
+    if (own := own_loop_of(path)) is not None:
+        return replace(norms, settings=own)
+    if not exists(path / "config.yaml"):
         return norms
-    training, every = config.training, config.records.ratios_every
-    norms = replace(norms, settings=config.controller, steps=training.steps, seed=training.seed, every=every)
+    config = read_config(path / "config.yaml")
     retried, blameless = _verdicts(path, norms.units)
-    return replace(norms, retried=retried, blameless=blameless)
+    return replace(
+        norms,
+        settings=config.controller,
+        steps=config.training.steps,
+        seed=config.training.seed,
+        every=config.records.ratios_every,
+        retried=retried,
+        blameless=blameless,
+    )
 
 
 def own_loop_of(path: Path) -> ControllerConfig | None:
-    """Return the settings of the controller that recorded this folder in a loop of the user's own (`gnmr.attach`); None
-    for any other place.
+    """Return the settings of the controller that recorded this folder in a loop of the user's own (`gnmr.attach`).
 
-    Its two-stage thresholds are those of the second stage.
+    Two-stage thresholds are those of the second stage. Returns None for any other place.
     """
     if not exists(path / "config.yaml"):
         return None
@@ -126,13 +124,13 @@ def own_loop_of(path: Path) -> ControllerConfig | None:
 
 
 def refuse_gaps(path: Path, norms: Norms, what: str) -> None:
-    """UserError where steps are missing: shares of unit-steps and windows would be of another run."""
+    """Raise UserError if steps are missing: shares of unit-steps and windows would be of another run."""
     if norms.every > 1:
         raise UserError(f"{path}: {what} needs every step, records.ratios_every={norms.every} kept one in as many")
 
 
 def _verdicts(path: Path, units: list[str]) -> tuple[dict[int, tuple[str, ...]], frozenset[int]]:
-    """`Norms.retried` and `Norms.blameless` of a run folder."""
+    """Return `Norms.retried` and `Norms.blameless` of a run folder."""
     retried: dict[int, tuple[str, ...]] = {}
     blameless = set[int]()
     for row in read_jsonl(path / "events.jsonl"):
@@ -142,105 +140,62 @@ def _verdicts(path: Path, units: list[str]) -> tuple[dict[int, tuple[str, ...]],
             retried[row["step"]] = (*retried.get(row["step"], ()), row["unit"])
         elif row.get("event") == "verdict" and row.get("cause") != "precision":
             blameless.add(row["step"])
-    if blameless:  # of a spike that is finite a verdict changes nothing
-        lost = {row["step"] for row in read_jsonl(path / "steps.jsonl") if not math.isfinite(_number(row.get("loss")))}
-        blameless &= lost
+    if blameless:  # a verdict on a spike that is finite changes nothing
+        steps = read_jsonl(path / "steps.jsonl")
+        finite = {row["step"] for row in steps if isinstance(row.get("loss"), float) and math.isfinite(row["loss"])}
+        blameless -= finite
     return retried, frozenset(blameless)
 
 
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else math.nan
-
-
-def _units_and_cost(path: Path) -> tuple[list[str] | None, tuple[float, ...] | None, frozenset[str]]:
-    """What header.json says of the units, where it says it: all, their costs, those that are pinned."""
-    header = read_json(path) or {}
-    units, cost = header.get("units"), header.get("cost")
-    with reading(path):
-        order = None if units is None else check_units(units)
-        costs = tuple(float(one) for one in cost or ())
-        pinned = frozenset(check_units(header["pinned"]) if header.get("pinned") else ())
-    if costs and (len(costs) != len(order or ()) or not all(math.isfinite(one) and one > 0 for one in costs)):
-        raise Damaged(f"{path}: cost must hold a positive number for each of the units")
-    return order, costs or None, pinned
-
-
-def _spend(path: Path) -> tuple[tuple[float, ...] | None, float]:
-    """What header.json says of a budget: the units' shares of the cost, that of pins."""
-    header = read_json(path) or {}
-    with reading(path):
-        costs = tuple(float(one) for one in header.get("spend") or ())
-        pinned = float(header.get("spend_pinned") or 0)
-    if not all(math.isfinite(one) and one >= 0 for one in (*costs, pinned)):
-        raise Damaged(f"{path}: spend must hold shares of 0 or more")
-    return costs or None, pinned
-
-
-def _dense(path: Path, table: pa.Table, order: list[str] | None, cost: tuple[float, ...] | None) -> Norms:
-    """The rows as matrices."""
-    step, names, norm = _columns(path, table)
-    codes, units = _codes(names, order)
-    if len(step) == 0 or step.min() < 1:
-        raise UserError(f"{path}: steps count from 1" + ("" if len(step) else "; the file has no rows"))
-    if (norm < 0).any():
-        raise UserError(f"{path}: a norm is negative (step {step[np.argmax(norm < 0)]})")
-    last, recorded = int(step.max()), len(np.unique(step))
-    if last > MOST_GAPS * (recorded + 100) or last * len(units) > MAX_CELLS:
-        raise UserError(
-            f"{path}: step {last} is too large: {recorded} steps of {len(units)} units are recorded, and a step of all "
-            f"in {MOST_GAPS:,}, {MAX_CELLS:,} norms in all, are the most that are read"
-        )
-    dense = np.zeros((last, len(units)))
-    observed = np.zeros(dense.shape, dtype=bool)
-    dense[step - 1, codes], observed[step - 1, codes] = norm, True
-    if observed.sum() < len(step):
-        raise UserError(f"{path}: a step and unit stand in two rows")
-    more = {}
-    for name in sorted(EVIDENCE.keys() & set(table.column_names) - {"norm", "observed"}):
-        more[name] = np.zeros(dense.shape)
-        try:
-            more[name][step - 1, codes] = table[name].cast(pa.float64()).to_numpy()
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-            raise UserError(f"{path}: column {name!r} must hold numbers ({one_line(error)})") from error
-    return Norms(units, dense, observed, more, None if cost is None or len(cost) != len(units) else cost, steps=last)
-
-
-def _columns(path: Path, table: pa.Table) -> tuple[np.ndarray, list[str], np.ndarray]:
-    """Step, unit and norm of every row."""
+def _dense(path: Path, table: pa.Table, order: list[str]) -> Norms:
+    """Return the rows as matrices; units stand as in `order`, and further ones behind."""
     for name in ("step", "unit", "norm"):
         if (count := table.column_names.count(name)) != 1:
             there = f"stands there {count} times" if count else "is missing"
             raise UserError(f"{path}: column {name!r} {there}; needed are step, unit, norm")
     try:
         steps, names = table["step"].cast(pa.int64()), table["unit"].cast(pa.string())
-        norm = table["norm"].cast(pa.float64()).fill_null(np.nan).to_numpy()
+        columns = {
+            name: table[name].cast(pa.float64()).fill_null(np.nan).to_numpy()
+            for name in table.column_names
+            if name == "norm" or (name in EVIDENCE and name != "observed")
+        }
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        raise UserError(f"{path}: step must hold whole numbers, unit names and norm numbers ({error})") from error
+        raise UserError(f"{path}: columns must hold numbers, and unit names ({one_line(error)})") from error
     if steps.null_count or names.null_count:
         raise UserError(f"{path}: a row has no step or no unit")
-    return steps.to_numpy(), names.to_pylist(), norm
+    step = steps.to_numpy()
+    place = {name: number for number, name in enumerate(dict.fromkeys([*order, *names.to_pylist()]))}
+    codes = np.array([place[name] for name in names.to_pylist()], dtype=np.int64)
+    if len(step) == 0 or step.min() < 1:
+        raise UserError(f"{path}: steps count from 1" + ("" if len(step) else "; the file has no rows"))
+    if (columns["norm"] < 0).any():
+        raise UserError(f"{path}: a norm is negative (step {step[np.argmax(columns['norm'] < 0)]})")
+    last, recorded = int(step.max()), len(np.unique(step))
+    if last > MOST_GAPS * (recorded + 100) or last * len(place) > MAX_CELLS:
+        raise UserError(
+            f"{path}: step {last} is too large: {recorded} steps of {len(place)} units are recorded, and a step of all "
+            f"in {MOST_GAPS:,}, {MAX_CELLS:,} norms in all, are the most that are read"
+        )
+    observed = np.zeros((last, len(place)), dtype=bool)
+    observed[step - 1, codes] = True
+    if observed.sum() < len(step):
+        raise UserError(f"{path}: a step and unit stand in two rows")
+    dense = {name: np.zeros(observed.shape) for name in sorted(columns)}
+    for name, values in columns.items():
+        dense[name][step - 1, codes] = values
+    return Norms(list(place), dense.pop("norm"), observed, dense, steps=last)
 
 
 def _read_file(path: Path) -> pa.Table:
     try:
         with opened(Path(os.path.realpath(path))) as file:
-            return _table_of(file, path.suffix == ".parquet")
+            if path.suffix == ".parquet":
+                return pq.read_table(file)
+            if path.suffix == ".arrows":
+                return pa.ipc.open_stream(file).read_all()
+            types = {"unit": pa.string(), "norm": pa.float64(), "step": pa.int64()}
+            options = pyarrow.csv.ConvertOptions(column_types=types, null_values=[""], strings_can_be_null=True)
+            return pyarrow.csv.read_csv(file, convert_options=options)
     except (pa.ArrowInvalid, OSError) as error:
-        raise UserError(f"{path}: cannot be read as CSV or Parquet ({one_line(error)})") from error
-
-
-def _table_of(file: BinaryIO, parquet: bool) -> pa.Table:
-    if parquet:
-        return pq.read_table(file)
-    options = pyarrow.csv.ConvertOptions(
-        column_types={"unit": pa.string(), "norm": pa.float64(), "step": pa.int64()},
-        null_values=[""],
-        strings_can_be_null=True,
-    )
-    return pyarrow.csv.read_csv(file, convert_options=options)
-
-
-def _codes(names: list[str], order: list[str] | None) -> tuple[np.ndarray, list[str]]:
-    place = {name: i for i, name in enumerate(order or [])}
-    codes = np.array([place.setdefault(name, len(place)) for name in names], dtype=np.int64)
-    return codes, list(place)
+        raise UserError(f"{path}: cannot be read as CSV, Parquet or Arrow ({one_line(error)})") from error

@@ -15,7 +15,7 @@ from gnmr.lab.report.layout import NOTHING, Table, measure, percent
 from gnmr.lab.report.risk import trigger
 from gnmr.lab.report.runs import Ratios, Run
 from gnmr.lab.report.statistics import stat
-from gnmr.records.reader import MAX_STEP, read_jsonl, stored
+from gnmr.records.reader import MAX_STEP, read_jsonl
 from gnmr.records.untrusted import Damaged, text
 
 GRACE = 1
@@ -217,7 +217,7 @@ class Findings:
 
     def __init__(self, comparison: Comparison) -> None:
         self.comparison = comparison
-        self.faulty = any(stored(run.folder / "faults.jsonl") for run in comparison.runs)
+        self.faulty = any((run.folder / "faults.jsonl").exists() for run in comparison.runs)
         self.detections: dict[Path, Detection] = {}
         self.leads: dict[Path, dict[str, Leads]] = {}
 

@@ -286,7 +286,7 @@ def _routability(one: Tested) -> str:
     """What there is to route, by the first arm that recorded it, the never-recovering one before others."""
     order = [one.claim.low, *(arm for arm in one.arms if arm != one.claim.low)]
     for run in (run for name in order for arm in one.arms[name] for run in arm.done):
-        if (run.folder / "ratios.parquet").exists() and (found := routability_of(run)) is not None:
+        if (run.folder / "units.arrows").exists() and (found := routability_of(run)) is not None:
             return f"{found[2] - found[3]:.2f} ({found[0]}, k = {found[1]})"
     return NOTHING
 

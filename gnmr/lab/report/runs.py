@@ -11,7 +11,6 @@ import re
 import shlex
 from array import array
 from collections import Counter
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -21,10 +20,9 @@ import numpy as np
 
 from gnmr.errors import UserError
 from gnmr.lab import config
-from gnmr.records.ledger import check_records
-from gnmr.records.reader import check_parquet, check_units, iter_jsonl, read_json, read_jsonl, read_ratios
+from gnmr.records.reader import check_units, iter_jsonl, read_json, read_jsonl, read_ratios
 from gnmr.records.schema import EVAL_FIELDS, STEP_FIELDS, SUMMARY_FIELDS, ratio_schema
-from gnmr.records.untrusted import Damaged, content, exists, first_line, opened, reading, text
+from gnmr.records.untrusted import Damaged, content, exists, reading, text
 
 _FOLDER_NAME = re.compile(r"(?P<arm>.+)-(?P<hash>[0-9a-f]{8})-s(?P<seed>\d+)")
 _SHOWN = ("step", "unit", "norm", "risk", "active")
@@ -46,7 +44,7 @@ Columns = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Ratios:
-    """`ratios.parquet` as matrices: S recorded steps by U units, NaN where a unit was not observed."""
+    """`units.arrows` as matrices: S recorded steps by U units, NaN where a unit was not observed."""
 
     steps: np.ndarray  # (S,) int64, ascending
     units: list[str]
@@ -289,8 +287,6 @@ def load(folder: Path, place: Path | None = None) -> Run:
             seed = settings.pop("training.seed", None)
             seed = int(seed if seed is not None else header.get("seed") or (name["seed"] if name else 0))
     status, reason = _status(folder)
-    _check_ratios(folder)
-    check_records(folder)
     return Run(
         folder=folder,
         settings={key: text(value) if isinstance(value, str) else value for key, value in settings.items()},
@@ -378,7 +374,7 @@ def _status(folder: Path) -> tuple[str, str | None]:
     return "running", None
 
 
-_WORDS, _MAPPINGS = ("status", "reason", "incomplete"), ("over_frac", "saturation_total", "monitored")
+_WORDS, _MAPPINGS = ("status", "reason"), ("over_frac", "saturation_total", "monitored")
 
 
 def _summary(folder: Path) -> dict[str, Any]:
@@ -403,16 +399,6 @@ def _mean(values: np.ndarray) -> float | None:
 
 def _last(values: np.ndarray) -> float | None:
     return float(values[-1]) if len(values) else None
-
-
-def _check_ratios(folder: Path) -> None:
-    """UserError for ratios that were cut off or are no Parquet at all; reads no more than their end."""
-    path = folder / "ratios.parquet"
-    with suppress(FileNotFoundError), opened(path) as file:
-        try:
-            check_parquet(file)
-        except Exception as error:
-            raise Damaged(f"{path}: damaged ({first_line(error)})") from error
 
 
 def _mapping(value: Any) -> dict[str, Any]:

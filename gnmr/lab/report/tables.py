@@ -23,7 +23,6 @@ from gnmr.lab.report.run_states import state_lines
 from gnmr.lab.report.runs import Run
 from gnmr.lab.report.statistics import FEWEST, FEWEST_DIVERGED, LEVEL, WORSE, Paired, gap_closed, paired, verdicts
 from gnmr.lab.report.tradeoff import tradeoff
-from gnmr.records.reader import stored
 
 _D_Z = "d_z\n[95 % interval]"
 _SENT = "numbers\nsent"
@@ -287,7 +286,7 @@ def _unclear_gaps(
 
 def _promotions(arm: Arm) -> str:
     """Of the runs whose events were kept, which is one at least."""
-    kept = [run for run in arm.done if stored(run.folder / "events.jsonl")]
+    kept = [run for run in arm.done if (run.folder / "events.jsonl").exists()]
     causes = Counter(str(event.get("cause")) for run in kept for event in run.events if event.get("event") == "promote")
     told = ", ".join(f"{cause} {number:,}" for cause, number in causes.most_common())
     seeds = f"{len(kept)} seeds" if len(kept) == len(arm.done) else f"{len(kept)} of {len(arm.done)} seeds"

@@ -1,6 +1,6 @@
 """The report as a W&B report: the sentence, the tables, and panels of the project's runs, seeds joined by arm.
 
-Needs W&B's package wandb-workspaces and the runs in the project, where training or `gnmr sync` puts them.
+Needs W&B's package wandb-workspaces and the runs in the project, where training puts them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def api(project: str) -> Any:
     except ImportError as error:
         raise UserError(
             f"wandb={project}: W&B reports need W&B's own package: pip install wandb-workspaces, and wandb login "
-            "(without it html=FILE writes the same as a page, and gnmr sync sends the runs)"
+            "(without it html=FILE writes the same as a page)"
         ) from error
     return v2
 
@@ -53,6 +53,6 @@ def _blocks(comparison: Comparison, where: dict[str, str], wr: Any) -> list[Any]
     return [
         wr.H1(text=comparison.name),
         wr.MarkdownBlock(text=f"**{as_markdown(told.sentence)}**\n\n{figures}"),
-        wr.PanelGrid(runsets=[runs], panels=[*lines, wr.MediaBrowser(media_keys=["risk_map"])]),
+        wr.PanelGrid(runsets=[runs], panels=lines),
         *(wr.MarkdownBlock(text=table.markdown()) for table in comparison_tables(comparison)),
     ]

@@ -20,8 +20,7 @@ import torch
 
 import gnmr
 from gnmr.lab.config import Config, DataConfig, to_dict
-from gnmr.precision import half
-from gnmr.records.machine import cpu_name
+from gnmr.records.rows import versions
 
 _ABSOLUTE = re.compile(r"(?<![^=,\[({'\"])/[^,\])}'\"]*")
 """A path from the root, where a word or a value in it begins."""
@@ -31,11 +30,8 @@ _WRITTEN = ("run", "run_dir", "runs_dir", "data.cache_dir", "out", "html", "hydr
 
 def machine(device: torch.device) -> dict[str, Any]:
     """Processor, cores, CPU threads in use, the device's name, and how its CPU multiplies 16-bit tensors."""
-    return {
-        "cpu": cpu_name(),
+    return versions()["machine"] | {
         "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "products": half.told(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
     }
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import platform
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-import torch
 from torch import nn
 
-import gnmr
 from gnmr.attachment.blame import Verdict
 from gnmr.lab import models
 from gnmr.lab.faults.schedule import Window
@@ -19,6 +15,7 @@ from gnmr.lab.train.build import Parts, tokenizer_digest, tokens_of
 from gnmr.lab.train.provenance import commit, machine, told_command
 from gnmr.lab.train.step import StepResult
 from gnmr.precision.recipes import described
+from gnmr.records import rows as records
 
 
 @dataclass
@@ -52,33 +49,32 @@ def step_row(
     result: StepResult, counters: Counters, seconds: float, healing: bool = False, weights_digest: str | None = None
 ) -> dict[str, Any]:
     """A row of `records.schema.STEP_FIELDS`; `healing`: of a step that routed nothing."""
-    decision = result.decision
-    return {
-        "step": counters.step,
-        "tokens": counters.tokens,
-        "loss": result.loss,
-        "lr": result.lr,
-        "grad_norm_pre_clip": result.grad_norm_pre_clip,
-        "num_candidates": None if healing else int(np.count_nonzero(decision.candidate)),
-        "num_active": None if healing else int(np.count_nonzero(decision.in_force)),
-        "over": {column: decision.over(column) for column in decision.columns},
-        "statistics": result.statistics,
-        "monitored": result.monitored,
-        "saturation": result.saturation,
-        "saved_bytes": result.saved_bytes,
-        "saved_bytes_predicted": result.saved_bytes_predicted,
-        "spent_gemm_frac": None if result.spent is None else result.spent[0],
-        "spent_extra_bytes": None if result.spent is None else result.spent[1],
-        "skipped": result.skipped,
-        "nonfinite_total": counters.nonfinite_total,
-        "nonfinite_streak": counters.nonfinite_streak,
-        "nonfinite_unit": result.nonfinite_unit,
-        "step_time_s": seconds,
-        "slowest_rank": result.slowest_rank,
-        "weights_digest": weights_digest,
-        "numbers_sent": None if result.sent is None else result.sent[0],
-        "numbers_sent_frac": None if result.sent is None else result.sent[1],
-    }
+    spent, sent = result.spent or (None, None), result.sent or (None, None)
+    return records.step_row(
+        result.decision,
+        routed=not healing,
+        step=counters.step,
+        tokens=counters.tokens,
+        loss=result.loss,
+        lr=result.lr,
+        grad_norm_pre_clip=result.grad_norm_pre_clip,
+        statistics=result.statistics,
+        monitored=result.monitored,
+        saturation=result.saturation,
+        saved_bytes=result.saved_bytes,
+        saved_bytes_predicted=result.saved_bytes_predicted,
+        spent_gemm_frac=spent[0],
+        spent_extra_bytes=spent[1],
+        skipped=result.skipped,
+        nonfinite_total=counters.nonfinite_total,
+        nonfinite_streak=counters.nonfinite_streak,
+        nonfinite_unit=result.nonfinite_unit,
+        step_time_s=seconds,
+        slowest_rank=result.slowest_rank,
+        weights_digest=weights_digest,
+        numbers_sent=sent[0],
+        numbers_sent_frac=sent[1],
+    )
 
 
 def verdict_row(verdict: Verdict) -> dict[str, Any]:
@@ -113,9 +109,7 @@ def header(parts: Parts, command: str) -> dict[str, Any]:
     """header.json: versions, machine, command, data and units of the run."""
     config, corpus = parts.config, parts.corpus
     return {
-        "gnmr": gnmr.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
+        **records.versions(),
         "commit": commit(),
         "command": told_command(command),
         "machine": machine(parts.device),

@@ -25,6 +25,7 @@ from gnmr.errors import RunFailed, UserError
 from gnmr.lab.config import Config, config_hash
 from gnmr.lab.data.packing import PackedBlocks
 from gnmr.lab.models import pretrained
+from gnmr.lab.records.recorder import Recorder, Silent
 from gnmr.lab.stopping import ending, ends, expected, handled, signals_collected
 from gnmr.lab.train.build import Blocks, Parts, assemble, device_of, tokenizer_digest, training_blocks, validation
 from gnmr.lab.train.checkpoint import Checkpointer, Stateful, gathered
@@ -38,8 +39,7 @@ from gnmr.lab.train.rows import Counters, fault_rows, header, run_info
 from gnmr.precision import Recipe
 from gnmr.precision.recipes import described
 from gnmr.precision.table import brief
-from gnmr.records.reader import read_json, stored
-from gnmr.records.recorder import Recorder, Silent
+from gnmr.records.reader import read_json
 
 
 def run(
@@ -171,7 +171,7 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
     if config.records.verdicts and (world.size > 1 or parts.compressed is not None):
         what = "in several processes" if world.size > 1 else "with compressed gradients"
         told.append(f"verdicts: none {what}, a step that spikes is not run again")
-    goes_on = world.from_first(lambda: stored(folder / "steps.jsonl") is not None) or newest is not None
+    goes_on = world.from_first(lambda: (folder / "steps.jsonl").exists()) or newest is not None
 
     info = run_info(parts, f"{config.experiment_name}/{folder.name}", counters.step)
     with ExitStack() as stack:
@@ -223,8 +223,7 @@ def _begin(recorder: Recorder | Silent, parts: Parts, command: str, *, anew: boo
             recorder.say(str(parts.compressed))
     tree = told_config(parts.config, parts.folder)
     with parts.world.agreed():
-        name = parts.config.experiment_name
-        recorder.start(OmegaConf.to_yaml(OmegaConf.create(tree)), tree, header(parts, command), name)
+        recorder.start(OmegaConf.to_yaml(OmegaConf.create(tree)), tree, header(parts, command))
         if parts.stress:
             recorder.faults(fault_rows(parts))
 

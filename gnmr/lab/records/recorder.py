@@ -1,24 +1,22 @@
-"""One object for the training loop: what it is given goes to the files first, then to the views."""
+"""One object for the training loop: what it is given goes to the files first, then to the live view and W&B."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from gnmr.console import activation, shown_command
-from gnmr.errors import RunFailed, UserError
+from gnmr.errors import RunFailed
 from gnmr.lab.records.view import RunInfo, View
-from gnmr.lab.records.wandb_sink import Labels, WandbSink, group_of, recorded_rows
+from gnmr.lab.records.wandb_sink import WandbSink
 from gnmr.records.reader import read_json, read_jsonl
 from gnmr.records.schema import RatioRows
 from gnmr.records.writer import RunWriter
 
 if TYPE_CHECKING:
     from gnmr.lab.config import RecordsConfig
-
 
 _BEGAN = ("gnmr", "python", "torch", "commit", "command", "machine")
 """What header.json says of the process that began a run."""
@@ -27,54 +25,48 @@ _BEGAN = ("gnmr", "python", "torch", "commit", "command", "machine")
 class Recorder:
     """Files, live view and W&B of one run. Any write may raise `RunFailed`; then call `finish("failed", ...)`.
 
-    As a context manager it closes files, W&B and view on the way out, should a defect of ours keep `finish` from being
-    called.
+    As a context manager it closes all three, should a defect of ours keep `finish` from being called.
     """
 
     def __init__(
-        self, info: RunInfo, settings: RecordsConfig, resume_step: int | None, counted: dict[str, Any] | None = None
+        self,
+        info: RunInfo,
+        settings: RecordsConfig,
+        resume_step: int | None,
+        counted: dict[str, list[int]] | None = None,
     ) -> None:
-        """resume_step, counted: as in `RunWriter`; raises its `UserError` and `RunFailed`."""
+        """Open the files; `resume_step`, `counted` and the errors are those of `RunWriter`."""
         self._info = info
         self._settings = settings
-        self._header = {} if resume_step is None else _header(info.folder / "header.json")
+        self._header = {} if resume_step is None else read_json(info.folder / "header.json") or {}
         self._writer = RunWriter(info.folder, resume_step, counted)
         self._view = View(settings.live, settings.plain_every, folder=info.folder)
         self._wandb = WandbSink(self._view.say, settings.wandb_every, settings.wandb_units)
         self._summary: dict[str, Any] | None = None
 
-    def start(self, config_yaml: str, config: dict[str, Any], header: dict[str, Any], group: str) -> None:
-        """Writes the header and opens the views.
+    def start(self, config_yaml: str, config: dict[str, Any], header: dict[str, Any]) -> None:
+        """Write the header and open the views.
 
-        config_yaml and config: the resolved config as text and as a tree. header: see `schema`; `run_id`, under which
-        W&B knows the run, is added and kept over resumptions. group: the experiment, a tag in W&B.
+        Args:
+            config_yaml: the resolved config as text.
+            config: the resolved config as a tree.
+            header: see `schema`; `run_id`, under which W&B knows the run, is added and kept over resumptions.
         """
-        info, settings = self._info, self._settings
-        run_id = str(self._header.get("run_id") or secrets.token_hex(4))
-        if self._header:  # what began the run stays; what continued it is added, and the rest is the same
+        info, settings, before = self._info, self._settings, self._header
+        header = header | {"run_id": str(before.get("run_id") or secrets.token_hex(4))}
+        if before:  # what began the run stays, and what continued it is added
             again = {key: header.get(key) for key in ("commit", "command", "torch", "machine")}
-            again["after_step"] = info.start_step
-            began = {key: self._header[key] for key in _BEGAN if key in self._header}
-            earlier = self._header.get("resumed")
-            header = header | began | {"resumed": [*(earlier if isinstance(earlier, list) else []), again]}
-        self._writer.write_header(config_yaml, header | {"run_id": run_id})
-        events = read_jsonl(info.folder / "events.jsonl")
-        self._wandb.start(
-            Labels(run_id, info.name, info.arm, group_of(info.name, info.arm), (group, str(header.get("scale") or ""))),
-            project=settings.wandb_project,
-            folder=info.folder,
-            config=config,
-            header=header,
-            mode=settings.wandb,
-        )
-        if self._header:
-            units = header.get("units") or ()
-            self._wandb.resume(lambda: recorded_rows(info.folder, units), info.start_step)
-        self._view.events(events)
+            header |= {key: before[key] for key in _BEGAN if key in before}
+            header["resumed"] = [*before.get("resumed", []), again | {"after_step": info.start_step}]
+        self._writer.write_header(config_yaml, header)
+        self._wandb.start(info, config, header, project=settings.wandb_project, mode=settings.wandb)
+        if before:
+            self._wandb.resume(info.folder, info.start_step)
+        self._view.events(read_jsonl(info.folder / "events.jsonl"))
         self._view.start(info)
 
     def step(self, row: dict[str, Any], ratios: RatioRows | None) -> None:
-        """A row of `STEP_FIELDS`; ratios: None for a run without units."""
+        """Record a row of `STEP_FIELDS`; `ratios` is None for a run without units."""
         self._writer.step(row)
         if ratios is not None and row["step"] % self._settings.ratios_every == 0:
             self._writer.ratios(ratios)
@@ -82,49 +74,47 @@ class Recorder:
         self._view.step(row, ratios)
 
     def eval(self, row: dict[str, Any]) -> None:
-        """A row of `EVAL_FIELDS`."""
+        """Record a row of `EVAL_FIELDS`."""
         self._writer.eval(row)
         self._wandb.eval(row)
         self._view.eval(row)
 
     def scores(self, row: dict[str, Any]) -> None:
-        """A row of `SCORE_FIELDS`; its main figures go to whoever watches."""
+        """Record a row of `SCORE_FIELDS` and print its main figures."""
         self._writer.scores(row)
         for name, task in row["tasks"].items():
             told = ", ".join(f"{metric} {figure['value']:.4g}" for metric, figure in task["metrics"].items())
             self._view.say(f"step {row['step']}  {name} ({row['path']}, {task['items']} items): {told}")
 
     def events(self, rows: list[dict[str, Any]]) -> None:
-        """Rows of `EVENT_FIELDS`."""
+        """Record rows of `EVENT_FIELDS`."""
         self._writer.events(rows)
         self._wandb.events(rows)
         self._view.events(rows)
 
     def verdict(self, row: dict[str, Any], told: str) -> None:
-        """A row of `EVENT_FIELDS` that says what is to blame for a step, and the line that tells it."""
+        """Record a row of `EVENT_FIELDS` that says what is to blame for a step, and print the line `told`."""
         self._writer.events([row])
         self._view.say(told)
 
     def faults(self, rows: list[dict[str, Any]]) -> None:
-        """Rows of `FAULT_FIELDS`, all windows of the run."""
+        """Record rows of `FAULT_FIELDS`, all windows of the run."""
         self._writer.faults(rows)
 
-    def sync(self) -> dict[str, Any]:
-        """As `RunWriter.sync`: the rows are on the disk, and this is what was counted of them."""
+    def sync(self) -> dict[str, list[int]]:
+        """Bring the rows to the disk and return what `RunWriter.sync` counted."""
         return self._writer.sync()
 
     def say(self, text: str, narrow: str | None = None) -> None:
-        """As `View.say`, to whoever watches."""
+        """Print lines; see `View.say`."""
         self._view.say(text, narrow)
 
     def finish(self, status: str, reason: str | None = None, peak_memory_bytes: int | None = None) -> dict[str, Any]:
-        """Ends the run and returns its summary; status as in `RunWriter.finish`. W&B comes after DONE.
+        """End the run and return its summary; see `RunWriter.finish` for the arguments. A second call does nothing.
 
-        Only the first call counts.
-
-        A run whose end cannot be written is marked FAILED, its views are closed, and `RunFailed` is raised.
+        If the end of the run cannot be written, the run is marked FAILED and `RunFailed` is raised.
         """
-        if self._summary is not None:  # it ended already; what closing the views raised changes nothing about it
+        if self._summary is not None:  # what closing the views raised changes nothing about the end
             return self._summary
         info = self._info
         try:
@@ -151,7 +141,7 @@ class Recorder:
 
 
 class Silent:
-    """In the place of a `Recorder` where another process writes: nothing happens."""
+    """A recorder that does nothing, for processes other than the first."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *_, **__: None
@@ -161,11 +151,3 @@ class Silent:
 
     def __exit__(self, *_: object) -> None:
         return None
-
-
-def _header(path: Path) -> dict[str, Any]:
-    """What began the run; nothing where it is unknown, UserError where something else stands there."""
-    try:
-        return read_json(path) or {}
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}): remove it or choose another run_dir") from error

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,16 +12,14 @@ from gnmr.records.reader import iter_sound
 from gnmr.records.schema import SUMMARY_FIELDS
 
 
-@dataclass
-class Watched:
+class _Monitored:
     """A monitored module's norms so far: their mean, and the largest GNMR (Eq. 2) among them."""
 
-    number: int = 0
-    mean: float = 0.0
-    largest: float = 1.0
+    def __init__(self) -> None:
+        self.number, self.mean, self.largest = 0, 0.0, 1.0
 
     def add(self, norm: float) -> None:
-        """The next step's norm; one that is not finite is passed over, as in a unit's history."""
+        """Count the next step's norm; one that is not finite is left out, as in a unit's history."""
         if not math.isfinite(norm):
             return
         if self.mean > 0:
@@ -32,42 +28,35 @@ class Watched:
         self.mean += (norm - self.mean) / self.number
 
 
-class Steps:
-    """What is counted of the sound rows of steps.jsonl, row by row."""
+class _Steps:
+    """What is counted of the rows of steps.jsonl, row by row."""
 
     def __init__(self, max_o: int) -> None:
         self.max_o = max_o
         self.totals: Counter[str] = Counter()
         self.over: Counter[str] = Counter()
         self.saturation: dict[str, list[int]] = {}
-        self.monitored: dict[str, Watched] = {}
+        self.monitored: dict[str, _Monitored] = {}
         self.times: list[float] = []
         self.last: dict[str, Any] = {"tokens": 0, "nonfinite_total": 0}
 
     def add(self, row: dict[str, Any]) -> None:
-        """A row of `STEP_FIELDS`; one of other types is counted as damaged."""
-        if not _sound(row):
-            self.totals["damaged"] += 1
-            return
         self.last = row
         self.times.append(row["step_time_s"])
         self.over.update(row["over"])
-        saved = row["saved_bytes"]  # null under activation checkpointing
         if (active := row["num_active"]) is not None:  # null while a fork heals
             self.totals.update(routed=1, promoted=active, at_max_o=active >= self.max_o)
-        self.totals.update(
-            saved_bytes=saved or 0,
-            measured=saved is not None,
-        )
-        if (spent := row.get("spent_gemm_frac")) is not None:  # of older versions there is none
+        if (saved := row["saved_bytes"]) is not None:  # null under activation checkpointing
+            self.totals.update(measured=1, saved_bytes=saved)
+        if (spent := row["spent_gemm_frac"]) is not None:
             self.totals.update(spends=1, spent=spent, extra_bytes=row["spent_extra_bytes"])
-        if (sent := row.get("numbers_sent")) is not None:
+        if (sent := row["numbers_sent"]) is not None:
             self.totals.update(sendings=1, sent=sent, sent_frac=row["numbers_sent_frac"])
         for operand, counts in row["saturation"].items():
             before = self.saturation.get(operand, (0, 0))
             self.saturation[operand] = [a + b for a, b in zip(before, counts, strict=True)]
         for name, norm in row["monitored"].items():
-            self.monitored.setdefault(name, Watched()).add(norm)
+            self.monitored.setdefault(name, _Monitored()).add(norm)
 
 
 def summarize(
@@ -77,31 +66,32 @@ def summarize(
     status: str,
     reason: str | None,
     peak_memory_bytes: int | None = None,
-    incomplete: str | None = None,
 ) -> dict[str, Any]:
-    """`SUMMARY_FIELDS` of a run folder.
+    """Return `SUMMARY_FIELDS` of a run folder.
 
-    num_recoverable: units that the controller watches. status: done, failed or interrupted. A share or mean over
-    nothing (no step trained, no units) is null. Reads steps.jsonl row by row; rows of other types are left
-    out, and what follows one that cannot be read.
-    incomplete: what is known to be missing.
+    A share or a mean over nothing (no step was trained, there are no units) is None. Rows behind one that cannot be
+    read are left out.
+
+    Args:
+        folder: the run folder.
+        num_recoverable: the number of units that the controller watches.
+        max_o: the most units on the recovery path.
+        status: done, failed or interrupted.
+        reason: why the run failed or stopped.
+        peak_memory_bytes: as in `SUMMARY_FIELDS`.
     """
-    lost: list[str] = []
-    steps = Steps(max_o)
-    for row, _ in iter_sound(folder / "steps.jsonl", lost):
+    steps = _Steps(max_o)
+    for row, _ in iter_sound(folder / "steps.jsonl"):
         steps.add(row)
-    if damaged := steps.totals["damaged"]:
-        lost.insert(0, f"{damaged} rows of steps.jsonl are damaged")
-    evals = [row for row, _ in iter_sound(folder / "eval.jsonl", lost) if _numbers(row, "val_loss", "val_ppl")]
+    evals = [row for row, _ in iter_sound(folder / "eval.jsonl")]
     final = evals[-1] if evals else {}
-    last, totals, number = steps.last, steps.totals, len(steps.times)
-    step_time_s = median(steps.times) if number else None
+    last, totals = steps.last, steps.totals
+    step_time_s = median(steps.times) if steps.times else None
     over_frac = {column: _share(over, totals["routed"] * num_recoverable) for column, over in steps.over.items()}
     summary = {
         "status": status,
         "reason": reason,
-        "incomplete": "; ".join(filter(None, [*lost, incomplete])) or None,
-        "steps": number,
+        "steps": len(steps.times),
         "tokens": last["tokens"],
         "final_val_loss": final.get("val_loss"),
         "final_val_ppl": final.get("val_ppl"),
@@ -125,32 +115,6 @@ def summarize(
     }
     assert summary.keys() == SUMMARY_FIELDS.keys()
     return summary
-
-
-def _sound(row: dict[str, Any]) -> bool:
-    """Whether a row of `STEP_FIELDS` holds what is counted here."""
-    if not _numbers(row, "step", "tokens", "nonfinite_total", "step_time_s") or row["step"] < 1:
-        return False
-    if row.get("num_active", ()) is not None and not _numbers(row, "num_active"):
-        return False
-    over, norms, casts = (row.get(key) for key in ("over", "monitored", "saturation"))
-    if not (isinstance(over, dict) and isinstance(norms, dict) and isinstance(casts, dict)):
-        return False
-    pairs = all(isinstance(pair, list) and len(pair) == 2 for pair in casts.values())
-    if row.get("spent_gemm_frac") is not None and not _numbers(row, "spent_gemm_frac", "spent_extra_bytes"):
-        return False
-    if row.get("numbers_sent") is not None and not _numbers(row, "numbers_sent", "numbers_sent_frac"):
-        return False
-    saved = row.get("saved_bytes", ()) is None or _numbers(row, "saved_bytes")
-    return saved and pairs and all(map(_number, chain(over.values(), norms.values(), *casts.values())))
-
-
-def _numbers(row: dict[str, Any], *keys: str) -> bool:
-    return all(_number(row.get(key)) for key in keys)
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)
 
 
 def _share(part: float, whole: int) -> float | None:

@@ -1,0 +1,66 @@
+"""The rows of a step and the versions in header.json, built in one place for `gnmr train` and for own loops."""
+
+from __future__ import annotations
+
+import platform
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gnmr import __version__
+from gnmr.records.machine import cpu_name
+from gnmr.records.schema import STEP_FIELDS, RatioRows
+
+if TYPE_CHECKING:
+    from gnmr.control import Decision
+
+
+def step_row(decision: Decision, *, routed: bool = True, **known: Any) -> dict[str, Any]:
+    """Return a row of `STEP_FIELDS`; a field that is not `known` is None.
+
+    Args:
+        decision: what the controller saw and did in the step.
+        routed: False for a step in which no unit was routed.
+        **known: further fields.
+    """
+    empty: dict[str, Any] = {name: {} for name in ("statistics", "monitored", "saturation")}
+    of_decision = {
+        "num_candidates": int(np.count_nonzero(decision.candidate)) if routed else None,
+        "num_active": int(np.count_nonzero(decision.in_force)) if routed else None,
+        "over": {column: decision.over(column) for column in decision.columns},
+    }
+    return dict.fromkeys(STEP_FIELDS) | empty | {"step": decision.step, "skipped": False} | of_decision | known
+
+
+def ratio_rows(decision: Decision) -> RatioRows:
+    """Return the decision as rows of `ratio_schema`."""
+    return RatioRows(
+        step=decision.step,
+        units=decision.units,
+        observed=decision.observed,
+        norm=decision.norm,
+        columns=decision.columns | decision.evidence,
+        risk=decision.risk,
+        active=decision.in_force,
+        lock=decision.lock,
+    )
+
+
+def event_rows(decision: Decision) -> list[dict[str, Any]]:
+    """Return the decision's events as rows of `EVENT_FIELDS`."""
+    return [dict(vars(event)) for event in decision.events]
+
+
+def versions() -> dict[str, Any]:
+    """Return the entries of header.json that name the software and the processor of a run."""
+    import torch
+
+    from gnmr.precision import half
+
+    machine = {"cpu": cpu_name(), "threads": torch.get_num_threads(), "products": half.told()}
+    return {
+        "gnmr": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "machine": machine,
+    }

@@ -1,0 +1,116 @@
+"""units.arrows: read by others while it grows and after a kill, cut back to a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from gnmr.errors import RunFailed
+from gnmr.records.reader import UNITS, open_units, read_ratios
+from gnmr.records.schema import ratio_schema
+from gnmr.records.units import UnitStream, cut_units, recorded_units
+from gnmr.records.untrusted import Damaged
+
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def written(tmp_path: Path, ratio_rows: Make) -> Path:
+    """A folder with six steps of four units, of which the second is missing in step 3."""
+    stream = UnitStream(tmp_path)
+    for step in range(1, 7):
+        stream.write(ratio_rows(step, observed=np.arange(4) != 1) if step == 3 else ratio_rows(step))
+    stream.close()
+    return tmp_path
+
+
+def test_what_is_written_is_read_by_pyarrow_too(written: Path, ratio_rows: Make) -> None:
+    table = read_ratios(written)
+    assert table.schema == ratio_schema(["gnmr", "delta_gnmr"]) and table.num_rows == 23
+    assert table.column("norm").to_pylist()[:4] == ratio_rows(1).norm.tolist()
+    with pa.OSFile(str(written / UNITS)) as file:
+        assert pa.ipc.open_stream(file).read_all().equals(table)
+    again = list(recorded_units(written))
+    assert [rows.step for rows in again] == [1, 2, 3, 4, 5, 6] and not again[2].observed[1]
+    for name in ("norm", "risk", "active", "lock"):
+        np.testing.assert_array_equal(getattr(again[4], name), getattr(ratio_rows(5), name))
+
+
+def test_it_is_readable_while_the_run_goes_on_and_in_two_parts(tmp_path: Path, written: Path, ratio_rows: Make) -> None:
+    whole = read_ratios(written)
+    cut_units(written, 4)
+    stream = UnitStream(written)
+    for step in (5, 6):
+        stream.write(ratio_rows(step))
+        assert read_ratios(written)["step"].to_pylist()[-1] == step, "nothing waits in a buffer"
+    assert read_ratios(written).equals(whole)
+
+
+def test_every_length_that_a_kill_can_leave(written: Path) -> None:
+    """Our reader leaves a torn message out, pyarrow yields what is before it, and a cut ends at a whole message."""
+    data, whole = (written / UNITS).read_bytes(), read_ratios(written)
+    ends = [end for _, end in open_units(written / UNITS)]
+    assert ends[-1] == len(data)
+    for size in [*range(0, ends[0], 97), *range(ends[0], len(data), 61)]:
+        (written / UNITS).write_bytes(data[:size])
+        complete = sum(end <= size for end in ends)
+        table = read_ratios(written)
+        assert table["step"].unique().to_pylist() == list(range(1, complete + 1)), size
+        assert table.num_rows == 0 or table.equals(whole.slice(0, table.num_rows))
+        if complete:
+            batches = pa.ipc.open_stream(pa.BufferReader(data[:size]))
+            assert [batches.read_next_batch()["step"][0].as_py() for _ in range(complete)] == list(
+                range(1, complete + 1)
+            )
+        cut_units(written, 6)
+        assert (written / UNITS).stat().st_size == (ends[complete - 1] if complete else 0)
+
+
+@pytest.mark.parametrize(
+    "rows", [{"units": ["a", "b", "c", "d"]}, {"columns": {"price": np.ones(4)}}], ids=["units", "columns"]
+)
+def test_a_run_goes_on_with_the_same_units_and_columns(written: Path, ratio_rows: Make, rows: dict[str, Any]) -> None:
+    with pytest.raises(RunFailed, match="other units or columns"):
+        UnitStream(written).write(ratio_rows(7, **rows))
+
+
+def test_a_step_in_which_no_unit_was_observed_leaves_no_file(tmp_path: Path, ratio_rows: Make) -> None:
+    UnitStream(tmp_path).write(ratio_rows(1, observed=np.zeros(4, bool)))
+    assert not (tmp_path / UNITS).exists() and read_ratios(tmp_path).num_rows == 0
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        lambda data: b"PAR1" + data[4:],
+        lambda data: data[:8] + bytes(200) + data[208:],
+        lambda data: data.replace(b"delta_gnmr", b"delta\x00gnmr"),
+        lambda data: b"x" * 1000,
+    ],
+)
+def test_what_is_no_such_stream_is_one_line(written: Path, content: Callable[[bytes], bytes]) -> None:
+    (written / UNITS).write_bytes(content((written / UNITS).read_bytes()))
+    with pytest.raises(Damaged, match=UNITS):
+        read_ratios(written)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda t: t.drop_columns("norm"), "columns"),
+        (lambda t: t.set_column(0, "step", pa.array([0] * t.num_rows, pa.int32())), "step 0"),
+        (lambda t: t.set_column(2, "norm", pa.array([None] * t.num_rows, pa.float64())), "gaps"),
+        (lambda t: t.set_column(1, "unit", pa.array(["x\x1b"] * t.num_rows).dictionary_encode()), "not a name"),
+    ],
+)
+def test_other_tables_are_one_line(written: Path, change: Callable[[pa.Table], pa.Table], why: str) -> None:
+    table = change(read_ratios(written))
+    with pa.ipc.new_stream(str(written / UNITS), table.schema) as stream:
+        stream.write_table(table)
+    with pytest.raises(Damaged, match=why):
+        read_ratios(written)

@@ -1,0 +1,256 @@
+"""Attacks on runs: after each of them the same command gives equal numbers, or the run says in one line why not.
+
+`make attacks` runs this file with its slow tests: kills at random moments, damaged files, a full disk, and bad inputs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gnmr.errors import RunFailed, UserError
+from gnmr.records.reader import read_json, read_jsonl, read_ratios
+
+WORDS = ("training.steps=12", "training.checkpoint_every=2")
+MEASURED = ("wall_time_s", "step_time_median_s", "tokens_per_s", "peak_memory_bytes")
+Train = Callable[..., Path]
+
+
+def records(folder: Path) -> str:
+    """Every record of a run but what was measured of the machine."""
+    steps = [{**row, "step_time_s": 0} for row in read_jsonl(folder / "steps.jsonl")]
+    summary = {key: value for key, value in (read_json(folder / "summary.json") or {}).items() if key not in MEASURED}
+    others = [read_jsonl(folder / name) for name in ("eval.jsonl", "events.jsonl", "faults.jsonl")]
+    return repr([steps, others, read_ratios(folder).to_pylist(), summary])
+
+
+def in_child(task: Callable[[], object]) -> int:
+    """Fork a child for the task and return its process id; it need not wait for the imports again."""
+    pid = os.fork()
+    if pid == 0:
+        code = 70
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            task()
+            code = 0
+        finally:
+            os._exit(code)
+    return pid
+
+
+@pytest.fixture(scope="module")
+def undisturbed(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    """A run that nobody disturbs, and the seconds that it takes in a child."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    began = time.monotonic()
+    assert os.waitpid(in_child(lambda: train(folder, *WORDS)), 0)[1] == 0
+    assert read_jsonl(folder / "events.jsonl"), "a run without promotions shows little"
+    return folder, time.monotonic() - began
+
+
+@pytest.mark.parametrize("number", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_kills_at_random_moments(number: int, undisturbed, train: Train, tmp_path: Path) -> None:
+    """SIGKILL again and again, in a run that goes on each time; afterwards its records are those of one run."""
+    whole, seconds = undisturbed
+    folder, draw, kills, at = tmp_path / "run", random.Random(number), 0, 0
+    while kills < number:
+        if (folder / "DONE").exists():  # the next run
+            assert records(folder) == records(whole)
+            at += 1
+            folder = tmp_path / f"run-{at}"
+        pid = in_child(lambda folder=folder: train(folder, *WORDS))
+        time.sleep(draw.uniform(0, seconds))
+        os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        kills += os.WIFSIGNALED(status)
+        assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+        read_ratios(folder), read_jsonl(folder / "steps.jsonl")  # readable at every moment
+    train(folder, *WORDS)
+    assert (folder / "DONE").exists() and records(folder) == records(whole)
+    state, other = (max((one / "checkpoints").glob("step-*")) for one in (folder, whole))
+    assert {file.name for file in state.iterdir()} == {file.name for file in other.iterdir()}
+
+
+# ---- damaged files ----
+
+
+def spoiled(data: bytes, how: str, draw: random.Random) -> bytes:
+    """The data with a flipped bit, cut short, empty, or with a run of zeros in it."""
+    at = draw.randrange(max(1, len(data)))
+    match how:
+        case "flip":
+            return data[:at] + bytes([data[at] ^ (1 << draw.randrange(8))]) + data[at + 1 :] if data else b"x"
+        case "cut":
+            return data[:at]
+        case "empty":
+            return b""
+    return data[:at] + bytes(min(64, len(data) - at)) + data[at + 64 :]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["flip", "cut", "empty", "zeros"])
+def test_a_stopped_run_with_a_damaged_file(how: str, undisturbed, train: Train, tmp_path: Path) -> None:
+    """Every file of a run that goes on, checkpoints included: equal numbers or one line, and never other numbers."""
+    whole, draw = undisturbed[0], random.Random(how)
+    left_out = (".lock", "DONE", "summary.json", "header.json")  # written again; the header is checked by its parser
+    files = sorted(file.relative_to(whole) for file in whole.rglob("*") if file.is_file())
+    for name in (name for name in files if name.name not in left_out):
+        folder = Path(shutil.copytree(whole, tmp_path / "run"))
+        (folder / "DONE").unlink()
+        (folder / name).write_bytes(spoiled((folder / name).read_bytes(), how, draw))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                train(folder, *WORDS)
+            except (UserError, RunFailed) as error:
+                assert "\n" not in str(error) and not (folder / "DONE").exists(), name
+            else:
+                assert records(folder) == records(whole), name
+        shutil.rmtree(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["steps.jsonl", "eval.jsonl", "events.jsonl", "units.arrows", "config.yaml"])
+def test_report_and_replay_of_damaged_records(name: str, undisturbed, gnmr, tmp_path: Path) -> None:
+    """A run whose records cannot be read costs one line and no traceback."""
+    draw = random.Random(name)
+    for how in ("flip", "cut", "empty", "zeros"):
+        folder = Path(shutil.copytree(undisturbed[0], tmp_path / "runs" / "run", ignore=shutil.ignore_patterns("ch*")))
+        (folder / name).write_bytes(spoiled((folder / name).read_bytes(), how, draw))
+        for words in (["report", str(folder), f"out={tmp_path / 'out'}", "--no-plots"], ["replay", str(folder)]):
+            outcome = gnmr(*words)
+            assert outcome.code in (0, 2) and "Traceback" not in outcome.err, (how, words)
+            assert outcome.code == 0 or outcome.err.splitlines()[-1].startswith("gnmr: "), (how, words)
+        shutil.rmtree(folder)
+
+
+# ---- a full disk, files that go away, numbers that are not finite ----
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["100k", "200k", "300k", "400k", "600k", "900k"])
+def test_a_disk_that_is_full(size: str, small_disk, undisturbed, train: Train) -> None:
+    """The run ends in one line and keeps its rows; with more space it gives what it gives without."""
+    folder = small_disk(size) / "run"
+    with pytest.raises((RunFailed, UserError), match=r"disk full|cannot be written|No space left") as caught:
+        train(folder, *WORDS)
+    assert "\n" not in str(caught.value) and not (folder / "DONE").exists()
+    steps = [row["step"] for row in read_jsonl(folder / "steps.jsonl")]
+    assert steps == list(range(1, len(steps) + 1))
+    small_disk("30m")
+    train(folder, *WORDS)
+    assert records(folder) == records(undisturbed[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["", "steps.jsonl", "eval.jsonl", "events.jsonl", "units.arrows"])
+@pytest.mark.parametrize("how", ["remove", "move", "empty"])
+def test_files_that_go_away_while_the_run_goes_on(
+    name: str, how: str, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gnmr.lab.train.step import TrainStep
+
+    folder, plain = tmp_path / "run", TrainStep.__call__
+
+    def call(self: Any, *args: Any) -> Any:
+        path = folder / name
+        if self.controller.t == 5 and how == "empty":
+            os.truncate(path, 0) if name else [os.truncate(path / one, 0) for one in ("steps.jsonl", "units.arrows")]
+        elif self.controller.t == 5:
+            path.rename(tmp_path / "away")
+        return plain(self, *args)
+
+    monkeypatch.setattr(TrainStep, "__call__", call)
+    with pytest.raises(RunFailed, match="was removed, moved or replaced while the run was going") as caught:
+        train(folder, *WORDS)
+    assert "\n" not in str(caught.value) and not (folder / "DONE").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [{1}, {4, 5}, {12}, set(range(3, 10))])
+def test_a_storm_of_nan(steps: set[int], train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps without a finite gradient are skipped and counted, and the weights stay finite."""
+    from gnmr.lab.train import run as module
+
+    plain, count = module.assemble, iter(range(1, 1000))
+
+    def assemble(*args: Any) -> Any:
+        parts = plain(*args)
+        weight = parts.model.get_submodule("layers.0.mlp.up_proj").weight
+        weight.register_hook(lambda gradient: gradient * (math.nan if next(count) in steps else 1.0))
+        return parts
+
+    monkeypatch.setattr(module, "assemble", assemble)
+    folder = train(tmp_path / "run", *WORDS, "records.verdicts=false")  # which would run a step again
+    rows = read_jsonl(folder / "steps.jsonl")
+    assert {row["step"] for row in rows if row["skipped"]} == steps
+    assert rows[-1]["nonfinite_total"] == len(steps) and math.isfinite(
+        read_jsonl(folder / "eval.jsonl")[-1]["val_loss"]
+    )
+
+
+# ---- links and inputs ----
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["steps.jsonl", "units.arrows", "header.json", "summary.json", "order", ".lock"])
+def test_no_link_is_written_through(name: str, undisturbed, train: Train, tmp_path: Path) -> None:
+    folder, mine = Path(shutil.copytree(undisturbed[0], tmp_path / "run")), tmp_path / "mine"
+    (folder / "DONE").unlink()
+    shutil.rmtree(folder / name) if (folder / name).is_dir() else (folder / name).unlink()
+    mine.write_text("mine")
+    (folder / name).symlink_to(mine)
+    with pytest.raises(UserError, match=r"is a symbolic link"):
+        train(folder, *WORDS)
+    assert mine.read_text() == "mine"
+
+
+INPUTS = {
+    "a key twice": ["train", "training.steps=1", "training.steps=x"],
+    "a huge number": ["train", "training.steps=1" + "0" * 400],
+    "a deep list": ["train", "faults.windows=" + "[" * 500 + "]" * 500],
+    "an interpolation": ["train", "data.path=${oc.env:HOME}/x", "data.name=text"],
+    "a null byte": ["train", "run_dir=a\x00b"],
+    "escapes": ["train", "\x1b]0;owned\x07=1"],
+    "a folder as text": ["train", "data.name=text", "data.path=."],
+    "nothing to report": ["report", "nowhere"],
+    "a file to report": ["report", "file"],
+    "no norms": ["replay", "file"],
+    "a share of two": ["replay", "file", "calibrate=2"],
+    "a plan that is none": ["train", "plan=file"],
+    "a checkpoint that is none": ["diagnose", "file"],
+    "an unknown command": ["trian"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", INPUTS)
+def test_bad_inputs_are_one_line(case: str, gnmr, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("hello")
+    outcome = gnmr(*INPUTS[case])
+    last = outcome.err.splitlines()[-1]
+    assert outcome.code == 2 and last.startswith("gnmr: ") and last.isprintable(), outcome.err
+    assert not Path("runs").exists()
+
+
+def test_a_header_that_others_wrote_is_data(undisturbed, train: Train, tmp_path: Path) -> None:
+    """What a resumed run reads back is neither imported nor resolved."""
+    folder = Path(shutil.copytree(undisturbed[0], tmp_path / "run"))
+    (folder / "DONE").unlink()
+    header = json.loads((folder / "header.json").read_text())
+    (folder / "header.json").write_text(json.dumps(header | {"run_id": "${oc.env:HOME}"}))
+    train(folder, *WORDS)
+    assert json.loads((folder / "header.json").read_text())["run_id"] == "${oc.env:HOME}"
+    assert records(folder) == records(undisturbed[0])
