@@ -1,10 +1,4 @@
-"""Forks of one base: the share of the gap that each arm closes, order by order, and what the table could have shown.
-
-The orders of the data are what arms have in common. The noise is what is left of the losses beside an effect of the
-arm and one of the order, pooled over all arms (`family.fit`). The smallest effect is the difference of two arms' means
-over the orders that 80 of 100 such tables show. Each arm is tested against never by that model, the positive control
-first (`gnmr.lab.report.family`).
-"""
+"""Forks of one base: the share of the gap that each arm closes, by order of the data."""
 
 from __future__ import annotations
 
@@ -15,11 +9,10 @@ import numpy as np
 
 from gnmr.lab.report.arms import Arm
 from gnmr.lab.report.comparisons import Comparison
-from gnmr.lab.report.family import fit, judge
-from gnmr.lab.report.family_notes import assumptions, p_text, positive_control
+from gnmr.lab.report.family import judge
 from gnmr.lab.report.layout import NOTHING, Table, percent
 from gnmr.lab.report.runs import Run
-from gnmr.lab.report.statistics import POWER, gap_closed, smallest_effect
+from gnmr.lab.report.statistics import gap_closed, p_text
 
 _PHASES = {"low": "after the arm's steps", "healed": "after healing in 16 bits"}
 
@@ -71,36 +64,8 @@ def _table(comparison: Comparison, phase: str, low: Arm, high: Arm, arms: list[A
                 f"{np.mean(list(beside)):.4f}" if beside else NOTHING,
             ]
         )
-    table.notes = _power({key: found for key, found in losses.items() if found}, never, always)
-    if family.fit is not None:
-        table.notes += [positive_control(family, low.label, high.label), *assumptions(family.fit)]
+    table.notes = [family.control_text(), family.assumptions_text()]
     return table
-
-
-def _power(
-    losses: Mapping[int, Mapping[int, float]], never: Mapping[int, float], always: Mapping[int, float]
-) -> list[str]:
-    """The gap, the noise, and the smallest effect that the table could have shown."""
-    orders = never.keys() & always.keys()
-    if not orders:
-        return []
-    gap = float(np.mean([never[order] - always[order] for order in orders]))
-    told = [
-        f"Gap: {gap:.4f} nats, from never to always on the recovery path, mean over orders {_list(orders)}. The first "
-        "row is never (0 %), the last always (100 %)."
-    ]
-    found = fit(losses)
-    if found is None or gap <= 0:
-        return [*told, "No noise can be told: that takes two arms over two orders and a gap."]
-    sd, freedom = found.sd, found.freedom
-    least = smallest_effect(sd, freedom, len(orders))
-    return [
-        *told,
-        f"Noise beside arm and order: sd {sd:.2g} nats, {100 * sd / gap:.1f} % of the gap, {freedom} degrees of "
-        "freedom. "
-        f"Smallest difference of two arms over {len(orders)} orders that is shown at 5 % with {100 * POWER:.0f} % "
-        f"power: {least:.2g} nats, {100 * least / gap:.1f} % of the gap (one comparison, not adjusted for many).",
-    ]
 
 
 def losses_after(arm: Arm, phase: str, field: str) -> dict[int, float]:
@@ -115,6 +80,3 @@ def _loss(run: Run, phase: str, field: str) -> float:
     rows = np.flatnonzero(run.evals["step"] == at) if at is not None else np.zeros(0, int)
     return float(run.evals[field][rows[-1]]) if len(rows) else float("nan")
 
-
-def _list(orders: object) -> str:
-    return ", ".join(map(str, sorted(orders)))  # type: ignore[call-overload]

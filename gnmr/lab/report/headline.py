@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from gnmr.lab.report.arms import Arm
 from gnmr.lab.report.comparisons import Comparison
 from gnmr.lab.report.family import EQUAL, Family
-from gnmr.lab.report.family_notes import p_text, relative_text, row_numbers
 from gnmr.lab.report.layout import NOTHING, percent, size
 from gnmr.lab.report.one_model import against_random, families, judged
-from gnmr.lab.report.statistics import BETTER, FEWEST, LEVEL, WORSE, gap_closed, paired
+from gnmr.lab.report.statistics import BETTER, FEWEST, LEVEL, WORSE, gap_closed, p_text, paired, relative_text
 from gnmr.lab.report.style import telling_apart
 
 COST, BACK, SPEND, LOSS = "cost of low precision", "share got back", "spend", "validation loss"
@@ -168,7 +167,7 @@ def _back(comparison: Comparison, names: Names, between: _Between | None) -> tup
     rows = {} if family is None else {row.arm: row for row in family.rows}
     interval, verdict = "", ""
     if (row := rows.get(str(id(best)))) is not None:
-        interval, verdict = row_numbers(row)["closed_interval"].strip("()"), row.verdict
+        interval, verdict = row.texts()["closed_interval"].strip("()"), row.verdict
     of = f"{names[best.label]}{_of_arms(between.arms)}"
     over = f"of the way from {low} to {high}{f', 95 % interval {interval} %' if interval else ''}"
     return Figure(BACK, f"{100 * share:z.0f} %", f"{of}, {over}"), _told_back(comparison, names, between, verdict)

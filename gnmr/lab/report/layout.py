@@ -119,14 +119,6 @@ def relative(paired: Paired) -> str:
     return f"{as_percent(paired.mean):+.2f} [{told}] %"
 
 
-def effect(paired: Paired) -> str:
-    """d_z and its 95 % interval."""
-    if paired.d_z is None or paired.d_z_interval is None:
-        return NOTHING
-    low, high = paired.d_z_interval
-    return f"{paired.d_z:+.2f} [{low:+.2f}, {high:+.2f}]"
-
-
 def counted(what: str, things: Iterable[object]) -> str:
     """seed 0; seeds 0, 1; no seed."""
     told = list(map(str, things))

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from gnmr.lab.report.arms import Arm
 from gnmr.lab.report.comparisons import Comparison
 from gnmr.lab.report.family import MARGIN, Family, judge
-from gnmr.lab.report.family_notes import assumptions, positive_control, power, row_numbers
 from gnmr.lab.report.layout import Table
 from gnmr.lab.report.statistics import FEWEST, Paired, paired, verdicts
 
@@ -90,10 +89,10 @@ def _table(comparison: Comparison, arms: list[Arm]) -> Table:
     columns += [f"p, equal to\n{100 * MARGIN:.0f} % of the gap", "verdict"]
     table = Table(f"{comparison.name}: one model for all arms, against {arms[0].label}", columns)
     for row in family.rows:
-        told = row_numbers(row)
+        told = row.texts()
         difference = f"{told['difference']} {told['interval']}".strip()
         closed = f"{told['closed']} {told['closed_interval']}".strip()
         cells = [difference, told["p"], closed, told["p_equal"], told["verdict"].replace(" shown", "\nshown")]
         table.rows.append([named[row.arm].label, str(row.n), *cells])
-    table.notes = [positive_control(family, arms[0].label, arms[-1].label), *power(family), *assumptions(family.fit)]
+    table.notes = [f"Positive control: {arms[-1].label} against {arms[0].label}. {family.control_text()}", family.assumptions_text()]
     return table

@@ -17,9 +17,8 @@ from rich.text import Text
 
 from gnmr.lab.report.arms import Arm
 from gnmr.lab.report.family import Family, judge
-from gnmr.lab.report.family_notes import p_text
 from gnmr.lab.report.forks import losses_after
-from gnmr.lab.report.statistics import BETTER, FEWEST, WORSE
+from gnmr.lab.report.statistics import BETTER, FEWEST, WORSE, p_text
 from gnmr.records import output
 
 _BAR = 24
@@ -104,8 +103,8 @@ def recovered(arms: Mapping[str, Arm], *, control: str) -> Recovered | None:
 
     def line(name: str) -> Line:
         found = None
-        if family.fit is not None and name in between:
-            found = family.fit.closed(name, low, high)
+        if family.model is not None and name in between:
+            found = family.model.closed(name, low, high)
         closed = (means[low] - means[name]) / gap
         by_order = tuple((values[low][order] - values[name][order]) / gap for order in orders)
         return Line(

@@ -4,42 +4,39 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from gnmr.lab.report.arms import Arm, paired_difference
 from gnmr.lab.report.casts import casts, watched
 from gnmr.lab.report.comparisons import SAME_BUDGET, Comparison, short
-from gnmr.lab.report.family_notes import p_text
 from gnmr.lab.report.forks import fork_tables
 from gnmr.lab.report.headline import high_precision
-from gnmr.lab.report.layout import NOTHING, Table, count, counted, duration, effect, measure, percent, relative, size
+from gnmr.lab.report.layout import NOTHING, Table, count, counted, duration, measure, percent, relative, size
 from gnmr.lab.report.one_model import against_random as tested_against_random
 from gnmr.lab.report.one_model import families, one_model
-from gnmr.lab.report.regimes import gap_tests, regime_tables
 from gnmr.lab.report.routability import routability_table
 from gnmr.lab.report.routing import routing
 from gnmr.lab.report.run_states import state_lines
 from gnmr.lab.report.runs import Run
-from gnmr.lab.report.statistics import FEWEST, FEWEST_DIVERGED, LEVEL, WORSE, Paired, gap_closed, paired, verdicts
+from gnmr.lab.report.statistics import FEWEST, FEWEST_DIVERGED, LEVEL, Paired, gap_closed, p_text, paired, verdicts
 from gnmr.lab.report.tradeoff import tradeoff
 from gnmr.records.reader import stored
 
-_D_Z = "d_z\n[95 % interval]"
 _SENT = "numbers\nsent"
 _PREDICTED = "predicted\n(Eq. 5)"
 Further = Callable[[list[Comparison]], list[Table]]
 """Tables over all comparisons that others make of them, such as the paper's."""
-_VERDICT = 5
+_VERDICT = 4
 """Place of the verdict in a row that begins with the arm and `TESTED`."""
-TESTED = ["n", "difference\n[95 % interval]", _D_Z, "p\n(Holm)", "verdict"]
+TESTED = ["n", "difference\n[95 % interval]", "p\n(Holm)", "verdict"]
 """Columns of `tested`."""
 
 
 def tables(comparisons: list[Comparison], further: Further = lambda _: []) -> list[Table]:
-    """All tables: those of each comparison, the further ones, the regime map of each experiment."""
+    """All tables: those of each comparison, the further ones."""
     found = [table for comparison in comparisons for table in comparison_tables(comparison)]
-    return [table for table in [*found, *further(comparisons), *regime_tables(comparisons)] if table.rows]
+    return [table for table in [*found, *further(comparisons)] if table.rows]
 
 
 def comparison_tables(comparison: Comparison) -> list[Table]:
@@ -113,7 +110,6 @@ def against_baseline(comparison: Comparison, below: bool = False) -> list[Table]
         if baseline is not None and baseline is not arm:
             found.setdefault(baseline.label, (baseline, []))[1].append(arm)
     tables = []
-    shown = gap_tests(comparison.siblings or [comparison])
     for baseline, arms in found.values():
         table = Table(f"{comparison.name}: against {baseline.label}", ["arm", *TESTED, "gap\nclosed"])
         family = [paired(arm.outcomes, baseline.outcomes) for arm in arms]
@@ -125,9 +121,9 @@ def against_baseline(comparison: Comparison, below: bool = False) -> list[Table]
             for row, arm in zip(table.rows, arms, strict=True):
                 row[_VERDICT] = NOTHING if arm in told else row[_VERDICT]
             table.notes.insert(0, "The verdicts are those of the one model of all arms, which needs fewer runs.")
-        table = table.without_empty([_D_Z, "verdict", "gap\nclosed"])
+        table = table.without_empty(["verdict", "gap\nclosed"])
         if "gap\nclosed" in table.columns:
-            table.notes += _unclear_gaps(comparison, arms, shown)
+            table.notes += _unclear_gaps(comparison, arms)
         tables.append(table)
     return tables
 
@@ -142,7 +138,6 @@ def against_random(comparison: Comparison) -> Table:
     for arm, other in beside:
         apart = [*_compared(paired(arm.outcomes, other.outcomes)), NOTHING, NOTHING]
         table.rows.append([arm.label, percent(arm.spend), percent(other.spend), *tested.get(arm.label, apart)])
-    table = table.without_empty([_D_Z])
     randoms = ", ".join(dict.fromkeys(other.label for _, other in beside))
     table.notes = [f"The random arm is the one with the nearest promotion: {randoms}."]
     if far := [arm.label for arm, _ in beside if arm.label not in tested]:
@@ -171,7 +166,6 @@ def lost(comparison: Comparison) -> Table:
     family = [paired(arm.outcomes, other.outcomes) for arm, other in found]
     cells = zip(found, _tested(family), strict=True)
     table.rows = [[arm.label, arm.disturbance, *tested] for (arm, _), tested in cells]
-    table = table.without_empty([_D_Z])
     table.notes = ["Each against the same arm without faults; the number behind a fault is its magnitude."]
     table.notes.append(_how_tested(family))
     if alone := [arm.label for arm in disturbed if not comparison.undisturbed(arm)]:
@@ -237,7 +231,7 @@ def _told(p: float | None, verdict: str) -> list[str]:
 
 def _compared(one: Paired) -> list[str]:
     """The cells of `TESTED` before the test."""
-    return [str(one.n), relative(one), effect(one)]
+    return [str(one.n), relative(one)]
 
 
 def _how_tested(family: Sequence[Paired]) -> str:
@@ -245,7 +239,7 @@ def _how_tested(family: Sequence[Paired]) -> str:
     told = (
         "Perplexity relative to the other arm's, same seed; below 0 is better. Two-sided paired t-test on the "
         f"logarithm, p by Holm over the {tests} tests of this table; a verdict needs p < {LEVEL} and {FEWEST} pairs. "
-        "Intervals are of one comparison; d_z: mean over standard deviation, its interval by the noncentral t."
+        "Intervals are of one comparison."
     )
     if any(any(one.diverged) for one in family):
         told += (
@@ -266,20 +260,17 @@ def _gap(comparison: Comparison, arm: Arm, expected: int) -> str:
     return f"{100 * closed[0]:z.0f} %" + (f" (n={closed[1]})" if closed[1] != expected else "")
 
 
-def _unclear_gaps(
-    comparison: Comparison, arms: Iterable[Arm], shown: Mapping[tuple[int, int], tuple[float | None, str]]
-) -> list[str]:
-    """What the gap is, and the line that says where it is itself not `shown` (`gap_tests`)."""
+def _unclear_gaps(comparison: Comparison, arms: Iterable[Arm]) -> list[str]:
+    """What the gap is, and the line that says where it is itself not shown."""
     notes = []
     for arm in arms:
         low, recovery = comparison.low(arm), comparison.recovery(arm)
         if low is None or recovery is None or low is recovery:
             continue
-        p, found = shown[id(low), id(recovery)]
+        gap = paired(low.outcomes, recovery.outcomes)
         told = f"Gap closed: share of the way from {low.label} to {recovery.label}, mean log perplexities."
-        if found != WORSE:
-            over = "" if p is None else f" (p = {p:.3f} by Holm over the experiment's pairs of static arms)"
-            told += f" The gap itself is not shown by the test{over}, so shares of it mean little."
+        if gap.p is None or gap.p >= LEVEL or gap.direction < 0:
+            told += f" The gap itself is not shown (p = {p_text(gap.p)}), so shares of it mean little."
         if told not in notes:
             notes.append(told)
     return notes

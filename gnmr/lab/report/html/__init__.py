@@ -22,7 +22,6 @@ from gnmr.lab.report.html.pack import script_json
 from gnmr.lab.report.html.sections import Tree
 from gnmr.lab.report.html.unit_map import unit_map
 from gnmr.lab.report.layout import Table
-from gnmr.lab.report.regimes import regime_maps
 from gnmr.lab.report.runs import Run
 from gnmr.lab.report.style import COLOURS
 from gnmr.lab.report.tables import comparison_tables, run_table
@@ -60,9 +59,7 @@ def write_html(
         "tables": [made.tree() for made in tables if made.rows],
         "tables_origin": sections.origin(runs),
         "tokens": {name: sections.tokens(mine) for name, mine in experiments.items()},
-        "regimes": {
-            name: sections.regime(cells, experiments[name]) for name, cells in regime_maps(comparisons).items()
-        },
+        "regimes": {},
         "runs": run_table(list(runs), path.parent).tree(),
     }
     page = (Path(__file__).parent / "page.html").read_text(encoding="utf-8").replace("<!-- title -->", escape(TITLE))

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from gnmr.lab.report import regimes
 from gnmr.lab.report.arms import Arm, bits
 from gnmr.lab.report.binning import bin_width, shared_mean
 from gnmr.lab.report.comparisons import Comparison, runs_of
@@ -18,7 +17,6 @@ from gnmr.lab.report.headline import headline, short_names
 from gnmr.lab.report.html.pack import number, numbers
 from gnmr.lab.report.html.unit_map import UnitMap
 from gnmr.lab.report.layout import count, counted, percent
-from gnmr.lab.report.regimes import RegimeCell
 from gnmr.lab.report.risk import costs, limit, thresholds
 from gnmr.lab.report.runs import Ratios, Run
 from gnmr.lab.report.statistics import Paired, as_percent, paired
@@ -28,23 +26,6 @@ from gnmr.records.schema import OWN
 
 _TRAIN_POINTS = 400
 _DASH = {"-": "solid", "--": "dash", ":": "dot"}
-STATIC_LOW = "static low path"
-VERDICT_COLOURS = {
-    regimes.CLOSES: "#009E73",
-    regimes.FINE: "#009E73",
-    regimes.PART: "#56B4E9",
-    regimes.RANDOM_HELPS: "#8FA9D6",
-    regimes.NO_RANDOM: "#B7DDF2",
-    regimes.AS_RANDOM: "#F0D27A",
-    regimes.HURT: "#E69F00",
-    regimes.NOT_AT_ALL: "#E08A4A",
-    regimes.FAILED: "#D55E00",
-    regimes.NO_GAP: "#EDEDED",
-    regimes.UNCLEAR: "#D0D0D0",
-    regimes.NO_RECOVERY: "#D0D0D0",
-    regimes.TOO_FEW: "#D0D0D0",
-}
-"""From good to bad to silent."""
 Tree = dict[str, Any]
 
 
@@ -236,49 +217,6 @@ def _bar(mean: float, ends: tuple[float, float] | None, n: int) -> Tree | None:
     low, high = ends or (None, None)
     shown = number(mean)
     return None if shown is None else {"mean": shown, "low": number(low), "high": number(high), "n": n}
-
-
-def regime(cells: Sequence[RegimeCell], comparisons: Sequence[Comparison]) -> Tree:
-    """The cells of a regime map as squares: one for the static low path and each arm of a cell.
-
-    The axes are the cells' settings and the arm. `comparisons` are those that it is made of.
-    """
-    squares = []
-    for entry in cells:
-        at = {key: _plain(value) for key, value in entry["cell"].items()}
-        apart, facts = entry["low_difference"], [["seeds", str(entry["seeds"])]]
-        if apart is not None:
-            facts.insert(0, ["perplexity relative to static recovery", f"{apart:+.2f} %"])
-        squares.append({"at": at | {"arm": STATIC_LOW}, "verdict": entry["low"], "facts": facts})
-        for name, told in entry["arms"].items():
-            squares.append({"at": at | {"arm": name}, "verdict": told["verdict"], "facts": _facts(entry, told)})
-    return {
-        "summary": regimes.summary(cells),
-        "axes": list(squares[0]["at"]),
-        "squares": squares,
-        "colours": VERDICT_COLOURS,
-        "origin": origin(runs_of(comparisons)),
-    }
-
-
-def _facts(entry: RegimeCell, told: RegimeCell) -> list[list[str]]:
-    """What a hover says of an arm in a cell."""
-
-    def tested(verdict: str, p: float | None) -> str:
-        return verdict if p is None else f"{verdict} (p = {p:.2g})"
-
-    random, difference, closed = (told[key] for key in ("vs_random", "difference", "gap_closed"))
-    facts = [
-        ["static low", entry["low"]],
-        ["against static low", tested(told["vs_low"], told["p"])],
-        ["against random", random and tested(random, told["p_random"])],
-        ["perplexity relative to static low", None if difference is None else f"{difference:+.2f} %"],
-        ["gap closed", None if closed is None else f"{100 * closed:z.0f} %"],
-        ["promoted", percent(told["promoted"])],
-        ["seeds", str(told["seeds"])],
-        ["diverged", told["diverged"] and str(told["diverged"])],
-    ]
-    return [fact for fact in facts if fact[1]]
 
 
 def run_label(arm: Arm, run: Run) -> str:
