@@ -21,10 +21,9 @@ RUN is a run folder, any folder above run folders, or a pack (gnmr pack), of whi
 stand side by side with their spread over seeds, the paper's
 figures beside runs of the paper's scales. Runs in progress, killed and failed are read too.
 
-claims=FILE takes no RUN: it tests the families of contrasts that the file names on its records, one model for the arms
-of each, writes a page a claim and an overview to out=, and fills in the marked numbers of the texts that it names
-(docs/claims.yaml, docs/results). --check writes nothing and ends with exit code 1 where a file is not what the records
-give.
+claims=FILE takes no RUN: it tests the claims of the file on its table of runs, writes a page with a table for each claim,
+and fills in the marked numbers of the texts that the file names (docs/claims.yaml). --check writes nothing and ends
+with exit code 1 if a file is not what the table gives.
 """
 
 
@@ -33,7 +32,7 @@ def main(argv: list[str]) -> int:
     terminal = Terminal()
     parser = Parser("report", _USAGE, _TEXT)
     parser.option("out", path, "folder for report.md and the PNGs; default: report/ in RUN's folder")
-    parser.option("claims", path, "file of claims; out: default results/ beside it")
+    parser.option("claims", path, "file of claims; out: the page, default results.md beside it")
     parser.option("html", path, "also one self-contained page for a browser")
     parser.option("wandb", text, "also a report in this W&B project (needs wandb-workspaces; gnmr sync sends the runs)")
     parser.option("against", text, "the arm that all others are tested against; default: the static low path")
@@ -44,7 +43,7 @@ def main(argv: list[str]) -> int:
     if given.claims is not None:
         if given.words or given.html or given.wandb or given.against or given.strict:
             parser.error("claims=FILE names its records itself, and has no RUN, html, wandb, against or strict")
-        out = given.out or given.claims.parent / "results"
+        out = given.out or given.claims.parent / "results.md"
         wrong = results(given.claims, out, lambda line: print_plain(terminal, line), check=given.check)
         for line in wrong:
             print_plain(terminal, printable(line))

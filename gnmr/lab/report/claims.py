@@ -62,7 +62,9 @@ class Claim:
         if not self.contrasts:
             return [(arm, self.low) for arm in arms if arm != self.low]
         order = exact + [arm for arm in arms if arm not in (*exact, self.low, self.high)]
-        keys = {arm: next((key for key in self.contrasts if arm == key or fnmatchcase(arm, key)), None) for arm in order}
+        keys = {
+            arm: next((key for key in self.contrasts if arm == key or fnmatchcase(arm, key)), None) for arm in order
+        }
         return [(arm, one) for arm, key in keys.items() if key for one in self.contrasts[key] if one != arm]
 
 

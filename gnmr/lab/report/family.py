@@ -123,7 +123,9 @@ class Model:
         if self.own_differences:
             if len(common) < 2:
                 return None
-            table = np.array([[sum(w * self.values[a][c] for a, w in one.items()) for c in common] for one in contrasts])
+            table = np.array(
+                [[sum(w * self.values[a][c] for a, w in one.items()) for c in common] for one in contrasts]
+            )
             return table.mean(axis=1), np.cov(table).reshape(len(table), -1) / len(common), len(common) - 1
         if not common or self.freedom < 1:
             return None
@@ -203,25 +205,28 @@ class Row:
     def texts(self) -> dict[str, str]:
         """Return the row's numbers as text; - where there is none."""
         difference = f"diverged {self.diverged[0]} : {self.diverged[1]}" if any(self.diverged) else "-"
-        interval = closed = closed_interval = ""
+        interval = ""
         if self.difference is not None:
             difference = relative_text(self.difference.estimate)
             ends = [relative_text(end).removesuffix(" %") for end in self.difference.interval]
             interval = f"({ends[0]} to {ends[1]})"
-        if self.closed is not None:
-            closed = f"{round(100 * self.closed.value)} %"
-            if self.closed.interval is not None:
-                closed_interval = "({} to {})".format(*(round(100 * end) for end in self.closed.interval))
         return {
-            "tested": str(self.n),
+            "n": str(self.n),
             "difference": difference,
             "interval": interval,
             "p": p_text(self.p),
-            "closed": closed or "-",
-            "closed_interval": closed_interval,
             "p_equal": p_text(self.p_equal),
             "verdict": self.verdict,
+            **closed_texts(self.closed),
         }
+
+
+def closed_texts(closed: Share | None) -> dict[str, str]:
+    """Return the share and its interval as text."""
+    if closed is None:
+        return {"closed": "-", "closed_interval": ""}
+    interval = "" if closed.interval is None else "({} to {})".format(*(round(100 * end) for end in closed.interval))
+    return {"closed": f"{round(100 * closed.value)} %", "closed_interval": interval}
 
 
 @dataclass(frozen=True)
@@ -308,7 +313,14 @@ def _row(
     if model is None or not {arm, control} <= model.values.keys():
         exact = paired(values[arm], values[control])
         return Row(
-            arm, control, n, None, exact.diverged, exact.p if any(exact.diverged) else None, None, None,
+            arm,
+            control,
+            n,
+            None,
+            exact.diverged,
+            exact.p if any(exact.diverged) else None,
+            None,
+            None,
             verdict(exact.direction, 0.0),
         )
     found = model.between(arm, control)

@@ -79,4 +79,3 @@ def _loss(run: Run, phase: str, field: str) -> float:
     at = steps if phase == "low" else run.planned_steps if heal else None
     rows = np.flatnonzero(run.evals["step"] == at) if at is not None else np.zeros(0, int)
     return float(run.evals[field][rows[-1]]) if len(rows) else float("nan")
-

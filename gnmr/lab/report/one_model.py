@@ -94,5 +94,8 @@ def _table(comparison: Comparison, arms: list[Arm]) -> Table:
         closed = f"{told['closed']} {told['closed_interval']}".strip()
         cells = [difference, told["p"], closed, told["p_equal"], told["verdict"].replace(" shown", "\nshown")]
         table.rows.append([named[row.arm].label, str(row.n), *cells])
-    table.notes = [f"Positive control: {arms[-1].label} against {arms[0].label}. {family.control_text()}", family.assumptions_text()]
+    table.notes = [
+        f"Positive control: {arms[-1].label} against {arms[0].label}. {family.control_text()}",
+        family.assumptions_text(),
+    ]
     return table

@@ -23,8 +23,8 @@ import pyarrow.parquet as pq
 
 from gnmr.errors import UserError, nearest, writing
 from gnmr.lab.report.claims import Claim, Claims, read
-from gnmr.lab.report.family import Family, judge
-from gnmr.lab.report.layout import NOTHING, Table, as_markdown, percent
+from gnmr.lab.report.family import Family, closed_texts, judge
+from gnmr.lab.report.layout import NOTHING, Table, as_markdown, measure, percent
 from gnmr.lab.report.statistics import p_text, relative_text, stat
 from gnmr.records import output
 from gnmr.records.untrusted import reading
@@ -66,16 +66,20 @@ class Tested:
 
     def of_arm(self, arm: str) -> dict[str, str]:
         """Return what is shown of an arm without a test."""
-        rows = self.runs[arm]
-        spent = stat(row[self.spends] for row in rows) if any(row["recovery"] for row in rows) else None
-        loss = stat(_loss(row) for row in rows)
-        mean = math.inf if loss is None else loss.mean
-        ppl = [math.exp(min(_loss(row), 700.0)) for row in rows]
+        rows, family = self.runs[arm], self.family
+        routed = self.spends == "sent" or any(row["recovery"] for row in rows)
+        spent = stat(row[self.spends] for row in rows) if routed else None
+        losses = [_loss(row) for row in rows]
+        finite = all(map(math.isfinite, losses))
+        closed = None
+        if family.gate and family.model and arm not in (family.low, family.high) and finite:
+            closed = family.model.closed(arm, family.low, family.high)
         return {
             "n": str(len(rows)),
             "spent": percent(None if spent is None else spent.mean),
-            "loss": f"{mean:.4f}" if math.isfinite(mean) else "diverged",
-            "perplexity": f"{sum(ppl) / len(ppl):.2f}" if math.isfinite(mean) else "diverged",
+            "loss": f"{sum(losses) / len(rows):.4f}" if finite else "diverged",
+            "perplexity": measure(stat(map(math.exp, losses)), 2) if finite else "diverged",
+            **closed_texts(closed),
         }
 
     def numbers(self) -> dict[str, str]:
@@ -107,18 +111,22 @@ class Tested:
         columns = ["arm", "against", "n", _SPENDS[self.spends], "loss", "difference [95%]", "p (Holm)"]
         table = Table(self.claim.title, [*columns, "gap closed [95%]", "verdict", "smallest effect"])
         tested = [(row.arm, row.control) for row in self.family.rows]
-        bounds = [arm for arm in (self.claim.low, self.claim.high) if arm not in dict(tested)]
-        for arm, control in [*((arm, None) for arm in bounds), *tested]:
-            shown = self.of_arm(arm)
-            cells = [arm, control or NOTHING, shown["n"], shown["spent"], shown["loss"], *[NOTHING] * 5]
+        alone = [arm for arm in self.runs if arm not in dict(tested)]
+        for arm, control in [*((arm, None) for arm in alone), *tested]:
+            one = {key: told[f"{name}/{arm}/{key}"] for key in ("n", "spent", "loss", "closed", "closed_interval")}
+            one |= dict.fromkeys(("difference", "interval", "p", "verdict", "smallest"), "")
             if control is not None:
-                one = {key: told[f"{name}/{arm} - {control}/{key}"] for key in (*_CELLS, "tested", "smallest")}
-                cells[2] = one["tested"]
-                cells[5:] = [f"{one['difference']} {one['interval']}".strip(), one["p"]]
-                cells += [f"{one['closed']} {one['closed_interval']}".strip(), one["verdict"], one["smallest"]]
-            table.rows.append(cells)
+                one |= {key: told[f"{name}/{arm} - {control}/{key}"] for key in _OF_TEST}
+            ends = [
+                f"{one[key]} {one[f'{more}interval']}".strip()
+                for key, more in (("difference", ""), ("closed", "closed_"))
+            ]
+            cells = [one["n"], one["spent"], one["loss"], ends[0], one["p"], ends[1], one["verdict"], one["smallest"]]
+            table.rows.append([arm, control or "", *cells])
         rows = [row for of_arm in self.runs.values() for row in of_arm]
-        of = {key: ", ".join(sorted({str(row[key]) for row in rows})) for key in ("study", "steps", "commit", "machine")}
+        of = {
+            key: ", ".join(sorted({str(row[key]) for row in rows})) for key in ("study", "steps", "commit", "machine")
+        }
         table.notes = [
             f"{self.family.control_text()} {self.family.assumptions_text()}",
             f"{len(rows)} runs of {of['steps']} steps; study {of['study']}; commits {of['commit']}; {of['machine']}.",
@@ -127,7 +135,7 @@ class Tested:
         return f"## {name}\n\n{as_markdown(self.claim.title)}. {as_markdown(self.claim.asks)}\n{body}"
 
 
-_CELLS = ("difference", "interval", "p", "closed", "closed_interval", "verdict")
+_OF_TEST = ("n", "difference", "interval", "p", "verdict", "smallest")
 
 
 def results(file: Path, out: Path, say: Callable[[str], None], *, check: bool = False) -> list[str]:
