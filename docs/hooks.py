@@ -31,18 +31,6 @@ DOCS = ROOT / "docs"
 CHOICE = re.compile(r"\*\*Choice (\d+)\*\*\)?[:,]?\s")
 
 
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """The menu's `results/` becomes the overview and a page a claim."""
-    assert config.nav is not None
-    for section in config.nav:
-        for entry in next(iter(section.values())) if isinstance(section, dict) else []:
-            if isinstance(entry, dict) and entry.get("Results") == "results/":
-                names = sorted(file.name for file in (DOCS / "results").glob("*.md"))
-                names.sort(key=lambda name: name != "README.md")
-                entry["Results"] = [f"results/{name}" for name in names]
-    return config
-
-
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """What is generated put in, links made right."""
     here = Path(page.file.src_uri).parent

@@ -371,7 +371,6 @@ def test_a_model_that_is_too_large_for_the_oracle(gnmr, tiny_words, tmp_path, mo
         (["report", "runs/custom", "htlm=x"], "report: unknown option 'htlm=x': did you mean html?"),
         (["report", "runs", "no-plots=true"], "report: no-plots=true: is written --no-plots"),
         (["runs", "runs_dir=runs"], "runs: unknown option 'runs_dir=runs': use one of last"),
-        (["pack", "runs", "ot=x.parquet"], "pack: unknown option 'ot=x.parquet': did you mean out?"),
         (["report", "none/a=b"], "none/a=b: no such folder"),
     ],
 )

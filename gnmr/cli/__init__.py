@@ -42,8 +42,6 @@ usage: gnmr COMMAND [...]        gnmr COMMAND --help explains each
            gnmr report runs/act_quant_stress
   sync     recorded runs, such as a whole sweep's, to Weights & Biases
            gnmr sync runs/act_quant_stress project=mine
-  pack     the records of many runs in one file, which report and replay read
-           gnmr pack runs/act_quant_stress out=act_quant_stress.parquet
   replay   run the controller over recorded norms, without training
            gnmr replay RUN_OR_CSV alpha=2.0 beta=1.5 max_o=4 out=decisions.jsonl
   eval     scores of a run or a Hugging Face checkpoint: GSM8K, MMLU, HellaSwag, WikiText-2
@@ -65,7 +63,7 @@ exit codes: 0 done; 1 a run FAILED, a sweep has cells that are not finished, or 
             checkpoint and the same command continues it
 """
 
-COMMANDS = ("train", "demo", "runs", "report", "sync", "pack", "replay", "eval", "diagnose", "audit", "bench")
+COMMANDS = ("train", "demo", "runs", "report", "sync", "replay", "eval", "diagnose", "audit", "bench")
 """Each is a module of this package: `main(words)` returns the exit code."""
 
 

@@ -7,7 +7,6 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from gnmr.cli.words import Parser, fraction, fractions, path, settings_and_place
 from gnmr.console import for_tables, shown_command, tracked
 from gnmr.errors import UserError
 from gnmr.lab.records.find import find_runs
-from gnmr.lab.records.pack import Unpacked, unpacked
 from gnmr.lab.records.view import recovery_figures
 from gnmr.lab.replay.calibrate import Calibration, calibrate_each, write_arms
 from gnmr.lab.replay.detect import FaultyRun, as_tree, detect_each, faulty_run, tables
@@ -29,7 +27,7 @@ from gnmr.records.reader import read_json, read_jsonl
 from gnmr.records.untrusted import exists, reading
 
 _TEXT = """\
-FILE is a run folder, PACK/RUN (gnmr pack), or a CSV or Parquet file with columns step,unit,norm (steps from 1, nan
+FILE is a run folder, or a CSV or Parquet file with columns step,unit,norm (steps from 1, nan
 and inf allowed; a missing row is a unit that was not observed in that step).
 
 Shown is what would have been on the recovery path, under the names of gnmr train, and beside it what was in the run.
@@ -88,20 +86,18 @@ def main(argv: list[str]) -> int:
     asked = request(words, several=bool(given.calibrate or given.detect), trust=given.trust)
     if given.out is not None and not given.calibrate:
         output.check(given.out, f"out={given.out}")
-    with unpacked(paths) as found:
-        for place in found.paths:
-            _refuse_several(found.told(place), place)
-        if given.calibrate:
-            return _calibrate(found.paths, asked, given.calibrate, given.out)
-        if given.detect:
-            return _detect(found, asked, given.detect, given.out)
-        if len(found.paths) > 1:
-            second = found.paths[1]
-            raise UserError(f"replay: {second}: one run folder or file at a time; calibrate= and detect= take several")
-        return _replay(found, asked, given.out)
+    for place in paths:
+        _refuse_several(place)
+    if given.calibrate:
+        return _calibrate(paths, asked, given.calibrate, given.out)
+    if given.detect:
+        return _detect(paths, asked, given.detect, given.out)
+    if len(paths) > 1:
+        raise UserError(f"replay: {paths[1]}: one run folder or file at a time; calibrate= and detect= take several")
+    return _replay(paths[0], asked, given.out)
 
 
-def _refuse_several(told: object, place: Path) -> None:
+def _refuse_several(place: Path) -> None:
     """UserError for a folder above run folders."""
     if place.is_dir() and not exists(place / "config.yaml"):
         runs: list[Path] = []
@@ -109,16 +105,15 @@ def _refuse_several(told: object, place: Path) -> None:
             runs = find_runs([place])
         if runs:
             number = f"{len(runs)} run{'s' * (len(runs) > 1)}"
-            raise UserError(f"{told}: holds {number}; name one: {shown_command('replay', runs[0])}")
+            raise UserError(f"{place}: holds {number}; name one: {shown_command('replay', runs[0])}")
 
 
-def _replay(found: Unpacked, asked: Request, out: Path | None) -> int:
-    (place,) = found.paths
+def _replay(place: Path, asked: Request, out: Path | None) -> int:
     settings = asked.settings(place)
     norms = read_norms(place)
     if norms.every > 1:
         note = f"norms stand there for one step in {norms.every}; in the others no unit counts as observed"
-        print(f"gnmr: {found.told(place)}: {note}, so the sets are not the run's", file=sys.stderr)
+        print(f"gnmr: {place}: {note}, so the sets are not the run's", file=sys.stderr)
     totals = Totals(norms, settings)
     with _lines(out) as write:
         for decision in tracked(replay(norms, settings), "replaying", len(norms.norm)):
@@ -194,17 +189,17 @@ def _calibrate(paths: list[Path], asked: Request, wanted: tuple[float, ...], out
     return 0
 
 
-def _detect(places: Unpacked, asked: Request, share: float, out: Path | None) -> int:
+def _detect(places: list[Path], asked: Request, share: float, out: Path | None) -> int:
     """Two tables, and with `out` the same as JSON."""
     runs: list[FaultyRun] = []
-    for place in places.paths:
+    for place in places:
         settings, norms = asked.settings(place), read_norms(place)
         refuse_gaps(place, norms, "detect")
         run = faulty_run(place, norms, settings)
         if run is None:
-            print(f"gnmr: {places.told(place)}: no faults, passed over", file=sys.stderr)
+            print(f"gnmr: {place}: no faults, passed over", file=sys.stderr)
         else:
-            runs.append(replace(run, folder=Path(places.told(run.folder))))
+            runs.append(run)
     if not runs:
         raise UserError("detect: none of these runs had faults; train with faults.kind=... (conf/config.yaml)")
     found = detect_each(runs, share, asked.signals, _left_out)

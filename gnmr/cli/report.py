@@ -9,7 +9,6 @@ from gnmr.console import Terminal, print_plain
 from gnmr.errors import printable
 from gnmr.lab.paper.tables import paper_tables
 from gnmr.lab.records.find import named
-from gnmr.lab.records.pack import unpacked
 from gnmr.lab.report import report
 from gnmr.lab.report.results import results
 
@@ -17,8 +16,7 @@ _USAGE = """\
 RUN... [out=DIR] [html=FILE] [wandb=PROJECT] [against=ARM] [--no-plots] [--strict]
        gnmr report claims=FILE [out=DIR] [--check]"""
 _TEXT = """\
-RUN is a run folder, any folder above run folders, or a pack (gnmr pack), of which 'PACK/int4_*' are some runs. Arms
-stand side by side with their spread over seeds, the paper's
+RUN is a run folder, or any folder above run folders. Arms stand side by side with their spread over seeds, the paper's
 figures beside runs of the paper's scales. Runs in progress, killed and failed are read too.
 
 claims=FILE takes no RUN: it tests the claims of the file on its table of runs, writes a page with a table for each claim,
@@ -51,18 +49,16 @@ def main(argv: list[str]) -> int:
     if given.check:
         parser.error("--check is of claims=FILE")
     if not given.words:
-        parser.error("name a run folder, a folder above run folders, or a pack")
-    with unpacked(Path(named(word)) for word in given.words) as found:
-        report(
-            found.paths,
-            given.out,
-            terminal,
-            plots=not given.no_plots,
-            against=given.against,
-            strict=given.strict,
-            html=given.html,
-            wandb=given.wandb,
-            further=paper_tables,
-            told=found.told,
-        )
+        parser.error("name a run folder, or a folder above run folders")
+    report(
+        [Path(named(word)) for word in given.words],
+        given.out,
+        terminal,
+        plots=not given.no_plots,
+        against=given.against,
+        strict=given.strict,
+        html=given.html,
+        wandb=given.wandb,
+        further=paper_tables,
+    )
     return 0

@@ -8,14 +8,13 @@ from gnmr.cli.words import Parser, one_of, path, text, whole
 from gnmr.console import Terminal, print_plain
 from gnmr.errors import UserError, printable
 from gnmr.lab.records.find import find_runs, named
-from gnmr.lab.records.pack import unpacked
 from gnmr.lab.report.comparisons import compare
 from gnmr.lab.report.runs import load
 from gnmr.lab.report.wandb_runs import send
 
 _USAGE = "RUN... [project=NAME] [mode=auto|online|offline] [out=DIR] [every=STEPS]"
 _TEXT = """\
-RUN is a run folder, any folder above run folders, or a pack (with out=). Each run is filed under its arm (job_type,
+RUN is a run folder, or any folder above run folders. Each run is filed under its arm (job_type,
 tag, config.arm), its seeds in one group, with its header in config; beside its own numbers it gets the loss minus that
 of the 16-bit arm of the same seed. A run keeps its id: what W&B has of it already stays. mode=auto is online where you
 are logged in, else offline: then the command that uploads the files is printed.
@@ -32,23 +31,18 @@ def main(argv: list[str]) -> int:
     parser.option("every", whole(1), "steps between the points of a unit's lines and its rows in the table", 10)
     given = parser.parse(argv)
     if not given.words:
-        parser.error("name a run folder, a folder above run folders, or a pack")
-    with unpacked(Path(named(word)) for word in given.words) as found:
-        runs = [load(folder, Path(found.told(folder))).check() for folder in find_runs(found.paths)]
-        if given.out is None and any(run.place != run.folder for run in runs):
-            raise UserError("a pack has no room for W&B's files: name a folder for them with out=DIR")
-        if given.out is not None:
-            try:
-                given.out.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise UserError(f"out={given.out}: cannot be made ({error.strerror or error})") from error
+        parser.error("name a run folder, or a folder above run folders")
+    runs = [load(folder).check() for folder in find_runs(Path(named(word)) for word in given.words)]
+    if given.out is not None:
+        try:
+            given.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"out={given.out}: cannot be made ({error.strerror or error})") from error
 
-        def say(line: str) -> None:
-            print_plain(terminal, printable(line))
+    def say(line: str) -> None:
+        print_plain(terminal, printable(line))
 
-        where = send(
-            compare(runs), project=given.project, mode=given.mode, folder=given.out, every=given.every, say=say
-        )
+    where = send(compare(runs), project=given.project, mode=given.mode, folder=given.out, every=given.every, say=say)
     for line in where:
         say(line)
     return 0 if where else 1

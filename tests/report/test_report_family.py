@@ -6,10 +6,10 @@ import math
 
 import numpy as np
 import pytest
+from gnmr.lab.report.family_notes import power
 from scipy import optimize, stats
 
 from gnmr.lab.report.family import Family, alike, fit, judge, pooled
-from gnmr.lab.report.family_notes import power
 from gnmr.lab.report.statistics import holm
 
 INF = math.inf

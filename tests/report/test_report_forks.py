@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from gnmr.lab.report.family_notes import p_text
 from report_reading import row
 from scipy import stats
 
 from gnmr.lab.report.family import fit
-from gnmr.lab.report.family_notes import p_text
 from gnmr.lab.report.forks import fork_tables
 from gnmr.lab.report.statistics import smallest_effect
 from gnmr.lab.report.tables import comparison_tables

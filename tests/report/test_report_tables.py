@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gnmr.lab.report.regimes import regime_cells
 from report_reading import notes, row
 from report_recorded import Recorded
 from scipy import stats
@@ -21,7 +22,6 @@ from gnmr.lab.report.comparisons import compare
 from gnmr.lab.report.headline import headline
 from gnmr.lab.report.layout import count, duration, measure, percent, size
 from gnmr.lab.report.one_model import one_model
-from gnmr.lab.report.regimes import regime_cells
 from gnmr.lab.report.runs import load
 from gnmr.lab.report.statistics import Stat, stat
 from gnmr.lab.report.tables import (

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from gnmr.lab.records.pack import write_pack
 
 from gnmr.cli.report import main
 from gnmr.errors import UserError
-from gnmr.lab.records.pack import write_pack
 from gnmr.lab.report import claims as claims_file
 from gnmr.lab.report.results import results
 

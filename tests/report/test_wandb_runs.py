@@ -14,7 +14,6 @@ import wandb
 from html_runs import fake_run
 from wandb_files import read_history, read_records
 
-from gnmr.cli.pack import main as pack
 from gnmr.cli.report import main as report
 from gnmr.cli.sync import main
 from gnmr.errors import UserError
@@ -74,13 +73,6 @@ def test_loops_of_ones_own_do_not_share_an_id(tmp_path: Path, monkeypatch: pytes
     for _ in range(2):
         send(compare(runs), project=None, mode="offline", folder=None, every=10, say=lambda _: None)
     assert len(ids) == 4 and len(set(ids)) == 2, "the same ones when they are sent again"
-
-
-def test_a_pack_needs_a_folder(write_run: Write, tmp_path: Path) -> None:
-    write_run()
-    assert pack([str(tmp_path / "runs"), f"out={tmp_path / 'a.parquet'}"]) == 0
-    with pytest.raises(UserError, match="out=DIR"):
-        main([str(tmp_path / "a.parquet")])
 
 
 def test_a_report_says_how_where_the_package_is_not_there(

@@ -27,7 +27,6 @@ from gnmr.errors import UserError
 from gnmr.lab.bench.figures import Figure, median
 from gnmr.lab.bench.setting import Setting
 from gnmr.lab.paper.theory_tables import TableFigure, in_table
-from gnmr.lab.records.pack import unpacked
 from gnmr.lab.replay.trace import read_norms
 
 HISTORIES = (1, 2, 5, 10, 30, 100, 300, 1000)
@@ -188,11 +187,8 @@ def _rates(law: Law, hits: np.ndarray, number: int) -> list[TableFigure]:
 
 
 def recorded_norms(folder: Path) -> np.ndarray:
-    """(T, U) float64 of a run folder or PACK/RUN, NaN where a unit was not observed or its norm is not finite."""
-    with unpacked([folder]) as found:
-        if len(found.paths) > 1:
-            raise UserError(f"{folder}: {len(found.paths)} runs; name one of them")
-        norms = read_norms(found.paths[0])
+    """(T, U) float64 of a run folder, NaN where a unit was not observed or its norm is not finite."""
+    norms = read_norms(folder)
     values = np.where(norms.observed & np.isfinite(norms.norm), norms.norm, np.nan)
     values = values[~np.isnan(values).all(axis=1)]  # with records.ratios_every the steps between
     if len(values) < 10:

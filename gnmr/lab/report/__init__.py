@@ -35,7 +35,6 @@ def report(
     html: Path | None = None,
     wandb: str | None = None,
     further: Further = lambda _: [],
-    told: Callable[[object], str] = str,
 ) -> None:
     """Prints the tables, writes them to `out`/report.md and the plots beside it as PNG; with `html` that page too, with
     `wandb` a report in that W&B project.
@@ -45,12 +44,11 @@ def report(
         against: label or name of the arm that the others are tested against.
         strict: refuse runs of one experiment and scale that cannot be compared.
         further: makes tables of all comparisons.
-        told: how a path is shown (`gnmr.lab.records.pack.Unpacked`).
 
     Raises `UserError` for a path that is missing or holds no run, for an `out` that cannot be written, and for an
     `against` that no arm fits or that is missing where it would be needed.
     """
-    root = _common([Path(told(path)) for path in paths])
+    root = _common(paths)
     folder = _folder_of(root) if out is None else out
     _check_places(folder, out, html)
     wandb_api = None if wandb is None else api(wandb)
@@ -63,7 +61,7 @@ def report(
             choose_baseline(comparisons, against)
         return comparisons
 
-    runs = _Runs(find_runs(paths), told, compared)
+    runs = _Runs(find_runs(paths), str, compared)
     found = runs.shown(lambda these, _: [*tables(these, further), *fault_tables(these)])
     images: list[Path] = []
     written = folder / "report.md"
@@ -96,9 +94,8 @@ def report(
 
 
 def _folder_of(root: Path) -> Path:
-    """report/ in the runs' folder, of X.parquet in the folder X beside it."""
-    pack = next((one for one in (root, *root.parents) if one.is_file()), None)
-    return (root if pack is None else pack.with_suffix("") / root.relative_to(pack)) / "report"
+    """report/ in the runs' folder."""
+    return root / "report"
 
 
 def _check_places(folder: Path, out: Path | None, html: Path | None) -> None:

@@ -16,7 +16,7 @@ from gnmr.lab.report.faults import FaultWindow
 from gnmr.lab.report.headline import headline, short_names
 from gnmr.lab.report.html.pack import number, numbers
 from gnmr.lab.report.html.unit_map import UnitMap
-from gnmr.lab.report.layout import count, counted, percent
+from gnmr.lab.report.layout import count, counted
 from gnmr.lab.report.risk import costs, limit, thresholds
 from gnmr.lab.report.runs import Ratios, Run
 from gnmr.lab.report.statistics import Paired, as_percent, paired
