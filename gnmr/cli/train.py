@@ -14,7 +14,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from omegaconf import DictConfig, open_dict
 
 from gnmr.cli.words import runs
-from gnmr.console import activation, say, shared, shown_command, wiping
+from gnmr.console import activation, say, shown_command, wiping
 from gnmr.distributed.launch import is_first, is_torchrun, launch, started
 from gnmr.errors import RunFailed, UserError, told_as, writing
 from gnmr.lab.config import Config, ControllerConfig, load
@@ -209,10 +209,7 @@ def run_cell(composed: DictConfig) -> None:
 
     command = shlex.join(["gnmr", "train", *settings.overrides.task])
     if config.parallel == "none" and config.training.processes is None and not is_torchrun():
-        folder = _train(config, command)
-        if settings.mode != RunMode.MULTIRUN and config.records.live != "off":
-            with suppress(UserError, OSError):  # records that cannot be read: the run is done all the same
-                _show_beside(folder)
+        _train(config, command)
         return
     from gnmr.lab.train.parallel import refuse_processes
 
@@ -273,24 +270,6 @@ def _tell_next(config: Config) -> None:
     number = config.training.seed + 1
     another = f"order: fork.order={number}" if config.base is not None else f"seed: training.seed={number}"
     say("\n".join([*activation(), f"next: {shown_command('report', run_folder(config))}; another {another}"]))
-
-
-def _show_beside(folder: Path) -> None:
-    """The run beside the arms of runs/reference that are of its experiment, scale and steps; nothing without them."""
-    from gnmr.lab.records.find import find_runs
-    from gnmr.lab.records.pack import unpacked
-    from gnmr.lab.report.brief import beside
-    from gnmr.lab.report.runs import load
-
-    run = load(folder)
-    pack = conf_dir().parent / "runs" / "reference" / f"{run.experiment}.parquet"
-    if not pack.is_file():
-        return
-    with unpacked([pack]) as found:
-        table = beside(run, [load(other) for other in find_runs(found.paths)])
-    if table is not None:
-        table.print(shared())
-        say(f"all tables: {shown_command('report', folder, pack)}")
 
 
 def refuse_arm(config: Config, settings: HydraConf) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from rich.console import Group, RenderableType
@@ -20,7 +19,6 @@ from gnmr.lab.report.family import Family, judge
 from gnmr.lab.report.family_notes import p_text
 from gnmr.lab.report.forks import losses_after
 from gnmr.lab.report.statistics import BETTER, FEWEST, WORSE
-from gnmr.records import output
 
 _BAR = 24
 """Characters of all of the gap."""
@@ -135,35 +133,6 @@ def shown(found: Recovered, narrow: bool = False) -> RenderableType:
 def _bar(share: float) -> str:
     eighths = round(8 * _BAR * min(max(share, 0.0), 1.0))
     return "█" * (eighths // 8) + (" ▏▎▍▌▋▊▉"[eighths % 8] if eighths % 8 else "")
-
-
-def draw(found: Recovered, path: Path, title: str, foot: str) -> None:
-    """The same as a picture in SVG: bars, a dot an order, the interval, and what was spent."""
-    import matplotlib  # takes a second to import
-
-    from gnmr.lab.report.style import COLOURS, INK, STYLE, head, new_figure
-    from gnmr.lab.report.style import foot as below
-
-    with matplotlib.rc_context(STYLE):
-        figure, (axes,) = new_figure(7.5, 0.9 + 0.5 * len(found.lines))
-        names = [f"{line.name}\nspends {line.spent:.1%}" for line in found.lines]
-        places = np.arange(len(names))[::-1]
-        axes.barh(places, [100 * line.closed for line in found.lines], 0.6, color=COLOURS[5], alpha=0.6)
-        for place, line in zip(places, found.lines, strict=True):
-            if line.interval is not None:
-                axes.plot([100 * end for end in line.interval], [place, place], color=INK, lw=1.5)
-            if line.interval is not None or found.orders == 1:
-                axes.plot([100 * one for one in line.by_order], [place] * found.orders, "o", color=COLOURS[0], ms=4)
-        axes.set_yticks(places, names)
-        axes.grid(axis="y", visible=False)
-        axes.axvline(0, color=INK, lw=0.8)
-        axes.set_xlabel(
-            "of what low precision cost, got back [%]; a dot an order of the data, a line the 95 % interval"
-        )
-        head(figure, title)
-        below(figure, foot)
-        with output.replacing(path, follow=False) as file:
-            figure.savefig(file, format="svg")
 
 
 def by_name(arms: Sequence[Arm], names: Mapping[str, str]) -> dict[str, Arm]:
