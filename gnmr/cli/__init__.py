@@ -6,7 +6,6 @@ Exit codes: those of `--help`; 1 is a defect of ours too (with its traceback), a
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import sys
 import warnings
@@ -38,10 +37,8 @@ usage: gnmr COMMAND [...]        gnmr COMMAND --help explains each
            gnmr demo
   runs     which runs there are, how they ended, their perplexity and what they spent
            gnmr runs
-  report   tables and plots of finished (or running) runs
+  report   a table and a page of finished (or running) runs
            gnmr report runs/act_quant_stress
-  sync     recorded runs, such as a whole sweep's, to Weights & Biases
-           gnmr sync runs/act_quant_stress project=mine
   replay   run the controller over recorded norms, without training
            gnmr replay RUN_OR_CSV alpha=2.0 beta=1.5 max_o=4 out=decisions.jsonl
   eval     scores of a run or a Hugging Face checkpoint: GSM8K, MMLU, HellaSwag, WikiText-2
@@ -63,7 +60,7 @@ exit codes: 0 done; 1 a run FAILED, a sweep has cells that are not finished, or 
             checkpoint and the same command continues it
 """
 
-COMMANDS = ("train", "demo", "runs", "report", "sync", "replay", "eval", "diagnose", "audit", "bench")
+COMMANDS = ("train", "demo", "runs", "report", "replay", "eval", "diagnose", "audit", "bench")
 """Each is a module of this package: `main(words)` returns the exit code."""
 
 
@@ -99,7 +96,6 @@ def _main(words: list[str]) -> int:
 
 
 def _guarded(command: str, words: list[str]) -> int:
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # that it makes a list of fonts, at its first use
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from itertools import chain
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -24,13 +22,7 @@ from scipy import stats
 from torch import Tensor, nn
 
 from gnmr.errors import UserError
-from gnmr.lab.bench.figures import Figure, median
-from gnmr.lab.bench.setting import Setting
-from gnmr.lab.data.batch import Batch
-from gnmr.lab.paper.theory_tables import in_table
-from gnmr.lab.train.build import assemble, train_step, training_blocks
-from gnmr.lab.train.step import loss_of, objective_of
-from gnmr.precision import ConvertedModel, Recipe
+from gnmr.precision import ConvertedModel
 
 SITES = ("saved", "forward")
 RECIPES = "recipes"
@@ -172,89 +164,3 @@ def compare(gaps: Gaps, max_o: int, rng: np.random.Generator) -> Comparison:
             "error removed by the oracle set": most / gaps.none,
         },
     )
-
-
-def recovery(setting: Setting) -> list[Figure]:
-    """Both sites at the same weights, in some steps of a run; recipes as they are. See `compare`."""
-    parts = assemble(setting.config, Path(), setting.say)
-    number = sum(p.numel() for p in parts.model.parameters())
-    if number > MOST_PARAMETERS:
-        raise UserError(f"bench theory: {number:,} parameters; it is for models of up to {MOST_PARAMETERS:,}")
-    training, shared, max_o = parts.config.training, parts.converted.shared, parts.config.controller.cap
-    blocks, take_step = training_blocks(parts.config, parts.corpus, None), train_step(parts)
-    site, rng = shared.quantize_forward, np.random.default_rng(0)
-
-    def batch() -> list[Tensor | Batch]:
-        return [blocks.next(training.batch_size).to(parts.device) for _ in range(training.accumulation)]
-
-    sites = (RECIPES,) if isinstance(parts.converted.low, Recipe) else SITES
-    found: dict[str, list[Comparison]] = {name: [] for name in sites}
-    for step in setting.rounds(f"theory: steps on which all paths run, {STRIDE} apart", 2):
-        for _ in range(STRIDE if step else 0):
-            take_step(batch(), parts.config.optim.lr)
-        micro_batches = batch()
-
-        def backward(micro_batches: list[Tensor | Batch] = micro_batches) -> None:
-            for block in micro_batches:
-                (objective_of(parts.model, loss_of(parts.model, block)) / len(micro_batches)).backward()
-
-        for name in sites:
-            shared.quantize_forward = name == "forward"
-            gaps = measure(parts.model, parts.converted, backward)
-            found[name].append(compare(gaps, max_o, rng))
-            if name == sites[0]:
-                last = gaps
-        shared.quantize_forward = site
-    nearest = parts.config.precision.rounding == "nearest"  # else a switch moves the draws of the operators behind it
-    figures = [_figures(name, several, name == "saved" and nearest) for name, several in found.items()]
-    return [*chain.from_iterable(figures), *_units(sites[0], last, max_o)]
-
-
-def _named(site: str) -> str:
-    """As tables call it."""
-    return f"site={site}" if site in SITES else site
-
-
-def _figures(site: str, several: list[Comparison], exact: bool) -> list[Figure]:
-    """Of one site over the measured steps; `exact`: the identity holds there."""
-    deviations = np.array([value for one in several for value in one.deviations])
-    figures = [
-        Figure(
-            f"{site}: deviation from theorem 1, largest",
-            float(deviations.max()),
-            "%",
-            float(deviations.min()),
-            float(deviations.max()),
-            "smallest and largest",
-            len(deviations),
-            1e-3 if exact else None,
-            f"measured gain against the sum of the gaps; median {np.median(deviations):.2g}",
-        )
-    ]
-    for name in several[0].shares:
-        values = np.array([one.shares[name] for one in several])
-        target = 1.0 if exact and name.startswith("best") else None
-        figures.append(median(f"{site}: {name}", values, "x" if "estimated" in name else "%", target=target))
-    table = f"{_named(site)}: who finds the oracle set, the largest gaps (median of {len(several)} steps)"
-    for row, column in several[0].rankings:
-        values = np.array([one.rankings[row, column] for one in several])
-        figures.append(
-            in_table(median(column, values, "%" if "%" in column else ""), table=table, row=row, column=column)
-        )
-    return figures
-
-
-def _units(site: str, gaps: Gaps, max_o: int) -> list[Figure]:
-    """The units with the largest gaps in one step; those of the oracle set first."""
-    columns = {"gap": gaps.gap_U} | gaps.scores
-    table = f"{_named(site)}: the largest recovery gaps of the last step (oracle set: the first {max_o})"
-    return [
-        in_table(
-            Figure(f"{column} of {gaps.names[unit]}", float(values[unit]), ""),
-            table=table,
-            row=gaps.names[unit],
-            column=column,
-        )
-        for unit in np.argsort(-gaps.gap_U, kind="stable")[: max_o + 4]
-        for column, values in columns.items()
-    ]

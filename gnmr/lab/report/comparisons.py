@@ -113,19 +113,6 @@ class Comparison:
         nearest = min(candidates, key=lambda other: _apart(arm, other), default=None)
         return nearest if nearest and _apart(arm, nearest) < math.inf else None
 
-    def undisturbed(self, arm: Arm) -> Arm | None:
-        """The same arm without what disturbs it: injected faults, or outlier channels that come and go."""
-        window = bool(arm.settings.get("model.outlier_channels.window"))
-        apart = ("faults.", "records.", *(["model.outlier_channels."] if window else []))
-        fits = [
-            other
-            for other in self.arms
-            if not other.disturbance
-            and not (window and other.settings.get("model.outlier_channels.number"))
-            and all(key.startswith(apart) for key in varying([arm, other]))
-        ]
-        return max(fits, key=lambda other: len(arm.outcomes.keys() & other.outcomes.keys()), default=None)
-
     def formats(self, arm: Arm) -> tuple[str | None, str | None]:
         """Formats of the low and the recovery path that the arm is measured between.
 
@@ -215,11 +202,6 @@ def by_experiment(comparisons: Iterable[Comparison]) -> dict[str, list[Compariso
     for comparison in comparisons:
         found[comparison.kind.experiment].append(comparison)
     return dict(found)
-
-
-def runs_of(comparisons: Iterable[Comparison]) -> list[Run]:
-    """Of all of them, in order."""
-    return [run for comparison in comparisons for run in comparison.runs]
 
 
 def refuse_rivals(comparisons: Iterable[Comparison]) -> None:

@@ -300,11 +300,13 @@ def _show_arms(cells: list[Cell]) -> None:
     folders = [cell.folder for cell in cells if cell.done and cell.folder is not None]
     if not folders:
         return
-    from gnmr.lab.report.brief import brief
+    from gnmr.lab.report import arm_tables
+    from gnmr.lab.report.comparisons import compare
+    from gnmr.lab.report.runs import load
 
     if len(folders) <= MOST_SHOWN:
         with suppress(UserError, OSError):  # records that cannot be read: the report says which
-            for table in brief(folders):
+            for table in arm_tables(compare(map(load, folders))):
                 table.print(shared())
     say("\n".join([*activation(), f"next: {shown_command('report', os.path.commonpath(folders))}"]))
 
