@@ -10,27 +10,16 @@ from functools import cached_property
 from typing import Any
 
 from gnmr.lab.report.runs import Run
-from gnmr.lab.report.statistics import Stat, as_percent, paired, stat
+from gnmr.lab.report.statistics import Stat, stat
 from gnmr.names import RECIPES
 
 QUANTIZER = ("precision.site", "precision.rounding", "precision.targets")
 """What a path does besides its format."""
-BUDGET = (
-    "controller.trigger",
-    "controller.alpha",
-    "controller.beta",
-    "controller.init_frac",
-    "controller.max_o",
-    "controller.options.share",
-    "controller.options.threshold",
-)
-"""Beginnings of the controller's keys that say no more than how much is promoted."""
-_NO_MAGNITUDE = ("bit_flip", "nan", "inf")
+_NAMES = ("arm", "precision.name", "controller.name")
 _DIVERGED = re.compile(r"had a non-finite|the validation loss after step")
 """FAILED for these is a divergence; for a full disk, memory or a defect the run says nothing about its arm."""
-NAMES = ("arm", "precision.name", "controller.name")
 Outcomes = Mapping[int, float]
-"""By seed: log perplexity at the end, inf for a run that diverged."""
+"""Loss at the end by seed, inf for a run that diverged."""
 
 
 @dataclass
@@ -105,16 +94,6 @@ class Arm:
         return int(self.settings.get("controller.hold") or 1)
 
     @property
-    def disturbance(self) -> str:
-        """What disturbs the runs at known times, in words; empty: nothing."""
-        get, told = self.settings.get, []
-        if (kind := get("faults.kind")) not in (None, "none"):
-            told.append(kind if kind in _NO_MAGNITUDE else f"{kind} {get('faults.magnitude', 1):g}")
-        if get("model.outlier_channels.window") and get("model.outlier_channels.number"):
-            told.append(f"outliers {get('model.outlier_channels.gain', 1):g}")
-        return ", ".join(told)
-
-    @property
     def promoted(self) -> float | None:
         """Mean promotion share over the seeds that are done or diverged: what diverged had its budget too.
 
@@ -132,11 +111,6 @@ class Arm:
         return self.promoted if found is None else found
 
     @property
-    def pinned(self) -> bool:
-        """Whether some GEMMs are on the recovery path whatever is routed."""
-        return any(key.startswith("precision.pins.") for key in self.settings)
-
-    @property
     def always(self) -> str | None:
         """The one format that every unit has throughout: a static arm's, or that of the signals that never choose;
         with pins there is no low one.
@@ -145,7 +119,8 @@ class Arm:
         decide where there are any, since in a run that diverged at once that step weighs more.
         """
         if not self.routed or self.signal == "always_low":
-            return None if self.pinned else self.low_path
+            pinned = any(key.startswith("precision.pins.") for key in self.settings)
+            return None if pinned else self.low_path
         in_16_bits = self.settings.get("controller.warmup_path") == "16bit"  # a warm-up on no path of its own
         promoted = self.mean("promotion_frac") or self.promoted or 0
         if self.signal == "always_high" and promoted > 0.99 and not in_16_bits:
@@ -174,16 +149,6 @@ class Arm:
             return self.settings.get("precision.low")
         return self.settings.get("precision.recovery")
 
-    @property
-    def low_bits(self) -> int | None:
-        """Of the low path, by the function `bits`."""
-        return self.bits(self.settings.get("precision.low"))
-
-    @property
-    def recovery_bits(self) -> int | None:
-        """Of the recovery path, by the function `bits`."""
-        return self.bits(self.recovery_path)
-
     def bits(self, path: Any) -> int | None:
         """As the function `bits`, of the arm's own recipes too: those of the forward input."""
         own = f"precision.recipes.{path}."
@@ -199,7 +164,7 @@ class Arm:
     @property
     def sixteen_bit(self) -> bool:
         """Whether its low path is 16 bits: a reference."""
-        return self.low_bits == 16 and self.compression is None
+        return self.bits(self.settings.get("precision.low")) == 16 and self.compression is None
 
     def stat(self, field: str) -> Stat | None:
         """Over the done seeds, of a field of the summary."""
@@ -210,20 +175,11 @@ class Arm:
         found = self.stat(field)
         return None if found is None else found.mean
 
-    def over_fracs(self) -> dict[str, float]:
-        """Shares of unit-steps over the threshold of each of the signal's columns, means over the done seeds."""
-        of_runs = []
-        for run in self.done:
-            old = {column: run.summary.get(f"{column}_over_frac") for column in ("gnmr", "delta_gnmr")}
-            of_runs.append(run.summary.get("over_frac") or old)
-        means = {column: stat(one.get(column) for one in of_runs) for one in of_runs for column in one}
-        return {column: found.mean for column, found in means.items() if found}
-
     @property
     def sort_key(self) -> tuple[int, int, str]:
         """Table 1's order: by the low path's width, static before routed."""
-        low = self.low_bits or 99
-        return low, self.recovery_bits or low, self.label or self.name
+        low = self.bits(self.settings.get("precision.low")) or 99
+        return low, self.bits(self.recovery_path) or low, self.label or self.name
 
 
 def bits(number_format: Any) -> int | None:
@@ -234,14 +190,6 @@ def bits(number_format: Any) -> int | None:
         return 1 + int(floating[1]) + int(floating[2])
     plain = re.search(r"(\d+)$", str(number_format))
     return int(plain[1]) if plain else None
-
-
-def paired_difference(arm: Arm, reference: Arm) -> Stat | None:
-    """Mean and spread of the per-seed differences of log perplexity, as percent; None where a run diverged."""
-    found = paired(arm.outcomes, reference.outcomes)
-    if found.mean is None:
-        return None
-    return Stat(found.n, as_percent(found.mean), None if found.sd is None else as_percent(found.sd))
 
 
 def plain_adamw(arm: Arm) -> bool:
@@ -283,7 +231,7 @@ def tell(arm: Arm, keys: Iterable[str]) -> list[str]:
 def varying(arms: Iterable[Arm]) -> list[str]:
     """Keys in which the arms' settings differ, names aside."""
     settings = [arm.settings for arm in arms]
-    keys = dict.fromkeys(key for one in settings for key in one if key not in NAMES)
+    keys = dict.fromkeys(key for one in settings for key in one if key not in _NAMES)
     return [key for key in keys if len({repr(one.get(key)) for one in settings}) > 1]
 
 
