@@ -19,7 +19,6 @@ from gnmr.lab import config
 from gnmr.lab.records.find import find_runs
 from gnmr.lab.report.comparisons import Comparison, compare
 from gnmr.lab.report.runs import load
-from gnmr.lab.report.style import STYLE
 from gnmr.records.ratios import RatioStream
 from gnmr.records.schema import RatioRows, ratio_schema
 
@@ -201,12 +200,6 @@ def _plain(value: float) -> float | str:
 
 def _jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-@pytest.fixture(autouse=True)
-def small_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing is most of these tests' time."""
-    monkeypatch.setitem(STYLE, "savefig.dpi", 50)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ a paired t-test.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gnmr.lab.report.arms import Arm, Outcomes
 from gnmr.lab.report.comparisons import Comparison
@@ -24,7 +24,7 @@ class Bounds:
     high: Arm
     between: tuple[Arm, ...]
     family: Family
-    """Every arm against `low`, by `key`."""
+    """Every arm against `low`; the arms by their labels."""
     against_random: Family | None
     """Every arm that has a random arm with the same budget, against that arm."""
 
@@ -62,11 +62,6 @@ class Judged:
     """p and verdict against the random arm with the same budget; None without one."""
 
 
-def key(arm: Arm) -> str:
-    """Return the name of the arm in a `Family`."""
-    return arm.label
-
-
 def outcomes(arm: Arm) -> Outcomes:
     """Return the log perplexity by seed, inf for a diverged run; of forks that heal, before they heal."""
     if not arm.settings.get("fork.heal"):
@@ -95,10 +90,12 @@ def bounds(comparison: Comparison) -> list[Bounds]:
 
 
 def _bounds(comparison: Comparison, low: Arm, high: Arm, between: list[Arm]) -> Bounds:
-    values = {key(arm): outcomes(arm) for arm in (low, *between, high)}
+    values = {arm.label: outcomes(arm) for arm in (low, *between, high)}
     names = list(values)
     family = judge(values, [(name, names[0]) for name in names[1:]], low=names[0], high=names[-1])
-    randoms = [(key(arm), key(other)) for arm in between if (other := comparison.random(arm)) and key(other) in values]
+    randoms = [
+        (arm.label, other.label) for arm in between if (other := comparison.random(arm)) and other.label in values
+    ]
     against_random = judge(values, randoms, low=names[0], high=names[-1]) if randoms else None
     return Bounds(low, high, tuple(between), family, against_random)
 
@@ -115,15 +112,25 @@ def judged(comparison: Comparison, pairs: list[Bounds]) -> list[Judged]:
             rest.append((arm, baseline, paired(outcomes(arm), outcomes(baseline))))
     for (arm, baseline, test), (p, verdict) in zip(rest, verdicts([test for *_, test in rest]), strict=True):
         found[arm.label] = Judged(arm, baseline, test.n, test.mean, test.interval, test.diverged, p, verdict)
-    return [found.get(arm.label) or Judged(arm, None) for arm in comparison.arms]
+    randoms = _against_random(comparison, pairs)
+    return [replace(found.get(arm.label, Judged(arm, None)), random=randoms.get(arm.label)) for arm in comparison.arms]
+
+
+def _against_random(comparison: Comparison, pairs: list[Bounds]) -> dict[str, tuple[float | None, str]]:
+    """Return p and verdict of every arm against the random arm with the same budget: of its family, else paired."""
+    found: dict[str, tuple[float | None, str]] = {}
+    for one in pairs:
+        if one.against_random is not None and one.tested:
+            found |= {row.arm: (row.p, row.verdict) for row in one.against_random.rows}
+    rest = {arm.label: (arm, other) for arm in comparison.arms if (other := comparison.random(arm)) is not None}
+    rest = {label: pair for label, pair in rest.items() if label not in found}
+    tests = verdicts([paired(outcomes(arm), outcomes(other)) for arm, other in rest.values()])
+    return found | dict(zip(rest, tests, strict=True))
 
 
 def _in_family(one: Bounds, arm: Arm) -> Judged:
-    (row,) = (row for row in one.family.rows if row.arm == key(arm))
+    (row,) = (row for row in one.family.rows if row.arm == arm.label)
     test, mean = row.difference, paired(outcomes(arm), outcomes(one.low))
-    random = None
-    if one.against_random is not None and one.tested:
-        random = next(((r.p, r.verdict) for r in one.against_random.rows if r.arm == key(arm)), None)
     return Judged(
         arm,
         one.low,
@@ -135,5 +142,4 @@ def _in_family(one: Bounds, arm: Arm) -> Judged:
         row.verdict,
         None if arm is one.high else one.closed(arm),
         row.closed[1] if row.closed is not None and arm is not one.high else None,
-        random,
     )
