@@ -21,6 +21,7 @@ Schuirmann, J. Pharmacokin. Biopharm. 15 (1987); Fieller, Supplementum JRSS 7 (1
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -29,7 +30,6 @@ import numpy as np
 from scipy import stats
 
 from gnmr.lab.report.statistics import (
-    BETTER,
     FEWEST,
     LEVEL,
     NO_DIFFERENCE,
@@ -43,7 +43,9 @@ from gnmr.lab.report.statistics import (
 
 MARGIN = 0.1
 """Share of the gap that counts as equal."""
-DRAWS = 999
+_DRAWS = 999
+_LARGEST = 1e100
+"""Losses above it cannot be squared, and count as diverged."""
 EQUAL, NO_VERDICT = "equal", "no verdict"
 Values = Mapping[Any, float]
 """Losses by replicate, inf where the run diverged."""
@@ -99,7 +101,9 @@ class Model:
         number = {one: place for place, one in enumerate(replicates)}
         rows = [(loss, arm, number[one]) for arm, of_arm in enumerate(values.values()) for one, loss in of_arm.items()]
         frame = pd.DataFrame(rows, columns=["loss", "arm", "replicate"])
-        self.fit = ols("loss ~ 0 + C(arm) + C(replicate)", frame).fit()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of arms without replicates in common, which `joint` does not compare
+            self.fit = ols("loss ~ 0 + C(arm) + C(replicate)", frame).fit()
         self.freedom = int(self.fit.df_resid)
         residual = np.array(self.fit.resid)
         residual[abs(residual) < 1e-12 * abs(frame.loss).max()] = 0.0  # rounding
@@ -165,19 +169,19 @@ class Model:
 def _spread_p(exog: np.ndarray, residual: np.ndarray, groups: Sequence[np.ndarray]) -> float:
     """Return the p-value of Levene's test of equal spread over the groups.
 
-    Residuals are fewer than they look, so the p-value is the place of the statistic among those of `DRAWS` draws from
+    Residuals are fewer than they look, so the p-value is the place of the statistic among those of `_DRAWS` draws from
     the model itself. With three replicates the tabulated p-value finds hardly anything.
     """
-    null = np.random.default_rng(0).standard_normal((DRAWS, len(residual)))
+    null = np.random.default_rng(0).standard_normal((_DRAWS, len(residual)))
     null -= null @ (exog @ np.linalg.pinv(exog)).T
     rows = np.concatenate([residual[None], null])
     found = stats.levene(*(rows[:, group] for group in groups), center="median", axis=1).statistic
-    return float((1 + np.sum(found[1:] >= found[0])) / (1 + DRAWS))
+    return float((1 + np.sum(found[1:] >= found[0])) / (1 + _DRAWS))
 
 
 def model_of(values: Mapping[str, Values]) -> Model | None:
     """Fit the arms without diverged runs; None if no degree of freedom is left for the residual."""
-    finite = {arm: of for arm, of in values.items() if of and all(abs(loss) < 1e100 for loss in of.values())}
+    finite = {arm: of for arm, of in values.items() if of and max(map(abs, of.values())) < _LARGEST}
     model = Model(finite) if len(finite) > 1 else None
     return model if model is not None and model.freedom >= 1 else None
 
@@ -190,17 +194,19 @@ class Row:
     control: str
     n: int
     """Replicates that both have."""
-    difference: Contrast | None
+    difference: Contrast | None = None
     """None for exact tests."""
-    diverged: tuple[int, int]
+    direction: float = 0
+    """Below 0 if the arm is the better one."""
+    diverged: tuple[int, int] = (0, 0)
     """Runs of the arm and of the control, in the replicates of both."""
-    p: float | None
+    p: float | None = None
     """Holm-adjusted; None if there are too few replicates, or no verdicts at all."""
-    closed: Share | None
+    closed: Share | None = None
     """None for the bounds themselves."""
-    p_equal: float | None
+    p_equal: float | None = None
     """Of the two one-sided tests, Holm-adjusted."""
-    verdict: str
+    verdict: str = NO_VERDICT
 
     def texts(self) -> dict[str, str]:
         """Return the row's numbers as text; - where there is none."""
@@ -294,11 +300,11 @@ def judge(values: Mapping[str, Values], contrasts: Sequence[tuple[str, str]], *,
     gate = p_gate is not None and p_gate < LEVEL and better
     rows = [_row(model, values, arm, control, (low, high) if gap and gate else None) for arm, control in contrasts]
     if not gate:
-        rows = [replace(row, p=None, p_equal=None, verdict=NO_VERDICT) for row in rows]
+        rows = [replace(row, p=None) for row in rows]
         return Family(low, high, tuple(rows), model, gap, p_gate, gate)
     adjusted, equal = holm([row.p for row in rows]), holm([row.p_equal for row in rows])
     for place, (row, p, q) in enumerate(zip(rows, adjusted, equal, strict=True)):
-        told = verdict({BETTER: -1, NO_DIFFERENCE: 0}.get(row.verdict, 1), p)
+        told = verdict(row.direction, p)
         if told == NO_DIFFERENCE and q is not None and q < LEVEL:
             told = EQUAL
         rows[place] = replace(row, p=p, p_equal=q, verdict=told)
@@ -308,36 +314,24 @@ def judge(values: Mapping[str, Values], contrasts: Sequence[tuple[str, str]], *,
 def _row(
     model: Model | None, values: Mapping[str, Values], arm: str, control: str, bounds: tuple[str, str] | None
 ) -> Row:
-    """Test one contrast, not adjusted; the verdict is its direction. `bounds`: None if there is no gap to share."""
+    """Test one contrast, not adjusted. `bounds`: None if there is no gap to share."""
     n = len(values[arm].keys() & values[control].keys())
     if model is None or not {arm, control} <= model.values.keys():
         exact = paired(values[arm], values[control])
-        return Row(
-            arm,
-            control,
-            n,
-            None,
-            exact.diverged,
-            exact.p if any(exact.diverged) else None,
-            None,
-            None,
-            verdict(exact.direction, 0.0),
-        )
-    found = model.between(arm, control)
-    if found is None:
-        return Row(arm, control, n, None, (0, 0), None, None, None, NO_DIFFERENCE)
+        p = exact.p if any(exact.diverged) else None
+        return Row(arm, control, n, direction=exact.direction, diverged=exact.diverged, p=p)
+    if (found := model.between(arm, control)) is None:
+        return Row(arm, control, n)
     closed = p_equal = None
     if bounds is not None and arm not in bounds:
         low, high = bounds
         closed = model.closed(arm, low, high)
-        above, below = (
-            model.contrast(_sum(_difference(arm, control), _difference(low, high), s * MARGIN)) for s in (1, -1)
-        )
+        margin = {low: MARGIN, high: -MARGIN}
+        above, below = (model.contrast(_sum(_difference(arm, control), margin, sign)) for sign in (1, -1))
         if above and below and n >= FEWEST:
             p_equal = max(above.above, 1 - below.above)
-    return Row(
-        arm, control, n, found, (0, 0), found.p if n >= FEWEST else None, closed, p_equal, verdict(found.estimate, 0.0)
-    )
+    p = found.p if n >= FEWEST else None
+    return Row(arm, control, n, found, found.estimate, p=p, closed=closed, p_equal=p_equal)
 
 
 def _difference(arm: str, other: str) -> dict[str, float]:

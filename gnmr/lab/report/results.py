@@ -145,7 +145,7 @@ def results(file: Path, out: Path, say: Callable[[str], None], *, check: bool = 
     file of claims, for runs that are not in the table or cannot be compared, and for a mark that names no number.
     """
     claims = read(file)
-    tested = tests_of(claims)
+    tested = judged_claims(claims)
     for one in tested:
         say(f"{one.claim.name}: {len(one.family.rows)} tests, {sum(map(len, one.runs.values()))} runs")
     known = {name: text for one in tested for name, text in one.numbers().items()}
@@ -158,7 +158,7 @@ def results(file: Path, out: Path, say: Callable[[str], None], *, check: bool = 
     return []
 
 
-def tests_of(claims: Claims) -> list[Tested]:
+def judged_claims(claims: Claims) -> list[Tested]:
     """Test every claim."""
     with reading(claims.records):
         table: list[Record] = pq.read_table(claims.records).to_pylist()
