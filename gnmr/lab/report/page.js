@@ -97,7 +97,7 @@ function frame(host, { height, left = narrow() ? 46 : 62, top = 8, steps, whole:
   }
   if (title) above.append(svg("text", { x: left + w / 2, y: height - 6, "text-anchor": "middle" }, title));
   const at = event => { const box = root.getBoundingClientRect(), scale = width / box.width; return [first + (last - first) * ((event.clientX - box.left) * scale - left) / w, ((event.clientY - box.top) * scale - top) / h]; };
-  let began = null, moved = false;
+  let began = null, moved = false, waiting = 0;
   const drag = svg("rect", { y: top, height: h, fill: "var(--band)", width: 0 });
   const pane = svg("rect", { class: "over", x: left, y: top, width: w, height: h,
     onpointerdown: event => { began = event.pointerType === "mouse" ? event : null; moved = false; },
@@ -109,8 +109,8 @@ function frame(host, { height, left = narrow() ? 46 : 62, top = 8, steps, whole:
     },
     onpointerup: event => { if (began && moved) zoomed([at(began)[0], at(event)[0]].sort((a, b) => a - b)); began = null; },
     onpointerleave: () => { $("tip").hidden = true; began = null; drag.setAttribute("width", 0); },
-    onclick: event => { if (click && !moved) click(...at(event), event); },
-    ondblclick: () => zoomed(all) });
+    onclick: event => { if (click && !moved && event.detail === 1) waiting = setTimeout(click, 250, ...at(event)); },  // unless a second click follows
+    ondblclick: () => { clearTimeout(waiting); zoomed(all); } });
   root.append(drag, pane);
   host.replaceChildren(root);
   return { root, below, inside, above, px, left, top, w, h };

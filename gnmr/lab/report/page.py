@@ -29,9 +29,9 @@ MAP_CHARACTERS = 9_000_000
 MANY = 8
 """More arms than one plot can show: each gets a small panel with its mean alone."""
 _TRAIN_POINTS = 400
-_COLOURS, _DASHES = 7, ("", "", "6 3", "2 3", "6 3", "2 3", "")
-"""The colours are variables of the page (`--c0` to `--c6`, after Okabe and Ito). The dashes keep thin lines apart for
-colour-blind readers."""
+_DASHES, _FIRST_DASH = ("", "6 3", "2 3"), (0, 0, 1, 2, 1, 2, 0)
+"""The first dash of each colour: thin lines of these colours alone do not stay apart for colour-blind readers. The colours
+are variables of the page, `--c0` to `--c6`, after Okabe and Ito."""
 Tree = dict[str, Any]
 
 
@@ -109,8 +109,8 @@ def _arms(comparison: Comparison) -> list[Tree]:
     for arm in comparison.arms:
         colour, dash = "var(--grey)", ""
         if not arm.sixteen_bit:
-            at, again = place % _COLOURS, place // _COLOURS
-            colour, dash, place = f"var(--c{at})", (_DASHES[at], "6 3", "2 3")[again % 3], place + 1
+            again, at = divmod(place, len(_FIRST_DASH))
+            colour, dash, place = f"var(--c{at})", _DASHES[(_FIRST_DASH[at] + again) % 3], place + 1
         found.append({"label": arm.label, "short": short[arm.label], "colour": colour, "dash": dash})
     return found
 
