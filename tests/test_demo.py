@@ -8,15 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from gnmr.lab.records.pack import unpacked
-from gnmr.lab.report.family_notes import p_text
 from rich.console import Console
 from rich.text import Text
 
 from gnmr.cli import demo
 from gnmr.errors import RunFailed
 from gnmr.lab.records.find import find_runs
+from gnmr.lab.records.pack import unpacked
 from gnmr.lab.report.comparisons import compare
+from gnmr.lab.report.family_notes import p_text
 from gnmr.lab.report.headline import headline
 from gnmr.lab.report.layout import size
 from gnmr.lab.report.runs import load
