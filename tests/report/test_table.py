@@ -188,7 +188,9 @@ def test_an_arm_with_pins_is_not_the_static_low_path(runs: Recorded) -> None:
     pins = ["fprop", "dgrad", "wgrad"]
     runs.add("int4", 2.95, precision__name="int4_pins", precision__pins__down_proj=pins)
     (comparison,) = runs.comparisons()
-    low, pinned = (next(a for a in comparison.arms if a.pinned == yes and a.low_bits == 4) for yes in (False, True))
+    low, pinned = (
+        next(arm for arm in comparison.arms if arm.settings["precision.name"] == name) for name in ("int4", "int4_pins")
+    )
     assert (low.always, pinned.always) == ("int4", None)
     assert comparison.low(pinned) is low and comparison.low(low) is low
 
