@@ -66,13 +66,12 @@ def report(
 
     (sentences, tables, html_text), runs = _without_damage(runs, left_out, make)
     try:  # before the tables are printed: whoever reads them may have left
-        with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
+        for place in (page.parent, folder):
+            with writing(place):
+                place.mkdir(parents=True, exist_ok=True)
         lost = [as_markdown(f"Left out: {place}: {why}") + "\n" for place, why in left_out.items()]
         parts = ["# Report\n", *sentences, *(table.markdown() for table in (*tables, run_table(runs, root))), *lost]
         output.write_text(folder / "report.md", "\n".join(parts), follow=False)
-        with writing(page):
-            page.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(page, html_text, follow=html is not None)
     finally:
         for table in tables:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -134,26 +134,21 @@ def read_windows(folder: Path) -> list[FaultWindow]:
     return found
 
 
-def fault_table(comparison: Comparison) -> Table:
-    """Return how the arms' signals detected the injected faults; without rows where no faults were injected."""
-    found = {}
-    for run in comparison.runs:
-        if (windows := read_windows(run.folder)) and len((ratios := run.ratios()).steps):
-            found[run.folder] = detect(ratios, windows, trigger(run))
-    return detection_table(comparison, found)
-
-
 def trigger(run: Run) -> float:
     """Return the factor of all thresholds; a loop that calibrated it itself has it in its header."""
     found = calibrated_trigger(run.header)
     return found[1] if found is not None else float(run.settings.get("controller.trigger") or 1.0)
 
 
-def detection_table(comparison: Comparison, found: Mapping[Path, Detection]) -> Table:
-    """Precision, recall, delay and false alarms of each arm, mean ± sample standard deviation over its seeds.
+def fault_table(comparison: Comparison) -> Table:
+    """Return how the arms' signals detected the injected faults: precision, recall, delay and false alarms.
 
-    `found`: the detection of each run that has one, by folder. No rows where there is none.
+    They are the mean ± sample standard deviation over the seeds. There are no rows if no faults were injected.
     """
+    found = {}
+    for run in comparison.runs:
+        if (windows := read_windows(run.folder)) and len((ratios := run.ratios()).steps):
+            found[run.folder] = detect(ratios, windows, trigger(run))
     columns = ["recall", "precision", "delay\n[steps]", "false alarms\nper 1,000", "covered", "recovered"]
     table = Table(f"{comparison.name}: injected faults", ["arm", "seeds", "windows", *columns])
     for arm in comparison.arms:
