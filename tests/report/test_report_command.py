@@ -132,6 +132,13 @@ def test_refusals_are_one_line(write_run: Write, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"cannot be written|is a folder") as error:
             printed([run], **asked)
         assert "\n" not in str(error.value)
+    for name in ("report.md", "report.html"):
+        (tmp_path / "out").mkdir(exist_ok=True)
+        (tmp_path / "out" / name).symlink_to(tmp_path / "file")
+        with pytest.raises(UserError, match="symbolic link"):
+            printed([run], tmp_path / "out")
+        (tmp_path / "out" / name).unlink()
+    assert (tmp_path / "file").read_text() == ""
     (run / "report").symlink_to(tmp_path)
     with pytest.raises(UserError, match="symbolic link"):
         printed([run])
