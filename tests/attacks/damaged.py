@@ -382,7 +382,7 @@ def told(arena: Arena, run: Path) -> tuple[list[Outcome], list[str], list[str]]:
     """The outcomes of report and replay on a run, what the report says of it, and the decisions of the replay."""
     there = {"cwd": run.parent}
     outcomes = [
-        arena.run("report", "run", "--no-plots", "out=tables", **there),
+        arena.run("report", "run", "out=tables", **there),
         arena.run("replay", "run", "alpha=1.2", "beta=1.1", "max_o=2", "out=decisions", **there),
     ]
     report, decisions = run.parent / "tables" / "report.md", run.parent / "decisions"

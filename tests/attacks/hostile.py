@@ -88,10 +88,10 @@ def material(arena: Arena) -> Material:
 
 
 COMMANDS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
-    "report": (("report", "ODD", "SOUND", "--no-plots", "--out=rep"), (0,)),
-    "page": (("report", "ODD", "SOUND", "--no-plots", "--out=rep", "--html=page.html"), (0,)),
+    "report": (("report", "ODD", "SOUND", "--out=rep"), (0,)),
+    "page": (("report", "ODD", "SOUND", "--out=rep", "--html=page.html"), (0,)),
     "draw": (("report", "ODD", "SOUND", "--out=rep"), (0,)),
-    "own report": (("report", "ODD", "--no-plots"), (0, 2)),
+    "own report": (("report", "ODD"), (0, 2)),
     "own plots": (("report", "ODD"), (0, 2)),
     "replay": (("replay", "ODD", "out=decisions.jsonl"), (0, 2)),
     "replay inside": (("replay", "ODD", "out=odd/decisions.jsonl"), (0, 2)),
@@ -262,7 +262,7 @@ def _own_records() -> Iterator[Case]:
             names = {"USER": "hostileuser", "LOGNAME": "hostileuser", "HOSTNAME": "hostilehost"}
             outcome = arena.run(*words, cwd=folder, env=names, hook=Hook(on_a_named_machine), limit_s=120)
             if outcome.code == 0 and "report" in files[0]:
-                words = ("report", "mine", "--no-plots", "--html=mine/report/page.html")
+                words = ("report", "mine", "--html=mine/report/page.html")
                 outcome = arena.run(*words, cwd=folder, env=names, hook=Hook(on_a_named_machine))
             if outcome.code != 0:
                 return outcome.trouble or f"exit code {outcome.code}"

@@ -531,8 +531,8 @@ model.hidden_size=100000000
 REPORTS = """
 nowhere | plain_file | empty_folder | pipe.txt | device | /dev/null | /proc/self | loop.txt | RUN nowhere | @300
 @deep | a\0b | RUN --nosuch | RUN --out | RUN --out=plain_file | RUN --out=/proc/x | RUN --out=pipe.txt
-RUN --out=@300 | RUN --out=device | RUN --no-plots html=empty_folder | RUN --no-plots html=/proc/x
-RUN --no-plots html=plain_file/x | RUN --no-plots html=@300 | RUN against=nosuch | RUN --against | RUN --no-plots=1
+RUN --out=@300 | RUN --out=device | RUN html=empty_folder | RUN html=/proc/x
+RUN html=plain_file/x | RUN html=@300 | RUN against=nosuch | RUN --against | RUN --strict=1
 RUN --html | RUN against= | - | --
 """
 
@@ -619,7 +619,7 @@ def inputs(draw: random.Random) -> list[Input]:
     legal = ("norms-long.csv", "norms-wide.csv", "norms-huge.csv")
     found += [Input(("replay", name), EITHER if name in legal else REFUSED, (name,)) for name in norms]
     # Written through, or refused; a device stays a device.
-    for line in ("replay RUN out=device", "report RUN --no-plots html=device", "bench decision repeats=1 out=device"):
+    for line in ("replay RUN out=device", "report RUN html=device", "bench decision repeats=1 out=device"):
         found.append(Input(tuple(line.split(" ")), EITHER, ("device",)))
     found += [Input(("attach", name), REFUSED, ("../x",) if "../x" in name else (), name) for name in CALLS]
     return found

@@ -375,7 +375,7 @@ def test_a_sweep_of_forks_says_how_long_resumes_and_is_reported(gnmr, tmp_path, 
     assert first.code == 0 and "4 cells, 0 done already, 84 of 84 steps to do: about 0:0" in first.out, first.err
     again = gnmr("train", "-m", "sweep=fork", "arm=never,always", *words)
     assert again.code == 0 and "4 cells, 4 done already, 0 of 84 steps to do" in again.out
-    told = gnmr("report", str(tmp_path / "runs"), "--no-plots")
+    told = gnmr("report", str(tmp_path / "runs"))
     written = (tmp_path / "runs/report/report.md").read_text()
     assert told.code == 0 and "gap closed after the arm's steps" in written and "after healing in 16 bits" in written
     assert {row["phase"] for run in (tmp_path / "runs/fork").iterdir() for row in read_jsonl(run / "eval.jsonl")} == {

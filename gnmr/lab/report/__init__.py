@@ -49,7 +49,7 @@ def report(
     root = _common(paths)
     folder = root / "report" if out is None else out
     page = folder / "report.html" if html is None else html
-    _check_places(folder, out, page)
+    _check_places(folder, page, own=out is None, named=html is not None)
     left_out: dict[Path, str] = {}
     runs = _load(find_runs(paths), left_out)
 
@@ -66,13 +66,12 @@ def report(
 
     (sentences, tables, html_text), runs = _without_damage(runs, left_out, make)
     try:  # before the tables are printed: whoever reads them may have left
-        with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
+        for place in (page.parent, folder):
+            with writing(place):
+                place.mkdir(parents=True, exist_ok=True)
         lost = [as_markdown(f"Left out: {place}: {why}") + "\n" for place, why in left_out.items()]
         parts = ["# Report\n", *sentences, *(table.markdown() for table in (*tables, run_table(runs, root))), *lost]
         output.write_text(folder / "report.md", "\n".join(parts), follow=False)
-        with writing(page):
-            page.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(page, html_text, follow=html is not None)
     finally:
         for table in tables:
@@ -87,16 +86,19 @@ def arm_tables(comparisons: Iterable[Comparison]) -> list[Table]:
     return [table for table in made if table.rows]
 
 
-def _check_places(folder: Path, out: Path | None, page: Path) -> None:
-    """Raise UserError if the report cannot be written. A link below the runs' folder may be another user's."""
+def _check_places(folder: Path, page: Path, *, own: bool, named: bool) -> None:
+    """Raise UserError if the report cannot be written. A link below the runs' folder may be another user's.
+
+    `own`: the folder's place is ours to choose; `named`: the page was named by the user.
+    """
     with writing(page):
         if page.is_dir():
             raise UserError(f"{page}: is a folder; the page is a file, such as {page / 'report.html'}")
-    if out is None and folder.is_symlink():
+    if own and folder.is_symlink():
         raise UserError(f"{folder}: is a symbolic link; name the folder for the report with out=DIR")
-    for file in (page, folder / "report.md"):
+    for file, follow in ((page, named), (folder / "report.md", False)):
         if file.parent.is_dir():
-            output.check(file, follow=file.parent != folder)
+            output.check(file, follow=follow)
 
 
 def _load(folders: list[Path], left_out: dict[Path, str]) -> list[Run]:

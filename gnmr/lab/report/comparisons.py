@@ -53,8 +53,6 @@ class Comparison:
     """Other comparisons of the same experiment and scale: not to be compared with this one."""
     against: Arm | None = None
     """The arm that all others are held against where one was asked for; see `choose_baseline`."""
-    siblings: list[Comparison] = field(default_factory=list, repr=False, compare=False)
-    """All comparisons of the experiment, this one among them; empty where it stands alone."""
 
     @property
     def name(self) -> str:
@@ -190,7 +188,6 @@ def compare(runs: Iterable[Run]) -> list[Comparison]:
     for siblings in by_experiment(comparisons).values():
         _label(siblings)
         for one in siblings:
-            one.siblings = siblings
             one.rivals = [other.kind for other in siblings if other is not one and other.kind.scale == one.kind.scale]
             one.arms.sort(key=lambda arm: arm.sort_key)
     return sorted(comparisons, key=lambda one: (one.kind.experiment, -len(one.runs), _order(one.kind)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -38,12 +38,6 @@ class Detection:
     windows: tuple[FaultWindow, ...]
     delays: tuple[int | None, ...]
     """Per window: first flagged step minus the window's first; None where it was missed."""
-    covered: tuple[bool, ...]
-    """Per window: the unit was on the recovery path throughout, so that the fault had nothing to act on."""
-    broken: int
-    """Recorded unit-steps in which the low-cost path was broken."""
-    recovered: int
-    """Of these, those that the unit spent on the recovery path."""
     flagged: int
     """Unit-steps over the trigger."""
     flagged_inside: int
@@ -53,11 +47,6 @@ class Detection:
     @property
     def detected(self) -> int:
         return sum(delay is not None for delay in self.delays)
-
-    @property
-    def spared(self) -> float | None:
-        """Share of the broken unit-steps that were on the recovery path."""
-        return self.recovered / self.broken if self.broken else None
 
     @property
     def precision(self) -> float | None:
@@ -94,21 +83,15 @@ def detect(ratios: Ratios, windows: Iterable[FaultWindow], trigger: float = 1.0,
     begun = tuple(window for window in windows if len(steps) and window.start <= steps[-1])
     flagged_SU, inside_SU = risk_SU > trigger, np.zeros(risk_SU.shape, bool)
     delays: list[int | None] = []
-    active: list[np.ndarray] = []
     for window in begun:
         unit = place.get(window.unit, [])
         rows = slice(*np.searchsorted(steps, (window.start, window.end + grace + 1)))
         hits = steps[rows][flagged_SU[rows, unit].any(axis=1)]
         delays.append(int(hits[0]) - window.start if len(hits) else None)
         inside_SU[rows, unit] = True
-        fault = slice(*np.searchsorted(steps, (window.start, window.end + 1)))
-        active.append(ratios.active_SU[fault, unit])
     return Detection(
         windows=begun,
         delays=tuple(delays),
-        covered=tuple(bool(one.size and one.all()) for one in active),
-        broken=sum(one.size for one in active),
-        recovered=sum(int(one.sum()) for one in active),
         flagged=int(flagged_SU.sum()),
         flagged_inside=int((flagged_SU & inside_SU).sum()),
         unit_steps_outside=int((~np.isnan(risk_SU) & ~inside_SU).sum()),
@@ -134,27 +117,22 @@ def read_windows(folder: Path) -> list[FaultWindow]:
     return found
 
 
-def fault_table(comparison: Comparison) -> Table:
-    """Return how the arms' signals detected the injected faults; without rows where no faults were injected."""
-    found = {}
-    for run in comparison.runs:
-        if (windows := read_windows(run.folder)) and len((ratios := run.ratios()).steps):
-            found[run.folder] = detect(ratios, windows, trigger(run))
-    return detection_table(comparison, found)
-
-
 def trigger(run: Run) -> float:
     """Return the factor of all thresholds; a loop that calibrated it itself has it in its header."""
     found = calibrated_trigger(run.header)
     return found[1] if found is not None else float(run.settings.get("controller.trigger") or 1.0)
 
 
-def detection_table(comparison: Comparison, found: Mapping[Path, Detection]) -> Table:
-    """Precision, recall, delay and false alarms of each arm, mean ± sample standard deviation over its seeds.
+def fault_table(comparison: Comparison) -> Table:
+    """Return how the arms' signals detected the injected faults: precision, recall, delay and false alarms.
 
-    `found`: the detection of each run that has one, by folder. No rows where there is none.
+    They are the mean ± sample standard deviation over the seeds. There are no rows if no faults were injected.
     """
-    columns = ["recall", "precision", "delay\n[steps]", "false alarms\nper 1,000", "covered", "recovered"]
+    found = {}
+    for run in comparison.runs:
+        if (faults := read_windows(run.folder)) and len((ratios := run.ratios()).steps):
+            found[run.folder] = detect(ratios, faults, trigger(run))
+    columns = ["recall", "precision", "delay\n[steps]", "false alarms\nper 1,000"]
     table = Table(f"{comparison.name}: injected faults", ["arm", "seeds", "windows", *columns])
     for arm in comparison.arms:
         if not (mine := [found[run.folder] for run in arm.runs if run.folder in found]):
@@ -164,13 +142,11 @@ def detection_table(comparison: Comparison, found: Mapping[Path, Detection]) -> 
             return measure(stat(None if (one := getattr(d, of)) is None else 100 * one for d in mine), 1, unit=" %")
 
         delay, alarms = measure(stat(d.delay for d in mine), 1), measure(stat(d.false_alarms for d in mine), 2)
-        windows, covered = sum(len(d.windows) for d in mine), sum(sum(d.covered) for d in mine)
-        counted = [arm.label, str(len(mine)), str(windows)]
-        table.rows.append([*counted, share("recall"), share("precision"), delay, alarms, str(covered), share("spared")])
+        counted = [arm.label, str(len(mine)), str(sum(len(d.windows) for d in mine))]
+        table.rows.append([*counted, share("recall"), share("precision"), delay, alarms])
     table.notes = [
         "A window is caught where its unit's risk is over the trigger from its first step to one after its last. "
         "Precision: unit-steps over the trigger that lie in a window; false alarms: those that do not, per 1,000 "
-        "unit-steps outside. Delay: median. Covered: windows that the unit spent on the recovery path, where no fault "
-        "could act. Recovered: share of the broken unit-steps that were spent there."
+        "unit-steps outside. Delay: median."
     ]
     return table

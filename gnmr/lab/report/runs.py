@@ -9,7 +9,6 @@ import json
 import re
 import shlex
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -19,10 +18,9 @@ import numpy as np
 
 from gnmr.errors import UserError
 from gnmr.lab import config
-from gnmr.records.ledger import check_records
-from gnmr.records.reader import check_parquet, check_units, read_json, read_jsonl, read_ratios
+from gnmr.records.reader import check_units, read_json, read_jsonl, read_ratios
 from gnmr.records.schema import EVAL_FIELDS, STEP_FIELDS, SUMMARY_FIELDS, ratio_schema
-from gnmr.records.untrusted import Damaged, content, exists, first_line, opened, reading, text
+from gnmr.records.untrusted import Damaged, content, exists, reading, text
 
 _FOLDER_NAME = re.compile(r"(?P<arm>.+)-(?P<hash>[0-9a-f]{8})-s(?P<seed>\d+)")
 _SHOWN = ("step", "unit", "norm", "risk", "active")
@@ -244,8 +242,6 @@ def load(folder: Path, place: Path | None = None) -> Run:
             seed = settings.pop("training.seed", None)
             seed = int(seed if seed is not None else header.get("seed") or (name["seed"] if name else 0))
     status, reason = _status(folder)
-    _check_ratios(folder)
-    check_records(folder)
     return Run(
         folder=folder,
         settings={key: text(value) if isinstance(value, str) else value for key, value in settings.items()},
@@ -362,13 +358,3 @@ def _mean(values: np.ndarray) -> float | None:
 
 def _last(values: np.ndarray) -> float | None:
     return float(values[-1]) if len(values) else None
-
-
-def _check_ratios(folder: Path) -> None:
-    """UserError for ratios that were cut off or are no Parquet at all; reads no more than their end."""
-    path = folder / "ratios.parquet"
-    with suppress(FileNotFoundError), opened(path) as file:
-        try:
-            check_parquet(file)
-        except Exception as error:
-            raise Damaged(f"{path}: damaged ({first_line(error)})") from error
