@@ -92,7 +92,6 @@ class Model:
     """Arms' losses, all finite, with the fitted model."""
 
     def __init__(self, values: Mapping[str, Values]) -> None:
-        import pandas as pd
         from statsmodels.formula.api import ols
         from statsmodels.stats.diagnostic import linear_reset
 
@@ -100,15 +99,15 @@ class Model:
         replicates = list(dict.fromkeys(one for of_arm in values.values() for one in of_arm))
         number = {one: place for place, one in enumerate(replicates)}
         rows = [(loss, arm, number[one]) for arm, of_arm in enumerate(values.values()) for one, loss in of_arm.items()]
-        frame = pd.DataFrame(rows, columns=["loss", "arm", "replicate"])
+        loss, arms, blocks = (np.array(column) for column in zip(*rows, strict=True))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of arms without replicates in common, which `joint` does not compare
-            self.fit = ols("loss ~ 0 + C(arm) + C(replicate)", frame).fit()
+            self.fit = ols("loss ~ 0 + C(arm) + C(replicate)", {"loss": loss, "arm": arms, "replicate": blocks}).fit()
         self.freedom = int(self.fit.df_resid)
         residual = np.array(self.fit.resid)
-        residual[abs(residual) < 1e-12 * abs(frame.loss).max()] = 0.0  # rounding
+        residual[abs(residual) < 1e-12 * abs(loss).max()] = 0.0  # rounding
         self.sd = math.sqrt(float(residual @ residual) / self.freedom) if self.freedom else math.nan
-        groups = [np.flatnonzero(frame.arm == arm) for arm in range(len(values))]
+        groups = [np.flatnonzero(arms == arm) for arm in range(len(values))]
         groups = [group for group in groups if len(group) >= FEWEST]
         self.spread_p = self.additive_p = math.nan
         if self.sd and self.freedom > 1 and len(groups) > 2:  # the residuals of two arms are each other's negatives
