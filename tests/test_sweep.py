@@ -61,7 +61,7 @@ def test_cells_that_are_done_are_skipped(gnmr, tiny_words, tmp_path, monkeypatch
         log = (folder / "log.txt").read_text()
         assert "layers.0.mlp.down_proj" in log and "step 2/2  loss" in log and f"next: gnmr report {folder}" in log
     assert "down_proj" not in first.out, "details are in each cell's folder"
-    assert re.search(r"^ int4_int8-gnmr +2 +\d+\.\d\d ± ", first.out, re.MULTILINE), first.out
+    assert re.search(r"^ int4_int8-gnmr +2 of 2 +\d+\.\d+ ± ", first.out, re.MULTILINE), first.out
     assert done(tmp_path) == [0, 1]
     before = {p: p.stat().st_mtime_ns for folder in cells(tmp_path).values() for p in folder.rglob("*")}
     again = gnmr("train", *words)

@@ -80,13 +80,14 @@ function logTicks(low, high) {
   const every = Math.max(1, Math.ceil((high - low) / 4)), found = [];
   for (let power = Math.floor(low); power <= Math.ceil(high); power++)
     if (power % every === 0) for (const part of high - low < 2.5 ? [1, 2, 5] : [1]) found.push(Math.log10(part) + power);
-  return found.filter(at => at >= low && at <= high);
+  const inside = found.filter(at => at >= low && at <= high);
+  return inside.length > 1 ? inside : ticks(10 ** low, 10 ** high, 3).map(Math.log10);
 }
 let clips = 0;
 /** An empty plot with its axis of steps. A drag zooms (`zoomed` gets the range), a double click zooms out. `over` and `click` get step, height (0 at the top, 1 at
     the bottom) and the event. */
 function frame(host, { height, left = narrow() ? 46 : 62, top = 8, steps, whole: all, title = "", zoomed, over, click }) {
-  const bottom = title === null ? 8 : title ? 42 : 24, width = Math.max(host.clientWidth, 200), w = width - left - 14, h = height - top - bottom, [first, last] = steps;
+  const bottom = title === null ? 8 : title ? 42 : 24, width = Math.max(host.clientWidth, 200), w = width - left - 20, h = height - top - bottom, [first, last] = steps;
   const px = step => left + w * (step - first) / (last - first || 1), id = `clip${++clips}`;
   const inside = svg("g", { "clip-path": `url(#${id})` }), below = svg("g"), above = svg("g");
   const root = svg("svg", { class: "plot", viewBox: `0 0 ${width} ${height}`, width, height }, svg("clipPath", { id }, svg("rect", { x: left, y: top, width: w, height: h })), below, inside,
@@ -117,7 +118,7 @@ function frame(host, { height, left = narrow() ? 46 : 62, top = 8, steps, whole:
 }
 const known = values => values.filter(y => y !== null && Number.isFinite(y));
 /** Lines over steps; `marks` are levels across, `bands` ranges of steps. */
-function chart(host, { lines, range, log = false, yTitle, heading, marks = [], bands = [], frames = [], ...rest }) {
+function chart(host, { lines, range, log = false, yTitle, heading, marks = [], bands = [], frames = [], named = false, ...rest }) {
   const every = lines.flatMap(line => known(line.y)).concat(marks.map(mark => mark.y)), scale = y => log ? Math.log10(y) : y;
   let [low, high] = (range ?? [Math.min(...every), Math.max(...every)]).map(scale);
   if (!range) { const room = .06 * (high - low) || .05 * Math.abs(high) || .1; low -= room; high += room; }
@@ -156,6 +157,7 @@ function chart(host, { lines, range, log = false, yTitle, heading, marks = [], b
     if (cross && last >= 0) inside.append(svg("path", { d: `M${px(x[last]) - 4},${py(y[last]) - 4}l8,8m0,-8l-8,8`, style: `stroke:${colour};stroke-width:1.8` }));
     if (points) x.forEach((step, place) => { if (y[place] !== null) inside.append(svg("circle", { cx: px(step), cy: py(y[place]), r: 2.6, fill: colour })); });
   }
+  if (named) above.append(svg("text", { x: left + w, y: top + 10, "text-anchor": "end", "font-size": 11 }, ...lines.map(({ name, colour }) => svg("tspan", { fill: colour, dx: 12 }, name))));
   above.append(spot);
 }
 
@@ -338,7 +340,7 @@ function drawUnit(m, unit) {
     if (title === "risk") marks.push({ y: m.limit, text: m.limit_name });
     const values = lines.flatMap(line => known(line.y)), low = Math.min(...values);
     if (!values.length) return;
-    chart(hosts[track], { height: track === tracks.length - 1 ? 190 : 150, lines, marks, bands, frames, log: low > 0, yTitle: title, steps, whole: [.5, m.last + .5], title: track === tracks.length - 1 ? "step" : "", zoomed: range => { steps = range; drawMap(m); drawUnit(m, unit); } });
+    chart(hosts[track], { height: track === tracks.length - 1 ? 190 : 150, lines, marks, bands, frames, named: names.length > 1, log: low > 0, yTitle: title, steps, whole: [.5, m.last + .5], title: track === tracks.length - 1 ? "step" : "", zoomed: range => { steps = range; drawMap(m); drawUnit(m, unit); } });
   });
   const infinite = x.filter((_, bin) => risk[bin] === Infinity);
   if (infinite.length) panel.querySelector(".lead").append(` The norm was not finite at step ${infinite.slice(0, 5).map(whole).join(", ")}${infinite.length > 5 ? ` and ${infinite.length - 5} more` : ""}.`);

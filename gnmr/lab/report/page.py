@@ -30,8 +30,8 @@ MANY = 8
 """More arms than one plot can show: each gets a small panel with its mean alone."""
 _TRAIN_POINTS = 400
 _DASHES, _FIRST_DASH = ("", "6 3", "2 3"), (0, 0, 1, 2, 1, 2, 0)
-"""The first dash of each colour: thin lines of these colours alone do not stay apart for colour-blind readers. The colours
-are variables of the page, `--c0` to `--c6`, after Okabe and Ito."""
+"""The first dash of each colour, since thin lines of these colours alone do not stay apart for colour-blind readers.
+The colours are variables of the page, `--c0` to `--c6`, after Okabe and Ito."""
 Tree = dict[str, Any]
 
 
