@@ -254,7 +254,7 @@ def test_a_model_that_is_too_large_for_the_oracle(gnmr, tiny_words, tmp_path, mo
     ("words", "line"),
     [
         (["report", "runs/custom", "htlm=x"], "report: unknown option 'htlm=x': did you mean html?"),
-        (["report", "runs", "no-plots=true"], "report: no-plots=true: is written --no-plots"),
+        (["report", "runs", "strict=true"], "report: strict=true: is written --strict"),
         (["runs", "runs_dir=runs"], "runs: unknown option 'runs_dir=runs': use one of last"),
         (["report", "none/a=b"], "none/a=b: no such folder"),
     ],
@@ -302,7 +302,7 @@ def test_a_strict_report_of_runs_that_cannot_be_compared(train, gnmr, text_file,
     line = gnmr("report", str(tmp_path / "runs"), "--strict").mistake
     assert "these runs cannot be compared, they differ in data" in line
     assert listing(tmp_path) == before
-    assert gnmr("report", str(tmp_path / "runs"), "--no-plots").code == 0
+    assert gnmr("report", str(tmp_path / "runs")).code == 0
 
 
 @pytest.mark.parametrize("max_o", [7, 9])

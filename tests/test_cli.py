@@ -69,16 +69,6 @@ def test_a_run_that_is_done_says_so_without_torch(gnmr, tiny_words, tmp_path):
     assert ended.stdout.endswith(" is done: skipped\n") and ended.stderr == "False\n"
 
 
-@pytest.mark.slow
-def test_the_main_experiment_stands_beside_the_reference_arms(gnmr, tiny_words, tmp_path, monkeypatch):
-    """Which are of its own number of steps in no test."""
-    from gnmr.lab.report import brief
-
-    monkeypatch.setattr(brief, "beside", lambda run, others: brief._arms(f"{len(others)} reference runs", []))
-    outcome = gnmr("train", *tiny_words, "experiment=act_quant_stress", "records.live=plain")
-    assert "12 reference runs" in outcome.out and "all tables: gnmr report " in outcome.out
-
-
 def test_python_m_gnmr_and_its_exit_codes():
     assert process("-m", "gnmr", "--version").stdout == f"gnmr {__version__}\n"
     ended = process("-m", "gnmr", "trian")

@@ -15,7 +15,7 @@ def test_a_run_is_trained_reported_and_replayed(gnmr, tiny_words, tmp_path):
     assert [row["step"] for row in rows] == list(range(1, 9)) and rows[-1]["loss"] < rows[0]["loss"]
     assert read_json(run / "summary.json")["status"] == "done"
 
-    reported = gnmr("report", str(run), f"html={page}", "--no-plots", "--out", str(tmp_path / "report"))
+    reported = gnmr("report", str(run), f"html={page}", "--out", str(tmp_path / "report"))
     assert reported.code == 0 and "int4_int8-gnmr" in reported.out
     assert "int4_int8-gnmr" in page.read_text() and "int4_int8-gnmr" in (tmp_path / "report/report.md").read_text()
 

@@ -6,7 +6,6 @@ Exit codes: those of `--help`; 1 is a defect of ours too (with its traceback), a
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import sys
 import warnings
@@ -31,11 +30,7 @@ COMMANDS = {
     "train": ("train a model under the controller; with -m a sweep over arms and seeds", "experiment=act_quant_stress"),
     "demo": ("a minute: what low precision costs, and what recovery gets back", ""),
     "runs": ("which runs there are, how they ended, their perplexity and what they spent", ""),
-    "report": ("tables and plots of finished (or running) runs", "runs/act_quant_stress"),
-    "pack": (
-        "the records of many runs in one file, which report and replay read",
-        "runs/act_quant_stress out=act_quant_stress.parquet",
-    ),
+    "report": ("a table and a page of finished (or running) runs", "runs/act_quant_stress"),
     "replay": (
         "run the controller over recorded norms, without training",
         "RUN_OR_CSV alpha=2.0 beta=1.5 max_o=4 out=decisions.jsonl",
@@ -104,7 +99,6 @@ def _main(words: list[str]) -> int:
 
 
 def _guarded(command: str, words: list[str]) -> int:
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # that it makes a list of fonts, at its first use
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn

@@ -7,7 +7,7 @@ import os
 import shlex
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -15,28 +15,19 @@ from typing import TYPE_CHECKING
 
 from gnmr.cli.progress import showing
 from gnmr.cli.words import Parser, path, whole
-from gnmr.console import NARROW, activation, for_tables, print_plain, shown_command
+from gnmr.console import Terminal, activation, for_tables, print_plain, shown_command
 from gnmr.errors import RunFailed, UserError, printable
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from gnmr.lab.config import Config
-    from gnmr.lab.report.recovered import Recovered
 
 _TEXT = """\
 Forks of the small trained model that comes with the package, all on the same low path: never recovering; recovering a
 tenth of the arithmetic at random, by the paper's controller (GNMR) or by price; and recovering everything. About a
 minute on two idle cores. The runs are those of `gnmr train -m sweep=demo`; what is done already is not run again.
 """
-_ARMS = {
-    "never": "never recovering",
-    "random": "random",
-    "gnmr": "GNMR, the paper's",
-    "price": "price",
-    "everything": "everything recovered",
-}
-"""Name in conf/sweep/demo.yaml: what it is shown as."""
+_ARMS = ("never", "random", "gnmr", "price", "everything")
+"""Names in conf/sweep/demo.yaml."""
 _LOOK_S = 0.5
 
 
@@ -135,62 +126,21 @@ def _watched(configs: Sequence[Config]) -> Iterator[None]:
 
 
 def _tell(folders: list[Path], folder: Path, orders: int) -> None:
-    """Five lines, a verdict, a picture and a page, from the records."""
-    from gnmr.console import Terminal
-    from gnmr.lab.paper.tables import paper_tables
-    from gnmr.lab.report import report
-    from gnmr.lab.report.recovered import draw
-    from gnmr.lab.report.runs import load
-
-    run = load(folders[0])
-    found = found_in(folders)
-    if found is None:
-        raise UserError(
-            f"{folder}: no gap between never and always, so there is nothing to get back: gnmr report {folder}"
-        )
-    page, picture = folder / "report" / "demo.html", folder / "report" / "demo.svg"
-    quiet = Terminal(file=io.StringIO())
-    report(folders, folder / "report", quiet, plots=False, html=page, further=paper_tables)
-    steps = run.planned_steps
-    draw(found, picture, _title(found), f"{orders} orders of the data, {steps} steps · commit {run.commit}")
-    console = for_tables()
-    number = run.header.get("parameters")
-    size = f" of {number / 1e6:.1f} M parameters" if isinstance(number, int) else ""
-    show(found, f"{steps} steps from a trained model{size}; {run.machine}", console)
-    for what, place in (("picture", picture), ("page", page), ("tables", shown_command("report", folder))):
-        if what == "tables" and (first := activation()):
-            print_plain(console, first[0])
-        print_plain(console, printable(f"{what + ':':9}{place}"))
-
-
-def found_in(folders: Iterable[Path]) -> Recovered | None:
-    """What the arms got back; None where an arm is missing, or where there is no gap."""
+    """Print the sentence and the table of `gnmr report`, and write its files."""
+    from gnmr.lab.report import arm_tables, report
     from gnmr.lab.report.comparisons import compare
-    from gnmr.lab.report.recovered import by_name, recovered
+    from gnmr.lab.report.headline import headline
     from gnmr.lab.report.runs import load
 
-    comparisons = compare(map(load, folders))
-    arms = by_name(comparisons[0].arms, _ARMS)
-    if len(comparisons) > 1 or len(arms) < len(_ARMS):
-        return None
-    return recovered(arms, control=_ARMS["random"])
-
-
-def show(found: Recovered, of: str, console: Console) -> None:
-    """What it cost, a line an arm, what these few runs can show. of: which runs."""
-    from gnmr.lab.report.recovered import shown
-
-    print_plain(console, f"\n{_title(found)} ({of}).", by_words=console.is_terminal)
-    console.print(shown(found, narrow=console.width < NARROW))
-    print_plain(console, f"\n{_words(found)}", by_words=console.is_terminal)
-
-
-def _title(found: Recovered) -> str:
-    return f"2-bit inputs cost {found.cost}"
-
-
-def _words(found: Recovered) -> str:
-    return (
-        f"{found.verdict} One base, {found.orders} order{'s' * (found.orders > 1)} of the data: it says nothing of "
-        "other models, of longer runs or of the paper's scales (docs/evidence.md)."
-    )
+    report(folders, folder / "report", Terminal(file=io.StringIO()))
+    console = for_tables()
+    (comparison,) = compare(map(load, folders))
+    print_plain(console, f"\n{headline(comparison).sentence}\n", by_words=console.is_terminal)
+    for table in arm_tables([comparison]):
+        table.print(console)
+    of = f"{orders} order{'s' * (orders > 1)} of the data"
+    limits = f"One model, {of}: no evidence about other models or longer runs. See docs/evidence.md."
+    print_plain(console, limits, by_words=console.is_terminal)
+    print_plain(console, printable(f"page: {folder / 'report' / 'report.html'}"))
+    for line in (*activation(), shown_command("report", folder)):
+        print_plain(console, line)

@@ -1,4 +1,4 @@
-"""`gnmr report RUN...`: recorded runs as tables and plots; with claims= the results of a file of claims."""
+"""`gnmr report RUN...`: recorded runs as a table and a page; with claims= the results of a file of claims."""
 
 from __future__ import annotations
 
@@ -7,44 +7,39 @@ from pathlib import Path
 from gnmr.cli.words import Parser, path, text
 from gnmr.console import Terminal, print_plain
 from gnmr.errors import printable
-from gnmr.lab.paper.tables import paper_tables
 from gnmr.lab.records.find import named
-from gnmr.lab.records.pack import unpacked
 from gnmr.lab.report import report
 from gnmr.lab.report.results import results
 
 _USAGE = """\
-RUN... [out=DIR] [html=FILE] [wandb=PROJECT] [against=ARM] [--no-plots] [--strict]
-       gnmr report claims=FILE [out=DIR] [--check]"""
+RUN... [out=DIR] [html=FILE] [against=ARM] [--strict]
+       gnmr report claims=FILE [out=PAGE] [--check]"""
 _TEXT = """\
-RUN is a run folder, any folder above run folders, or a pack (gnmr pack), of which 'PACK/int4_*' are some runs. Arms
-stand side by side with their spread over seeds, the paper's
-figures beside runs of the paper's scales. Runs in progress, killed and failed are read too.
+RUN is a run folder, or any folder above run folders. The arms stand side by side: their loss over the seeds, their
+difference to the arm that never recovers, what they spend, and which runs failed or are unfinished. The table goes to
+report.md, and a page for a browser beside it.
 
-claims=FILE takes no RUN: it tests the families of contrasts that the file names on its records, one model for the arms
-of each, writes a page a claim and an overview to out=, and fills in the marked numbers of the texts that it names
-(docs/claims.yaml, docs/results). --check writes nothing and ends with exit code 1 where a file is not what the records
-give.
+claims=FILE takes no RUN: it tests the claims of the file on its table of runs, writes a page with a table for each,
+and fills in the marked numbers of the texts that the file names (docs/claims.yaml). --check writes nothing and ends
+with exit code 1 if a file is not what the table gives.
 """
 
 
 def main(argv: list[str]) -> int:
-    """The command; returns its exit code. UserError for a path that holds no run."""
+    """Run the command and return its exit code. Raises UserError if a path holds no run."""
     terminal = Terminal()
     parser = Parser("report", _USAGE, _TEXT)
-    parser.option("out", path, "folder for report.md and the PNGs; default: report/ in RUN's folder")
-    parser.option("claims", path, "file of claims; out: default results/ beside it")
-    parser.option("html", path, "also one self-contained page for a browser")
-    parser.option("wandb", text, "also a report in this W&B project (needs wandb-workspaces)")
+    parser.option("out", path, "folder for report.md and the page; default: report/ in RUN's folder")
+    parser.option("claims", path, "file of claims; out: the page, default results.md beside it")
+    parser.option("html", path, "the page; default: report.html beside report.md")
     parser.option("against", text, "the arm that all others are tested against; default: the static low path")
-    parser.flag("no-plots", "tables only")
     parser.flag("strict", "refuse runs of one experiment and scale that cannot be compared")
     parser.flag("check", "with claims: compare, and write nothing")
     given = parser.parse(argv)
     if given.claims is not None:
-        if given.words or given.html or given.wandb or given.against or given.strict:
-            parser.error("claims=FILE names its records itself, and has no RUN, html, wandb, against or strict")
-        out = given.out or given.claims.parent / "results"
+        if given.words or given.html or given.against or given.strict:
+            parser.error("claims=FILE names its records itself, and has no RUN, html, against or strict")
+        out = given.out or given.claims.parent / "results.md"
         wrong = results(given.claims, out, lambda line: print_plain(terminal, line), check=given.check)
         for line in wrong:
             print_plain(terminal, printable(line))
@@ -52,18 +47,7 @@ def main(argv: list[str]) -> int:
     if given.check:
         parser.error("--check is of claims=FILE")
     if not given.words:
-        parser.error("name a run folder, a folder above run folders, or a pack")
-    with unpacked(Path(named(word)) for word in given.words) as found:
-        report(
-            found.paths,
-            given.out,
-            terminal,
-            plots=not given.no_plots,
-            against=given.against,
-            strict=given.strict,
-            html=given.html,
-            wandb=given.wandb,
-            further=paper_tables,
-            told=found.told,
-        )
+        parser.error("name a run folder, or a folder above run folders")
+    paths = [Path(named(word)) for word in given.words]
+    report(paths, given.out, terminal, against=given.against, strict=given.strict, html=given.html)
     return 0

@@ -10,15 +10,14 @@ import shlex
 import sys
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
 from omegaconf import DictConfig, open_dict
 
 from gnmr.cli.words import runs
-from gnmr.console import activation, say, shared, shown_command
-from gnmr.distributed.torchrun import is_first, is_torchrun, started
+from gnmr.console import activation, say, shown_command
+from gnmr.distributed.torchrun import is_first, started
 from gnmr.errors import RunFailed, UserError, told_as
 from gnmr.lab.config import Config, ControllerConfig
 from gnmr.lab.config.compose import conf_dir, load_composed, register
@@ -131,9 +130,6 @@ def run_cell(composed: DictConfig) -> None:
     folder = _train(config, command)
     if settings.mode == RunMode.MULTIRUN:
         say(f"#{settings.job.num} {finished(folder)}")
-    elif config.records.live != "off" and not is_torchrun():
-        with suppress(UserError, OSError):  # records that cannot be read: the run is done all the same
-            _show_beside(folder)
 
 
 def _train(config: Config, command: str) -> Path:
@@ -167,22 +163,6 @@ def _tell_next(config: Config) -> None:
     say("\n".join([*activation(), f"next: {shown_command('report', run_folder(config))}; another {another}"]))
 
 
-def _show_beside(folder: Path) -> None:
-    """The run beside the arms of runs/reference that are of its experiment, scale and steps; nothing without them."""
-    from gnmr.lab.records.find import find_runs
-    from gnmr.lab.records.pack import unpacked
-    from gnmr.lab.report.brief import beside
-    from gnmr.lab.report.runs import load
-
-    run = load(folder)
-    pack = conf_dir().parent / "runs" / "reference" / f"{run.experiment}.parquet"
-    if not pack.is_file():
-        return
-    with unpacked([pack]) as found:
-        table = beside(run, [load(other) for other in find_runs(found.paths)])
-    if table is not None:
-        table.print(shared())
-        say(f"all tables: {shown_command('report', folder, pack)}")
 
 
 def refuse_sizes(config: Config, words: Sequence[str]) -> None:

@@ -17,7 +17,6 @@ from gnmr.lab import config
 from gnmr.lab.records.find import find_runs
 from gnmr.lab.report.comparisons import Comparison, compare
 from gnmr.lab.report.runs import load
-from gnmr.lab.report.style import STYLE
 from gnmr.records.schema import RatioRows
 from gnmr.records.units import UnitStream
 
@@ -179,12 +178,6 @@ def _plain(value: float) -> float | str:
 
 def _jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-@pytest.fixture(autouse=True)
-def small_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing is most of these tests' time."""
-    monkeypatch.setitem(STYLE, "savefig.dpi", 50)
 
 
 @pytest.fixture

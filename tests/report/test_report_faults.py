@@ -1,4 +1,4 @@
-"""Detection figures of injected faults and the lead of spikes, by hand."""
+"""Detection figures of injected faults, by hand."""
 
 from __future__ import annotations
 
@@ -11,21 +11,8 @@ from html_runs import fake_run, ratios
 
 from gnmr.errors import UserError
 from gnmr.lab.report.comparisons import compare
-from gnmr.lab.report.faults import (
-    Detection,
-    FaultWindow,
-    Findings,
-    Leads,
-    detect,
-    detection_table,
-    fault_tables,
-    leads,
-    read_windows,
-    run_leads,
-    spikes,
-    windows_table,
-)
-from gnmr.lab.report.runs import Ratios, Run
+from gnmr.lab.report.faults import FaultWindow, detect, fault_table, read_windows
+from gnmr.lab.report.runs import Ratios
 
 WINDOWS = [FaultWindow("a", 3, 5), FaultWindow("b", 7, 7)]
 
@@ -82,22 +69,6 @@ def test_steps_that_are_recorded_now_and_then() -> None:
     assert (found.delays, found.flagged_inside, found.precision) == ((3,), 1, 0.5)
 
 
-def test_a_window_on_the_recovery_path_is_covered() -> None:
-    made = flagged()
-    made.active_SU[2:5, 0] = True
-    made.active_SU[6, 1] = False
-    assert detect(made, WINDOWS).covered == (True, False)
-
-
-def test_broken_unit_steps_on_the_recovery_path_by_hand() -> None:
-    """Two of the three of a's window, none of b's one; steps outside of windows do not count."""
-    made = flagged()
-    made.active_SU[3:8, 0] = True
-    found = detect(made, WINDOWS)
-    assert (found.broken, found.recovered, found.spared) == (4, 2, 0.5)
-    assert detect(made, []).spared is None
-
-
 def test_windows_of_a_run_folder(tmp_path: Path) -> None:
     assert read_windows(tmp_path) == []
     (tmp_path / "faults.jsonl").write_text(
@@ -111,80 +82,28 @@ def test_windows_of_a_run_folder(tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-def detected(run: Run) -> Detection | None:
-    found = Findings(compare([run])[0])
-    found.add(run, run.ratios())
-    return found.detections.get(run.folder)
-
-
 def test_a_run_is_judged_by_its_own_trigger(tmp_path: Path) -> None:
     windows = [{"step": 3, "end": 5, "unit": "a", "kind": "nan", "magnitude": None}]
     made = flagged(("a", 3))
-    assert detected(fake_run(tmp_path / "none", made=made)) is None
-    found = detected(fake_run(tmp_path / "plain", made=made, windows=windows))
-    assert found is not None and found.detected == 1
-    strict = fake_run(tmp_path / "strict", made=made, windows=windows, settings={"controller.trigger": 1.6})
-    found = detected(strict)
-    assert found is not None and found.detected == 0
+    recall = {}
+    for factor in (1.0, 1.6):
+        run = fake_run(tmp_path / str(factor), made=made, windows=windows, settings={"controller.trigger": factor})
+        recall[factor] = fault_table(compare([run])[0]).rows[0][3]
+    assert recall == {1.0: "100.0 ± - %", 1.6: "0.0 ± - %"}
+    assert fault_table(compare([fake_run(tmp_path / "none", made=made)])[0]).rows == []
 
 
-def test_tables(tmp_path: Path) -> None:
+def test_the_table(tmp_path: Path) -> None:
     windows = [
         {"step": 3, "end": 5, "unit": "a", "kind": "underflow", "magnitude": 16},
         {"step": 7, "end": 7, "unit": "b", "kind": "nan", "magnitude": None},
     ]
     sets = {"int4_int8": flagged(("a", 4), ("b", 2)), "int4": flagged()}
-    sets["int4_int8"].active_SU[6, 1] = True
     runs = [fake_run(tmp_path / arm, arm=arm, made=made, windows=windows) for arm, made in sets.items()]
-    (comparison,) = compare(runs)
-    found = {run.folder: detection for run in runs if (detection := detected(run))}
-    table = detection_table(comparison, found)
-    assert table.rows == [
-        ["int4", "1", "2", "0.0 ± - %", "-", "-", "0.00 ± -", "0", "0.0 ± - %"],
-        ["int4_int8", "1", "2", "50.0 ± - %", "50.0 ± - %", "1.0 ± -", "71.43 ± -", "1", "25.0 ± - %"],
+    assert fault_table(compare(runs)[0]).rows == [
+        ["int4", "1", "2", "0.0 ± - %", "-", "-", "0.00 ± -"],
+        ["int4_int8", "1", "2", "50.0 ± - %", "50.0 ± - %", "1.0 ± -", "71.43 ± -"],
     ]
-    table = windows_table(comparison, found)
-    assert table.columns == ["unit", "steps", "kind", "magnitude", "seed", "int4", "int4_int8"]
-    assert table.rows == [
-        ["a", "3-5", "underflow", "16", "0", "missed", "after 1"],
-        ["b", "7-7", "nan", "-", "0", "missed", "covered"],
-    ]
-    assert detection_table(comparison, {}).rows == windows_table(comparison, {}).rows == []
-
-
-STEADY = np.exp(0.05 * np.sin(np.arange(200)))
-"""Four standard deviations are 20 %."""
-
-
-def spiking(*places: int, height: float = 3.0) -> np.ndarray:
-    """The steady series with spikes that last for three steps, by their first places."""
-    values = STEADY.copy()
-    for place in places:
-        values[place : place + 3] *= height
-    return values
-
-
-def test_a_spike_begins_where_it_stands_four_deviations_above_the_steps_before() -> None:
-    assert spikes(spiking(40, 90)).tolist() == [40, 90]
-    assert spikes(STEADY).tolist() == spikes(spiking(40, height=1 / 3)).tolist() == [], "a fall is no spike"
-    assert spikes(spiking(5)).tolist() == [], "too little stands before it"
-    values = spiking(40, 90)
-    values[40:43] = math.inf, math.nan, -1.0
-    assert spikes(values).tolist() == [90], "what is not finite and positive is left out"
-    # Ten logarithms with the median 0.055 and the median distance 0.025 from it.
-    limit = math.exp(0.055 + 4 * 1.4826 * 0.025)
-    for factor, expected in ((0.999, []), (1.001, [10])):
-        assert spikes(np.append(np.exp(np.arange(1, 11) / 100), factor * limit)).tolist() == expected
-    assert spikes(np.zeros(0)).tolist() == spikes(np.ones(10)).tolist() == []
-
-
-@pytest.mark.parametrize("lag", [-4, 0, 3, 10])
-def test_leads_of_a_known_lag(lag: int) -> None:
-    losses = (40, 80, 120, 160)
-    found = leads(spiking(*(place - lag for place in losses)), spiking(*losses))
-    assert (found.spikes, found.loss_spikes, found.lags) == (4, 4, (lag,) * 4)
-    assert found.preceded == (4 if lag > 0 else 0)
-    assert (found.steps, found.steps_preceded) == (200, 40)
 
 
 def test_arms_under_faults_are_named_by_their_kind(tmp_path: Path) -> None:
@@ -199,37 +118,3 @@ def test_arms_under_faults_are_named_by_their_kind(tmp_path: Path) -> None:
     runs.append(fake_run(tmp_path / "int8", arm="int8", made=flagged()))
     (comparison,) = compare(runs)
     assert {arm.label for arm in comparison.arms} == {"int4 kind=none", "int4 kind=noise", "int4 kind=nan", "int8"}
-
-
-def test_leads_by_hand() -> None:
-    """The first loss spike has one of the norm 2 steps before and 2 after, the second one 6 after, the third none."""
-    found = leads(spiking(38, 42, 86), spiking(40, 80, 150))
-    assert found == Leads(spikes=3, loss_spikes=3, lags=(2, -6), preceded=1, steps=200, steps_preceded=24)
-    nothing = leads(STEADY, spiking(40))
-    assert nothing == Leads(spikes=0, loss_spikes=1, lags=(), preceded=0, steps=200, steps_preceded=0)
-    with pytest.raises(ValueError, match="series of 3 and 4 steps"):
-        leads(np.zeros(3), np.zeros(4))
-
-
-def test_leads_of_norms_before_the_loss(tmp_path: Path) -> None:
-    """The update's norm is the root of the sum of the units' squares; what was not recorded is not told."""
-    windows = [{"step": 3, "end": 5, "unit": "a", "kind": "nan", "magnitude": None}]
-    runs = []
-    for seed in (0, 1):
-        made = ratios(200, ["a", "b"])
-        if seed == 0:
-            made.columns["update_norm"] = np.sqrt(spiking(98)[:, None] ** 2 / 2).repeat(2, axis=1).astype(np.float32)
-        runs.append(fake_run(tmp_path / str(seed), seed=seed, made=made, windows=windows if seed == 0 else None))
-        runs[-1].steps["loss"] = spiking(100)
-        runs[-1].steps["grad_norm_pre_clip"] = spiking(100 - 3 - 2 * seed)
-    found = {run.folder: run_leads(run, run.ratios()) for run in runs}
-    assert [[(name, one.lags) for name, one in of_run.items()] for of_run in found.values()] == [
-        [("gradient norm", (3,)), ("update norm", (2,))],
-        [("gradient norm", (5,))],
-    ]
-    (table,) = (table for table in fault_tables(compare(runs)) if "before the loss's" in table.title)
-    assert table.rows == [
-        ["int4_int8", "gradient norm", "2", "2", "+4", "100.0 %", "5.0 %"],
-        ["int4_int8", "update norm", "1", "1", "+2", "100.0 %", "5.0 %"],
-    ]
-    assert fault_tables(compare(runs[1:])) == [], "for runs with faults and those beside them alone"

@@ -82,7 +82,6 @@ def test_a_killed_run_gives_what_it_has(write_run: Write) -> None:
     assert run.last_step == 3
     assert run.summary["final_val_loss"] == 3.0
     assert run.summary["promotion_frac"] == pytest.approx(1 / 6), "one unit active in step 3, of 3 steps by 2 units"
-    assert run.summary["over_frac"] == pytest.approx({"gnmr": 2 / 6, "delta_gnmr": 2 / 6})
     assert run.summary["wall_time_s"] == 1.5
     assert run.ratios().columns["gnmr"] == pytest.approx(gnmr)
     (folder / "units.arrows").write_bytes(stream[:10])

@@ -1,97 +1,90 @@
-"""Claims on their records: the committed results are what the records give, and a changed number is found."""
+"""Claims on a table of runs: the committed page is what the table gives, and a changed number is found."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from scipy import stats
 
 from gnmr.cli.report import main
 from gnmr.errors import UserError
-from gnmr.lab.records.pack import write_pack
-from gnmr.lab.report import claims as claims_file
-from gnmr.lab.report.results import results
+from gnmr.lab.report.claims import read
+from gnmr.lab.report.results import judged_claims, results
 
 ROOT = Path(__file__).parents[2]
-Write = Callable[..., Path]
 PERPLEXITY = {"int4": (80.0, 84.0, 79.0), "int4_int8": (60.0, 64.0, 59.0), "int8": (40.0, 41.0, 40.0)}
 CLAIMS = """\
-records: .
+records: table.parquet
 texts: [text.md]
 claims:
   one:
     title: A first claim
     asks: Does it help?
-    arms: {never: 'pack/int4-*', gnmr: 'pack/int4_int8-*', always: 'pack/int8-*'}
+    arms: {never: 'study/int4-*', gnmr: 'study/int4_int8-*', always: 'study/int8-*'}
     low: never
     high: always
 """
-POOL = """\
-  both:
-    title: Pooled
-    asks: And over both?
-    pools: [one, two]
-"""
+
+
+def row(arm: str, seed: int, loss: float | None, **more: Any) -> dict[str, Any]:
+    keys = ("config", "order", "base", "scale", "data", "tokens_per_step", "steps", "sent", "spent", "promoted")
+    known = {"study": "study", "run": f"{arm}-s{seed}", "arm": arm, "seed": seed, "loss": loss, "experiment": "x"}
+    known |= {"state": "done" if loss else "diverged", "recovery": "int8", "commit": "abc", "machine": "cpu"}
+    return dict.fromkeys(keys) | known | {"config": arm} | more
+
+
+def rows() -> list[dict[str, Any]]:
+    return [row(arm, s, math.log(p)) for arm, of_arm in PERPLEXITY.items() for s, p in enumerate(of_arm)]
 
 
 @pytest.fixture
-def written(write_run: Write, tmp_path: Path) -> Path:
-    """A folder with a pack of three arms over three seeds, claims and a text; returns the file of claims."""
-    folders = {}
-    for arm, found in PERPLEXITY.items():
-        for seed, perplexity in enumerate(found):
-            folder = write_run(arm=arm, seed=seed, val_ppl=perplexity, ratios=False)
-            folders[folder.name] = folder
-    with (tmp_path / "pack.parquet").open("wb") as file:
-        write_pack(file, folders)
+def written(tmp_path: Path) -> Path:
+    """A folder with a table of three arms over three seeds, claims and a text; return the file of claims."""
+    pq.write_table(pa.Table.from_pylist(rows()), tmp_path / "table.parquet")
     (tmp_path / "claims.yaml").write_text(CLAIMS)
     (tmp_path / "text.md").write_text("It ends <!--=one/gnmr/difference-->?<!--/--> lower.\n")
     return tmp_path / "claims.yaml"
 
 
 def quiet(file: Path, check: bool = False) -> list[str]:
-    return results(file, file.parent / "results", lambda _: None, check=check)
+    return results(file, file.parent / "page.md", lambda _: None, check=check)
 
 
-def test_pages_and_marked_numbers_are_written(written: Path) -> None:
+def rewrite(file: Path, table: list[dict[str, Any]], claims: str = CLAIMS) -> None:
+    pq.write_table(pa.Table.from_pylist(table), file.parent / "table.parquet")
+    file.write_text(claims)
+
+
+def test_the_page_and_marked_numbers_are_written(written: Path) -> None:
     assert quiet(written) == []
-    page = (written.parent / "results" / "one.md").read_text()
-    assert "| gnmr | never | 3 |" in page and "shown (p = " in page and "records pack.parquet" in page
+    page = (written.parent / "page.md").read_text()
     pairs = zip(PERPLEXITY["int4_int8"], PERPLEXITY["int4"], strict=True)
     difference = (math.prod(mine / theirs for mine, theirs in pairs) ** (1 / 3) - 1) * 100
+    assert f"| gnmr | never | 3 | - | {math.log(60 * 64 * 59) / 3:.4f} | {difference:+.1f} % (" in page
     assert (written.parent / "text.md").read_text() == (
         f"It ends <!--=one/gnmr/difference-->{difference:+.1f} %<!--/--> lower.\n"
     )
-    overview = (written.parent / "results" / "README.md").read_text()
-    assert "[one](one.md)" in overview and "| one | shown |" in overview
 
 
 def test_a_changed_number_is_found(written: Path) -> None:
-    """In a page and in a text; and the command ends with exit code 1, or 0 where nothing is changed."""
+    """On the page and in a text; the command ends with exit code 1, or 0 if nothing has changed."""
+    page, text = written.parent / "page.md", written.parent / "text.md"
     quiet(written)
-    assert main([f"claims={written}", "--check"]) == 0
-    paths = [written.parent / "results" / "one.md", written.parent / "text.md"]
-    for path in paths:
+    words = [f"claims={written}", f"out={page}", "--check"]
+    assert main(words) == 0
+    for path in (page, text):
         path.write_text(path.read_text().replace("-24.7", "-34.7", 1))
     lines = quiet(written, check=True)
-    assert len(lines) == 2
-    assert all(
-        str(path) in line and "-34.7" in line and "-24.7" in line for path, line in zip(paths, lines, strict=True)
-    )
-    assert main([f"claims={written}", "--check"]) == 1
-
-
-@pytest.mark.slow
-def test_pages_that_are_missing_or_of_no_claim_are_told(written: Path) -> None:
-    quiet(written)
-    page = written.parent / "results" / "one.md"
-    page.rename(page.with_name("other.md"))
-    lines = quiet(written, check=True)
-    assert [line.split(": ")[1] for line in lines] == ["is not there", "belongs to no claim; remove it"]
-    (page.parent / "own.md").write_text("# Of another hand\n")
-    assert len(quiet(written, check=True)) == 2
+    assert [str(page) in lines[0], str(text) in lines[1], len(lines)] == [True, True, 2]
+    assert all("-34.7" in line and "-24.7" in line for line in lines) and main(words) == 1
+    page.unlink()
+    assert quiet(written, check=True)[0].endswith("is not there")
 
 
 @pytest.mark.parametrize(
@@ -99,12 +92,11 @@ def test_pages_that_are_missing_or_of_no_claim_are_told(written: Path) -> None:
     [
         ("low: never", "low: nevr", "claims.one: 'nevr' is none of its arms: did you mean never"),
         ("title:", "titel:", "claims.one: unknown key 'titel': did you mean title"),
-        ("pack/int4-*", "pack/int5-*", "claims.one.arms.never: pack/int5-*: no such run in the records"),
-        ("pack/int4-*", "pock/int4-*", "pock: no such pack"),
-        ("pack/int4-*", "pack/int4*", "claims.one.arms.never: runs of several configs"),
-        ("low: never", "phase: begin\n    low: never", "claims.one.phase: 'begin' must be one of end, low, healed"),
-        ("low: never", "pools: [two]\n    low: never", "claims.one.pools: 'two' is no claim above it"),
+        ("study/int4-*", "study/int5-*", "claims.one: study/int5-*: no such run"),
+        ("study/int4-*", "study/int4*", "claims.one.arms.never: runs of several configs"),
         ("asks: Does it help?", "asks: [a]", "claims.one.asks: must be a text"),
+        ("'study/int4-*'", "['study/int4-*', 'study/int4-*']", "every arm needs as many cells"),
+        ("low: never", "contrasts: {gmr: always}\n    low: never", "claims.one: 'gmr' is none of its arms"),
         ("claims:", "claims: 3\nother:", "unknown key 'other'"),
     ],
 )
@@ -112,8 +104,7 @@ def test_mistakes_in_claims_are_one_line(written: Path, old: str, new: str, told
     written.write_text(CLAIMS.replace(old, new, 1))
     with pytest.raises(UserError) as caught:
         quiet(written)
-    assert told in str(caught.value)
-    assert not list((written.parent / "results").glob("*")), "nothing half-written"
+    assert told in str(caught.value) and not (written.parent / "page.md").exists()
 
 
 def test_a_mark_that_names_no_number(written: Path) -> None:
@@ -122,21 +113,35 @@ def test_a_mark_that_names_no_number(written: Path) -> None:
         quiet(written)
 
 
-def test_runs_that_cannot_be_compared_are_refused(write_run: Write, written: Path) -> None:
-    other = write_run(arm="int8_bf16", header={"data": {"fingerprint": "another", "name": "text"}}, ratios=False)
-    with (written.parent / "other.parquet").open("wb") as file:
-        write_pack(file, {other.name: other})
-    written.write_text(CLAIMS.replace("gnmr: 'pack/int4_int8-*'", "gnmr: 'other/*'"))
+def test_runs_that_cannot_be_compared_or_repeat_a_seed_are_refused(written: Path) -> None:
+    rewrite(written, [one | ({"data": "other"} if one["arm"] == "int8" else {}) for one in rows()])
     with pytest.raises(UserError, match=r"claims\.one: these runs cannot be compared, they differ in data"):
+        quiet(written)
+    rewrite(written, [*rows(), row("int8", 2, 4.0)])
+    with pytest.raises(UserError, match=r"claims\.one\.arms\.always: several runs of one seed"):
         quiet(written)
 
 
-def test_claims_are_pooled_by_cell(written: Path) -> None:
-    again = CLAIMS.split("claims:\n")[1].replace("one:", "two:")
-    written.write_text(CLAIMS + again + POOL)
-    assert quiet(written) == []
-    page = (written.parent / "results" / "both.md").read_text()
-    assert "| gnmr | never | 6 |" in page and "Cells, each with blocks of its own: one, two." in page
+def test_cells_are_pooled_and_arms_named_by_the_table(written: Path) -> None:
+    again = [one | {"study": "again", "experiment": "y", "config": "z"} for one in rows()]
+    pooled = CLAIMS.replace("'study/int4-*'", "['study/int4-*', 'again/int4-*']")
+    pooled = pooled.replace("'study/int4_int8-*'", "['study/int4_int8-*', 'again/int4_int8-*']")
+    rewrite(written, [*rows(), *again], pooled.replace("'study/int8-*'", "['study/int8-*', 'again/int8-*']"))
+    (one,) = judged_claims(read(written))
+    assert [found.n for found in one.family.rows] == [6, 6]
+    named = CLAIMS.replace("{never: 'study/int4-*', gnmr: 'study/int4_int8-*', always: 'study/int8-*'}", "study/*")
+    named = named.replace("low: never", "low: int4\n    contrasts: {'*': [int4, int8]}").replace("always", "int8")
+    (written.parent / "text.md").write_text("")
+    rewrite(written, rows(), named)
+    (one,) = judged_claims(read(written))
+    assert [(found.arm, found.control) for found in one.family.rows] == [("int4_int8", "int4"), ("int4_int8", "int8")]
+
+
+def test_a_diverged_run_counts_and_an_unfinished_one_does_not(written: Path) -> None:
+    rewrite(written, [*rows(), row("int4", 3, None), row("int8", 3, 4.0), row("int8", 4, 4.0, state="failed")])
+    (one,) = judged_claims(read(written))
+    assert one.family.rows[-1].n == 4 and one.family.rows[-1].diverged == (0, 1)
+    assert one.of_arm("never")["loss"] == "diverged"
 
 
 def test_words_that_do_not_go_with_claims(written: Path) -> None:
@@ -146,26 +151,28 @@ def test_words_that_do_not_go_with_claims(written: Path) -> None:
         main([str(written.parent), "--check"])
 
 
-def test_the_claims_of_this_project_are_well_formed() -> None:
-    found = claims_file.read(ROOT / "docs" / "claims.yaml")
-    assert {"table11", "broken_20_steps", "saved_cells"} <= set(found.claims)
-    assert all((ROOT / "docs" / "results" / f"{name}.md").exists() for name in found.claims)
-
-
-def test_the_evidence_is_a_short_page() -> None:
-    assert len((ROOT / "docs" / "evidence.md").read_bytes()) <= 10_240
+@pytest.mark.slow
+def test_committed_results_are_what_the_table_gives() -> None:
+    """`gnmr report claims=docs/claims.yaml` writes the page and the numbers in texts anew."""
+    assert results(ROOT / "docs" / "claims.yaml", ROOT / "docs" / "results.md", print, check=True) == []
 
 
 @pytest.mark.slow
-def test_committed_results_are_what_the_records_give() -> None:
-    """Pages and numbers in texts; about a minute. `gnmr report claims=docs/claims.yaml` writes them anew."""
-    assert results(ROOT / "docs" / "claims.yaml", ROOT / "docs" / "results", print, check=True) == []
-
-
-@pytest.mark.slow
-def test_table_11_is_what_one_model_was_found_to_give() -> None:
-    """p by Holm over 28, worked out before by other code on the same records."""
-    page = (ROOT / "docs" / "results" / "table11.md").read_text()
-    p = {cells[1]: cells[7] for line in page.splitlines() if len(cells := [c.strip() for c in line.split("|")]) > 9}
-    known = {"always": 3e-9, "update norm": 0.002, "grad norm": 0.025, "round robin": 0.041}
-    assert {arm: float(p[arm]) for arm in known} == pytest.approx(known)
+def test_verdicts_are_those_of_other_code_on_the_whole_records() -> None:
+    """The verdicts that the code and the records of commit 901556c5 gave for the claims that are still here."""
+    known = json.loads((Path(__file__).parent / "frozen_verdicts.json").read_text())
+    found: dict[str, dict[str, list[str]]] = {}
+    for one in judged_claims(read(ROOT / "docs" / "claims.yaml")):
+        model = one.family.model
+        for test in one.family.rows:
+            of_claim = found.setdefault(one.claim.name, {})
+            of_claim.setdefault(test.verdict, []).append(f"{test.arm} - {test.control}")
+            if model is not None and model.own_differences and test.difference is not None:
+                of_arm, of_control = (model.values[arm] for arm in (test.arm, test.control))
+                both = [key for key in of_arm if key in of_control]
+                theirs = stats.ttest_rel([of_arm[key] for key in both], [of_control[key] for key in both])
+                assert test.difference.p == pytest.approx(theirs.pvalue)
+    for name, verdicts in known.items():
+        assert {told: sorted(of) for told, of in found[name].items()} == {
+            told: sorted(of) for told, of in verdicts.items()
+        }

@@ -1,45 +1,102 @@
-"""The paper's theory (its section 7) as numbers: what recovering a unit gains, and how often luck triggers.
+"""What recovering a unit gains in one step: theorem 1 and corollary 1 (the paper's section 7), measured.
 
-    python -m gnmr.lab.paper.theory OUT.json                     theorem 1, corollary 1, and theorem 2 by simulation
-    python -m gnmr.lab.paper.theory OUT.json --run RUN_OR_CSV    theorem 2 in recorded norms too
+Routing changes one term of a step's bound, the squared error of the gradient. With g the 16-bit gradient and A the set
+of units on the recovery path
 
-Overrides of the config are those of `gnmr train`.
+    error(A) = sum_b ||g_b(A) - g_b||^2         gap_b = ||g_low,b - g_b||^2 - ||g_high,b - g_b||^2
+    error(none) - error(A) = sum of gap_b over b in A
+
+so the best set of at most max_o units is the max_o largest positive gaps. This is exact if a unit's error depends on
+its own path alone: with `site=saved`, whose forward pass and input gradients are exact. With `site=forward`, and under
+recipes, which cast in the forward pass too, units disturb each other.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
-from gnmr.console import for_tables
-from gnmr.errors import UserError
-from gnmr.lab.config.compose import compose
-from gnmr.lab.paper.false_triggers import false_triggers, recorded_norms
-from gnmr.lab.paper.recovery_gaps import recovery
-from gnmr.lab.paper.theory_tables import show_tables
-from gnmr.lab.train.provenance import commit
-from gnmr.records import output
+import numpy as np
+import torch
+from torch import Tensor, nn
 
+from gnmr.measure.errors import measure_errors
+from gnmr.precision import ConvertedModel
 
-def main(argv: list[str]) -> None:
-    """Measure, show and write. Raises UserError if there is no recovery path or the run cannot be read."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--run", type=Path, help="a run folder or a CSV file, whose recorded norms are counted too")
-    parser.add_argument("--repeats", type=int, help="steps on which all paths run, and rounds of simulated histories")
-    asked = parser.parse_intermixed_args(argv)
-    config = compose(asked.overrides)
-    if config.precision.recovery is None:
-        raise UserError("precision.recovery=null: the theory compares two paths; name a recovery path")
-    norms = None if asked.run is None else recorded_norms(asked.run.expanduser())
-    figures = recovery(config, asked.repeats or 2) + false_triggers(norms, asked.repeats or 20)
-    show_tables(figures, for_tables())
-    rows = [asdict(figure) | {"met": figure.met} for figure in figures]
-    output.write_json(asked.out, {"commit": commit(), "figures": rows}, str(asked.out))
+ESTIMATE, NORM, ORACLE = "gap estimate", "gradient norm", "oracle signal"
+"""gap_low - gap_recovery of the probe; the norm on the low path; ||g_low - g_high||^2."""
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
+@dataclass(frozen=True)
+class Gaps:
+    """U units on one batch, on which every path was run."""
+
+    names: list[str]
+    gap_U: np.ndarray
+    """Float64, gap_b as above."""
+    scores: dict[str, np.ndarray]
+    """What else could rank the units, (U,) float64 each."""
+    none: float
+    """error(A) of the empty set."""
+    square: float
+    """Squared norm of the 16-bit gradient of all units."""
+    error: Callable[[Collection[int]], float]
+    """error(A), measured in another forward and backward pass; A as indices of units."""
+
+    def best(self, score_U: np.ndarray, max_o: int) -> list[int]:
+        """The max_o units with the largest positive scores, the largest first."""
+        return [int(unit) for unit in np.argsort(-score_U, kind="stable")[:max_o] if score_U[unit] > 0]
+
+
+def measure(model: nn.Module, plan: ConvertedModel, backward: Callable[[], None]) -> Gaps:
+    """Runs `backward` (forward and backward pass of one batch) in 16 bits, on the low and on the recovery path.
+
+    Paths, probe, the generator of stochastic rounding and what casts remember are afterwards as they were; gradients
+    are cleared. A parameter without gradient (of an expert that no token reached) has gradient 0.
+    """
+
+    def gradients(recovering: Collection[int]) -> list[Tensor]:
+        model.zero_grad(set_to_none=True)
+        with plan.no_side_effects():
+            for index, group in enumerate(plan.units):
+                group.switch(index in recovering)
+            backward()
+        grads = [
+            [
+                torch.zeros_like(p) if p.grad is None else p.grad
+                for operator in group.operators
+                for p in operator.parameters()
+                if p.requires_grad
+            ]
+            for group in plan.units
+        ]
+        model.zero_grad(set_to_none=True)
+        return [torch.cat([grad.flatten().double() for grad in own]) for own in grads]
+
+    def squares(ones: list[Tensor], others: list[Tensor]) -> np.ndarray:
+        return np.array([float((a - b).square().sum()) for a, b in zip(ones, others, strict=True)])
+
+    everything = range(len(plan.units))
+    earlier = plan.shared.probe
+    plan.shared.probe = None
+    with plan.high_precision():
+        exact = gradients(())
+    high = gradients(everything)
+    probe = measure_errors(plan, ("gap_low", "gap_recovery"))
+    low = gradients(())
+    measured = {name: values.cpu().numpy() for name, values in probe.read().items()}
+    plan.shared.probe = earlier
+
+    nothing = [torch.zeros_like(grad) for grad in exact]
+    return Gaps(
+        [group.name for group in plan.units],
+        squares(low, exact) - squares(high, exact),
+        {
+            ESTIMATE: measured["gap_low"] - measured["gap_recovery"],
+            ORACLE: squares(low, high),
+            NORM: np.sqrt(squares(low, nothing)),
+        },
+        float(squares(low, exact).sum()),
+        float(squares(exact, nothing).sum()),
+        lambda recovering: float(squares(gradients(recovering), exact).sum()),
+    )

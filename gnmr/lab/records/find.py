@@ -24,7 +24,7 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
     found: dict[Path, Path] = {}
     for path in paths:
         if not path.is_dir():
-            raise UserError(f"{path}: {'not a folder or pack' if path.exists() else 'no such folder'}")
+            raise UserError(f"{path}: {'not a folder' if path.exists() else 'no such folder'}")
         inside = []
         for parent, folders, files in os.walk(path):
             names = {*folders, *files}  # whatever they are: what is no file is told where it is read

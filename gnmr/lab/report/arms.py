@@ -1,4 +1,4 @@
-"""Arms: the runs of one setting, one a seed, and the settings that tell arms apart."""
+"""Arms: the runs of one setting, one for each seed, and the settings in which arms differ."""
 
 from __future__ import annotations
 
@@ -10,27 +10,16 @@ from functools import cached_property
 from typing import Any
 
 from gnmr.lab.report.runs import Run
-from gnmr.lab.report.statistics import Stat, as_percent, paired, stat
+from gnmr.lab.report.statistics import Stat, stat
 from gnmr.names import RECIPES
 
 QUANTIZER = ("precision.site", "precision.rounding", "precision.targets")
-"""What a path does besides its format."""
-BUDGET = (
-    "controller.trigger",
-    "controller.alpha",
-    "controller.beta",
-    "controller.init_frac",
-    "controller.max_o",
-    "controller.options.share",
-    "controller.options.threshold",
-)
-"""Beginnings of the controller's keys that say no more than how much is promoted."""
-_NO_MAGNITUDE = ("bit_flip", "nan", "inf")
+"""Keys of what a path does besides its format."""
+_NAMES = ("arm", "precision.name", "controller.name")
 _DIVERGED = re.compile(r"had a non-finite|the validation loss after step")
-"""FAILED for these is a divergence; for a full disk, memory or a defect the run says nothing about its arm."""
-NAMES = ("arm", "precision.name", "controller.name")
+"""Reasons of failure that are a divergence; a full disk or a defect says nothing about the arm."""
 Outcomes = Mapping[int, float]
-"""By seed: log perplexity at the end, inf for a run that diverged."""
+"""Loss at the end by seed, inf for a run that diverged."""
 
 
 @dataclass
@@ -40,12 +29,12 @@ class Arm:
     name: str
     runs: list[Run]
     duplicates: list[Run] = field(default_factory=list)
-    """Runs that repeat a seed; they count nowhere."""
+    """Runs that repeat a seed; they are not counted."""
     label: str = ""
-    """The name, and where two arms of an experiment share it, the settings that tell them apart."""
+    """The name, with the settings that differ if two arms of an experiment share it."""
 
     def with_status(self, *statuses: str) -> list[Run]:
-        """Its runs with one of `Run.status`."""
+        """Return the runs with one of these `Run.status`."""
         return [run for run in self.runs if run.status in statuses]
 
     @property
@@ -55,24 +44,24 @@ class Arm:
 
     @property
     def first(self) -> Run:
-        """The run shown where a figure has one an arm: the first done one, else the first."""
+        """The run that stands for the arm in a figure: the first done one, else the first."""
         return (self.done or self.runs)[0]
 
     @property
     def seeds(self) -> list[int]:
-        """Of all its runs, in order."""
+        """The seeds of all its runs, in order."""
         return [run.seed for run in self.runs]
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of its first run: the others differ in the seed alone."""
+        """The settings of its first run; the others differ in nothing but the seed."""
         return self.runs[0].settings
 
     @cached_property
     def outcomes(self) -> Outcomes:
-        """Of the runs that ended by themselves: log perplexity (the last validation loss), inf where the run diverged.
+        """The last validation loss of the runs that ended by themselves, inf for those that diverged.
 
-        A run diverged that is FAILED, the machine's failures aside, or whose last validation loss is not finite.
+        A run diverged if it failed for a reason of `_DIVERGED`, or if its last validation loss is not finite.
         """
         found = {}
         for run in self.with_status("done", "failed"):
@@ -86,39 +75,29 @@ class Arm:
 
     @property
     def diverged(self) -> list[int]:
-        """Seeds."""
+        """The seeds of its diverged runs."""
         return [seed for seed, loss in self.outcomes.items() if math.isinf(loss)]
 
     @property
     def signal(self) -> str:
-        """Name of the risk signal; runs from before there was a choice have the paper's."""
+        """Name of the risk signal."""
         return str(self.settings.get("controller.signal", "gnmr_delta"))
 
     @property
     def ranked(self) -> bool:
-        """Whether max_o is always filled."""
+        """True if max_o is always filled."""
         return self.settings.get("controller.routing") == "ranked"
 
     @property
     def hold(self) -> int:
-        """Steps for which a chosen set stays in force; runs from before there was a choice have 1."""
+        """Steps for which a chosen set stays in force."""
         return int(self.settings.get("controller.hold") or 1)
 
     @property
-    def disturbance(self) -> str:
-        """What disturbs the runs at known times, in words; empty: nothing."""
-        get, told = self.settings.get, []
-        if (kind := get("faults.kind")) not in (None, "none"):
-            told.append(kind if kind in _NO_MAGNITUDE else f"{kind} {get('faults.magnitude', 1):g}")
-        if get("model.outlier_channels.window") and get("model.outlier_channels.number"):
-            told.append(f"outliers {get('model.outlier_channels.gain', 1):g}")
-        return ", ".join(told)
-
-    @property
     def promoted(self) -> float | None:
-        """Mean promotion share over the seeds that are done or diverged: what diverged had its budget too.
+        """Mean share of promoted unit-steps over the seeds that are done or diverged.
 
-        Without the latter an arm that lost all seeds would meet no random arm and stand on no curve.
+        Diverged seeds count because otherwise an arm that lost all its seeds would have no random arm beside it.
         """
         ended = [run for run in self.runs if run.status == "done" or run.seed in self.outcomes]
         found = stat(run.summary.get("promotion_frac") for run in ended)
@@ -126,26 +105,21 @@ class Arm:
 
     @property
     def spend(self) -> float | None:
-        """Mean share of the GEMMs' arithmetic on the recovery path; `promoted` where that was not recorded, and for
-        compressed gradients, whose recovery is no GEMM."""
+        """Mean share of the GEMM FLOPs on the recovery path; `promoted` if that was not recorded, and for compressed
+        gradients, whose recovery is no GEMM."""
         found = None if self.compression else self.mean("spent_gemm_frac")
         return self.promoted if found is None else found
 
     @property
-    def pinned(self) -> bool:
-        """Whether some GEMMs are on the recovery path whatever is routed."""
-        return any(key.startswith("precision.pins.") for key in self.settings)
-
-    @property
     def always(self) -> str | None:
-        """The one format that every unit has throughout: a static arm's, or that of the signals that never choose;
-        with pins there is no low one.
+        """The one format that every unit has throughout, in static arms and under `always_low` and `always_high`.
 
-        `always_high` counts from 99 % promotion on, since its set acts one step late and max_o caps it; the done seeds
-        decide where there are any, since in a run that diverged at once that step weighs more.
+        With pins there is no such low format. `always_high` counts from 99% promotion on, since its set acts one step
+        late; the done seeds decide if there are any, since that step weighs more in a run that diverged early.
         """
         if not self.routed or self.signal == "always_low":
-            return None if self.pinned else self.low_path
+            pinned = any(key.startswith("precision.pins.") for key in self.settings)
+            return None if pinned else self.low_path
         in_16_bits = self.settings.get("controller.warmup_path") == "16bit"  # a warm-up on no path of its own
         promoted = self.mean("promotion_frac") or self.promoted or 0
         if self.signal == "always_high" and promoted > 0.99 and not in_16_bits:
@@ -154,7 +128,7 @@ class Arm:
 
     @property
     def compression(self) -> str | None:
-        """What is sent in the place of whole gradients, in words; None: they are sent whole."""
+        """What is sent in place of whole gradients, as text; None if they are sent whole."""
         get = self.settings.get
         if (name := get("compression.name")) in (None, "none"):
             return None
@@ -163,112 +137,76 @@ class Arm:
 
     @property
     def low_path(self) -> str | None:
-        """Its low-cost path: of compressed gradients what is sent, else a format or recipe."""
+        """The low path: a format or recipe; for compressed gradients what is sent."""
         return self.compression or self.settings.get("precision.low")
 
     @property
     def recovery_path(self) -> str | None:
-        """Its recovery path: of compressed gradients that of whole ones in the same format; None: nothing is routed."""
+        """The recovery path; None if nothing is routed. Compressed gradients recover to whole ones of one format."""
         if self.settings.get("compression.name") == "greedylore":
             return self.settings.get("precision.low")
         return self.settings.get("precision.recovery")
 
-    @property
-    def low_bits(self) -> int | None:
-        """Of the low path, by the function `bits`."""
-        return self.bits(self.settings.get("precision.low"))
-
-    @property
-    def recovery_bits(self) -> int | None:
-        """Of the recovery path, by the function `bits`."""
-        return self.bits(self.recovery_path)
-
     def bits(self, path: Any) -> int | None:
-        """As the function `bits`, of the arm's own recipes too: those of the forward input."""
+        """Return the width of a format, or of a recipe's forward input: int4, e2m1 and sim_e2m1 have 4 bits."""
         own = f"precision.recipes.{path}."
         if any(key.startswith(own) for key in self.settings):
-            return bits(self.settings.get(f"{own}fprop.input", "bf16").partition("/")[0])
-        return bits(path)
+            path = self.settings.get(f"{own}fprop.input", "bf16").partition("/")[0]
+        elif path in RECIPES:
+            path = RECIPES[path].get("fprop", {}).get("input", "bf16").partition("/")[0]
+        if floating := re.fullmatch(r"e(\d+)m(\d+)", str(path)):
+            return 1 + int(floating[1]) + int(floating[2])
+        plain = re.search(r"(\d+)$", str(path))
+        return int(plain[1]) if plain else None
 
     @property
     def routed(self) -> bool:
-        """Whether the controller can switch units; a static arm is only monitored."""
+        """True if the controller can switch units; a static arm is only monitored."""
         return self.recovery_path is not None
 
     @property
     def sixteen_bit(self) -> bool:
-        """Whether its low path is 16 bits: a reference."""
-        return self.low_bits == 16 and self.compression is None
+        """True for a reference: its low path has 16 bits."""
+        return self.bits(self.settings.get("precision.low")) == 16 and self.compression is None
 
     def stat(self, field: str) -> Stat | None:
-        """Over the done seeds, of a field of the summary."""
+        """Return mean and spread of a field of the summary over the done seeds."""
         return stat(run.summary.get(field) for run in self.done)
 
     def mean(self, field: str) -> float | None:
-        """Mean of a field of the summary over the done seeds; None where no run has it."""
+        """Return the mean of a field of the summary over the done seeds; None if no run has it."""
         found = self.stat(field)
         return None if found is None else found.mean
 
-    def over_fracs(self) -> dict[str, float]:
-        """Shares of unit-steps over the threshold of each of the signal's columns, means over the done seeds."""
-        of_runs = []
-        for run in self.done:
-            old = {column: run.summary.get(f"{column}_over_frac") for column in ("gnmr", "delta_gnmr")}
-            of_runs.append(run.summary.get("over_frac") or old)
-        means = {column: stat(one.get(column) for one in of_runs) for one in of_runs for column in one}
-        return {column: found.mean for column, found in means.items() if found}
-
     @property
     def sort_key(self) -> tuple[int, int, str]:
-        """Table 1's order: by the low path's width, static before routed."""
-        low = self.low_bits or 99
-        return low, self.recovery_bits or low, self.label or self.name
-
-
-def bits(number_format: Any) -> int | None:
-    """Width of a number format or a recipe by its name: int4, e2m1 and sim_e2m1 have 4 bits, bf16 has 16."""
-    if number_format in RECIPES:
-        number_format = RECIPES[number_format].get("fprop", {}).get("input", "bf16").partition("/")[0]
-    if floating := re.fullmatch(r"e(\d+)m(\d+)", str(number_format)):
-        return 1 + int(floating[1]) + int(floating[2])
-    plain = re.search(r"(\d+)$", str(number_format))
-    return int(plain[1]) if plain else None
-
-
-def paired_difference(arm: Arm, reference: Arm) -> Stat | None:
-    """Mean and spread of the per-seed differences of log perplexity, as percent; None where a run diverged."""
-    found = paired(arm.outcomes, reference.outcomes)
-    if found.mean is None:
-        return None
-    return Stat(found.n, as_percent(found.mean), None if found.sd is None else as_percent(found.sd))
+        """The order of table 1: by the width of the low path, static before routed."""
+        low = self.bits(self.settings.get("precision.low")) or 99
+        return low, self.bits(self.recovery_path) or low, self.label or self.name
 
 
 def plain_adamw(arm: Arm) -> bool:
-    """Whether the optimizer is AdamW that neither clips nor transforms the gradient."""
+    """Return True if the optimizer is AdamW without gradient clipping or transform."""
     get = arm.settings.get
     return get("optim.name", "adamw") == "adamw" and not get("optim.transform.name") and not get("optim.clip_norm")
 
 
-def telling(arms: list[Arm], keys: Iterable[str], above: str = "", alone: tuple[str, ...] = ()) -> list[str]:
-    """The keys without those that follow from the ones before them in their group: a stress's rate from its kind.
-
-    `above` belongs to every group, and is the whole group of those `alone`.
-    """
+def telling(arms: list[Arm], keys: Iterable[str]) -> list[str]:
+    """Return the keys without those that follow from earlier keys of their group, as a fault's rate from its kind."""
 
     def levels(keys: list[str]) -> int:
         return len({repr([arm.settings.get(key) for key in keys]) for arm in arms})
 
     kept: list[str] = []
     for key in keys:
-        groups = (above,) if key in alone else (key.split(".")[0], above)
-        group = [other for other in kept if other.split(".")[0] in groups]
+        group = [other for other in kept if other.split(".")[0] == key.split(".")[0]]
         if levels([*group, key]) > levels(group):
             kept.append(key)
     return kept
 
 
 def tell(arm: Arm, keys: Iterable[str]) -> list[str]:
-    """The arm's values of these settings in few words: a signal is its bare name, what is not set is unsaid."""
+    """Return the arm's values of these settings as short texts; settings that are not set are left out."""
     told = []
     for key in keys:
         value = arm.settings.get(key)
@@ -280,13 +218,13 @@ def tell(arm: Arm, keys: Iterable[str]) -> list[str]:
 
 
 def varying(arms: Iterable[Arm]) -> list[str]:
-    """Keys in which the arms' settings differ, names aside."""
+    """Return the keys in which the arms' settings differ, names aside."""
     settings = [arm.settings for arm in arms]
-    keys = dict.fromkeys(key for one in settings for key in one if key not in NAMES)
+    keys = dict.fromkeys(key for one in settings for key in one if key not in _NAMES)
     return [key for key in keys if len({repr(one.get(key)) for one in settings}) > 1]
 
 
 def same(arm: Arm, other: Arm, keys: tuple[str, ...]) -> bool:
-    """Whether two arms agree in all settings whose keys begin so."""
+    """Return True if two arms agree in all settings whose keys begin with one of `keys`."""
     mine, theirs = arm.settings, other.settings
     return all(mine.get(key) == theirs.get(key) for key in mine.keys() | theirs.keys() if key.startswith(keys))

@@ -1,34 +1,31 @@
-"""Claims: what is compared with what, written down in a file; each a family of contrasts over packed records.
+"""Read a file of claims: which recorded arms are compared with which, written down before they are tested.
 
-    records: ../runs/reference        # folder of the packs, as seen from this file
-    texts: [../README.md]             # files in which numbers of results stand (`gnmr.lab.report.results`)
+    records: ../runs/results.parquet      # the table of runs, as seen from this file
+    texts: [../README.md]                 # files with marked numbers (`gnmr.lab.report.results`)
     claims:
       table11:
         title: All signals at one budget
         asks: Which signal is better than never recovering?
-        arms:                         # name: PACK/RUN, `*` and `?` allowed; or a list; the runs of one config, by seed
+        arms:                             # name: STUDY/RUN; `*` and `?` are allowed
           never: table11/int2_int8-always_low-*
           always: table11/int2_int8-always_high-*
           gap: table11/int2_int8-gap-ranked-*
           random: table11/int2_int8-random-ranked-*
-        low: never                    # the bounds, never and always on the recovery path; always is the control
+        low: never                        # the bounds; always against never is the positive control
         high: always
-        contrasts:                    # arm: control, or a list of controls
+        contrasts:                        # arm: control, or a list of controls
           gap: [never, random]
-        phase: end                    # end of the run; of a fork low (its arm's steps) or healed
-      both:
-        title: The same over two machines
-        asks: ...
-        pools: [table11, table11_again]    # claims whose arms of one name are pooled, a cell each
 
-`contrasts` may be left out: all other arms against `low`. A claim that pools has the bounds and names of the first of
-its claims, and only those cells in which the positive control is shown.
+Seeds of several cells are pooled if every arm is a list of patterns, one for each cell. `arms: STUDY/RUN`, or a list of
+these, takes all arms of these runs by the names that they have in the table. In `contrasts` the first key that fits an
+arm counts, and a key with `*` leaves the bounds out. Without `contrasts` every arm is tested against `low`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +34,9 @@ import yaml
 from gnmr.errors import UserError, nearest
 from gnmr.records.untrusted import content, reading
 
-PHASES = ("end", "low", "healed")
-_MOST = 1 << 20
-_KEYS = ("title", "asks", "arms", "low", "high", "contrasts", "phase", "pools")
+_MOST_BYTES = 1 << 20
+_TOP = ("records", "texts", "claims")
+_KEYS = ("title", "asks", "arms", "low", "high", "contrasts")
 
 
 @dataclass(frozen=True)
@@ -49,84 +46,75 @@ class Claim:
     name: str
     title: str
     asks: str
-    arms: Mapping[str, tuple[str, ...]]
-    """Patterns of runs by the arm's name; empty where claims are pooled."""
+    arms: Mapping[str, tuple[str, ...]] | tuple[str, ...]
+    """Patterns of runs by arm, one for each cell; or the patterns of all arms together."""
     low: str
     high: str
-    contrasts: tuple[tuple[str, str], ...]
-    """Arm and control."""
-    phase: str
-    pools: tuple[str, ...]
+    contrasts: Mapping[str, tuple[str, ...]]
+    """Controls by arm; empty: all against `low`."""
+
+    def pairs(self, arms: Sequence[str]) -> list[tuple[str, str]]:
+        """Return (arm, control) of each test. Raises UserError if an arm is not there."""
+        exact = [key for key in self.contrasts if "*" not in key]
+        for name in (self.low, self.high, *exact, *(one for of in self.contrasts.values() for one in of)):
+            if name not in arms:
+                raise UserError(f"claims.{self.name}: {name!r} is none of its arms{nearest(name, arms)}")
+        if not self.contrasts:
+            return [(arm, self.low) for arm in arms if arm != self.low]
+        order = exact + [arm for arm in arms if arm not in (*exact, self.low, self.high)]
+        keys = {
+            arm: next((key for key in self.contrasts if arm == key or fnmatchcase(arm, key)), None) for arm in order
+        }
+        return [(arm, one) for arm, key in keys.items() if key for one in self.contrasts[key] if one != arm]
 
 
 @dataclass(frozen=True)
 class Claims:
-    """A file of them."""
+    """A file of claims."""
 
     file: Path
     records: Path
     texts: tuple[Path, ...]
-    claims: Mapping[str, Claim]
+    claims: tuple[Claim, ...]
 
 
 def read(file: Path) -> Claims:
-    """UserError, with the claim and the key, for what the file should not say."""
+    """Read the file. Raises UserError, with the claim and the key, if it is invalid."""
     with reading(file):
-        tree = yaml.safe_load(content(file, _MOST))
-    _known(tree, ("records", "texts", "claims"), str(file))
-    found: dict[str, Claim] = {}
-    for name, told in _mapping(tree.get("claims"), f"{file}: claims").items():
-        found[name] = _claim(name, told, found, f"{file}: claims.{name}")
-    texts = tuple(file.parent / text for text in _texts(tree.get("texts", []), f"{file}: texts"))
-    return Claims(file, file.parent / _text(tree, "records", str(file)), texts, found)
-
-
-def _claim(name: str, told: Any, before: Mapping[str, Claim], where: str) -> Claim:
-    _known(told, _KEYS, where)
-    pools = tuple(_texts(told.get("pools", []), f"{where}.pools"))
-    for one in pools:
-        if one not in before:
-            raise UserError(f"{where}.pools: {one!r} is no claim above it{nearest(one, before)}")
-    if pools and (wrong := {"arms", "low", "high", "phase"} & set(told)):
-        raise UserError(f"{where}.{min(wrong)}: a claim that pools has those of the claims that it pools")
-    if pools:
-        first = before[pools[0]]
-        arms, low, high, phase = dict[str, tuple[str, ...]](), first.low, first.high, first.phase
-        names = [arm for arm in first.arms if all(arm in before[one].arms for one in pools)]
-    else:
-        patterns = _mapping(told.get("arms"), f"{where}.arms")
-        arms = {arm: tuple(_texts(pattern, f"{where}.arms.{arm}")) for arm, pattern in patterns.items()}
-        low, high, phase, names = (
-            _text(told, "low", where),
-            _text(told, "high", where),
-            told.get("phase", "end"),
-            [*arms],
-        )
-    if phase not in PHASES:
-        raise UserError(f"{where}.phase: {phase!r} must be one of {', '.join(PHASES)}")
-    every = {arm: low for arm in names if arm != low}
-    pairs = [
-        (arm, control)
-        for arm, controls in _mapping(told.get("contrasts", every), f"{where}.contrasts").items()
-        for control in _texts(controls, f"{where}.contrasts.{arm}")
-    ]
-    for arm in (low, high, *(arm for pair in pairs for arm in pair)):
-        if arm not in names:
-            raise UserError(f"{where}: {arm!r} is none of its arms{nearest(arm, names)}")
-    return Claim(
-        name, _text(told, "title", where), _text(told, "asks", where), arms, low, high, tuple(pairs), phase, pools
+        tree = yaml.safe_load(content(file, _MOST_BYTES))
+    _known(tree, _TOP, str(file))
+    claims = tuple(
+        _claim(name, told, f"{file}: claims.{name}") for name, told in _mapping(tree, "claims", str(file)).items()
     )
+    texts = tuple(file.parent / text for text in _texts(tree.get("texts", []), f"{file}: texts"))
+    return Claims(file, file.parent / _text(tree, "records", str(file)), texts, claims)
+
+
+def _claim(name: str, told: Any, where: str) -> Claim:
+    _known(told, _KEYS, where)
+    arms: Mapping[str, tuple[str, ...]] | tuple[str, ...]
+    if isinstance(told.get("arms"), dict):
+        arms = {arm: _texts(one, f"{where}.arms.{arm}") for arm, one in _mapping(told, "arms", where).items()}
+    else:
+        arms = _texts(told.get("arms"), f"{where}.arms")
+    contrasts = _mapping(told, "contrasts", where) if "contrasts" in told else {}
+    pairs = {arm: _texts(controls, f"{where}.contrasts.{arm}") for arm, controls in contrasts.items()}
+    title, asks, low, high = (_text(told, key, where) for key in ("title", "asks", "low", "high"))
+    return Claim(name, title, asks, arms, low, high, pairs)
 
 
 def _known(tree: Any, keys: tuple[str, ...], where: str) -> None:
-    for key in _mapping(tree, where):
+    if not isinstance(tree, dict):
+        raise UserError(f"{where}: must be a mapping")
+    for key in tree:
         if key not in keys:
-            raise UserError(f"{where}: unknown key {key!r}{nearest(key, keys)}")
+            raise UserError(f"{where}: unknown key {key!r}{nearest(str(key), keys)}")
 
 
-def _mapping(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict) or not value or not all(isinstance(key, str) for key in value):
-        raise UserError(f"{where}: must be a mapping with names as keys")
+def _mapping(tree: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
+    value = tree.get(key)
+    if not isinstance(value, dict) or not value or not all(isinstance(one, str) for one in value):
+        raise UserError(f"{where}.{key}: must be a mapping with names as keys")
     return value
 
 
@@ -137,8 +125,8 @@ def _text(tree: Mapping[str, Any], key: str, where: str) -> str:
     return value
 
 
-def _texts(value: Any, where: str) -> list[str]:
+def _texts(value: Any, where: str) -> tuple[str, ...]:
     value = [value] if isinstance(value, str) else value
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
         raise UserError(f"{where}: must be a text or a list of texts")
-    return value
+    return tuple(value)

@@ -53,8 +53,6 @@ class Comparison:
     """Other comparisons of the same experiment and scale: not to be compared with this one."""
     against: Arm | None = None
     """The arm that all others are held against where one was asked for; see `choose_baseline`."""
-    siblings: list[Comparison] = field(default_factory=list, repr=False, compare=False)
-    """All comparisons of the experiment, this one among them; empty where it stands alone."""
 
     @property
     def name(self) -> str:
@@ -112,19 +110,6 @@ class Comparison:
         ]
         nearest = min(candidates, key=lambda other: _apart(arm, other), default=None)
         return nearest if nearest and _apart(arm, nearest) < math.inf else None
-
-    def undisturbed(self, arm: Arm) -> Arm | None:
-        """The same arm without what disturbs it: injected faults, or outlier channels that come and go."""
-        window = bool(arm.settings.get("model.outlier_channels.window"))
-        apart = ("faults.", "records.", *(["model.outlier_channels."] if window else []))
-        fits = [
-            other
-            for other in self.arms
-            if not other.disturbance
-            and not (window and other.settings.get("model.outlier_channels.number"))
-            and all(key.startswith(apart) for key in varying([arm, other]))
-        ]
-        return max(fits, key=lambda other: len(arm.outcomes.keys() & other.outcomes.keys()), default=None)
 
     def formats(self, arm: Arm) -> tuple[str | None, str | None]:
         """Formats of the low and the recovery path that the arm is measured between.
@@ -203,7 +188,6 @@ def compare(runs: Iterable[Run]) -> list[Comparison]:
     for siblings in by_experiment(comparisons).values():
         _label(siblings)
         for one in siblings:
-            one.siblings = siblings
             one.rivals = [other.kind for other in siblings if other is not one and other.kind.scale == one.kind.scale]
             one.arms.sort(key=lambda arm: arm.sort_key)
     return sorted(comparisons, key=lambda one: (one.kind.experiment, -len(one.runs), _order(one.kind)))
@@ -215,11 +199,6 @@ def by_experiment(comparisons: Iterable[Comparison]) -> dict[str, list[Compariso
     for comparison in comparisons:
         found[comparison.kind.experiment].append(comparison)
     return dict(found)
-
-
-def runs_of(comparisons: Iterable[Comparison]) -> list[Run]:
-    """Of all of them, in order."""
-    return [run for comparison in comparisons for run in comparison.runs]
 
 
 def refuse_rivals(comparisons: Iterable[Comparison]) -> None:

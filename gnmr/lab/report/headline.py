@@ -1,32 +1,31 @@
-"""A comparison in one sentence and three figures: what low precision cost, the share that was got back, at what spend.
+"""A comparison in one sentence and three figures: the cost of low precision, the share recovered, and the spend.
 
-The bounds are the static low path and its static recovery path with the most routed arms between them; the sentence
-says no more than the report's own tests of them (`gnmr.lab.report.one_model`, its table against random) have shown.
+The sentence says no more than the tests of the table (`gnmr.lab.report.judged`) have shown.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from gnmr.lab.report.arms import Arm
 from gnmr.lab.report.comparisons import Comparison
-from gnmr.lab.report.family import EQUAL, Family
-from gnmr.lab.report.family_notes import p_text, relative_text, row_numbers
+from gnmr.lab.report.family import EQUAL
+from gnmr.lab.report.judged import Bounds, Judged, bounds, judged, outcomes
 from gnmr.lab.report.layout import NOTHING, percent, size
-from gnmr.lab.report.one_model import against_random, families, judged
-from gnmr.lab.report.statistics import BETTER, FEWEST, LEVEL, WORSE, gap_closed, paired
-from gnmr.lab.report.style import telling_apart
+from gnmr.lab.report.statistics import BETTER, FEWEST, LEVEL, WORSE, as_percent, p_text, paired
 
-COST, BACK, SPEND, LOSS = "cost of low precision", "share got back", "spend", "validation loss"
+_COST, _BACK, _SPEND = "cost of low precision", "share got back", "spend"
 _MOST_NAMED = 4
 """Arms that the sentence names one by one."""
+Names = Mapping[str, str]
+"""The part of an arm's label that differs from the other arms', by label."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A number with what it is and what it is of, as text."""
+    """A number, its name, and what it refers to."""
 
     label: str
     value: str
@@ -35,220 +34,185 @@ class Figure:
 
 @dataclass(frozen=True)
 class Headline:
-    """The sentence and the figures: cost, share got back and spend; of one arm alone its loss and its spend."""
+    """The sentence and the figures; of a single arm its loss and its spend."""
 
     sentence: str
     figures: tuple[Figure, ...]
     arm: str | None = None
-    """Label of the arm that the share and the spend are of."""
-
-
-Names = Mapping[str, str]
-"""What of an arm's label tells it from the others, by label."""
-
-
-@dataclass(frozen=True)
-class _Between:
-    """Two static arms and the routed arms between them, those that got most back first."""
-
-    low: Arm
-    high: Arm
-    arms: tuple[Arm, ...]
-    family: Family | None
-    """None where there are too few pairs for a test."""
-
-    def closed(self, arm: Arm) -> float | None:
-        found = gap_closed(self.low.outcomes, arm.outcomes, self.high.outcomes)
-        return None if found is None else found[0]
+    """Label of the arm that the share and the spend refer to."""
 
 
 def headline(comparison: Comparison) -> Headline:
-    """What the first lines of a report say of the comparison; arms by what tells them apart."""
+    """Return the first lines of a report."""
     names = short_names(comparison.arms)
     if len(comparison.arms) == 1:
         return _lone(comparison, names)
-    between = _between(comparison)
-    low, reference = _ends(comparison, between)
-    cost, told_cost = _cost(comparison, names, (low, reference), between)
-    back, told_back = _back(comparison, names, between)
-    sentence = " ".join(filter(None, [told_cost or _alone(comparison, names), told_back]))
-    best = between.arms[0].label if between is not None and between.arms else None
-    return Headline(sentence, (cost, back, _spend(comparison, names, between)), best)
+    pairs = bounds(comparison)
+    between = max(pairs, key=lambda one: len(_routed(one.between)), default=None)
+    routed, best = _routed(comparison.arms), None
+    if between is not None and (inside := _routed(between.between)):
+        shares = {arm.label: between.closed(arm) for arm in inside}
+        routed = sorted(inside, key=lambda arm: math.inf if (share := shares[arm.label]) is None else -share)
+        best = next(one for one in judged(comparison, pairs) if one.arm is routed[0])
+    cost, cost_sentence = _cost(comparison, names, between)
+    back, back_sentence = _back(comparison, names, between, best, routed)
+    sentence = " ".join(filter(None, [cost_sentence or _endings(comparison, names), back_sentence]))
+    spend = _spend(comparison, names, routed)
+    return Headline(sentence, (cost, back, spend), best.arm.label if best is not None else None)
 
 
 def short_names(arms: Sequence[Arm]) -> dict[str, str]:
-    """What tells each arm from the others, by label: of its name where that is its own, else of its label."""
+    """Return, by label, what tells each arm from the others: of its name if that is unique, else of its label."""
     names = [arm.name for arm in arms]
     told = [arm.name if names.count(arm.name) == 1 else arm.label for arm in arms]
     return {arm.label: short for arm, short in zip(arms, telling_apart(told), strict=True)}
 
 
+def telling_apart(labels: Sequence[str]) -> list[str]:
+    """Return the labels without the words and the leading hyphenated parts that all of them share.
+
+    Return them unchanged if that would leave one empty or two alike.
+    """
+    words = [label.split() for label in labels]
+    several = [set(one) for one in words if len(one) > 1]
+    common = set.intersection(*several) if len(several) > 1 else set()
+    kept = [[word for word in one if word not in common] for one in words]
+    heads = [one[0].split("-")[:-1] for one in kept if one and "-" in one[0]]
+    cut = 0
+    while len(heads) > 1 and all(len(head) > cut and head[cut] == heads[0][cut] for head in heads):
+        cut += 1
+    first = [one[0].split("-") if one else [""] for one in kept]
+    short = [" ".join(["-".join(a[cut:] if len(a) > 1 else a), *b[1:]]) for a, b in zip(first, kept, strict=True)]
+    return short if all(short) and len(set(short)) == len(set(labels)) else list(labels)
+
+
 def high_precision(comparison: Comparison, arm: Arm) -> Arm | None:
-    """The arm that says what 16 bits give: the static one, else that of the recovery path where it is 16 bits."""
+    """Return the static 16-bit arm, else the static recovery arm if its path has 16 bits."""
     if (reference := comparison.reference(arm)) is not None:
         return reference
     recovery = comparison.recovery(arm)
     return recovery if recovery is not None and recovery.bits(recovery.always) == 16 else None
 
 
-def _between(comparison: Comparison) -> _Between | None:
-    found = [arms for arms in families(comparison) if arms[0].outcomes and arms[-1].outcomes]
-    if not found:
-        return None
-    low, *arms, high = max(found, key=lambda arms: sum(map(_routes, arms)))
-    tested = len(low.outcomes.keys() & high.outcomes.keys()) >= FEWEST
-    made = _Between(
-        low, high, tuple(arm for arm in arms if _routes(arm)), judged([low, *arms, high]) if tested else None
-    )
-    best = sorted(made.arms, key=lambda arm: -math.inf if (share := made.closed(arm)) is None else share, reverse=True)
-    return replace(made, arms=tuple(best))
+def _routed(arms: Sequence[Arm]) -> list[Arm]:
+    return [arm for arm in arms if arm.always is None]
 
 
-def _routes(arm: Arm) -> bool:
-    """Whether units move in it, or some are pinned: it lies between the bounds by more than its format."""
-    return arm.always is None
-
-
-def _ends(comparison: Comparison, between: _Between | None) -> tuple[Arm | None, Arm | None]:
-    """The static low arm, and what its cost is told against: 16 bits, else the recovery path."""
-    if between is not None:
-        return between.low, high_precision(comparison, between.low) or between.high
-    for arm in comparison.arms:
-        reference = high_precision(comparison, arm)
-        if arm.always is not None and reference is not None and reference is not arm and arm.outcomes:
-            return arm, reference
-    return None, None
-
-
-def _cost(
-    comparison: Comparison, names: Names, ends: tuple[Arm | None, Arm | None], between: _Between | None
-) -> tuple[Figure, str]:
-    """The figure and its part of the sentence, which is empty where nothing is known."""
-    low, reference = ends
-    if low is None or reference is None:
-        return Figure(COST, NOTHING, "not known: no arm on the low path alone and in 16 bits to compare"), ""
+def _cost(comparison: Comparison, names: Names, between: Bounds | None) -> tuple[Figure, str]:
+    low = between.low if between is not None else next((arm for arm in comparison.arms if arm.always is not None), None)
+    reference = None if low is None else high_precision(comparison, low) or (between.high if between else None)
+    if low is None or reference is None or reference is low:
+        return Figure(_COST, NOTHING, "not known: no arm on the low path alone and in 16 bits to compare"), ""
     what = "low precision" if low.compression is None else "compression"
+    change, arms = paired(outcomes(low), outcomes(reference)), f"{names[low.label]} against {names[reference.label]}"
     label = f"cost of {what}"
-    change, arms = paired(low.outcomes, reference.outcomes), f"{names[low.label]} against {names[reference.label]}"
     if any(change.diverged):
         told = f"{change.diverged[0]} of {change.n} runs diverged"
         return Figure(label, told, arms), f"In low precision {told} ({arms}: {change.diverged[1]})."
     if change.mean is None:
-        return Figure(label, NOTHING, f"{arms}: no {_blocks(comparison, 1)} in common"), ""
-    value, n = relative_text(change.mean), f"n = {change.n}"
+        return Figure(label, NOTHING, f"{arms}: no {_replicate(comparison)} in common"), ""
+    value, n = _relative(change.mean), f"n = {change.n}"
     interval = ""
     if change.interval and change.n >= FEWEST:
-        interval = f", 95 % interval {' to '.join(relative_text(end) for end in change.interval)}"
+        interval = f", 95% interval {' to '.join(_relative(end) for end in change.interval)}"
     figure = Figure(label, value, f"perplexity, {arms}, {n}{interval}")
     shown = change.p is not None and change.p < LEVEL
-    if between is not None and between.family is not None and reference is between.high:
+    if between is not None and between.tested and reference is between.high:
         shown = between.family.gate
     if change.n < FEWEST:
-        return figure, f"{what.capitalize()} cost {value} of perplexity ({arms}, {n}: too few for a test)."
-    if shown and change.mean > 0:
+        return figure, f"{what.capitalize()} changed the perplexity by {value} ({arms}, {n}: too few for a test)."
+    if not shown:
+        return figure, f"No significant cost of {what} was found: {value} of perplexity ({arms}, {n})."
+    if change.mean > 0:
         return figure, f"{what.capitalize()} cost {value} of perplexity ({arms}, {n})."
-    if shown:
-        return figure, f"{what.capitalize()} was no worse: {value} of perplexity ({arms}, {n})."
-    return figure, f"That {what} cost anything is not shown: {value} of perplexity ({arms}, {n})."
+    return figure, f"{what.capitalize()} was no worse: {value} of perplexity ({arms}, {n})."
 
 
-def _back(comparison: Comparison, names: Names, between: _Between | None) -> tuple[Figure, str]:
-    if between is None or not between.arms:
-        routed = any(arm.always is None for arm in comparison.arms)
-        why = "no static arms beside it to measure between" if routed else "no arm routes"
-        return Figure(BACK, NOTHING, why), ""
+def _back(
+    comparison: Comparison, names: Names, between: Bounds | None, best: Judged | None, routed: Sequence[Arm]
+) -> tuple[Figure, str]:
+    """`best`: the arm that closes most of the gap; `routed`: the arms between the bounds, the best first."""
+    if between is None or best is None:
+        return Figure(_BACK, NOTHING, "no static arms to measure between" if routed else "no arm routes"), ""
     low, high = names[between.low.label], names[between.high.label]
-    family, best = between.family, between.arms[0]
-    if family is not None and not family.gate:
-        why = f"{high} is not shown to be better than {low} (p = {p_text(family.p_gate)})"
-        return Figure(BACK, NOTHING, f"no gap to share: {why}"), f"Since {why}, nothing is said of arms between them."
-    share = between.closed(best)
-    if share is None:
-        return Figure(BACK, NOTHING, f"no gap between {low} and {high}, or runs diverged"), ""
-    rows = {} if family is None else {row.arm: row for row in family.rows}
-    interval, verdict = "", ""
-    if (row := rows.get(str(id(best)))) is not None:
-        interval, verdict = row_numbers(row)["closed_interval"].strip("()"), row.verdict
-    of = f"{names[best.label]}{_of_arms(between.arms)}"
-    over = f"of the way from {low} to {high}{f', 95 % interval {interval} %' if interval else ''}"
-    return Figure(BACK, f"{100 * share:z.0f} %", f"{of}, {over}"), _told_back(comparison, names, between, verdict)
-
-
-def _told_back(comparison: Comparison, names: Names, between: _Between, verdict: str) -> str:
-    """`verdict`: on the arm that got most back against the low path; empty where there was no test."""
-    best, low = between.arms[0], names[between.low.label]
-    named = between.arms
+    if between.tested and not between.family.gate:
+        why = f"{high} is not significantly better than {low} (p = {p_text(between.family.p_gate)})"
+        return Figure(_BACK, NOTHING, f"no gap to share: {why}"), f"Since {why}, the arms between them are not judged."
+    if best.closed is None:
+        return Figure(_BACK, NOTHING, f"no gap between {low} and {high}, or runs diverged"), ""
+    of = f" (the most of {len(routed)} arms)" if len(routed) > 1 else ""
+    interval = ""
+    if best.closed_interval is not None and between.tested:
+        interval = f", 95% interval {' to '.join(f'{100 * end:z.0f}' for end in best.closed_interval)}%"
+    detail = f"{names[best.arm.label]}{of}, of the way from {low} to {high}{interval}"
+    named = list(routed)
     if len(named) > _MOST_NAMED:
-        random = comparison.nearest_random(best)
-        named = (best, *([random] if random is not None and random is not best else []))
-    parts: list[str] = []
+        random = comparison.nearest_random(best.arm)
+        named = [best.arm, *([random] if random is not None else [])]
+    parts = []
     for arm in named:
         share = between.closed(arm)
-        got = "diverged" if share is None else f"{100 * share:z.0f} %"
-        parts.append(f"{names[arm.label]}{'' if parts else ' got back'} {got} at {_spent(arm)}")
-        if arm is best and len(named) < len(between.arms):
-            parts[0] += _of_arms(between.arms)
-    told = f"Of the way from {low} to {names[between.high.label]}, {'; '.join(parts)}."
-    if not verdict:
-        return f"{told} Too few {_blocks(comparison, 2)} for a test."
-    shown = {BETTER: f"shown to be better than {low}", WORSE: f"shown to be worse than {low}", EQUAL: f"equal to {low}"}
-    it = "It" if len(parts) == 1 else f"{names[best.label]}"
-    return f"{told} {it} is {shown.get(verdict, f'not shown to differ from {low}')}{_against_random(comparison, best)}."
+        got = "diverged" if share is None else f"{100 * share:z.0f}%"
+        more = f"{of if len(named) < len(routed) else ''} got back" if arm is best.arm else ""
+        parts.append(f"{names[arm.label]}{more} {got} at {_spent(arm)}")
+    sentence = f"Of the way from {low} to {high}, {'; '.join(parts)}. {_verdict(comparison, names, between, best)}"
+    return Figure(_BACK, f"{100 * best.closed:z.0f}%", detail), sentence
 
 
-def _against_random(comparison: Comparison, arm: Arm) -> str:
-    """The verdict of the report's table, in which all arms with a random one at their budget are one family."""
-    if (found := against_random(comparison).get(arm.label)) is not None:
-        p = "" if found.p is None else f" (p = {p_text(found.p)})"
-        return f"; against random under the same budget: {found.verdict}{p}"
-    return "" if arm.signal == "random" else "; no random arm at that spend"
+def _verdict(comparison: Comparison, names: Names, between: Bounds, best: Judged) -> str:
+    if not between.tested:
+        return f"Too few {_replicate(comparison)}s for a test."
+    low = names[between.low.label]
+    shown = {BETTER: f"significantly better than {low}", WORSE: f"significantly worse than {low}"}
+    shown |= {EQUAL: f"equal to {low}"}
+    random = "" if best.arm.signal == "random" else "; there is no random arm with that spend"
+    if best.random is not None:
+        p = "" if best.random[0] is None else f" (p = {p_text(best.random[0])})"
+        random = f"; against random with the same budget: {best.random[1]}{p}"
+    told = shown.get(best.verdict or "", f"not significantly different from {low}")
+    return f"{names[best.arm.label]} is {told}{random}."
 
 
-def _spend(comparison: Comparison, names: Names, between: _Between | None) -> Figure:
-    routed = between.arms if between and between.arms else [arm for arm in comparison.arms if arm.always is None]
+def _spend(comparison: Comparison, names: Names, routed: Sequence[Arm]) -> Figure:
     arm = next((one for one in routed if one.spend is not None), None)
     if arm is None:
-        return Figure(SPEND, NOTHING, "no arm routes")
-    sent, what = arm.mean("numbers_sent_frac"), _spent(arm).removeprefix(percent(arm.spend)).strip()
-    parts = [f"{what}, {names[arm.label]}", *_more_bytes(comparison, arm)]
-    if sent is not None:
-        parts.append(f"sends {percent(sent)} of the numbers")
-    return Figure(SPEND, percent(arm.spend), "; ".join(parts))
-
-
-def _more_bytes(comparison: Comparison, arm: Arm) -> list[str]:
-    """What the arm keeps for backward above the low path: measured where that path's arm stands beside it."""
+        return Figure(_SPEND, NOTHING, "no arm routes")
+    parts = [f"{_spent(arm).removeprefix(percent(arm.spend)).strip()}, {names[arm.label]}"]
     low = comparison.low(arm)
     saved = [None if one is None else one.mean("saved_bytes_mean") for one in (arm, low)]
     if saved[0] is not None and saved[1] is not None:
-        more = saved[0] - saved[1]
-        return [f"{size(more)} more saved for backward, measured"] if more > 0 else []
-    more = arm.mean("spent_extra_bytes") or 0
-    return [f"{size(more)} more saved for backward, predicted (Eq. 5)"] if more else []
-
-
-def _alone(comparison: Comparison, names: Names) -> str:
-    """Where nothing can be compared: how the runs ended."""
-    told = [_ended(arm, names[arm.label]) for arm in comparison.arms[:_MOST_NAMED]]
-    more = f"; and {len(comparison.arms) - _MOST_NAMED} more arms" if len(comparison.arms) > _MOST_NAMED else ""
-    if all(arm.sixteen_bit for arm in comparison.arms):
-        return f"{'; '.join(told)}{more}. Nothing was in low precision."
-    return f"{'; '.join(told)}{more}. Without a 16-bit arm beside it what low precision cost is not known."
+        more, how = saved[0] - saved[1], "measured"
+    else:
+        more, how = arm.mean("spent_extra_bytes") or 0, "predicted (Eq. 5)"
+    if more > 0:
+        parts.append(f"{size(more)} more saved for backward, {how}")
+    if (sent := arm.mean("numbers_sent_frac")) is not None:
+        parts.append(f"sends {percent(sent)} of the numbers")
+    return Figure(_SPEND, percent(arm.spend), "; ".join(parts))
 
 
 def _lone(comparison: Comparison, names: Names) -> Headline:
-    """One arm alone: its loss and its spend, since there is nothing to compare."""
     arm, figures = comparison.arms[0], list[Figure]()
     loss, ppl, name = arm.stat("final_val_loss"), arm.stat("final_val_ppl"), names[arm.label]
     train = [float(run.steps["loss"][-1]) for run in arm.runs if len(run.steps["loss"])]
     if loss is not None and math.isfinite(loss.mean):
         told = f"perplexity {ppl.mean:.2f}, {name}" if ppl is not None else name
-        figures.append(Figure(LOSS, f"{loss.mean:.4f}", f"{told}, n = {loss.n}"))
+        figures.append(Figure("validation loss", f"{loss.mean:.4f}", f"{told}, n = {loss.n}"))
     elif train and math.isfinite(mean := sum(train) / len(train)):
         figures.append(Figure("training loss", f"{mean:.4f}", f"of the last step, {name}, n = {len(train)}"))
-    if (spend := _spend(comparison, names, None)).value != NOTHING:
+    if (spend := _spend(comparison, names, _routed([arm]))).value != NOTHING:
         figures.append(spend)
-    return Headline(_alone(comparison, names), tuple(figures))
+    return Headline(_endings(comparison, names), tuple(figures))
+
+
+def _endings(comparison: Comparison, names: Names) -> str:
+    """Return how the runs ended, for arms that cannot be compared."""
+    told = [_ended(arm, names[arm.label]) for arm in comparison.arms[:_MOST_NAMED]]
+    if (more := len(comparison.arms) - _MOST_NAMED) > 0:
+        told.append(f"and {more} more arms")
+    if all(arm.sixteen_bit for arm in comparison.arms):
+        return f"{'; '.join(told)}. Nothing was in low precision."
+    return f"{'; '.join(told)}. Without a 16-bit arm the cost of low precision is not known."
 
 
 def _ended(arm: Arm, name: str) -> str:
@@ -264,14 +228,14 @@ def _ended(arm: Arm, name: str) -> str:
 
 
 def _spent(arm: Arm) -> str:
-    """`Arm.spend` with what it is a share of."""
-    of = "unit-steps" if arm.compression or arm.mean("spent_gemm_frac") is None else "the GEMMs' arithmetic"
+    """Return `Arm.spend` and what it is a share of."""
+    of = "unit-steps" if arm.compression or arm.mean("spent_gemm_frac") is None else "GEMM FLOPs"
     return f"{percent(arm.spend)} of {of}"
 
 
-def _of_arms(arms: Sequence[Arm]) -> str:
-    return f" (the most of {len(arms)} arms)" if len(arms) > 1 else ""
+def _relative(difference: float) -> str:
+    return f"{round(as_percent(difference), 1) + 0.0:+.1f}%"  # + 0.0: no -0
 
 
-def _blocks(comparison: Comparison, number: int) -> str:
-    return ("order" if comparison.kind.base else "seed") + ("s" if number > 1 else "")
+def _replicate(comparison: Comparison) -> str:
+    return "order" if comparison.kind.base else "seed"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from rich import box
 from rich.console import Console, JustifyMethod
@@ -14,7 +13,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from gnmr.errors import printable
-from gnmr.lab.report.statistics import Paired, Stat, as_percent, stat
+from gnmr.lab.report.statistics import Stat
 
 NOTHING = "-"
 
@@ -65,11 +64,6 @@ class Table:
             blocks[-1].append(place)
         return blocks
 
-    def tree(self) -> dict[str, Any]:
-        """Plain values, fit for JSON; a heading is one line."""
-        columns = [column.replace("\n", " ") for column in self.columns]
-        return {"title": self.title, "columns": columns, "rows": self.rows, "notes": self.notes}
-
     def markdown(self) -> str:
         """Title, rows and notes as Markdown."""
         ruler = " | ".join(["---", *["---:"] * (len(self.columns) - 1)])
@@ -101,49 +95,17 @@ def measure(value: Stat | None, digits: int, sign: bool = False, unit: str = "")
     return f"{value.mean:{'+' if sign else ''}.{digits}f} ± {spread}{unit}"
 
 
-def average(values: Iterable[float | None], shape: str) -> str:
-    """The mean in that format, where there is one."""
-    found = stat(values)
-    return NOTHING if found is None else format(found.mean, shape)
-
-
-def relative(paired: Paired) -> str:
-    """Mean difference of log perplexity and its 95 % interval as percent; where runs diverged, how many of each arm."""
-    if any(paired.diverged):
-        mine, theirs = paired.diverged
-        return f"diverged {mine} : {theirs}"
-    if paired.mean is None:
-        return NOTHING
-    ends = map(as_percent, paired.interval or ())
-    told = ", ".join(f"{end:+.2f}" for end in ends) or NOTHING
-    return f"{as_percent(paired.mean):+.2f} [{told}] %"
-
-
-def effect(paired: Paired) -> str:
-    """d_z and its 95 % interval."""
-    if paired.d_z is None or paired.d_z_interval is None:
-        return NOTHING
-    low, high = paired.d_z_interval
-    return f"{paired.d_z:+.2f} [{low:+.2f}, {high:+.2f}]"
-
-
 def counted(what: str, things: Iterable[object]) -> str:
     """seed 0; seeds 0, 1; no seed."""
     told = list(map(str, things))
     return f"{what}{'s' if len(told) > 1 else ''} {', '.join(told)}" if told else f"no {what}"
 
 
-def numbered(names: Sequence[str], told: str) -> list[str]:
-    """The names, those that stand there several times with their number, as `told` has both."""
-    places = [names[: place + 1].count(name) for place, name in enumerate(names)]
-    return [told.format(n, place) if names.count(n) > 1 else n for n, place in zip(names, places, strict=True)]
-
-
 def percent(share: float | None) -> str:
     """Three decimals below one percent, as the paper's table 3 has them, else one."""
     if share is None:
         return NOTHING
-    return f"{100 * share:.{3 if 0 < share < 0.01 else 1}f} %"
+    return f"{100 * share:.{3 if 0 < share < 0.01 else 1}f}%"
 
 
 def size(number: float | None) -> str:
@@ -155,14 +117,6 @@ def size(number: float | None) -> str:
         number, units = number / 1024, units[1:]
     digits = 0 if units[0] == "B" or number >= 100 else 1 if number >= 10 else 2
     return f"{number:.{digits}f} {units[0]}"
-
-
-def duration(seconds: float | None) -> str:
-    """In seconds, minutes or hours, whichever fits."""
-    if seconds is None or not math.isfinite(seconds):
-        return NOTHING
-    limit, unit = (1, "s") if seconds < 60 else (60, "min") if seconds < 3600 else (3600, "h")
-    return f"{seconds / limit:.1f} {unit}"
 
 
 def count(number: float | None) -> str:

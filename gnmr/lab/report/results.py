@@ -1,323 +1,222 @@
-"""Results: the claims of a file tested on their records, as pages, and as numbers that stand in other texts.
+"""Test a file of claims on the table of recorded runs: one page, and the numbers that stand in other texts.
 
-A page a claim and README.md, an overview; nothing in them but what the records say, so that the same records give the
-same files. A number in another text is marked, and is filled in by its name:
+The page holds nothing but what the table says, so the same table gives the same page. A number in another text is
+marked and filled in by its name:
 
     <!--=table11/gap/difference-->-18.7 %<!--/-->
 
-Names are CLAIM/ARM/WHAT, or CLAIM/WHAT for what is the family's: `numbers` has them.
+Names are CLAIM/ARM/WHAT, or CLAIM/WHAT for what belongs to the whole family (`Tested.numbers`). An arm that is tested
+against several controls is `ARM - CONTROL`.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
 
 from gnmr.errors import UserError, nearest, writing
-from gnmr.lab.records.find import find_runs
-from gnmr.lab.records.pack import Unpacked, unpacked
-from gnmr.lab.report.arms import Arm
 from gnmr.lab.report.claims import Claim, Claims, read
-from gnmr.lab.report.comparisons import compare
-from gnmr.lab.report.family import MARGIN, Family, Values, alike, judge, pooled
-from gnmr.lab.report.family_notes import (
-    assumptions,
-    p_text,
-    positive_control,
-    power,
-    relative_text,
-    row_numbers,
-    smallest_texts,
-)
-from gnmr.lab.report.forks import losses_after
+from gnmr.lab.report.family import Family, closed_texts, judge
 from gnmr.lab.report.layout import NOTHING, Table, as_markdown, measure, percent
-from gnmr.lab.report.routability import routability_of
-from gnmr.lab.report.runs import Run, load
-from gnmr.lab.report.statistics import stat
+from gnmr.lab.report.statistics import p_text, relative_text, stat
 from gnmr.records import output
+from gnmr.records.untrusted import reading
 
 _MARK = re.compile(r"(<!--=([^>\n]+?)-->)(.*?)(<!--/-->)")
-_HEAD = "<!-- made from the records by gnmr report claims=...; do not edit -->"
-_SENT = "numbers_sent_frac"
-_PHASES = {"end": "at the end", "low": "after the arm's steps", "healed": "after healing in 16 bits"}
+_SPENDS = {"sent": "numbers sent", "spent": "GEMM FLOPs recovered", "promoted": "unit-steps recovered"}
+"""What an arm spends, by column; a claim shows the first one that its runs have."""
+_COMPARABLE = ("experiment", "scale", "data", "tokens_per_step", "steps")
+"""Columns in which all runs of a cell agree."""
+_HEAD = """\
+# Results
+
+Each claim of [claims.yaml](claims.yaml) is tested on the table of recorded runs
+([runs/results.parquet](../runs/README.md)). `gnmr report claims=docs/claims.yaml` writes this page; do not edit it.
+
+Loss is the validation loss at the end of a run, on the 16-bit path in every arm, in nats per token. *Difference* is the
+difference of perplexity to the control, with its 95% confidence interval. *Gap closed* is the share of the loss gap
+between the two bounds that the arm closes. p-values are Holm-adjusted over the claim. *Smallest effect* is the
+difference to the control, as a share of the gap, that the test shows with 80% power. No arm gets a verdict if the
+positive control fails.
+"""
+
+Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Tested:
-    """A claim, its records and what came out."""
+    """A claim, its runs by arm, and what came out."""
 
     claim: Claim
-    values: Mapping[str, Values]
-    arms: Mapping[str, list[Arm]]
-    """By name; several where claims are pooled."""
+    runs: Mapping[str, list[Record]]
     family: Family
-    cells: Mapping[str, Mapping[str, Values]] = field(default_factory=dict)
-    """Of a claim that pools: the cells that count."""
-    left_out: tuple[str, ...] = ()
-    """Cells in which the positive control is not shown."""
 
     @property
-    def runs(self) -> list[Run]:
-        """All that it rests on."""
-        return [run for arms in self.arms.values() for arm in arms for run in arm.runs]
+    def spends(self) -> str:
+        """The column of `_SPENDS` that is shown."""
+        rows = [row for of_arm in self.runs.values() for row in of_arm]
+        return next((name for name in _SPENDS if any(row[name] is not None for row in rows)), "promoted")
+
+    def of_arm(self, arm: str) -> dict[str, str]:
+        """Return what is shown of an arm without a test."""
+        rows, family = self.runs[arm], self.family
+        routed = self.spends == "sent" or any(row["recovery"] for row in rows)
+        spent = stat(row[self.spends] for row in rows) if routed else None
+        losses = [_loss(row) for row in rows]
+        finite = all(map(math.isfinite, losses))
+        closed = None
+        if family.gate and family.model and arm not in (family.low, family.high) and finite:
+            closed = family.model.closed(arm, family.low, family.high)
+        return {
+            "n": str(len(rows)),
+            "spent": percent(None if spent is None else spent.mean),
+            "loss": f"{sum(losses) / len(rows):.4f}" if finite else "diverged",
+            "perplexity": measure(stat(map(math.exp, losses)), 2) if finite else "diverged",
+            **closed_texts(closed),
+        }
+
+    def numbers(self) -> dict[str, str]:
+        """Return all texts by name: of the family, of each arm and of each test."""
+        family, name = self.family, self.claim.name
+        gap = None if family.gap is None else family.gap.estimate
+        smallest = [one for row in family.rows if (one := family.smallest(row)) is not None]
+        found = {
+            f"{name}/n": str(family.n),
+            f"{name}/gap": NOTHING if gap is None else f"{gap:.3f} nats",
+            f"{name}/cost": NOTHING if gap is None else relative_text(gap),
+            f"{name}/p": p_text(family.p_gate),
+            f"{name}/smallest": f"{100 * max(smallest):.0f} %" if smallest else NOTHING,
+            f"{name}/control": "shown" if family.gate else "not shown",
+        }
+        for arm in self.runs:
+            found |= {f"{name}/{arm}/{key}": text for key, text in self.of_arm(arm).items()}
+        arms = [row.arm for row in family.rows]
+        for row in family.rows:
+            one = family.smallest(row)
+            texts = row.texts() | {"smallest": NOTHING if one is None else f"{100 * one:.0f} %"}
+            named = [f"{row.arm} - {row.control}", *([row.arm] if arms.count(row.arm) == 1 else [])]
+            found |= {f"{name}/{arm}/{key}": text for arm in named for key, text in texts.items()}
+        return found
+
+    def markdown(self) -> str:
+        """Return the section of the claim."""
+        told, name = self.numbers(), self.claim.name
+        columns = ["arm", "against", "n", _SPENDS[self.spends], "loss", "difference [95%]", "p (Holm)"]
+        table = Table(self.claim.title, [*columns, "gap closed [95%]", "verdict", "smallest effect"])
+        tested = [(row.arm, row.control) for row in self.family.rows]
+        alone = [arm for arm in self.runs if arm not in dict(tested)]
+        for arm, control in [*((arm, None) for arm in alone), *tested]:
+            one = {key: told[f"{name}/{arm}/{key}"] for key in ("n", "spent", "loss", "closed", "closed_interval")}
+            one |= dict.fromkeys(("difference", "interval", "p", "verdict", "smallest"), "")
+            if control is not None:
+                one |= {key: told[f"{name}/{arm} - {control}/{key}"] for key in _OF_TEST}
+            ends = [
+                f"{one[key]} {one[f'{more}interval']}".strip()
+                for key, more in (("difference", ""), ("closed", "closed_"))
+            ]
+            cells = [one["n"], one["spent"], one["loss"], ends[0], one["p"], ends[1], one["verdict"], one["smallest"]]
+            table.rows.append([arm, control or "", *cells])
+        rows = [row for of_arm in self.runs.values() for row in of_arm]
+        of = {
+            key: ", ".join(sorted({str(row[key]) for row in rows})) for key in ("study", "steps", "commit", "machine")
+        }
+        table.notes = [
+            f"{self.family.control_text()} {self.family.assumptions_text()}",
+            f"{len(rows)} runs of {of['steps']} steps; study {of['study']}; commits {of['commit']}; {of['machine']}.",
+        ]
+        _, _, body = table.markdown().partition("\n")
+        return f"## {name}\n\n{as_markdown(self.claim.title)}. {as_markdown(self.claim.asks)}\n{body}"
+
+
+_OF_TEST = ("n", "difference", "interval", "p", "verdict", "smallest")
 
 
 def results(file: Path, out: Path, say: Callable[[str], None], *, check: bool = False) -> list[str]:
-    """Writes the pages to `out` and fills the texts; returns a line for each file that is not as it should be.
+    """Write the page to `out` and fill in the texts; return a line for each file that is not as it should be.
 
-    `check`: writes nothing, and such are all files that it would change. Else pages that belong to no claim.
-    UserError for a mistake in the file of claims, for records that it names and that are not there or cannot be
-    compared, and for a mark that names no number.
+    With `check` nothing is written, and these are the files that would change. Raises UserError for a mistake in the
+    file of claims, for runs that are not in the table or cannot be compared, and for a mark that names no number.
     """
     claims = read(file)
-    if not check:
-        with writing(out):
-            out.mkdir(parents=True, exist_ok=True)
-    made = made_of(claims, out, say)
-    wrong = [line for path, text in made.items() if (line := _difference(path, text))] if check else []
-    if not check:
-        for path, text in made.items():
-            output.write_text(path, text)
-    pages = sorted(path for path in out.glob("*.md") if path not in made)
-    wrong += [f"{path}: belongs to no claim; remove it" for path in pages if _HEAD in path.read_text()]
-    if not wrong:
-        say(f"{len(made)} files are {'what the records give' if check else 'written'}.")
-    return wrong
+    tested = judged_claims(claims)
+    for one in tested:
+        say(f"{one.claim.name}: {len(one.family.rows)} tests, {sum(map(len, one.runs.values()))} runs")
+    known = {name: text for one in tested for name, text in one.numbers().items()}
+    made = {out: "\n".join([_HEAD, *(one.markdown() for one in tested)])}
+    made |= {path: _filled(path, known) for path in claims.texts}
+    if check:
+        return [line for path, text in made.items() if (line := _difference(path, text))]
+    for path, text in made.items():
+        output.write_text(path, text)
+    return []
 
 
-def made_of(claims: Claims, out: Path, say: Callable[[str], None]) -> dict[Path, str]:
-    """Text by file: the pages and the filled texts."""
-    tested: dict[str, Tested] = {}
-    with _records(claims) as found:
-        for claim in claims.claims.values():
-            tested[claim.name] = one = _tested(claim, found, tested)
-            say(f"{claim.name}: {len(one.family.rows)} contrasts, {len(one.runs)} runs")
-        made = {out / f"{one.claim.name}.md": _page(one) for one in tested.values()}
-        made[out / "README.md"] = _overview(tested)
-    known = {name: text for one in tested.values() for name, text in numbers(one).items()}
-    return made | {text: _filled(text, known) for text in claims.texts}
+def judged_claims(claims: Claims) -> list[Tested]:
+    """Test every claim."""
+    with reading(claims.records):
+        table: list[Record] = pq.read_table(claims.records).to_pylist()
+    studies: dict[str, list[Record]] = {}
+    for row in table:
+        if row["state"] in ("done", "diverged"):
+            studies.setdefault(row["study"], []).append(row)
+    return [_tested(claim, studies) for claim in claims.claims]
 
 
-def _difference(path: Path, text: str) -> str | None:
-    """Where the file has something else; None where it has not."""
-    if not path.exists():
-        return f"{path}: is not there"
-    there = path.read_text()
-    for number, (old, new) in enumerate(zip(there.splitlines(), text.splitlines(), strict=False), 1):
-        if old != new:
-            at = next((k for k, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
-            begin = max(at - 40, 0)
-            here, right = old[begin : at + 20], new[begin : at + 20]
-            return f"{path}, line {number}: {here!r} where the records give {right!r}"
-    return None if there == text else f"{path}: has other lines than the records give"
+def _tested(claim: Claim, studies: Mapping[str, list[Record]]) -> Tested:
+    cells: dict[str, list[list[Record]]] = {}
+    if isinstance(claim.arms, tuple):
+        for row in (row for pattern in claim.arms for row in _matching(claim, pattern, studies)):
+            cells.setdefault(row["arm"], [[]])[0].append(row)
+    else:
+        cells = {arm: [_matching(claim, one, studies) for one in of] for arm, of in claim.arms.items()}
+    if len({len(of_arm) for of_arm in cells.values()}) > 1:
+        raise UserError(f"claims.{claim.name}.arms: every arm needs as many cells as the others")
+    values: dict[str, dict[Any, float]] = {}
+    for arm, of_arm in cells.items():
+        if any(len({row["config"] for row in cell}) > 1 for cell in of_arm):
+            raise UserError(f"claims.{claim.name}.arms.{arm}: runs of several configs")
+        rows = [(number, row) for number, cell in enumerate(of_arm) for row in cell]
+        values[arm] = {(number, row["base"], row["seed"], row["order"]): _loss(row) for number, row in rows}
+        if len(values[arm]) < len(rows):
+            raise UserError(f"claims.{claim.name}.arms.{arm}: several runs of one seed")
+    for number in range(len(next(iter(cells.values())))):
+        rows_of_cell = [row for of_arm in cells.values() for row in of_arm[number]]
+        for key in _COMPARABLE:
+            if len({row[key] for row in rows_of_cell}) > 1:
+                raise UserError(f"claims.{claim.name}: these runs cannot be compared, they differ in {key}")
+    family = judge(values, claim.pairs([*cells]), low=claim.low, high=claim.high)
+    return Tested(claim, {arm: [row for cell in of_arm for row in cell] for arm, of_arm in cells.items()}, family)
 
 
-class _Found:
-    """The runs of packs, read when they are first asked for."""
-
-    def __init__(self, folders: Mapping[str, Path], told: Unpacked) -> None:
-        self._named = {f"{pack}/{one.relative_to(at)}": one for pack, at in folders.items() for one in find_runs([at])}
-        self._told, self._read = told, dict[str, Run]()
-
-    def matching(self, pattern: str, where: str) -> list[Run]:
-        """UserError where there is none."""
-        names = [name for name in self._named if fnmatchcase(name, pattern)]
-        if not names:
-            raise UserError(f"{where}: {pattern}: no such run in the records")
-        for name in names:
-            if name not in self._read:
-                folder = self._named[name]
-                self._read[name] = load(folder, Path(self._told.told(folder))).check()
-        return [self._read[name] for name in names]
+def _loss(row: Record) -> float:
+    return math.inf if row["state"] == "diverged" else float(row["loss"])
 
 
-@contextmanager
-def _records(claims: Claims) -> Iterator[_Found]:
-    patterns = {pattern for one in claims.claims.values() for of_arm in one.arms.values() for pattern in of_arm}
-    packs = {name: claims.records / f"{name}.parquet" for name in sorted({one.partition("/")[0] for one in patterns})}
-    for name, pack in packs.items():
-        if not pack.exists():
-            raise UserError(f"{claims.file}: {name}: no such pack ({pack})")
-    with unpacked(packs.values()) as found:
-        folders = {pack: folder for folder, pack in found.packs.items()}
-        yield _Found({name: folders[pack] for name, pack in packs.items()}, found)
-
-
-def _tested(claim: Claim, found: _Found, before: Mapping[str, Tested]) -> Tested:
-    bounds = {"low": claim.low, "high": claim.high}
-    if not claim.pools:
-        arms = {name: _arm(claim, name, patterns, found) for name, patterns in claim.arms.items()}
-        _check_comparable(claim, arms)
-        by_seed = {name: _values(arm, claim.phase) for name, arm in arms.items()}
-        judged = judge(by_seed, claim.contrasts, **bounds)
-        return Tested(claim, by_seed, {name: [arm] for name, arm in arms.items()}, judged)
-    parts = {name: before[name] for name in claim.pools}
-    counted = {name: one for name, one in parts.items() if one.family.gate}
-    if not counted:
-        raise UserError(f"claims.{claim.name}: in none of the cells that it pools the positive control is shown")
-    names = {claim.low, claim.high} | {arm for pair in claim.contrasts for arm in pair}
-    cells = {name: {arm: one.values[arm] for arm in one.values if arm in names} for name, one in counted.items()}
-    values = pooled(cells)
-    together = {name: [arm for one in counted.values() for arm in one.arms[name]] for name in values}
-    lost = tuple(name for name in parts if name not in counted)
-    return Tested(claim, values, together, judge(values, claim.contrasts, **bounds), cells, lost)
-
-
-def _arm(claim: Claim, name: str, patterns: tuple[str, ...], found: _Found) -> Arm:
-    where = f"claims.{claim.name}.arms.{name}"
-    runs = [run for pattern in patterns for run in found.matching(pattern, where)]
-    if len({run.hash for run in runs}) > 1:
-        raise UserError(f"{where}: runs of several configs: {', '.join(sorted({run.place.name for run in runs}))}")
-    if len({run.seed for run in runs}) < len(runs):
-        raise UserError(f"{where}: several runs of one seed: {', '.join(sorted(str(run.place) for run in runs))}")
-    return Arm(name, sorted(runs, key=lambda run: run.seed), label=name)
-
-
-def _check_comparable(claim: Claim, arms: Mapping[str, Arm]) -> None:
-    kinds = compare([run for arm in arms.values() for run in arm.runs])
-    if len(kinds) > 1:
-        told = kinds[0].told_apart() or "their experiment or scale"
-        raise UserError(f"claims.{claim.name}: these runs cannot be compared, they differ in {told}")
-
-
-def _values(arm: Arm, phase: str) -> Values:
-    if phase == "end":
-        return arm.outcomes
-    return losses_after(arm, phase, "val_loss") | dict.fromkeys(arm.diverged, math.inf)
-
-
-def _page(one: Tested) -> str:
-    claim, family = one.claim, one.family
-    columns = ["arm", "against", "n", _share(one), "perplexity", "difference [95 %]", "p (Holm)"]
-    columns += ["gap closed [95 %]", f"p, equal to {100 * MARGIN:.0f} %", "verdict"]
-    table = Table(claim.title, columns)
-    named = {arm: cells for arm in (claim.low, claim.high) if (cells := _of_arm(one, arm))}
-    table.rows = [[arm, NOTHING, *cells, *[NOTHING] * 5] for arm, cells in named.items()]
-    for row in family.rows:
-        told = row_numbers(row)
-        shown = [told[key] for key in ("difference", "p", "closed", "p_equal", "verdict")]
-        shown[0], shown[2] = f"{shown[0]} {told['interval']}".strip(), f"{shown[2]} {told['closed_interval']}".strip()
-        cells = _of_arm(one, row.arm)
-        table.rows.append([row.arm, row.control, str(row.n), *cells[1:], *shown])
-    table.notes = [*_power(one), *assumptions(family.fit), *_provenance(one)]
-    asked = f"{as_markdown(claim.asks)}\n"
-    return f"{_HEAD}\n\n{asked}\n{table.markdown()}"
-
-
-def _of_arm(one: Tested, name: str) -> list[str]:
-    """n, `_share`, perplexity; of pooled cells no perplexity, which is of one cell."""
-    arms, values = one.arms[name], one.values[name]
-    sent = [found for arm in arms if (found := arm.mean(_SENT)) is not None]
-    shares = sent or [arm.promoted for arm in arms if arm.promoted is not None and arm.routed]
-    shown = stat(math.exp(value) if value < 700 else math.inf for value in values.values())
-    return [
-        str(len(values)),
-        percent(sum(shares) / len(shares)) if shares else NOTHING,
-        NOTHING if one.cells else measure(shown, 2),
-    ]
-
-
-def _share(one: Tested) -> str:
-    """What an arm spends: promoted unit-steps, or numbers that it sends where gradients are compressed."""
-    sends = any(arm.mean(_SENT) is not None for arms in one.arms.values() for arm in arms)
-    return "sends" if sends else "promoted"
-
-
-def numbers(one: Tested) -> dict[str, str]:
-    """Texts by name: of the family and of each arm, behind " - CONTROL" where it is tested against several."""
-    name, family = one.claim.name, one.family
-    controls = [row.arm for row in family.rows]
-    found = {f"{name}/{key}": text for key, text in _family_numbers(one).items()}
-    for arm in one.arms:
-        of_arm = dict(zip(("n", _share(one), "perplexity"), _of_arm(one, arm), strict=True))
-        found |= {f"{name}/{arm}/{key}": text for key, text in of_arm.items()}
-    for row in family.rows:
-        arm = row.arm if controls.count(row.arm) == 1 else f"{row.arm} - {row.control}"
-        found |= {f"{name}/{arm}/{key}": text for key, text in row_numbers(row).items()}
+def _matching(claim: Claim, pattern: str, studies: Mapping[str, list[Record]]) -> list[Record]:
+    study, _, run = pattern.partition("/")
+    if not (found := [row for row in studies.get(study, ()) if fnmatchcase(row["run"], run)]):
+        raise UserError(f"claims.{claim.name}: {pattern}: no such run in the table")
     return found
 
 
-def _family_numbers(one: Tested) -> dict[str, str]:
-    family = one.family
-    model, gap = family.fit, family.gap
-    first, whole = smallest_texts(family)
-    return {
-        "n": str(family.n),
-        "gap": NOTHING if gap is None else f"{gap.estimate:.3f} nats",
-        "cost": NOTHING if gap is None else relative_text(gap.estimate),
-        "p": p_text(family.p_gate),
-        "sd": NOTHING if model is None else f"{model.sd:.3f} nats",
-        "smallest": first,
-        "smallest_in_family": whole,
-        "control": "shown" if family.gate else "not shown",
-    }
-
-
-def _power(one: Tested) -> list[str]:
-    notes = [positive_control(one.family, one.claim.low, one.claim.high), *power(one.family)]
-    if one.cells:
-        same = alike(one.cells)
-        notes.append(
-            f"Cells, each with blocks of its own: {', '.join(one.cells)}. That all arms differ alike in "
-            f"them: p = {p_text(same)} (F-test)."
-        )
-    if one.left_out:
-        notes.append(f"Left out, since their positive control is not shown: {', '.join(one.left_out)}.")
-    return notes
-
-
-def _provenance(one: Tested) -> list[str]:
-    runs = one.runs
-    packs = sorted({run.place.parent.name for run in runs})
-    of = sorted({f"{one.kind.steps:,} steps of {one.kind.tokens_per_step:,} tokens" for one in compare(runs)})
-    commits, machines = sorted({run.commit for run in runs}), sorted({run.machine for run in runs})
-    return [
-        f"Loss {_PHASES[one.claim.phase]}; {len(runs)} runs; {'; '.join(of)}; records {', '.join(packs)}; commits "
-        f"{', '.join(commits)}; machines: {'; '.join(machines)}."
-    ]
-
-
-def _routability(one: Tested) -> str:
-    """What there is to route, by the first arm that recorded it, the never-recovering one before others."""
-    order = [one.claim.low, *(arm for arm in one.arms if arm != one.claim.low)]
-    for run in (run for name in order for arm in one.arms[name] for run in arm.done):
-        if (run.folder / "units.arrows").exists() and (found := routability_of(run)) is not None:
-            return f"{found[2] - found[3]:.2f} ({found[0]}, k = {found[1]})"
-    return NOTHING
-
-
-def _overview(tested: Mapping[str, Tested]) -> str:
-    columns = [
-        "claim",
-        "positive control",
-        "cost of the low path",
-        "n",
-        "residual sd",
-        "smallest effect",
-        "routability",
-    ]
-    table = Table("Claims", [*columns, "better", "worse", "equal", "not shown"])
-    lines = []
-    for name, one in tested.items():
-        told = _family_numbers(one)
-        verdicts = [row.verdict for row in one.family.rows]
-        counts = [str(verdicts.count(verdict)) for verdict in ("better", "worse", "equal", "no difference shown")]
-        cells = [told[key] for key in ("control", "cost", "n", "sd", "smallest")]
-        table.rows.append([name, *cells, _routability(one), *counts])
-        lines.append(f"- [{name}]({name}.md): {as_markdown(one.claim.title)}. {as_markdown(one.claim.asks)}")
-    table.notes = [
-        "Smallest effect: share of the gap that one test shows with 80 % power, the largest over the tests. "
-        "Routability: share of all units' total in each step's k largest less that in the best fixed k, of the first "
-        "run that recorded it; near 0 a fixed set does as well as any controller. Where the positive control is not "
-        "shown no arm has a verdict."
-    ]
-    head = "# Results\n\nMade from the records by `gnmr report claims=...`; a test compares. Do not edit.\n"
-    return f"{head}\n" + "\n".join(lines) + f"\n\n{table.markdown()}"
+def _difference(path: Path, text: str) -> str | None:
+    """Return where the file differs from the text; None if it does not."""
+    if not path.exists():
+        return f"{path}: is not there"
+    lines, other = path.read_text().splitlines(), text.splitlines()
+    for number, (old, new) in enumerate(zip(lines, other, strict=False), 1):
+        if old != new:
+            at = next((k for k, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), 0)
+            begin = max(at - 40, 0)
+            return f"{path}, line {number}: {old[begin : at + 20]!r}, but the table gives {new[begin : at + 20]!r}"
+    return None if len(lines) == len(other) else f"{path}: has other lines than the table gives"
 
 
 def _filled(path: Path, known: Mapping[str, str]) -> str:

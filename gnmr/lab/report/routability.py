@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from gnmr.lab.report.comparisons import Comparison
-from gnmr.lab.report.layout import Table, average
 from gnmr.lab.report.runs import Run
 
 OF = ("price", "price_fprop", "true_gap", "gap_exact", "gap", "gap_low")
@@ -49,25 +47,3 @@ def routability_of(run: Run) -> tuple[str, int, float, float] | None:
         return None
     found = routability(ratios.risk_SU if name == "risk" else ratios.columns[name], k)
     return None if found is None else (name, k, *found)
-
-
-def routability_table(comparison: Comparison) -> Table:
-    """Routability of each arm; no rows where no run says anything of it."""
-    columns = ["arm", "of", "k", "in each\nstep's k", "in the best\nfixed k", "routability"]
-    table = Table(f"{comparison.name}: what there is to route", columns)
-    for arm in comparison.arms:
-        found = [told for run in arm.done if (told := routability_of(run)) is not None]
-        if not found:
-            continue
-        names, ks = (sorted({one[place] for one in found}) for place in (0, 1))
-        shares = [[one[place] for one in found] for place in (2, 3)]
-        gain = [each - fixed for each, fixed in zip(*shares, strict=True)]
-        cells = [average(values, ".3f") for values in (*shares, gain)]
-        table.rows.append([arm.label, ", ".join(map(str, names)), ", ".join(map(str, ks)), *cells])
-    table.notes = [
-        "Share of all units' total that lies in k of them, mean over the recorded steps and done seeds: in those that "
-        "were the largest in each step, and in the k that are best for all steps. Routability is the difference: near "
-        "0 a fixed set does as well as any controller could. k is max_o, or where that is no limit the mean number of "
-        "units on the recovery path."
-    ]
-    return table

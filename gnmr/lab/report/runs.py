@@ -6,11 +6,9 @@ Nothing here needs a run to be whole. A run that is in progress, was killed or f
 from __future__ import annotations
 
 import json
-import math
 import re
 import shlex
-from array import array
-from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -20,19 +18,17 @@ import numpy as np
 
 from gnmr.errors import UserError
 from gnmr.lab import config
-from gnmr.records.reader import check_units, iter_jsonl, read_json, read_jsonl, read_ratios
+from gnmr.records.reader import check_units, read_json, read_jsonl, read_ratios
 from gnmr.records.schema import EVAL_FIELDS, STEP_FIELDS, SUMMARY_FIELDS, ratio_schema
 from gnmr.records.untrusted import Damaged, content, exists, reading, text
 
 _FOLDER_NAME = re.compile(r"(?P<arm>.+)-(?P<hash>[0-9a-f]{8})-s(?P<seed>\d+)")
 _SHOWN = ("step", "unit", "norm", "risk", "active")
-_NO_NUMBERS = ("nonfinite_unit", "over", "statistics")
+_STEP_NUMBERS = [name for name in STEP_FIELDS if name not in ("nonfinite_unit", "over", "statistics")]
 _PATHS = ("data.path", "data.tokenizer", "model.checkpoint", "base")
 """Of which a header's command may have the last part alone (gnmr/lab/train/provenance.py)."""
 _MOST_WORDS = 4000
 """Characters of a command or a reason."""
-_MOST_STATISTICS = 1 << 28
-"""Numbers: 2 GB; 1e6 steps with four of each of 60 layers fit."""
 _MOST_NUMBERS = 1 << 29
 """Of the matrices of `Ratios` together: 2 GB; 1e6 recorded steps of 84 units and three columns fit."""
 _MOST_UNOBSERVED = 64
@@ -74,43 +70,14 @@ class Run:
     """Where it is for the user: the folder, or PACK/RUN."""
 
     @cached_property
-    def _step_rows(self) -> tuple[Columns, Columns, Counter[str]]:
-        """Of steps.jsonl: `steps`, `statistics`, and the unit-steps over each threshold. Read once, kept as columns."""
-        fields = [name for name in STEP_FIELDS if name not in _NO_NUMBERS]
-        steps, statistics = {name: array("d") for name in fields}, dict[str, "array[float]"]()
-        over: Counter[str] = Counter()
-        for number, (row, _) in enumerate(iter_jsonl(self.folder / "steps.jsonl"), 1):
-            for name, column in steps.items():
-                column.append(_number(row.get(name)))
-            for name, value in _mapping(row.get("statistics")).items():
-                if name not in statistics:
-                    statistics[name] = array("d", [math.nan]) * (number - 1)
-                statistics[name].append(_number(value))
-            if len(statistics) * number > _MOST_STATISTICS:
-                raise Damaged(f"{self.folder / 'steps.jsonl'}: {len(statistics):,} statistics in {number:,} steps")
-            for column in statistics.values():
-                if len(column) < number:
-                    column.append(math.nan)
-            for name, value in _mapping(row.get("over")).items():
-                over[name] += int(value)
-        as_arrays = [{name: np.array(column) for name, column in of.items()} for of in (steps, statistics)]
-        return as_arrays[0], as_arrays[1], over
-
-    @cached_property
     def steps(self) -> Columns:
-        """`STEP_FIELDS` as columns, one row a recorded step."""
-        return self._step_rows[0]
-
-    @cached_property
-    def statistics(self) -> Columns:
-        """The model's statistics of each step's forward passes, by name; empty for a model without any."""
-        return self._step_rows[1]
+        """Return `STEP_FIELDS` as columns, one row per recorded step."""
+        return _columns(read_jsonl(self.folder / "steps.jsonl"), _STEP_NUMBERS)
 
     @cached_property
     def evals(self) -> Columns:
         """`EVAL_FIELDS` as columns, one row an evaluation."""
-        rows = read_jsonl(self.folder / "eval.jsonl")
-        return {field: np.array([_number(row.get(field)) for row in rows]) for field in EVAL_FIELDS}
+        return _columns(read_jsonl(self.folder / "eval.jsonl"), EVAL_FIELDS)
 
     @cached_property
     def events(self) -> list[dict[str, Any]]:
@@ -118,26 +85,15 @@ class Run:
         return read_jsonl(self.folder / "events.jsonl")
 
     @cached_property
-    def scores(self) -> dict[str, Any]:
-        """`SCORE_FIELDS` of its last scoring, in training or, where there was none, by `gnmr eval`; empty: none."""
-        rows = read_jsonl(self.folder / "scores.jsonl")
-        return rows[-1] if rows else read_json(self.folder / "scores.json") or {}
-
-    @cached_property
     def summary(self) -> dict[str, Any]:
         """`SUMMARY_FIELDS`: what summary.json says, the rest counted from the rows; None where nothing is known."""
         written = _summary(self.folder)
         return self._counted() | {key: value for key, value in written.items() if value is not None}
 
-    @property
-    def tree(self) -> dict[str, Any]:
-        """Its config.yaml, read anew."""
-        return config.read_tree(self.folder / "config.yaml")
-
     def check(self) -> Run:
         """Itself, with everything read that a table shows but for the ratios; `Damaged` where that cannot be."""
         with reading(self.folder):
-            _ = self.summary, self.events, self.scores
+            _ = self.summary, self.events
         return self
 
     def _counted(self) -> dict[str, Any]:
@@ -157,7 +113,6 @@ class Run:
             "final_val_ppl": _last(evals["val_ppl"]),
             "promotion_frac": share("num_active"),
             "hit_max_o_frac": float(np.mean(steps["num_active"][routed] >= max_o)) if routed.any() and max_o else None,
-            "over_frac": {name: over / unit_steps for name, over in self._step_rows[2].items()} if unit_steps else {},
             "saved_bytes_mean": _mean(steps["saved_bytes"]),
             "spent_gemm_frac": _mean(steps["spent_gemm_frac"]),
             "spent_extra_bytes": _mean(steps["spent_extra_bytes"]),
@@ -386,6 +341,10 @@ def _summary(folder: Path) -> dict[str, Any]:
         if key in SUMMARY_FIELDS and not isinstance(value, kind | None):
             raise Damaged(f"{path}: {key}={value!r:.40} is no figure")
     return summary
+
+
+def _columns(rows: list[dict[str, Any]], fields: Iterable[str]) -> Columns:
+    return {name: np.array([_number(row.get(name)) for row in rows]) for name in fields}
 
 
 def _number(value: Any) -> float:

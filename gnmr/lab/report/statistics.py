@@ -1,26 +1,18 @@
-"""Means over seeds; two arms over the seeds that both have: difference, interval, test, verdict.
+"""Statistics of arms over their replicates: means, paired t-tests, Holm's adjustment, power.
 
-The runs of one seed share the order of the data and the initialisation, so the difference within a seed is what counts
-and the spread between seeds cancels. The quantity is the natural logarithm of the final validation perplexity, which
-is the final validation loss; a difference d of it is shown as 100 (e^d - 1) %, lower is better. A run that diverged is
-`math.inf` here, worse than any number, and is never dropped.
+The runs of one replicate share the order of the data and the initialization, so their difference cancels what
+replicates have in common. All quantities are losses, the logarithm of the perplexity: a difference d is shown as
+100 (e^d - 1) % of the perplexity, and lower is better. A run that diverged is `math.inf`, worse than any number, and is
+never dropped.
 
-**One primary test**, chosen before the runs: the two-sided paired t-test. Rank tests cannot speak at the bench's three
-to five seeds: the smallest two-sided p of Wilcoxon's test or the sign test on n pairs is 2 / 2^n, 0.25 and 0.06 there.
+**The test of two arms** is the two-sided paired t-test. A verdict needs three pairs. Rank tests cannot reach the level
+here: the smallest two-sided p of the sign test on n pairs is 2 / 2^n.
 
-**Where a run diverged** there is no mean and no t-test. Two exact tests stand in: the sign test on the pairs, in which
-divergence loses against every number and two diverged runs tie, and Fisher's test on the two numbers of diverged runs,
-which ignores the pairing (too cautious, if anything, where the seeds of two arms tend to diverge together). p is twice
-the smaller of the two (Bonferroni). Below five pairs no outcome could reach the level, so there is no verdict.
+**Where a run diverged** there is no mean. Two exact tests stand in: the sign test on the pairs, in which divergence
+loses against every number and two diverged runs tie, and Fisher's test on the two numbers of diverged runs. p is twice
+the smaller of the two (Bonferroni), and a verdict needs five pairs.
 
-**Many arms**: p is adjusted by Holm's method over all comparisons of one table. Intervals are of one comparison each.
-`gnmr.lab.report.family` has one model with one residual for all arms of a family.
-
-**The effect size** d_z is the mean difference in units of its standard deviation. Its 95 % interval holds the values
-under which the observed t = d_z sqrt(n) is neither in the upper nor in the lower 2.5 % of the noncentral t distribution
-with n - 1 degrees of freedom and noncentrality d_z sqrt(n): exact for normal differences at any n, wide at three pairs
-(Steiger and Fouladi, "Noncentrality interval estimation and the evaluation of statistical models", 1997; Cumming and
-Finch, Educational and Psychological Measurement 61, 2001, 532-574).
+`gnmr.lab.report.family` tests many arms with one model.
 """
 
 from __future__ import annotations
@@ -29,19 +21,15 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
-from scipy import optimize, special, stats
+from scipy import stats
 
 LEVEL = 0.05
 POWER = 0.8
-"""With which the smallest effect of a table is shown."""
 FEWEST, FEWEST_DIVERGED = 3, 5
-"""Pairs that a verdict needs: with finite numbers alone, and where a run diverged."""
-
-_LARGE_T = 100.0
-"""Above it the interval of d_z comes from the spread of the standard deviation alone, the same to 0.2 %: at a very
-large t scipy's inverse in the noncentrality stalls."""
+"""Pairs that a verdict needs: with finite losses alone, and where a run diverged."""
 BETTER, WORSE, NO_DIFFERENCE, TOO_FEW = "better", "worse", "no difference shown", "too few seeds"
 
 
@@ -56,7 +44,7 @@ class Stat:
 
 
 def stat(values: Iterable[float | None]) -> Stat | None:
-    """None where there is nothing to average. An inf or nan among the values is not dropped: it is the mean."""
+    """Return mean and spread, or None without values. An inf or nan is not dropped: it is the mean."""
     known = np.array([value for value in values if value is not None], dtype=float)
     if len(known) == 0:
         return None
@@ -66,60 +54,41 @@ def stat(values: Iterable[float | None]) -> Stat | None:
 
 @dataclass(frozen=True)
 class Paired:
-    """An arm minus another over their common seeds, in log perplexity."""
+    """An arm minus another over their common replicates."""
 
     n: int
     diverged: tuple[int, int] = (0, 0)
     """Diverged runs among the pairs, the arm's and the other's."""
     mean: float | None = None
-    """None without pairs or where a run diverged; so are sd, interval, d_z and its interval."""
+    """None without pairs or where a run diverged; sd and interval are None then too, and below two pairs."""
     sd: float | None = None
-    """Sample standard deviation of the differences; None below two pairs."""
     interval: tuple[float, float] | None = None
-    """95 % interval of the mean by Student's t, not adjusted for other comparisons; None below two pairs."""
+    """95% interval of the mean, not adjusted for other comparisons."""
     p: float | None = None
-    """Two-sided, not adjusted; None where there are too few pairs for a verdict."""
+    """Two-sided, not adjusted; None if there are too few pairs for a verdict."""
     direction: int = 0
-    """-1 where the arm is the better one, 1 where it is the worse, 0 where neither; by itself no verdict."""
-
-    @property
-    def d_z(self) -> float | None:
-        """Cohen's effect size of paired differences: their mean in units of their standard deviation."""
-        return self.mean / self.sd if self.mean is not None and self.sd else None
-
-    @property
-    def d_z_interval(self) -> tuple[float, float] | None:
-        """95 % interval of `d_z` by the noncentral t distribution; None where there is no d_z."""
-        if self.d_z is None:
-            return None
-        root, freedom, tails = math.sqrt(self.n), self.n - 1, np.array([1 - LEVEL / 2, LEVEL / 2])
-        t = abs(self.d_z) * root
-        if t <= _LARGE_T:
-            low, high = special.nctdtrinc(freedom, tails, t) / root
-        else:
-            low, high = abs(self.d_z) * np.sqrt(stats.chi2.isf(tails, freedom) / freedom)
-        return (float(low), float(high)) if self.d_z > 0 else (-float(high), -float(low))
+    """-1 if the arm is the better one, 1 if it is the worse one; not a verdict by itself."""
 
 
-def paired(mine: Mapping[int, float], theirs: Mapping[int, float]) -> Paired:
-    """Compares two arms given as {seed: log perplexity, inf where the run diverged}."""
-    seeds = sorted(mine.keys() & theirs.keys())
-    pairs = np.array([(mine[seed], theirs[seed]) for seed in seeds], dtype=float).reshape(-1, 2)
+def paired(mine: Mapping[Any, float], theirs: Mapping[Any, float]) -> Paired:
+    """Compare two arms, given as {replicate: loss}."""
+    pairs = np.array([(mine[one], theirs[one]) for one in mine if one in theirs], dtype=float).reshape(-1, 2)
     n, lost = len(pairs), ~np.isfinite(pairs)
     if lost.any():
         return _counted(pairs, int(lost[:, 0].sum()), int(lost[:, 1].sum()))
     if n == 0:
         return Paired(0)
     differences = pairs[:, 0] - pairs[:, 1]
-    mean = float(differences.mean())
-    direction = int(np.sign(mean))
+    mean, direction = float(differences.mean()), int(np.sign(differences.mean()))
     if n == 1:
         return Paired(n, mean=mean, direction=direction)
     sd = float(differences.std(ddof=1))
-    error = sd / math.sqrt(n)
-    half = float(stats.t.ppf(1 - LEVEL / 2, n - 1)) * error
-    p = float(2 * stats.t.sf(abs(mean) / error, n - 1)) if error else float(mean == 0)
-    return Paired(n, (0, 0), mean, sd, (mean - half, mean + half), p if n >= FEWEST else None, direction)
+    if not sd:
+        return Paired(n, (0, 0), mean, sd, (mean, mean), float(mean == 0) if n >= FEWEST else None, direction)
+    test = stats.ttest_1samp(differences, 0.0)
+    low, high = test.confidence_interval(1 - LEVEL)
+    p = float(test.pvalue) if n >= FEWEST else None
+    return Paired(n, (0, 0), mean, sd, (float(low), float(high)), p, direction)
 
 
 def _counted(pairs: np.ndarray, mine: int, theirs: int) -> Paired:
@@ -133,54 +102,43 @@ def _counted(pairs: np.ndarray, mine: int, theirs: int) -> Paired:
 
 @lru_cache(maxsize=256)
 def smallest_shift(freedom: int, level: float = LEVEL) -> float:
-    """The difference, in standard errors, that a two-sided t-test at that level shows with `POWER`.
+    """Return the difference, in standard errors, that a two-sided t-test at that level shows with `POWER`."""
+    from statsmodels.stats.power import TTestPower
 
-    By the noncentral t distribution; the other tail is left out.
-    """
-    critical = stats.t.ppf(1 - level / 2, freedom)
-    return float(optimize.brentq(lambda x: stats.nct.sf(critical, freedom, x) - POWER, 0, 10 * critical + 10))
-
-
-def smallest_effect(sd: float, freedom: int, n: int) -> float:
-    """The difference of two arms' means over n seeds that a two-sided t-test at `LEVEL` shows with `POWER`.
-
-    `sd`, `freedom`: of the residual (`gnmr.lab.report.family.fit`).
-    """
-    return smallest_shift(freedom) * sd * math.sqrt(2 / n)
+    found = TTestPower().solve_power(nobs=freedom + 1, alpha=level, power=POWER)
+    return float(found) * math.sqrt(freedom + 1)
 
 
 def holm(values: Sequence[float | None]) -> list[float | None]:
-    """Holm's adjusted p-values of one family; a None is no member of it and stays None."""
-    order = sorted((value, place) for place, value in enumerate(values) if value is not None)
-    adjusted: list[float | None] = [None] * len(values)
-    largest = 0.0
-    for rank, (value, place) in enumerate(order):
-        largest = max(largest, min(1.0, value * (len(order) - rank)))
-        adjusted[place] = largest
-    return adjusted
+    """Adjust the p-values of one family by Holm's method; a None is no member of it and stays None."""
+    from statsmodels.stats.multitest import multipletests
 
-
-def verdict(comparison: Paired, adjusted: float | None) -> str:
-    """`BETTER`, `WORSE`, `NO_DIFFERENCE` or `TOO_FEW`, from the comparison and its p-value after Holm's adjustment."""
-    if adjusted is None:
-        return TOO_FEW
-    if adjusted >= LEVEL or comparison.direction == 0:
-        return NO_DIFFERENCE
-    return BETTER if comparison.direction < 0 else WORSE
+    known = [value for value in values if value is not None]
+    adjusted = iter(multipletests(known, method="holm")[1] if known else ())
+    return [None if value is None else float(next(adjusted)) for value in values]
 
 
 def verdicts(family: Sequence[Paired]) -> list[tuple[float | None, str]]:
-    """Adjusted p-value and verdict of each comparison of one table."""
+    """Return adjusted p-value and verdict of each comparison of one table."""
     adjusted = holm([comparison.p for comparison in family])
-    return [(p, verdict(comparison, p)) for comparison, p in zip(family, adjusted, strict=True)]
+    return [(p, verdict(one.direction, p)) for one, p in zip(family, adjusted, strict=True)]
+
+
+def verdict(direction: float, adjusted: float | None) -> str:
+    """Return `BETTER`, `WORSE`, `NO_DIFFERENCE` or `TOO_FEW` for the sign of a difference and its adjusted p."""
+    if adjusted is None:
+        return TOO_FEW
+    if adjusted >= LEVEL or direction == 0:
+        return NO_DIFFERENCE
+    return BETTER if direction < 0 else WORSE
 
 
 def gap_closed(
     low: Mapping[int, float], arm: Mapping[int, float], recovery: Mapping[int, float]
 ) -> tuple[float, int] | None:
-    """(low - arm) / (low - recovery) of the means over the seeds that all three have, and the number of those seeds.
+    """Return (low - arm) / (low - recovery) of the means over common seeds, and the number of those seeds.
 
-    None where there is no such seed, where one of these runs diverged, or where low is not the worse of the two ends.
+    None if there is no such seed, if one of these runs diverged, or if low is not the worse of the two bounds.
     """
     seeds = low.keys() & arm.keys() & recovery.keys()
     means = [math.fsum(side[seed] for seed in seeds) / max(len(seeds), 1) for side in (low, arm, recovery)]
@@ -190,5 +148,17 @@ def gap_closed(
 
 
 def as_percent(difference: float) -> float:
-    """A difference of log perplexity as percent of the other's perplexity."""
+    """Return a difference of losses as percent of the other's perplexity."""
     return 100 * math.expm1(min(difference, 700.0))  # e^710 is no double
+
+
+def p_text(value: float | None) -> str:
+    """Return three decimals, or one significant digit below 0.001."""
+    if value is None or math.isnan(value):
+        return "-"
+    return f"{value:.0e}".replace("e-0", "e-") if value < 0.001 else f"{value:.3f}"
+
+
+def relative_text(difference: float) -> str:
+    """Return a difference of losses as percent of the other's perplexity."""
+    return f"{round(as_percent(difference), 1) + 0.0:+.1f} %"  # + 0.0: no -0

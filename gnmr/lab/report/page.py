@@ -1,0 +1,201 @@
+"""The report as one HTML page that opens from disk and loads nothing.
+
+`page.html.j2` holds the text, the tables and the script that draws; the numbers are one block of JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from gnmr.lab.report.arms import Arm
+from gnmr.lab.report.comparisons import Comparison
+from gnmr.lab.report.curves import Curves, Series, bin_width, loss_curves, relative_losses, shared_mean
+from gnmr.lab.report.faults import fault_table
+from gnmr.lab.report.headline import headline, short_names
+from gnmr.lab.report.layout import count, counted
+from gnmr.lab.report.runs import Run
+from gnmr.lab.report.table import arm_table, run_table
+from gnmr.lab.report.units import unit_map
+from gnmr.records.schema import OWN
+
+MAP_CHARACTERS = 9_000_000
+"""Room for all unit maps."""
+MANY = 8
+"""More arms than one plot can show: each gets a small panel with its mean alone."""
+_TRAIN_POINTS = 400
+_DASHES, _FIRST_DASH = ("", "6 3", "2 3"), (0, 0, 1, 2, 1, 2, 0)
+"""The first dash of each colour, since thin lines of these colours alone do not stay apart for colour-blind readers.
+The colours are variables of the page, `--c0` to `--c6`, after Okabe and Ito."""
+Tree = dict[str, Any]
+
+
+def render_page(comparisons: Sequence[Comparison], runs: Sequence[Run], root: Path) -> str:
+    """Return the page, which shows one of the comparisons at a time; folders of runs are relative to `root`."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    shown: list[Tree] = []
+    data: list[Tree] = []
+    room = MAP_CHARACTERS
+    for comparison in comparisons:
+        maps, no_room, room = _maps(comparison, room)
+        shown.append(_comparison(comparison) | {"no_room": no_room})
+        data.append(_data(comparison) | {"maps": maps})
+    return environment.get_template("page.html.j2").render(
+        comparisons=shown,
+        data=data,
+        runs=run_table(runs, root),
+        first=max(range(len(shown)), key=lambda place: len(comparisons[place].runs)),
+    )
+
+
+def _maps(comparison: Comparison, room: int) -> tuple[list[Tree], list[str], int]:
+    """Return the unit maps, the runs for which there was no room, and the characters that are left.
+
+    The first run of each arm comes before the others, so that no arm is without a map.
+    """
+    every = [(place, run) for place, arm in enumerate(comparison.arms) for run in arm.runs]
+    found: list[tuple[int, int, Tree]] = []
+    no_room: list[str] = []
+    for place, run in sorted(every, key=lambda one: one[1] is not comparison.arms[one[0]].first):
+        ratios = run.ratios()  # one run's at a time: the matrices of a long run are large
+        if len(ratios.steps) == 0:
+            continue
+        tree = unit_map(comparison.arms[place], run, ratios) | {"origin": origin([run])}
+        size = sum(len(one["data"]) for one in tree["values"].values()) + 64 * len(tree["promotions"])
+        if no_room or size > room:
+            no_room.append(tree["label"])
+        else:
+            room -= size
+            found.append((place, run.seed, tree))
+    return [tree for *_, tree in sorted(found, key=lambda one: one[:2])], no_room, room
+
+
+def _comparison(comparison: Comparison) -> Tree:
+    """Return what the template writes: texts and tables."""
+    apart = ", ".join(f"{what} {here}" for what, (here, _) in comparison.apart().items())
+    faults = fault_table(comparison)
+    looks = zip(_arms(comparison), comparison.arms, strict=True)
+    return {
+        "name": f"{comparison.name} ({apart})" if apart else comparison.name,
+        "card": _card(comparison),
+        "headline": headline(comparison),
+        "tables": [arm_table(comparison), *([faults] if faults.rows else [])],
+        "colours": {arm.label: look["colour"] for look, arm in looks},
+        "origin": origin(comparison.runs),
+    }
+
+
+def _data(comparison: Comparison) -> Tree:
+    """Return what the script draws, without the unit maps."""
+    return {
+        "arms": _arms(comparison),
+        "loss": _losses(comparison),
+        "best": headline(comparison).arm,
+        "tokens": count(comparison.kind.tokens_per_step),
+    }
+
+
+def _arms(comparison: Comparison) -> list[Tree]:
+    """Return label, short name, colour and dash of each arm. 16-bit arms are grey."""
+    short, found, place = short_names(comparison.arms), [], 0
+    for arm in comparison.arms:
+        colour, dash = "var(--grey)", ""
+        if not arm.sixteen_bit:
+            again, at = divmod(place, len(_FIRST_DASH))
+            colour, dash, place = f"var(--c{at})", _DASHES[(_FIRST_DASH[at] + again) % 3], place + 1
+        found.append({"label": arm.label, "short": short[arm.label], "colour": colour, "dash": dash})
+    return found
+
+
+def _card(comparison: Comparison) -> list[tuple[str, str]]:
+    kind, run = comparison.kind, comparison.runs[0]
+    what, seeds = counted("order" if kind.base else "seed", comparison.seeds).split(" ", 1)
+    done = sum(len(arm.done) for arm in comparison.arms)
+    dates = sorted({date for one in comparison.runs if (date := _date(one))})
+    machines = sorted({one.machine for one in comparison.runs})
+    training = f"{count(run.last_step)} steps"
+    if run.scale != OWN:
+        data = run.data.get("name") or "data"
+        training = f"{count(kind.steps)} steps of {count(kind.tokens_per_step)} tokens, {data}"
+    card = [
+        ("experiment", kind.experiment),
+        ("model", _model(run) + (f", base {kind.base}" if kind.base else "")),
+        ("training", training),
+        ("arms", f"{len(comparison.arms)}, {done} of {len(comparison.runs)} runs done"),
+        (what, seeds),
+        ("date", " to ".join(dict.fromkeys([*dates[:1], *dates[-1:]]))),
+        ("machine", machines[0] + (f" and {len(machines) - 1} more" if len(machines) > 1 else "")),
+    ]
+    return [pair for pair in card if pair[1]]
+
+
+def _model(run: Run) -> str:
+    """Return the model in words; its layers and width are those of the header, else of the config."""
+    get, number = run.settings.get, run.header.get("parameters")
+    parameters = [f"{count(number)} parameters"] if isinstance(number, int) else []
+    if run.scale == OWN:
+        return "".join(parameters)
+    name, shape = str(get("model.name") or "model"), run.header.get("shape")
+    if not isinstance(shape, dict):  # the config does not know the shape of a checkpoint
+        known = {} if name == "pretrained" else {"layers": "num_layers", "width": "hidden_size"}
+        shape = {what: get(f"model.{key}") for what, key in known.items()}
+    size = [f"{shape[key]} {what}" for key, what in (("layers", "layers"), ("width", "wide")) if shape.get(key)]
+    return ", ".join([name, *size, *parameters, f"scale {run.scale}"])
+
+
+def _date(run: Run) -> str:
+    """Return the day on which its records were last written."""
+    times = [path.stat().st_mtime for name in ("summary.json", "steps.jsonl") if (path := run.folder / name).is_file()]
+    return datetime.fromtimestamp(times[0], tz=UTC).date().isoformat() if times else ""
+
+
+def _losses(comparison: Comparison) -> Tree:
+    """Return the lines of training and validation loss, as they are and minus the 16-bit arm's of the same seed."""
+    width = bin_width(max(run.last_step for run in comparison.runs), _TRAIN_POINTS)
+    plain: list[Tree] = []
+    relative: list[Tree] = []
+    apart, references = relative_losses(comparison, width)
+    for place, arm in enumerate(comparison.arms):
+        for lines, curves in ((plain, loss_curves(arm, width)), (relative, apart.get(arm.label, ({}, {})))):
+            for name, mine in zip(("train", "val"), curves, strict=True):
+                lines += _lines(place, name, arm, mine)
+    if len(comparison.arms) > MANY:
+        plain, relative = (
+            list({(one["arm"], one["of"]): one for one in lines}.values()) for lines in (plain, relative)
+        )
+    to = references[0].label if len(references) == 1 else "16 bits"
+    without = len(comparison.arms) - len(apart) - len(references)
+    return {"width": width, "plain": plain, "relative": relative, "to": to, "without": without}
+
+
+def _lines(place: int, name: str, arm: Arm, curves: Curves) -> list[Tree]:
+    """Return a line for each run that has a curve, then the mean over the finished seeds."""
+    known = [run for run in arm.runs if run.folder in curves and len(curves[run.folder][0])]
+    lines = [_line(place, name, curves[run.folder]) | {"seed": run.seed, "status": run.status} for run in known]
+    done = [curves[run.folder] for run in known if run.status == "done"]
+    mean = shared_mean(done)
+    return lines + ([_line(place, name, mean) | {"seeds": len(done)}] if len(mean[0]) else [])
+
+
+def _line(arm: int, name: str, curve: Series) -> Tree:
+    x, y = ([float(f"{one:.6g}") if np.isfinite(one) else None for one in values] for values in curve)
+    return {"arm": arm, "of": name, "x": x, "y": y}
+
+
+def origin(runs: Iterable[Run]) -> Tree:
+    """Return what the numbers of a figure were made with."""
+    runs = list(runs)
+    return {
+        "seeds": sorted({run.seed for run in runs}),
+        "commits": sorted({run.commit for run in runs}),
+        "machines": sorted({run.machine for run in runs}),
+        "commands": list(dict.fromkeys(run.command for run in runs)),
+    }

@@ -1,0 +1,163 @@
+"""One run's units by steps, in at most `COLUMNS` bins of steps: the unit map of the page."""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from typing import Any
+
+import numpy as np
+
+from gnmr.lab.report.arms import Arm
+from gnmr.lab.report.curves import bin_width
+from gnmr.lab.report.faults import read_windows, trigger
+from gnmr.lab.report.runs import Ratios, Run
+from gnmr.records.reader import calibrated_trigger
+
+COLUMNS = 800
+"""About the pixels that the map has."""
+_MOST_VERDICTS = 1000
+_COSTS = ("price", "price_fprop", "true_gap", "gap_low")
+"""Recorded columns by which units can be ordered, the first that is there; else the risk."""
+
+
+def unit_map(arm: Arm, run: Run, ratios: Ratios) -> dict[str, Any]:
+    """Return the map of U units by B bins for the page; `ratios` are the run's own and have at least one step.
+
+    A cell shows one recorded step, that of the highest risk in its bin.
+    """
+    last = int(ratios.steps[-1])
+    width = bin_width(last, COLUMNS)
+    bins = -(-last // width)
+    edges = np.searchsorted((ratios.steps - 1) // width, np.arange(bins + 1))
+    key_SU = np.where(np.isnan(ratios.risk_SU), -np.inf, ratios.risk_SU)
+    units = len(ratios.units)
+    row_BU, active_BU = np.zeros((bins, units), np.int64), np.zeros((bins, units), np.uint16)
+    for number in np.flatnonzero(np.diff(edges)):
+        rows = slice(edges[number], edges[number + 1])
+        row_BU[number] = edges[number] + key_SU[rows].argmax(axis=0)
+        active_BU[number] = ratios.active_SU[rows].sum(axis=0)
+    empty_B = np.diff(edges) == 0
+
+    def cells(values_SU: np.ndarray) -> dict[str, str]:
+        values_BU = values_SU[row_BU, np.arange(units)].astype(np.float32)
+        values_BU[empty_B] = np.nan
+        return packed(values_BU.T)
+
+    step_BU = np.where(empty_B[:, None], 0, ratios.steps[row_BU] - 1 - np.arange(bins)[:, None] * width)
+    cut, cut_name = limit(arm, run, ratios)
+    cost_name, cost_U = costs(ratios)
+    place = {unit: number for number, unit in enumerate(ratios.units)}
+    return {
+        "label": f"{arm.label}, seed {run.seed}" + ("" if run.status == "done" else f" ({run.status})"),
+        "arm": arm.label,
+        "routed": arm.always is None,
+        "limit": cut,
+        "limit_name": cut_name,
+        "cost": [float(f"{cost:.5g}") for cost in cost_U],
+        "cost_name": cost_name.replace("_", " "),
+        "thresholds": thresholds(arm, run),
+        "faults": [
+            {"unit": place[one.unit], "start": one.start, "end": one.end, "kind": one.kind, "magnitude": one.magnitude}
+            for one in read_windows(run.folder)
+            if one.unit in place and one.start <= last
+        ],
+        "width": width,
+        "last": last,
+        "bins": bins,
+        "units": ratios.units,
+        "step": packed(step_BU.T.astype(np.uint16)),
+        "active": packed(active_BU.T),
+        "recorded": packed(np.diff(edges).astype(np.uint16)),
+        "values": {
+            name: cells(values)
+            for name, values in {"norm": ratios.norm_SU, **ratios.columns, "risk": ratios.risk_SU}.items()
+        },
+        "promotions": _promotions(run, place, last),
+        "verdicts": _verdicts(run, last),
+    }
+
+
+def packed(array: np.ndarray) -> dict[str, str]:
+    """Return a uint16 or float32 array as deflated base64; a float32 keeps 12 bits of its mantissa, or NaN and inf."""
+    if array.dtype == np.float32:
+        bits = np.ascontiguousarray(array).view(np.uint32)
+        short = (((bits + np.uint32(1 << 10)) >> 11) << 11).view(np.float32)
+        array = np.where(np.isfinite(array) & np.isfinite(short), short, array)
+    data = zlib.compress(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes(), 6)
+    return {"type": array.dtype.name, "data": base64.b64encode(data).decode("ascii")}
+
+
+def limit(arm: Arm, run: Run, ratios: Ratios) -> tuple[float, str]:
+    """Return the risk above which a unit is a candidate, and its name.
+
+    It is the trigger. A ranking has none, so it is the risk that as many of the recorded unit-steps exceed as were on
+    the recovery path.
+    """
+    if not arm.ranked:
+        calibrated = calibrated_trigger(run.header)
+        return trigger(run), "trigger" if calibrated is None else f"trigger, from step {calibrated[0] + 1} on"
+    positive = ratios.risk_SU[ratios.risk_SU > 0]  # a fixed set has risks of 0 and 1, an unobserved unit none
+    room = np.mean(ratios.active_SU) * ratios.active_SU.size / max(len(positive), 1)
+    found = float(np.quantile(positive, max(0.0, 1 - room), method="lower")) if len(positive) else 1.0
+    return (found if np.isfinite(found) else 1.0), "typical cut of the ranking"
+
+
+def costs(ratios: Ratios) -> tuple[str, np.ndarray]:
+    """Return what units are ordered by, and its mean per unit: the recorded price, else the gap, else the risk.
+
+    It is 0 if nothing was observed. An infinite value, of a norm that is not finite, counts as the largest finite one.
+    """
+    names = (name for name in _COSTS if name in ratios.columns and np.isfinite(ratios.columns[name]).any())
+    name = next(names, "risk")
+    values_SU = (ratios.risk_SU if name == "risk" else ratios.columns[name]).astype(np.float64)
+    finite = values_SU[np.isfinite(values_SU)]
+    bounded = np.clip(values_SU, None, finite.max() if finite.size else 0.0)
+    known = ~np.isnan(bounded)
+    return name, np.where(known, bounded, 0.0).sum(axis=0) / np.maximum(known.sum(axis=0), 1)
+
+
+def thresholds(arm: Arm, run: Run) -> dict[str, list[tuple[int, float]]]:
+    """Return, by column, the thresholds of the paper's two ratios and the steps from which they hold.
+
+    They are multiplied by the trigger and hold from its first step on. A ranking, or another signal, has none.
+    """
+    get = run.settings.get
+    if arm.ranked or arm.signal not in ("gnmr_delta", "gnmr", "delta_gnmr"):
+        return {}
+    found: dict[str, list[tuple[int, float]]] = {}
+    change = round(float(get("controller.init_frac") or 0) * float(run.planned_steps or run.last_step)) + 1
+    first_step = (calibrated_trigger(run.header) or (0, 1.0))[0] + 1
+    for name, key in (("gnmr", "controller.alpha"), ("delta_gnmr", "controller.beta")):
+        if (level := get(key)) is None:
+            continue
+        stages = [(1, level)] if (first := get(f"{key}_init")) is None else [(1, first), (change, level)]
+        stages = [(max(since, first_step), level) for since, level in stages]
+        found[name] = [(since, trigger(run) * float(level)) for since, level in dict(stages).items()]
+    return found
+
+
+def _promotions(run: Run, place: dict[str, int], last: int) -> list[list[Any]]:
+    """Return unit, step, last step in force, cause, what ended it (None: the end of the run) and risk of each."""
+    found: list[list[Any]] = []
+    open_: dict[int, list[Any]] = {}
+    for event in run.events:
+        unit, step, kind = place.get(str(event.get("unit"))), event.get("step"), event.get("event")
+        if unit is None or not isinstance(step, int) or step > last:
+            continue
+        if kind == "promote":
+            risk = event.get("risk")
+            known = isinstance(risk, int | float) and np.isfinite(risk)
+            open_[unit] = [unit, step, last, str(event.get("cause")), None, float(f"{risk:.5g}") if known else None]
+            found.append(open_[unit])
+        elif kind == "release" and unit in open_:
+            row = open_.pop(unit)
+            row[2], row[4] = step, str(event.get("cause"))
+    return found
+
+
+def _verdicts(run: Run, last: int) -> list[tuple[int, str, str]]:
+    """Return the step of each spike, what is to blame for it, and its units."""
+    rows = [row for row in run.events if row.get("event") == "verdict" and isinstance(row.get("step"), int)]
+    told = [(row["step"], str(row.get("cause")).replace("_", " "), str(row.get("unit") or "")) for row in rows]
+    return [row for row in told if row[0] <= last][:_MOST_VERDICTS]

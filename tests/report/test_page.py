@@ -1,0 +1,338 @@
+"""What the page holds: everything, nothing from elsewhere, whatever the names, and not too much."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import zlib
+from collections.abc import Callable
+from html import unescape
+from html.parser import HTMLParser
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from html_runs import UNITS, fake_run, ratios
+
+from gnmr.lab.report import page as page_module
+from gnmr.lab.report import units
+from gnmr.lab.report.comparisons import compare
+from gnmr.lab.report.curves import binned
+from gnmr.lab.report.page import render_page
+from gnmr.lab.report.runs import Ratios, Run
+from gnmr.lab.report.units import costs, limit, packed, thresholds, unit_map
+
+HOSTILE = "</script><script>window.owned = 1</script><img src=x onerror=alert(1)>"
+OWN = Path(page_module.__file__).parent
+
+
+class Page(HTMLParser):
+    """Tags with their attributes, what stands inside each script, and all other text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.text = ""
+        self._inside = False
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._inside = tag == "script"
+        if self._inside:
+            self.scripts.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = False
+
+    def handle_data(self, data: str) -> None:
+        if self._inside:
+            self.scripts[-1] += data
+        else:
+            self.text += data
+
+    @property
+    def data(self) -> list[dict[str, Any]]:
+        return json.loads(self.scripts[0])
+
+
+def page(runs: list[Run]) -> Page:
+    return Page(render_page(compare(runs), runs, Path()))
+
+
+def unpacked(tree: dict[str, str]) -> np.ndarray:
+    return np.frombuffer(zlib.decompress(base64.b64decode(tree["data"])), tree["type"])
+
+
+def sweep(root: Path) -> list[Run]:
+    """Two seeds of a static and a routed arm; the routed one promotes unit 0 for steps 11 to 20, unit 1 from 51 on."""
+    risk_SU = np.full((60, 3), 0.5)
+    risk_SU[9, 0] = 1.5
+    risk_SU[49, 1] = np.inf
+    made = ratios(60, UNITS, risk_SU)
+    made.active_SU[10:20, 0] = made.active_SU[50:, 1] = True
+    events = [
+        {"step": 10, "unit": UNITS[0], "event": "promote", "cause": "gnmr", "risk": 1.5},
+        {"step": 20, "unit": UNITS[0], "event": "release", "cause": "lock", "risk": 0.5},
+        {"step": 50, "unit": UNITS[1], "event": "promote", "cause": "nonfinite", "risk": float("inf")},
+    ]
+    windows = [{"step": 10, "end": 12, "unit": UNITS[0], "kind": "underflow", "magnitude": 16}]
+    runs: list[Run] = []
+    for seed in (0, 1):
+        runs.append(fake_run(root / f"low{seed}", "int4", seed, ppl=50 + seed, command=f"gnmr train low {HOSTILE}"))
+        routed = {"made": made, "ppl": 40 + seed, "events": events, "windows": windows}
+        runs.append(fake_run(root / f"routed{seed}", "int4_int8", seed, **routed))
+    return runs
+
+
+def test_nothing_is_loaded_from_elsewhere(tmp_path: Path) -> None:
+    made = page(sweep(tmp_path))
+    assert not [tag for tag, _ in made.tags if tag in ("link", "img", "iframe", "object", "embed", "base")]
+    links = [value for _, attributes in made.tags for key, value in attributes.items() if key in ("src", "href")]
+    assert all(str(link).startswith("#") for link in links)
+    policies = [a["content"] for _, a in made.tags if a.get("http-equiv") == "Content-Security-Policy"]
+    assert policies and "default-src 'none'" in str(policies[0]) and "http" not in str(policies[0])
+    own = (OWN / "page.html.j2").read_text() + (OWN / "page.js").read_text().replace("http://www.w3.org/", "")
+    assert not re.findall(r"https?:|@import|url\((?!#)|fetch\(|XMLHttpRequest|import\(|innerHTML", own)
+
+
+def test_names_cannot_break_out(tmp_path: Path) -> None:
+    runs = sweep(tmp_path)
+    for run in runs:
+        run.experiment = HOSTILE
+    made = page(runs)
+    assert [tag for tag, _ in made.tags].count("script") == len(made.scripts) == 2
+    assert f"gnmr train low {HOSTILE}" in unescape(made.text)
+    assert "owned" not in made.scripts[1] and not [tag for tag, _ in made.tags if tag == "img"]
+
+
+def test_texts_tables_and_maps(tmp_path: Path) -> None:
+    made = page(sweep(tmp_path))
+    (comparison,) = made.data
+    assert [arm["label"] for arm in comparison["arms"]] == ["int4", "int4_int8"]
+    labels = [one["label"] for one in comparison["maps"]]
+    assert labels == ["int4, seed 0", "int4, seed 1", "int4_int8, seed 0", "int4_int8, seed 1"]
+    assert "stress, scale cpu: injected faults" in made.text and "cpu, Test CPU" in made.text
+
+
+def test_losses_are_of_runs_and_means_of_finished_seeds(tmp_path: Path) -> None:
+    runs = sweep(tmp_path / "runs")
+    runs.append(fake_run(tmp_path / "stopped", "int4_int8", 2, made=runs[1].ratios(), status="failed"))
+    (comparison,) = page(runs).data
+    lines = [line for line in comparison["loss"]["plain"] if line["arm"] == 1 and line["of"] == "train"]
+    assert [(line.get("seed"), line.get("seeds")) for line in lines] == [(0, None), (1, None), (2, None), (None, 2)]
+    assert lines[2]["status"] == "failed"
+    assert lines[3]["y"][0] == pytest.approx(8.05), "of 8.0 and 8.1; the failed seed's 8.2 is not in it"
+
+
+def test_losses_minus_the_16_bit_arm(tmp_path: Path) -> None:
+    runs = [fake_run(tmp_path / f"{arm}{seed}", arm, seed, ppl=40 + 2 * (arm == "int4"))
+            for arm in ("bf16", "int4") for seed in (0, 1)]  # fmt: skip
+    (comparison,) = page(runs).data
+    assert comparison["loss"]["to"] == "bf16"
+    val = [line for line in comparison["loss"]["relative"] if line["of"] == "val" and line.get("seeds")]
+    assert [(line["arm"], line["y"]) for line in val] == [(0, [0.0, pytest.approx(np.log(42 / 40), rel=1e-4)])]
+
+
+def test_a_map_as_the_page_reads_it(tmp_path: Path) -> None:
+    (comparison,) = page(sweep(tmp_path)).data
+    tree = comparison["maps"][2]
+    assert (tree["width"], tree["bins"], list(tree["values"])) == (1, 60, ["norm", "gnmr", "delta_gnmr", "risk"])
+    risk_UB = unpacked(tree["values"]["risk"]).reshape(3, 60)
+    assert (risk_UB[0, 9], risk_UB[1, 49], risk_UB[2, 0]) == (1.5, np.inf, 0.5)
+    assert unpacked(tree["values"]["norm"]).reshape(3, 60)[2, 59] == pytest.approx(3.059, rel=1e-4)
+    assert unpacked(tree["active"]).reshape(3, 60)[0].tolist() == [0] * 10 + [1] * 10 + [0] * 40
+    assert tree["promotions"] == [[0, 10, 20, "gnmr", "lock", 1.5], [1, 50, 60, "nonfinite", None, None]]
+    assert tree["faults"] == [{"unit": 0, "start": 10, "end": 12, "kind": "underflow", "magnitude": 16.0}]
+    assert tree["origin"]["commands"] == ["gnmr train"]
+
+
+def made_map(run: Run, monkeypatch: pytest.MonkeyPatch, columns: int) -> dict[str, Any]:
+    monkeypatch.setattr(units, "COLUMNS", columns)
+    (comparison,) = compare([run])
+    return unit_map(comparison.arms[0], run, run.ratios())
+
+
+def test_a_cell_is_the_step_of_highest_risk_in_its_bin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten steps in bins of four; unit 1 is not observed in steps 1 to 4, and has no risk yet in 5 to 8."""
+    risk_SU = np.array([[1, 9], [3, 9], [2, 9], [1, 9], [5, 9], [6, 9], [7, 9], [8, 9], [2, 1], [2, 2]], float)
+    risk_SU[:8, 1] = np.nan
+    made = ratios(10, ["a", "b"], risk_SU)
+    made.norm_SU[:4, 1] = np.nan
+    made.active_SU[2:6, 0] = True
+    found = made_map(fake_run(tmp_path / "run", made=made), monkeypatch, 3)
+    assert (found["width"], found["last"]) == (4, 10)
+    assert unpacked(found["step"]).tolist() == [1, 3, 0, 0, 0, 1]
+    np.testing.assert_array_equal(unpacked(found["values"]["risk"]), np.array([3, 8, 2, np.nan, np.nan, 2], np.float32))
+    expected = [1.001, 1.007, 1.008, np.nan, 2.004, 2.009]
+    np.testing.assert_allclose(unpacked(found["values"]["norm"]), expected, rtol=2**-13)
+    assert unpacked(found["active"]).tolist() == [2, 2, 0, 0, 0, 0]
+    assert unpacked(found["recorded"]).tolist() == [4, 4, 2]
+
+
+def test_bins_without_a_recorded_step_are_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = ratios(3, ["a"], np.array([[2.0], [3.0], [4.0]]), every=5)
+    found = made_map(fake_run(tmp_path / "run", made=made), monkeypatch, 8)
+    assert found["width"] == 2
+    assert unpacked(found["recorded"]).tolist() == [0, 0, 1, 0, 1, 0, 0, 1]
+    np.testing.assert_array_equal(unpacked(found["values"]["risk"])[[0, 2, 4, 7]], [np.nan, 2, 3, 4])
+
+
+def test_a_verdict_ends_no_promotion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    what = [(10, "a", "promote", "retry"), (10, "a", "verdict", "precision"), (30, None, "verdict", "not_reproducible")]
+    what += [(40, "a", "release", "lock"), (70, "a", "verdict", "data")]
+    events = [dict(zip(("step", "unit", "event", "cause"), row, strict=True)) for row in what]
+    found = made_map(fake_run(tmp_path / "run", made=ratios(60, ["a", "b"]), events=events), monkeypatch, 800)
+    assert found["promotions"] == [[0, 10, 40, "retry", "lock", None]]
+    assert found["verdicts"] == [(10, "precision", "a"), (30, "not reproducible", "")]
+
+
+def test_packing() -> None:
+    values = np.array([0.0, 1.0, -2.5, 1 / 3, 3.4e38, np.inf, -np.inf, np.nan], np.float32)
+    np.testing.assert_allclose(unpacked(packed(values)), values, rtol=2**-13)
+    assert unpacked(packed(np.array([[1, 2], [3, 65535]], np.uint16))).tolist() == [1, 2, 3, 65535]
+
+
+@pytest.mark.parametrize(
+    ("name", "header", "expected"),
+    [
+        ("pretrained", {}, "pretrained, scale cpu"),
+        ("pretrained", {"parameters": 1_234_567}, "pretrained, 1.2M parameters, scale cpu"),
+        ("pretrained", {"shape": {"layers": 8, "width": 48}}, "pretrained, 8 layers, 48 wide, scale cpu"),
+        ("llama", {"shape": "damaged"}, "llama, 4 layers, 256 wide, scale cpu"),
+    ],
+)
+def test_the_shape_is_that_of_the_model(tmp_path: Path, name: str, header: dict[str, Any], expected: str) -> None:
+    """The config's layers and width are not a checkpoint's."""
+    settings = {"model.name": name, "model.num_layers": 4, "model.hidden_size": 256}
+    run = fake_run(tmp_path / "run", settings=settings)
+    run.header |= header
+    assert expected in page([run]).text
+
+
+def test_a_run_without_anything_recorded(tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "run", status="running")
+    nothing = np.zeros((0, 0), np.float32)
+    run.made = Ratios(np.zeros(0, np.int64), [], nothing, {}, nothing, nothing.astype(bool))
+    run.__dict__ |= {"steps": {key: rows[:0] for key, rows in run.steps.items()}, "summary": {}}
+    run.__dict__["evals"] = {key: rows[:0] for key, rows in run.evals.items()}
+    (comparison,) = page([run]).data
+    assert comparison["maps"] == comparison["loss"]["plain"] == []
+
+
+def test_maps_that_do_not_fit_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for about two of four: every arm's first run comes before the second seeds."""
+    runs = sweep(tmp_path)
+    sizes = [sum(len(one["data"]) for one in tree["values"].values()) for tree in page(runs).data[0]["maps"]]
+    monkeypatch.setattr(page_module, "MAP_CHARACTERS", sizes[0] + sizes[2] + 150)
+    made = page(runs)
+    assert [one["label"] for one in made.data[0]["maps"]] == ["int4, seed 0", "int4_int8, seed 0"]
+    assert "No room for the maps of int4, seed 1; int4_int8, seed 1." in made.text
+
+
+def test_a_large_run_fits(tmp_path: Path) -> None:
+    """200 units by 20,000 steps: under 5 MB."""
+    risk_SU = np.exp(0.3 * np.random.default_rng(0).standard_normal((20_000, 200), dtype=np.float32))
+    made = ratios(20_000, [f"model.layers.{place // 7}.mlp.unit{place}" for place in range(200)], risk_SU)
+    made.norm_SU[:] = risk_SU[::-1]
+    made.columns["gnmr"], made.columns["delta_gnmr"] = np.roll(risk_SU, 7, axis=0), np.roll(risk_SU, 11, axis=0)
+    run = fake_run(tmp_path / "run", made=made)
+    html = render_page(compare([run]), [run], tmp_path)
+    assert len(html) < 5e6
+    (one,) = Page(html).data[0]["maps"]
+    assert (one["width"], one["bins"]) == (25, 800)
+
+
+# Linear RGB as it is seen without one kind of cone (Machado, Oliveira and Fernandes 2009), at full severity.
+SEEN = {
+    "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "tritan": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+}
+XYZ = [[0.4339, 0.3762, 0.1899], [0.2126, 0.7152, 0.0722], [0.0178, 0.1095, 0.8727]]  # of sRGB, white at 1
+
+
+def lab(colour: str, seen: list[list[float]]) -> np.ndarray:
+    """CIELAB of a colour as it is seen."""
+    rgb = np.array([int(colour[at : at + 2], 16) for at in (1, 3, 5)]) / 255
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    xyz = np.array(XYZ) @ np.clip(np.array(seen) @ linear, 0, 1)
+    x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("seen", SEEN)
+def test_arms_of_one_line_style_stay_apart_for_the_colour_blind(seen: str, tmp_path: Path) -> None:
+    """20 in CIELAB: green and pink, orange and vermilion are 18 apart without M cones, green and sky 16 without S."""
+    runs = [fake_run(tmp_path / f"{n}", "int4", settings={"controller.max_o": n + 1}) for n in range(21)]
+    for number, run in enumerate(runs):
+        run.hash = str(number)
+    arms = page(runs).data[0]["arms"]
+    assert len({(one["colour"], one["dash"]) for one in arms}) == 21
+    light = dict(re.findall(r"--(c\d): (#\w{6})", (OWN / "page.html.j2").read_text().partition("@media")[0]))
+    for one, other in combinations(arms[:7], 2):
+        if one["dash"] == other["dash"]:
+            colours = [lab(light[arm["colour"][6:8]], SEEN[seen]) for arm in (one, other)]
+            assert np.linalg.norm(colours[0] - colours[1]) > 20, (one, other)
+
+
+def test_a_short_last_bin_is_no_cliff() -> None:
+    steps = np.arange(1, 42)
+    centres, mean = binned(steps, np.r_[np.ones(40), 5.0], 10)
+    assert len(centres) == 4 and mean[-1] == pytest.approx((10 + 5) / 11)
+    assert len(binned(np.arange(1, 46), np.ones(45), 10)[0]) == 5, "half full"
+
+
+def test_units_are_ordered_by_their_price_else_their_risk() -> None:
+    made = ratios(3, ["a", "b"], np.array([[1, 2], [np.inf, 2], [np.nan, 2]], float))
+    assert costs(made)[0] == "risk"
+    np.testing.assert_allclose(costs(made)[1], [1.5, 2.0])
+    made.columns["price"] = np.array([[np.nan, np.nan], [3e-3, 1e-3], [np.nan, np.nan]], np.float32)
+    name, values = costs(made)
+    assert name == "price"
+    np.testing.assert_allclose(values, [3e-3, 1e-3], rtol=1e-6)
+
+
+def test_thresholds_of_two_stages(tmp_path: Path) -> None:
+    settings = {"controller.alpha": 2.0, "controller.alpha_init": 4.0, "controller.init_frac": 0.1}
+    run = fake_run(tmp_path / "run", settings=settings | {"controller.trigger": 1.5})
+    (comparison,) = compare([run])
+    assert thresholds(comparison.arms[0], run) == {"gnmr": [(1, 6.0), (7, 3.0)]}
+    run.header["calibrated"] = {"after_step": 100, "trigger": 2.5}
+    assert thresholds(comparison.arms[0], run) == {"gnmr": [(101, 5.0)]}, "its own trigger, from the step behind"
+    run.header["calibrated"] = {"after_step": "1", "trigger": 2.0}
+    assert thresholds(comparison.arms[0], run) == {"gnmr": [(1, 6.0), (7, 3.0)]}, "damaged"
+
+
+@pytest.fixture
+def limit_of(tmp_path: Path) -> Callable[..., tuple[float, str]]:
+    """limit_of(risk_SU, active, settings): of a run in which so many unit-steps were on the recovery path."""
+
+    def found(risk_SU: np.ndarray, active: int, settings: dict[str, object]) -> tuple[float, str]:
+        made = ratios(len(risk_SU), UNITS, risk_SU)
+        made.active_SU.ravel()[:active] = True
+        run = fake_run(tmp_path / "run", made=made, settings=settings)
+        return limit(compare([run])[0].arms[0], run, made)
+
+    return found
+
+
+RANKED = {"controller.routing": "ranked", "controller.trigger": 5.0}
+
+
+def test_over_thresholds_the_limit_is_the_trigger(limit_of: Callable) -> None:
+    assert limit_of(np.full((10, 3), 0.5), 3, {"controller.trigger": 5.0}) == (5.0, "trigger")
+
+
+def test_as_many_unit_steps_are_over_a_rankings_limit_as_it_recovered(limit_of: Callable) -> None:
+    risk_SU = np.random.default_rng(0).lognormal(size=(100, 3)).astype(np.float32)
+    assert (risk_SU > limit_of(risk_SU, 60, RANKED)[0]).sum() == pytest.approx(60, abs=1)
+
+
+@pytest.mark.parametrize("risk", [0.0, 1.0, np.nan, np.inf])
+def test_risks_that_say_nothing_have_the_limit_1(limit_of: Callable, risk: float) -> None:
+    assert limit_of(np.full((10, 3), risk), 6, RANKED)[0] == 1.0

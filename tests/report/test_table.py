@@ -1,0 +1,303 @@
+"""The table's numbers against means, spreads and tests worked out here; which arms are compared with which."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from report_reading import notes, row
+from report_recorded import Recorded
+from scipy import stats
+
+from gnmr.lab.records.find import find_runs
+from gnmr.lab.report.comparisons import compare
+from gnmr.lab.report.headline import headline
+from gnmr.lab.report.layout import count, measure, percent, size
+from gnmr.lab.report.runs import load
+from gnmr.lab.report.statistics import Stat
+from gnmr.lab.report.table import arm_table, run_table
+
+Write = Callable[..., Path]
+DIFFERENCE = "diff. [95% CI]"
+
+
+@pytest.fixture
+def runs() -> Recorded:
+    return Recorded()
+
+
+def test_means_spreads_and_paired_differences(write_run: Write, comparisons: Callable) -> None:
+    high, low = {0: 40.0, 1: 44.0, 2: 41.0}, {0: 42.0, 1: 45.0, 2: 44.0}
+    for seed in high:
+        write_run(arm="bf16", seed=seed, val_ppl=high[seed])
+        write_run(arm="int4", seed=seed, val_ppl=low[seed])
+    table = arm_table(comparisons()[0])
+    losses = [math.log(value) for value in low.values()]
+    told = row(table, "int4")
+    assert told["seeds"] == "3 of 3"
+    assert told["val loss"] == f"{statistics.mean(losses):.4f} ± {statistics.stdev(losses):.4f}"
+    differences = [math.log(high[seed] / low[seed]) for seed in high]
+    half = stats.t.ppf(0.975, 2) * statistics.stdev(differences) / math.sqrt(3)
+    ends = [100 * math.expm1(statistics.mean(differences) + sign * half) for sign in (-1, 1)]
+    mean = 100 * math.expm1(statistics.mean(differences))
+    assert row(table, "bf16")[DIFFERENCE] == f"{mean:+.1f}% [{ends[0]:+.1f}, {ends[1]:+.1f}]"
+    assert row(table, "int4")[DIFFERENCE] == "-"
+
+
+def test_differences_are_paired_where_seeds_are_missing(write_run: Write, comparisons: Callable) -> None:
+    """bf16 has seeds 0 and 1, int4 has 1 and 2: only seed 1 counts, whatever the means say."""
+    for arm, seed, ppl in (("bf16", 0, 10.0), ("bf16", 1, 40.0), ("int4", 1, 42.0), ("int4", 2, 90.0)):
+        write_run(arm=arm, seed=seed, val_ppl=ppl)
+    table = arm_table(comparisons()[0])
+    assert row(table, "bf16")[DIFFERENCE] == f"{100 * (40 / 42 - 1):+.1f}%"
+    assert row(table, "bf16")["verdict"] in ("no verdict", "too few seeds")
+    assert "int4: 2 done, missing: seed 0." in notes(table) and "bf16: 2 done, missing: seed 2." in notes(table)
+
+
+def test_all_arms_between_two_bounds_stand_in_one_model(runs: Recorded) -> None:
+    """Differences of means are -0.02 and -0.1; of the residuals, by double centring, the sd has four degrees."""
+    values = np.array([[3.0, 3.1, 3.2], [2.99, 3.08, 3.17], [2.9, 2.99, 3.11]])
+    for arm, losses in zip(("int4", "int4_int8", "int8"), values.tolist(), strict=True):
+        runs.add(arm, *losses)
+    left = values - values.mean(axis=1, keepdims=True) - values.mean(axis=0) + values.mean()
+    sd = math.sqrt((left**2).sum() / 4)
+    table = arm_table(runs.comparisons()[0])
+    told = row(table, "int4_int8-gnmr")
+    assert told["p (Holm)"] == f"{2 * stats.t.sf(0.02 / (sd * math.sqrt(2 / 3)), 4):.3f}"
+    assert told[DIFFERENCE].startswith("-2.0%") and told["gap closed"].startswith("20% [")
+    assert row(table, "int8")["verdict"] == "better" and row(table, "int8")["gap closed"] == "-"
+    assert "int8 against int4" in notes(table)
+
+
+def test_two_arms_have_the_paired_test(runs: Recorded) -> None:
+    """int8 minus int4 is -0.1, -0.11, -0.09: t = -10 sqrt 3, p = 1 - sqrt(300 / 302)."""
+    runs.add("int4", 3.0, 3.1, 3.2)
+    runs.add("int8", 2.9, 2.99, 3.11)
+    assert row(arm_table(runs.comparisons()[0]), "int8")["p (Holm)"] == f"{1 - math.sqrt(300 / 302):.3f}"
+
+
+def test_diverged_runs_stand_in_the_table(runs: Recorded) -> None:
+    runs.add("int4", None, 3.0, None, None, None, None)
+    runs.add("int4_int8", 2.9, 2.9, 2.9, 2.9, 2.9, 2.9)
+    runs.add("int8", None)
+    runs.runs[-1].reason = "disk full after step 7"
+    told = row(arm_table(runs.comparisons()[0]), "int4_int8-gnmr")
+    assert (told[DIFFERENCE], told["verdict"]) == ("diverged 0 : 5", "better")
+    assert told["p (Holm)"] == f"{4 * 6 / math.comb(12, 5):.3f}" == "0.030", "Fisher: 2 C(6, 5) / C(12, 5), doubled"
+
+
+def test_arms_are_tested_against_random_at_their_budget(runs: Recorded) -> None:
+    """Of three random arms the one with the nearest promotion; no test where that is over 10% of the larger away."""
+    runs.add("int4", 3.0, 3.1, 3.2)
+    runs.add("int4_int8", 2.9, 2.99, 3.11, promoted=0.010)
+    for max_o, share in ((1, 0.0095), (2, 0.012), (3, 0.05)):
+        settings = {"controller__signal": "random", "controller__max_o": max_o}
+        runs.add("int4_int8", 3.0, 3.1, 3.2, promoted=share, **settings)
+    runs.add("int4_int8", 2.9, 2.9, 2.9, promoted=0.2, controller__routing="ranked")
+    (comparison,) = runs.comparisons()
+    table = arm_table(comparison)
+    assert row(table, "int4_int8-gnmr")["vs random (p)"] == f"better ({1 - math.sqrt(300 / 302):.3f})"
+    assert row(table, "int4_int8-gnmr-ranked")["vs random (p)"] == "-", "another budget"
+
+
+@pytest.mark.parametrize("lost", ["gnmr", "random"])
+def test_an_arm_that_diverged_throughout_meets_its_random_arm(runs: Recorded, lost: str) -> None:
+    """Five of five against none, as in the statistics: Fisher 2 / C(10, 5), twice."""
+    finite, none = [2.9] * 5, [None] * 5
+    runs.add("int4", *[3.0] * 5)
+    runs.add("int4_int8", *(none if lost == "gnmr" else finite))
+    runs.add("int4_int8", *(none if lost == "random" else finite), controller__signal="random")
+    told = row(arm_table(runs.comparisons()[0]), "int4_int8-gnmr")
+    assert told["vs random (p)"] == f"{'worse' if lost == 'gnmr' else 'better'} ({4 / 252:.3f})"
+
+
+@pytest.mark.parametrize("noise", [0.003, 0.03, 0.3])
+def test_sentence_and_table_say_the_same(runs: Recorded, noise: float) -> None:
+    draw = np.random.default_rng(7)
+    back = {"low": 0.0, "high": 0.5, "gnmr": 0.1, "random": 0.1, "price": 0.3}
+    losses = {name: (3.0 - gain + noise * draw.standard_normal(3)).tolist() for name, gain in back.items()}
+    runs.add("int4", *losses["low"])
+    runs.add("int8", *losses["high"])
+    runs.add("int4_int8", *losses["gnmr"], summary={"spent_gemm_frac": 0.09})
+    random = {"controller__signal": "random", "controller__budget": 0.1, "controller__cost": "gemm"}
+    runs.add("int4_int8", *losses["random"], promoted=0.03, summary={"spent_gemm_frac": 0.1}, **random)
+    price = random | {"controller__signal": "price"}
+    runs.add("int4_int8", *losses["price"], promoted=0.01, summary={"spent_gemm_frac": 0.08}, **price)
+    (comparison,) = runs.comparisons()
+    told, sentence = row(arm_table(comparison), "int4_int8-price"), headline(comparison).sentence
+    assert told["spent"] == "8.0%"
+    if told["verdict"] == "no verdict":
+        assert sentence.endswith("the arms between them are not judged.")
+    else:
+        verdict, _, p = told["vs random (p)"].rpartition(" ")
+        assert "at 8.0% of GEMM FLOPs" in sentence and told["gap closed"].partition(" ")[0] in sentence
+        assert sentence.endswith(f"against random with the same budget: {verdict} (p = {p.strip('()')}).")
+
+
+@pytest.mark.parametrize("share, meets", [(0.0091, True), (0.0111, True), (0.0089, False), (0.0112, False)])
+def test_a_budget_is_the_same_within_a_tenth_of_the_larger(runs: Recorded, share: float, meets: bool) -> None:
+    runs.add("int4_int8", 3.0, promoted=0.01)
+    runs.add("int4_int8", 3.0, promoted=share, controller__signal="random")
+    (comparison,) = runs.comparisons()
+    gnmr = next(arm for arm in comparison.arms if arm.signal != "random")
+    assert (comparison.random(gnmr) is not None) == meets
+
+
+def test_promotion_is_over_seeds_that_ended(runs: Recorded) -> None:
+    """A full disk is no end; a share that is not known is left out."""
+    runs.add("int4_int8", 3.0, None, None, None)
+    for run, share in zip(runs.runs, (0.01, 0.03, None, 0.9), strict=True):
+        run.__dict__["summary"]["promotion_frac"] = share
+    runs.runs[3].reason = "disk full after step 7"
+    (arm,) = runs.comparisons()[0].arms
+    assert arm.promoted == pytest.approx(0.02)
+
+
+def test_optimizer_arms_are_compared_with_the_plain_low_path(runs: Recorded) -> None:
+    clip = {"optim__transform__name": "agc"}
+    runs.add("int4", 3.0)
+    runs.add("bf16", 2.8)
+    runs.add("int4", 2.9, **clip)
+    runs.add("int4_int8", 2.95, **clip)
+    (comparison,) = runs.comparisons()
+    baselines = {arm.label: one.label for arm in comparison.arms if (one := comparison.baseline(arm)) is not None}
+    assert baselines == dict.fromkeys(["int4", "int4-agc", "int4_int8-gnmr-agc", "bf16"], "int4")
+
+
+def test_the_signal_that_always_recovers_is_the_static_recovery_path(runs: Recorded) -> None:
+    """Its first step is on the low path, which is much of a short run."""
+    runs.add("int4", 3.0)
+    runs.add("int4_int8", 2.95)
+    runs.add("int4_int8", 2.9, None, promoted=0.995, controller__signal="always_high")
+    runs.runs[-1].__dict__["summary"]["promotion_frac"] = 0.9
+    (comparison,) = runs.comparisons()
+    assert {arm.label: arm.always for arm in comparison.arms}["int4_int8-always_high"] == "int8"
+    runs.runs.pop()
+    table = arm_table(runs.comparisons()[0])
+    assert row(table, "int4_int8-gnmr")["gap closed"] == "50%"
+    assert row(table, "int4_int8-always_high")["gap closed"] == "-"
+
+
+def test_an_arm_with_pins_is_not_the_static_low_path(runs: Recorded) -> None:
+    runs.add("int4", 3.0)
+    runs.add("int8", 2.9)
+    pins = ["fprop", "dgrad", "wgrad"]
+    runs.add("int4", 2.95, precision__name="int4_pins", precision__pins__down_proj=pins)
+    (comparison,) = runs.comparisons()
+    low, pinned = (
+        next(arm for arm in comparison.arms if arm.settings["precision.name"] == name) for name in ("int4", "int4_pins")
+    )
+    assert (low.always, pinned.always) == ("int4", None)
+    assert comparison.low(pinned) is low and comparison.low(low) is low
+
+
+def test_failed_and_unfinished_cells_are_named_and_not_averaged(write_run: Write, comparisons: Callable) -> None:
+    write_run(arm="int4", seed=0, val_ppl=40.0)
+    write_run(arm="int4", seed=1, val_ppl=42.0)
+    write_run(arm="int4", seed=2, val_ppl=900.0, steps=2, planned=3, status="failed", reason="loss was nan at step 1")
+    write_run(arm="int8", seed=0, val_ppl=41.0, steps=2, planned=3, status="running")
+    write_run(arm="int8", seed=1, val_ppl=41.0, steps=2, planned=3, status="interrupted", reason="Ctrl-C")
+    table = arm_table(comparisons()[0])
+    assert row(table, "int4")["val loss"] == measure(Stat(2, math.log(40 * 42) / 2, math.log(42 / 40) / 2**0.5), 4)
+    assert row(table, "int8")["val loss"] == "-" and row(table, "int8")["seeds"] == "0 of 3"
+    told = notes(table)
+    assert "int4: 2 done, 1 failed: seed 2, step 2 of 3" in told and "loss was nan at step 1" in told
+    assert "1 interrupted: seed 1, step 2 of 3, validation perplexity 41.00 after step 2, Ctrl-C" in told
+    assert "1 unfinished: seed 0, step 2 of 3" in told
+
+
+def test_a_seed_run_twice_counts_once(write_run: Write, comparisons: Callable, tmp_path: Path) -> None:
+    write_run(arm="bf16", val_ppl=40.0).rename(tmp_path / "elsewhere")
+    write_run(arm="bf16", val_ppl=50.0, steps=1, planned=3, status="running")
+    (comparison,) = comparisons()
+    assert comparison.arms[0].stat("final_val_ppl") == Stat(1, pytest.approx(40.0), None)
+    assert "repeats a seed" in notes(arm_table(comparison))
+
+
+def test_another_commit_that_repeats_seeds_is_an_arm_of_its_own(
+    write_run: Write, comparisons: Callable, tmp_path: Path
+) -> None:
+    write_run(arm="int4", seed=0, val_ppl=44.0, header={"commit": "9876543210abcdef"}).rename(tmp_path / "mine")
+    for seed in (0, 1):
+        write_run(arm="int4", seed=seed, val_ppl=40.0)
+    (comparison,) = comparisons()
+    assert [(arm.label.split()[1:], arm.seeds) for arm in comparison.arms] == [
+        ([], [0, 1]),
+        (["at", "9876543210"], [0]),
+    ]
+
+
+@pytest.mark.parametrize(
+    "other, says",
+    [
+        ({"header": {"data": {"fingerprint": "0ther"}}}, "data (feedbeef here, 0ther there)"),
+        ({"settings": {"training.seq_len": 128, "training.batch_size": 16}}, "seq_len (256 here, 128 there)"),
+        ({"settings": {"training.batch_size": 4}}, "tokens per step (2,048 here, 1,024 there)"),
+        ({"steps": 2}, "steps (3 here, 2 there)"),
+    ],
+)
+def test_what_cannot_be_compared_is_said_and_kept_apart(
+    write_run: Write, comparisons: Callable, other: dict, says: str
+) -> None:
+    write_run(arm="bf16", val_ppl=40.0)
+    write_run(arm="bf16", seed=1, val_ppl=80.0, **other)
+    found = comparisons()
+    assert len(found) == 2 and any(f"they differ in {says}." in notes(arm_table(one)) for one in found)
+
+
+def test_arms_of_one_name_are_told_apart_and_paired_with_their_own_reference(
+    write_run: Write, comparisons: Callable
+) -> None:
+    for rate, full, low in ((0.001, 40.0, 42.0), (0.005, 50.0, 51.0)):
+        write_run(arm="bf16", val_ppl=full, settings={"optim.lr": rate})
+        write_run(arm="int4", val_ppl=low, settings={"optim.lr": rate})
+    table = arm_table(comparisons()[0])
+    assert row(table, "bf16 lr=0.001")[DIFFERENCE] == f"{100 * (40 / 42 - 1):+.1f}%"
+    assert row(table, "bf16 lr=0.005")[DIFFERENCE] == f"{100 * (50 / 51 - 1):+.1f}%"
+    assert "The arms differ in more than their precision and controller: optim.lr." in notes(table)
+
+
+def test_compressed_gradients_lie_between_never_recovering_and_dense(runs: Recorded) -> None:
+    """In one format throughout, what is sent makes the low path."""
+    greedy = {"compression__name": "greedylore", "compression__rank": 2, "precision__low": "bf16"}
+    runs.add("bf16", 2.8)
+    runs.add("bf16", 3.0, controller__signal="always_low", **greedy)
+    runs.add("bf16", 2.9, controller__signal="price", summary={"numbers_sent_frac": 0.2}, **greedy)
+    (comparison,) = runs.comparisons()
+    table = arm_table(comparison)
+    (routed,) = (arm for arm in comparison.arms if arm.signal == "price")
+    assert comparison.low(routed).signal == "always_low"
+    assert row(table, routed.label)["sent"] == "20.0%" and row(table, routed.label)["gap closed"] == "50%"
+
+
+def test_promotions_are_those_of_the_runs_whose_events_were_kept(write_run: Write, comparisons: Callable) -> None:
+    events = [{"step": 1, "unit": "layers.0.self_attn.q_proj", "event": "promote", "cause": "gnmr", "risk": 1.5}]
+    write_run(arm="int4_int8", seed=0, events=events * 3)
+    write_run(arm="int4_int8", seed=1)
+    write_run(arm="bf16")
+    table = arm_table(comparisons()[0])
+    assert row(table, "int4_int8-gnmr")["promotions"] == "3" and row(table, "bf16")["promotions"] == "-"
+
+
+def test_numbers_as_text() -> None:
+    assert [percent(share) for share in (None, 0.0, 0.0004, 0.25)] == ["-", "0.0%", "0.040%", "25.0%"]
+    assert [size(number) for number in (None, 512, 2048, 150 * 2**20)] == ["-", "512 B", "2.00 KiB", "150 MiB"]
+    assert [count(number) for number in (None, 2048, 1.3e9)] == ["-", "2,048", "1.3B"]
+
+
+def test_runs_are_listed_with_what_repeats_them(write_run: Write, tmp_path: Path) -> None:
+    folder = write_run(arm="bf16")
+    (cells,) = run_table([load(folder) for folder in find_runs([tmp_path])], tmp_path).rows
+    assert cells[0] == str(folder.relative_to(tmp_path)) and cells[1:3] == ["done", "3 of 3"]
+    assert cells[-1] == "gnmr train precision.low=bf16 training.seed=0"
+
+
+def test_the_largest_comparison_of_an_experiment_stands_first() -> None:
+    small, large = Recorded(scale="a"), Recorded(scale="b")
+    small.add("int4", 3.0)
+    large.add("int4", 3.0, 3.0)
+    assert [one.kind.scale for one in compare([*small.runs, *large.runs])] == ["b", "a"]
