@@ -46,8 +46,6 @@ usage: gnmr COMMAND [...]        gnmr COMMAND --help explains each
            gnmr pack runs/act_quant_stress out=act_quant_stress.parquet
   replay   run the controller over recorded norms, without training
            gnmr replay RUN_OR_CSV alpha=2.0 beta=1.5 max_o=4 out=decisions.jsonl
-  eval     scores of a run or a Hugging Face checkpoint: GSM8K, MMLU, HellaSwag, WikiText-2
-           gnmr eval RUN_OR_CHECKPOINT tasks=[hellaswag,wikitext2] limit=100
   diagnose what a recipe costs a model, GEMM by GEMM, and what to keep in 16 bits
            gnmr diagnose RUN_OR_CHECKPOINT recipe=nvfp4 budget=10% out=plan/
   audit    is the recipe what you think it is: lists of names, precision in force, what the GEMMs really read
@@ -63,7 +61,7 @@ exit codes: 0 done; 1 a run FAILED, a sweep has cells that are not finished, or 
             checkpoint and the same command continues it
 """
 
-COMMANDS = ("train", "demo", "runs", "report", "sync", "pack", "replay", "eval", "diagnose", "audit")
+COMMANDS = ("train", "demo", "runs", "report", "sync", "pack", "replay", "diagnose", "audit")
 """Each is a module of this package: `main(words)` returns the exit code."""
 
 

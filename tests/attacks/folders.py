@@ -20,7 +20,6 @@ from .spoiling import (
     Opens,
     Room,
     a_socket,
-    adapter_pickle,
     beside,
     bin_in_index,
     bin_too,
@@ -58,7 +57,7 @@ from .spoiling import (
     with_content,
 )
 
-_READERS = ("report", "replay", "eval", "diagnose", "audit")
+_READERS = ("report", "replay", "diagnose", "audit")
 _READ_BY: dict[str, tuple[str, ...]] = {
     "config.yaml": _READERS,
     "header.json": _READERS,
@@ -78,9 +77,9 @@ def _links() -> Iterator[Hostile]:
         "scores.json": ("report",),
         "ratios.rows": ("draw", "replay"),
         "steps.jsonl.gz": ("report",),
-        "checkpoints": ("eval",),
-        "checkpoints/step-00000008": ("eval",),
-        **{f"checkpoints/step-00000008/{name}": ("eval",) for name in ("meta.json", ".metadata", "__0_0.distcp")},
+        "checkpoints": ("diagnose",),
+        "checkpoints/step-00000008": ("diagnose",),
+        **{f"checkpoints/step-00000008/{name}": ("diagnose",) for name in ("meta.json", ".metadata", "__0_0.distcp")},
     }
     for name, commands in files.items():
         away = [removed("steps.jsonl")] if name.endswith(".gz") else []
@@ -105,11 +104,6 @@ def _links_to_write() -> Iterator[Hostile]:
         for target in ("victim", "new"):
             commands = ("own plots",) if name.endswith("png") or name == "report" else ("own report",)
             yield Hostile(f"link: {name} -> {target}", link_to_victim(name, target), commands)
-    for name in ("scores.json", "scores.json.tmp"):
-        yield from (
-            Hostile(f"link: {name} -> {target}", link_to_victim(name, target), ("eval",))
-            for target in ("victim", "new")
-        )
     yield Hostile(
         "link: .decisions.jsonl.writing", link_to_victim(".decisions.jsonl.writing", "victim"), ("replay inside",)
     )
@@ -134,7 +128,7 @@ def _others_in_place() -> Iterator[Hostile]:
         "FAILED": ("report",),
         "scores.json": ("report",),
         "scores.jsonl": ("report",),
-        **{f"checkpoints/step-00000008/{name}": ("eval",) for name in ("meta.json", ".metadata", "__0_0.distcp")},
+        **{f"checkpoints/step-00000008/{name}": ("diagnose",) for name in ("meta.json", ".metadata", "__0_0.distcp")},
     }
     makers = {"a pipe": os.mkfifo, "a folder": lambda path: path.mkdir(), "nothing in it": lambda path: path.touch()}
     for name, commands in files.items():
@@ -156,7 +150,7 @@ def _others_in_place() -> Iterator[Hostile]:
     def immutable(room: Room) -> None:
         subprocess.run(["chattr", "+i", room.odd], capture_output=True, check=False)
 
-    yield Hostile("an immutable folder", immutable, ("own report", "replay inside", "eval"))
+    yield Hostile("an immutable folder", immutable, ("own report", "replay inside", "diagnose"))
     yield Hostile("continue: an immutable folder", immutable, ("train",), base="stopped")
 
 
@@ -239,7 +233,7 @@ _ODD_VALUES = {
 
 
 def _configs(draw: random.Random) -> Iterator[Hostile]:
-    read = ("report", "replay", "eval", "diagnose", "audit")
+    read = ("report", "replay", "diagnose", "audit")
     resolvers = ("${oc.env:HOSTILE_SECRET}", "a-${oc.env:HOSTILE_SECRET}-b", "${oc.decode:${oc.env:HOSTILE_SECRET}}")
     for key in (
         "arm",
@@ -251,7 +245,7 @@ def _configs(draw: random.Random) -> Iterator[Hostile]:
         "model.checkpoint",
     ):
         yield Hostile(
-            f"config: {key}=${{oc.env:...}}", with_config(key_set(key, resolvers[0])), ("page", "replay", "eval")
+            f"config: {key}=${{oc.env:...}}", with_config(key_set(key, resolvers[0])), ("page", "replay", "diagnose")
         )
     for value in resolvers[1:]:
         yield Hostile(f"config: arm={value}", with_config(key_set("arm", value)), ("page", "replay"))
@@ -298,7 +292,7 @@ def _code() -> Iterator[Hostile]:
             evil_module(room, room.odd / "evil" / "sub") if "." in name else None
             with_config(key_set("controller.signal", name))(room)
 
-        for commands in (("report",), ("replay",), ("eval",), ("calibrate", "detect")):
+        for commands in (("report",), ("replay",), ("diagnose",), ("calibrate", "detect")):
             if name == "evil:X" or commands == ("replay",):
                 yield Hostile(f"code: signal {name}, {commands[0]}", spoil, commands, cwd="odd")
     yield Hostile(
@@ -324,9 +318,9 @@ def _code() -> Iterator[Hostile]:
             (step / ".metadata").write_bytes(pickle.dumps(Opens(room.ran)))
             seal(step)
 
-    yield Hostile("code: a pickle in .metadata", metadata, ("eval",))
+    yield Hostile("code: a pickle in .metadata", metadata, ("diagnose",))
     yield Hostile("code: a pickle in .metadata, continued", metadata, ("train",), base="stopped")
-    yield Hostile("code: a pickle in .distcp", pickled_items, ("eval",))
+    yield Hostile("code: a pickle in .distcp", pickled_items, ("diagnose",))
     yield Hostile("code: a pickle in .distcp, continued", pickled_items, ("train",), base="stopped")
 
     def order(room: Room) -> None:
@@ -336,7 +330,7 @@ def _code() -> Iterator[Hostile]:
             np.save(file, np.array([Opens(room.ran)], dtype=object), allow_pickle=True)
 
     yield Hostile("code: a pickle in the order", order, ("train",), base="stopped")
-    yield Hostile("code: sitecustomize and gnmr.py", shadows, ("report", "replay", "eval"), cwd="odd")
+    yield Hostile("code: sitecustomize and gnmr.py", shadows, ("report", "replay", "diagnose"), cwd="odd")
 
 
 def _headers(draw: random.Random) -> Iterator[Hostile]:
@@ -348,7 +342,7 @@ def _headers(draw: random.Random) -> Iterator[Hostile]:
     for key in fields:
         for kind in draw.sample(list(RAW), 1):
             commands = ("report", "replay") if key in ("units", "cost") else ("report",)
-            commands += ("eval",) if key.startswith("data") else ()
+            commands += ("diagnose",) if key.startswith("data") else ()
             yield Hostile(f"header: {key} is {kind}", in_object("header.json", key, RAW[kind]), commands)
     units = {
         "70,000": json.dumps([f"layers.{i}.q_proj" for i in range(70_000)]),
@@ -369,7 +363,7 @@ def _headers(draw: random.Random) -> Iterator[Hostile]:
         "NaN": "[NaN,NaN]",
     }.items():
         yield Hostile(f"header: costs are {what}", in_object("header.json", "cost", raw), ("report", "replay"))
-    yield from _whole("header.json", ("report", "replay", "eval"))
+    yield from _whole("header.json", ("report", "replay", "diagnose"))
 
 
 def _whole(name: str, commands: tuple[str, ...]) -> Iterator[Hostile]:
@@ -697,7 +691,7 @@ def _markup() -> Iterator[Hostile]:
 
 
 def _checkpoints(draw: random.Random) -> Iterator[Hostile]:
-    step, both = "checkpoints/step-00000008", ("eval",)
+    step, both = "checkpoints/step-00000008", ("diagnose",)
     for key in ("step", "owner", "units", "host", "host.counters", "host.blocks", "host.counters.step", "files"):
         for kind in draw.sample(list(RAW), 1):
             raw = RAW[kind]
@@ -727,7 +721,7 @@ def _checkpoints(draw: random.Random) -> Iterator[Hostile]:
 
 
 def _checkpoint_files() -> Iterator[Hostile]:
-    step, both = "checkpoints/step-00000008", ("eval",)
+    step, both = "checkpoints/step-00000008", ("diagnose",)
     for name in ("step-99999999", "step-00000009"):
         spoil = instead(f"checkpoints/{name}", lambda path: path.mkdir())
         yield Hostile(f"checkpoints: {name} is empty", spoil, both)
@@ -770,7 +764,7 @@ _MAPS = {"AutoConfig": "evil.X", "AutoModelForCausalLM": "evil.Y", "AutoModel": 
 
 
 def _hub(name: str, spoil: Callable[[Room], object]) -> Hostile:
-    return Hostile(f"hf: {name}", spoil, ("score", "tune"), base="hf")
+    return Hostile(f"hf: {name}", spoil, ("checkpoint", "tune"), base="hf")
 
 
 def _with_code(file: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Room], None]:
@@ -824,7 +818,7 @@ def _hub_code() -> Iterator[Hostile]:
 
         with_config(change)(room)
 
-    yield Hostile("hf: a run that began from code", trained_from, ("report", "eval"))
+    yield Hostile("hf: a run that began from code", trained_from, ("report", "diagnose"))
 
 
 def _hub_files() -> Iterator[Hostile]:
@@ -858,7 +852,7 @@ def _hub_files() -> Iterator[Hostile]:
     yield _hub("config.json: a number of 400 digits", in_object("config.json", "hidden_size", HUGE))
 
 
-def _weights_and_adapters() -> Iterator[Hostile]:
+def _weights() -> Iterator[Hostile]:
     for what, head in {
         "a huge head": (2**60).to_bytes(8, "little"),
         "a head of zeros": bytes(8),
@@ -883,68 +877,6 @@ def _weights_and_adapters() -> Iterator[Hostile]:
         yield _hub(f"index: {what}", spoil)
     yield _hub("index: a list", with_content(index, "[]"))
     yield _hub("a template", several(with_content("chat_template.jinja", "{% for i in range(10**12) %}x{% endfor %}")))
-    for what, content in {
-        "no object": "[]",
-        "nosuch": '{"peft_type": "NOSUCH"}',
-        "deep": deep(100_000),
-        "no base": "{}",
-    }.items():
-        spoil = with_content("adapter_config.json", content)
-        yield Hostile(f"adapter: {what}", spoil, ("adapt",), base="")
-    yield Hostile("adapter: a pickle", adapter_pickle, ("adapt",), base="")
-    yield Hostile("adapter: a pipe", instead("adapter_config.json", os.mkfifo), ("adapt",), base="")
-
-
-def _task_files() -> Iterator[Hostile]:
-    row = {"activity_label": "x", "ctx_a": "A b.", "ctx_b": "c", "endings": ["a", "b", "c", "d"], "label": 0}
-
-    def tasks(name: str, *spoils: Callable[[Room], object]) -> Hostile:
-        sound = several(
-            with_content("wikitext2/test.txt", " = Title = \n\nabc abd abe\n"),
-            with_content("hellaswag/validation.jsonl", json.dumps(row) + "\n"),
-        )
-        return Hostile(f"tasks: {name}", several(sound, *spoils), ("tasks",), base="")
-
-    def functions(room: Room) -> None:
-        for folder in (room.odd, room.odd / "wikitext2", room.odd / "hellaswag"):
-            evil_module(room, folder)
-            for name in ("wikitext", "hellaswag", "test", "validation"):
-                text = f"task: {name}\ndataset_path: json\nprocess_docs: !function evil.X\ninclude: {name}.yaml\n"
-                (folder / f"{name}.yaml").write_text(text)
-
-    yield tasks("a YAML file with !function", functions)
-    yield tasks(
-        "a dataset script",
-        lambda room: (room.odd / "hellaswag" / "hellaswag.py").write_text(f"open({str(room.ran)!r}, 'w')"),
-    )
-    yield tasks(
-        "test.txt -> a secret",
-        several(removed("wikitext2/test.txt"), lambda room: secret_link(room, "wikitext2/test.txt")),
-    )
-    yield tasks(
-        "validation.jsonl -> a secret",
-        removed("hellaswag/validation.jsonl"),
-        lambda room: secret_link(room, "hellaswag/validation.jsonl"),
-    )
-    yield tasks("a pipe", instead("wikitext2/test.txt", os.mkfifo))
-    yield tasks("a pipe of rows", instead("hellaswag/validation.jsonl", os.mkfifo))
-    yield tasks("deep rows", with_content("hellaswag/validation.jsonl", f'{{"ctx": {deep(200_000)}}}\n'))
-    yield tasks("colours", with_content("hellaswag/validation.jsonl", '{"\\u001b[31mhostile": 1}\n'))
-    yield tasks(
-        "colours in a value", with_content("hellaswag/validation.jsonl", json.dumps(row | {"label": "\x1b[31m"}) + "\n")
-    )
-    yield tasks(
-        "Parquet that is none",
-        removed("hellaswag/validation.jsonl"),
-        with_content("hellaswag/validation.parquet", b"PAR1xPAR1"),
-    )
-    yield tasks(
-        "a template in a row",
-        with_content(
-            "hellaswag/validation.jsonl", json.dumps(row | {"ctx_a": "{{ 1/0 }} {% for i in range(10**12) %}"}) + "\n"
-        ),
-    )
-    yield tasks("a huge number", with_content("hellaswag/validation.jsonl", json.dumps(row)[:-2] + f"{HUGE}}}\n"))
 
 
 def folders(draw: random.Random) -> list[Hostile]:
@@ -967,6 +899,5 @@ def folders(draw: random.Random) -> list[Hostile]:
         *_checkpoint_files(),
         *_hub_code(),
         *_hub_files(),
-        *_weights_and_adapters(),
-        *_task_files(),
+        *_weights(),
     ]

@@ -61,7 +61,7 @@ _SCOUTS = (
     ["train", "-m", *TINY, "training.steps=1", "training.seed=0,1", "hydra/launcher=joblib", "memory_plan=true"],
     ["report", "scout"],
     ["replay", "scout", "alpha=1.2"],
-    ["eval", "scout", "tasks=[perplexity]"],
+    ["diagnose", "scout", "recipe=nosuch"],
 )
 """Commands that the server lets a child run once: what they import, it imports too."""
 _MEASURED = ("time", "crc", "sha", "sum", "hash")

@@ -81,8 +81,7 @@ def material(arena: Arena) -> Material:
     assert running.wait_for(lambda: rows.exists() and rows.read_bytes().count(b"\n") >= 8, 0.05)
     running.kill()
     running.wait()
-    (folder / "tasks" / "wikitext2").mkdir(parents=True)
-    (folder / "tasks" / "wikitext2" / "test.txt").write_text(" = Title = \n\n" + babble()[:400] + "\n")
+    (folder / "text.txt").write_text(babble())
     arena.made["hostile"] = folder
     return made
 
@@ -97,15 +96,9 @@ COMMANDS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "replay inside": (("replay", "ODD", "out=odd/decisions.jsonl"), (0, 2)),
     "calibrate": (("replay", "ODD", "calibrate=0.1"), (0, 2)),
     "detect": (("replay", "ODD", "detect=0.1"), (0, 2)),
-    "eval": (("eval", "ODD", "tasks=[wikitext2]", "data=TASKS", "limit=1", "block=16"), (0, 2)),
-    "score": (("eval", "ODD", "tasks=[wikitext2]", "data=TASKS", "limit=1", "block=16", "out=scores.json"), (0, 2)),
     "diagnose": (("diagnose", "ODD", "recipe=int4", "batches=2", "held_out=0", "batch_size=2"), (0, 2)),
     "audit": (("audit", "ODD", "batch_size=2"), (0, 1, 2)),
-    "adapt": (("eval", "HF", "adapter=odd", "tasks=[wikitext2]", "data=TASKS", "block=16", "out=scores.json"), (0, 2)),
-    "tasks": (
-        ("eval", "STOPPED", "tasks=[wikitext2,hellaswag]", "data=odd", "limit=1", "block=16", "out=s.json"),
-        (0, 2),
-    ),
+    "checkpoint": (("diagnose", "ODD", "data=TEXT", "batches=2", "held_out=0", "batch_size=1", "block=16"), (0, 2)),
     "tune": (("train", "model=pretrained", "scale=finetune_cpu", "model.checkpoint=odd", "memory_plan=true"), (0, 2)),
     "train": (("TRAIN", "run_dir=odd"), (0, 1, 2)),
     "fork": (("TRAIN", "base=odd", "run_dir=forked"), (0, 1, 2)),
@@ -120,7 +113,7 @@ def _words(command: str, made: Material) -> tuple[str, ...]:
         if word == "TRAIN":
             words += made.words()
         else:
-            words.append(places.get(word, word.replace("TASKS", str(made.folder / "tasks"))))
+            words.append(places.get(word, word.replace("TEXT", str(made.folder / "text.txt"))))
     return tuple(words)
 
 
@@ -281,7 +274,7 @@ def cases(draw: random.Random) -> Iterable[Case]:
     """Every folder once, and what the program's own folders tell."""
     made: dict[str, Case] = {}
     for case in folders(draw):
-        if "eval" in case.commands:  # who reads a checkpoint
+        if "diagnose" in case.commands:  # who reads a checkpoint
             case = replace(case, commands=(*case.commands, "fork"))
         name = case.name.encode("unicode_escape").decode()
         made.setdefault(name, Case(name, _play(case)))

@@ -127,7 +127,6 @@ def deep(number: int) -> str:
 
 
 NORMS = "step,unit,norm\n"
-_ROW = {"activity_label": "x", "ctx": "A b.", "endings": ["a", "b", "c", "d"], "label": 0}
 FILES: dict[str, Callable[[Path], object]] = {
     "babble.txt": _text(babble()),
     "empty.txt": _text(""),
@@ -209,17 +208,6 @@ FILES: dict[str, Callable[[Path], object]] = {
     "model-bare": _inside("config.json", '{"model_type": "llama"}'),
     "model-deep": _inside("config.json", '{"model_type": ' + deep(100_000) + "}"),
     "adapter-only": _inside("adapter_config.json", "{}"),
-    "tasks-empty": _inside("wikitext2/test.txt", ""),
-    "tasks-none": _inside("wikitext2/train.txt", "a b c"),
-    "tasks-deep": _inside("hellaswag/validation.jsonl", deep(200_000) + "\n"),
-    "tasks-keyless": _inside("hellaswag/validation.jsonl", "{}\n"),
-    "tasks-label": _inside("hellaswag/validation.jsonl", json.dumps(_ROW | {"label": 4}) + "\n"),
-    "tasks-endings": _inside("hellaswag/validation.jsonl", json.dumps(_ROW | {"endings": "abcd"}) + "\n"),
-    "tasks-context": _inside("hellaswag/validation.jsonl", json.dumps(_ROW | {"ctx": None}) + "\n"),
-    "tasks-parquet": _inside("hellaswag/validation.parquet", "PAR1"),
-    "tasks-binary": _inside("wikitext2/test.txt", bytes(range(256))),
-    "tasks-answer": _inside("gsm8k/test.jsonl", '{"question": "a", "answer": "4"}\n'),
-    "tasks-file": _text("I am a file"),
     "conf-empty": lambda path: path.mkdir(),
     "conf-broken": _inside("preset/broken.yaml", "a: ["),
     "conf-bomb": _inside(
@@ -549,20 +537,6 @@ RUN out=plain_file/x | RUN out=@300 | RUN calibrate=0.1 out=plain_file | RUN cal
 RUN calibrate=0.1 out=device | --nosuch
 """
 
-EVALS = """
-nowhere | plain_file | empty_folder | pipe.txt | device | a/b | a/b/c | ../x | loop.txt | @300 | @deep | a\0b
-model-empty | model-list | model-unknown | model-bare | model-deep | adapter-only | RUN nosuch=1 | RUN tasks=[]
-RUN tasks=[nosuch] | RUN tasks=wikitext | RUN limit=0 | RUN limit=-1 | RUN limit=1e39 | RUN shots=-1
-RUN shots=@huge | RUN block=0 | RUN block=1 | RUN batch_size=0 | RUN batch_size=nan | RUN path=nosuch | RUN path=low
-RUN device=tpu | RUN adapter=nowhere | RUN data=nowhere | RUN data=plain_file | RUN tasks=[ | RUN out=empty_folder
-RUN out=/nowhere/x | RUN out=/proc/x | RUN out=plain_file/x | RUN out=@300 | RUN data=pipe.txt
-RUN data=tasks-file tasks=[wikitext2] | RUN tasks=[wikitext2] data=tasks-empty | RUN tasks=[wikitext2] data=tasks-none
-RUN tasks=[hellaswag] data=tasks-deep | RUN tasks=[hellaswag] data=tasks-keyless
-RUN tasks=[hellaswag] data=tasks-label | RUN tasks=[hellaswag] data=tasks-endings
-RUN tasks=[hellaswag] data=tasks-context | RUN tasks=[hellaswag] data=tasks-parquet
-RUN tasks=[gsm8k] data=tasks-answer | RUN tasks=[mmlu] data=empty_folder
-"""
-
 DIAGNOSES = """
 nowhere | plain_file | empty_folder | pipe.txt | device | a/b | loop.txt | @300 | @deep | a\0b | model-empty
 model-bare | model-deep | adapter-only | RUN nosuch=1 | RUN budget=0 | RUN budget=200% | RUN budget=nan | RUN budget=
@@ -597,16 +571,16 @@ def inputs(draw: random.Random) -> list[Input]:
     found += _lines((*TRAIN, "training.steps=1"), ACCEPTED, LEGAL)
     found += _lines((*TRAIN, "training.steps=1"), EITHER, DOUBTFUL)
     found += _lines((*TRAIN, "-m"), REFUSED, SWEEPS)
-    tables = {"report": REPORTS, "replay": REPLAYS, "eval": EVALS, "diagnose": DIAGNOSES, "audit": AUDITS}
+    tables = {"report": REPORTS, "replay": REPLAYS, "diagnose": DIAGNOSES, "audit": AUDITS}
     for command, table in tables.items():
         found += _lines((command,), REFUSED, table)
     odd = ("", " ", "=", "=1", ".=1", "a..b=1", "~", "+", "@", "word", "\udcff=1", "🙂=1", "a\nb=1", "a." * 500 + "b=1")
     odd += (f"arm={'x' * 100_000}", f"{'x' * 100_000}=1", f"training.steps={deep(5000)}")
     found += [Input((*TRAIN, word)) for word in odd]
     found += [Input((word,)) for word in ("report", "nosuch", "", "--nosuch", "\x1b[1m")]
-    found += [Input((command, "")) for command in ("report", "replay", "eval", "diagnose", "audit")]
-    found += [Input((command,), USAGE) for command in ("replay", "eval", "diagnose", "audit")]
-    found += [Input(("eval", "RUN", "OTHER")), Input(("replay", "RUN", "OTHER"), named=("OTHER",))]
+    found += [Input((command, "")) for command in ("report", "replay", "diagnose", "audit")]
+    found += [Input((command,), USAGE) for command in ("replay", "diagnose", "audit")]
+    found += [Input(("replay", "RUN", "OTHER"), named=("OTHER",))]
     norms = [name for name in FILES if name.startswith("norms-")]
     legal = ("norms-long.csv", "norms-wide.csv", "norms-huge.csv")
     found += [Input(("replay", name), EITHER if name in legal else REFUSED, (name,)) for name in norms]

@@ -121,9 +121,9 @@ class Run:
 
     @cached_property
     def scores(self) -> dict[str, Any]:
-        """`SCORE_FIELDS` of its last scoring, in training or, where there was none, by `gnmr eval`; empty: none."""
+        """`SCORE_FIELDS` of its last scoring; empty: none."""
         rows = read_jsonl(self.folder / "scores.jsonl")
-        return rows[-1] if rows else read_json(self.folder / "scores.json") or {}
+        return rows[-1] if rows else {}
 
     @cached_property
     def summary(self) -> dict[str, Any]:
