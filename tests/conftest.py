@@ -75,7 +75,7 @@ def train(tiny: Callable[..., config.Config]) -> Callable[..., Path]:
     """Trains a tiny run into a folder: train(tmp_path / "a", "training.seed=1") -> that folder."""
 
     def make(folder: Path, *words: str, say: Callable[[str], None] = lambda _: None) -> Path:
-        from gnmr.lab.evaluation.in_training import RunScorer
+        from gnmr.lab.evaluation.scores import RunScorer
         from gnmr.lab.train.run import run
 
         return run(tiny(f"run_dir={folder}", *words), say, scorer=RunScorer())

@@ -93,7 +93,7 @@ def test_help_in_all_its_forms(gnmr):
         ),
         ("report", ["usage: gnmr report", "RUN"]),
         ("replay", ["usage: gnmr replay FILE", "step,unit,norm", "out=OUT.jsonl"]),
-        ("eval", ["usage: gnmr eval CHECKPOINT_OR_RUN", "[gsm8k,mmlu,hellaswag,wikitext2]"]),
+        ("diagnose", ["usage: gnmr diagnose RUN|CHECKPOINT", "plan.json"]),
     ],
 )
 def test_each_command_explains_itself(command, words, gnmr):

@@ -78,7 +78,7 @@ def test_no_run_is_a_line(tmp_path, monkeypatch, gnmr):
 def test_latest_is_the_one_that_was_written_last(two, gnmr):
     assert named("latest") == "runs/study/new" and changed(two / "study/new") > changed(two / "study/old")
     assert settings_and_places(["latest", "a=1"]) == (["a=1"], ["runs/study/new"])
-    assert Parser("eval", "", "").of_one_place(["latest"], "run")[1] == "runs/study/new"
+    assert Parser("diagnose", "", "").of_one_place(["latest"], "run")[1] == "runs/study/new"
     assert runs("run", "latest,shipped") == "runs/study/new,shipped"
     Path("latest").mkdir()
     assert named("latest") == "latest"

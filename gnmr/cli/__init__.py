@@ -35,10 +35,6 @@ COMMANDS = {
         "run the controller over recorded norms, without training",
         "RUN_OR_CSV alpha=2.0 beta=1.5 max_o=4 out=decisions.jsonl",
     ),
-    "eval": (
-        "scores of a run or a Hugging Face checkpoint: GSM8K, MMLU, HellaSwag, WikiText-2",
-        "RUN_OR_CHECKPOINT tasks=[hellaswag,wikitext2] limit=100",
-    ),
     "diagnose": (
         "what a recipe costs a model, GEMM by GEMM, and what to keep in 16 bits",
         "RUN_OR_CHECKPOINT recipe=nvfp4 budget=10% out=plan/",

@@ -135,7 +135,7 @@ def run_cell(composed: DictConfig) -> None:
 def _train(config: Config, command: str) -> Path:
     """The run, by this process or as one of several; its folder."""
     from gnmr.distributed.world import joined
-    from gnmr.lab.evaluation.in_training import RunScorer
+    from gnmr.lab.evaluation.scores import RunScorer
     from gnmr.lab.train.build import device_of
     from gnmr.lab.train.run import run
 

@@ -14,47 +14,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from gnmr.doctor.diagnose import Progress, as_it_was, not_finite, recipe_named, refuse_constant, refuse_not_finite
+from gnmr.doctor.audit_pass import measured_pass, met_not_finite
+from gnmr.doctor.causes import Cause
+from gnmr.doctor.diagnose import Progress, recipe_named
+from gnmr.doctor.guards import not_finite
 from gnmr.doctor.in_force import READS, Operator, operators_of
-from gnmr.doctor.lists import CONVERTS, LISTS, Entry, entries_of, nearest_to, read_lists, repaired
-from gnmr.doctor.operands import Cause, Measured, watching
+from gnmr.doctor.lists import CONVERTS, Entry, entries_of, nearest_to, read_lists, repaired
+from gnmr.doctor.operands import Measured
 from gnmr.errors import require
 from gnmr.names import GEMMS
-from gnmr.precision import RECIPES, PathLinear, Recipe
-from gnmr.precision.reads import is_sharded
-from gnmr.precision.shared import SharedState
+from gnmr.precision import RECIPES, Recipe
 from gnmr.precision.units import unit_of
 
-KINDS = (
-    "no match",
-    "substring",
-    "not applied",
-    "not converted",
-    "another recipe",
-    "head",
-    "router",
-    "tied head",
-    "odd one out",
-    "parameter",
-    "unused recipe",
-    "never ran",
-    "never quantized",
-    "undeclared cast",
-    "scale",
-    "saturated",
-    "outlier",
-    "output",
-    "noise",
-    "not finite",
-)
-"""What a finding may be; docs/audit.md says of each what to do."""
 _HEADS = ("lm_head", "output")
 """Two names of one thing: a list has often both."""
 _QKV = {"wq", "wk", "wv", "wkv", "wqkv", "qkv_linear"}
@@ -159,7 +135,7 @@ def audit(
     ran: set[str] = set()
     read: set[str] = set()
     if loss_of_batch is not None:
-        found, ran, read = _measured(model, operators, loss_of_batch, batch, progress)
+        found, ran, read = measured_pass(model, operators, loss_of_batch, batch, progress)
     entries = [one for which, own in texts.items() for one in entries_of(which, own, [o.name for o in operators])]
     findings = [
         *_of_lists(entries, model, operators),
@@ -339,7 +315,7 @@ def _of_roles(
 def _of_parameters(model: nn.Module, found: Mapping[tuple[str, str, str], Measured]) -> Iterator[Finding]:
     """Norms, embeddings and other parameters of one byte an element; where a GEMM met NaN or Inf, parameters that hold
     any."""
-    if _met_not_finite(found) and (wrong := list(not_finite(model))):
+    if met_not_finite(found) and (wrong := list(not_finite(model))):
         what = f"{wrong[0][1]} of its {wrong[0][2]} elements are not finite{' (the first)' if len(wrong) > 1 else ''}"
         yield Finding("not finite", tuple(name for name, _, _ in wrong), what, "weights from before the loss was NaN")
     for path, module in model.named_modules():
@@ -350,10 +326,6 @@ def _of_parameters(model: nn.Module, found: Mapping[tuple[str, str, str], Measur
                 dtype = str(parameter.dtype).removeprefix("torch.")
                 what = f"a parameter of {type(module).__name__} is kept in {dtype}"
                 yield Finding("parameter", (f"{path}.{name}".lstrip("."),), what, "16 bits")
-
-
-def _met_not_finite(found: Mapping[tuple[str, str, str], Measured]) -> bool:
-    return any(cause.kind == "not finite" for one in found.values() for cause in one.causes)
 
 
 def _of_idle(operators: Sequence[Operator], ran: set[str], read: set[str]) -> Iterator[Finding]:
@@ -380,91 +352,6 @@ def unused_recipes(declared: Sequence[str], named: Sequence[str | None]) -> list
     right = f"one of {', '.join(name for name in named if name)}, or a path that names it"
     what = "is declared, and no path is on it"
     return [Finding("unused recipe", (name,), what, right) for name in declared if name not in named]
-
-
-# ---- what is measured ----
-
-
-def _measured(
-    model: nn.Module,
-    operators: Sequence[Operator],
-    loss_of_batch: Callable[[Any], Tensor],
-    batch: Any,
-    progress: Progress | None,
-) -> tuple[dict[tuple[str, str, str], Measured], set[str], set[str]]:
-    """(what was measured, the operators that ran, those whose weight has a gradient) in one forward and backward
-    pass."""
-    meta = any(parameter.is_meta for parameter in model.parameters())
-    require(not meta, "model", type(model).__name__, "has parameters on the meta device; audit it with its weights")
-    sharded = any(is_sharded(parameter) for parameter in model.parameters())
-    right = "has sharded parameters (DTensor); audit it in one process, before it is sharded"
-    require(not sharded, "model", type(model).__name__, right)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    read: set[int] = set()
-    passes = 2 * len(operators)
-    tell = None if progress is None else lambda done: progress(min(done, passes), passes)
-    with as_it_was(model), _quiet(operators), watching(operators, tell) as watch:
-        torch.manual_seed(0)
-        loss = loss_of_batch(batch)
-        right = "must be one number with a gradient; has the batch its targets?"
-        one = isinstance(loss, Tensor) and loss.numel() == 1
-        said = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        require(one, "loss_of_batch", said, right)
-        require(loss.requires_grad or not trained, "loss_of_batch", "a tensor without gradient", right)
-        require(watch.ran, "loss_of_batch", "...", "its loss does not run the linears of this model")
-        if not _met_not_finite(watch.found):
-            refuse_not_finite(float(loss.detach()), "loss_of_batch", model)
-        if trained:
-            gradients = _backward(loss.reshape(()), trained)
-            refuse_constant(loss, trained, gradients, "loss_of_batch", "what is trained")
-            read = {id(one) for one, gradient in zip(trained, gradients, strict=True) if gradient is not None}
-    return watch.found, watch.ran, {o.name for o in operators if id(o.module.weight) in read}
-
-
-def _backward(loss: Tensor, trained: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """The gradients of a backward pass that leaves none. ValueError where activation checkpointing allows none."""
-    try:
-        return torch.autograd.grad(loss, trained, allow_unused=True)
-    except RuntimeError as error:
-        if "use_reentrant" not in str(error):
-            raise
-        raise ValueError(
-            "model: its activation checkpointing is reentrant; use use_reentrant=False, or none"
-        ) from error
-
-
-@contextmanager
-def _quiet(operators: Sequence[Operator]) -> Iterator[None]:
-    """Inside, passes of converted operators leave no trace in delayed scales, probes and generators."""
-    own = [operator.module for operator in operators if isinstance(operator.module, PathLinear)]
-    shared: dict[int, SharedState] = {id(module.shared): module.shared for module in own}
-    kept = [(module, module.read, module._node) for module in own]
-    with ExitStack() as stack:
-        for state in shared.values():
-            stack.enter_context(_untouched(state))
-        try:
-            yield
-        finally:
-            for module, read, node in kept:
-                module.read, module._node = read, node
-
-
-@contextmanager
-def _untouched(state: SharedState) -> Iterator[None]:
-    effects, probe, prices = state.no_side_effects, state.probe, state.prices
-    drawn = None if state.rounding is None else state.rounding.mark()
-    replaced = None if state.amax is None else state.amax.replaced
-    state.no_side_effects, state.probe, state.prices = True, None, None
-    state.forget()
-    try:
-        yield
-    finally:
-        state.no_side_effects, state.probe, state.prices = effects, probe, prices
-        state.forget()
-        if drawn is not None and state.rounding is not None:
-            state.rounding.back_to(drawn)
-        if replaced is not None and state.amax is not None:
-            state.amax.replaced = replaced
 
 
 def _of_passes(operators: Sequence[Operator], found: Mapping[tuple[str, str, str], Measured]) -> Iterator[Finding]:
@@ -512,6 +399,3 @@ def _row(operator: Operator, found: Mapping[tuple[str, str, str], Measured], ran
         operator.name in ran,
         "; ".join(notes),
     )
-
-
-__all__ = ["KINDS", "LISTS", "Audit", "Finding", "Row", "audit", "unused_recipes"]

@@ -1,14 +1,13 @@
 """`gnmr.diagnose`: what low precision costs a model as it is, GEMM by GEMM, and what to keep in 16 bits.
 
-Every operator is put on the recovery path. Of each batch one forward and backward pass gives the price of every GEMM on
-the low path (`gnmr.measure.price`), one forward pass the loss with all operators on the low path. Then, on other batches,
-the loss with the pins of the plan, and with those of the usual guesses at the same cost. Nothing is trained, and the
-model is afterwards what it was.
+Every operator is put on the recovery path. For each batch, one forward and backward pass gives the price of every GEMM
+on the low path (`gnmr.measure.price`), and one forward pass the loss with all operators on the low path. Other batches
+then give the loss with the pins of the plan, and with the pins of the usual guesses at the same cost. Nothing is
+trained, and the model is afterwards what it was.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.doctor.diagnosis import Diagnosis, Measured, Row, intervals
+from gnmr.doctor.guards import as_it_was, refuse_constant, refuse_not_finite
 from gnmr.doctor.plan import PinPlan, budget_share, read_plan
 from gnmr.errors import nearest, require, whole
 from gnmr.measure.errors import Probe, measure_errors
@@ -31,7 +31,6 @@ from gnmr.precision.conversion import operator_shapes
 Progress = Callable[[int, int | None], None]
 """Called with (passes over batches that are done, of how many; None: nobody knows)."""
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _BY_OPERAND = ("fprop_input", "fprop_weight", "dgrad_bias", "wgrad_bias")
 
 
@@ -126,60 +125,6 @@ def _spec(
         names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         targets = ["*_proj"] if select(names, ["*_proj"])[0] else ["*"]
     return PathSpec.of(low, high, targets=targets, backend="simulated")
-
-
-@contextmanager
-def as_it_was(model: nn.Module) -> Iterator[None]:
-    """Inside, evaluation mode with gradients; modes, what is trained, and PyTorch's random numbers are restored."""
-    modes = [(module, module.training) for module in model.modules()]
-    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    try:
-        model.eval()
-        with torch.random.fork_rng(devices), torch.enable_grad():
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-        for parameter, wanted in trained:
-            parameter.requires_grad_(wanted)
-
-
-def not_finite(model: nn.Module) -> Iterator[tuple[str, int, int]]:
-    """(name, elements that are NaN or Inf, all elements) of each parameter that holds such."""
-    for name, parameter in model.named_parameters():
-        plain = type(parameter) is nn.Parameter and parameter.dtype in _DTYPES
-        if plain and (number := int((~parameter.isfinite()).sum())):
-            yield name, number, parameter.numel()
-
-
-def refuse_not_finite(value: float, where: str, model: nn.Module) -> None:
-    """ValueError for a loss that is not finite, which names the first parameter that is not."""
-    if math.isfinite(value):
-        return
-    right = "is not finite; has it any targets?"
-    for name, number, of in not_finite(model):
-        right = f"{number} of the {of} elements of {name} are not finite; take weights that are"
-        break
-    require(False, where, value, right)
-
-
-@torch.no_grad()
-def refuse_constant(
-    loss: Tensor, weights: Sequence[Tensor], gradients: Sequence[Tensor | None], where: str, of: str
-) -> None:
-    """ValueError for a loss that no weight changes, be there gradients of zeros, or of what rounding left. `of`: what
-    the weights are of."""
-    both = zip(gradients, weights, strict=True)
-    there = [(g.coalesce().values() if g.is_sparse else g, w) for g, w in both if g is not None]
-    if not there:
-        return
-    # What a weight as large as itself, or as 1, changes of the loss; less than its last digit is none.
-    reach = torch.stack([g.float().norm() * w.float().norm().clamp(min=1) for g, w in there]).max()
-    value, constant = float(loss.detach()), torch.finfo(torch.float32).eps
-    zero = f"every gradient that reaches {of} is 0, so the loss is constant"
-    right = f"{zero}; has the batch its targets, and is no layer after them all zeros?"
-    require(not float(reach) <= constant * abs(value), where, value, right)
 
 
 @dataclass

@@ -1,5 +1,5 @@
-"""What the GEMMs of linears really read, in one forward and backward pass: their signal-to-noise ratios, and what is to
-blame where these are poor.
+"""What the GEMMs of linears really read, in one forward and backward pass: their signal-to-noise ratios.
+`causes` says what is to blame where these are poor.
 
 Nothing of a recipe is believed. A dispatch mode sees each product of matrices (`aten.mm`, `addmm`, `linear`) that runs
 within a linear, forward or backward, whoever made its operands: our kernels, torchao's `Float8TrainingTensor` and
@@ -8,14 +8,6 @@ the linear was given, in the operand's dtype:
 
     measured    ||x||^2 / ||q - x||^2, of q as the GEMM reads it; infinite: never quantized
     possible    the same of an ideal cast of that very x: the declared format under scales of its own magnitudes
-
-Of two poor ratios alike the causes differ, and are told apart by casting again:
-
-    scale        q is a multiple of the ideal cast, or the cast under a scale that is k times the right one
-    saturated    without the elements at the largest value that q has, the ratio is as it could be
-    outlier      the ratio is as it could be, and a few channels (or, under scales of several tokens, tokens) cost all
-                 others half of their decibels: what these had if the few were zero
-    noise        none of these
 
 Operators whose GEMMs run elsewhere (codes of integers, Transformer Engine) are judged by their outputs against an
 exact linear on the same inputs, beside that of an ideal cast where a recipe is declared; of their backward passes
@@ -35,29 +27,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gnmr.doctor.causes import Cause, decibels, energy, explained, of_output
 from gnmr.doctor.in_force import CONTRACTS, READS, Grain, Operator
 from gnmr.precision.cast import rotated
 from gnmr.precision.recipes import HADAMARD
 
-TOLERANCE = 3.0
-"""dB below what is possible that are no finding: other rules for scales (powers of two) and ties."""
-PRODUCT = 30.0
-"""dB to which an output has to be the product of its operands."""
-_FEW = 256
-"""Elements below which stochastic rounding is too noisy for `TOLERANCE`: it is doubled."""
 _ROWS = 256
 """By which an operand is recognised."""
-_RISEN = 8.0
-"""Times the median channel's magnitude from where on one is an outlier's candidate."""
-
-
-@dataclass(frozen=True)
-class Cause:
-    """What is wrong with one operand or output."""
-
-    kind: str
-    text: str
-    right: str
 
 
 @dataclass
@@ -81,15 +57,6 @@ class Measured:
     def best(self) -> float | None:
         """dB that were possible."""
         return None if self.possible is None else decibels(self.signal, self.possible)
-
-
-def decibels(signal: float, noise: float) -> float:
-    """10 log10(signal / noise)."""
-    if not math.isfinite(signal + noise):
-        return -math.inf
-    if signal == 0:
-        return math.nan
-    return math.inf if noise == 0 else 10 * math.log10(signal / noise)
 
 
 @dataclass
@@ -262,7 +229,7 @@ class Watch(TorchDispatchMode):
             exact = F.linear(now.operands[0].float(), now.operands[1].float(), bias)
             ideal = exact.to(y.dtype) if operator.result is None else operator.result.ideal(exact.to(y.dtype), 1)
         add(one, exact, y, ideal)
-        if not one.causes and (cause := _of_output(exact, y, ideal, bias)) is not None:
+        if not one.causes and (cause := of_output(exact, y, ideal, bias)) is not None:
             one.causes.append(cause)
 
     def _ideal_output(self, operator: Operator, x: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -344,144 +311,9 @@ def _of_codes(operator: Operator, gemm: str) -> bool:
     return any(grain is not None and grain.cast.codes for grain in (_grain(operator, gemm, o) for o in READS[gemm]))
 
 
-def energy(x: Tensor) -> float:
-    """The sum of squares, in float64."""
-    return float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
-
-
 def add(one: Measured, x: Tensor, q: Tensor, ideal: Tensor | None) -> None:
     """Adds one pass."""
     one.signal += energy(x)
     one.noise += energy(q.float() - x.float())
     if ideal is not None:
         one.possible = (one.possible or 0.0) + energy(ideal.float() - x.float())
-
-
-# ---- causes ----
-
-
-def explained(x: Tensor, q: Tensor, grain: Grain | None, contracted: int, ideal: Tensor | None) -> Cause | None:
-    """What is wrong with `q`, as a GEMM reads the tensor `x` (N, D) that is cast in `grain`; None: nothing."""
-    x, q = x.float(), q.float()
-    signal, noise = energy(x), energy(q - x)
-    if not math.isfinite(signal):
-        return Cause("not finite", "the tensor itself is not finite", "look for the operator before it")
-    if not math.isfinite(noise):
-        return Cause("not finite", "is not finite, the tensor that was cast is", "look at its scale")
-    if signal == 0:
-        return None
-    if grain is None:
-        return None if noise == 0 else _undeclared(x, q, signal, noise)
-    assert ideal is not None
-    possible = energy(ideal.float() - x)
-    if noise == 0:
-        said = f"is the tensor itself (infinite dB); {grain} can give {decibels(signal, possible):.0f} dB"
-        return None if possible == 0 else Cause("never quantized", said, f"cast it to {grain}, or say that it is not")
-    allowed = TOLERANCE * (2 if x.numel() < _FEW else 1)
-    if decibels(signal, noise) < decibels(signal, possible) - allowed:
-        return _poor(x, q, grain, contracted, ideal.float())
-    return _outlier(x, q, grain, contracted)
-
-
-def _undeclared(x: Tensor, q: Tensor, signal: float, noise: float) -> Cause:
-    gain = float((q.double() * x.double()).sum()) / signal
-    said = f"is cast to {decibels(signal, noise):.0f} dB, and nothing says that it is"
-    if abs(gain - 1) > 0.1:
-        said = f"is {gain:.3g} times the tensor that the operator was given"
-    return Cause("undeclared cast", said, "look at what wraps this linear")
-
-
-def _poor(x: Tensor, q: Tensor, grain: Grain, contracted: int, ideal: Tensor) -> Cause:
-    """Why the noise of q is far above that of the ideal cast."""
-    signal, noise, possible = energy(x), energy(q - x), energy(ideal - x)
-    head = f"{decibels(signal, noise):.1f} dB where {grain} can give {decibels(signal, possible):.1f}"
-    enough = possible * 10 ** (TOLERANCE / 10)
-    for dim, what in ((None, "the tensor"), (1, "its rows"), (0, "its columns")):
-        gain = _gain(ideal, q, dim)
-        if energy(q / gain - x) <= enough and float((gain - 1).abs().max()) > 0.1:
-            off = gain[(gain - 1).abs() > 0.1]
-            part = "" if dim is None else f" in {off.numel()} of {gain.numel()} of {what}"
-            text = f"{head}: the GEMM reads {float(off.flatten()[0]):.3g} times the tensor{part}"
-            return Cause("scale", text, "the scale that is multiplied back must be the one that was divided by")
-    largest = float(q.abs().max())
-    reached = largest / float(x.abs().max())
-    for factor in (2.0, 0.5, reached, 4.0, 0.25, 8.0, 0.125, 16.0, 0.0625):
-        if factor <= 0 or abs(factor - 1) < 0.05:
-            continue
-        if energy(q - grain.under(x, contracted, factor)) < 0.1 * noise:
-            share = float((x.abs() > 1.03 * largest).double().mean())
-            small = f", so that {share:.2g} of its elements saturate" if share else ""
-            power = abs(math.log2(factor) - round(math.log2(factor))) < 0.05
-            if share and not power and grain.cast.scale != "delayed":
-                said = f"{head}: {share:.2g} of its elements are beyond {largest:.3g}, the largest that the GEMM reads"
-                return Cause("saturated", said, "look for a clamp, or a scale of another tensor")
-            if grain.cast.scale == "delayed" and factor < 1:
-                said = f"{head}: saturated: its delayed scale is of {factor:.2g} times its largest value{small}"
-                return Cause("saturated", said, "a shorter history, or a scale of the tensor at hand")
-            said = f"{head}: cast under {factor:.3g} times the right scale{small}"
-            return Cause("scale", said, "the scale of a group is its largest magnitude over the format's")
-    beyond = x.abs() > 1.03 * largest
-    if bool(beyond.any()) and energy((q - x)[~beyond]) <= enough:
-        share = float(beyond.double().mean())
-        said = f"{head}: {share:.2g} of its elements are beyond {largest:.3g}, the largest that the GEMM reads"
-        return Cause("saturated", said, "look for a clamp, or a scale of another tensor")
-    return Cause("noise", f"{head}, and no scale, saturation or outlier explains it", "look at how it is cast")
-
-
-def _gain(x: Tensor, q: Tensor, dim: int | None) -> Tensor:
-    """The factor by which q is nearest to x, of all or of each row or column; 1 where there are zeros alone."""
-    x, q = x.double(), q.double()
-    own, both = x.square(), x * q
-    own, both = (own.sum(), both.sum()) if dim is None else (own.sum(dim, keepdim=True), both.sum(dim, keepdim=True))
-    gain = torch.where(own > 0, both / own, 1.0)
-    return torch.where(gain.abs() > 1e-6, gain, 1.0).float()
-
-
-def _outlier(x: Tensor, q: Tensor, grain: Grain, contracted: int) -> Cause | None:
-    """Channels, or tokens, that cost the others half of their decibels."""
-    dims = [0] if x.shape[1] > 4 else []
-    if grain.cast.scale in ("tensor", "delayed", "block") and x.shape[0] > 4:
-        dims.append(1)
-    for dim in dims:
-        peaks = x.abs().amax(dim)
-        few = peaks > _RISEN * peaks.median()
-        if not 0 < int(few.sum()) <= max(1, few.numel() // 32):
-            continue
-        others = ~few.unsqueeze(dim).expand_as(x)
-        without = grain.ideal(torch.where(others, x, 0.0), contracted).float()
-        signal = energy(x[others])
-        now, then = (decibels(signal, energy((each - x)[others])) for each in (q, without))
-        if now < then / 2:
-            which = few.nonzero().flatten().tolist()
-            what = "channel" if dim == 0 else "row"
-            names = ", ".join(map(str, which[:3])) + (f" and {len(which) - 3} more" if len(which) > 3 else "")
-            times = float(peaks[few].max() / peaks.median())
-            said = (
-                f"{what} {names} is {times:.3g} times the median one: all others have {now:.1f} dB, {then:.1f} without"
-            )
-            return Cause("outlier", said, "smaller groups with a scale, a rotation, or 16 bits for this operator")
-    return None
-
-
-def _of_output(exact: Tensor, y: Tensor, ideal: Tensor | None, bias: Tensor | None) -> Cause | None:
-    """What is wrong with an output that should be `exact`; `ideal`: what could be had."""
-    exact, y = exact.float(), y.float()
-    signal, noise = energy(exact), energy(y - exact)
-    if not math.isfinite(noise):
-        finite = math.isfinite(signal)
-        return Cause("not finite", "its output is not finite", "look at its scales") if finite else None
-    if signal == 0:
-        return None
-    floor = signal * 10 ** (-PRODUCT / 10)
-    if ideal is None:  # nothing is declared: a multiple alone is wrong
-        floor = signal * 0.1
-    possible = max(floor, 0.0 if ideal is None else energy(ideal.float() - exact) * 10 ** (TOLERANCE / 10))
-    if noise <= possible:
-        return None
-    if bias is not None and energy(y + bias - exact) <= possible:
-        return Cause("output", "its output lacks the bias", "the bias has to be added behind the product")
-    gain = float((y.double() * exact.double()).sum()) / signal
-    said = f"its output is {decibels(signal, noise):.1f} dB from what its operands give"
-    if abs(gain - 1) > 0.1:
-        said += f", {gain:.3g} times it"
-    return Cause("output", said, "look at the scales that multiply the product")

@@ -5,7 +5,7 @@
       "operators": {"layers.0.mlp.down_proj": [256, 64]},      the model: every operator that the plan is about, and its
                                                                numbers of inputs and outputs
       "targets": ["*_proj"],                                   what chose them
-      "low": "sim_e2m1", "recovery": "bf16", "recipes": {},    as precision.low, precision.recovery and precision.recipes
+      "low": "sim_e2m1", "recovery": "bf16", "recipes": {},    as precision.low, .recovery and .recipes
       "pins": {"layers.0.mlp.down_proj": ["fprop"]},           by operator
       "budget": 0.1,                                           share of the GEMM time that was allowed, or null
       "share": 0.071,                                          the share that the pins take, or null

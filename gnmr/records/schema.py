@@ -11,7 +11,6 @@ A run folder holds
     steps.jsonl     one `STEP_FIELDS` row a step
     eval.jsonl      one `EVAL_FIELDS` row an evaluation
     scores.jsonl    one `SCORE_FIELDS` row a scoring; only where scores.tasks asks for some
-    scores.json     what `gnmr eval` wrote of the run, if it did
     events.jsonl    one `EVENT_FIELDS` row a promotion, release or verdict
     faults.jsonl    one `FAULT_FIELDS` row a window of injected faults, written at the start; only with stress
     units.arrows    `ratio_schema` rows: an Arrow IPC stream, one record batch a step (gnmr.records.units)
@@ -89,7 +88,7 @@ EVAL_FIELDS: dict[str, str] = {
 SCORE_FIELDS: dict[str, str] = {
     "step": "scored after this step",
     "path": "path in force while scoring: 16bit, w8a16 (precision.weights=instead) or low",
-    "tasks": "what `gnmr.lab.evaluation.score` found: {task: {metrics: {name: {value, stderr}}, items, ...}}",
+    "tasks": "what lm-eval found: {task: {metrics: {name: {value, stderr}}, items, shots}}",
 }
 
 EVENT_FIELDS: dict[str, str] = {

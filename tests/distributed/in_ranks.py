@@ -150,7 +150,7 @@ def train(
     `other_data`: the text that rank 1 finds in the place of the others'.
     """
     from gnmr.distributed.world import World
-    from gnmr.lab.evaluation.in_training import RunScorer
+    from gnmr.lab.evaluation.scores import RunScorer
     from gnmr.lab.train import build, loop
     from gnmr.lab.train.run import run
 

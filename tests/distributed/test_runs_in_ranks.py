@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import socket
@@ -298,9 +299,13 @@ def test_experts_without_tokens_on_a_rank_or_on_all(
 def test_every_rank_scores_and_the_first_records(
     pair: Callable[..., list[Any]], tiny: Callable[..., Config], train: Callable[..., Path], tmp_path: Path
 ) -> None:
-    (tmp_path / "tasks" / "wikitext2").mkdir(parents=True)
-    articles = [f" \n = Town {i} = \n \n The town of {i} is a town . \n = = History = = \n" * 6 for i in range(3)]
-    (tmp_path / "tasks" / "wikitext2" / "test.txt").write_text("".join(articles))
+    tasks = pytest.importorskip("lm_eval.tasks")
+    (tmp_path / "tasks").mkdir()
+    page, rows = " \n = Town = \n \n The town is a town . \n = = History = = \n" * 6, tmp_path / "tasks" / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"page": page + str(i)}) + "\n" for i in range(3)))
+    own = {"include": str(Path(tasks.__file__).parent / "wikitext" / "wikitext.yaml"), "dataset_path": "json"}
+    own |= {"training_split": None, "validation_split": None, "dataset_kwargs": {"data_files": {"test": str(rows)}}}
+    (tmp_path / "tasks" / "wikitext.yaml").write_text(json.dumps(own | {"dataset_name": None}))
     words = [*WORDS, "scores.tasks=[wikitext2]", f"scores.data={tmp_path / 'tasks'}", "scores.every=4"]
     words += ["training.seq_len=64", "training.steps=5"]
     told = pair("train", config=tiny(f"run_dir={tmp_path / 'run'}", *words), parallel="fsdp")

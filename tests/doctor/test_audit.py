@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gnmr
-from gnmr.doctor.audit import KINDS, unused_recipes
-from gnmr.doctor.operands import decibels
 from gnmr.lab.faults.faults import Fault, Injector
-from gnmr.precision import ConvertedModel, PathLinear, PathSpec, Recipe, convert
+from gnmr.precision import ConvertedModel, PathLinear, PathSpec, convert
 from gnmr.precision.kernels.simulated import GemmContext
 
 UP = "layers.1.up_proj"
@@ -292,12 +290,6 @@ def test_a_parameter_of_one_byte() -> None:
     assert said(audited(model)) == [("parameter", "layers.0.norm.shift")]
 
 
-def test_recipes_that_no_path_names() -> None:
-    assert [f.line() for f in unused_recipes(["mine", "other"], ["mine", None])] == [
-        "unused recipe: other: is declared, and no path is on it; right would be: one of mine, or a path that names it"
-    ]
-
-
 # ---- the model afterwards, and mistakes ----
 
 
@@ -364,26 +356,6 @@ def test_without_a_batch_names_and_precision_alone() -> None:
     found = gnmr.audit(converted()[0], lists={"filter_fqns": ["lm_head"]})
     assert found.sound and not found.dynamic and all(not row.measured for row in found.rows)
     assert "nothing measured" in found.verdict()
-
-
-def test_what_a_kind_says_is_known_and_one_line() -> None:
-    found = audited(net(), recipe="fp8_hybrid", lists={"filter_fqns": ["nobody"]})
-    assert all(finding.kind in KINDS and "\n" not in finding.line() for finding in found.findings)
-    tree = found.tree()
-    assert [one["line"] for one in tree["findings"]] == [finding.line() for finding in found.findings]
-    assert len(tree["operators"]) == 7
-
-
-def test_decibels() -> None:
-    assert decibels(100.0, 1.0) == 20 and decibels(1.0, 0.0) == math.inf and math.isnan(decibels(0.0, 0.0))
-    assert decibels(1.0, math.nan) == -math.inf
-
-
-def test_a_recipe_of_ones_own() -> None:
-    mine = Recipe.of("mine", {"fprop": {"input": "e4m3/tensor", "weight": "e4m3/tensor"}})
-    model = net()
-    convert(model, PathSpec.of(mine, None))
-    assert audited(model, recipe=mine).sound
 
 
 @pytest.mark.slow

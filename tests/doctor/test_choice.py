@@ -95,19 +95,3 @@ def test_a_score_orders_operators() -> None:
     order = [operators(by_score(scores, PRICES, COSTS, share)) for share in (1 / 12, 0.25)]
     assert order == [["layers.2.o"], ["layers.2.up", "layers.2.o"]]
     assert set(operators(by_score(scores, PRICES, COSTS, 0.9))) >= set(SHAPES) - {"layers.1.up", "layers.3.o"}
-
-
-def test_what_is_refused_in_one_line() -> None:
-    for budget in (0, 2.0, -0.1, math.nan, True, "10%"):
-        with pytest.raises(ValueError, match=r"^budget=.*: must be a share of the GEMM time, above 0 and at most 1"):
-            choose(PRICES, COSTS, budget)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"prices\.x\.fprop=1\.0: has no cost"):
-        choose({("x", "fprop"): 1.0}, COSTS, 0.1)
-    with pytest.raises(ValueError, match=r"prices\.layers\.0\.up\.fprop=nan: must be a number"):
-        choose({("layers.0.up", "fprop"): math.nan}, COSTS, 0.1)
-    with pytest.raises(ValueError, match=r"costs\.a\.fprop=0\.0: must be a positive number"):
-        choose({}, {("a", "fprop"): 0.0}, 0.1)
-    with pytest.raises(ValueError, match=r"costs\.a=bprop: must be one of fprop"):
-        choose({}, {("a", "bprop"): 1.0}, 0.1)
-    with pytest.raises(ValueError, match=r"^guess=middle: must be one of last, first, first_last, random"):
-        guess("middle", PRICES, COSTS, 0.1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
 import warnings
 from collections.abc import Callable
@@ -12,14 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gnmr
-from gnmr.doctor.diagnosis import Diagnosis, Measured, nats
+from gnmr.doctor.diagnosis import Diagnosis, Measured
 from gnmr.doctor.knapsack import arithmetic, choose
-from gnmr.doctor.page import choices_table, operators_table, page, totals
+from gnmr.doctor.page import page, totals
 from gnmr.doctor.plan import read_plan
 from gnmr.errors import UserError
 from gnmr.measure.price import measure_prices
@@ -165,17 +163,6 @@ def test_guesses_spend_no_more_and_the_plan_leaves_less_by_price(found: Diagnosi
     assert found.left["last"] > 0 and found.left["last"] != found.left["first"]
 
 
-@pytest.mark.parametrize("width", [100, 80, 50])
-def test_its_tables_fit_a_terminal(found: Diagnosis, width: int) -> None:
-    out = io.StringIO()
-    console = Console(file=out, width=width)
-    console.print(operators_table(found, found.choice().pins, width), choices_table(found, width))
-    text = out.getvalue()
-    assert "…" not in text and all(len(line.rstrip()) <= width for line in text.splitlines())
-    assert all(f" {name} " in text for name in found.operators), "whole names"
-    assert [head in text for head in ("± 95 %", "dgrad", "share")] == [width >= 100, width >= 80, width >= 80]
-
-
 def test_a_plan_goes_into_attach_and_back_into_diagnose(found: Diagnosis, tmp_path) -> None:
     file = tmp_path / "plan.json"
     file.write_text(found.plan().text())
@@ -200,18 +187,6 @@ def test_a_plan_goes_into_attach_and_back_into_diagnose(found: Diagnosis, tmp_pa
     assert under.verdict().startswith("under the plan sim_e2m1 costs ") and under.tree()["choices"] == {}
     with pytest.raises(ValueError, match=r"^plan: this is a diagnosis under a plan's pins"):
         under.plan()
-
-
-def test_the_verdict_is_one_sentence_that_says_what_is_so(found: Diagnosis) -> None:
-    text = found.verdict()
-    cost = found.measured.cost
-    assert text.startswith(f"sim_e2m1 costs {nats(cost)} nats here (") and "\n" not in text
-    share = 1 - found.choice().after / found.total
-    assert f"; {share:.0%} of it in {len(found.plan().pins)} of 9 GEMMs: fprop of " in text
-    assert text.endswith("are expected to be left; 3 held-out batches are too few to tell the choices apart")
-    tree = found.tree()
-    assert json.loads(json.dumps(tree))["verdict"] == text and len(tree["rows"]) == 9
-    assert tree["choices"]["plan"]["measured_left"] == found.left["plan"]
 
 
 def test_nothing_is_recommended_for_what_cannot_be_shown() -> None:
@@ -244,20 +219,6 @@ def test_what_is_shown_to_cost_little_is_not_kept(found: Diagnosis) -> None:
         assert ('<p class="verdict">nothing has to be kept: ' in page(one, "", {})) == little
     under = _with(found, measured=Measured(6, 2.0, 2.001, 0.0001), pins={"0": ["fprop"]})
     assert under.verdict().startswith("nothing more has to be kept: under the plan sim_e2m1 costs 0.001 nats here")
-
-
-def test_a_guess_that_left_less_than_the_plan_is_named(found: Diagnosis) -> None:
-    plan = np.array([0.02, 0.03, 0.025])
-    held = Measured(3, 2.0, 2.1, 0.001)
-    for fewer, end in ((np.full(3, 0.01), ""), (np.array([0.05, -0.02, 0.0]), ", which is too few batches to be sure")):
-        left = found.left | {"plan": 0.025, "last": float((plan - fewer).mean())}
-        left |= dict.fromkeys(("first", "first_last", "random", "mse", "gradient norm"), 0.05)
-        guessed = {name: Measured.of(plan, plan - fewer if name == "last" else plan + 0.025) for name in found.guessed}
-        one = _with(found, held_out=held, left=left, guessed=guessed)
-        said = f"last blocks left less than the plan on 3 held-out batches: 0.015 nats against 0.025{end}"
-        assert one.verdict().endswith(f"; {said}") and any(line.endswith(f"; {said}") for line in totals(one))
-    assert _with(found, held_out=held, left=left | {"last": 0.05}).rival() == ""
-    assert diagnosed().rival() == "", "nothing was held out"
 
 
 class Idle(nn.Module):
@@ -442,20 +403,6 @@ def test_a_stride_and_terms_of_the_loss() -> None:
     assert some.total == pytest.approx(whole.total, rel=0.5) and some.total != whole.total
     half = diagnosed(terms=lambda batch: len(batch[1]) // 2)
     assert half.total == pytest.approx(whole.total / 2)
-
-
-def test_progress_counts_every_batch() -> None:
-    told: list[tuple[int, int | None]] = []
-    model = model_of()
-    gnmr.diagnose(
-        model,
-        loss_by(model),
-        iter(batches_of(2)),
-        recipe="int4",
-        held_out=iter(batches_of(1)),
-        progress=lambda *a: told.append(a),
-    )
-    assert told == [(1, None), (2, None), (3, None)]
 
 
 @pytest.mark.parametrize(

@@ -247,21 +247,6 @@ def test_transformer_engine_takes_gemms_by_themselves() -> None:
     assert found.notes == (), "nothing is lost"
 
 
-def test_what_becomes_coarser_is_said() -> None:
-    down = planned({f"layers.{i}.mlp.down_proj": ["fprop"] for i in range(12)})
-    area, every = 12 * 48 * 16, 12 * (4 * 16 * 16 + 3 * 48 * 16)
-    now, then = f"{area / every:.1%}", f"{area / every / 3:.1%}"
-    line = f"operators are kept whole: {now} of the GEMMs' arithmetic, the plan's pins are {then}"
-    for target in set(TARGETS) - {"te_debug"}:
-        assert export(down, target).notes == (line,)
-    for target, where in (("megatron", "in one linear each"), ("torchtitan_float8", "q, k and v in one linear")):
-        query = export(planned({"layers.1.self_attn.q_proj": WHOLE}), target)
-        assert "the plan's pins are" in query.notes[0]
-        assert query.notes[1].endswith(f"{where}: 2 operators more are kept")
-    fp8 = planned({"layers.1.self_attn.o_proj": WHOLE}, recovery="fp8_hybrid")
-    assert export(fp8, "ignore").notes == ("the plan's pins are on fp8_hybrid; here they are in 16 bits",)
-
-
 def test_first_and_last_blocks_have_flags_in_megatron() -> None:
     def blocks(*numbers: int) -> PinPlan:
         return planned({name: WHOLE for name in LLAMA if int(name.split(".")[1]) in numbers})
@@ -280,17 +265,6 @@ def test_first_and_last_blocks_have_flags_in_megatron() -> None:
         assert ("--first-last-layers-bf16" in text) == (flags is not None)
         if flags is not None:
             assert f"--num-layers-at-start-in-bf16 {flags[0]} --num-layers-at-end-in-bf16 {flags[1]}\n" in text
-
-
-def test_substrings_are_short_and_end_in_dots() -> None:
-    whole = export(planned({name: WHOLE for name in LLAMA if name.startswith("layers.1.")}), "torchtitan_float8")
-    assert listed(whole, "filter_fqns") == ["output", "lm_head", "layers.1."]
-    attention = export(
-        planned({name: WHOLE for name in LLAMA if name.startswith("layers.1.self")}), "torchtitan_float8"
-    )
-    assert listed(attention, "filter_fqns") == ["output", "lm_head", "layers.1.attention."]
-    rest = export(planned({name: WHOLE for name in LLAMA if not name.startswith("layers.1.")}), "torchtitan_nvfp4")
-    assert listed(rest, "fqns") == ["layers.1."]
 
 
 def test_other_models_keep_their_names_or_are_refused() -> None:

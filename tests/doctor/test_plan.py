@@ -74,31 +74,20 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"gnmr_plan": 2}, "gnmr_plan=2: this version reads 1"),
     ({"bugdet": 0.1}, "bugdet: is no key of a plan: did you mean budget?"),
     ({"budget": 0}, "budget=0: must be a share of the GEMM time, above 0 and at most 1 (0.1 is 10 %)"),
-    ({"budget": 2.0}, "budget=2.0: must be a share of the GEMM time"),
-    ({"budget": "10%"}, "budget=10%: must be a share of the GEMM time"),
     ({"share": 1.5}, "share=1.5: must be a number from 0 to 1 or null"),
     ({"low": "nvfp5"}, "low=nvfp5: must be one of int2"),
-    ({"low": 3}, "low=3: must be text"),
     ({"low": "int4"}, "pins.layers.1.down_proj=['fprop']: low=int4 is a format, and pins the whole operator"),
     ({"recovery": "int8"}, "recovery=int8: must be a recipe, as low=sim_e2m1 is"),
-    ({"recovery": []}, "recovery=[]: must be text"),
     (
         {"recipes": {"mine": {"fprop": {"input": "e4m3/tiles"}}}},
         "recipes: recipe mine: fprop: scale 'tiles' is not known",
     ),
     ({"pins": {"layers.1.down_proj": ["bprop"]}}, "pins.layers.1.down_proj=['bprop']: must be some of fprop"),
     ({"pins": {"layers.2.down_proj": ["fprop"]}}, "pins.layers.2.down_proj: is no operator of this plan: did you mean"),
-    ({"pins": []}, "pins=[]: must be {pattern of operators: [GEMMs]}"),
-    ({"operators": {}}, "operators={}: must be {operator: [inputs, outputs]}"),
     ({"operators": {"a": [3]}}, "operators.a=[3]: must be [inputs, outputs]"),
-    ({"operators": {"a": [3, True]}}, "operators.a=[3, True]: must be [inputs, outputs]"),
     ({"operators": {"a*": [3, 3]}}, "operators='a*': an operator's name is printable"),
-    ({"targets": [3]}, "targets=[3]: must be a list of names"),
     ({"expected": {"before": 1}}, "expected.after=None: must be a number from -1e+09"),
-    ({"expected": 3}, "expected=3: must be {before, after}"),
-    ({"expected": {"before": 1, "then": 2}}, "expected.then: is no key of a plan"),
     ({"triggers": {"prices": 1}}, "triggers.prices: is no key of a plan: did you mean price?"),
-    ({"triggers": {"price": -1}}, "triggers.price=-1: must be a number from 0"),
     ({"provenance": {"a": 1}}, "provenance={'a': 1}: must be {name: text}"),
 ]
 
@@ -117,7 +106,7 @@ def test_a_folder_that_holds_a_plan_is_read_as_one(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path.parent)
     for place in (tmp_path, str(tmp_path) + "/", f"{tmp_path.name}/", tmp_path.name):
         assert read_plan(place) == read_plan(file)
-    assert compose([f"plan={tmp_path}"]).paths.low == "sim_e2m1"
+    assert compose([f"plan={tmp_path}"]).precision.low == "sim_e2m1"
     assert gnmr.attach(network(), plan=tmp_path, max_o=1).plan.low.name == "sim_e2m1"
 
 
@@ -248,15 +237,15 @@ def test_train_takes_paths_and_pins_of_it(of_tiny: PinPlan, tmp_path: Path, gnmr
     file = tmp_path / "plan.json"
     file.write_text(of_tiny.text())
     found = compose([*tiny_words, f"plan={file}"])
-    assert (found.paths.low, found.paths.recovery, found.paths.pins) == ("sim_e2m1", "bf16", of_tiny.pins)
-    assert found.paths.name == "sim_e2m1_bf16_pins"
+    assert (found.precision.low, found.precision.recovery, found.precision.pins) == ("sim_e2m1", "bf16", of_tiny.pins)
+    assert found.precision.name == "sim_e2m1_bf16_pins"
     by_hand = "precision.pins={layers.0.mlp.down_proj: [fprop], layers.0.self_attn.o_proj: [fprop, dgrad, wgrad]}"
     same = compose([*tiny_words, "precision.low=sim_e2m1", "precision.recovery=bf16", by_hand])
     assert config.config_hash(same) == config.config_hash(found), "the file's own name is no part of a run"
     outcome = gnmr("train", *tiny_words, f"plan={file}")
     assert outcome.code == 0 and "pinned: 4 of 21 GEMMs, 17.6% of their arithmetic" in outcome.out
     (saved,) = (tmp_path / "runs").rglob("config.yaml")
-    assert (config.read(saved).paths, config.read(saved).plan) == (found.paths, None), "it needs no plan.json"
+    assert (config.read(saved).precision, config.read(saved).plan) == (found.precision, None), "it needs no plan.json"
 
 
 @pytest.mark.slow

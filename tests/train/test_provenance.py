@@ -57,7 +57,7 @@ def test_the_token_cache_is_found_from_any_folder(
     assert told == ("../../cache" if "away" not in given else str(tmp_path / "away" / "cache"))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert load_subject(str(folder), device="cpu").text.encode("abc", False)
+    assert load_subject(str(folder), device="cpu").text.plain("abc", "")
 
 
 def test_a_run_tells_no_user_host_or_folder(tiny, text_file: Path, here: Path, tmp_path: Path) -> None:

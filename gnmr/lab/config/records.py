@@ -21,7 +21,7 @@ class ScoresConfig:
     shots: int | None = None
     """Examples in the prompts of gsm8k and mmlu; null: 5."""
     data: str | None = None
-    """Folder of local task files (gnmr/lab/evaluation/tasks.py); null: the hub."""
+    """Folder of task definitions for lm-eval (its include_path), in place of its own; null: lm-eval's own."""
     path: str = "16bit"
     """Path in force while scoring: 16bit, or low: the run's low-cost path."""
     batch_size: int = 8

@@ -1,7 +1,1 @@
-"""Scores on language tasks: `gnmr eval`, and `in_training.RunScorer` for runs in training.
-
-    subject = subjects.load_subject("runs/.../RUN")           # or a Hugging Face checkpoint
-    scores = scoring.score(subject, ["hellaswag"], limit=100, data=Path("my_tasks"))
-
-Needs the extra finetune, whose packages are imported when first used.
-"""
+"""Models as `gnmr diagnose` and `gnmr audit` load them (`subjects`, `blocks`), and `scores` of runs by lm-eval."""

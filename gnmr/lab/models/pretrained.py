@@ -329,7 +329,7 @@ def save(
         else:
             model.save_pretrained(beside, state_dict=None if weights is None else dict(weights))  # type: ignore[operator]
         if tokenizer is not None:
-            _tokenizer(tokenizer).save_pretrained(beside)
+            tokenizer_of(tokenizer).save_pretrained(beside)
     shutil.rmtree(folder, ignore_errors=True)
     beside.rename(folder)
 
@@ -385,7 +385,7 @@ def open_tokenizer(checkpoint: str) -> Any:
         return AutoTokenizer.from_pretrained(_place(checkpoint), trust_remote_code=False)
 
 
-def _tokenizer(tokenizer: Path | str) -> Any:
+def tokenizer_of(tokenizer: Path | str) -> Any:
     """The tokenizer of a checkpoint, or of our own tokenizer.json."""
     if isinstance(tokenizer, str):
         return open_tokenizer(tokenizer)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,21 +70,10 @@ def done_already(config: Config, say: Callable[[str], None]) -> bool:
 
 
 def say_done(config: Config, folder: Path, say: Callable[[str], None]) -> None:
-    """Says that a run is DONE, and the command for scores that are asked for now and missing."""
+    """Says that a run is DONE, and how it is scored if it has no scores and some are asked for."""
     say(f"{folder} is done: skipped")
-    scores = config.scores
-    if not scores.tasks:
-        return
-    from gnmr.records.reader import read_json, read_jsonl  # with pyarrow
-
-    own = read_json(folder / ("scores.json" if scores.path == "16bit" else f"scores-{scores.path}.json")) or {}
-    there = [*read_jsonl(folder / "scores.jsonl"), own]
-    if set(scores.tasks) - {name for row in there for name in row.get("tasks", {})}:
-        given = {"tasks": f"[{','.join(scores.tasks)}]"}
-        given |= {key: getattr(scores, key) for key in ("limit", "shots", "data") if getattr(scores, key) is not None}
-        given |= {} if scores.path == "16bit" else {"path": scores.path}
-        words = [f"{key}={value}" for key, value in given.items()]
-        say(f"scores.tasks: it is trained, so score it with {shlex.join(['gnmr', 'eval', str(folder), *words])}")
+    if config.scores.tasks and not (folder / "scores.jsonl").exists():
+        say("scores.tasks: it is done without scores; export it (training.export_hf=true) and score hf/ with lm_eval")
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from gnmr.records.rows import event_rows, ratio_rows
 
 
 class Scorer(Protocol):
-    """Scores a run's model on the tasks of `scores.*` (`gnmr.lab.evaluation.in_training` has one)."""
+    """Scores a run's model on the tasks of `scores.*` (`gnmr.lab.evaluation.scores` has one)."""
 
     def check(self, parts: Parts) -> None:
         """UserError for scores that this run cannot have; called before the run begins."""

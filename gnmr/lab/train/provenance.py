@@ -84,7 +84,7 @@ def told_config(config: Config, folder: Path) -> dict[str, Any]:
     """The config as a tree for config.yaml, without where this run was kept.
 
     `data.path` and `model.checkpoint` stay as they were given: they are part of what the run is (its hash), and a run
-    goes on only where they are the same. `data.cache_dir` is what `gnmr eval` looks for the tokenizer in, from whatever
+    goes on only where they are the same. `data.cache_dir` is what `gnmr diagnose` looks for the tokenizer in, from whatever
     folder, besides GNMR_CACHE, which is not told: it is told as seen from the run's `folder`.
     """
     tree = to_dict(config)

@@ -81,7 +81,7 @@ def run(
         raise UserError("the model does not fit into memory: use a smaller model.* or scale") from error
     if config.scores.tasks and not world.from_first(lambda: (folder / "DONE").exists()):
         if scorer is None:
-            raise ValueError("scores.tasks: run() needs a scorer; gnmr.lab.evaluation has RunScorer")
+            raise ValueError("scores.tasks: run() needs a scorer; gnmr.lab.evaluation.scores has RunScorer")
         with world.agreed():
             scorer.check(parts)
     with ExitStack() as stack:

@@ -1,0 +1,105 @@
+"""The one forward and backward pass of an audit, which leaves no trace in the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gnmr.doctor.diagnose import Progress
+from gnmr.doctor.guards import as_it_was, refuse_constant, refuse_not_finite
+from gnmr.doctor.in_force import Operator
+from gnmr.doctor.operands import Measured, watching
+from gnmr.errors import require
+from gnmr.precision import PathLinear
+from gnmr.precision.reads import is_sharded
+from gnmr.precision.shared import SharedState
+
+
+def met_not_finite(found: Mapping[tuple[str, str, str], Measured]) -> bool:
+    return any(cause.kind == "not finite" for one in found.values() for cause in one.causes)
+
+
+def measured_pass(
+    model: nn.Module,
+    operators: Sequence[Operator],
+    loss_of_batch: Callable[[Any], Tensor],
+    batch: Any,
+    progress: Progress | None,
+) -> tuple[dict[tuple[str, str, str], Measured], set[str], set[str]]:
+    """(what was measured, the operators that ran, those whose weight has a gradient) in one forward and backward
+    pass."""
+    meta = any(parameter.is_meta for parameter in model.parameters())
+    require(not meta, "model", type(model).__name__, "has parameters on the meta device; audit it with its weights")
+    sharded = any(is_sharded(parameter) for parameter in model.parameters())
+    right = "has sharded parameters (DTensor); audit it in one process, before it is sharded"
+    require(not sharded, "model", type(model).__name__, right)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    read: set[int] = set()
+    passes = 2 * len(operators)
+    tell = None if progress is None else lambda done: progress(min(done, passes), passes)
+    with as_it_was(model), _quiet(operators), watching(operators, tell) as watch:
+        torch.manual_seed(0)
+        loss = loss_of_batch(batch)
+        right = "must be one number with a gradient; has the batch its targets?"
+        one = isinstance(loss, Tensor) and loss.numel() == 1
+        said = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        require(one, "loss_of_batch", said, right)
+        require(loss.requires_grad or not trained, "loss_of_batch", "a tensor without gradient", right)
+        require(watch.ran, "loss_of_batch", "...", "its loss does not run the linears of this model")
+        if not met_not_finite(watch.found):
+            refuse_not_finite(float(loss.detach()), "loss_of_batch", model)
+        if trained:
+            gradients = _backward(loss.reshape(()), trained)
+            refuse_constant(loss, trained, gradients, "loss_of_batch", "what is trained")
+            read = {id(one) for one, gradient in zip(trained, gradients, strict=True) if gradient is not None}
+    return watch.found, watch.ran, {o.name for o in operators if id(o.module.weight) in read}
+
+
+def _backward(loss: Tensor, trained: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """The gradients of a backward pass that leaves none. ValueError where activation checkpointing allows none."""
+    try:
+        return torch.autograd.grad(loss, trained, allow_unused=True)
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+        raise ValueError(
+            "model: its activation checkpointing is reentrant; use use_reentrant=False, or none"
+        ) from error
+
+
+@contextmanager
+def _quiet(operators: Sequence[Operator]) -> Iterator[None]:
+    """Inside, passes of converted operators leave no trace in delayed scales, probes and generators."""
+    own = [operator.module for operator in operators if isinstance(operator.module, PathLinear)]
+    shared: dict[int, SharedState] = {id(module.shared): module.shared for module in own}
+    kept = [(module, module.read, module._node) for module in own]
+    with ExitStack() as stack:
+        for state in shared.values():
+            stack.enter_context(_untouched(state))
+        try:
+            yield
+        finally:
+            for module, read, node in kept:
+                module.read, module._node = read, node
+
+
+@contextmanager
+def _untouched(state: SharedState) -> Iterator[None]:
+    effects, probe, prices = state.no_side_effects, state.probe, state.prices
+    drawn = None if state.rounding is None else state.rounding.mark()
+    replaced = None if state.amax is None else state.amax.replaced
+    state.no_side_effects, state.probe, state.prices = True, None, None
+    state.forget()
+    try:
+        yield
+    finally:
+        state.no_side_effects, state.probe, state.prices = effects, probe, prices
+        state.forget()
+        if drawn is not None and state.rounding is not None:
+            state.rounding.back_to(drawn)
+        if replaced is not None and state.amax is not None:
+            state.amax.replaced = replaced

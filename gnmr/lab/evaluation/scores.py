@@ -1,0 +1,185 @@
+"""Scores of a run's model on language tasks, by lm-eval's own class for Hugging Face models and its own tasks.
+
+The live model is scored, on its 16-bit or its low path, so that no copy is made and sharded weights stay sharded. A
+finished run is scored by lm-eval itself, on what `training.export_hf=true` leaves:
+
+    lm_eval --model hf --model_args pretrained=RUN/hf --tasks hellaswag,wikitext
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gnmr.errors import RunFailed, UserError
+from gnmr.lab.models import pretrained
+from gnmr.lab.train.build import Parts
+from gnmr.precision import Recipe
+
+THEIRS = {"gsm8k": "gsm8k", "mmlu": "mmlu", "hellaswag": "hellaswag", "wikitext2": "wikitext"}
+"""lm-eval's name of each of `gnmr.names.TASKS`."""
+FOLDERS = {"mmlu": "mmlu/default"}
+"""Where lm-eval's definition of a task lies below its tasks, if not under the task's name."""
+SHOTS = {"gsm8k": 5, "mmlu": 5}
+"""Examples in a prompt where scores.shots is null."""
+BLOCK = 2048
+"""Tokens of a block of token_perplexity, if the model's context is not shorter."""
+
+
+class RunScorer:
+    """Scores the model of a run as it is after a step, on the tasks and the path of `scores.*`."""
+
+    def check(self, parts: Parts) -> None:
+        """Raises UserError for scores that this run cannot have; the rows of the tasks are fetched from the hub."""
+        config = parts.config.scores
+        for package in ("lm_eval", "transformers"):
+            pretrained.need(package, f"scores.tasks={config.tasks}")
+        if config.path == "low" and not parts.converted.casts_forward:
+            low = parts.converted.low
+            what = f"the recipe {low.name}" if isinstance(low, Recipe) else f"precision.low={low.name}"
+            raise UserError(f"scores.path=low: {what} casts nothing in the forward pass here; use path=16bit")
+        with undisturbed():
+            _tokenizer(parts)
+            for name in config.tasks:
+                _loaded(parts, name)
+
+    def score(self, parts: Parts, step: int, say: Callable[[str], None]) -> dict[str, Any]:
+        """Return a row of `SCORE_FIELDS`. The model and the random number generators are afterwards as they were.
+
+        Raises RunFailed if there are no scores; the checkpoint of `step` is saved by then.
+        """
+        config, plan, model = parts.config.scores, parts.converted, parts.model
+        coded = any(not operator.weight.is_floating_point() for operator in plan.operators)
+        was_training, found = model.training, {}
+        model.eval()
+        try:
+            with undisturbed(), torch.no_grad(), plan.on_low_path() if config.path == "low" else plan.high_precision():
+                for name in config.tasks:
+                    say(f"scoring {name}")
+                    found[name] = _scored(parts, name)
+        except (UserError, torch.OutOfMemoryError, MemoryError) as error:
+            smaller = f"out of memory, use a smaller scores.batch_size than {config.batch_size}"
+            why = error if isinstance(error, UserError) else smaller
+            raise RunFailed(f"scores after step {step}: {why}; the same command goes on with them") from error
+        finally:
+            model.train(was_training)
+        return {"step": step, "path": "w8a16" if coded and config.path == "16bit" else config.path, "tasks": found}
+
+
+class _Live:
+    """The live model as lm-eval's class for Hugging Face models calls one."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._model: Any = parts.model
+        self._theirs = parts.config.model.checkpoint is not None
+        self.device = parts.device
+        seq_len = parts.config.training.seq_len
+        self.config = self._model.config if self._theirs else SimpleNamespace(max_position_embeddings=seq_len)
+
+    def __call__(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> Any:
+        if self._theirs:
+            return self._model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        return SimpleNamespace(logits=self._model(input_ids))
+
+    def generate(self, input_ids: Tensor, max_length: int, stopping_criteria: Any, **options: Any) -> Tensor:
+        """Return greedy answers. Our own models have no cache, and no mask: their rows must have no padding."""
+        if self._theirs:
+            options |= {"max_length": max_length, "stopping_criteria": stopping_criteria}
+            return self._model.generate(input_ids=input_ids, **options)
+        while input_ids.shape[1] < max_length:
+            token_B1 = self._model(input_ids)[:, -1:].argmax(-1)
+            input_ids = torch.cat([input_ids, token_B1], dim=1)
+            if stopping_criteria(input_ids, None).all():
+                break
+        return input_ids
+
+
+def _tokenizer(parts: Parts) -> Any:
+    if (checkpoint := parts.config.model.checkpoint) is None:
+        return pretrained.tokenizer_of(parts.corpus.tokenizer_path)
+    tokenizer = pretrained.open_tokenizer(checkpoint)
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"{checkpoint}: its tokenizer has no end-of-text token: eos_token in tokenizer_config.json")
+    return tokenizer
+
+
+def _loaded(parts: Parts, name: str) -> tuple[Any, Any]:
+    """Return lm-eval's manager of this task alone, and the task. Raises UserError if its rows cannot be read."""
+    import lm_eval.tasks
+
+    data, theirs = parts.config.scores.data, THEIRS[name]
+    try:
+        shipped = Path(lm_eval.tasks.__file__).parent / FOLDERS.get(name, theirs)
+        where = shipped if data is None else Path(data).expanduser().resolve(strict=True)
+        manager = lm_eval.tasks.TaskManager(include_path=str(where), include_defaults=False)  # all take 10 s to read
+        return manager, lm_eval.tasks.get_task_dict([theirs], manager)
+    except Exception as error:  # datasets, the hub's client, HTTP: many libraries, no common base
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        source = f"scores.data={data}" if data is not None else "the hub (check the network, HF_ENDPOINT and the proxy)"
+        raise UserError(f"scores.tasks: {name} cannot be read from {source}: {reason}") from error
+
+
+def _scored(parts: Parts, name: str) -> dict[str, Any]:
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    config, ours = parts.config.scores, parts.config.model.checkpoint is None
+    size = 1 if ours and name == "gsm8k" else config.batch_size
+    lm = HFLM(_Live(parts), backend="causal", tokenizer=_tokenizer(parts), batch_size=size)
+    manager, tasks = _loaded(parts, name)
+    shots = SHOTS.get(name, 0) if config.shots is None or name not in SHOTS else config.shots
+    few = {"num_fewshot": shots, "limit": config.limit}
+    results: Any = simple_evaluate(lm, tasks=[THEIRS[name]], task_manager=manager, log_samples=False, **few)
+    row = results.get("groups", {}).get(THEIRS[name]) or results["results"][THEIRS[name]]
+    metrics = {}
+    for key, value in row.items():  # `metric,filter` and `metric_stderr,filter`
+        metric, comma, kept_by = key.partition(",")
+        if comma and not metric.endswith("_stderr"):
+            error = row.get(f"{metric}_stderr,{kept_by}")
+            shown = metric if kept_by == "none" else key
+            metrics[shown] = {"value": float(value), "stderr": error if isinstance(error, float) else None}
+    if name == "wikitext2":
+        pages = [document["page"] for document in tasks["wikitext"].eval_docs][: config.limit]
+        metrics["token_perplexity"] = {"value": token_perplexity(lm, pages), "stderr": None}
+    items = sum(size["effective"] for size in results["n-samples"].values())
+    return {"metrics": metrics, "items": items, "shots": shots}
+
+
+def token_perplexity(lm: Any, pages: list[str]) -> float:
+    """Return the perplexity a token, as GPTQ and later work have it: blocks of the whole text, each read by itself.
+
+    The text is the rows of wikitext-2-raw-v1, which are lines, joined by two newlines. Every token of a block but its
+    first is scored.
+    """
+    lines = "\n".join(pages).removesuffix("\n").split("\n")
+    tokens = lm.tok_encode("\n\n".join(f"{line}\n" if line.strip() else "" for line in lines))
+    size = min(BLOCK, lm.max_length)
+    blocks = [tokens[i : i + size] for i in range(0, len(tokens) - size + 1, size)] or [tokens]
+    found = lm._loglikelihood_tokens([(("", ""), block[:1], block[1:]) for block in blocks])
+    means = [-value / (len(block) - 1) for block, (value, _) in zip(blocks, found, strict=True)]
+    return math.exp(min(float(np.mean(means)), 700.0))
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Restore the global random number generators, which lm-eval seeds, and keep lm-eval's log quiet."""
+    python, numpy, log = random.getstate(), np.random.get_state(), logging.getLogger("lm_eval")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+            log.setLevel(level)
