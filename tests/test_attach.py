@@ -21,7 +21,7 @@ def net() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
 
 
-def train(model: nn.Module, steps: int, controller: gnmr.AttachedController) -> list[list[str]]:
+def train(model: nn.Module, steps: int, controller: gnmr.Router) -> list[list[str]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     generator = torch.Generator().manual_seed(1)
     sets = []
@@ -141,7 +141,7 @@ def test_what_has_no_effect_warns() -> None:
 # ---- other signals ----
 
 
-def one_step(controller: gnmr.AttachedController, model: nn.Module, scale: float = 1.0) -> gnmr.Decision:
+def one_step(controller: gnmr.Router, model: nn.Module, scale: float = 1.0) -> gnmr.Decision:
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
     ((model(x) - x).square().mean() * scale).backward()
     decision = controller.step(grad_scale=scale)

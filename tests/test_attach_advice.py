@@ -28,7 +28,7 @@ def loss_of(model: nn.Module, seed: int = 1) -> Tensor:
     return (model(x) - x).square().mean()
 
 
-def attached(model: nn.Module, **how: Any) -> gnmr.AttachedController:
+def attached(model: nn.Module, **how: Any) -> gnmr.Router:
     return gnmr.attach(model, **{"targets": ["?"], "max_o": 2} | how)
 
 
@@ -150,7 +150,7 @@ def test_a_detached_controller_says_so() -> None:
     controller.detach()
     loss_of(model).backward()
     plan, names = controller.plan, controller.names
-    assert repr(controller) == f"<AttachedController of {len(names)} units, detached; step 0>"
+    assert repr(controller) == f"<Router of {len(names)} units, detached; step 0>"
     uses = (
         controller.step,
         controller.micro_step,

@@ -39,7 +39,7 @@ def own_loop() -> Seen:
     """Runs the example's `main` on the real `gnmr.attach`, noting the formats in force before each decision."""
     seen, attach = Seen(), gnmr.attach
 
-    def noting(model: nn.Module, **options: Any) -> gnmr.AttachedController:
+    def noting(model: nn.Module, **options: Any) -> gnmr.Router:
         controller = attach(model, **options)
         seen.model, seen.options = model, options
         step = controller.step

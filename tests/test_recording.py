@@ -28,7 +28,7 @@ def net() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
 
 
-def loop(folder: Path, steps: int = 6, finish: bool = True, seed: int = 0, **how) -> gnmr.AttachedController:
+def loop(folder: Path, steps: int = 6, finish: bool = True, seed: int = 0, **how) -> gnmr.Router:
     """A few steps, each with its loss, an evaluation behind the last one."""
     model = net()
     how = {"low": "int4", "recovery": "int8", "max_o": 2, "alpha": 1.05, "beta": 1.05, "targets": ["?"]} | how

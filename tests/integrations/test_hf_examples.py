@@ -55,7 +55,7 @@ def test_the_same_as_by_hand(name: str, monkeypatch: pytest.MonkeyPatch, capsys:
     attach = gnmr.attach
 
     @functools.wraps(attach)
-    def noting(model: nn.Module, **options: Any) -> gnmr.AttachedController:
+    def noting(model: nn.Module, **options: Any) -> gnmr.Router:
         seen.update(start=copy.deepcopy(model), options=options, model=model)
         model.register_forward_pre_hook(
             lambda _m, _args, kwargs: seen["batches"].append(kwargs["input_ids"].clone()), with_kwargs=True

@@ -24,7 +24,7 @@ from gnmr.lab.paper import false_triggers, recovery_gaps, theory
 from gnmr.lab.paper.false_triggers import ALPHAS, HISTORIES, gamma, lognormal
 from gnmr.lab.paper.recovery_gaps import ESTIMATE, NORM
 from gnmr.lab.paper.theory_tables import TableFigure
-from gnmr.lab.train.step import loss_of
+from gnmr.lab.train.loss import loss_of
 from gnmr.precision import ConvertedModel, PathSpec, convert
 
 MAX_O = 3

@@ -13,7 +13,8 @@ from torch import Tensor
 from gnmr.control.evidence import EVIDENCE
 from gnmr.control.signals import SIGNALS
 from gnmr.lab.train.build import Parts, train_step
-from gnmr.lab.train.step import StepResult, TrainStep, loss_of
+from gnmr.lab.train.loss import loss_of
+from gnmr.lab.train.step import StepResult, TrainStep
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
 
 LR = 1e-2

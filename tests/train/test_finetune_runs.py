@@ -16,7 +16,8 @@ from gnmr.errors import UserError
 from gnmr.lab.data.batch import Batch
 from gnmr.lab.models.pretrained import load
 from gnmr.lab.train.build import Parts, assemble, training_blocks, validation
-from gnmr.lab.train.step import TrainStep, evaluate, loss_of, num_targets
+from gnmr.lab.train.loss import evaluate, loss_of, num_targets
+from gnmr.lab.train.step import TrainStep
 from gnmr.records.reader import read_json, read_jsonl
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from gnmr.errors import UserError
 from gnmr.lab.train.build import Parts, train_step
-from gnmr.lab.train.step import TrainStep, loss_of
+from gnmr.lab.train.loss import loss_of
+from gnmr.lab.train.step import TrainStep
 from gnmr.records.reader import read_jsonl, read_ratios
 
 LR = 1e-3

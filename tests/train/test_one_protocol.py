@@ -10,7 +10,7 @@ import torch
 
 import gnmr
 from gnmr.lab.train.build import train_step
-from gnmr.lab.train.step import loss_of
+from gnmr.lab.train.loss import loss_of
 
 STEPS, ACCUMULATION = 8, 2
 LR = 0.02

@@ -14,7 +14,8 @@ from gnmr.control import evidence, policy
 from gnmr.control.signals import history
 from gnmr.lab.train.build import train_step
 from gnmr.lab.train.optim import learning_rate
-from gnmr.lab.train.step import TrainStep, evaluate, loss_of
+from gnmr.lab.train.loss import evaluate, loss_of
+from gnmr.lab.train.step import TrainStep
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
 
 LR = 1e-3

@@ -29,7 +29,7 @@ from gnmr.lab.bench.setting import Setting
 from gnmr.lab.data.batch import Batch
 from gnmr.lab.paper.theory_tables import in_table
 from gnmr.lab.train.build import assemble, train_step, training_blocks
-from gnmr.lab.train.step import loss_of, objective_of
+from gnmr.lab.train.loss import loss_of, objective_of
 from gnmr.precision import ConvertedModel, Recipe
 
 SITES = ("saved", "forward")

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gnmr.attachment import AttachedController, costs_of, norms_of, units_of
+from gnmr.attachment import Router, costs_of, norms_of, units_of
 from gnmr.attachment.blame import Levels
+from gnmr.control import Controller
 from gnmr.control.evidence import PATH_EVIDENCE
 from gnmr.distributed.compressed import GreedyLore
 from gnmr.distributed.powersgd import PowerSgd
@@ -36,7 +37,7 @@ from gnmr.lab.faults.schedule import FaultSchedule
 from gnmr.lab.models import pretrained
 from gnmr.lab.train.base import Base, open_base
 from gnmr.lab.train.checkpoint import Stateful
-from gnmr.lab.train.compression import CompressedController, build_compression
+from gnmr.lab.train.compression import build_compression, compressed_router
 from gnmr.lab.train.draws import Draws
 from gnmr.lab.train.memory_bound import refuse_run
 from gnmr.lab.train.optim import build_optimizer, learning_rate
@@ -61,7 +62,7 @@ class Parts:
     device: torch.device
     model: nn.Module
     converted: ConvertedModel
-    controller: AttachedController
+    controller: Router
     optimizer: torch.optim.Optimizer
     transform: Transform | None = None
     stress: list[Stress] = field(default_factory=list)
@@ -175,7 +176,7 @@ def _routed(
     torch.device,
     nn.Module,
     ConvertedModel,
-    AttachedController,
+    Router,
     list[Stress],
     FaultSchedule | None,
     GreedyLore | PowerSgd | None,
@@ -268,10 +269,10 @@ def _controller(
     plan: ConvertedModel,
     ranks: Ranks | None = None,
     compressed: GreedyLore | PowerSgd | None = None,
-) -> AttachedController:
+) -> Router:
     """The controller of the config. UserError where it does not fit this run or its evidence is not available."""
     if isinstance(compressed, GreedyLore):
-        return CompressedController.of(compressed, plan, model, config, ranks)
+        return compressed_router(compressed, plan, model, config, ranks)
     training, record, observe = config.training, config.records.evidence, config.controller.observe
     if training.activation_checkpointing and plan.shared.engine is not None and plan.shared.engine.delayed:
         raise UserError(
@@ -284,14 +285,14 @@ def _controller(
         units = units_of(plan, model, observe, costs)
         norms = norms_of(model, units, observe)
         steps, seed = training.steps, training.seed
-        controller = AttachedController(
+        controller = Controller(
             units, spec, steps=steps, seed=seed, record=record, norms=norms, whole_cost=1.0, pinned=pinned, ranks=ranks
         )
     _check_evidence(config, controller.needs, plan, model)
-    controller.attach_converted(plan, model, config.precision.probe_tokens, config.precision.price_tokens)
+    router = Router(plan, controller, model, config.precision.probe_tokens, config.precision.price_tokens)
     with told_as("records.monitor: "):
-        monitored(model, controller, config.records.monitor)
-    return controller
+        monitored(model, router, config.records.monitor)
+    return router
 
 
 def open_data(config: Config, say: Callable[[str], None], base: Base | None = None) -> TokenCorpus:
@@ -472,7 +473,7 @@ def build_faults(config: Config, plan: ConvertedModel) -> FaultSchedule | None:
 
 def train_step(
     parts: Parts,
-    controller: AttachedController | None = None,
+    controller: Router | None = None,
     levels: Levels | None = None,
     stop: Sequence[int] = (),
 ) -> TrainStep:
@@ -517,21 +518,12 @@ def _check_evidence(config: Config, needs: tuple[str, ...], plan: ConvertedModel
 
     if plan.shared.engine is not None and (measured := [name for name in needs if name in PATH_EVIDENCE]):
         raise UserError(f"{key(*measured)}: {', '.join(measured)}: {UNREADABLE}")
-    if plan.recovery is None and (gaps := sorted({"gap_recovery", "gap_exact", "true_gap"} & set(needs))):
+    if plan.recovery is None and (gaps := sorted({"gap_recovery", "true_gap"} & set(needs))):
         raise UserError(f"{key(*gaps)}: {', '.join(gaps)} needs both paths, and precision.recovery is null")
     if plan.frozen and (measured := [name for name in needs if name in PATH_EVIDENCE]):
         raise UserError(
             f"{key(*measured)}: {', '.join(measured)} is measured where a weight gradient is made, and the converted "
             "weights are frozen"
-        )
-    if config.training.activation_checkpointing and "gap_exact" in needs:
-        raise UserError(
-            f"{key('gap_exact')}: gap_exact holds a copy of every input until backward, which "
-            "training.activation_checkpointing=true is there to avoid; use gap_low, or turn that off"
-        )
-    if "spike_share" in needs and config.optim.name != "adamw":
-        raise UserError(
-            f"{key('spike_share')}: spike_share needs Adam's second moment, optim.name={config.optim.name} has none"
         )
     if "micro_square" in needs and accumulation < 2:
         raise UserError(

@@ -131,7 +131,7 @@ def header(parts: Parts, command: str) -> dict[str, Any]:
         "units": parts.controller.names,
         "cost": [unit.extra_bytes for unit in parts.controller.units],
         "spend": [unit.cost for unit in parts.controller.units],
-        "spend_pinned": parts.controller.pinned,
+        "spend_pinned": parts.controller.controller.pinned,
         "recoverable": parts.converted.recovery is not None or config.compression.routes,
         "pinned": [
             unit.name for unit in parts.converted.units if not unit.routable and parts.converted.recovery is not None
