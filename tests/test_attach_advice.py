@@ -149,7 +149,7 @@ def test_a_detached_controller_says_so() -> None:
     controller.detach()
     controller.detach()
     loss_of(model).backward()
-    plan, names = controller.plan, controller.names
+    plan, names = controller.converted, controller.names
     assert repr(controller) == f"<Router of {len(names)} units, detached; step 0>"
     uses = (
         controller.step,
@@ -399,7 +399,7 @@ def test_options_go_to_the_spec_that_has_them() -> None:
     specs = {"paths": gnmr.PathSpec(**paths), "control": gnmr.ControlSpec(**control)}  # type: ignore[arg-type]
     for how in (specs, paths | control, {"paths": specs["paths"]} | control, paths | {"control": specs["control"]}):
         controller = gnmr.attach(net(), **how)
-        assert (controller.spec, controller.plan.low.name) == (specs["control"], "int2")
+        assert (controller.spec, controller.converted.low.name) == (specs["control"], "int2")
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def own_loop() -> Seen:
         step = controller.step
 
         def noted_step() -> Decision:
-            operators = controller.plan.operators
+            operators = controller.converted.operators
             seen.in_force.append({o.operator_name for o in operators if o.path.name == options["recovery"]})
             seen.decisions.append(step())
             return seen.decisions[-1]

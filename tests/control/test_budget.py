@@ -233,7 +233,7 @@ def test_pins_count_against_it() -> None:
         )
         net(torch.randn(4, 8)).sum().backward()
         made.step()
-        assert made.plan.spent()[0] <= budget + 1e-9
+        assert made.converted.spent()[0] <= budget + 1e-9
         return made.active
 
     share = AREAS[0] / (3 * sum(AREAS))

@@ -128,7 +128,7 @@ def test_a_state_goes_on_exactly() -> None:
         ({"up": 2.0, "down": 3.0}, "down=3.0: must lie between 1 and up=2.0"),
         ({"up": 0.5}, "up=0.5: must be 1 or more"),
         ({"pin_every": 0}, "pin_every=0"),
-        ({"evidence": "prize"}, "evidence='prize': use one of norm"),
+        ({"evidence": "prize"}, "evidence=prize: must be one of norm"),
     ],
 )
 def test_refused(options: dict, said: str) -> None:

@@ -161,8 +161,8 @@ def main(out: Path) -> None:
     seen["routed"] = [name for name, one in run.model_parts[0].named_modules() if isinstance(one, RoutedLinear)]
 
     validated: list[bool] = []
-    run._validate(lambda *_: validated.append(run.controller.plan.shared.high_precision))
-    seen["in 16 bits"] = [*validated, run.controller.plan.shared.high_precision]
+    run._validate(lambda *_: validated.append(run.controller.converted.shared.high_precision))
+    seen["in 16 bits"] = [*validated, run.controller.converted.shared.high_precision]
 
     again = configured(out / "run")
     again.gnmr.record = str(records)

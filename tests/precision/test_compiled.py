@@ -352,7 +352,7 @@ def test_a_model_of_hugging_faces_under_a_controller() -> None:
             net, low="sim_e2m1", recovery="bf16", unit="block", signal="gnmr", alpha=0.5, max_o=1, warmup_steps=0
         )
         if compiles:
-            controller.plan.compile(net.model.layers, backend="aot_eager", fullgraph=True)
+            controller.converted.compile(net.model.layers, backend="aot_eager", fullgraph=True)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         own = []
         for seed in range(4):

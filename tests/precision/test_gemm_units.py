@@ -216,7 +216,7 @@ def test_norms_are_those_of_the_operator_and_made_once(observe: str, monkeypatch
     assert by_gemm.norm.tolist() == by_operator.norm.repeat(3).tolist() and by_gemm.observed.all()
     assert counted == ([] if observe == "input_grad" else [4])
     if observe == "input_grad":
-        assert sum(len(module._forward_hooks) for module in controller.plan.operators) == 2
+        assert sum(len(module._forward_hooks) for module in controller.converted.operators) == 2
 
 
 def test_evidence_goes_to_the_gemm_that_it_is_of() -> None:
@@ -240,7 +240,7 @@ def test_the_true_gap_is_each_gemms() -> None:
         )
         x = torch.randn(32, 16, generator=torch.Generator().manual_seed(1))
         gaps.append(controller.true_gap(lambda net=net, x=x: net(x).square().mean().backward()))
-        assert not any(operator.recovered for operator in controller.plan.operators)
+        assert not any(operator.recovered for operator in controller.converted.operators)
     assert gaps[0].all() and gaps[1].tolist() == gaps[0].repeat_interleave(3).tolist()
 
 
@@ -264,7 +264,7 @@ def test_a_state_holds_the_gemms_in_recovery() -> None:
     other = made()
     other.load_state_dict(controller.state_dict())
     assert len(other.active) == 2 and other.active == controller.active
-    assert [o.recovered for o in other.plan.operators] == [o.recovered for o in controller.plan.operators]
+    assert [o.recovered for o in other.converted.operators] == [o.recovered for o in controller.converted.operators]
     with pytest.raises(ValueError, match="other units"):
         attach(model(), low="sim_e2m1", recovery="bf16", targets=["*"], max_o=1).load_state_dict(
             controller.state_dict()
@@ -365,4 +365,4 @@ def test_the_controller_leaves_pinned_gemms_where_they_are() -> None:
     )  # fmt: skip
     net(torch.randn(8, 16)).square().mean().backward()
     controller.step()
-    assert controller.active == ["2:fprop", "2:dgrad", "2:wgrad"] and controller.plan.spent()[0] == 1
+    assert controller.active == ["2:fprop", "2:dgrad", "2:wgrad"] and controller.converted.spent()[0] == 1

@@ -125,7 +125,7 @@ def test_a_unit_with_nothing_to_recover_is_watched_and_takes_no_place() -> None:
         decision = controller.step()
     assert decision.observed.all() and (decision.norm > 0).all(), "watched, the pinned one too"
     assert controller.active == ["layers.1", "layers.2", "layers.3", "head_proj"]
-    assert controller.plan.spent()[0] == 1
+    assert controller.converted.spent()[0] == 1
 
 
 def test_a_state_belongs_to_its_pins() -> None:

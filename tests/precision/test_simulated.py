@@ -870,7 +870,7 @@ def test_another_plans_state_is_refused_before_anything_is_loaded(other: dict) -
     with pytest.raises(ValueError, match=r"^the paths' state belongs to low=.* this plan has low=fp8_delayed, .*$"):
         controller.load_state_dict(foreign.state_dict())
     with pytest.raises(ValueError, match="the paths' state belongs to low="):
-        controller.plan.load_state_dict(foreign.plan.state_dict())
+        controller.converted.load_state_dict(foreign.plan.state_dict())
     with pytest.raises(ValueError, match="the paths' state belongs to unknown paths"):
         controller.load_state_dict({k: v for k, v in controller.state_dict().items() if k != "plan"})
     assert controller.t == 1

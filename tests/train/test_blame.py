@@ -323,7 +323,7 @@ def test_from_a_loop_of_ones_own():
     controller.step()
     model.zero_grad()
 
-    broken("1")(SimpleNamespace(plan=controller.plan, controller=controller))
+    broken("1")(SimpleNamespace(plan=controller.converted, controller=controller))
     spiked = (model(x) - y).square().mean()
     spiked.backward()
     before = [p.grad.clone() for p in model.parameters()]
@@ -333,7 +333,7 @@ def test_from_a_loop_of_ones_own():
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True))
     assert torch.equal(state, torch.get_rng_state()) and controller.t == 1 and not controller.active
     model.zero_grad()
-    for operator in controller.plan.operators:
+    for operator in controller.converted.operators:
         operator.fault = None
     (model(100 * x) - y).square().mean().backward()
     assert controller.explain(lambda: (model(100 * x) - y).square().mean(), usual=usual).cause == "data"
@@ -375,7 +375,7 @@ def test_explain_refuses_in_one_line_and_leaves_no_trace(mistake):
         controller.explain(given, **{"loss": 99.0, "usual": (1.0, 1.0), **options})
     assert "\n" not in str(error.value)
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True))
-    assert not controller.active and not any(one.recovering for one in controller.plan.operators)
+    assert not controller.active and not any(one.recovering for one in controller.converted.operators)
     model.zero_grad()
     with pytest.raises(ValueError, match="no gradients: call explain between"):
         controller.explain(run, loss=99.0, usual=(1.0, 1.0))

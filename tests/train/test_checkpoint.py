@@ -88,7 +88,7 @@ def test_everything_comes_back(assembled, checkpointer, step_of, blocks_of):
     assert torch.equal(torch.get_rng_state(), rng)
     assert other.controller.t == 4 and other.controller.active == parts.controller.active
     assert parts.controller.active
-    assert [op.recovering for op in other.plan.operators] == [op.recovering for op in parts.converted.operators]
+    assert [op.recovering for op in other.converted.operators] == [op.recovering for op in parts.converted.operators]
     follow = step_of(other)
     for block in blocks[4:]:
         a, b = step([block], 1e-2), follow([block], 1e-2)

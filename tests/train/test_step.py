@@ -140,7 +140,7 @@ def test_the_set_of_a_step_is_in_force_in_the_next(words, train, tmp_path, monke
     plain = TrainStep.__call__
 
     def call(self, *args):
-        real.append({operator.operator_name for operator in self.controller.plan.operators if operator.recovering})
+        real.append({operator.operator_name for operator in self.controller.converted.operators if operator.recovering})
         result = plain(self, *args)
         chosen.append(set(result.decision.by_risk(result.decision.active)))
         return result

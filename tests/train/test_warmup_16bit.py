@@ -227,7 +227,7 @@ def test_compiled_blocks_warm_up_in_16_bits() -> None:
         words: dict[str, Any] = {"unit": "block", "signal": "always_low", "warmup_steps": 1, "warmup_path": "16bit"}
         controller = gnmr.attach(model, low="sim_e2m1", recovery="fp8_hybrid", max_o=2, **words)
         if compiled:
-            assert controller.plan.compile(model.layers, backend="aot_eager") is None
+            assert controller.converted.compile(model.layers, backend="aot_eager") is None
         found = []
         for _ in range(2):
             x = torch.ones(4, 16).cumsum(1).requires_grad_()

@@ -51,7 +51,7 @@ def costs(ratios: Ratios) -> tuple[str, np.ndarray]:
 def thresholds(arm: Arm, run: Run) -> Thresholds:
     """Of the paper's two ratios, times the trigger, from its first step on; none of a ranking, or another signal."""
     get = run.settings.get
-    if arm.ranked or arm.signal not in ("gnmr_delta", "gnmr", "delta_gnmr"):
+    if arm.ranked or arm.signal != "gnmr_delta":
         return {}
     found: Thresholds = {}
     change = round(float(get("controller.init_frac") or 0) * float(run.planned_steps or run.last_step)) + 1
