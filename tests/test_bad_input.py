@@ -70,7 +70,7 @@ CASES = {
     "precision.pins.nosuch=[fprop,dgrad,wgrad]": "paths: pins 'nosuch': no operator has such a name; there are down_proj, ",
     "precision.low=deepseek_v3 precision.recovery=null": "paths: layers.0.self_attn.q_proj has 32 inputs: the recipe deepsee",
     "precision.low=mxfp8 precision.recovery=null": "paths: layers.0.mlp.gate_proj has 48 outputs: the recipe mxfp8 needs a m",
-    "precision.low=sim_int4 precision.recovery=null controller.signal=gap": "signal=gap: gap_recovery needs both paths, and",
+    "precision.low=sim_int4 precision.recovery=null controller.signal=recovery_gap": "signal=recovery_gap: gap_recovery needs both paths, and",
     "precision.low=bf16 precision.recovery=null faults.kind=noise": "faults: the low path is bf16: there is no quantizer",
     "recipe=fp9": "recipe=fp9: is now precision.low=... precision.recovery=...",
     "preset=6/7": "Could not find 'preset/6/7': use one of 4/8, 4/16, 6/8, 8/16, 8/16_moe, int8/16",
@@ -103,12 +103,11 @@ CASES = {
     # signals
     "controller.signal=gsnr": "controller.signal=gsnr: needs micro-batches, training.accumulation=1; use 2 or mo",
     "controller.signal=oracle precision.recovery=null": "signal=oracle: true_gap needs both paths, and paths",
-    "controller.signal=gnrm": "controller: signal 'gnrm' is not known: use one of gnmr_delta, gnmr, delta_gnmr",
+    "controller.signal=gnrm": "controller: signal 'gnrm' is not known: use one of gnmr_delta, recovery_gap, price",
     "controller.options.treshold=1": "gnmr_delta has no option 'treshold': it has alpha, beta",
     "controller.signal=mse controller.options.treshold=1": "mse has no option 'treshold': it has threshold",
-    "controller.signal=zscore controller.options.warmup=0": "warmup=0: must be a whole number of at least",
-    "controller.signal=gap precision.low=int4 precision.recovery=null": "signal=gap: gap_recovery needs both paths, and path",
-    "controller.signal=spike_share optim.name=scale": "signal=spike_share: spike_share needs Adam's second moment, opt",
+    "controller.signal=price controller.options.every=0": "every=0: must be a whole number of at least",
+    "controller.signal=recovery_gap precision.recovery=null": "signal=recovery_gap: gap_recovery needs both paths",
     "controller.signal=static_k controller.options.calibration_steps=50": "the run has only 2 steps",
     "controller.signal=": "controller.signal=: give the name, or package.module:Class",
     "controller.signal=json:JSONDecoder": "json:JSONDecoder: cannot be made of (context, **",
@@ -119,7 +118,7 @@ CASES = {
     "records.evidence=[colour]": "evidence 'colour' is not known: use one of norm, observed, micro_square, gap_low",
     "records.evidence=[norm]": "norm: recorded in every run",
     "records.evidence=[micro_square]": "records.evidence: needs micro-batches, training.accumulation=1",
-    "records.evidence=[gap_exact,mse] precision.low=int4 precision.recovery=null": "records.evidence: gap_exact needs both p",
+    "records.evidence=[gap_recovery,mse] precision.recovery=null": "records.evidence: gap_recovery needs both p",
     "records.monitor=[nothing]": "records.monitor: ['nothing']: no module outside of the units has such a name; ther",
     "records.monitor=[down_proj]": "records.monitor: ['down_proj']: no module outside of the units has such a name",
     "records.evidence=mse": "must be a list, [a,b] (key records.evidence)",
@@ -317,7 +316,7 @@ def test_one_line_and_nothing_written(words, told, gnmr, tiny_words, place, cach
     "words",
     [
         "controller.signal=gsnr",
-        "controller.signal=zscore controller.options.warmup=0",
+        "controller.signal=price controller.options.every=0",
         "controller.signal=nowhere:It",
         "records.evidence=[colour]",
         "records.monitor=[nothing]",
@@ -338,7 +337,7 @@ def test_a_plan_refuses_what_the_run_refuses(words, gnmr, tiny_words):
     [
         "experiment=deepseek_recipe precision.low=fp8_hybrid precision.recovery=null",
         "experiment=deepseek_recipe preset=4/8 precision.low=sim_e3m2",
-        "-m sweep=paper/table2 arm=gnmr_6_8 preset=4/8 controller.signal=gap training.seed=0",
+        "-m sweep=paper/table2 arm=gnmr_6_8 preset=4/8 controller.signal=recovery_gap training.seed=0",
         "-m sweep=recipe_stress training.seed=0 training.steps=600",  # its window lies that late
     ],
 )

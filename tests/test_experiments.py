@@ -77,8 +77,8 @@ def test_a_kind_of_stress(kind):
         ((), "int4_int8-gnmr"),
         (("precision.recovery=null",), "int4"),
         (("precision.low=fp8_hybrid", "precision.recovery=bf16", "controller.signal=random"), "fp8_hybrid_bf16-random"),
-        (("controller.signal=gnmr", "controller.routing=ranked"), "int4_int8-gnmr-ranked"),
-        (("controller.signal=zscore", "optim.transform.name=spam"), "int4_int8-zscore-spam"),
+        (("controller.signal=gnmr_delta", "controller.routing=ranked"), "int4_int8-gnmr-ranked"),
+        (("controller.signal=mse", "optim.transform.name=spam"), "int4_int8-mse-spam"),
         (("precision.name=mine", "controller.name=held"), "mine-held"),
         (("precision.name=mine", "arm=other"), "other"),
         (("controller.signal=module:Own",), "int4_int8-Own"),
@@ -214,15 +214,15 @@ def test_the_arms_of_act_quant_stress():
     [
         (["arm=always_low"], [["controller.hold=1", "controller.signal=always_low"]]),
         (
-            ["arm=high,ranked", "controller.signal=gap"],
+            ["arm=high,ranked", "controller.signal=recovery_gap"],
             [
-                ["controller.hold=1", "controller.signal=gap", "controller.warmup_frac=1"],
-                ["controller.hold=1", "controller.routing=ranked", "controller.signal=gap"],
+                ["controller.hold=1", "controller.signal=recovery_gap", "controller.warmup_frac=1"],
+                ["controller.hold=1", "controller.routing=ranked", "controller.signal=recovery_gap"],
             ],
         ),
         (
             ["controller.hold=2"],
-            [["controller.hold=2", "controller.routing=ranked", f"controller.signal={one}"] for one in ("gap", "mse")],
+            [["controller.hold=2", "controller.routing=ranked", f"controller.signal={one}"] for one in ("recovery_gap", "mse")],
         ),
         (["arm=null"], [["controller.hold=1", "arm=null"]]),
     ],
@@ -230,7 +230,7 @@ def test_the_arms_of_act_quant_stress():
 def test_arms_of_a_sweep(words, cells):
     """What is typed wins over an arm's words, and those over the sweep's axes."""
     arms = {
-        "ranked": "controller.routing=ranked controller.signal=gap,mse",
+        "ranked": "controller.routing=ranked controller.signal=recovery_gap,mse",
         "always_low": "controller.signal=always_low",
         "high": "controller.signal=always_high controller.warmup_frac=1",
     }

@@ -387,7 +387,7 @@ def test_a_recipe_of_ones_own() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [{}, {"signal": "price"}, {"signal": "gap"}, {"observe": "input_grad"}])
+@pytest.mark.parametrize("more", [{}, {"signal": "price"}, {"signal": "recovery_gap"}, {"observe": "input_grad"}])
 def test_in_the_midst_of_training_under_a_controller_it_changes_nothing(more: dict[str, str]) -> None:
     def trained(audits: bool) -> list[float]:
         model = net()

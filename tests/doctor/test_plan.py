@@ -280,7 +280,7 @@ def test_its_trigger_is_the_threshold_of_a_signal_of_prices_that_has_none() -> N
     plan = PinPlan(operators={"a_proj": (2, 3)}, low="int4", recovery=None, triggers={"price": 0.25})
     assert plan.threshold("price", {"every": 2}) == plan.threshold("pin_excess", {}) == {"threshold": 0.25}
     for signal, options in (
-        ("gap", {}),
+        ("recovery_gap", {}),
         (object, {}),
         ("price", {"threshold": 1.0}),
         ("pin_excess", {"evidence": "mse"}),

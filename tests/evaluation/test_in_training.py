@@ -67,7 +67,7 @@ def test_a_run_that_fails_in_scoring_goes_on_where_it_was(train, task_data, tmp_
     plain, steps, score = TrainStep.__call__, [], scoring.score
 
     def call(self, *args):
-        steps.append(self.controller.t + 1)
+        steps.append(self.router.t + 1)
         return plain(self, *args)
 
     def lost(*_args, **_named):
@@ -106,7 +106,7 @@ def test_an_interrupted_run_scores_again_what_it_had_not_saved(train, task_data,
     plain = TrainStep.__call__
 
     def call(self, *args):
-        if self.controller.t == 5:
+        if self.router.t == 5:
             raise KeyboardInterrupt
         return plain(self, *args)
 

@@ -252,7 +252,7 @@ def test_a_state_holds_the_gemms_in_recovery() -> None:
             recovery="bf16",
             targets=["*"],
             unit="gemm",
-            signal="gap",
+            signal="recovery_gap",
             routing="ranked",
             max_o=2,
         )

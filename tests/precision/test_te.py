@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gnmr import attach
-from gnmr.control.signals.gap import Gap
 from gnmr.lab.faults.faults import Fault
 from gnmr.lab.faults.schedule import FaultSchedule
 from gnmr.precision import RECIPES, PathSpec, Recipe, convert

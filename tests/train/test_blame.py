@@ -134,7 +134,7 @@ def spiky(monkeypatch) -> None:
     "words",
     [
         [
-            "controller.signal=update_norm",
+            "controller.signal=gsnr",
             "training.accumulation=2",
             "precision.rounding=stochastic",
             "optim.clip_norm=1",

@@ -52,7 +52,7 @@ def test_a_stopped_run_goes_on_to_the_last_bit(train, tmp_path: Path, lora: Word
     plain = TrainStep.__call__
 
     def call(self, *args):
-        if self.controller.t == 4:
+        if self.router.t == 4:
             raise KeyboardInterrupt
         return plain(self, *args)
 
@@ -73,7 +73,7 @@ def test_a_run_does_not_go_on_over_another_base(train, tmp_path: Path, lora: Wor
     plain = TrainStep.__call__
 
     def call(self, *args):
-        if self.controller.t == 4:
+        if self.router.t == 4:
             raise KeyboardInterrupt
         return plain(self, *args)
 

@@ -13,8 +13,8 @@ from gnmr.lab.config import Config
 from gnmr.lab.config.compose import compose
 from gnmr.lab.data.batch import Batch
 from gnmr.lab.train.build import Parts, assemble, training_blocks
-from gnmr.lab.train.memory_plan import GB, MemoryPlan, plan_run
 from gnmr.lab.train.loss import loss_of
+from gnmr.lab.train.memory_plan import GB, MemoryPlan, plan_run
 from gnmr.precision.int8_linear import Int8Linear
 
 

@@ -113,7 +113,7 @@ def test_a_nonfinite_loss_is_told_by_the_first_module(name, assembled, blocks_of
         ["precision.site=forward", "precision.rounding=stochastic", "training.accumulation=2"],
         ["optim.name=scale", "model.experts.normalized=false", "model.experts.top_k=1"],
         ["controller.signal=oracle", "precision.site=forward", "controller.routing=ranked", "precision.low=int2"],
-        ["optim.transform.name=spam", "optim.clip_norm=0.1", "records.evidence=[mse,gap_exact,spike_share]"],
+        ["optim.transform.name=spam", "optim.clip_norm=0.1", "records.evidence=[mse,gap_low]"],
         ["faults.kind=noise", "faults.windows=[[2,3]]", "faults.targets=[experts.0.*]"],
         ["model.experts.number=40", "model.outlier_channels.number=2", "model.outlier_channels.gain=16"],
     ],

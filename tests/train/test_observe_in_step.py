@@ -85,7 +85,7 @@ def test_a_run_goes_on_after_a_stop_and_replays(observe, train, gnmr, tmp_path, 
     plain = TrainStep.__call__
 
     def call(self, *args):
-        if self.controller.t == 4:
+        if self.router.t == 4:
             raise ZeroDivisionError
         return plain(self, *args)
 

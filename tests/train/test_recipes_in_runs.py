@@ -51,7 +51,7 @@ def stopped(train, folder, *words):
     plain = TrainStep.__call__
 
     def call(self, *args):
-        if self.controller.t == 4:
+        if self.router.t == 4:
             raise KeyboardInterrupt
         return plain(self, *args)
 
@@ -235,15 +235,15 @@ def test_saturation_is_recorded(train, tmp_path):
     "words",
     [
         ["model.num_layers=4", "precision.unit=block", "controller.routing=ranked"],
-        ["model.num_layers=2", "precision.unit=layer", "records.evidence=[gap_low,mse,true_gap,spike_share,update_norm]"],
+        ["model.num_layers=2", "precision.unit=layer", "records.evidence=[gap_low,mse,true_gap]"],
         ["model.num_layers=4", "precision.unit=block", "precision.low=sim_e2m1", "precision.recovery=bf16", "controller.hold=2"],
         ["model.num_layers=2", "precision.unit=block", "faults.kind=noise", "faults.windows=[[2,3]]", "controller.max_o=1"],
         ["model.num_layers=2", "precision.unit=block", "precision.low=fp8_hybrid", "precision.recovery=bf16", "controller.max_o=1",
          "faults.kind=scale_down", "faults.magnitude=8", "faults.windows=[[2,3]]"],
         ["model.num_layers=2", "precision.unit=block", "precision.low=sim_e2m1", "precision.recovery=fp8_hybrid",
-         "controller.max_o=1", "controller.signal=gap", "controller.routing=ranked", "precision.probe_tokens=3",
+         "controller.max_o=1", "controller.signal=recovery_gap", "controller.routing=ranked", "precision.probe_tokens=3",
          "training.accumulation=2",
-         "records.evidence=[gap_low,gap_recovery,gap_exact,underflow,mse,input_std]"],
+         "records.evidence=[gap_low,gap_recovery,mse,input_std]"],
         ["model.name=moe", "model.experts.number=4", "precision.unit=expert", "precision.targets=[experts.*]"],
         ["model.num_layers=4", "precision.unit=block", "model.outlier_channels.number=2", "model.outlier_channels.gain=16",
          "model.outlier_channels.window=[3,4]"],
@@ -301,7 +301,7 @@ def test_a_fault_in_a_block_shows_in_its_evidence_and_in_what_saturates(train, t
 
 
 def test_the_gap_finds_the_block_that_fails(train, tmp_path):
-    words = ["controller.signal=gap", "controller.routing=ranked", "controller.max_o=1"]
+    words = ["controller.signal=recovery_gap", "controller.routing=ranked", "controller.max_o=1"]
     stress = ["faults.kind=scale_down", "faults.magnitude=64", "faults.targets=[layers.1]", "faults.windows=[[3,3]]"]
     ratios = read_ratios(train(tmp_path / "run", *HYBRID, *words, *stress)).to_pylist()
     active = {row["step"]: row["unit"] for row in ratios if row["active"]}

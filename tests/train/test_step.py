@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 from gnmr.control import evidence, policy
 from gnmr.control.signals import history
 from gnmr.lab.train.build import train_step
-from gnmr.lab.train.optim import learning_rate
 from gnmr.lab.train.loss import evaluate, loss_of
+from gnmr.lab.train.optim import learning_rate
 from gnmr.lab.train.step import TrainStep
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
 
@@ -140,7 +140,7 @@ def test_the_set_of_a_step_is_in_force_in_the_next(words, train, tmp_path, monke
     plain = TrainStep.__call__
 
     def call(self, *args):
-        real.append({operator.operator_name for operator in self.controller.converted.operators if operator.recovering})
+        real.append({operator.operator_name for operator in self.router.converted.operators if operator.recovering})
         result = plain(self, *args)
         chosen.append(set(result.decision.by_risk(result.decision.active)))
         return result
@@ -272,7 +272,7 @@ def test_what_was_spent_is_recorded(train, tmp_path):
     always = train(tmp_path / "always", *words, "controller.signal=always_high", "controller.max_o=21")
     assert [row["spent_gemm_frac"] for row in read_jsonl(always / "steps.jsonl")] == [0, 1, 1, 1]
     assert read_json(always / "summary.json")["spent_gemm_frac"] == 0.75
-    gap = ["controller.signal=gap", "controller.routing=ranked", "controller.budget=10%", "controller.max_o=null"]
+    gap = ["controller.signal=recovery_gap", "controller.routing=ranked", "controller.budget=10%", "controller.max_o=null"]
     folder = train(tmp_path / "gap", *words, *gap)
     spent = [row["spent_gemm_frac"] for row in read_jsonl(folder / "steps.jsonl")]
     assert spent[0] == 0 and all(0.05 < share <= 0.1 for share in spent[1:])

@@ -117,8 +117,8 @@ def test_nothing_on_the_recovery_path_is_hit(kind, rounding, train, tmp_path):
 
 
 def test_units_that_are_in_recovery_in_time_are_not_hit(train, tmp_path):
-    """first_last keeps q and k on the recovery path from step 2 on; v, which reads the same tensor, stays low."""
-    words = ["controller.signal=first_last", "controller.routing=ranked", "training.dtype=float32"]
+    """The cap keeps q and k on the recovery path from step 2 on; v, which reads the same tensor, stays low."""
+    words = ["controller.signal=always_high", "controller.max_o=2", "training.dtype=float32"]
     plain = train(tmp_path / "plain", *words)
     assert all(active == (t > 1) for t in range(1, 9) for active in [_on(plain, t, "q_proj"), _on(plain, t, "k_proj")])
     spared = train(tmp_path / "spared", *words, *stress("scale_up", (2, 7), targets="q_proj,k_proj", magnitude=6))

@@ -45,7 +45,7 @@ def test_the_oracle_leaves_no_trace(train, stub, tmp_path):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("controller.signal=gap", "controller.signal=gap: gap_low, gap_recovery: of Transformer Engine's casts"),
+        ("controller.signal=recovery_gap", "controller.signal=recovery_gap: gap_low, gap_recovery: of Transformer Engine's casts"),
         (
             "records.evidence=[mse]",
             "records.evidence: mse: of Transformer Engine's casts nothing can be read; use back",
