@@ -84,7 +84,7 @@ def test_a_recipe_that_is_simulated_unasked_is_told_once(how: dict[str, Any], to
 
 
 def test_the_length_of_the_run_reaches_the_signal() -> None:
-    assert attached(net(), signal="static_k", steps=100).signal.calibration_steps == 5  # type: ignore[attr-defined]
+    assert attached(net(), signal="static_k", steps=100).controller.signal.calibration_steps == 5
 
 
 # ---- mistakes ----
@@ -97,10 +97,10 @@ def test_the_length_of_the_run_reaches_the_signal() -> None:
         ({"targets": [3]}, r"targets=\[3\]: must be a list of names"),
         ({"recovers": None}, "recovers=None: must be a list of names"),
         ({"low": ["int4"]}, r"low=\['int4'\]: must be one of"),
-        ({"seed": "x"}, "seed='x': must be a whole number"),
+        ({"seed": "x"}, "seed=x: must be a whole number"),
         ({"record": None}, "record=None: must be a list"),
         ({"options": [1]}, r"options=\[1\]: must map names"),
-        ({"trigger": "1"}, "trigger='1'"),
+        ({"trigger": "1"}, "trigger=1"),
         ({"probe_tokens": "2"}, "probe_tokens=2: must be"),
         ({"probe_tokens": 1.5}, "probe_tokens=1.5"),
         ({"record": "gap_low"}, "record='gap_low': must be a list"),

@@ -213,7 +213,7 @@ def test_records_that_a_loop_cannot_go_on_with(tmp_path, done):
 
 def test_a_copy_records_nothing(tmp_path):
     controller = loop(tmp_path / "a", steps=2, finish=False)
-    assert deepcopy(controller)._recording is None and controller._recording is not None
+    assert deepcopy(controller).recording is None and controller.recording is not None
     controller.detach()
     assert load(tmp_path / "a").status == "done"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -15,7 +16,9 @@ class Switches:
     """The units' switches, and which of them are on the recovery path."""
 
     def __init__(self, units: Sequence[Unit], spec: ControlSpec) -> None:
-        self._units, self._spec = units, spec
+        # Of the units their switches alone: parameters may be exchanged, and are then let go.
+        self._names, self._switches = [unit.name for unit in units], [unit.switch for unit in units]
+        self._spec = spec
         self.active = np.zeros(len(units), dtype=bool)
         """(U,) bool: units on the recovery path now. Never written: decisions hold the one before."""
 
@@ -30,13 +33,13 @@ class Switches:
         moved: dict[int, Event] = {}
         try:
             for index in sorted(changed, key=lambda i: bool(active[i])):
-                unit, promoted = self._units[index], bool(active[index])
-                assert unit.switch is not None
-                unit.switch(promoted)
+                switch, promoted = self._switches[index], bool(active[index])
+                assert switch is not None
+                switch(promoted)
                 self.active[index] = promoted
                 cause = self._cause(index, promoted, step, decision)
                 risk = float(decision.risk[index]) if decision is not None and decision.observed[index] else None
-                moved[index] = Event(step, unit.name, "promote" if promoted else "release", cause, risk)
+                moved[index] = Event(step, self._names[index], "promote" if promoted else "release", cause, risk)
         finally:
             events.extend(moved[index] for index in sorted(moved))
 
@@ -44,16 +47,14 @@ class Switches:
         """Put every unit on the path of a checkpoint; they are as they were if a switch raises."""
         switched = []
         try:
-            for unit, on, was in zip(self._units, active, self.active, strict=True):
-                if unit.switch is not None:
-                    switched.append((unit.switch, bool(was)))
-                    unit.switch(bool(on))
+            for switch, on, was in zip(self._switches, active, self.active, strict=True):
+                if switch is not None:
+                    switched.append((switch, bool(was)))
+                    switch(bool(on))
         except BaseException:
             for switch, was in switched:
-                try:
+                with suppress(Exception):
                     switch(was)
-                except Exception:
-                    continue
             raise
         self.active = active
 

@@ -188,7 +188,7 @@ def test_a_plan_goes_into_attach_and_back_into_diagnose(found: Diagnosis, tmp_pa
     assert pinned == plan.pins
     controller.detach()
     controller = gnmr.attach(model, plan=plan, signal="price", options={"every": 1})
-    assert controller.signal.threshold == plan.triggers["price"] > 0 and controller.signal.every == 1
+    assert controller.controller.signal.threshold == plan.triggers["price"] > 0 and controller.controller.signal.every == 1
     controller.detach()
     under = gnmr.diagnose(model, loss_by(model), batches_of(6), plan=file)
     assert under.pins == plan.pins

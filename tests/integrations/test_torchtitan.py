@@ -101,8 +101,8 @@ def test_evidence_counts_the_loss_as_torchtitan_divides_it(pair: tuple[Path, lis
     """Its loss is over the tokens of all ranks and gradients are summed: each rank's gap is a term of the whole."""
     _, (first, _) = pair
     for mine, theirs in zip(first["gap"], first["gap by hand"], strict=True):
-        assert (theirs.columns["gap"] > 0).all()
-        np.testing.assert_allclose(mine.columns["gap"], theirs.columns["gap"], rtol=1e-5)
+        assert (theirs.columns["recovery_gap"] > 0).all()
+        np.testing.assert_allclose(mine.columns["recovery_gap"], theirs.columns["recovery_gap"], rtol=1e-5)
 
 
 def test_checkpoints_that_do_not_fit_are_one_line(pair: tuple[Path, list[dict[str, Any]]]) -> None:

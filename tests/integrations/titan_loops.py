@@ -36,7 +36,7 @@ from gnmr.integrations.torchtitan_rules import ControlSection
 STEPS, SAVED, SIZE, ACCUMULATION, SEQ_LEN, LR, CLIP = 8, 4, 2, 2, 16, 5e-3, 0.5
 PATHS = {"low": "int4", "recovery": "int8"}
 CONTROL = {"max_o": 3, "alpha": 1.1, "beta": 1.05}
-GAPS = {"signal": "gap", "max_o": 3}
+GAPS = {"signal": "recovery_gap", "max_o": 3}
 
 
 class Noted(GnmrTrainer):

@@ -80,8 +80,8 @@ NORMS = np.array(
 
 def test_the_quarter_of_the_blocks_with_the_highest_mean_gnmr_stays_for_good(assembled) -> None:
     parts = assembled(*BLOCKS)
-    controller: Controller = parts.controller
-    assert controller.names == [f"layers.{i}" for i in range(4)] and controller.warmup_steps == 3
+    controller: Controller = parts.controller.controller
+    assert controller.names == [f"layers.{i}" for i in range(4)] and controller.spec.warmup_steps == 3
     for step, norms in enumerate(NORMS, start=1):
         parts.converted.begin_step(step)
         in_force = paths_of(parts)
@@ -113,8 +113,8 @@ def test_the_arm_is_the_papers_at_the_papers_scale(text_file) -> None:
     data = ["data.name=text", f"data.path={text_file}", "data.vocab_size=300", "training.seq_len=16"]
     length = ["training.batch_size=2", "training.steps=200", "training.threads=1"]
     parts = assemble(compose([*adapt, *small, *data, *length]), Path("unused"), lambda _: None)
-    assert (parts.controller.signal.calibration_steps, parts.controller.warmup_steps) == (5, 5)
-    assert (parts.controller.signal.k, len(parts.controller.units), parts.converted.warmup_steps) == (2, 8, 5)
+    assert (parts.controller.controller.signal.calibration_steps, parts.controller.spec.warmup_steps) == (5, 5)
+    assert (parts.controller.controller.signal.k, len(parts.controller.units), parts.converted.warmup_steps) == (2, 8, 5)
 
 
 def test_a_run_of_it_keeps_one_set_and_replays(train, gnmr, tmp_path) -> None:
