@@ -8,7 +8,7 @@ A loop of one's own calls it as `step`, `gnmr train` with its optimizer's step i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +23,6 @@ from gnmr.attachment.replay import Start
 from gnmr.attachment.units import units_of
 from gnmr.control import Controller, ControlSpec, Decision, Evidence, HostPacket, OutputGradients, Unit
 from gnmr.control.observed import watched
-from gnmr.control.ranks import Ranks
 from gnmr.control.signals.always import AlwaysLow
 from gnmr.names import GEMMS
 from gnmr.precision import ConvertedModel
@@ -41,9 +40,9 @@ Norms = tuple[Tensor, Tensor]
 class Router:
     """Routes the units of a converted model as its controller decides, step by step.
 
-        micro_step()         after each micro-batch's backward pass
-        step()               after the last of them, before clipping: units are switched for the next step
-        discard()            ends a step that is not to count
+        micro_step()    after each micro-batch's backward pass
+        step()          after the last of them, before clipping: units are switched for the next step
+        discard()       ends a step that is not to count
 
     A parameter of a unit that was exchanged for another one is followed from the next step on, and so is an adapter
     that was added or switched to; a module that was exchanged, and parameters that were sharded, are refused there
@@ -70,8 +69,8 @@ class Router:
         """The paths of `converted`, which is `model`, measure what the signal needs and the controller cannot."""
         self.converted, self.controller, self.model = converted, controller, model
         observe = self.spec.observe
-        outside = [] if observe == "parameters" else [module_of(name) for name in self.names]
-        around: list[nn.Module] = [watched(model, name) for name in dict.fromkeys(outside)]
+        outside = dict.fromkeys(module_of(name) for name in self.names if observe != "parameters")
+        around: list[nn.Module] = [watched(model, name) for name in outside]
         read = around if observe == "adapter" else converted.operators
         self._linked = Linked(model, [*converted.operators, *around], read, trained=observe == "adapter")
         needs = [name for name in controller.needs if name not in controller.measured.names]
@@ -100,11 +99,6 @@ class Router:
     def needs(self) -> tuple[str, ...]:
         """Evidence besides norm and observed that every step has to bring."""
         return self.controller.needs
-
-    @property
-    def ranks(self) -> Ranks | None:
-        """The processes that train this model."""
-        return self.controller.ranks
 
     @property
     def t(self) -> int:
@@ -278,7 +272,7 @@ class Router:
         """
         self._check_attached()
         with self.unmeasured():
-            return passes.true_gap(self.converted, self.model, self.units, self.ranks, backward)
+            return passes.true_gap(self.converted, self.model, self.units, self.controller.ranks, backward)
 
     def explain(
         self,
@@ -319,14 +313,11 @@ class Router:
         """Inside, passes leave nothing in the probe and in norms of outputs."""
         norms = self.controller.measured.norms
         watching = [*self._paths.meters, *([norms] if isinstance(norms, OutputGradients) else [])]
-        enabled = [one.enabled for one in watching]
-        for one in watching:
-            one.enabled = False
-        try:
+        with ExitStack() as stack:
+            for one in watching:
+                stack.callback(setattr, one, "enabled", one.enabled)
+                one.enabled = False
             yield
-        finally:
-            for one, was in zip(watching, enabled, strict=True):
-                one.enabled = was
 
     @property
     def records(self) -> bool:

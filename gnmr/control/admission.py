@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from gnmr.control.evidence import missing
 from gnmr.control.policy import Budget
-from gnmr.control.signals.signal import Signal
+from gnmr.control.signals.signal import Evidence, Signal
 from gnmr.control.spec import NO_CAP
 from gnmr.control.units import Unit
 from gnmr.errors import users_level
@@ -70,3 +72,18 @@ def budget_left(
         pins = f" beside pins, which take {pinned:.3g}" if pinned else ""
         raise ValueError(f"budget={share:g}: is too small for any unit{pins}; the cheapest takes {min(routed):.3g}")
     return Budget.of(left, [cost / every for cost in costs], device)
+
+
+def judged(signal: Signal, evidence: Evidence, step: int) -> tuple[Tensor, Sequence[Tensor]]:
+    """Return the signal's verdict. Raises ValueError if it does not have the shape that it has to have."""
+    found: Any = signal.observe(evidence, step)
+    names, shape = signal.columns, evidence["norm"].shape
+    two = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], (tuple, list))
+    tensors: list[Tensor] = [found[0], *found[1]] if two else []
+    if len(tensors) != 1 + len(names) or any(getattr(one, "shape", None) != shape for one in tensors):
+        raise ValueError(
+            f"{type(signal).__name__}.observe() must return the risk and a tuple of its columns "
+            f"({', '.join(names) or 'none'}), each a tensor of shape ({shape[0]},)"
+        )
+    risk, *columns = tensors
+    return risk, columns

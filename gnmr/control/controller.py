@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gnmr.control.admission import budget_left, check_signal, unit_names, warn_of_cap
+from gnmr.control.admission import budget_left, check_signal, judged, unit_names, warn_of_cap
 from gnmr.control.calibration import Trigger
 from gnmr.control.decision import Decision, Event, few
 from gnmr.control.evidence import EVIDENCE, PATH_EVIDENCE, PRICE_EVIDENCE, missing, without_zeros
@@ -37,15 +37,6 @@ from gnmr.control.state import check_state
 from gnmr.control.switching import Switches
 from gnmr.control.units import Unit
 from gnmr.errors import whole
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A controller before a step (`Controller.mark`)."""
-
-    t: int
-    routed: Routed
-    signal: Mapping[str, Tensor]
 
 
 class Controller:
@@ -281,16 +272,16 @@ class Controller:
         reads = getattr(self.signal, "reads", None)
         return bool(set(self.record) & {*PATH_EVIDENCE, *PRICE_EVIDENCE}) or reads is None or reads(self.t + 1)
 
-    def mark(self) -> Mark:
+    def mark(self) -> tuple[int, Routed, Mapping[str, Tensor]]:
         """Return what `observe` changes, for `undo`. Copies nothing of our signals; does not wait."""
         state = self.signal.state_dict()
         signal = state if isinstance(self.signal, SignalBase) else deepcopy(state)
-        return Mark(self.t, self._routing.now, signal)
+        return self.t, self._routing.now, signal
 
-    def undo(self, mark: Mark) -> None:
+    def undo(self, mark: tuple[int, Routed, Mapping[str, Tensor]]) -> None:
         """Take back an `observe` whose packet was not applied: the step begins again."""
-        self.t, self._routing.now = mark.t, mark.routed
-        self.signal.load_state_dict(dict(mark.signal))
+        self.t, self._routing.now, signal = mark
+        self.signal.load_state_dict(dict(signal))
 
     def promote(self, names: Iterable[str]) -> bool:
         """Put these units on the recovery path at once, between two steps, in the places of the least risky ones.
@@ -319,7 +310,7 @@ class Controller:
         self._check_evidence(evidence)
         evidence = without_zeros(evidence)
         norm, observed = evidence["norm"], evidence["observed"]
-        risk, columns = self._judged(evidence)
+        risk, columns = judged(self.signal, evidence, self.t + 1)
         if not all_finite(risk):
             risk = torch.where(risk.isnan(), torch.inf, risk)  # a risk that is no number
         self.t += 1
@@ -332,20 +323,6 @@ class Controller:
             | {f"column/{name}": values.double() for name, values in zip(self.signal.columns, columns, strict=True)}
             | {f"evidence/{name}": evidence[name].double() for name in self.record}
         )
-
-    def _judged(self, evidence: Evidence) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return the signal's verdict. Raises ValueError if it does not have the shape that it has to have."""
-        found: Any = self.signal.observe(evidence, self.t + 1)
-        names, shape = self.signal.columns, (len(self.units),)
-        two = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], (tuple, list))
-        tensors: list[Tensor] = [found[0], *found[1]] if two else []
-        if len(tensors) != 1 + len(names) or any(getattr(one, "shape", None) != shape for one in tensors):
-            raise ValueError(
-                f"{type(self.signal).__name__}.observe() must return the risk and a tuple of its columns "
-                f"({', '.join(names) or 'none'}), each a tensor of shape ({shape[0]},)"
-            )
-        risk, *columns = tensors
-        return risk, columns
 
     def apply(self, host: Mapping[str, np.ndarray]) -> Decision:
         """Switch the units as `observe` chose; `host` holds the arrays of its packet, and may hold others.

@@ -96,7 +96,7 @@ def test_a_class_a_function_and_a_signal_that_is_made() -> None:
         backward(made)
         assert controller.step().risk.shape == (3,)
     with pytest.raises(ValueError, match="made for 2 units, these are 3"):
-        Controller(made, ControlSpec(signal=GnmrSignal(Context(("a", "b"), (1.0,) * 2, torch.device("cpu"))), max_o=2))
+        Controller(made, ControlSpec(signal=GnmrSignal(Context(("a", "b"), torch.device("cpu"))), max_o=2))
     with pytest.raises(ValueError, match="options alpha: GnmrSignal is made already"):
         Controller(made, ControlSpec(signal=GnmrSignal(of), max_o=2, options={"alpha": 2.0}))
 

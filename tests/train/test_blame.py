@@ -18,7 +18,7 @@ from gnmr.attachment.blame import Levels, needed
 from gnmr.lab.faults.faults import Fault
 from gnmr.lab.faults.schedule import FaultSchedule
 from gnmr.lab.train import run as run_module
-from gnmr.lab.train.step import TrainStep
+from gnmr.lab.train import step
 from gnmr.precision.scaling import compress
 from gnmr.records.reader import read_jsonl
 
@@ -264,16 +264,16 @@ def flipped(parts):
 @pytest.mark.slow
 @pytest.mark.parametrize("cause", ["data", "precision"])
 def test_a_compiled_run_has_the_verdict_of_the_run_that_is_not_and_compiles_nothing_for_it(cause, spiking, monkeypatch):
-    plain, graphs, blamed = torch.nn.Module.compile, [], TrainStep._blame
+    plain, graphs, blamed = torch.nn.Module.compile, [], step.look_again
 
-    def count(self, *args):
+    def count(*args):
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-        found = blamed(self, *args)
+        found = blamed(*args)
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         return found
 
     monkeypatch.setattr(torch.nn.Module, "compile", lambda block: plain(block, backend="aot_eager"))
-    monkeypatch.setattr(TrainStep, "_blame", count)
+    monkeypatch.setattr(step, "look_again", count)
     words, plant = [*RECIPE, "precision.unit=block"], flipped if cause == "data" else broken(UP)
     wanted = spiking(words, plant)
     assert wanted.cause == cause
@@ -323,7 +323,7 @@ def test_from_a_loop_of_ones_own():
     controller.step()
     model.zero_grad()
 
-    broken("1")(SimpleNamespace(plan=controller.converted, controller=controller))
+    broken("1")(SimpleNamespace(converted=controller.converted, controller=controller))
     spiked = (model(x) - y).square().mean()
     spiked.backward()
     before = [p.grad.clone() for p in model.parameters()]

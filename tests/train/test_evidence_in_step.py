@@ -13,7 +13,8 @@ from gnmr.control.evidence import EVIDENCE
 from gnmr.control.signals import SIGNALS
 from gnmr.lab.train.build import Parts, train_step
 from gnmr.lab.train.loss import loss_of
-from gnmr.lab.train.step import StepResult, TrainStep
+from gnmr.lab.train.result import StepResult
+from gnmr.lab.train.step import TrainStep
 from gnmr.records.reader import read_jsonl, read_ratios
 
 LR = 1e-2
@@ -106,7 +107,7 @@ def test_micro_square_is_the_mean_of_the_micro_batches_own_squares(dtype, assemb
     step, batches = train_step(parts), list(blocks_of(parts, 8).split(2))
     for pair in (batches[:2], batches[2:]):  # in the second step nothing of the first one is left
         twin.model.load_state_dict(parts.model.state_dict())
-        for op, switched in zip(twin.plan.operators, parts.converted.operators, strict=True):
+        for op, switched in zip(twin.converted.operators, parts.converted.operators, strict=True):
             op.switch(switched.recovering)
         own = [squares(gradients(twin, [batch])) for batch in pair]
         expected = {unit: (own[0][unit] + own[1][unit]) / 2 for unit in own[0]}

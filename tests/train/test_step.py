@@ -232,12 +232,12 @@ def test_evaluation_is_on_the_16_bit_path_and_leaves_no_trace(site, assembled, b
     words = ["precision.low=int2", f"precision.site={site}", "precision.rounding=stochastic"]
     coarse, plain = assembled(*words), assembled("precision.low=bf16", "precision.recovery=null")
     blocks = blocks_of(coarse, 5)
-    generator = coarse.plan.state_dict()["rounding"]
+    generator = coarse.converted.state_dict()["rounding"]
     with torch.no_grad():
         expected = sum(float(loss_of(plain.model, part)) * len(part) for part in blocks.split(2)) / 5
-    assert evaluate(coarse.model, coarse.plan, blocks, 2) == pytest.approx(expected, rel=1e-12)
-    assert same_bits(generator, coarse.plan.state_dict()["rounding"])
-    assert coarse.model.training and not coarse.plan.shared.high_precision
+    assert evaluate(coarse.model, coarse.converted, blocks, 2) == pytest.approx(expected, rel=1e-12)
+    assert same_bits(generator, coarse.converted.state_dict()["rounding"])
+    assert coarse.model.training and not coarse.converted.shared.high_precision
     differs = step_of(coarse)([blocks], LR).loss != step_of(plain)([blocks], LR).loss
     assert differs == (site == "forward")
 

@@ -42,7 +42,8 @@ from gnmr.lab.train.draws import Draws
 from gnmr.lab.train.memory_bound import refuse_run
 from gnmr.lab.train.optim import build_optimizer, learning_rate
 from gnmr.lab.train.parallel import refuse_compression
-from gnmr.lab.train.step import TrainStep, monitored
+from gnmr.lab.train.result import monitored
+from gnmr.lab.train.step import TrainStep
 from gnmr.lab.train.transforms import Transform, build_transform
 from gnmr.precision import ConvertedModel, convert
 from gnmr.precision.conversion import operator_shapes

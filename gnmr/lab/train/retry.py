@@ -14,9 +14,10 @@ from torch import Tensor
 from gnmr.attachment.blame import Level, Verdict, explain, find_nonfinite
 from gnmr.attachment.replay import Again, Seen, Start, replaying
 from gnmr.lab.data.batch import Batch
+from gnmr.lab.train.result import Taken
 
 if TYPE_CHECKING:
-    from gnmr.lab.train.step import Taken, TrainStep
+    from gnmr.lab.train.step import TrainStep
 
 
 def looks_again(step: TrainStep, taken: Taken, levels: tuple[Level, Level]) -> bool:
