@@ -102,7 +102,7 @@ class Again:
             return float(self._forward())
 
     def seen(self, recover: Iterable[int] = (), sixteen: bool = False, compiled: bool = False) -> Seen:
-        """Return what forward and backward passes show; `compiled`: as torch.compile made them. Waits for the device."""
+        """Return what forward and backward passes show, run as compiled or eagerly. Waits for the device."""
         self.passes += 1
         with self._paths(recover, sixteen, compiled):
             return self._both()

@@ -38,7 +38,7 @@ Norms = tuple[Tensor, Tensor]
 
 
 class Router:
-    """Routes the units of a converted model as its controller decides, step by step.
+    """Routes the units of a converted model as its controller decides.
 
         micro_step()    after each micro-batch's backward pass
         step()          after the last of them, before clipping: units are switched for the next step
@@ -330,9 +330,8 @@ class Router:
         return self.recording is not None or self.recorded_elsewhere
 
     def log(self, **figures: float) -> None:
-        """Put loss, lr, tokens or val_loss beside the step that was taken last, if `attach` was given a folder to
-        record to (gnmr/attachment/record.py); of several processes the first one records. Raises ValueError for other
-        figures."""
+        """Put loss, lr, tokens or val_loss beside the last step, if `attach` was given a folder to record to; of several
+        processes the first one records. Raises ValueError for other figures."""
         self._check_attached()
         if self.recording is not None:
             self.recording.log(**figures)
