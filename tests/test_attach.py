@@ -111,13 +111,6 @@ def test_a_state_that_is_none_is_refused(state: object, told: str) -> None:
         controller.load_state_dict(state)
 
 
-def test_monitoring_alone() -> None:
-    model = net()
-    controller = gnmr.attach(model, low="int4", recovery=None, targets=["?"])
-    assert not any(train(model, 8, controller))
-    assert (controller.controller.signal.history.count == 8).all()
-
-
 def test_state_dict_holds_the_seed_of_stochastic_rounding() -> None:
     kwargs = {"rounding": "stochastic", "targets": ["?"]}
     controller = gnmr.attach(net(), seed=1, **kwargs)
@@ -181,14 +174,6 @@ def test_a_loss_scale_changes_nothing(name: str) -> None:
         np.testing.assert_allclose(decisions[1].columns[column], decisions[0].columns[column], rtol=1e-5)
 
 
-def test_a_signal_is_measured_anew_in_every_step() -> None:
-    """The same batch twice, with the same weights: the same evidence, not twice as much."""
-    model = net()
-    controller = gnmr.attach(model, max_o=2, targets=["?"], signal=SIGNALS["recovery_gap"], recovery="bf16")
-    gaps = [one_step(controller, model).columns["recovery_gap"] for _ in range(3)]
-    assert (gaps[0] > 0).all() and (gaps[1] == gaps[0]).all() and (gaps[2] == gaps[0]).all()
-
-
 class Seen(SIGNALS["gsnr"]):  # type: ignore[misc, name-defined]
     """Keeps the evidence."""
 
@@ -249,12 +234,6 @@ def test_what_the_loop_has_to_bring(name: str, lacking: str) -> None:
         one_step(controller, model)
     decision = controller.step(evidence={lacking: torch.tensor([3.0, 0.0, 2.0, 1.0], dtype=torch.float64)})
     assert decision.step == 1 and decision.columns[lacking].tolist() == [3, 0, 2, 1]
-
-
-def test_ranked_takes_max_o_in_every_step() -> None:
-    model = net()
-    controller = gnmr.attach(model, max_o=3, alpha=99, beta=99, targets=["?"], routing="ranked")
-    assert [len(units) for units in train(model, 5, controller)] == [3] * 5
 
 
 def explode(_context: Context) -> Signal:

@@ -304,16 +304,6 @@ def test_a_module_that_was_replaced_is_told(observe: str) -> None:
         controller.step()
 
 
-def test_modules_that_are_wrapped_stay_the_models() -> None:
-    """As peft and torch.compile do it."""
-    model = net()
-    controller = attached(model)
-    model[1] = nn.Sequential(model[1], nn.Identity())
-    model[2] = torch.compile(model[2], backend="eager")
-    loss_of(model).backward()
-    assert controller.step().observed.all()
-
-
 def test_weights_that_codes_take_the_place_of_are_let_go() -> None:
     model = nn.Sequential(nn.Linear(16, 16), *net().requires_grad_(False))
     old = weakref.ref(model[1].weight)
@@ -443,8 +433,3 @@ def test_a_warning_shows_the_loops_line(text: str) -> None:
     with pytest.warns(UserWarning) as seen:
         WARNS[text]()
     assert [one.filename for one in seen if text in str(one.message)] == [__file__]
-
-
-def test_under_a_command_it_shows_ours(tmp_path: Any, gnmr: Any) -> None:
-    outcome = gnmr("train", "debug=smoke", "controller.max_o=7", "model.num_layers=1", f"runs_dir={tmp_path}")
-    assert "gnmr: warning: max_o=7 caps nothing" in outcome.err and ".py" not in outcome.err

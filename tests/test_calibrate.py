@@ -88,16 +88,6 @@ def test_what_it_prints_spends_the_share(name, words, calibrated, spent):
     assert spent(*overrides, *words) == pytest.approx(share, abs=ROUNDED)
 
 
-def test_the_share_falls_as_the_trigger_rises(calibrated, spent):
-    shares = [0.02, 0.1, 0.3]
-    triggers = []
-    for share in shares:
-        ((found, overrides),) = calibrated(f"calibrate={share}", "signal=grad_norm").values()
-        assert found == pytest.approx(share, rel=0.1)
-        triggers.append(float(overrides[1].partition("=")[2]))
-    assert triggers[0] > triggers[1] > triggers[2] > 0
-
-
 def test_of_a_run(train, gnmr, tmp_path):
     """With the run's own controller and schedule: what `gnmr train` would be given for it."""
     folder = train(tmp_path / "run", "training.steps=30", "records.evidence=[mse]")
@@ -150,12 +140,6 @@ def test_the_overrides_of_a_signal_of_ones_own_are_for_train(calibrated, monkeyp
     ((_, overrides),) = calibrated(f"calibrate={WANTED}", "signal=own_signal:MedianRatio").values()
     controller = compose(overrides).controller
     assert controller.signal == "own_signal:MedianRatio" and controller.trigger != 1.0
-
-
-def test_the_overrides_hold_what_was_given(calibrated):
-    words = ["signal=recovery_gap", "options.every=2", "t_lock=2"]
-    ((_, overrides),) = calibrated(f"calibrate={WANTED}", *words).values()
-    assert {"controller.options.every=2", "controller.t_lock=2"} < {*overrides}
 
 
 def test_several_shares_of_several_signals(file, gnmr, spent):
@@ -223,20 +207,6 @@ def test_an_arm_a_point_for_a_sweep(file, gnmr, tiny_words, tmp_path, monkeypatc
         controller = OmegaConf.load(run / "config.yaml").controller
         assert (controller.max_o, name) == (6, f"int4_int8-{controller.signal}-{name[-3:]}")
         assert printed[name] == (controller.trigger if "mse" in name else controller.options.share)
-
-
-def test_values_that_differ_in_their_fifth_digit(table, gnmr, spent, tmp_path):
-    """The share that is printed is that of the number that is printed."""
-    close = {name: table[name] for name in ("step", "unit")} | {"norm": 1000 + 5 * (table["norm"] % 1)}
-    pq.write_table(pa.table(close), tmp_path / "close.parquet")
-    outcome = gnmr("replay", str(tmp_path / "close.parquet"), f"calibrate={WANTED}", "signal=grad_norm")
-    _, share, *overrides = outcome.out.split()
-    assert spent(*overrides, source=tmp_path / "close.parquet") == pytest.approx(float(share), abs=ROUNDED)
-
-
-def test_a_share_close_to_the_most_there_is_without_a_warning(file, gnmr):
-    outcome = gnmr("replay", str(file), "calibrate=0.24", "signal=random", "max_o=2")
-    assert outcome.code == 0 and "warning" not in outcome.err.lower()
 
 
 @pytest.mark.parametrize(

@@ -442,7 +442,7 @@ preset=6/8 precision.recovery=int8 | preset.colour=red | precision.targets=[noth
 precision.recipes.mine=3 | precision.recipes.mine.nosuch.input=e4m3 | precision.pins=3 | precision.pins.down_proj=[bprop]
 precision.pins.nosuch=[fprop,dgrad,wgrad] | precision.pins.down_proj=[] | precision.pins.down_proj=[fprop]
 precision.site=forward precision.rounding=stochastic training.activation_checkpointing=true
-controller.signal=gap precision.recovery=null
+controller.signal=recovery_gap precision.recovery=null
 controller.signal=../x:Y | controller.signal=x: | controller.signal=:Y | controller.signal=.:Y
 controller.signal=a..b:Y | controller.signal=json:It | controller.signal=os:system
 controller.signal=json:JSONDecoder | controller.options.nosuch=2 | controller.options.window=0
@@ -541,8 +541,8 @@ nowhere | empty_folder | plain_file | pipe.csv | device | loop.txt | @300 | @dee
 RUN max_o=much | RUN max_o=@huge | RUN t_lock=@huge | RUN t_lock=nan | sound.csv hold=-1 | sound.csv delta=nan
 sound.csv eps=-1 | sound.csv trigger=nan | sound.csv init_frac=-1 | RUN alfa=1 | RUN alpha | RUN alpha=[ | RUN alpha={
 RUN alpha=${oc.env:HOME} | RUN alpha.x=1 | RUN routing=nosuch | RUN signal=nosuch | RUN signal=../x:Y | RUN signal=x:Y
-RUN signal=: | RUN signal=os:system | RUN signal=json:JSONDecoder | RUN signal=gap | RUN signal=
-RUN options.nosuch=1 | RUN signal=gap,zscore | RUN calibrate=0 | RUN calibrate=2 | RUN calibrate=nan
+RUN signal=: | RUN signal=os:system | RUN signal=json:JSONDecoder | RUN signal=recovery_gap | RUN signal=
+RUN options.nosuch=1 | RUN signal=recovery_gap,mse | RUN calibrate=0 | RUN calibrate=2 | RUN calibrate=nan
 RUN calibrate= | RUN calibrate=0.1,much | RUN detect=0.1,0.2 | RUN detect=much | RUN calibrate=0.1 detect=0.1
 RUN calibrate=0.1 signal=nosuch,gap | RUN out= | RUN out=empty_folder | RUN out=nowhere/x | RUN out=/proc/x
 RUN out=plain_file/x | RUN out=@300 | RUN calibrate=0.1 out=plain_file | RUN calibrate=0.1 out=/proc/x

@@ -14,7 +14,7 @@ import torch
 from contexts import context
 from torch import Tensor, nn
 
-from gnmr.control import NO_CAP, Controller, ControlSpec, Decision, Evidence, GnmrSignal, HostPacket, TwoStage, Unit
+from gnmr.control import NO_CAP, Controller, ControlSpec, Decision, GnmrSignal, HostPacket, TwoStage, Unit
 
 
 class Script:
@@ -91,12 +91,6 @@ def test_a_held_set_stays_until_its_steps_are_over() -> None:
     assert sets == ["", "", "", "a", "a", "a", "a"], "the lock keeps it for one more decision"
     step(1, 1), step(1, 1), step(1, 1)
     assert step.active == ""
-
-
-def test_holding_starts_where_the_warmup_ends() -> None:
-    step = Script(2, alpha=1.5, beta=None, warmup_steps=2, hold=2)
-    sets = [(step(*norms), step.active)[1] for norms in ((1, 1), (1, 9), (9, 1), (99, 1), (1, 1), (1, 1))]
-    assert sets == ["ab", "b", "b", "a", "a", "a"]
 
 
 def test_a_nonfinite_norm_does_not_wait_for_the_held_set() -> None:
@@ -478,38 +472,6 @@ def test_observing_does_not_wait_for_the_device() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert controller.apply(packet.to_host()).norm[0] > 0
-
-
-def test_a_signal_without_thresholds_of_its_own_can_promote() -> None:
-    class Ranked:
-        columns: tuple[str, ...] = ("score",)
-        needs: tuple[str, ...] = ()
-
-        def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-            return evidence["norm"] * 2, (evidence["norm"],)
-
-        def thresholds(self, step: int) -> tuple[float | None, ...]:
-            return (None,)
-
-        def state_dict(self) -> dict[str, Tensor]:
-            return {}
-
-        def load_state_dict(self, state: dict[str, Tensor]) -> None:
-            pass
-
-    parameter = nn.Parameter(torch.zeros(1))
-    controller = Controller([Unit("a", (parameter,), lambda _on: None)], ControlSpec(signal=Ranked(), max_o=1))
-    packet = controller.observe({"norm": torch.tensor([3.0]), "observed": torch.tensor([True])})
-    decision = controller.apply(packet.to_host())
-    assert decision.norm.dtype == np.float64
-    assert [(e.event, e.cause, e.risk) for e in decision.events] == [("promote", "risk", 6.0)]
-
-
-def test_ratios_of_finite_norms_never_put_infinity_into_the_window() -> None:
-    step = Script(1, alpha=1.5, beta=1.3, delta=2)
-    step(1e-9)
-    step(1e302)
-    assert step.controller.signal.window.values.isfinite().all()
 
 
 def test_a_packet_brings_each_tensor_in_its_own_shape_and_all_its_digits() -> None:

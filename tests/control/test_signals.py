@@ -8,9 +8,9 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from gnmr.control import Context, Controller, ControlSpec, TwoStage, Unit, build_signal
+from gnmr.control import Context, TwoStage, build_signal
 from gnmr.control.signals import SignalBase
 from gnmr.control.signals.history import Cumulative, Ema
 
@@ -147,15 +147,6 @@ def test_price_is_the_geometric_mean_of_what_was_measured() -> None:
     assert all(0 < risk[2] < 1e-300 for risk, _ in risks), "0 and less have no logarithm: a rank behind all others"
 
 
-def test_a_price_that_one_batch_makes_does_not_stay() -> None:
-    signal = make("price", 2, every=1)
-    for step in range(1, 21):
-        prices = torch.tensor([1e-3 if step != 3 else 0.5, 4e-3], dtype=torch.float64)
-        evidence = {"norm": torch.ones(2).double(), "observed": torch.ones(2, dtype=torch.bool), "price": prices}
-        risk, _ = signal.observe(evidence, step)
-    assert risk[0] < risk[1]
-
-
 def test_grad_norm_compares_units_with_each_other() -> None:
     assert feed(make("grad_norm", threshold=2.0), 3.0) == ([1.5], [3.0])
     assert feed(make("grad_norm"), 0.0)[0][0] > 0, "a rank"
@@ -188,11 +179,6 @@ def chosen(signal, steps: int) -> np.ndarray:
     """(steps, units) bool: R > 1."""
     norm = (1.0,) * signal.num_units
     return np.array([feed(signal, norm)[0] for _ in range(steps)]) > 1
-
-
-def test_always() -> None:
-    assert feed(make("always_low", 2), (1.0, math.nan))[0] == [0, 0]
-    assert feed(make("always_high", 2), (1.0, 1.0))[0] == [2, 2]
 
 
 def test_random_draws_the_budget_exactly_and_every_unit_alike() -> None:
@@ -238,20 +224,3 @@ def test_static_k_takes_the_highest_average_and_never_changes() -> None:
     # GNMR of step 2: 2, 4, 1, 3; the means are then 1.5, 2.5, 1, 2, and GNMR of step 3: 1, 1, 2, 0.5.
     assert averages[2] == pytest.approx([4 / 3, 2, 4 / 3, 1.5])
     assert risks == ([0] * 4, [0] * 4, [0, 2, 0, 2], [0, 2, 0, 2])
-
-
-@pytest.mark.parametrize("share", [0.05, 0.125])
-@pytest.mark.slow
-def test_a_share_is_spent_under_hold_too(share: float) -> None:
-    """Choices count, not steps: most steps only hold what an earlier one chose."""
-    hold, steps = 5, 1000
-    names = tuple(f"layers.{i}.proj" for i in range(8))
-    units = [Unit(name, (nn.Parameter(torch.zeros(1)),), lambda _on: None) for name in names]
-    context = Context(names, CPU, max_o=2, hold=hold)
-    controller = Controller(
-        units, ControlSpec(signal=build_signal("random", {"share": share}, context), max_o=2, t_lock=1, hold=hold)
-    )
-    evidence = {"norm": torch.ones(8, dtype=torch.float64), "observed": torch.ones(8, dtype=torch.bool)}
-    active = [controller.apply(controller.observe(evidence).to_host()).active for _ in range(steps)]
-    # Each choice is kept by its lock for one more, where others do not take its place.
-    assert share <= np.mean(active) <= 2 * share + 0.01

@@ -91,7 +91,7 @@ def test_four_ranks_send_what_four_virtual_workers_send(
     than the others."""
     words = ["precision.low=bf16", "precision.recovery=null", "compression.name=greedylore", "compression.workers=4"]
     words += ["compression.rank=3", "compression.refresh_every=4", "compression.dense_steps=1"]
-    words += ["controller.signal=gap", "controller.routing=ranked", "training.accumulation=6", "training.batch_size=1"]
+    words += ["controller.signal=recovery_gap", "controller.routing=ranked", "training.accumulation=6", "training.batch_size=1"]
     configs = [tiny(f"run_dir={tmp_path / name}", *words) for name in ("one", "four")]
     for config in configs:
         object.__setattr__(config.training, "dtype", "float64")  # a run has it in tests alone

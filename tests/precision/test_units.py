@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import gnmr
 from gnmr.attachment import units_of
 from gnmr.control.norms import UnitNorms
-from gnmr.control.signals import Gap, GapExact, GradToNoise, Jacobian, Mse, Underflow
+from gnmr.control.signals import SIGNALS
 from gnmr.lab.faults.faults import Fault
 from gnmr.lab.faults.schedule import FaultSchedule
 from gnmr.precision import ConvertedModel, PathLinear, PathSpec, convert
@@ -120,7 +120,7 @@ def test_one_decision_moves_every_operator_of_a_block_and_never_more_than_max_o_
 @pytest.mark.parametrize("unit", ["operator", "block"])
 def test_every_signal_of_the_paths_errors_routes_recipes(unit: str) -> None:
     """As attached; with a stride too."""
-    for signal in (Gap, GapExact, Underflow, Mse, GradToNoise, Jacobian):
+    for signal in (SIGNALS[name] for name in ("recovery_gap", "mse", "jacobian")):
         model = Net()
         controller = gnmr.attach(
             model,

@@ -111,14 +111,6 @@ def test_rates(assembled, blocks_of, step_of, train, tmp_path):
     assert [row["tokens"] for row in rows] == [32 * t for t in range(1, 9)]
 
 
-def test_a_schedule_that_is_longer_than_the_run(tmp_path, tiny, train):
-    """The run is the beginning of the longer one; behind a schedule's end the rate stays."""
-    rows = read_jsonl(train(tmp_path / "run", "optim.schedule_steps=20", "training.steps=3") / "steps.jsonl")
-    optim = tiny().optim
-    assert [row["lr"] for row in rows] == [learning_rate(t, 20, optim) for t in (1, 2, 3)]
-    assert learning_rate(25, 20, optim) == learning_rate(20, 20, optim) == pytest.approx(0.1 * optim.lr)
-
-
 @pytest.mark.parametrize(
     "words",
     [
@@ -255,14 +247,6 @@ def test_recorded_bytes_are_those_of_the_graph_in_the_largest_micro_batch(train,
     rows = read_jsonl(folder / "steps.jsonl")
     assert [(row["saved_bytes"], row["saved_bytes_predicted"]) for row in rows] == [(90, 3)] * 2
     assert read_json(folder / "summary.json")["saved_bytes_mean"] == 90
-
-
-def test_the_bytes_of_micro_batches_of_several_sizes(assembled, step_of, blocks_of):
-    parts = assembled()
-    step, blocks = step_of(parts), blocks_of(parts, 6)
-    alone = {n: step([blocks[:n]], 1e-3).saved_bytes for n in (1, 2, 3)}
-    assert alone[1] < alone[2] < alone[3]
-    assert step([blocks[:1], blocks[1:4], blocks[4:]], 1e-3).saved_bytes == alone[3]
 
 
 @pytest.mark.slow
