@@ -275,7 +275,7 @@ def test_what_looks_into_casts_is_refused(stub: Any) -> None:
     assert plan.saturation() == {}
     plan.restore()
     with pytest.raises(ValueError, match=r"gap_low.*: of Transformer Engine's casts nothing can be read"):
-        attach(model, low="fp8_hybrid", recovery="bf16", targets=["0", "2"], backend="te", signal=RecoveryGap)
+        attach(model, low="fp8_hybrid", recovery="bf16", targets=["0", "2"], backend="te", signal="recovery_gap")
     assert type(model[0]) is nn.Linear
 
 
