@@ -101,7 +101,7 @@ def compressed_router(
 
 
 class CompressionState:
-    """GreedyLore's part of a checkpoint (`gnmr.lab.train.checkpoint.Stateful`): what each worker holds back stands under
+    """GreedyLore's part of a checkpoint (`gnmr.lab.train.checkpoint.Stateful`): what a worker holds back stands under
     its number, so that ranks save what they have and any process that plays as many workers goes on with it."""
 
     def __init__(self, compressed: GreedyLore) -> None:

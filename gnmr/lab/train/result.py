@@ -40,7 +40,7 @@ class StepResult:
     spent: tuple[float, float] | None
     """`ConvertedModel.spent` of the step; None where no path was in force (a fork's healing)."""
     saturation: dict[str, list[int]]
-    """Saturated elements, and Inf or NaN, by operand, of all operators (`ConvertedModel.saturation`); empty for formats."""
+    """Saturated elements, and Inf or NaN, by operand (`ConvertedModel.saturation`); empty for formats."""
     stop: int | None = None
     """The signal that came to one of several processes, see `TrainStep`."""
     slowest_rank: int | None = None
