@@ -330,8 +330,8 @@ class Router:
         return self.recording is not None or self.recorded_elsewhere
 
     def log(self, **figures: float) -> None:
-        """Put loss, lr, tokens or val_loss beside the last step, if `attach` was given a folder to record to; of several
-        processes the first one records. Raises ValueError for other figures."""
+        """Put loss, lr, tokens or val_loss beside the last step, if `attach` was given a folder to record to; of
+        several processes the first one records. Raises ValueError for other figures."""
         self._check_attached()
         if self.recording is not None:
             self.recording.log(**figures)
