@@ -251,7 +251,7 @@ def trained(setting: Setting, arm: Arm, seed: int) -> Course:
         y = taught(x) + NOISE * torch.randn(x.shape, generator=draws)
         loss = (student(x) - y).square().sum(dim=1).mean() / 2
         loss.backward()
-        spent = controller.plan.cost.spent()[0]
+        spent = controller.converted.cost.spent()[0]
         controller.step()
         norm = torch.stack([p.grad.double().norm() for p in parameters if p.grad is not None]).norm()
         context = StepContext(step, loss, norm, ~(loss.isfinite() & norm.isfinite()), optimizer)

@@ -88,7 +88,7 @@ def runs() -> dict[str, list[str]]:
     short = ["training.steps=3", "fork.heal=2", "fork.order=1", "training.eval_sequences=2", *SIZES[-3:]]
     fork = [
         "experiment=fork",
-        "controller.signal=gap",
+        "controller.signal=recovery_gap",
         "controller.routing=ranked",
         *short,
     ]  # of the base that is shipped

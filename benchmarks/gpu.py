@@ -267,7 +267,7 @@ def static(model: Any, batch: Tensor, low: str, **more: Any) -> Loop:
 
 def controlled(model: Any, batch: Tensor, **more: Any) -> Loop:
     controller = gnmr.attach(model, **more)
-    return Loop(model, batch, controller.plan, controller)
+    return Loop(model, batch, controller.converted, controller)
 
 
 def timed(lab: Lab, arms: Mapping[str, Loop], seconds: float) -> dict[str, np.ndarray]:

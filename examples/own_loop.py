@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
     controller = gnmr.attach(model, low="int4", recovery="int8", max_o=4, alpha=1.5, beta=1.3)  # 1: before training
-    print(controller.plan)
+    print(controller.converted)
 
     for step in range(1, steps + 1):
         loss = 0.0

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 __all__ = [
-    "AttachedController",
     "Audit",
     "Context",
     "ControlSpec",
@@ -24,6 +23,7 @@ __all__ = [
     "Diagnosis",
     "GnmrSignal",
     "PathSpec",
+    "Router",
     "TwoStage",
     "Unit",
     "__version__",
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from gnmr.attachment import AttachedController, attach
+    from gnmr.attachment import Router, attach
     from gnmr.control import Context, Controller, ControlSpec, Decision, GnmrSignal, TwoStage, Unit
     from gnmr.doctor.audit import Audit, audit
     from gnmr.doctor.diagnose import diagnose
@@ -57,7 +57,7 @@ def loader(package: str, homes: dict[str, tuple[str, ...]]) -> Callable[[str], A
 __getattr__ = loader(
     __name__,
     {
-        "attachment": ("AttachedController", "attach"),
+        "attachment": ("Router", "attach"),
         "control": ("Context", "ControlSpec", "Controller", "Decision", "GnmrSignal", "TwoStage", "Unit"),
         "doctor.audit": ("Audit", "audit"),
         "doctor.diagnose": ("diagnose",),

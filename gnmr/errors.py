@@ -156,6 +156,12 @@ def fraction(**options: object) -> None:
         require(0 <= _number(value) < 1, name, value, "must be a number, at least 0 and less than 1")
 
 
+def share(**options: object) -> None:
+    """A number above 0, at most 1."""
+    for name, value in options.items():
+        require(0 < _number(value) <= 1, name, value, "must be a share above 0, at most 1")
+
+
 def true_or_false(**options: object) -> None:
     """A truth value."""
     for name, value in options.items():

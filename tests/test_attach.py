@@ -21,7 +21,7 @@ def net() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
 
 
-def train(model: nn.Module, steps: int, controller: gnmr.AttachedController) -> list[list[str]]:
+def train(model: nn.Module, steps: int, controller: gnmr.Router) -> list[list[str]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     generator = torch.Generator().manual_seed(1)
     sets = []
@@ -57,13 +57,13 @@ def test_state_dict_carries_on() -> None:
     assert other.active == controller.active and other.t == 10
 
 
-@pytest.mark.parametrize("signal", ["gnmr_delta", "gap"])
+@pytest.mark.parametrize("signal", ["gnmr_delta", "recovery_gap"])
 def test_attach_routes_blocks(signal: str) -> None:
     """Two linears each; the paths' evidence comes by the block too."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(3)))
     how = {"max_o": 1, "targets": ["?.?"], "unit": "block", "signal": signal}
-    how |= {"routing": "ranked"} if signal == "gap" else {"alpha": 1.2, "beta": 1.2}
+    how |= {"routing": "ranked"} if signal == "recovery_gap" else {"alpha": 1.2, "beta": 1.2}
     controller = gnmr.attach(model, **how)
     assert controller.names == ["0", "1", "2"]
     sets = train(model, 12, controller)
@@ -111,19 +111,12 @@ def test_a_state_that_is_none_is_refused(state: object, told: str) -> None:
         controller.load_state_dict(state)
 
 
-def test_monitoring_alone() -> None:
-    model = net()
-    controller = gnmr.attach(model, low="int4", recovery=None, targets=["?"])
-    assert not any(train(model, 8, controller))
-    assert (controller.signal.history.count == 8).all()
-
-
 def test_state_dict_holds_the_seed_of_stochastic_rounding() -> None:
     kwargs = {"rounding": "stochastic", "targets": ["?"]}
     controller = gnmr.attach(net(), seed=1, **kwargs)
     other = gnmr.attach(net(), seed=2, **kwargs)
     other.load_state_dict(controller.state_dict())
-    assert controller.plan.shared.rounding.seed == other.plan.shared.rounding.seed == 1
+    assert controller.converted.shared.rounding.seed == other.converted.shared.rounding.seed == 1
 
 
 def test_what_has_no_effect_warns() -> None:
@@ -141,7 +134,7 @@ def test_what_has_no_effect_warns() -> None:
 # ---- other signals ----
 
 
-def one_step(controller: gnmr.AttachedController, model: nn.Module, scale: float = 1.0) -> gnmr.Decision:
+def one_step(controller: gnmr.Router, model: nn.Module, scale: float = 1.0) -> gnmr.Decision:
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
     ((model(x) - x).square().mean() * scale).backward()
     decision = controller.step(grad_scale=scale)
@@ -168,7 +161,7 @@ def test_a_signal_however_it_is_given(make: Signal | Callable[[Context], Signal]
     assert decision.active.sum() == 2
 
 
-@pytest.mark.parametrize("name", ["gap", "gap_exact", "grad_to_noise", "gnmr_delta"])
+@pytest.mark.parametrize("name", ["recovery_gap", "gnmr_delta"])
 def test_a_loss_scale_changes_nothing(name: str) -> None:
     """What is made of gradients is taken back to their own scale, squares by its square."""
     first, second = (net(), net())
@@ -179,14 +172,6 @@ def test_a_loss_scale_changes_nothing(name: str) -> None:
     for column in decisions[0].columns:
         assert (decisions[0].columns[column] > 0).all()
         np.testing.assert_allclose(decisions[1].columns[column], decisions[0].columns[column], rtol=1e-5)
-
-
-def test_a_signal_is_measured_anew_in_every_step() -> None:
-    """The same batch twice, with the same weights: the same evidence, not twice as much."""
-    model = net()
-    controller = gnmr.attach(model, max_o=2, targets=["?"], signal=SIGNALS["gap"], recovery="bf16")
-    gaps = [one_step(controller, model).columns["gap"] for _ in range(3)]
-    assert (gaps[0] > 0).all() and (gaps[1] == gaps[0]).all() and (gaps[2] == gaps[0]).all()
 
 
 class Seen(SIGNALS["gsnr"]):  # type: ignore[misc, name-defined]
@@ -202,14 +187,19 @@ def test_a_signal_that_measures_every_second_step() -> None:
     for record in ((), ("gap_low",)):
         model = net()
         controller = gnmr.attach(
-            model, max_o=2, targets=["?"], signal=partial(SIGNALS["gap"], every=2), record=record, recovery="bf16"
+            model,
+            max_o=2,
+            targets=["?"],
+            signal=partial(SIGNALS["recovery_gap"], every=2),
+            record=record,
+            recovery="bf16",
         )
         decisions = []
         for _ in range(4):
             decisions.append(one_step(controller, model))
             with torch.no_grad():
                 model[0].weight.mul_(1.5)
-        gaps = [decision.columns["gap"].tolist() for decision in decisions]
+        gaps = [decision.columns["recovery_gap"].tolist() for decision in decisions]
         assert gaps[0] == gaps[1] != gaps[2] == gaps[3] and min(gaps[0]) > 0
         if record:
             low = [decision.evidence["gap_low"].tolist() for decision in decisions]
@@ -230,13 +220,13 @@ def test_micro_batches() -> None:
         ((model(x) - x).square().mean() / 3).backward()
         controller.micro_step()
     assert controller.step().active.sum() == 2
-    assert controller.signal.micro_square.tolist() == pytest.approx(np.mean(own, axis=0), rel=1e-4)
-    assert (controller.signal.norm**2 < controller.signal.micro_square).all()
+    assert controller.controller.signal.micro_square.tolist() == pytest.approx(np.mean(own, axis=0), rel=1e-4)
+    assert (controller.controller.signal.norm**2 < controller.controller.signal.micro_square).all()
     with pytest.raises(ValueError, match=r"needs two or more micro-batches a step, 0 came: call micro_step\(\)"):
         controller.step()
 
 
-@pytest.mark.parametrize(("name", "lacking"), [("oracle", "true_gap"), ("spike_share", "spike_share")])
+@pytest.mark.parametrize(("name", "lacking"), [("oracle", "true_gap")])
 def test_what_the_loop_has_to_bring(name: str, lacking: str) -> None:
     model = net()
     controller = gnmr.attach(model, max_o=2, targets=["?"], signal=SIGNALS[name])
@@ -246,12 +236,6 @@ def test_what_the_loop_has_to_bring(name: str, lacking: str) -> None:
     assert decision.step == 1 and decision.columns[lacking].tolist() == [3, 0, 2, 1]
 
 
-def test_ranked_takes_max_o_in_every_step() -> None:
-    model = net()
-    controller = gnmr.attach(model, max_o=3, alpha=99, beta=99, targets=["?"], routing="ranked")
-    assert [len(units) for units in train(model, 5, controller)] == [3] * 5
-
-
 def explode(_context: Context) -> Signal:
     raise RuntimeError("no such file")
 
@@ -259,16 +243,15 @@ def explode(_context: Context) -> Signal:
 @pytest.mark.parametrize(
     ("wrong", "error"),
     [
-        ({"signal": SIGNALS["gap"], "recovery": None}, ValueError),
+        ({"signal": SIGNALS["recovery_gap"], "recovery": None}, ValueError),
         ({"signal": partial(SIGNALS["mse"], threshold=-1.0)}, ValueError),
-        ({"signal": SIGNALS["first_last"]}, ValueError),  # there are no layers.N here
         ({"signal": partial(SIGNALS["mse"], level=1.0)}, ValueError),
         ({"signal": explode}, RuntimeError),
         ({"signal": "colour"}, ValueError),
         ({"record": ["colour"]}, ValueError),
         ({"trigger": 0.0}, ValueError),
     ],
-    ids=["no_recovery", "value", "names", "option", "defect", "unknown", "record", "trigger"],
+    ids=["no_recovery", "value", "option", "defect", "unknown", "record", "trigger"],
 )
 def test_a_signal_that_cannot_be_leaves_the_model_as_it_was(wrong: dict, error: type[Exception]) -> None:
     model = net()

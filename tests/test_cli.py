@@ -223,7 +223,7 @@ def test_ctrl_c_before_the_first_step(gnmr, tiny_words, monkeypatch):
             ["controller.signal=random", "controller.alpha=2"],
             ["alpha=2.0 has no effect under controller.signal=random"],
         ),
-        (["controller.signal=gnmr", "controller.beta=2"], ["beta=2.0 has no effect under controller.signal=gnmr"]),
+        (["controller.signal=mse", "controller.beta=2"], ["beta=2.0 has no effect under controller.signal=mse"]),
         (
             ["controller.routing=ranked", "controller.trigger=2"],
             ["trigger=2.0 has no effect under controller.routing=ranked"],

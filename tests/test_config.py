@@ -86,10 +86,9 @@ def test_mistakes_name_the_key_in_one_line(tree: dict, line: str) -> None:
     ("controller", "unread"),
     [
         ({}, ""),
-        ({"signal": "delta_gnmr"}, "alpha alpha_init"),
         ({"signal": "module:Own"}, "alpha alpha_init beta beta_init delta eps"),
         ({"routing": "ranked"}, "t_lock trigger"),
-        ({"routing": "ranked", "signal": "gnmr", "options": {"share": 0.1}}, "beta beta_init trigger"),
+        ({"routing": "ranked", "options": {"share": 0.1}}, "trigger"),
     ],
 )
 def test_keys_that_choose_nothing(controller: dict, unread: str) -> None:

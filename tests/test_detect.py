@@ -75,8 +75,8 @@ def test_recall_precision_and_delay_by_hand(recorded, tmp_path: Path, capsys: py
 
 def test_a_ratio_to_the_units_past_finds_it_too_and_forgets(recorded, tmp_path: Path) -> None:
     out = tmp_path / "found.json"
-    assert main([str(recorded()), "detect=0.01", "signal=gnmr", "alpha=1.5", f"out={out}"]) == 0
-    assert json.loads(out.read_text())["signals"]["gnmr"]["scale_up"]["delays"] == [0]
+    assert main([str(recorded()), "detect=0.01", "signal=gnmr_delta", "alpha=1.5", f"out={out}"]) == 0
+    assert json.loads(out.read_text())["signals"]["gnmr_delta"]["scale_up"]["delays"] == [0]
 
 
 @pytest.mark.slow
@@ -86,10 +86,10 @@ def test_several_runs_add_up_and_those_without_faults_are_passed_over(recorded, 
     assert main([*runs, "detect=0.01", "signal=all", f"out={out}"]) == 0
     captured = capsys.readouterr()
     assert f"{runs[2]}: no faults, passed over" in captured.err
-    assert "signal gap needs gap_low, gap_recovery, which was not recorded" in captured.err
+    assert "signal recovery_gap needs gap_low, gap_recovery, which was not recorded" in captured.err
     signals = json.loads(out.read_text())["signals"]
     assert signals["grad_norm"]["all"]["windows"] == 4
-    assert "random" in signals and "always_low" not in signals and "first_last" not in signals
+    assert "random" in signals and "always_low" not in signals
 
 
 @pytest.mark.slow
@@ -122,5 +122,5 @@ def test_without_any_faults_it_says_so(recorded) -> None:
 
 def test_options_of_several_signals_are_refused(recorded) -> None:
     """They would be dropped without a word."""
-    with pytest.raises(UserError, match=r"options\.two_sided=true: of which signal\?"):
-        main([str(recorded()), "detect=0.01", "signal=gnmr,gap", "options.two_sided=true"])
+    with pytest.raises(UserError, match=r"options\.every=2: of which signal\?"):
+        main([str(recorded()), "detect=0.01", "signal=price,recovery_gap", "options.every=2"])

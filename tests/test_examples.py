@@ -39,13 +39,13 @@ def own_loop() -> Seen:
     """Runs the example's `main` on the real `gnmr.attach`, noting the formats in force before each decision."""
     seen, attach = Seen(), gnmr.attach
 
-    def noting(model: nn.Module, **options: Any) -> gnmr.AttachedController:
+    def noting(model: nn.Module, **options: Any) -> gnmr.Router:
         controller = attach(model, **options)
         seen.model, seen.options = model, options
         step = controller.step
 
         def noted_step() -> Decision:
-            operators = controller.plan.operators
+            operators = controller.converted.operators
             seen.in_force.append({o.operator_name for o in operators if o.path.name == options["recovery"]})
             seen.decisions.append(step())
             return seen.decisions[-1]

@@ -26,7 +26,7 @@ def net() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
 
 
-def loop(folder: Path, steps: int = 6, finish: bool = True, seed: int = 0, **how) -> gnmr.AttachedController:
+def loop(folder: Path, steps: int = 6, finish: bool = True, seed: int = 0, **how) -> gnmr.Router:
     """A few steps, each with its loss, an evaluation behind the last one."""
     model = net()
     how = {"low": "int4", "recovery": "int8", "max_o": 2, "alpha": 1.05, "beta": 1.05, "targets": ["?"]} | how
@@ -207,7 +207,7 @@ def test_records_that_a_loop_cannot_go_on_with(tmp_path, done):
 
 def test_a_copy_records_nothing(tmp_path):
     controller = loop(tmp_path / "a", steps=2, finish=False)
-    assert deepcopy(controller)._recording is None and controller._recording is not None
+    assert deepcopy(controller).recording is None and controller.recording is not None
     controller.detach()
     assert load(tmp_path / "a").status == "done"
 

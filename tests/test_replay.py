@@ -109,7 +109,7 @@ def test_shares_of_the_steps_are_those_of_the_run_even_if_it_ended_early(train, 
     plain = TrainStep.__call__
 
     def call(self, *args):
-        if self.controller.t == 8:
+        if self.router.t == 8:
             raise ZeroDivisionError
         return plain(self, *args)
 
@@ -239,11 +239,11 @@ def test_columns_of_evidence_in_a_file_feed_the_signals_that_need_them(gnmr, tmp
     """The gap of b is the larger one, though its norm is the smaller."""
     file, out = tmp_path / "norms.csv", tmp_path / "out.jsonl"
     file.write_text("step,unit,norm,gap_low,gap_recovery\n1,a,9,1,0\n1,b,1,3,0\n")
-    outcome = gnmr("replay", str(file), "signal=gap", "routing=ranked", "max_o=1", f"out={out}")
+    outcome = gnmr("replay", str(file), "signal=recovery_gap", "routing=ranked", "max_o=1", f"out={out}")
     assert outcome.code == 0, outcome.err
     assert [line["active"] for line in decisions(out)] == [["b"]]
     file.write_text("step,unit,norm,gap_low\n1,a,9,1\n1,b,1,3\n")
-    outcome = gnmr("replay", str(file), "signal=gap", "routing=ranked", "max_o=1")
+    outcome = gnmr("replay", str(file), "signal=recovery_gap", "routing=ranked", "max_o=1")
     assert outcome.code == 2 and "or give your own file a column of that name" in outcome.err
 
 

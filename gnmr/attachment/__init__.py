@@ -7,7 +7,7 @@ controller.step()          # before clipping and optimizer.step()
 """
 
 from gnmr.attachment.attaching import attach, specs_of
-from gnmr.attachment.router import AttachedController
+from gnmr.attachment.router import Router
 from gnmr.attachment.units import costs_of, norms_of, units_of
 
-__all__ = ["AttachedController", "attach", "costs_of", "norms_of", "specs_of", "units_of"]
+__all__ = ["Router", "attach", "costs_of", "norms_of", "specs_of", "units_of"]

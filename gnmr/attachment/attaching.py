@@ -8,22 +8,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from gnmr.attachment.record import Recording, plain
-from gnmr.attachment.router import AttachedController
+from gnmr.attachment.router import Router
 from gnmr.attachment.units import costs_of, norms_of, units_of
-from gnmr.control import ControlSpec, Unit
+from gnmr.control import Controller, ControlSpec, Unit
 from gnmr.control.evidence import EVIDENCE
-from gnmr.control.signals.base import fraction_of, whole
 from gnmr.distributed.reduce import Ranks
 from gnmr.distributed.world import rank
 from gnmr.doctor.plan import PATHS, PinPlan, read_plan
-from gnmr.errors import nearest, users_level
+from gnmr.errors import nearest, users_level, whole
+from gnmr.errors import share as check_share
 from gnmr.precision import ConvertedModel, PathSpec, Recipe, convert
 from gnmr.precision.conversion import operator_shapes
+
+if TYPE_CHECKING:
+    from gnmr.attachment.record import Recording
 
 
 def specs_of(
@@ -66,7 +68,7 @@ def attach(
     record: str | PathLike[str] | Sequence[str] = (),
     share: float | None = None,
     **named: Any,
-) -> AttachedController:
+) -> Router:
     """Gives the model's linears two paths and returns the controller that routes them.
 
     Args:
@@ -78,8 +80,8 @@ def attach(
         plan: plan.json of `gnmr diagnose`, or what it holds: says low, recovery, recipes, targets and pins, and the
             threshold of a signal of prices that has none.
         steps, seed: see `gnmr.control.Controller`; `seed` is that of stochastic rounding too.
-        record: a folder for the records of this loop, which `gnmr report` reads (gnmr/attachment/record.py): a new one, or
-            that of the run which goes on with the `load_state_dict` of a checkpoint; or names of evidence, see
+        record: a folder for the records of this loop, which `gnmr report` reads (gnmr/attachment/record.py): a new one,
+            or that of the run which goes on with the `load_state_dict` of a checkpoint; or names of evidence, see
             `gnmr.control.Controller`.
         share: in several processes the part of the step's loss that each one's backward pass starts from, as it stands
             in the sum of gradients; None: 1 / processes, for losses that DDP and FSDP take the mean of. 1 where
@@ -88,7 +90,7 @@ def attach(
 
     Call `controller.step()` once per optimizer step: after the backward pass of the last micro-batch, before clipping.
     Where a step is thrown away, call `controller.discard()`. ValueError for senseless values; the model is then as it
-    was. Parameters may be exchanged afterwards, modules not (`AttachedController`); the model may change its dtype, but
+    was. Parameters may be exchanged afterwards, modules not (`Router`); the model may change its dtype, but
     not its device. The operators are differentiable once: no gradient penalty (`create_graph=True`) goes through them.
     """
     # Above 60 lines with its arguments: what an error takes back stands beside what it takes back from.
@@ -101,9 +103,9 @@ def attach(
     paths, control = specs_of(paths, control, named)
     if pins is not None and (more := pins.threshold(control.signal, control.options)):
         control = replace(control, options={**control.options, **more})
-    whole(seed, "seed", 0)
+    whole(0, seed=seed)
     if share is not None:
-        fraction_of(share, "share")
+        check_share(share=share)
     _check_request(model, paths, control)
     if unread := control.unread():
         warnings.warn(
@@ -119,7 +121,7 @@ def attach(
         units = units_of(converted, model, control.observe, costs)
         _check_trained(converted, units, control)
         norms = norms_of(model, units, control.observe)
-        controller = AttachedController(
+        controller = Controller(
             units,
             control,
             steps=steps,
@@ -131,32 +133,34 @@ def attach(
             ranks=Ranks(share),
         )
         converted.warmup_steps = control.warmup_steps if control.warmup_path == "16bit" else 0
-        controller.attach_converted(converted, model, paths.probe_tokens, paths.price_tokens)
-        controller.plan_of = None if pins is None else pins.provenance.get("subject", "a model of one's own")
+        router = Router(converted, controller, model, paths.probe_tokens, paths.price_tokens)
+        router.plan_of = None if pins is None else pins.provenance.get("subject", "a model of one's own")
         converted.store(paths.weights)  # late: it cannot be undone to the bit
-        controller.follow()  # or the units would hold the 16-bit weights
+        router.follow()  # or the units would hold the 16-bit weights
         if folder is not None:
-            controller._recorded_elsewhere = rank() != 0
-            controller._recording = _recording(folder, controller, paths, seed) if rank() == 0 else None
-        controller.watch_use()
+            router.recorded_elsewhere = rank() != 0
+            router.recording = _recording(folder, router, paths, seed) if rank() == 0 else None
+        router.watch_use()
     except BaseException:
         converted.restore()
         if norms is not None:
             norms.close()
         raise
-    return controller
+    return router
 
 
-def _recording(folder: Path, controller: AttachedController, paths: PathSpec, seed: int) -> Recording:
-    """The records of this loop, with what is known of it. UserError for a folder that is not empty."""
-    plan, spec, model = controller.plan, controller.spec, controller._model
+def _recording(folder: Path, router: Router, paths: PathSpec, seed: int) -> Recording:
+    """Return the records of this loop, with what is known of it. Raises UserError if the folder is not empty."""
+    from gnmr.attachment.record import Recording, plain
+
+    converted, spec, model = router.converted, router.spec, router.model
     header = {
-        "units": controller.names,
-        "cost": [unit.extra_bytes for unit in controller.units],
-        "spend": [unit.cost for unit in controller.units],
-        "spend_pinned": controller.pinned,
-        "recoverable": plan.recovery is not None,
-        "pinned": [unit.name for unit in plan.units if not unit.routable and plan.recovery is not None],
+        "units": router.names,
+        "cost": [unit.extra_bytes for unit in router.units],
+        "spend": [unit.cost for unit in router.units],
+        "spend_pinned": router.controller.pinned,
+        "recoverable": converted.recovery is not None,
+        "pinned": [unit.name for unit in converted.units if not unit.routable and converted.recovery is not None],
         "parameters": sum(p.numel() for p in model.parameters()),
         "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
     }

@@ -20,20 +20,16 @@ precision of single operators to see the loss. Here one repetition tells data, p
 from __future__ import annotations
 
 import math
-import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from gnmr.precision import ConvertedModel
-from gnmr.precision.converted import StepMark
-from gnmr.precision.kernels.simulated import in_backward
+from gnmr.attachment.replay import FORWARD, Again, Seen, compiles
 from gnmr.precision.linear import PathLinear
 
 CAUSES = ("data", "precision", "not_reproducible")
@@ -41,8 +37,6 @@ MOST = 4.0
 """Step times that a verdict may take; where the units would take more, the smallest set that was tried is told."""
 SIGMAS = 6.0
 """Standard deviations above the mean from which a step spikes."""
-_FORWARD = 1 / 3
-"""What a forward pass is of a step."""
 SAME = 1e-3
 """Relative difference of two passes that are called equal: on GPUs sums have no fixed order."""
 
@@ -67,16 +61,6 @@ class Verdict:
         names = ", ".join(self.units[:4]) + (f" and {len(self.units) - 4} more" if len(self.units) > 4 else "")
         of = f" ({names}{'' if self.complete else '; perhaps fewer'})" if self.units else ""
         return f"step {self.step}  to blame: {self.cause.replace('_', ' ')}{of}; {self.told}"
-
-
-class Seen(NamedTuple):
-    """Numbers of a step, on the host."""
-
-    loss: float
-    norm: float
-    """Global gradient norm before clipping."""
-    units: np.ndarray | None = None
-    """(U,) float64: the units' gradient norms."""
 
 
 class Level(NamedTuple):
@@ -137,138 +121,6 @@ class Levels:
                 self.seen.popleft()
 
 
-@dataclass(frozen=True)
-class Start:
-    """The generators of random numbers where a step begins."""
-
-    cpu: Tensor
-    cuda: Tensor | None
-    plan: StepMark
-
-    @classmethod
-    def of(cls, plan: ConvertedModel, device: torch.device) -> Start:
-        """As they are now. Does not wait for the device."""
-        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return cls(torch.get_rng_state(), cuda, plan.mark())
-
-    def again(self, plan: ConvertedModel, device: torch.device) -> None:
-        """They draw what they drew."""
-        torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda, device)
-        plan.back_to(self.plan)
-
-
-class Again:
-    """The passes of one step again, under other paths. Use it within `replaying`.
-
-    `forward()` runs the step's forward passes and returns the mean loss; `both()` forward and backward passes, and
-    returns what was `Seen`, without a trace in the gradients. Compiled blocks run uncompiled, as other paths would be
-    other graphs, and a graph takes a minute.
-    """
-
-    def __init__(
-        self,
-        plan: ConvertedModel,
-        start: Start,
-        device: torch.device,
-        forward: Callable[[], Tensor],
-        both: Callable[[], Seen],
-    ) -> None:
-        self.plan, self.passes = plan, 0.0
-        self.units = [i for i, unit in enumerate(plan.units) if unit.routable]
-        self._start, self._device, self._forward, self._both = start, device, forward, both
-        self._put = {operator: operator.recovered for operator in plan.operators}
-        self._warmup = plan.shared.warmup
-
-    @property
-    def low(self) -> list[int]:
-        """The units that were not on the recovery path, by place."""
-        units = self.plan.units
-        return [
-            i for i in self.units if any((units[i].gemm or "fprop") not in self._put[o] for o in units[i].operators)
-        ]
-
-    def put_of(self, operator: PathLinear) -> frozenset[str]:
-        """The GEMMs of it that were on the recovery path."""
-        return self._put[operator]
-
-    @contextmanager
-    def _paths(self, recover: Iterable[int], sixteen: bool, compiled: bool = False) -> Iterator[None]:
-        for operator, put in self._put.items():
-            operator.put(put)
-        for i in recover:
-            self.plan.units[i].switch(True)
-        self.plan.shared.warmup = self._warmup
-        self._start.again(self.plan, self._device)
-        with self.plan.high_precision() if sixteen else nullcontext(), nullcontext() if compiled else _eager():
-            yield
-
-    @torch.no_grad()
-    def loss(self, recover: Iterable[int] = (), sixteen: bool = False) -> float:
-        """The loss with these units on the recovery path too, or in `sixteen` bits. Waits for the device."""
-        self.passes += _FORWARD
-        with self._paths(recover, sixteen):
-            return float(self._forward())
-
-    def seen(self, recover: Iterable[int] = (), sixteen: bool = False, compiled: bool = False) -> Seen:
-        """The same of forward and backward passes; `compiled`: by what torch.compile made. Waits for the device."""
-        self.passes += 1
-        with self._paths(recover, sixteen, compiled):
-            return self._both()
-
-    @contextmanager
-    def watching(self, watch: Callable[[PathLinear, Tensor, Tensor], None]) -> Iterator[None]:
-        """Inside `watch` gets operator, input and output of each forward pass."""
-        self.plan.shared.watch = watch
-        try:
-            yield
-        finally:
-            self.plan.shared.watch = None
-
-    def units_of(self, operator: PathLinear) -> list[int]:
-        """Those whose switch moves what the operator's forward pass reads."""
-        return [
-            i
-            for i in self.units
-            if operator in self.plan.units[i].operators and self.plan.units[i].gemm in (None, "fprop")
-        ]
-
-
-def _compiles() -> bool:
-    """Whether anything may have been compiled."""
-    return "torch._dynamo" in sys.modules
-
-
-@contextmanager
-def _eager() -> Iterator[None]:
-    """Inside, what was compiled runs as it was written."""
-    if not _compiles():  # importing it takes a second
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
-@contextmanager
-def replaying(
-    plan: ConvertedModel, model: nn.Module, quiet: AbstractContextManager[None], device: torch.device
-) -> Iterator[None]:
-    """Inside, passes leave no trace: in paths, faults, generators, buffers, and by `quiet` in what measures. Gradients
-    are the caller's to see to."""
-    ran = [(operator, operator.read, operator._node) for operator in plan.operators]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with quiet, plan.no_side_effects(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-        try:
-            yield
-        finally:
-            for operator, read, node in ran:
-                operator.read, operator._node = read, node
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
-
-
 def find_nonfinite(again: Again, step: int) -> Verdict:
     """What to blame for a step whose loss is not finite, by forward passes alone.
 
@@ -284,15 +136,15 @@ def find_nonfinite(again: Again, step: int) -> Verdict:
         told = f"the loss is {loss:.4g} with them on the recovery path"
         if math.isfinite(loss):
             if not chosen:
-                told = f"the loss is {loss:.4g} when the step is repeated{' without torch.compile' * _compiles()}"
+                told = f"the loss is {loss:.4g} when the step is repeated{' without torch.compile' * compiles()}"
                 return Verdict(step, "not_reproducible", passes=again.passes, told=told)
             return Verdict(step, "precision", _names(again, chosen), passes=again.passes, told=told)
         new = [i for i in dict.fromkeys(i for o in culprits for i in again.units_of(o)) if i not in chosen]
-        if not new or again.passes + _FORWARD > MOST:
+        if not new or again.passes + FORWARD > MOST:
             break
         chosen += new
     if again.low and math.isfinite(again.loss(again.low)):  # no operator's own output: an overflow behind it
-        found, complete = needed(again, again.low, lambda units: math.isfinite(again.loss(units)), _FORWARD)
+        found, complete = needed(again, again.low, lambda units: math.isfinite(again.loss(units)), FORWARD)
         told = "the loss is finite with them on the recovery path"
         return Verdict(step, "precision", _names(again, found), complete, again.passes, told)
     first = f", first in {culprits[0].operator_name}" if culprits else ""
@@ -350,7 +202,7 @@ def needed(
 
 
 def _names(again: Again, units: Iterable[int]) -> tuple[str, ...]:
-    return tuple(again.plan.units[i].name for i in sorted(units))
+    return tuple(again.converted.units[i].name for i in sorted(units))
 
 
 def explain(again: Again, seen: Seen, levels: tuple[Level, Level], step: int, same: float = SAME) -> Verdict:
@@ -365,8 +217,8 @@ def explain(again: Again, seen: Seen, levels: tuple[Level, Level], step: int, sa
         return Verdict(step, "not_reproducible", passes=again.passes, told=told)
     low = again.low
     errors: dict[PathLinear, float] = {}
-    if low and again.plan.casts_forward:
-        with _errors(again, errors):
+    if low and again.converted.casts_forward:
+        with again.errors(errors):
             better = again.seen(low)
     else:
         better = again.seen(low, sixteen=not low)
@@ -376,7 +228,7 @@ def explain(again: Again, seen: Seen, levels: tuple[Level, Level], step: int, sa
             return Verdict(step, "precision", passes=again.passes, told=told)
         units, complete = _narrowed(again, levels, repeated, better, errors)
         return Verdict(step, "precision", _names(again, units), complete, again.passes, told)
-    if low and again.plan.recovery is not None and again.plan.recovery.name != "bf16":
+    if low and again.converted.recovery is not None and again.converted.recovery.name != "bf16":
         sixteen = again.seen(sixteen=True)
         if _gone(levels, seen, sixteen):
             told = f"loss {seen.loss:.4g}, norm {seen.norm:.4g}; in 16 bits {sixteen.loss:.4g}, {sixteen.norm:.4g}, "
@@ -414,7 +266,7 @@ def _narrowed(
     units, usual = again.low, levels[0]
 
     def error(i: int) -> float:
-        unit = again.plan.units[i]
+        unit = again.converted.units[i]
         return max(errors.get(o, 0.0) for o in unit.operators) if unit.gemm in (None, "fprop") else 0.0
 
     order = sorted(units, key=lambda i: -error(i))
@@ -422,7 +274,7 @@ def _narrowed(
     above = low.loss - better.loss
     if usual.spike(low.loss) or above > usual.spread:  # forward passes tell it
         found, complete = needed(
-            again, order, lambda some: usual.removed(low.loss, again.loss(some), better.loss), _FORWARD
+            again, order, lambda some: usual.removed(low.loss, again.loss(some), better.loss), FORWARD
         )
         # One may hide another: those are told too whose low path errs as much, and far more than is usual.
         least = min(error(i) for i in found) / 2
@@ -458,35 +310,7 @@ def _by_norm(again: Again, level: Level, low: Seen, better: Seen) -> list[int]:
             not chosen or more[i] != more[chosen[-1]]
         ):
             break
-        if not chosen or again.plan.units[i].operators != again.plan.units[chosen[-1]].operators:
+        if not chosen or again.converted.units[i].operators != again.converted.units[chosen[-1]].operators:
             square -= more[i]  # GEMMs of one operator have one norm
         chosen.append(i)
     return sorted(chosen)
-
-
-@contextmanager
-def _errors(again: Again, errors: dict[PathLinear, float]) -> Iterator[None]:
-    """Inside, each forward pass of an operator in recovery is done on the low path too, without gradients: afterwards
-    `errors` are ||y_low - y||^2 / ||y||^2. Waits for the device at its end."""
-    found: list[tuple[PathLinear, Tensor]] = []
-    again.passes += _FORWARD
-
-    @torch.no_grad()
-    def watch(operator: PathLinear, input: Tensor, output: Tensor) -> None:
-        if in_backward() or output.numel() == 0:
-            return
-        put = operator.recovered
-        operator.put(again.put_of(operator))
-        try:
-            low = operator._on_path(input, operator._begin())
-        finally:
-            operator.put(put)
-        norm = torch.linalg.vector_norm(output, dtype=torch.float32)
-        found.append((operator, torch.linalg.vector_norm(low - output, dtype=torch.float32) / norm))
-
-    with again.watching(watch):
-        yield
-    shares = torch.stack([share for _, share in found]).double().square().tolist() if found else []
-    for (operator, _), share in zip(found, shares, strict=True):
-        value = share if math.isfinite(share) else math.inf
-        errors[operator] = max(errors.get(operator, 0.0), value)

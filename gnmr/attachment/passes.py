@@ -1,16 +1,16 @@
-"""Passes of an attached model beside those of its step: under either path, or the step again."""
+"""Passes of a converted model besides those of its step: under either path, or the step again."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from gnmr.attachment.blame import NO_LEVEL, Again, Level, Seen, Start, Verdict, explain, find_nonfinite, replaying
+from gnmr.attachment.blame import NO_LEVEL, Level, Verdict, explain, find_nonfinite
+from gnmr.attachment.replay import Again, Seen, Start, replaying
 from gnmr.control import Unit
 from gnmr.control.evidence import of_shards, part_of, summed
 from gnmr.control.norms import Distinct, UnitNorms, gradient_norms
@@ -18,98 +18,92 @@ from gnmr.control.ranks import Ranks
 from gnmr.precision import ConvertedModel
 
 
-@dataclass(frozen=True)
-class Passes:
-    """The passes of a model under its plan. Use it where what measures the step's own passes is off."""
-
-    plan: ConvertedModel
-    model: nn.Module
-    units: Sequence[Unit]
-    device: torch.device
-    ranks: Ranks | None = None
-    """Those that may hold parts of the parameters."""
-
-    def gap(self, backward: Callable[[], object]) -> Tensor:
-        """See `AttachedController.true_gap`."""
-        gradients: list[list[list[Tensor]]] = []
-        distinct = Distinct(unit.parameters for unit in self.units)
-        ranks = of_shards(distinct.groups, self.ranks)
-        devices = [self.device] if self.device.type == "cuda" else []
-        for recovering in (False, True):
-            # Dropout draws in each of them what the step will draw.
-            with self.plan.no_side_effects(), torch.random.fork_rng(devices):
-                for operator in self.plan.operators:
-                    operator.switch(recovering)
-                backward()
-            # Where one path leaves a parameter without gradient (an expert without tokens), the other's is the gap.
-            gradients.append(
-                [
-                    [part_of(torch.zeros_like(p) if p.grad is None else p.grad, p, ranks).float() for p in group]
-                    for group in distinct.groups
-                ]
-            )
-            self.model.zero_grad(set_to_none=True)
-        nothing = torch.zeros((), dtype=torch.float64, device=self.device)
-        gaps = torch.stack(
+def true_gap(
+    converted: ConvertedModel,
+    model: nn.Module,
+    units: Sequence[Unit],
+    ranks: Ranks | None,
+    backward: Callable[[], object],
+) -> Tensor:
+    """See `Router.true_gap`; `ranks`: those that may hold parts of the parameters."""
+    gradients: list[list[list[Tensor]]] = []
+    distinct = Distinct(unit.parameters for unit in units)
+    ranks, device = of_shards(distinct.groups, ranks), units[0].parameters[0].device
+    for recovering in (False, True):
+        # Dropout draws in each of them what the step will draw.
+        with converted.no_side_effects(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            for operator in converted.operators:
+                operator.switch(recovering)
+            backward()
+        # If one path leaves a parameter without gradient (an expert without tokens), the other's is the gap.
+        gradients.append(
             [
-                sum(((a - b).square().sum(dtype=torch.float64) for a, b in zip(low, high, strict=True)), nothing)
-                for low, high in zip(*gradients, strict=True)
+                [part_of(torch.zeros_like(p) if p.grad is None else p.grad, p, ranks).float() for p in group]
+                for group in distinct.groups
             ]
         )
-        return distinct.of_each(summed(gaps, ranks))
+        model.zero_grad(set_to_none=True)
+    nothing = torch.zeros((), dtype=torch.float64, device=device)
+    gaps = torch.stack(
+        [
+            sum(((a - b).square().sum(dtype=torch.float64) for a, b in zip(low, high, strict=True)), nothing)
+            for low, high in zip(*gradients, strict=True)
+        ]
+    )
+    return distinct.of_each(summed(gaps, ranks))
 
-    def explain(
-        self,
-        loss_of_batch: Callable[[], Tensor | Iterable[Tensor]],
-        step: int,
-        *,
-        loss: float | None,
-        usual: tuple[float, float] | None,
-        grad_scale: float,
-    ) -> Verdict:
-        """See `AttachedController.explain`; the verdict bears the number `step`."""
-        _check_explain(loss_of_batch, loss, usual, grad_scale)
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        kept = [p.grad for p in parameters]
-        norm = float(gradient_norms(parameters).square().sum().sqrt()) / grad_scale
-        distinct = Distinct(unit.parameters for unit in self.units)
-        of_units = UnitNorms(distinct.groups)
 
-        def run(backward: bool) -> Tensor:
-            total: Tensor | None = None
-            for part in _parts(loss_of_batch(), backward):
-                if backward:
-                    part.backward()
-                total = part.detach() if total is None else total + part.detach()
-            if total is None:
-                raise ValueError("loss_of_batch: gave no loss")
-            return total
+def explain_step(
+    converted: ConvertedModel,
+    model: nn.Module,
+    units: Sequence[Unit],
+    loss_of_batch: Callable[[], Tensor | Iterable[Tensor]],
+    step: int,
+    loss: float | None,
+    usual: tuple[float, float] | None,
+    grad_scale: float,
+) -> Verdict:
+    """See `Router.explain`; the verdict bears the number `step`."""
+    _check_explain(loss_of_batch, loss, usual, grad_scale)
+    device = units[0].parameters[0].device
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    kept = [p.grad for p in parameters]
+    norm = float(gradient_norms(parameters).square().sum().sqrt()) / grad_scale
+    of_units = UnitNorms([unit.parameters for unit in units])
 
-        def both() -> Seen:
-            value = float(run(True))
-            if all(parameter.grad is None for parameter in parameters):
-                raise ValueError("loss_of_batch: its backward pass reaches no parameter of the attached model")
-            units = distinct.of_each(of_units()[0]).cpu().numpy()
-            found = Seen(value, float(gradient_norms(parameters).square().sum().sqrt()), units)
-            for parameter in parameters:
-                parameter.grad = None
-            return found
+    def run(backward: bool) -> Tensor:
+        total: Tensor | None = None
+        for part in _parts(loss_of_batch(), backward):
+            if backward:
+                part.backward()
+            total = part.detach() if total is None else total + part.detach()
+        if total is None:
+            raise ValueError("loss_of_batch: gave no loss")
+        return total
 
-        start = Start.of(self.plan, self.device)
-        again = Again(self.plan, start, self.device, lambda: run(False), both)
+    def both() -> Seen:
+        value = float(run(True))
+        if all(parameter.grad is None for parameter in parameters):
+            raise ValueError("loss_of_batch: its backward pass reaches no parameter of the attached model")
+        found = Seen(value, float(gradient_norms(parameters).square().sum().sqrt()), of_units()[0].cpu().numpy())
         for parameter in parameters:
             parameter.grad = None
-        try:
-            with replaying(self.plan, self.model, nullcontext(), self.device):
-                seen = Seen(again.loss() if loss is None else loss, norm)
-                if not math.isfinite(seen.loss):
-                    return find_nonfinite(again, step)
-                if all(gradient is None for gradient in kept):
-                    raise ValueError("no gradients: call explain between the step's last backward pass and step()")
-                return explain(again, seen, _levels(seen, usual), step, same=0.25)
-        finally:
-            for parameter, gradient in zip(parameters, kept, strict=True):
-                parameter.grad = gradient
+        return found
+
+    again = Again(converted, Start.of(converted, device), lambda: run(False), both)
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        with replaying(converted, model, nullcontext(), device):
+            seen = Seen(again.loss() if loss is None else loss, norm)
+            if not math.isfinite(seen.loss):
+                return find_nonfinite(again, step)
+            if all(gradient is None for gradient in kept):
+                raise ValueError("no gradients: call explain between the step's last backward pass and step()")
+            return explain(again, seen, _levels(seen, usual), step, same=0.25)
+    finally:
+        for parameter, gradient in zip(parameters, kept, strict=True):
+            parameter.grad = gradient
 
 
 def _check_explain(

@@ -131,7 +131,7 @@ def _found(
     from dataclasses import replace
 
     from gnmr.doctor.audit import audit
-    from gnmr.lab.train.step import loss_of
+    from gnmr.lab.train.loss import loss_of
 
     with told_as(), showing("auditing", "passes of linears") as progress:
         loss = None if batch is None else lambda own: loss_of(subject.model, own)

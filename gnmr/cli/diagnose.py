@@ -147,7 +147,7 @@ def _diagnosed(
     import torch
 
     from gnmr.doctor.diagnose import diagnose
-    from gnmr.lab.train.step import loss_of
+    from gnmr.lab.train.loss import loss_of
 
     if subject.plan is not None:  # a fine-tuned run's own paths
         subject.plan.restore()

@@ -1,14 +1,24 @@
-"""The paper's controller. Imports torch and nothing else of ours, so that it runs in any training loop."""
+"""The paper's controller, for any training loop: which units run in higher precision in the next step.
 
-from gnmr.control.controller import Controller
-from gnmr.control.decision import Decision, Event
-from gnmr.control.observed import OBSERVE, OutputGradients
-from gnmr.control.packet import HostPacket
-from gnmr.control.policy import Choice, decide
-from gnmr.control.signals import Context, Evidence, GnmrSignal, Signal, build_signal
-from gnmr.control.spec import NO_CAP, ControlSpec
-from gnmr.control.thresholds import Threshold, TwoStage
-from gnmr.control.units import Unit
+It imports nothing of ours but `gnmr.errors`. The names are loaded on first use: a `ControlSpec` needs no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gnmr import loader
+
+if TYPE_CHECKING:
+    from gnmr.control.controller import Controller
+    from gnmr.control.decision import Decision, Event
+    from gnmr.control.observed import OutputGradients
+    from gnmr.control.packet import HostPacket
+    from gnmr.control.policy import Choice, decide
+    from gnmr.control.signals import Context, Evidence, GnmrSignal, Signal, build_signal
+    from gnmr.control.spec import NO_CAP, OBSERVE, ControlSpec, Rules
+    from gnmr.control.thresholds import Threshold, TwoStage
+    from gnmr.control.units import Unit
 
 __all__ = [
     "NO_CAP",
@@ -23,6 +33,7 @@ __all__ = [
     "GnmrSignal",
     "HostPacket",
     "OutputGradients",
+    "Rules",
     "Signal",
     "Threshold",
     "TwoStage",
@@ -30,3 +41,18 @@ __all__ = [
     "build_signal",
     "decide",
 ]
+
+__getattr__ = loader(
+    __name__,
+    {
+        "controller": ("Controller",),
+        "decision": ("Decision", "Event"),
+        "observed": ("OutputGradients",),
+        "packet": ("HostPacket",),
+        "policy": ("Choice", "decide"),
+        "signals": ("Context", "Evidence", "GnmrSignal", "Signal", "build_signal"),
+        "spec": ("NO_CAP", "OBSERVE", "ControlSpec", "Rules"),
+        "thresholds": ("Threshold", "TwoStage"),
+        "units": ("Unit",),
+    },
+)

@@ -1,55 +1,25 @@
-"""What a controller refuses when it is made: each ValueError says in one line what would be right."""
+"""What a controller refuses when it is made. Each ValueError says in one line what would be right."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gnmr.control.evidence import missing
-from gnmr.control.norms import UnitNorms
-from gnmr.control.observed import OutputGradients
 from gnmr.control.policy import Budget
-from gnmr.control.ranks import Ranks
-from gnmr.control.signals.base import Signal
+from gnmr.control.signals.signal import Evidence, Signal
 from gnmr.control.spec import NO_CAP
 from gnmr.control.units import Unit
 from gnmr.errors import users_level
 
-_OF_OWN_GRADIENTS = ("micro_square",)
-"""Evidence of what several processes hand out the mean of."""
-
-
-def check_ranks(
-    ranks: Ranks | None, units: Sequence[Unit], needs: Collection[str], norms: Callable[[], tuple[Tensor, Tensor]]
-) -> None:
-    """ValueError where ranks would choose different units: each decides for itself, from sums that must be equal."""
-    sharded = [unit.name for unit in units if any(hasattr(p, "device_mesh") for p in unit.parameters)]
-    if sharded and ranks is None:
-        raise ValueError(
-            f"{sharded[0]} has sharded parameters (DTensor), of whose gradients each rank has a part: give the "
-            "controller ranks=gnmr.distributed.reduce.Ranks(), as gnmr.attach does"
-        )
-    if ranks is None or ranks.size == 1:
-        return
-    if not ranks.tells_own and (wrong := [name for name in needs if name in _OF_OWN_GRADIENTS]):
-        raise ValueError(
-            f"{', '.join(wrong)}: needs each micro-batch's own gradient, and {ranks.size} processes have the mean of "
-            "theirs alone; use a signal of gradient norms, "
-            "of the paths' errors or of their prices (docs/distributed.md)"
-        )
-    if not isinstance(norms, (UnitNorms, OutputGradients)):
-        raise ValueError(
-            f"norms: of one's own are those of one process, here are {ranks.size}; reduce them, and hand "
-            "them to observe()"
-        )
-
 
 def unit_names(units: Sequence[Unit]) -> list[str]:
-    """The units' ids. ValueError where there are none, or two are the same."""
+    """Return the units' ids. Raises ValueError if there are none, or two are the same."""
     if not units:
         raise ValueError("no units: there is nothing to control")
     names = [unit.name for unit in units]
@@ -59,7 +29,7 @@ def unit_names(units: Sequence[Unit]) -> list[str]:
 
 
 def check_signal(signal: Signal, needs: Sequence[str], record: Sequence[str], foreign_norms: bool) -> None:
-    """ValueError for a signal whose parts do not fit together, and for evidence that cannot be had."""
+    """Raises ValueError if the parts of the signal do not fit together, or evidence cannot be had."""
     if len(signal.thresholds(1)) != len(signal.columns):
         raise ValueError(
             f"{type(signal).__name__}: thresholds() gives {len(signal.thresholds(1))}, its columns are "
@@ -76,7 +46,7 @@ def check_signal(signal: Signal, needs: Sequence[str], record: Sequence[str], fo
 
 
 def warn_of_cap(units: Sequence[Unit], signal: Signal, max_o: int) -> None:
-    """Warns of a cap that caps nothing."""
+    """Warn of a cap that caps nothing."""
     num_recoverable = sum(unit.recoverable for unit in units)
     if signal.columns and 1 < num_recoverable <= max_o < NO_CAP:
         warnings.warn(
@@ -89,7 +59,7 @@ def warn_of_cap(units: Sequence[Unit], signal: Signal, max_o: int) -> None:
 def budget_left(
     units: Sequence[Unit], share: float, whole_cost: float | None, pinned: float, device: torch.device
 ) -> Budget:
-    """The budget of `Controller`. ValueError for costs without sense, and where nothing is left of it."""
+    """Return the budget of `Controller`. Raises ValueError if a cost is invalid, or nothing is left of the budget."""
     costs = [float(unit.cost) for unit in units]
     if wrong := [unit.name for unit, cost in zip(units, costs, strict=True) if not 0 <= cost < math.inf]:
         raise ValueError(f"budget={share:g}: unit {wrong[0]!r} must cost a number of 0 or more")
@@ -102,3 +72,18 @@ def budget_left(
         pins = f" beside pins, which take {pinned:.3g}" if pinned else ""
         raise ValueError(f"budget={share:g}: is too small for any unit{pins}; the cheapest takes {min(routed):.3g}")
     return Budget.of(left, [cost / every for cost in costs], device)
+
+
+def judged(signal: Signal, evidence: Evidence, step: int) -> tuple[Tensor, Sequence[Tensor]]:
+    """Return the signal's verdict. Raises ValueError if it does not have the shape that it has to have."""
+    found: Any = signal.observe(evidence, step)
+    names, shape = signal.columns, evidence["norm"].shape
+    two = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], (tuple, list))
+    tensors: list[Tensor] = [found[0], *found[1]] if two else []
+    if len(tensors) != 1 + len(names) or any(getattr(one, "shape", None) != shape for one in tensors):
+        raise ValueError(
+            f"{type(signal).__name__}.observe() must return the risk and a tuple of its columns "
+            f"({', '.join(names) or 'none'}), each a tensor of shape ({shape[0]},)"
+        )
+    risk, *columns = tensors
+    return risk, columns

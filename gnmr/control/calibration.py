@@ -1,7 +1,10 @@
-"""The trigger from the first steps of the loop itself: published thresholds belong to the published batches."""
+"""The trigger, and its calibration from the first steps of the loop itself: published thresholds belong to the
+published batches."""
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,29 +12,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnmr.control.signals.base import fraction_of, whole
+from gnmr.errors import positive, require, users_level, whole
 
 NO_TRIGGER = 1e300
-"""Above every finite risk: until the trigger is found a risk that is not finite alone promotes."""
+"""Above every finite risk: until the trigger is found, only a risk that is not finite promotes."""
 
 
 class Calibration:
-    """Finds the trigger over which a share of the unit-steps is, from their risks in some steps.
+    """Finds the trigger that a share of the unit-steps exceeds, from their risks in some steps.
 
-    Of the second half of these steps: in the first half the history is short, and risks are those of no later step.
+    It reads the second half of these steps: in the first half the history is short, and risks are those of no later
+    step.
     """
 
     def __init__(self, fraction: float, first: int, steps: int) -> None:
-        """fraction: of the unit-steps. first: number of the first step. ValueError for senseless values."""
-        fraction_of(fraction, "fraction")
-        if fraction in (0, 1):
-            raise ValueError(f"fraction={fraction}: must lie between 0 and 1")
-        self.fraction, self.steps = fraction, whole(steps, "steps", 2)
+        """`fraction` is a share of the unit-steps, `first` the number of the first step. Raises ValueError if one is
+        invalid."""
+        positive(fraction=fraction)
+        require(fraction < 1, "fraction", fraction, "must lie between 0 and 1")
+        whole(2, steps=steps)
+        self.fraction, self.steps = fraction, steps
         self.first, self.keep_from, self.last = first, first + steps // 2, first + steps - 1
         self._risks: list[np.ndarray] = []
 
     def again(self, first: int) -> Calibration:
-        """The same from that step on."""
+        """Return the same calibration from that step on."""
         return Calibration(self.fraction, first, self.steps)
 
     def state(self) -> dict[str, Any]:
@@ -48,14 +53,15 @@ class Calibration:
         risks = state["risks"]
         if not isinstance(risks, Tensor) or risks.ndim != 1 or not risks.is_floating_point():
             raise ValueError("state: calibration's risks must be a row of numbers")
-        found = cls(state["fraction"], whole(state["first"], "state: first"), state["steps"])
+        whole(**{"state: first": state["first"]})
+        found = cls(state["fraction"], state["first"], state["steps"])
         found._risks = [risks.cpu().double().numpy()]
         return found
 
     def add(self, step: int, risk: np.ndarray, observed: np.ndarray) -> float | None:
-        """Takes the risks of a step, (U,) both; the trigger in the last one, else None.
+        """Take the risks of a step, (U,) both. Return the trigger in the last step, else None.
 
-        The trigger is a risk that was seen. NaN in the last step where no finite risk above 0 was.
+        The trigger is a risk that was seen; NaN if no finite risk above 0 was.
         """
         if step >= self.keep_from:
             self._risks.append(risk[observed & np.isfinite(risk)])
@@ -64,3 +70,60 @@ class Calibration:
         risks = np.concatenate(self._risks) if self._risks else np.zeros(0)
         found = float(np.quantile(risks, 1 - self.fraction, method="higher")) if len(risks) else 0.0
         return found if found > 0 else float("nan")
+
+
+class Trigger:
+    """The value that a risk has to exceed: given, or calibrated."""
+
+    def __init__(self, given: float) -> None:
+        self.value = self._given = given
+        self._calibration: Calibration | None = None
+        self._calibrated = False
+
+    def calibrate(self, fraction: float, first: int, steps: int) -> None:
+        """Find the value in the `steps` steps from `first` on. See `Controller.calibrate`."""
+        self._calibration = Calibration(fraction, first, steps)
+        self.value, self._calibrated = NO_TRIGGER, True
+
+    def learn(self, step: int, risk: np.ndarray, observed: np.ndarray) -> None:
+        """Take the risks of a step, if it is being calibrated."""
+        if self._calibration is None or (found := self._calibration.add(step, risk, observed)) is None:
+            return
+        if math.isnan(found):
+            found, self._calibrated = self._given, False
+            text = f"calibrate: no unit had a risk above 0; the trigger is {found:g}, as before"
+            warnings.warn(text, stacklevel=users_level())
+        self.value, self._calibration = found, None
+
+    def progress(self, t: int) -> tuple[int, int] | None:
+        """Return (steps that the calibration has seen at step t, steps that it takes); None if there is none now."""
+        one = self._calibration
+        return None if one is None else (max(t - one.first + 1, 0), one.steps)
+
+    @property
+    def found(self) -> float | None:
+        """The value that a calibration found; None before, and if it found none or there is none."""
+        return self.value if self._calibrated and self._calibration is None else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a controller's state holds of it."""
+        state: dict[str, Any] = {"trigger": self.value} if self._calibrated else {}
+        return state if self._calibration is None else state | {"calibration": self._calibration.state()}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError if the state's trigger is damaged, or unknown."""
+        positive(**{"state: trigger": state.get("trigger", 1.0)})
+        if state.get("trigger", 1.0) >= NO_TRIGGER:
+            if "calibration" in state:
+                Calibration.of(state["calibration"])
+            elif self._calibration is None:
+                raise ValueError("state: was saved while calibrating; call calibrate() before load_state_dict()")
+
+    def load_state_dict(self, state: Mapping[str, Any], next_step: int) -> None:
+        """Go on with the state's trigger or calibration; one of this loop's own begins at `next_step`."""
+        if (value := state.get("trigger", NO_TRIGGER)) < NO_TRIGGER:
+            self.value, self._calibration, self._calibrated = value, None, True
+        elif "calibration" in state:
+            self.value, self._calibration, self._calibrated = NO_TRIGGER, Calibration.of(state["calibration"]), True
+        elif self._calibration is not None:  # nothing was calibrated there
+            self._calibration = self._calibration.again(next_step)

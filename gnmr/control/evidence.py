@@ -34,9 +34,6 @@ EVIDENCE: dict[str, str] = {
     "price_wgrad_recovery": "price_wgrad of the recovery path",
     "input_std": "standard deviation of the elements of the unit's input",
     "weight_std": "standard deviation of the elements of the unit's weights",
-    "spike_share": "share of coordinates with g^2 > 5000 v, v Adam's bias-corrected second moment before the "
-    "step; 0 in the first",
-    "update_norm": "2-norm of the update that the optimizer applied in this step",
     "true_gap": "squared distance of the gradients of both paths, run on the same batch",
 }
 PATH_EVIDENCE = ("gap_low", "gap_recovery", "mse", "input_std")
@@ -46,8 +43,6 @@ PRICE_EVIDENCE = (
     *(f"price_{gemm}{path}" for path in ("", "_recovery") for gemm in ("fprop", "dgrad", "wgrad")),
 )
 """What price meters measure of the paths; of both, whichever path the unit ran on."""
-SPIKE = 5000.0
-"""g^2 over Adam's second moment from which a coordinate spikes (SPAM, arXiv 2501.06842)."""
 
 
 def missing(needs: Sequence[str], given: Sequence[str]) -> list[str]:
@@ -153,35 +148,6 @@ def summed(values: Tensor, ranks: Ranks | None) -> Tensor:
     return values if ranks is None else ranks.sum({"values": values})["values"]
 
 
-class UpdateNorms:
-    """Norms of what the optimizer does to the units' parameters. Keeps one copy of them over its step."""
-
-    def __init__(self, units: Sequence[Unit], ranks: Ranks | None = None) -> None:
-        """`ranks`: those that may hold parts of them; norms are then summed over ranks, a collective more."""
-        self._distinct = Distinct(unit.parameters for unit in units)
-        self._groups = self._distinct.groups
-        self._ranks = of_shards(self._groups, ranks)
-        self._before: list[list[Tensor]] = []
-
-    @torch.no_grad()
-    def before(self) -> None:
-        """Call right before the optimizer steps: keeps a copy of all units' parameters."""
-        self._before = [[part_of(p.detach(), p, self._ranks).clone() for p in group] for group in self._groups]
-
-    @torch.no_grad()
-    def after(self) -> Tensor:
-        """(U,): norms of the difference to `before`."""
-        found = []
-        for group, before in zip(self._groups, self._before, strict=True):
-            squares = [
-                (part_of(p, p, self._ranks).float() - q.float()).square().sum(dtype=torch.float64)
-                for p, q in zip(group, before, strict=True)
-            ]
-            found.append(torch.stack(squares).sum())
-        self._before = []
-        return self._distinct.of_each(summed(torch.stack(found), self._ranks).sqrt())
-
-
 @torch.no_grad()
 def weight_std(units: Sequence[Unit], ranks: Ranks | None = None) -> Tensor:
     """(U,): standard deviation of each unit's weights (its parameters of two or more dimensions, else all).
@@ -200,28 +166,3 @@ def weight_std(units: Sequence[Unit], ranks: Ranks | None = None) -> Tensor:
     numbers = torch.tensor([sum(p.numel() for p in group) for group in weights], dtype=torch.float64)
     mean, square = (summed(torch.stack(sums), holders) / to_device(numbers, sums[0].device)[:, None]).unbind(1)
     return distinct.of_each((square - mean.square()).clamp(min=0).sqrt())
-
-
-@torch.no_grad()
-def spike_share(units: Sequence[Unit], optimizer: torch.optim.Optimizer, ranks: Ranks | None = None) -> Tensor:
-    """(U,): see `EVIDENCE`; call it before the optimizer's step and before anything changes the gradients.
-
-    `ranks`: those that may hold parts of the parameters; counts go over ranks then, in a collective of their own.
-    """
-    betas = {p: group["betas"][1] for group in optimizer.param_groups for p in group["params"] if "betas" in group}
-    counts, distinct = [], Distinct(unit.parameters for unit in units)
-    holders = of_shards(distinct.groups, ranks)
-    for group in distinct.groups:
-        spikes = torch.zeros((), dtype=torch.float64, device=group[0].device)
-        for parameter in group:
-            state = optimizer.state.get(parameter, {})
-            second = state.get("exp_avg_sq")
-            if second is None or parameter.grad is None:
-                continue
-            second, gradient = (part_of(one, parameter, holders) for one in (second, parameter.grad))
-            # Without the correction every coordinate of the first steps is a spike: v starts at 0.
-            corrected = second.float() / (1 - betas[parameter] ** state["step"])
-            spikes = spikes + (gradient.float().square() > SPIKE * corrected).sum()
-        counts.append(spikes)
-    numbers = torch.tensor([sum(p.numel() for p in group) for group in distinct.groups], dtype=torch.float64)
-    return distinct.of_each(summed(torch.stack(counts), holders) / to_device(numbers, counts[0].device))

@@ -13,6 +13,7 @@ step's other numbers.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -23,7 +24,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gnmr.control.decision import Decision
+from gnmr.control.packet import HostPacket
 from gnmr.control.units import Unit
+from gnmr.errors import users_level
 
 _STEPS = 10
 """For how many steps hooks look at gradients."""
@@ -38,6 +41,7 @@ class Hints:
         self._ever = np.zeros(len(units), dtype=bool)
         """Which units had a gradient in any step."""
         self._told: set[str] = set()
+        self._norms = np.zeros(0)
         self._steps = self._armed = 0
         self._handles: dict[str, tuple[RemovableHandle, RemovableHandle]] = {}
         """Of the parameters that no backward pass has reached since `watch`, by their units' names."""
@@ -72,20 +76,29 @@ class Hints:
                 before = parameter.register_hook(partial(self._before, name, parameter))
                 self._handles[name] = before, parameter.register_post_accumulate_grad_hook(partial(self._after, name))
 
-    def left(self, device: torch.device) -> Tensor:
-        """(parameters that a backward pass reached,): the norms of what was there before it."""
+    def to_host(self, packet: HostPacket) -> dict[str, np.ndarray]:
+        """Return the packet on the host, with norms of the gradients that were there before the backward passes."""
+        device = packet.tensors["norm"].device
         norms = [norm.to(device, torch.float64) for name, norm in self._left.items() if name not in self._handles]
-        return torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float64, device=device)
+        packet.add("left", torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float64, device=device))
+        host = packet.to_host()
+        self._norms = host["left"]
+        return host
 
-    def of(self, decision: Decision, left: np.ndarray) -> list[str]:
-        """What there is to say of a step that was taken; `left`: of `left`, on the host."""
-        found = {"zeros": self._zeros(decision), "left": self._kept(left), "twice": self._twice(decision)}
+    def say(self, decision: Decision, advice: str = "") -> None:
+        """Warn of what there is to say of a step after `to_host`, and of the `advice` of the caller, each once."""
+        new = self._of(decision) | ({"advice": advice} if advice and "advice" not in self._told else {})
+        self._told |= new.keys()
+        self.watch()
+        for text in new.values():
+            warnings.warn(text, stacklevel=users_level())
+
+    def _of(self, decision: Decision) -> dict[str, str]:
+        found = {"zeros": self._zeros(decision), "left": self._kept(self._norms), "twice": self._twice(decision)}
         self._steps += bool(decision.observed.any())
         found["idle"] = self._idle(decision)
         self._ever |= decision.observed
-        new = {kind: text for kind, text in found.items() if text and kind not in self._told}
-        self._told |= new.keys()
-        return list(new.values())
+        return {kind: text for kind, text in found.items() if text and kind not in self._told}
 
     def _zeros(self, decision: Decision) -> str:
         nothing = not decision.observed.any() and not self._ever.any()

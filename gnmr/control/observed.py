@@ -30,8 +30,6 @@ from torch import Tensor, nn
 from gnmr.control.norms import flags
 from gnmr.errors import users_level
 
-OBSERVE = ("parameters", "adapter", "input_grad")
-
 
 def watched(model: nn.Module, unit: str) -> nn.Module:
     """The module in which or at whose output a unit is watched. ValueError where the model has none of its name."""

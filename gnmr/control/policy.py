@@ -101,3 +101,9 @@ def _filled(candidate: Tensor, order: Tensor, max_o: int, budget: Budget) -> Ten
         taken = taken & ~(over & (cost >= cost[over.int().argmax()]))
     taken = taken & (taken.cumsum(0) <= max_o)
     return torch.zeros_like(candidate).scatter_(0, order, taken)
+
+
+def may(chosen: Tensor, max_o: int, budget: Budget | None) -> Tensor:
+    """Return whether these units (U,) bool may be on the recovery path at once: a scalar bool on the device."""
+    fits = chosen.sum() <= max_o
+    return fits if budget is None else fits & (torch.where(chosen, budget.cost, 0.0).sum() <= budget.most)

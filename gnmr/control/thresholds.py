@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import TypeVar
+
+from gnmr.errors import positive, require
 
 
 @dataclass(frozen=True)
@@ -18,32 +20,24 @@ class TwoStage:
     init_steps: int
 
     def __post_init__(self) -> None:
-        _check_threshold(self.init)
-        _check_threshold(self.main)
-        if self.init_steps < 0:
-            raise ValueError(f"init_steps={self.init_steps}: must be 0 or more")
+        positive(threshold=self.init)
+        positive(threshold=self.main)
+        require(self.init_steps >= 0, "init_steps", self.init_steps, "must be 0 or more")
 
 
 Threshold = float | TwoStage
+_T = TypeVar("_T", bound=Threshold | None)
 
 
-def _check_threshold(value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"threshold {value!r}: must be a positive number")
-
-
-def check(threshold: Threshold | None, name: str) -> None:
-    """ValueError naming `name` unless it is None, a positive number or a `TwoStage`."""
-    if threshold is None or isinstance(threshold, TwoStage):
-        return
-    try:
-        _check_threshold(threshold)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
+def check(threshold: _T, name: str, or_null: bool = False) -> _T:
+    """Return the threshold. Raises ValueError naming `name` unless it is a positive number or a `TwoStage`."""
+    if not isinstance(threshold, TwoStage):
+        positive(or_null=or_null, **{name: threshold})
+    return threshold
 
 
 def at(threshold: Threshold, step: int) -> float:
-    """alpha_t or beta_t of step t (from 1)."""
+    """Return alpha_t or beta_t of step t (from 1)."""
     if isinstance(threshold, TwoStage):
         return threshold.init if step <= threshold.init_steps else threshold.main
     return float(threshold)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gnmr.attachment import AttachedController, attach
+from gnmr.attachment import Router, attach
 from gnmr.control import Decision
 from gnmr.errors import UserError, install
 from gnmr.integrations.shared import Tally, check_options, resuming
@@ -51,7 +51,7 @@ class GnmrCallback(Callback):
     def __init__(self, **options: Any) -> None:
         """`options` of `gnmr.attach`. TypeError for an unknown one."""
         check_options(options)
-        self.controller: AttachedController | None = None
+        self.controller: Router | None = None
         """None before fitting begins."""
         self.decision: Decision | None = None
         """Of the last step, for callbacks that come after this one."""
@@ -126,7 +126,7 @@ class GnmrCallback(Callback):
         # A fused optimizer unscales by itself, later.
         scaled = trainer.scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
         self.decision = self.controller.step(grad_scale=trainer.scaler.get_scale() if scaled else 1.0)
-        self._tally.add(self.decision, self.controller.max_o)
+        self._tally.add(self.decision, self.controller.spec.max_o)
         if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
             pl_module.log_dict(self._tally.figures(len(self.controller.units)), on_step=True, on_epoch=False)
             self._tally = Tally()
@@ -144,7 +144,7 @@ class GnmrCallback(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """To the 16-bit path."""
         if self.controller is not None and trainer.state.fn == TrainerFn.FITTING:
-            self._in_16_bits.enter_context(self.controller.plan.high_precision())
+            self._in_16_bits.enter_context(self.controller.converted.high_precision())
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Back to the paths in force."""

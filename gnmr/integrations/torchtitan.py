@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn import functional as F
 
-from gnmr.attachment import AttachedController, attach
+from gnmr.attachment import Router, attach
 from gnmr.control import Decision
 from gnmr.control.evidence import PATH_EVIDENCE, PRICE_EVIDENCE
 from gnmr.distributed import world
@@ -185,7 +185,7 @@ class GnmrTrainer(Trainer):
 
         gnmr: ControlSection = field(default_factory=ControlSection)
 
-    controller: AttachedController
+    controller: Router
     decision: Decision | None = None
     """Of the last step."""
 
@@ -198,7 +198,7 @@ class GnmrTrainer(Trainer):
         self.controller = _attached(model, routing, config)
         compiled = config.compile.enable and "model" in config.compile.components
         if compiled:
-            why = into_graphs(self.controller.plan, model.layers.values())
+            why = into_graphs(self.controller.converted, model.layers.values())
             refuse_compiled(why, [name for name in self.controller.needs if name in (*PATH_EVIDENCE, *PRICE_EVIDENCE)])
         if config.checkpoint.enable:
             self.checkpointer.states[STATE] = _State(self.controller)
@@ -239,7 +239,7 @@ class GnmrTrainer(Trainer):
         self._passes += 1
         if self._passes == self.gradient_accumulation_steps:
             self.decision = self.controller.step()
-            self._tally.add(self.decision, self.controller.max_o)
+            self._tally.add(self.decision, self.controller.spec.max_o)
             if self.controller.recorded:
                 self._record()
         return loss
@@ -252,7 +252,7 @@ class GnmrTrainer(Trainer):
             self.controller.log(loss=total, lr=float(rate), tokens=self.ntokens_seen * world.size())
 
     def _validate(self, validate: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        with self.controller.plan.high_precision():
+        with self.controller.converted.high_precision():
             validate(*args, **kwargs)
 
 
@@ -283,7 +283,7 @@ def _routing_of(model_config: Any) -> Routing:
     return routing
 
 
-def _attached(model: nn.Module, routing: Routing, config: GnmrTrainer.Config) -> AttachedController:
+def _attached(model: nn.Module, routing: Routing, config: GnmrTrainer.Config) -> Router:
     """The model's controller. Linears that the targets leave out after all are plain ones."""
     options = dict(routing.options)
     if "plan" not in options:
@@ -302,7 +302,7 @@ def _attached(model: nn.Module, routing: Routing, config: GnmrTrainer.Config) ->
 class _State(Stateful):
     """The controller's state in torchtitan's checkpoints: one text of bytes, the same in every rank."""
 
-    def __init__(self, controller: AttachedController) -> None:
+    def __init__(self, controller: Router) -> None:
         self._controller = controller
 
     def state_dict(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from gnmr.attachment import AttachedController, attach
+from gnmr.attachment import Router, attach
 from gnmr.attachment.blame import Levels, Verdict
 from gnmr.control import Decision
 from gnmr.errors import UserError, install
@@ -64,7 +64,7 @@ class GnmrCallback(TrainerCallback):
     def __init__(
         self,
         trainer: Trainer | None = None,
-        controller: AttachedController | None = None,
+        controller: Router | None = None,
         *,
         verdicts: bool = True,
         **options: Any,
@@ -131,7 +131,7 @@ class GnmrCallback(TrainerCallback):
                     self._losses_of_step = [of for *_, of in self._passes]  # of the second try, where there was one
                     self._passes.clear()
                 self.decision = self.controller.step(grad_scale=scale)
-                self._tally.add(self.decision, self.controller.max_o)
+                self._tally.add(self.decision, self.controller.spec.max_o)
                 self._record(torch.stack(self._losses_of_step).sum().item())
                 self._losses_of_step.clear()
         return loss
@@ -181,7 +181,7 @@ class GnmrCallback(TrainerCallback):
     def _prediction_step(self, prediction_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.controller is None:
             return prediction_step(*args, **kwargs)
-        with self.controller.plan.high_precision():
+        with self.controller.converted.high_precision():
             return prediction_step(*args, **kwargs)
 
     def _log(self, log: Callable[..., None], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -238,7 +238,7 @@ class GnmrCallback(TrainerCallback):
             self.controller.end_use()
 
 
-def save_state(controller: AttachedController, folder: Path, step: int) -> None:
+def save_state(controller: Router, folder: Path, step: int) -> None:
     """Writes `STATE_FILE` into the checkpoint `folder` of that step. Waits for the device."""
     beside = folder / f".{STATE_FILE}.tmp"
     with beside.open("wb") as file:
@@ -248,7 +248,7 @@ def save_state(controller: AttachedController, folder: Path, step: int) -> None:
     os.replace(beside, folder / STATE_FILE)
 
 
-def load_state(controller: AttachedController, folder: Path, step: int) -> None:
+def load_state(controller: Router, folder: Path, step: int) -> None:
     """Takes over what `save_state` wrote. UserError for a missing or unreadable file, other units, paths or step."""
     file = folder / STATE_FILE
     if not file.exists():
@@ -276,10 +276,10 @@ def _check(trainer: Trainer, attached: bool) -> None:
         raise UserError("GnmrCallback: model_init makes another model than the attached one; give attach's options")
 
 
-def _check_attached(trainer: Trainer, controller: AttachedController) -> None:
+def _check_attached(trainer: Trainer, controller: Router) -> None:
     """UserError for a controller of another model, and where its signal needs micro-batches that are not there."""
     assert trainer.model is not None
-    if not set(trainer.model.modules()).issuperset(controller.plan.operators):
+    if not set(trainer.model.modules()).issuperset(controller.converted.operators):
         raise UserError("GnmrCallback: the controller is attached to another model than the Trainer's")
     if "micro_square" in controller.needs:
         accumulation, left = trainer.args.gradient_accumulation_steps, 0
@@ -288,7 +288,7 @@ def _check_attached(trainer: Trainer, controller: AttachedController) -> None:
             left = len(loader) % accumulation
         if accumulation < 2 or left == 1:
             raise UserError(
-                f"GnmrCallback: {type(controller.signal).__name__} compares micro-batches, and with "
+                f"GnmrCallback: {type(controller.controller.signal).__name__} compares micro-batches, and with "
                 f"gradient_accumulation_steps={accumulation} "
                 f"{'the last step of an epoch' if left == 1 else 'a step'} has one alone; use another number"
             )

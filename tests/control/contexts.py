@@ -9,4 +9,4 @@ from gnmr.control import Context
 
 def context(num_units: int, device: str = "cpu") -> Context:
     names = tuple(f"unit{i}" for i in range(num_units))
-    return Context(names=names, cost=(1.0,) * num_units, device=torch.device(device))
+    return Context(names=names, device=torch.device(device))

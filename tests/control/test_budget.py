@@ -14,7 +14,6 @@ from gnmr import attach
 from gnmr.attachment import costs_of
 from gnmr.control import NO_CAP, Controller, ControlSpec, Decision, Unit, decide
 from gnmr.control.policy import Budget
-from gnmr.errors import UserError
 from gnmr.lab.config import ControllerConfig
 from gnmr.precision import PathSpec, convert
 
@@ -233,27 +232,13 @@ def test_pins_count_against_it() -> None:
         )
         net(torch.randn(4, 8)).sum().backward()
         made.step()
-        assert made.plan.cost.spent()[0] <= budget + 1e-9
+        assert made.converted.cost.spent()[0] <= budget + 1e-9
         return made.active
 
     share = AREAS[0] / (3 * sum(AREAS))
     assert active(3 * share) == ["0:wgrad"] and active(1.0) == ["0:wgrad", "2:fprop", "2:dgrad", "2:wgrad"]
     with pytest.raises(ValueError, match=r"too small for any unit beside pins, which take 0\.133"):
         active(2.5 * share)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"budget": 0}, r"controller\.budget=0"),
-        ({"budget": "200%"}, r"controller\.budget=2\.0"),
-        ({"budget": "x%"}, r"controller\.budget=x%"),
-        ({"max_o": None}, r"controller\.max_o=None: null needs controller\.budget"),
-    ],
-)
-def test_the_config_refuses_in_one_line(given: dict, said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        ControllerConfig(**given)
 
 
 def test_the_config_becomes_the_spec(tmp_path) -> None:

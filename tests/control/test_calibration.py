@@ -119,7 +119,7 @@ def test_a_damaged_state_of_a_calibration_is_refused(change, told):
     [
         ({"routing": "ranked"}, {}, "routing='ranked' has no threshold"),
         ({"signal": "random"}, {}, "random reads no evidence"),
-        ({}, {"fraction": 0}, "fraction=0: must be a share"),
+        ({}, {"fraction": 0}, "fraction=0: must be a positive number"),
         ({}, {"fraction": 1}, "fraction=1: must lie between"),
         ({}, {"steps": 1}, "steps=1: must be a whole number of at least 2"),
     ],

@@ -178,7 +178,7 @@ def test_hooks_are_gone_after_some_steps() -> None:
     for step in range(14):
         right(it, step)
     assert not any(parameter._backward_hooks for parameter in it.model.parameters())
-    assert not it.controller._hints._handles
+    assert not it.controller.controller.hints._handles
 
 
 def test_an_optimizer_in_backward_is_no_loop_without_zero_grad() -> None:

@@ -127,16 +127,6 @@ def test_what_is_not_finite_shows_and_is_gone_afterwards(bad: float) -> None:
     assert controller.signal.history.count.tolist() == [2] * 6  # type: ignore[attr-defined]
 
 
-def test_a_loss_scale_is_taken_out_of_it() -> None:
-    net = Net()
-    units = [Unit(name, tuple(net.get_submodule(name).parameters())) for name in UNITS]
-    controller = Controller(
-        units, ControlSpec(signal=GnmrSignal(context(6)), max_o=2), norms=OutputGradients(net, UNITS)
-    )
-    (net(tokens(2)).sum() * 1024).backward()
-    assert controller.step(grad_scale=1024).norm.tolist() == pytest.approx((FACTORS * math.sqrt(2)).tolist())
-
-
 def test_small_and_large_gradients_of_16_bits() -> None:
     """Their squares are summed in float32: 4096 elements of 2^-9 and of 2^9 have norms 2^-3 and 2^15."""
     for power in (-9, 9):
@@ -144,13 +134,6 @@ def test_small_and_large_gradients_of_16_bits() -> None:
         norms = OutputGradients(layer, [""])
         (layer(torch.ones(4096, 1, dtype=torch.bfloat16)) * 2.0**power).sum().backward()
         assert norms()[0].item() == 2.0 ** (power + 6)
-
-
-def test_closing_takes_the_hooks_off() -> None:
-    net = Net()
-    norms = OutputGradients(net, UNITS)
-    norms.close()
-    assert not any(module._forward_hooks for module in net.modules())
 
 
 def test_a_watched_model_can_be_copied_and_compiled() -> None:

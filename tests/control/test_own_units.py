@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.control import Context, Controller, ControlSpec, GnmrSignal, Unit
-from gnmr.control.evidence import UpdateNorms
 from gnmr.control.signals import SIGNALS, SignalBase
 
 
@@ -85,25 +83,19 @@ def test_what_makes_no_unit_is_refused(parameters: Any, switch: Any, message: st
 
 def test_units_may_come_from_a_generator_and_a_signal_by_name() -> None:
     made = units()
-    controller = Controller(
-        (unit for unit in made), ControlSpec(signal="gap", max_o=2, options={"variant": "relative"})
-    )
+    controller = Controller((unit for unit in made), ControlSpec(signal="price", max_o=2, options={"every": 7}))
     assert controller.names == ["u0", "u1", "u2"]
-    assert isinstance(controller.signal, SIGNALS["gap"]) and controller.signal.variant == "relative"
-
-
-def test_the_default_signal_is_the_papers() -> None:
-    assert type(Controller(units(), ControlSpec(max_o=1)).signal) is GnmrSignal
+    assert isinstance(controller.signal, SIGNALS["price"]) and controller.signal.every == 7
 
 
 def test_a_class_a_function_and_a_signal_that_is_made() -> None:
-    made, of = units(), Context(("a", "b", "c"), (1.0,) * 3, torch.device("cpu"))
+    made, of = units(), Context(("a", "b", "c"), torch.device("cpu"))
     for signal in (GnmrSignal, lambda context: GnmrSignal(context, alpha=2.0), GnmrSignal(of, alpha=2.0)):
         controller = Controller(made, ControlSpec(signal=signal, max_o=2))
         backward(made)
         assert controller.step().risk.shape == (3,)
     with pytest.raises(ValueError, match="made for 2 units, these are 3"):
-        Controller(made, ControlSpec(signal=GnmrSignal(Context(("a", "b"), (1.0,) * 2, torch.device("cpu"))), max_o=2))
+        Controller(made, ControlSpec(signal=GnmrSignal(Context(("a", "b"), torch.device("cpu"))), max_o=2))
     with pytest.raises(ValueError, match="options alpha: GnmrSignal is made already"):
         Controller(made, ControlSpec(signal=GnmrSignal(of), max_o=2, options={"alpha": 2.0}))
 
@@ -114,8 +106,8 @@ def test_a_class_a_function_and_a_signal_that_is_made() -> None:
         ({"signal": 3}, "signal int: a int is no signal: it has no observe"),
         ({"signal": "gnmr_delta", "options": {"alfa": 1}}, "has no option 'alfa'"),
         ({"signal": "static_k"}, "the run's length is not known: give steps"),
-        ({"routing": "no"}, "routing='no': must be one of thresholded, ranked"),
-        ({"trigger": "1"}, "trigger='1'"),
+        ({"routing": "no"}, "routing=no: must be one of thresholded, ranked"),
+        ({"trigger": "1"}, "trigger=1"),
         ({"record": "gap_low"}, "record='gap_low': must be a list"),
         ({"steps": 0}, "steps=0"),
     ],
@@ -124,15 +116,6 @@ def test_arguments_without_sense_are_named(wrong: dict[str, Any], message: str) 
     own = {name: value for name, value in wrong.items() if name in ("record", "steps")}
     with pytest.raises(ValueError, match=message):
         Controller(units(), ControlSpec(max_o=2, **{n: v for n, v in wrong.items() if n not in own}), **own)
-
-
-def test_static_k_knows_a_run_whose_length_it_was_told() -> None:
-    controller = Controller(made := units(), ControlSpec(signal="static_k", max_o=1), steps=40)
-    for _ in range(3):
-        zero_grad(made)
-        backward(made)
-        controller.step()
-    assert len(controller.active) == 1, "5 % of 40 steps have passed"
 
 
 # ---- step ----
@@ -144,7 +127,7 @@ def test_static_k_knows_a_run_whose_length_it_was_told() -> None:
         ({"grad_scale": 0}, "grad_scale=0: must be a positive number"),
         ({"grad_scale": float("nan")}, "grad_scale=nan"),
         ({"grad_scale": object()}, "of a GradScaler it is scaler.get_scale()"),
-        ({"evidence": {"update_norm": torch.ones(1)}}, r"evidence update_norm: has shape \(1,\), not \(3,\)"),
+        ({"evidence": {"true_gap": torch.ones(1)}}, r"evidence true_gap: has shape \(1,\), not \(3,\)"),
         ({"evidence": {"colour": torch.ones(3)}}, "evidence 'colour' is not known"),
     ],
 )
@@ -155,16 +138,6 @@ def test_a_step_refuses_what_it_cannot_read(how: dict[str, Any], message: str) -
         controller.step(**how)
     assert controller.t == 0
     assert controller.step().step == 1
-
-
-def test_gradients_that_are_all_0_are_told_once() -> None:
-    controller = Controller(made := units(), ControlSpec(max_o=2))
-    backward(made, factor=0.0)
-    with pytest.warns(UserWarning, match="every gradient norm is 0 in this step: call step.. before zero_grad"):
-        controller.step()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        controller.step()
 
 
 class Own(SignalBase):
@@ -189,12 +162,6 @@ def test_a_signal_that_returns_something_else_is_named(result: Callable[[Tensor]
     backward(made)
     with pytest.raises(ValueError, match=r"Own.observe\(\) must return the risk and a tuple of its columns \(x\)"):
         controller.step()
-
-
-def test_a_signal_without_its_columns_is_named(monkeypatch) -> None:
-    monkeypatch.setattr(Own, "columns", ())
-    with pytest.raises(ValueError, match=r"Own: thresholds\(\) gives 1, its columns are none: one each"):
-        Controller(units(), ControlSpec(signal=Own, max_o=2))
 
 
 def test_a_risk_that_is_no_number_is_the_largest(monkeypatch) -> None:
@@ -243,14 +210,6 @@ def test_right_after_the_warm_up_the_cap_comes_first() -> None:
     assert controller.active == ["u0", "u1"]
 
 
-def test_few_units_that_all_broke_are_all_recovered() -> None:
-    made = units(2)
-    controller = Controller(made, ControlSpec(max_o=2))
-    backward(made, float("nan"))
-    controller.step()
-    assert controller.active == ["u0", "u1"]
-
-
 def test_discarded_micro_batches_leave_no_trace() -> None:
     """With and without a broken micro-batch in between, 1/GSNR is the same to the bit."""
 
@@ -287,19 +246,3 @@ def test_the_example_switches_its_operators(monkeypatch, capsys) -> None:
     first = [on for is_first, on in careful if is_first]
     assert first[18:22] == [False, False, True, True]
     assert "step  20" in (out := capsys.readouterr().out) and "0 promote (gnmr)" in out
-
-
-def test_norms_of_updates_in_a_loop_of_ones_own() -> None:
-    """As docs/signals.md writes it: the update exists only after the optimizer's step."""
-    made = units()
-    optimizer = torch.optim.SGD([p for unit in made for p in unit.parameters], lr=0.5)
-    controller, updates = Controller(made, ControlSpec(signal="update_norm", max_o=1)), UpdateNorms(made)
-    for factor in (1.0, 1.0, 3.0):
-        optimizer.zero_grad()
-        backward(made, factor)
-        evidence = controller.measure()
-        updates.before()
-        optimizer.step()
-        decision = controller.apply(controller.observe(evidence | {"update_norm": updates.after()}).to_host())
-    assert decision.columns["update_ratio"].tolist() == pytest.approx([3.0] * 3, rel=1e-5)
-    assert len(controller.active) == 1

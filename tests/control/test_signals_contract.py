@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -21,24 +20,17 @@ NAMES = tuple(
 )
 U, STEPS = len(NAMES), 40
 OPTIONS: dict[str, list[dict[str, Any]]] = {
-    "gnmr_delta": [{}, {"two_sided": True, "history": "window", "window": 7, "delta": 3}],
-    "gnmr": [{}, {"history": "ema", "decay": 0.9}],
-    "ema_ratio": [{}, {"clip": None, "history": "window", "window": 4}],
-    "zscore": [{"warmup": 5}, {"warmup": 3, "history": "window", "window": 5, "clipped": False}],
-    "gap": [{}, {"variant": "relative", "every": 4}, {"variant": "per_byte"}, {"variant": "times_gnmr", "every": 7}],
+    "gnmr_delta": [{}, {"delta": 3, "beta": None}, {"alpha": None}],
+    "recovery_gap": [{}, {"every": 4}],
     "random": [{}, {"share": 0.1}],
     "static_k": [{"calibration_steps": 15}, {"calibration_steps": 25, "k": 2, "share": 0.03}],
-    "round_robin": [{}, {"every": 3, "share": 0.1}],
-    "first_last": [{}, {"first": 2, "last": 0, "share": 0.1}],
 }
 CASES = [pytest.param(name, o, id=f"{name}-{i}") for name in SIGNALS for i, o in enumerate(OPTIONS.get(name, [{}]))]
 every_signal = pytest.mark.parametrize(("name", "options"), CASES)
 
 
 def context(device: str = "cpu", **changes: Any) -> Context:
-    return Context(
-        **{"names": NAMES, "cost": (1.0, 2.0) * (U // 2), "device": torch.device(device), "seed": 5, **changes}
-    )
+    return Context(**{"names": NAMES, "device": torch.device(device), "seed": 5, **changes})
 
 
 def make(name: str, options: dict[str, Any]):
@@ -141,19 +133,6 @@ def test_resuming_continues_exactly(name: str, options: dict[str, Any], tmp_path
 
 
 @every_signal
-def test_a_state_that_was_handed_out_stays_as_it_is(name: str, options: dict[str, Any]) -> None:
-    signal = make(name, options)
-    evidence = rows(signal.needs, bad=False)
-    for step, row in enumerate(evidence[:20], 1):
-        signal.observe(row, step)
-    state = signal.state_dict()
-    kept = copy.deepcopy(state)
-    for step, row in enumerate(evidence[20:], 21):
-        signal.observe(row, step)
-    assert all(torch.equal(state[key], kept[key]) for key in kept)
-
-
-@every_signal
 def test_foreign_states_are_refused_before_anything_changes(name: str, options: dict[str, Any]) -> None:
     signal = make(name, options)
     own = copy.deepcopy(signal.state_dict())
@@ -252,13 +231,8 @@ def test_risk_is_the_largest_column_over_its_threshold(name: str, options: dict[
 
 BAD: dict[str, list[Any]] = {
     **{key: [0, -1.0, math.nan, math.inf, "1.5", True] for key in ("alpha", "beta", "threshold", "eps")},
-    **{key: [0, -1, 1.5, True] for key in ("delta", "window", "warmup", "early", "every", "calibration_steps", "k")},
-    **{key: [-1, 1.5, True] for key in ("first", "last")},
+    **{key: [0, -1, 1.5, True] for key in ("delta", "early", "every", "calibration_steps", "k")},
     "decay": [0.0, 1.0, 1, -0.5, "0.9"],
-    "history": ["mean", None],
-    **{key: [1, "yes"] for key in ("two_sided", "clipped")},
-    "clip": [0, 0.9, math.nan, True],
-    "variant": ["squared", None],
     **{key: [0, -0.1, 1.1, math.nan, True, "0.1"] for key in ("calibration_frac", "k_frac")},
     "share": [-0.1, 1.1, math.nan, True, "0.1"],
     "evidence": ["prize", None, 1],
@@ -278,13 +252,6 @@ def test_senseless_options_are_refused_by_name(name: str) -> None:
             assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["gnmr", "delta_gnmr", "ema_ratio"])
-def test_a_signal_with_one_threshold_needs_it(name: str) -> None:
-    only = {"gnmr": "alpha", "delta_gnmr": "beta", "ema_ratio": "threshold"}[name]
-    with pytest.raises(ValueError, match=only):
-        make(name, {only: None})
-
-
 @pytest.mark.parametrize("name", SIGNALS)
 def test_defaults_can_be_built_and_handed_back(name: str) -> None:
     options = SIGNALS[name].options()
@@ -295,7 +262,7 @@ def test_defaults_can_be_built_and_handed_back(name: str) -> None:
 
 
 def test_unknown_signals_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="'gnrm' is not known: use one of gnmr_delta, gnmr,"):
+    with pytest.raises(ValueError, match="'gnrm' is not known: use one of gnmr_delta, recovery_gap,"):
         build_signal("gnrm", {}, context())
     for name, what in (
         ("no_such_module:Signal", "No module named"),
@@ -312,13 +279,9 @@ def test_static_sets_that_cannot_be_are_refused() -> None:
         make("static_k", {"calibration_steps": 3, "k": 5})
     with pytest.raises(ValueError, match="calibration_steps=40: the run has only 40 steps"):
         make("static_k", {"calibration_steps": 40})
-    with pytest.raises(ValueError, match=r"no unit has layers\.N in its name"):
-        build_signal("first_last", {}, context(names=("a", "b"), cost=(1.0, 1.0)))
-    with pytest.raises(ValueError, match="cost has 1 entries for 2 units"):
-        context(names=("a", "b"), cost=(1.0,))
 
 
-@pytest.mark.parametrize("name", ["random", "round_robin", "first_last", "static_k"])
+@pytest.mark.parametrize("name", ["random", "static_k"])
 def test_a_share_that_cannot_be_reached_warns_and_caps(name: str) -> None:
     options = {"calibration_steps": 1} if name == "static_k" else {}
     with pytest.warns(UserWarning, match="the most that"):
@@ -343,10 +306,3 @@ def test_a_third_partys_signal_by_name(tmp_path: Any, monkeypatch: pytest.Monkey
     assert torch.equal(signal.observe(row, 1)[0], row["norm"] / 4)
     with pytest.raises(ValueError, match="theirs:Theirs has no option 'alpha': it has threshold"):
         build_signal("theirs:Theirs", {"alpha": 1.0}, context())
-
-
-def test_the_sequences_of_the_tests_trigger_and_do_not() -> None:
-    """Guards the tests above: their evidence is neither all over nor all under the thresholds."""
-    signal = make("gnmr_delta", {})
-    over = [(signal.observe(row, t)[0] > 1).tolist() for t, row in enumerate(rows((), bad=False), 1)]
-    assert any(a != b for a, b in pairwise(over))

@@ -8,7 +8,7 @@ import torch
 from in_ranks import net, whole, wrapped
 from torch import Tensor
 
-from gnmr.control.evidence import UpdateNorms, spike_share, weight_std
+from gnmr.control.evidence import weight_std
 from gnmr.control.units import Unit
 from gnmr.distributed.reduce import Ranks
 from gnmr.lab.train.transforms import TRANSFORMS
@@ -35,8 +35,7 @@ def transformed(how: str = "alone", transform: str | None = None, steps: int = 5
         made = TRANSFORMS[transform](model.named_parameters(), **OPTIONS[transform])
     units = [Unit(f"{i}", tuple(block.parameters()), lambda _: None) for i, block in enumerate(model)]
     ranks = None if how == "alone" else Ranks()
-    updates = UpdateNorms(units, ranks)
-    found: dict[str, list[Tensor]] = {key: [] for key in ("gradients", "norms", "skips", "std", "spikes", "updates")}
+    found: dict[str, list[Tensor]] = {key: [] for key in ("gradients", "norms", "skips", "std")}
     for step in range(1, steps + 1):
         x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step)) * step**2
         loss = (model(x) - 2 * x).square().mean()
@@ -45,13 +44,10 @@ def transformed(how: str = "alone", transform: str | None = None, steps: int = 5
         nothing = torch.zeros((), dtype=torch.bool)
         found["norms"].append(norm)
         found["std"].append(weight_std(units, ranks))
-        found["spikes"].append(spike_share(units, optimizer, ranks))
         if made is not None:
             skip = made(parameters, StepContext(step, loss, norm, nothing, optimizer))
             found["skips"].append(nothing if skip is None else skip)
         found["gradients"] += [whole(p.grad) for p in parameters]
-        updates.before()
         optimizer.step()
         optimizer.zero_grad()
-        found["updates"].append(updates.after())
     return found | {"state": list(made.state.values()) if made is not None else []}

@@ -44,7 +44,7 @@ def test_numbers_sent_are_recorded_and_the_controller_chooses_among_matrices(
     train: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Steps 2 and 3 of the run refresh and compress; recovery sends whole gradients."""
-    folder = train(tmp_path / "run", *TWO, "controller.signal=gap", "controller.routing=ranked", "training.steps=5")
+    folder = train(tmp_path / "run", *TWO, "controller.signal=recovery_gap", "controller.routing=ranked", "training.steps=5")
     rows, header = read_jsonl(folder / "steps.jsonl"), read_json(folder / "header.json")
     sent = [row["numbers_sent"] for row in rows]
     dense = header["trained_parameters"]
@@ -70,7 +70,7 @@ class TestRanks:
         from gnmr.lab.train.run import run
 
         def config(name: str, dtype: str = "float32") -> Config:
-            found = tiny(f"run_dir={tmp_path / name}", *TWO, "controller.signal=gap", "controller.routing=ranked")
+            found = tiny(f"run_dir={tmp_path / name}", *TWO, "controller.signal=recovery_gap", "controller.routing=ranked")
             object.__setattr__(found.training, "dtype", dtype)
             return found
 

@@ -36,7 +36,7 @@ def test_what_it_leaves_is_routed_by_its_gradients_and_by_nothing_that_a_rank_me
     whole = in_ranks.tensor_parallel("alone")
     for norms in pair("tensor_parallel", order="beside"):
         assert norms == pytest.approx(whole, rel=1e-5)
-    for options in ({"observe": "input_grad"}, {"signal": "gap", "routing": "ranked"}):
+    for options in ({"observe": "input_grad"}, {"signal": "recovery_gap", "routing": "ranked"}):
         for told in pair("tensor_parallel", order="beside", **options):
             line = "ValueError: 0.up_proj.weight is sharded by tensor parallelism, whose processes have the same batch"
             assert told.startswith(line) and "\n" not in told

@@ -359,7 +359,7 @@ def test_without_a_batch_names_and_precision_alone() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [{}, {"signal": "price"}, {"signal": "gap"}, {"observe": "input_grad"}])
+@pytest.mark.parametrize("more", [{}, {"signal": "price"}, {"signal": "recovery_gap"}, {"observe": "input_grad"}])
 def test_in_the_midst_of_training_under_a_controller_it_changes_nothing(more: dict[str, str]) -> None:
     def trained(audits: bool) -> list[float]:
         model = net()

@@ -171,12 +171,12 @@ def test_a_plan_goes_into_attach_and_back_into_diagnose(found: Diagnosis, tmp_pa
     model = model_of()
     controller = gnmr.attach(model, plan=plan, max_o=1)
     pinned = {
-        operator.operator_name: list(operator.pinned) for operator in controller.plan.operators if operator.pinned
+        operator.operator_name: list(operator.pinned) for operator in controller.converted.operators if operator.pinned
     }
     assert pinned == plan.pins
     controller.detach()
     controller = gnmr.attach(model, plan=plan, signal="price", options={"every": 1})
-    assert controller.signal.threshold == plan.triggers["price"] > 0 and controller.signal.every == 1
+    assert controller.controller.signal.threshold == plan.triggers["price"] > 0 and controller.controller.signal.every == 1
     controller.detach()
     under = gnmr.diagnose(model, loss_by(model), batches_of(6), plan=file)
     assert under.pins == plan.pins
@@ -275,7 +275,7 @@ def test_linears_that_never_run_are_named_and_left_out_of_all_shares(tmp_path) -
     file = tmp_path / "plan.json"
     file.write_text(plan.text())
     controller = gnmr.attach(model, plan=file, max_o=1)
-    assert [operator.operator_name for operator in controller.plan.operators] == list(found.operators)
+    assert [operator.operator_name for operator in controller.converted.operators] == list(found.operators)
     controller.detach()
     under = gnmr.diagnose(model, next_token(model), batches, plan=file)
     assert not under.idle and under.partly == found.partly and under.total < found.total

@@ -165,13 +165,13 @@ def test_attach_takes_paths_and_pins_of_it(layout: str, tmp_path: Path) -> None:
     """Of a model in either layout."""
     model = network(layout)
     controller = gnmr.attach(model, plan=written(tmp_path, PLAN), max_o=1, alpha=1.5)
-    own = {operator.operator_name.removeprefix(layout): operator.pinned for operator in controller.plan.operators}
+    own = {operator.operator_name.removeprefix(layout): operator.pinned for operator in controller.converted.operators}
     assert own == {
         "layers.0.up_proj": ("dgrad", "wgrad"),
         "layers.1.up_proj": (),
         "layers.1.down_proj": ("fprop",),
     }
-    assert (controller.plan.low.name, controller.plan.cost.spent()[0]) == ("sim_e2m1", pytest.approx(1 / 3))
+    assert (controller.converted.low.name, controller.converted.cost.spent()[0]) == ("sim_e2m1", pytest.approx(1 / 3))
     assert "signal gnmr_delta, trigger 1, max_o=1, 3 of 9 GEMMs pinned by the plan of a model of one's own" in repr(
         controller
     )
@@ -182,7 +182,7 @@ def test_attach_takes_paths_and_pins_of_it(layout: str, tmp_path: Path) -> None:
     assert "static (always_low), 3 of 9 GEMMs pinned by the plan of runs/a; step 0" in repr(static)
     static.detach()
     again = gnmr.attach(model, plan=read_plan(tmp_path / "plan.json"), unit="block", max_o=1)
-    assert len(again.plan.units) == 2, "what it does not say is given as ever"
+    assert len(again.converted.units) == 2, "what it does not say is given as ever"
 
 
 def test_attach_refuses_another_model_and_paths_beside_it(tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_its_trigger_is_the_threshold_of_a_signal_of_prices_that_has_none() -> N
     plan = PinPlan(operators={"a_proj": (2, 3)}, low="int4", recovery=None, triggers={"price": 0.25})
     assert plan.threshold("price", {"every": 2}) == plan.threshold("pin_excess", {}) == {"threshold": 0.25}
     for signal, options in (
-        ("gap", {}),
+        ("recovery_gap", {}),
         (object, {}),
         ("price", {"threshold": 1.0}),
         ("pin_excess", {"evidence": "mse"}),

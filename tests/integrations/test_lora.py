@@ -41,8 +41,8 @@ def test_the_papers_fine_tuning_setting() -> None:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.0)
     numbers, candidates = [], []
     for blocks in token_blocks(24, length=8).split(2):
-        numbers.append(sum(all(o.recovering for o in group.operators) for group in controller.plan.units))
-        assert numbers[-1] == sum(any(o.recovering for o in group.operators) for group in controller.plan.units)
+        numbers.append(sum(all(o.recovering for o in group.operators) for group in controller.converted.units))
+        assert numbers[-1] == sum(any(o.recovering for o in group.operators) for group in controller.converted.units)
         loss_of(model, blocks).backward()
         decision = controller.step()
         assert decision.observed.all() and (decision.norm > 0).all()

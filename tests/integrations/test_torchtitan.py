@@ -101,8 +101,8 @@ def test_evidence_counts_the_loss_as_torchtitan_divides_it(pair: tuple[Path, lis
     """Its loss is over the tokens of all ranks and gradients are summed: each rank's gap is a term of the whole."""
     _, (first, _) = pair
     for mine, theirs in zip(first["gap"], first["gap by hand"], strict=True):
-        assert (theirs.columns["gap"] > 0).all()
-        np.testing.assert_allclose(mine.columns["gap"], theirs.columns["gap"], rtol=1e-5)
+        assert (theirs.columns["recovery_gap"] > 0).all()
+        np.testing.assert_allclose(mine.columns["recovery_gap"], theirs.columns["recovery_gap"], rtol=1e-5)
 
 
 def test_checkpoints_that_do_not_fit_are_one_line(pair: tuple[Path, list[dict[str, Any]]]) -> None:
@@ -213,7 +213,7 @@ def test_a_plan_says_paths_and_pins(titan: Any, tmp_path: Path) -> None:
 
     controller = attached("plan")
     assert set(controller.names) == set(operators)
-    assert [one.operator_name for one in controller.plan.operators if one.pinned == ("fprop",)] == [*pins]
+    assert [one.operator_name for one in controller.converted.operators if one.pinned == ("fprop",)] == [*pins]
     with pytest.raises(titan.UserError, match=r"plan: is the plan of another model: of 6 operators; this one, of 5"):
         attached("other")
 

@@ -67,11 +67,11 @@ def test_targets_choose_and_without_any_layers_do_but_gates_and_heads() -> None:
 
 
 def test_the_section_says_what_attach_takes() -> None:
-    section = rules.ControlSection(max_o=2, budget=1.0, signal="gap", options={"threshold": 2.0}, calibrate=0.01)
+    section = rules.ControlSection(max_o=2, budget=1.0, signal="recovery_gap", options={"threshold": 2.0}, calibrate=0.01)
     named = section.named()
     assert "calibrate" not in named and set(named) < {one.name for one in fields(gnmr.ControlSpec)} | {"seed"}
     controller = gnmr.attach(nn.Sequential(nn.Linear(8, 8)), targets=["0"], **named)
-    assert (controller.max_o, controller.spec.budget, controller.spec.signal) == (2, 1.0, "gap")
+    assert (controller.spec.max_o, controller.spec.budget, controller.spec.signal) == (2, 1.0, "recovery_gap")
     usual, spec = rules.ControlSection().named(), gnmr.ControlSpec()
     assert all(getattr(spec, name) == value for name, value in usual.items() if name != "seed")
 

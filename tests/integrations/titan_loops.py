@@ -36,7 +36,7 @@ from gnmr.integrations.torchtitan_rules import ControlSection
 STEPS, SAVED, SIZE, ACCUMULATION, SEQ_LEN, LR, CLIP = 8, 4, 2, 2, 16, 5e-3, 0.5
 PATHS = {"low": "int4", "recovery": "int8"}
 CONTROL = {"max_o": 3, "alpha": 1.1, "beta": 1.05}
-GAPS = {"signal": "gap", "max_o": 3}
+GAPS = {"signal": "recovery_gap", "max_o": 3}
 
 
 class Noted(GnmrTrainer):
@@ -161,8 +161,8 @@ def main(out: Path) -> None:
     seen["routed"] = [name for name, one in run.model_parts[0].named_modules() if isinstance(one, RoutedLinear)]
 
     validated: list[bool] = []
-    run._validate(lambda *_: validated.append(run.controller.plan.shared.high_precision))
-    seen["in 16 bits"] = [*validated, run.controller.plan.shared.high_precision]
+    run._validate(lambda *_: validated.append(run.controller.converted.shared.high_precision))
+    seen["in 16 bits"] = [*validated, run.controller.converted.shared.high_precision]
 
     again = configured(out / "run")
     again.gnmr.record = str(records)

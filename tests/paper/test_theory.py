@@ -14,7 +14,7 @@ from gnmr.lab import models
 from gnmr.lab.config.model import ExpertsConfig, ModelConfig
 from gnmr.lab.paper import theory
 from gnmr.lab.paper.theory import ESTIMATE, NORM
-from gnmr.lab.train.step import loss_of
+from gnmr.lab.train.loss import loss_of
 from gnmr.precision import ConvertedModel, PathSpec, convert
 
 MAX_O = 3

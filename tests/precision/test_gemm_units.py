@@ -152,7 +152,7 @@ def test_norms_are_those_of_the_operator_and_made_once(observe: str, monkeypatch
     assert by_gemm.norm.tolist() == by_operator.norm.repeat(3).tolist() and by_gemm.observed.all()
     assert counted == ([] if observe == "input_grad" else [4])
     if observe == "input_grad":
-        assert sum(len(module._forward_hooks) for module in controller.plan.operators) == 2
+        assert sum(len(module._forward_hooks) for module in controller.converted.operators) == 2
 
 
 def test_evidence_goes_to_the_gemm_that_it_is_of() -> None:
@@ -175,7 +175,7 @@ def test_a_state_holds_the_gemms_in_recovery() -> None:
             recovery="bf16",
             targets=["*"],
             unit="gemm",
-            signal="gap",
+            signal="recovery_gap",
             routing="ranked",
             max_o=2,
         )
@@ -187,7 +187,7 @@ def test_a_state_holds_the_gemms_in_recovery() -> None:
     other = made()
     other.load_state_dict(controller.state_dict())
     assert len(other.active) == 2 and other.active == controller.active
-    assert [o.recovered for o in other.plan.operators] == [o.recovered for o in controller.plan.operators]
+    assert [o.recovered for o in other.converted.operators] == [o.recovered for o in controller.converted.operators]
     with pytest.raises(ValueError, match="other units"):
         attach(model(), low="sim_e2m1", recovery="bf16", targets=["*"], max_o=1).load_state_dict(
             controller.state_dict()

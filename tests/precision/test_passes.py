@@ -72,7 +72,7 @@ def test_second_derivatives_of_casts_are_refused_with_the_operators_name(low: st
     with pytest.raises(RuntimeError, match=r"^o_proj: second derivatives \(create_graph=True\) [^\n]*$"):
         penalty(model)
     model.zero_grad()
-    with controller.plan.high_precision():
+    with controller.converted.high_precision():
         assert all(
             ours is theirs is None or torch.equal(ours, theirs)
             for ours, theirs in zip(penalty(model), penalty(Two()), strict=True)
@@ -153,7 +153,7 @@ def test_a_discarded_step_leaves_no_trace(low: str) -> None:
             runs.append([parameter.grad.clone() for parameter in model.parameters()])
             controller.step()
             model.zero_grad()
-        runs.append(list(controller.plan.state_dict().values())[1:])
+        runs.append(list(controller.converted.state_dict().values())[1:])
     half = len(runs) // 2
     for ours, theirs in zip(runs[:half], runs[half:], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
@@ -181,18 +181,18 @@ def test_a_recomputed_pass_is_the_one_that_it_repeats(low: str, reentrant: bool,
             return checkpoint(model, first(x), use_reentrant=reentrant).square().sum()
 
         if between == "high_precision":
-            with controller.plan.high_precision():
+            with controller.converted.high_precision():
                 loss = forward()
                 if not late:
                     loss.backward()
         else:
             loss = forward()
         if late and between == "promotion":
-            controller.plan.operators[0].switch(True)
+            controller.converted.operators[0].switch(True)
         if late and between == "step":
             controller.step()
         if late and between == "evaluation":
-            with torch.no_grad(), controller.plan.high_precision():
+            with torch.no_grad(), controller.converted.high_precision():
                 model(x)
         if late or between != "high_precision":
             loss.backward()
@@ -213,7 +213,7 @@ def test_a_kept_graph_keeps_its_path_and_its_scales(low: str) -> None:
         found.append([parameter.grad.clone() for parameter in model.parameters()])
         controller.step()
         model.zero_grad()
-        controller.plan.operators[1].switch(True)
+        controller.converted.operators[1].switch(True)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
@@ -238,7 +238,7 @@ def in_turn(model: Two, controller: gnmr.Controller, around: Callable) -> None:
     x = numbers(8, WIDTH).requires_grad_()
     first = around(model, x).square().sum()
     first.backward(retain_graph=True)
-    for operator in controller.plan.operators:
+    for operator in controller.converted.operators:
         operator.switch(True)
     second = around(model, x).square().sum()
     first.backward()
@@ -255,7 +255,7 @@ def all_forward_first(model: Two, controller: gnmr.Controller, around: Callable)
     """Micro-batches whose backward passes come afterwards, and evaluations between them."""
     losses = []
     for seed in range(3):
-        with torch.no_grad(), controller.plan.high_precision():
+        with torch.no_grad(), controller.converted.high_precision():
             around(model, numbers(8, WIDTH).requires_grad_())
         losses.append(around(model, numbers(8, WIDTH, seed=seed).requires_grad_()).square().sum())
     for loss in losses:
@@ -326,7 +326,7 @@ def test_an_evaluation_under_other_weights_leaves_delayed_scales_alone() -> None
         model(numbers(32, WIDTH, seed=5) * 0.5).square().sum().backward()
         found.append([parameter.grad.clone() for parameter in model.parameters()])
         controller.step()
-        found[-1].append(controller.plan.state_dict()["largest"])
+        found[-1].append(controller.converted.state_dict()["largest"])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
@@ -370,9 +370,9 @@ def test_delayed_scales_notice_replaced_weights(replace: Callable, factor: float
         net(x).square().sum().backward()
         found.append([parameter.grad.clone() for parameter in net.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    assert controller.plan.saturation()["weight"].sum() == 0
+    assert controller.converted.saturation()["weight"].sum() == 0
     controller.step()
-    history = controller.plan.state_dict()["largest"]
+    history = controller.converted.state_dict()["largest"]
     assert (history[:, 1, 1] > 0).all() and (history[:, 1, 2:] == 0).all(), "what was before is forgotten"
 
 
@@ -381,7 +381,7 @@ def test_trained_weights_are_not_taken_for_replaced_ones() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(8):
         model(numbers(32, WIDTH, seed=step)).square().mean().backward()
-        assert not controller.plan.shared.amax.replaced
+        assert not controller.converted.shared.amax.replaced
         controller.step()
         optimizer.step()
         optimizer.zero_grad()
@@ -409,7 +409,7 @@ def test_moving_one_operator_leaves_the_noise_of_the_others(how: dict) -> None:
         controller = gnmr.attach(model, signal="always_low", **how)
         own: dict[str, list[Tensor]] = {name: [] for name in model}
         for step in range(3):
-            for operator in controller.plan.operators:
+            for operator in controller.converted.operators:
                 if operator.operator_name in moved:
                     operator.switch(True)
             for micro in range(2):

@@ -124,7 +124,7 @@ def test_recipes_in_the_place_of_names() -> None:
     assert plan.low == replace(mine, backend="scaled_mm") and "mine, scaled_mm" in str(plan)
     assert convert(net(), PathSpec.of("sim_e2m1", mine, targets=["0"])).recovery == mine
     attached = attach(net(), low=mine, recovery="bf16", targets=["0"])
-    assert attached.plan.low == mine
+    assert attached.converted.low == mine
     with pytest.raises(ValueError, match="recovery=mine: must be a format, as low=int4 is"):
         convert(net(), PathSpec.of("int4", mine, targets=["0"]))
     with pytest.warns(UserWarning, match="mine has all GEMMs as fp8_hybrid has them: recovery changes nothing"):

@@ -97,7 +97,7 @@ def test_one_decision_moves_every_operator_of_a_block_and_never_more_than_max_o_
         active = set(controller.active)
         seen |= active
         assert len(active) <= 2
-        for group in controller.plan.units:
+        for group in controller.converted.units:
             assert {operator.recovering for operator in group.operators} == {group.name in active}
         optimizer.step()
         optimizer.zero_grad()

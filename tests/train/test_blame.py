@@ -18,7 +18,7 @@ from gnmr.attachment.blame import Levels, needed
 from gnmr.lab.faults.faults import Fault
 from gnmr.lab.faults.schedule import FaultSchedule
 from gnmr.lab.train import run as run_module
-from gnmr.lab.train.step import TrainStep
+from gnmr.lab.train import step
 from gnmr.precision.scaling import compress
 from gnmr.records.reader import read_jsonl
 
@@ -134,7 +134,7 @@ def spiky(monkeypatch) -> None:
     "words",
     [
         [
-            "controller.signal=update_norm",
+            "controller.signal=gsnr",
             "training.accumulation=2",
             "precision.rounding=stochastic",
             "optim.clip_norm=1",
@@ -264,16 +264,16 @@ def flipped(parts):
 @pytest.mark.slow
 @pytest.mark.parametrize("cause", ["data", "precision"])
 def test_a_compiled_run_has_the_verdict_of_the_run_that_is_not_and_compiles_nothing_for_it(cause, spiking, monkeypatch):
-    plain, graphs, blamed = torch.nn.Module.compile, [], TrainStep._blame
+    plain, graphs, blamed = torch.nn.Module.compile, [], step.look_again
 
-    def count(self, *args):
+    def count(*args):
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-        found = blamed(self, *args)
+        found = blamed(*args)
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         return found
 
     monkeypatch.setattr(torch.nn.Module, "compile", lambda block: plain(block, backend="aot_eager"))
-    monkeypatch.setattr(TrainStep, "_blame", count)
+    monkeypatch.setattr(step, "look_again", count)
     words, plant = [*RECIPE, "precision.unit=block"], flipped if cause == "data" else broken(UP)
     wanted = spiking(words, plant)
     assert wanted.cause == cause
@@ -323,7 +323,7 @@ def test_from_a_loop_of_ones_own():
     controller.step()
     model.zero_grad()
 
-    broken("1")(SimpleNamespace(plan=controller.plan, controller=controller))
+    broken("1")(SimpleNamespace(converted=controller.converted, controller=controller))
     spiked = (model(x) - y).square().mean()
     spiked.backward()
     before = [p.grad.clone() for p in model.parameters()]
@@ -333,7 +333,7 @@ def test_from_a_loop_of_ones_own():
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True))
     assert torch.equal(state, torch.get_rng_state()) and controller.t == 1 and not controller.active
     model.zero_grad()
-    for operator in controller.plan.operators:
+    for operator in controller.converted.operators:
         operator.fault = None
     (model(100 * x) - y).square().mean().backward()
     assert controller.explain(lambda: (model(100 * x) - y).square().mean(), usual=usual).cause == "data"
@@ -375,7 +375,7 @@ def test_explain_refuses_in_one_line_and_leaves_no_trace(mistake):
         controller.explain(given, **{"loss": 99.0, "usual": (1.0, 1.0), **options})
     assert "\n" not in str(error.value)
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True))
-    assert not controller.active and not any(one.recovering for one in controller.plan.operators)
+    assert not controller.active and not any(one.recovering for one in controller.converted.operators)
     model.zero_grad()
     with pytest.raises(ValueError, match="no gradients: call explain between"):
         controller.explain(run, loss=99.0, usual=(1.0, 1.0))

@@ -28,7 +28,7 @@ def failed(train, tmp_path_factory) -> Path:
         plain = TrainStep.__call__
 
         def call(self, *args):
-            if self.controller.t == 6:
+            if self.router.t == 6:
                 raise ZeroDivisionError
             return plain(self, *args)
 
@@ -200,7 +200,7 @@ def test_a_run_whose_text_was_changed_is_left_as_it_is(left, train, text_file, t
         plain = TrainStep.__call__
 
         def call(self, *args):
-            if self.controller.t == 7:
+            if self.router.t == 7:
                 raise ZeroDivisionError
             return plain(self, *args)
 

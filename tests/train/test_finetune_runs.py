@@ -16,7 +16,8 @@ from gnmr.errors import UserError
 from gnmr.lab.data.batch import Batch
 from gnmr.lab.models.pretrained import load
 from gnmr.lab.train.build import Parts, assemble, training_blocks
-from gnmr.lab.train.step import TrainStep, loss_of, num_targets
+from gnmr.lab.train.loss import loss_of, num_targets
+from gnmr.lab.train.step import TrainStep
 from gnmr.records.reader import read_json, read_jsonl
 
 pytestmark = pytest.mark.slow
@@ -51,7 +52,7 @@ def test_a_stopped_run_goes_on_to_the_last_bit(train, tmp_path: Path, lora: Word
     plain = TrainStep.__call__
 
     def call(self, *args):
-        if self.controller.t == 4:
+        if self.router.t == 4:
             raise KeyboardInterrupt
         return plain(self, *args)
 
@@ -72,7 +73,7 @@ def test_a_run_does_not_go_on_over_another_base(train, tmp_path: Path, lora: Wor
     plain = TrainStep.__call__
 
     def call(self, *args):
-        if self.controller.t == 4:
+        if self.router.t == 4:
             raise KeyboardInterrupt
         return plain(self, *args)
 

@@ -21,7 +21,7 @@ def in_mid_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object
 
     def install(happens: Callable[[], object]) -> None:
         def call(self, *args):
-            if self.controller.t == 4:
+            if self.router.t == 4:
                 happens()
             return plain(self, *args)
 

@@ -71,7 +71,7 @@ def in_step(number: int) -> Hook:
         plain = TrainStep.__call__
 
         def call(self: TrainStep, *args: Any) -> Any:
-            if self.controller.t == number - 1:
+            if self.router.t == number - 1:
                 die()
             return plain(self, *args)
 
@@ -233,7 +233,7 @@ def test_a_signal_saves_and_leaves(number, code, train, tmp_path, uninterrupted)
         plain = TrainStep.__call__
 
         def call(self: TrainStep, *args: Any) -> Any:
-            if self.controller.t == 3:
+            if self.router.t == 3:
                 os.kill(os.getpid(), number)
             return plain(self, *args)
 
@@ -278,7 +278,7 @@ def test_a_second_ctrl_c_ends_at_once(train, tmp_path):
         plain = TrainStep.__call__
 
         def call(self: TrainStep, *args: Any) -> Any:
-            if self.controller.t == 3:
+            if self.router.t == 3:
                 for _ in range(2):  # to this very thread: two that the kernel holds back at once would be one
                     signal.raise_signal(signal.SIGINT)
                     time.sleep(0.001)

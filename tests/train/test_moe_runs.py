@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from gnmr.lab.train.step import evaluate
+from gnmr.lab.train.loss import evaluate
 from gnmr.records.reader import read_jsonl, read_ratios
 
 MOE = ["model.name=moe", "model.experts.number=4"]

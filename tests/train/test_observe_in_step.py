@@ -12,7 +12,8 @@ from torch import Tensor
 
 from gnmr.errors import UserError
 from gnmr.lab.train.build import Parts, train_step
-from gnmr.lab.train.step import TrainStep, loss_of
+from gnmr.lab.train.loss import loss_of
+from gnmr.lab.train.step import TrainStep
 from gnmr.records.reader import read_jsonl, read_ratios
 
 LR = 1e-3
@@ -84,7 +85,7 @@ def test_a_run_goes_on_after_a_stop_and_replays(observe, train, gnmr, tmp_path, 
     plain = TrainStep.__call__
 
     def call(self, *args):
-        if self.controller.t == 4:
+        if self.router.t == 4:
             raise ZeroDivisionError
         return plain(self, *args)
 

@@ -10,7 +10,7 @@ import torch
 
 import gnmr
 from gnmr.lab.train.build import train_step
-from gnmr.lab.train.step import loss_of
+from gnmr.lab.train.loss import loss_of
 
 STEPS, ACCUMULATION = 8, 2
 LR = 0.02
@@ -35,7 +35,7 @@ def batches(parts, blocks_of) -> list[tuple[torch.Tensor, ...]]:
     "words, options",
     [
         ([], PAPERS),
-        (["controller.signal=gap", *RANKED], {"signal": "gap", "routing": "ranked"}),
+        (["controller.signal=recovery_gap", *RANKED], {"signal": "recovery_gap", "routing": "ranked"}),
         (["controller.signal=random", "training.seed=3"], {"signal": "random", "seed": 3}),
         (["controller.signal=gsnr", *RANKED], {"signal": "gsnr", "routing": "ranked"}),
         (
@@ -49,7 +49,7 @@ def batches(parts, blocks_of) -> list[tuple[torch.Tensor, ...]]:
             PAPERS | DELAYED | {"unit": "block"},
         ),
     ],
-    ids=["gnmr_delta", "gap", "random", "gsnr", "warmup", "ranked", "input_grad", "delayed_scales"],
+    ids=["gnmr_delta", "recovery_gap", "random", "gsnr", "warmup", "ranked", "input_grad", "delayed_scales"],
 )
 def test_the_same_decisions(words, options, assembled, blocks_of):
     parts = assembled(*SAME, *words)

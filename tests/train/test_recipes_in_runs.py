@@ -13,7 +13,8 @@ from everything import differences, everything
 from gnmr.lab import models
 from gnmr.lab.config import config_hash, read
 from gnmr.lab.config.model import ExpertsConfig, ModelConfig
-from gnmr.lab.train.step import TrainStep, evaluate
+from gnmr.lab.train.loss import evaluate
+from gnmr.lab.train.step import TrainStep
 from gnmr.precision import RECIPES, PathLinear, PathSpec, convert
 from gnmr.precision.formats import FloatFormat, IntFormat
 from gnmr.precision.kernels import simulated
@@ -49,7 +50,7 @@ def stopped(train, folder, *words):
     plain = TrainStep.__call__
 
     def call(self, *args):
-        if self.controller.t == 4:
+        if self.router.t == 4:
             raise KeyboardInterrupt
         return plain(self, *args)
 

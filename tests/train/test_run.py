@@ -190,7 +190,7 @@ def test_wrong_device_and_shape_of_things_end_before_the_folder_is_made(tiny, tm
             "has 32 inputs: the recipe deepseek_v3 needs a multiple of",
         ),
         (["precision.low=fp8_hybrid", "precision.recovery=bf16", "precision.backend=int_mm"], "backend='int_mm'"),
-        (["controller.signal=gap", "precision.recovery=null"], "needs both paths"),
+        (["controller.signal=recovery_gap", "precision.recovery=null"], "needs both paths"),
         (["controller.signal=nothing"], "controller: "),
         (["faults.kind=noise", "faults.windows=[[2,1]]", "faults.targets=[nothing]"], "faults: "),
         (["records.monitor=[nothing]"], "records.monitor: "),

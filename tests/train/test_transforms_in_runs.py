@@ -77,8 +77,8 @@ def test_three_steps(name, train, tmp_path, plain):
 
 @pytest.mark.parametrize("optimizer", [[], ["optim.name=scale"]], ids=["adamw", "scale"])
 def test_a_step_left_out(optimizer, train, tmp_path):
-    """Skipped, but not for a number that is not finite: no streak, no unit, no end of the run; and nothing moves."""
-    words = ["training.max_nonfinite_streak=1", "training.steps=12", "records.evidence=[update_norm]", *optimizer]
+    """Skipped, but not for a number that is not finite: no streak, no unit, no end of the run."""
+    words = ["training.max_nonfinite_streak=1", "training.steps=12", *optimizer]
     folder = train(tmp_path / "run", *words, *SKIP)
     rows = rows_of(folder)
     skipped = [row["step"] for row in rows if row["skipped"]]
@@ -86,10 +86,6 @@ def test_a_step_left_out(optimizer, train, tmp_path):
     for row in rows:
         assert (row["nonfinite_unit"], row["nonfinite_total"], row["nonfinite_streak"]) == (None, 0, 0)
     assert read_json(folder / "summary.json")["nonfinite_total"] == 0 and (folder / "DONE").exists()
-    moved = {row["step"]: 0.0 for row in rows}
-    for row in read_ratios(folder).to_pylist():
-        moved[row["step"]] += row["update_norm"]
-    assert [step for step, norm in moved.items() if norm == 0] == skipped
 
 
 def test_a_step_that_is_not_finite_counts_with_a_transform_too(train, tmp_path, tampered):

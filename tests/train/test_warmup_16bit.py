@@ -76,8 +76,8 @@ NORMS = np.array(
 
 def test_the_quarter_of_the_blocks_with_the_highest_mean_gnmr_stays_for_good(assembled) -> None:
     parts = assembled(*BLOCKS)
-    controller: Controller = parts.controller
-    assert controller.names == [f"layers.{i}" for i in range(4)] and controller.warmup_steps == 3
+    controller: Controller = parts.controller.controller
+    assert controller.names == [f"layers.{i}" for i in range(4)] and controller.spec.warmup_steps == 3
     for step, norms in enumerate(NORMS, start=1):
         parts.converted.begin_step(step)
         in_force = paths_of(parts)

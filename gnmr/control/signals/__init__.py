@@ -11,59 +11,41 @@ from inspect import Parameter, signature
 from typing import Any, cast
 
 from gnmr.control.signals.always import AlwaysHigh, AlwaysLow
-from gnmr.control.signals.base import BlindSignal, Context, Evidence, LevelSignal, RatioSignal, Signal, SignalBase
-from gnmr.control.signals.ema_ratio import EmaRatio
-from gnmr.control.signals.first_last import FirstLast
-from gnmr.control.signals.gap import Gap
-from gnmr.control.signals.gap_exact import GapExact
-from gnmr.control.signals.gnmr import DeltaGnmr, Gnmr, GnmrSignal
+from gnmr.control.signals.gnmr import GnmrSignal
 from gnmr.control.signals.gsnr import Gsnr
-from gnmr.control.signals.history import Cumulative, Ema, Window
 from gnmr.control.signals.jacobian import Jacobian
-from gnmr.control.signals.levels import GradNorm, GradToNoise, Mse, Oracle, SpikeShare, Underflow
+from gnmr.control.signals.levels import GradNorm, Mse, Oracle
 from gnmr.control.signals.pin_excess import PinExcess
 from gnmr.control.signals.price import Price
 from gnmr.control.signals.random import Random
-from gnmr.control.signals.round_robin import RoundRobin
+from gnmr.control.signals.recovery_gap import RecoveryGap
+from gnmr.control.signals.signal import BlindSignal, Context, Evidence, LevelSignal, RatioSignal, Signal, SignalBase
 from gnmr.control.signals.static_k import StaticK
-from gnmr.control.signals.update_norm import UpdateNorm
-from gnmr.control.signals.zscore import ZScore
 from gnmr.errors import did_you_mean
 
 SIGNALS: dict[str, type[SignalBase]] = {
     "gnmr_delta": GnmrSignal,
-    "gnmr": Gnmr,
-    "delta_gnmr": DeltaGnmr,
-    "ema_ratio": EmaRatio,
-    "zscore": ZScore,
-    "gsnr": Gsnr,
-    "jacobian": Jacobian,
-    "grad_norm": GradNorm,
-    "grad_to_noise": GradToNoise,
-    "underflow": Underflow,
-    "mse": Mse,
-    "spike_share": SpikeShare,
-    "update_norm": UpdateNorm,
-    "gap": Gap,
-    "gap_exact": GapExact,
+    "recovery_gap": RecoveryGap,
     "price": Price,
     "pin_excess": PinExcess,
+    "grad_norm": GradNorm,
+    "mse": Mse,
+    "gsnr": Gsnr,
+    "jacobian": Jacobian,
     "oracle": Oracle,
-    "random": Random,
     "static_k": StaticK,
-    "first_last": FirstLast,
-    "round_robin": RoundRobin,
+    "random": Random,
     "always_low": AlwaysLow,
     "always_high": AlwaysHigh,
 }
 
 
 def build_signal(signal: str | Signal | Callable[..., Signal], options: Mapping[str, Any], context: Context) -> Signal:
-    """The signal that this is, names or makes: a key of `SIGNALS`, `package.module:Class` for a third party's, a class
-    or any function of (context, **options), or a signal that is made already.
+    """Return the signal that this is, names or makes: a key of `SIGNALS`, `package.module:Class` for a third party's, a
+    class or any function of (context, **options), or a signal that is made already.
 
-    ValueError in one line: an unknown name, a module or class that is not there, an option that the signal does not
-    have, a value without sense, something that is no signal, one that was made for other units.
+    Raises ValueError in one line for an unknown name, module, class or option, an invalid value, an object that is no
+    signal, and a signal that was made for other units.
     """
     name = signal if isinstance(signal, str) else getattr(signal, "__name__", type(signal).__name__)
     cls: Any = signal
@@ -115,14 +97,11 @@ __all__ = [
     "SIGNALS",
     "BlindSignal",
     "Context",
-    "Cumulative",
-    "Ema",
     "Evidence",
     "GnmrSignal",
     "LevelSignal",
     "RatioSignal",
     "Signal",
     "SignalBase",
-    "Window",
     "build_signal",
 ]

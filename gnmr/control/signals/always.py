@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gnmr.control.signals.base import Context, Evidence, SignalBase
+from gnmr.control.signals.signal import Context, Evidence, SignalBase
 
 
 class _Always(SignalBase):

@@ -11,14 +11,10 @@ slow drift of GNMR itself does not count for it. Only after both are known does 
 
     A[b,t] = A[b,t-1] + (n[b,t] - A[b,t-1]) / k             k: how many norms have entered
 
-The risk is R[b,t] = max(GNMR / alpha_t, dGNMR / beta_t), over threshold where R > 1.
+The risk is R[b,t] = max(GNMR / alpha_t, dGNMR / beta_t), over threshold if R > 1.
 
 Two cases that the paper leaves open are decided here. A norm that is not finite has risk Inf and enters neither A nor
 the window. A unit without a gradient in this step is not observed: nothing of it changes.
-
-Two options go beyond the paper. `history` gives A another memory (`gnmr.control.signals.history`). `two_sided` puts
-a unit at risk whose norm collapses, as a path does that underflows: the columns are then max(ratio, 1 / ratio), while
-the ratio itself enters the window.
 
 Source: arXiv 2606.00539, Eqs. 2-4; its thresholds lie between 1.1 and 3.0 (alpha) and 1.3 and 2.0 (beta). Needs nothing
 but the norms; costs a dozen operations on (U,) tensors a step.
@@ -26,20 +22,19 @@ but the norms; costs a dozen operations on (U,) tensors a step.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from gnmr.control.signals.base import Context, Evidence, RatioSignal, ratio, whole
-from gnmr.control.signals.history import Window, all_finite
+from gnmr.control.signals.history import Cumulative, Window, all_finite
+from gnmr.control.signals.signal import Context, Evidence, RatioSignal, ratio
 from gnmr.control.thresholds import Threshold, at, check
+from gnmr.errors import whole
 
 
 class GnmrSignal(RatioSignal):
     """GNMR and dGNMR of U units, as tensors (paper, Eqs. 2-4): the signal `gnmr_delta`.
 
     `alpha` or `beta` None switches that ratio off; with both off every finite risk is 0 and only non-finite norms
-    trigger. `delta` is the window of dGNMR in steps; `history` (cumulative, ema with `decay`, window of `window` steps)
-    the memory of GNMR. ValueError for a value without sense.
+    trigger. `delta` is the window of dGNMR in steps. Raises ValueError if an option is invalid.
     """
 
     columns: tuple[str, ...] = ("gnmr", "delta_gnmr")
@@ -53,15 +48,11 @@ class GnmrSignal(RatioSignal):
         beta: Threshold | None = 1.3,
         delta: int = 5,
         eps: float = 1e-8,
-        history: str = "cumulative",
-        decay: float = 0.99,
-        window: int = 100,
-        two_sided: bool = False,
     ) -> None:
-        check(alpha, "alpha")
-        check(beta, "beta")
-        super().__init__(context, history, decay, window, two_sided, eps)
-        self.alpha, self.beta, self.delta = alpha, beta, whole(delta, "delta")
+        super().__init__(context, Cumulative(len(context.names), context.device), eps)
+        self.alpha, self.beta = check(alpha, "alpha", or_null=True), check(beta, "beta", or_null=True)
+        whole(delta=delta)
+        self.delta = delta
         self.window = Window(self.num_units, context.device, delta)  # of the last GNMR
 
     def thresholds(self, step: int) -> tuple[float | None, float | None]:
@@ -74,74 +65,10 @@ class GnmrSignal(RatioSignal):
         """See `Signal.observe`; the columns are (GNMR, dGNMR). Does not wait for the device."""
         norm, observed = evidence["norm"], evidence["observed"]
         mean, recent = self.history.mean, self.window.values.mean(dim=0)
-        known, full = mean != 0, self.window.count >= self.delta
         finite = all_finite(norm)
-        gnmr = ratio(norm, mean, known, self.eps, finite)
+        gnmr = ratio(norm, mean, mean != 0, self.eps, finite)
         sound = all_finite(gnmr)
-        columns = gnmr, ratio(gnmr, recent, full, self.eps, sound)
-        if self.two_sided:
-            collapse = ratio(mean, norm, known, self.eps), ratio(recent, gnmr, full, self.eps)
-            columns = torch.maximum(columns[0], collapse[0]), torch.maximum(columns[1], collapse[1])
+        delta_gnmr = ratio(gnmr, recent, self.window.count >= self.delta, self.eps, sound)
         self.history.update(norm, observed, finite)
         self.window.update(gnmr, observed, sound)
-        return self.verdict(evidence, step, *columns, finite=finite)
-
-
-class Gnmr(GnmrSignal):
-    """GNMR alone: the signal `gnmr`, which is `GnmrSignal` with beta off. dGNMR is shown and never triggers."""
-
-    def __init__(
-        self,
-        context: Context,
-        *,
-        alpha: Threshold = 1.5,
-        delta: int = 5,
-        eps: float = 1e-8,
-        history: str = "cumulative",
-        decay: float = 0.99,
-        window: int = 100,
-        two_sided: bool = False,
-    ) -> None:
-        if alpha is None:
-            raise ValueError("alpha=None: gnmr has no other threshold; must be a positive number")
-        super().__init__(
-            context,
-            alpha=alpha,
-            beta=None,
-            delta=delta,
-            eps=eps,
-            history=history,
-            decay=decay,
-            window=window,
-            two_sided=two_sided,
-        )
-
-
-class DeltaGnmr(GnmrSignal):
-    """dGNMR alone: the signal `delta_gnmr`, which is `GnmrSignal` with alpha off. GNMR is shown and never triggers."""
-
-    def __init__(
-        self,
-        context: Context,
-        *,
-        beta: Threshold = 1.3,
-        delta: int = 5,
-        eps: float = 1e-8,
-        history: str = "cumulative",
-        decay: float = 0.99,
-        window: int = 100,
-        two_sided: bool = False,
-    ) -> None:
-        if beta is None:
-            raise ValueError("beta=None: delta_gnmr has no other threshold; must be a positive number")
-        super().__init__(
-            context,
-            alpha=None,
-            beta=beta,
-            delta=delta,
-            eps=eps,
-            history=history,
-            decay=decay,
-            window=window,
-            two_sided=two_sided,
-        )
+        return self.verdict(evidence, step, gnmr, delta_gnmr, finite=finite)

@@ -18,28 +18,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gnmr.control.signals.base import TINY, Context, Evidence, RatioSignal, checked_threshold, ratio, seen
-from gnmr.control.thresholds import Threshold
+from gnmr.control.signals.history import Ema
+from gnmr.control.signals.signal import TINY, Context, Evidence, RatioSignal, ratio, seen
+from gnmr.control.thresholds import Threshold, check
 
 
 class Gsnr(RatioSignal):
-    """Mean of the past GSNR over this step's. Where the micro-batches agree entirely, GSNR is 1 / eps."""
+    """Mean of the past GSNR over this step's. If the micro-batches agree entirely, GSNR is 1 / eps."""
 
     columns = ("inverse_gsnr",)
     needs = ("micro_square",)
 
-    def __init__(
-        self,
-        context: Context,
-        *,
-        threshold: Threshold = 1.5,
-        history: str = "ema",
-        decay: float = 0.99,
-        window: int = 100,
-        eps: float = 1e-8,
-    ) -> None:
-        super().__init__(context, history, decay, window, eps=eps)
-        self.threshold = checked_threshold(threshold)
+    def __init__(self, context: Context, *, threshold: Threshold = 1.5, decay: float = 0.99, eps: float = 1e-8) -> None:
+        super().__init__(context, Ema(len(context.names), context.device, decay), eps)
+        self.threshold = check(threshold, "threshold")
 
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         """See `Signal.observe`; the column is the ratio. Does not wait for the device."""

@@ -23,8 +23,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gnmr.control.signals.base import Context, Evidence, RatioSignal, checked_threshold, seen
-from gnmr.control.thresholds import Threshold
+from gnmr.control.signals.history import Ema
+from gnmr.control.signals.signal import Context, Evidence, RatioSignal, ratio, seen
+from gnmr.control.thresholds import Threshold, check
 
 
 class Jacobian(RatioSignal):
@@ -34,18 +35,10 @@ class Jacobian(RatioSignal):
     needs = ("weight_std", "input_std")
 
     def __init__(
-        self,
-        context: Context,
-        *,
-        threshold: Threshold = 1.05,
-        history: str = "ema",
-        decay: float = 0.99,
-        window: int = 100,
-        two_sided: bool = False,
-        eps: float = 1e-8,
+        self, context: Context, *, threshold: Threshold = 1.05, decay: float = 0.99, eps: float = 1e-8
     ) -> None:
-        super().__init__(context, history, decay, window, two_sided, eps)
-        self.threshold = checked_threshold(threshold)
+        super().__init__(context, Ema(len(context.names), context.device, decay), eps)
+        self.threshold = check(threshold, "threshold")
         first, second, read = zip(*_sources(context.names), strict=True)
         self._first, self._second, self._read = (torch.tensor(i, device=context.device) for i in (first, second, read))
 
@@ -54,12 +47,14 @@ class Jacobian(RatioSignal):
         weight, spread = evidence["weight_std"], evidence["input_std"][self._read]
         with_one = torch.cat([weight, weight.new_ones(1)])
         value = with_one[self._first] * with_one[self._second] / (spread + self.eps)
-        # A spread of 0 is a group that nothing ran through.
-        return self.verdict(evidence, step, self.compare(value, seen(evidence) & (spread != 0)))
+        mean, entered = self.history.mean, seen(evidence) & (spread != 0)  # 0: a group that nothing ran through
+        column = ratio(value, mean, (mean != 0) & entered, self.eps)
+        self.history.update(value, entered)
+        return self.verdict(evidence, step, column)
 
 
 def _sources(names: tuple[str, ...]) -> list[tuple[int, int, int]]:
-    """Of each unit the places of its value's two weights (the second may be that of a 1 behind the last) and input."""
+    """Return the places of each unit's two weights (the second may be that of a 1 behind the last) and of its input."""
     place, one = {name: i for i, name in enumerate(names)}, len(names)
     sources = []
     for i, name in enumerate(names):

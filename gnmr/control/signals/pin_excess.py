@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from gnmr.control.evidence import EVIDENCE
-from gnmr.control.signals.base import Context, Evidence, LevelSignal, positive, seen, whole
-from gnmr.control.signals.history import make_history
+from gnmr.control.signals.history import Ema
+from gnmr.control.signals.signal import TINY, Context, Evidence, LevelSignal, seen
 from gnmr.control.thresholds import Threshold
+from gnmr.errors import one_of, positive, require, whole
 
 
 class PinExcess(LevelSignal):
@@ -53,16 +54,16 @@ class PinExcess(LevelSignal):
         down: float = 1.25,
     ) -> None:
         super().__init__(context, threshold)
-        if evidence not in EVIDENCE:
-            raise ValueError(f"evidence={evidence!r}: use one of {', '.join(EVIDENCE)}")
+        one_of(EVIDENCE, evidence=evidence)
+        whole(every=every, pin_every=pin_every)
+        positive(down=down)
+        if up != math.inf:
+            positive(up=up)
+        require(up >= 1, "up", up, "must be 1 or more")
+        require(1 <= down <= up, "down", down, f"must lie between 1 and up={up!r}")
         self.evidence, self.needs = evidence, (evidence,)
-        self.every, self.pin_every = whole(every, "every"), whole(pin_every, "pin_every")
-        self.up, self.down = up if up == math.inf else positive(up, "up"), positive(down, "down")
-        if self.up < 1:
-            raise ValueError(f"up={up!r}: must be 1 or more")
-        if not 1 <= self.down <= self.up:
-            raise ValueError(f"down={down!r}: must lie between 1 and up={up!r}")
-        self.history = make_history("ema", self.num_units, context.device, decay, window=1)
+        self.every, self.pin_every, self.up, self.down = every, pin_every, up, down
+        self.history = Ema(self.num_units, context.device, decay)
         self.pin = torch.zeros(self.num_units, dtype=torch.float64, device=context.device)
         self.value = torch.zeros_like(self.pin)  # the last one
         self.on = torch.zeros_like(self.pin, dtype=torch.bool)
@@ -85,7 +86,7 @@ class PinExcess(LevelSignal):
             self.pin = torch.where(known & self.on & ~stays, torch.minimum(now, level), self.pin)
             self.on = torch.where(known, stays, self.on)
             self.value = torch.where(entered, now, self.value)
-            logarithm = now.clamp(min=torch.finfo(torch.float64).tiny).log()
+            logarithm = now.clamp(min=TINY).log()
             cut = torch.minimum(logarithm, self.history.mean + math.log(self.up))
             self.history.update(torch.where(known, cut, logarithm), entered & (now > 0))
             if self._chooses(step):

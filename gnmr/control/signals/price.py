@@ -8,7 +8,8 @@ error that recovery takes off the weight gradient, as a share of the squared gra
 and no nats.
 
 Source: ours; docs/price.md derives it, names prior art and holds it against the true increase of the loss. Needs
-price: casts and products of one token in `precision.price_tokens`, in the first `early` steps and then in one in `every`.
+price: casts and products of one token in `precision.price_tokens`, in the first `early` steps and then in one in
+`every`.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gnmr.control.signals.base import Context, Evidence, LevelSignal, seen, whole
-from gnmr.control.signals.history import make_history
+from gnmr.control.signals.history import Ema
+from gnmr.control.signals.signal import Context, Evidence, LevelSignal, seen
 from gnmr.control.thresholds import Threshold
+from gnmr.errors import whole
 
 
 class Price(LevelSignal):
@@ -43,8 +45,9 @@ class Price(LevelSignal):
         decay: float = 0.9,
     ) -> None:
         super().__init__(context, threshold)
-        self.early, self.every = whole(early, "early"), whole(every, "every")
-        self.history = make_history("ema", self.num_units, context.device, decay, window=1)
+        whole(early=early, every=every)
+        self.early, self.every = early, every
+        self.history = Ema(self.num_units, context.device, decay)
 
     def reads(self, step: int) -> bool:
         return step <= self.early or (step - 1) % self.every == 0

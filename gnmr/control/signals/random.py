@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gnmr.control.norms import to_device
-from gnmr.control.signals.base import BlindSignal, Context, Evidence
+from gnmr.control.signals.signal import BlindSignal, Context, Evidence
 
 
 class Random(BlindSignal):
@@ -38,8 +38,6 @@ class Random(BlindSignal):
         chosen = np.argsort(-uniform, kind="stable")[:number]
         risk[chosen] = 1 + uniform[chosen]
         if (spend := self.context.spend) is not None and (paid := [cost for cost in spend if cost > 0]):
-            risk *= np.maximum(spend, min(paid)) / min(
-                paid
-            )  # or the cheap ones, by risk per cost, would be drawn first
+            risk *= np.maximum(spend, min(paid)) / min(paid)  # or risk per cost would draw the cheap ones first
         both = to_device(torch.from_numpy(np.stack([risk, uniform])), self.context.device)
         return both[0], (both[1],)

@@ -14,8 +14,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gnmr.control.signals.base import BlindSignal, Context, Evidence, due, fraction_of, positive, ratio, seen, whole
 from gnmr.control.signals.history import Cumulative
+from gnmr.control.signals.signal import BlindSignal, Context, Evidence, due, ratio, seen
+from gnmr.errors import positive, require, whole
+from gnmr.errors import share as check_share
 
 
 class StaticK(BlindSignal):
@@ -41,27 +43,26 @@ class StaticK(BlindSignal):
         eps: float = 1e-8,
     ) -> None:
         num_units, at_once = len(context.names), min(context.max_o, len(context.names))
-        calibration_frac = fraction_of(calibration_frac, "calibration_frac")
+        check_share(calibration_frac=calibration_frac)
+        positive(eps=eps)
         if calibration_steps is None:
             if context.steps is None:
                 raise ValueError("static_k: the run's length is not known: give steps, or the option calibration_steps")
             calibration_steps = max(1, round(calibration_frac * context.steps))
-        self.calibration_steps = whole(calibration_steps, "calibration_steps")
-        if k_frac is not None:
-            chosen = max(1, round(fraction_of(k_frac, "k_frac") * num_units))
-            k = chosen if k is None else k
-        self.k = at_once if k is None else whole(k, "k")
-        if self.k > at_once:
-            raise ValueError(
-                f"k={self.k}: at most max_o={context.max_o} of {num_units} units can be in recovery at once"
-            )
+        whole(calibration_steps=calibration_steps)
+        if k is None and k_frac is not None:
+            check_share(k_frac=k_frac)
+            k = max(1, round(k_frac * num_units))
+        k = at_once if k is None else k
+        whole(k=k)
+        require(k <= at_once, "k", k, f"at most max_o={context.max_o} of {num_units} units can be in recovery at once")
+        self.calibration_steps, self.k, self.eps = calibration_steps, k, eps
         after = 1.0
         if context.steps is not None:
             if calibration_steps >= context.steps:
                 raise ValueError(f"calibration_steps={calibration_steps}: the run has only {context.steps} steps")
             after = (context.steps - calibration_steps + 1) / context.steps
         super().__init__(context, share, self.k / num_units * after, f"k={self.k} of {num_units} units")
-        self.eps = positive(eps, "eps")
         self.history = Cumulative(num_units, context.device)
         self.average = Cumulative(num_units, context.device)
         self.chosen = torch.zeros(num_units, dtype=torch.bool, device=context.device)

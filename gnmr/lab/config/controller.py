@@ -1,49 +1,35 @@
-"""controller.*: signal, routing and thresholds."""
+"""controller.*: signal, routing and thresholds of a run, whose lengths are fractions of it."""
 
 from __future__ import annotations
 
 import csv
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gnmr.errors import fields, one_of, positive, require, share_of, told_as, within
+from gnmr.control.spec import COSTS, NO_CAP, ControlSpec, Rules
+from gnmr.control.thresholds import Threshold, TwoStage, check
+from gnmr.errors import require, share, share_of, told_as, within
 from gnmr.lab.config.texts import folder_name, place, storable
 from gnmr.records.untrusted import opened
 
-if TYPE_CHECKING:
-    from gnmr.control import ControlSpec, Threshold
-
-COSTS = ("gemm", "bytes")
 _LONGEST_TABLE = 1 << 24
-THRESHOLDS = {"gnmr_delta": ("alpha", "beta"), "gnmr": ("alpha",), "delta_gnmr": ("beta",)}
-"""The paper's signals, whose thresholds have keys of their own."""
 
 
-@dataclass(frozen=True)
-class ControllerConfig:
-    """Algorithms 1 and 2 (gnmr/control)."""
+@dataclass(frozen=True, kw_only=True)
+class ControllerConfig(Rules):
+    """Algorithms 1 and 2 (gnmr/control). The keys that are not here are those of `ControlSpec`."""
 
     name: str | None = None
     """Part of the arm's name; null: the signal, gnmr for gnmr_delta, and -ranked."""
     signal: str = "gnmr_delta"
     """The risk signal: one of docs/signals.md, or package.module:Class for one of your own."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Options of the signal, as its constructor takes them; its own defaults where nothing is said."""
-    observe: str = "parameters"
-    """What a unit's norm is taken of (gnmr/control/observed.py): parameters (its operators'), adapter (everything
-    trainable below its name) or input_grad (the gradient of its output)."""
-    routing: str = "thresholded"
-    """thresholded (max_o is a cap) or ranked (the max_o largest risks are always taken)."""
-    trigger: float = 1.0
-    """Multiplies all thresholds of the signal: over where R > trigger. `gnmr replay RUN calibrate=...` finds it."""
     alpha: float | None = 1.5
-    """Threshold of GNMR; null switches this signal off. alpha, beta, delta and eps belong to the signals gnmr_delta,
-    gnmr and delta_gnmr; the others do not read them."""
+    """Threshold of GNMR; null switches it off."""
     beta: float | None = 1.3
-    """Threshold of dGNMR; null switches this signal off."""
+    """Threshold of dGNMR; null switches it off."""
     alpha_init: float | None = None
     """Threshold of GNMR during the first init_frac of the steps; null: alpha throughout (section 3, two stages)."""
     beta_init: float | None = None
@@ -52,27 +38,14 @@ class ControllerConfig:
     """Length of the first stage as a share of training.steps; without effect unless an *_init is set."""
     warmup_frac: float = 0.0
     """High-fidelity warm-up: share of training.steps with every unit on warmup_path before control starts."""
-    warmup_path: str = "recovery"
-    """What units are on in the warm-up: the recovery path, or 16bit, whatever the recovery path is (E.4)."""
-    delta: int = 5
-    """Window of dGNMR, steps."""
     max_o: int | None = 4
-    """Most units on the recovery path at once, once control has started."""
+    """Most units on the recovery path at once, once control has started; null: the budget alone."""
     budget: Any = None
     """Share of what recovery of everything costs that the units on the recovery path may cost together, above 0 and at
     most 1, or 10%; null: no budget. Filled by risk per cost; max_o holds too (null: the budget alone)."""
     cost: str = "gemm"
     """What the budget counts: gemm (arithmetic), bytes (extra bytes, Eq. 5), or a CSV file with the columns unit and
     cost (measured times)."""
-    t_lock: int = 1
-    """Steps for which a triggered unit stays a candidate."""
-    hold: int = 1
-    """Steps for which a chosen set stays in force; 1: a new choice in every step (section 3)."""
-    nonfinite: str = "find"
-    """Where the loss is not finite: find (the operators whose low path did it go on the recovery path, and the step is
-    tried again once), keep (the set stays as it is) or order (the paper's bare rule: equal risks go by unit order)."""
-    eps: float = 1e-8
-    """Guards the two ratios against division by zero (Eqs. 2 and 3)."""
 
     @told_as("controller.")
     def __post_init__(self) -> None:
@@ -80,26 +53,19 @@ class ControllerConfig:
         if self.name is None:
             signal = "gnmr" if self.signal == "gnmr_delta" else self.signal.rpartition(":")[2]
             object.__setattr__(self, "name", signal + ("-ranked" if self.routing == "ranked" else ""))
-        positive(or_null=True, **fields(self, "alpha", "beta", "alpha_init", "beta_init"))
-        one_of(("parameters", "adapter", "input_grad"), observe=self.observe)
-        one_of(("thresholded", "ranked"), routing=self.routing)
-        one_of(("recovery", "16bit"), warmup_path=self.warmup_path)
-        one_of(("find", "keep", "order"), nonfinite=self.nonfinite)
         if self.max_o is None:
             require(self.budget is not None, "max_o", None, "null needs controller.budget, which then is the only cap")
-        numbers = fields(self, "delta", "t_lock", "hold", "eps", "trigger")
-        for key, value in (numbers | {"max_o": self.cap}).items():
-            positive(**{key: value})
-            require(value < 2**31, key, value, "must be less than 2^31")
         for init, main in ((self.alpha_init, "alpha"), (self.beta_init, "beta")):
+            check(getattr(self, main), main, or_null=True)
+            check(init, f"{main}_init", or_null=True)
             sound = init is None or getattr(self, main) is not None
             require(sound, f"{main}_init", init, f"needs controller.{main} too")
-        within(0, 1, **fields(self, "init_frac", "warmup_frac"))
+        within(0, 1, init_frac=self.init_frac, warmup_frac=self.warmup_frac)
         if self.budget is not None:
             object.__setattr__(self, "budget", share_of(self.budget))
-            number = isinstance(self.budget, (int, float)) and not isinstance(self.budget, bool)
-            require(number and 0 < self.budget <= 1, "budget", self.budget, "must be above 0 and at most 1, or as 10%")
+            share(budget=self.budget)
         place("cost", self.cost)
+        self._spec(1, "gemm")  # checks all the rest
 
     def _check_signal(self) -> None:
         module, colon, cls = self.signal.partition(":")
@@ -114,38 +80,38 @@ class ControllerConfig:
     @property
     def cap(self) -> int:
         """max_o as a number."""
-        return 2**31 - 1 if self.max_o is None else self.max_o
+        return NO_CAP if self.max_o is None else self.max_o
 
     def warmup_steps(self, steps: int) -> int:
-        """Length of the warm-up of a run of `steps` steps."""
+        """Return the length of the warm-up of a run of `steps` steps."""
         return round(self.warmup_frac * steps)
 
     def spec(self, steps: int) -> ControlSpec:
-        """What this is for a run of `steps` steps: fractions of the run become steps."""
-        from gnmr.control import ControlSpec, TwoStage
+        """Return what this is for a run of `steps` steps: fractions of the run become steps."""
+        measured = self.budget is not None and self.cost not in COSTS
+        return self._spec(steps, _table(Path(self.cost)) if measured else self.cost)
 
-        def threshold(name: str) -> Threshold | None:
-            main, init = getattr(self, name), getattr(self, f"{name}_init")
+    def _spec(self, steps: int, cost: str | dict[str, float]) -> ControlSpec:
+        def threshold(main: float | None, init: float | None) -> Threshold | None:
             return main if main is None or init is None else TwoStage(init, main, round(self.init_frac * steps))
 
-        same = ("signal", "options", "observe", "routing", "trigger", "delta", "eps", "t_lock", "hold", "budget")
-        measured = self.budget is not None and self.cost not in COSTS
         return ControlSpec(
-            **{name: getattr(self, name) for name in (*same, "warmup_path", "nonfinite")},
-            alpha=threshold("alpha"),
-            beta=threshold("beta"),
+            **{field.name: getattr(self, field.name) for field in fields(Rules)},
+            signal=self.signal,
+            alpha=threshold(self.alpha, self.alpha_init),
+            beta=threshold(self.beta, self.beta_init),
             warmup_steps=self.warmup_steps(steps),
             max_o=self.cap,
-            cost=_table(Path(self.cost)) if measured else self.cost if self.cost in COSTS else "gemm",
+            budget=self.budget,
+            cost=cost if isinstance(cost, dict) or cost in COSTS else "gemm",
         )
 
     def unread(self) -> dict[str, str]:
-        """Keys that choose nothing as the others stand, and the setting that makes it so."""
-        signal = f"signal={self.signal}"
-        read = THRESHOLDS.get(self.signal, ())
-        found = {key: signal for one in ("alpha", "beta") if one not in read for key in (one, f"{one}_init")}
-        if not read:
-            found |= {"delta": signal, "eps": signal}
+        """Return the keys that choose nothing as the others stand, and the setting that makes it so."""
+        found: dict[str, str] = {}
+        if self.signal != "gnmr_delta":
+            keys = ("alpha", "alpha_init", "beta", "beta_init", "delta", "eps")
+            found = dict.fromkeys(keys, f"signal={self.signal}")
         if self.warmup_frac == 0 and self.warmup_path != "recovery":
             found["warmup_path"] = "warmup_frac=0"
         if self.budget is None and self.cost != "gemm":
@@ -158,7 +124,7 @@ class ControllerConfig:
 
 
 def _table(path: Path) -> dict[str, float]:
-    """{unit: cost} of a CSV file. ValueError, one line, for what is no such file."""
+    """Return {unit: cost} of a CSV file. Raises ValueError, one line, if it is no such file."""
     what = f"cost={path}: must be gemm, bytes or a CSV file with the columns unit and cost"
     try:
         with opened(Path(os.path.realpath(path))) as file:

@@ -13,7 +13,7 @@ import numpy as np
 
 from gnmr.lab.report.runs import Run
 
-OF = ("price", "price_fprop", "true_gap", "gap_exact", "gap", "gap_low")
+OF = ("price", "price_fprop", "true_gap", "recovery_gap", "gap_low")
 """Recorded columns that a share can be taken of, the first that is there; else risk."""
 
 

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gnmr.attachment import AttachedController, costs_of, norms_of, units_of
+from gnmr.attachment import Router, costs_of, norms_of, units_of
 from gnmr.attachment.blame import Levels
+from gnmr.control import Controller
 from gnmr.distributed.compressed import GreedyLore
 from gnmr.distributed.reduce import Ranks
 from gnmr.distributed.world import ALONE, World
@@ -33,13 +34,14 @@ from gnmr.lab.faults.schedule import FaultSchedule
 from gnmr.lab.models import pretrained
 from gnmr.lab.train.checkpoint import Stateful
 from gnmr.lab.train.checks import check_evidence, check_sizes, refuse_compression
-from gnmr.lab.train.compression import CompressedController, build_compression
+from gnmr.lab.train.compression import build_compression, compressed_router
 from gnmr.lab.train.draws import Draws
 from gnmr.lab.train.fork_base import Base, open_base
 from gnmr.lab.train.memory import refuse_run
 from gnmr.lab.train.model import Stress, blocks_of, empty_model, new_model, pretrained_model, with_paths
 from gnmr.lab.train.optim import build_optimizer, learning_rate
-from gnmr.lab.train.step import TrainStep, monitored
+from gnmr.lab.train.result import monitored
+from gnmr.lab.train.step import TrainStep
 from gnmr.lab.train.transforms import Transform, build_transform
 from gnmr.precision import ConvertedModel
 from gnmr.precision.conversion import operator_shapes
@@ -58,7 +60,7 @@ class Parts:
     device: torch.device
     model: nn.Module
     converted: ConvertedModel
-    controller: AttachedController
+    controller: Router
     optimizer: torch.optim.Optimizer
     transform: Transform | None = None
     stress: list[Stress] = field(default_factory=list)
@@ -240,10 +242,10 @@ def _controller(
     plan: ConvertedModel,
     ranks: Ranks | None = None,
     compressed: Compressed | None = None,
-) -> AttachedController:
+) -> Router:
     """The controller of the config. UserError where it does not fit this run or its evidence is not available."""
     if isinstance(compressed, GreedyLore):
-        return CompressedController.of(compressed, plan, model, config, ranks)
+        return compressed_router(compressed, plan, model, config, ranks)
     training, record, observe = config.training, config.records.evidence, config.controller.observe
     with told_as("controller: "):
         spec = config.controller.spec(training.steps)
@@ -251,14 +253,14 @@ def _controller(
         units = units_of(plan, model, observe, costs)
         norms = norms_of(model, units, observe)
         steps, seed = training.steps, training.seed
-        controller = AttachedController(
+        controller = Controller(
             units, spec, steps=steps, seed=seed, record=record, norms=norms, whole_cost=1.0, pinned=pinned, ranks=ranks
         )
     check_evidence(config, controller.needs, plan, model)
-    controller.attach_converted(plan, model, config.precision.probe_tokens, config.precision.price_tokens)
+    router = Router(plan, controller, model, config.precision.probe_tokens, config.precision.price_tokens)
     with told_as("records.monitor: "):
-        monitored(model, controller, config.records.monitor)
-    return controller
+        monitored(model, router, config.records.monitor)
+    return router
 
 
 def open_data(config: Config, say: Callable[[str], None], base: Base | None = None) -> TokenCorpus:
@@ -330,7 +332,7 @@ def build_faults(config: Config, plan: ConvertedModel) -> FaultSchedule | None:
 
 def train_step(
     parts: Parts,
-    controller: AttachedController | None = None,
+    controller: Router | None = None,
     levels: Levels | None = None,
     stop: Sequence[int] = (),
 ) -> TrainStep:

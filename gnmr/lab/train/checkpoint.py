@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from gnmr.attachment import AttachedController
+from gnmr.attachment import Router
 from gnmr.distributed.shards import is_sharded, local
 from gnmr.distributed.world import ALONE, World
 from gnmr.errors import RunFailed, UserError, writing
@@ -82,7 +82,7 @@ class Checkpointer:
         keep: int,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        controller: AttachedController,
+        controller: Router,
         extras: Mapping[str, Stateful] | None = None,
         *,
         world: World = ALONE,

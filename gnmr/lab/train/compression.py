@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gnmr.attachment import AttachedController
+from gnmr.attachment import Router
+from gnmr.control import Controller
 from gnmr.control.evidence import PATH_EVIDENCE, PRICE_EVIDENCE
+from gnmr.control.ranks import Ranks
 from gnmr.distributed.compressed import GreedyLore, GreedyLoreSpec
 from gnmr.distributed.powersgd import PowerSgd
-from gnmr.distributed.reduce import Ranks
 from gnmr.distributed.workers import VirtualWorkers
 from gnmr.distributed.world import World
 from gnmr.distributed.wrap import Compressed
@@ -42,69 +43,58 @@ def build_compression(config: Config, model: nn.Module, world: World) -> Compres
         return PowerSgd(dense, **options, seed=seed, workers=workers)
 
 
-class CompressedController(AttachedController):
-    """A controller whose units are the compressed matrices; the model's operators stay on the paths that they have.
+class HeldBack:
+    """The evidence of compressed matrices, a `gnmr.control.measured.Source`: gap_low is `GreedyLore.gap`, gap_recovery
+    is 0, because a dense mean holds nothing back."""
 
-    Costs are shares of the numbers that recovery of everything sends more. The evidence gap_low is `GreedyLore.gap`,
-    of gap_recovery nothing is left: a dense mean holds nothing back.
-    """
+    names = GAPS
 
-    compressed: GreedyLore
+    def __init__(self, compressed: GreedyLore) -> None:
+        self._compressed = compressed
 
-    @classmethod
-    def of(
-        cls, compressed: GreedyLore, plan: ConvertedModel, model: nn.Module, config: Config, ranks: Ranks | None
-    ) -> CompressedController:
-        """The controller of the config. UserError where it does not fit, or its evidence is measured of operators."""
-        training, units = config.training, compressed.units()
-        whole = sum(unit.cost for unit in units)
-        with told_as("controller: "):
-            controller = cls(
-                [replace(unit, cost=unit.cost / whole) for unit in units],
-                config.controller.spec(training.steps),
-                steps=training.steps,
-                seed=training.seed,
-                record=config.records.evidence,
-                whole_cost=1.0,
-                ranks=ranks,
-            )
-        of_paths = {*PATH_EVIDENCE, *PRICE_EVIDENCE, "true_gap", "micro_square"} - {*GAPS}
-        if wrong := sorted(of_paths & set(controller.needs)):
-            asked = wrong[0] in config.records.evidence
-            key = "records.evidence" if asked else f"controller.signal={config.controller.signal}"
-            raise UserError(
-                f"{key}: {wrong[0]} is measured of operators, and under compression.name={config.compression.name} "
-                "units are gradients; use one of gradient norms, or gap_low and gap_recovery"
-            )
-        controller.compressed = compressed
-        compressed.measuring = bool(set(GAPS) & set(controller.needs))
-        controller.attach_converted(plan, model)
-        return controller
+    def parts(self, ranks: Ranks, device: torch.device) -> dict[str, Tensor]:
+        """Return this rank's terms of sums over ranks."""
+        return {"gap": self._compressed.gap()}
 
-    def _path_needs(self) -> tuple[str, ...]:
-        return ()
+    def read(self, grad_scale: float, sums: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+        """Return the step's evidence, (U,) each."""
+        gap = self._compressed.gap() if sums is None else sums["gap"]
+        return {"gap_low": gap / grad_scale**2, "gap_recovery": torch.zeros_like(gap)}
 
-    def _own_evidence(self) -> set[str]:
-        return super()._own_evidence().union(GAPS)
+    def reset(self) -> None:
+        """Keep everything: the next step's gap replaces this one's."""
 
-    def parts(self, plain: Tensor | None = None) -> dict[str, Tensor]:
-        """As `Controller.parts`, with what is held back."""
-        found = super().parts(plain)
-        return found | {"gap": self.compressed.gap()} if self.compressed.measuring else found
 
-    def measure(
-        self,
-        grad_scale: float = 1.0,
-        norms: tuple[Tensor, Tensor] | None = None,
-        sums: Mapping[str, Tensor] | None = None,
-    ) -> dict[str, Tensor]:
-        """As `AttachedController.measure`, with what is held back."""
-        sums = self.summed(sums)
-        found = super().measure(grad_scale, norms, sums)
-        if self.compressed.measuring:
-            gap = self.compressed.gap() if sums is None else sums["gap"]
-            found |= {"gap_low": gap / grad_scale**2, "gap_recovery": torch.zeros_like(gap)}
-        return found
+def compressed_router(
+    compressed: GreedyLore, converted: ConvertedModel, model: nn.Module, config: Config, ranks: Ranks | None
+) -> Router:
+    """Return the router of the config, whose units are the compressed matrices; the model's operators stay on the paths
+    that they have. Costs are shares of the numbers that recovery of everything sends more. Raises UserError if it does
+    not fit, or its evidence is measured of operators."""
+    training, units = config.training, compressed.units()
+    whole = sum(unit.cost for unit in units)
+    with told_as("controller: "):
+        controller = Controller(
+            [replace(unit, cost=unit.cost / whole) for unit in units],
+            config.controller.spec(training.steps),
+            steps=training.steps,
+            seed=training.seed,
+            record=config.records.evidence,
+            whole_cost=1.0,
+            ranks=ranks,
+        )
+    of_paths = {*PATH_EVIDENCE, *PRICE_EVIDENCE, "true_gap", "micro_square"} - {*GAPS}
+    if wrong := sorted(of_paths & set(controller.needs)):
+        asked = wrong[0] in config.records.evidence
+        key = "records.evidence" if asked else f"controller.signal={config.controller.signal}"
+        raise UserError(
+            f"{key}: {wrong[0]} is measured of operators, and under compression.name={config.compression.name} "
+            "units are gradients; use one of gradient norms, or gap_low and gap_recovery"
+        )
+    compressed.measuring = bool(set(GAPS) & set(controller.needs))
+    if compressed.measuring:
+        controller.measured.sources.append(HeldBack(compressed))
+    return Router(converted, controller, model)
 
 
 class CompressionState:

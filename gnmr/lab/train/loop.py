@@ -17,8 +17,8 @@ from gnmr.lab.data.batch import Batch
 from gnmr.lab.records.recorder import Recorder, Silent
 from gnmr.lab.train.build import Blocks, Parts
 from gnmr.lab.train.checkpoint import Checkpointer
+from gnmr.lab.train.result import StepResult
 from gnmr.lab.train.rows import Counters, step_row, verdict_row
-from gnmr.lab.train.step import StepResult
 from gnmr.lab.train.steps import Steps, heals, validated
 from gnmr.records.reader import read_jsonl
 from gnmr.records.rows import event_rows, ratio_rows

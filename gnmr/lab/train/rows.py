@@ -13,7 +13,7 @@ from gnmr.lab.faults.schedule import Window
 from gnmr.lab.records.view import RunInfo
 from gnmr.lab.train.build import Parts, tokenizer_digest, tokens_of
 from gnmr.lab.train.provenance import commit, machine, told_command
-from gnmr.lab.train.step import StepResult
+from gnmr.lab.train.result import StepResult
 from gnmr.precision.recipes import described
 from gnmr.records import rows as records
 
@@ -125,7 +125,7 @@ def header(parts: Parts, command: str) -> dict[str, Any]:
         "units": parts.controller.names,
         "cost": [unit.extra_bytes for unit in parts.controller.units],
         "spend": [unit.cost for unit in parts.controller.units],
-        "spend_pinned": parts.controller.pinned,
+        "spend_pinned": parts.controller.controller.pinned,
         "recoverable": parts.converted.recovery is not None or config.compression.routes,
         "pinned": [
             unit.name for unit in parts.converted.units if not unit.routable and parts.converted.recovery is not None

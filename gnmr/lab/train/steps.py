@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gnmr.attachment import AttachedController, units_of
+from gnmr.attachment import Router, units_of
 from gnmr.attachment.blame import Levels
-from gnmr.control import ControlSpec, Unit
+from gnmr.control import Controller, ControlSpec, Unit
 from gnmr.errors import RunFailed
 from gnmr.lab.data.batch import Batch
 from gnmr.lab.train.build import Blocks, Parts, train_step
-from gnmr.lab.train.step import StepResult, TrainStep, evaluate
+from gnmr.lab.train.loss import evaluate
+from gnmr.lab.train.result import StepResult
+from gnmr.lab.train.step import TrainStep
 
 
 class Steps:
@@ -43,7 +45,7 @@ class Steps:
             micro_batches[i] = micro_batches[i].to(parts.device)
         lr = parts.learning_rate(step)
         result = self._heal(micro_batches, lr) if heals(parts, step) else self._routed(micro_batches, lr)
-        if parts.faults is not None and (ranks := parts.controller.ranks) is not None:
+        if parts.faults is not None and (ranks := parts.controller.controller.ranks) is not None:
             parts.faults.end_step(ranks.take_largest)
         return result
 
@@ -59,15 +61,12 @@ def heals(parts: Parts, step: int) -> bool:
     return step > parts.config.training.steps
 
 
-def _unrouted(parts: Parts) -> AttachedController:
-    """A controller of the same units that routes none of them."""
+def _unrouted(parts: Parts) -> Router:
+    """Return a router of the same units that routes none of them."""
     units = [Unit(unit.name, unit.parameters, None) for unit in units_of(parts.converted)]
-    ranks = parts.controller.ranks
-    controller = AttachedController(
-        units, ControlSpec(signal="always_low"), steps=parts.config.total_steps, ranks=ranks
-    )
-    controller.attach_converted(parts.converted, parts.model)
-    return controller
+    ranks = parts.controller.controller.ranks
+    spec, steps = ControlSpec(signal="always_low"), parts.config.total_steps
+    return Router(parts.converted, Controller(units, spec, steps=steps, ranks=ranks), parts.model)
 
 
 def phase(parts: Parts, step: int) -> str | None:

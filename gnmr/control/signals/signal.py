@@ -1,9 +1,9 @@
 """What a signal is, and what most of them share.
 
-A signal turns what a step shows of every unit, its evidence, into one number per unit, the risk R; a unit is over
-threshold where R > 1. `Signal` is all that the controller and the policy know of one. Of the classes below it, one is
-of use to nearly every signal: `SignalBase` (state, options, from columns to risk), `LevelSignal` (a value against a
-fixed level), `RatioSignal` (a value against its own past), `BlindSignal` (a choice that reads no evidence).
+A signal turns what a step shows of every unit, its evidence, into one number per unit, the risk R; a unit is over its
+threshold if R > 1. `Signal` is all that the controller and the policy know of one. Nearly every signal extends one of
+the classes below it: `SignalBase` (state, options, from columns to risk), `LevelSignal` (a value against a fixed
+level), `RatioSignal` (a value against its own past), `BlindSignal` (a choice that reads no evidence).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from gnmr.control.signals.history import LARGEST, Stateful, all_finite, make_history
+from gnmr.control.signals.history import LARGEST, Cumulative, Stateful, all_finite
 from gnmr.control.thresholds import Threshold, at, check
 from gnmr.control.units import Unit
-from gnmr.errors import users_level
+from gnmr.errors import positive, users_level, within
 
 Evidence: TypeAlias = Mapping[str, Tensor]
 """Of one step: (U,) float64 each, `observed` (U,) bool, on the units' device. `norm` and `observed` are always there,
-the rest where a signal's `needs` names it (gnmr.control.evidence says what each is)."""
+the rest if a signal's `needs` names it (gnmr.control.evidence says what each is)."""
 
 TINY: float = torch.finfo(torch.float64).tiny
 
@@ -37,28 +37,20 @@ class Context:
 
     names: tuple[str, ...]
     """Unit ids, in unit order."""
-    cost: tuple[float, ...]
-    """Extra bytes a token on the recovery path (Eq. 5); 1.0 each where unknown."""
     device: torch.device
     max_o: int = 4
     steps: int | None = None
-    """Length of the run, None where unknown."""
+    """Length of the run, None if unknown."""
     seed: int = 0
     hold: int = 1
     """Steps for which a chosen set stays in force."""
     spend: tuple[float, ...] | None = None
     """What each unit takes of the budget; None: there is none."""
 
-    def __post_init__(self) -> None:
-        if len(self.cost) != len(self.names):
-            raise ValueError(f"cost has {len(self.cost)} entries for {len(self.names)} units")
-
     @classmethod
-    def of(cls, units: Sequence[Unit], max_o: int, steps: int | None = None, seed: int = 0, hold: int = 1) -> Context:
-        """What there is to tell of these units."""
-        names = tuple(unit.name for unit in units)
-        cost = tuple(unit.cost if unit.extra_bytes is None else unit.extra_bytes for unit in units)
-        return cls(names, cost, units[0].parameters[0].device, max_o, steps, seed, hold)
+    def of(cls, units: Sequence[Unit], **more: Any) -> Context:
+        """Return the context of these units."""
+        return cls(tuple(unit.name for unit in units), units[0].parameters[0].device, **more)
 
 
 class Signal(Protocol):
@@ -70,7 +62,7 @@ class Signal(Protocol):
     """Names of the evidence it reads besides norm and observed."""
 
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Risk of step `step` (from 1) and the columns behind it; updates the history. Must not wait for the device.
+        """Return the risk of step `step` (from 1) and the columns behind it; update the history without waiting.
 
         The risk is 0 or more and never NaN. A non-finite norm must give risk Inf (unless the signal reads no evidence
         at all) and must not enter the history; the risk of an unobserved unit is not read, and its history must stay as
@@ -79,15 +71,15 @@ class Signal(Protocol):
         ...
 
     def thresholds(self, step: int) -> tuple[float | None, ...]:
-        """Threshold of each column at that step; None where the column does not trigger."""
+        """Return the threshold of each column at that step; None for a column that does not trigger."""
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything that later risks depend on."""
+        """Return everything that later risks depend on."""
         ...
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Continues where `state_dict` was taken; ValueError where it is another signal's."""
+        """Continue where `state_dict` was taken. Raises ValueError if it is another signal's."""
         ...
 
 
@@ -101,7 +93,7 @@ class SignalBase(Stateful):
     columns: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     least = 0.0
-    """Least risk of a unit. Above 0 where a column is often exactly 0, so that ranking always finds max_o units."""
+    """Least risk of a unit. Above 0 if a column is often exactly 0, so that ranking always finds max_o units."""
     threshold: Threshold
 
     def __init__(self, context: Context) -> None:
@@ -110,12 +102,12 @@ class SignalBase(Stateful):
 
     @classmethod
     def options(cls) -> dict[str, Any]:
-        """Name and default of each option that the constructor takes."""
+        """Return name and default of each option that the constructor takes."""
         parameters = inspect.signature(cls).parameters.values()
         return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
     def reads(self, step: int) -> bool:
-        """Whether `observe` looks at what `needs` names in that step; where not, nobody has to measure it."""
+        """Return True if `observe` looks at what `needs` names in that step; if not, nobody has to measure it."""
         return True
 
     def thresholds(self, step: int) -> tuple[float | None, ...]:
@@ -124,9 +116,9 @@ class SignalBase(Stateful):
     def verdict(
         self, evidence: Evidence, step: int, *columns: Tensor, finite: bool | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """What `observe` returns: R = max of column / threshold; Inf where the norm or a column is not finite.
+        """Return what `observe` returns: R = max of column / threshold, Inf if the norm or a column is not finite.
 
-        `finite`: `all_finite` of the norms, where it was asked before."""
+        `finite` is `all_finite` of the norms, if it is known already."""
         norm = evidence["norm"]
         sound = None if (all_finite(norm) if finite is None else finite) else norm.isfinite()
         if sound is not None:
@@ -146,47 +138,18 @@ class LevelSignal(SignalBase):
 
     def __init__(self, context: Context, threshold: Threshold) -> None:
         super().__init__(context)
-        self.threshold = checked_threshold(threshold)
+        self.threshold = check(threshold, "threshold")
 
 
 class RatioSignal(SignalBase):
-    """A value against its own past: ratio = value / (mean of the past + eps), 1 while there is no past.
-
-    With `two_sided` the column is max(ratio, mean / (value + eps)), so that a value that collapses counts like one that
-    grows as many times; a value of exactly 0 gives mean / eps, large and finite.
-    """
+    """A value against its own past: ratio = value / (mean of the past + eps), 1 while there is no past."""
 
     kept: tuple[str, ...] = ("history",)
 
-    def __init__(
-        self,
-        context: Context,
-        history: str,
-        decay: float,
-        window: int,
-        two_sided: bool = False,
-        eps: float = 1e-8,
-    ) -> None:
+    def __init__(self, context: Context, history: Cumulative, eps: float) -> None:
         super().__init__(context)
-        if not isinstance(two_sided, bool):
-            raise ValueError(f"two_sided={two_sided!r}: must be true or false")
-        self.two_sided, self.eps = two_sided, positive(eps, "eps")
-        self.history = make_history(history, self.num_units, context.device, decay, window)
-
-    def compare(self, value: Tensor, seen: Tensor, remembered: Tensor | None = None) -> Tensor:
-        """The column of this step; then `value` (or `remembered` in its place) enters the history of the units `seen`.
-
-        A value that is not finite comes back as it is and does not enter; units not `seen` have 1.
-        """
-        mean = self.history.mean
-        known = (mean != 0) & seen
-        column = ratio(value, mean, known, self.eps)
-        if self.two_sided:
-            column = torch.maximum(column, ratio(mean, value, known, self.eps))
-        if not all_finite(value):
-            seen = seen & value.isfinite()
-        self.history.update(value if remembered is None else remembered, seen)
-        return column
+        positive(eps=eps)
+        self.history, self.eps = history, eps
 
 
 class BlindSignal(SignalBase):
@@ -198,12 +161,9 @@ class BlindSignal(SignalBase):
     """
 
     def __init__(self, context: Context, share: float | None, most: float, what: str) -> None:
-        """`most`: the share of unit-steps where it chooses in every step; `what` says why, for the warning."""
+        """`most` is the share of unit-steps of choosing in every step; `what` says why, for the warning."""
         super().__init__(context)
-        if share is not None and (
-            isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1
-        ):
-            raise ValueError(f"share={share!r}: must lie between 0 and 1, or be null for as much as there is")
+        within(0, 1, or_null=True, share=share)
         if share is not None and share > most * (1 + 1e-6):
             text = f"share is above {most:.4g}, the most that {what} gives: it caps there"
             warnings.warn(text, stacklevel=users_level())
@@ -211,11 +171,12 @@ class BlindSignal(SignalBase):
         """Part of the choices in which it chooses anything."""
 
     def turn(self, step: int) -> int:
-        """Number of the choice that is made in that step, from 1; the steps in which a set is held have their own's."""
+        """Return the number, from 1, of the choice that is in force in that step; a held set has the number of its
+        choice."""
         return (step - 1) // self.context.hold + 1
 
     def falls_due(self, step: int, rate: float) -> int:
-        """How much of a steady stream of `rate` a choice falls due in the one of that step, in whole numbers."""
+        """Return how much of a steady stream of `rate` a choice falls due in the choice of that step."""
         turn = self.turn(step)
         return due(turn, rate) - due(turn - 1, rate)
 
@@ -224,14 +185,14 @@ class BlindSignal(SignalBase):
 
 
 def due(step: int, rate: float) -> int:
-    """How much of a steady stream of `rate` a step has come by the end of step (or choice) `step`, in whole numbers."""
+    """Return how much of a steady stream of `rate` a step has come by the end of `step`, in whole numbers."""
     return math.floor(step * rate + 1e-9)  # 1e-9: 3 * (1 / 3) is 1
 
 
 def ratio(value: Tensor, level: Tensor, known: Tensor, eps: float, finite: bool | None = None) -> Tensor:
-    """value / (level + eps), 1 where the level is not `known`; a value that is not finite comes back as it is.
+    """Return value / (level + eps), 1 where the level is not `known`; a value that is not finite comes back as it is.
 
-    `finite`: `all_finite` of the values, where it was asked before."""
+    `finite` is `all_finite` of the values, if it is known already."""
     # Clamped: a ratio of finite numbers may leave float64, and Inf is kept for what is not finite.
     over = torch.where(known, (value / (level + eps)).clamp(max=LARGEST), 1.0)
     if all_finite(value) if finite is None else finite:
@@ -240,35 +201,6 @@ def ratio(value: Tensor, level: Tensor, known: Tensor, eps: float, finite: bool 
 
 
 def seen(evidence: Evidence) -> Tensor:
-    """(U,) bool: units whose evidence of this step may enter a history."""
+    """Return (U,) bool: units whose evidence of this step may enter a history."""
     norm, observed = evidence["norm"], evidence["observed"]
     return observed if all_finite(norm) else observed & norm.isfinite()
-
-
-def checked_threshold(threshold: Threshold) -> Threshold:
-    """The threshold; ValueError unless it is a positive number or a `TwoStage`."""
-    if threshold is None:
-        raise ValueError("threshold=None: must be a positive number")
-    check(threshold, "threshold")
-    return threshold
-
-
-def positive(value: float, name: str) -> float:
-    """The value; ValueError naming the option unless it is a positive number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ValueError(f"{name}={value!r}: must be a positive number")
-    return value
-
-
-def fraction_of(value: float, name: str) -> float:
-    """The value; ValueError naming the option unless it is a number above 0, at most 1."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
-        raise ValueError(f"{name}={value!r}: must be a share above 0, at most 1")
-    return value
-
-
-def whole(value: int, name: str, least: int = 1) -> int:
-    """The value; ValueError naming the option unless it is a whole number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}={value!r}: must be a whole number of at least {least}")
-    return value

@@ -1,0 +1,115 @@
+"""The steps of a converted model: what its paths measure for the signal, draw and scale, over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from gnmr.control.evidence import PATH_EVIDENCE, PRICE_EVIDENCE
+from gnmr.control.norms import to_device
+from gnmr.control.ranks import Ranks
+from gnmr.distributed import world
+from gnmr.measure.errors import Probe, measure_errors
+from gnmr.measure.price import PriceMeter, measure_prices
+from gnmr.precision import ConvertedModel
+from gnmr.precision.conversion import tensor_parallel
+
+
+class PathSteps:
+    """Begins and ends the steps of the paths. A `gnmr.control.measured.Source` of the evidence that `needs` names."""
+
+    def __init__(
+        self,
+        converted: ConvertedModel,
+        model: nn.Module,
+        ranks: Ranks | None,
+        needs: Sequence[str],
+        probe_tokens: int,
+        price_tokens: int,
+    ) -> None:
+        self._converted, self._model, self._ranks = converted, model, ranks
+        names = [name for name in needs if name in PATH_EVIDENCE]
+        self._probe: Probe | None = measure_errors(converted, names, probe_tokens) if names else None
+        prices = [name for name in needs if name in PRICE_EVIDENCE]
+        self._prices: PriceMeter | None = measure_prices(converted, prices, price_tokens) if prices else None
+
+    @property
+    def meters(self) -> list[Probe | PriceMeter]:
+        """The probe and the price meter, if there are any."""
+        return [one for one in (self._probe, self._prices) if one is not None]
+
+    @property
+    def names(self) -> set[str]:
+        """The evidence that they measure."""
+        return {name for one in self.meters for name in one.names}
+
+    def share_meters(self) -> None:
+        """Let the converted model use these meters: a copy of the model alone has none."""
+        self._converted.shared.probe, self._converted.shared.prices = self._probe, self._prices
+
+    def begin(self, step: int, read: bool) -> None:
+        """Begin a step. It is measured if it is `read`, and runs in 16 bits in a warm-up there."""
+        self._scale_histories()
+        self._share_draws()
+        self._converted.begin_step(step)
+        self._began = self._converted.mark()
+        for one in self.meters:
+            one.enabled = read
+        if self._prices is not None:
+            self._prices.begin_step(step)
+
+    def end(self) -> None:
+        """End the passes of the step."""
+        self._scale_histories()  # the processes may have joined since the step began
+        amax = self._converted.shared.amax
+        if self._ranks is not None and amax is not None and amax.history is not None:
+            self._ranks.take_largest(amax.history[:, :, 0])  # delayed scales are those of the whole step
+        self._converted.end_step()
+
+    def undo(self) -> None:
+        """Forget what the passes of the step drew and wrote; `begin` comes next."""
+        self._converted.begin_again(self._began)
+
+    def _scale_histories(self) -> None:
+        """Tell delayed scales of gradients how many times as large they come here."""
+        if self._ranks is not None and self._converted.shared.amax is not None:
+            self._converted.shared.amax.come(1 / self._ranks.share)
+
+    def _share_draws(self) -> None:
+        """Let rounding draw for this process's own micro-batches; under tensor parallelism all have the same."""
+        rounding, ranks = self._converted.shared.rounding, self._ranks
+        if rounding is None or ranks is None or ranks.size == 1 or rounding.ranks == world.size():
+            return
+        if tensor_parallel(self._model) is None:
+            rounding.rank, rounding.ranks = world.rank(), world.size()
+
+    def parts(self, ranks: Ranks, device: torch.device) -> dict[str, Tensor]:
+        """Return this process's terms of the sums over all of them."""
+        found = {}
+        if self._probe is not None:
+            found["probe"] = self._probe.parts(ranks.share)
+        if self._prices is not None:
+            rows = torch.tensor(self._prices.rows, dtype=torch.float64)
+            found |= {"prices": self._prices.parts(ranks.share), "price_rows": to_device(rows, device)}
+        return found
+
+    def read(self, grad_scale: float, sums: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+        """Return the step's evidence by name, (U,) each; `sums` are those of `parts`. Measures anew from here on."""
+        found: dict[str, Tensor] = {}
+        if self._probe is not None:
+            # Squared gradients carry the loss scale twice.
+            found |= {
+                name: value / grad_scale**2 if name.startswith("gap") else value
+                for name, value in self._probe.read(None if sums is None else sums["probe"]).items()
+            }
+        if self._prices is not None:
+            found |= self._prices.read(grad_scale, None if sums is None else (sums["prices"], sums["price_rows"]))
+        self.reset()
+        return found
+
+    def reset(self) -> None:
+        """Forget what was measured of the step."""
+        for one in self.meters:
+            one.reset()

@@ -1,0 +1,173 @@
+"""The passes of one step again, under other paths and without a trace."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gnmr.precision import ConvertedModel
+from gnmr.precision.converted import StepMark
+from gnmr.precision.kernels.simulated import in_backward
+from gnmr.precision.linear import PathLinear
+
+FORWARD = 1 / 3
+"""The share of a step's time that its forward passes take."""
+
+
+class Seen(NamedTuple):
+    """Numbers of a step, on the host."""
+
+    loss: float
+    norm: float
+    """Global gradient norm before clipping."""
+    units: np.ndarray | None = None
+    """(U,) float64: the units' gradient norms."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """The generators of random numbers, and the paths, where a step begins."""
+
+    device: torch.device
+    cpu: Tensor
+    cuda: Tensor | None
+    paths: StepMark
+
+    @classmethod
+    def of(cls, converted: ConvertedModel, device: torch.device) -> Start:
+        """Return them as they are now. Does not wait for the device."""
+        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return cls(device, torch.get_rng_state(), cuda, converted.mark())
+
+    def again(self, converted: ConvertedModel) -> None:
+        """Let them draw what they drew."""
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda, self.device)
+        converted.back_to(self.paths)
+
+
+class Again:
+    """The passes of one step again, under other paths. Use it within `replaying`.
+
+    `forward()` runs the step's forward passes and returns the mean loss; `both()` forward and backward passes, and
+    returns what was `Seen`, without a trace in the gradients. Compiled blocks run uncompiled, as other paths would be
+    other graphs, and a graph takes a minute.
+    """
+
+    def __init__(
+        self, converted: ConvertedModel, start: Start, forward: Callable[[], Tensor], both: Callable[[], Seen]
+    ) -> None:
+        self.converted, self.passes = converted, 0.0
+        self.units = [i for i, unit in enumerate(converted.units) if unit.routable]
+        self._start, self._forward, self._both = start, forward, both
+        self._put = {operator: operator.recovered for operator in converted.operators}
+        self._warmup = converted.shared.warmup
+
+    @property
+    def low(self) -> list[int]:
+        """The units that were not on the recovery path, by place."""
+        units = self.converted.units
+        return [
+            i for i in self.units if any((units[i].gemm or "fprop") not in self._put[o] for o in units[i].operators)
+        ]
+
+    @contextmanager
+    def _paths(self, recover: Iterable[int], sixteen: bool, compiled: bool = False) -> Iterator[None]:
+        for operator, put in self._put.items():
+            operator.put(put)
+        for i in recover:
+            self.converted.units[i].switch(True)
+        self.converted.shared.warmup = self._warmup
+        self._start.again(self.converted)
+        with (
+            self.converted.high_precision() if sixteen else nullcontext(),
+            nullcontext() if compiled or not compiles() else torch.compiler.set_stance("force_eager"),
+        ):
+            yield
+
+    @torch.no_grad()
+    def loss(self, recover: Iterable[int] = (), sixteen: bool = False) -> float:
+        """Return the loss with these units on the recovery path too, or in `sixteen` bits. Waits for the device."""
+        self.passes += FORWARD
+        with self._paths(recover, sixteen):
+            return float(self._forward())
+
+    def seen(self, recover: Iterable[int] = (), sixteen: bool = False, compiled: bool = False) -> Seen:
+        """Return what forward and backward passes show, run as compiled or eagerly. Waits for the device."""
+        self.passes += 1
+        with self._paths(recover, sixteen, compiled):
+            return self._both()
+
+    @contextmanager
+    def watching(self, watch: Callable[[PathLinear, Tensor, Tensor], None]) -> Iterator[None]:
+        """Inside, `watch` gets operator, input and output of each forward pass."""
+        self.converted.shared.watch = watch
+        try:
+            yield
+        finally:
+            self.converted.shared.watch = None
+
+    def units_of(self, operator: PathLinear) -> list[int]:
+        """Return the units whose switch moves what the operator's forward pass reads."""
+        units = self.converted.units
+        return [i for i in self.units if operator in units[i].operators and units[i].gemm in (None, "fprop")]
+
+    @contextmanager
+    def errors(self, errors: dict[PathLinear, float]) -> Iterator[None]:
+        """Inside, run each forward pass of an operator in recovery on the low path too, without gradients: afterwards
+        `errors` are ||y_low - y||^2 / ||y||^2. Waits for the device at its end."""
+        found: list[tuple[PathLinear, Tensor]] = []
+        self.passes += FORWARD
+
+        @torch.no_grad()
+        def watch(operator: PathLinear, input: Tensor, output: Tensor) -> None:
+            if in_backward() or output.numel() == 0:
+                return
+            put = operator.recovered
+            operator.put(self._put[operator])
+            try:
+                low = operator._on_path(input, operator._begin())
+            finally:
+                operator.put(put)
+            norm = torch.linalg.vector_norm(output, dtype=torch.float32)
+            found.append((operator, torch.linalg.vector_norm(low - output, dtype=torch.float32) / norm))
+
+        with self.watching(watch):
+            yield
+        shares = torch.stack([share for _, share in found]).double().square().tolist() if found else []
+        for (operator, _), share in zip(found, shares, strict=True):
+            value = share if math.isfinite(share) else math.inf
+            errors[operator] = max(errors.get(operator, 0.0), value)
+
+
+def compiles() -> bool:
+    """Return True if anything may have been compiled; importing torch's compiler takes a second."""
+    return "torch._dynamo" in sys.modules
+
+
+@contextmanager
+def replaying(
+    converted: ConvertedModel, model: nn.Module, quiet: AbstractContextManager[None], device: torch.device
+) -> Iterator[None]:
+    """Inside, passes leave no trace: in paths, faults, generators, buffers, and by `quiet` in what measures. Gradients
+    are the caller's to see to."""
+    ran = [(operator, operator.read, operator._node) for operator in converted.operators]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with quiet, converted.no_side_effects(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            for operator, read, node in ran:
+                operator.read, operator._node = read, node
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
