@@ -46,7 +46,7 @@ SIGNALS = {
     "random": ("signal=random",),
     "price": PRICE,
     "GNMR": ("signal=gnmr_delta",),
-    "gap": ("signal=gap",),
+    "gap": ("signal=recovery_gap",),
     "MSE": ("signal=mse",),
     "gradient norm": ("signal=grad_norm",),
     "Jacobian": ("signal=jacobian",),
