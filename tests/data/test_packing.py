@@ -1,4 +1,4 @@
-"""Packed examples: the blocks by hand and by a slow search, the cache, and an order that resumes."""
+"""Packed examples: the sequences by hand and by a slow search, the cache, and an order that resumes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from gnmr.errors import UserError
 from gnmr.lab.config import DataConfig
 from gnmr.lab.data import packing, tokens
 from gnmr.lab.data.batch import IGNORED, Batch
-from gnmr.lab.data.packing import Documents, PackedBlocks, TokenCorpus, packed_validation, prepare_packed
+from gnmr.lab.data.cache import Documents, TokenCorpus
+from gnmr.lab.data.packing import PackedSequences, packed_validation
+from gnmr.lab.data.tokens import prepare_packed
 
 Make = Callable[..., DataConfig]
 PAIRS = [("a b", "c"), ("d", "e f g h i j e"), ("a", "b"), ("a b c d e f g", "h"), ("c", "d")]
@@ -46,9 +48,9 @@ def build(config: DataConfig, checkpoint: Path | None) -> tuple[TokenCorpus, lis
     return prepare_packed(config, 1000, said.append, checkpoint), said
 
 
-def in_order(documents: Documents, seq_len: int) -> tuple[Batch, PackedBlocks]:
-    blocks = PackedBlocks(documents, seq_len, 0)
-    return blocks.packing.batch(range(blocks.num_blocks)), blocks
+def in_order(documents: Documents, seq_len: int) -> tuple[Batch, PackedSequences]:
+    sequences = PackedSequences(documents, seq_len, 0)
+    return sequences.packing.batch(range(sequences.num_sequences)), sequences
 
 
 # ---- five documents by hand ----
@@ -57,10 +59,10 @@ _ = IGNORED
 
 
 def test_five_documents(five: Make, checkpoint: Path) -> None:
-    """Of 5, 10, 4, 10 and 4 tokens, into blocks of 6.
+    """Of 5, 10, 4, 10 and 4 tokens, into sequences of 6.
 
     The second document is cut into pieces of 6 and 3 inputs; of the fourth's the first holds prompt alone. The rooms
-    are 2 (block 0), none (1), 3 (2, where the third document goes) and 3 (3, where the fifth goes).
+    are 2 (sequence 0), none (1), 3 (2, where the third document goes) and 3 (3, where the fifth goes).
     """
     corpus, _said = build(five(), checkpoint)
     assert corpus.train.tokens[:].tolist() == [
@@ -71,7 +73,7 @@ def test_five_documents(five: Make, checkpoint: Path) -> None:
         *[0, 12, 13, 1],
     ]
     assert corpus.train.borders.tolist() == [[5, 3], [15, 2], [19, 2], [29, 8], [33, 2]]
-    batch, blocks = in_order(corpus.train, 6)
+    batch, sequences = in_order(corpus.train, 6)
     assert batch.tokens.tolist() == [
         [0, 10, 11, 12, 1, 1],
         [0, 13, 14, 15, 16, 17],
@@ -87,14 +89,14 @@ def test_five_documents(five: Make, checkpoint: Path) -> None:
     assert batch.positions is not None
     assert batch.positions.tolist() == [[0, 1, 2, 3, 0, 1], [*range(6)], [0, 1, 2, 0, 1, 2], [0, 1, 2, 0, 1, 2]]
     assert batch.num_targets == 16
-    assert blocks.packing.summary == (
-        "5 examples in 4 blocks of 6, 8.3% padding; 2 longer than a block and cut, 1 pieces without any answer left out"
+    assert sequences.packing.summary == (
+        "5 examples in 4 sequences of 6, 8.3% padding; 2 longer than a sequence and cut, 1 pieces without any answer left out"
     )
 
 
 def test_loss_on_prompts_too(five: Make, checkpoint: Path) -> None:
     corpus, _said = build(five(answers_only=False), checkpoint)
-    batch, blocks = in_order(corpus.train, 6)
+    batch, sequences = in_order(corpus.train, 6)
     assert batch.targets.tolist() == [
         [10, 11, 12, 1, _, _],
         [13, 14, 15, 16, 17, 18],
@@ -102,7 +104,7 @@ def test_loss_on_prompts_too(five: Make, checkpoint: Path) -> None:
         [10, 11, 12, 13, 14, 15],
         [16, 17, 1, 12, 13, 1],
     ]
-    assert blocks.packing.left_out == 0
+    assert sequences.packing.left_out == 0
     assert corpus.fingerprint != build(five(), checkpoint)[0].fingerprint
 
 
@@ -110,7 +112,7 @@ def test_without_a_begin_token(five: Make, tmp_path: Path) -> None:
     """A begin token that the checkpoint names, but does not put before a text, is not put there."""
     corpus, _said = build(five(), word_checkpoint(tmp_path / "other", begin=False))
     assert corpus.train.tokens[:4].tolist() == [10, 11, 12, 1]
-    batch, _blocks = in_order(corpus.train, 3)
+    batch, _sequences = in_order(corpus.train, 3)
     assert batch.tokens[0].tolist() == [10, 11, 12] and batch.targets[0].tolist() == [_, 12, 1]
 
 
@@ -148,9 +150,9 @@ def any_documents(draw: st.DrawFn) -> Documents:
 
 @settings(max_examples=100, deadline=None)
 @given(any_documents(), st.sampled_from([1, 2, 4, 9, 40]))
-def test_blocks_against_a_slow_search(documents: Documents, seq_len: int) -> None:
-    blocks: list[list[tuple[int, int | None, int]]] = []  # input, target, position
-    reached: list[int] = []  # the step at which a block came to have its room
+def test_sequences_against_a_slow_search(documents: Documents, seq_len: int) -> None:
+    sequences: list[list[tuple[int, int | None, int]]] = []  # input, target, position
+    reached: list[int] = []  # the step at which a sequence came to have its room
     begin = 0
     for end, before in documents.borders.tolist():
         inputs = list(range(begin, end - 1))
@@ -161,24 +163,24 @@ def test_blocks_against_a_slow_search(documents: Documents, seq_len: int) -> Non
             ]
             if all(target is None for _token, target, _place in piece):
                 continue
-            fitting = [i for i, block in enumerate(blocks) if len(block) + len(piece) <= seq_len]
+            fitting = [i for i, sequence in enumerate(sequences) if len(sequence) + len(piece) <= seq_len]
             if not fitting:
-                blocks.append([])
+                sequences.append([])
                 reached.append(0)
-                fitting = [len(blocks) - 1]
-            chosen = min(fitting, key=lambda i: (-len(blocks[i]), reached[i]))
-            blocks[chosen] += piece
+                fitting = [len(sequences) - 1]
+            chosen = min(fitting, key=lambda i: (-len(sequences[i]), reached[i]))
+            sequences[chosen] += piece
             reached[chosen] = max(reached) + 1
         begin = end
     packed = packing.Packing(documents, seq_len)
-    batch = packed.batch(range(packed.num_blocks))
-    assert packed.num_blocks == len(blocks) and batch.positions is not None
-    for row, block in enumerate(blocks):
-        padding = [(9999, None, place) for place in range(seq_len - len(block))]
+    batch = packed.batch(range(packed.num_sequences))
+    assert packed.num_sequences == len(sequences) and batch.positions is not None
+    for row, sequence in enumerate(sequences):
+        padding = [(9999, None, place) for place in range(seq_len - len(sequence))]
         found = zip(batch.tokens[row].tolist(), batch.targets[row].tolist(), batch.positions[row].tolist(), strict=True)
-        assert [(a, None if b == IGNORED else b, c) for a, b, c in found] == block + padding
-    assert batch.num_targets == sum(target is not None for block in blocks for _token, target, _place in block)
-    assert (batch.targets != IGNORED).any(dim=1).all(), "a block without a target"
+        assert [(a, None if b == IGNORED else b, c) for a, b, c in found] == sequence + padding
+    assert batch.num_targets == sum(target is not None for sequence in sequences for _token, target, _place in sequence)
+    assert (batch.targets != IGNORED).any(dim=1).all(), "a sequence without a target"
 
 
 # ---- order and validation ----
@@ -193,13 +195,13 @@ def same(first: Batch, second: Batch) -> bool:
 def test_resume_is_exact_everywhere() -> None:
     documents = numbered(np.random.default_rng(0), 12)
 
-    def start() -> PackedBlocks:
-        return PackedBlocks(documents, 16, 3)
+    def start() -> PackedSequences:
+        return PackedSequences(documents, 16, 3)
 
-    blocks = start()
-    number = 2 * blocks.num_blocks + 3
-    whole = [blocks.next(1) for _ in range(number)]
-    epoch = [batch.tokens[0].tolist() for batch in whole[: blocks.num_blocks]]
+    sequences = start()
+    number = 2 * sequences.num_sequences + 3
+    whole = [sequences.next(1) for _ in range(number)]
+    epoch = [batch.tokens[0].tolist() for batch in whole[: sequences.num_sequences]]
     assert sorted(epoch) == sorted(in_order(documents, 16)[0].tokens.tolist()) and epoch != sorted(epoch)
     for stop in range(number):
         first = start()
@@ -209,7 +211,7 @@ def test_resume_is_exact_everywhere() -> None:
         second.load_state_dict(first.state_dict())
         assert same(second.next(1), whole[stop])
     with pytest.raises(UserError, match="other"):
-        PackedBlocks(documents, 8, 3).load_state_dict(blocks.state_dict())
+        PackedSequences(documents, 8, 3).load_state_dict(sequences.state_dict())
 
 
 def test_validation_is_spread_evenly() -> None:
@@ -257,8 +259,8 @@ def test_max_tokens_keeps_the_document_that_reaches_it(five: Make, checkpoint: P
 def test_what_has_no_end_is_read_as_far_as_the_run_needs(
     five: Make, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    streamed = replace(packing.open_examples(five()), streamed=True)
-    monkeypatch.setattr(packing, "open_examples", lambda config, tell: streamed)
+    streamed = replace(tokens.open_examples(five()), streamed=True)
+    monkeypatch.setattr(tokens, "open_examples", lambda config, tell: streamed)
     for needed, number in ((5, 1), (100, 5)):
         assert len(prepare_packed(five(), needed, len, checkpoint).train.borders) == number
 
@@ -292,8 +294,8 @@ def test_real_gsm8k(config: Make, checkpoint: Path, tmp_path: Path) -> None:
     folder = shared_data("gsm8k")
     settings = config(name="gsm8k", path=str(folder), tokenizer=str(tmp_path / "tokenizer.json"))
     corpus, _said = build(settings, checkpoint)  # data.tokenizer comes before the checkpoint's
-    blocks = PackedBlocks(corpus.train, 1024, 0)
-    batch = blocks.packing.batch(range(blocks.num_blocks))
+    sequences = PackedSequences(corpus.train, 1024, 0)
+    batch = sequences.packing.batch(range(sequences.num_sequences))
     assert batch.positions is not None
     answers: list[list[int]] = []
     for places, targets in zip(batch.positions.tolist(), batch.targets.tolist(), strict=True):
@@ -304,11 +306,13 @@ def test_real_gsm8k(config: Make, checkpoint: Path, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     expected = [f" {row['answer']}" for number, row in enumerate(rows, start=1) if number % 20]
     found = {tokenizer.decode(ids[:-1]) for ids in answers if ids[-1:] == [256]}
-    packed = blocks.packing
+    packed = sequences.packing
     assert packed.examples == 950 and 0 < packed.cut < 50
     assert len(set(expected) - found) <= packed.cut
     assert batch.num_targets == sum(len(answer.encode()) + 1 for answer in expected), "a token of an answer was lost"
-    assert packed.size > 0.9 * blocks.num_blocks * 1024  # documents of 544 tokens on average: two a block at best
+    assert (
+        packed.size > 0.9 * sequences.num_sequences * 1024
+    )  # documents of 544 tokens on average: two a sequence at best
 
 
 # ---- the cache ----
@@ -383,9 +387,9 @@ def test_too_little_is_one_line(five: Make, checkpoint: Path, config: Make, tmp_
     with pytest.raises(UserError, match=r"data\.tokenizer=null: instructions needs a tokenizer\.json or a checkp"):
         build(five(), None)
     corpus, _said = build(five(), checkpoint)
-    assert PackedBlocks(corpus.train, 28, 0).num_blocks == 1
+    assert PackedSequences(corpus.train, 28, 0).num_sequences == 1
     with pytest.raises(UserError, match=r"training\.seq_len=29: the training examples have 28 tokens, 29 are needed"):
-        PackedBlocks(corpus.train, 29, 0)
+        PackedSequences(corpus.train, 29, 0)
     alone = write_examples(tmp_path / "a.jsonl", [("a", "b")])
     with pytest.raises(UserError, match=r"data\.path=.*: holds no train examples"):
         build(config(name="instructions", path=str(alone)), checkpoint)

@@ -17,10 +17,10 @@ from small_corpora import build, word_checkpoint, write_examples
 from gnmr.errors import RunFailed, UserError
 from gnmr.lab.config import DataConfig
 from gnmr.lab.data import cache, token_file
-from gnmr.lab.data.blocks import TrainBlocks
 from gnmr.lab.data.cache import Corrupt, TokenCorpus, open_folder
-from gnmr.lab.data.packing import prepare_packed
+from gnmr.lab.data.sequences import TrainSequences
 from gnmr.lab.data.token_file import TokenFile
+from gnmr.lab.data.tokens import prepare_packed
 
 Make = Callable[..., DataConfig]
 
@@ -70,11 +70,11 @@ def test_slices_are_those_of_the_array(dtype: str, tmp_path: Path) -> None:
 )
 def test_a_change_in_mid_run_is_one_line(change: Callable[[Path], object], reason: str, corpus: TokenCorpus) -> None:
     """A memory map ends the process with SIGBUS, or gives other tokens without a word."""
-    blocks = TrainBlocks(corpus.train, 16, 0)
-    blocks.next(2)
+    sequences = TrainSequences(corpus.train, 16, 0)
+    sequences.next(2)
     change(corpus.folder / "train.bin")
     with pytest.raises(RunFailed, match=rf"changed while it was in use \({reason}") as caught:
-        blocks.next(blocks.num_blocks)
+        sequences.next(sequences.num_sequences)
     assert "\n" not in str(caught.value)
 
 

@@ -15,8 +15,8 @@ pytest.importorskip("lm_eval")
 pytest.importorskip("peft")
 
 from gnmr.errors import UserError
-from gnmr.lab.data.blocks import validation_blocks
 from gnmr.lab.data.cache import TokenCorpus
+from gnmr.lab.data.sequences import validation_sequences
 from gnmr.lab.data.tokens import prepare
 from gnmr.lab.evaluation.harness import Harness
 from gnmr.lab.evaluation.scoring import score
@@ -63,7 +63,7 @@ def test_a_run_is_what_it_was_when_it_ended(kind, runs, corpus, task_data) -> No
     run = runs(kind)
     subject = load_subject(str(run), device="cpu")
     assert (subject.max_length, subject.facts["step"], subject.facts["kind"]) == (160, 3, "run")
-    blocks = validation_blocks(corpus.val, 160, 2)
+    blocks = validation_sequences(corpus.val, 160, 2)
     with subject.serving():
         assert nll(subject.logits, blocks) == pytest.approx(read_jsonl(run / "eval.jsonl")[-1]["val_loss"], rel=1e-6)
         # Padding on the right, and what else is in a batch, must not be seen.
@@ -77,7 +77,7 @@ def test_a_run_is_what_it_was_when_it_ended(kind, runs, corpus, task_data) -> No
 
 
 def test_the_low_path_is_the_runs_own(runs, corpus) -> None:
-    run, blocks = runs("recipe"), validation_blocks(corpus.val, 160, 1)
+    run, blocks = runs("recipe"), validation_sequences(corpus.val, 160, 1)
     plain, low = (load_subject(str(run), path, device="cpu") for path in ("16bit", "low"))
     assert low.facts["low_path"] == "sim_int4, simulated"
     with plain.serving(), low.serving():
@@ -94,7 +94,7 @@ def test_a_model_in_training_is_scored_on_either_path_and_left_alone(tiny, corpu
     )
     parts.model.train()
     parts.converted.operators[2].switch(True)
-    blocks = validation_blocks(corpus.val, 160, 1)
+    blocks = validation_sequences(corpus.val, 160, 1)
     found = {}
     for path in ("16bit", "low"):
         where = {"device": parts.device, "path": path, "plan": parts.converted}

@@ -40,7 +40,7 @@ ABANDONED_AFTER = 24 * 3600.0  # seconds without a write
 
 @dataclass(frozen=True)
 class Documents:
-    """Tokenized examples of a split; `gnmr.lab.data.packing` makes blocks of them."""
+    """Tokenized examples of a split; `gnmr.lab.data.packing` makes sequences of them."""
 
     tokens: np.ndarray | TokenFile
     """Token ids (n,), uint16 or uint32, the documents one after the other."""

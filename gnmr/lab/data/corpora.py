@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from gnmr.errors import UserError
 from gnmr.lab.config import DataConfig
@@ -151,33 +151,22 @@ def articles(texts: Iterable[str]) -> Iterator[str]:
 
 def _stdlib() -> Corpus[str]:
     root = Path(sysconfig.get_paths()["stdlib"])
-    names = sorted(_library_files(root))
+    names = []
+    for folder, children, files in os.walk(root):  # with pruning: site-packages may be larger than the library by far
+        children[:] = [child for child in children if child not in _NOT_LIBRARY]
+        paths = (Path(folder, file) for file in files)
+        names += [path.relative_to(root).as_posix() for path in paths if path.suffix == ".py" and path.is_file()]
     if not names:
         raise UserError(f"data.name=stdlib: {root} holds no .py files; use data.name=text data.path=FOLDER")
-    seen = hashlib.sha256()
-    for name in names:
-        seen.update(f"{name}\0".encode())
-        seen.update(hashlib.sha256((root / name).read_bytes()).digest())
+    names.sort()
+    held_out = [name for name in names if int(hashlib.sha256(name.encode()).hexdigest(), 16) % ONE_IN == 0]
+    splits = {TRAIN: [name for name in names if name not in held_out], VALIDATION: held_out}
 
     def documents(split: str) -> Iterator[str]:
-        own = (_content(root / name) for name in names if _library_split(name) == split)
-        return _not_blank(raw.decode("utf-8-sig", errors="replace") for raw in own)
+        return _not_blank(_content(root / name).decode("utf-8-sig", errors="replace") for name in splits[split])
 
-    return Corpus("data.name=stdlib", f"{len(names)} files of {root}", seen.hexdigest(), documents)
-
-
-def _library_files(root: Path) -> Iterator[str]:
-    """Relative posix paths. A walk with pruning: site-packages may be larger than the library by far."""
-    for folder, children, files in os.walk(root):
-        children[:] = [child for child in children if child not in _NOT_LIBRARY]
-        for file in files:
-            path = Path(folder, file)
-            if path.suffix == ".py" and path.is_file():
-                yield path.relative_to(root).as_posix()
-
-
-def _library_split(name: str) -> str:
-    return VALIDATION if int(hashlib.sha256(name.encode()).hexdigest(), 16) % ONE_IN == 0 else TRAIN
+    identity = _identity({TRAIN: [(name, root / name) for name in names]}, "data.name=stdlib")
+    return Corpus("data.name=stdlib", f"{len(names)} files of {root}", identity, documents)
 
 
 # ---- the hub ----
@@ -206,10 +195,13 @@ def hub_rows(name: str, split: str) -> Iterator[Row]:
     hub = HUBS[name]
     try:
         # One request without retries: the library itself tries for half a minute, a line of noise each time.
+        import datasets
         from huggingface_hub import HfApi
 
+        datasets.disable_progress_bars()
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)
         HfApi().dataset_info(hub.name, timeout=HUB_TIMEOUT, expand=["sha"])
-        rows = _datasets().load_dataset(hub.name, hub.config, split=split, streaming=True)
+        rows = datasets.load_dataset(hub.name, hub.config, split=split, streaming=True)
         for number, cells in enumerate(rows, start=1):
             yield Row(f"{hub.name} on the hub: row {number}", cells)
     except Exception as error:  # network, gzip, JSON, Arrow: many libraries, no common base
@@ -220,15 +212,6 @@ def hub_rows(name: str, split: str) -> Iterator[Row]:
         ) from error
     finally:  # Arrow's threads of a stream that outlives its reader may abort Python at exit (apache/arrow#45214)
         gc.collect()
-
-
-def _datasets() -> Any:
-    """The library, imported late (1.5 s), without its progress bars and log lines."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    return datasets
 
 
 # ---- local files ----
@@ -247,9 +230,18 @@ class LocalFiles:
     identity: str
     """Changes with the name or the content of a file that is read, and with its split."""
 
+    @property
+    def by_name(self) -> bool:
+        """Whether the names of the files decide the split."""
+        return bool(self.splits[VALIDATION])
+
+    def of(self, split: str) -> list[Path]:
+        """Return the files of a split; all that are read if names do not decide."""
+        return [self.files[name] for name in self.splits[split if self.by_name else TRAIN]]
+
 
 def local_files(config: DataConfig, tell: Callable[[str], None] = lambda _: None) -> LocalFiles:
-    """The files below data.path and their splits; raises `UserError` if there are none to train on.
+    """Return the files below data.path and their splits; raises UserError if there are none to train on.
 
     `tell` hears of the progress: all that the files hold is read, and hashed.
     """
@@ -260,14 +252,16 @@ def local_files(config: DataConfig, tell: Callable[[str], None] = lambda _: None
         path = path / HUBS[config.name].config  # a clone of the hub's repository also holds other configurations
     try:
         files, not_read = _local_files(path, where, cache_of(config))
+        usable = [name for name in files if config.name not in _SCORED_BY_TEST or not _IS_TEST.search(name)]
+        if not usable:
+            raise UserError(f"{where}: holds the test split alone, which {config.name} keeps for scores; add train*")
+        splits = _split_files(usable, where)
+        read = {split: [(name, files[name]) for name in names] for split, names in splits.items()}
+        identity = _identity(read, where, tell)
     except OSError as error:
-        raise _unreadable(where, error) from error
-    usable = [name for name in files if config.name not in _SCORED_BY_TEST or not _IS_TEST.search(name)]
-    if not usable:
-        raise UserError(f"{where}: holds the test split alone, which {config.name} keeps for scores; add train*")
-    splits = _split_files(usable, where)
+        raise UserError(f"{where}: {error.filename or ''}: cannot be read ({error.strerror or error})") from error
     train, validation = splits[TRAIN], splits[VALIDATION]
-    left_out = sorted(name for name in files if name not in train and name not in validation)
+    left_out = sorted(files.keys() - {*train, *validation})
 
     summary = f"training files: {len(train)}, " + (
         f"validation files: {len(validation)}" if validation else f"validation: every {ONE_IN}th document"
@@ -276,29 +270,23 @@ def local_files(config: DataConfig, tell: Callable[[str], None] = lambda _: None
         summary += f"; left out beside files named train: {named(left_out)}"
     if of_clone:
         summary += f"; of the folder {path.name} alone"
-    summary += _told(not_read)
-    return LocalFiles(where, files, splits, summary, _identity(files, splits, where, tell))
+    return LocalFiles(where, files, splits, summary + _not_read(not_read), identity)
 
 
-def _identity(files: dict[str, Path], splits: dict[str, list[str]], where: str, tell: Callable[[str], None]) -> str:
-    """sha256 over names, splits and contents."""
+def _identity(
+    splits: dict[str, list[tuple[str, Path]]], where: str, tell: Callable[[str], None] = lambda _: None
+) -> str:
+    """Return a sha256 over splits, names and contents of files."""
     seen, size = hashlib.sha256(), 0
-    for split, name in ((split, name) for split, names in splits.items() for name in names):
+    for split, name, file in ((split, *file) for split, files in splits.items() for file in files):
         own = hashlib.sha256()
-        try:
-            with files[name].open("rb") as stream:
-                while chunk := stream.read(_CHUNK):
-                    own.update(chunk)
-                    size += len(chunk)
-                    tell(f"comparing {where} with the token cache: {size / 1e9:.1f} GB read")
-        except OSError as error:
-            raise _unreadable(where, error) from error
+        with file.open("rb") as stream:
+            while chunk := stream.read(_CHUNK):
+                own.update(chunk)
+                size += len(chunk)
+                tell(f"comparing {where} with the token cache: {size / 1e9:.1f} GB read")
         seen.update(os.fsencode(f"{split}\0{name}\0{own.hexdigest()}\0"))
     return seen.hexdigest()
-
-
-def _unreadable(where: str, error: OSError) -> UserError:
-    return UserError(f"{where}: {error.filename or ''}: cannot be read ({error.strerror or error})")
 
 
 def cache_of(config: DataConfig) -> Path:
@@ -331,13 +319,9 @@ def _local(config: DataConfig, tell: Callable[[str], None]) -> Corpus[str]:
         rows = skipped.kept(_having(read_rows(file, least=0), column, where), _text_in(config), _NO_TEXT, where)
         return (row.text(column) for row in rows)
 
-    def read(names: list[str]) -> Iterator[str]:
-        return _documents_of(config, chain.from_iterable(texts(local.files[name]) for name in names))
-
     def documents(split: str) -> Iterator[str]:
-        if local.splits[VALIDATION]:
-            return read(local.splits[split])
-        return (text for place, text in every_twentieth(read(local.splits[TRAIN])) if place == split)
+        found = _documents_of(config, chain.from_iterable(map(texts, local.of(split))))
+        return found if local.by_name else (text for place, text in every_twentieth(found) if place == split)
 
     identity = hashlib.sha256(os.fsencode(f"{config.text_column}{local.identity}")).hexdigest()
     return Corpus(local.where, local.summary, identity, documents, skipped=skipped)
@@ -352,7 +336,11 @@ def _local_files(path: Path, where: str, cache: Path) -> tuple[dict[str, Path], 
     if not path.is_dir():
         raise UserError(f"{where}: no such file or folder")
     found, not_read = dict[str, Path](), list[str]()
-    for folder, children, names in os.walk(path, onerror=_raise):
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for folder, children, names in os.walk(path, onerror=refuse):
         below = Path(folder)
         children[:] = [name for name in children if not name.startswith(".")]
         for child in list(children):
@@ -363,30 +351,27 @@ def _local_files(path: Path, where: str, cache: Path) -> tuple[dict[str, Path], 
                 not_read.append(f"{inside.relative_to(path).as_posix()}/ ({kind})")
         for name in (name for name in names if not name.startswith(".")):
             file = below / name
-            told = file.relative_to(path).as_posix()
+            place = file.relative_to(path).as_posix()
             if _extension(file) is None or name in _METADATA or (name == "state.json" and _METADATA[0] in names):
-                not_read.append(told)
+                not_read.append(place)
             elif not file.is_file():
-                not_read.append(f"{told} ({'a link to nothing' if file.is_symlink() else 'no regular file'})")
+                not_read.append(f"{place} ({'a link to nothing' if file.is_symlink() else 'no regular file'})")
             else:
-                found[told] = file
+                found[place] = file
+    not_read.sort()
     if not found:
         arrow = any(name.endswith(".arrow") for name in not_read)
         raise UserError(
             f"{where}: the folder holds none of the supported files ({', '.join(_SUPPORTED)})"
-            + _told(sorted(not_read))
+            + _not_read(not_read)
             + "; datasets.load_from_disk(FOLDER) has to_parquet(FILE), for each split" * arrow
         )
-    return {name: found[name] for name in sorted(found)}, sorted(not_read)
+    return dict(sorted(found.items())), not_read
 
 
-def _raise(error: OSError) -> None:
-    raise error
-
-
-def _told(not_read: list[str]) -> str:
-    """What is not read, as the end of a line."""
-    return f"; not read: {named(not_read)} ({len(not_read)})" if not_read else ""
+def _not_read(names: list[str]) -> str:
+    """Return the end of a line about the files that are not read."""
+    return f"; not read: {named(names)} ({len(names)})" if names else ""
 
 
 def _records(folder: Path, cache: Path) -> str | None:
@@ -407,9 +392,8 @@ def _extension(file: Path) -> str | None:
     return next((extension for extension in _SUPPORTED if file.name.lower().endswith(extension)), None)
 
 
-def _split_files(names: Iterable[str], where: str) -> dict[str, list[str]]:
-    """{"train": names, "validation": names}; no validation names: the documents are split instead of the files."""
-    names = list(names)
+def _split_files(names: list[str], where: str) -> dict[str, list[str]]:
+    """Return the names by split; no validation names: the documents are split instead of the files."""
     if len(names) == 1:
         return {TRAIN: names, VALIDATION: []}  # a file alone is the corpus, whatever its name says
     validation = [name for name in names if _IS_VALIDATION.search(name)]

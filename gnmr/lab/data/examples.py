@@ -1,4 +1,4 @@
-"""Examples for fine-tuning: a prompt, and the answer that is learned.
+"""Examples: a prompt, and the answer that is learned.
 
 gsm8k has the form of lm-evaluation-harness' task, so that a model is scored as it was trained; the answer is the whole
 solution. instructions are the user's rows. Documents of a plain corpus (stdlib, text, c4, wikitext2) are answers
@@ -33,40 +33,35 @@ class Example:
 
 
 def open_examples(config: DataConfig, tell: Callable[[str], None] = lambda _: None) -> Corpus[Example]:
-    """The examples that `config` names; raises `UserError` if there are none. `tell` hears of the progress."""
+    """Return the examples that `config` names; raises UserError if there are none. `tell` hears of the progress."""
     if config.name not in ("gsm8k", "instructions"):
-        return plain(corpora.open_corpus(config, tell))
+        return open_documents(config, tell)
     make = _gsm8k if config.name == "gsm8k" else _instruction
+    rows: Callable[[str], Iterator[Row]]
     if config.path is None:
-        hub = corpora.HUBS[config.name]
+        hub, by_name = corpora.HUBS[config.name], False
         where, summary, source = f"data.name={config.name}", f"{hub.name} {hub.config}", f"{hub.name}/{hub.config}"
-
-        def read(split: str) -> Iterator[Example]:
-            rows = corpora.hub_rows(config.name, TRAIN)  # its only other split is the test split
-            return _of_split((make(row, config) for row in rows), split)
+        rows = lambda _: corpora.hub_rows(config.name, TRAIN)  # its only other split is the test split
     else:
         local = corpora.local_files(config, tell)
-        where, summary, source = local.where, local.summary, local.identity
-
-        def read(split: str) -> Iterator[Example]:
-            def of(names: list[str]) -> Iterator[Example]:
-                rows = chain.from_iterable(read_rows(local.files[name]) for name in names)
-                return (make(row, config) for row in rows)
-
-            return of(local.splits[split]) if local.splits[VALIDATION] else _of_split(of(local.splits[TRAIN]), split)
+        where, summary, source, by_name = local.where, local.summary, local.identity, local.by_name
+        rows = lambda split: chain.from_iterable(map(read_rows, local.of(split)))
 
     columns = [config.prompt_column, config.input_column, config.response_column]
     identity = hashlib.sha256(json.dumps([config.name, columns, source]).encode()).hexdigest()
     skipped = Skipped()
 
     def answered(split: str) -> Iterator[Example]:
-        return skipped.kept(read(split), lambda each: each.answer.strip(), "row{s} without an answer", split)
+        examples: Iterator[Example] = (make(row, config) for row in rows(split))
+        examples = examples if by_name else _of_split(examples, split)
+        return skipped.kept(examples, lambda each: each.answer.strip(), "row{s} without an answer", split)
 
     return Corpus(where, summary, identity, answered, skipped=skipped)
 
 
-def plain(texts: Corpus[str]) -> Corpus[Example]:
-    """The documents as answers without a prompt."""
+def open_documents(config: DataConfig, tell: Callable[[str], None] = lambda _: None) -> Corpus[Example]:
+    """Return the documents of a plain corpus as answers without a prompt; otherwise as `open_examples`."""
+    texts = corpora.open_corpus(config, tell)
     read = lambda split: (Example("", text) for text in texts.read(split))
     return Corpus(texts.where, texts.summary, texts.identity, read, texts.streamed, texts.skipped)
 
