@@ -45,9 +45,7 @@ def test_packed_logits_are_those_of_each_document_alone(attention: str) -> None:
     positions = torch.tensor([[place for length in lengths for place in range(length)] for lengths in sequences])
     tokens = torch.randint(40, positions.shape)
     batch = Batch(tokens, torch.full_like(tokens, IGNORED), positions)
-    tolerance = (
-        1e-12 if attention == "sdpa" else 1e-5
-    )  # the eager softmax is float32's, in an order that goes by the CPU
+    tolerance = 1e-12 if attention == "sdpa" else 1e-5  # the eager softmax is float32's
     with torch.no_grad():
         packed = model(**model_inputs(batch)).logits
         mixed = model(**model_inputs(Batch(tokens, batch.targets))).logits

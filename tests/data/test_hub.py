@@ -30,8 +30,8 @@ pytestmark = pytest.mark.slow
 COMMIT = "0" * 39 + "1"
 CLIENT = """
 import sys
-from gnmr.config import DataConfig
-from gnmr.data.tokens import prepare
+from gnmr.lab.config import DataConfig
+from gnmr.lab.data.tokens import prepare
 from gnmr.errors import UserError
 try:
     config = DataConfig(name="c4", vocab_size=300, cache_dir=sys.argv[1])
@@ -155,8 +155,8 @@ def test_the_hub_equals_a_local_copy(hub: tuple[str, Path], config: Callable[...
 
 
 READER = """
-from gnmr.config import DataConfig
-from gnmr.data.examples import open_examples
+from gnmr.lab.config import DataConfig
+from gnmr.lab.data.examples import open_examples
 examples = open_examples(DataConfig(name="gsm8k"))
 print([[(each.prompt, each.answer) for each in examples.read(split)] for split in ("train", "validation")])
 """

@@ -20,14 +20,6 @@ def read(sequences: TrainSequences, number: int, batch: int = 1) -> list[int]:
     return torch.cat([sequences.next(batch)[:, 0] // SEQ_LEN for _ in range(number // batch)]).tolist()
 
 
-def test_a_sequence_is_seq_len_tokens_and_the_next_one() -> None:
-    sequences = TrainSequences(numbered(6), SEQ_LEN, 0)
-    batch = sequences.next(6)
-    assert batch.shape == (6, SEQ_LEN + 1) and batch.dtype == torch.int64
-    for row in batch:
-        assert row.tolist() == list(range(row[0], row[0] + SEQ_LEN + 1)) and row[0] % SEQ_LEN == 0
-
-
 @pytest.mark.parametrize("spare", range(SEQ_LEN))
 def test_every_target_once_an_epoch(spare: int) -> None:
     """Tokens left over at the end (fewer than a sequence) are the only ones that are no target."""
