@@ -364,7 +364,8 @@ def test_no_library_speaks_beside_our_line_or_leaves_files(config: Make, tmp_pat
     """In a process of its own: a library's log handler keeps the stderr that it found when it was imported."""
     (tmp_path / "a.parquet").write_bytes(b"no parquet")
     script = (
-        "from gnmr.lab.config import DataConfig\nfrom gnmr.lab.data.tokens import prepare\nfrom gnmr.errors import UserError\n"
+        "from gnmr.lab.config import DataConfig\nfrom gnmr.lab.data.tokens import prepare\n"
+        "from gnmr.errors import UserError\n"
         f"try:\n    prepare({config(path=str(tmp_path))!r}, 0, len)\n"
         "except UserError as error:\n    print(error)"
     )

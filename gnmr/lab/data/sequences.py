@@ -124,13 +124,7 @@ class TrainSequences(SequenceOrder):
     not one sequence.
     """
 
-    def __init__(
-        self,
-        tokens: np.ndarray | TokenFile,
-        seq_len: int,
-        seed: int,
-        branch: Branch | None = None,
-    ) -> None:
+    def __init__(self, tokens: np.ndarray | TokenFile, seq_len: int, seed: int, branch: Branch | None = None) -> None:
         super().__init__(_num_sequences(tokens, seq_len, "training"), seed, branch)
         self._tokens = tokens
         self._seq_len = seq_len
