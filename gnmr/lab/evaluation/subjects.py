@@ -31,7 +31,7 @@ from gnmr.lab.train.memory_bound import refuse_run
 from gnmr.precision import ConvertedModel, Recipe
 from gnmr.precision.converted import described
 from gnmr.records.reader import read_json
-from gnmr.records.untrusted import check_folder, exists, reading
+from gnmr.records.untrusted import check_folder, exists, first_line, reading
 
 PATHS = ("16bit", "low")
 Generate = Callable[[list[list[int]], int, Callable[[list[int]], bool]], list[list[int]]]
@@ -346,7 +346,7 @@ def _adapted(model: Any, folder: Path) -> nn.Module:
         with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
             surplus = sorted(set(file.keys()) - set(get_peft_model_state_dict(adapted)))
     except (OSError, ValueError, KeyError, RuntimeError, TypeError, UserWarning) as error:
-        raise UserError(f"adapter={folder}: does not fit this checkpoint ({pretrained.first_line(error)})") from error
+        raise UserError(f"adapter={folder}: does not fit this checkpoint ({first_line(error)})") from error
     if surplus:
         raise UserError(
             f"adapter={folder}: {len(surplus)} of its weights have no place in the model that adapter_config.json "
