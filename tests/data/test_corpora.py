@@ -18,7 +18,7 @@ from small_corpora import DOCUMENTS, build, shared_data, write_rows
 
 from gnmr.errors import UserError
 from gnmr.lab.config import DataConfig
-from gnmr.lab.data import corpora
+from gnmr.lab.data import corpora, files
 from gnmr.lab.data.rows import utf8
 from gnmr.lab.data.tokens import prepare
 
@@ -220,7 +220,7 @@ def test_what_is_not_read_is_said(config: Make, tmp_path: Path) -> None:
     (folder / "loop.txt").symlink_to(folder / "loop.txt")
     (folder / "linked.jsonl").symlink_to(away / "x.jsonl")
     (folder / "more").symlink_to(away)
-    found = corpora.local_files(config(path=str(folder)))
+    found = files.local_files(config(path=str(folder)))
     assert found.splits["train"] == ["a.jsonl", "linked.jsonl"]
     assert found.summary.endswith(
         "; not read: README.md, c.jsonl.zst, g, loop.txt (a link to nothing), more/ (a link to a folder), pipe.txt "

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from itertools import chain, islice
 
 from gnmr.lab.config import DataConfig
-from gnmr.lab.data import corpora
-from gnmr.lab.data.corpora import ONE_IN, TRAIN, VALIDATION, Corpus, Skipped
+from gnmr.lab.data import corpora, files
+from gnmr.lab.data.corpora import Corpus, Skipped
+from gnmr.lab.data.files import ONE_IN, TRAIN, VALIDATION
 from gnmr.lab.data.rows import Row, read_rows
 
 
@@ -39,11 +40,11 @@ def open_examples(config: DataConfig, tell: Callable[[str], None] = lambda _: No
     make = _gsm8k if config.name == "gsm8k" else _instruction
     rows: Callable[[str], Iterator[Row]]
     if config.path is None:
-        hub, by_name = corpora.HUBS[config.name], False
+        hub, by_name = files.HUBS[config.name], False
         where, summary, source = f"data.name={config.name}", f"{hub.name} {hub.config}", f"{hub.name}/{hub.config}"
         rows = lambda _: corpora.hub_rows(config.name, TRAIN)  # its only other split is the test split
     else:
-        local = corpora.local_files(config, tell)
+        local = files.local_files(config, tell)
         where, summary, source, by_name = local.where, local.summary, local.identity, local.by_name
         rows = lambda split: chain.from_iterable(map(read_rows, local.of(split)))
 

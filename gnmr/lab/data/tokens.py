@@ -18,11 +18,12 @@ import numpy as np
 
 from gnmr.errors import UserError
 from gnmr.lab.config import DataConfig
-from gnmr.lab.data import cache, corpora
+from gnmr.lab.data import cache, files
 from gnmr.lab.data import tokenizer as bpe
 from gnmr.lab.data.cache import TokenCorpus
-from gnmr.lab.data.corpora import TRAIN, VALIDATION, Corpus
+from gnmr.lab.data.corpora import Corpus
 from gnmr.lab.data.examples import Example, open_documents, open_examples
+from gnmr.lab.data.files import TRAIN, VALIDATION
 from gnmr.lab.data.progress import Progress
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def _prepared(
         corpus = open_corpus(config, progress)
     path, where = checkpoint, str(checkpoint)
     if config.tokenizer is not None:
-        path, where = corpora.user_path("data.tokenizer", config.tokenizer), f"data.tokenizer={config.tokenizer}"
+        path, where = files.user_path("data.tokenizer", config.tokenizer), f"data.tokenizer={config.tokenizer}"
     content, end = (None, None) if path is None else bpe.read(path, where)
     vocabulary = [config.vocab_size, config.tokenizer_bytes] if content is None else hashlib.sha256(content).hexdigest()
     limit = needed if config.max_tokens is None and corpus.streamed else config.max_tokens
@@ -98,7 +99,7 @@ def _prepared(
         progress.begin(f"{told}, vocabulary {bpe.vocab_size(tokenizer):,}{corpus.skipped}")
 
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-    folder = corpora.cache_of(config) / f"{config.name}{'-examples' * packed}-{digest}"
+    folder = files.cache_of(config) / f"{config.name}{'-examples' * packed}-{digest}"
     return cache.open_or_build(folder, build, say)
 
 
