@@ -30,7 +30,8 @@ VALIDATION = [DOCUMENTS[19], DOCUMENTS[39]]
 def read(config: DataConfig) -> tuple[list[str], list[str]]:
     """Documents of the two splits."""
     corpus = corpora.open_corpus(config)
-    return list(corpus.read("train")), list(corpus.read("validation"))
+    train, validation = ([example.answer for example in corpus.read(split)] for split in ("train", "validation"))
+    return train, validation
 
 
 # ---- formats and splits of local files ----

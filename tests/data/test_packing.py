@@ -219,8 +219,8 @@ def test_max_tokens_keeps_the_document_that_reaches_it(five: Make, checkpoint: P
 def test_what_has_no_end_is_read_as_far_as_the_run_needs(
     five: Make, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    streamed = replace(tokens.open_examples(five()), streamed=True)
-    monkeypatch.setattr(tokens, "open_examples", lambda config, tell: streamed)
+    streamed = replace(tokens.open_corpus(five()), streamed=True)
+    monkeypatch.setattr(tokens, "open_corpus", lambda config, tell: streamed)
     for needed, number in ((5, 1), (100, 5)):
         assert len(prepare_packed(five(), needed, len, checkpoint).train.borders) == number
 

@@ -14,15 +14,15 @@ from small_corpora import DOCUMENTS, shared_data, write_examples, write_rows
 
 from gnmr.errors import UserError
 from gnmr.lab.config import DataConfig
-from gnmr.lab.data.corpora import articles, open_corpus
-from gnmr.lab.data.examples import Example, open_examples
+from gnmr.lab.data.corpora import Example, articles, open_corpus
+from gnmr.lab.data.tokens import prepare
 
 Make = Callable[..., DataConfig]
 
 
 def read(config: DataConfig) -> tuple[list[Example], list[Example]]:
     """The examples of the two splits."""
-    examples = open_examples(config)
+    examples = open_corpus(config)
     return list(examples.read("train")), list(examples.read("validation"))
 
 
@@ -99,7 +99,7 @@ def test_identity_follows_files_and_columns(config: Make, tmp_path: Path) -> Non
     file = write_examples(tmp_path / "a.jsonl", [("a", "b")] * 3)
 
     def identity(**changes: Any) -> str:
-        return open_examples(config(**({"name": "instructions", "path": str(file)} | changes))).identity
+        return open_corpus(config(**({"name": "instructions", "path": str(file)} | changes))).identity
 
     first = identity()
     assert first == identity()
@@ -117,7 +117,6 @@ def test_documents_are_answers_without_a_prompt(config: Make, corpus_file: Path)
         [Example("", text) for i, text in enumerate(DOCUMENTS) if i not in (19, 39)],
         [Example("", DOCUMENTS[19]), Example("", DOCUMENTS[39])],
     )
-    assert open_examples(settings).identity == open_corpus(settings).identity
 
 
 WIKI = [" \n", " = One = \n", "\n", " A line . \n", " = = Section = = \n", "\n", " where \n", " = 2 k = \n", "\n"]
@@ -186,7 +185,7 @@ def test_bad_input_is_one_line(
 
 def test_prompts_and_answers_are_no_corpus(config: Make) -> None:
     with pytest.raises(UserError, match=r"^data\.name=gsm8k: prompts and answers"):
-        open_corpus(config(name="gsm8k"))
+        prepare(config(name="gsm8k"), 10, len)
 
 
 @pytest.mark.parametrize("name, hub", [("gsm8k", "openai/gsm8k"), ("wikitext2", "Salesforce/wikitext")])

@@ -21,8 +21,7 @@ from gnmr.lab.config import DataConfig
 from gnmr.lab.data import cache, files
 from gnmr.lab.data import tokenizer as bpe
 from gnmr.lab.data.cache import TokenCorpus
-from gnmr.lab.data.corpora import Corpus
-from gnmr.lab.data.examples import Example, open_documents, open_examples
+from gnmr.lab.data.corpora import PROMPTED, Corpus, open_corpus
 from gnmr.lab.data.files import TRAIN, VALIDATION
 from gnmr.lab.data.progress import Progress
 
@@ -46,8 +45,10 @@ def prepare(config: DataConfig, needed_tokens: int, say: Callable[[str], None]) 
     """
     if config.name == "stdlib" and config.path is not None:
         say(f"data.path={config.path} has no effect: data.name=stdlib reads this Python's library, text a path")
+    if config.name in PROMPTED:
+        raise UserError(f"data.name={config.name}: prompts and answers fine-tune a checkpoint; use text for plain text")
     needed = needed_tokens + needed_tokens // 100 + 1  # + 1: the last sequence's last target
-    return _prepared(config, open_documents, needed, say, packed=False, checkpoint=None)
+    return _prepared(config, needed, say, packed=False, checkpoint=None)
 
 
 def prepare_packed(
@@ -61,16 +62,11 @@ def prepare_packed(
     if config.tokenizer is None and checkpoint is None:
         raise UserError(f"data.tokenizer=null: {config.name} needs a tokenizer.json or a checkpoint's folder here")
     needed = needed_tokens + needed_tokens // 100
-    return _prepared(config, open_examples, needed, say, packed=True, checkpoint=checkpoint)
+    return _prepared(config, needed, say, packed=True, checkpoint=checkpoint)
 
 
 def _prepared(
-    config: DataConfig,
-    open_corpus: Callable[..., Corpus[Example]],
-    needed: int,
-    say: Callable[[str], None],
-    packed: bool,
-    checkpoint: Path | None,
+    config: DataConfig, needed: int, say: Callable[[str], None], packed: bool, checkpoint: Path | None
 ) -> TokenCorpus:
     with Progress(say) as progress:
         corpus = open_corpus(config, progress)
@@ -103,7 +99,7 @@ def _prepared(
     return cache.open_or_build(folder, build, say)
 
 
-def _training_text(corpus: Corpus[Example], most: int, progress: Progress) -> Iterator[str]:
+def _training_text(corpus: Corpus, most: int, progress: Progress) -> Iterator[str]:
     """Yield the text of training documents, up to `most` bytes of UTF-8 in all."""
     left = most
     for example in corpus.read(TRAIN):
@@ -132,7 +128,7 @@ class Encoder:
     answers_only: bool = False
     """With `packed`: the tokens of a prompt are no targets."""
 
-    def write(self, folder: Path, corpus: Corpus[Example], progress: Progress) -> dict[str, tuple[int, int]]:
+    def write(self, folder: Path, corpus: Corpus, progress: Progress) -> dict[str, tuple[int, int]]:
         """Write the files of both splits and meta.json; return documents and tokens by split."""
         # Else each process forked later (data loaders, W&B) would print a warning about Rust threads.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -167,7 +163,7 @@ class Encoder:
         cache.seal(folder, vocab_size, self.end, dtype)
         return found
 
-    def _encoded(self, corpus: Corpus[Example], split: str) -> Iterator[tuple[list[int], int, bool]]:
+    def _encoded(self, corpus: Corpus, split: str) -> Iterator[tuple[list[int], int, bool]]:
         """Yield (token ids, tokens of the prompt, whether they end their example); encodes some examples at a time.
 
         A long text without a prompt comes in pieces.
