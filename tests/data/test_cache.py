@@ -109,17 +109,6 @@ def test_a_damaged_or_planted_cache_is_rebuilt_and_said(
         assert names(cache_dir) == [first.folder.name]
 
 
-def test_files_are_verified_whole(config: Make, corpus_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_file, "CHUNK", 16)
-    corpus, _ = build(config(path=str(corpus_file)))
-    for offset in (3, 60, -3):
-        content = (corpus.folder / "train.bin").read_bytes()
-        edit(corpus.folder / "train.bin", offset)
-        with pytest.raises(cache.Corrupt, match=r"train\.bin"):
-            cache.open_folder(corpus.folder)
-        (corpus.folder / "train.bin").write_bytes(content)
-
-
 @pytest.mark.slow
 def test_the_loser_of_a_race_uses_the_winners_files(config: Make, corpus_file: Path, cache_dir: Path) -> None:
     """The other process runs from start to end in the middle of this one."""

@@ -186,9 +186,3 @@ def test_bad_input_is_one_line(
 def test_prompts_and_answers_are_no_corpus(config: Make) -> None:
     with pytest.raises(UserError, match=r"^data\.name=gsm8k: prompts and answers"):
         prepare(config(name="gsm8k"), 10, len)
-
-
-@pytest.mark.parametrize("name, hub", [("gsm8k", "openai/gsm8k"), ("wikitext2", "Salesforce/wikitext")])
-def test_no_hub_is_one_line_that_says_what_to_do(name: str, hub: str, config: Make) -> None:
-    with pytest.raises(UserError, match=rf"data.name={name}: {hub} cannot be read from the hub \(.*\*\.parquet"):
-        read(config(name=name))

@@ -37,17 +37,6 @@ def test_documents_come_back_from_the_tokens(config: Make, corpus_file: Path, ca
     assert said[-1].startswith(f"38 train documents with {len(corpus.train):,} tokens, 2 validation documents")
 
 
-@pytest.mark.parametrize("piece", [1, 7, 1000])
-@pytest.mark.slow
-def test_long_documents_are_encoded_in_pieces(
-    piece: int, config: Make, corpus_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tokens, "PIECE", piece)
-    monkeypatch.setattr(tokens, "BATCH", 3 * piece)
-    corpus, _ = build(config(path=str(corpus_file)))
-    assert texts(corpus, "train") == TRAIN
-
-
 def test_the_tokenizer_sees_training_documents_alone(config: Make, tmp_path: Path) -> None:
     documents = ["common words here"] * 40
     documents[18], documents[19] = "learnable " * 50, "forbidden " * 50
@@ -93,14 +82,6 @@ def test_equal_data_equal_fingerprint(config: Make, corpus_file: Path, tmp_path:
     for change in ({"vocab_size": 301}, {"tokenizer_bytes": 99}, {"max_tokens": 99}):
         other, _ = build(config(path=path, **change))
         assert other.folder != first.folder and other.fingerprint != first.fingerprint
-
-
-def test_a_changed_file_is_read_again(config: Make, corpus_file: Path) -> None:
-    first, _ = build(config(path=str(corpus_file)))
-    write_rows(corpus_file, DOCUMENTS[::-1])
-    second, said = build(config(path=str(corpus_file)))
-    assert said and second.folder != first.folder
-    assert texts(second, "val") == [DOCUMENTS[20], DOCUMENTS[0]]
 
 
 # ---- long words ----
