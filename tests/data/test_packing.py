@@ -264,9 +264,7 @@ def test_real_gsm8k(config: Make, checkpoint: Path, tmp_path: Path) -> None:
     assert packed.examples == 950 and 0 < packed.cut < 50
     assert len(set(expected) - found) <= packed.cut
     assert batch.num_targets == sum(len(answer.encode()) + 1 for answer in expected), "a token of an answer was lost"
-    assert (
-        packed.size > 0.9 * sequences.num_sequences * 1024
-    )  # documents of 544 tokens on average: two a sequence at best
+    assert packed.size > 0.9 * sequences.num_sequences * 1024  # two documents a sequence, at best
 
 
 # ---- the cache ----

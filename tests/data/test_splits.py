@@ -21,9 +21,7 @@ def rows_of(sequences: Tensor | Batch) -> list[tuple[int, ...]]:
     """The inputs of each sequence and its last target."""
     if isinstance(sequences, Tensor):
         return [tuple(row) for row in sequences.tolist()]
-    return [
-        (*row, last) for row, last in zip(sequences.tokens.tolist(), sequences.targets[:, -1].tolist(), strict=True)
-    ]
+    return [tuple(row) for row in torch.cat([sequences.tokens, sequences.targets[:, -1:]], dim=1).tolist()]
 
 
 def overlap(data: DataConfig, model: ModelConfig, seq_len: int) -> tuple[int, int, int]:
@@ -72,9 +70,7 @@ def test_no_packed_validation_sequence_holds_training_tokens(
         write_examples(tmp_path / "data" / "a.jsonl", pairs)
     data = config(name="instructions", path=str(tmp_path / "data"))
     checkpoint = word_checkpoint(tmp_path / "checkpoint")
-    monkeypatch.setattr(
-        "gnmr.lab.models.pretrained.local", lambda name: checkpoint
-    )  # its tokenizer is all that is read
+    monkeypatch.setattr("gnmr.lab.models.pretrained.local", lambda name: checkpoint)  # only its tokenizer is read
     model = ModelConfig(name="pretrained", checkpoint=str(checkpoint))
     trained, held_out, shared = overlap(data, model, 82)
     assert trained >= 40 and held_out >= 3 and shared == 0

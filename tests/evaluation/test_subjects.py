@@ -141,7 +141,7 @@ def test_an_adapter_changes_the_checkpoint_under_it(checkpoint, tmp_path) -> Non
 
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     save_file({name: value for name, value in load_file(file).items() if "layers.0" in name}, file)
-    with pytest.raises(UserError, match=r"adapter=.*: does not fit this checkpoint \(UserWarning: Found missing adapter keys"):
+    with pytest.raises(UserError, match=r"adapter=.*: does not fit this checkpoint \(UserWarning: Found missing"):
         load_subject(str(checkpoint), adapter=str(tmp_path / "adapter"), device="cpu")
 
 

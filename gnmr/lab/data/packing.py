@@ -37,7 +37,8 @@ from gnmr.lab.data.sequences import SequenceOrder
 class Packing:
     """Which pieces of which documents lie in which sequence; see the module's text for the rule."""
 
-    def __init__(self, documents: Documents, seq_len: int) -> None:
+    def __init__(self, documents: Documents, seq_len: int, split: str = "training", least: int = 0) -> None:
+        """Raises UserError if the examples of `split` have less than `least` inputs."""
         ends = np.asarray(documents.borders[:, 0])
         begins = np.concatenate([[0], ends[:-1]])
         targets = np.maximum(ends - begins - 1, 0)
@@ -56,6 +57,11 @@ class Packing:
         self.examples = len(np.unique(owner[kept]))
         self.size = int(size[kept].sum())
         """Inputs that are no padding."""
+        if self.size < least:
+            raise UserError(
+                f"training.seq_len={seq_len}: the {split} examples have {self.size} tokens, {least} are needed; "
+                "use more examples or a smaller training.seq_len"
+            )
         sequence = _best_fit(size[kept].tolist(), seq_len)
         self.num_sequences = max(sequence, default=-1) + 1
         order = np.argsort(sequence, kind="stable")
@@ -126,7 +132,7 @@ class PackedSequences(SequenceOrder):
     """
 
     def __init__(self, documents: Documents, seq_len: int, seed: int) -> None:
-        self.packing = _packing(documents, seq_len, "training", seq_len)
+        self.packing = Packing(documents, seq_len, "training", seq_len)
         super().__init__(self.packing.num_sequences, seed)
         self._seq_len = seq_len
 
@@ -140,16 +146,6 @@ def packed_validation(documents: Documents, seq_len: int, n: int) -> Batch:
 
     They are padded where the examples do not fill them. Raises `UserError` if there is no target.
     """
-    packing = _packing(documents, seq_len, "validation", 1)
+    packing = Packing(documents, seq_len, "validation", 1)
     count = min(n, packing.num_sequences)
     return packing.batch(number * packing.num_sequences // count for number in range(count))
-
-
-def _packing(documents: Documents, seq_len: int, split: str, least: int) -> Packing:
-    packing = Packing(documents, seq_len)
-    if packing.size < least:
-        raise UserError(
-            f"training.seq_len={seq_len}: the {split} examples have {packing.size} tokens, {least} are needed; "
-            "use more examples or a smaller training.seq_len"
-        )
-    return packing
