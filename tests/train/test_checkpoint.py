@@ -214,7 +214,7 @@ def test_meta_names_every_file_and_the_run(half_way, tiny):
     assert counted["incomplete"] is None
     rows = {"steps.jsonl": 6, "eval.jsonl": 1, "events.jsonl": len(read_jsonl(half_way / "events.jsonl"))}
     assert {name: count["rows"] for name, count in counted["files"].items()} == rows | {"ratios.rows": 6 * 7}
-    assert len(meta["host"].pop("levels")) == 6
+    assert len(meta["host"].pop("levels")) == 6 and len(meta["host"]["blocks"].pop("order")) == 16
     assert meta["host"] == {
         "counters": {"step": 6, "tokens": 192, "nonfinite_total": 0, "nonfinite_streak": 0},
         "blocks": {"epoch": 0, "position": 12},
