@@ -167,7 +167,7 @@ def _stdlib() -> Corpus:
             if text.strip():
                 yield Example("", text)
 
-    identity = identity_of({TRAIN: [(name, root / name) for name in names]}, "data.name=stdlib")
+    identity = identity_of(((name, root / name) for name in names), "data.name=stdlib")
     return Corpus("data.name=stdlib", f"{len(names)} files of {root}", identity, read)
 
 

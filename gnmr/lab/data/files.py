@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,7 +87,7 @@ def local_files(config: DataConfig, tell: Callable[[str], None] = lambda _: None
         if not usable:
             raise UserError(f"{where}: holds the test split alone, which {config.name} keeps for scores; add train*")
         splits = _split_files(usable, where)
-        read = {split: [(name, files[name]) for name in names] for split, names in splits.items()}
+        read = ((f"{split}\0{name}", files[name]) for split, names in splits.items() for name in names)
         identity = identity_of(read, where, tell)
     except OSError as error:
         raise UserError(f"{where}: {error.filename or ''}: cannot be read ({error.strerror or error})") from error
@@ -104,19 +104,17 @@ def local_files(config: DataConfig, tell: Callable[[str], None] = lambda _: None
     return LocalFiles(where, files, splits, summary + _not_read(not_read), identity)
 
 
-def identity_of(
-    splits: dict[str, list[tuple[str, Path]]], where: str, tell: Callable[[str], None] = lambda _: None
-) -> str:
-    """Return a sha256 over splits, names and contents of files."""
+def identity_of(files: Iterable[tuple[str, Path]], where: str, tell: Callable[[str], None] = lambda _: None) -> str:
+    """Return a sha256 over names and contents of files."""
     seen, size = hashlib.sha256(), 0
-    for split, name, file in ((split, *file) for split, files in splits.items() for file in files):
+    for name, file in files:
         own = hashlib.sha256()
         with file.open("rb") as stream:
             while chunk := stream.read(_CHUNK):
                 own.update(chunk)
                 size += len(chunk)
                 tell(f"comparing {where} with the token cache: {size / 1e9:.1f} GB read")
-        seen.update(os.fsencode(f"{split}\0{name}\0{own.hexdigest()}\0"))
+        seen.update(os.fsencode(f"{name}\0{own.hexdigest()}\0"))
     return seen.hexdigest()
 
 
