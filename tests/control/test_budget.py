@@ -159,9 +159,7 @@ def test_a_state_that_spends_too_much_is_refused() -> None:
     ("costs", "budget", "said"),
     [
         ([1, 1], 0, "budget=0: must be a share above 0, at most 1"),
-        ([1, 1], 2, "budget=2: must be a share above 0"),
         ([1, 1], 0.3, "budget=0.3: is too small for any unit; the cheapest takes 0.5"),
-        ([0, 0], 0.5, "no unit costs anything"),
         ([1, -1], 0.5, "unit 'u1' must cost a number"),
     ],
 )

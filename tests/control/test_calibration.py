@@ -70,7 +70,7 @@ def test_a_state_has_the_trigger_and_a_loop_goes_on_with_it():
     assert not {"trigger", "calibration"} & controller().state_dict().keys(), "a loop without has the state that it had"
 
 
-@pytest.mark.parametrize("at", [1, 12, 19])
+@pytest.mark.parametrize("at", [1, 12])
 @pytest.mark.parametrize("calls", [True, False], ids=["calibrates", "does not"])
 def test_a_state_of_a_calibration_goes_on_with_it(at, calls, tmp_path):
     """As if nothing had happened, whether or not the loop that goes on calls `calibrate` as before."""
@@ -101,7 +101,6 @@ def test_a_state_of_a_calibration_goes_on_with_it(at, calls, tmp_path):
     [
         ({"calibration": None}, "calibration has no fraction, first, steps, risks"),
         ({"calibration": {"fraction": 0.1, "first": 1, "steps": 20, "risks": [1.0]}}, "risks must be a row of numbers"),
-        ({"calibration": {"fraction": 2, "first": 1, "steps": 20, "risks": torch.zeros(0)}}, "fraction=2"),
         ({}, "was saved while calibrating; call calibrate"),
     ],
 )
@@ -120,7 +119,6 @@ def test_a_damaged_state_of_a_calibration_is_refused(change, told):
         ({"routing": "ranked"}, {}, "routing='ranked' has no threshold"),
         ({"signal": "random"}, {}, "random reads no evidence"),
         ({}, {"fraction": 0}, "fraction=0: must be a positive number"),
-        ({}, {"fraction": 1}, "fraction=1: must lie between"),
         ({}, {"steps": 1}, "steps=1: must be a whole number of at least 2"),
     ],
 )

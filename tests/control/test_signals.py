@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import product
 
 import numpy as np
 import pytest
@@ -79,12 +78,6 @@ def test_gnmr_delta_takes_the_larger_of_both() -> None:
     assert feed(signal, 3.0)[0] == pytest.approx([1.5 / 1.5])  # GNMR 3 / 2, dGNMR 1.5 / 3
 
 
-# Neighbours that read norms
-
-
-# Neighbours that need more
-
-
 def test_gsnr_by_hand() -> None:
     signal = make("gsnr", 2, threshold=2.0, eps=1e-12)
     # GSNR 2^2 / (6 - 2^2) = 2, then 2^2 / (12 - 2^2) = 0.5: a quarter. The other unit's grows fourfold.
@@ -147,11 +140,6 @@ def test_price_is_the_geometric_mean_of_what_was_measured() -> None:
     assert all(0 < risk[2] < 1e-300 for risk, _ in risks), "0 and less have no logarithm: a rank behind all others"
 
 
-def test_grad_norm_compares_units_with_each_other() -> None:
-    assert feed(make("grad_norm", threshold=2.0), 3.0) == ([1.5], [3.0])
-    assert feed(make("grad_norm"), 0.0)[0][0] > 0, "a rank"
-
-
 def test_recovery_gap_is_measured_in_every_kth_step_alone() -> None:
     signal = make("recovery_gap", 2, every=3, threshold=0.5)
     assert [signal.reads(t) for t in (1, 2, 3, 4, 5)] == [True, False, False, True, False]
@@ -161,15 +149,6 @@ def test_recovery_gap_is_measured_in_every_kth_step_alone() -> None:
     feed(signal, (1.0, 1.0))
     assert feed(signal, (1.0, 1.0), gap_low=(math.nan, 4.0), gap_recovery=(0.0, 1.0))[0] == [math.inf, 6]
     assert feed(signal, (1.0, 1.0))[1] == [8, 3]
-
-
-def test_expected_error_of_the_weight_gradient() -> None:
-    """The identity behind gap_low, exactly: the mean over all signs of the tokens' errors."""
-    torch.manual_seed(0)
-    dy_TO, e_TI = torch.randn(3, 4, dtype=torch.float64), torch.randn(3, 5, dtype=torch.float64)
-    squares = [((dy_TO * f64(*signs)[:, None]).T @ e_TI).square().sum() for signs in product((-1, 1), repeat=3)]
-    expected = (dy_TO.square().sum(dim=1) * e_TI.square().sum(dim=1)).sum()
-    assert torch.stack(squares).mean().item() == pytest.approx(expected.item())
 
 
 # Controls
