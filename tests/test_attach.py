@@ -12,7 +12,6 @@ from torch import nn
 import gnmr
 from gnmr.control import Context, Signal
 from gnmr.control.signals import SIGNALS
-from gnmr.precision import PathLinear
 
 
 def net() -> nn.Sequential:
@@ -35,15 +34,6 @@ def train(model: nn.Module, steps: int, controller: gnmr.Router) -> list[list[st
         optimizer.step()
         optimizer.zero_grad()
     return sets
-
-
-def test_attach_routes_operators() -> None:
-    model = net()
-    controller = gnmr.attach(model, low="int4", recovery="int8", max_o=2, alpha=1.2, beta=1.2, targets=["?"])
-    sets = train(model, 12, controller)
-    assert any(sets) and max(map(len, sets)) <= 2
-    on = [m.operator_name for m in model if isinstance(m, PathLinear) and m.recovering]
-    assert on == sets[-1] == controller.active
 
 
 @pytest.mark.parametrize("signal", ["gnmr_delta", "recovery_gap"])
