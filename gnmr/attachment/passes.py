@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -100,7 +99,7 @@ def explain_step(
     for parameter in parameters:
         parameter.grad = None
     try:
-        with replaying(converted, model, nullcontext(), device):
+        with replaying(converted, model, device):
             seen = Seen(again.loss() if loss is None else loss, norm)
             if not math.isfinite(seen.loss):
                 return find_nonfinite(again, step)
