@@ -82,7 +82,7 @@ class Parts:
     """Sends the gradients, if they are compressed."""
 
     def learning_rate(self, step: int) -> float:
-        """Rate of step `step` (from 1) before a transform's factor; of a fork as its base would have gone on."""
+        """Rate of step `step` (from 1); of a fork as its base would have gone on."""
         config = self.config
         if self.base is not None:
             return learning_rate(self.base.step + step, self.base.schedule_steps, config.optim)
