@@ -169,22 +169,15 @@ def test_evidence_goes_to_the_gemm_that_it_is_of() -> None:
 
 def test_a_state_holds_the_gemms_in_recovery() -> None:
     def made():
-        return attach(
-            model(),
-            low="sim_e2m1",
-            recovery="bf16",
-            targets=["*"],
-            unit="gemm",
-            signal="recovery_gap",
-            routing="ranked",
-            max_o=2,
-        )
+        net = model()
+        more = {"unit": "gemm", "signal": "recovery_gap", "routing": "ranked", "max_o": 2}
+        return net, attach(net, low="sim_e2m1", recovery="bf16", targets=["*"], **more)
 
-    controller = made()
+    net, controller = made()
     for _ in range(3):
-        controller._model(torch.randn(8, 16)).square().mean().backward()
+        net(torch.randn(8, 16)).square().mean().backward()
         controller.step()
-    other = made()
+    _, other = made()
     other.load_state_dict(controller.state_dict())
     assert len(other.active) == 2 and other.active == controller.active
     assert [o.recovered for o in other.converted.operators] == [o.recovered for o in controller.converted.operators]
