@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_simulated import normal
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -72,12 +73,6 @@ def on_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaled_mm, "_device_missing", lambda *_: None)
 
 
-def spread(*shape: int, seed: int) -> Tensor:
-    """Values over some orders of magnitude, so that groups have scales of their own."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp()
-
-
 def through(
     backend: str, recovers: list[str] | None = None, probe: list[str] | None = None, fault: Fault | None = None
 ) -> tuple[list[Tensor], ConvertedModel]:
@@ -86,7 +81,7 @@ def through(
     `recovers`: it runs in recovery, of these GEMMs.
     """
     net = nn.Sequential(nn.Linear(384, 256))
-    net[0].weight.data.copy_(spread(256, 384, seed=1))
+    net[0].weight.data.copy_(normal(256, 384, seed=1))
     net[0].bias.data.fill_(0.25)
     paths = PathSpec.of(
         "deepseek_v3", "bf16" if recovers else None, targets=["0"], recovers=recovers or GEMMS, backend=backend
@@ -96,13 +91,13 @@ def through(
     errors = None if probe is None else measure_errors(plan, probe)
     if fault is not None:
         FaultSchedule(plan, fault, ["0"], steps=1, windows=[(1, 1)]).begin_step(1)
-    x = spread(130, 384, seed=2).requires_grad_()
+    x = normal(130, 384, seed=2).requires_grad_()
     y = net(x)
     assert plan.cost.saved_bytes() == plan.cost.predicted_bytes()
     if recovers is None and backend == "scaled_mm":  # wgrad's groups lie along the tokens: 2 of them
         assert plan.cost.saved_bytes() == 130 * 384 + 384 * 2 * 4
     assert all(kept.untyped_storage().nbytes() == kept.nbytes for kept in plan.operators[0].kept()[1:])
-    y.backward(spread(130, 256, seed=3))
+    y.backward(normal(130, 256, seed=3))
     measured = [] if errors is None else list(errors.read().values())
     return [y.detach(), x.grad, net[0].weight.grad, *measured], plan
 
@@ -133,11 +128,11 @@ def test_what_casts_meet_is_counted_as_in_the_simulation() -> None:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(384, 256))
         plan = convert(net, PathSpec.of("deepseek_v3", None, targets=["0"], backend=backend))
-        x = spread(130, 384, seed=2)
+        x = normal(130, 384, seed=2)
         x[7, 300] = float("inf")
         y = net(x.requires_grad_())
         assert not y[7].isfinite().any() and y[6].isfinite().all()
-        y.backward(spread(130, 256, seed=3))
+        y.backward(normal(130, 256, seed=3))
         counts.append({name: found.tolist() for name, found in plan.saturation().items()})
     assert counts[0] == counts[1] and counts[0]["input"][0][1] >= 1
 

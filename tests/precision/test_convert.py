@@ -151,11 +151,3 @@ def test_restoring_an_operator_that_was_parametrized_is_refused_and_changes_noth
     plan.restore()
     assert all(type(operator) is nn.Linear for operator in plan.operators)
     torch.testing.assert_close(model["lm_head"](last(torch.ones(2, 8))), expected)
-
-
-def test_the_plan_is_a_table_of_units_and_paths() -> None:
-    text = str(convert(net(), PathSpec.of("int4", "int8", targets=["*_proj", "lm_head"])))
-    assert text.splitlines()[0].split() == ["unit", "operator", "low", "path", "recovery", "path"]
-    assert "layers.*.up_proj  (3 units)" in text and "Linear 8 -> 4" in text and "lm_head" in text
-    assert "int4" in text and "int8" in text
-    assert "none (static)" in str(convert(net(), PathSpec.of("int4", None)))

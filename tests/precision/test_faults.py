@@ -10,7 +10,7 @@ import pytest
 import torch
 from slow_casts import EXPONENT_OF_MAX, MAX, groups, nearest, scale_of_two_levels, slow_cast
 from test_scaled_mm import DY, W, X
-from test_simulated import BY_HAND
+from test_simulated import BY_HAND, same
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -361,10 +361,6 @@ def outcome(net: nn.ModuleDict, x: Tensor, dy: Tensor) -> list[Tensor]:
         y = linear(shared)
         found += [y.detach(), *torch.autograd.grad(y, linear.weight, dy)]
     return found
-
-
-def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -367,48 +367,6 @@ def test_a_machine_that_cannot_add_up_is_found_out(monkeypatch: pytest.MonkeyPat
     assert "llm_int8, simulated" in str(converted()[1])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        ({"weights": "elsewhere"}, "weights=elsewhere: must be one of online, beside, instead"),
-        ({"outlier_threshold": 0.0}, "outlier_threshold=0.0: must be a positive number or null"),
-        ({"outlier_threshold": math.nan}, "outlier_threshold=nan: must be a positive number"),
-        ({"backend": "scaled_mm"}, "backend='scaled_mm': the recipe llm_int8 has int8/row/codes in fprop, and"),
-        ({"low": "fp8_hybrid", "backend": "int_mm"}, "the recipe fp8_hybrid multiplies no integers, as llm_int8 does"),
-        (
-            {"recovery": "fp8_hybrid", "weights": "instead"},
-            "weights='instead': the recipe fp8_hybrid casts a weight of which only INT8 codes are left; use bf16",
-        ),
-    ],
-)
-def test_what_is_refused(arguments: dict[str, Any], line: str) -> None:
-    net = linear()
-    with warnings.catch_warnings(action="ignore"), pytest.raises(ValueError, match=line) as raised:
-        convert(net, PathSpec.of(**{"low": "llm_int8", "recovery": "bf16", "targets": ["0"], **arguments}))
-    assert "\n" not in str(raised.value) and type(net[0]) is nn.Linear and net[0].weight.dtype == BF16
-
-
-def test_sums_that_an_int32_does_not_hold_are_refused() -> None:
-    net = nn.Sequential(nn.Linear(133_145, 1, device="meta"))
-    with pytest.raises(ValueError, match="0 has 133145 inputs: int32 sums of INT8 products hold 133,144"):
-        convert(net, PathSpec.of("llm_int8", None, targets=["0"]))
-    assert 133_144 * 127**2 < 2**31 <= 133_145 * 127**2
-
-
-@pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("recovers", [["fprop"], ["dgrad"], ["fprop", "dgrad"]], ids=str)
-def test_some_gemms_recovered(weights: str, recovers: list[str]) -> None:
-    net, plan = converted("llm_int8_dgrad", weights=weights, recovers=recovers)
-    plan.operators[0].switch(True)
-    weight, x, dy = linear()[0].weight, normal(9, 40, seed=1), normal(9, 24, seed=2)
-    codes = slow_cast(weight, "int8/row", 0)
-    own = codes if weights == "instead" else weight
-    y, dx = passed(net, x, dy)
-    expected = F.linear(x, own, net[0].bias) if "fprop" in recovers else slow_integer_linear(x, weight, net[0].bias)
-    assert torch.equal(y, expected)
-    assert torch.equal(dx, dy @ (own if "dgrad" in recovers else codes))
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("tokens", [1, 16, 17, 31, 33])
@@ -552,3 +510,45 @@ def test_frozen_weights_have_nothing_to_measure() -> None:
     _, plan = converted()
     with pytest.raises(ValueError, match="mse: measured where a weight gradient is made, and all weights are frozen"):
         measure_errors(plan, ["mse"])
+
+
+@pytest.mark.parametrize("unit", ["operator", "gemm"])
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("recovers", [["fprop"], ["dgrad"], ["fprop", "dgrad"]], ids=str)
+def test_some_gemms_recovered(weights: str, recovers: list[str], unit: str) -> None:
+    more = {"recovers": recovers} if unit == "operator" else {"unit": unit}
+    net, plan = converted("llm_int8_dgrad", weights=weights, **more)
+    for one in plan.units:
+        one.switch(one.gemm is None or one.gemm in recovers)
+    weight, x, dy = linear()[0].weight, normal(9, 40, seed=1), normal(9, 24, seed=2)
+    codes = slow_cast(weight, "int8/row", 0)
+    own = codes if weights == "instead" else weight
+    y, dx = passed(net, x, dy)
+    expected = F.linear(x, own, net[0].bias) if "fprop" in recovers else slow_integer_linear(x, weight, net[0].bias)
+    assert torch.equal(y, expected)
+    assert torch.equal(dx, dy @ (own if "dgrad" in recovers else codes))
+
+
+@pytest.mark.parametrize(
+    ("more", "key"),
+    [
+        ({"weights": "elsewhere"}, "weights=elsewhere"),
+        ({"outlier_threshold": 0.0}, "outlier_threshold=0.0"),
+        ({"backend": "scaled_mm"}, "backend='scaled_mm': the recipe llm_int8"),
+        ({"low": "fp8_hybrid", "backend": "int_mm"}, "the recipe fp8_hybrid multiplies no integers"),
+        ({"recovery": "fp8_hybrid", "weights": "instead"}, "weights='instead': the recipe fp8_hybrid"),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:the recovery path")
+def test_what_is_refused(more: dict[str, Any], key: str) -> None:
+    net = linear()
+    with pytest.raises(ValueError, match=key):
+        convert(net, PathSpec.of(**{"low": "llm_int8", "recovery": "bf16", "targets": ["0"], **more}))
+    assert type(net[0]) is nn.Linear and net[0].weight.dtype == BF16
+
+
+def test_sums_that_an_int32_does_not_hold_are_refused() -> None:
+    with pytest.raises(ValueError, match="0 has 133145 inputs"):
+        convert(nn.Sequential(nn.Linear(133_145, 1, device="meta")), PathSpec.of("llm_int8", None, targets=["0"]))
+    assert 133_144 * 127**2 < 2**31 <= 133_145 * 127**2

@@ -14,13 +14,13 @@ import pytest
 import torch
 import torchao_casts
 from slow_casts import EXPONENT_OF_MAX, MAX, groups, slow_cast, slow_integer_linear
-from test_linear import Block, gradients
+from test_linear import Block, gradients, kept_bytes
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gnmr.names import GEMMS
-from gnmr.precision import RECIPES, ConvertedModel, PathSpec, convert
+from gnmr.precision import RECIPES, PathSpec, convert
 from gnmr.precision import cast as casting
 from gnmr.precision.cast import quantize
 from gnmr.precision.kernels import simulated
@@ -341,15 +341,6 @@ def test_off_is_off_the_bf16_recipe_is_nn_linear_to_the_last_bit(bias: bool, dty
         assert torch.equal(net(inputs(dtype)), plain(inputs(dtype)))
 
 
-def kept_bytes(net: nn.Module, plan: ConvertedModel, dtype: torch.dtype) -> int:
-    output = net(inputs(dtype))
-    kept = plan.cost.saved_bytes()
-    assert kept == plan.cost.predicted_bytes()
-    output.float().sum().backward()
-    assert plan.cost.saved_bytes() == 0, "nothing is held after backward"
-    return kept
-
-
 @pytest.mark.parametrize("low", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_measured_bytes_are_the_inputs_own(low: str, dtype: torch.dtype) -> None:
@@ -360,9 +351,9 @@ def test_measured_bytes_are_the_inputs_own(low: str, dtype: torch.dtype) -> None
     one = 2 * 24 * WIDTH * dtype.itemsize
     delayed = low.startswith("fp8_delayed")
     per_block = 7 if delayed else 4
-    assert kept_bytes(net, plan, dtype) == 2 * per_block * one
+    assert kept_bytes(net, plan, inputs(dtype)) == 2 * per_block * one
     net[0].q_proj.switch(True)
-    assert kept_bytes(net, plan, dtype) == (2 * per_block + (0 if low == "sim_int8" or delayed else 1)) * one
+    assert kept_bytes(net, plan, inputs(dtype)) == (2 * per_block + (0 if low == "sim_int8" or delayed else 1)) * one
     assert plan.cost.spent()[1] == plan.cost.extra_bytes_bound(3) == 0
 
 
@@ -613,7 +604,15 @@ def test_operators_without_a_backward_pass_are_written_too(checkpointing: bool) 
 
 @pytest.mark.parametrize(
     "other",
-    [{"low": "fp8_delayed_1024"}, {"recovery": None}, {"recovers": ["wgrad"]}, {"targets": ["q_proj"]}],
+    [
+        {"low": "fp8_delayed_1024"},
+        {"recovery": None},
+        {"recovers": ["wgrad"]},
+        {"targets": ["q_proj"]},
+        {"pins": {"0.q_proj": ["wgrad"]}},
+        {"low": "mine", "recipes": {"mine": RECIPES["fp8_delayed"].words()}},
+        {"low": "mine", "recipes": {"mine": {"fprop": {"input": "e4m3/delayed"}}}},
+    ],
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:the recovery path", "ignore:recovers")
