@@ -8,7 +8,7 @@
 
 A block is found by the first number in a name; what lies outside of any block (a converted head) is a unit by itself.
 Mixed precision within a block can be inconsistent, so the paper's recipes (5.2) move whole blocks. A unit holds its
-converted operators only. **Choice 58**: the paper says only that a unit is a block; here what is routed is what is
+converted operators only. The paper says only that a unit is a block; here what is routed is what is
 watched, so norms are not over a block's norms or a gate, which stay in 16 bits.
 
 With unit=gemm, under recipes, the units are the GEMMs that `recovers` names and in which the two paths differ; `wgrad`
