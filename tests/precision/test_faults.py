@@ -241,27 +241,29 @@ def test_given_windows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "line"),
+    ("how", "key"),
     [
-        ({"targets": ["a", "z_proj"], "windows": [(1, 1)]}, r"targets \['z_proj'\]: no unit has such a name"),
-        ({"windows": [(10, 2)]}, r"window \[10, 2\]: must lie within"),
-        ({"windows": [(0, 1)]}, r"window \[0, 1\]: must lie within"),
-        ({"windows": [(3, 2), (1, 3)]}, r"window \[3, 2\]: begins before"),
-        ({"rate": 0.0}, "rate=0.0, duration=1"),
+        ({"targets": ["a", "z_proj"], "windows": [(1, 1)]}, "z_proj"),
+        ({"windows": [(10, 2)]}, r"window \[10, 2\]"),
+        ({"windows": [(0, 1)]}, r"window \[0, 1\]"),
+        ({"windows": [(3, 2), (1, 3)]}, r"window \[3, 2\]"),
+        ({"rate": 0.0}, "rate=0.0"),
         ({"rate": 101.0, "duration": 10}, "rate=101.0, duration=10"),
-        ({"plan": "bf16", "windows": [(1, 1)]}, "there is no quantizer to break"),
+        ({"low": "bf16", "windows": [(1, 1)]}, "no quantizer"),
     ],
     ids=str,
 )
-def test_what_is_refused(how: dict, line: str) -> None:
-    _, plan = make(how.get("plan", "int4"), None)
-    when = {key: value for key, value in how.items() if key in ("windows", "rate", "duration")}
-    with pytest.raises(ValueError, match=line):
-        FaultSchedule(plan, Fault("noise"), how.get("targets", ["a"]), 10, **when)
+def test_schedules_that_are_refused(how: dict, key: str) -> None:
+    _, plan = make(how.pop("low", "int4"), None)
+    with pytest.raises(ValueError, match=key):
+        FaultSchedule(plan, Fault("noise"), **{"targets": ["a"], "steps": 10} | how)
     assert all(operator.fault is None for operator in plan.operators)
-    for key, value in (("kind", "bits"), ("magnitude", 0), ("share", 0), ("history", 0)):
-        with pytest.raises(ValueError, match=f"{key}={value!r}"):
-            Fault(**{"kind": "noise", key: value})
+
+
+@pytest.mark.parametrize(("key", "value"), [("kind", "bits"), ("magnitude", 0), ("share", 0), ("history", 0)])
+def test_faults_that_are_refused(key: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{key}={value!r}"):
+        Fault(**{"kind": "noise", key: value})
 
 
 def test_drawn_windows_come_at_their_rate_do_not_overlap_and_end_with_the_run() -> None:

@@ -20,7 +20,7 @@ from gnmr.lab.faults.schedule import FaultSchedule
 from gnmr.measure.errors import measure_errors
 from gnmr.names import WEIGHTS
 from gnmr.precision import ConvertedModel, PathSpec, convert, int8
-from gnmr.precision.int8 import Int8Linear, integers, products
+from gnmr.precision.int8 import integers, products
 
 BF16 = torch.bfloat16
 FROZEN = ("beside", "instead")
@@ -183,25 +183,11 @@ def test_a_frozen_weight_keeps_nothing_of_the_input_and_no_copy_of_itself(low: s
     assert saved and {tensor.data_ptr() for tensor in saved} <= held
 
 
-def test_readers_of_one_tensor_share_its_codes(monkeypatch: pytest.MonkeyPatch) -> None:
-    cast: list[tuple[int, ...]] = []
-    monkeypatch.setattr(int8, "integers", lambda x, *a: cast.append(tuple(x.shape)) or integers(x, *a))
-    net = nn.ModuleDict({"a": nn.Linear(40, 24), "b": nn.Linear(40, 8)}).requires_grad_(False)
-    plan = convert(net, PathSpec.of("llm_int8_dgrad", "llm_int8", targets=["a", "b"], weights="beside"))
-    plan.operators[1].switch(True)
-    assert sorted(cast) == [(8, 40), (24, 40)]
-    x = torch.randn(5, 40)
-    net["a"](x), net["b"](x)
-    assert cast[2:] == [(5, 40)]
-    net["a"](x), net["b"](x)  # another pass, for which the tensor may have been written anew
-    assert cast[3:] == [(5, 40)]
-
-
 # ---- where the codes are ----
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_bytes_and_what_the_plan_prints(weights: str) -> None:
+def test_bytes_of_weights_and_codes(weights: str) -> None:
     _, plan = converted(weights=weights)
     own, codes = 24 * 40 * 2, 24 * (40 + 4)
     expected = {"online": (own, 0), "beside": (own, codes), "instead": (0, codes)}[weights]
@@ -209,9 +195,7 @@ def test_bytes_and_what_the_plan_prints(weights: str) -> None:
     operator = plan.operators[0]
     held = [] if weights == "online" else operator.kept_codes(operator.weight)[:2]
     assert sum(tensor.nbytes for tensor in held) == expected[1]
-    text = str(plan)
-    assert f"weights {weights}: {expected[0]:,} bytes in their own dtype, {expected[1]:,} of INT8 codes" in text
-    assert "llm_int8, int_mm" in text and ("W8A16" in text) == (weights == "instead") and weights in repr(operator)
+    assert ("W8A16" in str(plan)) == (weights == "instead")
 
 
 @pytest.mark.parametrize("outliers", [None, 2.0])
@@ -371,18 +355,12 @@ def test_a_machine_that_cannot_add_up_is_found_out(monkeypatch: pytest.MonkeyPat
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("tokens", [1, 16, 17, 31, 33])
 def test_on_a_gpu_both_backends_give_the_same_bits(tokens: int) -> None:
-    made = []
+    x, plain = normal(tokens, 2048, seed=1), linear(2048, 64)[0]
+    expected = slow_integer_linear(x, plain.weight, plain.bias)
     for backend in ("int_mm", "simulated"):
         net = linear(2048, 64).cuda()
         convert(net, PathSpec.of("llm_int8", None, targets=["0"], backend=backend))
-        made.append(net(normal(tokens, 2048, seed=1).cuda()).cpu())
-    assert torch.equal(*made) and torch.equal(
-        made[0], slow_integer_linear(normal(tokens, 2048, seed=1), *_own(2048, 64))
-    )
-
-
-def _own(inputs: int, outputs: int) -> tuple[Tensor, Tensor]:
-    return linear(inputs, outputs)[0].weight, linear(inputs, outputs)[0].bias
+        assert torch.equal(net(x.cuda()).cpu(), expected)
 
 
 # ---- LoRA ----
@@ -421,12 +399,6 @@ def test_under_lora(before: bool, weights: str) -> None:
     adapters = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     assert len(adapters) == 28 and all("lora" in name and p.dtype == BF16 for name, p in adapters.items())
     tokens = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(2))
-    ran: set[str] = set()
-
-    def note(module: Int8Linear, *_: Any) -> None:
-        ran.add(f"{module.operator_name[:14]} {module.path.name}")
-
-    hooks = [operator.register_forward_hook(note) for operator in plan.operators]
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     losses = []
     for step in range(3):
@@ -438,13 +410,10 @@ def test_under_lora(before: bool, weights: str) -> None:
         optimizer.zero_grad()
         plan.end_step()
         losses.append(loss.item())
-    assert ran == {"model.layers.0 llm_int8", "model.layers.1 llm_int8", "model.layers.1 bf16"}
     assert losses[2] < losses[0]
     now = dict(model.named_parameters())
     assert all(torch.equal(now[name], p) for name, p in frozen.items())
     assert not any(torch.equal(now[name], p) for name, p in adapters.items())
-    for hook in hooks:
-        hook.remove()
     # Evaluation is that of a model that was never converted, and its adapters load into this one.
     plain = with_adapters(llama())
     trained = {name: p for name, p in model.state_dict().items() if "lora" in name}
