@@ -62,10 +62,8 @@ def test_a_pin_hits_what_it_names_and_no_other() -> None:
         "layers.2.mlp.down_proj": ("fprop", "wgrad"),
     }
     assert "pinned: 8 of 39 GEMMs, 20.5% of their arithmetic" in str(plan).splitlines()[-1]
-    assert (
-        "layers.{0,1,3}.mlp.down_proj  (3 units)" in str(plan)
+    assert "layers.{0,1,3}.mlp.down_proj  (3 units)" in str(plan)
     assert "  layers.0.attn.q_proj" in brief(plan).splitlines()
-    )
     plan.restore()
     assert not any(isinstance(module, PathLinear) for module in model.modules()) and not hasattr(
         model.head_proj, "pinned"
