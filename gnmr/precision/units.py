@@ -82,15 +82,7 @@ def module_of(unit: str) -> str:
 
 
 def unit_of(name: str, unit: str) -> str:
-    """The unit of that kind to which the operator of this name belongs; of gemm the operator.
-
-    >>> unit_of("model.layers.3.mlp.experts.5.up_proj", "block")
-    'model.layers.3'
-    >>> unit_of("layers.3.mlp.experts.5.up_proj", "layer"), unit_of("layers.3.mlp.experts.5.up_proj", "expert")
-    ('layers.3.mlp', 'layers.3.mlp.experts.5')
-    >>> unit_of("lm_head", "block")
-    'lm_head'
-    """
+    """Return the unit of that kind to which the operator of this name belongs; of gemm the operator."""
     found = re.match(_NAMES[unit], name)
     return name if found is None else found[0]
 

@@ -193,15 +193,13 @@ def test_a_stale_scale_is_that_of_the_steps_before() -> None:
 
 def test_a_bad_step_does_not_spoil_the_history() -> None:
     net = nn.Sequential(nn.Linear(4, 1, bias=False))
-    schedule = FaultSchedule(
-        convert(net, PathSpec.of("int4", None, targets=["0"])), Fault("stale_scale"), ["0"], 9, windows=[(3, 1)]
-    )
+    plan = convert(net, PathSpec.of("int4", None, targets=["0"]))
+    schedule = FaultSchedule(plan, Fault("stale_scale"), ["0"], 9, windows=[(3, 1)])
     for step, value in enumerate((2.0, math.nan, 8.0), start=1):
         schedule.begin_step(step)
         y = net(torch.full((1, 4), value))
-        scale = net[0].kept()[1].item()
+        assert step < 3 or net[0].kept()[1].item() == pytest.approx(2 / 7)
         y.sum().backward()
-    assert scale == pytest.approx(2 / 7)
 
 
 @pytest.mark.parametrize("kind", ["stale_scale", "noise", "bit_flip"])

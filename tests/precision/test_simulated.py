@@ -174,58 +174,38 @@ def test_the_rotation_of_float16_does_not_overflow() -> None:
 # ---- a linear ----
 
 TOKENS, INPUTS, OUTPUTS = 136, 256, 128  # two tiles of 128 along the first two, the second one cut where it may be
+
+
+def of(fprop: str, dgrad: str, wgrad: str) -> tuple[tuple[str | None, ...], ...]:
+    """The casts of two operands and None for the result of each GEMM."""
+    return tuple((*words.split(), None) for words in (fprop, dgrad, wgrad))
+
+
+TENSOR, DELAYED = (
+    of(f"e4m3/{scale} e4m3/{scale}", f"e5m2/{scale} e4m3/{scale}", f"e5m2/{scale} e4m3/{scale}")
+    for scale in ("tensor", "delayed")
+)
+NV, NV2D = "e2m1/nv e2m1/nv", "e2m1/nv e2m1/nv2d"
+DRAWN, DRAWN2D = "e2m1/nv/stochastic e2m1/nv", "e2m1/nv/stochastic e2m1/nv2d"
+ROTATED = "e2m1/nv/hadamard/stochastic e2m1/nv/hadamard"
 # (fprop: input, weight, result), (dgrad: grad_output, weight, result), (wgrad: grad_output, input, result)
 BY_HAND: dict[str, tuple[tuple[str | None, ...], ...]] = {
-    "fp8_hybrid": (
-        ("e4m3/tensor", "e4m3/tensor", None),
-        ("e5m2/tensor", "e4m3/tensor", None),
-        ("e5m2/tensor", "e4m3/tensor", None),
-    ),
-    "fp8_delayed": (  # in its first step
-        ("e4m3/delayed", "e4m3/delayed", None),
-        ("e5m2/delayed", "e4m3/delayed", None),
-        ("e5m2/delayed", "e4m3/delayed", None),
-    ),
-    "deepseek_v3": (
-        ("e4m3/tile", "e4m3/block", None),
-        ("e4m3/tile", "e4m3/block", None),
-        ("e4m3/tile", "e4m3/tile", None),
-    ),
-    "deepseek_v3_blocks": (
-        ("e4m3/tile", "e4m3/block", None),
-        ("e4m3/block", "e4m3/block", None),
-        ("e4m3/block", "e4m3/tile", None),
-    ),
-    "mxfp8": (("e4m3/mx", "e4m3/mx", None),) * 3,
-    "mxfp4": (("e2m1/mx", "e2m1/mx", None),) * 3,
-    "mxfp8_floor": (("e4m3/mx_floor", "e4m3/mx_floor", None),) * 3,
-    "mxfp4_floor": (("e2m1/mx_floor", "e2m1/mx_floor", None),) * 3,
-    "nvfp4": (
-        ("e2m1/nv", "e2m1/nv2d", None),
-        ("e2m1/nv/stochastic", "e2m1/nv2d", None),
-        ("e2m1/nv/hadamard/stochastic", "e2m1/nv/hadamard", None),
-    ),
-    "nvfp4_no_sr": (
-        ("e2m1/nv", "e2m1/nv2d", None),
-        ("e2m1/nv", "e2m1/nv2d", None),
-        ("e2m1/nv/hadamard", "e2m1/nv/hadamard", None),
-    ),
-    "nvfp4_no_rht": (
-        ("e2m1/nv", "e2m1/nv2d", None),
-        ("e2m1/nv/stochastic", "e2m1/nv2d", None),
-        ("e2m1/nv/stochastic", "e2m1/nv", None),
-    ),
-    "nvfp4_1d": (
-        ("e2m1/nv", "e2m1/nv", None),
-        ("e2m1/nv/stochastic", "e2m1/nv", None),
-        ("e2m1/nv/hadamard/stochastic", "e2m1/nv/hadamard", None),
-    ),
+    "fp8_hybrid": TENSOR,
+    "fp8_delayed": DELAYED,  # in its first step
+    "fp8_delayed_1024": DELAYED,
+    "deepseek_v3": of("e4m3/tile e4m3/block", "e4m3/tile e4m3/block", "e4m3/tile e4m3/tile"),
+    "deepseek_v3_blocks": of("e4m3/tile e4m3/block", "e4m3/block e4m3/block", "e4m3/block e4m3/tile"),
+    **{f"mxfp8{more}": of(*[f"e4m3/mx{more} e4m3/mx{more}"] * 3) for more in ("", "_floor")},
+    **{f"mxfp4{more}": of(*[f"e2m1/mx{more} e2m1/mx{more}"] * 3) for more in ("", "_floor")},
+    "nvfp4": of(NV2D, DRAWN2D, ROTATED),
+    "nvfp4_no_sr": of(NV2D, NV2D, "e2m1/nv/hadamard e2m1/nv/hadamard"),
+    "nvfp4_no_rht": of(NV2D, DRAWN2D, DRAWN),
+    "nvfp4_1d": of(NV, DRAWN, ROTATED),
     **{f"sim_{f}": ((f"{f}/row",) * 3,) * 3 for f in ("e2m1", "e2m3", "e3m2", "e4m3", "int4", "int8")},
-    "llm_int8": (("codes", "codes", None), (None, None, None), (None, None, None)),
-    "llm_int8_dgrad": (("codes", "codes", None), (None, "int8/row", None), (None, None, None)),
-    "bf16": ((None, None, None),) * 3,
+    "llm_int8": (("codes", "codes", None), (None,) * 3, (None,) * 3),
+    "llm_int8_dgrad": (("codes", "codes", None), (None, "int8/row", None), (None,) * 3),
+    "bf16": ((None,) * 3,) * 3,
 }
-BY_HAND["fp8_delayed_1024"] = BY_HAND["fp8_delayed"]
 
 
 def by_us(x: Tensor, linear: nn.Linear, dy: Tensor) -> list[Tensor]:
