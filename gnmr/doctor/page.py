@@ -57,7 +57,7 @@ def operators_table(found: Diagnosis, kept: Mapping[str, Sequence[str]], width: 
     by_gemm = {gemm: {row.operator: row for row in found.rows if row.gemm == gemm} for gemm in GEMMS}
     largest = _largest(found)
     start = "model." if all(name.startswith("model.") for name in found.operators) else ""
-    for row in found.worst[:SHOWN]:
+    for row in found.worst()[:SHOWN]:
         cells = [_shaded(by_gemm[gemm][row.operator], largest[gemm]) for gemm in ("dgrad", "wgrad")]
         told: tuple[Text | str, ...] = (
             _shaded(row, largest["fprop"]),
@@ -111,7 +111,7 @@ def totals(found: Diagnosis) -> list[str]:
         halves += f"; the top {stable.top} by price per cost are the same in {stable.same:.0%} of bootstrap draws"
     lines.append(halves)
     for gemm in ("dgrad", "wgrad"):
-        worst = [row for row in found.worst_gradients(gemm)[:3] if row.value > 0]
+        worst = [row for row in found.worst(gemm)[:3] if row.value > 0]
         told = ", ".join(f"{row.operator} {_short(row.value)} (bias {row.bias or 0.0:+.1g})" for row in worst)
         lines.append(f"largest relative squared errors of {gemm}: {told or 'none'}")
     return [*lines, *found.left_out()]
