@@ -26,12 +26,14 @@ def met_not_finite(found: Mapping[tuple[str, str, str], Measured]) -> bool:
 def measured_pass(
     model: nn.Module,
     operators: Sequence[Operator],
-    loss_of_batch: Callable[[Any], Tensor],
+    loss_of_batch: Callable[[Any], Tensor] | None,
     batch: Any,
     progress: Progress | None,
 ) -> tuple[dict[tuple[str, str, str], Measured], set[str], set[str]]:
-    """(what was measured, the operators that ran, those whose weight has a gradient) in one forward and backward
-    pass."""
+    """Return (what was measured, the operators that ran, those whose weight has a gradient) in one forward and backward
+    pass; nothing of any without a loss."""
+    if loss_of_batch is None:
+        return {}, set(), set()
     refuse_meta(model)
     sharded = any(is_sharded(parameter) for parameter in model.parameters())
     right = "has sharded parameters (DTensor); audit it in one process, before it is sharded"
@@ -39,7 +41,11 @@ def measured_pass(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     read: set[int] = set()
     passes = 2 * len(operators)
-    tell = None if progress is None else lambda done: progress(min(done, passes), passes)
+
+    def tell(done: int) -> None:
+        if progress is not None:
+            progress(min(done, passes), passes)
+
     with as_it_was(model), _quiet(operators), watching(operators, tell) as watch:
         torch.manual_seed(0)
         loss = scalar(loss_of_batch(batch), "loss_of_batch", bool(trained))

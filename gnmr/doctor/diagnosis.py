@@ -223,6 +223,19 @@ class Diagnosis:
             for kind, number in draws.items()
         } | {name: [by_score(score, *given, gemms=gemms)] for name, score in self.scores.items()}
 
+    def compared(self) -> dict[str, dict[str, float | None]]:
+        """Return what the plan and the guesses leave, by prices and measured, and their share of the GEMM time; nothing
+        under a plan's pins."""
+        choices = {} if self.pins else {"plan": [self.choice()], **self.guesses()}
+        return {
+            name: {
+                "price_left": float(np.mean([one.after for one in found])),
+                "share": float(np.mean([one.share for one in found])),
+                "measured_left": self.left.get(name),
+            }
+            for name, found in choices.items()
+        }
+
     def expected(self, choice: Choice) -> tuple[float, float]:
         """Nats a token without and with the pins: prices times `calibration`, where there is one."""
         factor = self.calibration or 1.0
@@ -321,7 +334,6 @@ class Diagnosis:
 
     def tree(self) -> dict[str, Any]:
         """All numbers, fit for JSON."""
-        choices = {} if self.pins else {"plan": [self.choice()], **self.guesses()}
         return {
             "recipe": self.recipe,
             "recovery": self.recovery,
@@ -337,14 +349,7 @@ class Diagnosis:
             "pins": self.pins,
             "idle": dict(self.idle),
             "partly": dict(self.partly),
-            "choices": {
-                name: {
-                    "price_left": float(np.mean([one.after for one in found])),
-                    "share": float(np.mean([one.share for one in found])),
-                    "measured_left": self.left.get(name),
-                }
-                for name, found in choices.items()
-            },
+            "choices": self.compared(),
             "rows": [vars(row) | {"interval": list(row.interval)} for row in self.rows],
             "scores": self.scores,
             "operators": {name: list(shape) for name, shape in self.operators.items()},

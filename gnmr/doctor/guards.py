@@ -59,10 +59,10 @@ def refuse_not_finite(value: float, where: str, model: nn.Module) -> None:
     """ValueError for a loss that is not finite, which names the first parameter that is not."""
     if math.isfinite(value):
         return
-    wrong = (
-        f"{n} of the {of} elements of {name} are not finite; take weights that are" for name, n, of in not_finite(model)
-    )
-    raise ValueError(f"{where}={value}: {next(wrong, 'is not finite; has it any targets?')}")
+    right = "is not finite; has it any targets?"
+    if wrong := next(not_finite(model), None):
+        right = f"{wrong[1]} of the {wrong[2]} elements of {wrong[0]} are not finite; take weights that are"
+    raise ValueError(f"{where}={value}: {right}")
 
 
 @torch.no_grad()
