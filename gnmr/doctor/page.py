@@ -124,8 +124,9 @@ def page(found: Diagnosis, title: str, origin: Mapping[str, object]) -> str:
         rows.append(f"<tr><th>{escape(printable(own[0].operator))}</th>{cells}</tr>")
     tables = [_table(("operator", "fprop, nats", "dgrad", "wgrad"), rows)]
     if choices := _choices(found):
-        told = ((row[0], "".join(f"<td>{cell}</td>" for cell in row[1:-1])) for row in choices)
-        tables.append(_table(_CHOICES[:-1], [f"<tr><th>{escape(name)}</th>{own}</tr>" for name, own in told]))
+        numbers = ["".join(f"<td>{cell}</td>" for cell in row[1:-1]) for row in choices]
+        named = zip(choices, numbers, strict=True)
+        tables.append(_table(_CHOICES[:-1], [f"<tr><th>{escape(row[0])}</th>{cells}</tr>" for row, cells in named]))
     lines = "".join(f"<li>{escape(line)}</li>" for line in totals(found))
     told = "".join(f"<li>{escape(key)}: {escape(printable(value))}</li>" for key, value in origin.items())
     return _PAGE.format(
