@@ -202,21 +202,16 @@ class Diagnosis:
 
     # ---- choices ----
 
-    @cached_property
-    def costs(self) -> dict[Item, float]:
-        """Of every GEMM: inputs times outputs."""
-        return arithmetic(self.operators)
-
     def choice(self, budget: float | None = None) -> Choice:
         """The pins with the most nats per cost under the budget (None: this diagnosis's), by raw prices."""
         if self.pins:
             raise ValueError("plan: this is a diagnosis under a plan's pins; a new plan needs one without")
-        return choose(self.saved, self.costs, self.budget if budget is None else budget)
+        return choose(self.saved, arithmetic(self.operators), self.budget if budget is None else budget)
 
     def guesses(self, gemms: tuple[str, ...] = ("fprop",)) -> dict[str, list[Choice]]:
         """Make the usual guesses at the same cost: `gemms` of the operators of the last blocks, the first, both ends,
         random ones (`RANDOM_DRAWS`), those of the largest `scores`. Their `after` says what they leave, by prices."""
-        given = self.saved, self.costs, self.budget
+        given = self.saved, arithmetic(self.operators), self.budget
         draws = {kind: RANDOM_DRAWS if kind == "random" else 1 for kind in GUESSES}
         return {
             kind: [guess(kind, *given, gemms=gemms, seed=seed) for seed in range(number)]
