@@ -26,12 +26,11 @@ class StepResult:
     skipped: bool
     """The optimizer did not step: the loss or a gradient was not finite, or the transform asked for it."""
     nonfinite_unit: str | None
-    """Where the first non-finite number was found, see `gnmr.lab.train.nonfinite`; None in a finite step."""
+    """Where the first non-finite number was found, see `gnmr.lab.train.retry`; None in a finite step."""
     saved_bytes: int | None
     """Read from the graph, largest micro-batch; None under activation checkpointing."""
     saved_bytes_predicted: int | None
     lr: float
-    """The rate that the optimizer took, the transform's factor included."""
     decision: Decision
     statistics: dict[str, float]
     """What the model tells of its forward passes (`Decoder.statistics`), mean of the micro-batches."""
@@ -74,7 +73,6 @@ class Taken:
     """The packet on the host."""
     skip: Tensor | None = None
     """Without the spike, which only puts the optimizer off."""
-    factor: float = 1.0
     gradients: list[Tensor | None] = field(default_factory=list)
     """As the optimizer reads them, of a step that it may have been put off in; else none."""
 
