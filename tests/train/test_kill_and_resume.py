@@ -87,9 +87,8 @@ def in_row(number: int) -> Hook:
         plain = JsonLines.write
 
         def write(self: JsonLines, rows: list[dict[str, Any]]) -> None:
-            if self._name == "steps.jsonl" and rows[0]["step"] == number:
-                self._file.write(b'{"step": 5, "tok')
-                self._file.flush()
+            if self.path.name == "steps.jsonl" and rows[0]["step"] == number:
+                self.append(b'{"step": 5, "tok')
                 die()
             plain(self, rows)
 
