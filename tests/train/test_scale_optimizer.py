@@ -156,8 +156,11 @@ def test_groups_of_a_model(name):
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"beta": 0.9}, r"optim\.options\.beta: scale has no such option"),
+        ({"beta": 0.9}, r"optim\.options\.beta: "),
         ({"momentum": 1.0}, r"optim\.options\.momentum=1\.0: "),
+        ({"head": 3}, r"optim\.options\.head=3: "),
+        ({"head": "output"}, r"optim\.options\.head=output: "),
+        ({"head": "up"}, r"optim\.options\.head=up: "),
     ],
 )
 def test_senseless_options(options, line):

@@ -144,24 +144,27 @@ class SCALE(torch.optim.Optimizer):
 
 @told_as("optim.options.")
 def build_scale(model: nn.Module, config: OptimConfig, options: Mapping[str, Any]) -> SCALE:
-    """Return SCALE over the trainable parameters of `model`; norm gains and biases (1-D) are not decayed.
+    """SCALE over the trainable parameters of `model`; norm gains and biases (1-D) are not decayed.
 
-    The head is `lm_head`, else the token embedding `embed_tokens`, to which it is tied then. Its `momentum` (0.9) is
-    the one option. Raises UserError for another option, an invalid value, or a model without a head.
+    options: `momentum` (0.9), of the head, and `head` (null), the name of the module that is the head; null: `lm_head`
+    where there is one, else the token embedding `embed_tokens`, to which it is tied then. UserError for
+    an unknown option, a senseless value, or a model without such a module.
     """
     check_options(_scale, "scale", options)
     return _scale(model, config, **options)
 
 
-def _scale(model: nn.Module, config: OptimConfig, *, momentum: float = 0.9) -> SCALE:
+def _scale(model: nn.Module, config: OptimConfig, *, momentum: float = 0.9, head: str | None = None) -> SCALE:
     fraction(momentum=momentum)
+    require(head is None or isinstance(head, str), "head", head, "must be the name of a module or null")
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     matrices = [(name, p) for name, p in named if p.ndim >= 2]
-    below = ({id(p) for name, p in matrices if f".{head}." in f".{name}"} for head in ("lm_head", "embed_tokens"))
-    heads = next(filter(None, below), None)
+    candidates = ("lm_head", "embed_tokens") if head is None else (head,)
+    heads = next((found for c in candidates if (found := {id(p) for n, p in matrices if _below(n, c)})), None)
     if heads is None:
-        raise ValueError("no matrix of the model lies below a module lm_head or embed_tokens")
+        wanted = " or ".join(candidates)
+        raise ValueError(f"head={head}: no matrix of the model lies below a module {wanted}")
     rest = [p for _, p in matrices if id(p) not in heads]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in rest if id(p) not in embeddings]},
@@ -182,3 +185,8 @@ def _scale(model: nn.Module, config: OptimConfig, *, momentum: float = 0.9) -> S
         for p in group["params"]:
             optimizer.state[p] = optimizer._first_state(p, group)
     return optimizer
+
+
+def _below(name: str, module: str) -> bool:
+    """Whether the parameter `name` lies in the module `module`: whole components, so layers.2 is not in layers.20."""
+    return f".{module}." in f".{name}"
