@@ -35,7 +35,7 @@ import gnmr
 from gnmr.control.spec import NO_CAP
 from gnmr.lab.train.provenance import commit
 from gnmr.lab.train.transforms import build_transform
-from gnmr.lab.train.transforms.transform import StepContext, Transform
+from gnmr.lab.train.transforms.transform import StepContext
 from gnmr.names import GEMMS
 from gnmr.precision.cast import quantize
 from gnmr.precision.recipes import Recipe
@@ -255,7 +255,8 @@ def trained(setting: Setting, arm: Arm, seed: int) -> Course:
         controller.step()
         norm = torch.stack([p.grad.double().norm() for p in parameters if p.grad is not None]).norm()
         context = StepContext(step, loss, norm, ~(loss.isfinite() & norm.isfinite()), optimizer)
-        if not _skips(transform, parameters, context):
+        asked = None if transform is None else transform(context)
+        if not (context.nonfinite or (asked is not None and asked)):
             for group in optimizer.param_groups:
                 group["lr"] = setting.rate * min(1.0, step / WARMUP)
             optimizer.step()
@@ -263,12 +264,6 @@ def trained(setting: Setting, arm: Arm, seed: int) -> Course:
         if not course.add(math.inf if context.nonfinite else float(loss), spent):
             break
     return course
-
-
-def _skips(transform: Transform | None, parameters: list[nn.Parameter], context: StepContext) -> bool:
-    """Changes the gradients; whether the step is left out."""
-    asked = None if transform is None else transform(parameters, context)
-    return bool(context.nonfinite) or (asked is not None and bool(asked))
 
 
 SEARCH = [Setting(low, rate, "adam") for rate in (0.003, 0.03, 0.1) for low in FORMATS]
