@@ -44,7 +44,7 @@ from timing import alternate, clock_of, header, spread
 
 SEQ = 256
 SIZES = {"60m": (512, 1376, 8, 8), "350m": (1024, 2736, 24, 16), "1.3b": (2048, 5461, 24, 32)}
-"""Hidden width, MLP width, layers and heads of the paper's LLaMA models (conf/scale)."""
+"""Hidden width, MLP width, layers and heads of the paper's LLaMA models (conf/model)."""
 Shape = tuple[int, int, int]
 """Tokens, inputs and outputs of a linear."""
 
@@ -344,7 +344,10 @@ def paths(lab: Lab) -> None:
             row: dict[str, Any] = {"peak_GiB_above_weights_and_moments": lab.peak(loop.step)}
             if loop.plan is not None:
                 loss = loss_of(loop.model, batch)
-                row |= {"saved_bytes": loop.plan.cost.saved_bytes(), "predicted_bytes": loop.plan.cost.predicted_bytes()}
+                row |= {
+                    "saved_bytes": loop.plan.cost.saved_bytes(),
+                    "predicted_bytes": loop.plan.cost.predicted_bytes(),
+                }
                 del loss
                 loop.plan.end_step()
             lab.put("memory", arm=name, **row)

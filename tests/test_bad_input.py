@@ -70,7 +70,7 @@ CASES = {
     "records.evidence=[colour]": "evidence 'colour' is not known",
     "records.monitor=[nothing]": "records.monitor: ['nothing']: no module outside of the units",
     "optim.transform.name=clip": "optim.transform.name=clip: must be null or one of",
-    "optim=scale +optim.options.heads=2": "optim.options.heads: scale has no such option",
+    "optim.name=scale +optim.options.heads=2": "optim.options.heads: scale has no such option",
     "data.path=": "data.path=: data.name=text needs a file or folder",
     "data.path=nowhere": "data.path=nowhere: no such file or folder",
     "data.path=empty_folder": "data.path=empty_folder: the folder holds none of the supported files",

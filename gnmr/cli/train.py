@@ -163,8 +163,6 @@ def _tell_next(config: Config) -> None:
     say("\n".join([*activation(), f"next: {shown_command('report', run_folder(config))}; another {another}"]))
 
 
-
-
 def refuse_sizes(config: Config, words: Sequence[str]) -> None:
     """Raise UserError for words on model=pretrained that its checkpoint says itself."""
     if config.model.checkpoint is None:
