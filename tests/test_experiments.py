@@ -32,7 +32,7 @@ def compose(*words: str) -> config.Config:
 
 def test_the_groups_are_those_of_the_root() -> None:
     folders = {path.name for path in composing.conf_dir().iterdir() if path.is_dir()}
-    assert folders == {*GROUPS, "hydra"}
+    assert folders == {*GROUPS}
 
 
 @pytest.mark.parametrize(
