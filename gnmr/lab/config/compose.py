@@ -47,12 +47,17 @@ def _names(key: str, *, _root_: DictConfig) -> str:
 
 def compose(overrides: list[str]) -> Config:
     """Return the config of `gnmr train <overrides>` without running it (for examples and tests)."""
+    return load_composed(composed_tree(overrides, hydra=False), overrides)
+
+
+def composed_tree(overrides: list[str], hydra: bool = True) -> Any:
+    """Return what Hydra composes of these words; `hydra`: with its own settings."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
 
     register()
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return load_composed(hydra_compose("config", overrides), overrides)
+        return hydra_compose("config", overrides, return_hydra_config=hydra)
 
 
 def load_composed(composed: DictConfig, words: Sequence[str]) -> Config:
@@ -142,13 +147,3 @@ def choices_of(group: str) -> list[str]:
     """Return the choices of a group of `conf/`, those of its folders too (`paper/table1`)."""
     folder = conf_dir() / group
     return sorted(file.relative_to(folder).with_suffix("").as_posix() for file in folder.rglob("*.yaml"))
-
-
-def composed_tree(overrides: list[str]) -> Any:
-    """Return what Hydra composes of these words, its own settings included."""
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
-
-    register()
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return hydra_compose("config", overrides, return_hydra_config=True)
