@@ -8,9 +8,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gnmr.cli.progress import showing
 from gnmr.cli.words import Parser, names_of, needs, optional, path, recipe_of, text, whole
-from gnmr.console import for_tables, print_plain, say
+from gnmr.console import for_tables, print_plain, say, showing
 from gnmr.errors import UserError, printable, told_as
 from gnmr.records import output
 from gnmr.records.untrusted import exists
