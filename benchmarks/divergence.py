@@ -90,6 +90,7 @@ class Arm:
     """As a share of the run."""
     transform: tuple[str, tuple[tuple[str, Any], ...]] | None = None
     """Of the gradient, with its options."""
+    clip_norm: float | None = None
 
 
 def pinned(*patterns: str, gemms: Sequence[str] = GEMMS) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -124,7 +125,7 @@ ARMS = {
     "fprop from a tenth on": Arm(late=FPROP, after=0.1),
     "fprop from a quarter on": Arm(late=FPROP, after=0.25),
     "fprop from the half on": Arm(late=FPROP, after=0.5),
-    "clip 1": Arm(transform=("norm_clip", ())),
+    "clip 1": Arm(clip_norm=1.0),
     "GradientStabilizer": Arm(transform=("gradient_stabilizer", ())),
     "SkipStep": Arm(transform=("skip_step", (("min_values", 10),))),
 }
@@ -255,6 +256,8 @@ def trained(setting: Setting, arm: Arm, seed: int) -> Course:
         controller.step()
         norm = torch.stack([p.grad.double().norm() for p in parameters if p.grad is not None]).norm()
         context = StepContext(step, loss, norm, ~(loss.isfinite() & norm.isfinite()), optimizer)
+        if arm.clip_norm is not None:
+            nn.utils.clip_grad_norm_(parameters, arm.clip_norm)
         asked = None if transform is None else transform(context)
         if not (context.nonfinite or (asked is not None and asked)):
             for group in optimizer.param_groups:

@@ -9,10 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gnmr.cli.progress import showing
 from gnmr.cli.subject import add_options, asked_of, blocks_for, memory_bound, paths_of
 from gnmr.cli.words import Parser, names_of, optional, path, text
-from gnmr.console import for_tables, print_plain, say
+from gnmr.console import for_tables, print_plain, say, showing
 from gnmr.errors import UserError, printable, told_as
 from gnmr.records import output
 

@@ -9,10 +9,9 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
-from gnmr.cli.progress import showing
 from gnmr.cli.subject import add_options, asked_of, blocks_for, memory_bound, paths_of
 from gnmr.cli.words import Parser, optional, path, recipe_of, text, whole
-from gnmr.console import for_tables, print_plain, say
+from gnmr.console import for_tables, print_plain, say, showing
 from gnmr.doctor.plan import PLAN_FILE, budget_of
 from gnmr.errors import UserError, printable, told_as, writing
 from gnmr.records import output
