@@ -12,8 +12,18 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 
 def read_records(folder: Path) -> Iterator[Any]:
-    """Records of the one .wandb file below `folder`: a LevelDB log."""
-    (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    """Records of the one .wandb file below `folder`."""
+    (path,) = parts_of(folder)
+    return records_of(path)
+
+
+def parts_of(folder: Path) -> list[Path]:
+    """The .wandb files below `folder`, one for each process of a resumed run, the newest last."""
+    return sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
+
+
+def records_of(path: Path) -> Iterator[Any]:
+    """Records of a .wandb file: a LevelDB log."""
     data, position, parts = path.read_bytes(), 7, b""
     while position + 7 <= len(data):
         left_in_block = 32768 - position % 32768
@@ -30,8 +40,14 @@ def read_records(folder: Path) -> Iterator[Any]:
 
 def read_history(folder: Path) -> dict[int, dict[str, Any]]:
     """{step: {metric: value}} of what was logged in the one .wandb file below `folder`."""
+    (path,) = parts_of(folder)
+    return history_of(path)
+
+
+def history_of(path: Path) -> dict[int, dict[str, Any]]:
+    """{step: {metric: value}} of a .wandb file."""
     steps: dict[int, dict[str, Any]] = {}
-    for record in read_records(folder):
+    for record in records_of(path):
         if record.WhichOneof("record_type") == "history":
             row = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
             steps[row.pop("_step", record.history.step.num)] = row

@@ -15,9 +15,12 @@ from typing import Any
 import pytest
 import torch
 from everything import differences, everything, in_child
+from wandb_files import history_of, parts_of
 
 from gnmr.lab.train.step import TrainStep
 from gnmr.records.files import JsonLines
+from gnmr.records.reader import read_jsonl
+from gnmr.records.units import recorded_units
 
 RICH = [
     "precision.rounding=stochastic",
@@ -271,3 +274,37 @@ def test_a_second_ctrl_c_ends_at_once(train, tmp_path):
     assert in_child(stopped) == 99
     assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-00000003"]
     assert "second Ctrl-C" in (tmp_path / "run" / "summary.json").read_text()
+
+
+def test_wandb_offline_has_no_hole_after_a_kill(train, tmp_path, monkeypatch):
+    """The newest part holds every step: W&B replaces the history of a run by that of the part uploaded last."""
+    wandb = pytest.importorskip("wandb")
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    words = ["training.steps=60", "training.checkpoint_every=20", "records.wandb=offline", "records.wandb_every=4"]
+    folder = tmp_path / "run"
+
+    def doomed() -> None:
+        in_step(47)()
+        train(folder, *words)
+
+    assert in_child(doomed) == -signal.SIGKILL
+    train(folder, *words)
+    wandb.teardown()
+    first, newest = parts_of(folder)
+    history = history_of(newest)
+    rows = {row["step"]: row for row in read_jsonl(folder / "steps.jsonl")}
+    events = [row["step"] for row in read_jsonl(folder / "events.jsonl") if row["event"] == "promote"]
+    assert list(rows) == list(range(1, 61)) == [step for step in sorted(history) if step in rows] and events
+    ratios = {rows.step: rows for rows in recorded_units(folder)}
+    for step, row in rows.items():
+        got = history[step]
+        assert (got["train/loss"], got["recovery/num_active"]) == (row["loss"], row["num_active"])
+        assert got["recovery/promotions"] == sum(one <= step for one in events)
+        units = ratios[step].units if step % 4 == 0 else []
+        want = dict(zip(units, ratios[step].columns["gnmr"].tolist(), strict=False))
+        assert {name[5:]: got[name] for name in got if name.startswith("gnmr/")} == want
+    for row in read_jsonl(folder / "eval.jsonl"):
+        assert history[row["step"]]["val/loss"] == row["val_loss"]
+    before = history_of(first)  # what the killed process sent is the same
+    assert all(before[step]["train/loss"] == rows[step]["loss"] for step in before if step in rows)
