@@ -151,7 +151,7 @@ ODD = {
     "a number without end": ("header.json", '{"seed": 1' + "0" * 400 + "}", "beyond 64 bits"),
     "a very deep header": ("header.json", '{"a": ' + "[" * 200_000 + "]" * 200_000 + "}", "nested"),
     "a figure in words": ("summary.json", '{"status": "done", "steps": "many"}', "is no figure"),
-    "a step that is no number": ("steps.jsonl", rows({}, {"step": "two"}), "line 2: damaged"),
+    "a step that is no number": ("steps.jsonl", rows({}, {"step": "two"}), "line 2: cannot be read"),
     "a repeated step": ("steps.jsonl", rows({}, {"step": 1}), "step 1 stands behind step 1"),
     "aliases without end": ("config.yaml", BOMB, "an alias"),
     "code in YAML": ("config.yaml", "a: !!python/object/apply:os.getcwd []", "cannot be read"),
