@@ -147,7 +147,7 @@ def test_optimizer_arms_are_compared_with_the_plain_low_path(runs: Recorded) -> 
     runs.add("int4", 2.9, **clip)
     runs.add("int4_int8", 2.95, **clip)
     (comparison,) = runs.comparisons()
-    baselines = {arm.label: one.label for arm in comparison.arms if (one := comparison.baseline(arm)) is not None}
+    baselines = {arm.label: one.label for arm in comparison.arms if (one := comparison.low(arm)) is not None}
     assert baselines == dict.fromkeys(["int4", "int4-agc", "int4_int8-gnmr-agc", "bf16"], "int4")
 
 

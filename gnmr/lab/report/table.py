@@ -107,7 +107,7 @@ def _how(comparison: Comparison, pairs: list[Bounds], columns: list[str]) -> lis
     """Return what the columns mean and what was tested."""
     notes = ["± is the sample standard deviation over the finished seeds."]
     if "diff. [95% CI]" in columns:
-        names = dict.fromkeys(b.label for arm in comparison.arms if (b := comparison.baseline(arm)) is not None)
+        names = dict.fromkeys(b.label for arm in comparison.arms if (b := comparison.low(arm)) is not None)
         notes.append(
             f"The difference is that of the perplexity to {' or '.join(names)} with the same seed; below 0 is better. "
             "p is Holm-adjusted over the arms."
