@@ -72,9 +72,7 @@ def read_norms(path: Path) -> Norms:
             return _dense(path, _read_file(path), [])
     table, header = read_ratios(path), read_json(path / "header.json") or {}
     if table.num_rows == 0:
-        raise UserError(
-            f"{path}: no recorded norms in this folder (units.arrows is missing or empty)"
-        )
+        raise UserError(f"{path}: no recorded norms in this folder (units.arrows is missing or empty)")
     with reading(path / "header.json"):
         units, pinned = (check_units(header.get(key) or []) for key in ("units", "pinned"))
         cost, spend = (tuple(map(float, header.get(key) or ())) for key in ("cost", "spend"))
