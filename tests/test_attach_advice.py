@@ -40,7 +40,6 @@ def attached(model: nn.Module, **how: Any) -> gnmr.Router:
     ("how", "thresholds"),
     [
         ({"alpha": 9.0, "beta": 8.0}, (9.0, 8.0)),
-        ({"signal": "gnmr_delta", "alpha": 9.0, "beta": 8.0}, (9.0, 8.0)),
         ({"signal": SIGNALS["gnmr_delta"], "alpha": 9.0, "beta": None}, (9.0, None)),
         ({"options": {"alpha": 7.0}}, (7.0, 1.3)),
         ({"signal": "mse", "options": {"threshold": 4.0}}, (4.0,)),
@@ -50,18 +49,6 @@ def test_thresholds_reach_the_signal_however_it_is_named(how: dict[str, Any], th
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert attached(net(), **how).controller.signal.thresholds(1) == thresholds
-
-
-@pytest.mark.parametrize(
-    ("how", "what"),
-    [
-        ({"signal": "recovery_gap", "alpha": 2.0}, "alpha: has no effect, the signal recovery_gap does not read it"),
-        ({"signal": SIGNALS["mse"], "beta": 2.0}, "beta: has no effect, the signal Mse"),
-    ],
-)
-def test_a_threshold_that_nothing_reads_warns(how: dict[str, Any], what: str) -> None:
-    with pytest.warns(UserWarning, match=what):
-        attached(net(), **how)
 
 
 @pytest.mark.parametrize(
@@ -84,10 +71,6 @@ def test_a_recipe_that_is_simulated_unasked_is_told_once(how: dict[str, Any], to
     assert len(said) == len(told) and all(map(str.startswith, said, told)), said
 
 
-def test_the_length_of_the_run_reaches_the_signal() -> None:
-    assert attached(net(), signal="static_k", steps=100).controller.signal.calibration_steps == 5
-
-
 # ---- mistakes ----
 
 
@@ -95,14 +78,9 @@ def test_the_length_of_the_run_reaches_the_signal() -> None:
     ("how", "message"),
     [
         ({"targets": None}, "targets=None: must be a list of names"),
-        ({"targets": [3]}, r"targets=\[3\]: must be a list of names"),
-        ({"recovers": None}, "recovers=None: must be a list of names"),
         ({"low": ["int4"]}, r"low=\['int4'\]: must be one of"),
         ({"seed": "x"}, "seed=x: must be a whole number"),
-        ({"record": None}, "record=None: must be a list"),
         ({"options": [1]}, r"options=\[1\]: must map names"),
-        ({"trigger": "1"}, "trigger=1"),
-        ({"probe_tokens": "2"}, "probe_tokens=2: must be"),
         ({"probe_tokens": 1.5}, "probe_tokens=1.5"),
         ({"record": "gap_low"}, "record='gap_low': must be a list"),
         ({"low": "llm_int8", "recovery": "bf16", "outlier_threshold": "6"}, "outlier_threshold=6: must be"),
@@ -116,10 +94,11 @@ def test_arguments_of_a_wrong_type_are_named(how: dict[str, Any], message: str) 
     assert [type(module) for module in model] == [nn.Linear] * 4
 
 
-@pytest.mark.parametrize("wrong", [None, {}])
-def test_a_model_must_be_one(wrong: Any) -> None:
+def test_a_model_must_be_one_with_weights() -> None:
     with pytest.raises(ValueError, match=r"model: must be an nn\.Module, not"):
-        gnmr.attach(wrong)
+        gnmr.attach(None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="on the meta device"):
+        gnmr.attach(net().to("meta"), targets=["?"])
 
 
 def test_a_format_on_frozen_weights_is_refused_and_a_recipe_is_not() -> None:
@@ -149,6 +128,7 @@ def test_a_detached_controller_says_so() -> None:
     loss_of(model).backward()
     plan, names = controller.converted, controller.names
     assert repr(controller) == f"<Router of {len(names)} units, detached; step 0>"
+    assert [type(module) for module in model] == [nn.Linear] * 4
     uses = (
         controller.step,
         controller.micro_step,
@@ -156,16 +136,12 @@ def test_a_detached_controller_says_so() -> None:
         controller.state_dict,
         controller.calibrate,
         lambda: controller.load_state_dict(state),
-        lambda: controller.check_state(state),
         lambda: controller.promote(names[:1]),
         lambda: controller.log(loss=1.0),
         lambda: controller.true_gap(lambda: None),
         lambda: controller.explain(lambda: loss_of(model)),
         lambda: str(plan),
         plan.cost.spent,
-        plan.cost.saved_bytes,
-        plan.cost.predicted_bytes,
-        plan.cost.weight_bytes,
         plan.saturation,
         plan.state_dict,
         lambda: measure_prices(plan),
@@ -338,18 +314,6 @@ def test_a_weight_that_is_read_past_its_module_is_told() -> None:
         controller.step()
 
 
-def test_a_loop_in_order_is_told_nothing() -> None:
-    model = net()
-    controller = attached(model)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        for seed in range(3):
-            loss_of(model, seed).backward()
-            controller.step()
-            model.zero_grad()
-    assert not told
-
-
 # ---- steps that are thrown away ----
 
 
@@ -390,7 +354,6 @@ def test_options_go_to_the_spec_that_has_them() -> None:
     ("how", "error", "message"),
     [
         ({"alhpa": 1.2}, TypeError, "no option 'alhpa': did you mean alpha"),
-        ({"ranked": True}, TypeError, "no option 'ranked'"),
         ({"control": gnmr.ControlSpec(), "alpha": 1.2}, ValueError, "alpha: is a field of control"),
         ({"paths": gnmr.PathSpec(), "low": "int2"}, ValueError, "low: is a field of paths"),
     ],
@@ -419,7 +382,6 @@ WARNS = {
     "max_o=8 caps nothing": lambda: attached(net(), max_o=8),
     "alpha: has no effect": lambda: attached(net(), signal="recovery_gap", alpha=2.0),
     "weights='beside': has no effect": lambda: attached(net(), weights="beside"),
-    "share is above": lambda: attached(net(), signal="random", options={"share": 0.9}),
     "no unit has a gradient": no_gradient,
     "no gradient reached any unit's output": lambda: no_gradient(observe="input_grad"),
     "no unit had a risk above 0": nothing_to_learn_from,

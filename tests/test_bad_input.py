@@ -74,7 +74,7 @@ CASES = {
     "data.path=": "data.path=: data.name=text needs a file or folder",
     "data.path=nowhere": "data.path=nowhere: no such file or folder",
     "data.path=empty_folder": "data.path=empty_folder: the folder holds none of the supported files",
-    "data.path=short.txt": "the corpus has 5 training tokens, a block needs 17",
+    "data.path=short.txt": "the corpus has 5 training tokens, a sequence needs 17",
     "data.path=photo.jpg": "data.path=photo.jpg: cannot read this kind of file",
     "run_dir=photos": "run_dir=photos: is no run folder",
     "run_dir=empty.txt/run": "empty.txt/run: cannot be written",

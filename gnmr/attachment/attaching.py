@@ -99,7 +99,9 @@ def attach(
         raise ValueError(f"record={record!r}: must be a list, where evidence is meant: [{record!r}]")
     pins, where = (plan, "plan") if isinstance(plan, PinPlan | None) else (read_plan(plan), f"plan={plan}")
     if pins is not None:
-        named |= _of_plan(pins, paths, named)
+        if given := ["paths"] * (paths is not None) + [name for name in named if name in PATHS]:
+            raise ValueError(f"{given[0]}: the plan says which paths; leave one of them out")
+        named |= pins.paths()
     paths, control = specs_of(paths, control, named)
     if pins is not None and (more := pins.threshold(control.signal, control.options)):
         control = replace(control, options={**control.options, **more})
@@ -168,14 +170,6 @@ def _recording(folder: Path, router: Router, paths: PathSpec, seed: int) -> Reco
     return Recording(
         folder, {"precision": plain(vars(paths)), "controller": control}, header, seed=seed, max_o=spec.max_o
     )
-
-
-def _of_plan(plan: PinPlan, paths: PathSpec | None, named: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `PathSpec` that a plan says. ValueError where they were given too."""
-    given = ["paths"] * (paths is not None) + [name for name in named if name in PATHS]
-    if given:
-        raise ValueError(f"{given[0]}: the plan says which paths; leave one of them out")
-    return plan.paths()
 
 
 def _check_request(model: nn.Module, paths: PathSpec, control: ControlSpec) -> None:

@@ -246,16 +246,15 @@ def _same(one: Seen, other: Seen, most: float) -> bool:
     )
 
 
-def _gone(levels: tuple[Level, Level], before: Seen, now: Seen) -> bool:
-    """Whether what spiked of loss and norm is no longer there; False where nothing did."""
-    spiked = [(level, a, b) for level, a, b in zip(levels, before[:2], now[:2], strict=True) if level.spike(a)]
-    return bool(spiked) and all(level.gone(a, b) for level, a, b in spiked)
-
-
-def _removed(levels: tuple[Level, Level], before: Seen, now: Seen, better: Seen) -> bool:
-    """Whether what spiked of loss and norm is no spike any more; False where nothing did."""
-    of_each = zip(levels, before[:2], now[:2], better[:2], strict=True)
-    spiked = [level.removed(a, b, least) for level, a, b, least in of_each if level.spike(a)]
+def _gone(levels: tuple[Level, Level], before: Seen, now: Seen, better: Seen | None = None) -> bool:
+    """Return True if what spiked of loss and norm is `Level.gone` (given `better`: `Level.removed`); False if nothing
+    spiked."""
+    of_each = zip(levels, before[:2], now[:2], (None, None) if better is None else better[:2], strict=True)
+    spiked = [
+        level.gone(a, b) if least is None else level.removed(a, b, least)
+        for level, a, b, least in of_each
+        if level.spike(a)
+    ]
     return bool(spiked) and all(spiked)
 
 
@@ -291,11 +290,11 @@ def _narrowed(
     if spoiled := [i for i in units if not np.isfinite(low.units[i])]:
         # One spoils what lies before it in the network; the backward pass meets the last first.
         order = [*reversed(spoiled), *(i for i in units if i not in spoiled)]
-        return needed(again, order, lambda some: _removed(levels, low, again.seen(some), better), 1.0)
+        return needed(again, order, lambda some: _gone(levels, low, again.seen(some), better), 1.0)
     suspects = sorted(i for i in units if error(i) > far) or _by_norm(again, levels[1], low, better)
     if len(suspects) == len(units):
         return units, False
-    if again.passes + 1 <= MOST + 1e-9 and _removed(levels, low, again.seen(suspects), better):
+    if again.passes + 1 <= MOST + 1e-9 and _gone(levels, low, again.seen(suspects), better):
         return suspects, True
     return units, False
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from gnmr.control import Unit
 from gnmr.control.evidence import of_shards, part_of, summed
 from gnmr.control.norms import Distinct, UnitNorms, gradient_norms
 from gnmr.control.ranks import Ranks
+from gnmr.errors import positive
 from gnmr.precision import ConvertedModel
 
 
@@ -64,7 +64,12 @@ def explain_step(
     grad_scale: float,
 ) -> Verdict:
     """See `Router.explain`; the verdict bears the number `step`."""
-    _check_explain(loss_of_batch, loss, usual, grad_scale)
+    if not callable(loss_of_batch):
+        kind = type(loss_of_batch).__name__
+        raise ValueError(f"loss_of_batch: must be a function that runs the step's forward passes again, not a {kind}")
+    if loss is not None and (isinstance(loss, bool) or not isinstance(loss, int | float)):
+        raise ValueError(f"loss: must be a number (loss.item()), not a {type(loss).__name__}")
+    positive(grad_scale=grad_scale)
     device = units[0].parameters[0].device
     parameters = [p for p in model.parameters() if p.requires_grad]
     kept = [p.grad for p in parameters]
@@ -94,7 +99,7 @@ def explain_step(
     for parameter in parameters:
         parameter.grad = None
     try:
-        with replaying(converted, model, nullcontext(), device):
+        with replaying(converted, model, device):
             seen = Seen(again.loss() if loss is None else loss, norm)
             if not math.isfinite(seen.loss):
                 return find_nonfinite(again, step)
@@ -104,27 +109,6 @@ def explain_step(
     finally:
         for parameter, gradient in zip(parameters, kept, strict=True):
             parameter.grad = gradient
-
-
-def _check_explain(
-    loss_of_batch: object, loss: float | None, usual: tuple[float, float] | None, grad_scale: float
-) -> None:
-    """ValueError for what `explain` cannot be given."""
-    if not callable(loss_of_batch):
-        kind = type(loss_of_batch).__name__
-        raise ValueError(f"loss_of_batch: must be a function that runs the step's forward passes again, not a {kind}")
-    if loss is not None and (isinstance(loss, bool) or not isinstance(loss, int | float)):
-        raise ValueError(f"loss: must be a number (loss.item()), not a {type(loss).__name__}")
-    if usual is not None:
-        numbers = [*usual] if isinstance(usual, Sequence) else []
-        if (
-            len(numbers) != 2
-            or not all(isinstance(one, int | float) for one in numbers)
-            or not (math.isfinite(numbers[0]) and numbers[1] > 0)
-        ):
-            raise ValueError(f"usual={usual!r}: must be two numbers, loss and gradient norm of ordinary steps")
-    if isinstance(grad_scale, bool) or not isinstance(grad_scale, int | float) or not 0 < grad_scale < math.inf:
-        raise ValueError(f"grad_scale={grad_scale!r}: must be a positive number")
 
 
 def _parts(given: object, backward: bool) -> Iterator[Tensor]:
@@ -146,5 +130,8 @@ def _levels(seen: Seen, usual: tuple[float, float] | None) -> tuple[Level, Level
         if math.isfinite(seen.norm):
             raise ValueError("usual: give loss and gradient norm of ordinary steps, or nothing says what a spike is")
         return NO_LEVEL, NO_LEVEL
+    sound = isinstance(usual, Sequence) and len(usual) == 2 and all(isinstance(one, int | float) for one in usual)
+    if not (sound and math.isfinite(usual[0]) and usual[1] > 0):
+        raise ValueError(f"usual={usual!r}: must be two numbers, loss and gradient norm of ordinary steps")
     loss, norm = (Level(value, value + abs(value) / 5) for value in usual)
     return (loss, norm) if loss.spike(seen.loss) or norm.spike(seen.norm) else (Level(usual[0], usual[0]), norm)

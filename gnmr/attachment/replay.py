@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -155,14 +155,12 @@ def compiles() -> bool:
 
 
 @contextmanager
-def replaying(
-    converted: ConvertedModel, model: nn.Module, quiet: AbstractContextManager[None], device: torch.device
-) -> Iterator[None]:
-    """Inside, passes leave no trace: in paths, faults, generators, buffers, and by `quiet` in what measures. Gradients
-    are the caller's to see to."""
+def replaying(converted: ConvertedModel, model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Inside, passes leave no trace in paths, faults, generators and buffers. Gradients, and what measures
+    (`Router.unmeasured`), are the caller's to see to."""
     ran = [(operator, operator.read, operator._node) for operator in converted.operators]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with quiet, converted.no_side_effects(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with converted.no_side_effects(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:
             yield
         finally:

@@ -58,8 +58,8 @@ class Controller:
             evidence are then summed over them, in one collective a step, and all choose the same units.
 
     If all observed risks are Inf (a loss scale overflowed, or the loss itself is not finite) and they are more than
-    max_o, set and locks stay as they are. **Choice 41**: the paper says nothing of such steps, and ranking equal risks
-    by unit order would mean nothing; `spec.nonfinite="order"` does it all the same.
+    max_o, set and locks stay as they are. The paper says nothing of such steps, and ranking equal risks by unit order
+    would mean nothing.
 
     Works with no file system, no configuration library and no process group. Raises ValueError if an argument is
     invalid.
@@ -203,7 +203,7 @@ class Controller:
         others join, so never more than max_o, and the next step goes on from there.
         """
         packet = self.observe(self.measure(grad_scale, evidence))
-        decision = self.apply(self.hints.to_host(packet))
+        decision = self.apply(packet.to_host())
         self.hints.say(decision)
         return decision
 

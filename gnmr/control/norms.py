@@ -105,8 +105,11 @@ class UnitNorms:
 
     def __call__(self) -> tuple[Tensor, Tensor]:
         """(norm (U,) float64, observed (U,) bool): a unit without any gradient is not observed."""
-        norms, observed = self._of_groups()
-        return self._distinct.of_each(norms), self._distinct.of_each(observed)
+        gradients = self._gradients()
+        norms = _norms_of(gradients, self._parameters[0].device)
+        if self._num_groups < len(norms):
+            norms = self._of_groups(norms.square()).sqrt()
+        return self._distinct.of_each(norms), self._distinct.of_each(self._observed(gradients))
 
     def observed(self) -> Tensor:
         """(U,) bool: which units have a gradient in this process now."""
@@ -124,7 +127,7 @@ class UnitNorms:
         plain = torch.where(self._whole, squares, 0.0).sum()
         squares = torch.where(self._counted, squares, 0.0)
         if self._num_groups < len(squares):
-            squares = torch.cat([squares, squares.new_zeros(1)])[self._places].sum(dim=1)
+            squares = self._of_groups(squares)
         return self._distinct.of_each(squares), self._distinct.of_each(self._observed(gradients)).double(), plain
 
     def _gradients(self) -> list[Tensor | None]:
@@ -133,14 +136,9 @@ class UnitNorms:
             return [p.grad for p in self._parameters]
         return [None if p.grad is None else self._local(p.grad) for p in self._parameters]
 
-    def _of_groups(self) -> tuple[Tensor, Tensor]:
-        """Norm and whether it is observed of the distinct groups of parameters."""
-        gradients = self._gradients()
-        norms = _norms_of(gradients, self._parameters[0].device)
-        if self._num_groups < len(norms):
-            squares = torch.cat([norms.square(), norms.new_zeros(1)])
-            norms = squares[self._places].sum(dim=1).sqrt()
-        return norms, self._observed(gradients)
+    def _of_groups(self, squares: Tensor) -> Tensor:
+        """Return the sums of the parameters' squares over the distinct groups."""
+        return torch.cat([squares, squares.new_zeros(1)])[self._places].sum(dim=1)
 
     def _observed(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """(U,) bool: whether each distinct group has one of the `gradients`, those of all parameters."""

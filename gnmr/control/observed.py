@@ -6,7 +6,7 @@
 
 The paper fine-tunes LoRA matrices on a frozen base (5.3). The operators whose precision is routed are then frozen and
 have no weight gradient; what is trained of a decoder layer are the adapters in it, and their gradient is what is left
-of theta_b's. So its setting needs `adapter`. **Choice 42**: the paper does not say what it takes the norm of there.
+of theta_b's. So its setting needs `adapter`. The paper does not say what it takes the norm of there.
 
 `input_grad` needs nothing trainable in the unit, only something trainable before it: parts of a model that are
 fine-tuned in full while others are frozen, INT8 layers without adapters. It sees the backward signal alone, and
@@ -44,7 +44,7 @@ def adapters(model: nn.Module, unit: str, before: tuple[nn.Parameter, ...] = ())
     """The trainable parameters below the unit's name, of its operators and of everything else there; where there is
     none now, those of `before`.
 
-    **Choice 43**: one that stands below several units counts in each. ValueError where there is none at all: adapters
+    One that stands below several units counts in each. ValueError where there is none at all: adapters
     have to be there before.
     """
     found = tuple(p for p in watched(model, unit).parameters() if p.requires_grad) or before
@@ -60,7 +60,7 @@ class OutputGradients:
     """Norms of the gradients that reach the modules' outputs, summed on the device as backward passes them.
 
     n = sqrt(sum over all backward passes since the last call of ||dL/dy||^2), L as backward started from it: each
-    micro-batch's share of the step's loss. **Choice 44**: every token of a step has its own element of y, so this is
+    micro-batch's share of the step's loss. Every token of a step has its own element of y, so this is
     the norm of the whole step's gradient, and it takes no mean over micro-batches. Of a module that returns several
     tensors (an attention its weights, a mixture its routing) y is the first floating one, looked for in tuples, lists
     and mappings. A module that runs several times in a step adds up.

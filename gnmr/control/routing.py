@@ -41,7 +41,7 @@ class Routing:
             choice = self._decide(risk, observed, trigger)
             if (step - max(spec.warmup_steps, 1)) % spec.hold:
                 choice = self._held(choice, risk, observed)
-            if keep or (spec.nonfinite != "order" and not all_finite(risk)):
+            if keep or not all_finite(risk):
                 choice = self._unless_all_infinite(choice, risk, observed, keep)
         self.now = Routed(choice.lock, choice.active, risk.double())
         return choice

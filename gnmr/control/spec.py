@@ -46,8 +46,8 @@ class Rules:
     risk is not finite does not wait: it joins the set at once, in the place of the least risky unit if it is full."""
     nonfinite: str = "find"
     """What happens if the loss is not finite: keep (set and locks stay as they are, if all risks are Inf and they are
-    more than max_o), find (the same; `gnmr train` also looks for the units whose low path did it, puts them on the
-    recovery path and tries the step again once) or order (the paper's bare rule: equal risks go by unit order)."""
+    more than max_o) or find (the same; `gnmr train` also looks for the units whose low path did it, puts them on the
+    recovery path and tries the step again once)."""
     warmup_path: str = "recovery"
     """What units are on in the warm-up: the recovery path, or 16bit, whatever the recovery path is (E.4)."""
 
@@ -88,7 +88,7 @@ class ControlSpec(Rules):
         one_of(OBSERVE, observe=self.observe)
         one_of(("thresholded", "ranked"), routing=self.routing)
         one_of(("recovery", "16bit"), warmup_path=self.warmup_path)
-        one_of(("find", "keep", "order"), nonfinite=self.nonfinite)
+        one_of(("find", "keep"), nonfinite=self.nonfinite)
         if self.budget is not None:
             share(budget=self.budget)
         self._check_cost()

@@ -54,22 +54,6 @@ class Script:
         return "".join(name for name, on in sorted(self.on.items()) if on)
 
 
-def test_the_set_of_step_t_is_in_force_in_step_t_plus_1() -> None:
-    step = Script(2, alpha=1.5, beta=None)
-    assert step(1, 1).active.tolist() == [False, False]
-    second = step(1, 2)
-    assert second.in_force.tolist() == [False, False]
-    assert second.active.tolist() == [False, True]
-    assert step.active == "b"
-    assert step(1, 1).in_force.tolist() == [False, True]
-
-
-def test_the_lock_keeps_a_unit_for_t_lock_more_steps_and_then_lets_go() -> None:
-    step = Script(2, alpha=1.5, beta=None, t_lock=2)
-    sets = [(step(1, norm), step.active)[1] for norm in (1, 10, 1, 1, 1)]
-    assert sets == ["", "b", "b", "b", ""]
-
-
 def test_a_locked_unit_loses_its_place_to_riskier_ones() -> None:
     step = Script(2, alpha=1.5, beta=None, t_lock=3)
     step(1, 1)
@@ -93,45 +77,10 @@ def test_a_held_set_stays_until_its_steps_are_over() -> None:
     assert step.active == ""
 
 
-def test_a_nonfinite_norm_does_not_wait_for_the_held_set() -> None:
-    step = Script(3, alpha=1.5, beta=None, max_o=2, hold=10)
-    sets = [(step(*norms), step.active)[1] for norms in ((1, 1, 1), (1, math.nan, 1), (1, 1, 9))]
-    assert sets == ["", "b", "b"]
-
-
 def test_a_nonfinite_norm_takes_the_place_of_the_least_risky_held_unit_alone() -> None:
     step = Script(4, alpha=1.5, beta=None, max_o=2, hold=2)
     held = [(step(*norms), step.active)[1] for norms in ((1, 1, 1, 1), (1, 1, 1, 1), (9, 8, 1, 1), (2, 9, 7, math.nan))]
     assert held == ["", "", "ab", "bd"], "a goes, b stays, and c, which triggers, waits"
-
-
-def test_nonfinite_norms_rank_first_are_candidates_and_never_enter_the_history() -> None:
-    step = Script(3, alpha=1.5, beta=1.3, delta=1)
-    step(1, 1, 1)
-    before = {name: value.clone() for name, value in step.controller.signal.state_dict().items()}
-    decision = step(math.nan, 100, math.inf)
-    assert decision.by_risk(decision.candidate) == ["a", "c", "b"]  # equal risks in unit order, then the finite one
-    assert step.active == "a"
-    assert decision.events[0].cause == "nonfinite"
-    after = step.controller.signal.state_dict()
-    for name in after:
-        assert torch.equal(after[name][..., 0], before[name][..., 0])
-        assert torch.equal(after[name][..., 2], before[name][..., 2])
-    assert after["history.count"].tolist() == [1, 2, 1]
-
-
-def test_an_unobserved_unit_keeps_its_history_and_ranks_below_observed_ones() -> None:
-    step = Script(2, alpha=1.5, beta=None, max_o=1, t_lock=3)
-    step(1, 1)
-    assert (step(5, 1), step.active)[1] == "a"
-    before = step.controller.signal.history.mean.clone()
-    decision = step(None, 1)
-    assert step.active == "a", "kept by its lock alone"
-    assert step.controller.signal.history.mean[0] == before[0]
-    assert step.controller.signal.history.count.tolist() == [2, 3]
-    assert decision.observed.tolist() == [False, True]
-    step(None, 100)
-    assert step.active == "b", "any observed candidate ranks above it"
 
 
 def test_two_stage_thresholds() -> None:
@@ -166,19 +115,6 @@ def test_causes() -> None:
     assert ("release", "lock") in [(e.event, e.cause) for e in released]
 
 
-def test_monitored_units_are_never_routed() -> None:
-    parameter = nn.Parameter(torch.zeros(1))
-    controller = Controller(
-        [Unit("head", (parameter,))], ControlSpec(signal=GnmrSignal(context(1), alpha=1.5, beta=1.3), max_o=1)
-    )
-    for norm in (1.0, 100.0, math.nan):
-        packet = controller.observe(
-            {"norm": torch.tensor([norm], dtype=torch.float64), "observed": torch.tensor([True])}
-        )
-        decision = controller.apply(packet.to_host())
-        assert not decision.active.any() and not decision.candidate.any()
-
-
 def test_gradients_of_a_module_are_read_as_one_norm() -> None:
     layers = [nn.Linear(3, 2).double() for _ in range(2)]
     units = [Unit(f"l{i}", tuple(layer.parameters()), lambda _on: None) for i, layer in enumerate(layers)]
@@ -211,14 +147,9 @@ def test_bf16_norms_are_accumulated_in_float32() -> None:
     assert controller.step().norm[0] == pytest.approx(float(parameter.grad[0]) * 256, rel=1e-5)
 
 
-def random_rows(steps: int, num_units: int) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.rand(steps, num_units, generator=generator, dtype=torch.float64).mul(2).exp()
-
-
 @pytest.mark.parametrize("hold", [1, 4])
 def test_state_dict_continues_exactly(hold: int) -> None:
-    rows = random_rows(30, 5)
+    rows = torch.rand(30, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64).mul(2).exp()
     whole = Script(5, max_o=2, t_lock=2, alpha=1.2, beta=1.2, delta=3, hold=hold)
     sets = [whole(*row.tolist()).by_risk(whole.chosen) for row in rows]
     first = Script(5, max_o=2, t_lock=2, alpha=1.2, beta=1.2, delta=3, hold=hold)
@@ -230,20 +161,13 @@ def test_state_dict_continues_exactly(hold: int) -> None:
     assert [second(*row.tolist()).by_risk(second.chosen) for row in rows[17:]] == sets[17:]
 
 
-def test_foreign_states_are_refused() -> None:
-    state = Script(3).controller.state_dict()
-    with pytest.raises(ValueError, match="other units"):
-        Script(4).controller.load_state_dict(state)
-    with pytest.raises(ValueError, match="window"):
-        Script(3, delta=9).controller.load_state_dict(state)
-
-
 def state_with(**changed: object) -> dict[str, object]:
-    """Of a controller in mid-run, with some of it replaced."""
+    """Of a controller in mid-run, with some of it replaced, or (...) left out."""
     step = Script(3, max_o=1, t_lock=2, alpha=1.5, beta=None)
     for norms in ((1, 1, 1), (1, 9, 1)):
         step(*norms)
-    return {**step.controller.state_dict(), **changed}
+    state = {**step.controller.state_dict(), **changed}
+    return {name: value for name, value in state.items() if value is not ...}
 
 
 HISTORY = dict(Script(3).controller.signal.state_dict())
@@ -253,21 +177,19 @@ HISTORY = dict(Script(3).controller.signal.state_dict())
     ("changed", "told"),
     [
         ({"active": torch.tensor([True, True, False])}, "2 units are on the recovery path, max_o=1 allows 1"),
-        ({"active": torch.tensor([True, False])}, "active must be 3 whole numbers or flags, one a unit"),
+        ({"units": ["a", "b"]}, "other units"),
+        ({"active": torch.tensor([True, False])}, "active must be"),
         ({"active": "yes"}, "active must be"),
-        ({"active": torch.ones(3)}, "active must be"),
-        ({"lock": torch.tensor([1])}, "lock must be 3 whole numbers"),
-        ({"lock": torch.tensor([0, 3, 0])}, "lock holds 3: must lie between 0 and 2 here"),
-        ({"lock": torch.tensor([0, -1, 0])}, "lock holds -1"),
+        ({"lock": torch.tensor([0, 3, 0])}, "lock holds 3"),
         ({"lock": None}, "lock must be"),
-        ({"t": -1}, "t=-1: must be a whole number"),
-        ({"t": 2.5}, "t=2.5"),
+        ({"t": -1}, "t=-1"),
         ({"signal": None}, "signal must map names to tensors"),
         ({"signal": HISTORY | {"history.mean": torch.ones(2)}}, "'history.mean' has shape"),
         ({"signal": HISTORY | {"history.mean": 3}}, "'history.mean' is a int"),
         ({"signal": HISTORY | {"history.mean": torch.ones(3, dtype=torch.int64)}}, "'history.mean' is of torch.int64"),
         ({"signal": HISTORY | {"history.mean": torch.full((3,), math.nan).double()}}, "mean must be finite"),
         ({"signal": HISTORY | {"history.count": torch.tensor([1, -1, 0])}}, "count must be finite, and its count"),
+        *[({name: ...}, f"state: has no {name}") for name in ("t", "active", "lock", "signal")],
     ],
 )
 def test_a_state_that_does_not_fit_changes_nothing(changed: dict[str, object], told: str) -> None:
@@ -282,14 +204,6 @@ def test_a_state_that_does_not_fit_changes_nothing(changed: dict[str, object], t
     assert_same(step.controller.state_dict(), before)
     step.controller.load_state_dict(state_with())
     assert step.active == "b"
-
-
-@pytest.mark.parametrize("name", ["t", "active", "lock", "signal"])
-def test_a_state_that_lacks_something_is_refused(name: str) -> None:
-    state = state_with()
-    del state[name]
-    with pytest.raises(ValueError, match=f"^state: has no {name}$"):
-        Script(3).controller.load_state_dict(state)
 
 
 def test_a_state_in_mid_warm_up_has_every_unit_on_the_recovery_path() -> None:
@@ -374,62 +288,22 @@ def test_a_signal_that_raises_while_its_state_is_loaded_leaves_everything_as_it_
     assert_same(controller.state_dict(), before)
 
 
-def test_a_step_whose_signal_raises_is_not_counted() -> None:
-    class Odd(GnmrSignal):
-        def observe(self, evidence, step):  # type: ignore[no-untyped-def]
-            return evidence["norm"]
-
-    controller = Controller(
-        [Unit("a", (nn.Parameter(torch.zeros(1)),), lambda _on: None)], ControlSpec(signal=Odd(context(1)), max_o=1)
-    )
-    with pytest.raises(ValueError, match="must return the risk and a tuple of its columns"):
-        controller.step()
-    assert controller.t == 0
-
-
-@pytest.mark.parametrize(
-    ("where", "value"),
-    [
-        *[("alpha", v) for v in (0, -1.0, math.nan, math.inf, "1.5", True)],
-        *[("beta", v) for v in (0, -1.0)],
-        *[("delta", v) for v in (0, -1, 1.5)],
-        *[("max_o", v) for v in (0, -1, 2.0)],
-        *[("t_lock", v) for v in (0, -1)],
-        ("warmup_steps", -1),
-        ("hold", 0),
-        ("eps", 0.0),
-    ],
-)
+@pytest.mark.parametrize("where", ["alpha", "beta", "delta", "max_o", "t_lock", "hold", "eps", "warmup_steps"])
+@pytest.mark.parametrize("value", [-1, math.nan, True])
 def test_senseless_values_are_refused_by_name(where: str, value: object) -> None:
     with pytest.raises(ValueError, match=where):
         Script(2, **{where: value})
 
 
-@pytest.mark.parametrize("max_o", [2, 5])
-def test_a_max_o_that_caps_nothing_warns(max_o: int) -> None:
-    with pytest.warns(UserWarning, match=f"max_o={max_o} caps nothing: all 2 units"):
-        step = Script(2, max_o=max_o, alpha=1.5, beta=None)
-    step(1, 1)
-    step(9, 9)
-    assert step.active == "ab"
-
-
 @pytest.mark.parametrize(
-    ("num_units", "signal", "max_o"),
-    [
-        (2, "gnmr_delta", 1),
-        (1, "gnmr_delta", 1),
-        (2, "gnmr_delta", NO_CAP),
-        (2, "always_high", 2),
-        (2, "always_low", 2),
-    ],
+    ("signal", "max_o", "warns"), [("gnmr_delta", 2, 1), ("gnmr_delta", NO_CAP, 0), ("always_high", 2, 0)]
 )
-def test_a_max_o_that_caps_or_is_not_meant_to_says_nothing(num_units: int, signal: str, max_o: int) -> None:
-    parameters = [nn.Parameter(torch.ones(1)) for _ in range(num_units)]
-    units = [Unit(name, (parameter,), lambda _on: None) for name, parameter in zip("ab", parameters, strict=False)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+def test_a_max_o_that_caps_nothing_warns(signal: str, max_o: int, warns: int) -> None:
+    units = [Unit(name, (nn.Parameter(torch.ones(1)),), lambda _on: None) for name in "ab"]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         Controller(units, ControlSpec(signal=signal, max_o=max_o))
+    assert len(told) == warns
 
 
 @pytest.mark.parametrize(("record", "always"), [((), False), (("true_gap",), False), (("true_gap", "mse"), True)])
@@ -444,16 +318,6 @@ def test_paths_are_measured_for_what_reads_them_alone(record: tuple[str, ...], a
         reads.append(controller.reads_next())
         controller.observe(evidence | {"observed": torch.tensor([True])})
     assert reads == [True, always, always, True]
-
-
-def test_units_need_parameters_and_different_ids() -> None:
-    with pytest.raises(ValueError, match="no parameters"):
-        Unit("empty", ())
-    parameter = (nn.Parameter(torch.zeros(1)),)
-    with pytest.raises(ValueError, match="must differ"):
-        Controller([Unit("a", parameter), Unit("a", parameter)], ControlSpec(signal=GnmrSignal(context(2))))
-    with pytest.raises(ValueError, match="no units"):
-        Controller([], ControlSpec(signal=GnmrSignal(context(0))))
 
 
 @pytest.mark.gpu

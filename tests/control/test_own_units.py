@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.control import Context, Controller, ControlSpec, GnmrSignal, Unit
-from gnmr.control.signals import SIGNALS, SignalBase
+from gnmr.control.signals import SignalBase
 
 
 def ignore(_recovering: bool) -> None:
@@ -69,7 +69,6 @@ def test_sparse_gradients_have_norms() -> None:
     [
         (nn.ReLU(), ignore, "unit 'a' has no parameters"),
         ([torch.ones(2)], ignore, "unit 'a': parameters must be nn.Parameters, not Tensor"),
-        (3, ignore, "unit 'a': parameters must be nn.Parameters, not int"),
         (layers(1)[0], True, "unit 'a': switch=True must be a function"),
     ],
 )
@@ -79,13 +78,6 @@ def test_what_makes_no_unit_is_refused(parameters: Any, switch: Any, message: st
 
 
 # ---- the controller's arguments ----
-
-
-def test_units_may_come_from_a_generator_and_a_signal_by_name() -> None:
-    made = units()
-    controller = Controller((unit for unit in made), ControlSpec(signal="price", max_o=2, options={"every": 7}))
-    assert controller.names == ["u0", "u1", "u2"]
-    assert isinstance(controller.signal, SIGNALS["price"]) and controller.signal.every == 7
 
 
 def test_a_class_a_function_and_a_signal_that_is_made() -> None:
@@ -104,10 +96,8 @@ def test_a_class_a_function_and_a_signal_that_is_made() -> None:
     ("wrong", "message"),
     [
         ({"signal": 3}, "signal int: a int is no signal: it has no observe"),
-        ({"signal": "gnmr_delta", "options": {"alfa": 1}}, "has no option 'alfa'"),
         ({"signal": "static_k"}, "the run's length is not known: give steps"),
         ({"routing": "no"}, "routing=no: must be one of thresholded, ranked"),
-        ({"trigger": "1"}, "trigger=1"),
         ({"record": "gap_low"}, "record='gap_low': must be a list"),
         ({"steps": 0}, "steps=0"),
     ],
@@ -125,7 +115,6 @@ def test_arguments_without_sense_are_named(wrong: dict[str, Any], message: str) 
     ("how", "message"),
     [
         ({"grad_scale": 0}, "grad_scale=0: must be a positive number"),
-        ({"grad_scale": float("nan")}, "grad_scale=nan"),
         ({"grad_scale": object()}, "of a GradScaler it is scaler.get_scale()"),
         ({"evidence": {"true_gap": torch.ones(1)}}, r"evidence true_gap: has shape \(1,\), not \(3,\)"),
         ({"evidence": {"colour": torch.ones(3)}}, "evidence 'colour' is not known"),
@@ -153,8 +142,8 @@ class Own(SignalBase):
 
 @pytest.mark.parametrize(
     "result",
-    [lambda n: n, lambda n: (n, n), lambda n: (n, ()), lambda n: (n, (n, n)), lambda n: (n[:1], (n,)), lambda n: None],
-    ids=["risk_alone", "column_as_a_tensor", "none", "two", "shape", "nothing"],
+    [lambda n: n, lambda n: (n, n), lambda n: (n, (n, n)), lambda n: (n[:1], (n,))],
+    ids=["risk_alone", "column_as_a_tensor", "two", "shape"],
 )
 def test_a_signal_that_returns_something_else_is_named(result: Callable[[Tensor], Any], monkeypatch) -> None:
     monkeypatch.setattr(Own, "result", staticmethod(result), raising=False)
@@ -162,6 +151,14 @@ def test_a_signal_that_returns_something_else_is_named(result: Callable[[Tensor]
     backward(made)
     with pytest.raises(ValueError, match=r"Own.observe\(\) must return the risk and a tuple of its columns \(x\)"):
         controller.step()
+    assert controller.t == 0
+
+
+def test_a_controller_needs_units_of_different_ids() -> None:
+    layer = layers(1)[0]
+    for units in ([], [Unit("a", layer), Unit("a", layer)]):
+        with pytest.raises(ValueError, match=r"no units|must differ"):
+            Controller(units)
 
 
 def test_a_risk_that_is_no_number_is_the_largest(monkeypatch) -> None:

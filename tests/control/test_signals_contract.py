@@ -287,7 +287,7 @@ def test_a_share_that_cannot_be_reached_warns_and_caps(name: str) -> None:
     with pytest.warns(UserWarning, match="the most that"):
         signal = build_signal(name, options | {"share": 0.5}, context())
     over = [(signal.observe(row, t)[0] > 1).sum().item() for t, row in enumerate(rows((), bad=False), 1)]
-    assert over == [8 if name == "first_last" else 4] * STEPS
+    assert over == [4] * STEPS
 
 
 def test_a_third_partys_signal_by_name(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_by_name() -> None:
-    context = Context(("a", "b", "c"), (1.0,) * 3, torch.device("cpu"))
+    context = Context(("a", "b", "c"), torch.device("cpu"))
     signal = build_signal("own_signal:MedianRatio", {"threshold": 2.0}, context)
     norm = torch.tensor([6.0, 2.0, math.nan], dtype=torch.float64)
     risk, (ratio,) = signal.observe({"norm": norm, "observed": torch.tensor([True, True, True])}, 1)

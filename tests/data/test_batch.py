@@ -1,4 +1,4 @@
-"""Batches, and that documents of a block do not see each other in a model of transformers."""
+"""Batches, and that documents of a sequence do not see each other in a model of transformers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from gnmr.lab.data.batch import IGNORED, Batch, model_inputs
 
 
-def test_a_plain_block() -> None:
-    batch = Batch.of_block(torch.tensor([[5, 6, 7], [8, 9, 5]]))
+def test_a_plain_sequence() -> None:
+    batch = Batch.of_sequences(torch.tensor([[5, 6, 7], [8, 9, 5]]))
     assert batch.tokens.tolist() == [[5, 6], [8, 9]] and batch.targets.tolist() == [[6, 7], [9, 5]]
     assert batch.positions is None and (len(batch), batch.num_targets) == (2, 4)
 
@@ -21,7 +21,7 @@ def test_targets_are_counted_when_made() -> None:
     first, second = batch.split(2)
     assert (first.num_targets, second.num_targets) == (1, 2)
     assert first.positions is not None and first.positions.tolist() == [[0, 0], [0, 1]]
-    assert [len(part) for part in Batch.of_block(torch.zeros(5, 3, dtype=torch.int64)).split(2)] == [2, 2, 1]
+    assert [len(part) for part in Batch.of_sequences(torch.zeros(5, 3, dtype=torch.int64)).split(2)] == [2, 2, 1]
     on_meta = batch.to("meta")  # a count there would fail
     assert on_meta.tokens.is_meta and on_meta.positions is not None and on_meta.num_targets == 3
 
@@ -41,17 +41,15 @@ def test_packed_logits_are_those_of_each_document_alone(attention: str) -> None:
         initializer_range=0.3,
     )
     model = transformers.LlamaForCausalLM(config).double().train()
-    blocks = [[5, 1, 6], [7, 4, 1]]  # lengths of the documents: of one token too, and not the same in each block
-    positions = torch.tensor([[place for length in lengths for place in range(length)] for lengths in blocks])
+    sequences = [[5, 1, 6], [7, 4, 1]]  # lengths of the documents: of one token too, and not the same in each sequence
+    positions = torch.tensor([[place for length in lengths for place in range(length)] for lengths in sequences])
     tokens = torch.randint(40, positions.shape)
     batch = Batch(tokens, torch.full_like(tokens, IGNORED), positions)
-    tolerance = (
-        1e-12 if attention == "sdpa" else 1e-5
-    )  # the eager softmax is float32's, in an order that goes by the CPU
+    tolerance = 1e-12 if attention == "sdpa" else 1e-5  # the eager softmax is float32's
     with torch.no_grad():
         packed = model(**model_inputs(batch)).logits
         mixed = model(**model_inputs(Batch(tokens, batch.targets))).logits
-        for row, lengths in enumerate(blocks):
+        for row, lengths in enumerate(sequences):
             start = 0
             for length in lengths:
                 alone = model(input_ids=tokens[row : row + 1, start : start + length], use_cache=False)

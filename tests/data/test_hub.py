@@ -23,15 +23,15 @@ from small_corpora import DOCUMENTS, build, write_rows
 
 from gnmr.lab.config import DataConfig
 from gnmr.lab.data.cache import open_folder
-from gnmr.lab.data.examples import open_examples
+from gnmr.lab.data.corpora import open_corpus
 
 pytestmark = pytest.mark.slow
 
 COMMIT = "0" * 39 + "1"
 CLIENT = """
 import sys
-from gnmr.config import DataConfig
-from gnmr.data.tokens import prepare
+from gnmr.lab.config import DataConfig
+from gnmr.lab.data.tokens import prepare
 from gnmr.errors import UserError
 try:
     config = DataConfig(name="c4", vocab_size=300, cache_dir=sys.argv[1])
@@ -155,9 +155,9 @@ def test_the_hub_equals_a_local_copy(hub: tuple[str, Path], config: Callable[...
 
 
 READER = """
-from gnmr.config import DataConfig
-from gnmr.data.examples import open_examples
-examples = open_examples(DataConfig(name="gsm8k"))
+from gnmr.lab.config import DataConfig
+from gnmr.lab.data.corpora import open_corpus
+examples = open_corpus(DataConfig(name="gsm8k"))
 print([[(each.prompt, each.answer) for each in examples.read(split)] for split in ("train", "validation")])
 """
 
@@ -171,7 +171,7 @@ def test_examples_from_the_hub_equal_a_local_copy(config: Callable[..., DataConf
     pq.write_table(pa.Table.from_pylist(rows[:3]), folder / "test-00000-of-00001.parquet")
     splits = "".join(f"  - split: {split}\n    path: main/{split}-*\n" for split in ("train", "test"))
     (folder.parent / "README.md").write_text(f"---\nconfigs:\n- config_name: main\n  data_files:\n{splits}---\n")
-    local = open_examples(config(name="gsm8k", path=str(folder.parent)))
+    local = open_corpus(config(name="gsm8k", path=str(folder.parent)))
     expected = [[(each.prompt, each.answer) for each in local.read(split)] for split in ("train", "validation")]
     assert [len(examples) for examples in expected] == [39, 2]
     with serving(folder.parent, "openai/gsm8k") as address:

@@ -1,4 +1,4 @@
-"""What is validated on is not trained on: from the files to the blocks of a run."""
+"""What is validated on is not trained on: from the files to the sequences of a run."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from gnmr.lab.train.build import open_data, training_blocks, validation
 Make = Callable[..., DataConfig]
 
 
-def rows_of(blocks: Tensor | Batch) -> list[tuple[int, ...]]:
-    """The inputs of each block and its last target."""
-    if isinstance(blocks, Tensor):
-        return [tuple(row) for row in blocks.tolist()]
-    return [(*row, last) for row, last in zip(blocks.tokens.tolist(), blocks.targets[:, -1].tolist(), strict=True)]
+def rows_of(sequences: Tensor | Batch) -> list[tuple[int, ...]]:
+    """The inputs of each sequence and its last target."""
+    if isinstance(sequences, Tensor):
+        return [tuple(row) for row in sequences.tolist()]
+    return [tuple(row) for row in torch.cat([sequences.tokens, sequences.targets[:, -1:]], dim=1).tolist()]
 
 
 def overlap(data: DataConfig, model: ModelConfig, seq_len: int) -> tuple[int, int, int]:
-    """Blocks of an epoch, validation blocks, and how many of these hold ten tokens in a row of training."""
+    """Sequences of an epoch, validation sequences, and how many of these hold ten tokens in a row of training."""
     training = TrainingConfig(seq_len=seq_len, batch_size=1, steps=1)
     config = Config(data=data, model=model, training=training)
     corpus = open_data(config, len)
-    blocks = training_blocks(config, corpus, None)
-    trained = rows_of(blocks.next(blocks.num_blocks))
+    sequences = training_blocks(config, corpus, None)
+    trained = rows_of(sequences.next(sequences.num_sequences))
     held_out = rows_of(validation(config, corpus, 1000))
     seen = {part for row in trained for part in tens(row)}
     return len(trained), len(held_out), sum(any(part in seen for part in tens(row)) for row in held_out)
@@ -47,7 +47,7 @@ def letters(number: int) -> str:
 
 
 @pytest.mark.parametrize("by_name", [True, False])
-def test_no_validation_block_holds_training_tokens(by_name: bool, config: Make, tmp_path: Path) -> None:
+def test_no_validation_sequence_holds_training_tokens(by_name: bool, config: Make, tmp_path: Path) -> None:
     documents = [letters(i) for i in range(200)]
     if by_name:
         write_rows(tmp_path / "data" / "train.jsonl", documents[:150])
@@ -59,7 +59,7 @@ def test_no_validation_block_holds_training_tokens(by_name: bool, config: Make, 
 
 
 @pytest.mark.parametrize("by_name", [True, False])
-def test_no_packed_validation_block_holds_training_tokens(
+def test_no_packed_validation_sequence_holds_training_tokens(
     by_name: bool, config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pairs = [(letters(i), letters(1000 + i)) for i in range(60)]
@@ -70,9 +70,7 @@ def test_no_packed_validation_block_holds_training_tokens(
         write_examples(tmp_path / "data" / "a.jsonl", pairs)
     data = config(name="instructions", path=str(tmp_path / "data"))
     checkpoint = word_checkpoint(tmp_path / "checkpoint")
-    monkeypatch.setattr(
-        "gnmr.lab.models.pretrained.local", lambda name: checkpoint
-    )  # its tokenizer is all that is read
+    monkeypatch.setattr("gnmr.lab.models.pretrained.local", lambda name: checkpoint)  # only its tokenizer is read
     model = ModelConfig(name="pretrained", checkpoint=str(checkpoint))
     trained, held_out, shared = overlap(data, model, 82)
     assert trained >= 40 and held_out >= 3 and shared == 0

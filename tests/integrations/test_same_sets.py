@@ -22,7 +22,7 @@ from loops import LOOPS, Start
 
 from gnmr.control import Decision
 from gnmr.lab import config, models
-from gnmr.lab.data.blocks import TrainBlocks
+from gnmr.lab.data.sequences import TrainSequences
 from gnmr.lab.data.tokens import prepare
 from gnmr.records.reader import read_ratios
 
@@ -50,7 +50,7 @@ def start(tiny: Callable[..., config.Config]) -> Start:
     corpus = prepare(settings.data, 0, lambda _: None)
     model = models.build(settings.model, corpus.vocab_size, training.seq_len)
     model.init_weights(torch.Generator().manual_seed(training.seed))
-    blocks = TrainBlocks(corpus.train, training.seq_len, training.seed)
+    blocks = TrainSequences(corpus.train, training.seq_len, training.seed)
     return Start(
         model=settings.model,
         vocab_size=corpus.vocab_size,

@@ -105,13 +105,6 @@ def test_the_same_bits_on_two_threads_again_and_again():
         torch.set_num_threads(threads)
 
 
-def test_one_expert_is_the_dense_mlp():
-    mlp, x_BTD = mixture(number=1, top_k=1), torch.randn(2, 5, 16)
-    y_BTD, routing = mlp(x_BTD)
-    assert torch.equal(y_BTD, mlp.experts[0](x_BTD.flatten(0, 1)).view_as(x_BTD))
-    assert routing.balance_loss == 1
-
-
 @pytest.mark.parametrize("autocast", [False, True])
 def test_the_gate_is_fp32(autocast: bool):
     """Logits that BF16 cannot tell apart choose the right expert."""
@@ -173,30 +166,13 @@ def test_the_model_adds_it_up(build, tokens_BT):
     assert len(told) == 8 and not any(value.requires_grad for value in told.values())
 
 
-@pytest.mark.parametrize("options", [{"balance_coef": 0.0}, {"routing_seed": 0}])
-def test_a_model_that_adds_nothing(build, tokens_BT, options):
-    model = build("moe", experts=ExpertsConfig(number=4, **options))
+@pytest.mark.parametrize(
+    "name, options", [("moe", {"balance_coef": 0.0}), ("moe", {"routing_seed": 0}), ("llama", None), ("gpt", None)]
+)
+def test_models_that_add_nothing(build, tokens_BT, name, options):
+    model = build(name) if options is None else build(name, experts=ExpertsConfig(number=4, **options))
     model(tokens_BT)
-    assert model.auxiliary_loss is None and len(model.statistics()) == 8
-
-
-def test_other_models_add_and_tell_nothing(build, tokens_BT):
-    for name in ("llama", "gpt"):
-        model = build(name)
-        model(tokens_BT)
-        assert model.auxiliary_loss is None and model.statistics() == {}
-
-
-def test_activation_checkpointing_keeps_its_gradient(build, tokens_BT):
-    model = build("moe")
-    gradients = []
-    for model.activation_checkpointing in (False, True):
-        model.zero_grad(set_to_none=True)
-        logits = model(tokens_BT)
-        (logits.square().mean() + 100 * model.auxiliary_loss).backward()
-        assert len(model.routings) == 2  # what is recomputed in backward is not counted
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert model.auxiliary_loss is None and len(model.statistics()) == (0 if options is None else 8)
 
 
 # ---- experts without tokens ----
@@ -248,12 +224,6 @@ def test_a_fixed_routing_depends_on_token_layer_and_seed_alone(build, tokens_BT)
     assert not torch.equal(fixed[0], fixed[1])  # layers differ
     assert not torch.equal(fixed[0], shares(1, weights_seed=0)[0])
     assert not torch.equal(shares(None, 0)[0], shares(None, 1)[0])  # learned
-
-
-def test_a_fixed_routing_still_learns_its_gate():
-    mlp = mixture(routing_seed=0)
-    mlp(torch.randn(2, 6, 16), torch.arange(12).view(2, 6))[0].square().sum().backward()
-    assert mlp.router.weight.grad.norm() > 0
 
 
 def test_hashed_scores_are_even_and_have_no_ties():

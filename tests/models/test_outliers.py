@@ -15,25 +15,20 @@ MODELS = [("llama", None), ("llama", 2), ("llama", 1), ("gpt", None), ("moe", No
 every_model = pytest.mark.parametrize(("name", "num_kv_heads"), MODELS)
 
 
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
 def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
 @every_model
-def test_logits_stay(build, tokens_BT, name, num_kv_heads):
-    model = build(name, num_kv_heads=num_kv_heads)
+@pytest.mark.parametrize("dtype, gain", [(torch.float32, 20.0), (torch.float32, 16.0), (torch.bfloat16, 16.0)])
+def test_logits_stay_and_to_the_last_bit_with_a_power_of_two(build, tokens_BT, name, num_kv_heads, dtype, gain):
+    model = build(name, num_kv_heads=num_kv_heads).to(dtype)
     before = model(tokens_BT)
-    add_outlier_channels(model, 3, 20.0, seeded())
-    torch.testing.assert_close(model(tokens_BT), before, rtol=1e-5, atol=1e-5)
-
-
-@every_model
-def test_logits_stay_to_the_last_bit_with_a_power_of_two(build, tokens_BT, name, num_kv_heads):
-    for dtype in (torch.float32, torch.bfloat16):
-        model = build(name, num_kv_heads=num_kv_heads).to(dtype)
-        before = model(tokens_BT)
-        add_outlier_channels(model, 3, 16.0, seeded())
-        assert torch.equal(model(tokens_BT), before)
+    add_outlier_channels(model, 3, gain, seeded())
+    torch.testing.assert_close(model(tokens_BT), before, **({"rtol": 0, "atol": 0} if gain == 16 else CLOSE))
 
 
 @every_model
@@ -77,19 +72,6 @@ def test_channels_depend_on_the_seed_alone(build):
     assert scaled(0, seed=6) != first
 
 
-def test_zero_channels_change_nothing(build):
-    model, untouched = build(), build()
-    add_outlier_channels(model, 0, 20.0, seeded())
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), untouched.parameters(), strict=True))
-
-
-def test_more_channels_than_there_are(build):
-    model, untouched = build(num_kv_heads=1), build(num_kv_heads=1)
-    with pytest.raises(UserError, match=r"outlier_channels\.number=9: the narrowest activation has 8 channels"):
-        add_outlier_channels(model, 9, 20.0, seeded())
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), untouched.parameters(), strict=True))
-
-
 @every_model
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_window_switches_on_and_off_in_the_live_weights(build, tokens_BT, name, num_kv_heads, dtype):
@@ -106,13 +88,12 @@ def test_a_window_switches_on_and_off_in_the_live_weights(build, tokens_BT, name
         assert torch.equal(model(tokens_BT), logits)
 
 
-def test_a_window_that_is_no_power_of_two_is_exact_to_rounding(build, tokens_BT):
+def test_a_window_that_is_no_power_of_two_is_exact_to_rounding(build):
     model = build()
-    before, logits = [p.detach().clone() for p in model.parameters()], model(tokens_BT)
+    before = [p.detach().clone() for p in model.parameters()]
     window = OutlierWindow(model, 3, 20.0, 1, 1, seeded())
-    window.begin_step(1)
-    torch.testing.assert_close(model(tokens_BT), logits, rtol=1e-5, atol=1e-5)
-    window.begin_step(2)
+    for step in (1, 2):
+        window.begin_step(step)
     for parameter, old in zip(model.parameters(), before, strict=True):
         torch.testing.assert_close(parameter, old, rtol=1e-6, atol=0)
 
@@ -144,11 +125,13 @@ def test_resuming_before_inside_and_after_the_window_is_exact(build, tokens_BT, 
     assert all(torch.equal(a, b) for a, b in zip(resumed[0].parameters(), whole[0].parameters(), strict=True))
 
 
-def test_what_a_window_refuses(build):
+def test_what_is_refused_changes_nothing(build):
     model, untouched = build(num_kv_heads=1), build(num_kv_heads=1)
-    with pytest.raises(UserError, match=r"outlier_channels\.number=9: the narrowest activation has 8 channels"):
+    with pytest.raises(UserError, match=r"^model\.outlier_channels\.number=9"):
+        add_outlier_channels(model, 9, 20.0, seeded())
+    with pytest.raises(UserError, match=r"^model\.outlier_channels\.number=9"):
         OutlierWindow(model, 9, 16.0, 1, 2, seeded())
     for start, stop in ((0, 3), (4, 3)):
-        with pytest.raises(UserError, match=f"from step {start} to {stop}: needs 1 <= start <= stop"):
+        with pytest.raises(UserError, match=f"from step {start} to {stop}"):
             OutlierWindow(model, 1, 16.0, start, stop, seeded())
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), untouched.parameters(), strict=True))

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 from pathlib import Path
 
 import peft
@@ -118,19 +117,11 @@ def test_a_model_without_weights_has_the_same_shapes(checkpoint: Path) -> None:
     assert all(p.is_meta for p in model.parameters())
 
 
-def test_the_fingerprint_is_that_of_the_weights(checkpoint: Path, tmp_path: Path) -> None:
-    first = fingerprint(str(checkpoint))
-    save(llama(), tmp_path / "again")
-    assert fingerprint(str(tmp_path / "again")) == first
-    with (checkpoint / "model.safetensors").open("r+b") as file:
-        file.seek(-1, 2)
-        file.write(b"\1")
-    assert fingerprint(str(checkpoint)) != first
-
-
-def test_the_fingerprint_is_of_every_byte(checkpoint: Path) -> None:
+def test_the_fingerprint_is_of_every_byte_of_the_weights(checkpoint: Path, tmp_path: Path) -> None:
     """A merged adapter changes the middle of a file alone."""
     first, file = fingerprint(str(checkpoint)), checkpoint / "model.safetensors"
+    save(llama(), tmp_path / "again")
+    assert fingerprint(str(tmp_path / "again")) == first
     with file.open("ab") as stream:
         stream.truncate(5 * 2**20)  # its middle is farther than a MiB from both ends
     padded = fingerprint(str(checkpoint))
@@ -168,12 +159,6 @@ def test_a_model_of_another_family_is_refused(tmp_path: Path) -> None:
     assert "a gpt2 model, which is not LLaMA-like" in refused(str(tmp_path))
 
 
-def test_missing_weights_are_named(checkpoint: Path) -> None:
-    config = json.loads((checkpoint / "config.json").read_text())
-    (checkpoint / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
-    assert "9 weights (model.layers.2.input_layernorm.weight, " in refused(str(checkpoint))
-
-
 HEADS = {"layers.0.self_attn.rotary_emb.inv_freq": (4,), "layers.1.self_attn.masked_bias": (1,)}
 SURPLUS: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, object], str | None]] = {
     # name -> weights beside those of two layers, keys of config.json, what the line says
@@ -183,18 +168,11 @@ SURPLUS: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, object], str | No
         r"6 weights \(.*\.bias",
     ),
     "scales": ({f"layers.{i}.mlp.up_proj.weight_scale": () for i in (0, 1)}, {}, r"2 weights \(.*weight_scale"),
-    "norms": (
-        {"layers.1.self_attn.q_norm.weight": (8,)},
-        {},
-        r"1 weight \(model\.layers\.1\.self_attn\.q_norm\.weight\) is",
-    ),
-    "layers": ({}, {"num_hidden_layers": 1}, r"9 weights \(model\.layers\.1\."),
-    "shape": ({}, {"intermediate_size": 40}, r"down_proj\.weight is \[32, 48\] in the file and \[32, 40\] by config"),
-    "vocabulary": (
-        {},
-        {"vocab_size": 70},
-        r"2 weights .* of another shape than config\.json says \(lm_head\.weight is",
-    ),
+    "norms": ({"layers.1.self_attn.q_norm.weight": (8,)}, {}, r"1 weight \(.*layers\.1\.self_attn\.q_norm\.weight"),
+    "fewer layers": ({}, {"num_hidden_layers": 1}, r"9 weights \(model\.layers\.1\."),
+    "more layers": ({}, {"num_hidden_layers": 3}, r"9 weights \(model\.layers\.2\."),
+    "shape": ({}, {"intermediate_size": 40}, r"down_proj\.weight is \[32, 48\] in the file and \[32, 40\]"),
+    "vocabulary": ({}, {"vocab_size": 70}, r"2 weights .* of another shape"),
     "buffers": (HEADS, {}, None),
 }
 
@@ -215,15 +193,12 @@ def test_the_weights_are_exactly_those_of_the_model(name: str, sharded: bool, tm
         assert re.search(message, refused(str(tmp_path)))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "named"),
-    [(torch.int8, "I8"), (torch.int32, "I32"), (torch.float8_e4m3fn, "F8_E4M3"), (torch.float8_e5m2, "F8_E5M2")],
-)
+@pytest.mark.parametrize("dtype, named", [(torch.int8, "I8"), (torch.int32, "I32"), (torch.float8_e4m3fn, "F8_E4M3")])
 def test_weights_that_need_scales_are_refused(dtype: torch.dtype, named: str, checkpoint: Path) -> None:
     file, name = checkpoint / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
     weights = load_file(file)
     save_file(weights | {name: weights[name].to(dtype)}, file, {"format": "pt"})
-    assert f"{name} is {named} in model.safetensors, and config.json has no quant" in refused(str(checkpoint))
+    assert f"{name} is {named} in model.safetensors" in refused(str(checkpoint))
 
 
 def test_a_head_beside_a_tie_is_read(tmp_path: Path) -> None:
@@ -240,9 +215,7 @@ def test_a_tokenizer_of_sentencepiece_names_the_package(checkpoint: Path, monkey
 
     (checkpoint / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
     monkeypatch.setattr(pretrained, "find_spec", lambda name: None if name == "sentencepiece" else True)
-    with pytest.raises(
-        UserError, match=r"tokenizer\.model: is read by sentencepiece, .*; pip install sentencepiece proto"
-    ):
+    with pytest.raises(UserError, match=r"tokenizer\.model: is read by sentencepiece"):
         pretrained.open_tokenizer(str(checkpoint))
     with pytest.raises(UserError, match=r"holds no tokenizer\.json; .* with the packages sentencepiece and protobuf"):
         bpe.read(checkpoint, "model.checkpoint=x")
@@ -274,17 +247,15 @@ def test_a_deep_index_is_one_line(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "generation_config.json"])
-def test_a_pipe_in_a_checkpoint_is_not_waited_for(name: str, checkpoint: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(checkpoint, tmp_path / "odd"))
-    (folder / name).unlink(missing_ok=True)
-    os.mkfifo(folder / name)
+def test_a_pipe_in_a_checkpoint_is_not_waited_for(name: str, checkpoint: Path) -> None:
+    (checkpoint / name).unlink(missing_ok=True)
+    os.mkfifo(checkpoint / name)
     with pytest.raises(UserError, match=f"{name} is no regular file"):
-        pretrained.open_config(str(folder))
+        pretrained.open_config(str(checkpoint))
 
 
-def test_layers_without_end_are_not_built(checkpoint: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(checkpoint, tmp_path / "odd"))
-    told = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 10**9}
-    (folder / "config.json").write_text(json.dumps(told))
-    with pytest.raises(UserError, match="1,000,000,000 layers, 1,000 are the most"):
-        pretrained.open_config(str(folder))
+def test_layers_without_end_are_not_built(checkpoint: Path) -> None:
+    tree = json.loads((checkpoint / "config.json").read_text()) | {"num_hidden_layers": 10**9}
+    (checkpoint / "config.json").write_text(json.dumps(tree))
+    with pytest.raises(UserError, match="1,000,000,000 layers"):
+        pretrained.open_config(str(checkpoint))

@@ -10,7 +10,7 @@ import torch
 from everything import everything
 
 from gnmr.lab.config import ModelConfig
-from gnmr.lab.data.blocks import TrainBlocks
+from gnmr.lab.data.sequences import TrainSequences
 from gnmr.lab.models import Llama
 from gnmr.lab.models.pretrained import save
 from gnmr.lab.train import run as run_module
@@ -52,7 +52,7 @@ def blocks_of() -> Callable[[run_module.Parts, int], torch.Tensor]:
 
     def get(parts: run_module.Parts, n: int) -> torch.Tensor:
         training = parts.config.training
-        return TrainBlocks(parts.corpus.train, training.seq_len, training.seed).next(n)
+        return TrainSequences(parts.corpus.train, training.seq_len, training.seed).next(n)
 
     return get
 

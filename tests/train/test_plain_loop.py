@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gnmr.lab import models
-from gnmr.lab.data.blocks import TrainBlocks
+from gnmr.lab.data.sequences import TrainSequences
 from gnmr.lab.data.tokens import prepare
 from gnmr.records.reader import read_jsonl
 
@@ -29,7 +29,7 @@ def plain_loop(config) -> tuple[list[float], nn.Module]:
     model.to(getattr(torch, training.dtype))
     assert all(type(m) is nn.Linear for m in model.modules() if isinstance(m, nn.Linear))
 
-    blocks = TrainBlocks(corpus.train, training.seq_len, training.seed)
+    blocks = TrainSequences(corpus.train, training.seq_len, training.seed)
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}]

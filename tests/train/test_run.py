@@ -174,7 +174,7 @@ def test_the_last_scores_are_made_once(tiny, tmp_path):
 def test_wrong_device_and_shape_of_things_end_before_the_folder_is_made(tiny, tmp_path):
     for word, line in [
         ("precision.targets=[q_proj,nothing]", "nothing"),
-        ("training.seq_len=100000", "a block needs 100001"),
+        ("training.seq_len=100000", "a sequence needs 100001"),
         ("model.outlier_channels={number: 99, gain: 2}", "the narrowest activation has 32 channels"),
     ]:
         with pytest.raises(UserError, match=line):

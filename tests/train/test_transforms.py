@@ -196,7 +196,6 @@ def test_no_transform_waits_for_the_device(name):
         context = StepContext(step, torch.tensor(2.0), norm, torch.tensor(False), run.optimizer)
         with Waits() as waits:
             run.transform(run.parameters, context)
-            run.transform.lr_factor(step)
         assert waits.seen == []
 
 

@@ -1,5 +1,5 @@
-"""Corpora -> tokens -> blocks. Importing this package costs neither torch nor datasets.
+"""Corpora -> tokens -> sequences. Importing this package costs neither torch nor datasets.
 
-`tokens.prepare` and `packing.prepare_packed` make a `cache.TokenCorpus`; `blocks.TrainBlocks` and
-`packing.PackedBlocks` read it.
+`tokens.prepare` and `packing.prepare_packed` make a `cache.TokenCorpus`; `sequences.TrainSequences` and
+`packing.PackedSequences` read it.
 """

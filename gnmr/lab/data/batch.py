@@ -1,4 +1,4 @@
-"""A step's data: inputs, targets and, where documents share a block, positions that mark where each begins."""
+"""A step's data: inputs, targets and, where documents share a sequence, positions that mark where each begins."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Batch:
-    """B blocks of T tokens."""
+    """B sequences of T tokens."""
 
     tokens: Tensor
     """Inputs (B, T) int64."""
     targets: Tensor
     """The token that follows each input, (B, T) int64; `IGNORED` where there is no loss."""
     positions: Tensor | None = None
-    """(B, T) int64: from 0 again at each document of a block. None: a block is one document."""
+    """(B, T) int64: from 0 again at each document of a sequence. None: a sequence is one document."""
     num_targets: int = -1
     """Targets with loss; counted when the batch is made unless it is given."""
 
@@ -30,9 +30,9 @@ class Batch:
             object.__setattr__(self, "num_targets", int((self.targets != IGNORED).sum()))
 
     @classmethod
-    def of_block(cls, block: Tensor) -> Batch:
-        """The batch of `block` (B, T + 1) int64, one document each: every token but the first is a target."""
-        return cls(block[:, :-1], block[:, 1:], num_targets=block[:, 1:].numel())
+    def of_sequences(cls, sequence: Tensor) -> Batch:
+        """The batch of `sequence` (B, T + 1) int64, one document each: every token but the first is a target."""
+        return cls(sequence[:, :-1], sequence[:, 1:], num_targets=sequence[:, 1:].numel())
 
     def to(self, device: torch.device | str) -> Batch:
         """The same on `device`, by copies that may wait for it (pageable memory)."""
@@ -40,7 +40,7 @@ class Batch:
         return Batch(self.tokens.to(device), self.targets.to(device), positions, self.num_targets)
 
     def split(self, size: int) -> list[Batch]:
-        """Batches of at most `size` blocks, in order; counts their targets, so split on the CPU, before `to`."""
+        """Batches of at most `size` sequences, in order; counts their targets, so split on the CPU, before `to`."""
         count = -(-len(self) // size)
         positions = [None] * count if self.positions is None else list(self.positions.split(size))
         parts = zip(self.tokens.split(size), self.targets.split(size), positions, strict=True)
@@ -54,7 +54,7 @@ class Batch:
 def model_inputs(batch: Batch) -> dict[str, Any]:
     """The keyword arguments of a causal language model of transformers, under which no document sees another one.
 
-    Positions that start anew make transformers 5 build the block-diagonal causal mask itself, if it gets neither an
+    Positions that start anew make transformers 5 build the sequence-diagonal causal mask itself, if it gets neither an
     attention mask nor a cache of keys and values: hence `use_cache=False`. It looks at the positions once a forward
     pass, with or without documents in them, and on a GPU waits for the device there.
     """

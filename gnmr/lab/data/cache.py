@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import stat
 import tempfile
@@ -29,7 +28,8 @@ import numpy as np
 
 from gnmr.errors import UserError
 from gnmr.lab.data.progress import Progress
-from gnmr.lab.data.token_file import Corrupt, TokenFile, digest, opened, read_file, verify
+from gnmr.lab.data.token_file import Corrupt, TokenFile, verify
+from gnmr.records.disk import no_link, sha256
 
 TOKENIZER, TRAIN, VAL, META = "tokenizer.json", "train.bin", "val.bin", "meta.json"
 DOCUMENTS = {TRAIN: "train.documents.bin", VAL: "val.documents.bin"}
@@ -40,7 +40,7 @@ ABANDONED_AFTER = 24 * 3600.0  # seconds without a write
 
 @dataclass(frozen=True)
 class Documents:
-    """Tokenized examples of a split; `gnmr.lab.data.packing` makes blocks of them."""
+    """Tokenized examples of a split; `gnmr.lab.data.packing` makes sequences of them."""
 
     tokens: np.ndarray | TokenFile
     """Token ids (n,), uint16 or uint32, the documents one after the other."""
@@ -79,15 +79,19 @@ def open_folder(folder: Path) -> TokenCorpus:
     if not stat.S_ISDIR(kind):
         raise Corrupt("it is no folder")
     try:
-        meta = json.loads(read_file(folder / META, LARGEST_META))
+        with open(folder / META, "rb", opener=no_link) as file:
+            raw = file.read(LARGEST_META + 1)
+        if len(raw) > LARGEST_META:
+            raise Corrupt(f"{META} has more than {LARGEST_META} bytes")
+        meta = json.loads(raw)
         if meta["fingerprint"] != _fingerprint(meta):
             raise Corrupt(f"{META} does not match its fingerprint")
         vocab_size, end_token = meta["vocab_size"], meta["end_token"]
         if meta["dtype"] not in DTYPES or not 0 <= end_token < vocab_size <= 2**32:
             raise Corrupt(f"{META} describes no tokens")
         for name in sorted({TOKENIZER, *meta["files"]} - {TRAIN, VAL}):
-            with opened(folder / Path(name).name) as fd:
-                verify(fd, name, meta["files"][name])
+            with open(folder / Path(name).name, "rb", opener=no_link) as file:
+                verify(file.fileno(), name, meta["files"][name])
         train, val = (_split(folder, name, meta) for name in (TRAIN, VAL))
         return TokenCorpus(train, val, vocab_size, end_token, meta["fingerprint"], folder / TOKENIZER, folder)
     except UserError:
@@ -137,12 +141,28 @@ def building(folder: Path) -> Iterator[Path]:
     temporary = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(folder)
+        for left in folder.parent.glob(f".{folder.name}-*"):  # the remains of killed builds
+            with suppress(OSError):  # another process may finish or sweep at the same time
+                newest = max(path.lstat().st_mtime for path in (left, *left.rglob("*")))
+                if time.time() - newest > ABANDONED_AFTER:
+                    shutil.rmtree(left, ignore_errors=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         new = temporary / "new"
         new.mkdir()  # mkdtemp's own permissions would lock out other users of a shared cache
         yield new
-        _publish(new, folder)
+        try:
+            open_folder(folder)
+            return  # another process has built it meanwhile
+        except FileNotFoundError:
+            pass
+        except Corrupt:
+            with suppress(FileNotFoundError):
+                folder.rename(temporary / "old")
+        try:
+            new.rename(folder)
+        except OSError:  # another process was faster after all
+            if not folder.is_dir():
+                raise
     except OSError as error:
         raise UserError(
             f"data.cache_dir={folder.parent}: cannot be written ({error.strerror or error}); "
@@ -157,37 +177,10 @@ def seal(folder: Path, vocab_size: int, end_token: int, dtype: np.dtype) -> None
     """Writes meta.json, with the sizes and checksums of the files in `folder`; ends a build."""
     meta: dict[str, Any] = {"vocab_size": vocab_size, "end_token": end_token, "dtype": dtype.str, "files": {}}
     for file in sorted(folder.iterdir()):
-        with opened(file) as fd:
-            meta["files"][file.name] = {"bytes": os.fstat(fd).st_size, "sha256": digest(fd)}
+        meta["files"][file.name] = {"bytes": file.stat().st_size, "sha256": sha256(file)}
     (folder / META).write_text(json.dumps(meta | {"fingerprint": _fingerprint(meta)}, indent=1) + "\n")
-
-
-def _publish(new: Path, folder: Path) -> None:
-    """Renames `new` to `folder`, unless a valid one is there already, which another process has built meanwhile."""
-    try:
-        open_folder(folder)
-        return
-    except FileNotFoundError:
-        pass
-    except Corrupt:
-        with suppress(FileNotFoundError):
-            folder.rename(new.with_name("old"))
-    try:
-        new.rename(folder)
-    except OSError:  # another process was faster after all
-        if not folder.is_dir():
-            raise
 
 
 def _fingerprint(meta: dict[str, Any]) -> str:
     content = {key: value for key, value in meta.items() if key != "fingerprint"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _sweep(folder: Path) -> None:
-    """Removes the remains of killed builds of this corpus."""
-    for left in folder.parent.glob(f".{folder.name}-*"):
-        with suppress(OSError):  # another process may finish or sweep at the same time
-            newest = max(path.lstat().st_mtime for path in (left, *left.rglob("*")))
-            if time.time() - newest > ABANDONED_AFTER:
-                shutil.rmtree(left, ignore_errors=True)

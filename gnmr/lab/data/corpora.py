@@ -1,17 +1,17 @@
-"""Corpora: where their documents are read from, and which documents are for validation.
+"""Corpora: where their documents and examples are read from, and which are for validation.
+
+An example is a prompt, which is read, and an answer, which is learned. A document of plain text is an answer without a
+prompt. gsm8k has the form of lm-evaluation-harness' task, so that a model is scored as it was trained; the answer is
+the whole solution. instructions are the user's rows. Rows with a blank answer are skipped and counted.
 
 A corpus on this machine is identified by what its files hold, so opening it reads them once (one to two seconds per
 GB); a data set on the hub is identified by its name. `datasets` is imported when rows must be read, not before.
 
 The split never depends on the order in which anything runs:
-- stdlib: the hash of a file's relative path decides (5 % are for validation).
-- files with "validation" (or valid, val) in their name or folder are the validation split. Beside files named train,
-  all other files (test, dev) are left out.
-- without such files every 20th document is for validation. Fewer than 20 documents give the last 5 % of their text;
-  it is cut before tokenization, so that the tokenizer never sees it either.
-
-Files with "test" in their name belong to neither split of the corpora that are scored by their test split
-(gsm8k, wikitext2).
+- stdlib: the hash of a file's relative path decides (5% are for validation).
+- local files: their names decide, see `gnmr/lab/data/files.py`; else every 20th document is for validation. Fewer than
+  20 documents give the last 5% of their text; it is cut before tokenization, so that the tokenizer never sees it. Fewer
+  than 20 rows of prompts and answers give the last one.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import gc
 import gzip
 import hashlib
+import json
 import os
 import re
 import sysconfig
@@ -28,46 +29,28 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Generic, TypeVar
 
 from gnmr.errors import UserError
 from gnmr.lab.config import DataConfig
+from gnmr.lab.data.files import HUBS, ONE_IN, TRAIN, VALIDATION, extension, identity_of, local_files
 from gnmr.lab.data.rows import LARGEST_WHOLE, Row, named, read_rows, utf8
 
-TRAIN, VALIDATION = "train", "validation"
+PROMPTED = ("gsm8k", "instructions")  # data.name of prompts and answers
 HUB_TIMEOUT = 10.0  # seconds to wait for the hub
-ONE_IN = 20  # one document in 20 is for validation
 COLUMN_WITHIN = 1000  # the text's column must appear within so many rows
 
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-_SUPPORTED = (".txt", ".txt.gz", ".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
-_METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json")  # of the library datasets
-_CHUNK = 2**20  # bytes of a file that are hashed together
-_SCORED_BY_TEST = ("gsm8k", "wikitext2")
-_IS_VALIDATION = re.compile(r"validation|(?<![a-z])val(id)?(?![a-z])", re.IGNORECASE)
-_IS_TRAIN = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.IGNORECASE)
-_IS_TEST = re.compile(r"(?<![a-z])test(?![a-z])", re.IGNORECASE)
 _IS_TITLE = re.compile(r" ?= [^=\s].* = ?")  # of an article; its sections have two and more signs
 
 
 @dataclass(frozen=True)
-class Hub:
-    """A data set on the hub."""
+class Example:
+    """A prompt and its answer, as text."""
 
-    name: str
-    config: str
-    """Also the folder of its files."""
-    files: str
-
-
-HUBS = {
-    "c4": Hub("allenai/c4", "en", "*.json.gz"),
-    "gsm8k": Hub("openai/gsm8k", "main", "*.parquet"),
-    "wikitext2": Hub("Salesforce/wikitext", "wikitext-2-raw-v1", "*.parquet"),
-}
-
-
-_T = TypeVar("_T")
+    prompt: str
+    """Read, not learned; empty for plain text."""
+    answer: str
+    """Learned; appended to the prompt without white space of ours."""
 
 
 class Skipped:
@@ -77,18 +60,8 @@ class Skipped:
         self._counts: dict[tuple[str, str], int] = {}
 
     def note(self, what: str, place: str, number: int) -> None:
-        """`number` of `what` ("row{s} without text") in a file or split, which may be read again, or in part."""
+        """Note `number` of `what` ("row{s} without text") in a file or split, which may be read again, or in part."""
         self._counts[what, place] = max(number, self._counts.get((what, place), 0))
-
-    def kept(self, items: Iterable[_T], keep: Callable[[_T], object], what: str, place: str) -> Iterator[_T]:
-        """Yield the items that `keep` is true of, and count the others."""
-        number = 0
-        for item in items:
-            if keep(item):
-                yield item
-            else:
-                number += 1
-                self.note(what, place, number)
 
     def __str__(self) -> str:
         """As the end of a line: "; 270 rows without text"."""
@@ -99,35 +72,62 @@ class Skipped:
 
 
 @dataclass(frozen=True)
-class Corpus(Generic[_T]):
-    """Documents (or examples) that can be read any number of times, a split at a time."""
+class Corpus:
+    """Examples that can be read any number of times, a split at a time."""
 
     where: str
     """The key and value that chose it, as messages name it."""
     summary: str
     """What is read, for the progress line."""
     identity: str
-    """Changes with anything that changes the documents."""
-    read: Callable[[str], Iterator[_T]]
-    """Split ("train" or "validation") -> its documents, none blank. Raises `UserError` for what cannot be read."""
+    """Changes with anything that changes the examples."""
+    read: Callable[[str], Iterator[Example]]
+    """Split ("train" or "validation") -> its examples, no answer blank. Raises UserError for what cannot be read."""
     streamed: bool = False
     """From the hub: of unknown length, so a limit is needed."""
     skipped: Skipped = field(default_factory=Skipped)
     """What `read` has left out so far."""
 
 
-def open_corpus(config: DataConfig, tell: Callable[[str], None] = lambda _: None) -> Corpus[str]:
-    """The corpus that `config` names; raises `UserError` if there is none. `tell` hears of the progress."""
+def open_corpus(config: DataConfig, tell: Callable[[str], None] = lambda _: None) -> Corpus:
+    """Return the corpus that `config` names; raises UserError if there is none. `tell` hears of the progress."""
     if config.name == "stdlib":
         return _stdlib()
-    if config.name in ("gsm8k", "instructions"):
-        raise UserError(f"data.name={config.name}: prompts and answers fine-tune a checkpoint; use text for plain text")
-    return _hub(config) if config.path is None else _local(config, tell)
+    skipped, prompted = Skipped(), config.name in PROMPTED
+    rows: Callable[[str], Iterator[Row]]
+    texts: Callable[[str], Iterator[str]]
+    if config.path is None:
+        hub = HUBS[config.name]
+        where, summary, source = f"data.name={config.name}", f"{hub.name} {hub.config}", f"{hub.name}/{hub.config}"
+        by_name, streamed = not prompted, config.name == "c4"  # the others are small
+        rows = lambda split: hub_rows(
+            config.name, TRAIN if prompted else split
+        )  # gsm8k's other split is the test split
+        texts = lambda split: _texts(config, rows(split), f"{hub.name} on the hub: {split}", skipped)
+    else:
+        local = local_files(config, tell)
+        where, summary, source, by_name, streamed = local.where, local.summary, local.identity, local.by_name, False
+        rows = lambda split: chain.from_iterable(map(read_rows, local.of(split)))
+        texts = lambda split: chain.from_iterable(_texts_of(config, file, skipped) for file in local.of(split))
 
+    def read(split: str) -> Iterator[Example]:
+        if prompted:
+            make, lacking = _gsm8k if config.name == "gsm8k" else _instruction, 0
+            examples: Iterator[Example] = (make(row, config) for row in rows(split))
+            for example in examples if by_name else _of_split(examples, split):
+                if example.answer.strip():
+                    yield example
+                else:
+                    lacking += 1
+                    skipped.note("row{s} without an answer", split, lacking)
+            return
+        found = articles(texts(split)) if config.name == "wikitext2" else texts(split)
+        parts = ((split, text) for text in found) if by_name else every_twentieth(found)
+        yield from (Example("", text) for place, text in parts if place == split)
 
-def _documents_of(config: DataConfig, texts: Iterator[str]) -> Iterator[str]:
-    """The documents among the rows or files of a corpus."""
-    return _not_blank(articles(texts)) if config.name == "wikitext2" else texts
+    columns = [config.prompt_column, config.input_column, config.response_column] if prompted else [config.text_column]
+    identity = hashlib.sha256(json.dumps([config.name, columns, source]).encode()).hexdigest()
+    return Corpus(where, summary, identity, read, streamed, skipped)
 
 
 def articles(texts: Iterable[str]) -> Iterator[str]:
@@ -140,76 +140,49 @@ def articles(texts: Iterable[str]) -> Iterator[str]:
     for line in chain.from_iterable(text.removesuffix("\n").split("\n") for text in texts):
         line = "" if line.isspace() else line
         if _IS_TITLE.fullmatch(line) and (not article or article[-1] == "\n"):
-            yield "".join(article)
+            if (text := "".join(article)).strip():
+                yield text
             article = []
         article.append(line + "\n")
-    yield "".join(article)
+    if (text := "".join(article)).strip():
+        yield text
 
 
-# ---- the standard library ----
-
-
-def _stdlib() -> Corpus[str]:
+def _stdlib() -> Corpus:
     root = Path(sysconfig.get_paths()["stdlib"])
-    names = sorted(_library_files(root))
+    names = []
+    for folder, children, files in os.walk(root):  # with pruning: site-packages may be larger than the library by far
+        children[:] = [child for child in children if child not in _NOT_LIBRARY]
+        paths = (Path(folder, file) for file in files)
+        names += [path.relative_to(root).as_posix() for path in paths if path.suffix == ".py" and path.is_file()]
     if not names:
         raise UserError(f"data.name=stdlib: {root} holds no .py files; use data.name=text data.path=FOLDER")
-    seen = hashlib.sha256()
-    for name in names:
-        seen.update(f"{name}\0".encode())
-        seen.update(hashlib.sha256((root / name).read_bytes()).digest())
+    names.sort()
+    held_out = [name for name in names if int(hashlib.sha256(name.encode()).hexdigest(), 16) % ONE_IN == 0]
+    splits = {TRAIN: [name for name in names if name not in held_out], VALIDATION: held_out}
 
-    def documents(split: str) -> Iterator[str]:
-        own = (_content(root / name) for name in names if _library_split(name) == split)
-        return _not_blank(raw.decode("utf-8-sig", errors="replace") for raw in own)
+    def read(split: str) -> Iterator[Example]:
+        for name in splits[split]:
+            text = _content(root / name).decode("utf-8-sig", errors="replace")
+            if text.strip():
+                yield Example("", text)
 
-    return Corpus("data.name=stdlib", f"{len(names)} files of {root}", seen.hexdigest(), documents)
-
-
-def _library_files(root: Path) -> Iterator[str]:
-    """Relative posix paths. A walk with pruning: site-packages may be larger than the library by far."""
-    for folder, children, files in os.walk(root):
-        children[:] = [child for child in children if child not in _NOT_LIBRARY]
-        for file in files:
-            path = Path(folder, file)
-            if path.suffix == ".py" and path.is_file():
-                yield path.relative_to(root).as_posix()
-
-
-def _library_split(name: str) -> str:
-    return VALIDATION if int(hashlib.sha256(name.encode()).hexdigest(), 16) % ONE_IN == 0 else TRAIN
-
-
-# ---- the hub ----
-
-
-def _hub(config: DataConfig) -> Corpus[str]:
-    hub, column, skipped = HUBS[config.name], config.text_column, Skipped()
-
-    def documents(split: str) -> Iterator[str]:
-        where = f"{hub.name} on the hub"
-        kept = skipped.kept(_having(hub_rows(config.name, split), column, where), _text_in(config), _NO_TEXT, split)
-        return _documents_of(config, (row.text(column) for row in kept))
-
-    return Corpus(
-        f"data.name={config.name}",
-        f"{hub.name} {hub.config}, streamed",
-        f"{hub.name}/{hub.config}/{column}",
-        documents,
-        streamed=config.name == "c4",  # the others are small
-        skipped=skipped,
-    )
+    identity = identity_of(((name, root / name) for name in names), "data.name=stdlib")
+    return Corpus("data.name=stdlib", f"{len(names)} files of {root}", identity, read)
 
 
 def hub_rows(name: str, split: str) -> Iterator[Row]:
-    """The rows of a split of the data set that data.name=`name` reads from the hub; `UserError` if that fails."""
+    """Yield the rows of a split of the data set that data.name=`name` reads from the hub."""
     hub = HUBS[name]
     try:
         # One request without retries: the library itself tries for half a minute, a line of noise each time.
+        import datasets
         from huggingface_hub import HfApi
 
+        datasets.disable_progress_bars()
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)
         HfApi().dataset_info(hub.name, timeout=HUB_TIMEOUT, expand=["sha"])
-        rows = _datasets().load_dataset(hub.name, hub.config, split=split, streaming=True)
+        rows = datasets.load_dataset(hub.name, hub.config, split=split, streaming=True)
         for number, cells in enumerate(rows, start=1):
             yield Row(f"{hub.name} on the hub: row {number}", cells)
     except Exception as error:  # network, gzip, JSON, Arrow: many libraries, no common base
@@ -222,247 +195,32 @@ def hub_rows(name: str, split: str) -> Iterator[Row]:
         gc.collect()
 
 
-def _datasets() -> Any:
-    """The library, imported late (1.5 s), without its progress bars and log lines."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    return datasets
-
-
-# ---- local files ----
+def _texts_of(config: DataConfig, file: Path, skipped: Skipped) -> Iterator[str]:
+    if extension(file) not in (".txt", ".txt.gz"):
+        yield from _texts(config, read_rows(file, least=0), str(file), skipped)
+    elif (text := utf8(_content(file), f"{file}:")).strip():
+        yield text
+    else:
+        skipped.note("file{s} without text", str(file), 1)
 
 
-@dataclass(frozen=True)
-class LocalFiles:
-    """The files below data.path."""
+def _texts(config: DataConfig, rows: Iterable[Row], where: str, skipped: Skipped) -> Iterator[str]:
+    """Yield the text of each row and count the rows without one; blank lines of articles are text.
 
-    where: str
-    files: dict[str, Path]
-    """Relative posix path -> file, sorted."""
-    splits: dict[str, list[str]]
-    """{"train": names, "validation": names}; no validation names: what the files hold is split."""
-    summary: str
-    identity: str
-    """Changes with the name or the content of a file that is read, and with its split."""
-
-
-def local_files(config: DataConfig, tell: Callable[[str], None] = lambda _: None) -> LocalFiles:
-    """The files below data.path and their splits; raises `UserError` if there are none to train on.
-
-    `tell` hears of the progress: all that the files hold is read, and hashed.
+    Raises UserError unless one of the first rows has the text's column.
     """
-    assert config.path is not None
-    where, path = f"data.path={config.path}", user_path("data.path", config.path)
-    of_clone = config.name in HUBS and (path / HUBS[config.name].config).is_dir()
-    if of_clone:
-        path = path / HUBS[config.name].config  # a clone of the hub's repository also holds other configurations
-    try:
-        files, not_read = _local_files(path, where, cache_of(config))
-    except OSError as error:
-        raise _unreadable(where, error) from error
-    usable = [name for name in files if config.name not in _SCORED_BY_TEST or not _IS_TEST.search(name)]
-    if not usable:
-        raise UserError(f"{where}: holds the test split alone, which {config.name} keeps for scores; add train*")
-    splits = _split_files(usable, where)
-    train, validation = splits[TRAIN], splits[VALIDATION]
-    left_out = sorted(name for name in files if name not in train and name not in validation)
-
-    summary = f"training files: {len(train)}, " + (
-        f"validation files: {len(validation)}" if validation else f"validation: every {ONE_IN}th document"
-    )
-    if left_out:
-        summary += f"; left out beside files named train: {named(left_out)}"
-    if of_clone:
-        summary += f"; of the folder {path.name} alone"
-    summary += _told(not_read)
-    return LocalFiles(where, files, splits, summary, _identity(files, splits, where, tell))
-
-
-def _identity(files: dict[str, Path], splits: dict[str, list[str]], where: str, tell: Callable[[str], None]) -> str:
-    """sha256 over names, splits and contents."""
-    seen, size = hashlib.sha256(), 0
-    for split, name in ((split, name) for split, names in splits.items() for name in names):
-        own = hashlib.sha256()
-        try:
-            with files[name].open("rb") as stream:
-                while chunk := stream.read(_CHUNK):
-                    own.update(chunk)
-                    size += len(chunk)
-                    tell(f"comparing {where} with the token cache: {size / 1e9:.1f} GB read")
-        except OSError as error:
-            raise _unreadable(where, error) from error
-        seen.update(os.fsencode(f"{split}\0{name}\0{own.hexdigest()}\0"))
-    return seen.hexdigest()
-
-
-def _unreadable(where: str, error: OSError) -> UserError:
-    return UserError(f"{where}: {error.filename or ''}: cannot be read ({error.strerror or error})")
-
-
-def cache_of(config: DataConfig) -> Path:
-    """The folder of the token caches."""
-    return user_path("data.cache_dir", config.cache_dir)
-
-
-def user_path(key: str, text: str) -> Path:
-    """The path that the user gave as `key`; raises `UserError` for one that no file or folder can have."""
-    try:
-        if "\0" in text:
-            raise OSError("a path has no NUL")
-        path = Path(text).expanduser()
-        path.exists()
-        return path
-    except RuntimeError as error:  # ~ without HOME, or of an unknown user
-        raise UserError(f"{key}={text}: {error} Give a whole path") from error
-    except OSError as error:
-        raise UserError(f"{key}={text}: {error.strerror or error}") from error
-
-
-def _local(config: DataConfig, tell: Callable[[str], None]) -> Corpus[str]:
-    local, column, skipped = local_files(config, tell), config.text_column, Skipped()
-
-    def texts(file: Path) -> Iterator[str]:
-        where = str(file)
-        if _extension(file) in (".txt", ".txt.gz"):
-            texts = (utf8(_content(each), f"{where}:") for each in [file])
-            return skipped.kept(texts, str.strip, "file{s} without text", where)
-        rows = skipped.kept(_having(read_rows(file, least=0), column, where), _text_in(config), _NO_TEXT, where)
-        return (row.text(column) for row in rows)
-
-    def read(names: list[str]) -> Iterator[str]:
-        return _documents_of(config, chain.from_iterable(texts(local.files[name]) for name in names))
-
-    def documents(split: str) -> Iterator[str]:
-        if local.splits[VALIDATION]:
-            return read(local.splits[split])
-        return (text for place, text in every_twentieth(read(local.splits[TRAIN])) if place == split)
-
-    identity = hashlib.sha256(os.fsencode(f"{config.text_column}{local.identity}")).hexdigest()
-    return Corpus(local.where, local.summary, identity, documents, skipped=skipped)
-
-
-def _local_files(path: Path, where: str, cache: Path) -> tuple[dict[str, Path], list[str]]:
-    """(relative posix path -> file, sorted; what else a folder holds). Hidden files are passed over unsaid."""
-    if path.is_file():
-        if _extension(path) is None:
-            raise UserError(f"{where}: cannot read this kind of file; supported are {', '.join(_SUPPORTED)}")
-        return {path.name: path}, []
-    if not path.is_dir():
-        raise UserError(f"{where}: no such file or folder")
-    found, not_read = dict[str, Path](), list[str]()
-    for folder, children, names in os.walk(path, onerror=_raise):
-        below = Path(folder)
-        children[:] = [name for name in children if not name.startswith(".")]
-        for child in list(children):
-            inside = below / child
-            kind = "a link to a folder" if inside.is_symlink() else _records(inside, cache)
-            if kind is not None:
-                children.remove(child)
-                not_read.append(f"{inside.relative_to(path).as_posix()}/ ({kind})")
-        for name in (name for name in names if not name.startswith(".")):
-            file = below / name
-            told = file.relative_to(path).as_posix()
-            if _extension(file) is None or name in _METADATA or (name == "state.json" and _METADATA[0] in names):
-                not_read.append(told)
-            elif not file.is_file():
-                not_read.append(f"{told} ({'a link to nothing' if file.is_symlink() else 'no regular file'})")
-            else:
-                found[told] = file
-    if not found:
-        arrow = any(name.endswith(".arrow") for name in not_read)
-        raise UserError(
-            f"{where}: the folder holds none of the supported files ({', '.join(_SUPPORTED)})"
-            + _told(sorted(not_read))
-            + "; datasets.load_from_disk(FOLDER) has to_parquet(FILE), for each split" * arrow
-        )
-    return {name: found[name] for name in sorted(found)}, sorted(not_read)
-
-
-def _raise(error: OSError) -> None:
-    raise error
-
-
-def _told(not_read: list[str]) -> str:
-    """What is not read, as the end of a line."""
-    return f"; not read: {named(not_read)} ({len(not_read)})" if not_read else ""
-
-
-def _records(folder: Path, cache: Path) -> str | None:
-    """What a folder is if a program keeps its own records or weights there; None if it may hold a corpus."""
-    names = set(os.listdir(folder))
-    if ".lock" in names or names >= {"config.yaml", "header.json"}:
-        return "a run"
-    if names >= {"meta.json", "train.bin"} or (cache.is_dir() and folder.samefile(cache)):
-        return "token cache"
-    if names >= {"plan.json", "diagnosis.json"}:
-        return "a diagnosis"
-    if "adapter_config.json" in names or ("config.json" in names and any(n.endswith(".safetensors") for n in names)):
-        return "a checkpoint"
-    return "W&B" if folder.name == "wandb" else None
-
-
-def _extension(file: Path) -> str | None:
-    return next((extension for extension in _SUPPORTED if file.name.lower().endswith(extension)), None)
-
-
-def _split_files(names: Iterable[str], where: str) -> dict[str, list[str]]:
-    """{"train": names, "validation": names}; no validation names: the documents are split instead of the files."""
-    names = list(names)
-    if len(names) == 1:
-        return {TRAIN: names, VALIDATION: []}  # a file alone is the corpus, whatever its name says
-    validation = [name for name in names if _IS_VALIDATION.search(name)]
-    rest = [name for name in names if name not in validation]
-    train = [name for name in rest if _IS_TRAIN.search(name)] or rest
-    if not train:
-        raise UserError(f"{where}: every file is named as validation; name the training files train*")
-    return {TRAIN: train, VALIDATION: validation}
-
-
-def every_twentieth(documents: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """(split, document): every 20th for validation; of fewer than 20 documents the last 5 % of their characters."""
-    documents = iter(documents)
-    head = list(islice(documents, ONE_IN))
-    if len(head) == ONE_IN:
-        for number, text in enumerate(chain(head, documents), start=1):
-            yield (VALIDATION if number % ONE_IN == 0 else TRAIN), text
-        return
-    left = sum(map(len, head)) * (ONE_IN - 1) // ONE_IN
-    for text in head:
-        cut = min(left, len(text))
-        left -= cut
-        if cut > 0:
-            yield TRAIN, text[:cut]
-        if cut < len(text):
-            yield VALIDATION, text[cut:]
-
-
-# ---- rows and text ----
-
-
-_NO_TEXT = "row{s} without text"
-
-
-def _text_in(config: DataConfig) -> Callable[[Row], bool]:
-    """Whether a row has a text: its column is there, not null, and not blank, unless rows are the lines of articles."""
-
-    def has(row: Row) -> bool:
-        value = row.cells.get(config.text_column)
-        blank = isinstance(value, str) and (not value or value.isspace())
-        return value is not None and not (blank and config.name != "wikitext2")
-
-    return has
-
-
-def _having(rows: Iterable[Row], column: str, where: str) -> Iterator[Row]:
-    """The rows; `UserError` unless one of the first has the column."""
-    row, seen = None, False
+    column, seen, lacking, row = config.text_column, False, 0, None
     for number, row in enumerate(rows, start=1):
         seen = seen or column in row.cells
         if not seen and number == COLUMN_WITHIN:
             break
-        yield row
+        value = row.cells.get(column)
+        blank = isinstance(value, str) and (not value or value.isspace())
+        if value is None or (blank and config.name != "wikitext2"):
+            lacking += 1
+            skipped.note("row{s} without text", where, lacking)
+        else:
+            yield row.text(column)
     if row is not None and not seen:
         raise UserError(f"{where}: no column {column!r}; data.text_column must be one of {named(row.cells)}")
 
@@ -480,5 +238,48 @@ def _content(file: Path) -> bytes:
     return raw
 
 
-def _not_blank(documents: Iterator[str]) -> Iterator[str]:
-    return (text for text in documents if text and not text.isspace())
+def every_twentieth(documents: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield (split, document): every 20th for validation; of fewer than 20 the last 5% of their characters."""
+    documents = iter(documents)
+    head = list(islice(documents, ONE_IN))
+    if len(head) == ONE_IN:
+        for number, text in enumerate(chain(head, documents), start=1):
+            yield (VALIDATION if number % ONE_IN == 0 else TRAIN), text
+        return
+    left = sum(map(len, head)) * (ONE_IN - 1) // ONE_IN
+    for text in head:
+        cut = min(left, len(text))
+        left -= cut
+        if cut > 0:
+            yield TRAIN, text[:cut]
+        if cut < len(text):
+            yield VALIDATION, text[cut:]
+
+
+# ---- prompts and answers ----
+
+
+def _of_split(examples: Iterator[Example], split: str) -> Iterator[Example]:
+    """Every 20th for validation; of fewer than 20 the last."""
+    head = list(islice(examples, ONE_IN))
+    for number, example in enumerate(chain(head, examples), start=1):
+        if (VALIDATION if number % ONE_IN == 0 or number == len(head) else TRAIN) == split:
+            yield example
+
+
+def _gsm8k(row: Row, config: DataConfig) -> Example:
+    return Example(f"Question: {row.text('question')}\nAnswer:", f" {row.text('answer')}")
+
+
+def _instruction(row: Row, config: DataConfig) -> Example:
+    prompt = row.text(config.prompt_column, "data.prompt_column")
+    if config.input_column is not None:
+        prompt += _spaced(prompt, row.text(config.input_column, "data.input_column", optional=True))
+    return Example(prompt, _spaced(prompt, row.text(config.response_column, "data.response_column")))
+
+
+def _spaced(before: str, text: str) -> str:
+    """`text` with a blank line in front, unless it is blank or there is white space between the two already."""
+    if not before or not text.strip() or before[-1].isspace() or text[0].isspace():
+        return text
+    return f"\n\n{text}"

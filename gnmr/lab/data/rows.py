@@ -59,7 +59,11 @@ class Row:
         if not isinstance(value, str):
             kind = "nothing" if value is None else type(value).__name__
             raise UserError(f"{self.where}: column {column!r} holds {kind}; it needs text")
-        return whole_characters(value)
+        try:
+            value.encode()
+            return value
+        except UnicodeEncodeError:  # JSON can escape half of a character, which becomes U+FFFD
+            return value.encode("utf-16", errors="surrogatepass").decode("utf-16", errors="replace")
 
 
 def named(columns: Iterable[str]) -> str:
@@ -80,15 +84,22 @@ def utf8(raw: bytes, where: str) -> str:
     for mark, name in _MARKS.items():
         if raw.startswith(mark):
             raise UserError(f"{where} is {name}, as its byte order mark says; convert it: {_convert(name)}")
+    wrong, before = None, len(raw) - len(body)
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
-        _refuse_wide(body, len(raw) - len(body), where)
-        wrong = f"is not UTF-8 ({error.reason} at byte {error.start + len(raw) - len(body)})"
+        wrong = error
+    if (found := _wide(body)) is not None:
+        at, encoding = found
+        raise UserError(
+            f"{where} is {encoding} without a byte order mark (from byte {at + before} on); convert it: "
+            f"{_convert(encoding)}"
+        )
+    if wrong is not None:
+        reason = f"is not UTF-8 ({wrong.reason} at byte {wrong.start + before})"
         if len(body.translate(None, _NO_TEXT)) < len(body):
-            raise UserError(f"{where} is a binary file: it {wrong} and holds control characters") from error
-        raise UserError(f"{where} {wrong}; convert it, for example from Latin-1: {_convert('LATIN1')}") from error
-    _refuse_wide(body, len(raw) - len(body), where)
+            raise UserError(f"{where} is a binary file: it {reason} and holds control characters") from wrong
+        raise UserError(f"{where} {reason}; convert it, for example from Latin-1: {_convert('LATIN1')}") from wrong
     return text
 
 
@@ -97,16 +108,6 @@ def refuse_packed(raw: bytes, where: str) -> None:
     for mark, kind in _PACKED.items():
         if raw.startswith(mark) and (mark != b"BZh" or raw[4:10] == _BZIP2):
             raise UserError(f"{where} is {kind}")
-
-
-def _refuse_wide(body: bytes, before: int, where: str) -> None:
-    """`before`: bytes of the byte order mark."""
-    if (found := _wide(body)) is not None:
-        at, encoding = found
-        raise UserError(
-            f"{where} is {encoding} without a byte order mark (from byte {at + before} on); convert it: "
-            f"{_convert(encoding)}"
-        )
 
 
 def _convert(encoding: str) -> str:
@@ -133,15 +134,6 @@ def _wide(raw: bytes) -> tuple[int, str] | None:
         if most >= 8 and most > len(block) / 4 and few < 0.75 * most:
             return at, "UTF-16LE" if odd > even else "UTF-16BE"
     return None
-
-
-def whole_characters(text: str) -> str:
-    """`text` as UTF-8 can hold it: JSON can escape half of a character, which becomes U+FFFD."""
-    try:
-        text.encode()
-        return text
-    except UnicodeEncodeError:
-        return text.encode("utf-16", errors="surrogatepass").decode("utf-16", errors="replace")
 
 
 def read_rows(file: Path, least: int = 1) -> Iterator[Row]:
@@ -174,8 +166,8 @@ def _parquet(file: Path) -> Iterator[tuple[int, Any]]:
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(file) as opened:
-        batches = opened.iter_batches(PARQUET_ROWS)
-        yield from enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), start=1)
+        batches = (batch.to_pylist() for batch in opened.iter_batches(PARQUET_ROWS))
+        yield from enumerate(chain.from_iterable(batches), start=1)
 
 
 def _json(file: Path) -> Iterator[tuple[int, Any]]:
@@ -183,32 +175,29 @@ def _json(file: Path) -> Iterator[tuple[int, Any]]:
     if name.endswith((".txt", ".txt.gz")):
         raise UserError(f"{file}: plain text has no columns; give .jsonl, .json or .parquet")
     with gzip.open(file) if name.endswith(".gz") else file.open("rb") as stream:
-        begun = False
-        for number, line in _lines(file, stream):
-            if not begun:
+        for place, (number, line) in enumerate(_lines(file, stream)):
+            where = f"{file}: row {number}"
+            if place == 0:
                 refuse_packed(line, f"{file}:")
-            if not begun and (line[:1] == b"[" or line == b"{"):  # a list, or an object that begins in a line alone
-                rest = stream.read(LARGEST_WHOLE + 1)
-                if len(rest) > LARGEST_WHOLE:
-                    raise UserError(f"{file}: JSON of more than {LARGEST_WHOLE} bytes must have a row a line")
-                yield from enumerate(_values(utf8(line + b"\n" + rest, f"{file}: row {number}")), start=1)
-                return
-            begun = True
-            text = utf8(line, f"{file}: row {number}")
+                if line[:1] == b"[" or line == b"{":  # a list, or an object that begins in a line alone
+                    rest = stream.read(LARGEST_WHOLE + 1)
+                    if len(rest) > LARGEST_WHOLE:
+                        raise UserError(f"{file}: JSON of more than {LARGEST_WHOLE} bytes must have a row a line")
+                    yield from enumerate(_values(utf8(line + b"\n" + rest, where)), start=1)
+                    return
+            text = utf8(line, where)
             try:
                 cells = json.loads(text)
             except RecursionError as error:
-                raise UserError(f"{file}: row {number} is nested too deeply") from error
+                raise UserError(f"{where} is nested too deeply") from error
             except ValueError as error:
-                raise UserError(f"{file}: row {number} is not JSON ({error})") from error
+                raise UserError(f"{where} is not JSON ({error})") from error
             yield number, cells
 
 
 def _lines(file: Path, stream: BinaryIO | gzip.GzipFile) -> Iterator[tuple[int, bytes]]:
     """(number, line without white space around it) of each that is not blank."""
-    number = 0
-    while line := stream.readline(LONGEST_LINE + 1):
-        number += 1
+    for number, line in enumerate(iter(lambda: stream.readline(LONGEST_LINE + 1), b""), start=1):
         if len(line) > LONGEST_LINE:
             raise UserError(f"{file}: row {number} has more than {LONGEST_LINE} bytes")
         if number == 1:

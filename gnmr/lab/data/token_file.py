@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +60,9 @@ class TokenFile:
     def _verify(self) -> None:
         self._seen = _stamp(self._fd)
         verify(self._fd, self.file.name, self._expected)
-        for chunk in hashed(self._fd):
-            self._ids(chunk, len(chunk))
+        for offset in range(0, self._expected["bytes"], CHUNK):
+            size = min(CHUNK, self._expected["bytes"] - offset)
+            self._ids(read_at(self._fd, size, offset), size)
 
     def _ids(self, raw: bytes, size: int) -> np.ndarray:
         if len(raw) != size or size % self.dtype.itemsize:
@@ -74,26 +73,8 @@ class TokenFile:
         return ids
 
 
-@contextmanager
-def opened(file: Path) -> Iterator[int]:
-    """A descriptor to read `file`, closed at the end; OSError for a symbolic link and for what is no regular file."""
-    fd = no_link(os.fspath(file), os.O_RDONLY)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def read_file(file: Path, most: int) -> bytes:
-    """What `file` holds, as `opened` opens it; raises `Corrupt` for more than `most` bytes."""
-    with opened(file) as fd:
-        if (size := os.fstat(fd).st_size) > most:
-            raise Corrupt(f"{file.name} has {size} bytes")
-        return read_at(fd, size, 0)
-
-
 def read_at(fd: int, size: int, offset: int) -> bytes:
-    """`size` bytes from `offset`, fewer where the file ends."""
+    """Return `size` bytes from `offset`, fewer where the file ends."""
     parts = []
     while size > 0 and (part := os.pread(fd, min(size, 2**30), offset)):
         parts.append(part)
@@ -102,30 +83,18 @@ def read_at(fd: int, size: int, offset: int) -> bytes:
 
 
 def verify(fd: int, name: str, expected: dict[str, Any]) -> None:
-    """Raises `Corrupt` unless size and checksum are as expected."""
+    """Raise Corrupt unless size and checksum are as expected."""
     size = os.fstat(fd).st_size
     if size != expected["bytes"]:
         raise Corrupt(f"{name} has {size} bytes instead of {expected['bytes']}")
-    if digest(fd) != expected["sha256"]:
+    os.lseek(fd, 0, os.SEEK_SET)
+    with open(fd, "rb", closefd=False) as stream:
+        found = hashlib.file_digest(stream, "sha256").hexdigest()
+    if found != expected["sha256"]:
         raise Corrupt(f"{name} does not match its checksum")
 
 
-def digest(fd: int) -> str:
-    """sha256 of the file."""
-    seen = hashlib.sha256()
-    for chunk in hashed(fd):
-        seen.update(chunk)
-    return seen.hexdigest()
-
-
-def hashed(fd: int) -> Iterator[bytes]:
-    """What `digest` is of, in chunks."""
-    size = os.fstat(fd).st_size
-    for offset in range(0, size, CHUNK):
-        yield read_at(fd, min(CHUNK, size - offset), offset)
-
-
 def _stamp(fd: int) -> tuple[int, int, int]:
-    """What changes with the content of a file; nobody can set the last time back."""
+    """Return what changes with the content of a file; nobody can set the last time back."""
     state = os.fstat(fd)
     return state.st_size, state.st_mtime_ns, state.st_ctime_ns

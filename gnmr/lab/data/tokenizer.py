@@ -112,7 +112,7 @@ def load(content: bytes, where: str, end: str | None = None) -> Tokenizer:
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
     ends = ACCEPTED_ENDS if end is None else (end,)
-    if not any(tokenizer.token_to_id(end) is not None for end in ends):
+    if all(tokenizer.token_to_id(end) is None for end in ends):
         one_of = "one of " if len(ends) > 1 else ""
         raise UserError(f"{where}: has no end-of-text token; {one_of}{', '.join(ends)} must be in it")
     return tokenizer

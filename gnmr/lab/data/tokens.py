@@ -12,89 +12,99 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gnmr.errors import UserError
 from gnmr.lab.config import DataConfig
-from gnmr.lab.data import cache, corpora
+from gnmr.lab.data import cache, files
 from gnmr.lab.data import tokenizer as bpe
 from gnmr.lab.data.cache import TokenCorpus
-from gnmr.lab.data.corpora import TRAIN, VALIDATION, Corpus
-from gnmr.lab.data.examples import Example, plain
+from gnmr.lab.data.corpora import PROMPTED, Corpus, open_corpus
+from gnmr.lab.data.files import TRAIN, VALIDATION
 from gnmr.lab.data.progress import Progress
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-CACHE_VERSION = 2  # increment it when documents, splits or tokenization change
+CACHE_VERSION = 3  # increment it when documents, examples, splits or tokenization change
 LIMITED_VAL_TOKENS = 2_000_000  # where the training tokens are limited, validation ends here
 PIECE = 1_000_000  # most characters encoded as one string; longer documents are encoded in pieces
 BATCH = 2_000_000  # characters encoded in one call, about a second on one core
 
 
 def prepare(config: DataConfig, needed_tokens: int, say: Callable[[str], None]) -> TokenCorpus:
-    """The tokens of the corpus, from the cache or built now.
+    """Return the tokens of the corpus, from the cache or built now.
 
-    `needed_tokens`: training tokens that the run reads; it limits a corpus from the hub unless `max_tokens` does.
-    `say` receives progress lines, some of them from another thread. Raises `UserError` in one line.
+    Args:
+        needed_tokens: training tokens that the run reads; limits a corpus from the hub unless `max_tokens` does.
+        say: receives progress lines, some of them from another thread.
+
+    Raises UserError, in one line, if the corpus or the tokenizer cannot be used.
     """
     if config.name == "stdlib" and config.path is not None:
         say(f"data.path={config.path} has no effect: data.name=stdlib reads this Python's library, text a path")
-    with Progress(say) as progress:
-        corpus = corpora.open_corpus(config, progress)
-    content, where = None, corpus.where
-    if config.tokenizer is not None:
-        where = f"data.tokenizer={config.tokenizer}"
-        try:
-            content = bpe.regular_content(corpora.user_path("data.tokenizer", config.tokenizer))
-        except OSError as error:
-            raise UserError(f"{where}: cannot be read ({error.strerror}); give a tokenizer.json or null") from error
-    limit = limit_of(config, corpus, needed_tokens + needed_tokens // 100 + 1)  # + 1: the last block's last target
-    vocabulary = [config.vocab_size, config.tokenizer_bytes] if content is None else hashlib.sha256(content).hexdigest()
-    folder = cache_folder(config, config.name, [CACHE_VERSION, config.name, corpus.identity, vocabulary, limit])
+    if config.name in PROMPTED:
+        raise UserError(f"data.name={config.name}: prompts and answers fine-tune a checkpoint; use text for plain text")
+    needed = needed_tokens + needed_tokens // 100 + 1  # + 1: the last sequence's last target
+    return _prepared(config, needed, say, packed=False, checkpoint=None)
 
-    def build(new: Path, progress: Progress) -> None:
+
+def prepare_packed(
+    config: DataConfig, needed_tokens: int, say: Callable[[str], None], checkpoint: Path | None = None
+) -> TokenCorpus:
+    """Return the tokenized examples (`Documents`), from the cache or built now; as `prepare`.
+
+    `checkpoint` is a folder with a tokenizer.json; `data.tokenizer`, such a file or folder, comes first. The document
+    that reaches the limit is kept whole.
+    """
+    if config.tokenizer is None and checkpoint is None:
+        raise UserError(f"data.tokenizer=null: {config.name} needs a tokenizer.json or a checkpoint's folder here")
+    needed = needed_tokens + needed_tokens // 100
+    return _prepared(config, needed, say, packed=True, checkpoint=checkpoint)
+
+
+def _prepared(
+    config: DataConfig, needed: int, say: Callable[[str], None], packed: bool, checkpoint: Path | None
+) -> TokenCorpus:
+    with Progress(say) as progress:
+        corpus = open_corpus(config, progress)
+    path, where = checkpoint, str(checkpoint)
+    if config.tokenizer is not None:
+        path, where = files.user_path("data.tokenizer", config.tokenizer), f"data.tokenizer={config.tokenizer}"
+    content, end = (None, None) if path is None else bpe.read(path, where)
+    vocabulary = [config.vocab_size, config.tokenizer_bytes] if content is None else hashlib.sha256(content).hexdigest()
+    limit = needed if config.max_tokens is None and corpus.streamed else config.max_tokens
+    key = [CACHE_VERSION, config.name, packed, corpus.identity, vocabulary, end, limit, packed and config.answers_only]
+    kind = "examples" if packed else "documents"
+
+    def build(folder: Path, progress: Progress) -> None:
         progress.begin(f"preparing {corpus.where}: {corpus.summary}")
         if content is None:
-            progress.begin(f"training the tokenizer: vocabulary of {config.vocab_size} at the most")
+            progress.begin(f"training the tokenizer: vocabulary of {config.vocab_size} at most")
             tokenizer = bpe.train(_training_text(corpus, config.tokenizer_bytes, progress), config.vocab_size)
         else:
-            tokenizer = bpe.load(content, where)
-        (new / cache.TOKENIZER).write_bytes(content or tokenizer.to_str(pretty=True).encode())
-        found = Encoder(tokenizer, where, bpe.end_token(tokenizer), limit).write(new, plain(corpus), progress)
-        train, val = (f"{found[split][1]:,}" for split in (TRAIN, VALIDATION))
-        size = bpe.vocab_size(tokenizer)
-        unchanged(corpus, corpora.open_corpus(config, progress))
-        progress.begin(f"{train} training tokens, {val} validation tokens, vocabulary {size:,}{corpus.skipped}")
+            tokenizer = bpe.load(content, where, end)
+        (folder / cache.TOKENIZER).write_bytes(content or tokenizer.to_str(pretty=True).encode())
+        end_token = bpe.end_token(tokenizer, end)
+        found = Encoder(tokenizer, where, end_token, limit, packed, config.answers_only).write(folder, corpus, progress)
+        if open_corpus(config, progress).identity != corpus.identity:  # its tokens would get the name of others
+            raise UserError(f"{corpus.where}: changed while it was read; run the command again")
+        told = ", ".join(f"{number:,} {split} {kind} with {size:,} tokens" for split, (number, size) in found.items())
+        progress.begin(f"{told}, vocabulary {bpe.vocab_size(tokenizer):,}{corpus.skipped}")
 
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+    folder = files.cache_of(config) / f"{config.name}{'-examples' * packed}-{digest}"
     return cache.open_or_build(folder, build, say)
 
 
-def unchanged(before: Corpus[Any], now: Corpus[Any]) -> None:
-    """Raise `UserError` if a corpus is not what it was before it was read: its tokens would get the name of others."""
-    if now.identity != before.identity:
-        raise UserError(f"{before.where}: changed while it was read; run the command again")
-
-
-def limit_of(config: DataConfig, corpus: Corpus[Any], needed: int) -> int | None:
-    """The most training tokens: `data.max_tokens`, else what is needed of a corpus of unknown length."""
-    return needed if config.max_tokens is None and corpus.streamed else config.max_tokens
-
-
-def cache_folder(config: DataConfig, name: str, key: list[Any]) -> Path:
-    """The folder of the cache for what `key` determines."""
-    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-    return corpora.cache_of(config) / f"{name}-{digest}"
-
-
-def _training_text(corpus: Corpus[str], most: int, progress: Progress) -> Iterator[str]:
-    """Training documents, up to `most` bytes of UTF-8 in all."""
+def _training_text(corpus: Corpus, most: int, progress: Progress) -> Iterator[str]:
+    """Yield the text of training documents, up to `most` bytes of UTF-8 in all."""
     left = most
-    for text in corpus.read(TRAIN):
-        raw = text.encode("utf-8", errors="replace")
-        yield text if len(raw) <= left else raw[:left].decode("utf-8", errors="ignore")
+    for example in corpus.read(TRAIN):
+        raw = example.answer.encode("utf-8", errors="replace")
+        yield example.answer if len(raw) <= left else raw[:left].decode("utf-8", errors="ignore")
         left -= len(raw)
         if left <= 0:
             return
@@ -112,20 +122,20 @@ class Encoder:
     """Stands after each document."""
     limit: int | None
     """Most training tokens; validation ends at `LIMITED_VAL_TOKENS` then."""
-    borders: bool = False
-    """Of examples: documents begin with the token that the tokenizer puts there, the one that reaches the limit is
-    kept whole, and the files of `cache.DOCUMENTS` are written."""
+    packed: bool = False
+    """Documents begin with the token that the tokenizer puts there, the one that reaches the limit is kept whole, and
+    the files of `cache.DOCUMENTS` are written."""
     answers_only: bool = False
-    """With `borders`: the tokens of a prompt are no targets."""
+    """With `packed`: the tokens of a prompt are no targets."""
 
-    def write(self, folder: Path, corpus: Corpus[Example], progress: Progress) -> dict[str, tuple[int, int]]:
-        """The files of both splits and meta.json; by split ("train", "validation") documents and tokens."""
+    def write(self, folder: Path, corpus: Corpus, progress: Progress) -> dict[str, tuple[int, int]]:
+        """Write the files of both splits and meta.json; return documents and tokens by split."""
         # Else each process forked later (data loaders, W&B) would print a warning about Rust threads.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-        begin = bpe.begin_token(self.tokenizer) if self.borders else None
+        begin = bpe.begin_token(self.tokenizer) if self.packed else None
         vocab_size = max(bpe.vocab_size(self.tokenizer), -1 if begin is None else begin + 1)  # it may be outside of it
         dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
-        kind, found = "examples" if self.borders else "documents", {}
+        kind, found = "examples" if self.packed else "documents", {}
         validation = None if self.limit is None else LIMITED_VAL_TOKENS
         for split, file, most in ((TRAIN, cache.TRAIN, self.limit), (VALIDATION, cache.VAL, validation)):
             progress.begin(f"tokenizing {split} {kind}")
@@ -136,25 +146,25 @@ class Encoder:
                         ids = ids if begin is None else [begin, *ids]
                         before = prompt and prompt + (begin is not None)
                     ids = [*ids, self.end] if is_last else ids
-                    ids = ids if most is None or self.borders else ids[: most - written]
+                    ids = ids if most is None or self.packed else ids[: most - written]
                     ids_file.write(np.asarray(ids, dtype=dtype).tobytes())
                     written, documents, inside = written + len(ids), documents + is_last, not is_last
-                    if is_last and self.borders:
+                    if is_last and self.packed:
                         borders.extend([written, before if self.answers_only else 0])
                     progress(f"tokenizing {split} {kind}: {documents:,} with {written:,} tokens")
-                    if most is not None and written >= most and (is_last or not self.borders):
+                    if most is not None and written >= most and (is_last or not self.packed):
                         break
             if written == 0:
-                what = "examples" if self.borders else "text"
+                what = "examples" if self.packed else "text"
                 raise UserError(f"{corpus.where}: holds no {split} {what}{corpus.skipped}")
-            if self.borders:
+            if self.packed:
                 (folder / cache.DOCUMENTS[file]).write_bytes(np.array(borders, dtype="<i8").tobytes())
             found[split] = documents, written
         cache.seal(folder, vocab_size, self.end, dtype)
         return found
 
-    def _encoded(self, corpus: Corpus[Example], split: str) -> Iterator[tuple[list[int], int, bool]]:
-        """(token ids, tokens of the prompt, ends its example), encoded some examples at a time.
+    def _encoded(self, corpus: Corpus, split: str) -> Iterator[tuple[list[int], int, bool]]:
+        """Yield (token ids, tokens of the prompt, whether they end their example); encodes some examples at a time.
 
         A long text without a prompt comes in pieces.
         """
@@ -162,7 +172,7 @@ class Encoder:
         batch: list[tuple[str, int, bool]] = []
         size = written = 0
         for example in corpus.read(split):
-            whole = [(example.prompt + example.answer, True)] if example.prompt else pieces(iter([example.answer]))
+            whole = [(example.prompt + example.answer, True)] if example.prompt else pieces(example.answer)
             for text, is_last in whole:
                 if found := len(controls.written.findall(text)):
                     written += found
@@ -187,12 +197,11 @@ class Encoder:
             yield encoding.ids, prompt, is_last
 
 
-def pieces(documents: Iterator[str]) -> Iterator[tuple[str, bool]]:
-    """(text, whether it ends its document); long documents are cut into pieces."""
-    for text in documents:
-        start = 0
-        while len(text) - start > PIECE:
-            stop = text.rfind("\n", start, start + PIECE) + 1 or start + PIECE
-            yield text[start:stop], False
-            start = stop
-        yield text[start:], True
+def pieces(text: str) -> Iterator[tuple[str, bool]]:
+    """Yield the pieces of a document, and whether each is the last."""
+    start = 0
+    while len(text) - start > PIECE:
+        stop = text.rfind("\n", start, start + PIECE) + 1 or start + PIECE
+        yield text[start:stop], False
+        start = stop
+    yield text[start:], True

@@ -12,10 +12,10 @@ import torch
 
 from gnmr.errors import UserError
 from gnmr.lab.data.batch import Batch
-from gnmr.lab.data.blocks import validation_blocks
 from gnmr.lab.data.cache import Documents
 from gnmr.lab.data.packing import packed_validation
 from gnmr.lab.data.rows import utf8
+from gnmr.lab.data.sequences import validation_sequences
 from gnmr.lab.evaluation.subjects import Subject, run_corpus
 
 MOST_TEXT = 1 << 26
@@ -89,8 +89,8 @@ def _blocks(subject: Subject, data: Path | None, length: int, number: int) -> tu
     if isinstance(tokens, Documents):
         return packed_validation(tokens, length, number), where
     if len(tokens) <= length:
-        return Batch.of_block(torch.empty((0, length + 1), dtype=torch.int64)), where
-    return Batch.of_block(validation_blocks(tokens, length, number)), where
+        return Batch.of_sequences(torch.empty((0, length + 1), dtype=torch.int64)), where
+    return Batch.of_sequences(validation_sequences(tokens, length, number)), where
 
 
 def _encoded(subject: Subject, data: Path) -> np.ndarray:

@@ -33,9 +33,6 @@ class RMSNorm(nn.Module):
         # The gain stands outside: rounded like Hugging Face's, and a third faster in backward on a CPU.
         return F.rms_norm(x_BTD, self.weight.shape, None, self.eps) * self.weight
 
-    def extra_repr(self) -> str:
-        return f"{self.weight.numel()}, eps={self.eps}"
-
 
 class Rotary(nn.Module):
     """Rotary position embedding in Hugging Face's convention: channel i of a head turns with channel i + K/2.
@@ -64,9 +61,6 @@ class Rotary(nn.Module):
         angle = torch.outer(position, 1.0 / self.theta**exponent).unsqueeze(1)
         cos, sin = angle.cos(), angle.sin()
         return torch.cat((cos, cos), -1).to(device, dtype), torch.cat((-sin, sin), -1).to(device, dtype)
-
-    def extra_repr(self) -> str:
-        return f"{self.head_width}, max_seq_len={self.max_seq_len}, theta={self.theta}"
 
 
 def rotate(x_BTHK: Tensor, cos_T1K: Tensor, sin_T1K: Tensor) -> Tensor:

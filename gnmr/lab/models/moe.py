@@ -23,9 +23,8 @@ which is 1 for an even load and E where one expert gets everything. The gradient
 `balance_coef` times the sum over the layers (`auxiliary_loss`); reported losses leave it out.
 
 **Fixed routing** (`routing_seed`): a hash of the token's id, the layer and the seed chooses the experts (hash layers,
-Roller et al., arXiv 2106.04426), so arms with different weights send every token to the same experts. **Choice 50**:
-the weights w_e are still the gate's, over the experts chosen; the balancing loss, which could change nothing, is not
-added.
+Roller et al., arXiv 2106.04426), so arms with different weights send every token to the same experts. The weights
+w_e are still the gate's, over the experts chosen; the balancing loss, which could change nothing, is not added.
 
 **The host.** The slices' lengths are needed on the host: free on a CPU, on a GPU one wait a layer besides the one of
 the step. Stacked weights and a grouped GEMM (`torch.nn.functional.grouped_mm`) would save it, but then experts could

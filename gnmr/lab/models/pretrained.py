@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +36,15 @@ from gnmr.lab.config.model import AdapterConfig
 from gnmr.lab.models.llama import Llama
 from gnmr.names import select
 from gnmr.precision import half
-from gnmr.records.untrusted import MAX_OBJECT, bounded
+from gnmr.records.untrusted import MAX_OBJECT, bounded, first_line
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 MOST_LAYERS = 1000  # that a config.json may ask for; the deepest known models have some 130
 _CHUNK = 2**20  # bytes of a file that are hashed together
+_DTYPES = ("F64", "F32", "F16", "BF16")
+"""What safetensors calls the dtypes that weights without a quantization_config may have."""
+_BUFFERS = (".inv_freq", ".masked_bias", ".attn.bias", ".attention.bias", ".position_ids", ".cos_cached", ".sin_cached")
+"""Ends of the names of buffers that a model makes itself and that older versions wrote into checkpoints."""
 
 
 def need(package: str, what: str) -> None:
@@ -68,7 +72,7 @@ def open_config(checkpoint: str, where: str | None = None) -> Any:
     with quiet(), _one_line(where, folder.is_dir()):
         from transformers import AutoConfig
 
-        found = AutoConfig.from_pretrained(_place(checkpoint), trust_remote_code=False)
+        found = AutoConfig.from_pretrained(folder if folder.is_dir() else checkpoint, trust_remote_code=False)
     if isinstance(layers := getattr(found, "num_hidden_layers", 0), int) and layers > MOST_LAYERS:
         raise UserError(f"{where}: config.json says {layers:,} layers, {MOST_LAYERS:,} are the most")
     return found
@@ -120,7 +124,7 @@ def read_object(file: Path) -> dict[str, Any]:
 def local(checkpoint: str, where: str | None = None) -> Path:
     """The folder of a checkpoint; one on the hub is fetched (config, safetensors, tokenizer) into the hub's own cache.
 
-    UserError where it cannot be reached. `where`: see `open_config`.
+    Raises UserError if it cannot be reached. `where`: see `open_config`.
     """
     where = where or f"model.checkpoint={checkpoint}"
     open_config(checkpoint, where)
@@ -153,11 +157,10 @@ def load(checkpoint: str, dtype: torch.dtype | str, device: torch.device, where:
         whole = folder / "model.safetensors"  # is read in the place of all others
         _check_dtypes([whole] if whole in files else files, where)
     half.provide()
-    found: Any
     with quiet(), _one_line(where):
         from transformers import AutoModelForCausalLM
 
-        found = AutoModelForCausalLM.from_pretrained(
+        found: Any = AutoModelForCausalLM.from_pretrained(
             str(folder),
             trust_remote_code=False,
             dtype=dtype,
@@ -170,8 +173,7 @@ def load(checkpoint: str, dtype: torch.dtype | str, device: torch.device, where:
     model, report = found
     _check_weights(report, where)
     model.config.use_cache = False
-    loaded: nn.Module = model.train()
-    return loaded
+    return cast(nn.Module, model.train())
 
 
 def _check_dtypes(files: list[Path], where: str) -> None:
@@ -187,10 +189,6 @@ def _check_dtypes(files: list[Path], where: str) -> None:
                         f"{where}: {name} is {dtype} in {file.name}, and config.json has no quantization_config that "
                         f"says what its values stand for; give weights in {', '.join(_DTYPES)}"
                     )
-
-
-_DTYPES = ("F64", "F32", "F16", "BF16")
-"""Names of safetensors' for the dtypes that weights without a quantization_config may have."""
 
 
 def _check_weights(report: Mapping[str, Any], where: str) -> None:
@@ -216,10 +214,6 @@ def _check_weights(report: Mapping[str, Any], where: str) -> None:
         )
 
 
-_BUFFERS = (".inv_freq", ".masked_bias", ".attn.bias", ".attention.bias", ".position_ids", ".cos_cached", ".sin_cached")
-"""Ends of the names of buffers that a model makes itself and that older versions wrote into checkpoints."""
-
-
 def _these(names: list[str]) -> str:
     """How many weights a message is about, and the first three."""
     first = f"{', '.join(names[:3])}{', ...' * (len(names) > 3)}"
@@ -230,27 +224,20 @@ def empty(checkpoint: str, dtype: torch.dtype, where: str | None = None) -> nn.M
     """The same model on the meta device: shapes without weights."""
     where = where or f"model.checkpoint={checkpoint}"
     config = open_config(checkpoint, where)
-    model: Any
     with quiet(), _one_line(where), torch.device("meta"):
         from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_config(
+        model: Any = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
         )
-    check_family(model, where)
-    model.config.use_cache = False
-    shapes: nn.Module = model.train()
-    return shapes
-
-
-def check_family(model: nn.Module, where: str) -> None:
-    """UserError unless every block has the seven projections as linears of their own."""
     layers = getattr(getattr(model, "model", None), "layers", None)
     names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if not isinstance(layers, nn.ModuleList) or (lacking := [name for name in PROJECTIONS if name not in names]):
-        kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
         lacks = "no model.layers" if not isinstance(layers, nn.ModuleList) else f"no linears {', '.join(lacking)}"
+        kind = model.config.model_type
         raise UserError(f"{where}: a {kind} model, which is not LLaMA-like (it has {lacks}); use one of that family")
+    model.config.use_cache = False
+    return cast(nn.Module, model.train())
 
 
 def add_adapter(model: nn.Module, adapter: AdapterConfig, seed: int) -> None:
@@ -382,7 +369,7 @@ def open_tokenizer(checkpoint: str) -> Any:
     with quiet(), _one_line(checkpoint, folder.is_dir()):
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(_place(checkpoint), trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(folder if folder.is_dir() else checkpoint, trust_remote_code=False)
 
 
 def tokenizer_of(tokenizer: Path | str) -> Any:
@@ -396,16 +383,6 @@ def tokenizer_of(tokenizer: Path | str) -> Any:
     own = bpe.load(tokenizer.read_bytes(), str(tokenizer))
     end = own.id_to_token(bpe.end_token(own))
     return PreTrainedTokenizerFast(tokenizer_object=own, eos_token=end, pad_token=end)
-
-
-def _place(checkpoint: str) -> str:
-    folder = Path(checkpoint).expanduser()
-    return str(folder) if folder.is_dir() else checkpoint
-
-
-def first_line(error: BaseException) -> str:
-    """First line of its message that is not blank, else its type."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 @contextmanager

@@ -24,11 +24,11 @@ from gnmr.errors import UserError, told_as
 from gnmr.lab import models
 from gnmr.lab.config import Config
 from gnmr.lab.data.batch import Batch
-from gnmr.lab.data.blocks import Branch, TrainBlocks, validation_blocks
 from gnmr.lab.data.cache import Documents, TokenCorpus
-from gnmr.lab.data.packing import PackedBlocks, packed_validation, prepare_packed
+from gnmr.lab.data.packing import PackedSequences, packed_validation
+from gnmr.lab.data.sequences import Branch, TrainSequences, validation_sequences
 from gnmr.lab.data.token_file import TokenFile
-from gnmr.lab.data.tokens import prepare
+from gnmr.lab.data.tokens import prepare, prepare_packed
 from gnmr.lab.faults.faults import Fault
 from gnmr.lab.faults.schedule import FaultSchedule
 from gnmr.lab.models import pretrained
@@ -82,7 +82,7 @@ class Parts:
     """Sends the gradients, if they are compressed."""
 
     def learning_rate(self, step: int) -> float:
-        """Rate of step `step` (from 1) before a transform's factor; of a fork as its base would have gone on."""
+        """Rate of step `step` (from 1); of a fork as its base would have gone on."""
         config = self.config
         if self.base is not None:
             return learning_rate(self.base.step + step, self.base.schedule_steps, config.optim)
@@ -292,15 +292,15 @@ def training_blocks(config: Config, corpus: TokenCorpus, branch: Branch | None =
     """Return the blocks in the order of `training.seed`, or of a fork in its `branch`."""
     training = config.training
     if isinstance(corpus.train, Documents):
-        return PackedBlocks(corpus.train, training.seq_len, training.seed)
-    return TrainBlocks(corpus.train, training.seq_len, training.seed, branch)
+        return PackedSequences(corpus.train, training.seq_len, training.seed)
+    return TrainSequences(corpus.train, training.seq_len, training.seed, branch)
 
 
 def validation(config: Config, corpus: TokenCorpus, n: int) -> Tensor | Batch:
     """The first `n` validation blocks, the same in every arm and seed."""
     if isinstance(corpus.val, Documents):
         return packed_validation(corpus.val, config.training.seq_len, n)
-    return validation_blocks(corpus.val, config.training.seq_len, n)
+    return validation_sequences(corpus.val, config.training.seq_len, n)
 
 
 def build_optim(model: nn.Module, config: Config) -> tuple[torch.optim.Optimizer, Transform | None]:

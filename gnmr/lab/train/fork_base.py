@@ -20,7 +20,7 @@ from gnmr.errors import UserError
 from gnmr.lab.config import Config, DataConfig, flatten, to_dict
 from gnmr.lab.config.base_run import place_of_base, read_base
 from gnmr.lab.config.fork import SHIPPED, agreed
-from gnmr.lab.data.blocks import Branch
+from gnmr.lab.data.sequences import Branch
 from gnmr.lab.train.checkpoint import Found, find, load_training
 from gnmr.records.reader import read_json
 from gnmr.records.untrusted import check_folder, reading, text

@@ -25,7 +25,7 @@ def loss_of(model: nn.Module, batch: Tensor | Batch, call: Callable[..., Any] | 
     place (`Wrapped.call`).
     """
     call = model if call is None else call
-    block = batch if isinstance(batch, Batch) else Batch.of_block(batch)
+    block = batch if isinstance(batch, Batch) else Batch.of_sequences(batch)
     if isinstance(model, Decoder):
         assert block.positions is None, "models of ours read one document a block"
         logits = call(block.tokens)

@@ -31,7 +31,7 @@ class StepResult:
     """Read from the graph, largest micro-batch; None under activation checkpointing."""
     saved_bytes_predicted: int | None
     lr: float
-    """The rate that the optimizer took, the transform's factor included."""
+    """The rate that the optimizer took."""
     decision: Decision
     statistics: dict[str, float]
     """What the model tells of its forward passes (`Decoder.statistics`), mean of the micro-batches."""
@@ -74,7 +74,6 @@ class Taken:
     """The packet on the host."""
     skip: Tensor | None = None
     """Without the spike, which only puts the optimizer off."""
-    factor: float = 1.0
     gradients: list[Tensor | None] = field(default_factory=list)
     """As the optimizer reads them, of a step that it may have been put off in; else none."""
 

@@ -45,7 +45,7 @@ def look_again(
     router, number = step.router, step.router.t
     loss, norm = float(taken.host["loss"]), float(taken.host["grad_norm"])
     again = Again(router.converted, start, lambda: step.mean_loss(micro_batches), lambda: step.seen(micro_batches))
-    with replaying(router.converted, step.model, router.unmeasured(), start.device):
+    with router.unmeasured(), replaying(router.converted, step.model, start.device):
         if not math.isfinite(loss):
             verdict = find_nonfinite(again, number)
         else:

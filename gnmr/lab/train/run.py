@@ -23,7 +23,7 @@ from gnmr.distributed.reduce import lost
 from gnmr.distributed.world import ALONE, World
 from gnmr.errors import RunFailed, UserError
 from gnmr.lab.config import Config, config_hash
-from gnmr.lab.data.packing import PackedBlocks
+from gnmr.lab.data.packing import PackedSequences
 from gnmr.lab.models import pretrained
 from gnmr.lab.records.recorder import Recorder, Silent
 from gnmr.lab.stopping import ending, ends, expected, handled, signals_collected
@@ -156,7 +156,7 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
             _check_begun(parts)
         blocks = training_blocks(config, parts.corpus, parts.branch)
     held_out = validation(config, parts.corpus, training.eval_sequences)
-    told = [blocks.packing.summary] if isinstance(blocks, PackedBlocks) else []
+    told = [blocks.packing.summary] if isinstance(blocks, PackedSequences) else []
     checkpointer = _checkpointer(parts)
     counters, counted, levels = Counters(), None, Levels()
     newest = checkpointer.newest()

@@ -142,7 +142,7 @@ class TrainStep:
             nonfinite_unit=self._nonfinite(loss, host["norms"], micro_batches) if host["nonfinite"] else None,
             saved_bytes=taken.saved,
             saved_bytes_predicted=taken.predicted,
-            lr=lr * taken.factor,
+            lr=lr,
             decision=decision,
             statistics={name: float(host[f"statistic/{name}"]) for name in taken.statistics},
             monitored={
@@ -190,14 +190,13 @@ class TrainStep:
             context = StepContext(self.router.t, loss, grad_norm, nonfinite, self.optimizer)
             asked = self.transform(self.parameters, context)
             skip = nonfinite if asked is None else nonfinite | asked
-            taken.factor = self.transform.lr_factor(self.router.t)
         if self.clip_norm is not None:
             if self.transform is not None:  # over all shards, which is one collective more
                 norms_of = tensor_norms if any(map(is_sharded, self.parameters)) else gradient_norms
                 now = norms_of(self.parameters).square().sum().sqrt()
             clip_gradients(self.parameters, now, self.clip_norm)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr * taken.factor
+            group["lr"] = lr
         off = skip
         if levels[0].limit < math.inf:
             taken.gradients = [p.grad for p in self.parameters]

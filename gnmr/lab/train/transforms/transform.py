@@ -1,7 +1,7 @@
 """The interface of a gradient transform, and what the transforms share.
 
-A transform runs between backward and the optimizer: it may change the gradients, skip the update, and scale the
-learning rate. It switches no path; the controller reads the gradients before it.
+A transform runs between backward and the optimizer: it may change the gradients and skip the update. It switches no
+path; the controller reads the gradients before it.
 
 Of a model whose parameters are sharded (FSDP2) each rank changes its own parts, by numbers of the whole: `tensor_norms`
 sums over ranks, and whoever goes through elements takes `local` ones.
@@ -64,10 +64,6 @@ class Transform(ABC):
         `parameters` are those that the transform was built for; parameters without a gradient are skipped.
         Does not wait for the device.
         """
-
-    def lr_factor(self, step: int) -> float:
-        """Factor on the learning rate of step `step` (from 1), on the host."""
-        return 1.0
 
     def state_dict(self) -> dict[str, Tensor]:
         """A copy of the state."""

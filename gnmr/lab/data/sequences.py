@@ -1,6 +1,6 @@
-"""Token files as blocks of seq_len + 1 tokens, in a random order whose place a checkpoint restores.
+"""Token files as sequences of seq_len + 1 tokens, in a random order whose place a checkpoint restores.
 
-Block i holds tokens[i * seq_len : (i + 1) * seq_len + 1]; its last token is the next block's first, so that every
+Sequence i holds tokens[i * seq_len : (i + 1) * seq_len + 1]; its last token is the next sequence's first, so that every
 token but the first is a target exactly once an epoch.
 """
 
@@ -33,22 +33,22 @@ class Branch:
     """0: the base's own. Any other draws the rest of this epoch, and the epochs behind it, anew."""
 
 
-class BlockOrder:
-    """The numbers of `num_blocks` blocks in random order, each once an epoch.
+class SequenceOrder:
+    """The numbers of `num_sequences` sequences in random order, each once an epoch.
 
-    The order of an epoch depends on the seed, the epoch and `num_blocks` alone. A `branch` begins at its place, in the
-    order of its seed.
+    The order of an epoch depends on the seed, the epoch and `num_sequences` alone. A `branch` begins at its place, in
+    the order of its seed.
     """
 
-    def __init__(self, num_blocks: int, seed: int, branch: Branch | None = None) -> None:
-        self.num_blocks = num_blocks
+    def __init__(self, num_sequences: int, seed: int, branch: Branch | None = None) -> None:
+        self.num_sequences = num_sequences
         self._branch = branch or Branch(seed, 0, 0, 0)
         self._order: np.ndarray | None = None
         self._epoch = self._position = 0
         self._place(self._branch.epoch, self._branch.position)
 
     def take(self, n: int, seq_len: int) -> list[int]:
-        """Return the numbers of the next n blocks of `seq_len` tokens; crosses epoch borders.
+        """Return the numbers of the next n sequences of `seq_len` tokens; crosses epoch borders.
 
         Raises UserError if `check` does, before an order is drawn.
         """
@@ -56,29 +56,29 @@ class BlockOrder:
         chosen: list[int] = []
         while len(chosen) < n:
             order = self._current()
-            stop = min(self._position + n - len(chosen), self.num_blocks)
+            stop = min(self._position + n - len(chosen), self.num_sequences)
             chosen += order[self._position : stop].tolist()
             self._position = stop
-            if stop == self.num_blocks:
+            if stop == self.num_sequences:
                 self._epoch, self._position, self._order = self._epoch + 1, 0, None
         return chosen
 
     def check(self, n: int, seq_len: int) -> None:
-        """Raise UserError if `take` cannot hold n blocks in memory or reads the corpus too often for them."""
+        """Raise UserError if `take` cannot hold n sequences in memory or reads the corpus too often for them."""
         size, room = n * seq_len * 8, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if size > room:
             raise UserError(
                 f"training.batch_size={n}: its tokens take {size / 2**30:.0f} GiB, this machine has {room / 2**30:.0f}"
             )
-        if n > MOST_EPOCHS * self.num_blocks:
+        if n > MOST_EPOCHS * self.num_sequences:
             raise UserError(
-                f"training.batch_size={n}: a batch reads the corpus {n // self.num_blocks} times, its "
-                f"{self.num_blocks} blocks of {seq_len} tokens; {MOST_EPOCHS} times at most: use more text or a "
+                f"training.batch_size={n}: a batch reads the corpus {n // self.num_sequences} times, its "
+                f"{self.num_sequences} sequences of {seq_len} tokens; {MOST_EPOCHS} times at most: use more text or a "
                 "smaller batch"
             )
 
     def state_dict(self) -> dict[str, int | str]:
-        """Return the epoch of the next block, its position in this epoch's order, and a digest of this order."""
+        """Return the epoch of the next sequence, its position in this epoch's order, and a digest of this order."""
         return {"epoch": self._epoch, "position": self._position, "order": self._digest()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -94,18 +94,18 @@ class BlockOrder:
             )
 
     def _place(self, epoch: int, position: int) -> None:
-        if epoch < 0 or not 0 <= position < self.num_blocks:
+        if epoch < 0 or not 0 <= position < self.num_sequences:
             raise UserError(
-                f"checkpoint at block {position} of epoch {epoch}, but an epoch has {self.num_blocks} blocks: "
+                f"checkpoint at sequence {position} of epoch {epoch}, but an epoch has {self.num_sequences} sequences: "
                 "the run folder belongs to other data"
             )
         self._epoch, self._position, self._order = epoch, position, None
 
     def _current(self) -> np.ndarray:
-        """The permutation of this epoch, (num_blocks,) int64."""
+        """The permutation of this epoch, (num_sequences,) int64."""
         if self._order is None:
             branch, seed = self._branch, self._branch.seed
-            order = np.random.default_rng([seed, self._epoch]).permutation(self.num_blocks)
+            order = np.random.default_rng([seed, self._epoch]).permutation(self.num_sequences)
             if branch.order and self._epoch >= branch.epoch:
                 begin = branch.position if self._epoch == branch.epoch else 0
                 rest = np.random.default_rng([seed, self._epoch, branch.order])
@@ -117,52 +117,46 @@ class BlockOrder:
         return hashlib.sha256(self._current().astype("<i8").tobytes()).hexdigest()[:16]
 
 
-class TrainBlocks(BlockOrder):
-    """Training blocks in random order, each once an epoch.
+class TrainSequences(SequenceOrder):
+    """Training sequences in random order, each once an epoch.
 
-    tokens: (n,) unsigned integers, in memory or in a file. `branch` as in `BlockOrder`. Raises UserError if there is
-    not one block.
+    tokens: (n,) unsigned integers, in memory or in a file. `branch` as in `SequenceOrder`. Raises UserError if there is
+    not one sequence.
     """
 
-    def __init__(
-        self,
-        tokens: np.ndarray | TokenFile,
-        seq_len: int,
-        seed: int,
-        branch: Branch | None = None,
-    ) -> None:
-        super().__init__(_num_blocks(tokens, seq_len, "training"), seed, branch)
+    def __init__(self, tokens: np.ndarray | TokenFile, seq_len: int, seed: int, branch: Branch | None = None) -> None:
+        super().__init__(_num_sequences(tokens, seq_len, "training"), seed, branch)
         self._tokens = tokens
         self._seq_len = seq_len
 
     def next(self, n: int) -> torch.Tensor:
-        """The next n blocks, (n, seq_len + 1) int64 on the CPU; crosses epoch borders.
+        """The next n sequences, (n, seq_len + 1) int64 on the CPU; crosses epoch borders.
 
         Inputs are [:, :-1], targets [:, 1:].
         """
         return _gather(self._tokens, self.take(n, self._seq_len), self._seq_len)
 
 
-def validation_blocks(tokens: np.ndarray | TokenFile, seq_len: int, n: int) -> torch.Tensor:
+def validation_sequences(tokens: np.ndarray | TokenFile, seq_len: int, n: int) -> torch.Tensor:
     """(min(n, available), seq_len + 1) int64, spread evenly over `tokens`; the same in every run of a corpus.
 
-    Raises `UserError` if there is not one block.
+    Raises `UserError` if there is not one sequence.
     """
-    available = _num_blocks(tokens, seq_len, "validation")
+    available = _num_sequences(tokens, seq_len, "validation")
     count = min(n, available)
     return _gather(tokens, (number * available // count for number in range(count)), seq_len)
 
 
-def _num_blocks(tokens: np.ndarray | TokenFile, seq_len: int, split: str) -> int:
+def _num_sequences(tokens: np.ndarray | TokenFile, seq_len: int, split: str) -> int:
     available = (len(tokens) - 1) // seq_len
     if available < 1:
         raise UserError(
-            f"training.seq_len={seq_len}: the corpus has {len(tokens)} {split} tokens, a block needs {seq_len + 1}; "
+            f"training.seq_len={seq_len}: the corpus has {len(tokens)} {split} tokens, a sequence needs {seq_len + 1}; "
             "use more text or a smaller training.seq_len"
         )
     return available
 
 
-def _gather(tokens: np.ndarray | TokenFile, blocks: Iterable[int], seq_len: int) -> torch.Tensor:
-    rows = [tokens[block * seq_len : (block + 1) * seq_len + 1] for block in blocks]
+def _gather(tokens: np.ndarray | TokenFile, sequences: Iterable[int], seq_len: int) -> torch.Tensor:
+    rows = [tokens[sequence * seq_len : (sequence + 1) * seq_len + 1] for sequence in sequences]
     return torch.from_numpy(np.array(rows, dtype=np.int64).reshape(len(rows), seq_len + 1))
