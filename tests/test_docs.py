@@ -6,7 +6,6 @@ import doctest
 import re
 import shlex
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -53,23 +52,10 @@ def blocks(page: Path) -> Iterator[tuple[str, list[str]]]:
             indented = []
 
 
-@dataclass(frozen=True)
-class Typed:
-    """One command of a page."""
-
-    page: str
-    line: str
-
-    @property
-    def words(self) -> list[str]:
-        """As the shell hands them over."""
-        return shlex.split(self.line)
-
-
 @cache
-def commands() -> list[Typed]:
-    """Every command of ours, once a page; what stands behind it is cut off."""
-    found: dict[Typed, None] = {}
+def commands() -> dict[str, str]:
+    """Every command of ours, without what stands behind it, and the first page that has it."""
+    found: dict[str, str] = {}
     for page in PAGES:
         if any(old in name_of(page) for old in OLD):
             continue
@@ -79,8 +65,8 @@ def commands() -> list[Typed]:
                 line = re.split(r"\s{2,}#|\s{3,}", line.strip())[0]
                 line = re.sub(r"^torchrun .* -m gnmr ", "gnmr ", line)
                 if re.match(r"(gnmr [a-z]|make )", line) and not re.search(r"gnmr\.|\.\.\.|: ", line):
-                    found[Typed(name_of(page), line)] = None
-    return [*found]
+                    found.setdefault(line, name_of(page))
+    return found
 
 
 # ---- pages ----
@@ -143,11 +129,11 @@ class Understood(Exception):
     """The words were read; nothing runs."""
 
 
-def check_words(typed: Typed) -> None:
+def check_words(line: str) -> None:
     """Raises what the command would raise for words that it does not take."""
-    program, command, *words = typed.words
+    program, command, *words = shlex.split(line)
     if program == "make":
-        assert re.search(rf"^{command}:", (ROOT / "Makefile").read_text(), re.M), typed
+        assert re.search(rf"^{command}:", (ROOT / "Makefile").read_text(), re.M), line
     elif command == "train":
         check_train(words)
     else:
@@ -182,10 +168,10 @@ def check_train(words: list[str]) -> None:
 
 @pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["README", "others"])
 def test_commands_are_understood(first: bool) -> None:
-    lines = dict.fromkeys(typed.line for typed in commands() if (typed.page == "README.md") == first)
+    lines = [line for line, page in commands().items() if (page == "README.md") == first]
     assert len(lines) >= (7 if first else 50)
     for line in lines:
-        check_words(Typed("", line))
+        check_words(line)
 
 
 SMALLER = {"diagnose": ["batches=2", "held_out=1", "batch_size=1"]}
@@ -198,9 +184,8 @@ def test_commands_on_a_run(gnmr: Callable[..., Any], tiny_words: list[str], tmp_
     monkeypatch.chdir(tmp_path)
     assert gnmr("train", "experiment=act_quant_stress", *tiny_words, "training.steps=80").code == 0
     (run,) = Path("runs/act_quant_stress").iterdir()
-    lines = dict.fromkeys(typed.line for typed in commands() if re.search("runs/act_quant_stress| latest", typed.line))
     ran = 0
-    for line in lines:
+    for line in [line for line in commands() if re.search("runs/act_quant_stress| latest", line)]:
         _, command, *words = shlex.split(line.replace("/RUN", f"/{run.name}"))
         if command != "train":
             done = gnmr(command, *words, *SMALLER.get(command, []))
