@@ -393,7 +393,6 @@ def test_a_stride_and_terms_of_the_loss() -> None:
         ({"loss_of_batch": lambda _: torch.zeros((), requires_grad=True) * 1}, "loss_of_batch=..."),
         ({"batches": batches_of(1)}, "batches=1: needs two at least"),
     ],
-    ids=str,
 )
 def test_a_senseless_request_is_refused_in_one_line(options: dict[str, Any], says: str) -> None:
     model = options.pop("model", None) or model_of()
