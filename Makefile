@@ -49,7 +49,7 @@ bench: $(READY)  ## what controller and paths cost on this machine: step.py runs
 	@mkdir -p runs
 	$(BIN)/python benchmarks/step.py runs/step.json $(ARGS)
 
-gpu-check: $(READY)  ## check and time the package on one CUDA GPU, at most ten minutes: gpu.py runs/gpu.json ARGS
+gpu-check: $(READY)  ## time the package on one CUDA GPU, at most ten minutes: gpu.py runs/gpu.json ARGS
 	@mkdir -p runs
 	$(BIN)/python benchmarks/gpu.py runs/gpu.json $(ARGS)
 

@@ -35,7 +35,7 @@ import gnmr
 from gnmr.control.spec import NO_CAP
 from gnmr.lab.train.provenance import commit
 from gnmr.lab.train.transforms import build_transform
-from gnmr.lab.train.transforms.transform import StepContext, Transform
+from gnmr.lab.train.transforms.transform import StepContext
 from gnmr.names import GEMMS
 from gnmr.precision.cast import quantize
 from gnmr.precision.recipes import Recipe
@@ -90,6 +90,7 @@ class Arm:
     """As a share of the run."""
     transform: tuple[str, tuple[tuple[str, Any], ...]] | None = None
     """Of the gradient, with its options."""
+    clip_norm: float | None = None
 
 
 def pinned(*patterns: str, gemms: Sequence[str] = GEMMS) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -124,7 +125,7 @@ ARMS = {
     "fprop from a tenth on": Arm(late=FPROP, after=0.1),
     "fprop from a quarter on": Arm(late=FPROP, after=0.25),
     "fprop from the half on": Arm(late=FPROP, after=0.5),
-    "clip 1": Arm(transform=("norm_clip", ())),
+    "clip 1": Arm(clip_norm=1.0),
     "GradientStabilizer": Arm(transform=("gradient_stabilizer", ())),
     "SkipStep": Arm(transform=("skip_step", (("min_values", 10),))),
 }
@@ -255,7 +256,10 @@ def trained(setting: Setting, arm: Arm, seed: int) -> Course:
         controller.step()
         norm = torch.stack([p.grad.double().norm() for p in parameters if p.grad is not None]).norm()
         context = StepContext(step, loss, norm, ~(loss.isfinite() & norm.isfinite()), optimizer)
-        if not _skips(transform, parameters, context):
+        if arm.clip_norm is not None:
+            nn.utils.clip_grad_norm_(parameters, arm.clip_norm)
+        asked = None if transform is None else transform(context)
+        if not (context.nonfinite or (asked is not None and asked)):
             for group in optimizer.param_groups:
                 group["lr"] = setting.rate * min(1.0, step / WARMUP)
             optimizer.step()
@@ -263,12 +267,6 @@ def trained(setting: Setting, arm: Arm, seed: int) -> Course:
         if not course.add(math.inf if context.nonfinite else float(loss), spent):
             break
     return course
-
-
-def _skips(transform: Transform | None, parameters: list[nn.Parameter], context: StepContext) -> bool:
-    """Changes the gradients; whether the step is left out."""
-    asked = None if transform is None else transform(parameters, context)
-    return bool(context.nonfinite) or (asked is not None and bool(asked))
 
 
 SEARCH = [Setting(low, rate, "adam") for rate in (0.003, 0.03, 0.1) for low in FORMATS]

@@ -1,4 +1,4 @@
-"""Check the package on one CUDA GPU and measure what it costs there, in at most ten minutes (`make gpu-check`).
+"""Measure what the package costs on one CUDA GPU, in at most ten minutes (`make gpu-check`).
 
     python benchmarks/gpu.py OUT.json                         all sections
     python benchmarks/gpu.py OUT.json --only control,paths    some sections
@@ -6,13 +6,13 @@
 
 The sections:
 
-    correctness   casts, saved formats and linears on the GPU against the CPU; FP8 hardware against its simulation
-    control       the step time with the controller off, monitoring and controlling; how often a step waits for the GPU
-    paths         the step time and the peak memory of saved formats and recipes against BF16
-    compiled      BF16 and FP8 steps at 1.3B under torch.compile, and the controller on them
+    control    the step time with the controller off, monitoring and controlling; how often a step waits for the GPU
+    paths      the step time and the peak memory of saved formats and recipes against BF16
+    compiled   BF16 and FP8 steps at 1.3B under torch.compile, and the controller on them
 
 Rows are written to OUT.json as soon as they are measured. `low` and `high` are the 95% bootstrap interval of a median.
-The exit code is 1 if a case failed and 2 if there is no GPU. The tests that need a GPU are `pytest -m gpu`.
+The exit code is 1 if a case failed and 2 if there is no GPU. Whether casts, formats and kernels are right on a GPU is
+tested by `pytest -m gpu`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,16 +37,12 @@ from torch.nn import functional as F
 import gnmr
 from gnmr.lab import models
 from gnmr.lab.config import ModelConfig
-from gnmr.precision import FORMATS, RECIPES, ConvertedModel, PathSpec, convert
-from gnmr.precision.cast import quantize, rotated
-from gnmr.precision.scaling import compress, decompress
+from gnmr.precision import ConvertedModel, PathSpec, convert
 from timing import alternate, clock_of, header, spread
 
 SEQ = 256
 SIZES = {"60m": (512, 1376, 8, 8), "350m": (1024, 2736, 24, 16), "1.3b": (2048, 5461, 24, 32)}
-"""Hidden width, MLP width, layers and heads of the paper's LLaMA models (conf/scale)."""
-Shape = tuple[int, int, int]
-"""Tokens, inputs and outputs of a linear."""
+"""Hidden width, MLP width, layers and heads of the paper's LLaMA models (conf/model)."""
 
 
 @dataclass
@@ -119,118 +115,6 @@ class Lab:
     @property
     def vocab(self) -> int:
         return 64 if self.tiny else 32000
-
-
-def sqnr(found: Sequence[Tensor], reference: Sequence[Tensor]) -> list[float]:
-    """Return the signal-to-quantization-noise ratios in dB; 999 stands for equal tensors."""
-    pairs = [(a.double(), b.double()) for a, b in zip(found, reference, strict=True)]
-    return [999.0 if a.equal(b) else float(10 * (b.square().sum() / (a - b).square().sum()).log10()) for a, b in pairs]
-
-
-# ---- correctness ----
-
-
-def sample(rows: int, columns: int, dtype: torch.dtype, seed: int, special: bool = False) -> Tensor:
-    """Return random numbers with outlier columns and a row of zeros; `special` adds tiny, infinite and NaN elements."""
-    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
-    x[:, :: columns // 8] *= 20
-    x[0] = 0
-    if special:
-        x[1] *= 1e-38
-        x[2, 1], x[rows // 2, 2] = torch.inf, torch.nan
-    return x.to(dtype)
-
-
-def equal_share(a: Tensor, b: Tensor) -> float:
-    """Return the share of equal elements; NaN equals NaN."""
-    b = b.cpu()
-    return float(((a == b) | ((a != a) & (b != b))).double().mean())
-
-
-def of_cast(lab: Lab, cast: Any, dtype: torch.dtype, shapes: Sequence[Shape]) -> dict[str, Any]:
-    """Compare a cast on both devices: the least share of equal elements, and for a stochastic cast its noise."""
-    shares, noise = [], []
-    for tokens, inputs, _ in shapes:
-        for dim, special in ((0, False), (1, False), (0, True), (1, True)):
-            x, found = sample(tokens, inputs, dtype, dim, special and not cast.stochastic), []
-            for device in (torch.device("cpu"), lab.device):
-                draws = torch.Generator(device).manual_seed(1) if cast.stochastic else None
-                found.append(quantize(x.to(device), cast, dim, None, draws)[0].cpu())
-            shares.append(equal_share(*found))
-            errors = [each.double() - (rotated(x, dim) if cast.hadamard else x).double() for each in found]
-            noise.append([float(e.square().mean().sqrt()) for e in errors])
-    row: dict[str, Any] = {"least_share_of_equal_elements": min(shares)}
-    if cast.stochastic:
-        cpu, gpu = np.mean(noise, axis=0)
-        row["noise_over_cpu"] = gpu / cpu
-    return row
-
-
-def of_format(lab: Lab, fmt: Any, dtype: torch.dtype, shapes: Sequence[Shape]) -> dict[str, float]:
-    """Compare a compressed copy on both devices: the least shares of equal codes, scales and values."""
-    found = {"codes": 1.0, "scales": 1.0, "values": 1.0}
-    for tokens, inputs, _ in shapes:
-        for special in (False, True):
-            x = sample(tokens, inputs, dtype, 3, special)
-            here, there = compress(x, fmt), compress(x.to(lab.device), fmt)
-            values = tuple(decompress(*each, fmt, inputs, dtype) for each in (here, there))
-            pairs = {"values": values, "scales": (here[1], there[1])}
-            if not special:  # the code of a NaN is arbitrary
-                pairs["codes"] = here[0], there[0]
-            found |= {name: min(found[name], equal_share(*pair)) for name, pair in pairs.items()}
-    return found
-
-
-def linear(path: str | None, dtype: torch.dtype, device: torch.device, shape: Shape, **more: Any) -> list[Tensor]:
-    """Return the output, the input gradient and the weight gradient of one linear; without a path in float64."""
-    tokens, inputs, outputs = shape
-    net: Any = nn.Sequential(nn.Linear(inputs, outputs, bias=False))
-    weight = sample(outputs, inputs, dtype, 6) / inputs**0.5
-    net[0].weight.data = weight.to(device, torch.float64 if path is None else dtype)
-    x: Any = sample(tokens, inputs, dtype, 5).to(device, net[0].weight.dtype).requires_grad_()
-    if path is not None:
-        convert(net, PathSpec.of(path, None, targets=["0"], **more))
-    y = net(x)
-    y.backward(sample(tokens, outputs, dtype, 7).to(device, y.dtype))
-    return [each.detach().cpu() for each in (y, x.grad, net[0].weight.grad)]
-
-
-def correctness(lab: Lab) -> None:
-    """Compare casts, saved formats and linears with the CPU, and hardware with its simulation."""
-    torch.set_num_threads(min(4, torch.get_num_threads()))  # more are slower on matrices of this size
-    cpu, shapes = torch.device("cpu"), [(100, 128, 256)] + ([] if lab.tiny else [(256, 512, 640)])
-    casts = {str(cast): cast for recipe in RECIPES.values() for cast in recipe.casts}
-    formats = [fmt for name, fmt in FORMATS.items() if name != "bf16"]
-    for dtype in (torch.bfloat16, torch.float32):
-        kind = str(dtype).removeprefix("torch.")
-        for word, cast in casts.items():
-            with lab.case("cast", cast=word, dtype=kind):
-                lab.put("cast", cast=word, dtype=kind, **of_cast(lab, cast, dtype, shapes))
-        for fmt in formats:
-            with lab.case("saved", format=fmt.name, dtype=kind):
-                lab.put("saved", format=fmt.name, dtype=kind, **of_format(lab, fmt, dtype, shapes))
-        exact_of = {shape: linear(None, dtype, cpu, shape) for shape in shapes}
-        for path in (*RECIPES, *(fmt.name for fmt in formats)):
-            more = {"backend": "simulated"} if path in RECIPES else {"site": "forward"}
-            for shape in shapes:
-                with lab.case("linear", path=path, dtype=kind, shape=shape):
-                    here, there = (linear(path, dtype, device, shape, **more) for device in (cpu, lab.device))
-                    exact = exact_of[shape]
-                    row = {"gpu_to_cpu": sqnr(there, here), "cpu": sqnr(here, exact), "gpu": sqnr(there, exact)}
-                    lab.put("linear", path=path, dtype=kind, shape=shape, **row)
-    for name, recipe in RECIPES.items():
-        if not recipe.casts:
-            continue
-        backend = "int_mm" if recipe.integer else "scaled_mm"
-        for shape in shapes:
-            with lab.case("hardware", recipe=name, backend=backend, shape=shape):
-                found = linear(name, torch.bfloat16, lab.device, shape, backend=backend)
-                reference = linear(name, torch.bfloat16, lab.device, shape, backend="simulated")
-                row = {"sqnr_to_simulation": sqnr(found, reference)}
-                lab.put("hardware", recipe=name, backend=backend, shape=shape, **row)
-
-
-# ---- step time ----
 
 
 def loss_of(model: nn.Module, blocks: Tensor) -> Tensor:
@@ -344,7 +228,10 @@ def paths(lab: Lab) -> None:
             row: dict[str, Any] = {"peak_GiB_above_weights_and_moments": lab.peak(loop.step)}
             if loop.plan is not None:
                 loss = loss_of(loop.model, batch)
-                row |= {"saved_bytes": loop.plan.cost.saved_bytes(), "predicted_bytes": loop.plan.cost.predicted_bytes()}
+                row |= {
+                    "saved_bytes": loop.plan.cost.saved_bytes(),
+                    "predicted_bytes": loop.plan.cost.predicted_bytes(),
+                }
                 del loss
                 loop.plan.end_step()
             lab.put("memory", arm=name, **row)
@@ -386,7 +273,7 @@ def compiled(lab: Lab) -> None:
 
 # ---- the command ----
 
-SECTIONS = {"correctness": correctness, "control": control, "paths": paths, "compiled": compiled}
+SECTIONS = {"control": control, "paths": paths, "compiled": compiled}
 
 
 def main(argv: list[str]) -> int:

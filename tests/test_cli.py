@@ -87,10 +87,7 @@ def test_help_in_all_its_forms(gnmr):
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (
-            "train",
-            ["gnmr train -m sweep=", "hydra/launcher=joblib", "training.steps=N", "experiment: act_quant_stress, "],
-        ),
+        ("train", ["gnmr train -m sweep=", "hydra/launcher=joblib", "experiment: act_quant_stress, "]),
         ("report", ["usage: gnmr report", "RUN"]),
         ("replay", ["usage: gnmr replay FILE", "step,unit,norm", "out=OUT.jsonl"]),
         ("diagnose", ["usage: gnmr diagnose RUN|CHECKPOINT", "plan.json"]),
@@ -115,18 +112,6 @@ def test_cfg_job_prints_the_config_and_runs_nothing(gnmr, tiny_words, tmp_path):
     tree = composed(outcome.out)
     assert tree["controller"]["alpha"] == 2.5 and tree["training"]["steps"] == 2 and tree["scale_name"] == "cpu"
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_part_of_the_config(gnmr):
-    outcome = gnmr("train", "model=llama_60m", "-c", "job", "-p", "training")
-    assert composed(outcome.out)["steps"] == 9918
-
-
-@pytest.mark.parametrize("what", ["defaults-tree", "searchpath", "plugins"])
-def test_info(what, gnmr):
-    outcome = gnmr("train", "--info", what)
-    assert outcome.code == 0
-    assert {"defaults-tree": "gnmr_schema", "searchpath": str(CONF), "plugins": "JoblibLauncher"}[what] in outcome.out
 
 
 def test_flags_may_stand_anywhere(gnmr, tiny_words):
@@ -221,19 +206,13 @@ def test_ctrl_c_before_the_first_step(gnmr, tiny_words, monkeypatch):
     [
         (
             ["controller.signal=random", "controller.alpha=2"],
-            ["alpha=2.0 has no effect under controller.signal=random"],
-        ),
-        (["controller.signal=mse", "controller.beta=2"], ["beta=2.0 has no effect under controller.signal=mse"]),
-        (
-            ["controller.routing=ranked", "controller.trigger=2"],
-            ["trigger=2.0 has no effect under controller.routing=ranked"],
+            "alpha=2.0 has no effect under controller.signal=random",
         ),
         (
             ["controller.routing=ranked", "controller.t_lock=3"],
-            ["t_lock=3 has no effect under controller.routing=ranked"],
+            "t_lock=3 has no effect under controller.routing=ranked",
         ),
-        (["controller.alpha=2", "controller.beta=1.2", "controller.trigger=2", "controller.t_lock=3"], []),
-        (["experiment=act_quant_stress_2bit", "controller.signal=random"], []),
+        (["experiment=act_quant_stress_2bit", "controller.signal=random"], None),
     ],
 )
 @pytest.mark.slow
@@ -243,7 +222,7 @@ def test_settings_without_effect_are_told_once(words, told, gnmr, tiny_words, mo
 
     monkeypatch.setattr(run, "run", lambda *_, **__: None)
     outcome = gnmr("train", *tiny_words, *words)
-    assert (outcome.code, outcome.err) == (0, "".join(f"gnmr: warning: controller.{line}\n" for line in told))
+    assert (outcome.code, outcome.err) == (0, f"gnmr: warning: controller.{told}\n" if told else "")
 
 
 def test_compose_gives_what_the_command_gives(gnmr, tiny_words):

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+from gnmr.control import Unit
+from gnmr.control.signals import Context, build_signal
 from gnmr.errors import UserError
 from gnmr.lab import config, models
 from gnmr.lab.config import compose as composing
@@ -17,7 +20,7 @@ from gnmr.names import RECIPES
 from gnmr.precision import PathSpec, convert
 
 CHECKPOINT = "model.checkpoint=somewhere"
-GROUPS = ("model", "precision", "controller", "data", "optim", "faults", "experiment", "sweep", "debug")
+GROUPS = ("model", "precision", "controller", "data", "experiment", "sweep", "debug")
 
 
 @cache
@@ -29,7 +32,7 @@ def compose(*words: str) -> config.Config:
 
 def test_the_groups_are_those_of_the_root() -> None:
     folders = {path.name for path in composing.conf_dir().iterdir() if path.is_dir()}
-    assert folders == {*GROUPS, "hydra"}
+    assert folders == {*GROUPS}
 
 
 @pytest.mark.parametrize(
@@ -44,16 +47,25 @@ def test_every_choice_composes(word: str) -> None:
 @cache
 def cells_of(sweep: str, *words: str) -> dict[str, config.Config]:
     """Each arm of a sweep, of its first seed."""
-    words = (f"sweep={sweep}", *([CHECKPOINT] if sweep == "paper/table7" else []), *words)
-    tree = composing.composed_tree([*words])
+    tree = composing.composed_tree([f"sweep={sweep}", *words])
     assert len(next(iter(tree.hydra.sweeper.params.values())).split(",")) in (3, 5, 10), "seeds or orders"
-    return {name: compose(*words, f"arm={name}") for name in map(str, tree.arms)}
+    return {name: compose(f"sweep={sweep}", *words, f"arm={name}") for name in map(str, tree.arms)}
 
 
-@pytest.mark.parametrize("sweep", composing.choices_of("sweep"))
-def test_every_sweep_composes(sweep: str) -> None:
-    """Its arms are different runs of one experiment, and those that it runs are its own."""
-    tree, cells = composing.composed_tree([f"sweep={sweep}"]), cells_of(sweep)
+SWEEPS = [(sweep,) for sweep in composing.choices_of("sweep")]
+SWEEPS += [("paper/tables_7_13_15", f"experiment={name}") for name in ("finetune", "pangu_4bit")]
+
+
+@pytest.mark.parametrize("words", SWEEPS, ids=" ".join)
+def test_every_sweep_composes(words: tuple[str, ...]) -> None:
+    """Its arms are different runs of one experiment with signals that there are, and those that it runs are its own."""
+    tree, cells = composing.composed_tree([f"sweep={words[0]}", *words[1:]]), cells_of(*words)
+    units = [Unit(f"layers.{i}", (nn.Parameter(torch.ones(2)),)) for i in range(4)]
+    for cell in cells.values():
+        spec = cell.controller.spec(cell.total_steps)
+        build_signal(
+            spec.signal, spec.signal_options(), Context.of(units, max_o=1, steps=cell.total_steps, hold=spec.hold)
+        )
     assert len({config.config_hash(cell) for cell in cells.values()}) == len(cells)
     assert len({cell.experiment_name for cell in cells.values()}) <= 1
     assert {*tree.hydra.sweeper.params.get("arm", "").split(",")} - {""} <= {*cells}
@@ -106,8 +118,8 @@ def test_a_kind_of_fault_has_its_usual_strength(kind: str) -> None:
         ((), "int4_int8-gnmr"),
         (("precision.recovery=null",), "int4"),
         (("precision=fp8_bf16", "controller.signal=random"), "fp8_hybrid_bf16-random"),
-        (("controller.signal=gnmr", "controller.routing=ranked"), "int4_int8-gnmr-ranked"),
-        (("optim=scale",), "int4_int8-gnmr-scale"),
+        (("controller.routing=ranked",), "int4_int8-gnmr-ranked"),
+        (("optim.name=scale",), "int4_int8-gnmr-scale"),
         (("precision.name=mine", "controller.name=held"), "mine-held"),
         (("controller.signal=module:Own",), "int4_int8-Own"),
     ],
@@ -150,14 +162,14 @@ def test_fine_tuning_is_the_papers() -> None:
 
 
 SIZES = {
-    # hidden, MLP, heads, layers; tokens a step, tokens, rate; units of the setting, parameters with C4's vocabulary
-    "llama_60m": (512, 1376, 8, 8, 131_072, 1.3e9, 2.5e-3, 7 * 8, 58e6),
-    "llama_130m": (768, 2048, 12, 12, 131_072, 2.6e9, 2.5e-3, 7 * 12, 134e6),
-    "llama_350m": (1024, 2736, 16, 24, 131_072, 7.8e9, 1e-3, 7 * 24, 368e6),
-    "llama_1.3b": (2048, 5461, 32, 24, 131_072, 13.1e9, 6e-4, 7 * 24, 1.34e9),
-    "llama_3b": (2560, 6848, 32, 32, 131_072, 28.8e9, 3e-4, 32, 2.69e9),
-    "moe_3.7b": (7168, 2048, 128, 3, 131_072, 3.8e9, 5e-5, 3 * 64, 6.52e9),
-    "pangu_1b": (1536, 6144, 12, 26, 1_048_576, 4e9, 2e-3, 7 * 26, 1.16e9),
+    # hidden, MLP, heads, layers; tokens a step, tokens, rate; units of the setting, parameters
+    "llama_60m": (512, 1376, 8, 8, 131_072, 1.3e9, 2.5e-3, 7 * 8, 58_073_600),
+    "llama_130m": (768, 2048, 12, 12, 131_072, 2.6e9, 2.5e-3, 7 * 12, 134_105_856),
+    "llama_350m": (1024, 2736, 16, 24, 131_072, 7.8e9, 1e-3, 7 * 24, 367_969_280),
+    "llama_1.3b": (2048, 5461, 32, 24, 131_072, 13.1e9, 6e-4, 7 * 24, 1_339_082_752),
+    "llama_3b": (2560, 6848, 32, 32, 131_072, 28.8e9, 3e-4, 32, 2_685_831_680),
+    "moe_3.7b": (7168, 2048, 128, 3, 131_072, 3.8e9, 5e-5, 3 * 64, 6_515_775_488),
+    "pangu_1b": (1536, 6144, 12, 26, 1_048_576, 4e9, 2e-3, 7 * 26, 1_155_792_384),
 }
 EXPERIMENTS = {"llama_3b": "deepseek_recipe", "moe_3.7b": "moe_stress", "pangu_1b": "pangu_4bit"}
 
@@ -176,7 +188,7 @@ def test_a_published_size_is_the_papers_and_is_built_dry(size: str) -> None:
     with torch.device("meta"):
         built = models.build(model, loaded.data.vocab_size, training.seq_len).to(torch.bfloat16)
         ids = torch.zeros(1, 16, dtype=torch.int64)
-    assert sum(weight.numel() for weight in built.parameters()) == pytest.approx(parameters, rel=0.02)
+    assert sum(weight.numel() for weight in built.parameters()) == parameters
     spec = PathSpec.of(precision.low, precision.recovery, targets=precision.targets, unit=precision.unit)
     assert len(convert(built, spec).units) == units
     assert built(ids).shape == (1, 16, loaded.data.vocab_size)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import gnmr
-from gnmr.cli import progress
-from gnmr.console import Terminal, _Wiped, activation, print_plain, say, shown_command
+from gnmr import console
+from gnmr.console import Terminal, activation, print_plain, say, shown_command
 from gnmr.errors import Unwritable
 from gnmr.lab.records.view import View
 
@@ -193,20 +193,11 @@ def test_a_thread_prints_while_pictures_come_and_go(tmp_path) -> None:
     assert "line 1 of the thread" in shown
 
 
-def test_a_workers_line_takes_the_bars_place() -> None:
-    for terminal, before in ((True, "\r\x1b[2K"), (False, "")):
-        out = io.StringIO()
-        console = Terminal(file=out, force_terminal=terminal)
-        console.push_render_hook(_Wiped())
-        console.print("a line")
-        assert out.getvalue() == before + "a line\n"
-
-
 def test_time_left_does_not_count_what_was_before_the_first_of_all(monkeypatch, capsys) -> None:
     """As the preparing of data."""
     now = 0.0
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
-    with progress.showing("demo", "steps") as show:
+    monkeypatch.setattr(console.time, "monotonic", lambda: now)
+    with console.showing("demo", "steps") as show:
         for now, done in ((27.0, 1), (33.0, 7), (40.0, 14)):  # noqa: B007  (the clock reads it)
             show(done, 301)
     assert capsys.readouterr().err == "gnmr: demo: 1 of 301 steps\ngnmr: demo: 14 of 301 steps, 287 s left\n"

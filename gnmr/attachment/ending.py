@@ -5,25 +5,21 @@ from __future__ import annotations
 import warnings
 import weakref
 
-from torch import Tensor, nn
+from torch import nn
 
+from gnmr.control.hints import Hints
 from gnmr.errors import users_level
 
 
 class Ending:
     """Warns, once, of a controller that never routed anything. Calling it ends the use."""
 
-    def __init__(self, model: nn.Module, low: str) -> None:
+    def __init__(self, model: nn.Module, hints: Hints, low: str) -> None:
         """`low`: the name of the path that the model stays on if nobody calls `step`."""
-        self._low, self._trained = low, False
+        self._hints, self._low = hints, low
         self.stepped = False
         self.calibration: tuple[int, int] | None = None
         """(steps taken, steps wanted) of a calibration that is not over."""
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._train)
-            for parameter in model.parameters()
-            if parameter.requires_grad and not hasattr(parameter, "device_mesh")
-        ]
         self._end = weakref.finalize(model, self._tell)  # at the end of the process too
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -33,18 +29,8 @@ class Ending:
     def __call__(self) -> None:
         self._end()
 
-    def _train(self, _parameter: Tensor) -> None:
-        """Note that a backward pass came; the first one is enough."""
-        self._trained = True
-        self._unhook()
-
-    def _unhook(self) -> None:
-        while self._handles:
-            self._handles.pop().remove()
-
     def _tell(self) -> None:
-        self._unhook()
-        if not self.stepped and self._trained:
+        if not self.stepped and self._hints.trained:
             warnings.warn(
                 f"step() was never called: the model was trained on its low path ({self._low}) and nothing was ever "
                 "routed; call controller.step() once per optimizer step, after its last backward pass",

@@ -157,7 +157,7 @@ class Router:
 
     def step(self, grad_scale: float = 1.0, evidence: Evidence | None = None) -> Decision:
         """As `Controller.step`; what the paths measure needs no `evidence`."""
-        decision = self.finish_step(grad_scale, evidence)
+        decision = self.finish_step(grad_scale, evidence, between=self.controller.hints.to_host)
         self.controller.hints.say(decision, self._advice(decision))
         return decision
 
@@ -349,7 +349,8 @@ class Router:
         delayed = self.converted.shared.amax is not None and self.converted.shared.amax.history is not None
         routes = any(unit.recoverable for unit in self.units) and not isinstance(self.controller.signal, AlwaysLow)
         if routes or delayed:
-            self._ending = Ending(self.model, self.converted.low.name)
+            self.controller.hints.watch(self.model.named_parameters())
+            self._ending = Ending(self.model, self.controller.hints, self.converted.low.name)
 
     def end_use(self) -> None:
         """Say, once, what was pointless in the training that is over. `detach` does it too."""
@@ -376,6 +377,7 @@ class Router:
         if isinstance(norms := self.controller.measured.norms, OutputGradients):
             norms.close()
         self.end_use()
+        self.controller.hints.release()
 
     def state_dict(self) -> dict[str, Any]:
         """As `Controller.state_dict`, with the generator of stochastic rounding, delayed scales and how far the records

@@ -5,22 +5,21 @@ from __future__ import annotations
 import math
 import shlex
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gnmr.cli.progress import showing
-from gnmr.cli.words import Parser, names_of, needs, optional, path, recipe_of, text, whole
-from gnmr.console import for_tables, print_plain, say
+from gnmr.cli.subject import add_options, asked_of, blocks_for, memory_bound, paths_of
+from gnmr.cli.words import Parser, names_of, optional, path, text
+from gnmr.console import for_tables, print_plain, say, showing
 from gnmr.errors import UserError, printable, told_as
 from gnmr.records import output
-from gnmr.records.untrusted import exists
 
 if TYPE_CHECKING:
     from gnmr.doctor.audit import Audit, Finding
     from gnmr.doctor.plan import PinPlan
     from gnmr.lab.config import Config
     from gnmr.lab.evaluation.subjects import Subject
-    from gnmr.precision import Recipe
 
 _TEXT = """\
 RUN is a run folder: its newest checkpoint on its own low path, with its pins, on its own validation data. CHECKPOINT is
@@ -49,10 +48,7 @@ def _parser() -> Parser:
     parser.option("plan", optional, "a plan.json, or its folder: what a checkpoint's linears are put on, with its pins")
     for name, about in _LISTS.items():
         parser.option(name, names_of, about)
-    parser.option("data", path, "a file of text, of which the model's own tokens are read")
-    parser.option("batch_size", whole(1), "blocks of the batch; default: as many as make 1,024 tokens")
-    parser.option("block", whole(2), "tokens of a block; default: as the run was trained, of a checkpoint 512 at most")
-    parser.option("device", text, "auto, cpu or cuda", "auto")
+    add_options(parser, "the batch")
     parser.option("out", path, "a file for findings and measurements as JSON")
     parser.flag("table", "show every operator: precision in force, and dB measured of dB possible")
     parser.flag("static", "run no batch: names and precision alone")
@@ -65,17 +61,12 @@ def main(argv: list[str]) -> int:
     if not argv:
         parser.print_help()
         return 2
-    asked, place = parser.of_one_place(argv, "run folder or checkpoint")
-    if asked.plan is not None and asked.recipe is not None:
-        raise UserError("recipe: the plan says which; leave one of them out")
+    asked, place, config = asked_of(parser, argv, "audit")
     if asked.out is not None:
         output.check(asked.out, f"out={asked.out}")
-    run = exists(Path(place).expanduser() / "config.yaml")
-    if run and asked.plan is not None:
+    if config is not None and asked.plan is not None:
         raise UserError(f"plan={asked.plan}: {place} is a run, and is audited under its own; use a checkpoint")
-    if not run:
-        needs("audit", "transformers")
-    found, subject = _audited(asked, place, run)
+    found, subject = _audited(asked, place, config)
     try:  # written before it is shown: whoever reads that may have left
         if asked.out is not None:
             from gnmr.lab.train.provenance import commit, told_command
@@ -87,24 +78,15 @@ def main(argv: list[str]) -> int:
     return 0 if found.sound else 1
 
 
-def _audited(asked: Namespace, place: str, run: bool) -> tuple[Audit, Subject]:
-    import torch
-
+def _audited(asked: Namespace, place: str, config: Config | None) -> tuple[Audit, Subject]:
+    from gnmr.doctor.audit import audit
     from gnmr.doctor.lists import read_lists
-    from gnmr.doctor.plan import read_plan
-    from gnmr.lab.evaluation.blocks import blocks_of
     from gnmr.lab.evaluation.subjects import load_subject
-    from gnmr.precision import Recipe
+    from gnmr.lab.train.loss import loss_of
 
-    config = _run_config(Path(place).expanduser()) if run else None
-    own = {} if config is None else dict(config.precision.recipes)
-    recipe: str | Recipe | None = None
     with told_as():
         lists = read_lists({name: given for name in _LISTS if (given := getattr(asked, name)) is not None})
-        plan = None if asked.plan is None else read_plan(asked.plan)
-        if asked.recipe is not None:
-            recipe = recipe_of("recipe", asked.recipe, own)
-            recipe = Recipe.of(recipe, own[recipe]) if recipe in own else recipe
+    plan, recipe = paths_of(asked, config)
     subject = load_subject(place, device=asked.device)
     extra: list[Finding] = []
     if config is not None:
@@ -113,38 +95,15 @@ def _audited(asked: Namespace, place: str, run: bool) -> tuple[Audit, Subject]:
         _on_plan(subject, plan, lists, asked.plan)
     elif isinstance(recipe, str):
         _planned(subject, recipe, lists)
-    blocks = None
+    loss, batch = None, None
     if not asked.static:
-        data = None if asked.data is None else asked.data.expanduser()
-        blocks = blocks_of(subject, data, batches=1, held_out=0, length=asked.block, size=asked.batch_size)
-        about = f"{blocks.size} x {blocks.length} tokens on {subject.device}"
-        say(printable(f"gnmr: {subject.name}: a batch of {about}"))
-    try:
-        return _found(subject, None if blocks is None else blocks.batches[0], recipe, lists, extra), subject
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise UserError("audit: out of memory: use a smaller batch_size= or block=") from error
-
-
-def _found(
-    subject: Subject, batch: Any, recipe: str | Recipe | None, lists: dict[str, list[str]], extra: list[Finding]
-) -> Audit:
-    from dataclasses import replace
-
-    from gnmr.doctor.audit import audit
-    from gnmr.lab.train.loss import loss_of
-
-    with told_as(), showing("auditing", "passes of linears") as progress:
-        loss = None if batch is None else lambda own: loss_of(subject.model, own)
+        blocks = blocks_for(subject, asked, 1, 0)
+        say(printable(f"gnmr: {subject.name}: a batch of {blocks.size} x {blocks.length} tokens on {subject.device}"))
+        loss, batch = (lambda own: loss_of(subject.model, own)), blocks.batches[0]
+    right = "audit: out of memory: use a smaller batch_size= or block="
+    with memory_bound(right), told_as(), showing("auditing", "passes of linears") as progress:
         found = audit(subject.model, loss, batch, recipe=recipe, lists=lists, progress=progress)
-    return replace(found, findings=(*extra, *found.findings))
-
-
-def _run_config(folder: Path) -> Config:
-    from gnmr.lab.config import read
-    from gnmr.records.untrusted import reading
-
-    with reading(folder):
-        return read(folder / "config.yaml")
+    return replace(found, findings=(*extra, *found.findings)), subject
 
 
 def _as_trained(subject: Subject, config: Config, lists: dict[str, list[str]]) -> list[Finding]:
@@ -185,16 +144,11 @@ def _planned(subject: Subject, recipe: str, lists: dict[str, list[str]]) -> None
     from gnmr.precision.recipes import KEPT
 
     names = [name for name, module in subject.model.named_modules() if isinstance(module, nn.Linear)]
-    out = {
-        name
-        for which in lists
-        if which not in CONVERTS
-        for e in entries_of(which, lists[which], names)
-        for name in e.names
-    }
-    chosen = [which for which in lists if which in CONVERTS]
-    named = {name for which in chosen for e in entries_of(which, lists[which], names) for name in e.names}
-    targets = [n for n in names if n not in out and (not chosen or n in named) and n.rpartition(".")[2] not in KEPT]
+    matched = {which: {name for e in entries_of(which, own, names) for name in e.names} for which, own in lists.items()}
+    out = set().union(*(found for which, found in matched.items() if which not in CONVERTS))
+    chosen = [found for which, found in matched.items() if which in CONVERTS]
+    wanted = set().union(*chosen) if chosen else set(names)
+    targets = [n for n in names if n in wanted - out and n.rpartition(".")[2] not in KEPT]
     if not targets:
         raise UserError(f"recipe={recipe}: the lists leave no linear to convert")
     with told_as():

@@ -13,9 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gnmr.cli.progress import showing
 from gnmr.cli.words import Parser, path, whole
-from gnmr.console import Terminal, activation, for_tables, print_plain, shown_command
+from gnmr.console import Terminal, activation, for_tables, print_plain, showing, shown_command
 from gnmr.errors import RunFailed, UserError, printable
 
 if TYPE_CHECKING:

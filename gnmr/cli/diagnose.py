@@ -9,10 +9,10 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
-from gnmr.cli.progress import showing
-from gnmr.cli.words import Parser, needs, optional, path, recipe_of, text, whole
-from gnmr.console import for_tables, print_plain, say
-from gnmr.doctor.plan import PLAN_FILE
+from gnmr.cli.subject import add_options, asked_of, blocks_for, memory_bound, paths_of
+from gnmr.cli.words import Parser, optional, path, recipe_of, text, whole
+from gnmr.console import for_tables, print_plain, say, showing
+from gnmr.doctor.plan import PLAN_FILE, budget_of
 from gnmr.errors import UserError, printable, told_as, writing
 from gnmr.records import output
 from gnmr.records.untrusted import exists
@@ -43,25 +43,20 @@ def _parser() -> Parser:
         "recipe", text, "the low path: a recipe, or one of precision.recipes of the run; int8: sim_int8; default: nvfp4"
     )
     parser.option("recovery", text, "the path of higher precision: a recipe", "bf16")
-    parser.option("budget", share, "share of the GEMM time that the plan may keep on it: 10%% or 0.1", 0.1)
+    parser.option(
+        "budget",
+        lambda _name, value: budget_of(value),
+        "share of the GEMM time that the plan may keep on it: 10%% or 0.1",
+        0.1,
+    )
     parser.option("plan", optional, "a plan.json, or its folder: price what it leaves, under its own recipes")
-    parser.option("data", path, "a file of text, of which the model's own tokens are read")
     parser.option("batches", whole(2), "batches that are priced", 16)
     parser.option("held_out", whole(0), "batches on which losses alone are measured", 4)
-    parser.option("batch_size", whole(1), "blocks of a batch; default: as many as make 1,024 tokens")
-    parser.option("block", whole(2), "tokens of a block; default: as the run was trained, of a checkpoint 512 at most")
     parser.option("tokens", whole(1), "one token in so many is priced", 1)
-    parser.option("device", text, "auto, cpu or cuda", "auto")
+    add_options(parser, "a batch")
     parser.option("out", path, f"a folder for {PLAN_FILE}, {NUMBERS} and the plan in the words of other libraries")
     parser.option("html", path, "a file for the same as one page")
     return parser
-
-
-def share(_name: str, value: str) -> float:
-    """10%, or 0.1."""
-    from gnmr.doctor.plan import budget_of
-
-    return budget_of(value)
 
 
 def main(argv: list[str]) -> int:
@@ -70,23 +65,18 @@ def main(argv: list[str]) -> int:
     if not argv:
         parser.print_help()
         return 2
-    asked, place = parser.of_one_place(argv, "run folder or checkpoint")
-    if asked.plan is not None and asked.recipe is not None:
-        raise UserError("recipe: the plan says which; leave one of them out")
+    asked, place, config = asked_of(parser, argv, "diagnose")
     _check_places(asked)
-    run = exists(Path(place).expanduser() / "config.yaml")
-    if not run:
-        needs("diagnose", "transformers")
-    plan, low = _asked_paths(asked, Path(place).expanduser() if run else None)
+    if config is not None and config.model.adapter.rank:
+        raise UserError(f"{place}: has adapters beside its weights; merge them (peft), and diagnose the checkpoint")
+    plan, low = paths_of(asked, config, "nvfp4")
+    with told_as():
+        recipe_of("recovery", asked.recovery)
 
-    from gnmr.lab.evaluation.blocks import blocks_of
     from gnmr.lab.evaluation.subjects import load_subject
 
     subject = load_subject(place, device=asked.device)
-    data = None if asked.data is None else asked.data.expanduser()
-    blocks = blocks_of(
-        subject, data, batches=asked.batches, held_out=asked.held_out, length=asked.block, size=asked.batch_size
-    )
+    blocks = blocks_for(subject, asked, asked.batches, asked.held_out)
     size = f"{asked.batches} + {asked.held_out} batches of {blocks.size} x {blocks.length} tokens"
     say(printable(f"gnmr: {subject.name}: {size} on {subject.device}"), by_words=True)
     began = time.perf_counter()
@@ -119,55 +109,29 @@ def _check_places(asked: Namespace) -> None:
             out.rmdir()
 
 
-def _asked_paths(asked: Namespace, run: Path | None) -> tuple[PinPlan | None, str | Recipe]:
-    """(the plan, the low path). UserError for neither."""
-    from gnmr.doctor.plan import read_plan
-    from gnmr.lab.config import read
-    from gnmr.precision import Recipe
-    from gnmr.records.untrusted import reading
-
-    own: dict[str, Any] = {}
-    if run is not None:
-        with reading(run):
-            config = read(run / "config.yaml")
-        own = dict(config.precision.recipes)
-        if config.model.adapter.rank:
-            raise UserError(f"{run}: has adapters beside its weights; merge them (peft), and diagnose the checkpoint")
-    if asked.plan is not None:
-        return read_plan(asked.plan), ""
-    with told_as():
-        recipe_of("recovery", asked.recovery)
-        name = recipe_of("recipe", asked.recipe or "nvfp4", own)
-        return None, Recipe.of(name, own[name]) if name in own else name
-
-
 def _diagnosed(
-    subject: Subject, blocks: Blocks, asked: Namespace, plan: PinPlan | None, low: str | Recipe
+    subject: Subject, blocks: Blocks, asked: Namespace, plan: PinPlan | None, low: str | Recipe | None
 ) -> Diagnosis:
-    import torch
-
     from gnmr.doctor.diagnose import diagnose
     from gnmr.lab.train.loss import loss_of
 
     if subject.plan is not None:  # a fine-tuned run's own paths
         subject.plan.restore()
-    try:
-        with told_as(), showing("diagnosing", "batches") as progress:
-            return diagnose(
-                subject.model,
-                lambda batch: loss_of(subject.model, batch),
-                blocks.batches,
-                recipe=low,
-                recovery=asked.recovery,
-                budget=asked.budget,
-                held_out=blocks.held_out,
-                plan=plan,
-                tokens=asked.tokens,
-                terms=lambda batch: batch.num_targets,
-                progress=progress,
-            )
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise UserError(f"diagnose: out of memory at batch_size={blocks.size}: use a smaller one, or block=") from error
+    right = f"diagnose: out of memory at batch_size={blocks.size}: use a smaller one, or block="
+    with memory_bound(right), told_as(), showing("diagnosing", "batches") as progress:
+        return diagnose(
+            subject.model,
+            lambda batch: loss_of(subject.model, batch),
+            blocks.batches,
+            recipe=low or "nvfp4",
+            recovery=asked.recovery,
+            budget=asked.budget,
+            held_out=blocks.held_out,
+            plan=plan,
+            tokens=asked.tokens,
+            terms=lambda batch: batch.num_targets,
+            progress=progress,
+        )
 
 
 def _origin(subject: Subject, asked: Namespace, blocks: Blocks, command: str, seconds: float) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from gnmr.distributed.torchrun import is_first, started
 from gnmr.errors import RunFailed, UserError, told_as
 from gnmr.lab.config import Config, ControllerConfig
 from gnmr.lab.config.compose import conf_dir, load_composed, register
+from gnmr.lab.config.fork import typed
 from gnmr.lab.config.texts import place
 from gnmr.lab.stopping import never_at_once
 from gnmr.lab.sweep import finished
@@ -163,13 +164,11 @@ def _tell_next(config: Config) -> None:
     say("\n".join([*activation(), f"next: {shown_command('report', run_folder(config))}; another {another}"]))
 
 
-
-
 def refuse_sizes(config: Config, words: Sequence[str]) -> None:
     """Raise UserError for words on model=pretrained that its checkpoint says itself."""
     if config.model.checkpoint is None:
         return
-    for key in (word.lstrip("+").partition("=")[0] for word in words):
+    for key in typed(words):
         if key.startswith("model.") and key.split(".")[1] not in ("name", "checkpoint", "adapter"):
             raise UserError(f"{key}: has no effect on model=pretrained, whose checkpoint says it; leave it out")
 
@@ -180,7 +179,7 @@ def warn_of_unread(controller: ControllerConfig, words: Sequence[str]) -> None:
     These are settings among the `words` of the command line, and a trigger or a lock that is not 1 wherever it was
     set: alpha and beta are set by files that know nothing of the signal.
     """
-    given = {word.lstrip("+").partition("=")[0] for word in words}
+    given = typed(words)
     for key, why in controller.unread().items():
         value = getattr(controller, key)
         if f"controller.{key}" in given or (key in ("trigger", "t_lock") and value != 1):

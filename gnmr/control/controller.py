@@ -203,7 +203,7 @@ class Controller:
         others join, so never more than max_o, and the next step goes on from there.
         """
         packet = self.observe(self.measure(grad_scale, evidence))
-        decision = self.apply(packet.to_host())
+        decision = self.apply(self.hints.to_host(packet))
         self.hints.say(decision)
         return decision
 

@@ -1,21 +1,35 @@
 """What a loop should know of how it calls `step`, each said once.
 
-zeros   all gradients are 0, and no unit has had another one yet    step() after zero_grad(set_to_none=False)
-idle    half of the units never have a gradient, or a unit that     a part of the model that the loss does not
-        had one has none in some step                               depend on; experts may be idle
+    zeros   all gradients are 0, and no unit has had another one yet    step() after zero_grad(set_to_none=False)
+    left    gradients of the step before were still there               no zero_grad() between two steps
+    twice   no backward pass came since the last step                   step() twice after one backward pass
+    idle    half of the units never have a gradient, or a unit that     a part of the model that the loss does not
+            had one has none in some step                               depend on; experts may be idle
+
+What tells `left` and `twice` are hooks on one parameter a unit, which stay for the first backward pass after each of
+the first steps alone. Nothing here waits for the device: norms of gradients that were left go to the host with the
+step's other numbers.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from gnmr.control.decision import Decision
+from gnmr.control.packet import HostPacket
 from gnmr.control.units import Unit
 from gnmr.errors import users_level
 
+_STEPS = 10
+"""For how many steps hooks look at gradients."""
 _SEEN = 3
 """Steps after which a unit that never had a gradient counts as one without."""
 
@@ -27,33 +41,90 @@ class Hints:
         self._ever = np.zeros(len(units), dtype=bool)
         """Which units had a gradient in any step."""
         self._told: set[str] = set()
-        self._steps = 0
+        self._norms = np.zeros(0)
+        self._steps = self._armed = 0
+        self._handles: dict[str, tuple[RemovableHandle, RemovableHandle]] = {}
+        """Of the parameters that no backward pass has reached since `watch`, by their units' names."""
+        self._left: dict[str, Tensor] = {}
+        """Norms of the gradients that were there when the first backward pass began."""
+        self.trained = False
+        """A backward pass came, in any step."""
         self.look(units)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Of pickle and deepcopy: copies of parameters have no hooks."""
+        return {**self.__dict__, "_handles": {}, "_left": {}}
+
     def look(self, units: Sequence[Unit]) -> None:
-        """Take the units' parameters as they are now."""
+        """Takes the units' parameters as they are now."""
+        self.release()
         trained = [[p for p in unit.parameters if p.requires_grad] for unit in units]
-        self._first = [own[0] for own in trained if own]
+        self._first = {unit.name: own[0] for unit, own in zip(units, trained, strict=True) if own}
         expected = [bool(own) and "expert" not in unit.name for unit, own in zip(units, trained, strict=True)]
         self._expected = np.array(expected, dtype=bool)
         """Which units are to have a gradient in every step."""
 
+    def watch(self, others: Iterable[tuple[str, nn.Parameter]] = ()) -> None:
+        """Sets the hooks for the next backward pass: on the first of the `others` where no unit is trained."""
+        self.release()
+        self._first = self._first or dict([(name, p) for name, p in others if p.requires_grad][:1])
+        if self._armed > _STEPS:
+            return
+        self._armed += 1
+        for name, parameter in self._first.items():
+            if parameter.requires_grad and not hasattr(parameter, "device_mesh"):  # FSDP2 has gradients of others
+                before = parameter.register_hook(partial(self._before, name, parameter))
+                self._handles[name] = before, parameter.register_post_accumulate_grad_hook(partial(self._after, name))
+
+    def to_host(self, packet: HostPacket) -> dict[str, np.ndarray]:
+        """Return the packet on the host, with norms of the gradients that were there before the backward passes."""
+        device = packet.tensors["norm"].device
+        norms = [norm.to(device, torch.float64) for name, norm in self._left.items() if name not in self._handles]
+        packet.add("left", torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float64, device=device))
+        host = packet.to_host()
+        self._norms = host["left"]
+        return host
+
     def say(self, decision: Decision, advice: str = "") -> None:
-        """Warn of what there is to say of a step, and of the `advice` of the caller, each once."""
-        found = {"zeros": self._zeros(decision)}
-        self._steps += bool(decision.observed.any())
-        found |= {"idle": self._idle(decision), "advice": advice}
-        self._ever |= decision.observed
-        new = {kind: text for kind, text in found.items() if text and kind not in self._told}
+        """Warn of what there is to say of a step after `to_host`, and of the `advice` of the caller, each once."""
+        new = self._of(decision) | ({"advice": advice} if advice and "advice" not in self._told else {})
         self._told |= new.keys()
+        self.watch()
         for text in new.values():
             warnings.warn(text, stacklevel=users_level())
 
+    def _of(self, decision: Decision) -> dict[str, str]:
+        found = {"zeros": self._zeros(decision), "left": self._kept(self._norms), "twice": self._twice(decision)}
+        self._steps += bool(decision.observed.any())
+        found["idle"] = self._idle(decision)
+        self._ever |= decision.observed
+        return {kind: text for kind, text in found.items() if text and kind not in self._told}
+
     def _zeros(self, decision: Decision) -> str:
         nothing = not decision.observed.any() and not self._ever.any()
-        if nothing and any(p.grad is not None for p in self._first):
+        if nothing and any(p.grad is not None for p in self._first.values()):
             return "every gradient norm is 0 in this step: call step() before zero_grad()"
         return ""
+
+    def _kept(self, left: np.ndarray) -> str:
+        names = [name for name in self._left if name not in self._handles]
+        kept = [name for name, norm in zip(names, left, strict=True) if norm > 0]
+        if not kept:
+            return ""
+        return (
+            f"{kept[0]}: its gradient of the step before was still there when the next backward pass began, so "
+            "gradients add up from step to step: call zero_grad() and step() once per optimizer step each"
+        )
+
+    def _twice(self, decision: Decision) -> str:
+        # Gradients that are set by hand fire no hooks: then nothing is known.
+        unreached = bool(self._handles) and self._handles.keys() == self._first.keys()
+        if not (unreached and self.trained and decision.observed.any()):
+            return ""
+        return (
+            "no backward pass came since the last step(), whose gradients are observed again: call step() once per "
+            "optimizer step, after the backward pass of its last micro-batch"
+        )
 
     def _idle(self, decision: Decision) -> str:
         there, step = decision.observed, decision.step
@@ -75,3 +146,25 @@ class Hints:
             f"{decision.units[gone[0]]}: has no gradient in step {step}, but had one before{more}: it did not run, or "
             "its part of the loss was masked; such steps do not count for it"
         )
+
+    def release(self) -> None:
+        """Takes the hooks off and forgets what they found."""
+        for handles in self._handles.values():
+            for handle in handles:
+                handle.remove()
+        self._handles, self._left = {}, {}
+
+    @torch.no_grad()
+    def _before(self, name: str, parameter: nn.Parameter, _gradient: Tensor) -> None:
+        """Before a gradient is added; `torch.autograd.grad` calls it too, but not `_after`."""
+        gradient = parameter.grad
+        if gradient is None or gradient.is_sparse:
+            self._left.pop(name, None)
+        else:
+            self._left[name] = torch.linalg.vector_norm(gradient)
+
+    def _after(self, name: str, _parameter: Tensor) -> None:
+        """After it was."""
+        self.trained = True
+        for handle in self._handles.pop(name, ()):
+            handle.remove()

@@ -11,7 +11,7 @@ with m <= n (a tall one is read transposed), worker i sends r rows in place of m
 | else, recovery | sends H_i; E_i = 0 |
 
 The columns are the r with the largest (mean_i U' H_i xi)^2. xi is a normal vector that all workers draw alike, so a
-worker sends m more numbers to choose them. **Choice 69**: recovery sends H_i and not G_i, so nothing that was held back
+worker sends m more numbers to choose them. Recovery sends H_i and not G_i, so nothing that was held back
 is lost. (The refresh drops E_i, as in the paper.)
 
 Every matrix is a unit of a `Controller`. Workers decide from sums that are the same everywhere. Each computes U itself,
@@ -50,8 +50,6 @@ class GreedyLoreSpec:
     """tau: optimizer steps between two bases."""
     dense_steps: int = 1000
     """S: optimizer steps of the dense start."""
-    feedback: bool = True
-    """Add to the next gradient what was not sent; if False, it is lost."""
     seed: int = 0
     """Seed of xi."""
 
@@ -254,7 +252,7 @@ class GreedyLore:
                 matrix, basis = self.matrices[name], bases[name]
                 rows = sent.to(basis.dtype).unflatten(1, (self.spec.rank, matrix.columns))
                 rest = sums[name] - basis @ rows
-                self._hold(name, rest)
+                self._rests[name] = rest
                 if self.measuring:
                     self._squares[name] = rest.double().square().sum()
                 found[name] = matrix.wide(basis @ one.to(basis.dtype).view(self.spec.rank, matrix.columns))
@@ -262,7 +260,7 @@ class GreedyLore:
                 found[name] = one.view(gradient.shape[1:])
                 self._squares.pop(name, None)
                 if name in sums:
-                    self._hold(name, torch.zeros_like(sums[name]))
+                    self._rests[name] = torch.zeros_like(sums[name])
                 elif name in self.matrices and phase == REFRESH:
                     self._refresh(name, found[name])
             found[name] = found[name].to(gradient.dtype).contiguous()  # fused optimizers read no strides of a gradient
@@ -282,14 +280,10 @@ class GreedyLore:
         wide = self._wide(name, gradient)
         return wide + self._held[name] if name in self._held else wide
 
-    def _hold(self, name: str, rest: Tensor) -> None:
-        if self.spec.feedback:
-            self._rests[name] = rest
-
     def _refresh(self, name: str, mean: Tensor) -> None:
         """Compute a new basis of the mean gradient; nothing is held back any more."""
         if name in self._held:
-            self._hold(name, torch.zeros_like(self._held[name]))
+            self._rests[name] = torch.zeros_like(self._held[name])
         self._fresh[name] = torch.linalg.svd(self._wide(name, mean).nan_to_num(0, 0, 0), full_matrices=False).U
 
     def _chosen(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -333,7 +327,7 @@ class GreedyLore:
     def gap(self) -> Tensor:
         """Return this process's part of mean_i ||H_i - P R_i||^2 of each unit in the last step, (U,) float64.
 
-        This is what the gradient of a unit on the low path lacks (with feedback ||E_i||^2); 0 on recovery. The sum over
+        This is what the gradient of a unit on the low path lacks, ||E_i||^2; 0 on recovery. The sum over
         processes is the mean. Needs `measuring`; takes no collective.
         """
         nothing = torch.zeros((), dtype=torch.float64, device=next(iter(self.matrices.values())).weight.device)
@@ -352,7 +346,7 @@ class GreedyLore:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state; of the state of all workers each rank takes its own.
 
-        **Choice 71**: if the number of workers changed, bases are kept and what was held back is lost, with a warning.
+        If the number of workers changed, bases are kept and what was held back is lost, with a warning.
         Raises ValueError, and changes nothing, if `state` belongs to other matrices.
         """
         whole(0, t=state["t"], sent_total=state["sent_total"])
@@ -362,7 +356,7 @@ class GreedyLore:
             if sides is None or tuple(one.shape[-2:]) != sides.get(one.ndim):
                 raise ValueError(f"state: what it holds of {name}, {tuple(one.shape)}, does not fit this model")
         here, held = self.workers.here, state["held"]
-        if state["workers"] != self.workers.size and held:
+        if state["workers"] != self.workers.size:
             warnings.warn(
                 f"the state of GreedyLore is of {state['workers']} workers, here are {self.workers.size}: its bases "
                 "are kept, what the workers held back is lost",

@@ -32,9 +32,7 @@ class _Alone:
 class PowerSgd:
     """PowerSGD with warm start. `sent` counts the numbers that a worker sent in the last step, `sent_total` all."""
 
-    def __init__(
-        self, dense: int, *, rank: int, dense_steps: int, feedback: bool, seed: int, workers: Workers | None = None
-    ) -> None:
+    def __init__(self, dense: int, *, rank: int, dense_steps: int, seed: int, workers: Workers | None = None) -> None:
         """`dense`: the size of all gradients. `workers`: None for the ranks of the process group."""
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
@@ -44,7 +42,6 @@ class PowerSgd:
             matrix_approximation_rank=rank,
             start_powerSGD_iter=max(dense_steps, 2),  # DDP's buckets are final after two steps
             min_compression_rate=2,
-            use_error_feedback=feedback,
             orthogonalization_epsilon=1e-8,  # a column of zeros would become NaN
             random_seed=seed,
         )

@@ -5,7 +5,7 @@ Shapes: K is the number of workers that this process has (1 for a rank, all of t
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,26 +17,8 @@ from gnmr.errors import whole
 T = TypeVar("T")
 
 
-class Workers(Protocol):
-    """Data parallel workers, of which this process has `here`."""
-
-    @property
-    def size(self) -> int:
-        """The number of all workers."""
-        ...
-
-    @property
-    def here(self) -> slice:
-        """The workers of this process."""
-        ...
-
-    def mean(self, x_KN: Tensor) -> Tensor:
-        """Return the mean over all workers, (K, N) -> (N,), the same bits in every process."""
-        ...
-
-
 class VirtualWorkers:
-    """Workers that one process plays; it holds all their gradients."""
+    """Workers that one process plays; it holds all their gradients. `here`: the workers of this process."""
 
     def __init__(self, number: int) -> None:
         whole(2, workers=number)
@@ -44,7 +26,7 @@ class VirtualWorkers:
         self.here = slice(0, number)
 
     def mean(self, x_KN: Tensor) -> Tensor:
-        """Return the mean without a collective."""
+        """Return the mean over all workers, (K, N) -> (N,), without a collective."""
         return x_KN.mean(0)
 
 
@@ -63,6 +45,9 @@ class RankWorkers:
         with reaching():
             torch.distributed.all_reduce(total)
         return total.div_(self.size)
+
+
+Workers: TypeAlias = VirtualWorkers | RankWorkers
 
 
 def done(value: T) -> torch.futures.Future[T]:

@@ -31,6 +31,8 @@ from gnmr.names import GEMMS
 from gnmr.precision import RECIPES, Recipe
 from gnmr.precision.units import unit_of
 
+Found = Mapping[tuple[str, str, str], Measured]
+"""What was measured, by operator, GEMM and operand."""
 _HEADS = ("lm_head", "output")
 """Two names of one thing: a list has often both."""
 _QKV = {"wq", "wk", "wv", "wkv", "wqkv", "qkv_linear"}
@@ -128,31 +130,21 @@ def audit(
     """
     require(isinstance(model, nn.Module), "model", type(model).__name__, "must be an nn.Module")
     texts = read_lists(lists)
-    wanted = _recipe(recipe)
+    wanted = RECIPES[recipe_named(recipe)] if isinstance(recipe, str) else recipe
     operators = operators_of(model)
     require(operators, "model", type(model).__name__, "has no linear, so no GEMM that a recipe would cast")
-    found: dict[tuple[str, str, str], Measured] = {}
-    ran: set[str] = set()
-    read: set[str] = set()
-    if loss_of_batch is not None:
-        found, ran, read = measured_pass(model, operators, loss_of_batch, batch, progress)
+    dynamic = loss_of_batch is not None
+    found, ran, read = measured_pass(model, operators, loss_of_batch, batch, progress)
     entries = [one for which, own in texts.items() for one in entries_of(which, own, [o.name for o in operators])]
     findings = [
         *_of_lists(entries, model, operators),
         *_of_conversion(operators, entries, texts, wanted, found),
         *_of_roles(operators, entries, found),
         *_of_parameters(model, found),
-        *(_of_idle(operators, ran, read) if loss_of_batch is not None else ()),
+        *(_of_idle(operators, ran, read) if dynamic else ()),
         *_of_passes(operators, found),
     ]
-    rows = tuple(_row(operator, found, ran, loss_of_batch is not None) for operator in operators)
-    return Audit(tuple(findings), rows, loss_of_batch is not None)
-
-
-def _recipe(recipe: str | Recipe | None) -> Recipe | None:
-    if recipe is None or isinstance(recipe, Recipe):
-        return recipe
-    return RECIPES[recipe_named(recipe)]
+    return Audit(tuple(findings), tuple(_row(operator, found, ran, dynamic) for operator in operators), dynamic)
 
 
 # ---- what is said ----
@@ -199,7 +191,7 @@ def _of_conversion(
     entries: Sequence[Entry],
     texts: Mapping[str, Sequence[str]],
     recipe: Recipe | None,
-    found: Mapping[tuple[str, str, str], Measured],
+    found: Found,
 ) -> Iterator[Finding]:
     """Lists that were not applied, operators that were left out, and other recipes than what was asked for."""
     out: dict[str, Entry] = {}
@@ -211,23 +203,23 @@ def _of_conversion(
                 own.setdefault(name, entry)
     selects = any(which in CONVERTS for which in texts)
     listed = any(which != "pins" for which in texts)
-    any_low = any(_low(operator, found) for operator in operators)
-    not_applied: dict[tuple[str, str], list[str]] = {}
+    not_applied: dict[str, list[Operator]] = {}
     missing: list[str] = []
+    any_low = False
     for operator in operators:
         low, name = _low(operator, found), operator.name
+        any_low |= low
         if low and name in out:
-            not_applied.setdefault((f"{out[name].which} {out[name].text!r}", "leaves"), []).append(name)
+            not_applied.setdefault(f"{out[name].which} {out[name].text!r} leaves it out", []).append(operator)
         elif low and selects and name not in chosen:
-            not_applied.setdefault(("no entry", "names"), []).append(name)
-        wanted = name in chosen or (not operator.role and name not in out and not selects)
+            not_applied.setdefault("no entry names it", []).append(operator)
+        wanted = name in chosen or (name not in out and not selects)
         if wanted and not low and not operator.role and (recipe is not None or listed):
             missing.append(name)
-    for (entry_text, verb), names in not_applied.items():
-        what = f"{entry_text} leaves it out, and it is in {_said(operators, names[0])}"
-        if verb == "names":
-            what = f"{entry_text} names it, and it is in {_said(operators, names[0])}"
-        yield Finding("not applied", tuple(names), what, "16 bits; hand the list to the conversion itself")
+    for why, several in not_applied.items():
+        what = f"{why}, and it is in {several[0].words('fprop')}"
+        right = "16 bits; hand the list to the conversion itself"
+        yield Finding("not applied", tuple(one.name for one in several), what, right)
     if not any_low and missing:
         asked = "the lists leave out others alone" if recipe is None else f"recipe={recipe.name} was to be"
         what = f"no linear is in low precision, {asked}"
@@ -245,19 +237,13 @@ def _of_recipe(operators: Sequence[Operator], recipe: Recipe) -> Iterator[Findin
     """GEMMs on another recipe than this."""
     other: dict[tuple[str, str, str], list[str]] = {}
     for operator in operators:
-        if operator.declared is None or not operator.low:
-            continue
-        for gemm in GEMMS:
-            if gemm in operator.pinned:
-                continue
-            now = [_word(operator.declared.get((gemm, operand))) for operand in READS[gemm]]
-            want = [_word(getattr(getattr(recipe, gemm), operand)) for operand in READS[gemm]]
-            if now != want:
-                key = gemm, " x ".join(now), " x ".join(want)
-                other.setdefault(key, []).append(operator.name)
-    for (gemm, now_words, want_words), names in other.items():
-        what = f"{gemm} is {now_words}, and recipe={recipe.name} has {want_words}"
-        yield Finding("another recipe", tuple(names), what, want_words)
+        for gemm in GEMMS if operator.low else ():
+            now = " x ".join(_word(operator.grain(gemm, operand)) for operand in READS[gemm])
+            want = " x ".join(_word(getattr(getattr(recipe, gemm), operand)) for operand in READS[gemm])
+            if now != want and gemm not in operator.pinned:
+                other.setdefault((gemm, now, want), []).append(operator.name)
+    for (gemm, now, want), names in other.items():
+        yield Finding("another recipe", tuple(names), f"{gemm} is {now}, and recipe={recipe.name} has {want}", want)
 
 
 def _word(cast: Any) -> str:
@@ -293,9 +279,7 @@ def _block(name: str) -> str:
     return found[0] if found else ""
 
 
-def _of_roles(
-    operators: Sequence[Operator], entries: Sequence[Entry], found: Mapping[tuple[str, str, str], Measured]
-) -> Iterator[Finding]:
+def _of_roles(operators: Sequence[Operator], entries: Sequence[Entry], found: Found) -> Iterator[Finding]:
     """Output heads and routers in low precision, and tied heads."""
     chosen = {name for entry in entries if entry.which in CONVERTS for name in entry.meant}
     for operator in operators:
@@ -312,7 +296,7 @@ def _of_roles(
             yield Finding(operator.role, (operator.name,), what, "16 bits, as every published recipe has it")
 
 
-def _of_parameters(model: nn.Module, found: Mapping[tuple[str, str, str], Measured]) -> Iterator[Finding]:
+def _of_parameters(model: nn.Module, found: Found) -> Iterator[Finding]:
     """Norms, embeddings and other parameters of one byte an element; where a GEMM met NaN or Inf, parameters that hold
     any."""
     if met_not_finite(found) and (wrong := list(not_finite(model))):
@@ -333,12 +317,13 @@ def _of_idle(operators: Sequence[Operator], ran: set[str], read: set[str]) -> It
     ran, is none."""
     experts = {_experts(name) for name in ran} - {""}
     idle = [o.name for o in operators if o.name not in ran and o.low is not False and _experts(o.name) not in experts]
-    if names := tuple(name for name in idle if name in read):
-        what = "its weight has a gradient, and it is never called (F.linear, a fused kernel): no precision is in force"
-        yield Finding("never ran", names, what, "call the module, or leave it out of the conversion")
-    if names := tuple(name for name in idle if name not in read):
-        what = "did not run in this batch, so nothing is known of it"
-        yield Finding("never ran", names, what, "a batch that reaches it, or leave it out of the conversion")
+    kernel = "its weight has a gradient, and it is never called (F.linear, a fused kernel): no precision is in force"
+    for other, what, right in (
+        (True, kernel, "call the module"),
+        (False, "did not run in this batch, so nothing is known of it", "a batch that reaches it"),
+    ):
+        if names := tuple(name for name in idle if (name in read) == other):
+            yield Finding("never ran", names, what, f"{right}, or leave it out of the conversion")
 
 
 def _experts(name: str) -> str:
@@ -354,7 +339,7 @@ def unused_recipes(declared: Sequence[str], named: Sequence[str | None]) -> list
     return [Finding("unused recipe", (name,), what, right) for name in declared if name not in named]
 
 
-def _of_passes(operators: Sequence[Operator], found: Mapping[tuple[str, str, str], Measured]) -> Iterator[Finding]:
+def _of_passes(operators: Sequence[Operator], found: Found) -> Iterator[Finding]:
     """The causes, those of one kind and one operand in one line."""
     alike: dict[tuple[str, str, str], list[tuple[str, Cause]]] = {}
     for (name, gemm, operand), one in found.items():
@@ -362,28 +347,26 @@ def _of_passes(operators: Sequence[Operator], found: Mapping[tuple[str, str, str
             alike.setdefault((cause.kind, operand, cause.right), []).append((f"{name} {gemm} {operand}", cause))
     for (kind, _, right), several in alike.items():
         first = several[0][1].text
-        text = first if len(several) == 1 or all(c.text == first for _, c in several) else f"{first} (the first)"
+        text = first if all(cause.text == first for _, cause in several) else f"{first} (the first)"
         yield Finding(kind, tuple(where for where, _ in several), text, right)
 
 
-def _low(operator: Operator, found: Mapping[tuple[str, str, str], Measured]) -> bool:
+def _low(operator: Operator, found: Found) -> bool:
     """Whether the operator is in low precision: as it says, or where it says nothing as its output shows."""
     if operator.low is not None:
         return operator.low
-    seen = [found[key] for key in found if key[0] == operator.name]
-    return any(one.noise > 0 and one.snr < 45 for one in seen)
+    return any(one.noise > 0 and one.snr < 45 for (name, *_), one in found.items() if name == operator.name)
 
 
-def _said(operators: Sequence[Operator], name: str) -> str:
-    return next(operator.words("fprop") for operator in operators if operator.name == name)
-
-
-def _row(operator: Operator, found: Mapping[tuple[str, str, str], Measured], ran: set[str], dynamic: bool) -> Row:
-    measured: dict[str, dict[str, tuple[float, float | None]]] = {}
-    for gemm in GEMMS:
-        for operand in (*READS[gemm], "output"):
-            if (one := found.get((operator.name, gemm, operand))) is not None:
-                measured.setdefault(gemm, {})[operand] = one.snr, one.best
+def _row(operator: Operator, found: Found, ran: set[str], dynamic: bool) -> Row:
+    measured = {
+        gemm: {
+            operand: (one.snr, one.best)
+            for operand in (*READS[gemm], "output")
+            if (one := found.get((operator.name, gemm, operand))) is not None
+        }
+        for gemm in GEMMS
+    }
     notes = []
     if dynamic and operator.name not in ran:
         notes.append("did not run in this batch")
@@ -395,7 +378,7 @@ def _row(operator: Operator, found: Mapping[tuple[str, str, str], Measured], ran
         operator.name,
         operator.kind,
         {gemm: operator.words(gemm) for gemm in GEMMS},
-        measured,
+        {gemm: own for gemm, own in measured.items() if own},
         operator.name in ran,
         "; ".join(notes),
     )

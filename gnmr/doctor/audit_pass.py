@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.doctor.diagnose import Progress
-from gnmr.doctor.guards import as_it_was, refuse_constant, refuse_not_finite
+from gnmr.doctor.guards import as_it_was, refuse_constant, refuse_meta, refuse_not_finite, scalar
 from gnmr.doctor.in_force import Operator
 from gnmr.doctor.operands import Measured, watching
 from gnmr.errors import require
@@ -26,34 +26,34 @@ def met_not_finite(found: Mapping[tuple[str, str, str], Measured]) -> bool:
 def measured_pass(
     model: nn.Module,
     operators: Sequence[Operator],
-    loss_of_batch: Callable[[Any], Tensor],
+    loss_of_batch: Callable[[Any], Tensor] | None,
     batch: Any,
     progress: Progress | None,
 ) -> tuple[dict[tuple[str, str, str], Measured], set[str], set[str]]:
-    """(what was measured, the operators that ran, those whose weight has a gradient) in one forward and backward
-    pass."""
-    meta = any(parameter.is_meta for parameter in model.parameters())
-    require(not meta, "model", type(model).__name__, "has parameters on the meta device; audit it with its weights")
+    """Return (what was measured, the operators that ran, those whose weight has a gradient) in one forward and backward
+    pass; nothing of any without a loss."""
+    if loss_of_batch is None:
+        return {}, set(), set()
+    refuse_meta(model)
     sharded = any(is_sharded(parameter) for parameter in model.parameters())
     right = "has sharded parameters (DTensor); audit it in one process, before it is sharded"
     require(not sharded, "model", type(model).__name__, right)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     read: set[int] = set()
     passes = 2 * len(operators)
-    tell = None if progress is None else lambda done: progress(min(done, passes), passes)
+
+    def tell(done: int) -> None:
+        if progress is not None:
+            progress(min(done, passes), passes)
+
     with as_it_was(model), _quiet(operators), watching(operators, tell) as watch:
         torch.manual_seed(0)
-        loss = loss_of_batch(batch)
-        right = "must be one number with a gradient; has the batch its targets?"
-        one = isinstance(loss, Tensor) and loss.numel() == 1
-        said = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        require(one, "loss_of_batch", said, right)
-        require(loss.requires_grad or not trained, "loss_of_batch", "a tensor without gradient", right)
+        loss = scalar(loss_of_batch(batch), "loss_of_batch", bool(trained))
         require(watch.ran, "loss_of_batch", "...", "its loss does not run the linears of this model")
         if not met_not_finite(watch.found):
             refuse_not_finite(float(loss.detach()), "loss_of_batch", model)
         if trained:
-            gradients = _backward(loss.reshape(()), trained)
+            gradients = _backward(loss, trained)
             refuse_constant(loss, trained, gradients, "loss_of_batch", "what is trained")
             read = {id(one) for one, gradient in zip(trained, gradients, strict=True) if gradient is not None}
     return watch.found, watch.ran, {o.name for o in operators if id(o.module.weight) in read}

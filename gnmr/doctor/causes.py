@@ -96,27 +96,25 @@ def _poor(x: Tensor, q: Tensor, grain: Grain, contracted: int, ideal: Tensor) ->
             text = f"{head}: the GEMM reads {float(off.flatten()[0]):.3g} times the tensor{part}"
             return Cause("scale", text, "the scale that is multiplied back must be the one that was divided by")
     largest = float(q.abs().max())
-    reached = largest / float(x.abs().max())
-    for factor in (2.0, 0.5, reached, 4.0, 0.25, 8.0, 0.125, 16.0, 0.0625):
-        if factor <= 0 or abs(factor - 1) < 0.05:
-            continue
-        if energy(q - grain.under(x, contracted, factor)) < 0.1 * noise:
-            share = float((x.abs() > 1.03 * largest).double().mean())
-            small = f", so that {share:.2g} of its elements saturate" if share else ""
-            power = abs(math.log2(factor) - round(math.log2(factor))) < 0.05
-            if share and not power and grain.cast.scale != "delayed":
-                said = f"{head}: {share:.2g} of its elements are beyond {largest:.3g}, the largest that the GEMM reads"
-                return Cause("saturated", said, "look for a clamp, or a scale of another tensor")
-            if grain.cast.scale == "delayed" and factor < 1:
-                said = f"{head}: saturated: its delayed scale is of {factor:.2g} times its largest value{small}"
-                return Cause("saturated", said, "a shorter history, or a scale of the tensor at hand")
-            said = f"{head}: cast under {factor:.3g} times the right scale{small}"
-            return Cause("scale", said, "the scale of a group is its largest magnitude over the format's")
     beyond = x.abs() > 1.03 * largest
-    if bool(beyond.any()) and energy((q - x)[~beyond]) <= enough:
-        share = float(beyond.double().mean())
-        said = f"{head}: {share:.2g} of its elements are beyond {largest:.3g}, the largest that the GEMM reads"
-        return Cause("saturated", said, "look for a clamp, or a scale of another tensor")
+    share = float(beyond.double().mean())
+    said = f"{head}: {share:.2g} of its elements are beyond {largest:.3g}, the largest that the GEMM reads"
+    clamped = Cause("saturated", said, "look for a clamp, or a scale of another tensor")
+    small = f", so that {share:.2g} of its elements saturate" if share else ""
+    delayed = grain.cast.scale == "delayed"
+    for factor in (2.0, 0.5, largest / float(x.abs().max()), 4.0, 0.25, 8.0, 0.125, 16.0, 0.0625):
+        if factor <= 0 or abs(factor - 1) < 0.05 or energy(q - grain.under(x, contracted, factor)) >= 0.1 * noise:
+            continue
+        if delayed and factor < 1:
+            said = f"{head}: saturated: its delayed scale is of {factor:.2g} times its largest value{small}"
+            return Cause("saturated", said, "a shorter history, or a scale of the tensor at hand")
+        power = abs(math.log2(factor) - round(math.log2(factor))) < 0.05
+        if share and not power and not delayed:
+            return clamped
+        said = f"{head}: cast under {factor:.3g} times the right scale{small}"
+        return Cause("scale", said, "the scale of a group is its largest magnitude over the format's")
+    if share and energy((q - x)[~beyond]) <= enough:
+        return clamped
     return Cause("noise", f"{head}, and no scale, saturation or outlier explains it", "look at how it is cast")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from os import PathLike
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.doctor.diagnosis import Diagnosis, Measured, Row, intervals
-from gnmr.doctor.guards import as_it_was, refuse_constant, refuse_not_finite
+from gnmr.doctor.guards import as_it_was, refuse_constant, refuse_meta, refuse_not_finite, scalar
 from gnmr.doctor.plan import PinPlan, budget_share, read_plan
 from gnmr.errors import nearest, require, whole
 from gnmr.measure.errors import Probe, measure_errors
@@ -31,7 +31,9 @@ from gnmr.precision.conversion import operator_shapes
 Progress = Callable[[int, int | None], None]
 """Called with (passes over batches that are done, of how many; None: nobody knows)."""
 
-_BY_OPERAND = ("fprop_input", "fprop_weight", "dgrad_bias", "wgrad_bias")
+_LOW = (*GEMMS, "fprop_input", "fprop_weight", "dgrad_bias", "wgrad_bias")
+_NUMBERS = (*_LOW, *(f"{gemm}_recovery" for gemm in GEMMS), "mse", "norm")
+"""What is measured of every operator in a batch: prices on both paths, mse of the input, norm of the gradient."""
 
 
 def diagnose(
@@ -99,8 +101,7 @@ def _check_model(model: nn.Module) -> None:
     require(isinstance(model, nn.Module), "model", type(model).__name__, "must be an nn.Module")
     linears = any(isinstance(module, nn.Linear) for module in model.modules())
     require(linears, "model", type(model).__name__, "has no nn.Linear, so no GEMM that a recipe would cast")
-    empty = any(parameter.is_meta for parameter in model.parameters())
-    require(not empty, "model", type(model).__name__, "has parameters on the meta device; diagnose it with its weights")
+    refuse_meta(model)
     require(not torch.is_inference_mode_enabled(), "model", type(model).__name__, "has no gradients in inference mode")
 
 
@@ -127,18 +128,6 @@ def _spec(
     return PathSpec.of(low, high, targets=targets, backend="simulated")
 
 
-@dataclass
-class _Found:
-    """Of each batch so far."""
-
-    high: list[float]
-    low: list[float]
-    numbers: list[np.ndarray]
-    """(names, U)."""
-    ran: list[list[bool]]
-    """Whether each operator's fprop reached the loss."""
-
-
 class _Doctor:
     """A converted model and what is measured of it."""
 
@@ -157,12 +146,10 @@ class _Doctor:
         for operator in plan.operators:
             operator.weight.requires_grad_()  # a frozen model has prices too
         self._weights = [operator.weight for operator in plan.operators]
-        self._sixteen = not any(isinstance(o.recovery, Recipe) and o.recovery.casts for o in plan.operators)
-        """Whether the recovery path has no price."""
-        self._meter: PriceMeter = measure_prices(plan, PRICES[: 3 if self._sixteen else 6], tokens)
+        priced = any(isinstance(o.recovery, Recipe) and o.recovery.casts for o in plan.operators)
+        self._meter: PriceMeter = measure_prices(plan, PRICES[: 6 if priced else 3], tokens)
         self._probe: Probe = measure_errors(plan, ["mse"], tokens)
         self._measuring(False)
-        self._passes = 0
         self._called: set[str] = set()
         self._read: set[str] = set()
         """Operators that were called in any batch, and those whose weight had a gradient."""
@@ -173,56 +160,55 @@ class _Doctor:
         """All of it."""
         number = len(batches) if isinstance(batches, Sized) else None
         total = None if number is None else number + len(held_out)
-        found = _Found([], [], [], [])
-        for batch in batches:
-            place = len(found.high)
-            high, numbers, ran = self._priced(batch, place)
-            found.ran.append(ran)
-            found.high.append(high)
-            found.low.append(self._loss(batch, place, recovering=False))
-            found.numbers.append(numbers)
+        high, low, every, ran = [], [], [], []
+        for place, batch in enumerate(batches):
+            loss, numbers, reached = self._priced(batch, place)
+            high.append(loss)
+            every.append(numbers)
+            ran.append(reached)
+            low.append(self._loss(batch, place, recovering=False))
             progress(place + 1, total)
-        require(len(found.high) > 1, "batches", len(found.high), "needs two at least, for the spread between them")
-        names, times = self._names(), np.array(found.ran).sum(axis=0)
-        kept = [o for o, ran in zip(self.plan.operators, times, strict=True) if ran]
+        require(len(high) > 1, "batches", len(high), "needs two at least, for the spread between them")
+        times = np.array(ran).sum(axis=0)
+        kept = [o for o, number in zip(self.plan.operators, times, strict=True) if number]
         require(kept, "loss_of_batch", "...", "its loss does not run the linears of this model")
-        samples = {name: np.stack([own[i] for own in found.numbers])[:, times > 0] for i, name in enumerate(names)}
+        samples = dict(zip(_NUMBERS, np.stack(every, axis=1)[..., times > 0], strict=True))
         shapes = {o.operator_name: (o.in_features, o.out_features) for o in self.plan.operators}
         operators = {o.operator_name: shapes[o.operator_name] for o in kept}
         idle = {name: self._why(name) for name in shapes if name not in operators}
         targets = self._targets(list(operators)) if idle else list(self.spec.targets)
-        known: dict[str, Any] = {
-            "recipe": self.spec.low,
-            "recovery": self.spec.recovery or "bf16",
-            "operators": operators,
-            "rows": self._rows(kept, samples),
-            "samples": samples["fprop"] - samples["fprop_recovery"],
-            "measured": Measured.of(np.array(found.high), np.array(found.low)),
-            "scores": {
-                "mse": dict(zip(operators, samples["mse"].mean(axis=0).tolist(), strict=True)),
-                "gradient norm": dict(zip(operators, samples["norm"].mean(axis=0).tolist(), strict=True)),
+        found = Diagnosis(
+            recipe=self.spec.low,
+            recovery=self.spec.recovery or "bf16",
+            operators=operators,
+            rows=self._rows(kept, samples),
+            samples=samples["fprop"] - samples["fprop_recovery"],
+            measured=Measured.of(np.array(high), np.array(low)),
+            scores={
+                name: dict(zip(operators, samples[key].mean(axis=0).tolist(), strict=True))
+                for name, key in (("mse", "mse"), ("gradient norm", "norm"))
             },
-            "budget": budget,
-            "tokens": self.tokens,
-            "pins": {o.operator_name: list(o.pinned) for o in kept if o.pinned},
-            "targets": targets or list(self.spec.targets),
-            "idle": idle,
-            "matched": {} if targets else {name: shapes[name] for name in idle},
-            "partly": {
-                o.operator_name: int(ran)
-                for o, ran in zip(self.plan.operators, times, strict=True)
-                if 0 < ran < len(found.ran)
+            budget=budget,
+            tokens=self.tokens,
+            pins={o.operator_name: list(o.pinned) for o in kept if o.pinned},
+            targets=targets or list(self.spec.targets),
+            recipes={
+                name: one.words() if isinstance(one, Recipe) else one
+                for name, one in self.spec.recipes.items()
+                if name not in RECIPES
             },
-            "recipes": {n: one.words() if isinstance(one, Recipe) else one for n, one in self.spec.recipes.items()},
-        }
-        known["recipes"] = {name: one for name, one in known["recipes"].items() if name not in RECIPES}
-        without = Diagnosis(held_out=None, left={}, guessed={}, **known)
+            idle=idle,
+            matched={} if targets else {name: shapes[name] for name in idle},
+            partly={name: int(n) for name, n in zip(shapes, times, strict=True) if 0 < n < len(ran)},
+        )
         if not held_out:
-            return without
-        low, left = self._held_out(without, held_out, lambda done: progress(len(found.high) + done, total))
-        guessed = {name: Measured.of(left["plan"], own) for name, own in left.items() if name != "plan"}
-        return Diagnosis(
-            held_out=low, left={name: float(own.mean()) for name, own in left.items()}, guessed=guessed, **known
+            return found
+        measured, left = self._held_out(found, held_out, lambda done: progress(len(high) + done, total))
+        return replace(
+            found,
+            held_out=measured,
+            left={name: float(own.mean()) for name, own in left.items()},
+            guessed={name: Measured.of(left["plan"], own) for name, own in left.items() if name != "plan"},
         )
 
     def _held_out(
@@ -272,23 +258,23 @@ class _Doctor:
         self._measuring(True)
         try:
             torch.manual_seed(place)
-            loss = self._checked(self._loss_of_batch(batch), place)
+            loss = scalar(self._loss_of_batch(batch), where := f"loss_of_batch of batch {place + 1}")
+            refuse_not_finite(float(loss.detach()), where, self.model)
             gradients = torch.autograd.grad(loss, self._weights, allow_unused=True)
         finally:
             self._measuring(False)
         unused = all(gradient is None for gradient in gradients)
         right = "its loss does not depend on the linears of this model (or reentrant checkpointing hides that it does)"
         require(not unused, "loss_of_batch", "...", right)
-        refuse_constant(loss, self._weights, gradients, f"loss_of_batch of batch {place + 1}", "its linears")
+        refuse_constant(loss, self._weights, gradients, where, "its linears")
         self._called |= {o.operator_name for o in self.plan.operators if o.read is not None}
         self._read |= {o.operator_name for o, g in zip(self.plan.operators, gradients, strict=True) if g is not None}
         ran = [rows > 0 for rows in meter.rows]
         low, recovery = (meter.by_operator(path) for path in ("low", "recovery"))
         zero = torch.zeros_like(low["fprop"])
         norms = torch.stack([zero[0] if g is None else g.float().norm().double() for g in gradients])
-        found = [low[name] for name in (*GEMMS, *_BY_OPERAND)]
-        found += [recovery[gemm] for gemm in GEMMS]
-        numbers = torch.stack([*found, self._probe.read()["mse"], norms]).cpu().numpy()
+        prices = [low[name] for name in _LOW] + [recovery[gemm] for gemm in GEMMS]
+        numbers = torch.stack([*prices, self._probe.read()["mse"], norms]).cpu().numpy()
         meter.reset()
         self._probe.reset()
         self.plan.end_step()
@@ -296,21 +282,6 @@ class _Doctor:
             first = self.plan.operators[int(np.argwhere(~np.isfinite(numbers))[0][1])].operator_name
             raise ValueError(f"batch {place + 1}: what {first} reads, or its gradient, is not finite in 16 bits")
         return float(loss.detach()), numbers, ran
-
-    @staticmethod
-    def _names() -> list[str]:
-        """Of the numbers of `_priced`."""
-        return [*GEMMS, *_BY_OPERAND, *(f"{gemm}_recovery" for gemm in GEMMS), "mse", "norm"]
-
-    def _checked(self, loss: Any, place: int) -> Tensor:
-        """The loss; ValueError for what is none."""
-        where = f"loss_of_batch of batch {place + 1}"
-        right = "must be one number with a gradient; has the batch its targets?"
-        require(isinstance(loss, Tensor), where, type(loss).__name__, right)
-        require(loss.numel() == 1, where, f"a tensor {tuple(loss.shape)}", right)
-        require(loss.requires_grad, where, "a tensor without gradient", right)
-        refuse_not_finite(float(loss.detach()), where, self.model)
-        return loss.reshape(())
 
     @torch.no_grad()
     def _loss(self, batch: Any, place: int, *, recovering: bool) -> float:
@@ -345,20 +316,17 @@ class _Doctor:
     def _rows(self, operators: Sequence[PathLinear], samples: Mapping[str, np.ndarray]) -> tuple[Row, ...]:
         means = {name: values.mean(axis=0).tolist() for name, values in samples.items()}
         ends = {gemm: intervals(samples[gemm]).T.tolist() for gemm in GEMMS}
-        rows = []
-        for i, operator in enumerate(operators):
-            for gemm in GEMMS:
-                forward = gemm == "fprop"
-                rows.append(
-                    Row(
-                        operator.operator_name,
-                        gemm,
-                        means[gemm][i],
-                        (ends[gemm][i][0], ends[gemm][i][1]),
-                        means[f"{gemm}_recovery"][i],
-                        input=means["fprop_input"][i] if forward else None,
-                        weight=means["fprop_weight"][i] if forward else None,
-                        bias=None if forward else means[f"{gemm}_bias"][i],
-                    )
-                )
-        return tuple(rows)
+        return tuple(
+            Row(
+                operator.operator_name,
+                gemm,
+                means[gemm][i],
+                (ends[gemm][i][0], ends[gemm][i][1]),
+                means[f"{gemm}_recovery"][i],
+                input=means["fprop_input"][i] if gemm == "fprop" else None,
+                weight=means["fprop_weight"][i] if gemm == "fprop" else None,
+                bias=None if gemm == "fprop" else means[f"{gemm}_bias"][i],
+            )
+            for i, operator in enumerate(operators)
+            for gemm in GEMMS
+        )

@@ -19,7 +19,7 @@ import numpy as np
 from scipy import special
 
 from gnmr.doctor.knapsack import GUESSES, Choice, Item, arithmetic, by_score, choose, guess
-from gnmr.doctor.plan import PinPlan, budget_share
+from gnmr.doctor.plan import PinPlan
 
 DRAWS = 1000
 """Of a bootstrap."""
@@ -27,7 +27,7 @@ _SPLITS = 100
 _NAMED = 4
 """Operators that a verdict names."""
 LITTLE = 0.01
-"""Nats a token. **Choice 46**: below it nothing has to be kept."""
+"""Nats a token: below it nothing has to be kept."""
 LABELS = {
     "plan": "the plan, by price",
     "last": "last blocks",
@@ -97,6 +97,10 @@ class Measured:
         """Whether low precision costs something that these batches can show."""
         return self.cost > self.noise
 
+    def tree(self) -> dict[str, float]:
+        """Return all numbers, fit for JSON."""
+        return {**vars(self), "cost": self.cost, "noise": self.noise}
+
 
 @dataclass(frozen=True)
 class Stability:
@@ -126,12 +130,6 @@ class Diagnosis:
     """(B, U): what recovering an operator's fprop saves by its price, nats, of each batch."""
     measured: Measured
     """On the batches of the prices."""
-    held_out: Measured | None
-    left: Mapping[str, float]
-    """Nats a token that are left on the held-out batches, measured: under the `plan` of this budget, and under each of
-    the guesses, fprop alone."""
-    guessed: Mapping[str, Measured]
-    """On these batches what each of the guesses leaves (`low`) beside what the plan leaves (`high`)."""
     scores: dict[str, dict[str, float]]
     """`mse` (of the input's cast) and `gradient norm` (of the weight) by operator."""
     budget: float
@@ -148,6 +146,12 @@ class Diagnosis:
     """(inputs, outputs) of those of them that `targets` name all the same, because no list of names leaves them out."""
     partly: Mapping[str, int] = field(default_factory=dict)
     """Operators that ran in some batches alone, and in how many."""
+    held_out: Measured | None = None
+    left: Mapping[str, float] = field(default_factory=dict)
+    """Nats a token that are left on the held-out batches, measured: under the `plan` of this budget, and under each of
+    the guesses, fprop alone."""
+    guessed: Mapping[str, Measured] = field(default_factory=dict)
+    """On these batches what each of the guesses leaves (`low`) beside what the plan leaves (`high`)."""
 
     # ---- totals ----
 
@@ -190,45 +194,42 @@ class Diagnosis:
     @property
     def above_noise(self) -> list[Row]:
         """fprop of operators that cost more than a loss measured on these batches could show, the worst first."""
-        rows = [row for row in self.worst if row.interval[0] > self.measured.noise]
-        return [row for row in rows if row.gemm == "fprop"]
+        return [row for row in self.worst() if row.interval[0] > self.measured.noise]
 
-    @property
-    def worst(self) -> list[Row]:
-        """fprop of all operators, what costs most first."""
-        return sorted((row for row in self.rows if row.gemm == "fprop"), key=lambda row: -row.value)
-
-    def worst_gradients(self, gemm: str) -> list[Row]:
-        """`dgrad` or `wgrad` of all operators, the largest relative error first."""
+    def worst(self, gemm: str = "fprop") -> list[Row]:
+        """Return one GEMM of all operators, the largest value first."""
         return sorted((row for row in self.rows if row.gemm == gemm), key=lambda row: -row.value)
 
     # ---- choices ----
-
-    @cached_property
-    def costs(self) -> dict[Item, float]:
-        """Of every GEMM: inputs times outputs."""
-        return arithmetic(self.operators)
 
     def choice(self, budget: float | None = None) -> Choice:
         """The pins with the most nats per cost under the budget (None: this diagnosis's), by raw prices."""
         if self.pins:
             raise ValueError("plan: this is a diagnosis under a plan's pins; a new plan needs one without")
-        return choose(self.saved, self.costs, self._budget(budget))
+        return choose(self.saved, arithmetic(self.operators), self.budget if budget is None else budget)
 
-    def guesses(self, budget: float | None = None, gemms: tuple[str, ...] = ("fprop",)) -> dict[str, list[Choice]]:
-        """The usual guesses at the same cost: `gemms` of the operators of the last blocks, the first, both ends,
+    def guesses(self, gemms: tuple[str, ...] = ("fprop",)) -> dict[str, list[Choice]]:
+        """Make the usual guesses at the same cost: `gemms` of the operators of the last blocks, the first, both ends,
         random ones (`RANDOM_DRAWS`), those of the largest `scores`. Their `after` says what they leave, by prices."""
-        share = self._budget(budget)
-        found = {
-            kind: [
-                guess(kind, self.saved, self.costs, share, gemms=gemms, seed=seed)
-                for seed in range(RANDOM_DRAWS if kind == "random" else 1)
-            ]
-            for kind in GUESSES
+        given = self.saved, arithmetic(self.operators), self.budget
+        draws = {kind: RANDOM_DRAWS if kind == "random" else 1 for kind in GUESSES}
+        return {
+            kind: [guess(kind, *given, gemms=gemms, seed=seed) for seed in range(number)]
+            for kind, number in draws.items()
+        } | {name: [by_score(score, *given, gemms=gemms)] for name, score in self.scores.items()}
+
+    def compared(self) -> dict[str, dict[str, float | None]]:
+        """Return what the plan and the guesses leave, by prices and measured, and their share of the GEMM time; nothing
+        under a plan's pins."""
+        choices = {} if self.pins else {"plan": [self.choice()], **self.guesses()}
+        return {
+            name: {
+                "price_left": float(np.mean([one.after for one in found])),
+                "share": float(np.mean([one.share for one in found])),
+                "measured_left": self.left.get(name),
+            }
+            for name, found in choices.items()
         }
-        for name, score in self.scores.items():
-            found[name] = [by_score(score, self.saved, self.costs, share, gemms=gemms)]
-        return found
 
     def expected(self, choice: Choice) -> tuple[float, float]:
         """Nats a token without and with the pins: prices times `calibration`, where there is one."""
@@ -236,8 +237,11 @@ class Diagnosis:
         return max(0.0, factor * choice.before), max(0.0, factor * choice.after)
 
     def plan(self, budget: float | None = None, provenance: Mapping[str, str] | None = None) -> PinPlan:
-        """plan.json under that budget (None: this diagnosis's), a share of the GEMM time. ValueError for no share, and
-        for a diagnosis that was made under a plan."""
+        """Return plan.json under that budget, a share of the GEMM time (None: this diagnosis's).
+
+        Raises ValueError for no share, and for a diagnosis that was made under a plan.
+        """
+        budget = self.budget if budget is None else budget
         chosen = self.choice(budget)
         pinned = [self.saved[name, gemm] for name, gemms in chosen.pins.items() for gemm in gemms]
         factor = self.calibration
@@ -253,17 +257,17 @@ class Diagnosis:
             recipes=self.recipes,
             targets=self.targets,
             pins=chosen.pins,
-            budget=self._budget(budget),
+            budget=budget,
             share=chosen.share,
             expected=self.expected(chosen),
             triggers={"price": min(pinned)} if pinned else {},
             provenance=said | dict(provenance or {}),
         )
 
-    def stability(self, budget: float | None = None) -> Stability:
-        """How far another draw of batches would have given the same top set and order."""
+    def stability(self) -> Stability:
+        """Tell how far another draw of batches would have given the same top set and order."""
         areas = np.array([a * b for a, b in self.operators.values()], dtype=float)
-        top = max(1, len(self._budget_pins(budget)))
+        top = max(1, len(self.pins or self.choice().pins))
         rng = np.random.default_rng(0)
         means = resampled(len(self.samples), rng) @ self.samples / areas
         own = _top(self.samples.mean(axis=0)[None] / areas, top)
@@ -274,14 +278,6 @@ class Diagnosis:
             a, b = (self.samples[part].mean(axis=0) for part in np.array_split(order, 2))
             halves.append(_spearman(a, b))
         return Stability(top, float((kept == top).mean()), float(kept.mean() / top), float(np.mean(halves)))
-
-    def _budget_pins(self, budget: float | None) -> dict[str, list[str]]:
-        return self.pins or self.choice(budget).pins
-
-    def _budget(self, budget: float | None) -> float:
-        share = self.budget if budget is None else budget
-        budget_share(share)
-        return share
 
     # ---- words ----
 
@@ -303,7 +299,7 @@ class Diagnosis:
         found, name = self.measured, self.recipe
         under = "under the plan " if self.pins else ""
         if not np.isfinite(found.low):
-            worst = f"fprop of {_named([row.operator for row in self.worst[:_NAMED]])}"
+            worst = f"fprop of {_named([row.operator for row in self.worst()[:_NAMED]])}"
             return f"{under}the loss is not finite under {name} ({found.high:.4f} on {self.recovery}); worst: {worst}"
         start = f"nothing {'more ' if self.pins else ''}has to be kept: " if self.little else ""
         if not found.shown:
@@ -333,31 +329,22 @@ class Diagnosis:
 
     def tree(self) -> dict[str, Any]:
         """All numbers, fit for JSON."""
-        stable = self.stability()
-        choices = {} if self.pins else {"plan": [self.choice()], **self.guesses()}
         return {
             "recipe": self.recipe,
             "recovery": self.recovery,
             "verdict": self.verdict(),
-            "measured": _tree(self.measured),
-            "held_out": None if self.held_out is None else _tree(self.held_out),
+            "measured": self.measured.tree(),
+            "held_out": None if self.held_out is None else self.held_out.tree(),
             "total_price": self.total,
             "calibration": self.calibration,
             "above_noise": [row.operator for row in self.above_noise],
-            "stability": vars(stable),
+            "stability": vars(self.stability()),
             "budget": self.budget,
             "price_tokens": self.tokens,
             "pins": self.pins,
             "idle": dict(self.idle),
             "partly": dict(self.partly),
-            "choices": {
-                name: {
-                    "price_left": float(np.mean([one.after for one in found])),
-                    "share": float(np.mean([one.share for one in found])),
-                    "measured_left": self.left.get(name),
-                }
-                for name, found in choices.items()
-            },
+            "choices": self.compared(),
             "rows": [vars(row) | {"interval": list(row.interval)} for row in self.rows],
             "scores": self.scores,
             "operators": {name: list(shape) for name, shape in self.operators.items()},
@@ -409,7 +396,3 @@ def _gemms(pins: Mapping[str, list[str]]) -> int:
 def _named(names: list[str]) -> str:
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
-
-
-def _tree(found: Measured) -> dict[str, Any]:
-    return {**vars(found), "cost": found.cost, "noise": found.noise}

@@ -57,15 +57,11 @@ _TITAN = {
 }
 _TITAN_HEADS = ("output", "lm_head")
 """What torchtitan's versions call the output head, which every recipe of ours leaves in 16 bits."""
-_MEGATRON = {
-    "q_proj": "self_attention.linear_qkv",
-    "k_proj": "self_attention.linear_qkv",
-    "v_proj": "self_attention.linear_qkv",
-    "o_proj": "self_attention.linear_proj",
-    "gate_proj": "mlp.linear_fc1",
-    "up_proj": "mlp.linear_fc1",
-    "down_proj": "mlp.linear_fc2",
-}
+_MEGATRON = {f"self_attn.{x}_proj": ("self_attention.linear_qkv",) for x in "qkv"}
+_MEGATRON["self_attn.o_proj"] = ("self_attention.linear_proj",)
+for _name, _fc in (("gate_proj", "fc1"), ("up_proj", "fc1"), ("down_proj", "fc2")):
+    _MEGATRON[f"mlp.{_name}"] = (f"mlp.linear_{_fc}",)
+    _MEGATRON[f"mlp.experts.N.{_name}"] = (f"mlp.experts.linear_{_fc}",)
 
 
 def export(plan: PinPlan, target: str) -> Export:
@@ -107,7 +103,7 @@ def ignore(plan: PinPlan) -> Export:
 
 def torchtitan_float8(plan: PinPlan) -> Export:
     """`filter_fqns`, which is Python and TOML alike."""
-    named = _titan(plan)
+    named = _called(plan, "torchtitan", _TITAN)
     kept, notes = _together(plan, named, "torchtitan has q, k and v in one linear")
     others = [name for own in plan.operators if own not in kept for name in named[own]]
     parts = [*_TITAN_HEADS, *_parts([named[name] for name in kept], others, "filter_fqns")]
@@ -120,7 +116,7 @@ def torchtitan_float8(plan: PinPlan) -> Export:
 
 def torchtitan_nvfp4(plan: PinPlan) -> Export:
     """`fqns`, which is Python and TOML alike. UserError where nothing is left to convert: an empty list means all."""
-    named = _titan(plan)
+    named = _called(plan, "torchtitan", _TITAN)
     kept, notes = _together(plan, named, "torchtitan has q, k and v in one linear")
     low = [name for name in plan.operators if name not in kept]
     if not low:
@@ -133,18 +129,12 @@ def torchtitan_nvfp4(plan: PinPlan) -> Export:
 
 def megatron(plan: PinPlan) -> Export:
     """YAML with a matcher for each linear that is kept, and the flags that say the same where there are any."""
-    named = _megatron(plan)
-    one = "Megatron has q, k and v, gate and up, and all experts in one linear each"
-    kept, notes = _together(plan, {name: (own,) for name, own in named.items()}, one)
+    named = _called(plan, "Megatron", _MEGATRON)
+    kept, notes = _together(plan, named, "Megatron has q, k and v, gate and up, and all experts in one linear each")
     sixteen = {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": {}}
     matchers = {
-        name.removeprefix("decoder.").replace(".", "_"): {
-            "type": "glob",
-            "enabled": True,
-            "pattern": f"*{name}",
-            "config": "bf16",
-        }
-        for name in dict.fromkeys(named[name] for name in kept)
+        own.replace(".", "_"): {"type": "glob", "enabled": True, "pattern": f"*decoder.{own}", "config": "bf16"}
+        for (own,) in dict.fromkeys(named[name] for name in kept)
     }
     flags = first_last(plan, kept)
     head = f"# Megatron-LM, --te-precision-config-file: {_said(plan, kept)}.\n"
@@ -193,17 +183,17 @@ def hugging_face(names: Iterable[str]) -> dict[str, str]:
 
 def first_last(plan: PinPlan, kept: Sequence[str]) -> tuple[int, int] | None:
     """(k, m) where `kept` are all operators of the first k and the last m blocks of a LLaMA; None for any other set."""
-    blocks: dict[int, list[str]] = {}
+    blocks: dict[int, list[bool]] = {}
     for name in plan.operators:
         if (found := _LLAMA.fullmatch(name)) is None:
             return None
-        blocks.setdefault(int(found[1]), []).append(name)
-    order = [set(blocks[number]) <= set(kept) for number in sorted(blocks)]
-    if sum(len(blocks[number]) for number, on in zip(sorted(blocks), order, strict=True) if on) != len(kept):
+        blocks.setdefault(int(found[1]), []).append(name in kept)
+    order = [all(blocks[number]) for number in sorted(blocks)]
+    if not kept or any(any(own) != all(own) for own in blocks.values()):
         return None
     first = order.index(False) if False in order else len(order)
     last = order[::-1].index(False) if False in order else 0
-    return (first, last) if 0 < first + last == sum(order) else None
+    return (first, last) if first + last == sum(order) else None
 
 
 def _pinned(plan: PinPlan) -> tuple[str, ...]:
@@ -241,26 +231,15 @@ def _recovery(plan: PinPlan) -> tuple[str, ...]:
     return (f"the plan's pins are on {plan.recovery}; here they are in 16 bits",) if other else ()
 
 
-def _titan(plan: PinPlan) -> dict[str, tuple[str, ...]]:
-    """What an operator is called in torchtitan's versions: its name, or that of the module that has it and others."""
+def _called(plan: PinPlan, library: str, names: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
+    """Return what each operator is called in a library's versions: its name, or that of the module that has it and
+    others. Raises UserError for an operator that the library's models do not have."""
     named = {}
     for name in plan.operators:
         found = _LLAMA.fullmatch(name)
-        if found is None or (own := _TITAN.get(f"{found[2]}.{found[3]}")) is None:
-            raise UserError(f"export: torchtitan's models have no linear such as {name}")
+        if found is None or (own := names.get(re.sub(r"\d+", "N", f"{found[2]}.{found[3]}"))) is None:
+            raise UserError(f"export: {library}'s models have no linear such as {name}")
         named[name] = tuple(f"layers.{found[1]}.{one}" for one in own)
-    return named
-
-
-def _megatron(plan: PinPlan) -> dict[str, str]:
-    """The linear of Megatron's that holds each operator."""
-    named = {}
-    for name in plan.operators:
-        if (found := _LLAMA.fullmatch(name)) is None:
-            raise UserError(f"export: Megatron's models have no linear such as {name}")
-        experts, _, short = found[3].rpartition(".")
-        own = _MEGATRON[short].replace("mlp.", "mlp.experts.") if experts else _MEGATRON[short]
-        named[name] = f"decoder.layers.{found[1]}.{own}"
     return named
 
 

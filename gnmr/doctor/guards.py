@@ -31,6 +31,22 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(wanted)
 
 
+def refuse_meta(model: nn.Module) -> None:
+    """Raises ValueError for a model without its weights."""
+    meta = any(parameter.is_meta for parameter in model.parameters())
+    require(not meta, "model", type(model).__name__, "has parameters on the meta device; give it its weights")
+
+
+def scalar(loss: object, where: str, trained: bool = True) -> Tensor:
+    """Return the loss as a tensor (). Raises ValueError if it is not one number, or `trained` and without gradient."""
+    right = "must be one number with a gradient; has the batch its targets?"
+    if not isinstance(loss, Tensor):
+        raise ValueError(f"{where}={type(loss).__name__}: {right}")
+    require(loss.numel() == 1, where, f"a tensor {tuple(loss.shape)}", right)
+    require(loss.requires_grad or not trained, where, "a tensor without gradient", right)
+    return loss.reshape(())
+
+
 def not_finite(model: nn.Module) -> Iterator[tuple[str, int, int]]:
     """(name, elements that are NaN or Inf, all elements) of each parameter that holds such."""
     for name, parameter in model.named_parameters():
@@ -44,10 +60,9 @@ def refuse_not_finite(value: float, where: str, model: nn.Module) -> None:
     if math.isfinite(value):
         return
     right = "is not finite; has it any targets?"
-    for name, number, of in not_finite(model):
-        right = f"{number} of the {of} elements of {name} are not finite; take weights that are"
-        break
-    require(False, where, value, right)
+    if wrong := next(not_finite(model), None):
+        right = f"{wrong[1]} of the {wrong[2]} elements of {wrong[0]} are not finite; take weights that are"
+    raise ValueError(f"{where}={value}: {right}")
 
 
 @torch.no_grad()

@@ -19,7 +19,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from gnmr.names import GEMMS
 from gnmr.precision import Recipe
 from gnmr.precision.cast import over_scale, quantize, scale_of_each
 from gnmr.precision.formats import Format, KeepFormat
@@ -99,8 +98,6 @@ class Operator:
     """None: the module does not say."""
     result: Grain | None = None
     """Of fprop."""
-    codes: bool = False
-    """Whether GEMMs multiply codes, whose scales are applied to sums: their operands cannot be held against tensors."""
     pinned: tuple[str, ...] = ()
     tied: str = ""
     """The embedding whose tensor its weight is, or lies in."""
@@ -125,13 +122,21 @@ class Operator:
         """Whether any operand is cast; None: the module does not say."""
         return None if self.declared is None else any(self.declared.values())
 
+    def grain(self, gemm: str, operand: str) -> Grain | None:
+        """Return the cast of one operand; None: it is kept, or nothing is declared."""
+        return (self.declared or {}).get((gemm, operand))
+
+    def multiplies_codes(self, gemm: str) -> bool:
+        """Whether scales are applied to sums of this GEMM, so that its operands cannot be held against tensors."""
+        return any(grain.cast.codes for operand in READS[gemm] if (grain := self.grain(gemm, operand)) is not None)
+
     def words(self, gemm: str) -> str:
         """Its operands in one GEMM: `e4m3/tensor x e4m3/tensor`."""
         if self.declared is None:
             return "not said"
         sixteen = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
         kept = sixteen.get(self.weight.dtype, str(self.weight.dtype).removeprefix("torch."))
-        own = [self.declared.get((gemm, operand)) for operand in READS[gemm]]
+        own = [self.grain(gemm, operand) for operand in READS[gemm]]
         return " x ".join(kept if grain is None else str(grain) for grain in own) if any(own) else kept
 
 
@@ -211,13 +216,10 @@ def _declared(name: str, module: nn.Module) -> Operator:
 def _of_ours(name: str, module: PathLinear) -> Operator:
     path = module.path
     if isinstance(path, Recipe):
-        declared: Declared = {}
-        for gemm in GEMMS:
-            for operand in READS[gemm]:
-                cast = getattr(getattr(path, gemm), operand)
-                declared[gemm, operand] = None if cast is None else Grain(cast)
+        casts = {(gemm, operand): getattr(getattr(path, gemm), operand) for gemm, operand in CONTRACTS}
+        declared: Declared = {place: None if cast is None else Grain(cast) for place, cast in casts.items()}
         result = None if path.fprop.result is None else Grain(path.fprop.result)
-        return Operator(name, module, "gnmr", declared, result=result, codes=path.integer, pinned=module.pinned)
+        return Operator(name, module, "gnmr", declared, result=result, pinned=module.pinned)
     declared = dict.fromkeys(CONTRACTS)
     if isinstance(path, Format) and not isinstance(path, KeepFormat):
         declared["wgrad", "input"] = Grain(Cast(path, "row"))

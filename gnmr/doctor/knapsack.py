@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gnmr.doctor.plan import Shapes, budget_share
-from gnmr.errors import require
+from gnmr.errors import one_of
 from gnmr.names import GEMMS
 from gnmr.precision.units import unit_of
 
@@ -39,27 +39,19 @@ class Choice:
 
 
 def arithmetic(shapes: Shapes) -> dict[Item, float]:
-    """The cost of every GEMM of these operators: inputs times outputs."""
+    """Return the cost of every GEMM of these operators: inputs times outputs."""
     return {(name, gemm): float(a * b) for name, (a, b) in shapes.items() for gemm in GEMMS}
 
 
-def choose(
-    prices: Mapping[Item, float], costs: Mapping[Item, float], budget: float | None, *, whole: bool = False
-) -> Choice:
-    """Pins by price per cost, the highest first, under the budget (None: all that has a price above 0).
+def choose(prices: Mapping[Item, float], costs: Mapping[Item, float], budget: float | None) -> Choice:
+    """Pin by price per cost, the highest first, under the budget (None: all that has a price above 0).
 
-    `whole`: operators are taken with all their GEMMs, as formats need it. What has no price, or none above 0, is not
-    pinned: it would cost and save nothing. Equal ones are taken in the order of `costs`. ValueError for a price that is
-    NaN, of what has no cost, a cost that is not positive and a budget that is no share.
+    What has no price, or none above 0, is not pinned: it would cost and save nothing. Equal ones are taken in the order
+    of `costs`. Raises ValueError for a budget that is no share.
     """
-    _check(prices, costs)
-    groups = _grouped(costs, whole)
-
-    def rate(group: Sequence[Item]) -> float:
-        return sum(prices.get(item, 0.0) for item in group) / sum(costs[item] for item in group)
-
-    worth = sorted((group for group in groups if rate(group) > 0), key=rate, reverse=True)
-    return fill(worth, prices, costs, budget)
+    worth = [item for item in costs if prices.get(item, 0.0) > 0]
+    worth.sort(key=lambda item: prices[item] / costs[item], reverse=True)
+    return fill([[item] for item in worth], prices, costs, budget)
 
 
 def guess(
@@ -71,27 +63,24 @@ def guess(
     gemms: Sequence[str] = GEMMS,
     seed: int = 0,
 ) -> Choice:
-    """One of `GUESSES` at the same cost: whole operators, or `gemms` of them, in the order of the guess.
+    """Make one of `GUESSES` at the same cost: whole operators, or `gemms` of them, in the order of the guess.
 
     `costs` is in the order of the model's operators. A last block that does not fit as a whole gives those of its
     operators that do, so that budgets are equal.
     """
-    require(kind in GUESSES, "guess", kind, f"must be one of {', '.join(GUESSES)}")
-    _check(prices, costs)
-    names = list(dict.fromkeys(name for name, _ in costs))
-    blocks: dict[str, list[str]] = {}
-    for name in names:
-        blocks.setdefault(unit_of(name, "block"), []).append(name)
+    one_of(GUESSES, guess=kind)
+    blocks: dict[str, dict[str, None]] = {}
+    for name, _ in costs:
+        blocks.setdefault(unit_of(name, "block"), {})[name] = None
     order = list(blocks.values())
     if kind == "last":
         order.reverse()
     elif kind == "first_last":
-        ends = [order[-1 - i // 2] if i % 2 else order[i // 2] for i in range(len(order))]
-        order = ends
-    found = [name for block in order for name in block]
+        order = [order[-1 - i // 2] if i % 2 else order[i // 2] for i in range(len(order))]
+    names = [name for block in order for name in block]
     if kind == "random":
-        random.Random(seed).shuffle(found)
-    return _in_order(found, prices, costs, budget, gemms)
+        random.Random(seed).shuffle(names)
+    return _in_order(names, prices, costs, budget, gemms)
 
 
 def by_score(
@@ -102,18 +91,13 @@ def by_score(
     *,
     gemms: Sequence[str] = GEMMS,
 ) -> Choice:
-    """Operators by any score of theirs (mse, gradient norm), the highest first, at the same cost; see `guess`.
+    """Choose operators by any score of theirs (mse, gradient norm), the highest first, at the same cost; see `guess`.
 
     Operators without a score, or with NaN, come last.
     """
-    _check(prices, costs)
-    names = list(dict.fromkeys(name for name, _ in costs))
-
-    def score(name: str) -> float:
-        value = scores.get(name, math.nan)
-        return -math.inf if math.isnan(value) else value
-
-    return _in_order(sorted(names, key=score, reverse=True), prices, costs, budget, gemms)
+    known = {name: value for name, value in scores.items() if not math.isnan(value)}
+    names = sorted(dict.fromkeys(name for name, _ in costs), key=lambda name: -known.get(name, -math.inf))
+    return _in_order(names, prices, costs, budget, gemms)
 
 
 def fill(
@@ -122,7 +106,7 @@ def fill(
     costs: Mapping[Item, float],
     budget: float | None,
 ) -> Choice:
-    """The groups of items, each taken as a whole, in their order, if the budget still holds it."""
+    """Take the groups of items, each as a whole, in their order, if the budget still holds it."""
     budget_share(budget)
     everything = sum(costs.values())
     room = math.inf if budget is None else budget * everything * (1 + 1e-9)  # a share that is met to the last digit
@@ -149,23 +133,4 @@ def _in_order(
     gemms: Sequence[str],
 ) -> Choice:
     groups = ([(name, gemm) for gemm in GEMMS if gemm in gemms and (name, gemm) in costs] for name in names)
-    return fill([group for group in groups if group], prices, costs, budget)
-
-
-def _grouped(costs: Mapping[Item, float], whole: bool) -> list[list[Item]]:
-    if not whole:
-        return [[item] for item in costs]
-    groups: dict[str, list[Item]] = {}
-    for item in costs:
-        groups.setdefault(item[0], []).append(item)
-    return list(groups.values())
-
-
-def _check(prices: Mapping[Item, float], costs: Mapping[Item, float]) -> None:
-    require(costs, "costs", costs, "must name a GEMM at least")
-    for (name, gemm), cost in costs.items():
-        require(gemm in GEMMS, f"costs.{name}", gemm, f"must be one of {', '.join(GEMMS)}")
-        require(0 < cost < math.inf, f"costs.{name}.{gemm}", cost, "must be a positive number")
-    for (name, gemm), price in prices.items():
-        require((name, gemm) in costs, f"prices.{name}.{gemm}", price, "has no cost")
-        require(not math.isnan(price), f"prices.{name}.{gemm}", price, "must be a number")
+    return fill(filter(None, groups), prices, costs, budget)

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gnmr.doctor.causes import Cause, decibels, energy, explained, of_output
-from gnmr.doctor.in_force import CONTRACTS, READS, Grain, Operator
+from gnmr.doctor.in_force import CONTRACTS, Operator
 from gnmr.precision.cast import rotated
 from gnmr.precision.recipes import HADAMARD
 
@@ -58,6 +58,13 @@ class Measured:
         """dB that were possible."""
         return None if self.possible is None else decibels(self.signal, self.possible)
 
+    def add(self, x: Tensor, q: Tensor, ideal: Tensor | None) -> None:
+        """Add one pass."""
+        self.signal += energy(x)
+        self.noise += energy(q.float() - x.float())
+        if ideal is not None:
+            self.possible = (self.possible or 0.0) + energy(ideal.float() - x.float())
+
 
 @dataclass
 class _Pass:
@@ -74,7 +81,7 @@ class _Pass:
 class Watch(TorchDispatchMode):
     """Inside, what the linears' GEMMs read is measured; use `watching`."""
 
-    def __init__(self, progress: Callable[[int], None] | None = None) -> None:
+    def __init__(self, progress: Callable[[int], None]) -> None:
         """progress: called with the forward and backward passes of linears that are done."""
         super().__init__()
         self._progress, self._done = progress, 0
@@ -114,8 +121,7 @@ class Watch(TorchDispatchMode):
 
     def _tell(self) -> None:
         self._done += 1
-        if self._progress is not None:
-            self._progress(self._done)
+        self._progress(self._done)
 
     def _backward(self, now: _Pass, grad: Tensor) -> None:
         self._tell()
@@ -140,7 +146,7 @@ class Watch(TorchDispatchMode):
         gemms = ("fprop",) if now.grad is None else ("dgrad", "wgrad")
         best: tuple[float, str, dict[str, Tensor]] | None = None
         for gemm in gemms:
-            if gemm in now.seen or _of_codes(now.operator, gemm):
+            if gemm in now.seen or now.operator.multiplies_codes(gemm):
                 continue
             for given in _as_operands(gemm, a, b):
                 if any(not self._fits(now, gemm, operand, shape) for operand, shape in given.items()):
@@ -181,29 +187,26 @@ class Watch(TorchDispatchMode):
 
     def _reference(self, now: _Pass, operand: str) -> Tensor:
         """The tensor that the operator was given, (N, D)."""
-        if operand == "weight":
-            return now.operator.weight
-        if operand == "input":
-            return now.x
-        assert now.grad is not None
-        return now.grad
+        found = {"weight": now.operator.weight, "input": now.x, "grad_output": now.grad}[operand]
+        assert found is not None
+        return found
 
     def _turned(self, now: _Pass, gemm: str, operand: str) -> Tensor:
         """The same, rotated where that is declared."""
-        x, grain = self._reference(now, operand), _grain(now.operator, gemm, operand)
+        x, grain = self._reference(now, operand), now.operator.grain(gemm, operand)
         return rotated(x, CONTRACTS[gemm, operand]) if grain is not None and grain.cast.hadamard else x
 
     def _operand(self, now: _Pass, gemm: str, operand: str, q: Tensor) -> None:
-        grain, operator = _grain(now.operator, gemm, operand), now.operator
+        operator = now.operator
+        grain = operator.grain(gemm, operand)
         x = self._turned(now, gemm, operand).to(q.dtype)
         one = self.found.setdefault((operator.name, gemm, operand), Measured())
         ideal = None if grain is None else grain.ideal(x, CONTRACTS[gemm, operand], self._generator(x))
-        add(one, x, q, ideal)
-        if one.causes:
+        one.add(x, q, ideal)
+        if one.causes or operator.declared is None:
             return
-        if operator.declared is not None:
-            cause = explained(x, q, grain, CONTRACTS[gemm, operand], ideal)
-            one.causes += [] if cause is None else [cause]
+        if (cause := explained(x, q, grain, CONTRACTS[gemm, operand], ideal)) is not None:
+            one.causes.append(cause)
 
     def _generator(self, x: Tensor) -> torch.Generator:
         if self._draw.device != x.device:
@@ -228,48 +231,36 @@ class Watch(TorchDispatchMode):
         else:
             exact = F.linear(now.operands[0].float(), now.operands[1].float(), bias)
             ideal = exact.to(y.dtype) if operator.result is None else operator.result.ideal(exact.to(y.dtype), 1)
-        add(one, exact, y, ideal)
+        one.add(exact, y, ideal)
         if not one.causes and (cause := of_output(exact, y, ideal, bias)) is not None:
             one.causes.append(cause)
 
     def _ideal_output(self, operator: Operator, x: Tensor, bias: Tensor | None) -> Tensor | None:
         if operator.declared is None:
             return None
-        both = []
-        for operand, own in (("input", x), ("weight", operator.weight)):
-            grain = _grain(operator, "fprop", operand)
-            both.append((own if grain is None else grain.ideal(own, 1)).float())
-        return F.linear(both[0], both[1], bias).to(x.dtype)
+        grains = (operator.grain("fprop", "input"), x), (operator.grain("fprop", "weight"), operator.weight)
+        own, weight = ((tensor if grain is None else grain.ideal(tensor, 1)).float() for grain, tensor in grains)
+        return F.linear(own, weight, bias).to(x.dtype)
 
 
 @contextmanager
-def watching(operators: Sequence[Operator], progress: Callable[[int], None] | None = None) -> Iterator[Watch]:
+def watching(operators: Sequence[Operator], progress: Callable[[int], None]) -> Iterator[Watch]:
     """Inside, forward and backward passes of the operators are measured; their hooks are taken away afterwards."""
     watch = Watch(progress)
+    by_module = {operator.module: operator for operator in operators}
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        x = args[0] if args else next((value for value in kwargs.values() if isinstance(value, Tensor)), None)
+        if isinstance(x, Tensor):
+            watch.before(by_module[module], x)
+
     with ExitStack() as stack:
-        for operator in operators:
-            stack.enter_context(_hooked(operator, watch))
+        for module in by_module:
+            stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(lambda _module, _args, output: watch.after(output)).remove)
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(watch)
         yield watch
-
-
-@contextmanager
-def _hooked(operator: Operator, watch: Watch) -> Iterator[None]:
-    def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
-        x = args[0] if args else next((value for value in kwargs.values() if isinstance(value, Tensor)), None)
-        if isinstance(x, Tensor):
-            watch.before(operator, x)
-
-    handles = [
-        operator.module.register_forward_pre_hook(before, with_kwargs=True),
-        operator.module.register_forward_hook(lambda _module, _args, output: watch.after(output)),
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _pair(func: Any, args: Any) -> tuple[Tensor, Tensor] | None:
@@ -300,20 +291,3 @@ def _values(q: Any) -> Tensor:
             found: Tensor = getattr(q, method)()
             return found.detach()
     return q.detach()
-
-
-def _grain(operator: Operator, gemm: str, operand: str) -> Grain | None:
-    return None if operator.declared is None else operator.declared.get((gemm, operand))
-
-
-def _of_codes(operator: Operator, gemm: str) -> bool:
-    """Whether this GEMM multiplies codes."""
-    return any(grain is not None and grain.cast.codes for grain in (_grain(operator, gemm, o) for o in READS[gemm]))
-
-
-def add(one: Measured, x: Tensor, q: Tensor, ideal: Tensor | None) -> None:
-    """Adds one pass."""
-    one.signal += energy(x)
-    one.noise += energy(q.float() - x.float())
-    if ideal is not None:
-        one.possible = (one.possible or 0.0) + energy(ideal.float() - x.float())

@@ -16,7 +16,6 @@ from rich.text import Text
 
 from gnmr.console import NARROW
 from gnmr.doctor.diagnosis import LABELS, Diagnosis, Measured, Row, nats
-from gnmr.doctor.knapsack import Choice
 from gnmr.errors import printable
 from gnmr.names import GEMMS
 
@@ -37,6 +36,7 @@ def shade(value: float, largest: float) -> int:
 
 
 _HEADINGS = ("fprop", "± 95 %", "share", "input", "weight", "dgrad", "wgrad", "kept")
+_CHOICES = ("fprop in 16 bits", "of the GEMM time", "price left", "measured", "whole operators: price left")
 
 
 def _columns(width: int) -> tuple[str, ...]:
@@ -47,47 +47,38 @@ def _columns(width: int) -> tuple[str, ...]:
 
 
 def operators_table(found: Diagnosis, kept: Mapping[str, Sequence[str]], width: int = ALL_COLUMNS) -> Table:
-    """Operators, the most expensive fprop first. `kept`: GEMMs that stay on the recovery path, fprop alone as ●. width:
-    columns of the terminal."""
+    """Show operators, the most expensive fprop first. `kept`: GEMMs that stay on the recovery path, fprop alone as ●.
+    width: columns of the terminal."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("operator", overflow="fold")
     shown = _columns(width)
     for heading in shown:
         table.add_column(heading, justify="left" if heading == "kept" else "right", no_wrap=True)
-    by_gemm = {gemm: {row.operator: row for row in found.rows if row.gemm == gemm} for gemm in GEMMS}
+    rows = {(row.operator, row.gemm): row for row in found.rows}
     largest = _largest(found)
     start = "model." if all(name.startswith("model.") for name in found.operators) else ""
-    for row in found.worst[:SHOWN]:
-        cells = [_shaded(by_gemm[gemm][row.operator], largest[gemm]) for gemm in ("dgrad", "wgrad")]
-        told: tuple[Text | str, ...] = (
-            _shaded(row, largest["fprop"]),
-            _short((row.interval[1] - row.interval[0]) / 2),
-            _share(found.saved[row.operator, "fprop"], found.total),
-            _short(row.input or 0.0),
-            _short(row.weight or 0.0),
-            *cells,
-            "●" if (own := list(kept.get(row.operator, ()))) == ["fprop"] else ",".join(own),
-        )
-        by_heading = dict(zip(_HEADINGS, told, strict=True))
-        table.add_row(Text(printable(row.operator.removeprefix(start))), *(by_heading[name] for name in shown))
+    for row in found.worst()[:SHOWN]:
+        own = list(kept.get(row.operator, ()))
+        cells: dict[str, Text | str] = {gemm: _shaded(rows[row.operator, gemm], largest[gemm]) for gemm in GEMMS} | {
+            "± 95 %": _short((row.interval[1] - row.interval[0]) / 2),
+            "share": f"{found.saved[row.operator, 'fprop'] / found.total:.0%}" if found.total > 0 else "-",
+            "input": _short(row.input or 0.0),
+            "weight": _short(row.weight or 0.0),
+            "kept": "●" if own == ["fprop"] else ",".join(own),
+        }
+        table.add_row(Text(printable(row.operator.removeprefix(start))), *(cells[heading] for heading in shown))
     return table
 
 
 def choices_table(found: Diagnosis, width: int = ALL_COLUMNS) -> Table:
-    """What the plan and the usual guesses leave at the same cost; in a narrow terminal without that of whole
+    """Show what the plan and the usual guesses leave at the same cost; in a narrow terminal without that of whole
     operators."""
+    shown = (0, 2, 3) if width < NARROW else range(len(_CHOICES))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.add_column("fprop in 16 bits", no_wrap=True)
-    headings = ("of the GEMM time", "price left", "measured", "whole operators: price left")
-    shown = headings[1:3] if width < NARROW else headings
-    for heading in shown:
-        table.add_column(heading, justify="right")
-    for name, alone, whole in _choices(found):
-        left = found.left.get(name)
-        cells = [f"{_mean(one.share for one in alone):.1%}", nats(_mean(one.after for one in alone))]
-        last = nats(_mean(one.after for one in whole)) if whole else "-"
-        told = (*cells, "-" if left is None else nats(left), last)
-        table.add_row(LABELS[name], *(cell for head, cell in zip(headings, told, strict=True) if head in shown))
+    for i in shown:
+        table.add_column(_CHOICES[i], justify="right" if i else "left", no_wrap=i == 0)
+    for row in _choices(found):
+        table.add_row(*(row[i] for i in shown))
     return table
 
 
@@ -111,7 +102,7 @@ def totals(found: Diagnosis) -> list[str]:
         halves += f"; the top {stable.top} by price per cost are the same in {stable.same:.0%} of bootstrap draws"
     lines.append(halves)
     for gemm in ("dgrad", "wgrad"):
-        worst = [row for row in found.worst_gradients(gemm)[:3] if row.value > 0]
+        worst = [row for row in found.worst(gemm)[:3] if row.value > 0]
         told = ", ".join(f"{row.operator} {_short(row.value)} (bias {row.bias or 0.0:+.1g})" for row in worst)
         lines.append(f"largest relative squared errors of {gemm}: {told or 'none'}")
     return [*lines, *found.left_out()]
@@ -131,19 +122,11 @@ def page(found: Diagnosis, title: str, origin: Mapping[str, object]) -> str:
             for row in own
         )
         rows.append(f"<tr><th>{escape(printable(own[0].operator))}</th>{cells}</tr>")
-    heads = "".join(f"<th>{escape(head)}</th>" for head in ("operator", "fprop, nats", "dgrad", "wgrad"))
-    tables = [f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"]
+    tables = [_table(("operator", "fprop, nats", "dgrad", "wgrad"), rows)]
     if choices := _choices(found):
-        body = "".join(
-            f"<tr><th>{escape(LABELS[name])}</th><td>{_mean(one.share for one in alone):.1%}</td>"
-            f"<td>{nats(_mean(one.after for one in alone))}</td>"
-            f"<td>{nats(found.left[name]) if name in found.left else '-'}</td></tr>"
-            for name, alone, _ in choices
-        )
-        heads = "".join(
-            f"<th>{head}</th>" for head in ("fprop in 16 bits", "of the GEMM time", "price left", "measured")
-        )
-        tables.append(f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>")
+        numbers = ["".join(f"<td>{cell}</td>" for cell in row[1:-1]) for row in choices]
+        named = zip(choices, numbers, strict=True)
+        tables.append(_table(_CHOICES[:-1], [f"<tr><th>{escape(row[0])}</th>{cells}</tr>" for row, cells in named]))
     lines = "".join(f"<li>{escape(line)}</li>" for line in totals(found))
     told = "".join(f"<li>{escape(key)}: {escape(printable(value))}</li>" for key, value in origin.items())
     return _PAGE.format(
@@ -180,13 +163,20 @@ darker, the more of the largest in its column. ● is in 16 bits under the plan.
 """
 
 
-def _choices(found: Diagnosis) -> list[tuple[str, list[Choice], list[Choice]]]:
-    """(name, fprop alone, whole operators) of the plan, which has none, and the guesses; [] under pins."""
-    if found.pins:
-        return []
-    alone, whole = found.guesses(), found.guesses(gemms=GEMMS)
-    own = found.choice()
-    return [("plan", [own], []), *((name, alone[name], whole[name]) for name in alone)]
+def _table(heads: Iterable[str], rows: Iterable[str]) -> str:
+    head = "".join(f"<th>{escape(one)}</th>" for one in heads)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _choices(found: Diagnosis) -> list[tuple[str, ...]]:
+    """Return the cells of `_CHOICES` for the plan and the guesses; [] under pins."""
+    whole = {} if found.pins else found.guesses(gemms=GEMMS)
+    rows = []
+    for name, own in found.compared().items():
+        left = float(np.mean([one.after for one in whole[name]])) if name in whole else None
+        numbers = (own["price_left"], own["measured_left"], left)
+        rows.append((LABELS[name], f"{own['share']:.1%}", *("-" if one is None else nats(one) for one in numbers)))
+    return rows
 
 
 def _largest(found: Diagnosis) -> dict[str, float]:
@@ -214,11 +204,3 @@ def _measured(one: Measured, found: Diagnosis) -> str:
 def _short(value: float) -> str:
     """Two digits that count."""
     return "0" if value == 0 else f"{value:.2g}"
-
-
-def _share(value: float, total: float) -> str:
-    return f"{value / total:.0%}" if total > 0 else "-"
-
-
-def _mean(values: Iterable[float]) -> float:
-    return float(np.mean(list(values)))

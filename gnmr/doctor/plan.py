@@ -141,7 +141,8 @@ class PinPlan:
                 continue
             how = f"has no {name}" if name in ours else f"has {name} too"
             if name in ours and name in theirs:
-                how = f"has a {name} of {_arrow(theirs[name])}, the plan's is of {_arrow(ours[name])}"
+                (a, b), (c, d) = theirs[name], ours[name]
+                how = f"has a {name} of {a} -> {b}, the plan's is of {c} -> {d}"
             raise UserError(
                 f"{where}: is the plan of another model: of {len(ours)} operators; this one, of {len(theirs)}, {how}"
             )
@@ -255,10 +256,6 @@ def _width(value: object) -> bool:
 def _bare(by_name: Mapping[str, Any]) -> dict[str, Any]:
     """By names as in our own models."""
     return {name.removeprefix("model."): value for name, value in by_name.items()}
-
-
-def _arrow(shape: tuple[int, int]) -> str:
-    return f"{shape[0]} -> {shape[1]}"
 
 
 def _lines(tree: dict[str, Any]) -> str:

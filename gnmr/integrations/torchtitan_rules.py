@@ -73,21 +73,25 @@ def refuse(config: Any) -> None:
     for name, why in _DEGREES.items():
         if (degree := getattr(parallelism, name)) > 1:
             raise UserError(f"GnmrTrainer: parallelism.{name}={degree} is not supported, {why}; use data parallelism")
-    if parallelism.spmd_backend == "full_dtensor":
-        raise UserError(
-            "GnmrTrainer: parallelism.spmd_backend=full_dtensor keeps parameters as DTensors in the forward pass, and "
-            "paths need plain tensors; use spmd_types or partial_dtensor"
-        )
-    if not training.disable_cuda_graphs:
-        raise UserError(
-            "GnmrTrainer: a captured CUDA graph replays the paths that it was captured on, so that switching would do "
-            "nothing; use training.disable_cuda_graphs=True"
-        )
-    if training.enable_cpu_offload:
-        raise UserError(
-            "GnmrTrainer: training.enable_cpu_offload=True is not supported, paths lie where parameters are and "
-            "compute where they are not; turn it off"
-        )
+    for wrong, why in (
+        (
+            parallelism.spmd_backend == "full_dtensor",
+            "parallelism.spmd_backend=full_dtensor keeps parameters as DTensors in the forward pass, and paths need "
+            "plain tensors; use spmd_types or partial_dtensor",
+        ),
+        (
+            not training.disable_cuda_graphs,
+            "a captured CUDA graph replays the paths that it was captured on, so that switching would do nothing; use "
+            "training.disable_cuda_graphs=True",
+        ),
+        (
+            training.enable_cpu_offload,
+            "training.enable_cpu_offload=True is not supported, paths lie where parameters are and compute where they "
+            "are not; turn it off",
+        ),
+    ):
+        if wrong:
+            raise UserError(f"GnmrTrainer: {why}")
 
 
 def chosen(names: Sequence[str], targets: Sequence[str], recipes: bool) -> list[str]:

@@ -207,7 +207,7 @@ class GnmrCallback(TrainerCallback):
         try:
             _check_attached(self.trainer, self.controller)
             if self._resume_from is not None:
-                load_state(self.controller, Path(self._resume_from), state.global_step)
+                _load(self.controller, Path(self._resume_from), state.global_step)
         except UserError:
             if self._options is not None:
                 self.controller.detach()
@@ -219,7 +219,7 @@ class GnmrCallback(TrainerCallback):
         """Puts the controller's state into the checkpoint just written; into one of the model alone nothing."""
         if self.controller is not None and args.should_save and not args.save_only_model:
             folder = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-            save_state(self.controller, folder, state.global_step)
+            _save(self.controller, folder, state.global_step)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Puts the evaluation into the records, where they are kept and a step was taken."""
@@ -238,8 +238,8 @@ class GnmrCallback(TrainerCallback):
             self.controller.end_use()
 
 
-def save_state(controller: Router, folder: Path, step: int) -> None:
-    """Writes `STATE_FILE` into the checkpoint `folder` of that step. Waits for the device."""
+def _save(controller: Router, folder: Path, step: int) -> None:
+    """Write `STATE_FILE` into the checkpoint `folder` of that step. Waits for the device."""
     beside = folder / f".{STATE_FILE}.tmp"
     with beside.open("wb") as file:
         torch.save({"step": step, "controller": controller.state_dict()}, file)
@@ -248,8 +248,8 @@ def save_state(controller: Router, folder: Path, step: int) -> None:
     os.replace(beside, folder / STATE_FILE)
 
 
-def load_state(controller: Router, folder: Path, step: int) -> None:
-    """Takes over what `save_state` wrote. UserError for a missing or unreadable file, other units, paths or step."""
+def _load(controller: Router, folder: Path, step: int) -> None:
+    """Take over what `_save` wrote. Raises UserError for a missing or unreadable file, other units, paths or step."""
     file = folder / STATE_FILE
     if not file.exists():
         raise UserError(f"{folder} has no {STATE_FILE}: it was saved without GnmrCallback; resume it without")

@@ -28,12 +28,12 @@ Recipes. `wgrad` reads Qx(x_t) and Qg(dy_t), its casts of input and grad_output:
 dy is the one that came back, with all that casts elsewhere did to it, in this operator's fprop too; no sum above has
 anything else of them. So recovery that leaves wgrad to the low recipe has a gap of 0. A weight's error is not in the
 sums either (it is the same for all tokens), nor is the rounding of wgrad's result.
-**Choice 53**: an operand that wgrad keeps has no error, even where fprop casts it: what that does is in dy.
+An operand that wgrad keeps has no error, even where fprop casts it: what that does is in dy.
 
 A cast takes the scale that a run under its recipe would have taken, delayed ones too, and leaves no trace in what is
 counted and remembered; readers of a tensor share it. A stride saves casts only where each token has its own scales.
 
-**Choice 54**: with stochastic rounding, of formats and of casts, the probe rounds to nearest, whatever the copy that
+With stochastic rounding, of formats and of casts, the probe rounds to nearest, whatever the copy that
 backward reads: so it draws nothing from the run's generator, and a unit's numbers do not depend on the path that it
 runs on. The stochastic copy's expected gap is larger, about twice where the remainders are uniform.
 """

@@ -205,7 +205,7 @@ def kept_bytes(operator: PathLinear, path: ExecutionPath, rows: int, dtype: torc
         assert cast is not None
         height, columns = cast.group(0)
         scales = -(-rows // (height or rows)) * -(-width // (columns or width))
-        return rows * width + scales * (1 if cast.power_of_two else torch.float32.itemsize)
+        return rows * width + scales * torch.float32.itemsize
     return rows * width * dtype.itemsize
 
 

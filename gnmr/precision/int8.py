@@ -6,7 +6,7 @@ codes, integers from -127 to 127, and scales their sums:
     x_t = s_t X_t       s_t = max|x_t| / 127        w_o = c_o W_o       c_o = max|w_o| / 127
     y_to = (sum_i X_ti W_oi) * (s_t * c_o) + b_o
 
-The sum is an int32 and exact; the rest is float32. **Choice 52**: one rounding to the input's dtype at the end, behind
+The sum is an int32 and exact; the rest is float32. One rounding to the input's dtype at the end, behind
 the bias, as in F.linear. dgrad reads the weight in its own 16 bits, or, under `llm_int8_dgrad`, codes times scale;
 grad_output is not quantized. wgrad reads the input in 16 bits; of a frozen weight nothing of the input is kept.
 

@@ -71,18 +71,15 @@ Named recipes (`RECIPES`):
 
 Recipes of one's own: `Recipe.of("mine", {"fprop": {"input": "e4m3/tile"}})`, or the same under `precision.recipes`.
 
-**Choice 55**, where the paper is silent: scales of the simulated formats are float32; the weight's rows are its output
+Where the paper is silent: scales of the simulated formats are float32; the weight's rows are its output
 channels in both GEMMs that read it; a bias is added before the output is cast, and its gradient is the sum of
 grad_output as it came in, because that is no GEMM; delayed scales look back on optimizer steps, not on micro-batches.
 
-**Choice 56**: FP32 accumulation, which DeepSeek-V3's recipe asks for, is left to the kernels of the tensors' own dtype,
-in which simulated GEMMs run: those of 16 bits add up in FP32. Where cuBLAS splits a sum it may join the parts in
-bfloat16; torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False forbids it: `gnmr train` sets it, a
-loop of one's own has to.
-**Choice 57**: weight gradients and master weights are of the parameters' dtype, where that report keeps them in FP32:
-for that train with parameters in float32 (`training.dtype=float32`). What it does about Tensor Cores that add up in 14
-bits (partial sums to FP32 every 128 products) has no counterpart. deepseek_v3 and mxfp8 are simulated unless
-`backend` asks for `scaled_mm`, under which deepseek_v3 has run on hardware (docs/cost.md).
+FP32 accumulation, which DeepSeek-V3's recipe asks for, is left to the kernels of the tensors' own dtype: those of 16
+bits add up in FP32. Where cuBLAS splits a sum it may join the parts in bfloat16, unless
+torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction is False: `gnmr train` sets it, a loop of one's own
+has to. Weight gradients and master weights are of the parameters' dtype; that report keeps them in FP32
+(`training.dtype=float32`).
 """
 
 from __future__ import annotations

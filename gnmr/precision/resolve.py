@@ -2,7 +2,7 @@
 
 simulated    operands rounded to the format's values, GEMMs in the tensors' own dtype (`kernels/simulated.py`): anywhere
 scaled_mm    `torch._scaled_mm` and `F.scaled_mm` on operands of one byte (`kernels/scaled_mm.py`): GPUs of compute
-             capability 8.9 or newer (Ada, Hopper, Blackwell); tiles and blocks need Hopper, mx Blackwell. CPUs have the
+             capability 8.9 or newer (Ada, Hopper, Blackwell); tiles and blocks need Hopper. CPUs have the
              first function too, without being faster: good for testing
 int_mm       `torch._int_mm`, for recipes that multiply integers (`int8.py`)
 auto         a real one where device, recipe and widths allow it, else simulated; the printed plan says which. Warns

@@ -8,7 +8,7 @@
 
 A block is found by the first number in a name; what lies outside of any block (a converted head) is a unit by itself.
 Mixed precision within a block can be inconsistent, so the paper's recipes (5.2) move whole blocks. A unit holds its
-converted operators only. **Choice 58**: the paper says only that a unit is a block; here what is routed is what is
+converted operators only. The paper says only that a unit is a block; here what is routed is what is
 watched, so norms are not over a block's norms or a gate, which stay in 16 bits.
 
 With unit=gemm, under recipes, the units are the GEMMs that `recovers` names and in which the two paths differ; `wgrad`
@@ -82,15 +82,7 @@ def module_of(unit: str) -> str:
 
 
 def unit_of(name: str, unit: str) -> str:
-    """The unit of that kind to which the operator of this name belongs; of gemm the operator.
-
-    >>> unit_of("model.layers.3.mlp.experts.5.up_proj", "block")
-    'model.layers.3'
-    >>> unit_of("layers.3.mlp.experts.5.up_proj", "layer"), unit_of("layers.3.mlp.experts.5.up_proj", "expert")
-    ('layers.3.mlp', 'layers.3.mlp.experts.5')
-    >>> unit_of("lm_head", "block")
-    'lm_head'
-    """
+    """Return the unit of that kind to which the operator of this name belongs; of gemm the operator."""
     found = re.match(_NAMES[unit], name)
     return name if found is None else found[0]
 

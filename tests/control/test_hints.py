@@ -15,6 +15,8 @@ from torch import nn
 import gnmr
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+LEFT = "was still there when the next backward pass began"
+TWICE = "no backward pass came since the last step()"
 IDLE = "units had no gradient in the first 3 steps"
 GONE = "d_proj: has no gradient in step 5, but had one before"
 
@@ -39,6 +41,28 @@ class Loop:
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
 
+def never_zeroed(it: Loop, step: int) -> None:
+    it.loss().backward()
+    it.controller.step()
+    nn.utils.clip_grad_norm_(it.model.parameters(), 0.1)
+    it.optimizer.step()
+
+
+def a_step_a_micro_batch(it: Loop, step: int) -> None:
+    it.loss().backward()
+    it.controller.step()
+    if step % 2:
+        it.end()
+
+
+def twice(it: Loop, step: int) -> None:
+    it.loss().backward()
+    it.controller.step()
+    nn.utils.clip_grad_norm_(it.model.parameters(), 0.1)
+    it.controller.step()
+    it.end()
+
+
 def half(it: Loop, step: int) -> None:
     it.loss("ab").backward()
     it.controller.step()
@@ -57,16 +81,24 @@ def some_steps(it: Loop, step: int) -> None:
     it.end()
 
 
-def zeroed_before_step(it: Loop, step: int) -> None:
-    it.loss().backward()
-    it.end(set_to_none=False)
-    it.controller.step()
-
-
 def right(it: Loop, step: int) -> None:
     it.loss().backward()
     it.controller.step()
     it.end()
+
+
+def right_in_place(it: Loop, step: int) -> None:
+    it.loss().backward()
+    it.controller.step()
+    it.end(set_to_none=False)
+
+
+def zeroed_before_backward(it: Loop, step: int) -> None:
+    loss = it.loss()
+    it.optimizer.zero_grad()
+    loss.backward()
+    it.controller.step()
+    it.optimizer.step()
 
 
 def accumulated(it: Loop, step: int) -> None:
@@ -74,6 +106,13 @@ def accumulated(it: Loop, step: int) -> None:
         (it.loss() / 3).backward()
         it.controller.micro_step()
     it.controller.step()
+    it.end()
+
+
+def grad_in_between(it: Loop, step: int) -> None:
+    it.loss().backward()
+    it.controller.step()
+    torch.autograd.grad(it.loss(), list(it.model.parameters()))
     it.end()
 
 
@@ -86,6 +125,14 @@ def discarded(it: Loop, step: int) -> None:
 
 def masked(it: Loop, step: int) -> None:
     (it.loss() * (step not in (4, 7))).backward()
+    it.controller.step()
+    it.end()
+
+
+def by_hand(it: Loop, step: int) -> None:
+    parameters = list(it.model.parameters())
+    for parameter, gradient in zip(parameters, torch.autograd.grad(it.loss(), parameters), strict=True):
+        parameter.grad = gradient
     it.controller.step()
     it.end()
 
@@ -103,10 +150,12 @@ def told(body: Callable[[Loop, int], None], steps: int = 14, **how: Any) -> list
 @pytest.mark.parametrize(
     ("body", "line"),
     [
+        (never_zeroed, LEFT),
+        (a_step_a_micro_batch, LEFT),
+        (twice, TWICE),
         (half, f"2 of 4 {IDLE} (the first is c_proj)"),
         (half_of_zeros, f"2 of 4 {IDLE} (the first is c_proj)"),
         (some_steps, GONE),
-        (zeroed_before_step, "every gradient norm is 0 in this step"),
     ],
 )
 def test_one_hint(body: Callable[[Loop, int], None], line: str) -> None:
@@ -116,11 +165,37 @@ def test_one_hint(body: Callable[[Loop, int], None], line: str) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [right, accumulated, discarded, masked],
+    [right, right_in_place, zeroed_before_backward, accumulated, grad_in_between, discarded, masked, by_hand],
 )
 @pytest.mark.parametrize("how", [{}, {"observe": "input_grad"}], ids=["parameters", "input_grad"])
 def test_no_false_alarm(body: Callable[[Loop, int], None], how: dict[str, Any]) -> None:
     assert told(body, **how) == []
+
+
+def test_hooks_are_gone_after_some_steps() -> None:
+    it = Loop()
+    assert it.model["a_proj"].weight._backward_hooks
+    for step in range(14):
+        right(it, step)
+    assert not any(parameter._backward_hooks for parameter in it.model.parameters())
+    assert not it.controller.controller.hints._handles
+
+
+def test_an_optimizer_in_backward_is_no_loop_without_zero_grad() -> None:
+    it = Loop(observe="input_grad")
+    for parameter in it.model.parameters():
+        one = torch.optim.SGD([parameter], 1e-3)
+
+        def update(_: torch.Tensor, one: torch.optim.Optimizer = one) -> None:
+            one.step()
+            one.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(update)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(12):
+            it.loss().backward()
+            it.controller.step()
 
 
 def test_idle_experts_and_frozen_parts_are_not_told() -> None:
@@ -164,13 +239,36 @@ def test_what_is_told_at_the_end() -> None:
     assert told(evaluated) == []
 
 
-@pytest.mark.slow
-def test_at_the_end_of_the_process() -> None:
-    script = """
+SCRIPT = """
 import torch, gnmr; from torch import nn
-m = nn.ModuleDict({k: nn.Linear(16, 16) for k in ("a_proj", "b_proj")})
-gnmr.attach(m, low='sim_int4', recovery='bf16', max_o=1)
-m["b_proj"](m["a_proj"](torch.randn(8, 16))).square().mean().backward()
+def main():
+    m = nn.ModuleDict({k: nn.Linear(16, 16) for k in ("a_proj", "b_proj")})
+    KEPT
+    for i in range(3):
+        m["b_proj"](m["a_proj"](torch.randn(8, 16))).square().mean().backward()
+        STEP
+        m.zero_grad()
+    return m
+END
 """
-    outcome = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert "step() was never called" in outcome.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["main()", "model = main()"], ids=["function", "module"])
+@pytest.mark.parametrize(
+    ("kept", "step", "line"),
+    [
+        ("gnmr.attach(m, low='sim_int4', recovery='bf16', max_o=1)", "", "step() was never called"),
+        (
+            "c = gnmr.attach(m, low='sim_int4', recovery='bf16', max_o=1); c.calibrate()",
+            "c.step()",
+            "still calibrating after 3 of 100 steps",
+        ),
+        ("c = gnmr.attach(m, low='sim_int4', recovery='bf16', max_o=1)", "c.step()", ""),
+    ],
+    ids=["never", "calibrating", "right"],
+)
+def test_at_the_end_of_the_process(kept: str, step: str, line: str, end: str) -> None:
+    text = SCRIPT.replace("KEPT", kept).replace("STEP", step or "pass").replace("END", end)
+    outcome = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    assert line in outcome.stderr and bool(line) == bool(outcome.stderr), outcome.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 from in_ranks import serve
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "train"))  # everything.py
 
 
 @contextmanager
@@ -44,6 +47,28 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., lis
     """pair(name, **options): what `in_ranks.name` returned in rank 0 and in rank 1, or the errors they raised."""
     with started(2, tmp_path_factory.mktemp("pair")) as call:
         yield call
+
+
+@pytest.fixture
+def told(pair, tiny, tmp_path) -> Callable[..., list[Any]]:
+    """told(words, parallel, name, **options): what each of two processes says of the run of these words."""
+
+    def run(words: Any, parallel: str, name: str = "run", **options: Any) -> list[Any]:
+        return pair("train", config=tiny(f"run_dir={tmp_path / name}", *words), parallel=parallel, **options)
+
+    return run
+
+
+@pytest.fixture
+def ranks(told, tmp_path) -> Callable[..., Path]:
+    """The folder of a run that two processes have ended, see `told`."""
+
+    def run(words: Any, parallel: str, name: str = "run", **options: Any) -> Path:
+        answers = told(words, parallel, name, **options)
+        assert all(isinstance(answer, list) for answer in answers), answers
+        return tmp_path / name
+
+    return run
 
 
 @pytest.fixture

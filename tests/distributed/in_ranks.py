@@ -189,31 +189,15 @@ def train(
     return said
 
 
-def apart() -> None:
-    """Ranks with other thresholds."""
+def disagreeing(case: str) -> None:
+    """Ranks with other thresholds (`apart`), with sets that were made to differ, or where DDP did not reduce."""
     model = net()
-    controller = gnmr.attach(model, max_o=1 + world.rank(), targets=["*_proj"])
-    wrapped(model, "ddp")(torch.ones(2, 16)).sum().backward()
-    controller.step()
-
-
-def other_set() -> None:
-    """Ranks whose sets were made to differ."""
-    model = net()
-    controller = gnmr.attach(model, max_o=2, targets=["*_proj"])
+    max_o = 1 + world.rank() if case == "apart" else 2
+    controller = gnmr.attach(model, max_o=max_o, targets=["*_proj"])
     outer = wrapped(model, "ddp")
-    if world.rank() == 1:
+    if case == "other_set" and world.rank() == 1:
         controller.promote(controller.names[:1])
-    outer(torch.ones(2, 16)).sum().backward()
-    controller.step()
-
-
-def unreduced() -> None:
-    """`step` where DDP was kept from reducing."""
-    model = net()
-    controller = gnmr.attach(model, max_o=1, targets=["*_proj"])
-    outer = wrapped(model, "ddp")
-    with outer.no_sync():
+    with outer.no_sync() if case == "unreduced" else nullcontext():
         outer(torch.full((2, 16), 1.0 + world.rank())).sum().backward()
     controller.step()
 

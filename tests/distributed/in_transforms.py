@@ -45,7 +45,7 @@ def transformed(how: str = "alone", transform: str | None = None, steps: int = 5
         found["norms"].append(norm)
         found["std"].append(weight_std(units, ranks))
         if made is not None:
-            skip = made(parameters, StepContext(step, loss, norm, nothing, optimizer))
+            skip = made(StepContext(step, loss, norm, nothing, optimizer))
             found["skips"].append(nothing if skip is None else skip)
         found["gradients"] += [whole(p.grad) for p in parameters]
         optimizer.step()

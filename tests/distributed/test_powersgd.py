@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -25,35 +24,32 @@ def gradients(model: nn.Module, step: int) -> dict[str, Tensor]:
     }
 
 
-def made(model: nn.Module, **options: bool | int) -> PowerSgd:
+def made(model: nn.Module, **options: int) -> PowerSgd:
     dense = sum(one.numel() for one in model.parameters())
-    usual = {"rank": RANK, "dense_steps": 2, "feedback": True, "seed": SEED}
+    usual = {"rank": RANK, "dense_steps": 2, "seed": SEED}
     return PowerSgd(dense, workers=VirtualWorkers(WORKERS), **(usual | options))  # type: ignore[arg-type]
 
 
 class ByWorker:
     """PowerSGD of one matrix as the paper has it: each worker adds its own error, and what is sent are P and Q."""
 
-    def __init__(self, columns: int, feedback: bool) -> None:
+    def __init__(self, columns: int) -> None:
         torch.manual_seed(np.random.RandomState(SEED).randint(1_000_000_000))
         self.Q = torch.randn(1, columns, RANK, dtype=torch.float64)[0].numpy()
         self.errors = [0.0] * WORKERS
-        self.feedback = feedback
 
     def step(self, given: np.ndarray) -> np.ndarray:
         sums = [g + e for g, e in zip(given, self.errors, strict=True)]
         Q = np.linalg.qr(self.Q)[0]
         P = np.linalg.qr(sum(m @ Q for m in sums))[0]
         self.Q = sum(m.T @ P for m in sums) / WORKERS
-        if self.feedback:
-            self.errors = [m - P @ self.Q.T for m in sums]
+        self.errors = [m - P @ self.Q.T for m in sums]
         return P @ self.Q.T
 
 
-@pytest.mark.parametrize("feedback", [True, False])
-def test_the_mean_alone_makes_what_workers_with_errors_of_their_own_make(feedback: bool) -> None:
+def test_the_mean_alone_makes_what_workers_with_errors_of_their_own_make() -> None:
     model = net()
-    ours, slow = made(model, feedback=feedback), ByWorker(17, feedback)
+    ours, slow = made(model), ByWorker(17)
     low, sent = (17 + 20) * RANK + 20 + 4 * 5 + 5 + 4 + 4, []
     for step in range(7):
         given = gradients(model, step)

@@ -1,4 +1,4 @@
-"""`gnmr train` started by torchrun, or with processes of its own: what a shell sees, and processes that die."""
+"""`gnmr train` under torchrun: a process that dies is started again, and the run is the same."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from everything import differences, everything
 
 from gnmr.records.reader import read_json, read_jsonl
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
-from everything import differences, everything
 
 pytestmark = [
     pytest.mark.slow,

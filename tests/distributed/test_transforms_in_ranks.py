@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import signal
-import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from everything import everything
 from in_transforms import OPTIONS, transformed
 
-from gnmr.lab.config import Config
 from gnmr.lab.train.transforms import TRANSFORMS
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
-from everything import everything
 
 pytestmark = [
     pytest.mark.xdist_group("pair"),
@@ -56,7 +50,7 @@ REST = [name for name in TRANSFORMS if name not in ("agc", "stable_spam")]
     ],
     ids=["fsdp, two", "fsdp", "hsdp"],
 )
-def test_a_transform_of_shards_is_that_of_the_whole(pair: Callable[..., list[Any]], how: str, names: list[str]) -> None:
+def test_a_transform_of_shards_is_that_of_the_whole(pair, how, names):
     """Norms, clipped elements, rows and memory; of every transform, each of which does something here."""
     assert OPTIONS.keys() == TRANSFORMS.keys()
     plain = transformed()
@@ -73,7 +67,7 @@ def test_a_transform_of_shards_is_that_of_the_whole(pair: Callable[..., list[Any
 
 
 @pytest.fixture(scope="module")
-def sound(train: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def sound(train, tmp_path_factory):
     return everything(train(tmp_path_factory.mktemp("sound") / "run", *WORDS))
 
 
@@ -92,27 +86,16 @@ def sound(train: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) 
     ],
     ids=["transform", "scale, outliers"],
 )
-def test_a_run_in_shards_is_stopped_and_goes_on_as_one_process_would(
-    pair: Callable[..., list[Any]],
-    tiny: Callable[..., Config],
-    train: Callable[..., Path],
-    sound: dict[str, Any],
-    tmp_path: Path,
-    words: list[str],
-) -> None:
+def test_a_run_in_shards_is_stopped_and_goes_on_as_one_process_would(told, ranks, train, sound, tmp_path, words):
     alone = everything(train(tmp_path / "one", *WORDS, *words))
-    config = tiny(f"run_dir={tmp_path / 'run'}", *WORDS, *words)
-    assert pair("train", config=config, parallel="fsdp", stop=5) == [128 + signal.SIGTERM] * 2
-    told = pair("train", config=config, parallel="fsdp")
-    assert isinstance(told[0], list), told
-    found = everything(tmp_path / "run")
+    assert told([*WORDS, *words], "fsdp", stop=5) == [128 + signal.SIGTERM] * 2
+    found = everything(ranks([*WORDS, *words], "fsdp"))
     assert_near(found["state"]["model"], alone["state"]["model"], 1e-4)
     assert_near([row["loss"] for row in found["steps"]], [row["loss"] for row in alone["steps"]])
     assert [row["unit"] for row in found["events"]] == [row["unit"] for row in alone["events"]] != []
-    for name in ("weight_std",):
-        values = [[row.get(name) for row in one["ratios"]] for one in (found, alone)]
-        assert_near(*values, 1e-3)
-        assert any(values[0]) == (name in words[-1])
+    values = [[row.get("weight_std") for row in one["ratios"]] for one in (found, alone)]
+    assert_near(*values, 1e-3)
+    assert any(values[0]) == ("weight_std" in words[-1])
     with pytest.raises(AssertionError):
         assert_near(alone["state"]["model"], sound["state"]["model"], 1e-4)
 
@@ -123,21 +106,13 @@ def test_a_run_in_shards_is_stopped_and_goes_on_as_one_process_would(
     [("oracle", "true_gap", "fsdp"), ("gsnr", "micro_square", "ddp")],
 )
 def test_what_takes_passes_or_gradients_of_its_own_is_that_of_one_process(
-    pair: Callable[..., list[Any]],
-    tiny: Callable[..., Config],
-    train: Callable[..., Path],
-    tmp_path: Path,
-    signal_: str,
-    evidence: str,
-    parallel: str,
-) -> None:
+    ranks, train, tmp_path, signal_, evidence, parallel
+):
     """One process over four micro-batches, and two over two each: true_gap takes passes of its own, micro_square the
     gradient of each micro-batch, the last of them before it is reduced."""
     words = [f"controller.signal={signal_}", "controller.routing=ranked", "training.steps=4", *WORDS[1:]]
     words += ["training.accumulation=4", f"records.evidence=[{evidence}]"]
-    told = pair("train", config=tiny(f"run_dir={tmp_path / 'run'}", *words), parallel=parallel)
-    assert isinstance(told[0], list), told
-    alone, found = everything(train(tmp_path / "one", *words)), everything(tmp_path / "run")
+    alone, found = everything(train(tmp_path / "one", *words)), everything(ranks(words, parallel))
     values = [[row[evidence] for row in one["ratios"]] for one in (found, alone)]
     assert len({*values[1]}) > 7 and min(values[1]) > 0
     assert_near(*values, 1e-3)

@@ -58,13 +58,6 @@ def test_findings_are_lines_and_exit_code_1(gnmr, run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_of_formats(gnmr, train: Callable[..., Path], tmp_path: Path) -> None:
-    folder = train(tmp_path / "formats", "training.steps=2", "precision.low=int4", "precision.recovery=int8")
-    ended = gnmr("audit", str(folder), *SMALL, "--table")
-    assert ended.code in (0, 1) and "bf16 x int4/row" in ended.out.replace("fp32", "bf16"), ended.err + ended.out
-
-
-@pytest.mark.slow
 def test_a_checkpoint_as_it_is_and_on_a_recipe(gnmr, checkpoint: Path) -> None:
     Path("t.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
     words = (str(checkpoint), "data=t.txt", "block=16", *SMALL)

@@ -176,7 +176,9 @@ def test_a_plan_goes_into_attach_and_back_into_diagnose(found: Diagnosis, tmp_pa
     assert pinned == plan.pins
     controller.detach()
     controller = gnmr.attach(model, plan=plan, signal="price", options={"every": 1})
-    assert controller.controller.signal.threshold == plan.triggers["price"] > 0 and controller.controller.signal.every == 1
+    assert (
+        controller.controller.signal.threshold == plan.triggers["price"] > 0 and controller.controller.signal.every == 1
+    )
     controller.detach()
     under = gnmr.diagnose(model, loss_by(model), batches_of(6), plan=file)
     assert under.pins == plan.pins
@@ -204,9 +206,9 @@ def test_nothing_is_recommended_for_what_cannot_be_shown() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # nobody asked what runs it here
         gnmr.attach(model_of(), plan=found.plan(), max_o=1).detach()
-    assert [row.gemm for row in found.worst_gradients("wgrad")] == ["wgrad"] * 3
-    assert found.worst_gradients("wgrad")[0].value > 0.01
-    assert all(row.value == 0 for row in found.worst_gradients("dgrad"))
+    assert [row.gemm for row in found.worst("wgrad")] == ["wgrad"] * 3
+    assert found.worst("wgrad")[0].value > 0.01
+    assert all(row.value == 0 for row in found.worst("dgrad"))
     diverged = _with(found, measured=Measured(6, 2.0, float("inf"), float("nan"))).verdict()
     assert diverged.startswith("the loss is not finite under nearly (2.0000 on bf16); worst: fprop of ")
 
@@ -280,30 +282,6 @@ def test_linears_that_never_run_are_named_and_left_out_of_all_shares(tmp_path) -
     under = gnmr.diagnose(model, next_token(model), batches, plan=file)
     assert not under.idle and under.partly == found.partly and under.total < found.total
 
-    class Plain(Idle):
-        """The same without what does nothing."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            del self.side_proj
-            self.dt_proj, self.out_proj, self.lost_proj = (
-                nn.Bilinear(1, 1, 1) if one is self.lost_proj else _Held(one)
-                for one in (self.dt_proj, self.out_proj, self.lost_proj)
-            )
-            self.lost_proj.forward = lambda h: h
-
-    alone = Plain()
-    same = gnmr.diagnose(alone, next_token(alone), batches, **options)
-    assert (same.rows, same.measured, same.left) == (found.rows, found.measured, found.left) and not same.idle
-
-
-class _Held(nn.Module):
-    """A linear's tensors in a module that is none."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
-
 
 def test_where_no_list_of_names_leaves_them_out_a_plan_holds_them_without_a_share() -> None:
     """`0` is the end of `more.0` too."""
@@ -320,43 +298,34 @@ def masked(model: nn.Module, reduction: str) -> Callable[[Batch], Tensor]:
     return lambda batch: F.cross_entropy(model(batch[0]), torch.full_like(batch[1], -100), reduction=reduction)
 
 
-CONSTANT: dict[str, Callable[[nn.Module], Callable[[Batch], Tensor]]] = {
-    "masked": lambda model: masked(model, "sum"),
-    "zero": lambda model: lambda batch: model(batch[0]).sum() * 0,
-    "against itself": lambda model: lambda batch: (model(batch[0]) - model(batch[0]).detach()).square().mean() + 3,
-    "shares": lambda model: lambda batch: model(batch[0]).softmax(-1).sum(-1).mean(),
-}
-NOT_FINITE: dict[str, Callable[[nn.Module], Callable[[Batch], Tensor]]] = {
-    "masked": lambda model: masked(model, "mean"),
-    "inf": lambda model: lambda batch: loss_by(model)(batch) / 0,
+ZERO, NO_TARGETS = (
+    "every gradient that reaches .* is 0, so the loss is constant",
+    r"is not finite; has it any targets\?$",
+)
+USELESS: dict[str, tuple[Callable[[nn.Module], Callable[[Batch], Tensor]], str]] = {
+    "masked": (lambda model: masked(model, "sum"), ZERO),
+    "zero": (lambda model: lambda batch: model(batch[0]).sum() * 0, ZERO),
+    "itself": (lambda model: lambda batch: (model(batch[0]) - model(batch[0]).detach()).square().mean() + 3, ZERO),
+    "shares": (lambda model: lambda batch: model(batch[0]).softmax(-1).sum(-1).mean(), ZERO),
+    "mean of none": (lambda model: masked(model, "mean"), NO_TARGETS),
+    "inf": (lambda model: lambda batch: loss_by(model)(batch) / 0, NO_TARGETS),
 }
 
 
-@pytest.mark.parametrize("what", CONSTANT)
-def test_a_loss_that_is_constant_is_refused(what: str) -> None:
+@pytest.mark.parametrize("what", USELESS)
+def test_a_loss_that_is_constant_or_not_finite_is_refused(what: str) -> None:
+    loss, line = USELESS[what]
     model = model_of().eval()
-    line = r"^loss_of_batch(?: of batch 1)?=[-\d.]+: every gradient that reaches .* is 0, so the loss is constant"
-    with pytest.raises(ValueError, match=line):
-        gnmr.diagnose(model, CONSTANT[what](model), batches_of(2), recipe="sim_int4")
-    with pytest.raises(ValueError, match=line):
-        gnmr.audit(model, CONSTANT[what](model), batches_of(1)[0])
-
-
-@pytest.mark.parametrize("what", NOT_FINITE)
-def test_a_loss_that_is_not_finite_is_refused(what: str) -> None:
-    model = model_of()
-    line = r"^loss_of_batch(?: of batch 1)?=(?:nan|inf): is not finite; has it any targets\?$"
-    with pytest.raises(ValueError, match=line):
-        gnmr.diagnose(model, NOT_FINITE[what](model), batches_of(2), recipe="sim_int4")
-    with pytest.raises(ValueError, match=line):
-        gnmr.audit(model, NOT_FINITE[what](model), batches_of(1)[0])
+    with pytest.raises(ValueError, match=rf"^loss_of_batch of batch 1=[-\d.a-z]+: {line}"):
+        gnmr.diagnose(model, loss(model), batches_of(2), recipe="sim_int4")
+    with pytest.raises(ValueError, match=rf"^loss_of_batch=[-\d.a-z]+: {line}"):
+        gnmr.audit(model, loss(model), batches_of(1)[0])
 
 
 def test_a_held_out_batch_without_targets_is_refused() -> None:
-    model, held_out = model_of(), batches_of(1)[0]
-    batch = held_out[0], torch.full_like(held_out[1], -100)
-    with pytest.raises(ValueError, match=r"^loss_of_batch of held-out batch 1=nan: is not finite; has it any targets"):
-        gnmr.diagnose(model, loss_by(model), batches_of(2), recipe="sim_int4", held_out=[batch])
+    model, (x, targets) = model_of(), batches_of(1)[0]
+    with pytest.raises(ValueError, match=r"^loss_of_batch of held-out batch 1=nan: is not finite"):
+        gnmr.diagnose(model, loss_by(model), batches_of(2), recipe="sim_int4", held_out=[(x, targets * 0 - 100)])
 
 
 @pytest.mark.parametrize("name", ["3.weight", "0.bias"])
@@ -409,46 +378,28 @@ def test_a_stride_and_terms_of_the_loss() -> None:
     ("options", "says"),
     [
         ({"recipe": "nvfp5"}, "recipe=nvfp5: is no recipe: did you mean nvfp4?"),
-        ({"recipe": "int2"}, "recipe=int2: is a format without a recipe of its own"),
-        ({"recipe": "bf16"}, "recipe=bf16: is the recovery path too"),
-        ({"recipe": "deepseek_v3"}, "0 has 32 inputs: the recipe deepseek_v3 needs a multiple of 128"),
-        ({"budget": 0}, "budget=0: must be a share of the GEMM time"),
-        ({"budget": 2.0}, "budget=2.0: must be a share of the GEMM time"),
-        ({"tokens": 0}, "tokens=0: must be a whole number of at least 1"),
-        ({"targets": ["*_proj"]}, "targets ['*_proj']: no linear has such a name"),
-        ({"plan": "nowhere.json"}, "plan=nowhere.json: there is no such file"),
+        ({"recipe": "int2"}, "recipe=int2"),
+        ({"recipe": "bf16"}, "recipe=bf16"),
+        ({"recipe": "deepseek_v3"}, "0 has 32 inputs"),
+        ({"budget": 2.0}, "budget=2.0"),
+        ({"tokens": 0}, "tokens=0"),
+        ({"targets": ["*_proj"]}, "targets ['*_proj']"),
+        ({"plan": "nowhere.json"}, "plan=nowhere.json"),
+        ({"model": nn.LayerNorm(4)}, "model=LayerNorm: has no nn.Linear"),
+        ({"model": nn.Linear(4, 4, device="meta")}, "model=Linear: has parameters on the meta"),
+        ({"loss_of_batch": lambda _: None}, "loss_of_batch of batch 1=NoneType"),
+        ({"loss_of_batch": lambda _: torch.zeros(2)}, "loss_of_batch of batch 1=a tensor (2,)"),
+        ({"loss_of_batch": lambda _: torch.zeros(())}, "loss_of_batch of batch 1=a tensor without gradient"),
+        ({"loss_of_batch": lambda _: torch.zeros((), requires_grad=True) * 1}, "loss_of_batch=..."),
+        ({"batches": batches_of(1)}, "batches=1: needs two at least"),
     ],
+    ids=str,
 )
 def test_a_senseless_request_is_refused_in_one_line(options: dict[str, Any], says: str) -> None:
+    model = options.pop("model", None) or model_of()
+    asked = {"loss_of_batch": loss_by(model), "batches": batches_of(2), "recipe": "int4"} | options
     with pytest.raises(ValueError) as refused:
-        diagnosed(**options)
-    assert str(refused.value).startswith(says) and "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("model", "loss", "number", "says"),
-    [
-        (nn.LayerNorm(4), lambda _: torch.zeros(()), 2, "model=LayerNorm: has no nn.Linear"),
-        (nn.Linear(4, 4, device="meta"), lambda _: torch.zeros(()), 2, "model=Linear: has parameters on the meta"),
-        (
-            None,
-            lambda _: None,
-            2,
-            "loss_of_batch of batch 1=NoneType: must be one number with a gradient; has the batch",
-        ),
-        (None, lambda _: torch.zeros(2), 2, "loss_of_batch of batch 1=a tensor (2,): must be one number"),
-        (None, lambda _: torch.zeros(()), 2, "loss_of_batch of batch 1=a tensor without gradient"),
-        (None, lambda _: torch.zeros((), requires_grad=True) * 1, 2, "loss_of_batch=...: its loss does not depend on"),
-        (None, None, 1, "batches=1: needs two at least"),
-        (None, None, 0, "batches=0: needs two at least"),
-    ],
-)
-def test_models_and_batches_without_sense_are_refused_in_one_line(
-    model: nn.Module | None, loss: Callable[[Any], Any] | None, number: int, says: str
-) -> None:
-    model = model or model_of()
-    with pytest.raises(ValueError) as refused:
-        gnmr.diagnose(model, loss or loss_by(model), batches_of(number), recipe="int4")
+        gnmr.diagnose(model, **asked)
     assert str(refused.value).startswith(says) and "\n" not in str(refused.value)
     assert all(type(module) is not gnmr.precision.PathLinear for module in model.modules())
 

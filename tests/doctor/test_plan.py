@@ -107,7 +107,7 @@ def test_a_folder_that_holds_a_plan_is_read_as_one(tmp_path: Path, monkeypatch: 
     for place in (tmp_path, str(tmp_path) + "/", f"{tmp_path.name}/", tmp_path.name):
         assert read_plan(place) == read_plan(file)
     assert compose([f"plan={tmp_path}"]).precision.low == "sim_e2m1"
-    assert gnmr.attach(network(), plan=tmp_path, max_o=1).plan.low.name == "sim_e2m1"
+    assert gnmr.attach(network(), plan=tmp_path, max_o=1).converted.low.name == "sim_e2m1"
 
 
 def test_what_is_no_plan_is_refused(tmp_path: Path) -> None:

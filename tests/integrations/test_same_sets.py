@@ -5,10 +5,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
@@ -19,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from loops import LOOPS, Start
+from pairs import assert_same, run_pair
 
 from gnmr.control import Decision
 from gnmr.lab import config, models
@@ -78,14 +75,6 @@ def plain(start: Start, folder: Path) -> list[Decision]:
     return decisions
 
 
-def assert_same(found: list[Decision], wanted: list[Decision]) -> None:
-    assert len(found) == len(wanted)
-    for mine, theirs in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(mine.norm, theirs.norm, rtol=1e-5)
-        np.testing.assert_array_equal(mine.active, theirs.active)
-        np.testing.assert_array_equal(mine.in_force, theirs.in_force)
-
-
 def test_in_our_runner(plain: list[Decision], train: Callable[..., Path], tmp_path: Path) -> None:
     rows = read_ratios(train(tmp_path / "run", *WORDS)).to_pylist()
     in_force = np.array([row["active"] for row in rows]).reshape(STEPS, -1)
@@ -100,29 +89,8 @@ def pair(start: Start, tmp_path_factory: pytest.TempPathFactory) -> list[dict[st
     folder = tmp_path_factory.mktemp("pair")
     torch.save(start, folder / "start.pt")
     names = [name for name in LOOPS if name not in NEEDS or find_spec(NEEDS[name])]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    common |= {"TORCHELASTIC_RUN_ID": "pair", "GROUP_RANK": "0"}  # as torchrun has it; else Lightning drops WORLD_SIZE
-    file, root = Path(loops.__file__), Path(__file__).parent.parent.parent
-    workers = [
-        subprocess.Popen(
-            [sys.executable, file, folder, *names],
-            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": str(root)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        told = [worker.communicate(timeout=400)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert [worker.returncode for worker in workers] == [0, 0], "\n".join(text[-3000:] for text in told)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    # As torchrun has it; without, Lightning drops WORLD_SIZE.
+    return run_pair(Path(loops.__file__), folder, *names, TORCHELASTIC_RUN_ID="pair", GROUP_RANK="0")
 
 
 @pytest.mark.parametrize("name", LOOPS)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pairs import assert_same, run_pair
 
-from gnmr.control import Decision
 from gnmr.integrations.torchtitan_rules import ControlSection
 from gnmr.records.reader import read_json, read_jsonl
 
@@ -23,7 +20,6 @@ if importlib.util.find_spec("torchtitan") is None:
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("torchtitan")]
 
-ROOT = Path(__file__).parent.parent.parent
 STEPS, SAVED = 8, 4
 
 
@@ -31,34 +27,7 @@ STEPS, SAVED = 8, 4
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """The folder, and of either rank what titan_loops saw."""
     folder = tmp_path_factory.mktemp("titan")
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29761", "OMP_NUM_THREADS": "1"}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, Path(__file__).parent / "titan_loops.py", folder],
-            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": str(ROOT)},
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        told = [worker.communicate(timeout=500)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert [worker.returncode for worker in workers] == [0, 0], "\n".join(text[-3000:] for text in told)
-    return folder, [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
-
-
-def assert_same(found: list[Decision], wanted: list[Decision], rtol: float) -> None:
-    assert len(found) == len(wanted)
-    for mine, theirs in zip(found, wanted, strict=True):
-        assert mine.units == theirs.units
-        np.testing.assert_allclose(mine.norm, theirs.norm, rtol=rtol)
-        np.testing.assert_array_equal(mine.active, theirs.active)
-        np.testing.assert_array_equal(mine.in_force, theirs.in_force)
+    return folder, run_pair(Path(__file__).parent / "titan_loops.py", folder)
 
 
 def test_the_sets_are_those_of_a_plain_loop(pair: tuple[Path, list[dict[str, Any]]]) -> None:
@@ -66,6 +35,7 @@ def test_the_sets_are_those_of_a_plain_loop(pair: tuple[Path, list[dict[str, Any
     _, (first, second) = pair
     assert len(first["whole"]) == STEPS == first["t"] and len({tuple(one.active) for one in first["whole"]}) > 3
     assert_same(first["whole"], first["by hand"], 1e-3)
+    assert first["whole"][0].units == first["by hand"][0].units
     assert_same(second["whole"], first["whole"], 0)
     assert all("_checkpoint_wrapped_module" in name for name in first["routed"]), "checkpointing came over the linears"
     assert len(first["routed"]) == len(first["whole"][0].units) == 10

@@ -34,26 +34,19 @@ def config(**changed: Any) -> SimpleNamespace:
     return SimpleNamespace(parallelism=SimpleNamespace(**parallelism), training=SimpleNamespace(**training))
 
 
-@pytest.mark.parametrize("name", rules._DEGREES)
-def test_other_than_data_parallelism_is_refused(name: str) -> None:
-    rules.refuse(config())
-    with pytest.raises(
-        UserError, match=rf"^GnmrTrainer: parallelism.{name}=2 is not supported, .*use data parallelism$"
-    ):
-        rules.refuse(config(**{name: 2}))
-
-
 @pytest.mark.parametrize(
-    ("changed", "line"),
+    ("name", "value"),
     [
-        ({"disable_cuda_graphs": False}, "a captured CUDA graph replays .* use training.disable_cuda_graphs=True$"),
-        ({"spmd_backend": "full_dtensor"}, "use spmd_types or partial_dtensor$"),
-        ({"enable_cpu_offload": True}, "training.enable_cpu_offload=True is not supported"),
+        *((name, 2) for name in rules._DEGREES),
+        ("disable_cuda_graphs", False),
+        ("spmd_backend", "full_dtensor"),
+        ("enable_cpu_offload", True),
     ],
 )
-def test_what_would_be_silently_wrong_is_refused(changed: dict[str, Any], line: str) -> None:
-    with pytest.raises(UserError, match=line):
-        rules.refuse(config(**changed))
+def test_what_would_be_silently_wrong_is_refused(name: str, value: object) -> None:
+    rules.refuse(config())
+    with pytest.raises(UserError, match=name):
+        rules.refuse(config(**{name: value}))
 
 
 def test_targets_choose_and_without_any_layers_do_but_gates_and_heads() -> None:
@@ -67,7 +60,9 @@ def test_targets_choose_and_without_any_layers_do_but_gates_and_heads() -> None:
 
 
 def test_the_section_says_what_attach_takes() -> None:
-    section = rules.ControlSection(max_o=2, budget=1.0, signal="recovery_gap", options={"threshold": 2.0}, calibrate=0.01)
+    section = rules.ControlSection(
+        max_o=2, budget=1.0, signal="recovery_gap", options={"threshold": 2.0}, calibrate=0.01
+    )
     named = section.named()
     assert "calibrate" not in named and set(named) < {one.name for one in fields(gnmr.ControlSpec)} | {"seed"}
     controller = gnmr.attach(nn.Sequential(nn.Linear(8, 8)), targets=["0"], **named)

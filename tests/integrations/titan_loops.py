@@ -132,7 +132,7 @@ def parallelized(config: GnmrTrainer.Config) -> tuple[bool, bool]:
     model.parallelize(dims)
     model.init_weights()
     linears = [one for one in model.modules() if isinstance(one, RoutedLinear)]
-    plan = _attached(model, _routing_of(spec.model), config).plan
+    plan = _attached(model, _routing_of(spec.model), config).converted
     with utils.get_spmd_context(parallel_dims=dims, spmd_typechecking=False)():
         model(next(micro_batches())[:, :-1])
     return all("forward" in vars(one) for one in linears), all(one.read is not None for one in plan.operators)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gnmr.lab import models
+from gnmr.lab.config import ModelConfig
 from gnmr.lab.models import Decoder
 
 transformers = pytest.importorskip("transformers")
@@ -68,3 +70,10 @@ def test_residual_projections_start_smaller(build):
         assert linear.weight.std().item() == pytest.approx(0.2 / 4, rel=0.05)
     for linear in (layer.self_attn.v_proj, layer.mlp.up_proj, model.embed_positions):
         assert linear.weight.std().item() == pytest.approx(0.2, rel=0.05)
+
+
+def test_gpt2_small_counts_its_tied_head_once() -> None:
+    sizes = ModelConfig(name="gpt", hidden_size=768, intermediate_size=3072, num_layers=12, num_heads=12)
+    with torch.device("meta"):
+        model = models.build(sizes, 50257, 1024)
+    assert models.parameter_count(model) == 124_439_808

@@ -15,6 +15,7 @@ from gnmr.lab.config.model import ExpertsConfig, ModelConfig
 from gnmr.lab.paper import theory
 from gnmr.lab.paper.theory import ESTIMATE, NORM
 from gnmr.lab.train.loss import loss_of
+from gnmr.measure.errors import measure_errors
 from gnmr.precision import ConvertedModel, PathSpec, convert
 
 MAX_O = 3
@@ -74,7 +75,7 @@ def test_only_positive_scores_are_chosen(gaps):
 def test_measuring_leaves_paths_probe_and_generator_as_they_were():
     model, plan = tiny_plan(rounding="stochastic")
     plan.operators[2].switch(True)
-    probe, generator = plan.probe(["mse"]), plan.state_dict()["rounding"].clone()
+    probe, generator = measure_errors(plan, ["mse"]), plan.state_dict()["rounding"].clone()
     measured(model, plan)
     assert [operator.recovering for operator in plan.operators] == [False, False, True] + [False] * 4
     assert plan.shared.probe is probe and float(probe.read()["mse"].sum()) == 0

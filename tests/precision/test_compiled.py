@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from test_simulated import same
 from torch import Tensor, nn
 
 from gnmr.lab import models
@@ -107,10 +108,6 @@ def switch(plan: ConvertedModel, recovering: set[int]) -> None:
 
 def graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-
-
-def same(ones: list[Tensor], others: list[Tensor]) -> bool:
-    return len(ones) == len(others) and all(map(torch.equal, ones, others))
 
 
 def test_a_second_model_of_a_process_has_the_graphs_of_its_own_recipe() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from slow_casts import EXPONENT_OF_MAX, MAX, groups, nearest, scale_of_two_levels, slow_cast
 from test_scaled_mm import DY, W, X
-from test_simulated import BY_HAND
+from test_simulated import BY_HAND, same
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -193,15 +193,13 @@ def test_a_stale_scale_is_that_of_the_steps_before() -> None:
 
 def test_a_bad_step_does_not_spoil_the_history() -> None:
     net = nn.Sequential(nn.Linear(4, 1, bias=False))
-    schedule = FaultSchedule(
-        convert(net, PathSpec.of("int4", None, targets=["0"])), Fault("stale_scale"), ["0"], 9, windows=[(3, 1)]
-    )
+    plan = convert(net, PathSpec.of("int4", None, targets=["0"]))
+    schedule = FaultSchedule(plan, Fault("stale_scale"), ["0"], 9, windows=[(3, 1)])
     for step, value in enumerate((2.0, math.nan, 8.0), start=1):
         schedule.begin_step(step)
         y = net(torch.full((1, 4), value))
-        scale = net[0].kept()[1].item()
+        assert step < 3 or net[0].kept()[1].item() == pytest.approx(2 / 7)
         y.sum().backward()
-    assert scale == pytest.approx(2 / 7)
 
 
 @pytest.mark.parametrize("kind", ["stale_scale", "noise", "bit_flip"])
@@ -241,27 +239,29 @@ def test_given_windows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "line"),
+    ("how", "key"),
     [
-        ({"targets": ["a", "z_proj"], "windows": [(1, 1)]}, r"targets \['z_proj'\]: no unit has such a name"),
-        ({"windows": [(10, 2)]}, r"window \[10, 2\]: must lie within"),
-        ({"windows": [(0, 1)]}, r"window \[0, 1\]: must lie within"),
-        ({"windows": [(3, 2), (1, 3)]}, r"window \[3, 2\]: begins before"),
-        ({"rate": 0.0}, "rate=0.0, duration=1"),
+        ({"targets": ["a", "z_proj"], "windows": [(1, 1)]}, "z_proj"),
+        ({"windows": [(10, 2)]}, r"window \[10, 2\]"),
+        ({"windows": [(0, 1)]}, r"window \[0, 1\]"),
+        ({"windows": [(3, 2), (1, 3)]}, r"window \[3, 2\]"),
+        ({"rate": 0.0}, "rate=0.0"),
         ({"rate": 101.0, "duration": 10}, "rate=101.0, duration=10"),
-        ({"plan": "bf16", "windows": [(1, 1)]}, "there is no quantizer to break"),
+        ({"low": "bf16", "windows": [(1, 1)]}, "no quantizer"),
     ],
     ids=str,
 )
-def test_what_is_refused(how: dict, line: str) -> None:
-    _, plan = make(how.get("plan", "int4"), None)
-    when = {key: value for key, value in how.items() if key in ("windows", "rate", "duration")}
-    with pytest.raises(ValueError, match=line):
-        FaultSchedule(plan, Fault("noise"), how.get("targets", ["a"]), 10, **when)
+def test_schedules_that_are_refused(how: dict, key: str) -> None:
+    _, plan = make(how.pop("low", "int4"), None)
+    with pytest.raises(ValueError, match=key):
+        FaultSchedule(plan, Fault("noise"), **{"targets": ["a"], "steps": 10} | how)
     assert all(operator.fault is None for operator in plan.operators)
-    for key, value in (("kind", "bits"), ("magnitude", 0), ("share", 0), ("history", 0)):
-        with pytest.raises(ValueError, match=f"{key}={value!r}"):
-            Fault(**{"kind": "noise", key: value})
+
+
+@pytest.mark.parametrize(("key", "value"), [("kind", "bits"), ("magnitude", 0), ("share", 0), ("history", 0)])
+def test_faults_that_are_refused(key: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{key}={value!r}"):
+        Fault(**{"kind": "noise", key: value})
 
 
 def test_drawn_windows_come_at_their_rate_do_not_overlap_and_end_with_the_run() -> None:
@@ -361,10 +361,6 @@ def outcome(net: nn.ModuleDict, x: Tensor, dy: Tensor) -> list[Tensor]:
         y = linear(shared)
         found += [y.detach(), *torch.autograd.grad(y, linear.weight, dy)]
     return found
-
-
-def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize(

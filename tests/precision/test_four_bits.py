@@ -1,14 +1,13 @@
-"""MXFP4 and NVFP4 code point for code point, at the edges of their scales, and against torchao."""
+"""MXFP4 and NVFP4 at the edges of their scales and against torchao; rotation and stochastic rounding."""
 
 from __future__ import annotations
 
-import copy
 import math
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from test_simulated import same
 from torch import Tensor, nn
 
 from gnmr.measure.errors import measure_errors
@@ -16,35 +15,9 @@ from gnmr.precision import RECIPES, ConvertedModel, PathSpec, convert
 from gnmr.precision.cast import SIGNS, quantize, rotated
 from gnmr.precision.recipes import Cast, Recipe
 
-E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-"""The magnitudes (OCP MX 1.0, table 5); a code is the index and the sign."""
-# (a number, what it is rounded to): values, the midpoints (to the even code), and numbers on either side of them.
-ROUNDED = [(value, value) for value in E2M1]
-for i, (low, high) in enumerate(pairwise(E2M1)):
-    middle = (low + high) / 2
-    ROUNDED += [(middle, low if i % 2 == 0 else high), (middle * (1 - 2**-10), low), (middle * (1 + 2**-10), high)]
-ROUNDED += [(-number, -value) for number, value in ROUNDED]
-
 
 def cast(x: Tensor, word: str, dim: int = 1) -> Tensor:
     return quantize(x, Cast.of(word), dim)[0]
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-def test_every_code_point_and_tie_of_mxfp4_under_every_scale(dim: int) -> None:
-    """2^-126 to 2^125, which is what the magnitudes of float32 can ask for (E8M0's 2^-127: `casting`)."""
-    exponents = torch.arange(-126, 126)
-    numbers, values = torch.tensor(ROUNDED).t()
-    groups = torch.zeros(len(exponents), -(-len(numbers) // 31), 32)  # the last of each 32 decides on the scale
-    groups[:, :, 31] = 6
-    expected = groups.clone()
-    for place, (number, value) in enumerate(zip(numbers, values, strict=True)):
-        groups[:, place // 31, place % 31], expected[:, place // 31, place % 31] = number, value
-    scale = torch.tensor([2.0**e for e in exponents.tolist()]).view(-1, 1)
-    x, expected = groups.flatten(1) * scale, expected.flatten(1) * scale
-    got = cast(x, "e2m1/mx", 1) if dim == 1 else cast(x.t().contiguous(), "e2m1/mx", 0).t()
-    normal = expected.abs() >= torch.finfo(torch.float32).tiny  # CPUs may flush what lies below
-    assert torch.equal(got[normal], expected[normal]) and (got[~normal] - expected[~normal]).abs().max() < 2.0**-126
 
 
 def test_the_edges_of_mx_scales() -> None:
@@ -65,32 +38,6 @@ def test_the_edges_of_mx_scales() -> None:
 
 
 # ---- NVFP4 ----
-
-E4M3 = [code / 8 * 2.0**-6 for code in range(8)]
-E4M3 += [(1 + code % 8 / 8) * 2.0 ** (code // 8 - 7) for code in range(8, 127)]
-"""The magnitudes from 0 to 448."""
-
-
-@pytest.mark.parametrize("exponent", [-100, -3, 0, 90])
-def test_every_code_point_of_nvfp4_under_every_block_scale(exponent: int) -> None:
-    """With the tensor's scale 2^exponent. Ties only where the block's scale is a power of two, so that its reciprocal
-    is exact."""
-    numbers = {False: [pair for pair in ROUNDED if pair[0] == pair[1] or pair[0] * 4 % 1], True: ROUNDED}
-    blocks, expected = [], []
-    for scale in E4M3[1:]:
-        own = numbers[math.log2(scale) % 1 == 0]
-        for start in range(0, len(own), 15):
-            block = [*own[start : start + 15], (6.0, 6.0)]
-            block += [(0.0, 0.0)] * (16 - len(block))
-            blocks.append([number * scale * 2.0**exponent for number, _ in block])
-            expected.append([value * scale * 2.0**exponent for _, value in block])
-    x, known = torch.tensor(blocks), torch.tensor(expected)
-    assert x.abs().max() == 6 * 448 * 2.0**exponent and torch.equal(cast(x, "e2m1/nv"), known)
-    assert torch.equal(cast(x.t().contiguous(), "e2m1/nv", 0).t(), known)
-    if exponent == 0:
-        square = torch.zeros(len(x) * 16, 16)  # each block with its elements in a column
-        square[:, 3] = x.flatten()
-        assert torch.equal(cast(square, "e2m1/nv2d")[:, 3], known.flatten())
 
 
 def test_the_edges_of_nvfp4_scales() -> None:
@@ -214,31 +161,7 @@ def gradients(net: nn.Module, x: Tensor) -> list[Tensor]:
     return [parameter.grad.clone() for parameter in net.parameters()]
 
 
-def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
 X = torch.randn(3, 7, 32, generator=seeded(1))  # 21 tokens
-
-
-def test_a_plan_draws_from_a_generator_of_its_own_which_its_state_holds() -> None:
-    net, plan = net_and_plan()
-    torch.manual_seed(5)
-    before, first = torch.get_rng_state(), gradients(net, X)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert not same(first, gradients(net, X)), "each micro-batch draws anew"
-    plan.end_step()
-    state = copy.deepcopy(plan.state_dict())
-    second = gradients(net, X)
-    assert not same(first, second), "each step draws anew"
-    other_net, other = net_and_plan()
-    assert same(gradients(other_net, X), first), "by the seed"
-    other.load_state_dict(state)
-    assert same(gradients(other_net, X), second), "and goes on from the state"
-    plain, without = net_and_plan("nvfp4_no_sr")
-    assert "rounding" not in without.state_dict() and same(gradients(plain, X), gradients(plain, X))
-    with pytest.raises(ValueError, match="the paths' state belongs to low=nvfp4, simulated"):
-        without.load_state_dict(state)
 
 
 def test_looking_on_draws_nothing() -> None:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from itertools import chain, combinations
 
 import numpy as np
 import pytest
 import torch
+from test_simulated import same
 from torch import Tensor, nn
 
 from gnmr import attach
-from gnmr.errors import UserError
-from gnmr.lab import config
 from gnmr.lab.faults.faults import Fault
 from gnmr.lab.faults.schedule import FaultSchedule
 from gnmr.names import GEMMS, RECIPES
-from gnmr.precision import PathSpec, Recipe, convert
+from gnmr.precision import PathLinear, PathSpec, Recipe, convert
 
 SETS = [frozenset(some) for some in chain.from_iterable(combinations(GEMMS, k) for k in range(4))]
 
@@ -34,10 +32,6 @@ def passes(net: nn.Module, width: int = 16) -> list[Tensor]:
     loss.backward()
     assert x.grad is not None
     return [loss.detach(), x.grad, *(p.grad for p in net.parameters() if p.grad is not None)]
-
-
-def equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
-    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
 
 
 @pytest.mark.parametrize("recovered", SETS, ids=lambda some: "+".join(gemm for gemm in GEMMS if gemm in some) or "none")
@@ -62,7 +56,7 @@ def test_any_set_of_gemms_computes_as_a_recipe_that_says_so(
     words = {gemm: RECIPES[recovery if gemm in recovered else low].get(gemm, {}) for gemm in GEMMS}
     written = Recipe.of("written", words)
     convert(theirs, PathSpec.of(written, None, targets=["*"], backend=backend if written.casts else "auto"))
-    assert equal(passes(ours, width), passes(theirs, width))
+    assert same(passes(ours, width), passes(theirs, width))
 
 
 def test_which_gemms_are_units() -> None:
@@ -82,48 +76,14 @@ def test_which_gemms_are_units() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (
-            {"low": "int4", "recovery": "int8"},
-            "unit=gemm: routes the GEMMs of recipes one by one, and low=int4 is a format",
-        ),
-        ({"low": "int4", "recovery": None}, "unit=gemm: routes the GEMMs of recipes"),
-        ({"low": "llm_int8", "recovers": ["wgrad"]}, "unit='gemm': llm_int8 and bf16 are alike in wgrad"),
-    ],
+    "paths", [{"low": "int4"}, {"low": "int4", "recovery": None}, {"low": "llm_int8", "recovers": ["wgrad"]}], ids=str
 )
 @pytest.mark.filterwarnings("ignore:.*recovery changes nothing")
-def test_refused_in_one_line(more: dict[str, object], said: str) -> None:
+def test_what_has_no_gemms_to_route_is_refused(paths: dict[str, object]) -> None:
     net = model()
-    before = copy.deepcopy(list(net))
-    with pytest.raises(ValueError) as found:
-        convert(net, PathSpec(**{"low": "sim_e2m1", "recovery": "bf16", "targets": ["*"], "unit": "gemm"} | more))
-    assert said in str(found.value) and "\n" not in str(found.value)
-    assert [type(one) for one in net] == [type(one) for one in before]
-    if more.get("low") == "int4":
-        with pytest.raises(UserError, match=r"precision\.unit=gemm: routes the GEMMs"):
-            config.PrecisionConfig(unit="gemm", **more)
-
-
-@pytest.mark.parametrize("weights", ["online", "beside", "instead"])
-def test_integers(weights: str) -> None:
-    """fprop and dgrad of llm_int8_dgrad, with the codes wherever they are, against the recipes that say so."""
-    for recovered in ([], ["fprop"], ["dgrad"], ["fprop", "dgrad"]):
-        ours, theirs = model(), model()
-        for net in (ours, theirs):
-            net.requires_grad_(False)
-        plan = convert(
-            ours, PathSpec(low="llm_int8_dgrad", recovery="bf16", targets=["*"], unit="gemm", weights=weights)
-        )
-        for unit in plan.units:
-            unit.switch(unit.gemm in recovered)
-        words = {gemm: RECIPES["llm_int8_dgrad"][gemm] for gemm in ("fprop", "dgrad") if gemm not in recovered}
-        other = PathSpec.of("llm_int8_dgrad", Recipe.of("w", words), targets=["*"], weights=weights)
-        if weights == "instead" and "fprop" in recovered:
-            other = PathSpec(low="llm_int8_dgrad", recovery="bf16", targets=["*"], weights=weights)  # W8A16
-        for unit in convert(theirs, other).units:
-            unit.switch(True)
-        assert equal(passes(ours), passes(theirs)), recovered
+    with pytest.raises(ValueError, match="unit="):
+        convert(net, PathSpec(**{"recovery": "bf16", "targets": ["*"], "unit": "gemm"} | paths))
+    assert all(type(one) is not PathLinear for one in net)
 
 
 # ---- controller ----
@@ -169,22 +129,15 @@ def test_evidence_goes_to_the_gemm_that_it_is_of() -> None:
 
 def test_a_state_holds_the_gemms_in_recovery() -> None:
     def made():
-        return attach(
-            model(),
-            low="sim_e2m1",
-            recovery="bf16",
-            targets=["*"],
-            unit="gemm",
-            signal="recovery_gap",
-            routing="ranked",
-            max_o=2,
-        )
+        net = model()
+        more = {"unit": "gemm", "signal": "recovery_gap", "routing": "ranked", "max_o": 2}
+        return net, attach(net, low="sim_e2m1", recovery="bf16", targets=["*"], **more)
 
-    controller = made()
+    net, controller = made()
     for _ in range(3):
-        controller._model(torch.randn(8, 16)).square().mean().backward()
+        net(torch.randn(8, 16)).square().mean().backward()
         controller.step()
-    other = made()
+    _, other = made()
     other.load_state_dict(controller.state_dict())
     assert len(other.active) == 2 and other.active == controller.active
     assert [o.recovered for o in other.converted.operators] == [o.recovered for o in controller.converted.operators]
@@ -233,16 +186,11 @@ def test_a_fault_hits_the_gemms_that_are_on_the_low_path() -> None:
     assert torch.equal(both[1], alone[1])  # the same rows
 
 
-@pytest.mark.parametrize(
-    ("targets", "more", "said"),
-    [
-        (["0:fprop"], {}, "no unit has such a name; there are"),
-        (["*"], {"recovers": ["dgrad"]}, "no GEMM that reads it is routed"),
-    ],
-)
-def test_faults_that_are_refused(targets: list[str], more: dict[str, object], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        schedule("gemm", targets, **more)
+def test_faults_of_no_routed_gemm_that_reads_the_input_are_refused() -> None:
+    with pytest.raises(ValueError, match="no unit has such a name"):
+        schedule("gemm", ["0:fprop"])
+    with pytest.raises(ValueError, match="no GEMM that reads it is routed"):
+        schedule("gemm", ["*"], recovers=["dgrad"])
 
 
 # ---- pins ----
@@ -268,4 +216,4 @@ def test_pinned_gemms_are_watched_and_the_others_routed() -> None:
     written = [Recipe.of("w0", {"wgrad": low["wgrad"]}), Recipe.of("w2", {"dgrad": low["dgrad"]})]
     for linear, recipe in zip((theirs[0], theirs[2]), written, strict=True):
         convert(nn.Sequential(linear), PathSpec.of(recipe, None, targets=["*"]))
-    assert equal(passes(ours), passes(theirs))
+    assert same(passes(ours), passes(theirs))

@@ -20,7 +20,7 @@ from gnmr.lab.faults.schedule import FaultSchedule
 from gnmr.measure.errors import measure_errors
 from gnmr.names import WEIGHTS
 from gnmr.precision import ConvertedModel, PathSpec, convert, int8
-from gnmr.precision.int8 import Int8Linear, integers, products
+from gnmr.precision.int8 import integers, products
 
 BF16 = torch.bfloat16
 FROZEN = ("beside", "instead")
@@ -183,25 +183,11 @@ def test_a_frozen_weight_keeps_nothing_of_the_input_and_no_copy_of_itself(low: s
     assert saved and {tensor.data_ptr() for tensor in saved} <= held
 
 
-def test_readers_of_one_tensor_share_its_codes(monkeypatch: pytest.MonkeyPatch) -> None:
-    cast: list[tuple[int, ...]] = []
-    monkeypatch.setattr(int8, "integers", lambda x, *a: cast.append(tuple(x.shape)) or integers(x, *a))
-    net = nn.ModuleDict({"a": nn.Linear(40, 24), "b": nn.Linear(40, 8)}).requires_grad_(False)
-    plan = convert(net, PathSpec.of("llm_int8_dgrad", "llm_int8", targets=["a", "b"], weights="beside"))
-    plan.operators[1].switch(True)
-    assert sorted(cast) == [(8, 40), (24, 40)]
-    x = torch.randn(5, 40)
-    net["a"](x), net["b"](x)
-    assert cast[2:] == [(5, 40)]
-    net["a"](x), net["b"](x)  # another pass, for which the tensor may have been written anew
-    assert cast[3:] == [(5, 40)]
-
-
 # ---- where the codes are ----
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_bytes_and_what_the_plan_prints(weights: str) -> None:
+def test_bytes_of_weights_and_codes(weights: str) -> None:
     _, plan = converted(weights=weights)
     own, codes = 24 * 40 * 2, 24 * (40 + 4)
     expected = {"online": (own, 0), "beside": (own, codes), "instead": (0, codes)}[weights]
@@ -209,9 +195,7 @@ def test_bytes_and_what_the_plan_prints(weights: str) -> None:
     operator = plan.operators[0]
     held = [] if weights == "online" else operator.kept_codes(operator.weight)[:2]
     assert sum(tensor.nbytes for tensor in held) == expected[1]
-    text = str(plan)
-    assert f"weights {weights}: {expected[0]:,} bytes in their own dtype, {expected[1]:,} of INT8 codes" in text
-    assert "llm_int8, int_mm" in text and ("W8A16" in text) == (weights == "instead") and weights in repr(operator)
+    assert ("W8A16" in str(plan)) == (weights == "instead")
 
 
 @pytest.mark.parametrize("outliers", [None, 2.0])
@@ -367,64 +351,16 @@ def test_a_machine_that_cannot_add_up_is_found_out(monkeypatch: pytest.MonkeyPat
     assert "llm_int8, simulated" in str(converted()[1])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        ({"weights": "elsewhere"}, "weights=elsewhere: must be one of online, beside, instead"),
-        ({"outlier_threshold": 0.0}, "outlier_threshold=0.0: must be a positive number or null"),
-        ({"outlier_threshold": math.nan}, "outlier_threshold=nan: must be a positive number"),
-        ({"backend": "scaled_mm"}, "backend='scaled_mm': the recipe llm_int8 has int8/row/codes in fprop, and"),
-        ({"low": "fp8_hybrid", "backend": "int_mm"}, "the recipe fp8_hybrid multiplies no integers, as llm_int8 does"),
-        (
-            {"recovery": "fp8_hybrid", "weights": "instead"},
-            "weights='instead': the recipe fp8_hybrid casts a weight of which only INT8 codes are left; use bf16",
-        ),
-    ],
-)
-def test_what_is_refused(arguments: dict[str, Any], line: str) -> None:
-    net = linear()
-    with warnings.catch_warnings(action="ignore"), pytest.raises(ValueError, match=line) as raised:
-        convert(net, PathSpec.of(**{"low": "llm_int8", "recovery": "bf16", "targets": ["0"], **arguments}))
-    assert "\n" not in str(raised.value) and type(net[0]) is nn.Linear and net[0].weight.dtype == BF16
-
-
-def test_sums_that_an_int32_does_not_hold_are_refused() -> None:
-    net = nn.Sequential(nn.Linear(133_145, 1, device="meta"))
-    with pytest.raises(ValueError, match="0 has 133145 inputs: int32 sums of INT8 products hold 133,144"):
-        convert(net, PathSpec.of("llm_int8", None, targets=["0"]))
-    assert 133_144 * 127**2 < 2**31 <= 133_145 * 127**2
-
-
-@pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("recovers", [["fprop"], ["dgrad"], ["fprop", "dgrad"]], ids=str)
-def test_some_gemms_recovered(weights: str, recovers: list[str]) -> None:
-    net, plan = converted("llm_int8_dgrad", weights=weights, recovers=recovers)
-    plan.operators[0].switch(True)
-    weight, x, dy = linear()[0].weight, normal(9, 40, seed=1), normal(9, 24, seed=2)
-    codes = slow_cast(weight, "int8/row", 0)
-    own = codes if weights == "instead" else weight
-    y, dx = passed(net, x, dy)
-    expected = F.linear(x, own, net[0].bias) if "fprop" in recovers else slow_integer_linear(x, weight, net[0].bias)
-    assert torch.equal(y, expected)
-    assert torch.equal(dx, dy @ (own if "dgrad" in recovers else codes))
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("tokens", [1, 16, 17, 31, 33])
 def test_on_a_gpu_both_backends_give_the_same_bits(tokens: int) -> None:
-    made = []
+    x, plain = normal(tokens, 2048, seed=1), linear(2048, 64)[0]
+    expected = slow_integer_linear(x, plain.weight, plain.bias)
     for backend in ("int_mm", "simulated"):
         net = linear(2048, 64).cuda()
         convert(net, PathSpec.of("llm_int8", None, targets=["0"], backend=backend))
-        made.append(net(normal(tokens, 2048, seed=1).cuda()).cpu())
-    assert torch.equal(*made) and torch.equal(
-        made[0], slow_integer_linear(normal(tokens, 2048, seed=1), *_own(2048, 64))
-    )
-
-
-def _own(inputs: int, outputs: int) -> tuple[Tensor, Tensor]:
-    return linear(inputs, outputs)[0].weight, linear(inputs, outputs)[0].bias
+        assert torch.equal(net(x.cuda()).cpu(), expected)
 
 
 # ---- LoRA ----
@@ -463,12 +399,6 @@ def test_under_lora(before: bool, weights: str) -> None:
     adapters = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     assert len(adapters) == 28 and all("lora" in name and p.dtype == BF16 for name, p in adapters.items())
     tokens = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(2))
-    ran: set[str] = set()
-
-    def note(module: Int8Linear, *_: Any) -> None:
-        ran.add(f"{module.operator_name[:14]} {module.path.name}")
-
-    hooks = [operator.register_forward_hook(note) for operator in plan.operators]
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     losses = []
     for step in range(3):
@@ -480,13 +410,10 @@ def test_under_lora(before: bool, weights: str) -> None:
         optimizer.zero_grad()
         plan.end_step()
         losses.append(loss.item())
-    assert ran == {"model.layers.0 llm_int8", "model.layers.1 llm_int8", "model.layers.1 bf16"}
     assert losses[2] < losses[0]
     now = dict(model.named_parameters())
     assert all(torch.equal(now[name], p) for name, p in frozen.items())
     assert not any(torch.equal(now[name], p) for name, p in adapters.items())
-    for hook in hooks:
-        hook.remove()
     # Evaluation is that of a model that was never converted, and its adapters load into this one.
     plain = with_adapters(llama())
     trained = {name: p for name, p in model.state_dict().items() if "lora" in name}
@@ -552,3 +479,45 @@ def test_frozen_weights_have_nothing_to_measure() -> None:
     _, plan = converted()
     with pytest.raises(ValueError, match="mse: measured where a weight gradient is made, and all weights are frozen"):
         measure_errors(plan, ["mse"])
+
+
+@pytest.mark.parametrize("unit", ["operator", "gemm"])
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("recovers", [["fprop"], ["dgrad"], ["fprop", "dgrad"]], ids=str)
+def test_some_gemms_recovered(weights: str, recovers: list[str], unit: str) -> None:
+    more = {"recovers": recovers} if unit == "operator" else {"unit": unit}
+    net, plan = converted("llm_int8_dgrad", weights=weights, **more)
+    for one in plan.units:
+        one.switch(one.gemm is None or one.gemm in recovers)
+    weight, x, dy = linear()[0].weight, normal(9, 40, seed=1), normal(9, 24, seed=2)
+    codes = slow_cast(weight, "int8/row", 0)
+    own = codes if weights == "instead" else weight
+    y, dx = passed(net, x, dy)
+    expected = F.linear(x, own, net[0].bias) if "fprop" in recovers else slow_integer_linear(x, weight, net[0].bias)
+    assert torch.equal(y, expected)
+    assert torch.equal(dx, dy @ (own if "dgrad" in recovers else codes))
+
+
+@pytest.mark.parametrize(
+    ("more", "key"),
+    [
+        ({"weights": "elsewhere"}, "weights=elsewhere"),
+        ({"outlier_threshold": 0.0}, "outlier_threshold=0.0"),
+        ({"backend": "scaled_mm"}, "backend='scaled_mm': the recipe llm_int8"),
+        ({"low": "fp8_hybrid", "backend": "int_mm"}, "the recipe fp8_hybrid multiplies no integers"),
+        ({"recovery": "fp8_hybrid", "weights": "instead"}, "weights='instead': the recipe fp8_hybrid"),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:the recovery path")
+def test_what_is_refused(more: dict[str, Any], key: str) -> None:
+    net = linear()
+    with pytest.raises(ValueError, match=key):
+        convert(net, PathSpec.of(**{"low": "llm_int8", "recovery": "bf16", "targets": ["0"], **more}))
+    assert type(net[0]) is nn.Linear and net[0].weight.dtype == BF16
+
+
+def test_sums_that_an_int32_does_not_hold_are_refused() -> None:
+    with pytest.raises(ValueError, match="0 has 133145 inputs"):
+        convert(nn.Sequential(nn.Linear(133_145, 1, device="meta")), PathSpec.of("llm_int8", None, targets=["0"]))
+    assert 133_144 * 127**2 < 2**31 <= 133_145 * 127**2

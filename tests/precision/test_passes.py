@@ -438,7 +438,9 @@ def test_micro_batches_and_steps_draw_anew_and_a_resumed_run_draws_the_same() ->
         return found
 
     model, controller = attached("nvfp4", "bf16")
+    before = torch.get_rng_state()
     whole = steps(model, controller, 2)
+    assert torch.equal(torch.get_rng_state(), before)
     assert not any(torch.equal(whole[i], whole[j]) for i in range(4) for j in range(i))
     state = controller.state_dict()
     rest = steps(model, controller, 1)

@@ -14,13 +14,13 @@ import pytest
 import torch
 import torchao_casts
 from slow_casts import EXPONENT_OF_MAX, MAX, groups, slow_cast, slow_integer_linear
-from test_linear import Block, gradients
+from test_linear import Block, gradients, kept_bytes
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gnmr.names import GEMMS
-from gnmr.precision import RECIPES, ConvertedModel, PathSpec, convert
+from gnmr.precision import RECIPES, PathSpec, convert
 from gnmr.precision import cast as casting
 from gnmr.precision.cast import quantize
 from gnmr.precision.kernels import simulated
@@ -174,58 +174,38 @@ def test_the_rotation_of_float16_does_not_overflow() -> None:
 # ---- a linear ----
 
 TOKENS, INPUTS, OUTPUTS = 136, 256, 128  # two tiles of 128 along the first two, the second one cut where it may be
+
+
+def of(fprop: str, dgrad: str, wgrad: str) -> tuple[tuple[str | None, ...], ...]:
+    """The casts of two operands and None for the result of each GEMM."""
+    return tuple((*words.split(), None) for words in (fprop, dgrad, wgrad))
+
+
+TENSOR, DELAYED = (
+    of(f"e4m3/{scale} e4m3/{scale}", f"e5m2/{scale} e4m3/{scale}", f"e5m2/{scale} e4m3/{scale}")
+    for scale in ("tensor", "delayed")
+)
+NV, NV2D = "e2m1/nv e2m1/nv", "e2m1/nv e2m1/nv2d"
+DRAWN, DRAWN2D = "e2m1/nv/stochastic e2m1/nv", "e2m1/nv/stochastic e2m1/nv2d"
+ROTATED = "e2m1/nv/hadamard/stochastic e2m1/nv/hadamard"
 # (fprop: input, weight, result), (dgrad: grad_output, weight, result), (wgrad: grad_output, input, result)
 BY_HAND: dict[str, tuple[tuple[str | None, ...], ...]] = {
-    "fp8_hybrid": (
-        ("e4m3/tensor", "e4m3/tensor", None),
-        ("e5m2/tensor", "e4m3/tensor", None),
-        ("e5m2/tensor", "e4m3/tensor", None),
-    ),
-    "fp8_delayed": (  # in its first step
-        ("e4m3/delayed", "e4m3/delayed", None),
-        ("e5m2/delayed", "e4m3/delayed", None),
-        ("e5m2/delayed", "e4m3/delayed", None),
-    ),
-    "deepseek_v3": (
-        ("e4m3/tile", "e4m3/block", None),
-        ("e4m3/tile", "e4m3/block", None),
-        ("e4m3/tile", "e4m3/tile", None),
-    ),
-    "deepseek_v3_blocks": (
-        ("e4m3/tile", "e4m3/block", None),
-        ("e4m3/block", "e4m3/block", None),
-        ("e4m3/block", "e4m3/tile", None),
-    ),
-    "mxfp8": (("e4m3/mx", "e4m3/mx", None),) * 3,
-    "mxfp4": (("e2m1/mx", "e2m1/mx", None),) * 3,
-    "mxfp8_floor": (("e4m3/mx_floor", "e4m3/mx_floor", None),) * 3,
-    "mxfp4_floor": (("e2m1/mx_floor", "e2m1/mx_floor", None),) * 3,
-    "nvfp4": (
-        ("e2m1/nv", "e2m1/nv2d", None),
-        ("e2m1/nv/stochastic", "e2m1/nv2d", None),
-        ("e2m1/nv/hadamard/stochastic", "e2m1/nv/hadamard", None),
-    ),
-    "nvfp4_no_sr": (
-        ("e2m1/nv", "e2m1/nv2d", None),
-        ("e2m1/nv", "e2m1/nv2d", None),
-        ("e2m1/nv/hadamard", "e2m1/nv/hadamard", None),
-    ),
-    "nvfp4_no_rht": (
-        ("e2m1/nv", "e2m1/nv2d", None),
-        ("e2m1/nv/stochastic", "e2m1/nv2d", None),
-        ("e2m1/nv/stochastic", "e2m1/nv", None),
-    ),
-    "nvfp4_1d": (
-        ("e2m1/nv", "e2m1/nv", None),
-        ("e2m1/nv/stochastic", "e2m1/nv", None),
-        ("e2m1/nv/hadamard/stochastic", "e2m1/nv/hadamard", None),
-    ),
+    "fp8_hybrid": TENSOR,
+    "fp8_delayed": DELAYED,  # in its first step
+    "fp8_delayed_1024": DELAYED,
+    "deepseek_v3": of("e4m3/tile e4m3/block", "e4m3/tile e4m3/block", "e4m3/tile e4m3/tile"),
+    "deepseek_v3_blocks": of("e4m3/tile e4m3/block", "e4m3/block e4m3/block", "e4m3/block e4m3/tile"),
+    **{f"mxfp8{more}": of(*[f"e4m3/mx{more} e4m3/mx{more}"] * 3) for more in ("", "_floor")},
+    **{f"mxfp4{more}": of(*[f"e2m1/mx{more} e2m1/mx{more}"] * 3) for more in ("", "_floor")},
+    "nvfp4": of(NV2D, DRAWN2D, ROTATED),
+    "nvfp4_no_sr": of(NV2D, NV2D, "e2m1/nv/hadamard e2m1/nv/hadamard"),
+    "nvfp4_no_rht": of(NV2D, DRAWN2D, DRAWN),
+    "nvfp4_1d": of(NV, DRAWN, ROTATED),
     **{f"sim_{f}": ((f"{f}/row",) * 3,) * 3 for f in ("e2m1", "e2m3", "e3m2", "e4m3", "int4", "int8")},
-    "llm_int8": (("codes", "codes", None), (None, None, None), (None, None, None)),
-    "llm_int8_dgrad": (("codes", "codes", None), (None, "int8/row", None), (None, None, None)),
-    "bf16": ((None, None, None),) * 3,
+    "llm_int8": (("codes", "codes", None), (None,) * 3, (None,) * 3),
+    "llm_int8_dgrad": (("codes", "codes", None), (None, "int8/row", None), (None,) * 3),
+    "bf16": ((None,) * 3,) * 3,
 }
-BY_HAND["fp8_delayed_1024"] = BY_HAND["fp8_delayed"]
 
 
 def by_us(x: Tensor, linear: nn.Linear, dy: Tensor) -> list[Tensor]:
@@ -341,15 +321,6 @@ def test_off_is_off_the_bf16_recipe_is_nn_linear_to_the_last_bit(bias: bool, dty
         assert torch.equal(net(inputs(dtype)), plain(inputs(dtype)))
 
 
-def kept_bytes(net: nn.Module, plan: ConvertedModel, dtype: torch.dtype) -> int:
-    output = net(inputs(dtype))
-    kept = plan.cost.saved_bytes()
-    assert kept == plan.cost.predicted_bytes()
-    output.float().sum().backward()
-    assert plan.cost.saved_bytes() == 0, "nothing is held after backward"
-    return kept
-
-
 @pytest.mark.parametrize("low", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_measured_bytes_are_the_inputs_own(low: str, dtype: torch.dtype) -> None:
@@ -360,9 +331,9 @@ def test_measured_bytes_are_the_inputs_own(low: str, dtype: torch.dtype) -> None
     one = 2 * 24 * WIDTH * dtype.itemsize
     delayed = low.startswith("fp8_delayed")
     per_block = 7 if delayed else 4
-    assert kept_bytes(net, plan, dtype) == 2 * per_block * one
+    assert kept_bytes(net, plan, inputs(dtype)) == 2 * per_block * one
     net[0].q_proj.switch(True)
-    assert kept_bytes(net, plan, dtype) == (2 * per_block + (0 if low == "sim_int8" or delayed else 1)) * one
+    assert kept_bytes(net, plan, inputs(dtype)) == (2 * per_block + (0 if low == "sim_int8" or delayed else 1)) * one
     assert plan.cost.spent()[1] == plan.cost.extra_bytes_bound(3) == 0
 
 
@@ -613,7 +584,15 @@ def test_operators_without_a_backward_pass_are_written_too(checkpointing: bool) 
 
 @pytest.mark.parametrize(
     "other",
-    [{"low": "fp8_delayed_1024"}, {"recovery": None}, {"recovers": ["wgrad"]}, {"targets": ["q_proj"]}],
+    [
+        {"low": "fp8_delayed_1024"},
+        {"recovery": None},
+        {"recovers": ["wgrad"]},
+        {"targets": ["q_proj"]},
+        {"pins": {"0.q_proj": ["wgrad"]}},
+        {"low": "mine", "recipes": {"mine": RECIPES["fp8_delayed"].words()}},
+        {"low": "mine", "recipes": {"mine": {"fprop": {"input": "e4m3/delayed"}}}},
+    ],
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:the recovery path", "ignore:recovers")

@@ -73,6 +73,42 @@ def tampered(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[run_module.
     return install
 
 
+@pytest.fixture
+def before_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], object]], None]:
+    """Has a function called before this step (from 1) of every run from here on."""
+    plain = TrainStep.__call__
+
+    def install(number: int, happens: Callable[[], object]) -> None:
+        def call(self: TrainStep, *args: object) -> object:
+            if self.router.t == number - 1:
+                happens()
+            return plain(self, *args)
+
+        monkeypatch.setattr(TrainStep, "__call__", call)
+
+    return install
+
+
+@pytest.fixture
+def stopped(train) -> Callable[..., Path]:
+    """stopped(folder, *words): a run that has ended with an error after its fourth step, and can be continued."""
+
+    def run(folder: Path, *words: str, at: int = 5) -> Path:
+        plain = TrainStep.__call__
+
+        def call(self: TrainStep, *args: object) -> object:
+            if self.router.t == at - 1:
+                raise KeyboardInterrupt
+            return plain(self, *args)
+
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(TrainStep, "__call__", call)
+            train(folder, *words)
+        return folder
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A LLaMA of three blocks and a tokenizer of letters, in Hugging Face's layout."""

@@ -12,9 +12,12 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.overrides import TorchFunctionMode
 
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
 
+WAITING = {"cpu", "item", "tolist", "numpy", "nonzero", "masked_select", "equal", "allclose", "unique"}
+WAITING |= {"__bool__", "__float__", "__int__", "__index__"}
 MEASURED = ("wall_time_s", "step_time_median_s", "tokens_per_s", "peak_memory_bytes")
 """What the summary says of the machine."""
 
@@ -27,14 +30,14 @@ def weights(folder: Path) -> dict[str, Any]:
     return torch.load(file, weights_only=False)
 
 
-def everything(folder: Path) -> dict[str, Any]:
-    """Every record of a run but its times, and its last state."""
+def everything(folder: Path, *fields: str) -> dict[str, Any]:
+    """Every record of a run but its times and these `fields` of its steps, and its last state."""
     newest = max((folder / "checkpoints").glob("step-*"))
     summary = read_json(folder / "summary.json")
     return {
         "files": sorted(p.name for p in folder.iterdir()),
         "checkpoints": sorted(p.name for p in (folder / "checkpoints").iterdir()),
-        "steps": [without(row, "step_time_s") for row in read_jsonl(folder / "steps.jsonl")],
+        "steps": [without(row, "step_time_s", *fields) for row in read_jsonl(folder / "steps.jsonl")],
         "eval": read_jsonl(folder / "eval.jsonl"),
         "events": read_jsonl(folder / "events.jsonl"),
         "ratios": read_ratios(folder).to_pylist(),
@@ -86,3 +89,16 @@ def in_child(task: Callable[[], object]) -> int:
         finally:
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+class Waits(TorchFunctionMode):
+    """Notes the calls that would make the host wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if (name := getattr(func, "__name__", "")) in WAITING:
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))

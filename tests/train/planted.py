@@ -31,16 +31,8 @@ SMALL = ["model.num_layers=2", "model.hidden_size=64", "model.intermediate_size=
 MOE = ["experiment=moe_stress", "model.num_layers=2", "model.hidden_size=64", "model.num_heads=2"]
 ARMS = {
     "saved": ["experiment=act_quant_stress", "precision.low=int4", "precision.recovery=int8", *SMALL],
-    "forward": [
-        "experiment=act_quant_stress",
-        "precision.low=int8",
-        "precision.recovery=bf16",
-        "precision.site=forward",
-        *SMALL,
-    ],
     "recipe": ["experiment=pretrain", "precision.low=fp8_hybrid", "precision.recovery=bf16", *SMALL],
     "moe": [*MOE, "precision.low=int8", "precision.recovery=bf16", "precision.site=forward"],
-    "moe_recipe": [*MOE, "precision.low=fp8_hybrid", "precision.recovery=bf16"],
     "finetune": ["experiment=finetune", "model.checkpoint=tiny", "model.adapter.rank=4", "precision.unit=operator"],
 }
 PLANTS = (("scale_down", 300.0), ("scale_up", 300.0), ("noise", 300.0))
@@ -169,36 +161,22 @@ def race(made: Bed, unit: str) -> Callable[[], None]:
 
 @dataclass
 class Plant:
-    """A planted cause and what was said of it."""
+    """A planted cause and the step in which it was at work."""
 
-    planted: str
+    what: str
     cause: str
     """The right one."""
-    units: list[str]
+    result: StepResult
+    units: Sequence[str] = ()
     """Whose low path was broken."""
-    alone: list[str]
+    alone: Sequence[str] = ()
     """Those of them that make a spike by themselves."""
-    verdict: str | None
-    """None: the step did not spike."""
-    named: list[str]
-    passes: float
-    lost: bool
-    told: str
 
     @property
     def right(self) -> bool:
         """Whether all were named that make a spike alone, and none that was not broken."""
-        named = set(self.named)
+        named = set(self.result.verdict.units)
         return bool(named) and set(self.alone) <= named <= set(self.units)
-
-
-def plant(what: str, cause: str, result: StepResult, units: Sequence[str] = (), alone: Sequence[str] = ()) -> Plant:
-    """Of the step in which it was at work."""
-    found = result.verdict
-    if found is None:
-        return Plant(what, cause, [*units], [*alone], None, [], 0.0, result.skipped, "")
-    named, passes = [*found.units], found.passes
-    return Plant(what, cause, [*units], [*alone], found.cause, named, passes, result.skipped, str(found))
 
 
 def planted(made: Bed, singles: int = 99, pairs: int = 7) -> Iterator[Plant]:
@@ -217,25 +195,25 @@ def planted(made: Bed, singles: int = 99, pairs: int = 7) -> Iterator[Plant]:
         for name in names:
             result = broken(kind, magnitude, [name])
             spike += [name] * (result.verdict is not None)
-            yield plant(f"{kind} {name}", "precision", result, [name], [name])
+            yield Plant(f"{kind} {name}", "precision", result, [name], [name])
         both = [(names[i], names[(i + len(names) // 2) % len(names)]) for i in range(min(pairs, len(names) // 2))]
         both += [pair for pair in pairwise(spike) if pair not in both][:pairs]
         for pair in map(list, both):
             result = broken(kind, magnitude, pair)
             alone = [name for name in pair if name in spike]
-            yield plant(f"{kind} {' + '.join(pair)}", "precision", result, pair, alone)
+            yield Plant(f"{kind} {' + '.join(pair)}", "precision", result, pair, alone)
     for shift in range(3):
         made.steady(shift)
         undo = corrupt(made)
         result = made()
         undo()
-        yield plant(f"corrupt batch {shift}", "data", result)
+        yield Plant(f"corrupt batch {shift}", "data", result)
     for unit in targets(made, 3):
         made.steady()
         undo = race(made, unit)
         result = made()
         undo()
-        yield plant(f"race {unit}", "not_reproducible", result)
+        yield Plant(f"race {unit}", "not_reproducible", result)
 
 
 def not_finite(made: Bed, units: int = 5) -> Iterator[tuple[str, bool, bool]]:

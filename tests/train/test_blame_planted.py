@@ -32,11 +32,13 @@ def test_planted_causes(name, inputs):
     """Of what spikes each has its own verdict within four step times, which names the broken operators that make the
     spike and no others; of six faults of the forward pass not one costs a step."""
     made = planted.bed(planted.ARMS[name], learn=60)
-    found = [row for row in planted.planted(made, singles=4, pairs=1) if row.verdict is not None]
+    found = [row for row in planted.planted(made, singles=4, pairs=1) if row.result.verdict is not None]
     assert {row.cause for row in found} == {"data", "precision", "not_reproducible"}
-    assert [row.told for row in found if row.verdict != row.cause or row.passes > 4 + 1e-9 or row.lost] == []
+    for row in found:
+        verdict = row.result.verdict
+        assert verdict.cause == row.cause and verdict.passes <= 4 + 1e-9 and not row.result.skipped, row
     precision = [row for row in found if row.cause == "precision"]
-    wrong = [(row.planted, row.named) for row in precision if not row.right]
+    wrong = [(row.what, row.result.verdict.units) for row in precision if not row.right]
     assert any(len(row.units) > 1 for row in precision) and len(wrong) <= len(precision) // 10, wrong
     broken = list(planted.not_finite(made, units=2))
     assert len(broken) == (0 if name == "saved" else 6) and not any(lost for _, lost, _ in broken)

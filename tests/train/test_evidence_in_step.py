@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 
 import pytest
 from everything import differences, everything
@@ -14,7 +13,6 @@ from gnmr.control.signals import SIGNALS
 from gnmr.lab.train.build import Parts, train_step
 from gnmr.lab.train.loss import loss_of
 from gnmr.lab.train.result import StepResult
-from gnmr.lab.train.step import TrainStep
 from gnmr.measure.errors import measure_errors
 from gnmr.records.reader import read_jsonl, read_ratios
 
@@ -146,32 +144,6 @@ def test_path_statistics_reach_the_records(words, train, assembled, blocks_of, t
     assert found["weight_std"] == pytest.approx(stds, rel=1e-5)
 
 
-def test_a_sample_of_the_tokens(assembled, blocks_of):
-    """precision.probe_tokens=3 measures the rows 0, 3, 6, ...."""
-    results = {}
-    for tokens in (1, 3):
-        parts = assembled(FP32, f"records.evidence=[{','.join(PATHS)}]", f"precision.probe_tokens={tokens}")
-        results[tokens] = train_step(parts)([blocks_of(parts, 2)], LR)
-    for name in PATHS:
-        whole, sample = shown(results[1], name), shown(results[3], name)
-        assert sample != whole
-        assert sample == pytest.approx(whole, rel=1.0, abs=0.3), name
-
-
-def test_a_signal_that_measures_every_third_step(assembled, blocks_of):
-    """Its column stands still in between, unless the records ask for the evidence in every step."""
-    words = ["controller.signal=recovery_gap", "controller.options.every=3"]
-    for more in ([], ["records.evidence=[gap_low]"]):
-        parts = assembled(*words, *more)
-        step = train_step(parts)
-        results = [step([batch], LR).decision for batch in blocks_of(parts, 8).split(2)]
-        gaps = [result.columns["recovery_gap"].tolist() for result in results]
-        assert gaps[0] == gaps[1] == gaps[2] != gaps[3] and min(gaps[0]) > 0
-        if more:
-            low = [result.evidence["gap_low"].tolist() for result in results]
-            assert all(a != b for a, b in pairwise(low)) and min(map(min, low)) > 0
-
-
 LOOKING_ON = {
     "nearest": [],
     "stochastic": ["precision.rounding=stochastic"],
@@ -210,26 +182,6 @@ HISTORIES = {
     "static_k": ["controller.options.calibration_steps=4"],
     "recovery_gap": ["controller.options.every=2"],
 }
-
-
-@pytest.mark.parametrize("name", HISTORIES)
-@pytest.mark.slow
-def test_what_was_measured_outlives_a_stop(name, train, tmp_path, monkeypatch):
-    """Signals whose history is made of evidence go on after a checkpoint as if nothing had happened."""
-    plain = TrainStep.__call__
-
-    def call(self, *args):
-        if self.router.t == 4:
-            raise ZeroDivisionError
-        return plain(self, *args)
-
-    words = ["training.steps=6", f"controller.signal={name}", "controller.routing=ranked", *HISTORIES[name]]
-    want = everything(train(tmp_path / "whole", *words))
-    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(TrainStep, "__call__", call)
-        train(tmp_path / "run", *words)
-    assert differences(want, everything(train(tmp_path / "run", *words))) == []
-    assert want["events"]
 
 
 @pytest.mark.parametrize("name", [*HISTORIES, "jacobian", "random"])

@@ -5,33 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from gnmr.errors import RunFailed, UserError
-from gnmr.lab.train.step import TrainStep
-
-
-@pytest.fixture
-def in_mid_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
-    """Has a function called before the fifth step of every run."""
-    plain = TrainStep.__call__
-
-    def install(happens: Callable[[], object]) -> None:
-        def call(self, *args):
-            if self.router.t == 4:
-                happens()
-            return plain(self, *args)
-
-        monkeypatch.setattr(TrainStep, "__call__", call)
-
-    return install
 
 
 @pytest.mark.parametrize("how", ["removed", "moved", "exchanged"])
-def test_a_folder_that_goes_while_the_run_does(how, train, in_mid_run, tmp_path):
+def test_a_folder_that_goes_while_the_run_does(how, train, before_step, tmp_path):
     folder, away = tmp_path / "run", tmp_path / "away"
 
     def happens() -> None:
@@ -41,7 +23,7 @@ def test_a_folder_that_goes_while_the_run_does(how, train, in_mid_run, tmp_path)
         if how == "exchanged":
             folder.mkdir()
 
-    in_mid_run(happens)
+    before_step(5, happens)
     with pytest.raises(RunFailed, match=r"the run folder .* was removed, moved or replaced while the run was going"):
         train(folder)
     assert list(folder.iterdir()) == [] if how == "exchanged" else not folder.exists()
@@ -49,9 +31,9 @@ def test_a_folder_that_goes_while_the_run_does(how, train, in_mid_run, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["steps.jsonl", "eval.jsonl", "events.jsonl", "units.arrows"])
-def test_a_file_that_goes_while_the_run_does(name, train, in_mid_run, tmp_path):
+def test_a_file_that_goes_while_the_run_does(name, train, before_step, tmp_path):
     folder = tmp_path / "run"
-    in_mid_run((folder / name).unlink)
+    before_step(5, (folder / name).unlink)
     with pytest.raises(RunFailed, match=f"{name} was removed, moved or replaced while the run was going"):
         train(folder)
     assert (folder / "FAILED").exists() and not (folder / "DONE").exists()

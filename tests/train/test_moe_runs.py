@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch.nn import functional as F
 
 from gnmr.lab.train.loss import evaluate
-from gnmr.records.reader import read_jsonl, read_ratios
 
 MOE = ["model.name=moe", "model.experts.number=4"]
 FIXED = ["model.name=moe", "model.experts.number=8", "model.experts.routing_seed=0"]
@@ -77,39 +74,3 @@ def test_an_expert_without_tokens_is_unobserved_and_keeps_its_history(assembled,
     assert len(idle) >= 4
     for expert in idle:
         assert all((parts.optimizer.state[p]["step"] == 0).all() for p in expert.parameters())
-
-
-def test_a_nonfinite_gradient_of_an_expert_is_told_by_its_name(assembled, blocks_of, step_of):
-    parts = assembled(*MOE, "model.num_layers=2")
-    unit = "layers.1.mlp.experts.2.up_proj"
-    parts.model.get_submodule(unit).weight.register_hook(lambda gradient: gradient * math.nan)
-    before = [p.detach().clone() for p in parts.model.parameters()]
-    result = step_of(parts)([blocks_of(parts, 2)], LR)
-    assert result.skipped and result.nonfinite_unit == unit
-    assert all(torch.equal(a, b) for a, b in zip(before, parts.model.parameters(), strict=True))
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["training.dtype=float32", "training.activation_checkpointing=true"],
-        ["precision.site=forward", "precision.rounding=stochastic", "training.accumulation=2"],
-        ["optim.name=scale", "model.experts.normalized=false", "model.experts.top_k=1"],
-        ["model.experts.number=40", "model.outlier_channels.number=2", "model.outlier_channels.gain=16"],
-    ],
-    ids=" ".join,
-)
-@pytest.mark.slow
-def test_a_run(words, train, tmp_path):
-    """Through the runner, with what stands beside a mixture in practice."""
-    folder = train(tmp_path / "run", *MOE, *words)
-    rows = read_jsonl(folder / "steps.jsonl")
-    assert len(rows) == 8 and rows[-1]["loss"] < rows[0]["loss"] and not any(row["skipped"] for row in rows)
-    for row in rows:
-        told = row["statistics"]
-        assert 0 <= told["layers.0.mlp.min_share"] <= told["layers.0.mlp.max_share"] <= 1
-        assert row["saved_bytes"] == row["saved_bytes_predicted"] or "activation_checkpointing" in str(words)
-    ratios = read_ratios(folder).to_pylist()
-    assert all(row["norm"] > 0 for row in ratios)
-    if "model.experts.number=40" in words:
-        assert len(ratios) < 8 * (4 + 2 * 40)

@@ -6,7 +6,7 @@ from everything import same_bits
 from torch import nn
 
 from gnmr.lab.config import OptimConfig
-from gnmr.lab.train.optim import build_optimizer, clip_gradients, learning_rate, skip_where
+from gnmr.lab.train.optim import build_optimizer, clip_gradients, learning_rate
 
 
 @pytest.mark.parametrize(
@@ -51,24 +51,6 @@ def test_only_matrices_decay():
     for name, p in model.named_parameters():
         factor = 1 - 0.5 * 0.1 if p.ndim == 2 else 1.0
         torch.testing.assert_close(p.detach(), before[name] * factor)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("first", [True, False], ids=["first_step", "second_step"])
-def test_a_skipped_step_changes_nothing(dtype, first):
-    model = model_of_one_step(dtype)
-    optimizer = build_optimizer(model, OptimConfig(lr=0.1, weight_decay=0.1))
-    if not first:
-        optimizer.step()
-    tensors = lambda: [*model.parameters(), *(v for s in optimizer.state.values() for v in s.values())]
-    before = [t.detach().clone() for t in tensors()]
-    for p in model.parameters():
-        p.grad = torch.full_like(p, torch.nan)
-    skip_where(optimizer, torch.tensor(True))
-    optimizer.step()
-    after = tensors()
-    assert len(before) == 16
-    assert all(same_bits(a, b) for a, b in zip(before, after, strict=True))
 
 
 def test_a_parameter_that_had_no_gradient_has_its_first_state():

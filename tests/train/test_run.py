@@ -66,18 +66,10 @@ def test_a_done_run_is_left_alone(copied, train):
     assert before == {p: p.stat().st_mtime_ns for p in copied.rglob("*")}
 
 
-@pytest.mark.parametrize(
-    ("word", "line"),
-    [
-        ("optim.lr=0.5", "optim.lr is 0.001 there and 0.5 here"),
-        ("training.seed=1", "training.seed is 0 there and 1 here"),
-        ("precision.low=int2", "precision.low is int4 there and int2 here"),
-        ("training.resume=never", "holds this run already and training.resume=never"),
-    ],
-)
-def test_a_folder_of_another_config_is_refused(word, line, copied, train):
+@pytest.mark.parametrize("word", ["optim.lr=0.5", "training.seed=1", "precision.low=int2", "training.resume=never"])
+def test_a_folder_of_another_config_is_refused(word, copied, train):
     before = {p: p.stat().st_mtime_ns for p in copied.rglob("*")}
-    with pytest.raises(UserError, match=line):
+    with pytest.raises(UserError, match=word.partition("=")[0]):
         train(copied, word)
     assert before == {p: p.stat().st_mtime_ns for p in copied.rglob("*")}
 
@@ -171,24 +163,24 @@ def test_the_last_scores_are_made_once(tiny, tmp_path):
     assert made == [8] and len(read_jsonl(folder / "scores.jsonl")) == 1
 
 
-def test_wrong_device_and_shape_of_things_end_before_the_folder_is_made(tiny, tmp_path):
-    for word, line in [
-        ("precision.targets=[q_proj,nothing]", "nothing"),
-        ("training.seq_len=100000", "a sequence needs 100001"),
-        ("model.outlier_channels={number: 99, gain: 2}", "the narrowest activation has 32 channels"),
-    ]:
-        with pytest.raises(UserError, match=line):
-            run(tiny(f"run_dir={tmp_path / 'run'}", word), lambda _: None)
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["precision.targets=[q_proj,nothing]"], "nothing"),
+        (["training.seq_len=100000"], "a sequence needs 100001"),
+        (["model.outlier_channels={number: 99, gain: 2}"], "the narrowest activation has 32 channels"),
+    ],
+)
+def test_what_the_data_or_the_model_cannot_have_ends_before_the_folder_is_made(words, line, tiny, tmp_path):
+    with pytest.raises(UserError, match=line):
+        run(tiny(f"run_dir={tmp_path / 'run'}", *words), lambda _: None)
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (
-            ["precision.low=deepseek_v3", "precision.recovery=bf16"],
-            "has 32 inputs: the recipe deepseek_v3 needs a multiple of",
-        ),
+        (["precision.low=deepseek_v3", "precision.recovery=bf16"], "deepseek_v3"),
         (["precision.low=fp8_hybrid", "precision.recovery=bf16", "precision.backend=int_mm"], "backend='int_mm'"),
         (["controller.signal=recovery_gap", "precision.recovery=null"], "needs both paths"),
         (["controller.signal=nothing"], "controller: "),
@@ -197,6 +189,5 @@ def test_wrong_device_and_shape_of_things_end_before_the_folder_is_made(tiny, tm
     ],
 )
 def test_what_the_model_cannot_have_is_told_before_its_data_is_made(words, line, tiny, tmp_path):
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError, match=line):
         run(tiny(f"run_dir={tmp_path / 'run'}", "data.path=/nowhere", *words), lambda _: None)
-    assert line in str(told.value)

@@ -6,9 +6,8 @@ import itertools
 
 import pytest
 import torch
-from everything import same_bits
+from everything import Waits, same_bits
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from gnmr.control import evidence, policy
 from gnmr.control.signals import history
@@ -168,24 +167,6 @@ def test_what_is_saved_is_what_the_memory_model_says(train, tmp_path):
     assert by_active[2] > by_active[0]  # 8-bit copies beside 4-bit ones
 
 
-WAITING = {"cpu", "item", "tolist", "numpy", "nonzero", "masked_select", "equal", "allclose", "unique"}
-WAITING |= {"__bool__", "__float__", "__int__", "__index__"}
-
-
-class Waits(TorchFunctionMode):
-    """Notes the calls that would make the host wait for a device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        name = getattr(func, "__name__", "")
-        if name in WAITING:
-            self.seen.append(name)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(
     "words", [[], ["optim.clip_norm=0.1", "training.accumulation=2", "precision.rounding=stochastic"]]
 )
@@ -256,7 +237,12 @@ def test_what_was_spent_is_recorded(train, tmp_path):
     always = train(tmp_path / "always", *words, "controller.signal=always_high", "controller.max_o=21")
     assert [row["spent_gemm_frac"] for row in read_jsonl(always / "steps.jsonl")] == [0, 1, 1, 1]
     assert read_json(always / "summary.json")["spent_gemm_frac"] == 0.75
-    gap = ["controller.signal=recovery_gap", "controller.routing=ranked", "controller.budget=10%", "controller.max_o=null"]
+    gap = [
+        "controller.signal=recovery_gap",
+        "controller.routing=ranked",
+        "controller.budget=10%",
+        "controller.max_o=null",
+    ]
     folder = train(tmp_path / "gap", *words, *gap)
     spent = [row["spent_gemm_frac"] for row in read_jsonl(folder / "steps.jsonl")]
     assert spent[0] == 0 and all(0.05 < share <= 0.1 for share in spent[1:])

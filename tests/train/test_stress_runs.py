@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from everything import differences, everything, in_child
-from test_kill_and_resume import in_step
+from everything import differences, everything
 
-from gnmr.records.reader import read_json, read_jsonl, read_ratios
+from gnmr.records.reader import read_jsonl, read_ratios
 
 pytestmark = pytest.mark.slow
 
@@ -95,21 +92,6 @@ def test_nothing_on_the_recovery_path_is_hit(kind, rounding, train, tmp_path):
     assert differences(plain, everything_but_faults(struck)) == []
 
 
-def test_a_nan_is_skipped_told_and_recovered(train, tmp_path):
-    """The step is lost once: its unit is promoted, and on the recovery path the fault of the next steps spares it."""
-    folder = train(tmp_path / "run", *stress("nan", (3, 4)), "controller.alpha=99", "controller.beta=null")
-    rows = steps_of(folder, "skipped", "nonfinite_unit", "nonfinite_total", "num_active")
-    assert rows[:3] == [(False, None, 0, 0), (False, None, 0, 0), (True, UP, 1, 0)]
-    assert rows[3][0] is False and rows[3][3] == 1
-    causes = [(e["step"], e["unit"], e["event"], e["cause"]) for e in read_jsonl(folder / "events.jsonl")]
-    verdict = (3, UP, "verdict", "precision")
-    first = [(3, UP, "promote", "nonfinite"), verdict, (5, UP, "release", "lock")]  # kept in step 5 by its lock
-    assert causes[:3] == first
-    assert [t for t, (skipped, *_) in enumerate(rows, start=1) if skipped] == [3, 6]
-    assert [t for t, norms in enumerate(by_unit(folder, "norm"), start=1) if not math.isfinite(norms[UP])] == [3, 6]
-    assert (folder / "DONE").exists() and read_json(folder / "summary.json")["nonfinite_total"] == 2
-
-
 def test_evaluation_is_not_hit(train, tmp_path):
     words = ["training.steps=2", "training.eval_every=1", "optim.lr=1e-30", "precision.site=forward"]
     losses = [
@@ -144,37 +126,3 @@ def test_a_window_of_outlier_channels_changes_the_activations_and_not_the_functi
 
 def _window(first: int, last: int) -> list[str]:
     return [f"model.outlier_channels.window=[{first},{last}]"]
-
-
-# ---- stopped for real and continued; checkpoints after the steps 3 and 6 ----
-
-
-# ---- stopped for real and continued; checkpoints after the steps 3 and 6 ----
-
-STOPS: dict[str, tuple[int, list[str]]] = {
-    # name: the step that is not taken, the words
-    "random_bits": (5, [*stress("bit_flip", (2, 6), targets="*", share=0.2), "precision.rounding=stochastic"]),
-    "drawn": (5, ["faults.kind=scale_down", "faults.magnitude=30", "faults.rate=150", "faults.duration=3"]),
-    "skipped_steps": (6, [*stress("inf", (4, 4)), "controller.signal=always_low"]),
-    "stale_scale": (5, stress("stale_scale", (4, 4), targets="*", history=3)),
-    "channels": (5, [*OUTLIERS, *_window(2, 6)]),
-}
-
-
-@pytest.mark.parametrize("name", STOPS)
-def test_a_stop_in_the_midst_of_it(name, train, tmp_path):
-    """Leaves what a run leaves that was never stopped, and not what one leaves without the disturbance."""
-    number, words = STOPS[name]
-    whole, folder = train(tmp_path / "whole", *words), tmp_path / "run"
-
-    def doomed() -> None:
-        in_step(number)()
-        train(folder, *words)
-
-    assert in_child(doomed) == -signal.SIGKILL
-    train(folder, *words)
-    assert differences(everything(whole), everything(folder)) == []
-    assert faults_of(whole) == faults_of(folder)
-    undisturbed = [word for word in words if not word.startswith(("faults", "model.outlier"))]
-    calm = train(tmp_path / "calm", *undisturbed)
-    assert steps_of(whole, "grad_norm_pre_clip") != steps_of(calm, "grad_norm_pre_clip")

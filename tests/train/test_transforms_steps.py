@@ -33,7 +33,7 @@ class Bench:
         if norm is not None:
             total = torch.tensor(norm, dtype=torch.float64)
         context = StepContext(self.taken, torch.tensor(loss), total, torch.tensor(False), self.optimizer)
-        skip = self.transform(self.parameters, context)
+        skip = self.transform(context)
         self.optimizer.step()
         return skip
 

@@ -11,10 +11,9 @@ import torch
 
 import gnmr
 from gnmr.control import Controller
-from gnmr.lab.report.runs import load
 from gnmr.lab.train.build import Parts
 from gnmr.lab.train.step import TrainStep
-from gnmr.records.reader import read_json, read_jsonl, read_ratios
+from gnmr.records.reader import read_json, read_jsonl
 
 WARM = ["controller.warmup_frac=0.4", "controller.warmup_path=16bit"]
 """Three steps of eight."""
@@ -94,24 +93,6 @@ def test_the_quarter_of_the_blocks_with_the_highest_mean_gnmr_stays_for_good(ass
             assert released == {"layers.0", "layers.1", "layers.3"}
         else:
             assert not decision.events or step == 1  # whose events put all of them there
-
-
-def test_a_run_of_it_keeps_one_set_and_replays(train, gnmr, tmp_path) -> None:
-    folder = train(tmp_path / "run", *BLOCKS)
-    rows = read_jsonl(folder / "steps.jsonl")
-    assert [row["num_active"] for row in rows] == [4, 4, 4, 1, 1, 1, 1, 1]
-    active: list[set[str]] = [set() for _ in rows]
-    for row in read_ratios(folder).to_pylist():
-        if row["active"]:
-            active[row["step"] - 1].add(row["unit"])
-    assert active[2] == {f"layers.{i}" for i in range(4)} and len({frozenset(units) for units in active[3:]}) == 1
-    events = [(event["step"], event["event"], event["cause"]) for event in read_jsonl(folder / "events.jsonl")]
-    assert events == [(0, "promote", "warmup")] * 4 + [(3, "release", "warmup")] * 3
-    assert gnmr("replay", str(folder), f"out={tmp_path / 'out.jsonl'}").code == 0
-    replayed = [set(line["active"]) for line in read_jsonl(tmp_path / "out.jsonl")]
-    assert replayed[:-1] == active[1:]
-    run = load(folder)
-    assert run.settings["controller.warmup_path"] == "16bit"
 
 
 @pytest.mark.parametrize("stop", [2, 5])

@@ -75,19 +75,14 @@ class Config:
         exports = training.export_hf
         right = f"Hugging Face's layout is written for llama and pretrained, not for model.name={model.name}"
         require(not exports or model.name in ("llama", "pretrained"), "training.export_hf", exports, right)
-        right = (
-            "with adapters the run leaves adapter/, for peft to put on the checkpoint; use model.adapter.rank=0 for a "
-            "whole model"
-        )
+        right = "a run with adapters leaves adapter/ for peft; use model.adapter.rank=0 for a whole model"
         require(not exports or model.adapter.rank == 0, "training.export_hf", exports, right)
         right = "model=pretrained reads its checkpoint's own tokenizer; leave it null"
         require(model.checkpoint is None or self.data.tokenizer is None, "data.tokenizer", self.data.tokenizer, right)
-        if training.activation_checkpointing and precision.site == "forward" and precision.rounding == "stochastic":
-            raise UserError(
-                "training.activation_checkpointing=true: with precision.site=forward and "
-                "precision.rounding=stochastic the recomputed forward pass would differ from the first; "
-                "use precision.rounding=nearest"
-            )
+        drawn = precision.site == "forward" and precision.rounding == "stochastic"
+        right = "a recomputed forward pass would draw other roundings; use precision.rounding=nearest"
+        sound = not (training.activation_checkpointing and drawn)
+        require(sound, "training.activation_checkpointing", "true", right)
         storable("", to_dict(self))
         self._check_places()
         self._check_fork()
@@ -135,17 +130,8 @@ class Config:
         names = ("experiment_name", "scale_name", "arm", "precision.name", "controller.name", "optim.transform.name")
         for key, value in fields(self, *names).items():
             folder_name(key, value)
-        places = (
-            "base",
-            "plan",
-            "run_dir",
-            "runs_dir",
-            "model.checkpoint",
-            "data.path",
-            "data.tokenizer",
-            "data.cache_dir",
-        )
-        for key, value in fields(self, *places, "data.path", "data.tokenizer", "data.cache_dir", "scores.data").items():
+        places = ("base", "plan", "run_dir", "runs_dir", "model.checkpoint", "data.path", "data.tokenizer")
+        for key, value in fields(self, *places, "data.cache_dir", "scores.data").items():
             place(key, value, homeless=key == "data.cache_dir")
         longest = LONGEST_NAME - len(f"-00000000-s{self.training.seed}")  # beside it in the folder's name
         length = len(self.arm_name.encode())
@@ -224,7 +210,7 @@ def schema() -> DictConfig:
 
 
 def load(composed: DictConfig | dict[str, Any]) -> Config:
-    """Strictly typed, frozen `Config` of a composed (or saved) tree, those of earlier versions too.
+    """Return the strictly typed, frozen `Config` of a composed or saved tree.
 
     Raises `UserError` for an unknown key, a value of the wrong type or one that makes no sense.
     """

@@ -10,14 +10,16 @@ from omegaconf import DictConfig, OmegaConf
 
 from gnmr.errors import UserError
 from gnmr.lab.config import Config, flatten, read, to_dict
-from gnmr.lab.config.fork import PATHS, SHIPPED, taken
+from gnmr.lab.config.fork import PATHS, SHIPPED, agreed, covers, typed
 from gnmr.records.untrusted import Damaged, exists, text
 
 
 def with_base(composed: DictConfig, words: Sequence[str]) -> None:
-    """Puts what the base of a fork says into what Hydra composed, where these words of the command line do not.
+    """Put what the base of a fork says into what Hydra composed, where these words of the command line do not.
 
-    UserError for a base that is none, and where it names a file that nobody else has named.
+    A group that a word chooses (`model=gpt`) is the user's as a whole.
+
+    Raises UserError for a base that is none, and where it names a file that nobody else has named.
     """
     if (base := composed.get("base")) is None:
         return
@@ -25,8 +27,10 @@ def with_base(composed: DictConfig, words: Sequence[str]) -> None:
     for key in PATHS:
         if theirs[key] is not None and OmegaConf.select(composed, key) is None:
             raise UserError(f"{key}=null: the base {base} has {text(theirs[key])}, which you have to give yourself")
-    for key, value in taken(theirs, words).items():
-        OmegaConf.update(composed, key, value)
+    named = {*PATHS, *typed(words)}
+    for key, value in (agreed(theirs) | {"scale_name": theirs["scale_name"]}).items():
+        if not covers(named, key):
+            OmegaConf.update(composed, key, value)
 
 
 def place_of_base(base: str) -> tuple[Path, Path]:

@@ -19,6 +19,7 @@ from gnmr.doctor.plan import PATHS, read_plan
 from gnmr.errors import UserError, guess, nearest
 from gnmr.lab.config import Config, flatten, from_words, load, one_line, schema
 from gnmr.lab.config.base_run import with_base
+from gnmr.lab.config.fork import covers, typed
 
 
 def conf_dir() -> Path:
@@ -47,12 +48,17 @@ def _names(key: str, *, _root_: DictConfig) -> str:
 
 def compose(overrides: list[str]) -> Config:
     """Return the config of `gnmr train <overrides>` without running it (for examples and tests)."""
+    return load_composed(composed_tree(overrides, hydra=False), overrides)
+
+
+def composed_tree(overrides: list[str], hydra: bool = True) -> Any:
+    """Return what Hydra composes of these words; `hydra`: with its own settings."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
 
     register()
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return load_composed(hydra_compose("config", overrides), overrides)
+        return hydra_compose("config", overrides, return_hydra_config=hydra)
 
 
 def load_composed(composed: DictConfig, words: Sequence[str]) -> Config:
@@ -77,11 +83,10 @@ def apply_arm(composed: DictConfig, words: Sequence[str]) -> None:
         return
     if arm not in arms:
         raise UserError(f"arm={arm}: is not an arm of this sweep{nearest(str(arm), map(str, arms))}")
-    typed = tuple(word.lstrip("+~").partition("=")[0] for word in words)
     try:
         given = OmegaConf.to_container(from_words(shlex.split(arms[arm] or "")))
         for key, value in flatten(given).items():  # type: ignore[arg-type]
-            if not any(key == one or key.startswith(f"{one}.") for one in typed):
+            if not covers(typed(words), key):
                 OmegaConf.update(composed, key, value, force_add=key.startswith("controller.options."))
     except OmegaConfBaseException as error:
         raise UserError(f"arms.{arm}={arms[arm]}: {one_line(error)}") from error
@@ -99,9 +104,10 @@ def with_plan(composed: DictConfig, words: Sequence[str]) -> None:
     if (path := composed.get("plan")) is None:
         return
     found = read_plan(str(path))
+    said = [f"precision.{key}" for key in PATHS]
     for word in words:
-        key = word.lstrip("+~").partition("=")[0]
-        if key == "precision" or (key.startswith("precision.") and key.split(".")[1] in PATHS):
+        (key,) = typed([word])
+        if key == "precision" or covers(said, key):
             raise UserError(f"{word}: plan={path} says which precision; leave one of them out")
     with open_dict(composed.precision):
         for key, value in found.paths().items():
@@ -142,13 +148,3 @@ def choices_of(group: str) -> list[str]:
     """Return the choices of a group of `conf/`, those of its folders too (`paper/table1`)."""
     folder = conf_dir() / group
     return sorted(file.relative_to(folder).with_suffix("").as_posix() for file in folder.rglob("*.yaml"))
-
-
-def composed_tree(overrides: list[str]) -> Any:
-    """Return what Hydra composes of these words, its own settings included."""
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
-
-    register()
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return hydra_compose("config", overrides, return_hydra_config=True)

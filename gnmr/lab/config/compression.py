@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gnmr.errors import fields, one_of, require, told_as, true_or_false, whole
+from gnmr.errors import fields, one_of, require, told_as, whole
 
 NAMES = ("none", "greedylore", "powersgd")
 
@@ -22,8 +22,6 @@ class CompressionConfig:
     """greedylore: steps between two bases, each a dense step."""
     dense_steps: int = 1000
     """Steps at the start in which gradients are sent whole."""
-    feedback: bool = True
-    """Whether what is not sent is held back and added to the next gradient; false: it is lost."""
     targets: list[str] = field(default_factory=lambda: ["*_proj"])
     """greedylore: patterns of the modules whose weights are compressed. Embedding and head never are."""
     workers: int | None = None
@@ -36,7 +34,6 @@ class CompressionConfig:
         whole(**fields(self, "rank", "refresh_every"))
         whole(0, dense_steps=self.dense_steps)
         whole(2, or_null=True, workers=self.workers)
-        true_or_false(feedback=self.feedback)
         require(self.targets, "targets", self.targets, "needs at least one pattern")
 
     @property
@@ -46,5 +43,5 @@ class CompressionConfig:
 
     @property
     def arm(self) -> str:
-        """Part of an arm's name: what it is and what differs from the usual."""
-        return f"{self.name}-r{self.rank}" + "-no-feedback" * (not self.feedback)
+        """Part of an arm's name."""
+        return f"{self.name}-r{self.rank}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,35 +29,27 @@ class ForkConfig:
 
 
 _BATCH = ("training.seq_len", "training.batch_size", "training.accumulation", "training.dtype")
-FROM_BASE = ("model.*", "data.*", "optim.*", *_BATCH)
+FROM_BASE = ("model", "data", "optim", *_BATCH)
 """Keys in which a fork and its base agree: model, data, optimizer with its schedule, and the batch."""
-OF_THE_ARM = ("data.cache_dir", "optim.transform.*", "optim.clip_norm")
+OF_THE_ARM = ("data.cache_dir", "optim.transform", "optim.clip_norm")
 """Of those, what an arm chooses for itself."""
 PATHS = ("data.path", "data.tokenizer")
 """Never taken from a base, which somebody else may have made: they name files of this machine."""
 
 
 def agreed(flat: dict[str, Any]) -> dict[str, Any]:
-    """Of a flat config the keys in which a fork and its base agree; the schedule's length as a number."""
-    found = {key: value for key, value in flat.items() if _matches(key, FROM_BASE) and not _matches(key, OF_THE_ARM)}
+    """Return the keys of a flat config in which a fork and its base agree; the schedule's length is a number."""
+    found = {key: value for key, value in flat.items() if covers(FROM_BASE, key) and not covers(OF_THE_ARM, key)}
     if found.get("optim.schedule_steps") is None:
         found["optim.schedule_steps"] = flat["training.steps"]
     return found
 
 
-def taken(flat: dict[str, Any], words: Sequence[str]) -> dict[str, Any]:
-    """What a fork takes of its base's flat config, where `words` (of the command line) do not say it themselves.
-
-    A group that is chosen by a word (`model=gpt`) is the user's as a whole.
-    """
-    named = {word.lstrip("+~").partition("=")[0] for word in words}
-    found = agreed(flat) | {"scale_name": flat["scale_name"]}
-    return {
-        key: value
-        for key, value in found.items()
-        if key not in PATHS and not any(key == name or key.startswith(f"{name}.") for name in named)
-    }
+def typed(words: Sequence[str]) -> set[str]:
+    """Return the keys and groups that these words of a command line set."""
+    return {word.lstrip("+~").partition("=")[0] for word in words}
 
 
-def _matches(key: str, patterns: tuple[str, ...]) -> bool:
-    return any(key == one or (one.endswith(".*") and key.startswith(one[:-1])) for one in patterns)
+def covers(names: Iterable[str], key: str) -> bool:
+    """Return whether the key is one of these keys or lies in one of these groups."""
+    return any(key == name or key.startswith(f"{name}.") for name in names)

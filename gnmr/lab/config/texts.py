@@ -19,45 +19,34 @@ def folder_name(key: str, value: str | None) -> None:
     """Can be part of a folder's name, or is None."""
     if value is None:
         return
-    _plain(key, value)
+    _nameable(key, value)
     sound = value != "" and not value.startswith(".") and not set(value) & {"/", "\\"}
     require(sound, key, value, "is part of a folder's name: not empty, no leading dot, no slash")
-    _short(key, value)
 
 
 def place(key: str, value: str | None, homeless: bool = False) -> None:
     """Can be the path of a file or folder, or is None. homeless: ~ may be no folder, as nothing is read there."""
     if value is None:
         return
-    _plain(key, value)
+    _nameable(key, value)
     require(value.strip() != "", key, repr(value), "must be a path")
-    for part in value.split("/"):
-        _short(key, part)
     right = f"is a path longer than {_LONGEST_PATH} bytes"
     require(len(os.fsencode(value)) <= _LONGEST_PATH, key, f"{value[:20]}...", right)
     try:
         Path(value).expanduser()
     except RuntimeError as error:
-        if not value.startswith("~/") and value != "~":
-            raise ValueError(f"{key}={value}: there is no such user") from error
-        if not homeless:
-            raise ValueError(
-                f"{key}={value}: there is no home folder (HOME is not set); name another folder"
-            ) from error
+        own = value == "~" or value.startswith("~/")
+        if not (own and homeless):
+            why = "there is no home folder (HOME is not set); name another one" if own else "there is no such user"
+            raise ValueError(f"{key}={value}: {why}") from error
 
 
-def _plain(key: str, value: str) -> None:
+def _nameable(key: str, value: str) -> None:
     control = any(category(letter) == "Cc" for letter in value)
     require(not control, key, ascii(value[:40]), "must have no line breaks or other control characters")
-
-
-def _short(key: str, part: str) -> None:
-    require(
-        len(os.fsencode(part)) <= LONGEST_NAME,
-        key,
-        f"{part[:20]}...",
-        f"is longer than the {LONGEST_NAME} bytes of a file's name",
-    )
+    for part in value.split("/"):
+        right = f"is longer than the {LONGEST_NAME} bytes of a file's name"
+        require(len(os.fsencode(part)) <= LONGEST_NAME, key, f"{part[:20]}...", right)
 
 
 def storable(key: str, value: Any) -> None:
@@ -73,6 +62,5 @@ def storable(key: str, value: Any) -> None:
         sound = "\0" not in value and not any("\ud800" <= letter <= "\udfff" for letter in value)
         require(sound, key, ascii(value[:40]), "must be text (UTF-8) without NUL")
     elif isinstance(value, int):
-        require(
-            -(2**63) <= value < 2**63, key, f"{value:.3g}" if abs(value) < 10**300 else "...", "must be less than 2^63"
-        )
+        shown = f"{value:.3g}" if abs(value) < 10**300 else "..."
+        require(-(2**63) <= value < 2**63, key, shown, "must be less than 2^63")

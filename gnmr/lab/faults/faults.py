@@ -16,7 +16,7 @@ them (fprop and wgrad), and max is over whatever elements share a scale there.
 Values beyond the format's largest one are clamped to it. A row with a NaN or an Inf does not come back finite. A unit
 on its recovery path is not hit, nor is another reader of the same tensor; evaluation is exact as ever.
 
-**Choice 51**: where a recipe's scale is that of several tokens (a tensor, a block, wgrad's tiles and mx groups), the
+Where a recipe's scale is that of several tokens (a tensor, a block, wgrad's tiles and mx groups), the
 rows that are hit are cast under the broken scale and the others under the sound one, so that a share of the rows means
 the same everywhere; of a rotated input (wgrad of nvfp4) the rows are those of the rotated one, and a broken cast rounds
 to nearest; `stale_scale` is the cast's own rule on the remembered magnitude, so a power of two under mx. The codes of

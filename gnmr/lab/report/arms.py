@@ -132,8 +132,7 @@ class Arm:
         get = self.settings.get
         if (name := get("compression.name")) in (None, "none"):
             return None
-        more = ["no feedback"] if get("compression.feedback") is False else []
-        return ", ".join([f"rank {get('compression.rank')} by {name}", *more])
+        return f"rank {get('compression.rank')} by {name}"
 
     @property
     def low_path(self) -> str | None:

@@ -82,7 +82,7 @@ class Parts:
     """Sends the gradients, if they are compressed."""
 
     def learning_rate(self, step: int) -> float:
-        """Rate of step `step` (from 1); of a fork as its base would have gone on."""
+        """Return the rate of step `step` (from 1); of a fork as its base would have gone on."""
         config = self.config
         if self.base is not None:
             return learning_rate(self.base.step + step, self.base.schedule_steps, config.optim)
@@ -220,20 +220,15 @@ def _check_shapes(config: Config, device: torch.device) -> None:
         model, _ = empty_model(config)
         plan = with_paths(model, config, device)
         build_optim(model, config)
-        check_control(config, model, plan)
-
-
-def check_control(config: Config, model: nn.Module, plan: ConvertedModel) -> None:
-    """UserError for faults or a controller that an `empty_model` with its paths cannot have."""
-    build_faults(config, plan)
-    cold = replace(config.controller, warmup_frac=0.0)  # a warm-up switches units
-    try:
-        compressed = build_compression(config, model, ALONE) if config.compression.routes else None
-        _controller(replace(config, controller=cold), model, plan, None, compressed)
-    except UserError:
-        raise
-    except Exception:  # a signal may read weights, which are not there yet: `assemble` will raise it
-        return
+        build_faults(config, plan)
+        cold = replace(config.controller, warmup_frac=0.0)  # a warm-up switches units
+        try:
+            compressed = build_compression(config, model, ALONE) if config.compression.routes else None
+            _controller(replace(config, controller=cold), model, plan, None, compressed)
+        except UserError:
+            raise
+        except Exception:  # a signal may read weights, which are not there yet: `assemble` will raise it
+            return
 
 
 def _controller(

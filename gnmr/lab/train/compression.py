@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -35,12 +34,11 @@ def build_compression(config: Config, model: nn.Module, world: World) -> Compres
     with told_as("compression."):
         workers = None if world.size > 1 else VirtualWorkers(asked.workers or 2)
         if asked.name == "greedylore":
-            names = ("rank", "refresh_every", "dense_steps", "feedback")
+            names = ("rank", "refresh_every", "dense_steps")
             spec = GreedyLoreSpec(**{name: getattr(asked, name) for name in names}, seed=seed)
             return GreedyLore(model, spec, workers=workers, targets=asked.targets)
-        options = {name: getattr(asked, name) for name in ("rank", "dense_steps", "feedback")}
         dense = sum(one.numel() for one in model.parameters() if one.requires_grad)
-        return PowerSgd(dense, **options, seed=seed, workers=workers)
+        return PowerSgd(dense, rank=asked.rank, dense_steps=asked.dense_steps, seed=seed, workers=workers)
 
 
 class HeldBack:
@@ -106,22 +104,21 @@ class CompressionState:
 
     def __init__(self, compressed: GreedyLore) -> None:
         self._compressed = compressed
-        self._forgets = False
+        self._saved_by = compressed.workers.size
+        """Number of workers of the checkpoint that is read next."""
 
     def expect(self, host: Mapping[str, Any]) -> None:
-        """See `gnmr.lab.train.checkpoint.Expecting`. Warns if what the workers held back is lost (**Choice 71**)."""
-        workers, size = host["workers"], self._compressed.workers.size
-        self._forgets = workers != size
-        if self._forgets:
-            warnings.warn(
-                f"the checkpoint is of {workers} workers, here are {size}: the bases of compressed gradients are kept, "
-                "what the workers held back is lost",
-                stacklevel=2,
-            )
+        """See `gnmr.lab.train.checkpoint.Expecting`."""
+        self._saved_by = int(host["workers"])
+
+    def _workers(self) -> range:
+        """The workers of this process, unless another number of workers saved the checkpoint."""
+        workers = self._compressed.workers
+        return range(workers.here.start, workers.here.stop) if self._saved_by == workers.size else range(0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, with zeros for a basis that is not there yet and for a worker that holds nothing back."""
-        state, here, zeros = self._compressed.state_dict(), self._compressed.workers.here, dict[str, Tensor]()
+        state, zeros = self._compressed.state_dict(), dict[str, Tensor]()
         for name, one in self._compressed.matrices.items():
             like = one.wide(one.weight.detach())
             zeros[name] = torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
@@ -129,42 +126,21 @@ class CompressionState:
             name: state["bases"].get(name, one.new_zeros(one.shape[0], one.shape[0])) for name, one in zeros.items()
         }
         found: dict[str, Any] = {"t": state["t"], "sent_total": state["sent_total"], "bases": bases}
-        for row, number in enumerate(() if self._forgets else range(here.start, here.stop)):
-            held = state["held"]
+        held = state["held"]
+        for row, number in enumerate(self._workers()):
             found[f"worker_{number}"] = {name: held[name][row] if name in held else one for name, one in zeros.items()}
         return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state. Raises ValueError if it does not fit."""
-        here = self._compressed.workers.here
-        rows = [] if self._forgets else [state[f"worker_{number}"] for number in range(here.start, here.stop)]
-        self._forgets = False
+        rows = [state[f"worker_{number}"] for number in self._workers()]
         self._compressed.load_state_dict(
             {
                 "t": state["t"],
                 "sent_total": state["sent_total"],
-                "workers": self._compressed.workers.size,
+                "workers": self._saved_by,
                 "bases": {name: one for name, one in state["bases"].items() if bool(one.any())},
                 "held": {name: torch.stack([row[name] for row in rows]) for name in state["bases"]} if rows else {},
             }
         )
-
-
-class NoState:
-    """PowerSGD's part of a checkpoint: torch's hook has no state to save, so a run cannot be continued."""
-
-    def expect(self, host: Mapping[str, Any]) -> None:
-        """Raises UserError."""
-        raise UserError("compression.name=powersgd: a run cannot be continued; start again in another run_dir")
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Never called, because `expect` raises."""
-
-
-def state_of(compressed: Compressed) -> CompressionState | NoState:
-    """Return what a checkpoint keeps of it."""
-    return CompressionState(compressed) if isinstance(compressed, GreedyLore) else NoState()
+        self._saved_by = self._compressed.workers.size

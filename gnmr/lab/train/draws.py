@@ -1,6 +1,6 @@
 """Random numbers of a step that do not depend on how many processes take it: of dropout and of stochastic rounding.
 
-**Choice 73**: stochastic rounding draws from (seed, step, micro-batch, operator) in every run.
+Stochastic rounding draws from (seed, step, micro-batch, operator) in every run.
 Dropout of a run of parallel=none draws in the order of its micro-batches, from PyTorch's generators, which its
 checkpoints keep. Under any other `parallel` a micro-batch's dropout draws from (seed, step, its number in the step)
 alone, whichever process has it, and be there one of them.

@@ -9,12 +9,13 @@ gnmr/lab/bases/shipped/                  the same, and tokenizer.json
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gnmr.errors import UserError
 from gnmr.lab.config import Config, DataConfig, flatten, to_dict
@@ -27,13 +28,6 @@ from gnmr.records.untrusted import check_folder, reading, text
 
 SHIPPED_SHA256 = "6b6959e9992e2abf94e11605137fc14c231a924024a51f62288a4ee57420b4f3"
 """Of the shipped base's meta.json, which names the sha256 of its other files."""
-
-
-@dataclass(frozen=True)
-class _State:
-    model: dict[str, Tensor]
-    optimizer: list[dict[str, Any]]
-    """Of each parameter, in the optimizer's order."""
 
 
 @dataclass
@@ -50,7 +44,8 @@ class Base:
     """Epoch and place in it of the next block."""
     tokenizer: Path | None = None
     """Of the shipped base, whose corpus another Python has otherwise."""
-    _state: _State | None = None
+    _kept: tuple[dict[str, Any], dict[str, Any]] | None = None
+    """State of model and optimizer."""
 
     @property
     def step(self) -> int:
@@ -97,18 +92,18 @@ class Base:
         return Branch(self.config.training.seed, 0, 0, order)
 
     def load_into(self, model: nn.Module, optimizer: torch.optim.Optimizer, keep: bool = False) -> None:
-        """Weights and moments; with `keep` later calls copy them from memory. UserError where they do not fit."""
-        if self._state is None:
+        """Load weights and moments; with `keep` later calls copy them from memory.
+
+        Raises UserError if they do not fit.
+        """
+        if self._kept is None:
             load_training(self.found, model, optimizer)
             if keep:
-                self._state = _State(
-                    {name: value.clone() for name, value in model.state_dict().items()},
-                    [_copied(optimizer.state.get(p, {})) for p in _parameters(optimizer)],
-                )
+                self._kept = deepcopy((model.state_dict(), optimizer.state_dict()))
             return
-        model.load_state_dict(self._state.model)
-        for parameter, state in zip(_parameters(optimizer), self._state.optimizer, strict=True):
-            optimizer.state[parameter] = _copied(state)
+        weights, moments = deepcopy(self._kept)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(moments)
 
 
 def open_base(name: str) -> Base:
@@ -129,11 +124,3 @@ def open_base(name: str) -> Base:
     except UserError as error:
         raise UserError(f"base={name}: {error}") from error
     return Base(name, config, found, fingerprint, position, run / "tokenizer.json" if name == SHIPPED else None)
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}

@@ -50,6 +50,35 @@ def statistics_of(model: nn.Module) -> dict[str, Tensor]:
     return model.statistics() if isinstance(model, Decoder) else {}
 
 
+class Experts:
+    """Which experts of a model had tokens in a step, in this process and, by a sum, in any.
+
+    FSDP2 gives experts without a token gradients of zeros, so that all ranks reduce the same parameters. AdamW would
+    step by them. In one process such an expert has no gradient, and its weights and moments stay as they are.
+    """
+
+    def __init__(self, model: Decoder) -> None:
+        self._model = model
+        self._parameters = [list(expert.parameters()) for expert in model.experts()]
+        self._reached: list[Tensor] = []
+
+    def add(self) -> None:
+        """Count a training forward pass of this process."""
+        self._reached.append(self._model.reached())
+
+    def take(self) -> Tensor:
+        """Return in how many passes of the step each expert had a token here, (E,) float64; the next step begins."""
+        reached, self._reached = self._reached, []
+        return torch.stack(reached).sum(dim=0).double()
+
+    def drop(self, reached: Tensor) -> None:
+        """Drop the gradients of experts without a token; `reached` is the sum of `take` over ranks. Waits."""
+        for passes, parameters in zip(reached.tolist(), self._parameters, strict=True):
+            if not passes:
+                for parameter in parameters:
+                    parameter.grad = None
+
+
 def divisors(micro_batches: Sequence[Tensor | Batch]) -> list[float]:
     """What each micro-batch's mean loss is divided by: their number where all have as many targets."""
     counts = [num_targets(batch) for batch in micro_batches]

@@ -22,12 +22,8 @@ from gnmr.lab.config import Config, ModelConfig
 GB = 10**9
 _MOST_LINEARS = 100_000
 """61 layers of 256 experts have 47,000, and each is built by itself."""
-_ENTRY = 32
-"""Bytes that training a tokenizer reserves for each entry of the vocabulary that it may reach."""
 _BYTES = 257
 """Vocabulary of a byte-level BPE that merged nothing."""
-_WINDOW = 60
-"""Half the bytes of a fault window in the schedule, because windows are drawn at random."""
 
 
 class _Need(NamedTuple):
@@ -88,22 +84,6 @@ def _on_device(config: Config, vocab_size: int) -> list[_Need]:
     ]
 
 
-def _on_host(config: Config, vocab_size: int, drawn: bool) -> list[_Need]:
-    """`drawn`: count the weights as they are drawn in FP32."""
-    model, faults, training = config.model, config.faults, config.training
-    needs = []
-    if faults.kind != "none" and not faults.windows and faults.rate:
-        keys = f"faults.rate={faults.rate}, training.steps={training.steps}"
-        needs.append(_Need("windows of faults", keys, int(_WINDOW * training.steps * faults.rate / 1000)))
-    if model.checkpoint is None and drawn:
-        weights = 4 * parameters(model, vocab_size, training.seq_len)
-        needs.append(_Need("weights as they are drawn", _sizes(model), weights))
-    if model.checkpoint is None and config.data.tokenizer is None:
-        size, keys = _ENTRY * config.data.vocab_size, f"data.vocab_size={config.data.vocab_size}"
-        needs.append(_Need("tables of the tokenizer's training", keys, size))
-    return needs
-
-
 def refuse_run(config: Config, device: torch.device, vocab_size: int | None = None) -> None:
     """Raises UserError for a run that cannot fit here.
 
@@ -114,7 +94,10 @@ def refuse_run(config: Config, device: torch.device, vocab_size: int | None = No
     if cuda:
         _refuse(needs, torch.cuda.get_device_properties(device).total_memory, "this GPU has")
         needs = []
-    _refuse([*needs, *_on_host(config, known, drawn=cuda)], machine_memory(), "this machine has")
+    if cuda and config.model.checkpoint is None:  # the weights are drawn in FP32 on the CPU
+        drawn = 4 * parameters(config.model, known, config.training.seq_len)
+        needs.append(_Need("weights as they are drawn", _sizes(config.model), drawn))
+    _refuse(needs, machine_memory(), "this machine has")
     if config.model.checkpoint is None and (many := linears(config.model)) > _MOST_LINEARS:
         raise UserError(f"{_sizes(config.model)}: makes {many:,} linears, {_MOST_LINEARS:,} are the most")
 

@@ -81,11 +81,10 @@ def told_command(command: str) -> str:
 
 
 def told_config(config: Config, folder: Path) -> dict[str, Any]:
-    """The config as a tree for config.yaml, without where this run was kept.
+    """Return the config as a tree for config.yaml, without the places where this run was kept.
 
-    `data.path` and `model.checkpoint` stay as they were given: they are part of what the run is (its hash), and a run
-    goes on only where they are the same. `data.cache_dir` is what `gnmr diagnose` looks for the tokenizer in, from whatever
-    folder, besides GNMR_CACHE, which is not told: it is told as seen from the run's `folder`.
+    `data.path` and `model.checkpoint` stay as they were given, because they are part of the run's hash.
+    `data.cache_dir` is written as seen from the run's `folder`, because `gnmr diagnose` looks for the tokenizer in it.
     """
     tree = to_dict(config)
     tree["run_dir"], tree["runs_dir"] = None, Config.runs_dir

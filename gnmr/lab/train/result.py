@@ -26,7 +26,7 @@ class StepResult:
     skipped: bool
     """The optimizer did not step: the loss or a gradient was not finite, or the transform asked for it."""
     nonfinite_unit: str | None
-    """Where the first non-finite number was found, see `gnmr.lab.train.nonfinite`; None in a finite step."""
+    """Where the first non-finite number was found, see `gnmr.lab.train.retry`; None in a finite step."""
     saved_bytes: int | None
     """Read from the graph, largest micro-batch; None under activation checkpointing."""
     saved_bytes_predicted: int | None

@@ -9,11 +9,15 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from gnmr.attachment.blame import Level, Verdict, explain, find_nonfinite
 from gnmr.attachment.replay import Again, Seen, Start, replaying
+from gnmr.distributed.shards import local
+from gnmr.distributed.world import World
 from gnmr.lab.data.batch import Batch
+from gnmr.lab.train.loss import loss_of
 from gnmr.lab.train.result import Taken
 
 if TYPE_CHECKING:
@@ -66,3 +70,45 @@ def keep_set(step: TrainStep, taken: Taken) -> None:
     """Leave the set as it is after a loss that is not finite, of several workers, which look for no blame."""
     if not math.isfinite(taken.host["loss"]) and step.router.spec.nonfinite == "find":
         taken.to_host(step.router.choose_again(keep=True))
+
+
+@torch.no_grad()
+def nonfinite_place(model: nn.Module, world: World, micro_batches: Sequence[Tensor | Batch]) -> str:
+    """Return where the first number that is not finite appeared in a step whose loss is not finite.
+
+    All ranks return the same name; each has `micro_batches` of its own. Waits for the device.
+    """
+    for found in (lambda: _weight(model), lambda: _output(model, micro_batches)):
+        if (name := next((one for one in world.gather(found()) if one is not None), None)) is not None:
+            return name
+    return "loss"
+
+
+def _weight(model: nn.Module) -> str | None:
+    """Return the first parameter that is not finite in this process's part of it."""
+    for name, parameter in model.named_parameters():
+        if not local(parameter).isfinite().all():
+            return f"{name} (weights)"
+    return None
+
+
+def _output(model: nn.Module, micro_batches: Sequence[Tensor | Batch]) -> str | None:
+    """Return the first module whose output is not finite in a new forward pass."""
+    found: list[str] = []
+
+    def check(name: str) -> torch.utils.hooks.RemovableHandle:
+        def hook(_module: nn.Module, _inputs: object, output: object) -> None:
+            if not found and isinstance(output, Tensor) and not output.isfinite().all():
+                found.append(name)
+
+        return modules[name].register_forward_hook(hook)
+
+    modules = {name: module for name, module in model.named_modules() if not any(module.children())}
+    handles = [check(name) for name in modules]
+    try:
+        for block in micro_batches:
+            loss_of(model, block)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else None

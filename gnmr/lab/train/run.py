@@ -30,7 +30,7 @@ from gnmr.lab.stopping import ending, ends, expected, handled, signals_collected
 from gnmr.lab.train.build import Blocks, Parts, assemble, device_of, tokenizer_digest, training_blocks, validation
 from gnmr.lab.train.checkpoint import Checkpointer, Stateful, gathered
 from gnmr.lab.train.checks import refuse_processes
-from gnmr.lab.train.compression import state_of
+from gnmr.lab.train.compression import CompressionState
 from gnmr.lab.train.folder import check_folder, done_already, locked, run_folder, say_done, unexported
 from gnmr.lab.train.loop import Loop, Scorer
 from gnmr.lab.train.memory import peak_memory_bytes, reset_peak_memory
@@ -161,6 +161,8 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
     counters, counted, levels = Counters(), None, Levels()
     newest = checkpointer.newest()
     if newest is not None:
+        if parts.compressed is not None and not isinstance(parts.compressed, GreedyLore):  # torch's hook has no state
+            raise UserError("compression.name=powersgd: a run cannot be continued; start again in another run_dir")
         host = checkpointer.load(newest)
         with world.agreed():
             counters, counted = _restored(host, newest, blocks, checkpointer.folder), host["records"]
@@ -264,8 +266,8 @@ def _extras(parts: Parts) -> dict[str, Stateful]:
     extras: dict[str, Stateful] = {f"stress_{i}": stress for i, stress in enumerate(parts.stress)}
     if parts.transform is not None:
         extras["transform"] = parts.transform
-    if parts.compressed is not None:
-        extras["compression"] = state_of(parts.compressed)
+    if isinstance(parts.compressed, GreedyLore):
+        extras["compression"] = CompressionState(parts.compressed)
     return extras
 
 

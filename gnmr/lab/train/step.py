@@ -35,12 +35,10 @@ from gnmr.distributed.wrap import Wrapped
 from gnmr.lab.data.batch import Batch
 from gnmr.lab.models import Decoder
 from gnmr.lab.train.draws import Draws
-from gnmr.lab.train.experts import Experts
-from gnmr.lab.train.loss import divisors, loss_of, objective_of, statistics_of
-from gnmr.lab.train.nonfinite import nonfinite_place
+from gnmr.lab.train.loss import Experts, divisors, loss_of, objective_of, statistics_of
 from gnmr.lab.train.optim import clip_gradients, skip_where
 from gnmr.lab.train.result import StepResult, Taken, monitored
-from gnmr.lab.train.retry import keep_set, look_again, looks_again
+from gnmr.lab.train.retry import keep_set, look_again, looks_again, nonfinite_place
 from gnmr.lab.train.transforms.transform import StepContext, Transform, tensor_norms
 from gnmr.precision.units import module_of
 
@@ -188,7 +186,7 @@ class TrainStep:
         skip, now = nonfinite, grad_norm
         if self.transform is not None:
             context = StepContext(self.router.t, loss, grad_norm, nonfinite, self.optimizer)
-            asked = self.transform(self.parameters, context)
+            asked = self.transform(context)
             skip = nonfinite if asked is None else nonfinite | asked
         if self.clip_norm is not None:
             if self.transform is not None:  # over all shards, which is one collective more

@@ -5,10 +5,8 @@ It runs GEMMs that cast nothing, and those whose operands both have
     one scale a tensor      `fp8_hybrid`, `fp8_delayed` and their like: compute capability 8.9 (Ada, Hopper) or newer;
                             E4M3 or E5M2, one of them E4M3
     tiles and blocks        `deepseek_v3`; E4M3, blocks in one operand only: 9.0 (Hopper) alone, CUDA 12.9 or newer
-    mx                      `mxfp8`; E4M3: 10.0 (Blackwell) or newer
 
-Tiles and blocks ran on one H200 (docs/cost.md), mx never ran on hardware: `auto` chooses none of them,
-backend=scaled_mm does.
+Tiles and blocks ran on one H200 (docs/cost.md): `auto` does not choose them, backend=scaled_mm does.
 
 The casts, what is counted of them and delayed scales are those of the simulation. The order of a GEMM's sums differs,
 and a value's scale meets the product, so that nothing is rounded to bfloat16 in between. What is kept for backward is
@@ -16,14 +14,13 @@ the codes, one byte an element, and the scales.
 
 The hardware reads the first operand row by row and the second column by column: codes are transposed where a GEMM meets
 them the other way round. Dimensions must be multiples of 16: widths are checked when the model is converted, and
-missing tokens are filled with zeros, which add nothing. Groups of elements (1x128 tiles, 128x128 blocks, 1x32 under a
-power of two) go through `torch.nn.functional.scaled_mm`, which wants their scales laid out as cuBLAS reads them:
+missing tokens are filled with zeros, which add nothing. Groups of elements (1x128 tiles, 128x128 blocks) go through
+`torch.nn.functional.scaled_mm`, which wants their scales laid out as cuBLAS reads them:
 
     tile    (lines, groups) float32, the lines of one group of columns next to each other; lines a multiple of 4
     block   (groups, lines / 128) float32, groups filled up to a multiple of 4 and next to each other
-    mx      bytes (e8m0) in pieces of 128 lines x 4 groups, filled up with zeros, each piece as 32 x (4 x 4)
 
-A line is a row of the first operand or a column of the second; a group is 128 or 32 elements of a line.
+A line is a row of the first operand or a column of the second; a group is 128 elements of a line.
 """
 
 from __future__ import annotations
@@ -39,19 +36,14 @@ from gnmr.precision.cast import Reference, as_groups, as_matrix, scale_of_each, 
 from gnmr.precision.cast_stats import CastStats
 from gnmr.precision.formats import FloatFormat
 from gnmr.precision.kernels.simulated import Draw, GemmContext
-from gnmr.precision.recipes import MX, TILE, Cast, Gemm, Recipe
+from gnmr.precision.recipes import TILE, Cast, Gemm, Recipe
 
 MULTIPLE = 16
 """What the hardware wants every dimension of an eight-bit product to be a multiple of."""
-E8M0 = torch.float8_e8m0fnu
 _FOUR = 4
-_KINDS = {"tensor": "tensor", "delayed": "tensor", "tile": "tile", "block": "tile", "mx": "mx", "mx_floor": "mx"}
+_KINDS = {"tensor": "tensor", "delayed": "tensor", "tile": "tile", "block": "tile"}
 """Scale: what its hardware is known by."""
-_LEAST = {
-    "tensor": ((8, 9), " or newer (Ada, Hopper)"),
-    "tile": ((9, 0), " (Hopper)"),
-    "mx": ((10, 0), " or newer (Blackwell)"),
-}
+_LEAST = {"tensor": ((8, 9), " or newer (Ada, Hopper)"), "tile": ((9, 0), " (Hopper)")}
 _TILE_CUDA = (12, 9)
 
 
@@ -73,7 +65,7 @@ def missing(recipe: Recipe, linears: dict[str, nn.Linear], device: torch.device 
 
 def _recipe_missing(recipe: Recipe) -> str | None:
     """What it does that scaled_mm cannot, as a predicate; None: it runs."""
-    takes = "scaled_mm takes E4M3 and E5M2 under one scale a tensor, E4M3 in tiles, blocks and mx"
+    takes = "scaled_mm takes E4M3 and E5M2 under one scale a tensor, E4M3 in tiles and blocks"
     for name in GEMMS:
         gemm: Gemm = getattr(recipe, name)
         operands = [cast for cast in (gemm.input, gemm.weight, gemm.grad_output) if cast is not None]
@@ -127,7 +119,7 @@ class Codes(NamedTuple):
     codes: Tensor
     """(N, D), of the format's own dtype."""
     scale: Tensor
-    """A scalar in float32; or of each group, (N / height, D / width): float32 of tiles and blocks, e8m0 of mx."""
+    """float32: a scalar, or of each tile or block, (N / height, D / width)."""
 
     def t(self) -> Codes:
         """The transpose: views."""
@@ -135,10 +127,10 @@ class Codes(NamedTuple):
 
     def values(self) -> Tensor:
         """(N, D) float32."""
-        scale = self.scale.float()
+        scale = self.scale
         for dim, count in enumerate(self.scale.shape):
             size = self.codes.shape[dim]
-            length = next(each for each in (1, MX, TILE) if -(-size // each) == count)
+            length = next(each for each in (1, TILE) if -(-size // each) == count)
             if length > 1:
                 scale = scale.repeat_interleave(length, dim).narrow(dim, 0, size)
         return self.codes.float() * scale
@@ -164,16 +156,14 @@ def _group_product(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
     lines = TILE if _is_block(a) else MULTIPLE
     found = []
     for each, fill in ((a, -count % lines), (b, 0)):
-        mx = each.scale.dtype == E8M0
-        short = groups * (MX if mx else TILE) - each.codes.shape[1]
-        layout, scaling = (_mx, F.ScalingType.BlockWise1x32) if mx else (_tile, F.ScalingType.BlockWise1x128)
+        codes = _filled(each.codes.contiguous(), fill, groups * TILE - each.codes.shape[1])
         if _is_block(each):
-            layout, scaling = _block, F.ScalingType.BlockWise128x128
-        codes = _filled(each.codes.contiguous(), fill, short)
-        found.append((codes, layout(each.scale, len(codes)), scaling))
-    swizzle = F.SwizzleType.SWIZZLE_32_4_4 if a.scale.dtype == E8M0 else F.SwizzleType.NO_SWIZZLE
+            found.append((codes, _block(each.scale), F.ScalingType.BlockWise128x128))
+        else:
+            found.append((codes, _tile(each.scale, len(codes)), F.ScalingType.BlockWise1x128))
     (rows, scale_a, scaling_a), (columns, scale_b, scaling_b) = found
-    whole = F.scaled_mm(rows, columns.t(), scale_a, scaling_a, scale_b, scaling_b, swizzle, swizzle, output_dtype=dtype)
+    plain = F.SwizzleType.NO_SWIZZLE
+    whole = F.scaled_mm(rows, columns.t(), scale_a, scaling_a, scale_b, scaling_b, plain, plain, output_dtype=dtype)
     return whole[:count]
 
 
@@ -193,19 +183,12 @@ def _tile(scale: Tensor, lines: int) -> Tensor:
     return laid.t()
 
 
-def _block(scale: Tensor, _lines: int) -> Tensor:
+def _block(scale: Tensor) -> Tensor:
     """(groups, lines / 128)."""
     groups = scale.shape[1]
     laid = scale.new_zeros(len(scale), groups + -groups % _FOUR)
     laid[:, :groups] = scale
     return laid.t()
-
-
-def _mx(scale: Tensor, _lines: int) -> Tensor:
-    """In one dimension."""
-    whole = _filled(scale.contiguous(), -len(scale) % TILE, -scale.shape[1] % _FOUR)
-    pieces = whole.view(len(whole) // TILE, _FOUR, TILE // _FOUR, whole.shape[1] // _FOUR, _FOUR)
-    return pieces.permute(0, 3, 2, 1, 4).reshape(-1)
 
 
 class ScaledContext(GemmContext):
@@ -226,8 +209,6 @@ class ScaledContext(GemmContext):
         each = as_groups(scales, cast, contraction_dim)
         lowest, highest = each.amin((1, 3), keepdim=True), each.amax((1, 3), keepdim=True)
         scale = torch.where(lowest == highest, highest, as_groups(sound, cast, contraction_dim)[:, :1, :, :1])
-        if cast.power_of_two:  # a fault's scale need not be a power of two; the next larger one holds its values
-            scale = scale.log2().ceil().exp2()
         divided = as_groups(values, cast, contraction_dim) / scale
         # An Inf becomes NaN: PyTorch's own casts to E4M3 do not agree on it.
         divided = torch.where(divided.isfinite(), divided.clamp(-fmt.max, fmt.max), torch.nan)
@@ -253,5 +234,4 @@ def _codes(divided: Tensor, scale: Tensor, x: Tensor, cast: Cast, dtype: torch.d
     codes = as_matrix(divided, x).to(dtype).contiguous()  # cut first: a view would hold what fills it up
     if cast.scale in ("tensor", "delayed"):
         return Codes(codes, scale.view(()))
-    found = scale[:, 0, :, 0]
-    return Codes(codes, found.to(E8M0) if cast.power_of_two else found)
+    return Codes(codes, scale[:, 0, :, 0])

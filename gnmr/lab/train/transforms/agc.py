@@ -38,8 +38,8 @@ class AGC(Transform):
         self._free = {id(p) for name, p in named if "lm_head" in name.split(".")}
 
     @torch.no_grad()
-    def __call__(self, parameters: Sequence[nn.Parameter], context: StepContext) -> Tensor | None:
-        clipped = [p for p in self.own(parameters) if p.grad is not None and id(p) not in self._free]
+    def __call__(self, context: StepContext) -> Tensor | None:
+        clipped = [p for p in self.parameters if p.grad is not None and id(p) not in self._free]
         weights, gradients = _unit_norms(clipped, clipped), _unit_norms([p.grad for p in clipped], clipped)
         for p, of_weight, of_gradient in zip(clipped, weights, gradients, strict=True):
             assert p.grad is not None

@@ -16,7 +16,7 @@ entered m and v.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -44,14 +44,13 @@ class GradientStabilizer(Transform):
         self.state = {"mean": zeros, "square": zeros, "count": zeros}
 
     @torch.no_grad()
-    def __call__(self, parameters: Sequence[nn.Parameter], context: StepContext) -> Tensor | None:
-        parameters = self.own(parameters)
-        norms = tensor_norms(parameters)
+    def __call__(self, context: StepContext) -> Tensor | None:
+        norms = tensor_norms(self.parameters)
         seen = (norms > 0) & ~context.nonfinite
         count = self.state["count"] + 1
         mean = self.gamma1 * self.state["mean"] + (1 - self.gamma1) * norms
         square = self.gamma2 * self.state["square"] + (1 - self.gamma2) * norms.square()
         target = mean / (1 - self.gamma1**count) / ((square / (1 - self.gamma2**count)).sqrt() + self.eps)
-        scale_gradients(parameters, torch.where(seen, target / norms, 1.0))
+        scale_gradients(self.parameters, torch.where(seen, target / norms, 1.0))
         self.remember(seen, mean=mean, square=square, count=count)
         return None

@@ -12,7 +12,7 @@ level of the loss moves for good. A value that is not finite never enters: it wo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ class SkipStep(Transform):
         self._places = torch.arange(window, device=device)
 
     @torch.no_grad()
-    def __call__(self, parameters: Sequence[nn.Parameter], context: StepContext) -> Tensor | None:
+    def __call__(self, context: StepContext) -> Tensor | None:
         values, count = self.state["values"], self.state["count"]
         now = torch.stack([context.loss.detach().double(), context.grad_norm.double()])
         filled = self._places < count

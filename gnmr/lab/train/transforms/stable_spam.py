@@ -12,14 +12,14 @@ Defaults of the public code: gamma1 0.7, gamma2 0.9 (the choice for 4 bits; its 
 theta 0.999, reset_every 1000 (its BF16 runs: 500), eps 1e-8. Its optional cosine on gamma1 and beta1 is off by default
 and left out.
 
-**Choice 62**: t counts the gradients of a tensor and is never reset. The public code divides by Adam's step count,
+t counts the gradients of a tensor and is never reset. The public code divides by Adam's step count,
 which a reset sets back to 1: T^ comes out several hundred times too large then and nothing is clipped. Tensors without
 a gradient or with a zero one are passed over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -50,19 +50,18 @@ class StableSPAM(GradientStabilizer):
         self.state["largest"] = torch.zeros_like(self.state["mean"])
 
     @torch.no_grad()
-    def __call__(self, parameters: Sequence[nn.Parameter], context: StepContext) -> Tensor | None:
+    def __call__(self, context: StepContext) -> Tensor | None:
         self._reset_moments(context)
-        parameters = self.own(parameters)
-        top = tensor_norms(parameters, torch.inf)
+        top = tensor_norms(self.parameters, torch.inf)
         largest = self.theta * self.state["largest"] + (1 - self.theta) * top
         bounds = largest / (1 - self.theta ** (self.state["count"] + 1))
-        for p, bound, factor in zip(parameters, bounds.float(), (bounds / top).float(), strict=True):
+        for p, bound, factor in zip(self.parameters, bounds.float(), (bounds / top).float(), strict=True):
             if p.grad is not None:
                 own = local(p.grad)
                 wide = own.float()
                 own.copy_(torch.where(wide.abs() > bound, wide * factor, wide))
         self.remember((top > 0) & ~context.nonfinite, largest=largest)
-        return super().__call__(parameters, context)
+        return super().__call__(context)
 
     def _reset_moments(self, context: StepContext) -> None:
         if not isinstance(context.optimizer, torch.optim.Adam):

@@ -51,18 +51,16 @@ class Transform(ABC):
 
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """UserError where no parameter is trainable. A parameter under several names (tied) counts once."""
-        named = [(name, p) for name, p in named_parameters if p.requires_grad]
-        self.parameters = _once(p for _, p in named)
+        self.parameters = list({id(p): p for _, p in named_parameters if p.requires_grad}.values())
         if not self.parameters:
             raise UserError("a gradient transform needs at least one trainable parameter")
         self.state: dict[str, Tensor] = {}
 
     @abstractmethod
-    def __call__(self, parameters: Sequence[nn.Parameter], context: StepContext) -> Tensor | None:
-        """Changes `.grad` of `parameters` in place; returns a bool scalar "skip this update", or None for never.
+    def __call__(self, context: StepContext) -> Tensor | None:
+        """Change the gradients in place; return a bool scalar "skip this update", or None for never.
 
-        `parameters` are those that the transform was built for; parameters without a gradient are skipped.
-        Does not wait for the device.
+        Parameters without a gradient are skipped. Does not wait for the device.
         """
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -76,21 +74,10 @@ class Transform(ABC):
             raise ValueError(f"{type(self).__name__} has the state {shapes(self.state)}, not {shapes(state)}")
         self.state = {name: state[name].to(old.device, old.dtype, copy=True) for name, old in self.state.items()}
 
-    def own(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """`parameters`, tied ones once; ValueError unless they are those that the state belongs to."""
-        found = _once(p for p in parameters if p.requires_grad)
-        if [id(p) for p in found] != [id(p) for p in self.parameters]:
-            raise ValueError(f"{type(self).__name__} was built for other parameters, or for these in another order")
-        return found
-
     def remember(self, where: Tensor, **new: Tensor) -> None:
         """Replaces the state by `new` where `where` (bool, broadcastable) is true."""
         for name, value in new.items():
             self.state[name] = torch.where(where, value, self.state[name])
-
-
-def _once(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    return list({id(p): p for p in parameters}.values())
 
 
 def tensor_norms(parameters: Sequence[nn.Parameter], order: float = 2.0) -> Tensor:
@@ -128,8 +115,8 @@ def scale_gradient(gradient: Tensor, factor: Tensor) -> None:
 
 
 def scale_gradients(parameters: Sequence[nn.Parameter], factors: Tensor) -> None:
-    """Scales each parameter's gradient in place; `factors` is a scalar or (P,)."""
-    for parameter, factor in zip(parameters, factors.float().expand(len(parameters)).unbind(), strict=True):
+    """Scale each parameter's gradient in place by its factor of `factors`, (P,)."""
+    for parameter, factor in zip(parameters, factors.float().unbind(), strict=True):
         if parameter.grad is not None:
             scale_gradient(parameter.grad, factor)
 

@@ -1,0 +1,79 @@
+"""What `gnmr diagnose` and `gnmr audit` have in common: which model they look at, its paths, and its batches."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gnmr.cli.words import Parser, needs, path, recipe_of, text, whole
+from gnmr.errors import UserError, told_as
+from gnmr.records.untrusted import exists, reading
+
+if TYPE_CHECKING:
+    from gnmr.doctor.plan import PinPlan
+    from gnmr.lab.config import Config
+    from gnmr.lab.evaluation.blocks import Blocks
+    from gnmr.lab.evaluation.subjects import Subject
+    from gnmr.precision import Recipe
+
+
+def add_options(parser: Parser, batches: str) -> None:
+    """Add the options for the text, its `batches` and the device."""
+    parser.option("data", path, "a file of text, of which the model's own tokens are read")
+    parser.option("batch_size", whole(1), f"blocks of {batches}; default: as many as make 1,024 tokens")
+    parser.option("block", whole(2), "tokens of a block; default: as the run was trained, of a checkpoint 512 at most")
+    parser.option("device", text, "auto, cpu or cuda", "auto")
+
+
+def asked_of(parser: Parser, argv: list[str], command: str) -> tuple[Namespace, str, Config | None]:
+    """Return (the options, the place, its config if it is a run). Raises UserError before anything is loaded."""
+    asked, place = parser.of_one_place(argv, "run folder or checkpoint")
+    if asked.plan is not None and asked.recipe is not None:
+        raise UserError("recipe: the plan says which; leave one of them out")
+    folder = Path(place).expanduser()
+    if not exists(folder / "config.yaml"):
+        needs(command, "transformers")
+        return asked, place, None
+    from gnmr.lab.config import read
+
+    with reading(folder):
+        return asked, place, read(folder / "config.yaml")
+
+
+def paths_of(
+    asked: Namespace, config: Config | None, default: str | None = None
+) -> tuple[PinPlan | None, str | Recipe | None]:
+    """Return (the plan, the recipe), the latter by its name where it is none of the run's own; at most one of both."""
+    from gnmr.doctor.plan import read_plan
+    from gnmr.precision import Recipe
+
+    own: dict[str, Any] = {} if config is None else dict(config.precision.recipes)
+    if asked.plan is not None:
+        return read_plan(asked.plan), None
+    if (word := asked.recipe or default) is None:
+        return None, None
+    with told_as():
+        name = recipe_of("recipe", word, own)
+        return None, Recipe.of(name, own[name]) if name in own else name
+
+
+def blocks_for(subject: Subject, asked: Namespace, batches: int, held_out: int) -> Blocks:
+    """Return the batches of the text that was asked for."""
+    from gnmr.lab.evaluation.blocks import blocks_of
+
+    data = None if asked.data is None else asked.data.expanduser()
+    return blocks_of(subject, data, batches=batches, held_out=held_out, length=asked.block, size=asked.batch_size)
+
+
+@contextmanager
+def memory_bound(right: str) -> Iterator[None]:
+    """Raises UserError, which says what is `right`, if the block runs out of memory."""
+    import torch
+
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise UserError(right) from error
