@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +17,6 @@ from gnmr.cli.words import Parser, fraction, fractions, path, settings_and_place
 from gnmr.console import for_tables, shown_command, tracked
 from gnmr.control.signals import SIGNALS, BlindSignal
 from gnmr.errors import UserError, did_you_mean
-from gnmr.lab.records.find import find_runs
 from gnmr.lab.records.view import recovery_figures
 from gnmr.lab.replay import detect
 from gnmr.lab.replay.calibrate import Calibration, calibrate, write_arms
@@ -25,7 +24,7 @@ from gnmr.lab.replay.replay import Totals, replay, settings_of
 from gnmr.lab.replay.trace import read_norms, refuse_gaps
 from gnmr.lab.report.faults import read_windows
 from gnmr.records import output
-from gnmr.records.reader import read_json, read_jsonl
+from gnmr.records.reader import read_json
 from gnmr.records.untrusted import exists, reading
 
 _T = TypeVar("_T")
@@ -89,8 +88,6 @@ def main(argv: list[str]) -> int:
     words, signals = _signals([word.removeprefix("controller.") for word in words])
     if signals and not (given.calibrate or given.detect):
         raise UserError(f"signal={','.join(signals)}: only with calibrate=SHARE or detect=SHARE; name one signal")
-    for place in paths:
-        _refuse_several(place)
     if given.calibrate:
         return _calibrate(paths, words, signals, given)
     if given.out is not None:
@@ -115,17 +112,6 @@ def _signals(words: list[str]) -> tuple[list[str], list[str]]:
     return [word for word in words if word not in several], names
 
 
-def _refuse_several(place: Path) -> None:
-    """Raise UserError for a folder above run folders."""
-    if place.is_dir() and not exists(place / "config.yaml"):
-        runs: list[Path] = []
-        with suppress(UserError):  # there is none
-            runs = find_runs([place])
-        if runs:
-            number = f"{len(runs)} run{'s' * (len(runs) > 1)}"
-            raise UserError(f"{place}: holds {number}; name one: {shown_command('replay', runs[0])}")
-
-
 def _replay(place: Path, words: list[str], given: Any) -> int:
     settings = settings_of(place, words, given.trust)
     norms = read_norms(place)
@@ -133,13 +119,15 @@ def _replay(place: Path, words: list[str], given: Any) -> int:
         note = f"norms stand there for one step in {norms.every}; in the others no unit counts as observed"
         print(f"gnmr: {place}: {note}, so the sets are not the run's", file=sys.stderr)
     totals = Totals(norms, settings)
-    with _lines(given.out) as write:
+    with nullcontext() if given.out is None else output.json_lines(given.out, f"out={given.out}") as file:
         for decision in tracked(replay(norms, settings), "replaying", len(norms.norm)):
             totals.add(decision)
+            if file is None:
+                continue
             line = {"candidates": decision.by_risk(decision.candidate), "active": decision.by_risk(decision.active)}
             if any(event.cause == "retry" for event in decision.events):
                 line["in_force"] = decision.by_risk(decision.in_force)
-            write({"step": decision.step, **line})
+            print(json.dumps({"step": decision.step, **line}), file=file)
     _show(totals, place)
     if given.out is not None:
         print(f"decisions: {given.out}")
@@ -148,10 +136,10 @@ def _replay(place: Path, words: list[str], given: Any) -> int:
 
 def _show(totals: Totals, place: Path) -> None:
     """Print the figures under the names of `gnmr train`, for a run folder beside the run's own."""
-    found = {"replay": _figures(totals.summary(), totals.num_units, int(totals.ever.sum()))}
+    found = {"replay": _figures(totals.summary(), totals.num_units)}
     if own := read_json(place / "summary.json") if place.is_dir() else None:
         with reading(place / "summary.json"):
-            found["run"] = _figures(own, totals.num_units, _ever(place, totals.steps))
+            found["run"] = _figures(own, totals.num_units)
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("", overflow="fold")
     for column in found:
@@ -161,16 +149,9 @@ def _show(totals: Totals, place: Path) -> None:
     for_tables().print(table)
 
 
-def _figures(summary: dict[str, Any], units: int, ever: int) -> dict[str, str]:
+def _figures(summary: dict[str, Any], units: int) -> dict[str, str]:
     shares = {name: share for name, share in recovery_figures(summary) if share is not None}
-    of_all = {"units ever on the recovery path": f"{ever:,}"}
-    return {"steps": f"{summary['steps']:,}", "units": f"{units:,}", **shares, **of_all}
-
-
-def _ever(run: Path, steps: int) -> int:
-    """Return the number of units that the run itself had on the recovery path in any of its steps."""
-    promoted = (row for row in read_jsonl(run / "events.jsonl") if row.get("event") == "promote")
-    return len({row["unit"] for row in promoted if row["step"] < steps or row.get("cause") == "retry"})
+    return {"steps": f"{summary['steps']:,}", "units": f"{units:,}", **shares}
 
 
 def _calibrate(paths: list[Path], words: list[str], signals: list[str], given: Any) -> int:
@@ -227,8 +208,8 @@ def _detect(paths: list[Path], words: list[str], signals: list[str], given: Any)
     if names == ["all"]:  # those that choose blindly have no detections to compare; random shows what chance catches
         blind = set(BlindSignal.__subclasses__())
         names = [name for name, cls in SIGNALS.items() if name == "random" or (cls.columns and cls not in blind)]
-    found: dict[str, dict[str, detect.Tally]] = {}
-    _each(names, lambda name: found.update({name: detect.tally(name, runs, given.detect)}), str, "detecting")
+    found: dict[str, detect.Detection] = {}
+    _each(names, lambda name: found.update({name: detect.detections(name, runs, given.detect)}), str, "detecting")
     if given.out is not None:
         tree = {"false_alarms": given.detect, "runs": [str(run.folder) for run in runs]}
         output.write_json(given.out, tree | {"signals": detect.as_tree(found)}, f"out={given.out}")
@@ -247,13 +228,3 @@ def _each(points: Sequence[_T], act: Callable[[_T], None], named: Callable[[_T],
             if len(points) == 1:
                 raise
             print(f"{named(point):20} left out: {str(error).removeprefix('replay: ')}", file=sys.stderr)
-
-
-@contextmanager
-def _lines(out: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Write one JSON object a line; nothing without `out`."""
-    if out is None:
-        yield lambda _row: None
-        return
-    with output.json_lines(out, f"out={out}") as file:
-        yield lambda row: print(json.dumps(row), file=file)

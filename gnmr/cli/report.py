@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gnmr.cli.words import Parser, path, text
+from gnmr.cli.words import Parser, path
 from gnmr.console import Terminal, print_plain
 from gnmr.errors import printable
 from gnmr.lab.records.find import named
@@ -12,7 +12,7 @@ from gnmr.lab.report import report
 from gnmr.lab.report.results import results
 
 _USAGE = """\
-RUN... [out=DIR] [html=FILE] [against=ARM] [--strict]
+RUN... [out=DIR] [html=FILE] [--strict]
        gnmr report claims=FILE [out=PAGE] [--check]"""
 _TEXT = """\
 RUN is a run folder, or any folder above run folders. The arms stand side by side: their loss over the seeds, their
@@ -32,13 +32,12 @@ def main(argv: list[str]) -> int:
     parser.option("out", path, "folder for report.md and the page; default: report/ in RUN's folder")
     parser.option("claims", path, "file of claims; out: the page, default results.md beside it")
     parser.option("html", path, "the page; default: report.html beside report.md")
-    parser.option("against", text, "the arm that all others are tested against; default: the static low path")
     parser.flag("strict", "refuse runs of one experiment and scale that cannot be compared")
     parser.flag("check", "with claims: compare, and write nothing")
     given = parser.parse(argv)
     if given.claims is not None:
-        if given.words or given.html or given.against or given.strict:
-            parser.error("claims=FILE names its records itself, and has no RUN, html, against or strict")
+        if given.words or given.html or given.strict:
+            parser.error("claims=FILE names its records itself, and has no RUN, html or strict")
         out = given.out or given.claims.parent / "results.md"
         wrong = results(given.claims, out, lambda line: print_plain(terminal, line), check=given.check)
         for line in wrong:
@@ -49,5 +48,5 @@ def main(argv: list[str]) -> int:
     if not given.words:
         parser.error("name a run folder, or a folder above run folders")
     paths = [Path(named(word)) for word in given.words]
-    report(paths, given.out, terminal, against=given.against, strict=given.strict, html=given.html)
+    report(paths, given.out, terminal, strict=given.strict, html=given.html)
     return 0

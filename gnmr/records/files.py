@@ -34,9 +34,14 @@ def replace_text(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
+def as_json(tree: dict[str, Any]) -> str:
+    """Return an indented JSON object, in which non-finite numbers are strings."""
+    return json.dumps(encode(tree), indent=2, allow_nan=False) + "\n"
+
+
 def replace_json(path: Path, tree: dict[str, Any]) -> None:
-    """Replace the file atomically by a JSON object, in which non-finite numbers are strings."""
-    replace_text(path, json.dumps(encode(tree), indent=2, allow_nan=False) + "\n")
+    """Replace the file atomically by a JSON object."""
+    replace_text(path, as_json(tree))
 
 
 class AppendFile:

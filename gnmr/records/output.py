@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import secrets
 import stat
@@ -15,7 +14,7 @@ from typing import Any, BinaryIO
 
 from gnmr.errors import UserError, writing
 from gnmr.records import disk
-from gnmr.records.files import encode
+from gnmr.records.files import as_json
 
 
 @contextmanager
@@ -76,8 +75,8 @@ def write_text(path: Path, text: str, what: object = None, follow: bool = True) 
 
 
 def write_json(path: Path, tree: dict[str, Any], what: object = None, follow: bool = True) -> None:
-    """Write an indented JSON object, in which non-finite numbers are strings; see `replacing`."""
-    write_text(path, json.dumps(encode(tree), indent=2, allow_nan=False) + "\n", what, follow)
+    """Write a JSON object; see `replacing`."""
+    write_text(path, as_json(tree), what, follow)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import json
 import math
 import struct
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def iter_jsonl(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
     end, step, apart = 0, -1, _SEVERAL.get(path.name, 1)
     with file:
         for number, line in enumerate(iter(lambda: file.readline(MAX_ROW + 1), b""), 1):
-            with damaged(f"{path}, line {number}"):
+            with reading(f"{path}, line {number}"):
                 if len(line) > MAX_ROW:
                     raise ValueError(f"a row of more than {MAX_ROW:,} bytes")
                 row = _object(line)
@@ -63,17 +63,6 @@ def iter_jsonl(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
                     raise ValueError(f"step {after!r:.40} stands behind step {step}")
             step, end = after, end + len(line)
             yield row, end
-
-
-@contextmanager
-def damaged(what: object) -> Iterator[None]:
-    """Turn a ValueError of the block into `Damaged`."""
-    try:
-        yield
-    except Damaged:
-        raise
-    except ValueError as error:
-        raise Damaged(f"{what}: damaged ({error})") from error
 
 
 def _object(text: bytes) -> dict[str, Any] | None:
@@ -104,7 +93,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
         text = content(path)
     except FileNotFoundError:
         return None
-    with damaged(path):
+    with reading(path):
         return _object(text)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import platform
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gnmr import __version__
-from gnmr.records.machine import cpu_name
 from gnmr.records.schema import STEP_FIELDS, RatioRows
 
 if TYPE_CHECKING:
@@ -64,3 +64,13 @@ def versions() -> dict[str, Any]:
         "torch": torch.__version__,
         "machine": machine,
     }
+
+
+def cpu_name() -> str:
+    """Return the processor's name as the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

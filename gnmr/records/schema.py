@@ -144,8 +144,6 @@ SUMMARY_FIELDS: dict[str, str] = {
     "which a fork heals count nowhere in the shares of units and steps",
     "hit_max_o_frac": "steps with max_o or more units on the recovery path over all steps, those of a high-fidelity "
     "warm-up too",
-    "gnmr_over_frac": "unit-steps with GNMR > alpha over all unit-steps; null under a signal without GNMR",
-    "delta_gnmr_over_frac": "unit-steps with dGNMR > beta over all unit-steps; null under a signal without dGNMR",
     "over_frac": "unit-steps over the threshold of each of the signal's columns over all unit-steps: {column: share}",
     "saved_bytes_mean": "mean of saved_bytes over the steps that have it",
     "spent_gemm_frac": "mean of the steps' spent_gemm_frac: what the arm spent",

@@ -48,9 +48,9 @@ class _Steps:
             self.totals.update(routed=1, promoted=active, at_max_o=active >= self.max_o)
         if (saved := row["saved_bytes"]) is not None:  # null under activation checkpointing
             self.totals.update(measured=1, saved_bytes=saved)
-        if (spent := row["spent_gemm_frac"]) is not None:
+        if (spent := row.get("spent_gemm_frac")) is not None:
             self.totals.update(spends=1, spent=spent, extra_bytes=row["spent_extra_bytes"])
-        if (sent := row["numbers_sent"]) is not None:
+        if (sent := row.get("numbers_sent")) is not None:
             self.totals.update(sendings=1, sent=sent, sent_frac=row["numbers_sent_frac"])
         for operand, counts in row["saturation"].items():
             before = self.saturation.get(operand, (0, 0))
@@ -97,8 +97,6 @@ def summarize(
         "final_val_ppl": final.get("val_ppl"),
         "promotion_frac": _share(totals["promoted"], totals["routed"] * num_recoverable),
         "hit_max_o_frac": _share(totals["at_max_o"], totals["routed"]),
-        "gnmr_over_frac": over_frac.get("gnmr"),
-        "delta_gnmr_over_frac": over_frac.get("delta_gnmr"),
         "over_frac": over_frac,
         "saved_bytes_mean": _share(totals["saved_bytes"], totals["measured"]),
         "spent_gemm_frac": _share(totals["spent"], totals["spends"]),

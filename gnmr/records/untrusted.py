@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,10 +28,6 @@ MAX_DEPTH = 50
 """Containers within containers; ours have five."""
 MAX_NAME = 300
 """Characters of a name; a module's dotted name has some 60."""
-SMALL = 1 << 24
-"""Bytes; smaller files are not checked for compression."""
-MAX_EXPANSION = 100
-"""The largest compression ratio of files above `SMALL`: rows compress to a thirtieth at best."""
 
 
 class Damaged(UserError):
@@ -96,19 +91,6 @@ def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, with its type unless it is a UserError."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return line if isinstance(error, UserError) else f"{type(error).__name__}: {line}" if line else type(error).__name__
-
-
-def check_folder(folder: Path) -> None:
-    """Raise `Damaged` unless everything below the folder, which may be missing, is a regular file or a folder."""
-    if not exists(folder):
-        return
-    if not stat.S_ISDIR(folder.lstat().st_mode):
-        raise Damaged(f"{folder}: cannot be read (is no folder, or a symbolic link)")
-    for parent, folders, files in os.walk(folder):
-        for name in (*folders, *files):
-            kind = os.lstat(os.path.join(parent, name)).st_mode
-            if not (stat.S_ISDIR(kind) if name in folders else stat.S_ISREG(kind)):
-                raise Damaged(f"{os.path.join(parent, name)}: cannot be read (is a link or no regular file)")
 
 
 def text(value: object, most: int = MAX_NAME) -> str:

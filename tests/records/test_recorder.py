@@ -72,25 +72,6 @@ def test_fans_out_resumes_and_finishes(
     assert "step 10/10  loss" in out and out.rstrip().endswith(f"next: gnmr report {tmp_path}")
 
 
-def test_full_disk_ends_the_run_failed(tmp_path: Path, step_row: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = Recorder(info(tmp_path), RecordsConfig(live="off", wandb="off"), None)
-    recorder.start("a: 1\n", {}, {})
-    recorder.step(step_row(1), None)
-
-    class Full:
-        def write(self, data: bytes) -> None:
-            raise OSError(28, "No space left on device")
-
-        def close(self) -> None:
-            pass
-
-    monkeypatch.setattr(recorder._writer._lines["steps.jsonl"], "_file", Full())
-    with pytest.raises(RunFailed, match="disk full") as failure:
-        recorder.step(step_row(2), None)
-    assert recorder.finish("failed", str(failure.value))["steps"] == 1
-    assert (tmp_path / "FAILED").read_text() == f"{failure.value}\n"
-
-
 def test_an_end_that_cannot_be_written_is_a_failed_run(
     tmp_path: Path, step_row: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,10 +107,3 @@ def test_what_happens_after_done_changes_nothing_about_it(
         assert recorder.finish("failed", "too late")["status"] == "done"
     assert (tmp_path / "DONE").exists() and not (tmp_path / "FAILED").exists()
     assert read_json(tmp_path / "summary.json")["status"] == "done"  # type: ignore[index]
-
-
-def test_a_run_without_measured_bytes_ends_well(tmp_path: Path, step_row: Make, ratio_rows: Make) -> None:
-    with Recorder(info(tmp_path), RecordsConfig(live="off", wandb="off"), None) as recorder:
-        recorder.start("a: 1\n", {"a": 1}, {})
-        recorder.step(step_row(1) | {"saved_bytes": None, "saved_bytes_predicted": None}, ratio_rows(1))
-        assert recorder.finish("done")["saved_bytes_mean"] is None

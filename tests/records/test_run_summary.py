@@ -41,8 +41,6 @@ def test_summary_by_hand(tmp_path: Path, step_row: Make, eval_row: Make) -> None
         "final_val_ppl": 8.25,
         "promotion_frac": 6 / 20,
         "hit_max_o_frac": 2 / 4,
-        "gnmr_over_frac": 7 / 20,
-        "delta_gnmr_over_frac": 2 / 20,
         "numbers_sent_total": None,
         "numbers_sent_frac": None,
         "peak_memory_bytes": None,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from gnmr.lab.records.view import RunInfo, View, _bytes, _duration, _si
+from gnmr.lab.records.view import RunInfo, View
 from gnmr.records.schema import RatioRows
 from gnmr.records.summary import summarize
 
@@ -141,20 +141,6 @@ def test_off_only_says_what_it_is_told(args: tuple[Any, ...]) -> None:
     assert shown(file.getvalue()) == "a [bold]message[/bold]\n"
 
 
-def test_a_step_costs_no_drawing(args: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = 0
-
-    def count(self: View) -> str:
-        nonlocal drawn
-        drawn += 1
-        return "picture"
-
-    monkeypatch.setattr(View, "_picture", count)
-    start = time.monotonic()
-    drive(View("auto", 20, Console(force_terminal=True, file=io.StringIO(), _environ={"TERM": "xterm"})), *args)
-    assert drawn <= 8 + 4 * (time.monotonic() - start)  # starting, stopping and a message draw it too
-
-
 def test_a_resumed_run_measures_its_own_pace(step_row: Make) -> None:
     file = io.StringIO()
     view = View("plain", 20, Console(file=file, width=80))
@@ -166,12 +152,6 @@ def test_a_resumed_run_measures_its_own_pace(step_row: Make) -> None:
     view._first = (60, time.monotonic() - 20.0)
     view.step(step_row(80), None)
     assert file.getvalue().splitlines()[-1].endswith("left 0:00:20")
-
-
-def test_numbers() -> None:
-    assert [_duration(s) for s in (59.6, 75, 3675, math.nan)] == ["0:01:00", "0:01:15", "1:01:15", "-:--"]
-    assert [_si(n) for n in (999, 1500, 1_234_567, 7e9)] == ["999", "1.50 k", "1.23 M", "7.00 G"]
-    assert [_bytes(n) for n in (10, 1500, None)] == ["10 bytes", "1.5 kB", "–"]
 
 
 def test_lines_of_a_sweeps_cell_go_to_its_folder(args: tuple[Any, ...], capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,6 @@ from gnmr.lab.records.wandb_sink import (
     STEP_METRICS,
     WandbSink,
     _has_key,
-    group_of,
 )
 from gnmr.records.writer import RunWriter
 
@@ -358,8 +357,3 @@ def test_rows_that_cannot_be_read_back_stop_wandb_alone(tmp_path: Path, monkeypa
     sink.resume(tmp_path, 3)
     sink._thread.shutdown()
     assert len(said) == 1 and "its resume failed" in said[0] and sink.where() is None
-
-
-def test_seeds_of_an_arm_are_one_group() -> None:
-    assert group_of("stress/int4-0123abcd-s12", "int4") == "stress/int4-0123abcd"
-    assert group_of("stress/mine", "int4") == "stress/int4"

@@ -125,6 +125,8 @@ def write(root: Path, run: FakeRun) -> Path:
             "num_candidates": int(active[step].sum()),
             "num_active": int(active[step].sum()),
             "over": {"gnmr": int((gnmr[step] > 1.5).sum()), "delta_gnmr": int((gnmr[step] > 1.3).sum())},
+            "monitored": {},
+            "saturation": {},
             "saved_bytes": base + run.extra_bytes * int(active[step].sum()),
             "saved_bytes_predicted": base + run.extra_bytes * int(active[step].sum()),
             "skipped": False,

@@ -54,7 +54,6 @@ def fake_run(
         (folder / "faults.jsonl").write_text("".join(json.dumps(row) + "\n" for row in windows))
     run = FakeRun(
         folder=folder,
-        place=folder,
         settings={
             "precision.low": low,
             "precision.recovery": recovery,

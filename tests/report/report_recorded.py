@@ -64,7 +64,6 @@ class Recorded:
         for seed, loss in enumerate(losses):
             run = Run(
                 folder=Path(f"no-such-folder/{len(self.runs)}"),
-                place=Path(f"no-such-folder/{len(self.runs)}"),
                 settings=merged,
                 header={"data": {"fingerprint": "feedbeef"}},
                 experiment=self.experiment,

@@ -9,7 +9,6 @@ import zlib
 from collections.abc import Callable
 from html import unescape
 from html.parser import HTMLParser
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from gnmr.lab.report.comparisons import compare
 from gnmr.lab.report.curves import binned
 from gnmr.lab.report.page import render_page
 from gnmr.lab.report.runs import Ratios, Run
-from gnmr.lab.report.units import costs, limit, packed, thresholds, unit_map
+from gnmr.lab.report.units import costs, limit, thresholds, unit_map
 
 HOSTILE = "</script><script>window.owned = 1</script><img src=x onerror=alert(1)>"
 OWN = Path(page_module.__file__).parent
@@ -191,12 +190,6 @@ def test_a_verdict_ends_no_promotion(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found["verdicts"] == [(10, "precision", "a"), (30, "not reproducible", "")]
 
 
-def test_packing() -> None:
-    values = np.array([0.0, 1.0, -2.5, 1 / 3, 3.4e38, np.inf, -np.inf, np.nan], np.float32)
-    np.testing.assert_allclose(unpacked(packed(values)), values, rtol=2**-13)
-    assert unpacked(packed(np.array([[1, 2], [3, 65535]], np.uint16))).tolist() == [1, 2, 3, 65535]
-
-
 @pytest.mark.parametrize(
     ("name", "header", "expected"),
     [
@@ -232,52 +225,6 @@ def test_maps_that_do_not_fit_are_named(tmp_path: Path, monkeypatch: pytest.Monk
     made = page(runs)
     assert [one["label"] for one in made.data[0]["maps"]] == ["int4, seed 0", "int4_int8, seed 0"]
     assert "No room for the maps of int4, seed 1; int4_int8, seed 1." in made.text
-
-
-def test_a_large_run_fits(tmp_path: Path) -> None:
-    """200 units by 20,000 steps: under 5 MB."""
-    risk_SU = np.exp(0.3 * np.random.default_rng(0).standard_normal((20_000, 200), dtype=np.float32))
-    made = ratios(20_000, [f"model.layers.{place // 7}.mlp.unit{place}" for place in range(200)], risk_SU)
-    made.norm_SU[:] = risk_SU[::-1]
-    made.columns["gnmr"], made.columns["delta_gnmr"] = np.roll(risk_SU, 7, axis=0), np.roll(risk_SU, 11, axis=0)
-    run = fake_run(tmp_path / "run", made=made)
-    html = render_page(compare([run]), [run], tmp_path)
-    assert len(html) < 5e6
-    (one,) = Page(html).data[0]["maps"]
-    assert (one["width"], one["bins"]) == (25, 800)
-
-
-# Linear RGB as it is seen without one kind of cone (Machado, Oliveira and Fernandes 2009), at full severity.
-SEEN = {
-    "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
-    "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
-    "tritan": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
-}
-XYZ = [[0.4339, 0.3762, 0.1899], [0.2126, 0.7152, 0.0722], [0.0178, 0.1095, 0.8727]]  # of sRGB, white at 1
-
-
-def lab(colour: str, seen: list[list[float]]) -> np.ndarray:
-    """CIELAB of a colour as it is seen."""
-    rgb = np.array([int(colour[at : at + 2], 16) for at in (1, 3, 5)]) / 255
-    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
-    xyz = np.array(XYZ) @ np.clip(np.array(seen) @ linear, 0, 1)
-    x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
-    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
-
-
-@pytest.mark.parametrize("seen", SEEN)
-def test_arms_of_one_line_style_stay_apart_for_the_colour_blind(seen: str, tmp_path: Path) -> None:
-    """20 in CIELAB: green and pink, orange and vermilion are 18 apart without M cones, green and sky 16 without S."""
-    runs = [fake_run(tmp_path / f"{n}", "int4", settings={"controller.max_o": n + 1}) for n in range(21)]
-    for number, run in enumerate(runs):
-        run.hash = str(number)
-    arms = page(runs).data[0]["arms"]
-    assert len({(one["colour"], one["dash"]) for one in arms}) == 21
-    light = dict(re.findall(r"--(c\d): (#\w{6})", (OWN / "page.html.j2").read_text().partition("@media")[0]))
-    for one, other in combinations(arms[:7], 2):
-        if one["dash"] == other["dash"]:
-            colours = [lab(light[arm["colour"][6:8]], SEEN[seen]) for arm in (one, other)]
-            assert np.linalg.norm(colours[0] - colours[1]) > 20, (one, other)
 
 
 def test_a_short_last_bin_is_no_cliff() -> None:

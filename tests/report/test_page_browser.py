@@ -149,13 +149,6 @@ def test_the_first_screen_tells_it(page: Any) -> None:
     assert page.execute_script("return document.getElementById('map').getBoundingClientRect().top") < 800
 
 
-def test_another_comparison(page: Any) -> None:
-    Select(page.find_element(By.ID, "comparison")).select_by_index(0)
-    until(page, lambda: text(page, ".of:not([hidden]) .verdict").startswith("bf16 ended at perplexity 40.00"))
-    assert texts(page, "#arms .of:not([hidden]) tbody td:first-child") == ["bf16"]
-    assert page.get_log("browser") == []
-
-
 def test_the_legend_hides_and_shows_arms(page: Any) -> None:
     def seen() -> set[str]:
         names = "[...document.querySelectorAll('#loss-train path[data-name]')].map(one => one.dataset.name)"
@@ -293,15 +286,6 @@ def test_a_drag_zooms(page: Any, plot: str) -> None:
     assert page.get_log("browser") == []
 
 
-def test_another_run(page: Any) -> None:
-    select = Select(page.find_element(By.ID, "run"))
-    assert select.first_selected_option.text == "int4_int8, seed 0", "the first routed one"
-    select.select_by_visible_text("int4, seed 1")
-    until(page, lambda: text(page, "#map-origin code") == "gnmr train")
-    at_cell(page, 1, 20).perform()
-    until(page, lambda: "2.019" in text(page, "#tip"))
-
-
 def test_the_table_sorts(page: Any) -> None:
     def arms() -> list[str]:
         return texts(page, "#arms .of:not([hidden]) table:first-of-type tbody td:first-child")[:2]
@@ -313,13 +297,3 @@ def test_the_table_sorts(page: Any) -> None:
     assert arms() == ["int4_int8", "int4"], "40 before 50"
     head.click()
     assert arms() == ["int4", "int4_int8"]
-
-
-def test_a_large_run_opens(browser: Any, tmp_path: Path) -> None:
-    """200 units by 20,000 steps; how large its page may be stands in test_page.py."""
-    risk_SU = np.exp(0.3 * np.random.default_rng(0).standard_normal((20_000, 200), dtype=np.float32))
-    made = ratios(20_000, [f"layers.{place}" for place in range(200)], risk_SU)
-    made.active_SU[::50] = True
-    opened(browser, write(tmp_path / "report.html", [fake_run(tmp_path / "run", made=made)]))
-    assert browser.find_elements(By.CSS_SELECTOR, "#map .over")
-    assert browser.get_log("browser") == []

@@ -80,7 +80,7 @@ def test_the_default_folder_of_several_runs_is_their_common_parents(write_run: W
 @pytest.mark.parametrize(
     ("file", "content", "told"),
     [
-        ("units.arrows", b"PAR1 no such stream", "left out: units.arrows: "),
+        ("units.arrows", b"PAR1 no such stream", "units.arrows: "),
         ("units.arrows", b"", ""),
         ("header.json", b"\xff\xfe", ""),
         ("header.json", b"[]", ""),
@@ -134,7 +134,7 @@ def test_refusals_are_one_line(write_run: Write, tmp_path: Path) -> None:
     for name in ("report.md", "report.html"):
         (tmp_path / "out").mkdir(exist_ok=True)
         (tmp_path / "out" / name).symlink_to(tmp_path / "file")
-        with pytest.raises(UserError, match="symbolic link"):
+        with pytest.raises(UserError, match="is something else"):
             printed([run], tmp_path / "out")
         (tmp_path / "out" / name).unlink()
     assert (tmp_path / "file").read_text() == ""
@@ -143,29 +143,14 @@ def test_refusals_are_one_line(write_run: Write, tmp_path: Path) -> None:
         printed([run])
 
 
-def test_the_baseline_can_be_chosen(write_run: Write, tmp_path: Path) -> None:
-    for arm, ppl in (("int4", 44.0), ("int8", 40.0), ("int4_int8", 42.0)):
-        write_run(arm=arm, val_ppl=ppl)
-    assert "-4.5%" in printed([tmp_path])
-    assert "+5.0%" in printed([tmp_path], against="int8")
-    with pytest.raises(UserError, match="no such arm; there are int4, int4_int8-gnmr, int8"):
-        printed([tmp_path], against="int3")
-    write_run(arm="int4_int8", settings={"controller.max_o": 2})
-    with pytest.raises(UserError, match="several arms have this name: int4_int8-gnmr max_o=2, int4_int8-gnmr max_o=4"):
-        printed([tmp_path], against="int4_int8-gnmr")
-    printed([tmp_path], against="int4_int8-gnmr max_o=2")
-
-
 def test_what_cannot_be_compared_is_refused_where_it_is_asked_for(write_run: Write, tmp_path: Path) -> None:
     write_run(arm="int4", steps=3)
     write_run(arm="int8", steps=2, header={"data": {"fingerprint": "0ther"}})
     write_run(arm="bf16", experiment="another")
     printed([tmp_path])
-    for asked in ({"strict": True}, {"against": "int4"}):
-        with pytest.raises(UserError, match="cannot be compared"):
-            printed([tmp_path], **asked)
-    printed([tmp_path], against="bf16")
-    assert main([str(tmp_path / "runs" / "another"), "--strict", "--against", "bf16"]) == 0
+    with pytest.raises(UserError, match="cannot be compared"):
+        printed([tmp_path], strict=True)
+    assert main([str(tmp_path / "runs" / "another"), "--strict"]) == 0
 
 
 def test_the_command_line(write_run: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

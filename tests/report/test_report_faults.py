@@ -37,13 +37,6 @@ def test_figures_by_hand() -> None:
     assert found.false_alarms == pytest.approx(1000 * 2 / 13)
 
 
-def test_without_grace_the_step_after_the_window_is_a_false_alarm() -> None:
-    found = detect(flagged(("a", 6)), WINDOWS, grace=0)
-    assert (found.delays, found.precision, found.recall) == ((None, None), 0.0, 0.0)
-    assert found.false_alarms == pytest.approx(1000 / 16)
-    assert detect(flagged(("a", 6)), WINDOWS).delays == (3, None)
-
-
 def test_over_means_over_the_trigger_and_inf_is_over() -> None:
     assert detect(flagged(("a", 3), risk=1.0), WINDOWS).flagged == 0
     assert detect(flagged(("a", 3), risk=2.0), WINDOWS, trigger=2.0).flagged == 0

@@ -9,12 +9,9 @@ from scipy import stats
 
 from gnmr.lab.report.statistics import (
     Paired,
-    as_percent,
     gap_closed,
     holm,
-    p_text,
     paired,
-    relative_text,
     smallest_shift,
     verdicts,
 )
@@ -93,25 +90,14 @@ def test_a_verdict_needs_the_adjusted_p() -> None:
 def test_gap_closed() -> None:
     """Means over seeds 0 and 1: low 1.1, arm 1.0, recovery 0.85."""
     low, arm, recovery = {0: 1.0, 1: 1.2, 2: 9.0}, {0: 0.95, 1: 1.05}, {0: 0.8, 1: 0.9, 2: 1.0}
-    assert gap_closed(low, arm, recovery) == (pytest.approx(0.4), 2)
+    assert gap_closed(low, arm, recovery) == pytest.approx(0.4)
     assert gap_closed(recovery, arm, low) is None, "low is the better end"
     assert gap_closed({0: INF}, {0: 1.0}, {0: 0.9}) is None
     assert gap_closed({0: 1.0}, {1: 1.0}, {0: 0.9}) is None
-
-
-def test_as_percent() -> None:
-    assert as_percent(math.log(1.05)) == pytest.approx(5.0)
-    assert math.isfinite(as_percent(1e6))
 
 
 def test_the_smallest_shift_is_shown_in_80_of_100_tests() -> None:
     """By the noncentral t distribution; for many degrees of freedom by the normal one."""
     critical = stats.t.ppf(0.975, 16)
     assert stats.nct.sf(critical, 16, smallest_shift(16)) == pytest.approx(0.8, abs=1e-4)
-    assert smallest_shift(16, 0.01) > smallest_shift(16)
     assert smallest_shift(10**4) == pytest.approx(1.959964 + 0.841621, rel=1e-3)
-
-
-def test_texts_of_numbers() -> None:
-    assert [p_text(p) for p in (None, math.nan, 0.0123, 2e-5)] == ["-", "-", "0.012", "2e-5"]
-    assert relative_text(math.log(1.05)) == "+5.0 %" and relative_text(-1e-9) == "+0.0 %"

@@ -23,8 +23,9 @@ from gnmr.lab.train.memory import refuse_run
 from gnmr.lab.train.model import pretrained_model
 from gnmr.precision import ConvertedModel
 from gnmr.precision.recipes import described
+from gnmr.records.disk import check_tree
 from gnmr.records.reader import read_json
-from gnmr.records.untrusted import check_folder, exists, reading
+from gnmr.records.untrusted import exists, reading
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def load_subject(path: str, device: str = "auto") -> Subject:
     where = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
     folder = Path(path).expanduser()
     if exists(folder / "config.yaml"):
-        check_folder(folder / "checkpoints")
+        check_tree(folder, skip=("wandb",))
         with reading(folder):
             return _run(folder, where)
     if folder.is_dir():

@@ -6,10 +6,11 @@ trigger at which it raises false alarms in SHARE of the unit-steps outside the f
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
+from typing import Any
 
 import numpy as np
 from rich.table import Table
@@ -17,7 +18,7 @@ from rich.table import Table
 from gnmr.lab.config import ControllerConfig
 from gnmr.lab.replay.replay import replay
 from gnmr.lab.replay.trace import Norms
-from gnmr.lab.report.faults import GRACE, FaultWindow, detect
+from gnmr.lab.report.faults import GRACE, Detection, FaultWindow, detect
 from gnmr.lab.report.runs import Ratios
 
 
@@ -31,28 +32,9 @@ class FaultyRun:
     windows: list[FaultWindow]
 
 
-@dataclass
-class Tally:
-    """Detections of one signal, summed over runs."""
-
-    windows: int = 0
-    detected: int = 0
-    flagged: int = 0
-    flagged_inside: int = 0
-    unit_steps_outside: int = 0
-    delays: list[int] = field(default_factory=list)
-    """Steps from a detected window's first step to its first flag."""
-
-    def add(self, delays: Sequence[int | None]) -> None:
-        """Count windows by their delays, None for a missed one."""
-        self.windows += len(delays)
-        self.delays += [delay for delay in delays if delay is not None]
-        self.detected = len(self.delays)
-
-
-def tally(name: str, runs: Sequence[FaultyRun], share: float) -> dict[str, Tally]:
-    """Return the detections of a signal by kind of fault; "all" holds the kinds together, and alone counts flags."""
-    tallies: dict[str, Tally] = {"all": Tally()}
+def detections(name: str, runs: Sequence[FaultyRun], share: float) -> Detection:
+    """Return what a signal detected in all runs together."""
+    found = []
     for run in runs:
         options = run.settings.options if name == run.settings.signal else {}
         settings = replace(run.settings, signal=name, options=options)
@@ -60,16 +42,14 @@ def tally(name: str, runs: Sequence[FaultyRun], share: float) -> dict[str, Tally
         nothing = np.zeros(risk.shape, bool)
         seen = np.where(run.norms.observed, risk, np.nan)
         ratios = Ratios(np.arange(1, len(risk) + 1), run.norms.units, risk, {}, seen, nothing)
-        found = detect(ratios, run.windows, _trigger(run, risk, share))
-        every = tallies["all"]
-        every.add(found.delays)
-        every.flagged += found.flagged
-        every.flagged_inside += found.flagged_inside
-        every.unit_steps_outside += found.unit_steps_outside
-        for kind in {window.kind for window in run.windows}:
-            of_kind = [d for window, d in zip(found.windows, found.delays, strict=True) if window.kind == kind]
-            tallies.setdefault(kind, Tally()).add(of_kind)
-    return tallies
+        found.append(detect(ratios, run.windows, _trigger(run, risk, share)))
+    return Detection(
+        windows=tuple(window for one in found for window in one.windows),
+        delays=tuple(delay for one in found for delay in one.delays),
+        flagged=sum(one.flagged for one in found),
+        flagged_inside=sum(one.flagged_inside for one in found),
+        unit_steps_outside=sum(one.unit_steps_outside for one in found),
+    )
 
 
 def _trigger(run: FaultyRun, risk: np.ndarray, share: float) -> float:
@@ -82,21 +62,22 @@ def _trigger(run: FaultyRun, risk: np.ndarray, share: float) -> float:
     return float(highest[allowed]) if allowed < len(highest) else 0.0
 
 
-def as_tree(found: dict[str, dict[str, Tally]]) -> dict[str, dict[str, object]]:
-    """Return the tallies for a JSON file."""
-    return {name: {kind: asdict(one) for kind, one in kinds.items()} for name, kinds in found.items()}
+def as_tree(found: dict[str, Detection]) -> dict[str, dict[str, Any]]:
+    """Return the detections by signal, for a JSON file."""
+    return {name: asdict(one) for name, one in found.items()}
 
 
-def table(found: dict[str, dict[str, Tally]]) -> Table:
+def table(found: dict[str, Detection]) -> Table:
     """Return recall, precision and median delay of each signal, then its recall by kind of fault."""
-    kinds = sorted({kind for kinds in found.values() for kind in kinds} - {"all"})
+    kinds = sorted({window.kind for one in found.values() for window in one.windows})
     shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in ("signal", "recall", "precision", "delay", *kinds):
         shown.add_column(column, justify="left" if column == "signal" else "right", no_wrap=True)
-    for name, tallies in found.items():
-        every = tallies["all"]
-        precision = f"{every.flagged_inside / every.flagged:.1%}" if every.flagged else "-"
-        delay = f"{median(every.delays):g}" if every.delays else "-"
-        recalls = [f"{tallies[kind].detected} of {tallies[kind].windows}" for kind in ("all", *kinds)]
-        shown.add_row(name, recalls[0], precision, delay, *recalls[1:])
+    for name, one in found.items():
+        precision = "-" if one.precision is None else f"{one.precision:.1%}"
+        delay = "-" if one.delay is None else f"{one.delay:g}"
+        caught = Counter(w.kind for w, after in zip(one.windows, one.delays, strict=True) if after is not None)
+        of_kind = Counter(window.kind for window in one.windows)
+        recalls = [f"{caught[kind]} of {of_kind[kind]}" for kind in kinds]
+        shown.add_row(name, f"{one.detected} of {len(one.windows)}", precision, delay, *recalls)
     return shown

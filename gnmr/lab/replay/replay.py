@@ -111,7 +111,6 @@ class Totals:
         self.num_units, self.max_o = len(norms.units), settings.cap
         self.steps = self.promoted = self.full = 0
         self.over: Counter[str] = Counter()
-        self.ever = np.zeros(self.num_units, dtype=bool)
         known = norms.spend is not None and norms.settings.cost == "gemm"
         self._spend = np.array(norms.spend) if known else None
         self._pinned, self._spent = norms.spend_pinned, 0.0
@@ -122,7 +121,6 @@ class Totals:
         self.promoted += int(decision.in_force.sum())
         self.full += int(decision.in_force.sum()) >= self.max_o
         self.over.update({column: decision.over(column) for column in decision.columns})
-        self.ever |= decision.in_force
         if self._spend is not None:
             self._spent += self._pinned + float(self._spend[decision.in_force].sum())
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from gnmr.console import print_plain
 from gnmr.errors import UserError, printable, writing
 from gnmr.lab.records.find import find_runs
-from gnmr.lab.report.comparisons import Comparison, choose_baseline, compare, refuse_rivals
+from gnmr.lab.report.comparisons import Comparison, compare, refuse_rivals
 from gnmr.lab.report.faults import fault_table
 from gnmr.lab.report.headline import headline
 from gnmr.lab.report.layout import Table, as_markdown
@@ -30,7 +30,6 @@ def report(
     out: Path | None,
     console: Console,
     *,
-    against: str | None = None,
     strict: bool = False,
     html: Path | None = None,
 ) -> None:
@@ -39,12 +38,10 @@ def report(
     Args:
         paths: run folders, or folders above run folders.
         out: by default report/ in the path, or in the common parent of several.
-        against: label or name of the arm that the others are tested against.
         strict: refuse runs of one experiment and scale that cannot be compared.
         html: by default `out`/report.html.
 
-    Raises `UserError` if a path is missing or holds no run, if a file cannot be written, and if no arm fits `against`
-    or it is missing where it would be needed.
+    Raises `UserError` if a path is missing or holds no run, and if a file cannot be written.
     """
     root = _common(paths)
     folder = root / "report" if out is None else out
@@ -59,8 +56,6 @@ def report(
         comparisons = compare(runs)
         if strict:
             refuse_rivals(comparisons)
-        if against is not None:
-            choose_baseline(comparisons, against)
         sentences = [f"**{as_markdown(c.name)}.** {as_markdown(headline(c).sentence)}\n" for c in comparisons]
         return sentences, arm_tables(comparisons), render_page(comparisons, runs, page.parent)
 

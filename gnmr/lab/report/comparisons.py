@@ -51,8 +51,6 @@ class Comparison:
     arms: list[Arm]
     rivals: list[Kind] = field(default_factory=list)
     """Other comparisons of the same experiment and scale: not to be compared with this one."""
-    against: Arm | None = None
-    """The arm that all others are held against where one was asked for; see `choose_baseline`."""
 
     @property
     def name(self) -> str:
@@ -81,10 +79,6 @@ class Comparison:
     def recovery(self, arm: Arm) -> Arm | None:
         """The static arm on the arm's recovery path; without injected faults where there is one."""
         return self._bound(arm, self._on(arm, 1))
-
-    def baseline(self, arm: Arm) -> Arm | None:
-        """What the arm is held against: the arm of `choose_baseline`, else the static low path."""
-        return self.against or self.low(arm)
 
     def random(self, arm: Arm) -> Arm | None:
         """The `nearest_random` arm where both were given one budget (controller.budget), or where its mean promotion is
@@ -167,10 +161,6 @@ class Comparison:
         told = zip(("data", "seq_len", "tokens per step", "steps", "base"), columns, strict=True)
         return {what: (mine, sorted(set(others) - {mine})) for what, (mine, *others) in told if set(others) - {mine}}
 
-    def told_apart(self) -> str:
-        """`apart` in words."""
-        return ", ".join(f"{what} ({mine} and {', '.join(others)})" for what, (mine, others) in self.apart().items())
-
     def differing_settings(self) -> list[str]:
         """Keys in which rows differ although they are not what makes an arm."""
         return [key for key in varying(self.arms) if not key.startswith(_WHAT_AN_ARM_IS)]
@@ -185,7 +175,10 @@ def compare(runs: Iterable[Run]) -> list[Comparison]:
         Comparison(kind, [arm for (name, _), group in arms.items() for arm in _arms(name, group)])
         for kind, arms in groups.items()
     ]
-    for siblings in by_experiment(comparisons).values():
+    siblings_of: dict[str, list[Comparison]] = defaultdict(list)
+    for one in comparisons:
+        siblings_of[one.kind.experiment].append(one)
+    for siblings in siblings_of.values():
         _label(siblings)
         for one in siblings:
             one.rivals = [other.kind for other in siblings if other is not one and other.kind.scale == one.kind.scale]
@@ -193,47 +186,12 @@ def compare(runs: Iterable[Run]) -> list[Comparison]:
     return sorted(comparisons, key=lambda one: (one.kind.experiment, -len(one.runs), _order(one.kind)))
 
 
-def by_experiment(comparisons: Iterable[Comparison]) -> dict[str, list[Comparison]]:
-    """The comparisons of each experiment, in their order."""
-    found: dict[str, list[Comparison]] = defaultdict(list)
-    for comparison in comparisons:
-        found[comparison.kind.experiment].append(comparison)
-    return dict(found)
-
-
 def refuse_rivals(comparisons: Iterable[Comparison]) -> None:
     """Raises `UserError` where runs of one experiment and scale cannot be compared, naming what differs."""
     for one in comparisons:
-        if one.apart():
-            raise UserError(f"{one.name}: these runs cannot be compared, they differ in {one.told_apart()}")
-
-
-def choose_baseline(comparisons: list[Comparison], name: str) -> None:
-    """Makes the arm of that label (or name, where only one arm has it) the baseline of every comparison that has it.
-
-    Raises `UserError` where no comparison has it, where a name fits several arms, and where the arm is missing in a
-    comparison whose rivals have it: it would have to be compared across data, length or batch.
-    """
-    for comparison in comparisons:
-        named = [arm for arm in comparison.arms if arm.label == name]
-        named = named or [arm for arm in comparison.arms if arm.name == name]
-        if len(named) > 1:
-            raise UserError(f"--against {name}: several arms have this name: {_labels(named)}")
-        comparison.against = named[0] if named else None
-    having = {comparison.kind for comparison in comparisons if comparison.against}
-    if not having:
-        known = _labels(arm for comparison in comparisons for arm in comparison.arms)
-        raise UserError(f"--against {name}: no such arm; there are {known}")
-    for comparison in comparisons:
-        if not comparison.against and having & set(comparison.rivals):
-            raise UserError(
-                f"--against {name}: {comparison.name} has runs that cannot be compared with this arm's, they differ in "
-                f"{comparison.told_apart()}"
-            )
-
-
-def _labels(arms: Iterable[Arm]) -> str:
-    return ", ".join(dict.fromkeys(arm.label for arm in arms))
+        if apart := one.apart():
+            told = ", ".join(f"{what} ({here} and {', '.join(there)})" for what, (here, there) in apart.items())
+            raise UserError(f"{one.name}: these runs cannot be compared, they differ in {told}")
 
 
 def short(fingerprint: str | None) -> str:

@@ -254,14 +254,11 @@ class Family:
         """Replicates that the two bounds have in common."""
         return len(self.model.replicates(self.low, self.high)) if self.model and self.gap else 0
 
-    def smallest(self, row: Row, tests: int = 1) -> float | None:
-        """Return the difference to the control, as a share of the gap, that this test shows with 80% power.
-
-        `tests` > 1 gives that of the first step of Holm's method.
-        """
+    def smallest(self, row: Row) -> float | None:
+        """Return the difference to the control, as a share of the gap, that this test shows with 80% power."""
         if not self.gate or row.difference is None or self.gap is None or self.gap.estimate <= 0:
             return None
-        return row.difference.error * smallest_shift(row.difference.freedom, LEVEL / tests) / self.gap.estimate
+        return row.difference.error * smallest_shift(row.difference.freedom) / self.gap.estimate
 
     def control_text(self) -> str:
         """Return the outcome of the positive control."""

@@ -71,10 +71,10 @@ class Detection:
         return 1000 * (self.flagged - self.flagged_inside) / outside if outside else None
 
 
-def detect(ratios: Ratios, windows: Iterable[FaultWindow], trigger: float = 1.0, grace: int = GRACE) -> Detection:
+def detect(ratios: Ratios, windows: Iterable[FaultWindow], trigger: float = 1.0) -> Detection:
     """Holds the flagged unit-steps (risk > `trigger`, inf included) against the windows.
 
-    A window reaches to `end` + `grace` here, for the detection as for inside and outside. Windows that begin after the
+    A window reaches to `end` + `GRACE` here, for the detection as for inside and outside. Windows that begin after the
     last recorded step are left out; one of a unit that was never observed is missed. An unobserved unit-step (risk NaN)
     counts nowhere.
     """
@@ -85,7 +85,7 @@ def detect(ratios: Ratios, windows: Iterable[FaultWindow], trigger: float = 1.0,
     delays: list[int | None] = []
     for window in begun:
         unit = place.get(window.unit, [])
-        rows = slice(*np.searchsorted(steps, (window.start, window.end + grace + 1)))
+        rows = slice(*np.searchsorted(steps, (window.start, window.end + GRACE + 1)))
         hits = steps[rows][flagged_SU[rows, unit].any(axis=1)]
         delays.append(int(hits[0]) - window.start if len(hits) else None)
         inside_SU[rows, unit] = True

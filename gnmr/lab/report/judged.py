@@ -35,8 +35,7 @@ class Bounds:
 
     def closed(self, arm: Arm) -> float | None:
         """Return the share of the gap between the bounds that the arm closes; None without a gap."""
-        found = gap_closed(outcomes(self.low), outcomes(arm), outcomes(self.high))
-        return None if found is None else found[0]
+        return gap_closed(outcomes(self.low), outcomes(arm), outcomes(self.high))
 
 
 @dataclass(frozen=True)
@@ -103,11 +102,11 @@ def _bounds(comparison: Comparison, low: Arm, high: Arm, between: list[Arm]) -> 
 def judged(comparison: Comparison, pairs: list[Bounds]) -> list[Judged]:
     """Return every arm with its tests, in the order of the arms. `pairs`: `bounds(comparison)`."""
     found: dict[str, Judged] = {}
-    for one in pairs if comparison.against is None else []:
+    for one in pairs:
         found |= {arm.label: _in_family(one, arm) for arm in (*one.between, one.high) if arm.label not in found}
     rest = []
     for arm in comparison.arms:
-        baseline = comparison.baseline(arm)
+        baseline = comparison.low(arm)
         if arm.label not in found and baseline is not None and baseline is not arm:
             rest.append((arm, baseline, paired(outcomes(arm), outcomes(baseline))))
     for (arm, baseline, test), (p, verdict) in zip(rest, verdicts([test for *_, test in rest]), strict=True):

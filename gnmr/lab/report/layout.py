@@ -87,12 +87,12 @@ def _shown(text: str) -> Text:
     return Text("\n".join(map(printable, text.split("\n"))))
 
 
-def measure(value: Stat | None, digits: int, sign: bool = False, unit: str = "") -> str:
+def measure(value: Stat | None, digits: int, unit: str = "") -> str:
     """Mean ± sample standard deviation, the latter - where there is none."""
     if value is None:
         return NOTHING
     spread = NOTHING if value.sd is None else f"{value.sd:.{digits}f}"
-    return f"{value.mean:{'+' if sign else ''}.{digits}f} ± {spread}{unit}"
+    return f"{value.mean:.{digits}f} ± {spread}{unit}"
 
 
 def counted(what: str, things: Iterable[object]) -> str:

@@ -18,8 +18,9 @@ import numpy as np
 
 from gnmr.errors import UserError
 from gnmr.lab import config
-from gnmr.records.reader import check_units, read_json, read_jsonl, read_ratios
+from gnmr.records.reader import MAX_UNITS, check_units, read_json, read_jsonl, read_ratios
 from gnmr.records.schema import EVAL_FIELDS, STEP_FIELDS, SUMMARY_FIELDS, ratio_schema
+from gnmr.records.summary import summarize
 from gnmr.records.untrusted import Damaged, content, exists, reading, text
 
 _FOLDER_NAME = re.compile(r"(?P<arm>.+)-(?P<hash>[0-9a-f]{8})-s(?P<seed>\d+)")
@@ -66,8 +67,6 @@ class Run:
     """done, failed, interrupted, or running: neither marker nor summary, so it runs or was killed."""
     reason: str | None
     """Why it failed or stopped, one line."""
-    place: Path
-    """Where it is for the user: the folder, or PACK/RUN."""
 
     @cached_property
     def steps(self) -> Columns:
@@ -86,40 +85,18 @@ class Run:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """`SUMMARY_FIELDS`: what summary.json says, the rest counted from the rows; None where nothing is known."""
-        written = _summary(self.folder)
-        return self._counted() | {key: value for key, value in written.items() if value is not None}
+        """Return `SUMMARY_FIELDS`: what summary.json says, and what it lacks counted from the rows."""
+        written = {key: value for key, value in _summary(self.folder).items() if value is not None}
+        if self.status == "done" and written.get("promotion_frac") is not None:
+            return dict.fromkeys(SUMMARY_FIELDS) | written
+        units, max_o = len(self.header.get("units") or []), self.settings.get("controller.max_o")
+        return summarize(self.folder, units, max_o or MAX_UNITS, self.status, self.reason) | written
 
     def check(self) -> Run:
         """Itself, with everything read that a table shows but for the ratios; `Damaged` where that cannot be."""
         with reading(self.folder):
-            _ = self.summary, self.events
+            _ = self.steps, self.evals, self.summary, self.events
         return self
-
-    def _counted(self) -> dict[str, Any]:
-        steps, evals = self.steps, self.evals
-        number = len(steps["step"])
-        routed = np.isfinite(steps["num_active"])  # not while a fork heals
-        unit_steps = int(routed.sum()) * len(self.header.get("units") or [])
-        max_o = self.settings.get("controller.max_o")
-
-        def share(field: str) -> float | None:
-            return float(np.nansum(steps[field]) / unit_steps) if unit_steps else None
-
-        return {
-            "steps": number,
-            "tokens": _last(steps["tokens"]),
-            "final_val_loss": _last(evals["val_loss"]),
-            "final_val_ppl": _last(evals["val_ppl"]),
-            "promotion_frac": share("num_active"),
-            "hit_max_o_frac": float(np.mean(steps["num_active"][routed] >= max_o)) if routed.any() and max_o else None,
-            "saved_bytes_mean": _mean(steps["saved_bytes"]),
-            "spent_gemm_frac": _mean(steps["spent_gemm_frac"]),
-            "spent_extra_bytes": _mean(steps["spent_extra_bytes"]),
-            "numbers_sent_frac": _mean(steps["numbers_sent_frac"]),
-            "nonfinite_total": _last(steps["nonfinite_total"]),
-            "wall_time_s": float(np.nansum(steps["step_time_s"])) if number else None,
-        }
 
     @property
     def last_step(self) -> int:
@@ -221,8 +198,8 @@ class Run:
             raise Damaged(f"{self.folder}: its ratios are too large to be shown ({told})")
 
 
-def load(folder: Path, place: Path | None = None) -> Run:
-    """A run, checked and without its rows, which are read when they are first asked for. `place`: see `Run`.
+def load(folder: Path) -> Run:
+    """Return a run, checked and without its rows, which are read when they are first asked for.
 
     A config of another version of this project, which no longer passes its checks, is taken as it is written.
     Raises `UserError` where a file is not what it should be (`gnmr.records.untrusted`).
@@ -253,7 +230,6 @@ def load(folder: Path, place: Path | None = None) -> Run:
         seed=seed,
         status=status,
         reason=reason,
-        place=place or folder,
     )
 
 
@@ -351,14 +327,5 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else np.nan
 
 
-def _mean(values: np.ndarray) -> float | None:
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if len(known) else None
-
-
 def _last(values: np.ndarray) -> float | None:
     return float(values[-1]) if len(values) else None
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}

@@ -101,11 +101,11 @@ def _counted(pairs: np.ndarray, mine: int, theirs: int) -> Paired:
 
 
 @lru_cache(maxsize=256)
-def smallest_shift(freedom: int, level: float = LEVEL) -> float:
-    """Return the difference, in standard errors, that a two-sided t-test at that level shows with `POWER`."""
+def smallest_shift(freedom: int) -> float:
+    """Return the difference, in standard errors, that a two-sided t-test at `LEVEL` shows with `POWER`."""
     from statsmodels.stats.power import TTestPower
 
-    found = TTestPower().solve_power(nobs=freedom + 1, alpha=level, power=POWER)
+    found = TTestPower().solve_power(nobs=freedom + 1, alpha=LEVEL, power=POWER)
     return float(found) * math.sqrt(freedom + 1)
 
 
@@ -133,10 +133,8 @@ def verdict(direction: float, adjusted: float | None) -> str:
     return BETTER if direction < 0 else WORSE
 
 
-def gap_closed(
-    low: Mapping[int, float], arm: Mapping[int, float], recovery: Mapping[int, float]
-) -> tuple[float, int] | None:
-    """Return (low - arm) / (low - recovery) of the means over common seeds, and the number of those seeds.
+def gap_closed(low: Mapping[int, float], arm: Mapping[int, float], recovery: Mapping[int, float]) -> float | None:
+    """Return (low - arm) / (low - recovery) of the means over common seeds.
 
     None if there is no such seed, if one of these runs diverged, or if low is not the worse of the two bounds.
     """
@@ -144,7 +142,7 @@ def gap_closed(
     means = [math.fsum(side[seed] for seed in seeds) / max(len(seeds), 1) for side in (low, arm, recovery)]
     if not seeds or not all(map(math.isfinite, means)) or means[0] <= means[2]:
         return None
-    return (means[0] - means[1]) / (means[0] - means[2]), len(seeds)
+    return (means[0] - means[1]) / (means[0] - means[2])
 
 
 def as_percent(difference: float) -> float:

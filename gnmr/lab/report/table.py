@@ -37,7 +37,7 @@ def run_table(runs: Iterable[Run], root: Path) -> Table:
     for run in runs:
         steps = f"{run.last_step} of {run.planned_steps or '?'}"
         status = "unfinished" if run.status == "running" else run.status
-        table.rows.append([os.path.relpath(run.place, root), status, steps, run.commit, run.machine, run.command])
+        table.rows.append([os.path.relpath(run.folder, root), status, steps, run.commit, run.machine, run.command])
     return table
 
 
@@ -107,7 +107,7 @@ def _how(comparison: Comparison, pairs: list[Bounds], columns: list[str]) -> lis
     """Return what the columns mean and what was tested."""
     notes = ["± is the sample standard deviation over the finished seeds."]
     if "diff. [95% CI]" in columns:
-        names = dict.fromkeys(b.label for arm in comparison.arms if (b := comparison.baseline(arm)) is not None)
+        names = dict.fromkeys(b.label for arm in comparison.arms if (b := comparison.low(arm)) is not None)
         notes.append(
             f"The difference is that of the perplexity to {' or '.join(names)} with the same seed; below 0 is better. "
             "p is Holm-adjusted over the arms."
@@ -136,7 +136,7 @@ def _states(comparison: Comparison) -> list[str]:
         if missing := [seed for seed in comparison.seeds if seed not in arm.seeds]:
             parts.append(f"missing: {counted('seed', missing)}")
         if arm.duplicates:
-            repeated = ", ".join(f"seed {run.seed} in {run.place}" for run in arm.duplicates)
+            repeated = ", ".join(f"seed {run.seed} in {run.folder}" for run in arm.duplicates)
             parts.append(f"left out because it repeats a seed: {repeated}")
         if parts:
             lines.append(f"{arm.label}: {len(arm.done)} done, {', '.join(parts)}.")

@@ -23,8 +23,9 @@ from gnmr.lab.config.base_run import place_of_base, read_base
 from gnmr.lab.config.fork import SHIPPED, agreed
 from gnmr.lab.data.sequences import Branch
 from gnmr.lab.train.checkpoint import Found, find, load_training
+from gnmr.records.disk import check_tree
 from gnmr.records.reader import read_json
-from gnmr.records.untrusted import check_folder, reading, text
+from gnmr.records.untrusted import reading, text
 
 SHIPPED_SHA256 = "6b6959e9992e2abf94e11605137fc14c231a924024a51f62288a4ee57420b4f3"
 """Of the shipped base's meta.json, which names the sha256 of its other files."""
@@ -112,7 +113,7 @@ def open_base(name: str) -> Base:
     config = read_base(name)
     try:
         with reading(run):
-            check_folder(checkpoints)
+            check_tree(run, skip=("wandb",))
             found = find(checkpoints)
             fingerprint = (read_json(run / "header.json") or {})["data"]["fingerprint"]
             position = {key: found.host["blocks"][key] for key in ("epoch", "position")}
