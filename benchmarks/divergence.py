@@ -223,7 +223,7 @@ def optimizer_of(student: nn.Module, setting: Setting) -> torch.optim.Optimizer:
     return torch.optim.SGD(student.parameters(), lr=setting.rate, momentum=0.9)
 
 
-def attached(student: Student, setting: Setting, arm: Arm, seed: int, pins: Any = None) -> gnmr.AttachedController:
+def attached(student: Student, setting: Setting, arm: Arm, seed: int, pins: Any = None) -> gnmr.Router:
     """The student's linears with two paths, and what routes them."""
     recipes = {setting.low: OWN[setting.low]} if setting.low in OWN else {}
     words = dict(arm.control) | {"recovery": "bf16" if arm.control else None}

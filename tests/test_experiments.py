@@ -20,7 +20,7 @@ from gnmr.names import RECIPES
 from gnmr.precision import PathSpec, convert
 
 CHECKPOINT = "model.checkpoint=somewhere"
-GROUPS = ("model", "precision", "controller", "data", "experiment", "sweep", "debug")
+GROUPS = ("model", "precision", "controller", "data", "optim", "faults", "experiment", "sweep", "debug")
 
 
 @cache

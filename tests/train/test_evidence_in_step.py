@@ -120,7 +120,7 @@ def test_micro_square_is_the_mean_of_the_micro_batches_own_squares(dtype, assemb
 
 
 def columns(folder, step: int) -> dict[str, dict[str, float]]:
-    """{name: {unit: value}} of ratios.parquet in this step."""
+    """{name: {unit: value}} of units.arrows in this step."""
     rows = [row for row in read_ratios(folder).to_pylist() if row["step"] == step]
     return {name: {row["unit"]: row[name] for row in rows} for name in rows[0] if name not in ("step", "unit")}
 

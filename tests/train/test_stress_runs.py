@@ -35,7 +35,7 @@ def steps_of(folder: Path, *fields: str) -> list[tuple[Any, ...]]:
 
 
 def by_unit(folder: Path, name: str) -> list[dict[str, float]]:
-    """A column of ratios.parquet: a mapping from unit for each step, in order."""
+    """A column of units.arrows: a mapping from unit for each step, in order."""
     rows = read_ratios(folder).to_pylist()
     return [{row["unit"]: row[name] for row in rows if row["step"] == t} for t in range(1, rows[-1]["step"] + 1)]
 
