@@ -237,7 +237,7 @@ def test_a_setting_takes_two_steps(words: tuple[str, ...], text_file: Path) -> N
     assert parts.stress or second.loss < first.loss
     assert first.saved_bytes == first.saved_bytes_predicted
     for unit in parts.converted.units:
-        assert {operator.recovering for operator in unit.operators} == {unit.name in parts.controller.active}
-    active, control = len(parts.controller.active), loaded.controller
-    everything = len(parts.controller.units)
+        assert {operator.recovering for operator in unit.operators} == {unit.name in parts.router.active}
+    active, control = len(parts.router.active), loaded.controller
+    everything = len(parts.router.units)
     assert active == everything if control.warmup_frac else active <= (loaded.precision.recovery is not None)

@@ -83,7 +83,7 @@ class Recording:
     def step(self, decision: Decision, spent: tuple[float, float], calibrated: float | None = None) -> None:
         """Record what the controller saw and did in a step.
 
-        `spent` is that of `ConvertedModel.spent`, `calibrated` the trigger that was found in this step or before.
+        `spent` is that of `ConvertedModel.cost.spent`, `calibrated` the trigger that was found in this step or before.
         """
         if self._writer is None:
             raise UserError(

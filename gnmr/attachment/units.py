@@ -1,4 +1,4 @@
-"""The units of a plan, as the controller takes them: parameters, switch, what recovery costs."""
+"""Units of a converted model as the controller takes them: parameters, switch, what recovery costs."""
 
 from __future__ import annotations
 
@@ -13,30 +13,32 @@ from gnmr.precision.cost import nominal_bits
 from gnmr.precision.units import PathUnit, module_of
 
 
-def costs_of(plan: ConvertedModel, control: ControlSpec) -> tuple[list[float], float]:
+def costs_of(converted: ConvertedModel, control: ControlSpec) -> tuple[list[float], float]:
     """(what recovery of each unit costs, what pins take), as shares of what recovery of everything costs: of the GEMMs'
     arithmetic, or where there is a budget of what `control.cost` says. ValueError for a table of other units."""
     cost = control.cost if control.budget is not None else "gemm"
     if isinstance(cost, str):
-        return plan.cost.of_units(cost)
-    names = [unit.name for unit in plan.units]
+        return converted.cost.of_units(cost)
+    names = [unit.name for unit in converted.units]
     for wrong in (*(set(names) - cost.keys()), *(cost.keys() - set(names))):
         raise ValueError(f"cost: {wrong!r} is {'missing' if wrong in names else 'no unit'}; units are {names[0]} ...")
     if not (every := sum(cost.values())):
         raise ValueError("cost: no unit costs anything")
-    pinned = [cost[unit.name] for unit in plan.units if not unit.routable]
+    pinned = [cost[unit.name] for unit in converted.units if not unit.routable]
     return [cost[name] / every for name in names], sum(pinned) / every
 
 
 def units_of(
-    plan: ConvertedModel,
+    converted: ConvertedModel,
     model: nn.Module | None = None,
     observe: str = "parameters",
     costs: Sequence[float] | None = None,
     before: Sequence[Unit] = (),
 ) -> list[Unit]:
-    """The plan's units; monitored only where it has no recovery path, or where pins leave nothing to recover: routed,
-    such a unit would take one of the max_o places for nothing, and what is measured of it says what its pin is worth.
+    """Return the converted model's units.
+
+    A unit is only monitored if there is no recovery path, or if pins leave nothing to recover: routed, it would take
+    one of the max_o places for nothing, and what is measured of it says what its pin is worth.
 
     Their costs are `costs`; None: shares of the GEMMs' arithmetic. Their extra bytes are Eq. 5's a token above the low
     path with its pins, with the bits of the input that wgrad reads. 1 where recovery adds none.
@@ -60,6 +62,7 @@ def units_of(
             return adapters(model, module_of(unit.name), known.get(unit.name, ()))
         return tuple(parameter for operator in unit.operators for parameter in operator.parameters())
 
+    shares = converted.cost.of_units("gemm")[0] if costs is None else costs
     return [
         Unit(
             unit.name,
@@ -68,7 +71,9 @@ def units_of(
             cost=cost,
             extra_bytes=extra_bytes(unit),
         )
-        for unit, cost in zip(plan.units, plan.cost.of_units("gemm")[0] if costs is None else costs, strict=True)
+        for unit, cost in zip(
+            converted.units, converted.cost.of_units("gemm")[0] if costs is None else costs, strict=True
+        )
     ]
 
 

@@ -1,0 +1,1 @@
+"""The experiment runner: it uses the rooms below by their public names."""

@@ -1,0 +1,1 @@
+"""What an error of low precision costs: errors of a path, and prices of GEMMs."""

@@ -1,0 +1,1 @@
+"""What a run leaves: the schema, the writer and the reader of a run folder."""

@@ -41,9 +41,7 @@ def assembled(tiny, tmp_path: Path) -> Callable[..., run_module.Parts]:
 
 @pytest.fixture
 def step_of() -> Callable[[run_module.Parts], TrainStep]:
-    return lambda parts: TrainStep(
-        parts.model, parts.controller, parts.optimizer, clip_norm=parts.config.optim.clip_norm
-    )
+    return lambda parts: TrainStep(parts.model, parts.router, parts.optimizer, clip_norm=parts.config.optim.clip_norm)
 
 
 @pytest.fixture

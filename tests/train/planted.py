@@ -97,7 +97,7 @@ class Bed:
         torch.set_rng_state(rng)
         self.parts.model.load_state_dict(model)
         self.parts.optimizer.load_state_dict(optimizer)
-        self.parts.controller.load_state_dict(controller)
+        self.parts.router.load_state_dict(controller)
         self.levels.seen = seen
         self.blocks.load_state_dict(blocks)
         for operator in self.parts.converted.operators:
@@ -122,7 +122,7 @@ def bed(words: list[str], learn: int) -> Bed:
 
 def targets(made: Bed, number: int) -> list[str]:
     """Units at even distances, all where there are fewer."""
-    names = made.parts.controller.names
+    names = made.parts.router.names
     number = min(number, len(names))
     return [names[(2 * i + 1) * len(names) // (2 * number)] for i in range(number)]
 

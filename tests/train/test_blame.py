@@ -101,7 +101,7 @@ def test_the_retried_step_is_the_step_with_the_unit_in_recovery_from_the_start(w
     """To the last bit: the retry forgets what the first attempt left in histories, generators and locks."""
     words = [*TWO, *words, "controller.t_lock=9"]
     retried = everything(train(tmp_path / "retried", *words, *stress("nan", at=1, steps=1)))
-    tampered(lambda parts: parts.controller.promote([UP]))
+    tampered(lambda parts: parts.router.promote([UP]))
     want = everything(train(tmp_path / "want", *words))
     assert [d for d in differences(want, retried) if not d.startswith((".events", ".files"))] == []
 
@@ -176,7 +176,7 @@ def spiking(assembled, blocks_of, step_of):
 
 def broken(*units: str, kind: str = "noise", magnitude: float = 1000.0):
     def plant(parts):
-        at = parts.controller.t + 1
+        at = parts.router.t + 1
         FaultSchedule(parts.converted, Fault(kind, magnitude), units, at, windows=[[at, 1]]).begin_step(at)
 
         def undo() -> None:

@@ -49,7 +49,7 @@ def half_way(failed, tmp_path) -> Path:
 def checkpointer(assembled, tmp_path):
     def make(parts=None, owner: str = "a-s0", keep: int = 2) -> Checkpointer:
         parts = parts or assembled()
-        return Checkpointer(tmp_path / "checkpoints", owner, keep, parts.model, parts.optimizer, parts.controller)
+        return Checkpointer(tmp_path / "checkpoints", owner, keep, parts.model, parts.optimizer, parts.router)
 
     return make
 
@@ -199,7 +199,7 @@ def test_a_corrupt_checkpoint_of_another_run_is_not_set_aside(half_way, assemble
     flip(half_way / "checkpoints" / "step-00000006" / "__0_0.distcp")
     before, parts = content(half_way), assembled()
     (half_way / "checkpoints" / ".writing-step-00000007").mkdir()
-    other = Checkpointer(half_way / "checkpoints", "b-s0", 1, parts.model, parts.optimizer, parts.controller)
+    other = Checkpointer(half_way / "checkpoints", "b-s0", 1, parts.model, parts.optimizer, parts.router)
     with pytest.raises(UserError, match=r"step-00000003 belongs to another run .*: start again in another run_dir$"):
         other.newest()
     assert content(half_way) == before and (half_way / "checkpoints" / ".writing-step-00000007").is_dir()

@@ -134,7 +134,7 @@ def test_path_statistics_reach_the_records(words, train, assembled, blocks_of, t
     probe = measure_errors(parts.converted, PATHS)
     gradients(parts, [blocks_of(parts, 2)])
     wanted = {
-        name: dict(zip(parts.controller.names, values.tolist(), strict=True)) for name, values in probe.read().items()
+        name: dict(zip(parts.router.names, values.tolist(), strict=True)) for name, values in probe.read().items()
     }
     found = columns(folder, 1)
     for name in PATHS:

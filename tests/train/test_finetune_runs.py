@@ -95,7 +95,7 @@ def test_a_step_s_gradient_is_that_of_the_mean_over_all_its_targets(assembled) -
     trained = [p for p in parts.model.parameters() if p.requires_grad]
     expected = torch.autograd.grad(total, trained)
     norm = math.sqrt(sum(float(g.double().square().sum()) for g in expected))
-    result = TrainStep(parts.model, parts.controller, parts.optimizer)(batches, 1e-3)
+    result = TrainStep(parts.model, parts.router, parts.optimizer)(batches, 1e-3)
     assert result.loss == pytest.approx(float(total.detach()), rel=1e-6)
     assert result.grad_norm_pre_clip == pytest.approx(norm, rel=1e-5)
 

@@ -28,7 +28,7 @@ def spoil(parts, unit: str, at: set[int], value: float = math.nan) -> None:
     """One number of the unit's weight gradient becomes `value` in the backward passes of these steps (from 1)."""
 
     def hook(gradient: torch.Tensor) -> torch.Tensor:
-        if parts.controller.t + 1 in at:
+        if parts.router.t + 1 in at:
             gradient = gradient.clone()
             gradient.view(-1)[3] = value
         return gradient
@@ -170,7 +170,7 @@ def test_delayed_scales_outlive_a_skipped_step_of_a_run(train, tmp_path, tampere
 
     def infect(parts) -> None:
         def hook(_module, _inputs, output: torch.Tensor) -> torch.Tensor:
-            return output * (math.inf if parts.controller.t == 2 else 1.0)
+            return output * (math.inf if parts.router.t == 2 else 1.0)
 
         parts.model.get_submodule("layers.1.input_layernorm").register_forward_hook(hook)
 

@@ -22,10 +22,10 @@ OUTPUTS = ["controller.observe=input_grad", "training.dtype=float32", "model.num
 def output_norms(parts: Parts, batches: Tensor) -> dict[str, float]:
     """By retained gradients of the units' outputs, micro-batch by micro-batch."""
     outputs: dict[str, Tensor] = {}
-    for name in parts.controller.names:
+    for name in parts.router.names:
         keep = partial(outputs.__setitem__, name)
         parts.model.get_submodule(name).register_forward_hook(lambda _m, _i, y, keep=keep: keep(y))
-    squares = dict.fromkeys(parts.controller.names, 0.0)
+    squares = dict.fromkeys(parts.router.names, 0.0)
     for batch in batches:
         loss = loss_of(parts.model, batch)
         for y in outputs.values():

@@ -59,7 +59,7 @@ def test_the_same_decisions(words, options, assembled, blocks_of):
     assert any(decision.events for decision in expected)
 
     parts = assembled(*SAME, *words)
-    parts.controller.detach()
+    parts.router.detach()
     controller = gnmr.attach(parts.model, **(HERE | options))
     for group in parts.optimizer.param_groups:
         group["lr"] = LR

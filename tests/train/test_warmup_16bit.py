@@ -75,7 +75,7 @@ NORMS = np.array(
 
 def test_the_quarter_of_the_blocks_with_the_highest_mean_gnmr_stays_for_good(assembled) -> None:
     parts = assembled(*BLOCKS)
-    controller: Controller = parts.controller.controller
+    controller: Controller = parts.router.controller
     assert controller.names == [f"layers.{i}" for i in range(4)] and controller.spec.warmup_steps == 3
     for step, norms in enumerate(NORMS, start=1):
         parts.converted.begin_step(step)
@@ -145,7 +145,7 @@ def test_attach_warms_up_in_16_bits(stop: int) -> None:
 
 def test_evaluation_and_rehearsals_are_what_they_were(assembled, blocks_of) -> None:
     parts = assembled(*WARM, "precision.site=forward")
-    step = TrainStep(parts.model, parts.controller, parts.optimizer)
+    step = TrainStep(parts.model, parts.router, parts.optimizer)
     step([blocks_of(parts, 2)], 0.0)
     assert paths_of(parts)["layers.0.mlp.up_proj"] == {"bf16"}
     with parts.converted.no_side_effects():

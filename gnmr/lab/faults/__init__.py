@@ -1,0 +1,1 @@
+"""Faults on purpose, in the low path of chosen units."""

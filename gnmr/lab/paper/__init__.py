@@ -1,1 +1,1 @@
-"""The reproduction of the paper: its figures as data, its tables with our runs in them, its theorems as numbers."""
+"""The reproduction of the paper: its published figures as data, and theorem 1 as numbers."""

@@ -1,6 +1,6 @@
-"""The paper's figures that the report puts beside ours: tables 1 to 6, 9 to 11, 13 and 15, as data.
+"""The paper's published figures as data: tables 1 to 6, 9 to 11, 13 and 15.
 
-They stand beside a run only where its scale is the paper's, and no test asserts that a run of ours reaches them.
+They are for reading beside results at the paper's scales. No test and no result of ours uses them.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Parts:
     device: torch.device
     model: nn.Module
     converted: ConvertedModel
-    controller: Router
+    router: Router
     optimizer: torch.optim.Optimizer
     transform: Transform | None = None
     stress: list[Stress] = field(default_factory=list)
@@ -336,7 +336,7 @@ def train_step(
     config = parts.config
     return TrainStep(
         parts.model,
-        controller or parts.controller,
+        controller or parts.router,
         parts.optimizer,
         clip_norm=config.optim.clip_norm,
         measure_saved=not config.training.activation_checkpointing and not parts.converted.in_graphs,

@@ -52,7 +52,7 @@ class ForkResult:
     promotion_frac: float
     """Active unit-steps over all unit-steps of the arm's steps."""
     spent: float
-    """Share of the GEMMs' arithmetic on the recovery path (`ConvertedModel.spent`), mean over the arm's steps."""
+    """Share of the GEMMs' arithmetic on the recovery path (`ConvertedModel.cost.spent`), mean over the arm's steps."""
     sent: float = 1.0
     """Numbers that a worker sent of its gradients over those that it has, mean over the arm's steps."""
 
@@ -123,7 +123,7 @@ class Forks:
                 found[name] = _validation(parts, held_out, step)
         arm = config.training.steps
         sent = 1.0 if parts.compressed is None else parts.compressed.sent_total / (arm * parts.compressed.dense)
-        return ForkResult(losses, found, active / (arm * len(parts.controller.units)), spent / arm, sent)
+        return ForkResult(losses, found, active / (arm * len(parts.router.units)), spent / arm, sent)
 
     def _corpus(self, config: Config) -> TokenCorpus:
         return _kept(self._corpora, repr(config.data), lambda: open_data(config, self.say, self.base))

@@ -38,7 +38,7 @@ class StepResult:
     monitored: dict[str, float]
     """Gradient norms of the modules that are watched besides the units."""
     spent: tuple[float, float] | None
-    """`ConvertedModel.spent` of the step; None where no path was in force (a fork's healing)."""
+    """`ConvertedModel.cost.spent` of the step; None where no path was in force (a fork's healing)."""
     saturation: dict[str, list[int]]
     """Saturated elements, and Inf or NaN, by operand (`ConvertedModel.saturation`); empty for formats."""
     stop: int | None = None

@@ -37,7 +37,7 @@ def run_info(parts: Parts, name: str, start_step: int = 0) -> RunInfo:
         arm=config.arm_name,
         device=str(parts.device),
         total_steps=config.total_steps,
-        num_units=len(parts.controller.units),
+        num_units=len(parts.router.units),
         max_o=config.controller.cap,
         num_parameters=sum(p.numel() for p in parts.model.parameters()),
         tokens_per_step=config.training.tokens_per_step,
@@ -122,10 +122,10 @@ def header(parts: Parts, command: str) -> dict[str, Any]:
             "val_tokens": len(tokens_of(corpus.val)),
             "vocab_size": corpus.vocab_size,
         },
-        "units": parts.controller.names,
-        "cost": [unit.extra_bytes for unit in parts.controller.units],
-        "spend": [unit.cost for unit in parts.controller.units],
-        "spend_pinned": parts.controller.controller.pinned,
+        "units": parts.router.names,
+        "cost": [unit.extra_bytes for unit in parts.router.units],
+        "spend": [unit.cost for unit in parts.router.units],
+        "spend_pinned": parts.router.controller.pinned,
         "recoverable": parts.converted.recovery is not None or config.compression.routes,
         "pinned": [
             unit.name for unit in parts.converted.units if not unit.routable and parts.converted.recovery is not None

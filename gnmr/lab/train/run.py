@@ -102,7 +102,7 @@ def run(
 
 def _checkpointer(parts: Parts) -> Checkpointer:
     keep = parts.config.training.keep_checkpoints
-    what = parts.model, parts.optimizer, parts.controller, _extras(parts)
+    what = parts.model, parts.optimizer, parts.router, _extras(parts)
     return Checkpointer(parts.folder / "checkpoints", _owner(parts), keep, *what, world=parts.world)
 
 

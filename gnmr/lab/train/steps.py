@@ -45,7 +45,7 @@ class Steps:
             micro_batches[i] = micro_batches[i].to(parts.device)
         lr = parts.learning_rate(step)
         result = self._heal(micro_batches, lr) if heals(parts, step) else self._routed(micro_batches, lr)
-        if parts.faults is not None and (ranks := parts.controller.controller.ranks) is not None:
+        if parts.faults is not None and (ranks := parts.router.controller.ranks) is not None:
             parts.faults.end_step(ranks.take_largest)
         return result
 
@@ -64,7 +64,7 @@ def heals(parts: Parts, step: int) -> bool:
 def _unrouted(parts: Parts) -> Router:
     """Return a router of the same units that routes none of them."""
     units = [Unit(unit.name, unit.parameters, None) for unit in units_of(parts.converted)]
-    ranks = parts.controller.controller.ranks
+    ranks = parts.router.controller.ranks
     spec, steps = ControlSpec(signal="always_low"), parts.config.total_steps
     return Router(parts.converted, Controller(units, spec, steps=steps, ranks=ranks), parts.model)
 
