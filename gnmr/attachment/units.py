@@ -71,9 +71,7 @@ def units_of(
             cost=cost,
             extra_bytes=extra_bytes(unit),
         )
-        for unit, cost in zip(
-            converted.units, converted.cost.of_units("gemm")[0] if costs is None else costs, strict=True
-        )
+        for unit, cost in zip(converted.units, shares, strict=True)
     ]
 
 
