@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import gnmr
 from gnmr.control.signals import Context, Evidence, SignalBase
+from gnmr.control.thresholds import check
 
 
 class MedianRatio(SignalBase):
@@ -25,9 +26,7 @@ class MedianRatio(SignalBase):
 
     def __init__(self, context: Context, *, threshold: float = 3.0) -> None:
         super().__init__(context)
-        if not threshold > 0:
-            raise ValueError(f"threshold={threshold!r}: must be a positive number")
-        self.threshold = threshold
+        self.threshold = check(threshold, "threshold")  # ValueError unless it is a positive number
 
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         norm = evidence["norm"]
