@@ -10,6 +10,7 @@ import shlex
 import sys
 import warnings
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,6 +26,7 @@ from gnmr.lab.config.fork import typed
 from gnmr.lab.config.texts import place
 from gnmr.lab.stopping import never_at_once
 from gnmr.lab.sweep import finished
+from gnmr.records.untrusted import MAX_DEPTH
 
 
 def main(argv: list[str]) -> int:
@@ -39,8 +41,17 @@ def main(argv: list[str]) -> int:
     words.sort(key=lambda word: word.startswith("-") or not ("=" in word or word.startswith("~")))  # Hydra's parser
     # takes the overrides in one piece; flags and what belongs to them go behind, in their order.
     _refuse_flags(words)
+    for word in words:
+        if _depth(word) > MAX_DEPTH:  # Hydra's parser would end in a RecursionError
+            raise UserError(f"{word.partition('=')[0]}: nested {_depth(word)} deep, {MAX_DEPTH} at the most")
     _hydra(words)
     return 0
+
+
+def _depth(word: str) -> int:
+    """Return how deep the lists and mappings of a word are nested."""
+    steps = ((letter in "[{") - (letter in "]}") for letter in word)
+    return max(accumulate(steps), default=0)
 
 
 def _refuse_flags(words: list[str]) -> None:
