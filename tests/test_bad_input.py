@@ -40,7 +40,7 @@ CASES = {
     "controller.alpha=much": "controller.alpha",
     "training.steps=10e2": "training.steps",
     "records.evidence=mse": "records.evidence",
-    f"training.steps={'[' * 500}": "must be key=value",
+    f"training.steps={'[' * 500}": "nested 500 deep",
     "--config-dir=nowhere": "nowhere",
     "hydra.run.dir=/proc/x": "/proc/x: No such file or directory",
     "model.num_heads=5": "model.hidden_size=32: model.num_heads=5 does not divide it",
