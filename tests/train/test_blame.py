@@ -298,7 +298,7 @@ def test_from_a_loop_of_ones_own():
     controller.step()
     model.zero_grad()
 
-    broken("1")(SimpleNamespace(converted=controller.converted, controller=controller))
+    broken("1")(SimpleNamespace(converted=controller.converted, router=controller))
     spiked = (model(x) - y).square().mean()
     spiked.backward()
     before = [p.grad.clone() for p in model.parameters()]

@@ -295,7 +295,8 @@ def one_line(error: Exception) -> str:
     full_key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), None)
     if full_key and full_key not in text:
         text = f"{text} (key {full_key})"
-    if isinstance(error.__cause__, OmegaConfBaseException):
+    # Under a debugger or a tracer OmegaConf makes an error its own cause.
+    if isinstance(error.__cause__, OmegaConfBaseException) and error.__cause__ is not error:
         return f"{text.rstrip('.')}: {one_line(error.__cause__)}"
     inner = error if hasattr(error, "parent_node") else error.__context__
     parent, key = getattr(inner, "parent_node", None), getattr(inner, "key", None)
