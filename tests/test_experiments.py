@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,7 +58,12 @@ SWEEPS = [(sweep,) for sweep in composing.choices_of("sweep")]
 SWEEPS += [("paper/tables_7_13_15", f"experiment={name}") for name in ("finetune", "pangu_4bit")]
 
 
-@pytest.mark.parametrize("words", SWEEPS, ids=" ".join)
+def quick(of: Iterable[Any], some: Collection[Any]) -> list[Any]:
+    """Return parameters of which all but `some` are slow."""
+    return [pytest.param(one, marks=() if one in some else pytest.mark.slow, id=str(one)) for one in of]
+
+
+@pytest.mark.parametrize("words", quick(SWEEPS, [("act_quant_stress",), ("demo",), ("faults",)]))
 def test_every_sweep_composes(words: tuple[str, ...]) -> None:
     """Its arms are different runs of one experiment with signals that there are, and those that it runs are its own."""
     tree, cells = composing.composed_tree([f"sweep={words[0]}", *words[1:]]), cells_of(*words)
@@ -174,7 +181,7 @@ SIZES = {
 EXPERIMENTS = {"llama_3b": "deepseek_recipe", "moe_3.7b": "moe_stress", "pangu_1b": "pangu_4bit"}
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", quick(SIZES, ["llama_60m", "llama_1.3b"]))
 def test_a_published_size_is_the_papers_and_is_built_dry(size: str) -> None:
     """Tables 8, 9, 12 and 14. On the meta device: full depth and vocabulary, its units, and one forward pass."""
     loaded = compose(f"experiment={EXPERIMENTS.get(size, 'act_quant_stress')}", f"model={size}")

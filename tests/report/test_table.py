@@ -98,7 +98,9 @@ def test_an_arm_that_diverged_throughout_meets_its_random_arm(runs: Recorded, lo
     assert told["vs random (p)"] == f"{'worse' if lost == 'gnmr' else 'better'} ({4 / 252:.3f})"
 
 
-@pytest.mark.parametrize("noise", [0.003, 0.03, 0.3])
+@pytest.mark.parametrize(
+    "noise", [pytest.param(0.003, marks=pytest.mark.slow), 0.03, pytest.param(0.3, marks=pytest.mark.slow)]
+)
 def test_sentence_and_table_say_the_same(runs: Recorded, noise: float) -> None:
     draw = np.random.default_rng(7)
     back = {"low": 0.0, "high": 0.5, "gnmr": 0.1, "random": 0.1, "price": 0.3}

@@ -276,6 +276,7 @@ def test_a_second_ctrl_c_ends_at_once(train, tmp_path):
     assert "second Ctrl-C" in (tmp_path / "run" / "summary.json").read_text()
 
 
+@pytest.mark.slow
 def test_wandb_offline_has_no_hole_after_a_kill(train, tmp_path, monkeypatch):
     """The newest part holds every step: W&B replaces the history of a run by that of the part uploaded last."""
     wandb = pytest.importorskip("wandb")
