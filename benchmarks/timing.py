@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 import gnmr
-from gnmr.lab.train.provenance import commit, machine, told_command
+from gnmr.lab.train.provenance import commit, machine, portable_command
 from gnmr.records import output
 
 Clock = Callable[[], float]
@@ -74,7 +74,7 @@ def header(device: torch.device | None = None) -> dict[str, Any]:
     """Return where the numbers of this process come from: command, date, commit, versions, machine and load."""
     script = f"benchmarks/{Path(sys.argv[0]).name}"
     return {
-        "command": told_command(shlex.join(["python", script, *sys.argv[1:]])),
+        "command": portable_command(shlex.join(["python", script, *sys.argv[1:]])),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "gnmr": gnmr.__version__,

@@ -50,7 +50,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 @contextmanager
-def told_as(start: str = "") -> Iterator[None]:
+def as_user_error(start: str = "") -> Iterator[None]:
     """For a block, or a function that it decorates: a ValueError becomes a UserError whose line begins with `start`."""
     try:
         yield

@@ -23,9 +23,10 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell has it that 
 from omegaconf import OmegaConf
 
 from gnmr.lab import config
-from gnmr.precision import half
+from gnmr.precision import cpu_products
 
-half.provide()  # here, and not when a test builds the first model: products before and after differ in their last bits
+# Here, and not when a test builds the first model: products before and after differ in their last bits.
+cpu_products.provide()
 
 TINY = """
 model: {hidden_size: 32, intermediate_size: 48, num_layers: 1, num_heads: 2}

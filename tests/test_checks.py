@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gnmr import errors as checks
-from gnmr.errors import UserError, told_as
+from gnmr.errors import UserError, as_user_error
 
 NO_NUMBERS = [None, True, "3", math.nan, math.inf, -math.inf]
 
@@ -48,12 +48,12 @@ def test_a_long_value_is_cut() -> None:
 
 
 def test_a_mistake_begins_with_the_whole_key() -> None:
-    @told_as("training.")
+    @as_user_error("training.")
     def check(steps: int) -> None:
         checks.whole(steps=steps)
 
     check(1)
     with pytest.raises(UserError, match=r"^training\.steps=0: must be a whole number of at least 1$"):
         check(0)
-    with pytest.raises(UserError, match=r"^a\.b$"), told_as("c."):
+    with pytest.raises(UserError, match=r"^a\.b$"), as_user_error("c."):
         raise UserError("a.b")

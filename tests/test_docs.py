@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import gnmr as package
 from gnmr.cli import COMMANDS
-from gnmr.cli.words import Parser
+from gnmr.cli.parser import Parser
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gnmr.cli import runs as runs_command
-from gnmr.cli.words import Parser, runs, settings_and_places
+from gnmr.cli.parser import Parser, runs, settings_and_places
 from gnmr.console import Terminal
 from gnmr.errors import UserError
 from gnmr.lab.config.compose import compose

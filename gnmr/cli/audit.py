@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gnmr.cli.parser import Parser, names_of, optional, path, text
 from gnmr.cli.subject import add_options, asked_of, blocks_for, memory_bound, paths_of
-from gnmr.cli.words import Parser, names_of, optional, path, text
 from gnmr.console import for_tables, print_plain, say, showing
-from gnmr.errors import UserError, printable, told_as
+from gnmr.errors import UserError, as_user_error, printable
 from gnmr.records import output
 
 if TYPE_CHECKING:
@@ -69,9 +69,9 @@ def main(argv: list[str]) -> int:
     found, subject = _audited(asked, place, config)
     try:  # written before it is shown: whoever reads that may have left
         if asked.out is not None:
-            from gnmr.lab.train.provenance import commit, told_command
+            from gnmr.lab.train.provenance import commit, portable_command
 
-            origin = {"subject": subject.name, "command": told_command(shlex.join(["gnmr", "audit", *argv]))}
+            origin = {"subject": subject.name, "command": portable_command(shlex.join(["gnmr", "audit", *argv]))}
             output.write_json(asked.out, origin | {"commit": commit()} | _finite(found.tree()), f"out={asked.out}")
     finally:
         _show(found, subject.name, asked.table)
@@ -84,7 +84,7 @@ def _audited(asked: Namespace, place: str, config: Config | None) -> tuple[Audit
     from gnmr.lab.evaluation.subjects import load_subject
     from gnmr.lab.train.loss import loss_of
 
-    with told_as():
+    with as_user_error():
         lists = read_lists({name: given for name in _LISTS if (given := getattr(asked, name)) is not None})
     plan, recipe = paths_of(asked, config)
     subject = load_subject(place, device=asked.device)
@@ -101,7 +101,7 @@ def _audited(asked: Namespace, place: str, config: Config | None) -> tuple[Audit
         say(printable(f"gnmr: {subject.name}: a batch of {blocks.size} x {blocks.length} tokens on {subject.device}"))
         loss, batch = (lambda own: loss_of(subject.model, own)), blocks.batches[0]
     right = "audit: out of memory: use a smaller batch_size= or block="
-    with memory_bound(right), told_as(), showing("auditing", "passes of linears") as progress:
+    with memory_bound(right), as_user_error(), showing("auditing", "passes of linears") as progress:
         found = audit(subject.model, loss, batch, recipe=recipe, lists=lists, progress=progress)
     return replace(found, findings=(*extra, *found.findings)), subject
 
@@ -128,7 +128,7 @@ def _on_plan(subject: Subject, plan: PinPlan, lists: dict[str, list[str]], where
     from gnmr.precision import PathSpec, convert
     from gnmr.precision.conversion import operator_shapes
 
-    with told_as():
+    with as_user_error():
         spec = PathSpec(**plan.paths())
         plan.refuse_other(f"plan={where}", operator_shapes(subject.model, spec))
         subject.plan = convert(subject.model, spec)
@@ -151,7 +151,7 @@ def _planned(subject: Subject, recipe: str, lists: dict[str, list[str]]) -> None
     targets = [n for n in names if n in wanted - out and n.rpartition(".")[2] not in KEPT]
     if not targets:
         raise UserError(f"recipe={recipe}: the lists leave no linear to convert")
-    with told_as():
+    with as_user_error():
         subject.plan = convert(subject.model, PathSpec.of(recipe, None, targets=targets, backend="simulated"))
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gnmr.cli.words import Parser, path, whole
+from gnmr.cli.parser import Parser, path, whole
 from gnmr.console import Terminal, activation, for_tables, print_plain, showing, shown_command
 from gnmr.errors import RunFailed, UserError, printable
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
+from gnmr.cli.parser import Parser, optional, path, recipe_of, text, whole
 from gnmr.cli.subject import add_options, asked_of, blocks_for, memory_bound, paths_of
-from gnmr.cli.words import Parser, optional, path, recipe_of, text, whole
 from gnmr.console import for_tables, print_plain, say, showing
 from gnmr.doctor.plan import PLAN_FILE, budget_of
-from gnmr.errors import UserError, printable, told_as, writing
+from gnmr.errors import UserError, as_user_error, printable, writing
 from gnmr.records import output
 from gnmr.records.untrusted import exists
 
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
     if config is not None and config.model.adapter.rank:
         raise UserError(f"{place}: has adapters beside its weights; merge them (peft), and diagnose the checkpoint")
     plan, low = paths_of(asked, config, "nvfp4")
-    with told_as():
+    with as_user_error():
         recipe_of("recovery", asked.recovery)
 
     from gnmr.lab.evaluation.subjects import load_subject
@@ -118,7 +118,7 @@ def _diagnosed(
     if subject.plan is not None:  # a fine-tuned run's own paths
         subject.plan.restore()
     right = f"diagnose: out of memory at batch_size={blocks.size}: use a smaller one, or block="
-    with memory_bound(right), told_as(), showing("diagnosing", "batches") as progress:
+    with memory_bound(right), as_user_error(), showing("diagnosing", "batches") as progress:
         return diagnose(
             subject.model,
             lambda batch: loss_of(subject.model, batch),
@@ -139,7 +139,7 @@ def _origin(subject: Subject, asked: Namespace, blocks: Blocks, command: str, se
     import torch
 
     import gnmr
-    from gnmr.lab.train.provenance import commit, machine, place, told_command
+    from gnmr.lab.train.provenance import commit, machine, place, portable_command
 
     return {
         "subject": {"name": place(subject.name), **subject.facts},
@@ -147,7 +147,7 @@ def _origin(subject: Subject, asked: Namespace, blocks: Blocks, command: str, se
         "block": blocks.length,
         "batch_size": blocks.size,
         "seconds": seconds,
-        "command": told_command(command),
+        "command": portable_command(command),
         "commit": commit(),
         "machine": machine(subject.device),
         "gnmr": gnmr.__version__,

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from rich.table import Table
 
-from gnmr.cli.words import Parser, fraction, fractions, path, settings_and_places
+from gnmr.cli.parser import Parser, fraction, fractions, path, settings_and_places
 from gnmr.console import for_tables, shown_command, tracked
 from gnmr.control.signals import SIGNALS, BlindSignal
 from gnmr.errors import UserError, did_you_mean

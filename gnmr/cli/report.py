@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gnmr.cli.words import Parser, path
+from gnmr.cli.parser import Parser, path
 from gnmr.console import Terminal, print_plain
 from gnmr.errors import printable
 from gnmr.lab.records.find import named

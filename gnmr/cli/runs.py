@@ -14,7 +14,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from gnmr.cli.words import Parser, whole
+from gnmr.cli.parser import Parser, whole
 from gnmr.console import NARROW, for_tables, print_plain
 from gnmr.errors import UserError, printable
 from gnmr.lab.records.find import LATEST, changed, find_runs

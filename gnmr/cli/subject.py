@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gnmr.cli.words import Parser, needs, path, recipe_of, text, whole
-from gnmr.errors import UserError, told_as
+from gnmr.cli.parser import Parser, needs, path, recipe_of, text, whole
+from gnmr.errors import UserError, as_user_error
 from gnmr.records.untrusted import exists, reading
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def paths_of(
         return read_plan(asked.plan), None
     if (word := asked.recipe or default) is None:
         return None, None
-    with told_as():
+    with as_user_error():
         name = recipe_of("recipe", word, own)
         return None, Recipe.of(name, own[name]) if name in own else name
 

@@ -16,14 +16,14 @@ from typing import NoReturn
 
 from omegaconf import DictConfig, open_dict
 
-from gnmr.cli.words import runs
+from gnmr.cli.parser import runs
 from gnmr.console import activation, say, shown_command
 from gnmr.distributed.torchrun import is_first, started
-from gnmr.errors import RunFailed, UserError, told_as
+from gnmr.errors import RunFailed, UserError, as_user_error
 from gnmr.lab.config import Config, ControllerConfig
 from gnmr.lab.config.compose import conf_dir, load_composed, register
 from gnmr.lab.config.fork import typed
-from gnmr.lab.config.texts import place
+from gnmr.lab.config.text_checks import place
 from gnmr.lab.stopping import never_at_once
 from gnmr.lab.sweep import finished
 from gnmr.records.untrusted import MAX_DEPTH
@@ -116,7 +116,7 @@ def run_cell(composed: DictConfig) -> None:
     config = load_composed(composed, settings.overrides.task)
     if settings.mode != RunMode.MULTIRUN and settings.sweeper.get("params"):
         say("this is one run; the sweep's arms and seeds need -m: gnmr train -m ...")
-    with told_as():
+    with as_user_error():
         place("data.cache_dir", config.data.cache_dir)
     warn_of_unread(config.controller, settings.overrides.task)
     refuse_sizes(config, settings.overrides.task)

@@ -55,9 +55,9 @@ def versions() -> dict[str, Any]:
     """Return the entries of header.json that name the software and the processor of a run."""
     import torch
 
-    from gnmr.precision import half
+    from gnmr.precision import cpu_products
 
-    machine = {"cpu": cpu_name(), "threads": torch.get_num_threads(), "products": half.told()}
+    machine = {"cpu": cpu_name(), "threads": torch.get_num_threads(), "products": cpu_products.kind()}
     return {
         "gnmr": __version__,
         "python": platform.python_version(),

@@ -20,12 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 import gnmr
 from gnmr.distributed import world
 from gnmr.distributed.shards import local
-from gnmr.precision import half
+from gnmr.precision import cpu_products
 
 
 def serve(rank: int, size: int, store: str, pipe: Any) -> None:
     """Of a process of `pair` or `four`: runs what it is asked until it is asked nothing."""
-    half.provide()  # as the process of the tests (conftest.py): bits are compared
+    cpu_products.provide()  # as the process of the tests (conftest.py): bits are compared
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": f"{size}", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}

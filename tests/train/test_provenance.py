@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gnmr.lab.config import config_hash, read
-from gnmr.lab.train.provenance import place, told_command
+from gnmr.lab.train.provenance import place, portable_command
 from gnmr.lab.train.run import run
 from gnmr.records.reader import read_json
 
@@ -36,7 +36,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_a_command(command: str, told: str, here: Path) -> None:
-    assert told_command(command.format(here=here, home=Path.home())) == told
+    assert portable_command(command.format(here=here, home=Path.home())) == told
 
 
 def test_places(here: Path) -> None:

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
-from gnmr.errors import UserError, fields, guess, nearest, one_of, require, told_as
+from gnmr.errors import UserError, as_user_error, fields, guess, nearest, one_of, require
 from gnmr.lab.config.compression import CompressionConfig
 from gnmr.lab.config.controller import ControllerConfig
 from gnmr.lab.config.data import DataConfig
@@ -31,7 +31,7 @@ from gnmr.lab.config.model import ModelConfig
 from gnmr.lab.config.optim import OptimConfig
 from gnmr.lab.config.precision import PrecisionConfig
 from gnmr.lab.config.records import RecordsConfig, ScoresConfig
-from gnmr.lab.config.texts import LONGEST_NAME, folder_name, place, storable
+from gnmr.lab.config.text_checks import LONGEST_NAME, folder_name, place, storable
 from gnmr.lab.config.training import TrainingConfig
 from gnmr.records.untrusted import MAX_CONFIG, MAX_DEPTH, Damaged, bounded, content, reading
 
@@ -68,7 +68,7 @@ class Config:
     """How several processes train the model: ddp, fsdp (FSDP2) or hsdp; none: one process (docs/distributed.md)."""
     compression: CompressionConfig = field(default_factory=CompressionConfig)
 
-    @told_as()
+    @as_user_error()
     def __post_init__(self) -> None:
         model, training, precision = self.model, self.training, self.precision
         one_of(("none", "ddp", "fsdp", "hsdp"), parallel=self.parallel)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gnmr.errors import fields, one_of, require, told_as, whole
+from gnmr.errors import as_user_error, fields, one_of, require, whole
 
 NAMES = ("none", "greedylore", "powersgd")
 
@@ -28,7 +28,7 @@ class CompressionConfig:
     """Data parallel workers. null: the processes of parallel=ddp; in one process that many virtual workers, which
     leave what as many processes do."""
 
-    @told_as("compression.")
+    @as_user_error("compression.")
     def __post_init__(self) -> None:
         one_of(NAMES, name=self.name)
         whole(**fields(self, "rank", "refresh_every"))

@@ -11,8 +11,8 @@ from typing import Any
 
 from gnmr.control.spec import COSTS, NO_CAP, ControlSpec, Rules
 from gnmr.control.thresholds import Threshold, TwoStage, check
-from gnmr.errors import require, share, share_of, told_as, within
-from gnmr.lab.config.texts import folder_name, place, storable
+from gnmr.errors import as_user_error, require, share, share_of, within
+from gnmr.lab.config.text_checks import folder_name, place, storable
 from gnmr.records.untrusted import opened
 
 _LONGEST_TABLE = 1 << 24
@@ -47,7 +47,7 @@ class ControllerConfig(Rules):
     """What the budget counts: gemm (arithmetic), bytes (extra bytes, Eq. 5), or a CSV file with the columns unit and
     cost (measured times)."""
 
-    @told_as("controller.")
+    @as_user_error("controller.")
     def __post_init__(self) -> None:
         self._check_signal()
         if self.name is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from gnmr.errors import one_of, require, told_as, whole
+from gnmr.errors import as_user_error, one_of, require, whole
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class DataConfig:
     cache_dir: str = "~/.cache/gnmr"
     """Where tokenizers and token files are kept."""
 
-    @told_as("data.")
+    @as_user_error("data.")
     def __post_init__(self) -> None:
         if self.cache_dir == os.environ.get("GNMR_CACHE") == "":  # an empty variable counts as none
             object.__setattr__(self, "cache_dir", DataConfig.cache_dir)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gnmr.errors import fields, one_of, positive, require, told_as, whole, within
+from gnmr.errors import as_user_error, fields, one_of, positive, require, whole, within
 
 USUAL: dict[str, dict[str, float]] = {
     "none": {"magnitude": 1.0, "share": 1.0, "rate": 0.0, "duration": 1},
@@ -45,7 +45,7 @@ class FaultsConfig:
     seed: int | None = None
     """Draws the windows and what is random in them; null: training.seed."""
 
-    @told_as("faults.")
+    @as_user_error("faults.")
     def __post_init__(self) -> None:
         one_of(USUAL, kind=self.kind)
         for key, value in USUAL[self.kind].items():

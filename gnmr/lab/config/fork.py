@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gnmr.errors import fields, require, told_as
+from gnmr.errors import as_user_error, fields, require
 
 SHIPPED = "shipped"
 """The `base` that comes with the package; a folder of that name is ./shipped."""
@@ -22,7 +22,7 @@ class ForkConfig:
     """Which continuation of the data: 0 is the base's own, any other draws what is left of the epoch anew. A key like
     a seed: outside of the hash, and training.seed is the same number."""
 
-    @told_as("fork.")
+    @as_user_error("fork.")
     def __post_init__(self) -> None:
         for key, value in fields(self, "heal", "order").items():
             require(0 <= value < 2**62, key, value, "must lie between 0 and 2^62")

@@ -6,7 +6,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from math import inf
 
-from gnmr.errors import fields, fraction, one_of, positive, require, told_as, whole, within
+from gnmr.errors import as_user_error, fields, fraction, one_of, positive, require, whole, within
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class OutlierConfig:
     window: list[int] = field(default_factory=list)
     """First and last step of a window outside of which there are none; empty: from the start and for good."""
 
-    @told_as("model.outlier_channels.")
+    @as_user_error("model.outlier_channels.")
     def __post_init__(self) -> None:
         sound = not self.window or (len(self.window) == 2 and 1 <= self.window[0] <= self.window[1])
         require(sound, "window", self.window, "must be empty, or [first step, last step] from 1")
@@ -43,7 +43,7 @@ class ExpertsConfig:
     routing_seed: int | None = None
     """Fixes the routing: a hash of the token, the layer and this seed chooses the experts; null: the gate does."""
 
-    @told_as("model.experts.")
+    @as_user_error("model.experts.")
     def __post_init__(self) -> None:
         whole(0, number=self.number)
         whole(top_k=self.top_k)
@@ -65,7 +65,7 @@ class AdapterConfig:
     targets: list[str] = field(default_factory=lambda: ["*_proj"])
     """Patterns of the linears that get one, as precision.targets."""
 
-    @told_as("model.adapter.")
+    @as_user_error("model.adapter.")
     def __post_init__(self) -> None:
         whole(0, rank=self.rank)
         whole(scaling=self.scaling)
@@ -100,7 +100,7 @@ class ModelConfig:
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     outlier_channels: OutlierConfig = field(default_factory=OutlierConfig)
 
-    @told_as("model.")
+    @as_user_error("model.")
     def __post_init__(self) -> None:
         one_of(("llama", "gpt", "moe", "pretrained"), name=self.name)
         self._check_pretrained()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from gnmr.errors import fields, one_of, require, told_as, whole, within
+from gnmr.errors import as_user_error, fields, one_of, require, whole, within
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class OptimConfig:
     clip_norm: float | None = None
     """Largest global gradient norm; null: no clipping. The controller reads the norms before it."""
 
-    @told_as("optim.")
+    @as_user_error("optim.")
     def __post_init__(self) -> None:
         one_of(("adamw", "scale"), name=self.name)
         adam = self.name == "adamw"

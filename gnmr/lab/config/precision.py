@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gnmr.errors import told_as
+from gnmr.errors import as_user_error
 from gnmr.precision.spec import PathSpec
 
 
@@ -17,7 +17,7 @@ class PrecisionConfig(PathSpec):
 
     _SECTION = "precision."
 
-    @told_as("precision.")
+    @as_user_error("precision.")
     def __post_init__(self) -> None:
         if self.name is None:
             pins = "_pins" if self.pins else ""

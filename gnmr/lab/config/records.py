@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gnmr.errors import fields, one_of, told_as, whole
+from gnmr.errors import as_user_error, fields, one_of, whole
 from gnmr.names import TASKS
 
 
@@ -27,7 +27,7 @@ class ScoresConfig:
     batch_size: int = 8
     """Inputs a pass."""
 
-    @told_as("scores.")
+    @as_user_error("scores.")
     def __post_init__(self) -> None:
         for task in self.tasks:
             one_of(TASKS, tasks=task)
@@ -67,7 +67,7 @@ class RecordsConfig:
     wandb_units: int | None = 64
     """Units that have lines in W&B, the most promoted ones; null: all."""
 
-    @told_as("records.")
+    @as_user_error("records.")
     def __post_init__(self) -> None:
         whole(**fields(self, "ratios_every", "check_every", "plain_every", "wandb_every"))
         whole(or_null=True, wandb_units=self.wandb_units)

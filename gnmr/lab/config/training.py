@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gnmr.errors import fields, one_of, require, told_as, whole
+from gnmr.errors import as_user_error, fields, one_of, require, whole
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class TrainingConfig:
     """At the end the model is also written to the run folder's hf/, in Hugging Face's layout (llama and pretrained;
     needs the extra finetune)."""
 
-    @told_as("training.")
+    @as_user_error("training.")
     def __post_init__(self) -> None:
         whole(**fields(self, "steps", "seq_len", "batch_size", "accumulation", "max_nonfinite_streak"))
         whole(**fields(self, "eval_every", "eval_sequences", "checkpoint_every", "keep_checkpoints"))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gnmr.errors import UserError, one_of, told_as
+from gnmr.errors import UserError, as_user_error, one_of
 from gnmr.lab import models
 from gnmr.lab.config import Config, config_hash, read
 from gnmr.lab.data import cache
@@ -73,7 +73,7 @@ def load_subject(path: str, device: str = "auto") -> Subject:
     `device` is auto, cpu or cuda. Raises UserError for whatever cannot be loaded. Folders are not trusted
     (`gnmr.records.untrusted`): no link below one is followed, and of checkpoints only safetensors and data are read.
     """
-    with told_as():
+    with as_user_error():
         one_of(("auto", "cpu", "cuda"), device=device)
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda: PyTorch sees no CUDA device here; use auto or cpu")

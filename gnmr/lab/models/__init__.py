@@ -13,7 +13,7 @@ from gnmr.lab.models.layers import Decoder
 from gnmr.lab.models.llama import Llama
 from gnmr.lab.models.moe import MoE
 from gnmr.lab.models.outliers import OutlierWindow, add_outlier_channels
-from gnmr.precision import half
+from gnmr.precision import cpu_products
 
 __all__ = ["GPT", "Decoder", "Llama", "MoE", "OutlierWindow", "add_outlier_channels", "build", "parameter_count"]
 
@@ -23,7 +23,7 @@ def build(config: ModelConfig, vocab_size: int, max_seq_len: int) -> Decoder:
 
     Its weights are undefined until `init_weights` or `load_state_dict`.
     """
-    half.provide()
+    cpu_products.provide()
     return {"llama": Llama, "gpt": GPT, "moe": MoE}[config.name](config, vocab_size, max_seq_len)
 
 

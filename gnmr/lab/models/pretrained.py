@@ -35,7 +35,7 @@ from gnmr.errors import UserError, install
 from gnmr.lab.config.model import AdapterConfig
 from gnmr.lab.models.llama import Llama
 from gnmr.names import select
-from gnmr.precision import half
+from gnmr.precision import cpu_products
 from gnmr.records.untrusted import MAX_OBJECT, bounded, first_line
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -156,7 +156,7 @@ def load(checkpoint: str, dtype: torch.dtype | str, device: torch.device, where:
     if getattr(shapes.config, "quantization_config", None) is None:
         whole = folder / "model.safetensors"  # is read in the place of all others
         _check_dtypes([whole] if whole in files else files, where)
-    half.provide()
+    cpu_products.provide()
     with quiet(), _one_line(where):
         from transformers import AutoModelForCausalLM
 

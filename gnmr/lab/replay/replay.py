@@ -17,7 +17,7 @@ from yaml import YAMLError
 
 from gnmr.control import Controller, Decision, Unit
 from gnmr.control.evidence import missing
-from gnmr.errors import UserError, nearest, told_as
+from gnmr.errors import UserError, as_user_error, nearest
 from gnmr.lab.config import ControllerConfig, from_words, load, one_line
 from gnmr.lab.config import read as read_config
 from gnmr.lab.replay.trace import Norms, own_loop_of
@@ -78,7 +78,7 @@ def replay(norms: Norms, settings: ControllerConfig) -> Iterator[Decision]:
         Unit(name, nothing, None if name in norms.pinned else ignore, cost, more)
         for name, cost, more in zip(norms.units, spend, extra, strict=True)
     ]
-    with told_as("replay: "):
+    with as_user_error("replay: "):
         spec = replace(settings, cost="gemm").spec(norms.steps)  # what units cost was recorded
         whole = 1.0 if norms.spend else None
         pinned = norms.spend_pinned

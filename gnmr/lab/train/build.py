@@ -20,7 +20,7 @@ from gnmr.distributed.reduce import Ranks
 from gnmr.distributed.world import ALONE, World
 from gnmr.distributed.wrap import Compressed, Wrapped, wrap
 from gnmr.doctor.plan import read_plan
-from gnmr.errors import UserError, told_as
+from gnmr.errors import UserError, as_user_error
 from gnmr.lab import models
 from gnmr.lab.config import Config
 from gnmr.lab.data.batch import Batch
@@ -205,7 +205,7 @@ def check_plan(config: Config) -> None:
     """UserError where the run's model is not the one that `config.plan` is of. Reads no weights."""
     assert config.plan is not None
     refuse_run(config, device_of(config.training.device))
-    with told_as("paths: "):
+    with as_user_error("paths: "):
         shapes = operator_shapes(empty_model(config)[0], config.precision)
     read_plan(config.plan).refuse_other(f"plan={config.plan}", shapes)
 
@@ -242,7 +242,7 @@ def _controller(
     if isinstance(compressed, GreedyLore):
         return compressed_router(compressed, plan, model, config, ranks)
     training, record, observe = config.training, config.records.evidence, config.controller.observe
-    with told_as("controller: "):
+    with as_user_error("controller: "):
         spec = config.controller.spec(training.steps)
         costs, pinned = costs_of(plan, spec)
         units = units_of(plan, model, observe, costs)
@@ -253,7 +253,7 @@ def _controller(
         )
     check_evidence(config, controller.needs, plan, model)
     router = Router(plan, controller, model, config.precision.probe_tokens, config.precision.price_tokens)
-    with told_as("records.monitor: "):
+    with as_user_error("records.monitor: "):
         monitored(model, router, config.records.monitor)
     return router
 
@@ -312,7 +312,7 @@ def build_faults(config: Config, plan: ConvertedModel) -> FaultSchedule | None:
         return None
     assert faults.magnitude is not None and faults.share is not None and faults.rate is not None
     assert faults.duration is not None
-    with told_as("faults: "):
+    with as_user_error("faults: "):
         return FaultSchedule(
             plan,
             Fault(faults.kind, faults.magnitude, faults.share, faults.history),

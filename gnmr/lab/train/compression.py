@@ -18,7 +18,7 @@ from gnmr.distributed.powersgd import PowerSgd
 from gnmr.distributed.workers import VirtualWorkers
 from gnmr.distributed.world import World
 from gnmr.distributed.wrap import Compressed
-from gnmr.errors import UserError, told_as
+from gnmr.errors import UserError, as_user_error
 from gnmr.lab.config import Config
 from gnmr.precision import ConvertedModel
 
@@ -31,7 +31,7 @@ def build_compression(config: Config, model: nn.Module, world: World) -> Compres
     asked, seed = config.compression, config.training.seed
     if asked.name == "none":
         return None
-    with told_as("compression."):
+    with as_user_error("compression."):
         workers = None if world.size > 1 else VirtualWorkers(asked.workers or 2)
         if asked.name == "greedylore":
             names = ("rank", "refresh_every", "dense_steps")
@@ -71,7 +71,7 @@ def compressed_router(
     not fit, or its evidence is measured of operators."""
     training, units = config.training, compressed.units()
     whole = sum(unit.cost for unit in units)
-    with told_as("controller: "):
+    with as_user_error("controller: "):
         controller = Controller(
             [replace(unit, cost=unit.cost / whole) for unit in units],
             config.controller.spec(training.steps),

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from gnmr.errors import UserError, told_as
+from gnmr.errors import UserError, as_user_error
 from gnmr.lab import models
 from gnmr.lab.config import Config, PrecisionConfig
 from gnmr.lab.models import pretrained
@@ -111,7 +111,7 @@ def build_converted(
     model: nn.Module, paths: PrecisionConfig, seed: int, device: torch.device | None = None
 ) -> ConvertedModel:
     """Give the model's linears the paths of the config. Raises UserError as `gnmr.precision.conversion`."""
-    with told_as("paths: "):
+    with as_user_error("paths: "):
         return convert(model, paths, seed=seed, device=device)
 
 

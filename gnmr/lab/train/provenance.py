@@ -60,7 +60,7 @@ def place(path: str, from_here: bool = True) -> str:
     return path
 
 
-def told_command(command: str) -> str:
+def portable_command(command: str) -> str:
     """The command without what its absolute paths tell of the machine; it runs where it ran before."""
     try:
         words = shlex.split(command)
@@ -79,7 +79,7 @@ def told_command(command: str) -> str:
     return shlex.join(told(number, word) for number, word in enumerate(words))
 
 
-def told_config(config: Config, folder: Path) -> dict[str, Any]:
+def portable_config(config: Config, folder: Path) -> dict[str, Any]:
     """Return the config as a tree for config.yaml, without the places where this run was kept.
 
     `data.path` and `model.checkpoint` stay as they were given, because they are part of the run's hash.

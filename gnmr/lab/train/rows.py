@@ -12,7 +12,7 @@ from gnmr.lab import models
 from gnmr.lab.faults.schedule import Window
 from gnmr.lab.records.view import RunInfo
 from gnmr.lab.train.build import Parts, tokenizer_digest, tokens_of
-from gnmr.lab.train.provenance import commit, machine, told_command
+from gnmr.lab.train.provenance import commit, machine, portable_command
 from gnmr.lab.train.result import StepResult
 from gnmr.precision.recipes import described
 from gnmr.records import rows as records
@@ -111,7 +111,7 @@ def header(parts: Parts, command: str) -> dict[str, Any]:
     return {
         **records.versions(),
         "commit": commit(),
-        "command": told_command(command),
+        "command": portable_command(command),
         "machine": machine(parts.device),
         "world": {"processes": parts.world.size, "parallel": config.parallel if parts.world.size > 1 else "none"},
         "data": {

@@ -34,7 +34,7 @@ from gnmr.lab.train.compression import CompressionState
 from gnmr.lab.train.folder import check_folder, done_already, locked, run_folder, say_done, unexported
 from gnmr.lab.train.loop import Loop, Scorer
 from gnmr.lab.train.memory import peak_memory_bytes, reset_peak_memory
-from gnmr.lab.train.provenance import told_config
+from gnmr.lab.train.provenance import portable_config
 from gnmr.lab.train.rows import Counters, fault_rows, header, run_info
 from gnmr.precision import Recipe
 from gnmr.precision.recipes import described
@@ -223,7 +223,7 @@ def _begin(recorder: Recorder | Silent, parts: Parts, command: str, *, anew: boo
         recorder.say(str(parts.converted), narrow=brief(parts.converted))
         if isinstance(parts.compressed, GreedyLore):
             recorder.say(str(parts.compressed))
-    tree = told_config(parts.config, parts.folder)
+    tree = portable_config(parts.config, parts.folder)
     with parts.world.agreed():
         recorder.start(OmegaConf.to_yaml(OmegaConf.create(tree)), tree, header(parts, command))
         if parts.stress:

@@ -29,7 +29,7 @@ from torch.optim.optimizer import ParamsT
 
 from gnmr.distributed.reduce import Ranks
 from gnmr.distributed.shards import counts, is_sharded, local
-from gnmr.errors import fraction, positive, require, told_as
+from gnmr.errors import as_user_error, fraction, positive, require
 from gnmr.lab.config import OptimConfig
 from gnmr.lab.train.transforms.transform import check_options
 
@@ -142,7 +142,7 @@ class SCALE(torch.optim.Optimizer):
         old.copy_(new if self.found_inf is None else torch.where(self.found_inf > 0, old, new))
 
 
-@told_as("optim.options.")
+@as_user_error("optim.options.")
 def build_scale(model: nn.Module, config: OptimConfig, options: Mapping[str, Any]) -> SCALE:
     """SCALE over the trainable parameters of `model`; norm gains and biases (1-D) are not decayed.
 

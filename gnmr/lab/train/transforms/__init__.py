@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from gnmr.errors import UserError, told_as
+from gnmr.errors import UserError, as_user_error
 from gnmr.lab.train.transforms.agc import AGC
 from gnmr.lab.train.transforms.gradient_stabilizer import GradientStabilizer
 from gnmr.lab.train.transforms.skip_step import SkipStep
@@ -41,6 +41,6 @@ def build_transform(
         return None
     if name not in TRANSFORMS:
         raise UserError(f"optim.transform.name={name}: must be null or one of {', '.join(TRANSFORMS)}")
-    with told_as("optim.transform.options."):
+    with as_user_error("optim.transform.options."):
         check_options(TRANSFORMS[name], name, options)
         return TRANSFORMS[name](named_parameters, **options)

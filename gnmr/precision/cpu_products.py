@@ -30,7 +30,7 @@ def lacking() -> bool:
     return supported is None or not supported()
 
 
-def told() -> str:
+def kind() -> str:
     """How this process multiplies 16-bit tensors on the CPU, for its records."""
     return "in FP32" if _KEPT else "16-bit"
 

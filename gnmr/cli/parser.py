@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gnmr import errors as checks
-from gnmr.errors import UserError, install, nearest, told_as
+from gnmr.errors import UserError, as_user_error, install, nearest
 from gnmr.lab.records.find import named
 
 Read = Callable[[str, str], Any]
@@ -67,7 +67,7 @@ class Parser(argparse.ArgumentParser):
             if isinstance(text := getattr(given, name), str):
                 if not text:
                     self.error(f"'{name}=' has no value")
-                with told_as():
+                with as_user_error():
                     setattr(given, name, read(name, text))
         return given
 

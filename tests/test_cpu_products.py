@@ -1,4 +1,4 @@
-"""16-bit products in FP32 (gnmr/precision/half.py): against products of the same numbers in float64, rounded once."""
+"""16-bit products in FP32 (gnmr/precision/cpu_products.py): against products in float64, rounded once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from gnmr.lab import models
 from gnmr.lab.config import ModelConfig
 from gnmr.lab.models import pretrained
-from gnmr.precision import half
+from gnmr.precision import cpu_products
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -34,7 +34,7 @@ def product(name: str, *operands: torch.Tensor, **more: Any) -> torch.Tensor:
         return getattr(torch, name)(*args, **named)
 
     kernel = SimpleNamespace(call_boxed=plain)
-    made = half._written(kernel, kernel) if "out" in more else half._product(kernel)
+    made = cpu_products._written(kernel, kernel) if "out" in more else cpu_products._product(kernel)
     return made(None, *operands, **more)
 
 
@@ -71,18 +71,19 @@ def test_other_dtypes_and_mistakes_are_pytorchs() -> None:
 
 def test_a_pytorch_without_onednn_lacks_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
-    assert half.lacking()
+    assert cpu_products.lacking()
 
 
 def test_a_process_has_them_where_its_cpu_lacks_its_own() -> None:
     """In a process of its own: kernels are exchanged for good. Gradients go through them."""
     code = (
         "import torch\n"
-        "from gnmr.precision import half\n"
-        "half.lacking = lambda: True\n"
-        "seen, ours = [], half._is_half\n"
-        "half._is_half = lambda operands: seen.append(operands) or ours(operands)\n"
-        "assert half.told() == '16-bit' and half.provide() and half.provide() and half.told() == 'in FP32'\n"
+        "from gnmr.precision import cpu_products\n"
+        "cpu_products.lacking = lambda: True\n"
+        "seen, ours = [], cpu_products._is_half\n"
+        "cpu_products._is_half = lambda operands: seen.append(operands) or ours(operands)\n"
+        "assert cpu_products.kind() == '16-bit' and cpu_products.provide() and cpu_products.provide()\n"
+        "assert cpu_products.kind() == 'in FP32'\n"
         "x, w = (torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True) for _ in 'xw')\n"
         "y = torch.nn.functional.linear(x, w)\n"
         "y.sum().backward()\n"
@@ -95,7 +96,7 @@ def test_a_process_has_them_where_its_cpu_lacks_its_own() -> None:
 
 def test_what_builds_or_loads_a_model_asks_for_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = []
-    monkeypatch.setattr(half, "provide", lambda: asked.append(True))
+    monkeypatch.setattr(cpu_products, "provide", lambda: asked.append(True))
     with torch.device("meta"):
         models.build(ModelConfig(hidden_size=8, intermediate_size=8, num_layers=1, num_heads=1), 10, 4)
     assert len(asked) == 1
