@@ -62,7 +62,7 @@ class Bed:
     def keep(self) -> None:
         """Remembers the run as it is."""
         p = self.parts
-        what = p.model.state_dict(), p.optimizer.state_dict(), p.controller.state_dict(), torch.get_rng_state()
+        what = p.model.state_dict(), p.optimizer.state_dict(), p.router.state_dict(), torch.get_rng_state()
         self._kept = deepcopy([*what, self.levels.seen, self.blocks.state_dict(), self.step])
 
     def steady(self, ahead: int = 0) -> None:
