@@ -162,12 +162,6 @@ def share(**options: object) -> None:
         require(0 < _number(value) <= 1, name, value, "must be a share above 0, at most 1")
 
 
-def true_or_false(**options: object) -> None:
-    """A truth value."""
-    for name, value in options.items():
-        require(isinstance(value, bool), name, value, "must be true or false")
-
-
 def _number(value: object) -> float:
     """The value; NaN, of which no comparison is true, where it is no finite number."""
     number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -22,7 +22,6 @@ def test_a_value_passes_where_it_is_right(value: object) -> None:
         (number and 0 <= value < 1, lambda: checks.fraction(x=value)),
         (number and -2 <= value <= 7, lambda: checks.within(-2, 7, x=value)),
         (type(value) is int and value >= 3, lambda: checks.whole(3, x=value)),
-        (type(value) is bool, lambda: checks.true_or_false(x=value)),
         (value in ("a", "b"), lambda: checks.one_of(("a", "b"), x=value)),
     ):
         if sound:

@@ -43,7 +43,7 @@ _LISTS = {
 
 
 def _parser() -> Parser:
-    parser = Parser("audit", "RUN|CHECKPOINT [key=value ...]", _TEXT)
+    parser = Parser("audit", "RUN|CHECKPOINT [key=value ...]", _TEXT, bare=False)
     parser.option("recipe", text, "what a checkpoint's linears are put on, or what a run's should be on")
     parser.option("plan", optional, "a plan.json, or its folder: what a checkpoint's linears are put on, with its pins")
     for name, about in _LISTS.items():
@@ -58,9 +58,6 @@ def _parser() -> Parser:
 def main(argv: list[str]) -> int:
     """The command; returns its exit code. UserError in one line, before anything is loaded where that is possible."""
     parser = _parser()
-    if not argv:
-        parser.print_help()
-        return 2
     asked, place, config = asked_of(parser, argv, "audit")
     if asked.out is not None:
         output.check(asked.out, f"out={asked.out}")

@@ -38,7 +38,7 @@ NUMBERS = "diagnosis.json"
 
 
 def _parser() -> Parser:
-    parser = Parser("diagnose", "RUN|CHECKPOINT [key=value ...]", _TEXT)
+    parser = Parser("diagnose", "RUN|CHECKPOINT [key=value ...]", _TEXT, bare=False)
     parser.option(
         "recipe", text, "the low path: a recipe, or one of precision.recipes of the run; int8: sim_int8; default: nvfp4"
     )
@@ -62,9 +62,6 @@ def _parser() -> Parser:
 def main(argv: list[str]) -> int:
     """The command; returns its exit code. UserError in one line, before anything is loaded where that is possible."""
     parser = _parser()
-    if not argv:
-        parser.print_help()
-        return 2
     asked, place, config = asked_of(parser, argv, "diagnose")
     _check_places(asked)
     if config is not None and config.model.adapter.rank:

@@ -29,9 +29,10 @@ def needs(command: str, *packages: str) -> None:
 class Parser(argparse.ArgumentParser):
     """The options of one command. What is no option is left in `words`: places and keys of the config."""
 
-    def __init__(self, command: str, usage: str, text: str, keys: bool = False) -> None:
+    def __init__(self, command: str, usage: str, text: str, keys: bool = False, bare: bool = True) -> None:
         """usage: what stands behind `gnmr <command>`. text: what `--help` says below the options. keys: whether
-        `words` may be key=value too, which the command itself reads."""
+        `words` may be key=value too, which the command itself reads. bare: whether the command runs without any word;
+        if not, `parse` prints the help and ends with exit code 2."""
         super().__init__(
             prog=f"gnmr {command}",
             usage=f"gnmr {command} {usage}",
@@ -40,7 +41,7 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
         self._command = command
-        self._keys = keys
+        self._keys, self._bare = keys, bare
         self._reads: dict[str, Read] = {}
         self._flags: list[str] = []
         self.add_argument("words", nargs="*", help=argparse.SUPPRESS)
@@ -58,6 +59,9 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, argv: list[str]) -> argparse.Namespace:
         """UserError for an unknown option and for a value that makes no sense."""
+        if not (argv or self._bare):
+            self.print_help()
+            raise SystemExit(2)
         given, unknown = self.parse_known_intermixed_args([f"--{word}" if self._named(word) else word for word in argv])
         if unknown:
             self._unknown(unknown[0])

@@ -47,7 +47,7 @@ keys:
 
 def _parser() -> Parser:
     usage = "FILE... [key=value ...] [calibrate=SHARE,...|detect=SHARE] [out=OUT.jsonl]"
-    parser = Parser("replay", usage, _TEXT, keys=True)
+    parser = Parser("replay", usage, _TEXT, keys=True, bare=False)
     parser.option(
         "calibrate",
         fractions,
@@ -75,9 +75,6 @@ def _parser() -> Parser:
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
     parser = _parser()
-    if not argv:
-        parser.print_help()
-        return 2
     given = parser.parse(argv)
     words, places = settings_and_places(given.words)
     paths = [Path(place) for place in places]

@@ -23,7 +23,6 @@ from gnmr.precision import ConvertedModel, PathSpec, convert, int8
 from gnmr.precision.int8 import integers, products
 
 BF16 = torch.bfloat16
-FROZEN = ("beside", "instead")
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> Tensor:

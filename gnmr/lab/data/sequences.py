@@ -87,7 +87,8 @@ class SequenceOrder:
         Raises UserError if the position is outside of this corpus, or if this NumPy draws another order.
         """
         self._place(state["epoch"], state["position"])
-        if state.get("order", self._digest()) != self._digest():
+        drawn = self._digest()
+        if state.get("order", drawn) != drawn:
             raise UserError(
                 f"checkpoint: training.seed={self._branch.seed} drew another order of the data than this NumPy "
                 f"({np.__version__}) draws; continue with the version that the run began with"
