@@ -19,8 +19,8 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,20 +45,13 @@ from timing import header
 FACTOR, LOST, TENTHS = 3.0, 10, 10
 BATCH, WARMUP, NOISE = 64, 20, 0.005
 """Inputs of a step, steps over which the rate rises, and standard deviation of the labels' noise (the paper's)."""
-
-
-def alike(cast: str) -> dict[str, dict[str, str]]:
-    """A recipe that casts every operand of every GEMM so."""
-    return {
-        "fprop": {"input": cast, "weight": cast},
-        "dgrad": {"grad_output": cast, "weight": cast},
-        "wgrad": {"grad_output": cast, "input": cast},
-    }
-
-
-OWN = {"mxint3": alike("int3/mx"), "mxint2": alike("int2/mx")}
-"""Recipes that the package does not name: 3 and 2 bits under a power of two for 32 elements."""
 FORMATS = ("bf16", "mxfp8", "mxfp4", "sim_e2m1", "mxint3", "mxint2")
+
+
+def integers(bits: int) -> dict[str, dict[str, str]]:
+    """Return a recipe that the package does not name: every operand in `bits` under a power of two for 32 elements."""
+    operands = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
+    return {gemm: dict.fromkeys(names, f"int{bits}/mx") for gemm, names in operands.items()}
 
 
 @dataclass(frozen=True)
@@ -78,59 +71,55 @@ class Setting:
 class Arm:
     """What is done against divergence."""
 
-    pins: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """GEMMs that are always in 16 bits, by pattern of operators."""
+    pins: dict[str, list[str]] = field(default_factory=dict)
+    """GEMMs that stay in 16 bits, by pattern of operators, from the share `after` of the run on."""
+    after: float = 0.0
     keeps_norms: bool = False
     """Layer norm's parameters are not cast."""
-    control: tuple[tuple[str, Any], ...] = ()
-    """Words of a controller, which moves operators to 16 bits; none: there is none."""
-    late: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """Pins from step `after` on."""
-    after: float = 0.0
-    """As a share of the run."""
-    transform: tuple[str, tuple[tuple[str, Any], ...]] | None = None
-    """Of the gradient, with its options."""
+    control: dict[str, Any] = field(default_factory=dict)
+    """Options of a controller, which moves operators to 16 bits; without them there is none."""
+    transform: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    """A transform of the gradient and its options."""
     clip_norm: float | None = None
 
 
-def pinned(*patterns: str, gemms: Sequence[str] = GEMMS) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Pins of these operators."""
-    return tuple((pattern, tuple(gemms)) for pattern in patterns)
+def pinned(*patterns: str, gemms: Sequence[str] = GEMMS, after: float = 0.0) -> Arm:
+    """Return an arm that keeps these operators in 16 bits."""
+    return Arm({pattern: [*gemms] for pattern in patterns}, after)
 
 
 def ranked(signal: str, budget: float, *recovers: str) -> Arm:
-    """A controller that fills the budget anew in every step, with these GEMMs of the operators or with all."""
-    words = {"signal": signal, "routing": "ranked", "budget": budget, "max_o": NO_CAP, "recovers": recovers or GEMMS}
-    return Arm(control=tuple(words.items()))
+    """Return a controller that fills the budget anew in every step, with these GEMMs of the operators or with all."""
+    options = {"signal": signal, "routing": "ranked", "budget": budget, "max_o": NO_CAP, "recovers": recovers or GEMMS}
+    return Arm(control=options)
 
 
-FPROP = pinned("*_proj", gemms=["fprop"])
+BOUNDS = {"never": Arm(), "always": pinned("*_proj")}
 ARMS = {
-    "never": Arm(),
-    "always": Arm(pins=pinned("*_proj")),
+    **BOUNDS,
     "layer norm's parameters": Arm(keeps_norms=True),
-    "fprop": Arm(pins=FPROP),
-    "dgrad, wgrad": Arm(pins=pinned("*_proj", gemms=["dgrad", "wgrad"])),
-    "first block": Arm(pins=pinned("layers.0.*")),
-    "last block": Arm(pins=pinned("layers.3.*")),
-    "first two blocks": Arm(pins=pinned("layers.0.*", "layers.1.*")),
-    "last two blocks": Arm(pins=pinned("layers.2.*", "layers.3.*")),
+    "fprop": pinned("*_proj", gemms=["fprop"]),
+    "dgrad, wgrad": pinned("*_proj", gemms=["dgrad", "wgrad"]),
+    "first block": pinned("layers.0.*"),
+    "last block": pinned("layers.3.*"),
+    "first two blocks": pinned("layers.0.*", "layers.1.*"),
+    "last two blocks": pinned("layers.2.*", "layers.3.*"),
     "GNMR, 4 of 8 operators": ranked("gnmr_delta", 0.5),
     "price, 4 of 8 operators": ranked("price", 0.5),
     "random, 4 of 8 operators": ranked("random", 0.5),
     "GNMR, fprop of 6": ranked("gnmr_delta", 0.25, "fprop"),
     "price, fprop of 6": ranked("price", 0.25, "fprop"),
     "random, fprop of 6": ranked("random", 0.25, "fprop"),
-    "GNMR, thresholds": Arm(control=(("signal", "gnmr_delta"), ("max_o", 4))),
-    "fprop from a tenth on": Arm(late=FPROP, after=0.1),
-    "fprop from a quarter on": Arm(late=FPROP, after=0.25),
-    "fprop from the half on": Arm(late=FPROP, after=0.5),
+    "GNMR, thresholds": Arm(control={"signal": "gnmr_delta", "max_o": 4}),
+    "fprop from a tenth on": pinned("*_proj", gemms=["fprop"], after=0.1),
+    "fprop from a quarter on": pinned("*_proj", gemms=["fprop"], after=0.25),
+    "fprop from the half on": pinned("*_proj", gemms=["fprop"], after=0.5),
     "clip 1": Arm(clip_norm=1.0),
-    "GradientStabilizer": Arm(transform=("gradient_stabilizer", ())),
-    "SkipStep": Arm(transform=("skip_step", (("min_values", 10),))),
+    "GradientStabilizer": Arm(transform="gradient_stabilizer"),
+    "SkipStep": Arm(transform="skip_step", options={"min_values": 10}),
 }
 """A block is a quarter of the arithmetic. SkipStep begins after 10 values and not 64, or it would come too late."""
-BOUNDS = ("never", "always")
 
 
 class Norm(nn.LayerNorm):
@@ -169,139 +158,123 @@ class Student(nn.Module):
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Block(width) for _ in range(depth))
+        self.layers = nn.Sequential(*(Block(width) for _ in range(depth)))
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        found: Tensor = self.layers(x)
+        return found
 
 
 def teacher(width: int, depth: int) -> nn.Sequential:
-    """Linears and GELU in turn, as the paper's code has them: no residual, no norm, never trained."""
+    """Return linears and GELU in turn, as the paper's code has them: no residual, no norm, never trained."""
     layers = list[nn.Module]()
     for _ in range(depth):
         layers += [nn.Linear(width, width, bias=False), nn.GELU(), nn.Linear(width, width, bias=False)]
     return nn.Sequential(*layers).requires_grad_(False)
 
 
-@dataclass
-class Course:
-    """The error of a run, step by step, and what it spent; inf where a step was not finite."""
-
-    errors: list[float]
-    spent: list[float]
-    steps: int
-    """That it was to have."""
-
-    def add(self, error: float, spent: float) -> bool:
-        """Whether it goes on."""
-        self.errors.append(error if math.isfinite(error) else math.inf)
-        self.spent.append(spent)
-        return len(self.errors) < LOST or any(map(math.isfinite, self.errors[-LOST:]))
-
-    def tenths(self) -> list[float]:
-        """Mean errors of the tenths that were begun."""
-        length = max(1, self.steps // TENTHS)
-        return [float(np.mean(self.errors[i : i + length])) for i in range(0, len(self.errors), length)]
-
-    def row(self) -> dict[str, Any]:
-        """As recorded; an error that is not finite is null."""
-        tenths = self.tenths()
-        ended = len(self.errors) < self.steps
-        diverged = ended or not tenths[-1] <= FACTOR * min(tenths)
-        told = [float(f"{x:.5g}") if math.isfinite(x) else None for x in tenths]
-        ends = next((i for i, x in enumerate(self.errors, 1) if x == math.inf), None)
-        spent = round(float(np.mean(self.spent)), 4)
-        return {"diverged": diverged, "errors": told, "steps": len(self.errors), "not_finite": ends, "spent": spent}
+def lost(errors: Sequence[float]) -> bool:
+    """Return True if a run whose last steps are all not finite ends here."""
+    return len(errors) >= LOST and not any(map(math.isfinite, errors[-LOST:]))
 
 
-def optimizer_of(student: nn.Module, setting: Setting) -> torch.optim.Optimizer:
-    """As the setting names it."""
-    if setting.optimizer == "adam":
-        return torch.optim.Adam(student.parameters(), lr=setting.rate, betas=(0.9, 0.999))
-    return torch.optim.SGD(student.parameters(), lr=setting.rate, momentum=0.9)
+def outcome(errors: Sequence[float], steps: int) -> dict[str, Any]:
+    """Return what is recorded of a run of `steps` steps with these errors, inf where a step was not finite."""
+    length = max(1, steps // TENTHS)
+    tenths = [float(np.mean(errors[i : i + length])) for i in range(0, len(errors), length)]
+    return {
+        "diverged": len(errors) < steps or not tenths[-1] <= FACTOR * min(tenths),
+        "errors": [float(f"{x:.5g}") if math.isfinite(x) else None for x in tenths],
+        "steps": len(errors),
+        "not_finite": next((i for i, x in enumerate(errors, 1) if x == math.inf), None),
+    }
 
 
-def attached(student: Student, setting: Setting, arm: Arm, seed: int, pins: Any = None) -> gnmr.Router:
-    """The student's linears with two paths, and what routes them."""
-    recipes = {setting.low: OWN[setting.low]} if setting.low in OWN else {}
-    words = dict(arm.control) | {"recovery": "bf16" if arm.control else None}
-    pins = {name: [*gemms] for name, gemms in (arm.pins if pins is None else pins)}
-    return gnmr.attach(student, low=setting.low, recipes=recipes, pins=pins, steps=setting.steps, seed=seed, **words)
+def attached(student: Student, setting: Setting, arm: Arm, seed: int, *, pins: bool = True) -> gnmr.Router:
+    """Return the router of the student's linears, which have two paths now."""
+    recipes = {f"mxint{bits}": integers(bits) for bits in (2, 3) if setting.low == f"mxint{bits}"}
+    return gnmr.attach(
+        student,
+        low=setting.low,
+        recovery="bf16" if arm.control else None,
+        recipes=recipes,
+        pins=arm.pins if pins else {},
+        steps=setting.steps,
+        seed=seed,
+        **arm.control,
+    )
 
 
-def trained(setting: Setting, arm: Arm, seed: int) -> Course:
-    """One student, from its first step on. Seeds are of the teacher, the student, the data and a random signal."""
+def trained(setting: Setting, arm: Arm, seed: int) -> dict[str, Any]:
+    """Train a student and return its outcome. The seed is that of teacher, student, data and a random signal."""
     torch.manual_seed(seed)
     taught, student = teacher(setting.width, setting.depth), Student(setting.width, setting.depth)
     for layer in student.layers:
         assert isinstance(layer, Block)
         layer.norm.keeps = arm.keeps_norms
-    controller = attached(student, setting, arm, seed)
-    optimizer, course = optimizer_of(student, setting), Course([], [], setting.steps)
-    parameters = [*student.parameters()]
-    name, options = arm.transform or (None, ())
-    transform = build_transform(name, dict(options), student.named_parameters())
+    controller = attached(student, setting, arm, seed, pins=not arm.after)
+    parameters, errors, spent = [*student.parameters()], list[float](), list[float]()
+    if setting.optimizer == "adam":
+        optimizer: torch.optim.Optimizer = torch.optim.Adam(parameters, lr=setting.rate, betas=(0.9, 0.999))
+    else:
+        optimizer = torch.optim.SGD(parameters, lr=setting.rate, momentum=0.9)
+    transform = build_transform(arm.transform, arm.options, student.named_parameters())
     draws = torch.Generator().manual_seed(seed)
     for step in range(1, setting.steps + 1):
-        if arm.late and step == round(arm.after * setting.steps) + 1:
+        if arm.after and step == round(arm.after * setting.steps) + 1:
             controller.detach()
-            controller = attached(student, setting, arm, seed, arm.late)
+            controller = attached(student, setting, arm, seed)
         x = torch.randn(BATCH, setting.width, generator=draws)
         y = taught(x) + NOISE * torch.randn(x.shape, generator=draws)
         loss = (student(x) - y).square().sum(dim=1).mean() / 2
         loss.backward()
-        spent = controller.converted.cost.spent()[0]
+        spent.append(controller.converted.cost.spent()[0])
         controller.step()
         norm = torch.stack([p.grad.double().norm() for p in parameters if p.grad is not None]).norm()
         context = StepContext(step, loss, norm, ~(loss.isfinite() & norm.isfinite()), optimizer)
         if arm.clip_norm is not None:
             nn.utils.clip_grad_norm_(parameters, arm.clip_norm)
-        asked = None if transform is None else transform(context)
-        if not (context.nonfinite or (asked is not None and asked)):
+        skips = None if transform is None else transform(context)
+        if not (context.nonfinite or (skips is not None and skips)):
             for group in optimizer.param_groups:
                 group["lr"] = setting.rate * min(1.0, step / WARMUP)
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if not course.add(math.inf if context.nonfinite else float(loss), spent):
+        errors.append(math.inf if context.nonfinite else float(loss))
+        if lost(errors):
             break
-    return course
+    return {**outcome(errors, setting.steps), "spent": round(float(np.mean(spent)), 4)}
 
 
-SEARCH = [Setting(low, rate, "adam") for rate in (0.003, 0.03, 0.1) for low in FORMATS]
-SEARCH += [Setting(low, rate) for rate in (0.03, 0.06, 0.09) for low in FORMATS]
 SURVIVAL = Setting("mxint2", 0.05, steps=120)
-SEEDS = range(10)
-
-
-def work(part: str) -> Iterator[tuple[Setting, str, int]]:
-    """Yield (setting, arm, seed) of each run; of `survival` the positive control, never against always, comes first."""
-    if part == "search":
-        yield from ((one, "never", 0) for one in SEARCH)
-    else:
-        others = [name for name in ARMS if name not in BOUNDS]
-        yield from ((SURVIVAL, name, seed) for names in (BOUNDS, others) for seed in SEEDS for name in names)
+RATES = {"adam": (0.003, 0.03, 0.1), "sgd": (0.03, 0.06, 0.09)}
+PARTS = {
+    "search": [(Setting(low, rate, name), "never", 0) for name in RATES for rate in RATES[name] for low in FORMATS],
+    "survival": [
+        (SURVIVAL, arm, seed)
+        for arms in (BOUNDS, [arm for arm in ARMS if arm not in BOUNDS])  # the positive control comes first
+        for seed in range(10)
+        for arm in arms
+    ],
+}
 
 
 def main() -> None:
     """Run what is missing in OUT.json and write the file after each run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", metavar="OUT.json", type=Path)
-    parser.add_argument("part", choices=["search", "survival"])
+    parser.add_argument("part", choices=PARTS)
     asked = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # attach warns of paths that diverge, which this script looks for
     rows = json.loads(asked.out.read_text())["rows"] if asked.out.exists() else []
     known = [row["run"] for row in rows]
-    for setting, arm, seed in work(asked.part):
-        what = {**asdict(setting), "arm": arm, "seed": seed}
-        if what in known:
-            continue
-        row = {"run": what, **trained(setting, ARMS[arm], seed).row(), "commit": commit()}
-        rows.append(row)
-        print(f"{json.dumps(what)}: {json.dumps(row['errors'])} {'DIVERGED' * row['diverged']}", flush=True)
-        output.write_json(asked.out, header() | {"rows": rows}, str(asked.out))
+    for setting, arm, seed in PARTS[asked.part]:
+        run = {**asdict(setting), "arm": arm, "seed": seed}
+        if run not in known:
+            rows.append({"run": run, **trained(setting, ARMS[arm], seed), "commit": commit()})
+            print(json.dumps(rows[-1]), flush=True)
+            output.write_json(asked.out, header() | {"rows": rows}, str(asked.out))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Golden records: one short run of every experiment, recipe, signal, stress and transform, all digits kept.
+"""Golden records: one short run of every experiment, recipe, signal, fault and transform, all digits kept.
 
     python benchmarks/golden.py OUT.json             records them
     python benchmarks/golden.py NEW.json OLD.json    records them and says which runs changed: exit code 1 if any did
@@ -23,33 +23,16 @@ from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
-SIZES = [
-    "model.num_layers=2",
-    "training.steps=6",
-    "training.seq_len=32",
-    "training.batch_size=2",
-    "training.accumulation=2",
-    "training.eval_every=3",
-    "training.eval_sequences=2",
-    "training.threads=1",
-    "records.live=off",
-    "records.wandb=off",
-]
-TEXT = ["data.name=text", "data.vocab_size=300", "data.path=babble.txt"]
-ROWS = ["data.name=instructions", "data.path=rows.jsonl"]
-DENSE = ["model.hidden_size=64", "model.intermediate_size=128", "model.num_heads=2"]
-STRESSES = {
-    "bit_flip": "bit_flip",
-    "noise": "noise",
-    "saturation": "scale_down",
-    "scale_inf": "inf",
-    "scale_nan": "nan",
-    "stale_scale": "stale_scale",
-    "underflow": "scale_up",
-}
+QUIET = "training.threads=1 records.live=off records.wandb=off"
+STEPS = "training.steps=6 training.seq_len=32 training.batch_size=2 training.accumulation=2 training.eval_every=3"
+STEPS += " training.eval_sequences=2"
+TEXT = "data.name=text data.vocab_size=300 data.path=babble.txt"
+DENSE = "model.hidden_size=64 model.intermediate_size=128 model.num_heads=2"
+STRESSES = {"saturation": "scale_down", "scale_inf": "inf", "scale_nan": "nan", "underflow": "scale_up"}
+STRESSES |= {name: name for name in ("bit_flip", "noise", "stale_scale")}
 """Part of a run's name: its kind of fault."""
-TRANSFORMS = ["agc", "gradient_stabilizer", "skip_step", "stable_spam"]
-STEP_KEYS = (
+TRANSFORMS = ("agc", "gradient_stabilizer", "skip_step", "stable_spam")
+STEP_KEYS = [
     "loss",
     "grad_norm_pre_clip",
     "num_candidates",
@@ -57,46 +40,42 @@ STEP_KEYS = (
     "over",
     "saved_bytes",
     "saved_bytes_predicted",
-)
+]
 
 
 def runs() -> dict[str, list[str]]:
-    """Name of each golden run: its words behind `gnmr train`."""
+    """Return the words of each golden run behind `gnmr train`, by name."""
     from gnmr.control.signals import SIGNALS
     from gnmr.names import RECIPES
 
-    act = ["experiment=act_quant_stress", "controller.max_o=4", *DENSE]
-    recipe = ["experiment=deepseek_recipe", "controller.max_o=1", *DENSE]
-    eight = ["precision=fp8_bf16", "controller.beta=null"]
-    found = {"act": act, "act_forward": [*act, "precision.site=forward"], "gpt": [*act, "model=gpt"]}
-    found |= {f"signal_{name}": [*act, f"controller.signal={name}"] for name in SIGNALS}
-    found |= {
-        f"stress_{name}": [*act, f"faults.kind={kind}", "faults.windows=[[3,2]]"] for name, kind in STRESSES.items()
-    }
-    found |= {f"transform_{name}": [*act, f"optim.transform.name={name}"] for name in TRANSFORMS}
-    found |= {"scale": [*act, "optim.name=scale"], "stochastic": [*act, "precision.rounding=stochastic"]}
-    found |= {"hierarchy_6_8": recipe, "hierarchy_8_16": [*recipe, *eight]}
-    found |= {"scaled_mm": [*recipe, *eight, "precision.backend=scaled_mm"]}
-    wide = ["model.hidden_size=128", "model.intermediate_size=256", "model.num_heads=2"]
-    found |= {f"recipe_{name}": ["experiment=pretrain", f"precision.low={name}", *wide] for name in RECIPES}
-    found["moe"] = ["experiment=moe_stress", "controller.max_o=2", "model.hidden_size=64", "model.num_heads=2"]
-    found["pangu"] = ["experiment=pangu_4bit", "controller.max_o=4"]
-    found["fork_base"] = ["experiment=fork_base", *DENSE]
-    found = {name: [*own, *SIZES, *TEXT] for name, own in found.items()}
-    lora = ["experiment=finetune", "model.checkpoint=tiny", "model.adapter.rank=2", "controller.max_o=1"]
-    lora += ["optim.lr=0.01", *SIZES[1:]]  # its layers are the checkpoint's
-    short = ["training.steps=3", "fork.heal=2", "fork.order=1", "training.eval_sequences=2", *SIZES[-3:]]
-    fork = [
-        "experiment=fork",
-        "controller.signal=recovery_gap",
-        "controller.routing=ranked",
-        *short,
-    ]  # of the base that is shipped
-    return found | {"finetune": [*lora, *ROWS], "finetune_text": [*lora, *TEXT[::2]], "fork": fork}
+    act = f"experiment=act_quant_stress controller.max_o=4 {DENSE}"
+    recipe = f"experiment=deepseek_recipe controller.max_o=1 {DENSE}"
+    eight = f"{recipe} precision=fp8_bf16 controller.beta=null"
+    wide = "model.hidden_size=128 model.intermediate_size=256 model.num_heads=2"
+    found = {"act": act, "act_forward": f"{act} precision.site=forward", "gpt": f"{act} model=gpt"}
+    found |= {f"signal_{name}": f"{act} controller.signal={name}" for name in SIGNALS}
+    found |= {f"stress_{name}": f"{act} faults.kind={kind} faults.windows=[[3,2]]" for name, kind in STRESSES.items()}
+    found |= {f"transform_{name}": f"{act} optim.transform.name={name}" for name in TRANSFORMS}
+    found |= {"scale": f"{act} optim.name=scale", "stochastic": f"{act} precision.rounding=stochastic"}
+    found |= {"hierarchy_6_8": recipe, "hierarchy_8_16": eight, "scaled_mm": f"{eight} precision.backend=scaled_mm"}
+    found |= {f"recipe_{name}": f"experiment=pretrain precision.low={name} {wide}" for name in RECIPES}
+    found["moe"] = "experiment=moe_stress controller.max_o=2 model.hidden_size=64 model.num_heads=2"
+    found["pangu"] = "experiment=pangu_4bit controller.max_o=4"
+    found["fork_base"] = f"experiment=fork_base {DENSE}"
+    found = {name: f"{words} model.num_layers=2 {STEPS} {QUIET} {TEXT}" for name, words in found.items()}
+    lora = "experiment=finetune model.checkpoint=tiny model.adapter.rank=2 controller.max_o=1 optim.lr=0.01"
+    lora = f"{lora} {STEPS} {QUIET}"  # the layers are the checkpoint's
+    found["finetune"] = f"{lora} data.name=instructions data.path=rows.jsonl"
+    found["finetune_text"] = f"{lora} data.name=text data.path=babble.txt"
+    found["fork"] = (  # of the base that is shipped
+        "experiment=fork controller.signal=recovery_gap controller.routing=ranked training.steps=3 fork.heal=2 "
+        f"fork.order=1 training.eval_sequences=2 {QUIET}"
+    )
+    return {name: words.split() for name, words in found.items()}
 
 
 def make_inputs(folder: Path) -> None:
-    """A text, prompts with answers, and a tiny LLaMA in Hugging Face's layout whose tokens are the text's words."""
+    """Write a text, prompts with answers, and a tiny LLaMA in Hugging Face's layout that reads words of the text."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -116,7 +95,7 @@ def make_inputs(folder: Path) -> None:
 
 
 def digest(folder: Path) -> dict[str, str]:
-    """The last loss in full and a hash of each kind of record."""
+    """Return the last loss in full and a hash of each kind of record."""
     from gnmr.records.reader import read_jsonl, read_ratios
 
     steps = [[row["step"], *(row[key] for key in STEP_KEYS)] for row in read_jsonl(folder / "steps.jsonl")]
@@ -128,38 +107,38 @@ def digest(folder: Path) -> dict[str, str]:
 
 
 def kept_digits(found: dict[str, dict[str, str]], name: str) -> dict[str, str] | None:
-    """What is compared of a run: all but the config's hash in the folder's name, which a renamed key changes."""
+    """Return what is compared of a run: all but the config's hash in the folder's name, which a renamed key changes."""
     run = found.get(name)
     return run and run | {"folder": re.sub(r"-[0-9a-f]{8}-s(\d+)$", r"-s\1", run.get("folder", ""))}
 
 
 def main() -> int:
-    """Records, compares, prints; the exit code."""
+    """Record, compare, print; return the exit code."""
     from gnmr.cli import main as gnmr
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", metavar="NEW.json", type=lambda word: Path(word).resolve())
-    parser.add_argument("against", metavar="OLD.json", nargs="?", type=lambda word: Path(word).resolve())
+    parser.add_argument("against", metavar="OLD.json", nargs="?", type=Path)
     parser.add_argument("--only", metavar="REGEX", default="", help="only the runs whose names match (re.search)")
     asked = parser.parse_args()
-    out, only = asked.out, re.compile(asked.only)
+    before = {} if asked.against is None else json.loads(asked.against.read_text())
     scratch = Path(tempfile.mkdtemp(prefix="gnmr-golden-"))
     make_inputs(scratch)
     os.chdir(scratch)  # the config hash holds data.path
     os.environ["GNMR_CACHE"] = "cache"
     found = {}
-    for name, own in runs().items():
-        if not only.search(name):
+    for name, words in runs().items():
+        if not re.search(asked.only, name):
             continue
-        print(f"{name}: {' '.join(own)}", file=sys.stderr, flush=True)
-        code = gnmr(["train", *own, f"runs_dir={name}"])
+        print(f"{name}: {' '.join(words)}", file=sys.stderr, flush=True)
+        code = gnmr(["train", *words, f"runs_dir={name}"])
         folders = list(Path(name).glob("*/*"))
         found[name] = digest(folders[0]) if code == 0 and folders else {"exit": str(code)}
-        out.write_text(json.dumps(found, indent=1) + "\n")
+        asked.out.write_text(json.dumps(found, indent=1) + "\n")
     shutil.rmtree(scratch)
     if asked.against is None:
         return 0
-    before = {name: kept for name, kept in json.loads(asked.against.read_text()).items() if only.search(name)}
+    before = {name: kept for name, kept in before.items() if re.search(asked.only, name)}
     if new := [name for name in found if name not in before]:
         print(f"new: {', '.join(new)}")
     changed = [name for name in before if kept_digits(before, name) != kept_digits(found, name)]

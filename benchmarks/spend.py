@@ -11,7 +11,6 @@ test. An arm fills the budget, a fraction of the GEMM FLOPs, with the operators 
     price, gradient norm, gap, mse, ...     pins by a score of the base, which is measured once
     random, first, last, first_last         pins by the usual guesses
     NAME, each step                         a controller, which chooses anew in every step
-    NAME, held                              the same with a set that holds for 20 steps
 
 Every fork is one line of OUT.jsonl, written when it is done; the same command continues after an interruption.
 `never` and `always` come first: without a gap between them no other arm is run.
@@ -39,19 +38,16 @@ from gnmr.names import GEMMS
 from gnmr.precision.conversion import operator_shapes
 from price import forked, pins_of, scored
 
-EACH, HELD, HOLD = ", each step", ", held", 20
+EACH = ", each step"
 BOUNDS = {"never": 0.0, "always": 1.0}
-PRICE = ("signal=price", "+options.every=10")
 SIGNALS = {
-    "random": ("signal=random",),
-    "price": PRICE,
-    "GNMR": ("signal=gnmr_delta",),
-    "gap": ("signal=recovery_gap",),
-    "MSE": ("signal=mse",),
-    "gradient norm": ("signal=grad_norm",),
-    "Jacobian": ("signal=jacobian",),
-    "oracle": ("signal=oracle",),
-    "static k": ("signal=static_k",),
+    "random": "controller.signal=random",
+    "price": "controller.signal=price +controller.options.every=10",
+    "pin excess": "controller.signal=pin_excess +controller.options.every=1",
+    "GNMR": "controller.signal=gnmr_delta",
+    "gap": "controller.signal=recovery_gap",
+    "MSE": "controller.signal=mse",
+    "gradient norm": "controller.signal=grad_norm",
 }
 
 
@@ -60,45 +56,36 @@ class Scene:
     """A low path and the arms that are tried on it."""
 
     low: str
-    budgets: tuple[float, ...] = (0.10,)
+    budgets: tuple[float, ...]
     recovers: tuple[str, ...] = GEMMS
     """GEMMs of an operator that a budget buys."""
-    pins: tuple[str, ...] = ()
+    pins: tuple[str, ...] = ("price",)
     guesses: tuple[str, ...] = ("random",)
     controllers: tuple[str, ...] = ("GNMR",)
-    held: tuple[str, ...] = ()
-    fault: tuple[str, ...] = ()
-    """Words of `faults.`; the fault hits one operator, another one in every block."""
-    words: tuple[str, ...] = ()
-    units: int | None = None
-    """Units that a controller promotes in every step, in place of a budget."""
+    fault: str = ""
+    """Words of the fault, which hits one operator, another one in every block."""
 
 
 SCORES = ("price", "gradient norm", "update norm", "gap", "mse")
+FPROP = GEMMS[:1]
 SCENES = {
-    "sim_e2m1": Scene(
-        "sim_e2m1", (0.025, 0.05, 0.075, 0.10, 0.15, 0.25), GEMMS[:1], SCORES, GUESSES, ("GNMR", "price")
-    ),
-    "nvfp4": Scene("nvfp4", (0.05, 0.10, 0.25), GEMMS[:1], ("price", "gap", "mse")),
+    "sim_e2m1": Scene("sim_e2m1", (0.025, 0.05, 0.075, 0.10, 0.15, 0.25), FPROP, SCORES, GUESSES, ("GNMR", "price")),
+    "nvfp4": Scene("nvfp4", (0.05, 0.10, 0.25), FPROP, ("price", "gap", "mse")),
     "int4": Scene("int4", (0.05, 0.10, 0.25), GEMMS, SCORES, GUESSES, ("GNMR", "price")),
     "broken": Scene(
         "fp8_hybrid",
         (0.025, 0.05, 0.10),
         ("fprop", "wgrad"),  # the GEMMs that read the input, which is broken
-        ("price",),
         controllers=("GNMR", "pin excess", "gap", "MSE", "gradient norm", "random"),
-        fault=("kind=scale_down", "magnitude=64", "windows=[[21,20]]"),
+        fault="faults.kind=scale_down faults.magnitude=64 faults.windows=[[21,20]]",
     ),
-    "table11": Scene(
-        "int4", (1 / 7,), GEMMS, (), (), (*SIGNALS,), ("random", "price", "GNMR"), (), ("precision.recovery=int8",), 4
-    ),
-    "quick": Scene("int2", (0.10,), GEMMS, ("price",), controllers=("GNMR", "price", "random")),
+    "quick": Scene("int2", (0.10,), controllers=("GNMR", "price", "random")),
 }
 
 
 def arms_of(scene: Scene) -> list[tuple[str, float]]:
     """Return (arm, budget) of all arms."""
-    names = [*scene.pins, *scene.guesses, *(n + EACH for n in scene.controllers), *(n + HELD for n in scene.held)]
+    names = [*scene.pins, *scene.guesses, *(name + EACH for name in scene.controllers)]
     return [(name, budget) for budget in scene.budgets for name in names]
 
 
@@ -123,28 +110,23 @@ class Ranked:
 
 
 def config_of(cell: Cell, scene: Scene, base: Ranked) -> Config:
-    words = [*scene.words, f"fork.order={cell.order}", "fork.heal=0"]
+    """Return the config of a fork."""
+    words = [f"fork.order={cell.order}", "fork.heal=0"]
     names = [operator.operator_name for operator in base.parts.converted.operators]
     if scene.fault:
         broken = random.Random(f"{cell.base} {cell.order}").choice(names)
-        words += [f"faults.targets=[{broken}]", *(f"faults.{word}" for word in scene.fault)]
-    name, _, how = cell.arm.partition(", ")
-    if how:
-        signal = ("signal=pin_excess", "+options.every=1") if name == "pin excess" else SIGNALS[name]
-        cap = [f"budget={cell.budget}", "max_o=null"] if scene.units is None else [f"max_o={scene.units}"]
-        hold = [f"hold={HOLD}"] if how == "held" else []
-        for word in ("routing=ranked", *cap, *signal, *hold):
-            words.append(f"+controller.{word[1:]}" if word.startswith("+") else f"controller.{word}")
-        if scene.recovers != GEMMS:
-            words.append(f"precision.recovers=[{','.join(scene.recovers)}]")
+        words += [f"faults.targets=[{broken}]", *scene.fault.split()]
+    if cell.arm.endswith(EACH):
+        words += ["controller.routing=ranked", f"controller.budget={cell.budget}", "controller.max_o=null"]
+        words += [*SIGNALS[cell.arm.removesuffix(EACH)].split(), f"precision.recovers=[{','.join(scene.recovers)}]"]
         return forked(base.forks, scene.low, *words)
-    if name in BOUNDS:
-        pins = {operator: list(GEMMS) for operator in names} if name == "always" else {}
-    elif name in GUESSES:
+    if cell.arm in BOUNDS:
+        pins = {operator: list(GEMMS) for operator in names} if cell.arm == "always" else {}
+    elif cell.arm in GUESSES:
         costs = arithmetic(operator_shapes(base.parts.model, base.parts.config.precision))
-        pins = guess(name, {}, costs, cell.budget, gemms=scene.recovers, seed=cell.order).pins
+        pins = guess(cell.arm, {}, costs, cell.budget, gemms=scene.recovers, seed=cell.order).pins
     else:
-        pins = pins_of(base.parts, base.scores[name], cell.budget, scene.recovers)
+        pins = pins_of(base.parts, base.scores[cell.arm], cell.budget, scene.recovers)
     config = forked(base.forks, scene.low, *words)
     return replace(config, precision=replace(config.precision, pins=pins))
 
@@ -193,8 +175,8 @@ def main() -> None:
     bases = {}
     for name in asked.base.split(","):
         forks = Forks(name, print)
-        parts = forks.parts(forked(forks, scene.low, *scene.words))
-        bases[forks.base.name] = Ranked(forks, parts, scored(parts) if scene.pins else {})
+        parts = forks.parts(forked(forks, scene.low))
+        bases[forks.base.name] = Ranked(forks, parts, scored(parts))
     blocks = [(base, order) for order in range(asked.orders) for base in bases]
     for arms in ([*BOUNDS.items()], arms_of(scene)):
         for base, order in blocks:

@@ -1,61 +1,72 @@
-"""What the controller and the paths cost: ratios of training steps that take turns.
+"""How long a training step takes under one choice of paths or controller against another, on CPUs or on one CUDA GPU.
 
-    python benchmarks/step.py OUT.json                                  all parts, some minutes
-    python benchmarks/step.py OUT.json --only controller --rounds 40    one part
-    python benchmarks/step.py OUT.json model.num_layers=2               overrides as for `gnmr train`
+    python benchmarks/step.py OUT.json --only controller --rounds 40
+    python benchmarks/step.py OUT.json --only controller --clock cpu training.threads=1
+    python benchmarks/step.py OUT.json --only paths --arms '^(bf16|int4|nvfp4)$' model=llama_350m data=stdlib
 
-The parts:
+An arm is words behind `gnmr train`; overrides that hold for all arms stand behind the options. The arms of a part take
+turns, and each is compared with the part's first one:
 
-    controller   a step under each signal over a step of the same converted model without a controller
-    saved        a step with saved activations of few bits over BF16, and the ratio of the bytes that the graph keeps
-    recipes      a step under each recipe whose tiles divide the model's widths over BF16
+    controller   a bare loop over the low path; the router with thresholds that no unit reaches; each signal
+    paths        every format and recipe against BF16, with the bytes kept for backward and the peak memory of a GPU
+    compiled     BF16 and FP8 under torch.compile, and the controller on them; minutes of compilation
 
-`--clock cpu training.threads=1` counts the CPU time of one thread, which other work on the machine changes least.
+An arm that this model or machine cannot run is a row with `refused`. `--clock cpu training.threads=1` counts the CPU
+time of one thread, which other work on the machine changes least.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gnmr.lab.config import Config
+from gnmr.errors import UserError
 from gnmr.lab.config.compose import compose
 from gnmr.lab.train.build import Parts, assemble, first_batch, train_step
 from gnmr.lab.train.step import loss_of, objective_of
-from gnmr.precision import RECIPES
+from gnmr.names import FORMATS, RECIPES
 from timing import alternate, clock_of, spread, write
 
 SIGNALS = ("gnmr_delta", "price", "mse", "grad_norm", "oracle")
-SAVED = ("int4", "int8", "e2m1", "e4m3")
-Arm = Callable[[], object]
+HARDWARE = ("fp8_hybrid", "fp8_delayed", "deepseek_v3")
+"""Recipes that a GPU with FP8 multiplies itself."""
+BARE = "no controller"
 
 
-def static(config: Config, low: str) -> Config:
-    """Return the config with every operator on `low` and nothing to recover to."""
-    return replace(
-        config,
-        precision=replace(config.precision, name=low, low=low, recovery=None),
-        controller=replace(config.controller, warmup_frac=0.0),
-    )
+def static(low: str, *words: str) -> tuple[str, ...]:
+    """Return the words of an arm with every operator on `low` and nothing to recover to."""
+    return (f"precision.low={low}", "precision.recovery=null", "controller.warmup_frac=0", *words)
 
 
-def parts_of(config: Config) -> Parts:
-    return assemble(config, Path(), print)
+EAGER, COMPILED = "training.compile=false", "training.compile=true"
+PARTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "controller": {
+        BARE: (),
+        "monitoring": ("controller.alpha=1e9", "controller.beta=1e9"),
+        **{name: (f"controller.signal={name}",) for name in SIGNALS},
+    },
+    "paths": {name: static(name) for name in dict.fromkeys(("bf16", *FORMATS, *RECIPES))}
+    | {f"{name}, scaled_mm": static(name, "precision.backend=scaled_mm") for name in HARDWARE},
+    "compiled": {
+        "BF16": static("bf16", EAGER),
+        "BF16, compiled": static("bf16", COMPILED),
+        "FP8": static("fp8_hybrid", EAGER),
+        "FP8, compiled": static("fp8_hybrid", COMPILED),
+        "FP8, compiled, controlling": (
+            *("precision.low=fp8_hybrid", "precision.recovery=bf16", "precision.unit=block", COMPILED),
+            *("controller.max_o=1", "controller.alpha=1", "controller.beta=null"),
+        ),
+    },
+}
 
 
-def controlled_step(parts: Parts) -> Arm:
-    """Return the step of `gnmr train` on one batch, without records."""
-    take_step, batch = train_step(parts), first_batch(parts)
-    return lambda: take_step(batch, parts.config.optim.lr)
-
-
-def bare_step(parts: Parts) -> Arm:
-    """Return forward, loss, backward and AdamW on one batch."""
+def bare_step(parts: Parts) -> Callable[[], object]:
+    """Return forward, loss, backward and AdamW on one batch, without controller and records."""
     batch = first_batch(parts)
 
     def step() -> None:
@@ -72,45 +83,47 @@ def bare_step(parts: Parts) -> Arm:
     return step
 
 
-def ratios(arms: Mapping[str, Arm], asked: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the seconds of the first arm, and the ratio of every other arm to it."""
-    found = alternate(arms, range(-2, asked.rounds), clock_of(torch.device("cpu"), asked.clock))
-    first, *others = found
-    rows = [{"arm": first, "unit": "s", **spread(found[first])}]
-    return rows + [{"arm": name, "unit": f"x {first}", **spread(found[name] / found[first])} for name in others]
+def run_step(parts: Parts) -> Callable[[], Any]:
+    """Return the step of `gnmr train` on one batch."""
+    take_step, batch = train_step(parts), first_batch(parts)
+    return lambda: take_step(batch, parts.config.optim.lr)
 
 
-def controller(config: Config, asked: argparse.Namespace) -> list[dict[str, Any]]:
-    arms = {"no controller": bare_step(parts_of(config))}
-    for name in SIGNALS:
-        own = replace(config, controller=replace(config.controller, signal=name, options={}))
-        arms[name] = controlled_step(parts_of(own))
-    return ratios(arms, asked)
+def memory(step: Callable[[], Any], device: torch.device) -> dict[str, Any]:
+    """Take a step and return the bytes that it kept for backward, and a GPU's peak above what was allocated before."""
+    before = 0
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    result = step()
+    found = {"saved_bytes": result.saved_bytes, "saved_bytes_predicted": result.saved_bytes_predicted}
+    if device.type == "cuda":
+        found["peak_bytes"] = torch.cuda.max_memory_allocated() - before
+    return found
 
 
-def saved(config: Config, asked: argparse.Namespace) -> list[dict[str, Any]]:
-    rows, arms, sizes = [], {}, {}
-    for name in ("bf16", *SAVED):
-        parts = parts_of(static(config, name))
-        arms[name] = controlled_step(parts)
-        result: Any = arms[name]()
-        sizes[name] = result.saved_bytes
-    for name in SAVED:
-        rows.append({"arm": name, "unit": "x bytes of bf16", "value": sizes[name] / sizes["bf16"]})
-    return ratios(arms, asked) + rows
-
-
-def recipes(config: Config, asked: argparse.Namespace) -> list[dict[str, Any]]:
-    model = config.model
-    keys = model.hidden_size // model.num_heads * (model.num_kv_heads or model.num_heads)
-    widths = (model.hidden_size, keys, model.intermediate_size)
-    fit = [name for name, one in RECIPES.items() if all(w % d == 0 for d in one.divisors() for w in widths)]
-    return ratios(
-        {name: controlled_step(parts_of(static(config, name))) for name in dict.fromkeys(("bf16", *fit))}, asked
-    )
-
-
-PARTS = {"controller": controller, "saved": saved, "recipes": recipes}
+def measure(part: str, asked: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the seconds of the part's first arm, the ratio of every other arm to it, and what each arm keeps."""
+    steps: dict[str, Callable[[], object]] = {}
+    rows: list[dict[str, Any]] = []
+    device = torch.device("cpu")
+    for arm, words in PARTS[part].items():
+        if not re.search(asked.arms, arm):
+            continue
+        try:
+            parts = assemble(compose([*asked.overrides, *words]), Path(), print)
+        except UserError as error:
+            rows.append({"part": part, "arm": arm, "refused": str(error)})
+            continue
+        device, step = parts.device, bare_step(parts) if arm == BARE else run_step(parts)
+        if part == "paths":
+            rows.append({"part": part, "arm": arm, **memory(step, device)})
+        steps[arm] = step
+    seconds = alternate(steps, range(-2, asked.rounds), clock_of(device, asked.clock))
+    first = next(iter(seconds.values()), None)
+    for arm, values in seconds.items():
+        rows.append({"part": part, "arm": arm, "seconds": spread(values), "ratio": spread(values / first)})
+    return rows
 
 
 def main() -> None:
@@ -118,17 +131,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("overrides", nargs="*", help="overrides of the config, as for gnmr train")
-    parser.add_argument("--only", choices=PARTS)
+    parser.add_argument("--only", choices=PARTS, help="one part; without it controller and paths")
+    parser.add_argument("--arms", metavar="REGEX", default="", help="only the arms whose names match (re.search)")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     asked = parser.parse_intermixed_args()
-    config = compose(asked.overrides)
-    if config.training.threads is not None:
-        torch.set_num_threads(config.training.threads)
-    write(
-        asked.out,
-        [{"part": name} | row for name in PARTS if asked.only in (None, name) for row in PARTS[name](config, asked)],
-    )
+    torch._dynamo.config.recompile_limit = 64  # compiled arms share the code of one block
+    rows = [row for part in ([asked.only] if asked.only else ["controller", "paths"]) for row in measure(part, asked)]
+    write(asked.out, rows)
 
 
 if __name__ == "__main__":

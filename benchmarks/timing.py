@@ -32,11 +32,10 @@ def clock_of(device: torch.device, kind: str = "wall") -> Clock:
         if device.type != "cpu":
             raise ValueError(f"--clock cpu: the benchmark runs on {device.type}; use --clock wall")
         return time.process_time
-    if device.type == "cpu":
-        return time.perf_counter
 
     def synchronized() -> float:
-        torch.accelerator.synchronize(device)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
         return time.perf_counter()
 
     return synchronized
@@ -53,7 +52,7 @@ def alternate(
     names = list(arms)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in rounds:
-        turn = number % len(names)
+        turn = number % max(1, len(names))
         for name in names[turn:] + names[:turn]:
             began = clock()
             arms[name]()
@@ -70,9 +69,10 @@ def spread(samples: Any) -> dict[str, Any]:
     return {"median": float(np.median(x)), "low": float(low), "high": float(high), "n": len(x)}
 
 
-def header(device: torch.device | None = None) -> dict[str, Any]:
+def header() -> dict[str, Any]:
     """Return where the numbers of this process come from: command, date, commit, versions, machine and load."""
     script = f"benchmarks/{Path(sys.argv[0]).name}"
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return {
         "command": portable_command(shlex.join(["python", script, *sys.argv[1:]])),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -80,12 +80,12 @@ def header(device: torch.device | None = None) -> dict[str, Any]:
         "gnmr": gnmr.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "machine": machine(device or torch.device("cpu")) | {"load_average": list(os.getloadavg())},
+        "machine": machine(device) | {"load_average": list(os.getloadavg())},
     }
 
 
-def write(out: Path, rows: list[dict[str, Any]], device: torch.device | None = None) -> None:
+def write(out: Path, rows: list[dict[str, Any]]) -> None:
     """Write the rows with their header to `out` and print them."""
     for row in rows:
         print("  ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()))
-    output.write_json(out, header(device) | {"rows": rows}, str(out))
+    output.write_json(out, header() | {"rows": rows}, str(out))

@@ -15,6 +15,7 @@ import pandas as pd
 import pytest
 import torch
 
+from gnmr.lab.config.compose import compose
 from gnmr.precision.cast import quantize
 from gnmr.precision.recipes import Cast
 
@@ -23,9 +24,7 @@ if not BENCHMARKS.is_dir():
     pytest.skip("no checkout: benchmarks/ is not in the wheel", allow_module_level=True)
 
 sys.path.insert(0, str(BENCHMARKS))
-divergence, gpu, price, spend, step, timing = map(
-    import_module, ("divergence", "gpu", "price", "spend", "step", "timing")
-)
+divergence, price, spend, step, timing = map(import_module, ("divergence", "price", "spend", "step", "timing"))
 
 
 # ---- arms that take turns ----
@@ -58,66 +57,46 @@ def test_the_cpu_clock_is_for_the_cpu_alone() -> None:
 
 @pytest.mark.slow
 def test_steps(tiny_words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["step.py", str(tmp_path / "out.json"), *tiny_words, "--rounds", "1", "--clock", "cpu", "--only"]
-    monkeypatch.setattr(sys, "argv", [*words, "controller"])
-    step.main()
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert [row["arm"] for row in rows] == ["no controller", *step.SIGNALS]
-    monkeypatch.setattr(sys, "argv", [*words, "saved"])
-    step.main()
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    sizes = {row["arm"]: row["value"] for row in rows if "value" in row}
-    assert 0.25 < sizes["int4"] < 0.4 and 0.5 < sizes["int8"] < 0.6
+    def rows(*words: str) -> list[dict[str, Any]]:
+        monkeypatch.setattr(sys, "argv", ["step.py", str(tmp_path / "out.json"), *tiny_words, "--rounds", "1", *words])
+        step.main()
+        found: list[dict[str, Any]] = json.loads((tmp_path / "out.json").read_text())["rows"]
+        return found
+
+    assert [row["arm"] for row in rows("--only", "controller")] == ["no controller", "monitoring", *step.SIGNALS]
+    found = rows("--only", "paths", "--arms", "^(bf16|int4|int8|deepseek_v3)$", "--clock", "cpu")
+    saved = {row["arm"]: row for row in found if "saved_bytes" in row}
+    assert all(row["saved_bytes"] == row["saved_bytes_predicted"] for row in saved.values())
+    assert 0.25 < saved["int4"]["saved_bytes"] / saved["bf16"]["saved_bytes"] < 0.4
+    assert [row["arm"] for row in found if "refused" in row] == ["deepseek_v3"]  # tiles of 128
+    assert [row["arm"] for row in found if "ratio" in row] == ["bf16", "int4", "int8"]
 
 
-# ---- the GPU script ----
-
-
-def rows_of(section: str, out: Path) -> list[dict[str, Any]]:
-    assert gpu.main([str(out), "--device", "cpu", "--tiny", "--only", section]) == 0
-    rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"]
-    return rows
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("section", "what", "arms"), [("control", "step", 5), ("paths", "path", 11), ("compiled", "step", 5)]
-)
-def test_sections(section: str, what: str, arms: int, tmp_path: Path) -> None:
-    rows = rows_of(section, tmp_path / "out.json")
-    assert len({row["arm"] for row in rows if row["what"] == what}) == arms
-    if section == "paths":
-        saved = {row["arm"]: row for row in rows if row["what"] == "memory" and "saved_bytes" in row}
-        assert all(row["saved_bytes"] == row["predicted_bytes"] for row in saved.values())
-        assert saved["int4"]["saved_bytes"] < 0.28 * saved["bf16"]["saved_bytes"]
-
-
-def test_a_mistake_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu.main([str(tmp_path / "out.json"), "--device", "cpu", "--only", "speed"]) == 2
-    assert capsys.readouterr().err.startswith("gpu: --only speed")
-    if not torch.cuda.is_available():
-        assert gpu.main([str(tmp_path / "out.json")]) == 2
+def test_arms_under_torch_compile_compose() -> None:
+    for arm, words in step.PARTS["compiled"].items():
+        assert compose([*words]).training.compile == ("compiled" in arm)
 
 
 # ---- divergence ----
 
 
-def course(errors: list[float]) -> Any:
-    made = divergence.Course([], [], 40)
+def outcome(errors: list[float]) -> Any:
+    kept = list[float]()
     for error in errors:
-        if not made.add(error, 0.5):
+        kept.append(error)
+        if divergence.lost(kept):
             break
-    return made.row()
+    return divergence.outcome(kept, 40)
 
 
 def test_diverged_is_what_rose_and_did_not_come_back() -> None:
-    assert not course([40.0 - i for i in range(40)])["diverged"]
-    assert course([1.0] * 36 + [3.1] * 4)["diverged"]
-    assert not course([1.0] * 36 + [2.9] * 4)["diverged"]
-    assert not course([1.0] * 10 + [500.0] * 20 + [2.0] * 10)["diverged"]
-    lost = course([1.0] * 8 + [math.nan, math.inf] * 16)
+    assert not outcome([40.0 - i for i in range(40)])["diverged"]
+    assert outcome([1.0] * 36 + [3.1] * 4)["diverged"]
+    assert not outcome([1.0] * 36 + [2.9] * 4)["diverged"]
+    assert not outcome([1.0] * 10 + [500.0] * 20 + [2.0] * 10)["diverged"]
+    lost = outcome([1.0] * 8 + [math.inf] * 32)
     assert lost["diverged"] and lost["steps"] == 18 and lost["not_finite"] == 9
-    back = course([1.0] * 8 + [math.inf] * 9 + [1.0] * 23)
+    back = outcome([1.0] * 8 + [math.inf] * 9 + [1.0] * 23)
     assert not back["diverged"] and back["steps"] == 40
 
 
@@ -150,8 +129,8 @@ def test_every_arm_trains_and_spends_what_it_says(monkeypatch: pytest.MonkeyPatc
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         runs = {name: divergence.trained(setting, arm, 0) for name, arm in divergence.ARMS.items()}
-    spent = {name: run.row()["spent"] for name, run in runs.items()}
-    assert all(len(run.errors) == 2 and all(map(math.isfinite, run.errors)) for run in runs.values())
+    spent = {name: run["spent"] for name, run in runs.items()}
+    assert all(run["steps"] == 2 and run["not_finite"] is None for run in runs.values())
     assert spent["never"] == spent["layer norm's parameters"] == spent["SkipStep"] == 0
     assert spent["always"] == 1 and spent["fprop"] == pytest.approx(1 / 3, abs=1e-3)
     assert spent["first two blocks"] == 0.5 and spent["fprop from the half on"] == pytest.approx(1 / 6, abs=1e-3)
