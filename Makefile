@@ -63,7 +63,7 @@ test-all: $(READY)  ## every test once, some 10 minutes on two cores: make test 
 	$(MAKE) test ARGS="--cov=gnmr $(ARGS)"
 	$(MAKE) test-slow
 
-attacks: $(READY)  ## attack runs: kills, damaged files, full disks, bad inputs (tests/test_attacks.py): ARGS
+attacks: $(READY)  ## attack runs: kills, damaged files, links, full disks (tests/test_attacks.py): ARGS
 	$(PYTEST) tests/test_attacks.py -m "slow or not slow" $(ARGS)
 
 lint: $(READY)  ## ruff, mypy, and which part may import which (pyproject.toml)

@@ -1,6 +1,6 @@
 """Attacks on runs: after each of them the same command gives equal numbers, or the run says in one line why not.
 
-`make attacks` runs this file with its slow tests: kills at random moments, damaged files, a full disk, and bad inputs.
+`make attacks` runs this file with its slow tests: kills at random moments, damaged files, links, and a full disk.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def test_report_and_replay_of_damaged_records(name: str, undisturbed, gnmr, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", ["100k", "200k", "300k", "400k", "600k", "900k"])
+@pytest.mark.parametrize("size", ["100k", "300k", "600k", "900k"])
 def test_a_disk_that_is_full(size: str, small_disk, undisturbed, train: Train) -> None:
     """The run ends in one line and keeps its rows; with more space it gives what it gives without."""
     folder = small_disk(size) / "run"
@@ -161,6 +161,7 @@ def test_a_disk_that_is_full(size: str, small_disk, undisturbed, train: Train) -
     assert "\n" not in str(caught.value) and not (folder / "DONE").exists()
     steps = [row["step"] for row in read_jsonl(folder / "steps.jsonl")]
     assert steps == list(range(1, len(steps) + 1))
+    assert set(read_ratios(folder)["step"].to_pylist()) == {*steps}
     small_disk("30m")
     train(folder, *WORDS)
     assert records(folder) == records(undisturbed[0])
@@ -191,7 +192,7 @@ def test_files_that_go_away_while_the_run_goes_on(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps", [{1}, {4, 5}, {12}, set(range(3, 10))])
+@pytest.mark.parametrize("steps", [{1}, set(range(3, 10)), {12}])
 def test_a_storm_of_nan(steps: set[int], train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps without a finite gradient are skipped and counted, and the weights stay finite."""
     from gnmr.lab.train import run as module
@@ -213,7 +214,7 @@ def test_a_storm_of_nan(steps: set[int], train: Train, tmp_path: Path, monkeypat
     )
 
 
-# ---- links and inputs ----
+# ---- what others wrote ----
 
 
 @pytest.mark.slow
@@ -227,35 +228,6 @@ def test_no_link_is_written_through(name: str, undisturbed, train: Train, tmp_pa
     with pytest.raises(UserError, match=r"is a symbolic link"):
         train(folder, *WORDS)
     assert mine.read_text() == "mine"
-
-
-INPUTS = {
-    "a key twice": ["train", "training.steps=1", "training.steps=x"],
-    "a huge number": ["train", "training.steps=1" + "0" * 400],
-    "a deep list": ["train", "faults.windows=" + "[" * 500 + "]" * 500],
-    "an interpolation": ["train", "data.path=${oc.env:HOME}/x", "data.name=text"],
-    "a null byte": ["train", "run_dir=a\x00b"],
-    "escapes": ["train", "\x1b]0;owned\x07=1"],
-    "a folder as text": ["train", "data.name=text", "data.path=."],
-    "nothing to report": ["report", "nowhere"],
-    "a file to report": ["report", "file"],
-    "no norms": ["replay", "file"],
-    "a share of two": ["replay", "file", "calibrate=2"],
-    "a plan that is none": ["train", "plan=file"],
-    "a checkpoint that is none": ["diagnose", "file"],
-    "an unknown command": ["trian"],
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", INPUTS)
-def test_bad_inputs_are_one_line(case: str, gnmr, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("file").write_text("hello")
-    outcome = gnmr(*INPUTS[case])
-    last = outcome.err.splitlines()[-1]
-    assert outcome.code == 2 and last.startswith("gnmr: ") and last.isprintable(), outcome.err
-    assert not Path("runs").exists()
 
 
 def test_a_header_that_others_wrote_is_data(undisturbed, train: Train, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from gnmr.cli import COMMANDS
 from gnmr.lab import config
 from gnmr.lab.config import compose as composing
 from gnmr.lab.config.compose import compose, conf_dir
+from gnmr.records.reader import read_jsonl
 
 CONF = Path(__file__).parents[1] / "conf"
 
@@ -23,16 +24,33 @@ def process(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120)
 
 
-def test_help_loads_nothing_heavy():
+def loaded(*words: str) -> tuple[str, set[str]]:
+    """What a command prints in a process of its own, and which heavy packages it loads."""
     program = (
-        "import sys; from gnmr.cli import main; code = main(['--help']);"
-        "heavy = {'torch', 'numpy', 'hydra', 'omegaconf', 'pyarrow', 'wandb', 'rich'} & set(sys.modules);"
-        "sys.exit(f'{code} {heavy} {len(sys.modules)}')"
+        f"import sys; from gnmr.cli import main; main({[*words]});"
+        "heavy = {'torch', 'numpy', 'hydra', 'omegaconf', 'pyarrow', 'wandb', 'rich'};"
+        "sys.exit(' '.join(heavy & set(sys.modules)))"
     )
     ended = process("-c", program)
-    code, heavy, modules = ended.stderr.split(maxsplit=1)[0], *ended.stderr.split(maxsplit=1)[1].rsplit(maxsplit=1)
-    assert (code, heavy) == ("0", "set()") and int(modules) < 250  # start-up is the interpreter's own
-    assert all(command in ended.stdout for command in COMMANDS)
+    return ended.stdout, {*ended.stderr.splitlines()[-1].split()}
+
+
+def test_help_loads_nothing_heavy():
+    out, heavy = loaded("--help")
+    assert heavy == set() and all(command in out for command in COMMANDS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("word", ["--cfg job", "unknown=1"])
+def test_composing_and_mistakes_load_no_torch(word):
+    assert "torch" not in loaded("train", *word.split())[1]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_done_says_so_without_torch(gnmr, tiny_words):
+    assert gnmr("train", *tiny_words).code == 0
+    out, heavy = loaded("train", *tiny_words)
+    assert out.endswith(" is done: skipped\n") and "torch" not in heavy
 
 
 @pytest.mark.slow
@@ -48,27 +66,6 @@ def test_training_keeps_the_kernels_of_every_length_unless_told_otherwise(monkey
     assert process("-c", program).stderr.split() == ["7"]
 
 
-@pytest.mark.slow
-def test_composing_loads_no_torch():
-    """What `--help`, `--cfg job` and a mistake cost."""
-    program = (
-        "import sys; from gnmr.cli import main;"
-        "code = main(['train', 'controller.alpha=-1', '--cfg', 'job']) or main(['train', 'unknown=1']);"
-        "sys.exit(f'{code} {\"torch\" in sys.modules}')"
-    )
-    ended = process("-c", program)
-    assert ended.stderr.splitlines()[-1] == "2 False", ended.stderr
-
-
-@pytest.mark.slow
-def test_a_run_that_is_done_says_so_without_torch(gnmr, tiny_words, tmp_path):
-    assert gnmr("train", *tiny_words).code == 0
-    words = ["train", *tiny_words]
-    program = f"import sys; from gnmr.cli import main; main({words}); sys.exit(str('torch' in sys.modules))"
-    ended = process("-c", program)
-    assert ended.stdout.endswith(" is done: skipped\n") and ended.stderr == "False\n"
-
-
 def test_python_m_gnmr_and_its_exit_codes():
     assert process("-m", "gnmr", "--version").stdout == f"gnmr {__version__}\n"
     ended = process("-m", "gnmr", "trian")
@@ -76,27 +73,10 @@ def test_python_m_gnmr_and_its_exit_codes():
     assert ended.stderr == "gnmr: unknown command 'trian': did you mean train? (gnmr --help)\n"
 
 
-def test_help_in_all_its_forms(gnmr):
-    outcomes = [gnmr(word) for word in ("--help", "-h", "help")]
-    assert len({outcome.out for outcome in outcomes}) == 1 and outcomes[0].out.startswith("gnmr: ")
-    assert [outcome.code for outcome in outcomes] == [0, 0, 0]
-    assert gnmr().code == 2 and gnmr().out == outcomes[0].out
-    assert gnmr("-V").out == f"gnmr {__version__}\n"
-
-
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        ("train", ["gnmr train -m sweep=", "hydra/launcher=joblib", "experiment: act_quant_stress, "]),
-        ("report", ["usage: gnmr report", "RUN"]),
-        ("replay", ["usage: gnmr replay FILE", "step,unit,norm", "out=OUT.jsonl"]),
-        ("diagnose", ["usage: gnmr diagnose RUN|CHECKPOINT", "plan.json"]),
-    ],
-)
-def test_each_command_explains_itself(command, words, gnmr):
-    outcome = gnmr(command, "--help")
-    assert (outcome.code, outcome.err) == (0, "")
-    assert all(word in outcome.out for word in words), outcome.out
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_each_command_explains_itself(command, gnmr):
+    outcome = gnmr(*command.split(), "--help")
+    assert (outcome.code, outcome.err) == (0, "") and f"gnmr {command}".strip() in outcome.out
 
 
 # ---- Hydra behind `gnmr train` ----
@@ -114,28 +94,17 @@ def test_cfg_job_prints_the_config_and_runs_nothing(gnmr, tiny_words, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_flags_may_stand_anywhere(gnmr, tiny_words):
-    words = [*tiny_words[:3], "--cfg", "job", *tiny_words[3:], "controller.max_o=3"]
-    assert composed(gnmr("train", *words).out)["controller"]["max_o"] == 3
-
-
-def test_an_experiment_of_ones_own(gnmr, tmp_path):
+@pytest.mark.parametrize("flag", ["--config-dir {}", "--config-dir={}", "-cd {}"])
+def test_an_experiment_of_ones_own_wins_over_the_model_and_the_command_line_over_both(flag, gnmr, tmp_path):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(
-        "# @package _global_\ndefaults:\n  - act_quant_stress\n  - _self_\nexperiment_name: mine\noptim: {lr: 0.25}\n"
+        "# @package _global_\ndefaults:\n  - act_quant_stress\n  - _self_\nexperiment_name: mine\n"
+        "training: {steps: 5, batch_size: 7}\n"
     )
-    for words in (["--config-dir", str(tmp_path)], [f"--config-dir={tmp_path}"], ["-cd", str(tmp_path)]):
-        outcome = gnmr("train", *words, "experiment=mine", "--cfg", "job")
-        tree = composed(outcome.out)
-        assert (tree["experiment_name"], tree["optim"]["lr"]) == ("mine", 0.25), outcome.err
-
-
-def test_an_experiments_values_win_over_the_models_and_the_command_line_over_both(gnmr, tmp_path):
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ntraining: {steps: 5, batch_size: 7}\n")
-    words = ["model=llama_60m", f"--config-dir={tmp_path}", "experiment=mine", "training.steps=6", "--cfg", "job"]
-    training = composed(gnmr("train", *words).out)["training"]
-    assert (training["steps"], training["batch_size"], training["accumulation"]) == (6, 7, 1)
+    words = ["model=llama_60m", *flag.format(tmp_path).split(), "experiment=mine", "--cfg", "job", "training.steps=6"]
+    tree = composed(gnmr("train", *words).out)
+    training = tree["training"]
+    assert (tree["experiment_name"], training["steps"], training["batch_size"]) == ("mine", 6, 7)
 
 
 # ---- a run, from the words ----
@@ -156,49 +125,42 @@ def test_train(gnmr, tiny_words, tmp_path, monkeypatch):
     assert header["command"].endswith("experiment=act_quant_stress")
     again = gnmr("train", *tiny_words, "experiment=act_quant_stress")
     assert again.out == f"{folder} is done: skipped\n"
-    words = [*(word for word in tiny_words if word != "records.live=off"), "experiment=act_quant_stress"]
-    *_, following = gnmr("train", *words).out.splitlines()
-    assert following == f"next: gnmr report {folder}; another seed: training.seed=1"
+
+
+def test_a_run_is_trained_reported_and_replayed(gnmr, tiny_words, tmp_path):
+    words = [*tiny_words, "experiment=act_quant_stress", "training.steps=8", "records.live=auto"]
+    run, page, sets = tmp_path / "run", tmp_path / "page.html", tmp_path / "sets.jsonl"
+    trained = gnmr("train", *words, f"run_dir={run}")
+    assert trained.code == 0 and trained.out.startswith(f"{run}: 8 steps; loading PyTorch\n")
+    assert "step 8/8  loss" in trained.out and "\x1b" not in trained.out, "plain lines for a pipe"
+    assert f"next: gnmr report {run}" in trained.out.replace("\n", "")
+    rows = read_jsonl(run / "steps.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 9)) and rows[-1]["loss"] < rows[0]["loss"]
+    reported = gnmr("report", str(run), f"html={page}", "--out", str(tmp_path / "report"))
+    assert reported.code == 0
+    for text in (reported.out, page.read_text(), (tmp_path / "report/report.md").read_text()):
+        assert "int4_int8-gnmr" in text
+    assert gnmr("replay", str(run), f"out={sets}").code == 0
+    decided = [len(row["active"]) for row in read_jsonl(sets)]  # what step t decides is in force in step t + 1
+    assert decided[:-1] == [row["num_active"] for row in rows[1:]] and sum(decided) > 0
 
 
 @pytest.mark.slow
-def test_one_run_of_a_sweep_says_what_is_missing(gnmr, tiny_words, tmp_path):
-    outcome = gnmr("train", *tiny_words, "sweep=act_quant_stress", f"run_dir={tmp_path / 'run'}")
-    assert outcome.code == 0
-    assert outcome.out.startswith("this is one run; the sweep's arms and seeds need -m: gnmr train -m ...\n")
-
-
-def test_a_live_view_for_a_terminal_plain_lines_for_a_pipe(gnmr, tiny_words, tmp_path):
-    outcome = gnmr("train", *tiny_words, "records.live=auto", f"run_dir={tmp_path / 'run'}")
-    assert outcome.out.startswith(f"{tmp_path / 'run'}: 2 steps; loading PyTorch\n")
-    assert "step 2/2  loss" in outcome.out and "\x1b" not in outcome.out
-    assert f"next: gnmr report {tmp_path / 'run'}" in outcome.out.replace("\n", "")
-
-
-@pytest.mark.slow
-def test_a_defect_keeps_its_traceback(gnmr, tiny_words, monkeypatch):
+@pytest.mark.parametrize("error", [ZeroDivisionError, ValueError, KeyboardInterrupt])
+def test_a_defect_keeps_its_traceback(error, gnmr, tiny_words, monkeypatch):
     """Only mistakes and failed runs are one line; an error that we did not foresee is not dressed up as one."""
     from gnmr.lab.train import run
 
-    for error in (ZeroDivisionError("ours"), ValueError("ours")):
+    def broken(*_):
+        raise error("ours")
 
-        def broken(*_, error=error):
-            raise error
-
-        monkeypatch.setattr(run, "assemble", broken)
-        with pytest.raises(type(error), match="ours"):
+    monkeypatch.setattr(run, "assemble", broken)
+    if error is KeyboardInterrupt:
+        outcome = gnmr("train", *tiny_words)
+        assert (outcome.code, outcome.err) == (130, "gnmr: interrupted\n")
+    else:
+        with pytest.raises(error, match="ours"):
             gnmr("train", *tiny_words)
-
-
-def test_ctrl_c_before_the_first_step(gnmr, tiny_words, monkeypatch):
-    from gnmr.lab.train import run
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(run, "assemble", interrupted)
-    outcome = gnmr("train", *tiny_words)
-    assert (outcome.code, outcome.err) == (130, "gnmr: interrupted\n")
 
 
 @pytest.mark.parametrize(
