@@ -16,13 +16,11 @@ from gnmr.control.signals import Context, build_signal
 from gnmr.errors import UserError
 from gnmr.lab import config, models
 from gnmr.lab.config import compose as composing
-from gnmr.lab.config.faults import USUAL
 from gnmr.lab.train.build import assemble, train_step
-from gnmr.names import RECIPES
 from gnmr.precision import PathSpec, convert
 
 CHECKPOINT = "model.checkpoint=somewhere"
-GROUPS = ("model", "precision", "controller", "data", "optim", "faults", "experiment", "sweep", "debug")
+GROUPS = sorted(path.name for path in composing.conf_dir().iterdir() if path.is_dir())
 
 
 @cache
@@ -30,11 +28,6 @@ def compose(*words: str) -> config.Config:
     """Compose once: it takes a tenth of a second."""
     needed = [CHECKPOINT] if {"experiment=finetune", "model=pretrained", "model=llama2_13b"} & {*words} else []
     return composing.compose([*words, *needed])
-
-
-def test_the_groups_are_those_of_the_root() -> None:
-    folders = {path.name for path in composing.conf_dir().iterdir() if path.is_dir()}
-    assert folders == {*GROUPS}
 
 
 @pytest.mark.parametrize(
@@ -111,22 +104,12 @@ def test_words_of_an_arm_that_make_no_sense_name_the_arm(words: str) -> None:
         composing.compose(["+arms.mine='" + words.replace("'", "\\'") + "'", "arm=mine"])
 
 
-@pytest.mark.parametrize("kind", USUAL)
-def test_a_kind_of_fault_has_its_usual_strength(kind: str) -> None:
-    faults = compose(f"faults.kind={kind}").faults
-    assert {key: getattr(faults, key) for key in USUAL[kind]} == USUAL[kind]
-    if kind in ("nan", "inf"):
-        assert faults.duration < compose().training.max_nonfinite_streak, "a run that nobody recovers goes on"
-
-
 @pytest.mark.parametrize(
     ("words", "name"),
     [
-        ((), "int4_int8-gnmr"),
         (("precision.recovery=null",), "int4"),
         (("precision=fp8_bf16", "controller.signal=random"), "fp8_hybrid_bf16-random"),
-        (("controller.routing=ranked",), "int4_int8-gnmr-ranked"),
-        (("optim.name=scale",), "int4_int8-gnmr-scale"),
+        (("controller.routing=ranked", "optim.name=scale"), "int4_int8-gnmr-ranked-scale"),
         (("precision.name=mine", "controller.name=held"), "mine-held"),
         (("controller.signal=module:Own",), "int4_int8-Own"),
     ],
@@ -204,19 +187,12 @@ def test_a_published_size_is_the_papers_and_is_built_dry(size: str) -> None:
     )
 
 
-def test_the_debug_profile_is_small_whatever_the_size() -> None:
-    loaded = compose("debug=smoke", "model=llama_1.3b")
-    assert (loaded.training.steps, loaded.model.hidden_size, loaded.model.num_layers) == (2, 64, 2)
-
-
 # ---- two real steps ----
 
 STEPS = [
     *((f"experiment={name}",) for name in ("act_quant_stress_2bit", "deepseek_recipe", "moe_stress", "pangu_4bit")),
-    *(("experiment=act_quant_stress", f"model={size}") for size in ("llama_60m", "llama_1.3b")),
+    ("experiment=act_quant_stress", "model=llama_1.3b"),
     ("experiment=moe_stress", "precision.unit=layer"),
-    ("experiment=deepseek_recipe", "precision=fp8_bf16", "controller.beta=null"),
-    *(("experiment=deepseek_recipe", f"precision.low={recipe}", "precision.recovery=null") for recipe in RECIPES),
     ("sweep=recipe_stress", "arm=gnmr", "model.outlier_channels.window=[2,2]"),
     ("sweep=paper/table1", "arm=adapt", "training.steps=100"),
 ]
