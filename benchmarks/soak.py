@@ -6,7 +6,7 @@
 A tiny model under torchrun. At random steps, by turns: SIGKILL to one rank; SIGTERM to one rank, at which all save and
 end; SIGKILL to rank 0 while a checkpoint is being written; SIGKILL to torchrun and all ranks. After the first three
 torchrun starts all ranks again, after the last the same command is given again. Beside it runs the same training
-undisturbed. Records, validation, events, ratios, weights, moments, controller and generators of both are compared,
+undisturbed. Records, validation, events, units, weights, moments, controller and generators of both are compared,
 but no times and not who was slowest. Exit code 1 where anything differs.
 """
 

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from gnmr.errors import RunFailed, UserError
 from gnmr.lab import config
 from gnmr.records.files import JsonLines
-from gnmr.records.reader import read_json, read_jsonl, read_ratios
+from gnmr.records.reader import read_json, read_jsonl, read_units
 
 HEAD = "step,unit,norm\n"
 CASES = {
@@ -470,7 +470,7 @@ def test_replay_with_bad_words(words, line, gnmr, place):
 @pytest.mark.parametrize(
     ("name", "content"),
     [("units.arrows", "x" * 100), ("config.yaml", "a: ["), ("config.yaml", "unknown: 1")],
-    ids=["ratios", "yaml", "key"],
+    ids=["units", "yaml", "key"],
 )
 @pytest.mark.slow
 def test_replay_of_a_damaged_run(name, content, train, gnmr, tmp_path):
@@ -485,7 +485,7 @@ def test_replay_of_a_damaged_run(name, content, train, gnmr, tmp_path):
 def readable(folder: Path, steps: int) -> None:
     """What a run that ended after `steps` steps on a full disk must still say."""
     assert [row["step"] for row in read_jsonl(folder / "steps.jsonl")] == list(range(1, steps + 1))
-    assert set(read_ratios(folder)["step"].to_pylist()) == set(range(1, steps + 1))
+    assert set(read_units(folder)["step"].to_pylist()) == set(range(1, steps + 1))
     reason = (folder / "FAILED").read_text()
     assert reason.startswith("disk full") and reason.count("\n") == 1
     summary = read_json(folder / "summary.json")

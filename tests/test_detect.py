@@ -12,14 +12,14 @@ import pytest
 
 from gnmr.cli.replay import main
 from gnmr.errors import UserError
-from gnmr.records.reader import read_ratios
-from gnmr.records.schema import ratio_schema
+from gnmr.records.reader import read_units
+from gnmr.records.schema import unit_schema
 
 UNITS, STEPS = ["a", "b", "c", "d"], 60
 
 
 def write(folder: Path, rows: dict[str, Any]) -> None:
-    schema = ratio_schema([name for name in rows if name not in ("step", "unit", "norm")])
+    schema = unit_schema([name for name in rows if name not in ("step", "unit", "norm")])
     rest = {"risk": [0.0] * 4 * STEPS, "active": [False] * 4 * STEPS, "lock": [0] * 4 * STEPS}
     table = pa.table(rows | rest).select(schema.names).cast(schema)
     with pa.ipc.new_stream(str(folder / "units.arrows"), schema) as stream:
@@ -92,7 +92,7 @@ def test_the_oracle_and_a_window_of_outlier_channels(recorded, tmp_path: Path, c
     gap = 1 + 0.01 * np.random.default_rng(1).random((STEPS, 4))
     gap[20:25, :3] = 4.0
     gap[29:34, 1] = 9.0
-    table = read_ratios(folder)
+    table = read_units(folder)
     write(folder, {name: table[name].to_pylist() for name in ("step", "unit", "norm")} | {"true_gap": gap.flatten()})
     with (folder / "faults.jsonl").open("a") as file:
         for unit in ("a", "b", "c"):

@@ -57,11 +57,11 @@ def test_it_is_a_run_to_whoever_reads_records(done):
     assert run.steps["step"].tolist() == [1, 2, 3, 4, 5, 6] and run.steps["tokens"].tolist()[-1] == 48
     assert (run.steps["loss"] > 0).all() and run.evals["val_loss"].tolist() == [2.0]
     assert run.settings["controller.max_o"] == 2 and run.settings["precision.low"] == "int4"
-    ratios = run.ratios()
-    assert ratios.units == ["0", "1", "2", "3"] and ratios.norm_SU.shape == (6, 4) and "gnmr" in ratios.columns
-    assert ratios.active_SU.sum() == run.steps["num_active"].sum() > 0
-    assert run.summary["promotion_frac"] == pytest.approx(ratios.active_SU.mean())
-    assert run.summary["spent_gemm_frac"] == pytest.approx(ratios.active_SU.mean()), "equal linears"
+    matrices = run.units()
+    assert matrices.units == ["0", "1", "2", "3"] and matrices.norm_SU.shape == (6, 4) and "gnmr" in matrices.columns
+    assert matrices.active_SU.sum() == run.steps["num_active"].sum() > 0
+    assert run.summary["promotion_frac"] == pytest.approx(matrices.active_SU.mean())
+    assert run.summary["spent_gemm_frac"] == pytest.approx(matrices.active_SU.mean()), "equal linears"
 
 
 def test_the_report_and_replay_read_it(done, gnmr, tmp_path):
@@ -157,7 +157,7 @@ def test_records_go_on_behind_a_checkpoint(end, tmp_path):
     for name in ("loss", "tokens", "num_active", "grad_norm_pre_clip"):
         assert cut.steps[name].tolist() == whole.steps[name].tolist(), name
     assert cut.evals["val_loss"].tolist() == whole.evals["val_loss"].tolist() == [6.0, 10.0]
-    assert (cut.ratios().norm_SU == whole.ratios().norm_SU).all() and cut.events == whole.events
+    assert (cut.units().norm_SU == whole.units().norm_SU).all() and cut.events == whole.events
     resumed = json.loads((tmp_path / "cut" / "header.json").read_text())["resumed"]
     assert [one["after_step"] for one in resumed] == [4]
 

@@ -16,7 +16,7 @@ from gnmr.cli import replay as replay_command
 from gnmr.console import Terminal
 from gnmr.lab.records.view import recovery_figures
 from gnmr.lab.train.step import TrainStep
-from gnmr.records.reader import read_json, read_jsonl, read_ratios
+from gnmr.records.reader import read_json, read_jsonl, read_units
 
 VARIANTS = {
     "plain": [],
@@ -74,7 +74,7 @@ def test_it_reproduces_the_run(variant, train, gnmr, tmp_path, monkeypatch):
 
     in_force: list[set[str]] = [set() for _ in range(13)]
     risk: dict[tuple[int, str], float] = {}
-    for row in read_ratios(recorded).to_pylist():
+    for row in read_units(recorded).to_pylist():
         risk[row["step"], row["unit"]] = row["risk"]
         if row["active"]:
             in_force[row["step"] - 1].add(row["unit"])
@@ -124,7 +124,7 @@ def test_shares_of_the_steps_are_those_of_the_run_even_if_it_ended_early(train, 
 def test_a_file_of_the_same_norms_gives_the_same_sets(train, gnmr, tmp_path):
     run = train(tmp_path / "run", "training.steps=12")
     keys = ["alpha=1.05", "beta=1.02", "max_o=2"]
-    table = read_ratios(run).select(["step", "unit", "norm"])
+    table = read_units(run).select(["step", "unit", "norm"])
     pq.write_table(table, tmp_path / "norms.parquet")
     names = table.set_column(1, "unit", table["unit"].cast(pa.string()))
     pyarrow.csv.write_csv(names, tmp_path / "norms.csv")
@@ -253,7 +253,7 @@ def test_without_out_nothing_is_written(gnmr, tmp_path, monkeypatch):
 
 
 def test_a_run_that_recorded_only_some_steps_says_so(train, gnmr, tmp_path):
-    run = train(tmp_path / "run", "records.ratios_every=2")
+    run = train(tmp_path / "run", "records.units_every=2")
     outcome = gnmr("replay", str(run))
     assert outcome.code == 0
     assert outcome.err.count("\n") == 1 and "one step in 2" in outcome.err and "not the run's" in outcome.err

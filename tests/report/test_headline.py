@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from html_runs import UNITS, fake_run, ratios
+from html_runs import UNITS, fake_run, unit_matrices
 
 from gnmr.lab.report.comparisons import compare
 from gnmr.lab.report.headline import Headline, headline, telling_apart
@@ -20,7 +20,7 @@ def told(tmp_path: Path) -> Told:
     """told(int4=[50, 51], ...): the headline of arms with these perplexities, a seed each."""
 
     def make(**arms: list[float]) -> Headline:
-        made = ratios(60, UNITS)
+        made = unit_matrices(60, UNITS)
         made.active_SU[:18, 0] = True
         runs = [
             fake_run(tmp_path / f"{arm}{seed}", arm, seed, ppl=ppl, made=made if arm == "int4_int8" else None)

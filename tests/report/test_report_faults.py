@@ -7,22 +7,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from html_runs import fake_run, ratios
+from html_runs import fake_run, unit_matrices
 
 from gnmr.errors import UserError
 from gnmr.lab.report.comparisons import compare
 from gnmr.lab.report.faults import FaultWindow, detect, fault_table, read_windows
-from gnmr.lab.report.runs import Ratios
+from gnmr.lab.report.runs import UnitMatrices
 
 WINDOWS = [FaultWindow("a", 3, 5), FaultWindow("b", 7, 7)]
 
 
-def flagged(*places: tuple[str, int], steps: int = 10, risk: float = 1.5) -> Ratios:
+def flagged(*places: tuple[str, int], steps: int = 10, risk: float = 1.5) -> UnitMatrices:
     """Units a and b over ten steps, risk 0.5 but for these (unit, step)."""
     risk_SU = np.full((steps, 2), 0.5)
     for unit, step in places:
         risk_SU[step - 1, "ab".index(unit)] = risk
-    return ratios(steps, ["a", "b"], risk_SU)
+    return unit_matrices(steps, ["a", "b"], risk_SU)
 
 
 def test_figures_by_hand() -> None:
@@ -58,7 +58,7 @@ def test_a_window_that_has_not_begun_is_left_out_and_an_unseen_unit_is_missed() 
 def test_steps_that_are_recorded_now_and_then() -> None:
     """Recorded are 5, 10, 15: the flag at 10 is the first that can be seen of a window from 7."""
     risk_SU = np.array([[0.5], [1.5], [1.5]])
-    found = detect(ratios(3, ["a"], risk_SU, every=5), [FaultWindow("a", 7, 12)])
+    found = detect(unit_matrices(3, ["a"], risk_SU, every=5), [FaultWindow("a", 7, 12)])
     assert (found.delays, found.flagged_inside, found.precision) == ((3,), 1, 0.5)
 
 

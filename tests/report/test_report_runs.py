@@ -83,9 +83,9 @@ def test_a_killed_run_gives_what_it_has(write_run: Write) -> None:
     assert run.summary["final_val_loss"] == 3.0
     assert run.summary["promotion_frac"] == pytest.approx(1 / 6), "one unit active in step 3, of 3 steps by 2 units"
     assert run.summary["wall_time_s"] == 1.5
-    assert run.ratios().columns["gnmr"] == pytest.approx(gnmr)
+    assert run.units().columns["gnmr"] == pytest.approx(gnmr)
     (folder / "units.arrows").write_bytes(stream[:10])
-    assert run.ratios().steps.size == 0
+    assert run.units().steps.size == 0
 
 
 def test_nothing_but_a_config(write_run: Write) -> None:
@@ -96,7 +96,7 @@ def test_nothing_but_a_config(write_run: Write) -> None:
     (folder / "steps.jsonl").write_text("")
     run = load(folder)
     assert (run.last_step, run.summary["final_val_ppl"], run.summary["promotion_frac"]) == (0, None, None)
-    assert run.ratios().units == []
+    assert run.units().units == []
     assert run.commit == "unknown"
 
 
@@ -105,11 +105,11 @@ def test_ratios_are_matrices_in_the_headers_unit_order(write_run: Write) -> None
     folder = write_run(steps=2, units=3, gnmr=gnmr)
     header = json.loads((folder / "header.json").read_text())
     (folder / "header.json").write_text(json.dumps(header | {"units": header["units"][::-1]}))
-    ratios = load(folder).ratios()
-    assert ratios.units == header["units"][::-1]
-    assert ratios.columns["gnmr"] == pytest.approx(gnmr[:, ::-1])
-    assert ratios.steps.tolist() == [1, 2]
-    assert ratios.active_SU.tolist() == [[False] * 3, [True, True, False]], "GNMR 3 and 2 are over alpha = 1.5"
+    matrices = load(folder).units()
+    assert matrices.units == header["units"][::-1]
+    assert matrices.columns["gnmr"] == pytest.approx(gnmr[:, ::-1])
+    assert matrices.steps.tolist() == [1, 2]
+    assert matrices.active_SU.tolist() == [[False] * 3, [True, True, False]], "GNMR 3 and 2 are over alpha = 1.5"
 
 
 def test_numbers_that_are_not_finite(write_run: Write) -> None:

@@ -12,7 +12,7 @@ from gnmr.errors import RunFailed
 from gnmr.lab.records.view import RunInfo, View
 from gnmr.lab.records.wandb_sink import WandbSink
 from gnmr.records.reader import read_json, read_jsonl
-from gnmr.records.schema import RatioRows
+from gnmr.records.schema import UnitRows
 from gnmr.records.writer import RunWriter
 
 if TYPE_CHECKING:
@@ -65,13 +65,13 @@ class Recorder:
         self._view.events(read_jsonl(info.folder / "events.jsonl"))
         self._view.start(info)
 
-    def step(self, row: dict[str, Any], ratios: RatioRows | None) -> None:
-        """Record a row of `STEP_FIELDS`; `ratios` is None for a run without units."""
+    def step(self, row: dict[str, Any], units: UnitRows | None) -> None:
+        """Record a row of `STEP_FIELDS`; `units` is None for a run without units."""
         self._writer.step(row)
-        if ratios is not None and row["step"] % self._settings.ratios_every == 0:
-            self._writer.ratios(ratios)
-        self._wandb.step(row, ratios)
-        self._view.step(row, ratios)
+        if units is not None and row["step"] % self._settings.units_every == 0:
+            self._writer.units(units)
+        self._wandb.step(row, units)
+        self._view.step(row, units)
 
     def eval(self, row: dict[str, Any]) -> None:
         """Record a row of `EVAL_FIELDS`."""
