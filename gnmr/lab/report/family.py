@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import stats
 
+from gnmr.lab.report.layout import interval_text, relative, whole_percent
 from gnmr.lab.report.statistics import (
     FEWEST,
     LEVEL,
@@ -36,7 +37,6 @@ from gnmr.lab.report.statistics import (
     holm,
     p_text,
     paired,
-    relative_text,
     smallest_shift,
     verdict,
 )
@@ -212,9 +212,8 @@ class Row:
         difference = f"diverged {self.diverged[0]} : {self.diverged[1]}" if any(self.diverged) else "-"
         interval = ""
         if self.difference is not None:
-            difference = relative_text(self.difference.estimate)
-            ends = [relative_text(end).removesuffix(" %") for end in self.difference.interval]
-            interval = f"({ends[0]} to {ends[1]})"
+            difference = relative(self.difference.estimate)
+            interval = f"({interval_text(self.difference.interval, relative)})"
         return {
             "n": str(self.n),
             "difference": difference,
@@ -230,8 +229,8 @@ def closed_texts(closed: Share | None) -> dict[str, str]:
     """Return the share and its interval as text."""
     if closed is None:
         return {"closed": "-", "closed_interval": ""}
-    interval = "" if closed.interval is None else "({} to {})".format(*(round(100 * end) for end in closed.interval))
-    return {"closed": f"{round(100 * closed.value)} %", "closed_interval": interval}
+    interval = "" if closed.interval is None else f"({interval_text(closed.interval, whole_percent)})"
+    return {"closed": whole_percent(closed.value), "closed_interval": interval}
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,7 @@ def fault_table(comparison: Comparison) -> Table:
             continue
 
         def share(of: str, mine: list[Detection] = mine) -> str:
-            return measure(stat(None if (one := getattr(d, of)) is None else 100 * one for d in mine), 1, unit=" %")
+            return measure(stat(None if (one := getattr(d, of)) is None else 100 * one for d in mine), 1, unit="%")
 
         delay, alarms = measure(stat(d.delay for d in mine), 1), measure(stat(d.false_alarms for d in mine), 2)
         counted = [arm.label, str(len(mine)), str(sum(len(d.windows) for d in mine))]

@@ -13,8 +13,8 @@ from gnmr.lab.report.arms import Arm
 from gnmr.lab.report.comparisons import Comparison
 from gnmr.lab.report.family import EQUAL
 from gnmr.lab.report.judged import Bounds, Judged, bounds, judged, outcomes
-from gnmr.lab.report.layout import NOTHING, percent, size
-from gnmr.lab.report.statistics import BETTER, FEWEST, LEVEL, WORSE, as_percent, p_text, paired
+from gnmr.lab.report.layout import NOTHING, interval_text, percent, relative, size, whole_percent
+from gnmr.lab.report.statistics import BETTER, FEWEST, LEVEL, WORSE, p_text, paired
 
 _COST, _BACK, _SPEND = "cost of low precision", "share got back", "spend"
 _MOST_NAMED = 4
@@ -111,10 +111,10 @@ def _cost(comparison: Comparison, names: Names, between: Bounds | None) -> tuple
         return Figure(label, told, arms), f"In low precision {told} ({arms}: {change.diverged[1]})."
     if change.mean is None:
         return Figure(label, NOTHING, f"{arms}: no {_replicate(comparison)} in common"), ""
-    value, n = _relative(change.mean), f"n = {change.n}"
+    value, n = relative(change.mean), f"n = {change.n}"
     interval = ""
     if change.interval and change.n >= FEWEST:
-        interval = f", 95% interval {' to '.join(_relative(end) for end in change.interval)}"
+        interval = f", 95% interval {' to '.join(relative(end) for end in change.interval)}"
     figure = Figure(label, value, f"perplexity, {arms}, {n}{interval}")
     shown = change.p is not None and change.p < LEVEL
     if between is not None and between.tested and reference is between.high:
@@ -143,7 +143,7 @@ def _back(
     of = f" (the most of {len(routed)} arms)" if len(routed) > 1 else ""
     interval = ""
     if best.closed_interval is not None and between.tested:
-        interval = f", 95% interval {' to '.join(f'{100 * end:z.0f}' for end in best.closed_interval)}%"
+        interval = f", 95% interval {interval_text(best.closed_interval, whole_percent)}%"
     detail = f"{names[best.arm.label]}{of}, of the way from {low} to {high}{interval}"
     named = list(routed)
     if len(named) > _MOST_NAMED:
@@ -152,11 +152,11 @@ def _back(
     parts = []
     for arm in named:
         share = between.closed(arm)
-        got = "diverged" if share is None else f"{100 * share:z.0f}%"
+        got = "diverged" if share is None else whole_percent(share)
         more = f"{of if len(named) < len(routed) else ''} got back" if arm is best.arm else ""
         parts.append(f"{names[arm.label]}{more} {got} at {_spent(arm)}")
     sentence = f"Of the way from {low} to {high}, {'; '.join(parts)}. {_verdict(comparison, names, between, best)}"
-    return Figure(_BACK, f"{100 * best.closed:z.0f}%", detail), sentence
+    return Figure(_BACK, whole_percent(best.closed), detail), sentence
 
 
 def _verdict(comparison: Comparison, names: Names, between: Bounds, best: Judged) -> str:
@@ -231,10 +231,6 @@ def _spent(arm: Arm) -> str:
     """Return `Arm.spend` and what it is a share of."""
     of = "unit-steps" if arm.compression or arm.mean("spent_gemm_frac") is None else "GEMM FLOPs"
     return f"{percent(arm.spend)} of {of}"
-
-
-def _relative(difference: float) -> str:
-    return f"{round(as_percent(difference), 1) + 0.0:+.1f}%"  # + 0.0: no -0
 
 
 def _replicate(comparison: Comparison) -> str:

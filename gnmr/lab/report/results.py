@@ -3,7 +3,7 @@
 The page holds nothing but what the table says, so the same table gives the same page. A number in another text is
 marked and filled in by its name:
 
-    <!--=table11/gap/difference-->-18.7 %<!--/-->
+    <!--=table11/gap/difference-->-18.7%<!--/-->
 
 Names are CLAIM/ARM/WHAT, or CLAIM/WHAT for what belongs to the whole family (`Tested.numbers`). An arm that is tested
 against several controls is `ARM - CONTROL`.
@@ -24,8 +24,8 @@ import pyarrow.parquet as pq
 from gnmr.errors import UserError, nearest, writing
 from gnmr.lab.report.claims import Claim, Claims, read
 from gnmr.lab.report.family import Family, closed_texts, judge
-from gnmr.lab.report.layout import NOTHING, Table, as_markdown, measure, percent
-from gnmr.lab.report.statistics import p_text, relative_text, stat
+from gnmr.lab.report.layout import NOTHING, Table, as_markdown, measure, percent, relative, whole_percent
+from gnmr.lab.report.statistics import p_text, stat
 from gnmr.records import output
 from gnmr.records.untrusted import reading
 
@@ -90,17 +90,16 @@ class Tested:
         found = {
             f"{name}/n": str(family.n),
             f"{name}/gap": NOTHING if gap is None else f"{gap:.3f} nats",
-            f"{name}/cost": NOTHING if gap is None else relative_text(gap),
+            f"{name}/cost": NOTHING if gap is None else relative(gap),
             f"{name}/p": p_text(family.p_gate),
-            f"{name}/smallest": f"{100 * max(smallest):.0f} %" if smallest else NOTHING,
+            f"{name}/smallest": whole_percent(max(smallest, default=None)),
             f"{name}/control": "shown" if family.gate else "not shown",
         }
         for arm in self.runs:
             found |= {f"{name}/{arm}/{key}": text for key, text in self.of_arm(arm).items()}
         arms = [row.arm for row in family.rows]
         for row in family.rows:
-            one = family.smallest(row)
-            texts = row.texts() | {"smallest": NOTHING if one is None else f"{100 * one:.0f} %"}
+            texts = row.texts() | {"smallest": whole_percent(family.smallest(row))}
             named = [f"{row.arm} - {row.control}", *([row.arm] if arms.count(row.arm) == 1 else [])]
             found |= {f"{name}/{arm}/{key}": text for arm in named for key, text in texts.items()}
         return found
