@@ -265,14 +265,21 @@ class Family:
         shown = f"{'' if self.gate else 'not '}shown (p = {p_text(self.p_gate)})"
         return f"Positive control: {self.high} against {self.low}{size}: {shown}."
 
-    def assumptions_text(self) -> str:
-        """Return how the contrasts are tested, and why."""
+    def method_text(self) -> str:
+        """Return how the contrasts are tested."""
         if self.model is None:
-            return "Exact tests, since runs diverged or replicates are too few for a model."
-        tests = f"equal spread p = {p_text(self.model.spread_p)}, additivity p = {p_text(self.model.additive_p)}"
+            return "exact tests, since runs diverged or replicates are too few for a model"
         if self.model.own_differences:
-            return f"Paired differences ({tests})."
-        return f"Pooled residual, sd {self.model.sd:.3f} nats, {self.model.freedom} degrees of freedom ({tests})."
+            return "paired t-tests"
+        return f"pooled residual, sd {self.model.sd:.3f} nats, {self.model.freedom} degrees of freedom"
+
+    def assumptions_text(self) -> str:
+        """Return how the contrasts are tested, and the tests of the model's assumptions that decided it."""
+        method = self.method_text()
+        if self.model is None:
+            return f"{method.capitalize()}."
+        tests = f"equal spread p = {p_text(self.model.spread_p)}, additivity p = {p_text(self.model.additive_p)}"
+        return f"{method.capitalize()} ({tests})."
 
 
 def judge(values: Mapping[str, Values], contrasts: Sequence[tuple[str, str]], *, low: str, high: str) -> Family:
