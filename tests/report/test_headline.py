@@ -10,7 +10,7 @@ import pytest
 from html_runs import UNITS, fake_run, unit_matrices
 
 from gnmr.lab.report.comparisons import compare
-from gnmr.lab.report.headline import Headline, headline, telling_apart
+from gnmr.lab.report.headline import Headline, headline, distinct_parts
 
 Told = Callable[..., Headline]
 
@@ -75,11 +75,12 @@ def test_divergence_is_told_as_such(told: Told) -> None:
 
 
 def test_names_from_what_differs() -> None:
-    assert telling_apart(["a-low lr=1 x=2", "a-high lr=1 x=3"]) == ["low x=2", "high x=3"]
-    assert telling_apart(["bf16", "int4_int8 max_o=1", "int4_int8 max_o=2"])[1] == "max_o=1"
-    assert telling_apart(["p-low", "p-gap-ranked", "bf16"]) == ["low", "gap-ranked", "bf16"]
-    assert telling_apart(["a", "a b"]) == ["a", "a b"], "one would be empty"
-    assert telling_apart(["alone here"]) == ["alone here"]
+    assert distinct_parts(["a-low lr=1 x=2", "a-high lr=1 x=3"]) == ["low x=2", "high x=3"]
+    assert distinct_parts(["bf16", "int4_int8 max_o=1", "int4_int8 max_o=2"])[1] == "max_o=1"
+    assert distinct_parts(["p-low", "p-gap-ranked", "bf16"]) == ["low", "gap-ranked", "bf16"]
+    assert distinct_parts(["a", "a b"]) == ["a", "a b"], "one would be empty"
+    assert distinct_parts(["alone here"]) == ["alone here"]
     assert (
-        telling_apart(["low-1e-3", "low-1e-4"]) == ["3", "4"] or telling_apart(["x y=1e-3", "x y=1e-4"])[0] == "y=1e-3"
+        distinct_parts(["low-1e-3", "low-1e-4"]) == ["3", "4"]
+        or distinct_parts(["x y=1e-3", "x y=1e-4"])[0] == "y=1e-3"
     )

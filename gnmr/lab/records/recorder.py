@@ -83,8 +83,8 @@ class Recorder:
         """Record a row of `SCORE_FIELDS` and print its main figures."""
         self._writer.scores(row)
         for name, task in row["tasks"].items():
-            told = ", ".join(f"{metric} {figure['value']:.4g}" for metric, figure in task["metrics"].items())
-            self._view.say(f"step {row['step']}  {name} ({row['path']}, {task['items']} items): {told}")
+            figures = ", ".join(f"{metric} {figure['value']:.4g}" for metric, figure in task["metrics"].items())
+            self._view.say(f"step {row['step']}  {name} ({row['path']}, {task['items']} items): {figures}")
 
     def events(self, rows: list[dict[str, Any]]) -> None:
         """Record rows of `EVENT_FIELDS`."""
@@ -92,10 +92,10 @@ class Recorder:
         self._wandb.events(rows)
         self._view.events(rows)
 
-    def verdict(self, row: dict[str, Any], told: str) -> None:
-        """Record a row of `EVENT_FIELDS` that says what is to blame for a step, and print the line `told`."""
+    def verdict(self, row: dict[str, Any], line: str) -> None:
+        """Record a row of `EVENT_FIELDS` that says what is to blame for a step, and print `line`."""
         self._writer.events([row])
-        self._view.say(told)
+        self._view.say(line)
 
     def faults(self, rows: list[dict[str, Any]]) -> None:
         """Record rows of `FAULT_FIELDS`, all windows of the run."""

@@ -189,7 +189,9 @@ class View:
         left = f"{step}/{info.total_steps}  {_duration(self._seconds_left())} left"
         progress.add_row(ProgressBar(total=info.total_steps, completed=step), left)
         between = "\n" if narrow else "  "
-        title = Text.assemble((info.name, "bold"), (between + _of_what(info), "dim"), overflow="ellipsis", no_wrap=True)
+        title = Text.assemble(
+            (info.name, "bold"), (between + _size_text(info), "dim"), overflow="ellipsis", no_wrap=True
+        )
         parts: list[RenderableType] = [title, progress]
         if row:
             parts.append(self._figures(info, row, 2 if narrow else 3))
@@ -290,10 +292,10 @@ def _summary_table(summary: dict[str, Any]) -> Table:
 def _opening(info: RunInfo) -> str:
     resumed = f" from step {info.start_step + 1}" if info.start_step else ""
     steps = f"{info.total_steps} steps{resumed} of {info.tokens_per_step:,} tokens"
-    return f"{info.name}: {steps}, {_of_what(info)}, records in {info.folder}"
+    return f"{info.name}: {steps}, {_size_text(info)}, records in {info.folder}"
 
 
-def _of_what(info: RunInfo) -> str:
+def _size_text(info: RunInfo) -> str:
     return f"{_si(info.num_parameters)} parameters, {info.num_units} units, {info.device}"
 
 

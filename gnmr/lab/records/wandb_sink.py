@@ -55,7 +55,7 @@ _PRICES = ("price", "price_fprop")
 _MAX_TAG = 64
 """Characters; W&B's own limit."""
 MOST_LINES = 64
-"""Units that have lines unless told otherwise."""
+"""Units that have lines by default."""
 
 _SETTINGS = {
     "init_timeout": 30.0,  # s; the run waits for it
@@ -117,7 +117,7 @@ class WandbSink:
         entity, _, name = (project or "").rpartition("/")
         own = (info.arm, header.get("experiment"), header.get("scale"))
         tags = (*map(str, filter(None, own)), *map(str.strip, os.environ.get("WANDB_TAGS", "").split(",")))
-        told = {key: value for key, value in header.items() if not isinstance(value, list)}
+        scalars = {key: value for key, value in header.items() if not isinstance(value, list)}
         arguments = {
             "id": header["run_id"],
             "name": os.environ.get("WANDB_NAME") or info.name,
@@ -127,7 +127,7 @@ class WandbSink:
             "project": name or os.environ.get("WANDB_PROJECT") or "gnmr",
             "entity": entity or None,
             "dir": info.folder,
-            "config": config | {"arm": info.arm, "header": told},
+            "config": config | {"arm": info.arm, "header": scalars},
         }
         with self._tolerant("start"):
             wandb = _wandb()

@@ -306,10 +306,10 @@ def judge(values: Mapping[str, Values], contrasts: Sequence[tuple[str, str]], *,
         return Family(low, high, tuple(rows), model, gap, p_gate, gate)
     adjusted, equal = holm([row.p for row in rows]), holm([row.p_equal for row in rows])
     for place, (row, p, q) in enumerate(zip(rows, adjusted, equal, strict=True)):
-        told = verdict(row.direction, p)
-        if told == NO_DIFFERENCE and q is not None and q < LEVEL:
-            told = EQUAL
-        rows[place] = replace(row, p=p, p_equal=q, verdict=told)
+        outcome = verdict(row.direction, p)
+        if outcome == NO_DIFFERENCE and q is not None and q < LEVEL:
+            outcome = EQUAL
+        rows[place] = replace(row, p=p, p_equal=q, verdict=outcome)
     return Family(low, high, tuple(rows), model, gap, p_gate, gate)
 
 

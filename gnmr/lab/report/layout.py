@@ -97,8 +97,8 @@ def measure(value: Stat | None, digits: int, unit: str = "") -> str:
 
 def counted(what: str, things: Iterable[object]) -> str:
     """seed 0; seeds 0, 1; no seed."""
-    told = list(map(str, things))
-    return f"{what}{'s' if len(told) > 1 else ''} {', '.join(told)}" if told else f"no {what}"
+    texts = list(map(str, things))
+    return f"{what}{'s' if len(texts) > 1 else ''} {', '.join(texts)}" if texts else f"no {what}"
 
 
 def percent(share: float | None, digits: int | None = None, sign: str = "") -> str:

@@ -133,23 +133,23 @@ class Run:
     def machine(self) -> str:
         """Device and processor, in words."""
         machine = self.header.get("machine") or {}
-        told = [str(machine[key]) for key in ("device", "cpu") if machine.get(key)] or ["unknown machine"]
-        return ", ".join([*told, *(["16-bit products in FP32"] if machine.get("products") == "in FP32" else [])])
+        parts = [str(machine[key]) for key in ("device", "cpu") if machine.get(key)] or ["unknown machine"]
+        return ", ".join([*parts, *(["16-bit products in FP32"] if machine.get("products") == "in FP32" else [])])
 
     @property
     def command(self) -> str:
         """What made it, from its header. A path of which that has the last part alone is marked, as .../gsm: the words
         do not run as they stand."""
-        told = str(self.header.get("command") or "-")
+        command = str(self.header.get("command") or "-")
         try:
-            words = shlex.split(told)
+            words = shlex.split(command)
         except ValueError:
-            return told
+            return command
         for key in _PATHS:
             path = Path(str(self.settings.get(key) or ""))
             if path.is_absolute() and (word := f"{key}={path.name}") in words:
                 words[words.index(word)] = f"{key}=.../{path.name}"
-        return shlex.join(words) if "=.../" in " ".join(words) else told
+        return shlex.join(words) if "=.../" in " ".join(words) else command
 
     @property
     def commit(self) -> str:
@@ -194,8 +194,8 @@ class Run:
         """`Damaged` for matrices that are larger than a machine has memory, or nearly empty."""
         cells = steps * units
         if cells * (columns + 3) > _MOST_NUMBERS or cells > 2**24 + _MOST_UNOBSERVED * rows:
-            told = f"{rows:,} rows are of {steps:,} steps and {units:,} units"
-            raise Damaged(f"{self.folder}: units.arrows is too large to be shown ({told})")
+            size = f"{rows:,} rows are of {steps:,} steps and {units:,} units"
+            raise Damaged(f"{self.folder}: units.arrows is too large to be shown ({size})")
 
 
 def load(folder: Path) -> Run:
@@ -278,16 +278,16 @@ def _header(path: Path) -> dict[str, Any]:
             if header.get(key) is not None and not isinstance(header[key], kind):
                 raise ValueError(f"{key}: must be a {kind.__name__}")
         check_units(header.get("units") or [])
-        header = {key: _told(value) for key, value in header.items()}
+        header = {key: _printable(value) for key, value in header.items()}
         fingerprint = header.get("data", {}).get("fingerprint")
         if not isinstance(fingerprint, str | None):
             raise ValueError("data.fingerprint: must be a str")
     return header
 
 
-def _told(value: Any) -> Any:
+def _printable(value: Any) -> Any:
     if isinstance(value, dict):
-        return {text(key): _told(item) for key, item in value.items()}
+        return {text(key): _printable(item) for key, item in value.items()}
     return text(value, _MOST_WORDS) if isinstance(value, str) else value
 
 

@@ -109,8 +109,8 @@ def _what(comparison: Comparison) -> str:
 
 def _apart(comparison: Comparison) -> list[str]:
     differ = [f"{what} ({mine} here, {', '.join(there)} there)" for what, (mine, there) in comparison.apart().items()]
-    told = f"Not comparable with the other runs of this experiment and scale: they differ in {', '.join(differ)}."
-    return [told] if differ else []
+    note = f"Not comparable with the other runs of this experiment and scale: they differ in {', '.join(differ)}."
+    return [note] if differ else []
 
 
 def _how(comparison: Comparison, pairs: list[Bounds], columns: list[str]) -> list[str]:
@@ -140,9 +140,9 @@ def _states(comparison: Comparison) -> list[str]:
     lines = []
     for arm in comparison.arms:
         parts = []
-        for status, told in (("failed", "failed"), ("interrupted", "interrupted"), ("running", "unfinished")):
+        for status, word in (("failed", "failed"), ("interrupted", "interrupted"), ("running", "unfinished")):
             if runs := arm.with_status(status):
-                parts.append(f"{len(runs)} {told}: {'; '.join(map(_state, runs))}")
+                parts.append(f"{len(runs)} {word}: {'; '.join(map(_state, runs))}")
         if missing := [seed for seed in comparison.seeds if seed not in arm.seeds]:
             parts.append(f"missing: {counted('seed', missing)}")
         if arm.duplicates:
