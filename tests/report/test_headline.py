@@ -10,7 +10,7 @@ import pytest
 from html_runs import UNITS, fake_run, unit_matrices
 
 from gnmr.lab.report.comparisons import compare
-from gnmr.lab.report.headline import Headline, headline, distinct_parts
+from gnmr.lab.report.headline import Headline, distinct_parts, headline
 
 Told = Callable[..., Headline]
 
