@@ -17,13 +17,7 @@ from wandb_files import read_history, read_records
 
 from gnmr.lab.records import wandb_sink
 from gnmr.lab.records.view import RunInfo
-from gnmr.lab.records.wandb_sink import (
-    EVAL_METRICS,
-    PANELS,
-    STEP_METRICS,
-    WandbSink,
-    _has_key,
-)
+from gnmr.lab.records.wandb_sink import EVAL_METRICS, PANELS, STEP_METRICS, WandbSink, _has_key
 from gnmr.records.writer import RunWriter
 
 Make = Callable[..., Any]
@@ -98,17 +92,9 @@ def test_offline_file_equals_what_was_given(
     assert shown == {*PANELS, "gnmr/*", "delta_gnmr/*"} and len(PANELS) <= 10
 
     run = next(record.run for record in read_records(tmp_path) if record.WhichOneof("record_type") == "run")
-    assert (run.run_id, run.display_name, run.project, run.entity) == (
-        "abcd1234",
-        "experiment/arm-0123abcd-s0",
-        "gnmr",
-        "team",
-    )
-    assert (run.run_group, run.job_type, list(run.tags)) == (
-        "experiment/arm-0123abcd",
-        "arm",
-        ["arm", "experiment", "cpu"],
-    )
+    assert (run.run_id, run.display_name) == ("abcd1234", "experiment/arm-0123abcd-s0")
+    assert (run.project, run.entity, run.run_group) == ("gnmr", "team", "experiment/arm-0123abcd")
+    assert (run.job_type, list(run.tags)) == ("arm", ["arm", "experiment", "cpu"])
     config = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert (config["model"], config["arm"]) == ({"name": "llama"}, "arm")
     assert config["header"] == {key: value for key, value in HEADER.items() if key != "units"}
@@ -171,7 +157,6 @@ def fake_wandb(broken: str, key: str | None = None) -> Any:
             settings=SimpleNamespace(api_key=key, identity_token_file=None, base_url="https://api.wandb.ai")
         ),
         Settings=type("Settings", (SimpleNamespace,), {"model_fields": {"silent"}}),
-        Image=lambda picture, caption: caption,
         Table=type("Table", (SimpleNamespace,), {"MAX_ROWS": 10}),
     )
 
@@ -314,14 +299,7 @@ def test_the_most_promoted_units_have_lines(
     assert [name for name in risk if "/u" in name] == [f"risk/{unit}" for unit in expected]
 
 
-@pytest.mark.parametrize(
-    ("project", "expected"),
-    [
-        (None, ("theirs", None)),
-        ("ours", ("ours", None)),
-        ("we/ours", ("ours", "we")),
-    ],
-)
+@pytest.mark.parametrize(("project", "expected"), [(None, ("theirs", None)), ("we/ours", ("ours", "we"))])
 def test_wandbs_variables_hold_where_the_config_says_nothing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -338,13 +316,6 @@ def test_wandbs_variables_hold_where_the_config_says_nothing(
     assert (arguments["project"], arguments["entity"]) == expected
     assert arguments["name"] == "mine" and arguments["group"] == "experiment/arm-0123abcd"
     assert arguments["tags"] == ["arm", "experiment", "cpu", "a", "b"]
-
-
-def test_wandb_that_is_disabled_is_nowhere_to_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    sink = WandbSink(pytest.fail)
-    start(sink, tmp_path, "auto")
-    assert sink.where() is None
 
 
 def test_rows_that_cannot_be_read_back_stop_wandb_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

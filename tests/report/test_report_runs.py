@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,14 +50,6 @@ def test_a_config_of_another_version_is_taken_from_the_folders_name(write_run: W
     assert (run.arm, run.seed) == ("int4_int8-gnmr", 7)
     assert folder.name == f"{run.arm}-{run.hash}-s7"
     assert run.settings["precision.low"] == "int4"
-
-
-def test_an_unreadable_config_is_one_line(write_run: Write) -> None:
-    folder = write_run()
-    (folder / "config.yaml").write_text("a: [1\nb: }")
-    with pytest.raises(UserError, match=r"config\.yaml: cannot be read") as error:
-        load(folder)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("status", ["done", "failed", "interrupted", "running"])
@@ -110,10 +101,3 @@ def test_ratios_are_matrices_in_the_headers_unit_order(write_run: Write) -> None
     assert matrices.columns["gnmr"] == pytest.approx(gnmr[:, ::-1])
     assert matrices.steps.tolist() == [1, 2]
     assert matrices.active_SU.tolist() == [[False] * 3, [True, True, False]], "GNMR 3 and 2 are over alpha = 1.5"
-
-
-def test_numbers_that_are_not_finite(write_run: Write) -> None:
-    run = load(write_run(loss=np.array([8.0, math.inf, math.nan])))
-    assert run.steps["loss"][0] == 8.0
-    assert math.isinf(run.steps["loss"][1])
-    assert math.isnan(run.steps["loss"][2])
