@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import netrc
 import os
 import re
 import shlex
@@ -12,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -330,13 +328,7 @@ def _has_key(wandb: Any) -> bool:
 
     `wandb.login(prompt=False)` would ask the server, and print.
     """
+    from requests.utils import get_netrc_auth  # comes with W&B, which reads netrc by it too
+
     settings = wandb.setup().settings
-    if settings.api_key or settings.identity_token_file:
-        return True
-    places = [os.environ["NETRC"]] if "NETRC" in os.environ else ["~/.netrc", "~/_netrc"]
-    path = next(filter(os.path.exists, map(os.path.expanduser, places)), None)
-    try:
-        login = netrc.netrc(path).authenticators(urlsplit(settings.base_url).netloc) if path else None
-    except (OSError, netrc.NetrcParseError):
-        return False
-    return login is not None and bool(login[2])
+    return bool(settings.api_key or settings.identity_token_file or get_netrc_auth(settings.base_url))
