@@ -172,14 +172,6 @@ def test_the_marker_is_written_last(tmp_path: Path, makers: tuple[Make, ...], mo
     assert (tmp_path / "FAILED").read_text() == "no summary\n"
 
 
-def test_a_run_without_units_writes_no_ratios(tmp_path: Path, step_row: Make) -> None:
-    writer = RunWriter(tmp_path, None)
-    writer.step(step_row(1))
-    writer.finish("done", None, 0, 4)
-    assert not list(tmp_path.glob("units.*"))
-    assert read_units(tmp_path).num_rows == 0
-
-
 @pytest.mark.parametrize("what", ["steps", "units"])
 def test_full_disk_leaves_readable_records_and_a_marker(
     small_disk: Callable[[str], Path], step_row: Make, unit_rows: Make, what: str

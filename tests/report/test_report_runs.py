@@ -91,7 +91,7 @@ def test_nothing_but_a_config(write_run: Write) -> None:
     assert run.commit == "unknown"
 
 
-def test_ratios_are_matrices_in_the_headers_unit_order(write_run: Write) -> None:
+def test_unit_matrices_are_in_the_headers_unit_order(write_run: Write) -> None:
     gnmr = np.arange(1.0, 7.0).reshape(2, 3)
     folder = write_run(steps=2, units=3, gnmr=gnmr)
     header = json.loads((folder / "header.json").read_text())
