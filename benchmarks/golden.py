@@ -5,7 +5,7 @@
     python benchmarks/golden.py NEW.json OLD.json --only REGEX    only the runs whose names match
 
 Run it before and after a refactoring, on one machine: rounding differs between processors. What is kept of a run is a
-digest of its losses, gradient norms, sets, validation losses, events and ratios; times and memory are left out.
+digest of its losses, gradient norms, sets, validation losses, events and per-unit rows; times and memory are left out.
 """
 
 from __future__ import annotations
@@ -96,12 +96,12 @@ def make_inputs(folder: Path) -> None:
 
 def digest(folder: Path) -> dict[str, str]:
     """Return the last loss in full and a hash of each kind of record."""
-    from gnmr.records.reader import read_jsonl, read_ratios
+    from gnmr.records.reader import read_jsonl, read_units
 
     steps = [[row["step"], *(row[key] for key in STEP_KEYS)] for row in read_jsonl(folder / "steps.jsonl")]
     evals, events = read_jsonl(folder / "eval.jsonl"), read_jsonl(folder / "events.jsonl")
-    ratios = read_ratios(folder).to_pylist()
-    parts = {"steps": steps, "evals": [row["val_loss"] for row in evals], "events": events, "ratios": ratios}
+    units = read_units(folder).to_pylist()
+    parts = {"steps": steps, "evals": [row["val_loss"] for row in evals], "events": events, "ratios": units}
     hashes = {name: hashlib.sha256(repr(rows).encode()).hexdigest()[:16] for name, rows in parts.items()}
     return {"loss": repr(steps[-1][1]), "folder": folder.name, **hashes}
 

@@ -133,16 +133,16 @@ def showing(doing: str, of: str) -> Iterator[Callable[[int, int | None], None]]:
             task = bar.add_task(doing, total=None)
             yield lambda done, total: bar.update(task, completed=done, total=total)
         return
-    said, first = time.monotonic(), (0, 0.0)  # how many were done at the first call, and when
+    printed, first = time.monotonic(), (0, 0.0)  # how many were done at the first call, and when
 
-    def tell(done: int, total: int | None) -> None:
-        nonlocal said, first
+    def print_line(done: int, total: int | None) -> None:
+        nonlocal printed, first
         now = time.monotonic()
         first = first if first[0] else (done, now)  # what is before it, as preparing data, is no measure of the rest
-        if total is not None and done < total and now - said >= 10:
-            said = now
+        if total is not None and done < total and now - printed >= 10:
+            printed = now
             since = done - first[0]
             left = f", {(now - first[1]) / since * (total - done):.0f} s left" if since else ""
             print(f"gnmr: {doing}: {done} of {total} {of}{left}", file=sys.stderr, flush=True)
 
-    yield tell
+    yield print_line

@@ -23,7 +23,7 @@ import pytest
 
 from gnmr.errors import RunFailed, UserError
 from gnmr.lab.config import Config
-from gnmr.records.reader import read_json, read_jsonl, read_ratios
+from gnmr.records.reader import read_json, read_jsonl, read_units
 
 WORDS = ("training.steps=12", "training.checkpoint_every=2")
 MEASURED = ("wall_time_s", "step_time_median_s", "tokens_per_s", "peak_memory_bytes")
@@ -36,7 +36,7 @@ def records(folder: Path) -> str:
     steps = [{**row, "step_time_s": 0} for row in read_jsonl(folder / "steps.jsonl")]
     summary = {key: value for key, value in (read_json(folder / "summary.json") or {}).items() if key not in MEASURED}
     others = [read_jsonl(folder / name) for name in ("eval.jsonl", "events.jsonl", "faults.jsonl")]
-    return repr([steps, others, read_ratios(folder).to_pylist(), summary])
+    return repr([steps, others, read_units(folder).to_pylist(), summary])
 
 
 CHILDREN = multiprocessing.get_context("forkserver")
@@ -88,7 +88,7 @@ def test_kills_at_random_moments(number: int, undisturbed, tiny: Tiny, train: Tr
         child.join()
         kills += child.exitcode == -signal.SIGKILL
         assert child.exitcode in (0, -signal.SIGKILL)
-        read_ratios(folder), read_jsonl(folder / "steps.jsonl")  # readable at every moment
+        read_units(folder), read_jsonl(folder / "steps.jsonl")  # readable at every moment
     train(folder, *WORDS)
     assert (folder / "DONE").exists() and records(folder) == records(whole)
     state, other = (max((one / "checkpoints").glob("step-*")) for one in (folder, whole))
@@ -161,7 +161,7 @@ def test_a_disk_that_is_full(size: str, small_disk, undisturbed, train: Train) -
     assert "\n" not in str(caught.value) and not (folder / "DONE").exists()
     steps = [row["step"] for row in read_jsonl(folder / "steps.jsonl")]
     assert steps == list(range(1, len(steps) + 1))
-    assert set(read_ratios(folder)["step"].to_pylist()) == {*steps}
+    assert set(read_units(folder)["step"].to_pylist()) == {*steps}
     small_disk("30m")
     train(folder, *WORDS)
     assert records(folder) == records(undisturbed[0])

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from gnmr.errors import UserError
 from gnmr.lab import config
 from gnmr.records.files import JsonLines
-from gnmr.records.reader import read_json, read_jsonl, read_ratios
+from gnmr.records.reader import read_json, read_jsonl, read_units
 
 HEAD = "step,unit,norm\n"
 CASES = {
@@ -299,7 +299,7 @@ def test_a_row_on_a_full_disk(gnmr, tiny_words, tmp_path, monkeypatch):
         ended = gnmr("train", *words)
     assert (ended.code, ended.err) == (1, f"gnmr: run FAILED: disk full while writing steps.jsonl in {run}\n")
     assert [row["step"] for row in read_jsonl(run / "steps.jsonl")] == [1, 2]
-    assert set(read_ratios(run)["step"].to_pylist()) == {1, 2}
+    assert set(read_units(run)["step"].to_pylist()) == {1, 2}
     summary = read_json(run / "summary.json")
     assert (summary["status"], summary["steps"]) == ("failed", 2)
     assert (run / "FAILED").read_text() == summary["reason"] + "\n" and not (run / "DONE").exists()

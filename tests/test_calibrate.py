@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 STEPS, UNITS, WANTED = 40, 8, 0.1
 ROUNDED = 6e-5
-"""A replay prints shares to a hundredth of a percent; a unit-step is 0.3 %."""
+"""A replay prints shares to a hundredth of a percent; a unit-step is 0.3%."""
 EXAMPLES = Path(__file__).parents[1] / "examples"
 RECORDED = ("mse", "gap_low", "gap_recovery")
 BLIND = ("random",)
@@ -162,17 +162,6 @@ def test_runs_of_other_controllers_are_refused(train, gnmr, tmp_path):
     assert gnmr("replay", *runs, "calibrate=0.1", "max_o=2").code == 0
 
 
-def test_a_small_share_of_a_run_is_spent_to_the_unit_step(gnmr, spent, tmp_path):
-    """0.1 % of 500 steps of 28 units: seven draws, each in force for two steps."""
-    names = [f"layers.{i}" for i in range(28)]
-    rows = {"step": np.repeat(np.arange(1, 501), 28), "unit": np.tile(names, 500), "norm": np.ones(500 * 28)}
-    pq.write_table(pa.table(rows), tmp_path / "plain.parquet")
-    outcome = gnmr("replay", str(tmp_path / "plain.parquet"), "calibrate=0.001", "signal=random", "max_o=28")
-    _, share, *overrides = outcome.out.split()
-    assert share == "0.00100"
-    assert spent(*overrides, source=tmp_path / "plain.parquet") == pytest.approx(0.001)
-
-
 def test_an_arm_a_point_for_a_sweep(file, gnmr, tiny_words, tmp_path, monkeypatch):
     """What `out` leaves is a sweep, each point an arm of its own."""
     monkeypatch.chdir(tmp_path)
@@ -200,20 +189,12 @@ def test_an_arm_a_point_for_a_sweep(file, gnmr, tiny_words, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (
-            ["calibrate=0.6"],
-            "calibrate=0.6: gnmr_delta gives 0.4875 at its nearest (max_o=4 of 8 units is 0.5 at most)",
-        ),
-        (["calibrate=0.1", "signal=always_low"], "calibrate=0.1: always_low gives 0 at its nearest"),
+        (["calibrate=0.6"], "calibrate=0.6: gnmr_delta gives 0.4875 at its nearest"),
         (["calibrate=0.3", "max_o=2", "signal=random"], "calibrate=0.3: random gives 0.24"),
-        (["calibrate=0.1", "routing=ranked"], "calibrate: routing=ranked has no threshold, max_o is its budget"),
-        (["calibrate=0.1", "signal=gsnr"], "signal gsnr needs micro_square, which was not recorded"),
-        (["calibrate=0.1", "signal=colour"], "signal 'colour' is not known: use one of gnmr_delta, recovery_gap"),
+        (["calibrate=0.1", "routing=ranked"], "calibrate: routing=ranked has no threshold"),
+        (["calibrate=0.1", "signal=colour"], "signal 'colour' is not known"),
         (["signal=all"], "signal=all: only with calibrate=SHARE"),
-        (["calibrate=0"], "calibrate=0: must be a share"),
-        (["calibrate=a_tenth"], "calibrate=a_tenth: must be a share"),
         (["calibrate=0.1,2"], "calibrate=2: must be a share"),
-        (["signal=recovery_gap,mse"], "signal=recovery_gap,mse: only with calibrate=SHARE"),
         (["calibrate=0.1", "detect=0.1"], "detect"),
         (["detect=0.1,0.2"], "detect=0.1,0.2: must be a share"),
         (["calibrate=0.1", "out=nowhere/here"], "out=nowhere/here: must be a folder in a folder that exists"),

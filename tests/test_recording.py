@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 import gnmr
+from gnmr.control.signals import SIGNALS
 from gnmr.errors import UserError
 from gnmr.lab.report.comparisons import compare
 from gnmr.lab.report.runs import load
 from gnmr.lab.report.units import thresholds, trigger
-from gnmr.precision import PathLinear
+from gnmr.precision import PathLinear, Recipe
 
 
 def net() -> nn.Sequential:
@@ -57,11 +58,11 @@ def test_it_is_a_run_to_whoever_reads_records(done):
     assert run.steps["step"].tolist() == [1, 2, 3, 4, 5, 6] and run.steps["tokens"].tolist()[-1] == 48
     assert (run.steps["loss"] > 0).all() and run.evals["val_loss"].tolist() == [2.0]
     assert run.settings["controller.max_o"] == 2 and run.settings["precision.low"] == "int4"
-    ratios = run.ratios()
-    assert ratios.units == ["0", "1", "2", "3"] and ratios.norm_SU.shape == (6, 4) and "gnmr" in ratios.columns
-    assert ratios.active_SU.sum() == run.steps["num_active"].sum() > 0
-    assert run.summary["promotion_frac"] == pytest.approx(ratios.active_SU.mean())
-    assert run.summary["spent_gemm_frac"] == pytest.approx(ratios.active_SU.mean()), "equal linears"
+    matrices = run.units()
+    assert matrices.units == ["0", "1", "2", "3"] and matrices.norm_SU.shape == (6, 4) and "gnmr" in matrices.columns
+    assert matrices.active_SU.sum() == run.steps["num_active"].sum() > 0
+    assert run.summary["promotion_frac"] == pytest.approx(matrices.active_SU.mean())
+    assert run.summary["spent_gemm_frac"] == pytest.approx(matrices.active_SU.mean()), "equal linears"
 
 
 def test_the_report_and_replay_read_it(done, gnmr, tmp_path):
@@ -157,7 +158,7 @@ def test_records_go_on_behind_a_checkpoint(end, tmp_path):
     for name in ("loss", "tokens", "num_active", "grad_norm_pre_clip"):
         assert cut.steps[name].tolist() == whole.steps[name].tolist(), name
     assert cut.evals["val_loss"].tolist() == whole.evals["val_loss"].tolist() == [6.0, 10.0]
-    assert (cut.ratios().norm_SU == whole.ratios().norm_SU).all() and cut.events == whole.events
+    assert (cut.units().norm_SU == whole.units().norm_SU).all() and cut.events == whole.events
     resumed = json.loads((tmp_path / "cut" / "header.json").read_text())["resumed"]
     assert [one["after_step"] for one in resumed] == [4]
 
@@ -178,7 +179,7 @@ def test_a_step_back_within_the_loop(tmp_path):
     assert load(tmp_path / "a").check().steps["step"].tolist() == [1, 2, 3]
 
 
-def test_records_that_a_loop_cannot_go_on_with(tmp_path, done):
+def test_records_that_a_loop_cannot_go_on_with(tmp_path):
     saved = going_on(tmp_path / "a", range(1, 7), save_after=4)
     before = (tmp_path / "a" / "steps.jsonl").read_bytes()
     with pytest.raises(UserError, match="holds the records of a run; choose another folder, or load"):
@@ -188,8 +189,6 @@ def test_records_that_a_loop_cannot_go_on_with(tmp_path, done):
     bare = saved | {"controller": {name: one for name, one in saved["controller"].items() if name != "record"}}
     with pytest.raises(UserError, match="the checkpoint was not saved while recording"):
         going_on(tmp_path / "a", range(5, 6), bare)
-    with pytest.raises(UserError, match="with other units"):
-        gnmr.attach(net(), targets=["1"], max_o=1, record=tmp_path / "a")
     assert (tmp_path / "a" / "steps.jsonl").read_bytes() == before
 
 
@@ -214,27 +213,12 @@ def test_what_cannot_be_logged(tmp_path):
 
 
 def test_own_signals_and_recipes_have_names_in_the_config(tmp_path):
-    from gnmr.precision import Recipe
-
     recipe = Recipe.of("mine", {"fprop": {"input": "e4m3/tensor"}})
-    loop(
-        tmp_path / "a",
-        steps=1,
-        low=recipe,
-        recovery="bf16",
-        alpha=1.5,
-        beta=1.3,
-        signal=lambda context: _signal(context),
-    )
+    signal = lambda context: SIGNALS["grad_norm"](context)
+    loop(tmp_path / "a", steps=1, low=recipe, recovery="bf16", alpha=1.5, beta=1.3, signal=signal)
     settings = load(tmp_path / "a").settings
     assert settings["precision.low"] == "mine" and settings["controller.signal"]
     assert json.loads((tmp_path / "a" / "header.json").read_text())["recoverable"] is True
-
-
-def _signal(context):
-    from gnmr.control.signals import SIGNALS
-
-    return SIGNALS["grad_norm"](context)
 
 
 def test_a_trigger_that_the_loop_found_is_in_its_records(tmp_path):

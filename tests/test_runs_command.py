@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -57,9 +56,12 @@ def test_what_is_not_done_says_so(two, gnmr):
     shutil.copytree(two / "study/old", two / "study/odd")
     (two / "study/odd/eval.jsonl").unlink()
     (two / "study/odd/eval.jsonl").mkdir()
+    stopped = Path(shutil.copytree(two / "study/old", two / "study/stopped"))
+    (stopped / "summary.json").write_text('{"status": "interrupted"}')
     told = {row[0]: row[1:4] for row in map(str.split, gnmr("runs", str(two)).out.splitlines()) if len(row) > 5}
     assert told["study/old"] == ["unfinished", "40", "216.20"]
     assert told["study/new"][0] == "failed" and told["study/odd"][0] == "damaged"
+    assert told["study/stopped"][0] == "interrupted"
 
 
 def test_older_ones_are_counted(two, gnmr):
@@ -73,6 +75,9 @@ def test_no_run_is_a_line(tmp_path, monkeypatch, gnmr):
     assert "there is no folder runs/ here; gnmr demo" in gnmr("runs").mistake
     assert "no such folder" in gnmr("runs", "nowhere").mistake
     assert "latest: there is no folder runs/ here" in gnmr("report", "latest").mistake
+    Path("runs").mkdir()
+    with pytest.raises(UserError, match="no run in it"):
+        named("latest")
 
 
 def test_latest_is_the_one_that_was_written_last(two, gnmr):
@@ -97,19 +102,6 @@ def test_smoke_runs_have_a_folder_of_their_own():
     assert str(run_folder(compose(["debug=smoke", "runs_dir=mine"]))).startswith("mine/custom/")
 
 
-def test_the_word_of_the_records_for_a_run_that_was_stopped(two, gnmr):
-    (two / "study/old/DONE").unlink()
-    summary = json.loads((two / "study/old/summary.json").read_text())
-    (two / "study/old/summary.json").write_text(json.dumps(summary | {"status": "interrupted"}))
-    assert "interrupted" in gnmr("runs", str(two)).out
-
-
 def test_a_base_can_be_the_latest_run(two, gnmr):
     """The example was kept without its checkpoints."""
     assert gnmr("train", "experiment=fork", "base=latest").mistake.startswith("base=runs/study/new: is no run with a")
-
-
-def test_latest_of_no_runs(tmp_path):
-    (tmp_path / "runs").mkdir()
-    with pytest.raises(UserError, match="no run in it"):
-        named("latest", tmp_path / "runs")

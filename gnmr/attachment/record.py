@@ -27,7 +27,7 @@ import yaml
 from gnmr.control import Decision
 from gnmr.errors import UserError
 from gnmr.records.reader import calibrated_trigger, read_json
-from gnmr.records.rows import event_rows, ratio_rows, step_row, versions
+from gnmr.records.rows import event_rows, step_row, unit_rows, versions
 from gnmr.records.schema import EVAL_FIELDS, OWN, STEP_FIELDS
 from gnmr.records.writer import RunWriter
 
@@ -109,7 +109,7 @@ class Recording:
             step_time_s=now - self._seen,
         )
         self._seen = now
-        self._writer.ratios(ratio_rows(decision))
+        self._writer.units(unit_rows(decision))
         self._writer.events(event_rows(decision))
 
     def log(self, **figures: float) -> None:

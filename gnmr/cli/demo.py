@@ -47,11 +47,11 @@ def main(argv: list[str]) -> int:
     from gnmr.lab.train.folder import run_folder
 
     began = time.monotonic()
-    told = f"gnmr demo: {len(_ARMS)} arms, {given.orders} orders of the data: about a minute on two idle cores"
-    print_plain(console := for_tables(), told, by_words=console.is_terminal)
+    opening = f"gnmr demo: {len(_ARMS)} arms, {given.orders} orders of the data: about a minute on two idle cores"
+    print_plain(console := for_tables(), opening, by_words=console.is_terminal)
     cells = list(_cells(given.orders, given.runs_dir.expanduser()))
     _run([(words, config) for words, config in cells if not (run_folder(config) / "DONE").exists()])
-    _tell([run_folder(config) for _, config in cells], given.runs_dir.expanduser() / "demo", given.orders)
+    _print_result([run_folder(config) for _, config in cells], given.runs_dir.expanduser() / "demo", given.orders)
     print(f"in {time.monotonic() - began:.0f} s")
     return 0
 
@@ -124,7 +124,7 @@ def _watched(configs: Sequence[Config]) -> Iterator[None]:
             thread.join()
 
 
-def _tell(folders: list[Path], folder: Path, orders: int) -> None:
+def _print_result(folders: list[Path], folder: Path, orders: int) -> None:
     """Print the sentence and the table of `gnmr report`, and write its files."""
     from gnmr.lab.report import arm_tables, report
     from gnmr.lab.report.comparisons import compare

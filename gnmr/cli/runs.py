@@ -119,6 +119,6 @@ def _narrow(rows: list[_Row], root: str) -> Group:
     lines = [Text(f"runs below {printable(root)}", "bold")]
     for row in rows:
         name, status, steps, ppl, spent, when = _cells(row, root)
-        told = f", {steps} steps, ppl {ppl}, spent {spent}"
-        lines += [name, Text.assemble("  ", status, told), Text(f"  {when}", "dim")]
+        figures = f", {steps} steps, ppl {ppl}, spent {spent}"
+        lines += [name, Text.assemble("  ", status, figures), Text(f"  {when}", "dim")]
     return Group(*lines)

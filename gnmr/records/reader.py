@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gnmr.records.schema import ratio_schema
+from gnmr.records.schema import unit_schema
 from gnmr.records.untrusted import MAX_NAME, MAX_ROW, Damaged, bounded, content, opened, reading
 
 UNITS = "units.arrows"
@@ -131,8 +131,8 @@ def _batch_ends(data: pa.Buffer) -> Iterator[int]:
             yield source.tell()
 
 
-def read_ratios(folder: Path) -> pa.Table:
-    """Return the per-unit rows of a run as a table of `ratio_schema`; without rows if there is no units.arrows.
+def read_units(folder: Path) -> pa.Table:
+    """Return the per-unit rows of a run as a table of `unit_schema`; without rows if there is no units.arrows.
 
     Which statistics the table has depends on the run's signal. Raises `Damaged` for columns of other types, for steps
     below 1 and for names that no unit has.
@@ -143,11 +143,11 @@ def read_ratios(folder: Path) -> pa.Table:
     except FileNotFoundError:
         batches = []
     if not batches:
-        return ratio_schema(()).empty_table()
+        return unit_schema(()).empty_table()
     with reading(path):
         table = pa.Table.from_batches(batches)
-        names, fixed = table.column_names, ratio_schema(()).names
-        expected = ratio_schema([name for name in names if name not in fixed])
+        names, fixed = table.column_names, unit_schema(()).names
+        expected = unit_schema([name for name in names if name not in fixed])
         if not table.schema.equals(expected):
             raise ValueError(f"its columns are {', '.join(names):.200}")
         table.validate(full=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gnmr import __version__
-from gnmr.records.schema import STEP_FIELDS, RatioRows
+from gnmr.records.schema import STEP_FIELDS, UnitRows
 
 if TYPE_CHECKING:
     from gnmr.control import Decision
@@ -32,9 +32,9 @@ def step_row(decision: Decision, *, routed: bool = True, **known: Any) -> dict[s
     return dict.fromkeys(STEP_FIELDS) | empty | {"step": decision.step, "skipped": False} | of_decision | known
 
 
-def ratio_rows(decision: Decision) -> RatioRows:
-    """Return the decision as rows of `ratio_schema`."""
-    return RatioRows(
+def unit_rows(decision: Decision) -> UnitRows:
+    """Return the decision as rows of `unit_schema`."""
+    return UnitRows(
         step=decision.step,
         units=decision.units,
         observed=decision.observed,

@@ -13,7 +13,7 @@ A run folder holds
     scores.jsonl    one `SCORE_FIELDS` row a scoring; only where scores.tasks asks for some
     events.jsonl    one `EVENT_FIELDS` row a promotion, release or verdict
     faults.jsonl    one `FAULT_FIELDS` row a window of injected faults, written at the start; only with stress
-    units.arrows    `ratio_schema` rows: an Arrow IPC stream, one record batch a step (gnmr.records.units)
+    units.arrows    `unit_schema` rows: an Arrow IPC stream, one record batch a step (gnmr.records.units)
     summary.json    `SUMMARY_FIELDS`
     checkpoints/    step-<number>/
     log.txt         lines for people, of a cell of a sweep or under records.live=log; nothing reads it
@@ -45,7 +45,7 @@ STEP_FIELDS: dict[str, str] = {
     "grad_norm_pre_clip": "global gradient norm before clipping",
     "num_candidates": "units that this step's norms made candidates (Algorithm 2, C_t); null while a fork heals",
     "num_active": "units on the recovery path during this step; in a warm-up all of them, on controller.warmup_path; "
-    "null while a fork heals: all operators compute in 16 bits and no unit is routed, so the step has no ratios either",
+    "null while a fork heals: all operators compute in 16 bits, no unit is routed, and units.arrows has no row",
     "over": "units over the threshold of each of the signal's columns: {column: number}",
     "statistics": "what the model tells of its forward passes, mean of the micro-batches: {name: number}; of moe, "
     "layer by layer, max_share and min_share of the assignments that an expert got, their entropy (nats) and the "
@@ -113,7 +113,7 @@ FAULT_FIELDS: dict[str, str] = {
 }
 
 
-def ratio_schema(columns: Sequence[str]) -> pa.Schema:
+def unit_schema(columns: Sequence[str]) -> pa.Schema:
     """Return the schema of one row per observed unit and recorded step.
 
     `columns` are the signal's statistics and recorded evidence.
@@ -164,7 +164,7 @@ SUMMARY_FIELDS: dict[str, str] = {
 
 
 @dataclass(frozen=True)
-class RatioRows:
+class UnitRows:
     """What the controller saw and did in one step, on the host; arrays over the U units, in unit order.
 
     Rows with `observed` false are left out of the files: the unit had no gradient in this step.

@@ -19,7 +19,7 @@ from gnmr.errors import RunFailed
 from gnmr.records.disk import truncate
 from gnmr.records.files import AppendFile
 from gnmr.records.reader import UNITS, open_units
-from gnmr.records.schema import RatioRows, ratio_schema
+from gnmr.records.schema import UnitRows, unit_schema
 from gnmr.records.untrusted import Damaged
 
 _END_OF_STREAM = 8
@@ -34,14 +34,14 @@ class UnitStream:
         self.file: AppendFile | None = AppendFile(self._path) if self._path.exists() else None
         self._schema: pa.Schema | None = None
 
-    def write(self, rows: RatioRows) -> None:
+    def write(self, rows: UnitRows) -> None:
         """Append the observed units of a step as one record batch; does nothing if there are none."""
         seen = np.flatnonzero(rows.observed)
         if not len(seen):
             return
         first = self._schema is None
         if first:
-            self._schema, self._names = ratio_schema(list(rows.columns)), pa.array(rows.units, pa.string())
+            self._schema, self._names = unit_schema(list(rows.columns)), pa.array(rows.units, pa.string())
         assert self._schema is not None and self._names.to_pylist() == rows.units, "a run's units stay"
         arrays = [
             pa.array(np.full(len(seen), rows.step, np.int32)),
@@ -91,7 +91,7 @@ def cut_units(folder: Path, last_step: int) -> None:
     truncate(path, end)
 
 
-def recorded_units(folder: Path) -> Iterator[RatioRows]:
+def recorded_units(folder: Path) -> Iterator[UnitRows]:
     """Yield what `UnitStream.write` was given, step by step, with NaN for a unit that was not observed."""
     if not (folder / UNITS).exists():
         return
@@ -104,4 +104,4 @@ def recorded_units(folder: Path) -> Iterator[RatioRows]:
             values[at] = batch[name].to_numpy(zero_copy_only=False)
         known = {name: columns.pop(name) for name in ("norm", "risk", "active", "lock")}
         observed = np.isin(np.arange(len(units)), at)
-        yield RatioRows(step=batch["step"][0].as_py(), units=units, observed=observed, columns=columns, **known)
+        yield UnitRows(step=batch["step"][0].as_py(), units=units, observed=observed, columns=columns, **known)

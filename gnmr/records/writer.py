@@ -14,7 +14,7 @@ from gnmr.errors import RunFailed, UserError
 from gnmr.records.disk import sync_folder
 from gnmr.records.files import AppendFile, JsonLines, begins_with, cut_jsonl, replace_json, replace_text
 from gnmr.records.reader import UNITS
-from gnmr.records.schema import EVAL_FIELDS, EVENT_FIELDS, FAULT_FIELDS, SCORE_FIELDS, STEP_FIELDS, RatioRows
+from gnmr.records.schema import EVAL_FIELDS, EVENT_FIELDS, FAULT_FIELDS, SCORE_FIELDS, STEP_FIELDS, UnitRows
 from gnmr.records.summary import summarize
 from gnmr.records.units import UnitStream, cut_units
 
@@ -102,7 +102,7 @@ class RunWriter:
             assert all(row.keys() == FAULT_FIELDS.keys() for row in rows)
             replace_text(self.folder / "faults.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
-    def ratios(self, rows: RatioRows) -> None:
+    def units(self, rows: UnitRows) -> None:
         """Append the observed units of one step."""
         with self._guard(UNITS):
             self._units.write(rows)

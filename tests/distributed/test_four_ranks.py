@@ -44,7 +44,7 @@ def test_experts_without_tokens_under_replicas_of_shards(four, tiny, train, tmp_
     told = four("train", config=tiny(f"run_dir={tmp_path / 'run'}", *words), parallel="hsdp")
     assert isinstance(told[0], list), told
     both = everything(train(tmp_path / "one", *words)), everything(tmp_path / "run")
-    observed = [{(row["step"], row["unit"]) for row in run["ratios"] if row["norm"] is not None} for run in both]
+    observed = [{(row["step"], row["unit"]) for row in run["units"] if row["norm"] is not None} for run in both]
     units = read_json(tmp_path / "one" / "header.json")["units"]
     assert observed[0] == observed[1] and len(observed[0]) < 0.9 * 4 * len(units)
     stepped = [{name: state["step"] for name, state in run["state"]["optimizer"]["state"].items()} for run in both]

@@ -186,7 +186,7 @@ def test_experts_without_tokens_on_a_rank_or_on_all(ranks, train, tmp_path, numb
     words = ["model.name=moe", "model.experts.number=20", "training.batch_size=1", f"training.accumulation={number}"]
     two, one = left(ranks(words, parallel)), left(train(tmp_path / "one", *words))
     observed = [
-        {(row["step"], row["unit"]) for row in found["ratios"] if row["norm"] is not None} for found in (one, two)
+        {(row["step"], row["unit"]) for row in found["units"] if row["norm"] is not None} for found in (one, two)
     ]
     units = read_json(tmp_path / "one" / "header.json")["units"]
     assert len(units) < len(observed[0]) < len(units) * 8
@@ -194,7 +194,7 @@ def test_experts_without_tokens_on_a_rank_or_on_all(ranks, train, tmp_path, numb
         assert observed[0] == observed[1]
         same(one, two, "model", "optimizer", "plan", "rng", steps=("loss", "num_active", "statistics"))
         if parallel == "ddp":  # else norms are sums over shards
-            for part in ("state", "ratios", "events", "eval"):
+            for part in ("state", "units", "events", "eval"):
                 assert differences(one[part], two[part]) == []
     else:
         first = [{unit for step, unit in seen if step == 1} for seen in observed]

@@ -93,7 +93,7 @@ def test_a_run_in_shards_is_stopped_and_goes_on_as_one_process_would(told, ranks
     assert_near(found["state"]["model"], alone["state"]["model"], 1e-4)
     assert_near([row["loss"] for row in found["steps"]], [row["loss"] for row in alone["steps"]])
     assert [row["unit"] for row in found["events"]] == [row["unit"] for row in alone["events"]] != []
-    values = [[row.get("weight_std") for row in one["ratios"]] for one in (found, alone)]
+    values = [[row.get("weight_std") for row in one["units"]] for one in (found, alone)]
     assert_near(*values, 1e-3)
     assert any(values[0]) == ("weight_std" in words[-1])
     with pytest.raises(AssertionError):
@@ -113,7 +113,7 @@ def test_what_takes_passes_or_gradients_of_its_own_is_that_of_one_process(
     words = [f"controller.signal={signal_}", "controller.routing=ranked", "training.steps=4", *WORDS[1:]]
     words += ["training.accumulation=4", f"records.evidence=[{evidence}]"]
     alone, found = everything(train(tmp_path / "one", *words)), everything(ranks(words, parallel))
-    values = [[row[evidence] for row in one["ratios"]] for one in (found, alone)]
+    values = [[row[evidence] for row in one["units"]] for one in (found, alone)]
     assert len({*values[1]}) > 7 and min(values[1]) > 0
     assert_near(*values, 1e-3)
     assert [row["unit"] for row in found["events"]] == [row["unit"] for row in alone["events"]] != []

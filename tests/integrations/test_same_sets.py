@@ -21,7 +21,7 @@ from gnmr.control import Decision
 from gnmr.lab import config, models
 from gnmr.lab.data.sequences import TrainSequences
 from gnmr.lab.data.tokens import prepare
-from gnmr.records.reader import read_ratios
+from gnmr.records.reader import read_units
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("same_sets")]
 
@@ -76,7 +76,7 @@ def plain(start: Start, folder: Path) -> list[Decision]:
 
 
 def test_in_our_runner(plain: list[Decision], train: Callable[..., Path], tmp_path: Path) -> None:
-    rows = read_ratios(train(tmp_path / "run", *WORDS)).to_pylist()
+    rows = read_units(train(tmp_path / "run", *WORDS)).to_pylist()
     in_force = np.array([row["active"] for row in rows]).reshape(STEPS, -1)
     norm = np.array([row["norm"] for row in rows]).reshape(STEPS, -1)
     np.testing.assert_array_equal(in_force, [one.in_force for one in plain])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gnmr.records.schema import RatioRows
+from gnmr.records.schema import UnitRows
 
 UNITS = [f"layers.{i}.mlp.down_proj" for i in range(4)]
 
@@ -66,10 +66,10 @@ def event_row() -> Callable[..., dict[str, Any]]:
 
 
 @pytest.fixture
-def ratio_rows() -> Callable[..., RatioRows]:
+def unit_rows() -> Callable[..., UnitRows]:
     """Different numbers in every step; the second unit is active."""
 
-    def make(step: int, units: list[str] = UNITS, **changes: Any) -> RatioRows:
+    def make(step: int, units: list[str] = UNITS, **changes: Any) -> UnitRows:
         numbers = np.random.default_rng(step).lognormal(size=(3, len(units)))
         fields = {
             "step": step,
@@ -81,6 +81,6 @@ def ratio_rows() -> Callable[..., RatioRows]:
             "active": np.arange(len(units)) == 1,
             "lock": np.arange(len(units)),
         }
-        return RatioRows(**(fields | changes))
+        return UnitRows(**(fields | changes))
 
     return make

@@ -12,7 +12,7 @@ from gnmr.lab.records import wandb_sink
 from gnmr.lab.records.recorder import Recorder
 from gnmr.lab.records.view import RunInfo
 from gnmr.records import writer
-from gnmr.records.reader import read_json, read_jsonl, read_ratios
+from gnmr.records.reader import read_json, read_jsonl, read_units
 
 Make = Callable[..., Any]
 
@@ -41,15 +41,15 @@ def test_fans_out_resumes_and_finishes(
     step_row: Make,
     eval_row: Make,
     event_row: Make,
-    ratio_rows: Make,
+    unit_rows: Make,
     wandb_calls: list[dict[str, Any]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    settings = RecordsConfig(ratios_every=2, live="plain", plain_every=5, wandb="offline")
+    settings = RecordsConfig(units_every=2, live="plain", plain_every=5, wandb="offline")
     with Recorder(info(tmp_path), settings, None) as recorder:
         recorder.start("a: 1\n", {"a": 1}, {"units": ["u"], "experiment": "group"})
         for step in range(1, 7):
-            recorder.step(step_row(step), ratio_rows(step))
+            recorder.step(step_row(step), unit_rows(step))
         recorder.events([event_row(3)])
         recorder.say("killed here")
     assert capsys.readouterr().out.count("W&B is off from here") == 1
@@ -57,7 +57,7 @@ def test_fans_out_resumes_and_finishes(
     with Recorder(info(tmp_path, 4), settings, 4) as recorder:
         recorder.start("a: 1\n", {"a": 1}, {"units": ["u"], "experiment": "group"})
         for step in range(5, 11):
-            recorder.step(step_row(step), ratio_rows(step))
+            recorder.step(step_row(step), unit_rows(step))
         recorder.eval(eval_row(10))
         summary = recorder.finish("done")
     first, second = wandb_calls
@@ -65,7 +65,7 @@ def test_fans_out_resumes_and_finishes(
     assert first["dir"] == tmp_path and first["group"] == "run/int4"
     assert first["config"]["a"] == 1 and first["tags"] == ["int4", "group"]
     assert [row["step"] for row in read_jsonl(tmp_path / "steps.jsonl")] == list(range(1, 11))
-    assert read_ratios(tmp_path)["step"].unique().to_pylist() == [2, 4, 6, 8, 10]
+    assert read_units(tmp_path)["step"].unique().to_pylist() == [2, 4, 6, 8, 10]
     assert len(read_jsonl(tmp_path / "events.jsonl")) == 1
     assert summary["steps"] == 10 and (tmp_path / "DONE").exists()
     out = capsys.readouterr().out
@@ -90,7 +90,7 @@ def test_an_end_that_cannot_be_written_is_a_failed_run(
 
 
 def test_what_happens_after_done_changes_nothing_about_it(
-    tmp_path: Path, step_row: Make, ratio_rows: Make, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, step_row: Make, unit_rows: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C or a closed pipe while the views close must not turn a finished run into a failed one."""
 
@@ -100,7 +100,7 @@ def test_what_happens_after_done_changes_nothing_about_it(
     settings = RecordsConfig(live="off", wandb="off")
     with Recorder(info(tmp_path), settings, None) as recorder:
         recorder.start("a: 1\n", {"a": 1}, {})
-        recorder.step(step_row(1), ratio_rows(1))
+        recorder.step(step_row(1), unit_rows(1))
         monkeypatch.setattr(wandb_sink.WandbSink, "finish", interrupted)
         with pytest.raises(KeyboardInterrupt):
             recorder.finish("done")

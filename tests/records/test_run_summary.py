@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from gnmr.records.reader import read_units
 from gnmr.records.schema import SUMMARY_FIELDS
 from gnmr.records.summary import summarize
 from gnmr.records.writer import RunWriter
@@ -62,16 +63,10 @@ def test_nothing_trained_gives_null_shares(tmp_path: Path) -> None:
     summary = summarize(tmp_path, 28, 4, "failed", "at once")
     assert list(summary) == list(SUMMARY_FIELDS)
     assert summary["steps"] == summary["tokens"] == summary["nonfinite_total"] == 0
-    fractions = {key for key in summary if key.endswith("_frac") and key != "over_frac"} | {
-        "final_val_loss",
-        "saved_bytes_mean",
-        "spent_extra_bytes",
-        "numbers_sent_total",
-        "numbers_sent_frac",
-        "step_time_median_s",
-        "tokens_per_s",
-    }
-    assert all(summary[key] is None for key in fractions) and summary["over_frac"] == {}
+    counted = {"status", "reason", "steps", "tokens", "nonfinite_total", "wall_time_s"}
+    mappings = {"over_frac", "saturation_total", "monitored"}
+    assert all(summary[key] == {} for key in mappings)
+    assert all(summary[key] is None for key in summary.keys() - counted - mappings)
 
 
 @pytest.mark.parametrize("units", [0, 28])
@@ -80,3 +75,4 @@ def test_a_run_without_units_has_no_share_of_unit_steps(tmp_path: Path, step_row
     writer.step(step_row(1, num_active=0, over={}))
     summary = writer.finish("done", None, units, 4)
     assert summary["promotion_frac"] == (None if units == 0 else 0.0)
+    assert not list(tmp_path.glob("units.*")) and read_units(tmp_path).num_rows == 0

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pytest
 
 from gnmr.errors import RunFailed
-from gnmr.records.reader import UNITS, open_units, read_ratios
-from gnmr.records.schema import ratio_schema
+from gnmr.records.reader import UNITS, open_units, read_units
+from gnmr.records.schema import unit_schema
 from gnmr.records.units import UnitStream, cut_units, recorded_units
 from gnmr.records.untrusted import Damaged
 
@@ -20,46 +20,46 @@ Make = Callable[..., Any]
 
 
 @pytest.fixture
-def written(tmp_path: Path, ratio_rows: Make) -> Path:
+def written(tmp_path: Path, unit_rows: Make) -> Path:
     """A folder with six steps of four units, of which the second is missing in step 3."""
     stream = UnitStream(tmp_path)
     for step in range(1, 7):
-        stream.write(ratio_rows(step, observed=np.arange(4) != 1) if step == 3 else ratio_rows(step))
+        stream.write(unit_rows(step, observed=np.arange(4) != 1) if step == 3 else unit_rows(step))
     stream.close()
     return tmp_path
 
 
-def test_what_is_written_is_read_by_pyarrow_too(written: Path, ratio_rows: Make) -> None:
-    table = read_ratios(written)
-    assert table.schema == ratio_schema(["gnmr", "delta_gnmr"]) and table.num_rows == 23
-    assert table.column("norm").to_pylist()[:4] == ratio_rows(1).norm.tolist()
+def test_what_is_written_is_read_by_pyarrow_too(written: Path, unit_rows: Make) -> None:
+    table = read_units(written)
+    assert table.schema == unit_schema(["gnmr", "delta_gnmr"]) and table.num_rows == 23
+    assert table.column("norm").to_pylist()[:4] == unit_rows(1).norm.tolist()
     with pa.OSFile(str(written / UNITS)) as file:
         assert pa.ipc.open_stream(file).read_all().equals(table)
     again = list(recorded_units(written))
     assert [rows.step for rows in again] == [1, 2, 3, 4, 5, 6] and not again[2].observed[1]
     for name in ("norm", "risk", "active", "lock"):
-        np.testing.assert_array_equal(getattr(again[4], name), getattr(ratio_rows(5), name))
+        np.testing.assert_array_equal(getattr(again[4], name), getattr(unit_rows(5), name))
 
 
-def test_it_is_readable_while_the_run_goes_on_and_in_two_parts(tmp_path: Path, written: Path, ratio_rows: Make) -> None:
-    whole = read_ratios(written)
+def test_it_is_readable_while_the_run_goes_on_and_in_two_parts(tmp_path: Path, written: Path, unit_rows: Make) -> None:
+    whole = read_units(written)
     cut_units(written, 4)
     stream = UnitStream(written)
     for step in (5, 6):
-        stream.write(ratio_rows(step))
-        assert read_ratios(written)["step"].to_pylist()[-1] == step, "nothing waits in a buffer"
-    assert read_ratios(written).equals(whole)
+        stream.write(unit_rows(step))
+        assert read_units(written)["step"].to_pylist()[-1] == step, "nothing waits in a buffer"
+    assert read_units(written).equals(whole)
 
 
 def test_every_length_that_a_kill_can_leave(written: Path) -> None:
     """Our reader leaves a torn message out, pyarrow yields what is before it, and a cut ends at a whole message."""
-    data, whole = (written / UNITS).read_bytes(), read_ratios(written)
+    data, whole = (written / UNITS).read_bytes(), read_units(written)
     ends = [end for _, end in open_units(written / UNITS)]
     assert ends[-1] == len(data)
     for size in [*range(0, ends[0], 97), *range(ends[0], len(data), 61)]:
         (written / UNITS).write_bytes(data[:size])
         complete = sum(end <= size for end in ends)
-        table = read_ratios(written)
+        table = read_units(written)
         assert table["step"].unique().to_pylist() == list(range(1, complete + 1)), size
         assert table.num_rows == 0 or table.equals(whole.slice(0, table.num_rows))
         if complete:
@@ -74,14 +74,14 @@ def test_every_length_that_a_kill_can_leave(written: Path) -> None:
 @pytest.mark.parametrize(
     "rows", [{"units": ["a", "b", "c", "d"]}, {"columns": {"price": np.ones(4)}}], ids=["units", "columns"]
 )
-def test_a_run_goes_on_with_the_same_units_and_columns(written: Path, ratio_rows: Make, rows: dict[str, Any]) -> None:
+def test_a_run_goes_on_with_the_same_units_and_columns(written: Path, unit_rows: Make, rows: dict[str, Any]) -> None:
     with pytest.raises(RunFailed, match="other units or columns"):
-        UnitStream(written).write(ratio_rows(7, **rows))
+        UnitStream(written).write(unit_rows(7, **rows))
 
 
-def test_a_step_in_which_no_unit_was_observed_leaves_no_file(tmp_path: Path, ratio_rows: Make) -> None:
-    UnitStream(tmp_path).write(ratio_rows(1, observed=np.zeros(4, bool)))
-    assert not (tmp_path / UNITS).exists() and read_ratios(tmp_path).num_rows == 0
+def test_a_step_in_which_no_unit_was_observed_leaves_no_file(tmp_path: Path, unit_rows: Make) -> None:
+    UnitStream(tmp_path).write(unit_rows(1, observed=np.zeros(4, bool)))
+    assert not (tmp_path / UNITS).exists() and read_units(tmp_path).num_rows == 0
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_step_in_which_no_unit_was_observed_leaves_no_file(tmp_path: Path, rat
 def test_what_is_no_such_stream_is_one_line(written: Path, content: Callable[[bytes], bytes]) -> None:
     (written / UNITS).write_bytes(content((written / UNITS).read_bytes()))
     with pytest.raises(Damaged, match=UNITS):
-        read_ratios(written)
+        read_units(written)
 
 
 @pytest.mark.parametrize(
@@ -109,8 +109,8 @@ def test_what_is_no_such_stream_is_one_line(written: Path, content: Callable[[by
     ],
 )
 def test_other_tables_are_one_line(written: Path, change: Callable[[pa.Table], pa.Table], why: str) -> None:
-    table = change(read_ratios(written))
+    table = change(read_units(written))
     with pa.ipc.new_stream(str(written / UNITS), table.schema) as stream:
         stream.write_table(table)
     with pytest.raises(Damaged, match=why):
-        read_ratios(written)
+        read_units(written)

@@ -13,21 +13,21 @@ import pytest
 from rich.console import Console
 
 from gnmr.lab.records.view import RunInfo, View
-from gnmr.records.schema import RatioRows
+from gnmr.records.schema import UnitRows
 from gnmr.records.summary import summarize
 
 Make = Callable[..., Any]
 INFO = RunInfo("int4-abc-s0", Path("runs/x"), "int4", "cpu", 40, 4, 2, 1_234_567, 2048)
 
 
-def drive(view: View, step_row: Make, eval_row: Make, ratio_rows: Make, folder: Path) -> None:
+def drive(view: View, step_row: Make, eval_row: Make, unit_rows: Make, folder: Path) -> None:
     view.start(INFO)
     for step in range(1, 41):
         loss = math.nan if step == 39 else 3.25
         row = step_row(step, loss=loss, nonfinite_total=int(step >= 39))
         view.step(
             row,
-            ratio_rows(
+            unit_rows(
                 step,
                 columns={"gnmr": np.ones(4), "delta_gnmr": np.full(4, math.nan)},
                 risk=np.array([1.0, 9.0, math.inf, math.nan]),
@@ -47,8 +47,8 @@ def shown(console_text: str) -> str:
 
 
 @pytest.fixture
-def args(step_row: Make, eval_row: Make, ratio_rows: Make, tmp_path: Path) -> tuple[Any, ...]:
-    return step_row, eval_row, ratio_rows, tmp_path
+def args(step_row: Make, eval_row: Make, unit_rows: Make, tmp_path: Path) -> tuple[Any, ...]:
+    return step_row, eval_row, unit_rows, tmp_path
 
 
 def test_picture_on_a_terminal(args: tuple[Any, ...]) -> None:
@@ -83,12 +83,12 @@ def test_plain_lines_without_a_terminal(args: tuple[Any, ...], mode: str) -> Non
     assert lines[-1] == "next: gnmr report runs/x"
 
 
-def picture(width: int, ratios: Any, row: dict[str, Any], events: list[dict[str, Any]]) -> str:
+def picture(width: int, rows: Any, row: dict[str, Any], events: list[dict[str, Any]]) -> str:
     console = Console(force_terminal=True, file=io.StringIO(), width=width, _environ={"TERM": "xterm"})
     view = View("auto", 20, console)
     view._info = INFO
     for loss in (4.0, 3.0, 2.0):
-        view.step(row | {"loss": loss}, ratios)
+        view.step(row | {"loss": loss}, rows)
     view.events(events)
     view._eval = {"val_ppl": 238.61, "step": 1040}
     plain = Console(width=width, file=io.StringIO())
@@ -97,15 +97,15 @@ def picture(width: int, ratios: Any, row: dict[str, Any], events: list[dict[str,
 
 
 @pytest.mark.parametrize("width", [50, 80])
-def test_it_fits_and_marks_who_comes_and_who_leaves(width: int, step_row: Make, ratio_rows: Make) -> None:
-    ratios = ratio_rows(5, columns={"gnmr": np.ones(4)}, risk=np.array([0.2, 0.1, 3.0, 0.9]))
-    active = [name for name, on in zip(ratios.units, ratios.active, strict=True) if on]
-    moved = [(5, ratios.units[2], "promote"), (4, ratios.units[3], "promote"), (5, active[0], "release")]
+def test_it_fits_and_marks_who_comes_and_who_leaves(width: int, step_row: Make, unit_rows: Make) -> None:
+    rows = unit_rows(5, columns={"gnmr": np.ones(4)}, risk=np.array([0.2, 0.1, 3.0, 0.9]))
+    active = [name for name, on in zip(rows.units, rows.active, strict=True) if on]
+    moved = [(5, rows.units[2], "promote"), (4, rows.units[3], "promote"), (5, active[0], "release")]
     events = [{"step": step, "unit": unit, "event": event} for step, unit, event in moved]
-    text = picture(width, ratios, step_row(5), events)
+    text = picture(width, rows, step_row(5), events)
     assert all(len(line) <= width for line in text.splitlines()), text
     marks = re.findall(r"^([●▲▽ ]) (layers\.\d)", text, re.MULTILINE)
-    assert [mark for mark, _ in marks][:2] == ["▽", "▲"] and marks[1][1] == ratios.units[2][:8]
+    assert [mark for mark, _ in marks][:2] == ["▽", "▲"] and marks[1][1] == rows.units[2][:8]
     assert ("gnmr" in text) == (width == 80) and re.search(r" 3 +2 ", text)
     assert "1.23 M parameters, 4 units, cpu" in text and "…" not in text
 
@@ -120,12 +120,10 @@ def test_what_is_long_has_a_form_for_few_columns(width: int) -> None:
 
 
 def test_all_who_are_in_recovery_are_shown_or_counted(step_row: Make) -> None:
-    def rows(units: int, inside: int) -> RatioRows:
+    def rows(units: int, inside: int) -> UnitRows:
         flags, numbers = np.ones(units, dtype=bool), np.linspace(1, 0, units)
         names = [f"layers.{i}" for i in range(units)]
-        return RatioRows(
-            1, names, flags, numbers, {}, numbers, np.arange(units) >= units - inside, np.zeros(units, int)
-        )
+        return UnitRows(1, names, flags, numbers, {}, numbers, np.arange(units) >= units - inside, np.zeros(units, int))
 
     text = picture(80, rows(30, 12), step_row(1), [])
     assert (

@@ -17,13 +17,7 @@ from wandb_files import read_history, read_records
 
 from gnmr.lab.records import wandb_sink
 from gnmr.lab.records.view import RunInfo
-from gnmr.lab.records.wandb_sink import (
-    EVAL_METRICS,
-    PANELS,
-    STEP_METRICS,
-    WandbSink,
-    _has_key,
-)
+from gnmr.lab.records.wandb_sink import EVAL_METRICS, PANELS, STEP_METRICS, WandbSink, _has_key
 from gnmr.records.writer import RunWriter
 
 Make = Callable[..., Any]
@@ -45,7 +39,7 @@ def start(sink: WandbSink, folder: Path, mode: str = "offline") -> None:
 
 @pytest.mark.slow
 def test_offline_file_equals_what_was_given(
-    tmp_path: Path, step_row: Make, eval_row: Make, ratio_rows: Make, event_row: Make
+    tmp_path: Path, step_row: Make, eval_row: Make, unit_rows: Make, event_row: Make
 ) -> None:
     said: list[str] = []
     sink = WandbSink(said.append, wandb_every=5)
@@ -53,13 +47,13 @@ def test_offline_file_equals_what_was_given(
     assert (sink.where() or "").startswith(f"W&B: wandb sync {tmp_path}")
     rows = {step: step_row(step) for step in range(1, 41)}  # more than one block of the log
     rows[7] = step_row(7, loss=math.nan, grad_norm_pre_clip=math.inf, skipped=True, nonfinite_unit="layers.0")
-    ratios = {step: ratio_rows(step) for step in rows}
+    of_units = {step: unit_rows(step) for step in rows}
     columns = {"gnmr": np.ones(4), "delta_gnmr": np.array([math.nan, 1.0, 2.0, 3.0]), "price": np.full(4, 0.25)}
-    ratios[10] = ratio_rows(10, columns=columns, observed=np.array([True, True, True, False]))
+    of_units[10] = unit_rows(10, columns=columns, observed=np.array([True, True, True, False]))
     for step, row in rows.items():
-        sink.step(row, ratios[step])
+        sink.step(row, of_units[step])
         if step in (2, 9):
-            sink.events([event_row(step), event_row(step, unit=ratios[1].units[2]), event_row(step, event="release")])
+            sink.events([event_row(step), event_row(step, unit=of_units[1].units[2]), event_row(step, event="release")])
         if step % 6 == 0:
             sink.eval(eval_row(step))
     events = [event_row(2), event_row(3, event="release", cause="lock")]
@@ -78,16 +72,16 @@ def test_offline_file_equals_what_was_given(
         assert set(EVAL_METRICS.values()) <= logged.keys() if step % 6 == 0 else "val/loss" not in logged
         lines = {
             f"{column}/{unit}": values[place]
-            for column, values in ratios[step].columns.items()
-            for place, unit in enumerate(ratios[step].units)
-            if column in row["over"] and ratios[step].observed[place] and not math.isnan(values[place])
+            for column, values in of_units[step].columns.items()
+            for place, unit in enumerate(of_units[step].units)
+            if column in row["over"] and of_units[step].observed[place] and not math.isnan(values[place])
         }
         found = {name: logged[name] for name in logged if "layers." in name}
         assert found == (lines if step % 5 == 0 else {}) and (step != 10 or len(found) == 5)
         assert logged["recovery/promotions"] == 2 * (step >= 2) + 2 * (step >= 9)
     assert history[12]["val/loss"] == eval_row(12)["val_loss"]
-    assert history[5]["risk/highest"] == ratios[5].risk.max()
-    assert history[5]["risk/mean_gnmr"] == ratios[5].columns["gnmr"].mean()
+    assert history[5]["risk/highest"] == of_units[5].risk.max()
+    assert history[5]["risk/mean_gnmr"] == of_units[5].columns["gnmr"].mean()
     assert history[10]["price/total_nats"] == 1.0 and "price/total_nats" not in history[5]
 
     kinds = {record.WhichOneof("record_type") for record in read_records(tmp_path)}
@@ -98,17 +92,9 @@ def test_offline_file_equals_what_was_given(
     assert shown == {*PANELS, "gnmr/*", "delta_gnmr/*"} and len(PANELS) <= 10
 
     run = next(record.run for record in read_records(tmp_path) if record.WhichOneof("record_type") == "run")
-    assert (run.run_id, run.display_name, run.project, run.entity) == (
-        "abcd1234",
-        "experiment/arm-0123abcd-s0",
-        "gnmr",
-        "team",
-    )
-    assert (run.run_group, run.job_type, list(run.tags)) == (
-        "experiment/arm-0123abcd",
-        "arm",
-        ["arm", "experiment", "cpu"],
-    )
+    assert (run.run_id, run.display_name) == ("abcd1234", "experiment/arm-0123abcd-s0")
+    assert (run.project, run.entity, run.run_group) == ("gnmr", "team", "experiment/arm-0123abcd")
+    assert (run.job_type, list(run.tags)) == ("arm", ["arm", "experiment", "cpu"])
     config = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert (config["model"], config["arm"]) == ({"name": "llama"}, "arm")
     assert config["header"] == {key: value for key, value in HEADER.items() if key != "units"}
@@ -171,7 +157,6 @@ def fake_wandb(broken: str, key: str | None = None) -> Any:
             settings=SimpleNamespace(api_key=key, identity_token_file=None, base_url="https://api.wandb.ai")
         ),
         Settings=type("Settings", (SimpleNamespace,), {"model_fields": {"silent"}}),
-        Image=lambda picture, caption: caption,
         Table=type("Table", (SimpleNamespace,), {"MAX_ROWS": 10}),
     )
 
@@ -187,7 +172,7 @@ def no_login(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
     ("broken", "place"), [("import", "start"), ("init", "start"), ("log", "log"), ("finish", "finish")]
 )
 def test_failing_wandb_says_one_line_and_the_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_row: Make, ratio_rows: Make, broken: str, place: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_row: Make, unit_rows: Make, broken: str, place: str
 ) -> None:
     def load() -> Any:
         if broken == "import":
@@ -199,7 +184,7 @@ def test_failing_wandb_says_one_line_and_the_run_goes_on(
     sink = WandbSink(said.append)
     start(sink, tmp_path)
     for step in (1, 2, 3):
-        sink.step(step_row(step), ratio_rows(step))
+        sink.step(step_row(step), unit_rows(step))
     sink.finish(SUMMARY, [])
     assert len(said) == 1 and "\n" not in said[0]
     assert f"its {place} failed" in said[0] and "no network" in said[0] and "the run goes on" in said[0]
@@ -259,7 +244,7 @@ def test_a_resumed_run_sends_first_what_wandb_lacks(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     step_row: Make,
-    ratio_rows: Make,
+    unit_rows: Make,
     event_row: Make,
     eval_row: Make,
     there: int,
@@ -271,14 +256,14 @@ def test_a_resumed_run_sends_first_what_wandb_lacks(
     writer = RunWriter(tmp_path, None)
     for step in (1, 2, 3):
         writer.step(step_row(step))
-        writer.ratios(ratio_rows(step))
+        writer.units(unit_rows(step))
         writer.events([event_row(step)])
     writer.eval(eval_row(3))
     writer.close()
     sink = WandbSink(pytest.fail, wandb_every=2)
     start(sink, tmp_path)
     sink.resume(tmp_path, 3)
-    sink.step(step_row(4), ratio_rows(4))
+    sink.step(step_row(4), unit_rows(4))
     sink._thread.shutdown()
     merged: dict[int, dict[str, Any]] = {}  # as W&B does
     for step, metrics in zip(sink._run.steps, sink._run.logged, strict=True):
@@ -294,7 +279,7 @@ def test_the_most_promoted_units_have_lines(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     step_row: Make,
-    ratio_rows: Make,
+    unit_rows: Make,
     event_row: Make,
     most: int | None,
     expected: list[str],
@@ -304,9 +289,9 @@ def test_the_most_promoted_units_have_lines(
     start(sink, tmp_path)
     units = [f"u{i}" for i in range(70)]
     sink.events([event_row(1, unit=unit) for unit in ("u9", "u4", "u9")])
-    sink.step(step_row(2), ratio_rows(2, units))
-    sink.step(step_row(3, over={"price": 0}), ratio_rows(3, units, columns={"price": np.ones(70), "norm_low": None}))
-    sink.step(step_row(4, over={}), ratio_rows(4, units, columns={}))
+    sink.step(step_row(2), unit_rows(2, units))
+    sink.step(step_row(3, over={"price": 0}), unit_rows(3, units, columns={"price": np.ones(70), "norm_low": None}))
+    sink.step(step_row(4, over={}), unit_rows(4, units, columns={}))
     sink._thread.shutdown()
     _, gnmr, price, risk = sink._run.logged
     assert [name.removeprefix("gnmr/") for name in gnmr if name.startswith("gnmr/")] == expected
@@ -314,14 +299,7 @@ def test_the_most_promoted_units_have_lines(
     assert [name for name in risk if "/u" in name] == [f"risk/{unit}" for unit in expected]
 
 
-@pytest.mark.parametrize(
-    ("project", "expected"),
-    [
-        (None, ("theirs", None)),
-        ("ours", ("ours", None)),
-        ("we/ours", ("ours", "we")),
-    ],
-)
+@pytest.mark.parametrize(("project", "expected"), [(None, ("theirs", None)), ("we/ours", ("ours", "we"))])
 def test_wandbs_variables_hold_where_the_config_says_nothing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -338,13 +316,6 @@ def test_wandbs_variables_hold_where_the_config_says_nothing(
     assert (arguments["project"], arguments["entity"]) == expected
     assert arguments["name"] == "mine" and arguments["group"] == "experiment/arm-0123abcd"
     assert arguments["tags"] == ["arm", "experiment", "cpu", "a", "b"]
-
-
-def test_wandb_that_is_disabled_is_nowhere_to_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    sink = WandbSink(pytest.fail)
-    start(sink, tmp_path, "auto")
-    assert sink.where() is None
 
 
 def test_rows_that_cannot_be_read_back_stop_wandb_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

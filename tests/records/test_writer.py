@@ -11,7 +11,7 @@ import pytest
 
 from gnmr.errors import RunFailed, UserError
 from gnmr.records import writer as writer_module
-from gnmr.records.reader import read_json, read_jsonl, read_ratios
+from gnmr.records.reader import read_json, read_jsonl, read_units
 from gnmr.records.schema import STEP_FIELDS
 from gnmr.records.writer import RunWriter
 
@@ -21,19 +21,19 @@ FILES = ("steps.jsonl", "eval.jsonl", "events.jsonl")
 
 def run_to(folder: Path, first: int, last: int, resume_step: int | None, makers: tuple[Make, ...]) -> RunWriter:
     """Steps first to last with a row of everything in each."""
-    step_row, eval_row, event_row, ratio_rows = makers
+    step_row, eval_row, event_row, unit_rows = makers
     writer = RunWriter(folder, resume_step)
     for step in range(first, last + 1):
         writer.step(step_row(step))
         writer.eval(eval_row(step))
         writer.events([event_row(step), event_row(step, event="release", cause="lock")])
-        writer.ratios(ratio_rows(step))
+        writer.units(unit_rows(step))
     return writer
 
 
 @pytest.fixture
-def makers(step_row: Make, eval_row: Make, event_row: Make, ratio_rows: Make) -> tuple[Make, ...]:
-    return step_row, eval_row, event_row, ratio_rows
+def makers(step_row: Make, eval_row: Make, event_row: Make, unit_rows: Make) -> tuple[Make, ...]:
+    return step_row, eval_row, event_row, unit_rows
 
 
 def test_rows_round_trip_with_all_digits_and_non_finite_numbers(tmp_path: Path, step_row: Make) -> None:
@@ -88,14 +88,14 @@ def test_resume_equals_the_uninterrupted_run(tmp_path: Path, makers: tuple[Make,
             data = (resumed / name).read_bytes()
             (resumed / name).write_bytes(data[:-37])
         assert [row["step"] for row in read_jsonl(resumed / "steps.jsonl")] == [1, 2, 3, 4, 5, 6]
-        assert read_ratios(resumed)["step"].to_pylist()[-4:] == [6, 6, 6, 6]
+        assert read_units(resumed)["step"].to_pylist()[-4:] == [6, 6, 6, 6]
     writer = run_to(resumed, 6, 9, 5, makers)
     assert not (resumed / "FAILED").exists()
-    assert read_ratios(resumed).equals(read_ratios(whole))  # the rows still, written by two processes
+    assert read_units(resumed).equals(read_units(whole))  # the rows still, written by two processes
     writer.finish("done", None, 4, 2)
     for name in (*FILES, "summary.json"):
         assert (resumed / name).read_bytes() == (whole / name).read_bytes()
-    assert read_ratios(resumed).equals(read_ratios(whole))
+    assert read_units(resumed).equals(read_units(whole))
 
 
 def test_rows_of_step_0_survive_a_resumption_unless_it_starts_anew(tmp_path: Path, event_row: Make) -> None:
@@ -127,11 +127,11 @@ def test_rows_that_were_lost_or_changed_before_a_checkpoint_are_refused(
 
 def test_a_finished_run_is_made_longer(tmp_path: Path, makers: tuple[Make, ...]) -> None:
     run_to(tmp_path, 1, 6, None, makers).finish("done", None, 4, 2)
-    before = read_ratios(tmp_path)
+    before = read_units(tmp_path)
     writer = run_to(tmp_path, 5, 6, 4, makers)
     assert not any((tmp_path / name).exists() for name in ("DONE", "summary.json"))
     writer.close()
-    assert read_ratios(tmp_path).equals(before)
+    assert read_units(tmp_path).equals(before)
 
 
 @pytest.mark.parametrize("status", ["done", "failed", "interrupted"])
@@ -172,17 +172,9 @@ def test_the_marker_is_written_last(tmp_path: Path, makers: tuple[Make, ...], mo
     assert (tmp_path / "FAILED").read_text() == "no summary\n"
 
 
-def test_a_run_without_units_writes_no_ratios(tmp_path: Path, step_row: Make) -> None:
-    writer = RunWriter(tmp_path, None)
-    writer.step(step_row(1))
-    writer.finish("done", None, 0, 4)
-    assert not list(tmp_path.glob("units.*"))
-    assert read_ratios(tmp_path).num_rows == 0
-
-
-@pytest.mark.parametrize("what", ["steps", "ratios"])
+@pytest.mark.parametrize("what", ["steps", "units"])
 def test_full_disk_leaves_readable_records_and_a_marker(
-    small_disk: Callable[[str], Path], step_row: Make, ratio_rows: Make, what: str
+    small_disk: Callable[[str], Path], step_row: Make, unit_rows: Make, what: str
 ) -> None:
     folder = small_disk("1m") / "run"
     writer = RunWriter(folder, None)
@@ -191,20 +183,20 @@ def test_full_disk_leaves_readable_records_and_a_marker(
     with pytest.raises(RunFailed, match="disk full while writing") as failure:
         for last in range(1, 100_000):
             writer.step(step_row(last))
-            if what == "ratios":
-                writer.ratios(ratio_rows(last, units))
+            if what == "units":
+                writer.units(unit_rows(last, units))
     assert writer.finish("failed", str(failure.value), 500, 4)["status"] == "failed"  # marked if there is room
     steps = read_jsonl(folder / "steps.jsonl")
     assert last - 1 <= len(steps) <= last
-    if what == "ratios":
-        rows = read_ratios(folder)["step"].to_pylist()
+    if what == "units":
+        rows = read_units(folder)["step"].to_pylist()
         assert rows == [step for step in range(1, last) for _ in units]
     # More space, and the run goes on from its checkpoint.
     small_disk("3m")
     resumed = RunWriter(folder, last - 3)
     for step in (last - 2, last - 1):
         resumed.step(step_row(step))
-        resumed.ratios(ratio_rows(step, units))
+        resumed.units(unit_rows(step, units))
     resumed.finish("done", None, 500, 4)
     assert [row["step"] for row in read_jsonl(folder / "steps.jsonl")] == list(range(1, last))
-    assert read_ratios(folder)["step"].to_pylist()[-1] == last - 1
+    assert read_units(folder)["step"].to_pylist()[-1] == last - 1

@@ -17,7 +17,7 @@ from gnmr.lab import config
 from gnmr.lab.records.find import find_runs
 from gnmr.lab.report.comparisons import Comparison, compare
 from gnmr.lab.report.runs import load
-from gnmr.records.schema import RatioRows
+from gnmr.records.schema import UnitRows
 from gnmr.records.units import UnitStream
 
 
@@ -46,8 +46,8 @@ class FakeRun:
     """(steps, units); null: all 1. The norms, and what every column of the signal holds."""
     columns: tuple[str, ...] = ("gnmr", "delta_gnmr")
     events: list[dict[str, Any]] = field(default_factory=list)
-    ratios: bool = True
-    """Whether there is a file of ratios."""
+    unit_rows: bool = True
+    """Whether there is a file of per-unit rows."""
     extra_bytes: int = 100
     """Saved bytes that an active unit adds."""
 
@@ -144,14 +144,14 @@ def write(root: Path, run: FakeRun) -> Path:
     ]
     _jsonl(folder / "eval.jsonl", evals)
     _jsonl(folder / "events.jsonl", run.events)
-    if run.steps and run.ratios:
+    if run.steps and run.unit_rows:
         numbers = dict.fromkeys(run.columns, gnmr)
         stream = UnitStream(folder)
         for step in range(run.steps):
             columns = {column: values[step] for column, values in numbers.items()}
             observed, lock = np.ones(run.units, bool), active[step].astype(np.int64)
             rows = (observed, gnmr[step], columns, gnmr[step] / 1.5, active[step], lock)
-            stream.write(RatioRows(step + 1, units, *rows))
+            stream.write(UnitRows(step + 1, units, *rows))
         stream.close()
     if run.status in ("done", "failed", "interrupted"):
         summary = {"status": run.status, "reason": run.reason, "steps": run.steps}

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gnmr.lab.report.runs import Ratios, Run
+from gnmr.lab.report.runs import Run, UnitMatrices
 from gnmr.records.schema import STEP_FIELDS
 
 UNITS = ["layers.0.q_proj", "layers.0.k_proj", "layers.1.<b>mlp</b>"]
@@ -16,28 +16,28 @@ PATHS = {"int4": ("int4", None), "int4_int8": ("int4", "int8"), "int8": ("int8",
 
 
 class FakeRun(Run):
-    """A run whose ratios are in memory."""
+    """A run whose per-unit rows are in memory."""
 
-    made: Ratios
+    made: UnitMatrices
 
-    def ratios(self) -> Ratios:
+    def units(self) -> UnitMatrices:
         return self.made
 
 
-def ratios(steps: int, units: list[str], risk_SU: np.ndarray | None = None, every: int = 1) -> Ratios:
+def unit_matrices(steps: int, units: list[str], risk_SU: np.ndarray | None = None, every: int = 1) -> UnitMatrices:
     """Steps every, 2 every ...; norm of unit u in row s is (u + 1) + s / 1000, gnmr half the risk, nothing active."""
     shape = (steps, len(units))
     norm_SU = (1 + np.arange(len(units)) + np.arange(steps)[:, None] / 1000).astype(np.float32)
     risk_SU = np.full(shape, 0.5, np.float32) if risk_SU is None else risk_SU.astype(np.float32)
     columns = {"gnmr": risk_SU / 2, "delta_gnmr": risk_SU / 4}
-    return Ratios(np.arange(1, steps + 1) * every, units, norm_SU, columns, risk_SU, np.zeros(shape, bool))
+    return UnitMatrices(np.arange(1, steps + 1) * every, units, norm_SU, columns, risk_SU, np.zeros(shape, bool))
 
 
 def fake_run(
     folder: Path,
     arm: str = "int4_int8",
     seed: int = 0,
-    made: Ratios | None = None,
+    made: UnitMatrices | None = None,
     ppl: float = 40.0,
     status: str = "done",
     events: list[dict[str, Any]] | None = None,
@@ -46,7 +46,7 @@ def fake_run(
     settings: dict[str, Any] | None = None,
 ) -> FakeRun:
     """The folder is made and holds nothing but faults.jsonl, where there are windows."""
-    made = ratios(60, UNITS) if made is None else made
+    made = unit_matrices(60, UNITS) if made is None else made
     low, recovery = PATHS[arm]
     steps = int(made.steps[-1])
     folder.mkdir(parents=True)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from html_runs import UNITS, fake_run, ratios
+from html_runs import UNITS, fake_run, unit_matrices
 
 from gnmr.lab.report.comparisons import compare
-from gnmr.lab.report.headline import Headline, headline, telling_apart
+from gnmr.lab.report.headline import Headline, distinct_parts, headline
 
 Told = Callable[..., Headline]
 
@@ -20,7 +20,7 @@ def told(tmp_path: Path) -> Told:
     """told(int4=[50, 51], ...): the headline of arms with these perplexities, a seed each."""
 
     def make(**arms: list[float]) -> Headline:
-        made = ratios(60, UNITS)
+        made = unit_matrices(60, UNITS)
         made.active_SU[:18, 0] = True
         runs = [
             fake_run(tmp_path / f"{arm}{seed}", arm, seed, ppl=ppl, made=made if arm == "int4_int8" else None)
@@ -75,11 +75,12 @@ def test_divergence_is_told_as_such(told: Told) -> None:
 
 
 def test_names_from_what_differs() -> None:
-    assert telling_apart(["a-low lr=1 x=2", "a-high lr=1 x=3"]) == ["low x=2", "high x=3"]
-    assert telling_apart(["bf16", "int4_int8 max_o=1", "int4_int8 max_o=2"])[1] == "max_o=1"
-    assert telling_apart(["p-low", "p-gap-ranked", "bf16"]) == ["low", "gap-ranked", "bf16"]
-    assert telling_apart(["a", "a b"]) == ["a", "a b"], "one would be empty"
-    assert telling_apart(["alone here"]) == ["alone here"]
+    assert distinct_parts(["a-low lr=1 x=2", "a-high lr=1 x=3"]) == ["low x=2", "high x=3"]
+    assert distinct_parts(["bf16", "int4_int8 max_o=1", "int4_int8 max_o=2"])[1] == "max_o=1"
+    assert distinct_parts(["p-low", "p-gap-ranked", "bf16"]) == ["low", "gap-ranked", "bf16"]
+    assert distinct_parts(["a", "a b"]) == ["a", "a b"], "one would be empty"
+    assert distinct_parts(["alone here"]) == ["alone here"]
     assert (
-        telling_apart(["low-1e-3", "low-1e-4"]) == ["3", "4"] or telling_apart(["x y=1e-3", "x y=1e-4"])[0] == "y=1e-3"
+        distinct_parts(["low-1e-3", "low-1e-4"]) == ["3", "4"]
+        or distinct_parts(["x y=1e-3", "x y=1e-4"])[0] == "y=1e-3"
     )

@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from html_runs import UNITS, fake_run, ratios
+from html_runs import UNITS, fake_run, unit_matrices
 
 from gnmr.lab.report import page as page_module
 from gnmr.lab.report import units
 from gnmr.lab.report.comparisons import compare
 from gnmr.lab.report.curves import binned
 from gnmr.lab.report.page import render_page
-from gnmr.lab.report.runs import Ratios, Run
+from gnmr.lab.report.runs import Run, UnitMatrices
 from gnmr.lab.report.units import costs, limit, thresholds, unit_map
 
 HOSTILE = "</script><script>window.owned = 1</script><img src=x onerror=alert(1)>"
@@ -72,7 +72,7 @@ def sweep(root: Path) -> list[Run]:
     risk_SU = np.full((60, 3), 0.5)
     risk_SU[9, 0] = 1.5
     risk_SU[49, 1] = np.inf
-    made = ratios(60, UNITS, risk_SU)
+    made = unit_matrices(60, UNITS, risk_SU)
     made.active_SU[10:20, 0] = made.active_SU[50:, 1] = True
     events = [
         {"step": 10, "unit": UNITS[0], "event": "promote", "cause": "gnmr", "risk": 1.5},
@@ -120,7 +120,7 @@ def test_texts_tables_and_maps(tmp_path: Path) -> None:
 
 def test_losses_are_of_runs_and_means_of_finished_seeds(tmp_path: Path) -> None:
     runs = sweep(tmp_path / "runs")
-    runs.append(fake_run(tmp_path / "stopped", "int4_int8", 2, made=runs[1].ratios(), status="failed"))
+    runs.append(fake_run(tmp_path / "stopped", "int4_int8", 2, made=runs[1].units(), status="failed"))
     (comparison,) = page(runs).data
     lines = [line for line in comparison["loss"]["plain"] if line["arm"] == 1 and line["of"] == "train"]
     assert [(line.get("seed"), line.get("seeds")) for line in lines] == [(0, None), (1, None), (2, None), (None, 2)]
@@ -153,14 +153,14 @@ def test_a_map_as_the_page_reads_it(tmp_path: Path) -> None:
 def made_map(run: Run, monkeypatch: pytest.MonkeyPatch, columns: int) -> dict[str, Any]:
     monkeypatch.setattr(units, "COLUMNS", columns)
     (comparison,) = compare([run])
-    return unit_map(comparison.arms[0], run, run.ratios())
+    return unit_map(comparison.arms[0], run, run.units())
 
 
 def test_a_cell_is_the_step_of_highest_risk_in_its_bin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten steps in bins of four; unit 1 is not observed in steps 1 to 4, and has no risk yet in 5 to 8."""
     risk_SU = np.array([[1, 9], [3, 9], [2, 9], [1, 9], [5, 9], [6, 9], [7, 9], [8, 9], [2, 1], [2, 2]], float)
     risk_SU[:8, 1] = np.nan
-    made = ratios(10, ["a", "b"], risk_SU)
+    made = unit_matrices(10, ["a", "b"], risk_SU)
     made.norm_SU[:4, 1] = np.nan
     made.active_SU[2:6, 0] = True
     found = made_map(fake_run(tmp_path / "run", made=made), monkeypatch, 3)
@@ -174,7 +174,7 @@ def test_a_cell_is_the_step_of_highest_risk_in_its_bin(tmp_path: Path, monkeypat
 
 
 def test_bins_without_a_recorded_step_are_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = ratios(3, ["a"], np.array([[2.0], [3.0], [4.0]]), every=5)
+    made = unit_matrices(3, ["a"], np.array([[2.0], [3.0], [4.0]]), every=5)
     found = made_map(fake_run(tmp_path / "run", made=made), monkeypatch, 8)
     assert found["width"] == 2
     assert unpacked(found["recorded"]).tolist() == [0, 0, 1, 0, 1, 0, 0, 1]
@@ -185,7 +185,7 @@ def test_a_verdict_ends_no_promotion(tmp_path: Path, monkeypatch: pytest.MonkeyP
     what = [(10, "a", "promote", "retry"), (10, "a", "verdict", "precision"), (30, None, "verdict", "not_reproducible")]
     what += [(40, "a", "release", "lock"), (70, "a", "verdict", "data")]
     events = [dict(zip(("step", "unit", "event", "cause"), row, strict=True)) for row in what]
-    found = made_map(fake_run(tmp_path / "run", made=ratios(60, ["a", "b"]), events=events), monkeypatch, 800)
+    found = made_map(fake_run(tmp_path / "run", made=unit_matrices(60, ["a", "b"]), events=events), monkeypatch, 800)
     assert found["promotions"] == [[0, 10, 40, "retry", "lock", None]]
     assert found["verdicts"] == [(10, "precision", "a"), (30, "not reproducible", "")]
 
@@ -210,7 +210,7 @@ def test_the_shape_is_that_of_the_model(tmp_path: Path, name: str, header: dict[
 def test_a_run_without_anything_recorded(tmp_path: Path) -> None:
     run = fake_run(tmp_path / "run", status="running")
     nothing = np.zeros((0, 0), np.float32)
-    run.made = Ratios(np.zeros(0, np.int64), [], nothing, {}, nothing, nothing.astype(bool))
+    run.made = UnitMatrices(np.zeros(0, np.int64), [], nothing, {}, nothing, nothing.astype(bool))
     run.__dict__ |= {"steps": {key: rows[:0] for key, rows in run.steps.items()}, "summary": {}}
     run.__dict__["evals"] = {key: rows[:0] for key, rows in run.evals.items()}
     (comparison,) = page([run]).data
@@ -235,7 +235,7 @@ def test_a_short_last_bin_is_no_cliff() -> None:
 
 
 def test_units_are_ordered_by_their_price_else_their_risk() -> None:
-    made = ratios(3, ["a", "b"], np.array([[1, 2], [np.inf, 2], [np.nan, 2]], float))
+    made = unit_matrices(3, ["a", "b"], np.array([[1, 2], [np.inf, 2], [np.nan, 2]], float))
     assert costs(made)[0] == "risk"
     np.testing.assert_allclose(costs(made)[1], [1.5, 2.0])
     made.columns["price"] = np.array([[np.nan, np.nan], [3e-3, 1e-3], [np.nan, np.nan]], np.float32)
@@ -260,7 +260,7 @@ def limit_of(tmp_path: Path) -> Callable[..., tuple[float, str]]:
     """limit_of(risk_SU, active, settings): of a run in which so many unit-steps were on the recovery path."""
 
     def found(risk_SU: np.ndarray, active: int, settings: dict[str, object]) -> tuple[float, str]:
-        made = ratios(len(risk_SU), UNITS, risk_SU)
+        made = unit_matrices(len(risk_SU), UNITS, risk_SU)
         made.active_SU.ravel()[:active] = True
         run = fake_run(tmp_path / "run", made=made, settings=settings)
         return limit(compare([run])[0].arms[0], run, made)

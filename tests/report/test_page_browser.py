@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from html_runs import UNITS, fake_run, ratios
+from html_runs import UNITS, fake_run, unit_matrices
 from selenium import webdriver
 from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.chrome.service import Service
@@ -69,7 +69,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("page")
     risk_SU = np.full((STEPS, 3), 0.5)
     risk_SU[30] = 2.5, 0.75, np.inf
-    made = ratios(STEPS, UNITS, risk_SU)
+    made = unit_matrices(STEPS, UNITS, risk_SU)
     made.active_SU[31:41, 0] = True
     events = [
         {"step": 31, "unit": UNITS[0], "event": "promote", "cause": "delta_gnmr", "risk": 2.5},
@@ -195,7 +195,7 @@ def test_a_phone_in_the_dark(phone: Any, report: Path) -> None:
 
 
 def test_many_arms_are_small_panels(browser: Any, tmp_path: Path) -> None:
-    made = ratios(STEPS, UNITS)
+    made = unit_matrices(STEPS, UNITS)
     runs: list[Run] = [fake_run(tmp_path / "16", "bf16", 0, ppl=38.0, made=made)]
     for number in range(1, 10):
         one = fake_run(tmp_path / str(number), "int4", 0, ppl=40.0 + number, made=made)

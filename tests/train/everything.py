@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.overrides import TorchFunctionMode
 
-from gnmr.records.reader import read_json, read_jsonl, read_ratios
+from gnmr.records.reader import read_json, read_jsonl, read_units
 
 WAITING = {"cpu", "item", "tolist", "numpy", "nonzero", "masked_select", "equal", "allclose", "unique"}
 WAITING |= {"__bool__", "__float__", "__int__", "__index__"}
@@ -40,7 +40,7 @@ def everything(folder: Path, *fields: str) -> dict[str, Any]:
         "steps": [without(row, "step_time_s", *fields) for row in read_jsonl(folder / "steps.jsonl")],
         "eval": read_jsonl(folder / "eval.jsonl"),
         "events": read_jsonl(folder / "events.jsonl"),
-        "ratios": read_ratios(folder).to_pylist(),
+        "units": read_units(folder).to_pylist(),
         "summary": summary and without(summary, *MEASURED),
         "host": without(json.loads((newest / "meta.json").read_text())["host"], "records"),
         "state": weights(folder),

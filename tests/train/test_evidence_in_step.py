@@ -14,7 +14,7 @@ from gnmr.lab.train.build import Parts, train_step
 from gnmr.lab.train.loss import loss_of
 from gnmr.lab.train.result import StepResult
 from gnmr.measure.errors import measure_errors
-from gnmr.records.reader import read_jsonl, read_ratios
+from gnmr.records.reader import read_jsonl, read_units
 
 LR = 1e-2
 FP32 = "training.dtype=float32"
@@ -121,7 +121,7 @@ def test_micro_square_is_the_mean_of_the_micro_batches_own_squares(dtype, assemb
 
 def columns(folder, step: int) -> dict[str, dict[str, float]]:
     """{name: {unit: value}} of units.arrows in this step."""
-    rows = [row for row in read_ratios(folder).to_pylist() if row["step"] == step]
+    rows = [row for row in read_units(folder).to_pylist() if row["step"] == step]
     return {name: {row["unit"]: row[name] for row in rows} for name in rows[0] if name not in ("step", "unit")}
 
 
@@ -171,7 +171,7 @@ def test_recording_everything_changes_no_bit(name, train, tmp_path):
         everything(train(tmp_path / kind, *words, *more)) for kind, more in (("a", []), ("b", [evidence]))
     )
     assert plain["events"]
-    for row in watched["ratios"]:
+    for row in watched["units"]:
         for each in ALL:
             assert row.pop(each) >= 0
     assert differences(plain, watched) == []

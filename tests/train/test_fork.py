@@ -18,7 +18,7 @@ from gnmr.lab.train import fork_base as base_module
 from gnmr.lab.train.build import training_blocks
 from gnmr.lab.train.fork import Forks
 from gnmr.records.disk import sha256
-from gnmr.records.reader import read_json, read_jsonl, read_ratios
+from gnmr.records.reader import read_json, read_jsonl, read_units
 
 STATIC = ["precision.low=bf16", "precision.recovery=null"]
 BASE = [*STATIC, "training.steps=6", "optim.schedule_steps=20", "model.outlier_channels.number=1"]
@@ -139,7 +139,7 @@ def test_the_last_steps_heal(tmp_path, train, words):
     healed = train(tmp_path / "healed", *words, *always)
     rows = read_jsonl(healed / "steps.jsonl")
     assert [row["num_active"] for row in rows] == [7, 7, 7, 7, None, None]
-    assert {row["step"] for row in read_ratios(healed).to_pylist()} == {1, 2, 3, 4}
+    assert {row["step"] for row in read_units(healed).to_pylist()} == {1, 2, 3, 4}
     assert read_json(healed / "summary.json")["promotion_frac"] == 1
     low, high = (train(tmp_path / name, *words, *arm) for name, arm in (("low", []), ("16", STATIC)))
     assert losses(healed) == losses(high) and losses(low)[4:] != losses(high)[4:]

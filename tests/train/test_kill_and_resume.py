@@ -297,13 +297,13 @@ def test_wandb_offline_has_no_hole_after_a_kill(train, tmp_path, monkeypatch):
     rows = {row["step"]: row for row in read_jsonl(folder / "steps.jsonl")}
     events = [row["step"] for row in read_jsonl(folder / "events.jsonl") if row["event"] == "promote"]
     assert list(rows) == list(range(1, 61)) == [step for step in sorted(history) if step in rows] and events
-    ratios = {rows.step: rows for rows in recorded_units(folder)}
+    by_step = {rows.step: rows for rows in recorded_units(folder)}
     for step, row in rows.items():
         got = history[step]
         assert (got["train/loss"], got["recovery/num_active"]) == (row["loss"], row["num_active"])
         assert got["recovery/promotions"] == sum(one <= step for one in events)
-        units = ratios[step].units if step % 4 == 0 else []
-        want = dict(zip(units, ratios[step].columns["gnmr"].tolist(), strict=False))
+        units = by_step[step].units if step % 4 == 0 else []
+        want = dict(zip(units, by_step[step].columns["gnmr"].tolist(), strict=False))
         assert {name[5:]: got[name] for name in got if name.startswith("gnmr/")} == want
     for row in read_jsonl(folder / "eval.jsonl"):
         assert history[row["step"]]["val/loss"] == row["val_loss"]

@@ -10,7 +10,7 @@ from everything import differences, everything, same_bits
 
 from gnmr.errors import RunFailed
 from gnmr.lab.train import steps
-from gnmr.records.reader import read_json, read_jsonl, read_ratios
+from gnmr.records.reader import read_json, read_jsonl, read_units
 
 LR = 1e-2
 UNIT = "layers.1.mlp.up_proj"
@@ -137,7 +137,7 @@ def test_records(train, tmp_path, tampered):
     assert [row["nonfinite_unit"] for row in rows] == [None, None, UNIT, UNIT, None, UNIT, None, None]
     assert [math.isfinite(row["grad_norm_pre_clip"]) for row in rows] == [not row["skipped"] for row in rows]
     assert read_json(folder / "summary.json")["nonfinite_total"] == 3
-    norms = {row["step"]: row["norm"] for row in read_ratios(folder).to_pylist() if row["unit"] == UNIT}
+    norms = {row["step"]: row["norm"] for row in read_units(folder).to_pylist() if row["unit"] == UNIT}
     assert [t for t in norms if not math.isfinite(norms[t])] == [3, 4, 6]
     causes = {(e["step"], e["unit"]): e["cause"] for e in read_jsonl(folder / "events.jsonl")}
     assert causes[3, UNIT] == "nonfinite"

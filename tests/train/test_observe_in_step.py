@@ -13,7 +13,7 @@ from torch import Tensor
 from gnmr.errors import UserError
 from gnmr.lab.train.build import Parts, train_step
 from gnmr.lab.train.loss import loss_of
-from gnmr.records.reader import read_jsonl, read_ratios
+from gnmr.records.reader import read_jsonl, read_units
 
 LR = 1e-3
 OUTPUTS = ["controller.observe=input_grad", "training.dtype=float32", "model.num_layers=2"]
@@ -90,7 +90,7 @@ def test_a_run_goes_on_after_a_stop_and_replays(observe, train, gnmr, stopped, t
 
     assert gnmr("replay", str(tmp_path / "run"), f"out={tmp_path / 'out.jsonl'}").code == 0
     replayed = [set(row["active"]) for row in read_jsonl(tmp_path / "out.jsonl")]
-    rows = read_ratios(tmp_path / "run").to_pylist()
+    rows = read_units(tmp_path / "run").to_pylist()
     in_force = [{row["unit"] for row in rows if row["step"] == t and row["active"]} for t in range(1, 9)]
     assert replayed[:-1] == in_force[1:]
 

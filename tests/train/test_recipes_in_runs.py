@@ -13,7 +13,7 @@ from gnmr.lab.config import config_hash, read
 from gnmr.lab.config.model import ExpertsConfig, ModelConfig
 from gnmr.lab.train.loss import evaluate
 from gnmr.precision import RECIPES, PathLinear, PathSpec, convert
-from gnmr.records.reader import read_json, read_jsonl, read_ratios
+from gnmr.records.reader import read_json, read_jsonl, read_units
 
 WIDE = ["model.hidden_size=128", "model.intermediate_size=256"]
 DELAYED = ["precision.low=fp8_delayed", "precision.recovery=bf16", "training.accumulation=2"]
@@ -84,7 +84,7 @@ def test_a_compiled_run_is_the_run_that_is_not_and_goes_on_to_the_last_bit(train
     for row in wanted["steps"]:
         assert row["saved_bytes"] == row["saved_bytes_predicted"] > 0
         row |= {"saved_bytes": None, "saved_bytes_predicted": None}
-    for name in ("steps", "eval", "events", "ratios", "state"):
+    for name in ("steps", "eval", "events", "units", "state"):
         assert differences(wanted[name], found[name]) == [], name
 
 
@@ -175,7 +175,7 @@ def test_a_fault_in_a_block_shows_in_its_evidence_and_in_what_saturates(train, t
     plain, struck = train(tmp_path / "plain", *words), train(tmp_path / "struck", *words, *stress)
     assert [row["unit"] for row in read_jsonl(struck / "faults.jsonl")] == ["layers.1"]
     far = set()
-    for ours, sound in zip(read_ratios(struck).to_pylist(), read_ratios(plain).to_pylist(), strict=True):
+    for ours, sound in zip(read_units(struck).to_pylist(), read_units(plain).to_pylist(), strict=True):
         assert ours["gap_recovery"] == 0 and ours["gap_low"] > 0
         if ours["mse"] > 3 * sound["mse"]:
             far.add((ours["unit"], ours["step"]))

@@ -18,7 +18,7 @@ from gnmr.lab.train import loop
 from gnmr.lab.train import run as run_module
 from gnmr.lab.train.folder import locked, run_folder
 from gnmr.lab.train.run import run
-from gnmr.records.reader import read_json, read_jsonl, read_ratios
+from gnmr.records.reader import read_json, read_jsonl, read_units
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_what_a_done_run_holds(done, tiny):
     assert (summary["status"], summary["steps"], summary["tokens"]) == ("done", 8, 256)
     assert summary["final_val_loss"] == evals[-1]["val_loss"]
     assert summary["promotion_frac"] == sum(row["num_active"] for row in rows) / (8 * 7)
-    assert read_ratios(done).num_rows == 8 * 7
+    assert read_units(done).num_rows == 8 * 7
 
 
 def test_a_done_run_is_left_alone(copied, train):

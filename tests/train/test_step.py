@@ -15,7 +15,7 @@ from gnmr.lab.train.build import train_step
 from gnmr.lab.train.loss import evaluate, loss_of
 from gnmr.lab.train.optim import learning_rate
 from gnmr.lab.train.step import TrainStep
-from gnmr.records.reader import read_json, read_jsonl, read_ratios
+from gnmr.records.reader import read_json, read_jsonl, read_units
 
 LR = 1e-3
 
@@ -140,7 +140,7 @@ def test_the_set_of_a_step_is_in_force_in_the_next(words, train, tmp_path, monke
     folder = train(tmp_path / "run", *words)
     rows, events = read_jsonl(folder / "steps.jsonl"), read_jsonl(folder / "events.jsonl")
     active = [set() for _ in rows]
-    for row in read_ratios(folder).to_pylist():
+    for row in read_units(folder).to_pylist():
         if row["active"]:
             active[row["step"] - 1].add(row["unit"])
     assert active == real

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from everything import differences, everything
 
-from gnmr.records.reader import read_jsonl, read_ratios
+from gnmr.records.reader import read_jsonl, read_units
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +36,7 @@ def steps_of(folder: Path, *fields: str) -> list[tuple[Any, ...]]:
 
 def by_unit(folder: Path, name: str) -> list[dict[str, float]]:
     """A column of units.arrows: a mapping from unit for each step, in order."""
-    rows = read_ratios(folder).to_pylist()
+    rows = read_units(folder).to_pylist()
     return [{row["unit"]: row[name] for row in rows if row["step"] == t} for t in range(1, rows[-1]["step"] + 1)]
 
 

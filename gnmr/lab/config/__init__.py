@@ -151,7 +151,7 @@ class Config:
 
 
 # Keys that say where a run is kept, how it is watched or how it is continued. They do not change its numbers, so they
-# stay out of the hash (records.ratios_every stays in: it decides what is there to replay). The seed stands beside the
+# stay out of the hash (records.units_every stays in: it decides what is there to replay). The seed stands beside the
 # hash in the folder's name.
 _OUTSIDE_THE_HASH = (
     "plan",  # what it says stands in paths

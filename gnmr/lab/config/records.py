@@ -41,7 +41,7 @@ class ScoresConfig:
 class RecordsConfig:
     """What is written and shown; nothing here changes the numbers of a run."""
 
-    ratios_every: int = 1
+    units_every: int = 1
     """Steps between rows of units.arrows."""
     evidence: list[str] = field(default_factory=list)
     """Evidence that units.arrows keeps besides what the signal shows (docs/signals.md): replay and calibration of
@@ -69,7 +69,7 @@ class RecordsConfig:
 
     @as_user_error("records.")
     def __post_init__(self) -> None:
-        whole(**fields(self, "ratios_every", "check_every", "plain_every", "wandb_every"))
+        whole(**fields(self, "units_every", "check_every", "plain_every", "wandb_every"))
         whole(or_null=True, wandb_units=self.wandb_units)
         one_of(("auto", "plain", "log", "off"), live=self.live)
         one_of(("auto", "online", "offline", "off"), wandb=self.wandb)

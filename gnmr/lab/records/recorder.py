@@ -12,7 +12,7 @@ from gnmr.errors import RunFailed
 from gnmr.lab.records.view import RunInfo, View
 from gnmr.lab.records.wandb_sink import WandbSink
 from gnmr.records.reader import read_json, read_jsonl
-from gnmr.records.schema import RatioRows
+from gnmr.records.schema import UnitRows
 from gnmr.records.writer import RunWriter
 
 if TYPE_CHECKING:
@@ -65,13 +65,13 @@ class Recorder:
         self._view.events(read_jsonl(info.folder / "events.jsonl"))
         self._view.start(info)
 
-    def step(self, row: dict[str, Any], ratios: RatioRows | None) -> None:
-        """Record a row of `STEP_FIELDS`; `ratios` is None for a run without units."""
+    def step(self, row: dict[str, Any], units: UnitRows | None) -> None:
+        """Record a row of `STEP_FIELDS`; `units` is None for a run without units."""
         self._writer.step(row)
-        if ratios is not None and row["step"] % self._settings.ratios_every == 0:
-            self._writer.ratios(ratios)
-        self._wandb.step(row, ratios)
-        self._view.step(row, ratios)
+        if units is not None and row["step"] % self._settings.units_every == 0:
+            self._writer.units(units)
+        self._wandb.step(row, units)
+        self._view.step(row, units)
 
     def eval(self, row: dict[str, Any]) -> None:
         """Record a row of `EVAL_FIELDS`."""
@@ -83,8 +83,8 @@ class Recorder:
         """Record a row of `SCORE_FIELDS` and print its main figures."""
         self._writer.scores(row)
         for name, task in row["tasks"].items():
-            told = ", ".join(f"{metric} {figure['value']:.4g}" for metric, figure in task["metrics"].items())
-            self._view.say(f"step {row['step']}  {name} ({row['path']}, {task['items']} items): {told}")
+            figures = ", ".join(f"{metric} {figure['value']:.4g}" for metric, figure in task["metrics"].items())
+            self._view.say(f"step {row['step']}  {name} ({row['path']}, {task['items']} items): {figures}")
 
     def events(self, rows: list[dict[str, Any]]) -> None:
         """Record rows of `EVENT_FIELDS`."""
@@ -92,10 +92,10 @@ class Recorder:
         self._wandb.events(rows)
         self._view.events(rows)
 
-    def verdict(self, row: dict[str, Any], told: str) -> None:
-        """Record a row of `EVENT_FIELDS` that says what is to blame for a step, and print the line `told`."""
+    def verdict(self, row: dict[str, Any], line: str) -> None:
+        """Record a row of `EVENT_FIELDS` that says what is to blame for a step, and print `line`."""
         self._writer.events([row])
-        self._view.say(told)
+        self._view.say(line)
 
     def faults(self, rows: list[dict[str, Any]]) -> None:
         """Record rows of `FAULT_FIELDS`, all windows of the run."""

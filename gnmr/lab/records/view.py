@@ -22,7 +22,7 @@ from rich.text import Text
 from gnmr.console import NARROW, Picture, print_plain, shared
 from gnmr.errors import unread
 from gnmr.records.disk import no_link
-from gnmr.records.schema import RatioRows
+from gnmr.records.schema import UnitRows
 
 LOG = "log.txt"
 """In a run's folder, what `mode="log"` writes."""
@@ -79,7 +79,7 @@ class View:
         self._info: RunInfo | None = None
         self._live: Picture | None = None
         self._row: dict[str, Any] = {}
-        self._ratios: RatioRows | None = None
+        self._units: UnitRows | None = None
         self._eval: dict[str, Any] = {}
         self._moves: dict[str, str] = {}
         """What the last step's norms led to: promote or release, by unit."""
@@ -102,9 +102,9 @@ class View:
             self._live = Picture(get_renderable=self._picture, console=self._console, **how)
             self._live.start()
 
-    def step(self, row: dict[str, Any], ratios: RatioRows | None) -> None:
-        """A row of `STEP_FIELDS`; ratios: None for a run without units."""
-        self._row, self._ratios, self._moves = row, ratios, {}
+    def step(self, row: dict[str, Any], units: UnitRows | None) -> None:
+        """Take a row of `STEP_FIELDS`; `units` is None for a run without units."""
+        self._row, self._units, self._moves = row, units, {}
         if self._first is None:
             self._first = row["step"], time.monotonic()
         if self._mode == "plain" and self._info is not None:
@@ -180,7 +180,7 @@ class View:
         return "  ".join([*parts, f"left {_duration(self._seconds_left())}"])
 
     def _picture(self) -> RenderableType:
-        info, row, ratios = self._info, self._row, self._ratios  # the drawing thread's own references
+        info, row, units = self._info, self._row, self._units  # the drawing thread's own references
         assert info is not None
         step, narrow = row.get("step", info.start_step), self._console.width < NARROW
         progress = Table.grid(expand=True, padding=(0, 1))
@@ -189,12 +189,14 @@ class View:
         left = f"{step}/{info.total_steps}  {_duration(self._seconds_left())} left"
         progress.add_row(ProgressBar(total=info.total_steps, completed=step), left)
         between = "\n" if narrow else "  "
-        title = Text.assemble((info.name, "bold"), (between + _of_what(info), "dim"), overflow="ellipsis", no_wrap=True)
+        title = Text.assemble(
+            (info.name, "bold"), (between + _size_text(info), "dim"), overflow="ellipsis", no_wrap=True
+        )
         parts: list[RenderableType] = [title, progress]
         if row:
             parts.append(self._figures(info, row, 2 if narrow else 3))
-        if ratios is not None and ratios.observed.any():
-            parts.append(_unit_table(ratios, self._moves, narrow))
+        if units is not None and units.observed.any():
+            parts.append(_unit_table(units, self._moves, narrow))
         return Group(*parts)
 
     def _figures(self, info: RunInfo, row: dict[str, Any], beside: int) -> Table:
@@ -228,23 +230,23 @@ class View:
         return grid
 
 
-def _unit_table(ratios: RatioRows, moves: dict[str, str], narrow: bool) -> Table:
+def _unit_table(rows: UnitRows, moves: dict[str, str], narrow: bool) -> Table:
     """Return the units in recovery and then the others, riskiest first; marks show which units come and leave next."""
-    risk = np.where(ratios.observed, np.nan_to_num(ratios.risk, nan=-1.0, posinf=np.inf), -np.inf)
-    order = [i for i in np.argsort(-risk, kind="stable") if ratios.observed[i] or ratios.active[i]]
-    inside = [i for i in order if ratios.active[i]]
-    others = sorted(set(order) - set(inside), key=lambda i: (moves.get(ratios.units[i]) != "promote", order.index(i)))
+    risk = np.where(rows.observed, np.nan_to_num(rows.risk, nan=-1.0, posinf=np.inf), -np.inf)
+    order = [i for i in np.argsort(-risk, kind="stable") if rows.observed[i] or rows.active[i]]
+    inside = [i for i in order if rows.active[i]]
+    others = sorted(set(order) - set(inside), key=lambda i: (moves.get(rows.units[i]) != "promote", order.index(i)))
     shown = [*inside[:_MOST_SHOWN], *others[: max(_UNITS_SHOWN - len(inside), 2)]]
     table = Table(box=box.SIMPLE_HEAD, expand=True, padding=(0, 1, 0, 0), show_edge=False)
     table.add_column("● in recovery ▲ comes ▽ leaves", ratio=1, no_wrap=True, overflow="ellipsis")
-    columns = {} if narrow else {"norm": ratios.norm} | dict(list(ratios.columns.items())[:_COLUMNS_SHOWN])
+    columns = {} if narrow else {"norm": rows.norm} | dict(list(rows.columns.items())[:_COLUMNS_SHOWN])
     for name in (*columns, "risk", "lock"):
         table.add_column(name, justify="right", no_wrap=True, min_width=4 if name == "lock" else 7)
     for i in shown:
-        active, name = bool(ratios.active[i]), ratios.units[i]
+        active, name = bool(rows.active[i]), rows.units[i]
         mark = {"promote": "▲", "release": "▽"}.get(moves.get(name, ""), "●" if active else " ")
-        numbers = [f"{values[i]:.3g}" for values in (*columns.values(), ratios.risk)]
-        table.add_row(Text(f"{mark} {name}", "bold cyan" if active else ""), *numbers, str(int(ratios.lock[i]) or ""))
+        numbers = [f"{values[i]:.3g}" for values in (*columns.values(), rows.risk)]
+        table.add_row(Text(f"{mark} {name}", "bold cyan" if active else ""), *numbers, str(int(rows.lock[i]) or ""))
     if hidden := len(inside[_MOST_SHOWN:]):
         table.add_row(Text(f"● and {hidden} more in recovery", "bold cyan"))
     return table
@@ -290,10 +292,10 @@ def _summary_table(summary: dict[str, Any]) -> Table:
 def _opening(info: RunInfo) -> str:
     resumed = f" from step {info.start_step + 1}" if info.start_step else ""
     steps = f"{info.total_steps} steps{resumed} of {info.tokens_per_step:,} tokens"
-    return f"{info.name}: {steps}, {_of_what(info)}, records in {info.folder}"
+    return f"{info.name}: {steps}, {_size_text(info)}, records in {info.folder}"
 
 
-def _of_what(info: RunInfo) -> str:
+def _size_text(info: RunInfo) -> str:
     return f"{_si(info.num_parameters)} parameters, {info.num_units} units, {info.device}"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import netrc
 import os
 import re
 import shlex
@@ -12,13 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 
 from gnmr.lab.records.view import RunInfo
 from gnmr.records.reader import iter_jsonl, read_jsonl
-from gnmr.records.schema import EVENT_FIELDS, RatioRows
+from gnmr.records.schema import EVENT_FIELDS, UnitRows
 from gnmr.records.units import recorded_units
 
 STEP_METRICS = {
@@ -55,7 +53,7 @@ _PRICES = ("price", "price_fprop")
 _MAX_TAG = 64
 """Characters; W&B's own limit."""
 MOST_LINES = 64
-"""Units that have lines unless told otherwise."""
+"""Units that have lines by default."""
 
 _SETTINGS = {
     "init_timeout": 30.0,  # s; the run waits for it
@@ -71,7 +69,7 @@ _SETTINGS = {
 
 
 class WandbSink:
-    """Sends a run to W&B: losses every step, the ratios of units as lines, a table of events at the end.
+    """Sends a run to W&B: losses every step, the columns of units as lines, a table of events at the end.
 
     A resumed run goes on under its id, and first sends the recorded steps that W&B lacks. Offline these are all steps:
     `wandb sync` replaces the history of a run by that of the part which is uploaded last, and a killed process leaves a
@@ -117,7 +115,7 @@ class WandbSink:
         entity, _, name = (project or "").rpartition("/")
         own = (info.arm, header.get("experiment"), header.get("scale"))
         tags = (*map(str, filter(None, own)), *map(str.strip, os.environ.get("WANDB_TAGS", "").split(",")))
-        told = {key: value for key, value in header.items() if not isinstance(value, list)}
+        scalars = {key: value for key, value in header.items() if not isinstance(value, list)}
         arguments = {
             "id": header["run_id"],
             "name": os.environ.get("WANDB_NAME") or info.name,
@@ -127,7 +125,7 @@ class WandbSink:
             "project": name or os.environ.get("WANDB_PROJECT") or "gnmr",
             "entity": entity or None,
             "dir": info.folder,
-            "config": config | {"arm": info.arm, "header": told},
+            "config": config | {"arm": info.arm, "header": scalars},
         }
         with self._tolerant("start"):
             wandb = _wandb()
@@ -176,10 +174,10 @@ class WandbSink:
                 if step >= first:
                     self._run.log(metrics | (_eval_metrics(evals[step]) if step in evals else {}), step=step)
 
-    def step(self, row: dict[str, Any], ratios: RatioRows | None = None) -> None:
-        """Send a row of `STEP_FIELDS`, of every step; `ratios` is None for a run without units."""
+    def step(self, row: dict[str, Any], units: UnitRows | None = None) -> None:
+        """Send a row of `STEP_FIELDS`, of every step; `units` is None for a run without units."""
         if self._run is not None:
-            self._thread.submit(self._log, row["step"], lambda: self._step_metrics(row, ratios))
+            self._thread.submit(self._log, row["step"], lambda: self._step_metrics(row, units))
 
     def eval(self, row: dict[str, Any]) -> None:
         """Send a row of `EVAL_FIELDS`."""
@@ -235,7 +233,7 @@ class WandbSink:
             with self._tolerant("log"):
                 self._run.log(metrics(), step=step)
 
-    def _step_metrics(self, row: dict[str, Any], ratios: RatioRows | None) -> dict[str, Any]:
+    def _step_metrics(self, row: dict[str, Any], units: UnitRows | None) -> dict[str, Any]:
         self._last_step = row["step"]
         metrics = {"step": row["step"], "recovery/promotions": self._promotions.total()}
         metrics |= {name: row[key] for key, name in STEP_METRICS.items()}
@@ -244,25 +242,25 @@ class WandbSink:
         metrics |= {f"monitored/{name}": norm for name, norm in row["monitored"].items()}
         for operand, (saturated, nonfinite) in row["saturation"].items():
             metrics |= {f"casts/{operand}_saturated": saturated, f"casts/{operand}_nonfinite": nonfinite}
-        if ratios is not None:
-            metrics |= _unit_metrics(ratios)
+        if units is not None:
+            metrics |= _unit_metrics(units)
             if row["step"] % self._every == 0:
-                metrics |= self._lines(ratios, [name for name in row["over"] if name in ratios.columns])
+                metrics |= self._lines(units, [name for name in row["over"] if name in units.columns])
         return metrics
 
-    def _lines(self, ratios: RatioRows, columns: list[str]) -> dict[str, float]:
+    def _lines(self, rows: UnitRows, columns: list[str]) -> dict[str, float]:
         """Return {COLUMN/UNIT: value} for the most promoted units: the signal's columns, or the risk if it has none."""
-        units = list(range(len(ratios.units)))
+        units = list(range(len(rows.units)))
         if self._most is not None:  # of as many promotions the first in the model
-            units = sorted(units, key=lambda place: -self._promotions[ratios.units[place]])[: self._most]
+            units = sorted(units, key=lambda place: -self._promotions[rows.units[place]])[: self._most]
         metrics: dict[str, float] = {}
         for column in columns or ["risk"]:
             if column not in self._sections:
                 self._sections.add(column)
                 self._run.define_metric(f"{column}/*", step_metric="step")
-            values = ratios.columns[column] if columns else ratios.risk
-            known = ratios.observed & ~np.isnan(values)
-            metrics |= {f"{column}/{ratios.units[place]}": float(values[place]) for place in units if known[place]}
+            values = rows.columns[column] if columns else rows.risk
+            known = rows.observed & ~np.isnan(values)
+            metrics |= {f"{column}/{rows.units[place]}": float(values[place]) for place in units if known[place]}
         return metrics
 
     @contextmanager
@@ -288,16 +286,16 @@ def _eval_metrics(row: dict[str, Any]) -> dict[str, Any]:
     return {"step": row["step"]} | {name: row[key] for key, name in EVAL_METRICS.items()}
 
 
-def _unit_metrics(ratios: RatioRows) -> dict[str, float]:
+def _unit_metrics(rows: UnitRows) -> dict[str, float]:
     """Return the highest risk, the mean GNMR and the sum of the prices over all observed units, where measured."""
     metrics: dict[str, float] = {}
-    risk = ratios.risk[ratios.observed]
+    risk = rows.risk[rows.observed]
     if not np.isnan(risk).all():
         metrics["risk/highest"] = float(np.nanmax(risk))
-    gnmr = ratios.columns.get("gnmr", np.zeros(0))
+    gnmr = rows.columns.get("gnmr", np.zeros(0))
     if np.isfinite(gnmr).any():
         metrics["risk/mean_gnmr"] = float(gnmr[np.isfinite(gnmr)].mean())
-    price = next((ratios.columns[name] for name in _PRICES if name in ratios.columns), np.zeros(0))
+    price = next((rows.columns[name] for name in _PRICES if name in rows.columns), np.zeros(0))
     if np.isfinite(price).any():
         metrics["price/total_nats"] = float(price[np.isfinite(price)].sum())
     return metrics
@@ -330,13 +328,7 @@ def _has_key(wandb: Any) -> bool:
 
     `wandb.login(prompt=False)` would ask the server, and print.
     """
+    from requests.utils import get_netrc_auth  # comes with W&B, which reads netrc by it too
+
     settings = wandb.setup().settings
-    if settings.api_key or settings.identity_token_file:
-        return True
-    places = [os.environ["NETRC"]] if "NETRC" in os.environ else ["~/.netrc", "~/_netrc"]
-    path = next(filter(os.path.exists, map(os.path.expanduser, places)), None)
-    try:
-        login = netrc.netrc(path).authenticators(urlsplit(settings.base_url).netloc) if path else None
-    except (OSError, netrc.NetrcParseError):
-        return False
-    return login is not None and bool(login[2])
+    return bool(settings.api_key or settings.identity_token_file or get_netrc_auth(settings.base_url))

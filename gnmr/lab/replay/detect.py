@@ -19,7 +19,7 @@ from gnmr.lab.config import ControllerConfig
 from gnmr.lab.replay.replay import replay
 from gnmr.lab.replay.trace import Norms
 from gnmr.lab.report.faults import GRACE, Detection, FaultWindow, detect
-from gnmr.lab.report.runs import Ratios
+from gnmr.lab.report.runs import UnitMatrices
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ def detections(name: str, runs: Sequence[FaultyRun], share: float) -> Detection:
         risk = np.array([decision.risk for decision in replay(run.norms, settings)])
         nothing = np.zeros(risk.shape, bool)
         seen = np.where(run.norms.observed, risk, np.nan)
-        ratios = Ratios(np.arange(1, len(risk) + 1), run.norms.units, risk, {}, seen, nothing)
-        found.append(detect(ratios, run.windows, _trigger(run, risk, share)))
+        matrices = UnitMatrices(np.arange(1, len(risk) + 1), run.norms.units, risk, {}, seen, nothing)
+        found.append(detect(matrices, run.windows, _trigger(run, risk, share)))
     return Detection(
         windows=tuple(window for one in found for window in one.windows),
         delays=tuple(delay for one in found for delay in one.delays),

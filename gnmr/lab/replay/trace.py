@@ -23,11 +23,11 @@ from gnmr.control.evidence import EVIDENCE
 from gnmr.errors import UserError
 from gnmr.lab.config import ControllerConfig, load, one_line, read_tree
 from gnmr.lab.config import read as read_config
-from gnmr.records.reader import check_units, read_json, read_jsonl, read_ratios
+from gnmr.records.reader import check_units, read_json, read_jsonl, read_units
 from gnmr.records.untrusted import Damaged, exists, opened, reading
 
 MOST_GAPS = 1000
-"""Steps of which one is recorded at least (records.ratios_every); a hundred more may be missing."""
+"""Steps of which one is recorded at least (records.units_every); a hundred more may be missing."""
 MAX_CELLS = 1 << 28
 """Steps by units: 2 GB; 1e6 steps of 84 units are a third."""
 
@@ -70,7 +70,7 @@ def read_norms(path: Path) -> Norms:
             raise UserError(f"{path}: there is no such file or run folder")
         with reading(path):
             return _dense(path, _read_file(path), [])
-    table, header = read_ratios(path), read_json(path / "header.json") or {}
+    table, header = read_units(path), read_json(path / "header.json") or {}
     if table.num_rows == 0:
         raise UserError(f"{path}: no recorded norms in this folder (units.arrows is missing or empty)")
     with reading(path / "header.json"):
@@ -95,7 +95,7 @@ def read_norms(path: Path) -> Norms:
         settings=config.controller,
         steps=config.training.steps,
         seed=config.training.seed,
-        every=config.records.ratios_every,
+        every=config.records.units_every,
         retried=retried,
         blameless=blameless,
     )
@@ -126,7 +126,7 @@ def own_loop_of(path: Path) -> ControllerConfig | None:
 def refuse_gaps(path: Path, norms: Norms, what: str) -> None:
     """Raise UserError if steps are missing: shares of unit-steps and windows would be of another run."""
     if norms.every > 1:
-        raise UserError(f"{path}: {what} needs every step, records.ratios_every={norms.every} kept one in as many")
+        raise UserError(f"{path}: {what} needs every step, records.units_every={norms.every} kept one in as many")
 
 
 def _verdicts(path: Path, units: list[str]) -> tuple[dict[int, tuple[str, ...]], frozenset[int]]:

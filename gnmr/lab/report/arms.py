@@ -190,7 +190,7 @@ def plain_adamw(arm: Arm) -> bool:
     return get("optim.name", "adamw") == "adamw" and not get("optim.transform.name") and not get("optim.clip_norm")
 
 
-def telling(arms: list[Arm], keys: Iterable[str]) -> list[str]:
+def independent(arms: list[Arm], keys: Iterable[str]) -> list[str]:
     """Return the keys without those that follow from earlier keys of their group, as a fault's rate from its kind."""
 
     def levels(keys: list[str]) -> int:
@@ -204,16 +204,16 @@ def telling(arms: list[Arm], keys: Iterable[str]) -> list[str]:
     return kept
 
 
-def tell(arm: Arm, keys: Iterable[str]) -> list[str]:
+def setting_texts(arm: Arm, keys: Iterable[str]) -> list[str]:
     """Return the arm's values of these settings as short texts; settings that are not set are left out."""
-    told = []
+    texts = []
     for key in keys:
         value = arm.settings.get(key)
         if key in ("controller.signal", "controller.routing"):
-            told.append(str(value))
+            texts.append(str(value))
         elif value is not None or key in ("controller.alpha", "controller.beta"):
-            told.append(f"{key.rsplit('.', 1)[-1]}={'off' if value is None else value}")
-    return told
+            texts.append(f"{key.rsplit('.', 1)[-1]}={'off' if value is None else value}")
+    return texts
 
 
 def varying(arms: Iterable[Arm]) -> list[str]:

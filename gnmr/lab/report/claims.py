@@ -84,22 +84,22 @@ def read(file: Path) -> Claims:
         tree = yaml.safe_load(content(file, _MOST_BYTES))
     _known(tree, _TOP, str(file))
     claims = tuple(
-        _claim(name, told, f"{file}: claims.{name}") for name, told in _mapping(tree, "claims", str(file)).items()
+        _claim(name, given, f"{file}: claims.{name}") for name, given in _mapping(tree, "claims", str(file)).items()
     )
     texts = tuple(file.parent / text for text in _texts(tree.get("texts", []), f"{file}: texts"))
     return Claims(file, file.parent / _text(tree, "records", str(file)), texts, claims)
 
 
-def _claim(name: str, told: Any, where: str) -> Claim:
-    _known(told, _KEYS, where)
+def _claim(name: str, given: Any, where: str) -> Claim:
+    _known(given, _KEYS, where)
     arms: Mapping[str, tuple[str, ...]] | tuple[str, ...]
-    if isinstance(told.get("arms"), dict):
-        arms = {arm: _texts(one, f"{where}.arms.{arm}") for arm, one in _mapping(told, "arms", where).items()}
+    if isinstance(given.get("arms"), dict):
+        arms = {arm: _texts(one, f"{where}.arms.{arm}") for arm, one in _mapping(given, "arms", where).items()}
     else:
-        arms = _texts(told.get("arms"), f"{where}.arms")
-    contrasts = _mapping(told, "contrasts", where) if "contrasts" in told else {}
+        arms = _texts(given.get("arms"), f"{where}.arms")
+    contrasts = _mapping(given, "contrasts", where) if "contrasts" in given else {}
     pairs = {arm: _texts(controls, f"{where}.contrasts.{arm}") for arm, controls in contrasts.items()}
-    title, asks, low, high = (_text(told, key, where) for key in ("title", "asks", "low", "high"))
+    title, asks, low, high = (_text(given, key, where) for key in ("title", "asks", "low", "high"))
     return Claim(name, title, asks, arms, low, high, pairs)
 
 

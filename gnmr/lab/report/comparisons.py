@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from gnmr.errors import UserError
-from gnmr.lab.report.arms import QUANTIZER, Arm, plain_adamw, same, tell, telling, varying
+from gnmr.lab.report.arms import QUANTIZER, Arm, independent, plain_adamw, same, setting_texts, varying
 from gnmr.lab.report.runs import Run
 
 _WHAT_AN_ARM_IS = ("precision.", "controller.", "compression.", "records.", "arm")
@@ -157,9 +157,9 @@ class Comparison:
     def apart(self) -> dict[str, tuple[str, list[str]]]:
         """What keeps this comparison apart from its rivals: {what: (here, there)}."""
         kinds = [self.kind, *self.rivals]
-        columns = zip(*map(_told_kind, kinds), strict=True)
-        told = zip(("data", "seq_len", "tokens per step", "steps", "base"), columns, strict=True)
-        return {what: (mine, sorted(set(others) - {mine})) for what, (mine, *others) in told if set(others) - {mine}}
+        columns = zip(*map(_kind_texts, kinds), strict=True)
+        named = zip(("data", "seq_len", "tokens per step", "steps", "base"), columns, strict=True)
+        return {what: (mine, sorted(set(others) - {mine})) for what, (mine, *others) in named if set(others) - {mine}}
 
     def differing_settings(self) -> list[str]:
         """Keys in which rows differ although they are not what makes an arm."""
@@ -190,8 +190,8 @@ def refuse_rivals(comparisons: Iterable[Comparison]) -> None:
     """Raises `UserError` where runs of one experiment and scale cannot be compared, naming what differs."""
     for one in comparisons:
         if apart := one.apart():
-            told = ", ".join(f"{what} ({here} and {', '.join(there)})" for what, (here, there) in apart.items())
-            raise UserError(f"{one.name}: these runs cannot be compared, they differ in {told}")
+            differing = ", ".join(f"{what} ({here} and {', '.join(there)})" for what, (here, there) in apart.items())
+            raise UserError(f"{one.name}: these runs cannot be compared, they differ in {differing}")
 
 
 def short(fingerprint: str | None) -> str:
@@ -199,7 +199,7 @@ def short(fingerprint: str | None) -> str:
     return str(fingerprint or "unknown")[:8]
 
 
-def _told_kind(kind: Kind) -> list[str]:
+def _kind_texts(kind: Kind) -> list[str]:
     numbers = ["unknown" if one is None else f"{one:,}" for one in (kind.tokens_per_step, kind.steps)]
     return [short(kind.fingerprint), str(kind.seq_len), *numbers, str(kind.base)]
 
@@ -259,14 +259,16 @@ def _label(comparisons: list[Comparison]) -> None:
     places = {id(arm): place for place, comparison in enumerate(comparisons) for arm in comparison.arms}
     for name in {arm.name for arm in arms}:
         mine, shown = [arm for arm in arms if arm.name == name], keys[name]
-        if any(len(tell(arm, shown)) > _MOST_WORDS for arm in mine):
-            shown = telling(mine, shown)
-        told = [tell(arm, shown) for arm in mine]
-        if any(len(words) > _MOST_WORDS for words in told):
-            unusual = [tell(arm, own) for arm, own in zip(mine, _unusual(mine, shown), strict=True)]
+        if any(len(setting_texts(arm, shown)) > _MOST_WORDS for arm in mine):
+            shown = independent(mine, shown)
+        texts = [setting_texts(arm, shown) for arm in mine]
+        if any(len(words) > _MOST_WORDS for words in texts):
+            unusual = [setting_texts(arm, own) for arm, own in zip(mine, _unusual(mine, shown), strict=True)]
             where = [places[id(arm)] for arm in mine]
-            told = unusual if len({(i, *words) for i, words in zip(where, unusual, strict=True)}) == len(mine) else told
-        for arm, words in zip(mine, told, strict=True):
+            texts = (
+                unusual if len({(i, *words) for i, words in zip(where, unusual, strict=True)}) == len(mine) else texts
+            )
+        for arm, words in zip(mine, texts, strict=True):
             arm.label = " ".join([name, *(words if len(words) <= _MOST_WORDS else [arm.runs[0].hash])])
 
 

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import stats
 
+from gnmr.lab.report.layout import interval_text, relative, whole_percent
 from gnmr.lab.report.statistics import (
     FEWEST,
     LEVEL,
@@ -36,7 +37,6 @@ from gnmr.lab.report.statistics import (
     holm,
     p_text,
     paired,
-    relative_text,
     smallest_shift,
     verdict,
 )
@@ -212,9 +212,8 @@ class Row:
         difference = f"diverged {self.diverged[0]} : {self.diverged[1]}" if any(self.diverged) else "-"
         interval = ""
         if self.difference is not None:
-            difference = relative_text(self.difference.estimate)
-            ends = [relative_text(end).removesuffix(" %") for end in self.difference.interval]
-            interval = f"({ends[0]} to {ends[1]})"
+            difference = relative(self.difference.estimate)
+            interval = f"({interval_text(self.difference.interval, relative)})"
         return {
             "n": str(self.n),
             "difference": difference,
@@ -230,8 +229,8 @@ def closed_texts(closed: Share | None) -> dict[str, str]:
     """Return the share and its interval as text."""
     if closed is None:
         return {"closed": "-", "closed_interval": ""}
-    interval = "" if closed.interval is None else "({} to {})".format(*(round(100 * end) for end in closed.interval))
-    return {"closed": f"{round(100 * closed.value)} %", "closed_interval": interval}
+    interval = "" if closed.interval is None else f"({interval_text(closed.interval, whole_percent)})"
+    return {"closed": whole_percent(closed.value), "closed_interval": interval}
 
 
 @dataclass(frozen=True)
@@ -266,14 +265,21 @@ class Family:
         shown = f"{'' if self.gate else 'not '}shown (p = {p_text(self.p_gate)})"
         return f"Positive control: {self.high} against {self.low}{size}: {shown}."
 
-    def assumptions_text(self) -> str:
-        """Return how the contrasts are tested, and why."""
+    def method_text(self) -> str:
+        """Return how the contrasts are tested."""
         if self.model is None:
-            return "Exact tests, since runs diverged or replicates are too few for a model."
-        tests = f"equal spread p = {p_text(self.model.spread_p)}, additivity p = {p_text(self.model.additive_p)}"
+            return "exact tests, since runs diverged or replicates are too few for a model"
         if self.model.own_differences:
-            return f"Paired differences ({tests})."
-        return f"Pooled residual, sd {self.model.sd:.3f} nats, {self.model.freedom} degrees of freedom ({tests})."
+            return "paired t-tests"
+        return f"pooled residual, sd {self.model.sd:.3f} nats, {self.model.freedom} degrees of freedom"
+
+    def assumptions_text(self) -> str:
+        """Return how the contrasts are tested, and the tests of the model's assumptions that decided it."""
+        method = self.method_text()
+        if self.model is None:
+            return f"{method.capitalize()}."
+        tests = f"equal spread p = {p_text(self.model.spread_p)}, additivity p = {p_text(self.model.additive_p)}"
+        return f"{method.capitalize()} ({tests})."
 
 
 def judge(values: Mapping[str, Values], contrasts: Sequence[tuple[str, str]], *, low: str, high: str) -> Family:
@@ -300,10 +306,10 @@ def judge(values: Mapping[str, Values], contrasts: Sequence[tuple[str, str]], *,
         return Family(low, high, tuple(rows), model, gap, p_gate, gate)
     adjusted, equal = holm([row.p for row in rows]), holm([row.p_equal for row in rows])
     for place, (row, p, q) in enumerate(zip(rows, adjusted, equal, strict=True)):
-        told = verdict(row.direction, p)
-        if told == NO_DIFFERENCE and q is not None and q < LEVEL:
-            told = EQUAL
-        rows[place] = replace(row, p=p, p_equal=q, verdict=told)
+        outcome = verdict(row.direction, p)
+        if outcome == NO_DIFFERENCE and q is not None and q < LEVEL:
+            outcome = EQUAL
+        rows[place] = replace(row, p=p, p_equal=q, verdict=outcome)
     return Family(low, high, tuple(rows), model, gap, p_gate, gate)
 
 

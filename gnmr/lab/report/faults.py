@@ -11,7 +11,7 @@ import numpy as np
 
 from gnmr.lab.report.comparisons import Comparison
 from gnmr.lab.report.layout import Table, measure
-from gnmr.lab.report.runs import Ratios, Run
+from gnmr.lab.report.runs import Run, UnitMatrices
 from gnmr.lab.report.statistics import stat
 from gnmr.records.reader import MAX_STEP, calibrated_trigger, read_jsonl
 from gnmr.records.untrusted import Damaged, text
@@ -71,15 +71,15 @@ class Detection:
         return 1000 * (self.flagged - self.flagged_inside) / outside if outside else None
 
 
-def detect(ratios: Ratios, windows: Iterable[FaultWindow], trigger: float = 1.0) -> Detection:
+def detect(matrices: UnitMatrices, windows: Iterable[FaultWindow], trigger: float = 1.0) -> Detection:
     """Holds the flagged unit-steps (risk > `trigger`, inf included) against the windows.
 
     A window reaches to `end` + `GRACE` here, for the detection as for inside and outside. Windows that begin after the
     last recorded step are left out; one of a unit that was never observed is missed. An unobserved unit-step (risk NaN)
     counts nowhere.
     """
-    steps, risk_SU = ratios.steps, ratios.risk_SU
-    place = {unit: [number] for number, unit in enumerate(ratios.units)}  # as columns: one, or none
+    steps, risk_SU = matrices.steps, matrices.risk_SU
+    place = {unit: [number] for number, unit in enumerate(matrices.units)}  # as columns: one, or none
     begun = tuple(window for window in windows if len(steps) and window.start <= steps[-1])
     flagged_SU, inside_SU = risk_SU > trigger, np.zeros(risk_SU.shape, bool)
     delays: list[int | None] = []
@@ -130,8 +130,8 @@ def fault_table(comparison: Comparison) -> Table:
     """
     found = {}
     for run in comparison.runs:
-        if (faults := read_windows(run.folder)) and len((ratios := run.ratios()).steps):
-            found[run.folder] = detect(ratios, faults, trigger(run))
+        if (faults := read_windows(run.folder)) and len((matrices := run.units()).steps):
+            found[run.folder] = detect(matrices, faults, trigger(run))
     columns = ["recall", "precision", "delay\n[steps]", "false alarms\nper 1,000"]
     table = Table(f"{comparison.name}: injected faults", ["arm", "seeds", "windows", *columns])
     for arm in comparison.arms:
@@ -139,7 +139,7 @@ def fault_table(comparison: Comparison) -> Table:
             continue
 
         def share(of: str, mine: list[Detection] = mine) -> str:
-            return measure(stat(None if (one := getattr(d, of)) is None else 100 * one for d in mine), 1, unit=" %")
+            return measure(stat(None if (one := getattr(d, of)) is None else 100 * one for d in mine), 1, unit="%")
 
         delay, alarms = measure(stat(d.delay for d in mine), 1), measure(stat(d.false_alarms for d in mine), 2)
         counted = [arm.label, str(len(mine)), str(sum(len(d.windows) for d in mine))]

@@ -13,8 +13,8 @@ from gnmr.lab.report.arms import Arm
 from gnmr.lab.report.comparisons import Comparison
 from gnmr.lab.report.family import EQUAL
 from gnmr.lab.report.judged import Bounds, Judged, bounds, judged, outcomes
-from gnmr.lab.report.layout import NOTHING, percent, size
-from gnmr.lab.report.statistics import BETTER, FEWEST, LEVEL, WORSE, as_percent, p_text, paired
+from gnmr.lab.report.layout import NOTHING, interval_text, percent, relative, size, whole_percent
+from gnmr.lab.report.statistics import BETTER, FEWEST, LEVEL, WORSE, p_text, paired
 
 _COST, _BACK, _SPEND = "cost of low precision", "share got back", "spend"
 _MOST_NAMED = 4
@@ -64,11 +64,11 @@ def headline(comparison: Comparison) -> Headline:
 def short_names(arms: Sequence[Arm]) -> dict[str, str]:
     """Return, by label, what tells each arm from the others: of its name if that is unique, else of its label."""
     names = [arm.name for arm in arms]
-    told = [arm.name if names.count(arm.name) == 1 else arm.label for arm in arms]
-    return {arm.label: short for arm, short in zip(arms, telling_apart(told), strict=True)}
+    unique = [arm.name if names.count(arm.name) == 1 else arm.label for arm in arms]
+    return {arm.label: short for arm, short in zip(arms, distinct_parts(unique), strict=True)}
 
 
-def telling_apart(labels: Sequence[str]) -> list[str]:
+def distinct_parts(labels: Sequence[str]) -> list[str]:
     """Return the labels without the words and the leading hyphenated parts that all of them share.
 
     Return them unchanged if that would leave one empty or two alike.
@@ -107,14 +107,14 @@ def _cost(comparison: Comparison, names: Names, between: Bounds | None) -> tuple
     change, arms = paired(outcomes(low), outcomes(reference)), f"{names[low.label]} against {names[reference.label]}"
     label = f"cost of {what}"
     if any(change.diverged):
-        told = f"{change.diverged[0]} of {change.n} runs diverged"
-        return Figure(label, told, arms), f"In low precision {told} ({arms}: {change.diverged[1]})."
+        lost = f"{change.diverged[0]} of {change.n} runs diverged"
+        return Figure(label, lost, arms), f"In low precision {lost} ({arms}: {change.diverged[1]})."
     if change.mean is None:
         return Figure(label, NOTHING, f"{arms}: no {_replicate(comparison)} in common"), ""
-    value, n = _relative(change.mean), f"n = {change.n}"
+    value, n = relative(change.mean), f"n = {change.n}"
     interval = ""
     if change.interval and change.n >= FEWEST:
-        interval = f", 95% interval {' to '.join(_relative(end) for end in change.interval)}"
+        interval = f", 95% interval {' to '.join(relative(end) for end in change.interval)}"
     figure = Figure(label, value, f"perplexity, {arms}, {n}{interval}")
     shown = change.p is not None and change.p < LEVEL
     if between is not None and between.tested and reference is between.high:
@@ -143,7 +143,7 @@ def _back(
     of = f" (the most of {len(routed)} arms)" if len(routed) > 1 else ""
     interval = ""
     if best.closed_interval is not None and between.tested:
-        interval = f", 95% interval {' to '.join(f'{100 * end:z.0f}' for end in best.closed_interval)}%"
+        interval = f", 95% interval {interval_text(best.closed_interval, whole_percent)}%"
     detail = f"{names[best.arm.label]}{of}, of the way from {low} to {high}{interval}"
     named = list(routed)
     if len(named) > _MOST_NAMED:
@@ -152,11 +152,11 @@ def _back(
     parts = []
     for arm in named:
         share = between.closed(arm)
-        got = "diverged" if share is None else f"{100 * share:z.0f}%"
+        got = "diverged" if share is None else whole_percent(share)
         more = f"{of if len(named) < len(routed) else ''} got back" if arm is best.arm else ""
         parts.append(f"{names[arm.label]}{more} {got} at {_spent(arm)}")
     sentence = f"Of the way from {low} to {high}, {'; '.join(parts)}. {_verdict(comparison, names, between, best)}"
-    return Figure(_BACK, f"{100 * best.closed:z.0f}%", detail), sentence
+    return Figure(_BACK, whole_percent(best.closed), detail), sentence
 
 
 def _verdict(comparison: Comparison, names: Names, between: Bounds, best: Judged) -> str:
@@ -169,8 +169,8 @@ def _verdict(comparison: Comparison, names: Names, between: Bounds, best: Judged
     if best.random is not None:
         p = "" if best.random[0] is None else f" (p = {p_text(best.random[0])})"
         random = f"; against random with the same budget: {best.random[1]}{p}"
-    told = shown.get(best.verdict or "", f"not significantly different from {low}")
-    return f"{names[best.arm.label]} is {told}{random}."
+    against_low = shown.get(best.verdict or "", f"not significantly different from {low}")
+    return f"{names[best.arm.label]} is {against_low}{random}."
 
 
 def _spend(comparison: Comparison, names: Names, routed: Sequence[Arm]) -> Figure:
@@ -196,8 +196,8 @@ def _lone(comparison: Comparison, names: Names) -> Headline:
     loss, ppl, name = arm.stat("final_val_loss"), arm.stat("final_val_ppl"), names[arm.label]
     train = [float(run.steps["loss"][-1]) for run in arm.runs if len(run.steps["loss"])]
     if loss is not None and math.isfinite(loss.mean):
-        told = f"perplexity {ppl.mean:.2f}, {name}" if ppl is not None else name
-        figures.append(Figure("validation loss", f"{loss.mean:.4f}", f"{told}, n = {loss.n}"))
+        detail = f"perplexity {ppl.mean:.2f}, {name}" if ppl is not None else name
+        figures.append(Figure("validation loss", f"{loss.mean:.4f}", f"{detail}, n = {loss.n}"))
     elif train and math.isfinite(mean := sum(train) / len(train)):
         figures.append(Figure("training loss", f"{mean:.4f}", f"of the last step, {name}, n = {len(train)}"))
     if (spend := _spend(comparison, names, _routed([arm]))).value != NOTHING:
@@ -207,12 +207,12 @@ def _lone(comparison: Comparison, names: Names) -> Headline:
 
 def _endings(comparison: Comparison, names: Names) -> str:
     """Return how the runs ended, for arms that cannot be compared."""
-    told = [_ended(arm, names[arm.label]) for arm in comparison.arms[:_MOST_NAMED]]
+    endings = [_ended(arm, names[arm.label]) for arm in comparison.arms[:_MOST_NAMED]]
     if (more := len(comparison.arms) - _MOST_NAMED) > 0:
-        told.append(f"and {more} more arms")
+        endings.append(f"and {more} more arms")
     if all(arm.sixteen_bit for arm in comparison.arms):
-        return f"{'; '.join(told)}. Nothing was in low precision."
-    return f"{'; '.join(told)}. Without a 16-bit arm the cost of low precision is not known."
+        return f"{'; '.join(endings)}. Nothing was in low precision."
+    return f"{'; '.join(endings)}. Without a 16-bit arm the cost of low precision is not known."
 
 
 def _ended(arm: Arm, name: str) -> str:
@@ -231,10 +231,6 @@ def _spent(arm: Arm) -> str:
     """Return `Arm.spend` and what it is a share of."""
     of = "unit-steps" if arm.compression or arm.mean("spent_gemm_frac") is None else "GEMM FLOPs"
     return f"{percent(arm.spend)} of {of}"
-
-
-def _relative(difference: float) -> str:
-    return f"{round(as_percent(difference), 1) + 0.0:+.1f}%"  # + 0.0: no -0
 
 
 def _replicate(comparison: Comparison) -> str:

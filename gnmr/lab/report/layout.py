@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from rich import box
@@ -97,15 +97,32 @@ def measure(value: Stat | None, digits: int, unit: str = "") -> str:
 
 def counted(what: str, things: Iterable[object]) -> str:
     """seed 0; seeds 0, 1; no seed."""
-    told = list(map(str, things))
-    return f"{what}{'s' if len(told) > 1 else ''} {', '.join(told)}" if told else f"no {what}"
+    texts = list(map(str, things))
+    return f"{what}{'s' if len(texts) > 1 else ''} {', '.join(texts)}" if texts else f"no {what}"
 
 
-def percent(share: float | None) -> str:
-    """Three decimals below one percent, as the paper's table 3 has them, else one."""
+def percent(share: float | None, digits: int | None = None, sign: str = "") -> str:
+    """Return 0.1 as 10.0%; by default with three decimals below 1%, as the paper's table 3 has them, else one."""
     if share is None:
         return NOTHING
-    return f"{100 * share:.{3 if 0 < share < 0.01 else 1}f}%"
+    if digits is None:
+        digits = 3 if 0 < share < 0.01 else 1
+    return f"{100 * share:{sign}z.{digits}f}%"
+
+
+def relative(difference: float) -> str:
+    """Return a difference of losses as percent of the other's perplexity: 0.1 as +10.5%."""
+    return percent(math.expm1(min(difference, 700.0)), 1, "+")  # e^710 is no double
+
+
+def whole_percent(share: float | None) -> str:
+    """Return a share of the loss gap without decimals: 0.79 as 79%."""
+    return percent(share, 0)
+
+
+def interval_text(ends: Iterable[float], show: Callable[[float], str], between: str = " to ") -> str:
+    """Return the ends of an interval as `show` writes them, without their percent signs."""
+    return between.join(show(end).removesuffix("%") for end in ends)
 
 
 def size(number: float | None) -> str:

@@ -65,10 +65,10 @@ def _maps(comparison: Comparison, room: int) -> tuple[list[Tree], list[str], int
     found: list[tuple[int, int, Tree]] = []
     no_room: list[str] = []
     for place, run in sorted(every, key=lambda one: one[1] is not comparison.arms[one[0]].first):
-        ratios = run.ratios()  # one run's at a time: the matrices of a long run are large
-        if len(ratios.steps) == 0:
+        matrices = run.units()  # one run's at a time: the matrices of a long run are large
+        if len(matrices.steps) == 0:
             continue
-        tree = unit_map(comparison.arms[place], run, ratios) | {"origin": origin([run])}
+        tree = unit_map(comparison.arms[place], run, matrices) | {"origin": origin([run])}
         size = sum(len(one["data"]) for one in tree["values"].values()) + 64 * len(tree["promotions"])
         if no_room or size > room:
             no_room.append(tree["label"])

@@ -3,7 +3,7 @@
 The page holds nothing but what the table says, so the same table gives the same page. A number in another text is
 marked and filled in by its name:
 
-    <!--=table11/gap/difference-->-18.7 %<!--/-->
+    <!--=table11/gap/difference-->-18.7%<!--/-->
 
 Names are CLAIM/ARM/WHAT, or CLAIM/WHAT for what belongs to the whole family (`Tested.numbers`). An arm that is tested
 against several controls is `ARM - CONTROL`.
@@ -23,9 +23,9 @@ import pyarrow.parquet as pq
 
 from gnmr.errors import UserError, nearest, writing
 from gnmr.lab.report.claims import Claim, Claims, read
-from gnmr.lab.report.family import Family, closed_texts, judge
-from gnmr.lab.report.layout import NOTHING, Table, as_markdown, measure, percent
-from gnmr.lab.report.statistics import p_text, relative_text, stat
+from gnmr.lab.report.family import Family, Row, closed_texts, judge
+from gnmr.lab.report.layout import NOTHING, as_markdown, measure, percent, relative, whole_percent
+from gnmr.lab.report.statistics import NO_DIFFERENCE, p_text, stat
 from gnmr.records import output
 from gnmr.records.untrusted import reading
 
@@ -40,11 +40,12 @@ _HEAD = """\
 Each claim of [claims.yaml](claims.yaml) is tested on the table of recorded runs
 ([runs/results.parquet](../runs/README.md)). `gnmr report claims=docs/claims.yaml` writes this page; do not edit it.
 
-Loss is the validation loss at the end of a run, on the 16-bit path in every arm, in nats per token. *Difference* is the
-difference of perplexity to the control, with its 95% confidence interval. *Gap closed* is the share of the loss gap
-between the two bounds that the arm closes. p-values are Holm-adjusted over the claim. *Smallest effect* is the
-difference to the control, as a share of the gap, that the test shows with 80% power. No arm gets a verdict if the
-positive control fails.
+- *Loss*: validation loss at the end of a run, on the 16-bit path in every arm, in nats per token. The positive control
+  tests whether the second of the two bounds is better than the first. If it fails, no arm gets a verdict.
+- *Difference*: difference of perplexity to the control, with its 95% confidence interval.
+- *p*: Holm-adjusted over the claim. The verdict is - if no difference is shown.
+- *Gap closed*: share of the loss gap between the two bounds that the arm closes.
+- *Smallest effect*: difference to the control, as a share of the gap, that a test shows with 80% power.
 """
 
 Record = Mapping[str, Any]
@@ -89,53 +90,59 @@ class Tested:
         smallest = [one for row in family.rows if (one := family.smallest(row)) is not None]
         found = {
             f"{name}/n": str(family.n),
-            f"{name}/gap": NOTHING if gap is None else f"{gap:.3f} nats",
-            f"{name}/cost": NOTHING if gap is None else relative_text(gap),
+            f"{name}/cost": NOTHING if gap is None else relative(gap),
             f"{name}/p": p_text(family.p_gate),
-            f"{name}/smallest": f"{100 * max(smallest):.0f} %" if smallest else NOTHING,
-            f"{name}/control": "shown" if family.gate else "not shown",
+            f"{name}/smallest": whole_percent(max(smallest, default=None)),
         }
         for arm in self.runs:
             found |= {f"{name}/{arm}/{key}": text for key, text in self.of_arm(arm).items()}
         arms = [row.arm for row in family.rows]
         for row in family.rows:
-            one = family.smallest(row)
-            texts = row.texts() | {"smallest": NOTHING if one is None else f"{100 * one:.0f} %"}
             named = [f"{row.arm} - {row.control}", *([row.arm] if arms.count(row.arm) == 1 else [])]
-            found |= {f"{name}/{arm}/{key}": text for arm in named for key, text in texts.items()}
+            found |= {f"{name}/{arm}/{key}": text for arm in named for key, text in row.texts().items()}
         return found
 
     def markdown(self) -> str:
-        """Return the section of the claim."""
-        told, name = self.numbers(), self.claim.name
-        columns = ["arm", "against", "n", _SPENDS[self.spends], "loss", "difference [95%]", "p (Holm)"]
-        table = Table(self.claim.title, [*columns, "gap closed [95%]", "verdict", "smallest effect"])
-        tested = [(row.arm, row.control) for row in self.family.rows]
-        alone = [arm for arm in self.runs if arm not in dict(tested)]
-        for arm, control in [*((arm, None) for arm in alone), *tested]:
-            one = {key: told[f"{name}/{arm}/{key}"] for key in ("n", "spent", "loss", "closed", "closed_interval")}
-            one |= dict.fromkeys(("difference", "interval", "p", "verdict", "smallest"), "")
-            if control is not None:
-                one |= {key: told[f"{name}/{arm} - {control}/{key}"] for key in _OF_TEST}
-            ends = [
-                f"{one[key]} {one[f'{more}interval']}".strip()
-                for key, more in (("difference", ""), ("closed", "closed_"))
-            ]
-            cells = [one["n"], one["spent"], one["loss"], ends[0], one["p"], ends[1], one["verdict"], one["smallest"]]
-            table.rows.append([arm, control or "", *cells])
-        rows = [row for of_arm in self.runs.values() for row in of_arm]
-        of = {
-            key: ", ".join(sorted({str(row[key]) for row in rows})) for key in ("study", "steps", "commit", "machine")
-        }
-        table.notes = [
-            f"{self.family.control_text()} {self.family.assumptions_text()}",
-            f"{len(rows)} runs of {of['steps']} steps; study {of['study']}; commits {of['commit']}; {of['machine']}.",
-        ]
-        _, _, body = table.markdown().partition("\n")
-        return f"## {name}\n\n{as_markdown(self.claim.title)}. {as_markdown(self.claim.asks)}\n{body}"
-
-
-_OF_TEST = ("n", "difference", "interval", "p", "verdict", "smallest")
+        """Return the section of the claim: a row per test, and above the table what all rows share."""
+        family, spent = self.family, _SPENDS[self.spends]
+        bounds, tested = (family.low, family.high), {row.arm for row in family.rows}
+        untested = [Row(arm, "", len(of), verdict="") for arm, of in self.runs.items() if arm not in {*bounds, *tested}]
+        rows: list[dict[str, str]] = []
+        for row in (*untested, *family.rows):
+            arm, test = self.of_arm(row.arm), row.texts()
+            if rows and rows[-1]["arm"] == row.arm:  # the arm's own figures stand in its first row alone
+                arm = dict.fromkeys(arm, "")
+            rows.append(
+                {
+                    "arm": row.arm,
+                    "against": row.control,
+                    "n": test["n"],
+                    spent: "" if row.arm in bounds else arm["spent"],
+                    "difference": f"{test['difference']} {test['interval']}".strip(),
+                    "p": test["p"],
+                    "gap closed": arm["closed"],
+                    "verdict": row.verdict.replace(NO_DIFFERENCE, NOTHING),
+                }
+            )
+        levels = {column: {row[column] for row in rows} - {"", NOTHING} for column in rows[0]}
+        shared = {column: of for column, of in levels.items() if column in ("against", "n", spent) and len(of) == 1}
+        columns = [column for column, of in levels.items() if (of or column == "verdict") and column not in shared]
+        ruler = ["---", *["---:"] * (len(columns) - 1)]
+        table = [columns, ruler, *([as_markdown(row[column]) for column in columns] for row in rows)]
+        effects = sorted({one for row in family.rows if (one := family.smallest(row)) is not None})
+        ends = dict.fromkeys(whole_percent(effects[place]) for place in (0, -1)) if effects else {}
+        runs = [row for of_arm in self.runs.values() for row in of_arm]
+        known = [f"{len(runs)} runs of {' or '.join(sorted({str(row['steps']) for row in runs}))} steps"]
+        known += [f"{column} {value}" for column, (value,) in shared.items()]
+        known += [f"smallest effect {' to '.join(ends)}"] if ends else []
+        losses = ", ".join(f"{arm} {self.of_arm(arm)['loss']}" for arm in bounds)
+        control = f"positive control {'' if family.gate else 'not '}shown (p = {p_text(family.p_gate)})"
+        texts = (
+            f"{self.claim.title}. {self.claim.asks}",
+            f"{', '.join(known)}. Loss: {losses}; {control}. {family.method_text().capitalize()}.",
+        )
+        paragraphs = [f"## {self.claim.name}", *map(as_markdown, texts)]
+        return "\n\n".join([*paragraphs, "\n".join(f"|{'|'.join(cells)}|" for cells in table)]) + "\n"
 
 
 def results(file: Path, out: Path, say: Callable[[str], None], *, check: bool = False) -> list[str]:

@@ -18,8 +18,8 @@ import numpy as np
 
 from gnmr.errors import UserError
 from gnmr.lab import config
-from gnmr.records.reader import MAX_UNITS, check_units, read_json, read_jsonl, read_ratios
-from gnmr.records.schema import EVAL_FIELDS, STEP_FIELDS, SUMMARY_FIELDS, ratio_schema
+from gnmr.records.reader import MAX_UNITS, check_units, read_json, read_jsonl, read_units
+from gnmr.records.schema import EVAL_FIELDS, STEP_FIELDS, SUMMARY_FIELDS, unit_schema
 from gnmr.records.summary import summarize
 from gnmr.records.untrusted import Damaged, content, exists, reading, text
 
@@ -31,7 +31,7 @@ _PATHS = ("data.path", "data.tokenizer", "model.checkpoint", "base")
 _MOST_WORDS = 4000
 """Characters of a command or a reason."""
 _MOST_NUMBERS = 1 << 29
-"""Of the matrices of `Ratios` together: 2 GB; 1e6 recorded steps of 84 units and three columns fit."""
+"""Of the matrices of `UnitMatrices` together: 2 GB; 1e6 recorded steps of 84 units and three columns fit."""
 _MOST_UNOBSERVED = 64
 """Cells for each recorded row: an expert has tokens in more than one step of so many."""
 
@@ -40,7 +40,7 @@ Columns = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Ratios:
+class UnitMatrices:
     """`units.arrows` as matrices: S recorded steps by U units, NaN where a unit was not observed."""
 
     steps: np.ndarray  # (S,) int64, ascending
@@ -93,7 +93,7 @@ class Run:
         return summarize(self.folder, units, max_o or MAX_UNITS, self.status, self.reason) | written
 
     def check(self) -> Run:
-        """Itself, with everything read that a table shows but for the ratios; `Damaged` where that cannot be."""
+        """Itself, with everything read that a table shows but for the per-unit rows; `Damaged` where that cannot be."""
         with reading(self.folder):
             _ = self.steps, self.evals, self.summary, self.events
         return self
@@ -133,37 +133,37 @@ class Run:
     def machine(self) -> str:
         """Device and processor, in words."""
         machine = self.header.get("machine") or {}
-        told = [str(machine[key]) for key in ("device", "cpu") if machine.get(key)] or ["unknown machine"]
-        return ", ".join([*told, *(["16-bit products in FP32"] if machine.get("products") == "in FP32" else [])])
+        parts = [str(machine[key]) for key in ("device", "cpu") if machine.get(key)] or ["unknown machine"]
+        return ", ".join([*parts, *(["16-bit products in FP32"] if machine.get("products") == "in FP32" else [])])
 
     @property
     def command(self) -> str:
         """What made it, from its header. A path of which that has the last part alone is marked, as .../gsm: the words
         do not run as they stand."""
-        told = str(self.header.get("command") or "-")
+        command = str(self.header.get("command") or "-")
         try:
-            words = shlex.split(told)
+            words = shlex.split(command)
         except ValueError:
-            return told
+            return command
         for key in _PATHS:
             path = Path(str(self.settings.get(key) or ""))
             if path.is_absolute() and (word := f"{key}={path.name}") in words:
                 words[words.index(word)] = f"{key}=.../{path.name}"
-        return shlex.join(words) if "=.../" in " ".join(words) else told
+        return shlex.join(words) if "=.../" in " ".join(words) else command
 
     @property
     def commit(self) -> str:
         """The first ten digits of it."""
         return str(self.header.get("commit") or "unknown")[:10]
 
-    def ratios(self) -> Ratios:
+    def units(self) -> UnitMatrices:
         """Read anew at each call: too large to keep for every run of a sweep."""
-        table = read_ratios(self.folder).unify_dictionaries()
+        table = read_units(self.folder).unify_dictionaries()
         if table.num_rows == 0:
             empty = np.zeros((0, 0), np.float32)
-            return Ratios(np.zeros(0, np.int64), [], empty, {}, empty, empty.astype(bool))
+            return UnitMatrices(np.zeros(0, np.int64), [], empty, {}, empty, empty.astype(bool))
         if missing := [name for name in _SHOWN if name not in table.column_names]:
-            raise Damaged(f"{self.folder}: its ratios have no column {missing[0]!r}")
+            raise Damaged(f"{self.folder}: units.arrows has no column {missing[0]!r}")
         unit = table["unit"].combine_chunks()
         names = unit.dictionary.to_pylist()
         there = set(names)
@@ -171,17 +171,17 @@ class Run:
         place = {name: number for number, name in enumerate(dict.fromkeys([*known, *names]))}
         column = np.array([place[name] for name in names])[unit.indices.to_numpy()]
         steps, row = np.unique(table["step"].to_numpy(), return_inverse=True)
-        columns = [name for name in table.column_names if name not in ratio_schema(()).names]
+        columns = [name for name in table.column_names if name not in unit_schema(()).names]
         self._check_cells(table.num_rows, len(steps), len(place), len(columns))
         if len(np.unique(row.astype(np.int64) * len(place) + column)) < table.num_rows:
-            raise Damaged(f"{self.folder}: the ratios of a step and unit stand in two rows")
+            raise Damaged(f"{self.folder}: units.arrows has two rows of a step and unit")
 
         def matrix(field: str, missing: Any, dtype: Any) -> np.ndarray:
             dense = np.full((len(steps), len(place)), missing, dtype)
             dense[row, column] = table[field].to_numpy()
             return dense
 
-        return Ratios(
+        return UnitMatrices(
             steps.astype(np.int64),
             list(place),
             matrix("norm", np.nan, np.float32),
@@ -194,8 +194,8 @@ class Run:
         """`Damaged` for matrices that are larger than a machine has memory, or nearly empty."""
         cells = steps * units
         if cells * (columns + 3) > _MOST_NUMBERS or cells > 2**24 + _MOST_UNOBSERVED * rows:
-            told = f"{rows:,} rows are of {steps:,} steps and {units:,} units"
-            raise Damaged(f"{self.folder}: its ratios are too large to be shown ({told})")
+            size = f"{rows:,} rows are of {steps:,} steps and {units:,} units"
+            raise Damaged(f"{self.folder}: units.arrows is too large to be shown ({size})")
 
 
 def load(folder: Path) -> Run:
@@ -278,16 +278,16 @@ def _header(path: Path) -> dict[str, Any]:
             if header.get(key) is not None and not isinstance(header[key], kind):
                 raise ValueError(f"{key}: must be a {kind.__name__}")
         check_units(header.get("units") or [])
-        header = {key: _told(value) for key, value in header.items()}
+        header = {key: _printable(value) for key, value in header.items()}
         fingerprint = header.get("data", {}).get("fingerprint")
         if not isinstance(fingerprint, str | None):
             raise ValueError("data.fingerprint: must be a str")
     return header
 
 
-def _told(value: Any) -> Any:
+def _printable(value: Any) -> Any:
     if isinstance(value, dict):
-        return {text(key): _told(item) for key, item in value.items()}
+        return {text(key): _printable(item) for key, item in value.items()}
     return text(value, _MOST_WORDS) if isinstance(value, str) else value
 
 

@@ -2,7 +2,7 @@
 
 The runs of one replicate share the order of the data and the initialization, so their difference cancels what
 replicates have in common. All quantities are losses, the logarithm of the perplexity: a difference d is shown as
-100 (e^d - 1) % of the perplexity, and lower is better. A run that diverged is `math.inf`, worse than any number, and is
+100 (e^d - 1)% of the perplexity, and lower is better. A run that diverged is `math.inf`, worse than any number, and is
 never dropped.
 
 **The test of two arms** is the two-sided paired t-test. A verdict needs three pairs. Rank tests cannot reach the level
@@ -145,18 +145,8 @@ def gap_closed(low: Mapping[int, float], arm: Mapping[int, float], recovery: Map
     return (means[0] - means[1]) / (means[0] - means[2])
 
 
-def as_percent(difference: float) -> float:
-    """Return a difference of losses as percent of the other's perplexity."""
-    return 100 * math.expm1(min(difference, 700.0))  # e^710 is no double
-
-
 def p_text(value: float | None) -> str:
     """Return three decimals, or one significant digit below 0.001."""
     if value is None or math.isnan(value):
         return "-"
     return f"{value:.0e}".replace("e-0", "e-") if value < 0.001 else f"{value:.3f}"
-
-
-def relative_text(difference: float) -> str:
-    """Return a difference of losses as percent of the other's perplexity."""
-    return f"{round(as_percent(difference), 1) + 0.0:+.1f} %"  # + 0.0: no -0

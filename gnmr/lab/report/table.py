@@ -9,9 +9,19 @@ from pathlib import Path
 from gnmr.lab.report.arms import Arm
 from gnmr.lab.report.comparisons import Comparison, short
 from gnmr.lab.report.judged import Bounds, Judged, bounds, judged
-from gnmr.lab.report.layout import NOTHING, Table, count, counted, measure, percent
+from gnmr.lab.report.layout import (
+    NOTHING,
+    Table,
+    count,
+    counted,
+    interval_text,
+    measure,
+    percent,
+    relative,
+    whole_percent,
+)
 from gnmr.lab.report.runs import Run
-from gnmr.lab.report.statistics import as_percent, p_text, stat
+from gnmr.lab.report.statistics import p_text, stat
 
 _OPTIONAL = ("diff. [95% CI]", "p (Holm)", "verdict", "gap closed", "vs random (p)", "spent", "promotions", "sent")
 
@@ -47,16 +57,16 @@ def difference_text(one: Judged) -> str:
         return f"diverged {one.diverged[0]} : {one.diverged[1]}"
     if one.difference is None:
         return NOTHING
-    interval = "" if one.interval is None else f" [{', '.join(f'{as_percent(end):+.1f}' for end in one.interval)}]"
-    return f"{as_percent(one.difference):+.1f}%{interval}"
+    interval = "" if one.interval is None else f" [{interval_text(one.interval, relative, ', ')}]"
+    return f"{relative(one.difference)}{interval}"
 
 
 def closed_text(one: Judged) -> str:
     """Return the share of the gap that the arm closes, and its interval."""
     if one.closed is None:
         return NOTHING
-    ends = "" if one.closed_interval is None else f" [{', '.join(f'{100 * end:z.0f}' for end in one.closed_interval)}]"
-    return f"{100 * one.closed:z.0f}%{ends}"
+    ends = "" if one.closed_interval is None else f" [{interval_text(one.closed_interval, whole_percent, ', ')}]"
+    return f"{whole_percent(one.closed)}{ends}"
 
 
 def _row(comparison: Comparison, one: Judged) -> list[str]:
@@ -99,8 +109,8 @@ def _what(comparison: Comparison) -> str:
 
 def _apart(comparison: Comparison) -> list[str]:
     differ = [f"{what} ({mine} here, {', '.join(there)} there)" for what, (mine, there) in comparison.apart().items()]
-    told = f"Not comparable with the other runs of this experiment and scale: they differ in {', '.join(differ)}."
-    return [told] if differ else []
+    note = f"Not comparable with the other runs of this experiment and scale: they differ in {', '.join(differ)}."
+    return [note] if differ else []
 
 
 def _how(comparison: Comparison, pairs: list[Bounds], columns: list[str]) -> list[str]:
@@ -130,9 +140,9 @@ def _states(comparison: Comparison) -> list[str]:
     lines = []
     for arm in comparison.arms:
         parts = []
-        for status, told in (("failed", "failed"), ("interrupted", "interrupted"), ("running", "unfinished")):
+        for status, word in (("failed", "failed"), ("interrupted", "interrupted"), ("running", "unfinished")):
             if runs := arm.with_status(status):
-                parts.append(f"{len(runs)} {told}: {'; '.join(map(_state, runs))}")
+                parts.append(f"{len(runs)} {word}: {'; '.join(map(_state, runs))}")
         if missing := [seed for seed in comparison.seeds if seed not in arm.seeds]:
             parts.append(f"missing: {counted('seed', missing)}")
         if arm.duplicates:

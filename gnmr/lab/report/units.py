@@ -11,7 +11,7 @@ import numpy as np
 from gnmr.lab.report.arms import Arm
 from gnmr.lab.report.curves import bin_width
 from gnmr.lab.report.faults import read_windows, trigger
-from gnmr.lab.report.runs import Ratios, Run
+from gnmr.lab.report.runs import Run, UnitMatrices
 from gnmr.records.reader import calibrated_trigger
 
 COLUMNS = 800
@@ -21,22 +21,22 @@ _COSTS = ("price", "price_fprop", "true_gap", "gap_low")
 """Recorded columns by which units can be ordered, the first that is there; else the risk."""
 
 
-def unit_map(arm: Arm, run: Run, ratios: Ratios) -> dict[str, Any]:
-    """Return the map of U units by B bins for the page; `ratios` are the run's own and have at least one step.
+def unit_map(arm: Arm, run: Run, matrices: UnitMatrices) -> dict[str, Any]:
+    """Return the map of U units by B bins for the page; `matrices` are the run's own and have at least one step.
 
     A cell shows one recorded step, that of the highest risk in its bin.
     """
-    last = int(ratios.steps[-1])
+    last = int(matrices.steps[-1])
     width = bin_width(last, COLUMNS)
     bins = -(-last // width)
-    edges = np.searchsorted((ratios.steps - 1) // width, np.arange(bins + 1))
-    key_SU = np.where(np.isnan(ratios.risk_SU), -np.inf, ratios.risk_SU)
-    units = len(ratios.units)
+    edges = np.searchsorted((matrices.steps - 1) // width, np.arange(bins + 1))
+    key_SU = np.where(np.isnan(matrices.risk_SU), -np.inf, matrices.risk_SU)
+    units = len(matrices.units)
     row_BU, active_BU = np.zeros((bins, units), np.int64), np.zeros((bins, units), np.uint16)
     for number in np.flatnonzero(np.diff(edges)):
         rows = slice(edges[number], edges[number + 1])
         row_BU[number] = edges[number] + key_SU[rows].argmax(axis=0)
-        active_BU[number] = ratios.active_SU[rows].sum(axis=0)
+        active_BU[number] = matrices.active_SU[rows].sum(axis=0)
     empty_B = np.diff(edges) == 0
 
     def cells(values_SU: np.ndarray) -> dict[str, str]:
@@ -44,10 +44,10 @@ def unit_map(arm: Arm, run: Run, ratios: Ratios) -> dict[str, Any]:
         values_BU[empty_B] = np.nan
         return packed(values_BU.T)
 
-    step_BU = np.where(empty_B[:, None], 0, ratios.steps[row_BU] - 1 - np.arange(bins)[:, None] * width)
-    cut, cut_name = limit(arm, run, ratios)
-    cost_name, cost_U = costs(ratios)
-    place = {unit: number for number, unit in enumerate(ratios.units)}
+    step_BU = np.where(empty_B[:, None], 0, matrices.steps[row_BU] - 1 - np.arange(bins)[:, None] * width)
+    cut, cut_name = limit(arm, run, matrices)
+    cost_name, cost_U = costs(matrices)
+    place = {unit: number for number, unit in enumerate(matrices.units)}
     return {
         "label": f"{arm.label}, seed {run.seed}" + ("" if run.status == "done" else f" ({run.status})"),
         "arm": arm.label,
@@ -65,13 +65,13 @@ def unit_map(arm: Arm, run: Run, ratios: Ratios) -> dict[str, Any]:
         "width": width,
         "last": last,
         "bins": bins,
-        "units": ratios.units,
+        "units": matrices.units,
         "step": packed(step_BU.T.astype(np.uint16)),
         "active": packed(active_BU.T),
         "recorded": packed(np.diff(edges).astype(np.uint16)),
         "values": {
             name: cells(values)
-            for name, values in {"norm": ratios.norm_SU, **ratios.columns, "risk": ratios.risk_SU}.items()
+            for name, values in {"norm": matrices.norm_SU, **matrices.columns, "risk": matrices.risk_SU}.items()
         },
         "promotions": _promotions(run, place, last),
         "verdicts": _verdicts(run, last),
@@ -88,7 +88,7 @@ def packed(array: np.ndarray) -> dict[str, str]:
     return {"type": array.dtype.name, "data": base64.b64encode(data).decode("ascii")}
 
 
-def limit(arm: Arm, run: Run, ratios: Ratios) -> tuple[float, str]:
+def limit(arm: Arm, run: Run, matrices: UnitMatrices) -> tuple[float, str]:
     """Return the risk above which a unit is a candidate, and its name.
 
     It is the trigger. A ranking has none, so it is the risk that as many of the recorded unit-steps exceed as were on
@@ -97,20 +97,20 @@ def limit(arm: Arm, run: Run, ratios: Ratios) -> tuple[float, str]:
     if not arm.ranked:
         calibrated = calibrated_trigger(run.header)
         return trigger(run), "trigger" if calibrated is None else f"trigger, from step {calibrated[0] + 1} on"
-    positive = ratios.risk_SU[ratios.risk_SU > 0]  # a fixed set has risks of 0 and 1, an unobserved unit none
-    room = np.mean(ratios.active_SU) * ratios.active_SU.size / max(len(positive), 1)
+    positive = matrices.risk_SU[matrices.risk_SU > 0]  # a fixed set has risks of 0 and 1, an unobserved unit none
+    room = np.mean(matrices.active_SU) * matrices.active_SU.size / max(len(positive), 1)
     found = float(np.quantile(positive, max(0.0, 1 - room), method="lower")) if len(positive) else 1.0
     return (found if np.isfinite(found) else 1.0), "typical cut of the ranking"
 
 
-def costs(ratios: Ratios) -> tuple[str, np.ndarray]:
+def costs(matrices: UnitMatrices) -> tuple[str, np.ndarray]:
     """Return what units are ordered by, and its mean per unit: the recorded price, else the gap, else the risk.
 
     It is 0 if nothing was observed. An infinite value, of a norm that is not finite, counts as the largest finite one.
     """
-    names = (name for name in _COSTS if name in ratios.columns and np.isfinite(ratios.columns[name]).any())
+    names = (name for name in _COSTS if name in matrices.columns and np.isfinite(matrices.columns[name]).any())
     name = next(names, "risk")
-    values_SU = (ratios.risk_SU if name == "risk" else ratios.columns[name]).astype(np.float64)
+    values_SU = (matrices.risk_SU if name == "risk" else matrices.columns[name]).astype(np.float64)
     finite = values_SU[np.isfinite(values_SU)]
     bounded = np.clip(values_SU, None, finite.max() if finite.size else 0.0)
     known = ~np.isnan(bounded)
@@ -159,5 +159,5 @@ def _promotions(run: Run, place: dict[str, int], last: int) -> list[list[Any]]:
 def _verdicts(run: Run, last: int) -> list[tuple[int, str, str]]:
     """Return the step of each spike, what is to blame for it, and its units."""
     rows = [row for row in run.events if row.get("event") == "verdict" and isinstance(row.get("step"), int)]
-    told = [(row["step"], str(row.get("cause")).replace("_", " "), str(row.get("unit") or "")) for row in rows]
-    return [row for row in told if row[0] <= last][:_MOST_VERDICTS]
+    verdicts = [(row["step"], str(row.get("cause")).replace("_", " "), str(row.get("unit") or "")) for row in rows]
+    return [row for row in verdicts if row[0] <= last][:_MOST_VERDICTS]

@@ -21,7 +21,7 @@ from gnmr.lab.train.result import StepResult
 from gnmr.lab.train.rows import Counters, step_row, verdict_row
 from gnmr.lab.train.steps import Steps, heals, validated
 from gnmr.records.reader import read_jsonl
-from gnmr.records.rows import event_rows, ratio_rows
+from gnmr.records.rows import event_rows, unit_rows
 
 
 class Scorer(Protocol):
@@ -111,7 +111,7 @@ class Loop:
             self._streak_began, self._streak_unit = step, str(result.nonfinite_unit)
         healing = heals(self.parts, step)
         row = step_row(result, counters, time.perf_counter() - began, healing, self._weights_digest())
-        self.recorder.step(row, None if healing else ratio_rows(result.decision))
+        self.recorder.step(row, None if healing else unit_rows(result.decision))
         self.recorder.events(event_rows(result.decision))
         if result.verdict is not None:
             self.recorder.verdict(verdict_row(result.verdict), str(result.verdict))
