@@ -42,7 +42,7 @@ from timing import alternate, clock_of, header, spread
 
 SEQ = 256
 SIZES = {"60m": (512, 1376, 8, 8), "350m": (1024, 2736, 24, 16), "1.3b": (2048, 5461, 24, 32)}
-"""Hidden width, MLP width, layers and heads of the paper's LLaMA models (conf/model)."""
+"""Hidden width, MLP width, layers and heads of the paper's LLaMA models (conf/sizes.yaml)."""
 
 
 @dataclass

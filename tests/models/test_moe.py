@@ -199,15 +199,15 @@ def test_linears_of_an_expert_without_tokens_keep_nothing():
         mlp.router.weight.zero_()
         mlp.router.weight[:, :3] = torch.eye(3)
     for low in ("int4", "bf16"):
-        plan = convert(mlp, PathSpec.of(low, None))
+        converted = convert(mlp, PathSpec.of(low, None))
         for experts in ([0, 0, 1], [2, 2, 2]):
             y_BTD, _ = mlp(10 * torch.eye(16)[experts][None])
             rows = [experts.count(e) for e in range(3) for _ in ("up", "down")]
-            assert [operator.read[0] for operator in plan.operators] == rows
-            assert plan.cost.saved_bytes() == plan.cost.predicted_bytes() > 0
+            assert [operator.read[0] for operator in converted.operators] == rows
+            assert converted.cost.saved_bytes() == converted.cost.predicted_bytes() > 0
             y_BTD.sum().backward()
-            assert plan.cost.saved_bytes() == 0
-        plan.restore()
+            assert converted.cost.saved_bytes() == 0
+        converted.restore()
 
 
 # ---- fixed routing ----
@@ -247,11 +247,11 @@ def test_convert_finds_exactly_the_eligible_linears(build):
     model = build("moe")
     attention = [f"self_attn.{name}_proj" for name in "qkvo"]
     experts = [f"mlp.experts.{e}.{name}_proj" for e in range(4) for name in ("up", "down")]
-    plan = convert(model, PathSpec.of("int4", "int8"))
-    assert [o.operator_name for o in plan.operators] == [
+    converted = convert(model, PathSpec.of("int4", "int8"))
+    assert [o.operator_name for o in converted.operators] == [
         f"layers.{i}.{n}" for i in range(2) for n in attention + experts
     ]
-    plan.restore()
+    converted.restore()
     one = convert(model, PathSpec.of("int4", "int8", targets=["experts.1.*"]))
     assert [o.operator_name for o in one.operators] == [
         f"layers.{i}.mlp.experts.1.{name}_proj" for i in range(2) for name in ("up", "down")
