@@ -79,30 +79,24 @@ def test_equal_data_equal_fingerprint(config: Make, corpus_file: Path, tmp_path:
 # ---- long words ----
 
 
-def unbounded(documents: list[str], vocab_size: int) -> Tokenizer:
-    """The tokenizer as it is defined, every word learned from as one."""
+def test_ordinary_text_has_the_tokenizer_that_it_had() -> None:
+    """The bound on words changes nothing for shorter ones, this very file's text among them."""
+    documents = [Path(__file__).read_text(), *DOCUMENTS, "ab" * 499 + " " * 1000 + "é" * 499]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=600,
         min_frequency=2,
         special_tokens=["<|endoftext|>"],
-        initial_alphabet=alphabet,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(documents, trainer)
-    return tokenizer
+    assert bpe.train(iter(documents), 600).to_str() == tokenizer.to_str()
 
 
-def test_ordinary_text_has_the_tokenizer_that_it_had(tmp_path: Path) -> None:
-    """Words up to the bound among it, in this very file's text."""
-    documents = [Path(__file__).read_text(), *DOCUMENTS, "ab" * 499 + " " * 1000 + "é" * 499]
-    assert bpe.train(iter(documents), 600).to_str() == unbounded(documents, 600).to_str()
-
-
-@pytest.mark.parametrize("word", ["a" * 300_000, " " * 300_000, "一二三四五六七八九十百千" * 9000, "+-" * 150_000])
+@pytest.mark.parametrize("word", ["a" * 300_000, " " * 300_000, "一二三四五六七八九十百千" * 9000])
 def test_a_word_without_end_takes_no_time(word: str, config: Make, tmp_path: Path) -> None:
     """Learning takes the square of a word's length: 100,000 characters took 44 s."""
     (tmp_path / "a.txt").write_text(f"x{word}y")
