@@ -42,7 +42,7 @@ class Corrupt(Exception):
 
 
 class TokenFile:
-    """Token ids (n,) of a file, unsigned integers; `tokens[start:stop]` reads them into memory.
+    """Reads token ids (n,) of a file, unsigned integers, by `tokens[start:stop]`.
 
     The file is not memory-mapped: a mapped file that shrinks ends the process (SIGBUS).
     """
