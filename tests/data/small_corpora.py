@@ -45,7 +45,7 @@ def texts(corpus: TokenCorpus, split: str) -> list[str]:
     """The documents of a split, decoded."""
     from tokenizers import Tokenizer
 
-    tokens = np.asarray(getattr(corpus, split))
+    tokens = getattr(corpus, split)[:]
     assert tokens[-1] == corpus.end_token
     ends = np.flatnonzero(tokens == corpus.end_token)
     documents = np.split(tokens, ends + 1)[:-1]

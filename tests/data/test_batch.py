@@ -8,22 +8,16 @@ import torch
 from gnmr.lab.data.batch import IGNORED, Batch, model_inputs
 
 
-def test_a_plain_sequence() -> None:
-    batch = Batch.of_sequences(torch.tensor([[5, 6, 7], [8, 9, 5]]))
-    assert batch.tokens.tolist() == [[5, 6], [8, 9]] and batch.targets.tolist() == [[6, 7], [9, 5]]
-    assert batch.positions is None and (len(batch), batch.num_targets) == (2, 4)
-
-
 def test_targets_are_counted_when_made() -> None:
+    plain = Batch.of_sequences(torch.tensor([[5, 6, 7], [8, 9, 5]]))
+    assert plain.tokens.tolist() == [[5, 6], [8, 9]] and plain.targets.tolist() == [[6, 7], [9, 5]]
+    assert plain.positions is None and (len(plain), plain.num_targets) == (2, 4)
     targets = torch.tensor([[1, IGNORED], [IGNORED, IGNORED], [3, 4]])
     batch = Batch(torch.zeros(3, 2, dtype=torch.int64), targets, torch.tensor([[0, 0], [0, 1], [0, 1]]))
-    assert (len(batch), batch.num_targets) == (3, 3)
-    first, second = batch.split(2)
-    assert (first.num_targets, second.num_targets) == (1, 2)
-    assert first.positions is not None and first.positions.tolist() == [[0, 0], [0, 1]]
-    assert [len(part) for part in Batch.of_sequences(torch.zeros(5, 3, dtype=torch.int64)).split(2)] == [2, 2, 1]
+    assert [part.num_targets for part in (batch, *batch.split(2))] == [3, 1, 2]
+    assert [part.positions.tolist() for part in batch.split(2)] == [[[0, 0], [0, 1]], [[0, 1]]]
     on_meta = batch.to("meta")  # a count there would fail
-    assert on_meta.tokens.is_meta and on_meta.positions is not None and on_meta.num_targets == 3
+    assert on_meta.tokens.is_meta and on_meta.positions.is_meta and on_meta.num_targets == 3
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

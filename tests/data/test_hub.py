@@ -150,8 +150,8 @@ def test_the_hub_equals_a_local_copy(hub: tuple[str, Path], config: Callable[...
     streamed = open_folder(Path(result.stdout.strip()))
     assert streamed.tokenizer_path.read_bytes() == local.tokenizer_path.read_bytes()
     assert needed < len(streamed.train) < needed * 1.1, "more was streamed than the run needs"
-    assert np.array_equal(streamed.train, local.train[: len(streamed.train)])
-    assert np.array_equal(streamed.val, local.val)
+    assert np.array_equal(streamed.train[:], local.train[: len(streamed.train)])
+    assert np.array_equal(streamed.val[:], local.val[:])
 
 
 READER = """

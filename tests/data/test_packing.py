@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_corpora import shared_data, word_checkpoint, write_examples
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from gnmr.errors import UserError
 from gnmr.lab.config import DataConfig
@@ -93,26 +93,16 @@ def test_five_documents(five: Make, checkpoint: Path) -> None:
     assert "8.3% padding" in packing.summary
 
 
-def test_loss_on_prompts_too(five: Make, checkpoint: Path) -> None:
-    corpus, _said = build(five(answers_only=False), checkpoint)
-    batch, sequences = in_order(corpus.train, 6)
-    assert batch.targets.tolist() == [
-        [10, 11, 12, 1, _, _],
-        [13, 14, 15, 16, 17, 18],
-        [19, 14, 1, 10, 11, 1],
-        [10, 11, 12, 13, 14, 15],
-        [16, 17, 1, 12, 13, 1],
-    ]
-    assert sequences.packing.left_out == 0
-    assert corpus.fingerprint != build(five(), checkpoint)[0].fingerprint
-
-
-def test_without_a_begin_token(five: Make, tmp_path: Path) -> None:
+def test_loss_on_prompts_too_and_without_a_begin_token(five: Make, tmp_path: Path) -> None:
     """A begin token that the checkpoint names, but does not put before a text, is not put there."""
-    corpus, _said = build(five(), word_checkpoint(tmp_path / "other", begin=False))
+    checkpoint = word_checkpoint(tmp_path / "other", begin=False)
+    corpus, _said = build(five(), checkpoint)
     assert corpus.train.tokens[:4].tolist() == [10, 11, 12, 1]
-    batch, _sequences = in_order(corpus.train, 3)
-    assert batch.tokens[0].tolist() == [10, 11, 12] and batch.targets[0].tolist() == [_, 12, 1]
+    both, _said = build(five(answers_only=False), checkpoint)
+    assert both.fingerprint != corpus.fingerprint
+    batch, sequences = in_order(both.train, 3)
+    assert batch.tokens[0].tolist() == [10, 11, 12] and batch.targets[0].tolist() == [11, 12, 1]
+    assert sequences.packing.left_out == 0 and batch.num_targets == sum(len(f"{a} {b}".split()) for a, b in PAIRS)
 
 
 # ---- the rule, slowly ----
@@ -162,16 +152,7 @@ def test_sequences_against_a_slow_search(documents: Documents, seq_len: int) -> 
     assert (batch.targets != IGNORED).any(dim=1).all(), "a sequence without a target"
 
 
-# ---- order and validation ----
-
-
-def test_each_sequence_once_an_epoch() -> None:
-    """`tests/data/test_sequences.py` holds what is the same for plain text."""
-    lengths = np.arange(1, 25)
-    documents = Documents(np.arange(lengths.sum(), dtype=np.uint16), np.stack([lengths.cumsum(), 0 * lengths], 1), 9999)
-    expected, sequences = in_order(documents, 16)
-    epoch = sequences.next(sequences.num_sequences).tokens.tolist()
-    assert sorted(epoch) == sorted(expected.tokens.tolist()) and epoch != expected.tokens.tolist()
+# ---- validation ----
 
 
 def test_validation_is_spread_evenly() -> None:
@@ -211,14 +192,10 @@ def test_plain_text_is_encoded_in_pieces_and_all_of_it_learned(
     assert both.fingerprint == corpus.fingerprint
 
 
-def test_max_tokens_keeps_the_document_that_reaches_it(five: Make, checkpoint: Path) -> None:
+def test_a_limit_keeps_the_document_that_reaches_it(five: Make, checkpoint: Path, monkeypatch) -> None:
+    """`max_tokens`, and for a stream without end the tokens that the run needs."""
     for most, number in ((5, 1), (6, 2), (15, 2), (16, 3), (99, 5)):
         assert len(build(five(max_tokens=most), checkpoint)[0].train.borders) == number
-
-
-def test_what_has_no_end_is_read_as_far_as_the_run_needs(
-    five: Make, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     streamed = replace(tokens.open_corpus(five()), streamed=True)
     monkeypatch.setattr(tokens, "open_corpus", lambda config, tell: streamed)
     for needed, number in ((5, 1), (100, 5)):
@@ -238,33 +215,19 @@ def test_control_tokens_in_an_example_are_text(config: Make, checkpoint: Path, t
     assert said[-1].endswith("; 80 control tokens in the text, read as text")
 
 
-def test_real_gsm8k(config: Make, checkpoint: Path, tmp_path: Path) -> None:
-    """With bytes for tokens, prompts and answers can be read back."""
+def test_real_gsm8k(config: Make, tmp_path: Path) -> None:
+    """With bytes for tokens no token of an answer is lost."""
     words = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(words | {"<|endoftext|>": 256}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     folder = shared_data("gsm8k")
-    settings = config(name="gsm8k", path=str(folder), tokenizer=str(tmp_path / "tokenizer.json"))
-    corpus, _said = build(settings, checkpoint)  # data.tokenizer comes before the checkpoint's
-    sequences = PackedSequences(corpus.train, 1024, 0)
-    batch = sequences.packing.batch(range(sequences.num_sequences))
-    assert batch.positions is not None
-    answers: list[list[int]] = []
-    for places, targets in zip(batch.positions.tolist(), batch.targets.tolist(), strict=True):
-        for place, target in zip(places, targets, strict=True):
-            if place == 0:
-                answers.append([])
-            answers[-1] += [target] if target != IGNORED else []
+    corpus, _said = build(config(name="gsm8k", path=str(folder), tokenizer=str(tmp_path / "tokenizer.json")), None)
+    batch, sequences = in_order(corpus.train, 1024)
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-    expected = [f" {row['answer']}" for number, row in enumerate(rows, start=1) if number % 20]
-    found = {tokenizer.decode(ids[:-1]) for ids in answers if ids[-1:] == [256]}
-    packed = sequences.packing
-    assert packed.examples == 950 and 0 < packed.cut < 50
-    assert len(set(expected) - found) <= packed.cut
-    assert batch.num_targets == sum(len(answer.encode()) + 1 for answer in expected), "a token of an answer was lost"
-    assert packed.size > 0.9 * sequences.num_sequences * 1024  # two documents a sequence, at best
+    answers = [f" {row['answer']}" for number, row in enumerate(rows, start=1) if number % 20]
+    assert batch.num_targets == sum(len(answer.encode()) + 1 for answer in answers)
+    assert sequences.packing.examples == 950 and sequences.packing.size > 0.9 * sequences.num_sequences * 1024
 
 
 # ---- the cache ----
@@ -285,6 +248,11 @@ def test_the_cache_follows_all_that_decides_it(five: Make, checkpoint: Path, tmp
     assert changed.end_token == 19
     folders |= {changed.folder, build(five(), word_checkpoint(tmp_path / "other", begin=False))[0].folder}
     assert len(folders) == 6
+    (checkpoint / "tokenizer_config.json").write_text("{}")
+    (checkpoint / "special_tokens_map.json").write_text('{"eos_token": "j"}')
+    assert build(five(), checkpoint)[0].end_token == 19
+    (checkpoint / "special_tokens_map.json").unlink()
+    assert build(five(), checkpoint)[0].end_token == 1  # </s> is known
 
 
 # ---- mistakes ----
@@ -297,12 +265,11 @@ def spoil(name: str, content: str | None) -> Callable[[Path], Any]:
 @pytest.mark.parametrize(
     "damage, message",
     [
-        (spoil("tokenizer.json", None), "checkpoint: the folder holds no tokenizer.json"),
+        (spoil("tokenizer.json", None), "checkpoint: there is no tokenizer.json"),
         (spoil("tokenizer.json", "{}"), "checkpoint: not a tokenizer.json"),
         (spoil("tokenizer_config.json", "{"), "tokenizer_config.json: cannot be read"),
-        (spoil("tokenizer_config.json", "[]"), "tokenizer_config.json: cannot be read"),
-        (spoil("tokenizer_config.json", '{"eos_token": "<end>"}'), "has no end-of-text token; <end>"),
-        (shutil.rmtree, "checkpoint: no such file or folder"),
+        (spoil("tokenizer_config.json", '{"eos_token": "<end>"}'), "has no end-of-text token"),
+        (shutil.rmtree, "checkpoint: there is no tokenizer.json"),
     ],
 )
 def test_bad_tokenizers_are_one_line(
@@ -312,14 +279,6 @@ def test_bad_tokenizers_are_one_line(
     with pytest.raises(UserError, match=message) as caught:
         build(five(), checkpoint)
     assert "\n" not in str(caught.value) and not list((tmp_path / "cache").glob("*"))
-
-
-def test_the_end_token_may_stand_in_the_map(five: Make, checkpoint: Path) -> None:
-    (checkpoint / "tokenizer_config.json").write_text("{}")
-    (checkpoint / "special_tokens_map.json").write_text('{"eos_token": "j"}')
-    assert build(five(), checkpoint)[0].end_token == 19
-    (checkpoint / "special_tokens_map.json").unlink()
-    assert build(five(), checkpoint)[0].end_token == 1  # </s> is known
 
 
 def test_too_little_is_one_line(five: Make, checkpoint: Path, config: Make, tmp_path: Path) -> None:

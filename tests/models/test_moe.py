@@ -59,7 +59,6 @@ def one_by_one(mlp: MoEMLP, x_BTD: torch.Tensor, tokens_BT: torch.Tensor) -> tup
         {"number": 1, "top_k": 1},
         {"number": 40, "top_k": 3},  # 21 tokens: most experts get one or none
         {"routing_seed": 5},
-        {"routing_seed": 5, "normalized": False},
     ],
     ids=str,
 )
@@ -137,20 +136,6 @@ def test_the_balancing_loss_by_hand():
     assert routing.balance_loss.item() == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize(("number", "top_k"), [(4, 1), (4, 2), (8, 3)])
-def test_the_balancing_loss_is_1_where_even_and_largest_where_one_gets_all(number, top_k):
-    mlp = mixture(number, top_k, normalized=top_k > 1)
-    with torch.no_grad():
-        mlp.router.weight.zero_()
-    even = mlp(torch.randn(2, 8, 16))[1]
-    assert even.balance_loss.item() == pytest.approx(1.0)  # P is even whatever the choice
-    with torch.no_grad():
-        mlp.router.weight[0] = 50.0
-    one = mlp(torch.ones(2, 8, 16))[1]
-    assert one.share_E[0].item() == pytest.approx(1 / top_k)
-    assert one.balance_loss.item() == pytest.approx(number / top_k)
-
-
 def test_the_model_adds_it_up(build, tokens_BT):
     model = build("moe", experts=ExpertsConfig(number=4, balance_coef=0.5))
     assert model.auxiliary_loss is None  # no forward pass yet
@@ -166,13 +151,11 @@ def test_the_model_adds_it_up(build, tokens_BT):
     assert len(told) == 8 and not any(value.requires_grad for value in told.values())
 
 
-@pytest.mark.parametrize(
-    "name, options", [("moe", {"balance_coef": 0.0}), ("moe", {"routing_seed": 0}), ("llama", None), ("gpt", None)]
-)
-def test_models_that_add_nothing(build, tokens_BT, name, options):
-    model = build(name) if options is None else build(name, experts=ExpertsConfig(number=4, **options))
+@pytest.mark.parametrize("options", [{"balance_coef": 0.0}, {"routing_seed": 0}])
+def test_mixtures_that_add_nothing(build, tokens_BT, options):
+    model = build("moe", experts=ExpertsConfig(number=4, **options))
     model(tokens_BT)
-    assert model.auxiliary_loss is None and len(model.statistics()) == (0 if options is None else 8)
+    assert model.auxiliary_loss is None and len(model.statistics()) == 8
 
 
 # ---- experts without tokens ----
@@ -199,15 +182,15 @@ def test_linears_of_an_expert_without_tokens_keep_nothing():
         mlp.router.weight.zero_()
         mlp.router.weight[:, :3] = torch.eye(3)
     for low in ("int4", "bf16"):
-        plan = convert(mlp, PathSpec.of(low, None))
+        converted = convert(mlp, PathSpec.of(low, None))
         for experts in ([0, 0, 1], [2, 2, 2]):
             y_BTD, _ = mlp(10 * torch.eye(16)[experts][None])
             rows = [experts.count(e) for e in range(3) for _ in ("up", "down")]
-            assert [operator.read[0] for operator in plan.operators] == rows
-            assert plan.cost.saved_bytes() == plan.cost.predicted_bytes() > 0
+            assert [operator.read[0] for operator in converted.operators] == rows
+            assert converted.cost.saved_bytes() == converted.cost.predicted_bytes() > 0
             y_BTD.sum().backward()
-            assert plan.cost.saved_bytes() == 0
-        plan.restore()
+            assert converted.cost.saved_bytes() == 0
+        converted.restore()
 
 
 # ---- fixed routing ----
@@ -221,9 +204,8 @@ def test_a_fixed_routing_depends_on_token_layer_and_seed_alone(build, tokens_BT)
 
     fixed = shares(0, weights_seed=0)
     assert all(torch.equal(a, b) for a, b in zip(fixed, shares(0, weights_seed=1), strict=True))
-    assert not torch.equal(fixed[0], fixed[1])  # layers differ
-    assert not torch.equal(fixed[0], shares(1, weights_seed=0)[0])
-    assert not torch.equal(shares(None, 0)[0], shares(None, 1)[0])  # learned
+    others = (fixed[1], shares(1, 0)[0], shares(None, 0)[0], shares(None, 1)[0])
+    assert not any(torch.equal(fixed[0], other) for other in others)
 
 
 def test_hashed_scores_are_even_and_have_no_ties():
@@ -245,23 +227,16 @@ def test_hashed_scores_are_even_and_have_no_ties():
 
 def test_convert_finds_exactly_the_eligible_linears(build):
     model = build("moe")
-    attention = [f"self_attn.{name}_proj" for name in "qkvo"]
-    experts = [f"mlp.experts.{e}.{name}_proj" for e in range(4) for name in ("up", "down")]
-    plan = convert(model, PathSpec.of("int4", "int8"))
-    assert [o.operator_name for o in plan.operators] == [
-        f"layers.{i}.{n}" for i in range(2) for n in attention + experts
-    ]
-    plan.restore()
-    one = convert(model, PathSpec.of("int4", "int8", targets=["experts.1.*"]))
-    assert [o.operator_name for o in one.operators] == [
-        f"layers.{i}.mlp.experts.1.{name}_proj" for i in range(2) for name in ("up", "down")
-    ]
-    one.restore()
+    names = [f"self_attn.{name}_proj" for name in "qkvo"]
+    names += [f"mlp.experts.{e}.{name}_proj" for e in range(4) for name in ("up", "down")]
+    converted = convert(model, PathSpec.of("int4", "int8"))
+    assert [o.operator_name for o in converted.operators] == [f"layers.{i}.{n}" for i in range(2) for n in names]
+    converted.restore()
     with pytest.raises(ValueError, match=r"layers\.0\.mlp\.router is a Router: only a plain nn\.Linear"):
         convert(model, PathSpec.of("int4", "int8", targets=["router"]))
 
 
-def test_compiled_blocks_give_the_same_gradients(build, tokens_BT):
+def test_compiled_blocks_give_the_same_gradients_and_can_be_copied(build, tokens_BT):
     plain, compiled = build("moe"), build("moe")
     for block in compiled.layers:
         block.compile(backend="eager")
@@ -269,9 +244,4 @@ def test_compiled_blocks_give_the_same_gradients(build, tokens_BT):
         (model(tokens_BT).square().mean() + model.auxiliary_loss).backward()
     for one, other in zip(plain.parameters(), compiled.parameters(), strict=True):
         torch.testing.assert_close(other.grad, one.grad)
-
-
-def test_a_model_can_be_copied_after_a_step(build, tokens_BT):
-    model = build("moe")
-    (model(tokens_BT).square().mean() + model.auxiliary_loss).backward()
-    assert torch.equal(copy.deepcopy(model)(tokens_BT), model(tokens_BT))
+    assert torch.equal(copy.deepcopy(plain)(tokens_BT), plain(tokens_BT))

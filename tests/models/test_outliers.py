@@ -11,7 +11,7 @@ from gnmr.errors import UserError
 from gnmr.lab.models import add_outlier_channels
 from gnmr.lab.models.outliers import OutlierWindow
 
-MODELS = [("llama", None), ("llama", 2), ("llama", 1), ("gpt", None), ("moe", None)]
+MODELS = [("llama", None), ("llama", 2), ("gpt", None), ("moe", None)]
 every_model = pytest.mark.parametrize(("name", "num_kv_heads"), MODELS)
 
 
@@ -57,19 +57,11 @@ def test_a_tied_head_keeps_its_norm(build, tokens_BT):
 
 
 def test_channels_depend_on_the_seed_alone(build):
-    def scaled(weights_seed: int, seed: int) -> list[list[int]]:
-        model = build(seed=weights_seed)
-        before = [norm.weight.clone() for norm in norms(model)]
-        add_outlier_channels(model, 2, 20.0, seeded(seed))
-        return [(n.weight != b).nonzero().flatten().tolist() for n, b in zip(norms(model), before, strict=True)]
-
-    def norms(model):
-        return [n for b in model.layers for n in (b.input_layernorm, b.post_attention_layernorm)] + [model.norm]
-
-    first = scaled(0, seed=5)
-    assert all(len(channels) == 2 for channels in first)
-    assert scaled(1, seed=5) == first
-    assert scaled(0, seed=6) != first
+    first, again, other = (
+        OutlierWindow(build(seed=weights), 2, 20.0, 1, 1, seeded(seed)).state_dict()["channels"]
+        for weights, seed in ((0, 5), (1, 5), (0, 6))
+    )
+    assert first == again != other and all(len(channels) == 2 for channels in first)
 
 
 @every_model
@@ -88,17 +80,7 @@ def test_a_window_switches_on_and_off_in_the_live_weights(build, tokens_BT, name
         assert torch.equal(model(tokens_BT), logits)
 
 
-def test_a_window_that_is_no_power_of_two_is_exact_to_rounding(build):
-    model = build()
-    before = [p.detach().clone() for p in model.parameters()]
-    window = OutlierWindow(model, 3, 20.0, 1, 1, seeded())
-    for step in (1, 2):
-        window.begin_step(step)
-    for parameter, old in zip(model.parameters(), before, strict=True):
-        torch.testing.assert_close(parameter, old, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("pause", [2, 3, 5, 6])
+@pytest.mark.parametrize("pause", [2, 4, 5])
 def test_resuming_before_inside_and_after_the_window_is_exact(build, tokens_BT, pause):
     def begin(seed: int):
         model = build()

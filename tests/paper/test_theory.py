@@ -21,7 +21,7 @@ from gnmr.precision import ConvertedModel, PathSpec, convert
 MAX_O = 3
 
 
-def tiny_plan(
+def tiny_model(
     site: str = "saved", low: str = "int2", recovery: str = "int8", **more: str
 ) -> tuple[nn.Module, ConvertedModel]:
     """One layer, seven units."""
@@ -31,21 +31,21 @@ def tiny_plan(
     return model, convert(model, PathSpec.of(low, recovery, site=site, **more))
 
 
-def measured(model: nn.Module, plan: ConvertedModel) -> theory.Gaps:
+def measured(model: nn.Module, converted: ConvertedModel) -> theory.Gaps:
     block = torch.randint(61, (4, 17), generator=torch.Generator().manual_seed(1))
-    return theory.measure(model, plan, lambda: loss_of(model, block).backward())
+    return theory.measure(model, converted, lambda: loss_of(model, block).backward())
 
 
 @pytest.fixture(scope="module")
 def gaps() -> theory.Gaps:
-    return measured(*tiny_plan())
+    return measured(*tiny_model())
 
 
 def test_the_gap_of_one_token_by_hand():
     linear = nn.Linear(2, 3, bias=False)
-    plan = convert(nn.Sequential(linear), PathSpec.of("int2", "bf16", targets=["0"]))
+    converted = convert(nn.Sequential(linear), PathSpec.of("int2", "bf16", targets=["0"]))
     x = torch.tensor([[0.25, 1.0]])  # int2 keeps -1, 0, 1 times the largest: (0, 1)
-    found = theory.measure(linear, plan, lambda: linear(x).sum().backward())
+    found = theory.measure(linear, converted, lambda: linear(x).sum().backward())
     # Every row of the weight gradient is x; it lacks 0.25 in each of the three. 16 bits lack nothing.
     assert found.gap_U == pytest.approx([3 * 0.25**2])
     assert found.scores[ESTIMATE] == pytest.approx([3 * 0.25**2])
@@ -64,7 +64,7 @@ def test_the_identity_holds_for_every_set_and_the_best_is_the_oracle_set(gaps):
 
 
 def test_with_site_forward_units_disturb_each_other():
-    found = measured(*tiny_plan("forward"))
+    found = measured(*tiny_model("forward"))
     assert found.none - found.error((0, 1, 2)) != pytest.approx(found.gap_U[:3].sum(), rel=0.01)
 
 
@@ -73,25 +73,25 @@ def test_only_positive_scores_are_chosen(gaps):
 
 
 def test_measuring_leaves_paths_probe_and_generator_as_they_were():
-    model, plan = tiny_plan(rounding="stochastic")
-    plan.operators[2].switch(True)
-    probe, generator = measure_errors(plan, ["mse"]), plan.state_dict()["rounding"].clone()
-    measured(model, plan)
-    assert [operator.recovering for operator in plan.operators] == [False, False, True] + [False] * 4
-    assert plan.shared.probe is probe and float(probe.read()["mse"].sum()) == 0
-    assert torch.equal(plan.state_dict()["rounding"], generator)
+    model, converted = tiny_model(rounding="stochastic")
+    converted.operators[2].switch(True)
+    probe, generator = measure_errors(converted, ["mse"]), converted.state_dict()["rounding"].clone()
+    measured(model, converted)
+    assert [operator.recovering for operator in converted.operators] == [False, False, True] + [False] * 4
+    assert converted.shared.probe is probe and float(probe.read()["mse"].sum()) == 0
+    assert torch.equal(converted.state_dict()["rounding"], generator)
     assert all(p.grad is None for p in model.parameters())
 
 
 def test_a_recipe_remembers_nothing_of_the_measured_passes():
-    model, plan = tiny_plan(low="fp8_delayed", recovery="bf16")
-    plan.shared.amax.history[:, :, 1] = 1e-6  # of the step before: what comes now saturates
-    measured(model, plan)
-    assert not any(counts.any() for counts in plan.saturation().values())
-    before = plan.shared.amax.history.clone()
-    plan.end_step()
-    assert torch.equal(plan.shared.amax.history, before), "no step was taken"
-    assert plan.shared.no_side_effects is False
+    model, converted = tiny_model(low="fp8_delayed", recovery="bf16")
+    converted.shared.amax.history[:, :, 1] = 1e-6  # of the step before: what comes now saturates
+    measured(model, converted)
+    assert not any(counts.any() for counts in converted.saturation().values())
+    before = converted.shared.amax.history.clone()
+    converted.end_step()
+    assert torch.equal(converted.shared.amax.history, before), "no step was taken"
+    assert converted.shared.no_side_effects is False
 
 
 def test_an_expert_without_tokens_has_no_gap():
@@ -100,9 +100,9 @@ def test_an_expert_without_tokens_has_no_gap():
         ModelConfig("moe", hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2, experts=experts), 61, 16
     )
     model.init_weights(torch.Generator().manual_seed(0))
-    plan = convert(model, PathSpec.of("int2", "int8", targets=["experts.*"], unit="expert"))
+    converted = convert(model, PathSpec.of("int2", "int8", targets=["experts.*"], unit="expert"))
     block = torch.tensor([[3, 14, 15]])  # two targets: at most four of the 16 experts read something
-    gaps = theory.measure(model, plan, lambda: loss_of(model, block).backward())
+    gaps = theory.measure(model, converted, lambda: loss_of(model, block).backward())
     reached = np.flatnonzero(gaps.gap_U)
     assert 2 <= len(reached) <= 4 and gaps.gap_U.shape == (16,)
     assert gaps.none - gaps.error(range(16)) == pytest.approx(gaps.gap_U.sum(), rel=1e-9)

@@ -31,9 +31,11 @@ def conf_dir() -> Path:
 
 
 def register() -> None:
-    """Tell Hydra the schema that conf/config.yaml names, and what `${names:arms}` is in a sweep."""
+    """Tell Hydra the schema that conf/config.yaml names, the sizes, and what `${names:arms}` is in a sweep."""
     from hydra.core.config_store import ConfigStore
 
+    for name, size in OmegaConf.load(conf_dir() / "sizes.yaml").items():
+        ConfigStore.instance().store(group="model", name=str(name), node=size, package="_global_")
     node = deepcopy(schema())
     with open_dict(node):
         node.arms = {}

@@ -13,8 +13,8 @@ class DataConfig:
     """Corpus, tokenizer and their cache."""
 
     name: str = "stdlib"
-    """stdlib (this Python's own library sources), c4, gsm8k, wikitext2 (hub, or local in its layout), text (local
-    files) or instructions (local files of prompts and answers)."""
+    """stdlib (this Python's own library sources), c4, gsm8k (hub, or local in its layout), text (local files) or
+    instructions (local files of prompts and answers)."""
     path: str | None = None
     """File or folder for text and instructions; for the others a local copy, or null to read from the hub."""
     text_column: str = "text"
@@ -42,7 +42,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         if self.cache_dir == os.environ.get("GNMR_CACHE") == "":  # an empty variable counts as none
             object.__setattr__(self, "cache_dir", DataConfig.cache_dir)
-        one_of(("stdlib", "c4", "text", "gsm8k", "wikitext2", "instructions"), name=self.name)
+        one_of(("stdlib", "c4", "text", "gsm8k", "instructions"), name=self.name)
         local = self.name in ("text", "instructions")
         require(
             self.path != "" and not (local and self.path is None),

@@ -14,28 +14,63 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
-import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gnmr.errors import UserError
-from gnmr.lab.data.progress import Progress
-from gnmr.lab.data.token_file import Corrupt, TokenFile, verify
+from gnmr.errors import RunFailed, UserError
 from gnmr.records.disk import no_link, sha256
+from gnmr.records.untrusted import content
 
 TOKENIZER, TRAIN, VAL, META = "tokenizer.json", "train.bin", "val.bin", "meta.json"
 DOCUMENTS = {TRAIN: "train.documents.bin", VAL: "val.documents.bin"}
-DTYPES = ("<u2", "<u4")
 LARGEST_META = 2**20  # bytes
 ABANDONED_AFTER = 24 * 3600.0  # seconds without a write
+
+
+class Corrupt(Exception):
+    """Says why a token folder cannot be used."""
+
+
+class TokenFile:
+    """Reads token ids (n,) of a file, unsigned integers, by `tokens[start:stop]`.
+
+    The file is not memory-mapped: a mapped file that shrinks ends the process (SIGBUS).
+    """
+
+    def __init__(self, file: Path, dtype: str) -> None:
+        self.file, self.dtype = file, np.dtype(dtype)
+        self._fd = no_link(os.fspath(file), os.O_RDONLY)
+        weakref.finalize(self, os.close, self._fd)
+        self._seen = self._state()
+
+    def __len__(self) -> int:
+        return self._seen[0] // self.dtype.itemsize
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """Read contiguous ids. Raises RunFailed if the file has changed since it was opened."""
+        start, stop, _ = part.indices(len(self))
+        size = max(stop - start, 0) * self.dtype.itemsize
+        raw = os.pread(self._fd, size, start * self.dtype.itemsize)
+        if len(raw) != size or self._state() != self._seen:
+            raise RunFailed(
+                f"{self.file}: changed while it was in use; start the run again, which prepares the data anew and "
+                "continues"
+            )
+        return np.frombuffer(raw, dtype=self.dtype)
+
+    def _state(self) -> tuple[int, int]:
+        state = os.fstat(self._fd)
+        return state.st_size, state.st_mtime_ns
 
 
 @dataclass(frozen=True)
@@ -57,7 +92,7 @@ class TokenCorpus:
     train: TokenFile | Documents
     """Token ids (n,), uint16 or uint32; documents in order, the end token after each."""
     val: TokenFile | Documents
-    """As `train`, from documents that are not in it."""
+    """Tokens of documents that are not in `train`."""
     vocab_size: int
     """Largest token id + 1; a model may have more."""
     end_token: int
@@ -68,55 +103,42 @@ class TokenCorpus:
 
 
 def open_folder(folder: Path) -> TokenCorpus:
-    """The verified corpus in `folder`; raises `FileNotFoundError` if there is no folder, `Corrupt` if it is damaged.
+    """Return the verified corpus in `folder`.
 
-    No symbolic link is followed: others may write into a shared cache.
+    No symbolic link is followed: others may write into a shared cache. Raises FileNotFoundError if there is no folder,
+    and `Corrupt` if it is damaged.
     """
-    try:
-        kind = folder.lstat().st_mode
-    except OSError as error:  # anything else in the way is reported when writing
-        raise FileNotFoundError(folder) from error
-    if not stat.S_ISDIR(kind):
+    if not os.path.lexists(folder):
+        raise FileNotFoundError(folder)
+    if folder.is_symlink() or not folder.is_dir():
         raise Corrupt("it is no folder")
     try:
-        with open(folder / META, "rb", opener=no_link) as file:
-            raw = file.read(LARGEST_META + 1)
-        if len(raw) > LARGEST_META:
-            raise Corrupt(f"{META} has more than {LARGEST_META} bytes")
-        meta = json.loads(raw)
+        meta = json.loads(content(folder / META, LARGEST_META))
         if meta["fingerprint"] != _fingerprint(meta):
             raise Corrupt(f"{META} does not match its fingerprint")
-        vocab_size, end_token = meta["vocab_size"], meta["end_token"]
-        if meta["dtype"] not in DTYPES or not 0 <= end_token < vocab_size <= 2**32:
+        vocab_size, end_token, dtype, files = meta["vocab_size"], meta["end_token"], meta["dtype"], meta["files"]
+        if dtype not in ("<u2", "<u4") or not 0 <= end_token < vocab_size <= 2**32:
             raise Corrupt(f"{META} describes no tokens")
-        for name in sorted({TOKENIZER, *meta["files"]} - {TRAIN, VAL}):
-            with open(folder / Path(name).name, "rb", opener=no_link) as file:
-                verify(file.fileno(), name, meta["files"][name])
-        train, val = (_split(folder, name, meta) for name in (TRAIN, VAL))
-        return TokenCorpus(train, val, vocab_size, end_token, meta["fingerprint"], folder / TOKENIZER, folder)
-    except UserError:
-        raise
-    except FileNotFoundError as error:
-        raise Corrupt(f"{Path(error.filename).name} is missing") from error
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise Corrupt(f"{META} cannot be used: {error}") from error
+        for name in (TOKENIZER, TRAIN, VAL, *files):
+            if _recorded(folder / name) != files[name]:
+                raise Corrupt(f"{name} does not match its checksum")
+
+        def split(name: str) -> TokenFile | Documents:
+            ids = TokenFile(folder / name, dtype)
+            if DOCUMENTS[name] not in files:
+                return ids
+            return Documents(ids, np.fromfile(folder / DOCUMENTS[name], dtype="<i8").reshape(-1, 2), end_token)
+
+        fingerprint = meta["fingerprint"]
+        return TokenCorpus(split(TRAIN), split(VAL), vocab_size, end_token, fingerprint, folder / TOKENIZER, folder)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, UserError) as error:
+        raise Corrupt(f"it cannot be read: {error}") from error
 
 
-def _split(folder: Path, name: str, meta: dict[str, Any]) -> TokenFile | Documents:
-    ids = TokenFile(folder / name, meta["files"][name], meta["dtype"], meta["vocab_size"])
-    if (file := DOCUMENTS[name]) not in meta["files"]:
-        return ids
-    borders = np.fromfile(folder / file, dtype="<i8")
-    ends = borders[::2]
-    if len(borders) % 2 or (np.diff(ends, prepend=0) <= 0).any() or ends[-1:].tolist() != [len(ids)]:
-        raise UserError(f"{folder}: {file} does not match {name}; remove the folder")
-    return Documents(ids, borders.reshape(-1, 2), meta["end_token"])
+def open_or_build(folder: Path, build: Callable[[Path], None], say: Callable[[str], None]) -> TokenCorpus:
+    """Return the verified corpus in `folder`; if it is missing or damaged, `build(new folder)` makes it first.
 
-
-def open_or_build(folder: Path, build: Callable[[Path, Progress], None], say: Callable[[str], None]) -> TokenCorpus:
-    """The verified corpus in `folder`; if it is missing or damaged, `build(new folder, progress)` makes it first.
-
-    `say` receives progress lines, some of them from another thread.
+    Raises UserError if the cache cannot be written. After an error nothing is left behind.
     """
     try:
         return open_folder(folder)
@@ -124,63 +146,49 @@ def open_or_build(folder: Path, build: Callable[[Path, Progress], None], say: Ca
         pass
     except Corrupt as reason:
         say(f"token cache is corrupt ({reason}); rebuilding {folder}")
-    with building(folder) as new, Progress(say) as progress:
-        build(new, progress)
+    cache, hidden = folder.parent, f".{folder.name}-"
     try:
-        return open_folder(folder)
-    except (FileNotFoundError, Corrupt) as reason:
-        raise UserError(f"{folder}: changed by another program right after it was made ({reason})") from reason
-
-
-@contextmanager
-def building(folder: Path) -> Iterator[Path]:
-    """A temporary folder to fill; it is renamed to `folder` at the end, or removed after an error.
-
-    Raises `UserError` if the place cannot be written.
-    """
-    temporary = None
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        for left in folder.parent.glob(f".{folder.name}-*"):  # the remains of killed builds
+        cache.mkdir(parents=True, exist_ok=True)
+        for left in cache.glob(f"{hidden}*"):  # the remains of killed builds
             with suppress(OSError):  # another process may finish or sweep at the same time
                 newest = max(path.lstat().st_mtime for path in (left, *left.rglob("*")))
                 if time.time() - newest > ABANDONED_AFTER:
                     shutil.rmtree(left, ignore_errors=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        new = temporary / "new"
-        new.mkdir()  # mkdtemp's own permissions would lock out other users of a shared cache
-        yield new
-        try:
-            open_folder(folder)
-            return  # another process has built it meanwhile
-        except FileNotFoundError:
-            pass
-        except Corrupt:
-            with suppress(FileNotFoundError):
-                folder.rename(temporary / "old")
-        try:
-            new.rename(folder)
-        except OSError:  # another process was faster after all
-            if not folder.is_dir():
-                raise
+        with tempfile.TemporaryDirectory(prefix=hidden, dir=cache, ignore_cleanup_errors=True) as temporary:
+            new = Path(temporary, "new")
+            new.mkdir()  # the temporary folder's own permissions would lock out other users of a shared cache
+            build(new)
+            try:
+                return open_folder(folder)  # another process has built it meanwhile
+            except (FileNotFoundError, Corrupt):
+                with suppress(FileNotFoundError):
+                    folder.rename(Path(temporary, "old"))
+            try:
+                new.rename(folder)
+            except OSError:  # another process was faster after all
+                if not folder.is_dir():
+                    raise
+        return open_folder(folder)
+    except Corrupt as reason:
+        raise UserError(f"{folder}: changed by another program right after it was made ({reason})") from reason
     except OSError as error:
         raise UserError(
-            f"data.cache_dir={folder.parent}: cannot be written ({error.strerror or error}); "
+            f"data.cache_dir={cache}: cannot be written ({error.strerror or error}); "
             "set data.cache_dir or GNMR_CACHE to a folder with room"
         ) from error
-    finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def seal(folder: Path, vocab_size: int, end_token: int, dtype: np.dtype) -> None:
-    """Writes meta.json, with the sizes and checksums of the files in `folder`; ends a build."""
-    meta: dict[str, Any] = {"vocab_size": vocab_size, "end_token": end_token, "dtype": dtype.str, "files": {}}
-    for file in sorted(folder.iterdir()):
-        meta["files"][file.name] = {"bytes": file.stat().st_size, "sha256": sha256(file)}
+    """Write meta.json, with the sizes and checksums of the files in `folder`; this ends a build."""
+    files = {file.name: _recorded(file) for file in sorted(folder.iterdir())}
+    meta = {"vocab_size": vocab_size, "end_token": end_token, "dtype": dtype.str, "files": files}
     (folder / META).write_text(json.dumps(meta | {"fingerprint": _fingerprint(meta)}, indent=1) + "\n")
 
 
+def _recorded(file: Path) -> dict[str, Any]:
+    return {"bytes": file.lstat().st_size, "sha256": sha256(file)}
+
+
 def _fingerprint(meta: dict[str, Any]) -> str:
-    content = {key: value for key, value in meta.items() if key != "fingerprint"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    fields = {key: value for key, value in meta.items() if key != "fingerprint"}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()

@@ -7,23 +7,17 @@ the whole solution. instructions are the user's rows. Rows with a blank answer a
 A corpus on this machine is identified by what its files hold, so opening it reads them once (one to two seconds per
 GB); a data set on the hub is identified by its name. `datasets` is imported when rows must be read, not before.
 
-The split never depends on the order in which anything runs:
-- stdlib: the hash of a file's relative path decides (5% are for validation).
-- local files: their names decide, see `gnmr/lab/data/files.py`; else every 20th document is for validation. Fewer than
-  20 documents give the last 5% of their text; it is cut before tokenization, so that the tokenizer never sees it. Fewer
-  than 20 rows of prompts and answers give the last one.
+The split never depends on the order in which anything runs. The names of files decide if they can
+(`gnmr/lab/data/files.py`); else every 20th document is for validation. Fewer than 20 documents give the last 5% of
+their text; it is cut before tokenization, so that the tokenizer never sees it. Fewer than 20 rows of prompts and
+answers give the last one.
 """
 
 from __future__ import annotations
 
 import gc
-import gzip
 import hashlib
 import json
-import os
-import re
-import sysconfig
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -32,15 +26,13 @@ from pathlib import Path
 
 from gnmr.errors import UserError
 from gnmr.lab.config import DataConfig
-from gnmr.lab.data.files import HUBS, ONE_IN, TRAIN, VALIDATION, extension, identity_of, local_files
-from gnmr.lab.data.rows import LARGEST_WHOLE, Row, named, read_rows, utf8
+from gnmr.lab.data.files import HUBS, ONE_IN, TRAIN, VALIDATION, library_files, local_files
+from gnmr.lab.data.rows import LARGEST, Row, named, opened, read_rows, utf8
+from gnmr.records.untrusted import first_line
 
 PROMPTED = ("gsm8k", "instructions")  # data.name of prompts and answers
 HUB_TIMEOUT = 10.0  # seconds to wait for the hub
 COLUMN_WITHIN = 1000  # the text's column must appear within so many rows
-
-_NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-_IS_TITLE = re.compile(r" ?= [^=\s].* = ?")  # of an article; its sections have two and more signs
 
 
 @dataclass(frozen=True)
@@ -64,7 +56,7 @@ class Skipped:
         self._counts[what, place] = max(number, self._counts.get((what, place), 0))
 
     def __str__(self) -> str:
-        """As the end of a line: "; 270 rows without text"."""
+        """Return the end of a line: "; 270 rows without text"."""
         found = Counter[str]()
         for (what, _), number in self._counts.items():
             found[what] += number
@@ -90,85 +82,44 @@ class Corpus:
 
 
 def open_corpus(config: DataConfig, tell: Callable[[str], None] = lambda _: None) -> Corpus:
-    """Return the corpus that `config` names; raises UserError if there is none. `tell` hears of the progress."""
-    if config.name == "stdlib":
-        return _stdlib()
+    """Return the corpus that `config` names. Raises UserError if there is none. `tell` hears of the progress."""
     skipped, prompted = Skipped(), config.name in PROMPTED
     rows: Callable[[str], Iterator[Row]]
     texts: Callable[[str], Iterator[str]]
-    if config.path is None:
+    if config.path is None and config.name in HUBS:
         hub = HUBS[config.name]
         where, summary, source = f"data.name={config.name}", f"{hub.name} {hub.config}", f"{hub.name}/{hub.config}"
         by_name, streamed = not prompted, config.name == "c4"  # the others are small
-        rows = lambda split: hub_rows(
-            config.name, TRAIN if prompted else split
-        )  # gsm8k's other split is the test split
+        # gsm8k's other split is the test split.
+        rows = lambda split: hub_rows(config.name, TRAIN if prompted else split)
         texts = lambda split: _texts(config, rows(split), f"{hub.name} on the hub: {split}", skipped)
     else:
-        local = local_files(config, tell)
+        local = library_files(tell) if config.name == "stdlib" else local_files(config, tell)
         where, summary, source, by_name, streamed = local.where, local.summary, local.identity, local.by_name, False
         rows = lambda split: chain.from_iterable(map(read_rows, local.of(split)))
         texts = lambda split: chain.from_iterable(_texts_of(config, file, skipped) for file in local.of(split))
 
-    def read(split: str) -> Iterator[Example]:
+    def examples(split: str) -> Iterator[Example]:
         if prompted:
-            make, lacking = _gsm8k if config.name == "gsm8k" else _instruction, 0
-            examples: Iterator[Example] = (make(row, config) for row in rows(split))
-            for example in examples if by_name else _of_split(examples, split):
-                if example.answer.strip():
-                    yield example
-                else:
-                    lacking += 1
-                    skipped.note("row{s} without an answer", split, lacking)
-            return
-        found = articles(texts(split)) if config.name == "wikitext2" else texts(split)
-        parts = ((split, text) for text in found) if by_name else every_twentieth(found)
-        yield from (Example("", text) for place, text in parts if place == split)
+            make = _gsm8k if config.name == "gsm8k" else _instruction
+            return (make(row, config) for row in rows(split))
+        return (Example("", text) for text in texts(split))
+
+    def read(split: str) -> Iterator[Example]:
+        found = examples(split)
+        if not by_name:
+            found = (example for place, example in every_twentieth(found, by_text=not prompted) if place == split)
+        blank = 0
+        for example in found:
+            if prompted and not example.answer.strip():
+                blank += 1
+                skipped.note("row{s} without an answer", split, blank)
+            else:
+                yield example
 
     columns = [config.prompt_column, config.input_column, config.response_column] if prompted else [config.text_column]
     identity = hashlib.sha256(json.dumps([config.name, columns, source]).encode()).hexdigest()
     return Corpus(where, summary, identity, read, streamed, skipped)
-
-
-def articles(texts: Iterable[str]) -> Iterator[str]:
-    """The articles of WikiText, whose rows are single lines and whose files are all lines of a split.
-
-    An article begins at its title, a line ` = Title = ` after a blank one (a formula may look like a title). What comes
-    before the first title is an article too. Every line ends with a newline, a blank one is nothing but that.
-    """
-    article: list[str] = []
-    for line in chain.from_iterable(text.removesuffix("\n").split("\n") for text in texts):
-        line = "" if line.isspace() else line
-        if _IS_TITLE.fullmatch(line) and (not article or article[-1] == "\n"):
-            if (text := "".join(article)).strip():
-                yield text
-            article = []
-        article.append(line + "\n")
-    if (text := "".join(article)).strip():
-        yield text
-
-
-def _stdlib() -> Corpus:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    names = []
-    for folder, children, files in os.walk(root):  # with pruning: site-packages may be larger than the library by far
-        children[:] = [child for child in children if child not in _NOT_LIBRARY]
-        paths = (Path(folder, file) for file in files)
-        names += [path.relative_to(root).as_posix() for path in paths if path.suffix == ".py" and path.is_file()]
-    if not names:
-        raise UserError(f"data.name=stdlib: {root} holds no .py files; use data.name=text data.path=FOLDER")
-    names.sort()
-    held_out = [name for name in names if int(hashlib.sha256(name.encode()).hexdigest(), 16) % ONE_IN == 0]
-    splits = {TRAIN: [name for name in names if name not in held_out], VALIDATION: held_out}
-
-    def read(split: str) -> Iterator[Example]:
-        for name in splits[split]:
-            text = _content(root / name).decode("utf-8-sig", errors="replace")
-            if text.strip():
-                yield Example("", text)
-
-    identity = identity_of(((name, root / name) for name in names), "data.name=stdlib")
-    return Corpus("data.name=stdlib", f"{len(names)} files of {root}", identity, read)
 
 
 def hub_rows(name: str, split: str) -> Iterator[Row]:
@@ -186,26 +137,34 @@ def hub_rows(name: str, split: str) -> Iterator[Row]:
         for number, cells in enumerate(rows, start=1):
             yield Row(f"{hub.name} on the hub: row {number}", cells)
     except Exception as error:  # network, gzip, JSON, Arrow: many libraries, no common base
-        reason = next(iter(str(error).splitlines()), "")
         raise UserError(
-            f"data.name={name}: {hub.name} cannot be read from the hub ({type(error).__name__}: {reason}); check the "
-            f"network, HF_ENDPOINT and the proxy, or download its {hub.config}/{hub.files} and pass data.path=FOLDER"
+            f"data.name={name}: {hub.name} cannot be read from the hub ({first_line(error)}); check the network, "
+            f"HF_ENDPOINT and the proxy, or download its {hub.config}/{hub.files} and pass data.path=FOLDER"
         ) from error
     finally:  # Arrow's threads of a stream that outlives its reader may abort Python at exit (apache/arrow#45214)
         gc.collect()
 
 
 def _texts_of(config: DataConfig, file: Path, skipped: Skipped) -> Iterator[str]:
-    if extension(file) not in (".txt", ".txt.gz"):
+    if not file.name.lower().endswith((".txt", ".txt.gz", ".py")):
         yield from _texts(config, read_rows(file, least=0), str(file), skipped)
-    elif (text := utf8(_content(file), f"{file}:")).strip():
+        return
+    try:
+        with opened(file) as stream:
+            raw = stream.read(LARGEST + 1)
+    except Exception as error:  # OSError, EOFError, zlib.error
+        raise UserError(f"{file}: cannot be read ({first_line(error)})") from error
+    if len(raw) > LARGEST:
+        raise UserError(f"{file}: a document of more than {LARGEST} bytes; split it into several files")
+    text = raw.decode("utf-8-sig", errors="replace") if config.name == "stdlib" else utf8(raw, f"{file}:")
+    if text.strip():
         yield text
-    else:
+    elif config.name != "stdlib":
         skipped.note("file{s} without text", str(file), 1)
 
 
 def _texts(config: DataConfig, rows: Iterable[Row], where: str, skipped: Skipped) -> Iterator[str]:
-    """Yield the text of each row and count the rows without one; blank lines of articles are text.
+    """Yield the text of each row and count the rows without one.
 
     Raises UserError unless one of the first rows has the text's column.
     """
@@ -214,57 +173,35 @@ def _texts(config: DataConfig, rows: Iterable[Row], where: str, skipped: Skipped
         seen = seen or column in row.cells
         if not seen and number == COLUMN_WITHIN:
             break
-        value = row.cells.get(column)
-        blank = isinstance(value, str) and (not value or value.isspace())
-        if value is None or (blank and config.name != "wikitext2"):
+        if row.cells.get(column) is not None and (text := row.text(column)).strip():
+            yield text
+        else:
             lacking += 1
             skipped.note("row{s} without text", where, lacking)
-        else:
-            yield row.text(column)
     if row is not None and not seen:
         raise UserError(f"{where}: no column {column!r}; data.text_column must be one of {named(row.cells)}")
 
 
-def _content(file: Path) -> bytes:
-    try:
-        with gzip.open(file) if file.name.lower().endswith(".gz") else file.open("rb") as stream:
-            raw = stream.read(LARGEST_WHOLE + 1)
-    except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-        raise UserError(f"{file}: cannot be read ({reason})") from error
-    if len(raw) > LARGEST_WHOLE:
-        size = file.stat().st_size
-        raise UserError(f"{file}: a document of {size} bytes; split it into files of at most {LARGEST_WHOLE}")
-    return raw
+def every_twentieth(examples: Iterator[Example], by_text: bool) -> Iterator[tuple[str, Example]]:
+    """Yield (split, example): every 20th is for validation.
 
-
-def every_twentieth(documents: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield (split, document): every 20th for validation; of fewer than 20 the last 5% of their characters."""
-    documents = iter(documents)
-    head = list(islice(documents, ONE_IN))
-    if len(head) == ONE_IN:
-        for number, text in enumerate(chain(head, documents), start=1):
-            yield (VALIDATION if number % ONE_IN == 0 else TRAIN), text
+    Of fewer than 20 the last one is for validation, or by `text` the last 5% of the characters of all.
+    """
+    head = list(islice(examples, ONE_IN))
+    if len(head) < ONE_IN and by_text:
+        left = sum(len(example.answer) for example in head) * (ONE_IN - 1) // ONE_IN
+        for example in head:
+            cut, left = example.answer[:left], max(left - len(example.answer), 0)
+            if cut:
+                yield TRAIN, Example("", cut)
+            if rest := example.answer[len(cut) :]:
+                yield VALIDATION, Example("", rest)
         return
-    left = sum(map(len, head)) * (ONE_IN - 1) // ONE_IN
-    for text in head:
-        cut = min(left, len(text))
-        left -= cut
-        if cut > 0:
-            yield TRAIN, text[:cut]
-        if cut < len(text):
-            yield VALIDATION, text[cut:]
+    for number, example in enumerate(chain(head, examples), start=1):
+        yield (VALIDATION if number % ONE_IN == 0 or number == len(head) else TRAIN), example
 
 
 # ---- prompts and answers ----
-
-
-def _of_split(examples: Iterator[Example], split: str) -> Iterator[Example]:
-    """Every 20th for validation; of fewer than 20 the last."""
-    head = list(islice(examples, ONE_IN))
-    for number, example in enumerate(chain(head, examples), start=1):
-        if (VALIDATION if number % ONE_IN == 0 or number == len(head) else TRAIN) == split:
-            yield example
 
 
 def _gsm8k(row: Row, config: DataConfig) -> Example:
@@ -279,7 +216,7 @@ def _instruction(row: Row, config: DataConfig) -> Example:
 
 
 def _spaced(before: str, text: str) -> str:
-    """`text` with a blank line in front, unless it is blank or there is white space between the two already."""
+    """Put a blank line before `text`, unless it is blank or there is white space between the two already."""
     if not before or not text.strip() or before[-1].isspace() or text[0].isspace():
         return text
     return f"\n\n{text}"

@@ -1,9 +1,12 @@
-"""Files below data.path: which are read, which are for validation, and what identifies them.
+"""Files that a corpus is read from: which there are, which are for validation, and what identifies them.
 
+Below data.path:
 - Files with "validation" (or valid, val) in their name or folder are the validation split. If a file is named train,
   all other files (test, dev) are left out.
-- Files with "test" in their name belong to neither split of the corpora that are scored by their test split.
+- Files of gsm8k with "test" in their name belong to neither split: models are scored by them.
 - Without validation files the documents are split instead of the files.
+
+Of the standard library the hash of a file's relative path decides (5% are for validation).
 """
 
 from __future__ import annotations
@@ -11,21 +14,31 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable
+import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from gnmr.errors import UserError
 from gnmr.lab.config import DataConfig
 from gnmr.lab.data.rows import named
+from gnmr.records.disk import sha256
 
 TRAIN, VALIDATION = "train", "validation"
 ONE_IN = 20  # one document in 20 is for validation
 
 _SUPPORTED = (".txt", ".txt.gz", ".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
-_METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json")  # of the library datasets
-_CHUNK = 2**20  # bytes of a file that are hashed together
-_SCORED_BY_TEST = ("gsm8k", "wikitext2")
+_METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")  # of the library datasets
+_RECORDS = {
+    "a run": {"config.yaml", "header.json"},
+    "token cache": {"meta.json", "train.bin"},
+    "a diagnosis": {"plan.json", "diagnosis.json"},
+    "a checkpoint": {"config.json", "model.safetensors"},
+    "a checkpoint in parts": {"config.json", "model.safetensors.index.json"},
+    "an adapter": {"adapter_config.json"},
+}
+"""What a program keeps in a folder with these files, which is no corpus."""
+_NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _IS_VALIDATION = re.compile(r"validation|(?<![a-z])val(id)?(?![a-z])", re.IGNORECASE)
 _IS_TRAIN = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.IGNORECASE)
 _IS_TEST = re.compile(r"(?<![a-z])test(?![a-z])", re.IGNORECASE)
@@ -44,37 +57,35 @@ class Hub:
 HUBS = {
     "c4": Hub("allenai/c4", "en", "*.json.gz"),
     "gsm8k": Hub("openai/gsm8k", "main", "*.parquet"),
-    "wikitext2": Hub("Salesforce/wikitext", "wikitext-2-raw-v1", "*.parquet"),
 }
 
 
 @dataclass(frozen=True)
 class LocalFiles:
-    """The files below data.path."""
+    """Files of a corpus and their splits."""
 
     where: str
-    files: dict[str, Path]
-    """Relative posix path -> file, sorted."""
-    splits: dict[str, list[str]]
-    """{"train": names, "validation": names}; no validation names: what the files hold is split."""
+    """The key and value that chose them, as messages name it."""
+    splits: dict[str, list[Path]]
+    """{"train": files, "validation": files}, sorted; no validation files: what the files hold is split."""
     summary: str
     identity: str
     """Changes with the name or the content of a file that is read, and with its split."""
 
     @property
     def by_name(self) -> bool:
-        """Whether the names of the files decide the split."""
+        """Return True if the names of the files decide the split."""
         return bool(self.splits[VALIDATION])
 
     def of(self, split: str) -> list[Path]:
         """Return the files of a split; all that are read if names do not decide."""
-        return [self.files[name] for name in self.splits[split if self.by_name else TRAIN]]
+        return self.splits[split if self.by_name else TRAIN]
 
 
 def local_files(config: DataConfig, tell: Callable[[str], None] = lambda _: None) -> LocalFiles:
-    """Return the files below data.path and their splits; raises UserError if there are none to train on.
+    """Return the files below data.path and their splits. All that they hold is read, and hashed.
 
-    `tell` hears of the progress: all that the files hold is read, and hashed.
+    Raises UserError if there are none to train on. `tell` hears of the progress.
     """
     assert config.path is not None
     where, path = f"data.path={config.path}", user_path("data.path", config.path)
@@ -82,18 +93,17 @@ def local_files(config: DataConfig, tell: Callable[[str], None] = lambda _: None
     if of_clone:
         path = path / HUBS[config.name].config  # a clone of the hub's repository also holds other configurations
     try:
-        files, not_read = _local_files(path, where, cache_of(config))
-        usable = [name for name in files if config.name not in _SCORED_BY_TEST or not _IS_TEST.search(name)]
+        names, not_read = _below(path, where)
+        usable = [name for name in names if config.name != "gsm8k" or not _IS_TEST.search(name)]
         if not usable:
-            raise UserError(f"{where}: holds the test split alone, which {config.name} keeps for scores; add train*")
+            raise UserError(f"{where}: holds the test split alone, which gsm8k keeps for scores; add train*")
         splits = _split_files(usable, where)
-        read = ((f"{split}\0{name}", files[name]) for split, names in splits.items() for name in names)
-        identity = identity_of(read, where, tell)
+        folder = path if path.is_dir() else path.parent
+        identity = _identity(folder, splits, where, tell)
     except OSError as error:
         raise UserError(f"{where}: {error.filename or ''}: cannot be read ({error.strerror or error})") from error
     train, validation = splits[TRAIN], splits[VALIDATION]
-    left_out = sorted(files.keys() - {*train, *validation})
-
+    left_out = [name for name in names if name not in {*train, *validation}]
     summary = f"training files: {len(train)}, " + (
         f"validation files: {len(validation)}" if validation else f"validation: every {ONE_IN}th document"
     )
@@ -101,33 +111,40 @@ def local_files(config: DataConfig, tell: Callable[[str], None] = lambda _: None
         summary += f"; left out beside files named train: {named(left_out)}"
     if of_clone:
         summary += f"; of the folder {path.name} alone"
-    return LocalFiles(where, files, splits, summary + _not_read(not_read), identity)
+    files = {split: [folder / name for name in names] for split, names in splits.items()}
+    return LocalFiles(where, files, summary + _not_read(not_read), identity)
 
 
-def identity_of(files: Iterable[tuple[str, Path]], where: str, tell: Callable[[str], None] = lambda _: None) -> str:
-    """Return a sha256 over names and contents of files."""
-    seen, size = hashlib.sha256(), 0
-    for name, file in files:
-        own = hashlib.sha256()
-        with file.open("rb") as stream:
-            while chunk := stream.read(_CHUNK):
-                own.update(chunk)
-                size += len(chunk)
-                tell(f"comparing {where} with the token cache: {size / 1e9:.1f} GB read")
-        seen.update(os.fsencode(f"{name}\0{own.hexdigest()}\0"))
+def library_files(tell: Callable[[str], None] = lambda _: None) -> LocalFiles:
+    """Return the source files of this Python's standard library and their splits."""
+    where, root = "data.name=stdlib", Path(sysconfig.get_paths()["stdlib"])
+    names = []
+    for folder, children, files in os.walk(root):  # with pruning: site-packages may be larger than the library by far
+        children[:] = [child for child in children if child not in _NOT_LIBRARY]
+        paths = (Path(folder, file) for file in files)
+        names += [path.relative_to(root).as_posix() for path in paths if path.suffix == ".py" and path.is_file()]
+    if not names:
+        raise UserError(f"{where}: {root} holds no .py files; use data.name=text data.path=FOLDER")
+    splits: dict[str, list[str]] = {TRAIN: [], VALIDATION: []}
+    for name in sorted(names):
+        held_out = int(hashlib.sha256(name.encode()).hexdigest(), 16) % ONE_IN == 0
+        splits[VALIDATION if held_out else TRAIN].append(name)
+    paths_of = {split: [root / name for name in names] for split, names in splits.items()}
+    return LocalFiles(where, paths_of, f"{len(names)} files of {root}", _identity(root, splits, where, tell))
+
+
+def _identity(folder: Path, splits: dict[str, list[str]], where: str, tell: Callable[[str], None]) -> str:
+    seen = hashlib.sha256()
+    for split, names in splits.items():
+        for name in names:
+            tell(f"comparing {where} with the token cache: {named([name])}")
+            seen.update(os.fsencode(f"{split}\0{name}\0{sha256((folder / name).resolve())}\0"))
     return seen.hexdigest()
 
 
-def cache_of(config: DataConfig) -> Path:
-    """The folder of the token caches."""
-    return user_path("data.cache_dir", config.cache_dir)
-
-
 def user_path(key: str, text: str) -> Path:
-    """The path that the user gave as `key`; raises `UserError` for one that no file or folder can have."""
+    """Return the path that the user gave as `key`. Raises UserError for one that no file or folder can have."""
     try:
-        if "\0" in text:
-            raise OSError("a path has no NUL")
         path = Path(text).expanduser()
         path.exists()
         return path
@@ -137,38 +154,29 @@ def user_path(key: str, text: str) -> Path:
         raise UserError(f"{key}={text}: {error.strerror or error}") from error
 
 
-def _local_files(path: Path, where: str, cache: Path) -> tuple[dict[str, Path], list[str]]:
-    """(relative posix path -> file, sorted; what else a folder holds). Hidden files are passed over unsaid."""
+def _below(path: Path, where: str) -> tuple[list[str], list[str]]:
+    """Return the sorted relative names of the files that can be read, and the names of what else is there."""
     if path.is_file():
-        if extension(path) is None:
+        if not is_supported(path):
             raise UserError(f"{where}: cannot read this kind of file; supported are {', '.join(_SUPPORTED)}")
-        return {path.name: path}, []
+        return [path.name], []
     if not path.is_dir():
         raise UserError(f"{where}: no such file or folder")
-    found, not_read = dict[str, Path](), list[str]()
+    found, not_read = list[str](), list[str]()
 
     def refuse(error: OSError) -> None:
         raise error
 
     for folder, children, names in os.walk(path, onerror=refuse):
         below = Path(folder)
-        children[:] = [name for name in children if not name.startswith(".")]
-        for child in list(children):
-            inside = below / child
-            kind = "a link to a folder" if inside.is_symlink() else _records(inside, cache)
-            if kind is not None:
+        children[:] = [child for child in children if not child.startswith(".")]
+        for child in children[:]:
+            if kind := _records(below / child):
                 children.remove(child)
-                not_read.append(f"{inside.relative_to(path).as_posix()}/ ({kind})")
-        for name in (name for name in names if not name.startswith(".")):
-            file = below / name
-            place = file.relative_to(path).as_posix()
-            if extension(file) is None or name in _METADATA or (name == "state.json" and _METADATA[0] in names):
-                not_read.append(place)
-            elif not file.is_file():
-                not_read.append(f"{place} ({'a link to nothing' if file.is_symlink() else 'no regular file'})")
-            else:
-                found[place] = file
-    not_read.sort()
+                not_read.append(f"{(below / child).relative_to(path).as_posix()}/ ({kind})")
+        for file in (below / name for name in names if not name.startswith(".")):
+            usable = is_supported(file) and file.name not in _METADATA and file.is_file()
+            (found if usable else not_read).append(file.relative_to(path).as_posix())
     if not found:
         arrow = any(name.endswith(".arrow") for name in not_read)
         raise UserError(
@@ -176,30 +184,25 @@ def _local_files(path: Path, where: str, cache: Path) -> tuple[dict[str, Path], 
             + _not_read(not_read)
             + "; datasets.load_from_disk(FOLDER) has to_parquet(FILE), for each split" * arrow
         )
-    return dict(sorted(found.items())), not_read
+    return sorted(found), not_read
 
 
 def _not_read(names: list[str]) -> str:
     """Return the end of a line about the files that are not read."""
-    return f"; not read: {named(names)} ({len(names)})" if names else ""
+    return f"; not read: {named(sorted(names))} ({len(names)})" if names else ""
 
 
-def _records(folder: Path, cache: Path) -> str | None:
-    """What a folder is if a program keeps its own records or weights there; None if it may hold a corpus."""
-    names = set(os.listdir(folder))
-    if ".lock" in names or names >= {"config.yaml", "header.json"}:
-        return "a run"
-    if names >= {"meta.json", "train.bin"} or (cache.is_dir() and folder.samefile(cache)):
-        return "token cache"
-    if names >= {"plan.json", "diagnosis.json"}:
-        return "a diagnosis"
-    if "adapter_config.json" in names or ("config.json" in names and any(n.endswith(".safetensors") for n in names)):
-        return "a checkpoint"
-    return "W&B" if folder.name == "wandb" else None
+def _records(folder: Path) -> str | None:
+    """Return what a folder is if a program keeps its own records or weights there; None if it may hold a corpus."""
+    if folder.is_symlink():
+        return "a link to a folder"
+    names = {*os.listdir(folder)}
+    return "W&B" if folder.name == "wandb" else next((kind for kind, own in _RECORDS.items() if own <= names), None)
 
 
-def extension(file: Path) -> str | None:
-    return next((extension for extension in _SUPPORTED if file.name.lower().endswith(extension)), None)
+def is_supported(file: Path) -> bool:
+    """Return True if the name has an ending of a file that can be read."""
+    return file.name.lower().endswith(_SUPPORTED)
 
 
 def _split_files(names: list[str], where: str) -> dict[str, list[str]]:

@@ -9,14 +9,14 @@ holds any of the answer belongs to the answer.
     targets       _   _   _   _   4  </s>          the first token none
     positions     0   1   2   3   4   5
 
-What the paper leaves open:
+The paper leaves open:
 - Best fit in the order of the corpus: a document goes into the sequence with the least room that holds it, of equal
-  ones into the one that had this room first, else into a new sequence. Nothing but the documents' lengths and seq_len
-  decides, in integers, so a resumed run packs the same sequences.
+  ones into the one that had this room first, else into a new sequence. The documents' lengths and seq_len alone decide,
+  so a resumed run packs the same sequences.
 - A document of more than seq_len + 1 tokens is cut into pieces as a text is cut into sequences: a piece begins with the
   last target of the piece before, every token but the document's first is a target once, and no piece sees another. A
   piece without any target (a long prompt's) is left out; so no sequence is without one.
-- What is left of a sequence is padding: the end token, positions from 0, no targets.
+- The rest of a sequence is padding: the end token, positions from 0, no targets.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from gnmr.lab.data.sequences import SequenceOrder
 
 
 class Packing:
-    """Which pieces of which documents lie in which sequence; see the module's text for the rule."""
+    """Assigns the pieces of documents to sequences by the rule above."""
 
     def __init__(self, documents: Documents, seq_len: int, split: str = "training", least: int = 0) -> None:
-        """Raises UserError if the examples of `split` have less than `least` inputs."""
+        """Pack `documents`. Raises UserError if the examples of `split` have fewer than `least` inputs."""
         ends = np.asarray(documents.borders[:, 0])
         begins = np.concatenate([[0], ends[:-1]])
         targets = np.maximum(ends - begins - 1, 0)
@@ -82,7 +82,7 @@ class Packing:
         return line + (f", {self.left_out:,} pieces without any answer left out" if self.left_out else "")
 
     def batch(self, sequences: Iterable[int]) -> Batch:
-        """The sequences of these numbers, on the CPU."""
+        """Return the sequences of these numbers, on the CPU."""
         sequences = list(sequences)
         shape = len(sequences), self._seq_len
         inputs = np.full(shape, self._documents.end_token, dtype=np.int64)
@@ -102,7 +102,7 @@ class Packing:
 
 
 def _best_fit(sizes: list[int], capacity: int) -> list[int]:
-    """The sequence of each piece; sequences are numbered in the order in which they are opened."""
+    """Return the sequence of each piece; sequences are numbered in the order in which they are opened."""
     chosen: list[int] = []
     number = 0
     waiting: dict[int, deque[int]] = {}  # room -> sequences that have it, in the order in which they came to have it
@@ -128,7 +128,7 @@ def _best_fit(sizes: list[int], capacity: int) -> list[int]:
 class PackedSequences(SequenceOrder):
     """Sequences of packed training examples in random order, each once an epoch; used as `TrainSequences` is.
 
-    `packing.summary` says how many examples were cut. Raises `UserError` for fewer tokens than one sequence holds.
+    Raises UserError for fewer tokens than one sequence holds.
     """
 
     def __init__(self, documents: Documents, seq_len: int, seed: int) -> None:
@@ -137,14 +137,14 @@ class PackedSequences(SequenceOrder):
         self._seq_len = seq_len
 
     def next(self, n: int) -> Batch:
-        """The next n sequences, on the CPU; crosses epoch borders."""
+        """Return the next n sequences, on the CPU; crosses epoch borders."""
         return self.packing.batch(self.take(n, self._seq_len))
 
 
 def packed_validation(documents: Documents, seq_len: int, n: int) -> Batch:
-    """min(n, available) sequences on the CPU, spread evenly over the sequences; the same in every run of a corpus.
+    """Return min(n, available) padded sequences on the CPU, spread evenly; the same in every run of a corpus.
 
-    They are padded where the examples do not fill them. Raises `UserError` if there is no target.
+    Raises UserError if there is no target.
     """
     packing = Packing(documents, seq_len, "validation", 1)
     count = min(n, packing.num_sequences)

@@ -16,14 +16,14 @@ import numpy as np
 import torch
 
 from gnmr.errors import UserError
-from gnmr.lab.data.token_file import TokenFile
+from gnmr.lab.data.cache import TokenFile
 
 MOST_EPOCHS = 10_000  # in one batch: every epoch draws an order
 
 
 @dataclass(frozen=True)
 class Branch:
-    """Where the order of a fork leaves its base's, and which continuation it takes."""
+    """The place where the order of a fork leaves its base's, and the continuation that it takes."""
 
     seed: int
     """Of the base, in the place of the fork's own."""
@@ -34,7 +34,7 @@ class Branch:
 
 
 class SequenceOrder:
-    """The numbers of `num_sequences` sequences in random order, each once an epoch.
+    """Draws the numbers of `num_sequences` sequences in random order, each once an epoch.
 
     The order of an epoch depends on the seed, the epoch and `num_sequences` alone. A `branch` begins at its place, in
     the order of its seed.
@@ -55,26 +55,20 @@ class SequenceOrder:
         self.check(n, seq_len)
         chosen: list[int] = []
         while len(chosen) < n:
-            order = self._current()
-            stop = min(self._position + n - len(chosen), self.num_sequences)
-            chosen += order[self._position : stop].tolist()
-            self._position = stop
-            if stop == self.num_sequences:
+            found = self._current()[self._position :][: n - len(chosen)].tolist()
+            chosen += found
+            self._position += len(found)
+            if self._position == self.num_sequences:
                 self._epoch, self._position, self._order = self._epoch + 1, 0, None
         return chosen
 
     def check(self, n: int, seq_len: int) -> None:
-        """Raise UserError if `take` cannot hold n sequences in memory or reads the corpus too often for them."""
-        size, room = n * seq_len * 8, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if size > room:
+        """Raise UserError if n sequences do not fit in memory or read the corpus more than `MOST_EPOCHS` times."""
+        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // (8 * seq_len)
+        if n > min(room, MOST_EPOCHS * self.num_sequences):
             raise UserError(
-                f"training.batch_size={n}: its tokens take {size / 2**30:.0f} GiB, this machine has {room / 2**30:.0f}"
-            )
-        if n > MOST_EPOCHS * self.num_sequences:
-            raise UserError(
-                f"training.batch_size={n}: a batch reads the corpus {n // self.num_sequences} times, its "
-                f"{self.num_sequences} sequences of {seq_len} tokens; {MOST_EPOCHS} times at most: use more text or a "
-                "smaller batch"
+                f"training.batch_size={n}: this machine has memory for {room} sequences of {seq_len} tokens, and the "
+                f"corpus has {self.num_sequences}, each read {MOST_EPOCHS} times at most; use a smaller batch"
             )
 
     def state_dict(self) -> dict[str, int | str]:
@@ -97,13 +91,13 @@ class SequenceOrder:
     def _place(self, epoch: int, position: int) -> None:
         if epoch < 0 or not 0 <= position < self.num_sequences:
             raise UserError(
-                f"checkpoint at sequence {position} of epoch {epoch}, but an epoch has {self.num_sequences} sequences: "
-                "the run folder belongs to other data"
+                f"checkpoint at sequence {position} of epoch {epoch} of {self.num_sequences} sequences: the run folder "
+                "belongs to other data"
             )
         self._epoch, self._position, self._order = epoch, position, None
 
     def _current(self) -> np.ndarray:
-        """The permutation of this epoch, (num_sequences,) int64."""
+        """Return the permutation of this epoch, (num_sequences,) int64."""
         if self._order is None:
             branch, seed = self._branch, self._branch.seed
             order = np.random.default_rng([seed, self._epoch]).permutation(self.num_sequences)
@@ -131,17 +125,14 @@ class TrainSequences(SequenceOrder):
         self._seq_len = seq_len
 
     def next(self, n: int) -> torch.Tensor:
-        """The next n sequences, (n, seq_len + 1) int64 on the CPU; crosses epoch borders.
-
-        Inputs are [:, :-1], targets [:, 1:].
-        """
+        """Return the next n sequences, (n, seq_len + 1) int64 on the CPU: inputs are [:, :-1], targets [:, 1:]."""
         return _gather(self._tokens, self.take(n, self._seq_len), self._seq_len)
 
 
 def validation_sequences(tokens: np.ndarray | TokenFile, seq_len: int, n: int) -> torch.Tensor:
-    """(min(n, available), seq_len + 1) int64, spread evenly over `tokens`; the same in every run of a corpus.
+    """Return (min(n, available), seq_len + 1) int64, spread evenly over `tokens`; the same in every run of a corpus.
 
-    Raises `UserError` if there is not one sequence.
+    Raises UserError if there is not one sequence.
     """
     available = _num_sequences(tokens, seq_len, "validation")
     count = min(n, available)

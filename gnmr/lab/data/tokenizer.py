@@ -6,10 +6,8 @@ tokenizer_config.json or special_tokens_map.json. transformers is not needed to 
 
 from __future__ import annotations
 
-import errno
 import json
 import re
-import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gnmr.errors import UserError
+from gnmr.records.untrusted import first_line
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -28,7 +27,7 @@ LONGEST_WORD = 1000  # bytes; longer words (or runs of blanks) are split while t
 
 
 def train(documents: Iterator[str], vocab_size: int) -> Tokenizer:
-    """At most `vocab_size` entries (a tiny corpus gives fewer); the end token has id 0. Same text, same tokenizer."""
+    """Train a byte-level BPE of at most `vocab_size` entries; the end token has id 0. Same text, same tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -50,53 +49,40 @@ def train(documents: Iterator[str], vocab_size: int) -> Tokenizer:
 
 
 def read(path: Path, where: str) -> tuple[bytes, str | None]:
-    """(content of tokenizer.json, name of the end token if the checkpoint's folder gives it).
+    """Return the content of a tokenizer.json, and the name of the end token if the checkpoint's folder gives it.
 
-    path: a tokenizer.json, or the folder of a checkpoint of transformers; `where` names it in errors (`UserError`).
+    path: a tokenizer.json, or the folder of a checkpoint of transformers. Raises UserError, which begins with `where`.
     """
     file = path / FILE if path.is_dir() else path
-    try:
-        content = regular_content(file)
-    except FileNotFoundError as error:
-        if file == path:
-            raise UserError(f"{where}: no such file or folder") from error
+    if not file.is_file():
         pieces = (path / "tokenizer.model").exists()
         needs = " from its tokenizer.model, with the packages sentencepiece and protobuf installed" * pieces
         raise UserError(
-            f"{where}: the folder holds no {FILE}; AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of "
+            f"{where}: there is no {FILE}; AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of "
             f"transformers writes one{needs}"
-        ) from error
+        )
+    try:
+        content = file.read_bytes()
     except OSError as error:
         raise UserError(f"{where}: cannot be read ({error.strerror})") from error
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        end = _named_end(path / name) if file != path else None
-        if end is not None:
-            return content, end
-    return content, None
-
-
-def regular_content(file: Path) -> bytes:
-    """The content of a regular file; `OSError` for anything else: reading a pipe would wait."""
-    if not stat.S_ISREG(file.stat().st_mode):
-        raise OSError(errno.EINVAL, "no regular file")
-    return file.read_bytes()
+    settings = [path / name for name in ("tokenizer_config.json", "special_tokens_map.json")] if file != path else []
+    ends = (_named_end(setting) for setting in settings if setting.is_file())
+    return content, next((end for end in ends if end is not None), None)
 
 
 def _named_end(file: Path) -> str | None:
-    if not file.exists():
-        return None
     try:
-        end = json.loads(regular_content(file)).get("eos_token")
+        end = json.loads(file.read_text()).get("eos_token")
         end = end["content"] if isinstance(end, dict) else end
-    except (OSError, ValueError, AttributeError, KeyError, RecursionError) as error:
+        if end is not None and not isinstance(end, str):
+            raise TypeError(f"eos_token must be text, and is {type(end).__name__}")
+        return end
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{file}: cannot be read as a tokenizer's settings ({error})") from error
-    if end is not None and not isinstance(end, str):
-        raise UserError(f"{file}: eos_token must be text, and is {type(end).__name__}")
-    return end
 
 
 def load(content: bytes, where: str, end: str | None = None) -> Tokenizer:
-    """The tokenizer of a tokenizer.json, without its truncation and padding; `where` names it in errors.
+    """Return the tokenizer of a tokenizer.json, without its truncation and padding; `where` names it in errors.
 
     Control tokens that are written out in a text count as text, see `encode`.
     end: the name of its end token; None: one of `ACCEPTED_ENDS`.
@@ -106,29 +92,26 @@ def load(content: bytes, where: str, end: str | None = None) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_str(content.decode("utf-8-sig"))
     except Exception as error:  # the library raises plain Exception
-        reason = " ".join(str(error).split())
-        raise UserError(f"{where}: not a tokenizer.json of the tokenizers library ({reason})") from error
+        raise UserError(f"{where}: not a tokenizer.json of the tokenizers library ({first_line(error)})") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
     ends = ACCEPTED_ENDS if end is None else (end,)
     if all(tokenizer.token_to_id(end) is None for end in ends):
-        one_of = "one of " if len(ends) > 1 else ""
-        raise UserError(f"{where}: has no end-of-text token; {one_of}{', '.join(ends)} must be in it")
+        raise UserError(f"{where}: has no end-of-text token; one of {', '.join(ends)} must be in it")
     return tokenizer
 
 
 def end_token(tokenizer: Tokenizer, end: str | None = None) -> int:
-    """Id of the token that stands after each document; `end` as in `load`."""
+    """Return the id of the token that stands after each document; `end` as in `load`."""
     ends = ACCEPTED_ENDS if end is None else (end,)
     return next(number for end in ends if (number := tokenizer.token_to_id(end)) is not None)
 
 
 def begin_token(tokenizer: Tokenizer) -> int | None:
-    """Id of the token that the tokenizer itself puts before a text, if it does.
+    """Return the id of the token that the tokenizer itself puts before a text, if it does.
 
-    What it puts there and not the "bos_token" that a checkpoint may name as well: GPT-2 and others name one that
-    their training and their evaluation never used.
+    A "bos_token" that a checkpoint names does not count: GPT-2 and others name one that their training never used.
     """
     encoding = tokenizer.encode("a")
     return encoding.ids[0] if encoding.special_tokens_mask[:1] == [1] else None
@@ -144,7 +127,7 @@ class Controls:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, end: int) -> Controls:
-        """Those of `tokenizer` whose names have at least two characters."""
+        """Return those of `tokenizer` whose names have at least two characters."""
         special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         named = {number: tokenizer.id_to_token(number) or "" for number in (*special, end)}
         long = {number: name for number, name in named.items() if len(name) > 1}
@@ -155,7 +138,7 @@ class Controls:
 def encode(
     tokenizer: Tokenizer, texts: list[str], where: str, controls: Controls, offsets: bool = True
 ) -> list[Encoding]:
-    """The encodings of `texts`, without special tokens; `UserError` for a tokenizer that cannot encode one of them.
+    """Return the encodings of `texts`, without special tokens. Raises UserError if the tokenizer cannot encode one.
 
     A control token that is written out in a text is encoded as text. Some vocabularies hold it as a word or a piece
     (WordLevel, Unigram); there the text is cut behind the token's first character.
@@ -172,9 +155,9 @@ def encode(
                 found[place] = Encoding.merge(tokenizer.encode_batch(parts, add_special_tokens=False), True)
         return found
     except Exception as error:  # the library raises plain Exception
-        raise UserError(f"{where}: cannot encode the text ({' '.join(str(error).split())})") from error
+        raise UserError(f"{where}: cannot encode the text ({first_line(error)})") from error
 
 
 def vocab_size(tokenizer: Tokenizer) -> int:
-    """Largest id + 1: a user's tokenizer may leave ids out."""
+    """Return the largest id + 1: a user's tokenizer may leave ids out."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1

@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
+import time
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,7 +25,6 @@ from gnmr.lab.data import tokenizer as bpe
 from gnmr.lab.data.cache import TokenCorpus
 from gnmr.lab.data.corpora import PROMPTED, Corpus, open_corpus
 from gnmr.lab.data.files import TRAIN, VALIDATION
-from gnmr.lab.data.progress import Progress
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -32,6 +33,8 @@ CACHE_VERSION = 3  # increment it when documents, examples, splits or tokenizati
 LIMITED_VAL_TOKENS = 2_000_000  # where the training tokens are limited, validation ends here
 PIECE = 1_000_000  # most characters encoded as one string; longer documents are encoded in pieces
 BATCH = 2_000_000  # characters encoded in one call, about a second on one core
+SAY_EVERY = 2.0  # seconds between two lines about work that reports itself
+SILENCE = 4.0  # seconds after which the last line is said again, with the time that the work has taken
 
 
 def prepare(config: DataConfig, needed_tokens: int, say: Callable[[str], None]) -> TokenCorpus:
@@ -68,47 +71,87 @@ def prepare_packed(
 def _prepared(
     config: DataConfig, needed: int, say: Callable[[str], None], packed: bool, checkpoint: Path | None
 ) -> TokenCorpus:
-    with Progress(say) as progress:
-        corpus = open_corpus(config, progress)
+    cache_dir = files.user_path("data.cache_dir", config.cache_dir)
     path, where = checkpoint, str(checkpoint)
     if config.tokenizer is not None:
         path, where = files.user_path("data.tokenizer", config.tokenizer), f"data.tokenizer={config.tokenizer}"
-    content, end = (None, None) if path is None else bpe.read(path, where)
-    vocabulary = [config.vocab_size, config.tokenizer_bytes] if content is None else hashlib.sha256(content).hexdigest()
-    limit = needed if config.max_tokens is None and corpus.streamed else config.max_tokens
-    key = [CACHE_VERSION, config.name, packed, corpus.identity, vocabulary, end, limit, packed and config.answers_only]
-    kind = "examples" if packed else "documents"
+    with Progress(say) as progress:
+        corpus = open_corpus(config, progress)
+        content, end = (None, None) if path is None else bpe.read(path, where)
+        limit = needed if config.max_tokens is None and corpus.streamed else config.max_tokens
+        trained = [config.vocab_size, config.tokenizer_bytes]
+        vocabulary = trained if content is None else hashlib.sha256(content).hexdigest()
+        key = [CACHE_VERSION, config.name, packed, corpus.identity, vocabulary, end, limit]
+        digest = hashlib.sha256(json.dumps([*key, packed and config.answers_only]).encode()).hexdigest()[:16]
 
-    def build(folder: Path, progress: Progress) -> None:
-        progress.begin(f"preparing {corpus.where}: {corpus.summary}")
-        if content is None:
-            progress.begin(f"training the tokenizer: vocabulary of {config.vocab_size} at most")
-            tokenizer = bpe.train(_training_text(corpus, config.tokenizer_bytes, progress), config.vocab_size)
-        else:
-            tokenizer = bpe.load(content, where, end)
-        (folder / cache.TOKENIZER).write_bytes(content or tokenizer.to_str(pretty=True).encode())
-        end_token = bpe.end_token(tokenizer, end)
-        found = Encoder(tokenizer, where, end_token, limit, packed, config.answers_only).write(folder, corpus, progress)
-        if open_corpus(config, progress).identity != corpus.identity:  # its tokens would get the name of others
-            raise UserError(f"{corpus.where}: changed while it was read; run the command again")
-        told = ", ".join(f"{number:,} {split} {kind} with {size:,} tokens" for split, (number, size) in found.items())
-        progress.begin(f"{told}, vocabulary {bpe.vocab_size(tokenizer):,}{corpus.skipped}")
+        def build(folder: Path) -> None:
+            progress.begin(f"preparing {corpus.where}: {corpus.summary}")
+            if content is None:
+                progress.begin(f"training the tokenizer: vocabulary of {config.vocab_size} at most")
+                tokenizer = bpe.train(_training_text(corpus, config.tokenizer_bytes, progress), config.vocab_size)
+            else:
+                tokenizer = bpe.load(content, where, end)
+            (folder / cache.TOKENIZER).write_bytes(content or tokenizer.to_str(pretty=True).encode())
+            encoder = Encoder(tokenizer, where, bpe.end_token(tokenizer, end), limit, packed, config.answers_only)
+            written = encoder.write(folder, corpus, progress)
+            if open_corpus(config, progress).identity != corpus.identity:  # its tokens would get the name of others
+                raise UserError(f"{corpus.where}: changed while it was read; run the command again")
+            progress.begin(f"{written}, vocabulary {bpe.vocab_size(tokenizer):,}{corpus.skipped}")
 
-    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-    folder = files.cache_of(config) / f"{config.name}{'-examples' * packed}-{digest}"
-    return cache.open_or_build(folder, build, say)
+        return cache.open_or_build(cache_dir / f"{config.name}{'-examples' * packed}-{digest}", build, say)
 
 
 def _training_text(corpus: Corpus, most: int, progress: Progress) -> Iterator[str]:
     """Yield the text of training documents, up to `most` bytes of UTF-8 in all."""
     left = most
     for example in corpus.read(TRAIN):
-        raw = example.answer.encode("utf-8", errors="replace")
-        yield example.answer if len(raw) <= left else raw[:left].decode("utf-8", errors="ignore")
+        raw = example.answer.encode()
+        yield raw[:left].decode("utf-8", errors="ignore")
         left -= len(raw)
         if left <= 0:
             return
         progress(f"training the tokenizer: {(most - left) / 1e6:.1f} MB read")
+
+
+class Progress:
+    """Called with the state of long work; passes it to `say`: at most one line in 2 seconds, at least one in 4.
+
+    Within its `with` block a thread repeats the last line while nothing else is said: training the tokenizer is one
+    long call into a library.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._text = ""
+        self._begun = self._said = time.monotonic()
+        self._ended = threading.Event()
+
+    def begin(self, text: str) -> None:
+        """Say that a new kind of work begins."""
+        self._begun = self._said = time.monotonic()
+        self._text = text
+        self._say(text)
+
+    def __call__(self, text: str) -> None:
+        """Note the state of the work; it is said if the last line is old enough."""
+        self._text = text
+        if time.monotonic() - self._said >= SAY_EVERY:
+            self._said = time.monotonic()
+            self._say(text)
+
+    def __enter__(self) -> Progress:
+        threading.Thread(target=self._repeat, daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+
+    def _repeat(self) -> None:
+        while not self._ended.wait(0.25):
+            now = time.monotonic()
+            if self._text and now - self._said >= SILENCE:
+                self._said = now
+                self._say(f"{self._text} ({now - self._begun:.0f} s)")
 
 
 @dataclass(frozen=True)
@@ -122,20 +165,20 @@ class Encoder:
     """Stands after each document."""
     limit: int | None
     """Most training tokens; validation ends at `LIMITED_VAL_TOKENS` then."""
-    packed: bool = False
+    packed: bool
     """Documents begin with the token that the tokenizer puts there, the one that reaches the limit is kept whole, and
     the files of `cache.DOCUMENTS` are written."""
-    answers_only: bool = False
+    answers_only: bool
     """With `packed`: the tokens of a prompt are no targets."""
 
-    def write(self, folder: Path, corpus: Corpus, progress: Progress) -> dict[str, tuple[int, int]]:
-        """Write the files of both splits and meta.json; return documents and tokens by split."""
+    def write(self, folder: Path, corpus: Corpus, progress: Progress) -> str:
+        """Write the files of both splits and meta.json; return the numbers of documents and tokens, to be said."""
         # Else each process forked later (data loaders, W&B) would print a warning about Rust threads.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         begin = bpe.begin_token(self.tokenizer) if self.packed else None
         vocab_size = max(bpe.vocab_size(self.tokenizer), -1 if begin is None else begin + 1)  # it may be outside of it
         dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
-        kind, found = "examples" if self.packed else "documents", {}
+        kind, found = "examples" if self.packed else "documents", []
         validation = None if self.limit is None else LIMITED_VAL_TOKENS
         for split, file, most in ((TRAIN, cache.TRAIN, self.limit), (VALIDATION, cache.VAL, validation)):
             progress.begin(f"tokenizing {split} {kind}")
@@ -159,9 +202,9 @@ class Encoder:
                 raise UserError(f"{corpus.where}: holds no {split} {what}{corpus.skipped}")
             if self.packed:
                 (folder / cache.DOCUMENTS[file]).write_bytes(np.array(borders, dtype="<i8").tobytes())
-            found[split] = documents, written
+            found.append(f"{documents:,} {split} {kind} with {written:,} tokens")
         cache.seal(folder, vocab_size, self.end, dtype)
-        return found
+        return ", ".join(found)
 
     def _encoded(self, corpus: Corpus, split: str) -> Iterator[tuple[list[int], int, bool]]:
         """Yield (token ids, tokens of the prompt, whether they end their example); encodes some examples at a time.

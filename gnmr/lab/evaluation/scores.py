@@ -58,12 +58,13 @@ class RunScorer:
 
         Raises RunFailed if there are no scores; the checkpoint of `step` is saved by then.
         """
-        config, plan, model = parts.config.scores, parts.converted, parts.model
-        coded = any(not operator.weight.is_floating_point() for operator in plan.operators)
+        config, converted, model = parts.config.scores, parts.converted, parts.model
+        coded = any(not operator.weight.is_floating_point() for operator in converted.operators)
+        on_path = converted.on_low_path() if config.path == "low" else converted.high_precision()
         was_training, found = model.training, {}
         model.eval()
         try:
-            with undisturbed(), torch.no_grad(), plan.on_low_path() if config.path == "low" else plan.high_precision():
+            with undisturbed(), torch.no_grad(), on_path:
                 for name in config.tasks:
                     say(f"scoring {name}")
                     found[name] = _scored(parts, name)

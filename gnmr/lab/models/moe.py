@@ -26,9 +26,8 @@ which is 1 for an even load and E where one expert gets everything. The gradient
 Roller et al., arXiv 2106.04426), so arms with different weights send every token to the same experts. The weights
 w_e are still the gate's, over the experts chosen; the balancing loss, which could change nothing, is not added.
 
-**The host.** The slices' lengths are needed on the host: free on a CPU, on a GPU one wait a layer besides the one of
-the step. Stacked weights and a grouped GEMM (`torch.nn.functional.grouped_mm`) would save it, but then experts could
-not be switched one by one. Under torch.compile the mixture runs between the graphs, because lengths change every step.
+**The host** needs the slices' lengths: on a GPU it waits once a layer. A grouped GEMM on stacked weights would save the
+wait, but then experts could not be switched one by one. Under torch.compile the mixture runs between the graphs.
 
 Shape suffixes, besides those of `layers.py`
     N tokens of the batch, B T      E experts       k experts a token goes to       R rows after dispatch, N k
@@ -100,7 +99,7 @@ class MoEMLP(nn.Module):
         return y_ND.view_as(x_BTD), Routing(count_E / len(order_R), balance_loss)
 
     def route(self, x_ND: Tensor, tokens_BT: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(weight_Nk in FP32, expert_Nk int64, assignments count_E int64, balancing loss)."""
+        """Return (weight_Nk in FP32, expert_Nk int64, assignments count_E int64, balancing loss)."""
         logits_NE = self.router(x_ND)
         num_experts = logits_NE.shape[-1]
         scores_NE = logits_NE.detach()
@@ -119,7 +118,7 @@ class MoEMLP(nn.Module):
         return weight_Nk, expert_Nk, count_E, balance_loss
 
     def readers(self) -> list[nn.Linear]:
-        """The linears that read the mixture's input."""
+        """Return the linears that read the mixture's input."""
         return [self.router, *(cast(nn.Linear, expert.up_proj) for expert in self.experts)]
 
 
@@ -166,17 +165,18 @@ class MoE(GPT):
 
     @torch.no_grad()
     def statistics(self) -> dict[str, Tensor]:
-        """Of each layer the largest and smallest share of the assignments that an expert got, the entropy of the shares
-        (nats; log E where they are even) and the balancing loss without its weight."""
-        found: dict[str, Tensor] = {}
-        for index, (share_E, balance_loss) in enumerate(self.routings):
-            found |= {
-                f"layers.{index}.mlp.max_share": share_E.max(),
-                f"layers.{index}.mlp.min_share": share_E.min(),
-                f"layers.{index}.mlp.entropy": torch.special.entr(share_E).sum(),
-                f"layers.{index}.mlp.balance_loss": balance_loss.detach(),
-            }
-        return found
+        """Return of each layer the largest and smallest share of the assignments that an expert got, the entropy of the
+        shares (nats; log E where they are even) and the balancing loss without its weight."""
+        return {
+            f"layers.{index}.mlp.{name}": value
+            for index, (share_E, balance_loss) in enumerate(self.routings)
+            for name, value in (
+                ("max_share", share_E.max()),
+                ("min_share", share_E.min()),
+                ("entropy", torch.special.entr(share_E).sum()),
+                ("balance_loss", balance_loss.detach()),
+            )
+        }
 
     def experts(self) -> list[nn.Module]:
         return [expert for block in self.layers for expert in cast(MoEMLP, block.mlp).experts]
@@ -191,9 +191,9 @@ class MoE(GPT):
 
 
 def hashed_scores(tokens_N: Tensor, num_experts: int, seed: int) -> Tensor:
-    """(N, E) int64: a score of every expert for every token id that depends on the id, the expert and `seed` alone.
+    """Return (N, E) int64: a score of every expert for every token id, by the id, the expert and `seed` alone.
 
-    A bijective mix of 32 bits, so no two experts ever score the same for a token.
+    It is a bijective mix of 32 bits, so no two experts ever score the same for a token.
     """
     mask = 0xFFFFFFFF
     key_NE = tokens_N.unsqueeze(1) * num_experts + torch.arange(num_experts, device=tokens_N.device)
@@ -204,7 +204,7 @@ def hashed_scores(tokens_N: Tensor, num_experts: int, seed: int) -> Tensor:
 
 
 def _lengths(count_E: Tensor, total: int) -> list[int]:
-    """Rows of every expert, on the host: waits for the device. On the meta device, which knows no number, even ones."""
+    """Return the rows of every expert, on the host: waits for the device. On the meta device they are even."""
     if count_E.is_meta:
         number = len(count_E)
         return [total // number + (expert < total % number) for expert in range(number)]
@@ -212,12 +212,12 @@ def _lengths(count_E: Tensor, total: int) -> list[int]:
 
 
 def _softmax(x_NE: Tensor) -> Tensor:
-    """Over the last dimension. Down the columns of the transpose: a CPU takes ten times as long for short rows."""
+    """Return the softmax of each row, down the columns of the transpose: a CPU is ten times faster there."""
     return x_NE.t().softmax(dim=0).t()
 
 
 def _refuse_twice() -> None:
-    """Called in a backward pass. Raises RuntimeError if its own derivative is asked for."""
+    """Raise RuntimeError in a backward pass whose own derivative is asked for."""
     if torch.is_grad_enabled():
         raise RuntimeError("the mixture of experts has no second derivatives (create_graph=True)")
 

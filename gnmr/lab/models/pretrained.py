@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
 import shutil
 import warnings
@@ -36,11 +35,11 @@ from gnmr.lab.config.model import AdapterConfig
 from gnmr.lab.models.llama import Llama
 from gnmr.names import select
 from gnmr.precision import cpu_products
-from gnmr.records.untrusted import MAX_OBJECT, bounded, first_line
+from gnmr.records.disk import sha256
+from gnmr.records.untrusted import first_line
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 MOST_LAYERS = 1000  # that a config.json may ask for; the deepest known models have some 130
-_CHUNK = 2**20  # bytes of a file that are hashed together
 _DTYPES = ("F64", "F32", "F16", "BF16")
 """What safetensors calls the dtypes that weights without a quantization_config may have."""
 _BUFFERS = (".inv_freq", ".masked_bias", ".attn.bias", ".attention.bias", ".position_ids", ".cos_cached", ".sin_cached")
@@ -48,13 +47,13 @@ _BUFFERS = (".inv_freq", ".masked_bias", ".attn.bias", ".attention.bias", ".posi
 
 
 def need(package: str, what: str) -> None:
-    """UserError if `package`, which `what` needs, is not installed."""
+    """Raise UserError if `package`, which `what` needs, is not installed."""
     if find_spec(package) is None:
         raise UserError(f"{what}: needs {package}, which is missing here; {install('finetune')}")
 
 
 def open_config(checkpoint: str, where: str | None = None) -> Any:
-    """The `PretrainedConfig` of a checkpoint. UserError where there is none that transformers knows.
+    """Return the `PretrainedConfig` of a checkpoint. Raises UserError if there is none that transformers knows.
 
     `where` names it in messages; None: as model.checkpoint.
     """
@@ -64,9 +63,6 @@ def open_config(checkpoint: str, where: str | None = None) -> Any:
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise UserError(f"{where}: the folder has no config.json; give one in Hugging Face's layout")
-        for path in sorted(folder.iterdir()):
-            if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe would be waited for
-                raise UserError(f"{where}: {path.name} is no regular file")
     elif folder.exists() or folder.parent.is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", checkpoint):
         raise UserError(f"{where}: there is no such folder or hub name")
     with quiet(), _one_line(where, folder.is_dir()):
@@ -79,50 +75,25 @@ def open_config(checkpoint: str, where: str | None = None) -> Any:
 
 
 def check_files(folder: Path) -> list[Path]:
-    """Return the files of weights. UserError for weights that are missing or cut off, naming the file."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        shards = read_object(index).get("weight_map")
-        if not isinstance(shards, dict):
-            raise UserError(f"{index}: has no weight_map")
-        files = [folder / str(name) for name in sorted(set(shards.values()))]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
+    """Return the files of weights. Raises UserError for weights that are missing or cut off, naming the file."""
+    from safetensors import safe_open
+
+    file = folder / "model.safetensors.index.json"
+    try:
+        shards = json.loads(file.read_bytes())["weight_map"].values() if file.is_file() else []
+        files = sorted({folder / name for name in shards} or folder.glob("*.safetensors"))
+        for file in files:
+            with safe_open(file, framework="pt"):
+                pass
+    except Exception as error:  # OSError, SafetensorError, and whatever an index may lack
+        raise UserError(f"{file}: is missing, truncated or cannot be read ({first_line(error)})") from error
     if not files:
         raise UserError(f"{folder}: holds no *.safetensors")
-    for file in files:
-        check_safetensors(file)
     return files
 
 
-def check_safetensors(file: Path) -> None:
-    """UserError unless the file is there and whole."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="pt"):
-            pass
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{file}: is missing, truncated or no safetensors file ({first_line(error)})") from error
-
-
-def read_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file; UserError for anything else."""
-    try:
-        with file.open("rb") as stream:  # a link of the hub's cache too
-            text = stream.read(MAX_OBJECT + 1)
-        if len(text) > MAX_OBJECT:
-            raise ValueError(f"more than {MAX_OBJECT:,} bytes")
-        tree = bounded(json.loads(text))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file}: cannot be read ({error})") from error
-    if not isinstance(tree, dict):
-        raise UserError(f"{file}: is no JSON object")
-    return tree
-
-
 def local(checkpoint: str, where: str | None = None) -> Path:
-    """The folder of a checkpoint; one on the hub is fetched (config, safetensors, tokenizer) into the hub's own cache.
+    """Return the folder of a checkpoint; one on the hub is fetched (config, safetensors, tokenizer) into its own cache.
 
     Raises UserError if it cannot be reached. `where`: see `open_config`.
     """
@@ -136,18 +107,19 @@ def local(checkpoint: str, where: str | None = None) -> Path:
 
 @cache
 def _fetched(name: str) -> Path:
-    """Fetched once a process, so that the fingerprint is that of the weights that are loaded."""
+    """Fetch once a process, so that the fingerprint is that of the weights that are loaded."""
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "tokenizer*"]))
 
 
 def load(checkpoint: str, dtype: torch.dtype | str, device: torch.device, where: str | None = None) -> nn.Module:
-    """The model of a checkpoint on `device`, in training mode, every weight trainable.
+    """Return the model of a checkpoint on `device`, in training mode, every weight trainable.
 
-    `dtype`: that of the weights, or "auto": their own. UserError for a checkpoint that is missing, damaged, or none of
-    a LLaMA-like causal model, and unless its weights are exactly those of the model that config.json describes; nothing
-    but safetensors is read. `where`: see `open_config`.
+    `dtype` is that of the weights, or "auto": their own. Nothing but safetensors is read. `where`: see `open_config`.
+
+    Raises UserError for a checkpoint that is missing, damaged, or none of a LLaMA-like causal model, and unless its
+    weights are exactly those of the model that config.json describes.
     """
     where = where or f"model.checkpoint={checkpoint}"
     shapes: Any = empty(checkpoint, torch.float32, where)  # refuses other families before their weights are read
@@ -177,7 +149,7 @@ def load(checkpoint: str, dtype: torch.dtype | str, device: torch.device, where:
 
 
 def _check_dtypes(files: list[Path], where: str) -> None:
-    """UserError for integers and formats below 16 bits: without their scales they are other numbers than was meant."""
+    """Raise UserError for integers and formats below 16 bits: without their scales they are other numbers."""
     from safetensors import safe_open
 
     for file in files:
@@ -192,36 +164,29 @@ def _check_dtypes(files: list[Path], where: str) -> None:
 
 
 def _check_weights(report: Mapping[str, Any], where: str) -> None:
-    """UserError unless the files and the model have the same weights, by what transformers reports of the loading.
+    """Raise UserError unless the files and the model have the same weights, by transformers' report of the loading.
 
-    Buffers that older versions wrote into checkpoints (inv_freq) and weights that a class leaves out on purpose are no
-    part of the report.
+    Weights that a class leaves out on purpose are no part of the report.
     """
-    if lacking := sorted(report["missing_keys"]):
-        raise UserError(f"{where}: {_these(lacking)} missing in its files")
-    if unlike := sorted(report["mismatched_keys"]):
-        name, there, here = unlike[0]
-        raise UserError(
-            f"{where}: {_these([name for name, _, _ in unlike])} of another shape than config.json says ({name} is "
-            f"{list(there)} in the file and {list(here)} by config.json)"
-        )
-    surplus = sorted(name for name in report["unexpected_keys"] if not name.endswith(_BUFFERS))
-    if surplus:
-        raise UserError(
-            f"{where}: {_these(surplus)} in its files, and the model of config.json has no such weights: it would not "
-            "compute what was trained; give the config.json that belongs to these files (attention_bias, "
-            "num_hidden_layers, quantization_config, ...)"
-        )
-
-
-def _these(names: list[str]) -> str:
-    """How many weights a message is about, and the first three."""
-    first = f"{', '.join(names[:3])}{', ...' * (len(names) > 3)}"
-    return f"1 weight ({first}) is" if len(names) == 1 else f"{len(names)} weights ({first}) are"
+    shapes = {
+        name: f"{name} is {[*there]} in the file, {[*here]} by config.json"
+        for name, there, here in report["mismatched_keys"]
+    }
+    surplus = [name for name in report["unexpected_keys"] if not name.endswith(_BUFFERS)]
+    for names, problem in (
+        (report["missing_keys"], "missing in its files"),
+        (shapes.values(), "of another shape than config.json says"),
+        (surplus, "in its files alone: the model of config.json would not compute what was trained"),
+    ):
+        if names:
+            first = ", ".join(sorted(names)[:3]) + ", ..." * (len(names) > 3)
+            raise UserError(
+                f"{where}: weights {problem} ({len(names)}: {first}); give the config.json that belongs to these files"
+            )
 
 
 def empty(checkpoint: str, dtype: torch.dtype, where: str | None = None) -> nn.Module:
-    """The same model on the meta device: shapes without weights."""
+    """Return the model that `load` returns, on the meta device: shapes without weights."""
     where = where or f"model.checkpoint={checkpoint}"
     config = open_config(checkpoint, where)
     with quiet(), _one_line(where), torch.device("meta"):
@@ -241,10 +206,10 @@ def empty(checkpoint: str, dtype: torch.dtype, where: str | None = None) -> nn.M
 
 
 def add_adapter(model: nn.Module, adapter: AdapterConfig, seed: int) -> None:
-    """Freezes the model and puts LoRA adapters around the matching linears, in place (peft).
+    """Freeze the model and put LoRA adapters around the matching linears, in place (peft).
 
     A is drawn Kaiming-uniform from `seed`, B is 0, so the function is at first the model's own. Both are kept in FP32
-    and compute in the dtype of their input. UserError for a pattern that matches no linear, and without peft.
+    and compute in the dtype of their input. Raises UserError for a pattern that matches no linear, and without peft.
     """
     need("peft", f"model.adapter.rank={adapter.rank}")
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
@@ -252,19 +217,15 @@ def add_adapter(model: nn.Module, adapter: AdapterConfig, seed: int) -> None:
     if nothing:
         kinds = sorted({name.rpartition(".")[2] for name in linears})
         raise UserError(f"model.adapter.targets={nothing}: no linear has such a name; there are {', '.join(kinds)}")
-    with quiet():
+    with quiet(), torch.random.fork_rng(devices=[]):
         from peft import LoraConfig
 
+        torch.manual_seed(seed)
+        rank, scaling, dropout = adapter.rank, adapter.scaling, adapter.dropout
         lora = LoraConfig(
-            r=adapter.rank,
-            lora_alpha=adapter.scaling,
-            lora_dropout=adapter.dropout,
-            target_modules=chosen,
-            task_type="CAUSAL_LM",
+            r=rank, lora_alpha=scaling, lora_dropout=dropout, target_modules=chosen, task_type="CAUSAL_LM"
         )
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model.add_adapter(lora)  # type: ignore[operator]
+        model.add_adapter(lora)  # type: ignore[operator]
     for layer in model.modules():
         if hasattr(layer, "lora_A"):
             layer.cast_input_dtype_enabled = False  # type: ignore[assignment]
@@ -285,15 +246,10 @@ class _AdapterLinear(nn.Linear):
 
 
 def fingerprint(checkpoint: str) -> str:
-    """sha256 over config and weight files, of a hub name over what `local` fetched; takes one to two seconds per GB."""
-    seen = hashlib.sha256()
+    """Return a sha256 over config and weight files, of a hub name over what `local` fetched (1 to 2 s per GB)."""
     mine = ("config.json", "model.safetensors.index.json")
-    for file in sorted(p for p in local(checkpoint).iterdir() if p.name in mine or p.suffix == ".safetensors"):
-        seen.update(f"{file.name} {file.stat().st_size}\0".encode())
-        with file.open("rb") as stream:
-            while chunk := stream.read(_CHUNK):
-                seen.update(chunk)
-    return seen.hexdigest()
+    files = sorted(p for p in local(checkpoint).iterdir() if p.name in mine or p.suffix == ".safetensors")
+    return hashlib.sha256("".join(f"{p.name} {sha256(p.resolve())}\n" for p in files).encode()).hexdigest()
 
 
 def save(
@@ -302,7 +258,7 @@ def save(
     tokenizer: Path | str | None = None,
     weights: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Writes `model` in Hugging Face's layout to `folder`, beside first and then renamed.
+    """Write `model` in Hugging Face's layout to `folder`, beside first and then renamed.
 
     A model of ours (`Llama`) is written as `LlamaForCausalLM`; one with adapters as peft has them (adapter_config.json,
     adapter_model.safetensors) without its base. `tokenizer`: our tokenizer.json, or the checkpoint it came from.
@@ -322,15 +278,15 @@ def save(
 
 
 def as_hugging_face(model: Llama, weights: Mapping[str, Tensor] | None = None) -> Any:
-    """`LlamaForCausalLM` on the very weights of `model`, or on these (sdpa attention); equal logits up to the order of
-    sums."""
+    """Return `LlamaForCausalLM` with the weights of `model`, or with these; equal logits up to the order of sums."""
     need("transformers", "Hugging Face's layout")
-    with quiet():
+    own = model.config
+    named = dict(model.named_parameters()) if weights is None else weights
+    weight = named["embed_tokens.weight"]
+    renamed = {name if name.startswith("lm_head") else f"model.{name}": p for name, p in named.items()}
+    with quiet(), torch.random.fork_rng(devices=[]):  # its initialisation draws
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        own = model.config
-        own_weights = dict(model.named_parameters()) if weights is None else weights
-        weight = own_weights["embed_tokens.weight"]
         shape = LlamaConfig(
             vocab_size=weight.shape[0],
             hidden_size=own.hidden_size,
@@ -345,27 +301,23 @@ def as_hugging_face(model: Llama, weights: Mapping[str, Tensor] | None = None) -
             initializer_range=own.init_std,
             dtype=weight.dtype,
         )
-        with torch.random.fork_rng(devices=[]):  # its initialisation draws
-            theirs = LlamaForCausalLM._from_config(shape, attn_implementation="sdpa")
-        renamed = {f"{'' if name.startswith('lm_head') else 'model.'}{name}": p for name, p in own_weights.items()}
+        theirs = LlamaForCausalLM._from_config(shape, attn_implementation="sdpa")
         theirs.to(device=weight.device, dtype=weight.dtype)
-        with torch.no_grad():
-            theirs.load_state_dict(renamed, strict=not own.tied_head)  # a tied head is no weight of its own here
+        theirs.load_state_dict(renamed, strict=not own.tied_head)  # a tied head is no weight of its own here
     return theirs.train(model.training)
 
 
 def open_tokenizer(checkpoint: str) -> Any:
-    """The tokenizer of a checkpoint, as transformers has it. UserError where there is none."""
+    """Return the tokenizer of a checkpoint, as transformers has it. Raises UserError if there is none."""
     folder = Path(checkpoint).expanduser()
-    if folder.is_dir() and not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
-        raise UserError(f"{folder}: holds no tokenizer (tokenizer.json or tokenizer.model)")
-    pieces = folder / "tokenizer.model"
-    if not (folder / "tokenizer.json").is_file() and pieces.is_file() and find_spec("sentencepiece") is None:
+    if folder.is_dir() and not (folder / "tokenizer.json").is_file():
+        pieces = folder / "tokenizer.model"
+        if not pieces.is_file():
+            raise UserError(f"{folder}: holds no tokenizer (tokenizer.json or tokenizer.model)")
         with pieces.open("rb") as file:
-            if file.read(1) == b"\n":  # a protocol buffer; a file of tiktoken's begins with text
-                raise UserError(
-                    f"{pieces}: is read by sentencepiece, which is missing here; pip install sentencepiece protobuf"
-                )
+            of_sentencepiece = file.read(1) == b"\n"  # a protocol buffer; a file of tiktoken's begins with text
+        if of_sentencepiece and find_spec("sentencepiece") is None:
+            raise UserError(f"{pieces}: needs sentencepiece, missing here; pip install sentencepiece protobuf")
     with quiet(), _one_line(checkpoint, folder.is_dir()):
         from transformers import AutoTokenizer
 
@@ -373,7 +325,7 @@ def open_tokenizer(checkpoint: str) -> Any:
 
 
 def tokenizer_of(tokenizer: Path | str) -> Any:
-    """The tokenizer of a checkpoint, or of our own tokenizer.json."""
+    """Return the tokenizer of a checkpoint, or of our own tokenizer.json."""
     if isinstance(tokenizer, str):
         return open_tokenizer(tokenizer)
     from transformers import PreTrainedTokenizerFast
@@ -387,7 +339,7 @@ def tokenizer_of(tokenizer: Path | str) -> Any:
 
 @contextmanager
 def _one_line(where: str, local: bool = True) -> Iterator[None]:
-    """UserError in one line for whatever the libraries raise over an unusable checkpoint."""
+    """Raise UserError in one line for whatever the libraries raise over an unusable checkpoint."""
     try:
         yield
     except UserError:
@@ -405,20 +357,17 @@ def _one_line(where: str, local: bool = True) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hides notes and progress bars of the libraries."""
-    before, bars = logging.root.manager.disable, os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS")
+    """Hide notes and progress bars of the libraries."""
+    before = logging.root.manager.disable
     logging.disable(logging.WARNING)
-    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     try:
-        from transformers.utils import logging as theirs
-
-        theirs.disable_progress_bar()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            from huggingface_hub.utils import disable_progress_bars
+            from transformers.utils import logging as theirs
+
+            disable_progress_bars()
+            theirs.disable_progress_bar()
             yield
     finally:
         logging.disable(before)
-        if bars is None:
-            os.environ.pop("HF_HUB_DISABLE_PROGRESS_BARS", None)
-        else:
-            os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = bars

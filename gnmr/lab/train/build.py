@@ -24,10 +24,9 @@ from gnmr.errors import UserError, as_user_error
 from gnmr.lab import models
 from gnmr.lab.config import Config
 from gnmr.lab.data.batch import Batch
-from gnmr.lab.data.cache import Documents, TokenCorpus
+from gnmr.lab.data.cache import Documents, TokenCorpus, TokenFile
 from gnmr.lab.data.packing import PackedSequences, packed_validation
 from gnmr.lab.data.sequences import Branch, TrainSequences, validation_sequences
-from gnmr.lab.data.token_file import TokenFile
 from gnmr.lab.data.tokens import prepare, prepare_packed
 from gnmr.lab.faults.faults import Fault
 from gnmr.lab.faults.schedule import FaultSchedule
