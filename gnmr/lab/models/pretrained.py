@@ -220,9 +220,8 @@ def _these(names: list[str]) -> str:
     return f"1 weight ({first}) is" if len(names) == 1 else f"{len(names)} weights ({first}) are"
 
 
-def empty(checkpoint: str, dtype: torch.dtype, where: str | None = None) -> nn.Module:
-    """The same model on the meta device: shapes without weights."""
-    where = where or f"model.checkpoint={checkpoint}"
+def on_meta(checkpoint: str, dtype: torch.dtype, where: str) -> nn.Module:
+    """Return a model of any family on the meta device: modules and shapes without weights."""
     config = open_config(checkpoint, where)
     with quiet(), _one_line(where), torch.device("meta"):
         from transformers import AutoModelForCausalLM
@@ -230,6 +229,13 @@ def empty(checkpoint: str, dtype: torch.dtype, where: str | None = None) -> nn.M
         model: Any = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
         )
+    return cast(nn.Module, model)
+
+
+def empty(checkpoint: str, dtype: torch.dtype, where: str | None = None) -> nn.Module:
+    """The same model on the meta device: shapes without weights."""
+    where = where or f"model.checkpoint={checkpoint}"
+    model: Any = on_meta(checkpoint, dtype, where)
     layers = getattr(getattr(model, "model", None), "layers", None)
     names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if not isinstance(layers, nn.ModuleList) or (lacking := [name for name in PROJECTIONS if name not in names]):
