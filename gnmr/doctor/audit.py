@@ -24,7 +24,7 @@ from gnmr.doctor.causes import Cause
 from gnmr.doctor.diagnose import Progress, recipe_named
 from gnmr.doctor.guards import not_finite
 from gnmr.doctor.in_force import READS, Operator, operators_of
-from gnmr.doctor.lists import LISTS, Entry, entries_of, nearest_to, read_lists, repaired
+from gnmr.doctor.lists import LISTS, Entry, entries_of, fits_none, nearest_to, read_lists, repaired
 from gnmr.doctor.operands import Measured
 from gnmr.errors import require
 from gnmr.names import GEMMS
@@ -161,7 +161,7 @@ def _of_lists(entries: Sequence[Entry], model: nn.Module, operators: Sequence[Op
             what = f"means {len(entry.meant)} linears between dots, and {len(entry.swept)} more within a word ({first})"
             right = f"{better!r}" if better else "whole names"
             yield Finding("substring", (f"{entry.which} {entry.text!r}",), what, right)
-        if entry.names or _alias(entry, entries):
+        if not fits_none(entry, names) or _alias(entry, entries):
             continue
         if entries_of(entry.which, [entry.text], others)[0].names:
             continue  # a module without a GEMM: an embedding, a norm

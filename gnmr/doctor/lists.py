@@ -256,10 +256,10 @@ def _reads(own: Reading, text: str, name: str) -> bool:
     built = called(name, own.layout)
     if own.layout != "engine":
         return matches(text, built, own.rule)
+    if own.rule in ("exact", "any") and built.endswith(".experts") and built in text:
+        return True  # one projection of one expert leaves out all of them
     if own.rule == "any":
         return text == name or matches(text, built, own.rule)
-    if own.rule == "exact" and built.endswith(".experts"):
-        return built in text  # one projection of one expert leaves out all of them
     return matches(text, name, own.rule) or (own.rule != "part" and text == built)
 
 
@@ -271,6 +271,8 @@ def matches(text: str, name: str, rule: str) -> bool:
     """
     if rule == "end":
         return bool(select([name], [text])[0])
+    if rule == "quantizer":
+        return _fits(text, name, "weight") or _fits(text, name, "input")
     pattern = _pattern(text, rule)
     if rule == "start":
         return bool(re.match(rf"(?:{text}){_BOUNDARY}", name)) or name.endswith(text)
@@ -286,14 +288,22 @@ def matches(text: str, name: str, rule: str) -> bool:
     return (rule != "glob" and parts) or (rule in ("glob", "any") and fnmatchcase(name, text))
 
 
+def fits_none(entry: Entry, names: Iterable[str]) -> bool:
+    """Return whether an entry fits none of the names, be it that a later one of `quant_cfg` decides on them."""
+    late = LISTS[entry.which].rule == "quantizer" and any(matches(entry.text, name, "quantizer") for name in names)
+    return not (entry.names or late)
+
+
 def _decides(texts: Sequence[str], name: str) -> str | None:
     """Return the entry of `quant_cfg` that decides on a linear: the last that fits each quantizer, and the first of
     these that turns one on. None: none fits, and ModelOpt's quantizers are on."""
-    last = [
-        next((text for text in reversed(texts) if fnmatchcase(f"{name}.{quantizer}", text.rpartition(":")[0])), None)
-        for quantizer in ("weight_quantizer", "input_quantizer")
-    ]
-    return next((text for text in last if text is None or text.endswith(":on")), last[0])
+    last = [next((text for text in reversed(texts) if _fits(text, name, one)), None) for one in ("weight", "input")]
+    on = [text for text in last if text is not None and text.endswith(":on")]
+    return on[0] if on else None if None in last else last[0]
+
+
+def _fits(text: str, name: str, operand: str) -> bool:
+    return fnmatchcase(f"{name}.{operand}_quantizer", text.rpartition(":")[0])
 
 
 def nearest_to(text: str, names: Sequence[str]) -> str | None:

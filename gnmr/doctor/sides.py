@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
 from gnmr.doctor.audit import Finding
-from gnmr.doctor.lists import LISTS, Entry, called, entries_of, matches, nearest_to, read_lists, repaired
+from gnmr.doctor.lists import LISTS, Entry, called, entries_of, fits_none, matches, nearest_to, read_lists, repaired
 
 Lists: TypeAlias = Mapping[str, Sequence[object] | str | int]
 """{key of `gnmr.doctor.lists.LISTS`: its entries}."""
@@ -116,8 +116,8 @@ def _treated(side: str, entries: Entries, names: Sequence[str]) -> dict[str, Tre
                 (chosen if entry.converts else kept).setdefault(name, one)
     narrow = next((which for which, own in entries.items() if LISTS[which].converts and own), None)
     key = narrow or next(iter(entries))
-    idle = Treatment(narrow is None, f"no entry of {', '.join(entries)} names it", f"an entry for it in {side}.{key}")
-    return {name: kept.get(name) or chosen.get(name) or idle for name in names}
+    rest = Treatment(narrow is None, f"no entry of {', '.join(entries)} names it", f"an entry for it in {side}.{key}")
+    return {name: kept.get(name) or chosen.get(name) or rest for name in names}
 
 
 def _how(entry: Entry, name: str) -> str:
@@ -158,11 +158,15 @@ def _split(side: str, entries: Entries, names: Sequence[str]) -> Iterator[Findin
     for name in names:
         parts.setdefault(called(name, "engine"), []).append(name)
     for which, own in entries.items():
-        torn: dict[str, list[str]] = {}
-        hit = {name for entry in own for name in entry.names} if LISTS[which].layout == "engine" else set()
+        if LISTS[which].layout != "engine":
+            continue
+        texts, torn = {entry.text for entry in own}, dict[str, list[str]]()
+        hit = {name for entry in own for name in entry.names}
+        if LISTS[which].rule == "any":  # whole names come first, and one of an expert leaves out all experts
+            hit &= {text for text in texts if ".experts." not in text}
         for built, several in parts.items():
             inside = [name for name in several if name in hit]
-            if 0 < len(inside) < len(several):
+            if built not in texts and 0 < len(inside) < len(several):
                 last = ", ".join(sorted({name.rpartition(".")[2] for name in inside}))
                 torn.setdefault(f"{last}, {len(inside)} of the {len(several)}", []).append(built)
         for some, where in torn.items():
@@ -175,10 +179,10 @@ def _matchless(side: str, entries: Entries, names: Sequence[str]) -> Iterator[Fi
     for which, own in entries.items():
         if LISTS[which].rule in ("first", "last"):
             continue
-        idle = [entry for entry in own if not entries_of(which, [entry.text], names)[0].names]
-        for entry in idle:
+        lost = [entry for entry in own if fits_none(entry, names)]
+        for entry in lost:
             right = _right(entry, [called(name, LISTS[which].layout) for name in names])
-            if len(idle) == len(own):
+            if len(lost) == len(own):
                 raise ValueError(f"{side}.{which}={entry.text}: matches no linear of this model; {right}")
             yield Finding("no match", (f"{side}.{which} {entry.text!r}",), "matches no linear of this model", right)
 
