@@ -42,7 +42,7 @@ class Reading:
     library: str
     rule: str
     source: str
-    """Where the rule was read: repository and file, or the library's wheel."""
+    """Where the rule was read: repository and file."""
     layout: str = ""
     """Whose names of modules it is held against, where they are not the checkpoint's: see `LAYOUTS`."""
     converts: bool = False
@@ -236,7 +236,7 @@ def called(name: str, layout: str) -> str:
 def entries_of(which: str, texts: Iterable[str], names: Sequence[str]) -> list[Entry]:
     """Return what each entry of a list matches of the `names`, which are a checkpoint's or the model's own."""
     own, found, texts = LISTS[which], [], list(texts)
-    blocks = {name: int(number[1]) for name in names if (number := re.search(r"(?:^|\.)(\d+)\.", name))}
+    blocks = {name: int(number[1]) for name in names if (number := re.search(r"\b(?:layers?|h)\.(\d+)\.", name))}
     total = 1 + max(blocks.values(), default=-1)
     for text in texts:
         if own.rule in ("first", "last"):

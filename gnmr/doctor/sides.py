@@ -179,12 +179,16 @@ def _matchless(side: str, entries: Entries, names: Sequence[str]) -> Iterator[Fi
     for which, own in entries.items():
         if LISTS[which].rule in ("first", "last"):
             continue
-        lost = [entry for entry in own if fits_none(entry, names)]
-        for entry in lost:
-            right = _right(entry, [called(name, LISTS[which].layout) for name in names])
-            if len(lost) == len(own):
-                raise ValueError(f"{side}.{which}={entry.text}: matches no linear of this model; {right}")
-            yield Finding("no match", (f"{side}.{which} {entry.text!r}",), "matches no linear of this model", right)
+        lost: dict[str, list[Entry]] = {}
+        for entry in own:
+            if fits_none(entry, names):
+                lost.setdefault(_numberless(entry.text), []).append(entry)
+        for several in lost.values():
+            right = _right(several[0], [called(name, LISTS[which].layout) for name in names])
+            if sum(map(len, lost.values())) == len(own):
+                raise ValueError(f"{side}.{which}={several[0].text}: matches no linear of this model; {right}")
+            where = tuple(f"{side}.{which} {entry.text!r}" for entry in several)
+            yield Finding("no match", where, "matches no linear of this model", right)
 
 
 def _right(entry: Entry, names: Sequence[str]) -> str:
