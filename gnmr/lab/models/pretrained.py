@@ -220,18 +220,6 @@ def _these(names: list[str]) -> str:
     return f"1 weight ({first}) is" if len(names) == 1 else f"{len(names)} weights ({first}) are"
 
 
-def on_meta(checkpoint: str, dtype: torch.dtype, where: str) -> nn.Module:
-    """Return a model of any family on the meta device: modules and shapes without weights."""
-    config = open_config(checkpoint, where)
-    with quiet(), _one_line(where), torch.device("meta"):
-        from transformers import AutoModelForCausalLM
-
-        model: Any = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
-        )
-    return cast(nn.Module, model)
-
-
 def empty(checkpoint: str, dtype: torch.dtype, where: str | None = None) -> nn.Module:
     """The same model on the meta device: shapes without weights."""
     where = where or f"model.checkpoint={checkpoint}"
@@ -244,6 +232,18 @@ def empty(checkpoint: str, dtype: torch.dtype, where: str | None = None) -> nn.M
         raise UserError(f"{where}: a {kind} model, which is not LLaMA-like (it has {lacks}); use one of that family")
     model.config.use_cache = False
     return cast(nn.Module, model.train())
+
+
+def on_meta(checkpoint: str, dtype: torch.dtype, where: str) -> nn.Module:
+    """Return a model of any family on the meta device, as its config.json says."""
+    config = open_config(checkpoint, where)
+    with quiet(), _one_line(where), torch.device("meta"):
+        from transformers import AutoModelForCausalLM
+
+        return cast(
+            nn.Module,
+            AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False),
+        )
 
 
 def add_adapter(model: nn.Module, adapter: AdapterConfig, seed: int) -> None:
