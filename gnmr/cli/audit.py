@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from argparse import Namespace
+from argparse import SUPPRESS, Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from gnmr.cli.parser import Parser, names_of, optional, path, text
 from gnmr.cli.subject import add_options, asked_of, blocks_for, memory_bound, paths_of
 from gnmr.console import for_tables, print_plain, say, showing
+from gnmr.doctor.lists import LISTS, RULES, read_lists
 from gnmr.errors import UserError, as_user_error, printable
 from gnmr.records import output
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from gnmr.lab.config import Config
     from gnmr.lab.evaluation.subjects import Subject
 
+SIDES = ("trainer", "rollout")
 _TEXT = """\
 RUN is a run folder: its newest checkpoint on its own low path, with its pins, on its own validation data. CHECKPOINT is
 a folder with a Hugging Face checkpoint of a LLaMA-like model, or its name on the hub, with data=FILE.txt; with recipe=
@@ -32,22 +34,24 @@ and nothing written but out=. A model that torchao or Transformer Engine convert
   gnmr audit runs/act_quant_stress/RUN
   gnmr audit my_llama/ data=text.txt recipe=fp8_hybrid filter_fqns=[lm_head,layers.1]
 
+With trainer. and rollout. before lists, the two sides are compared by names alone, and each difference is a finding:
+
+  gnmr audit my_llama/ trainer.filter_fqns=[lm_head] rollout.ignore=[lm_head,re:.*down_proj]
+
 exit codes: 0 sound, 1 with findings, 2 a mistake in what was asked for
 """
-_LISTS = {
-    "filter_fqns": "torchao, torchtitan: parts of names that are left out",
-    "fqns": "torchtitan (MX, NVFP4): parts of names that are converted",
-    "modules_to_not_convert": "transformers: names that are left out",
-    "modules_to_ignore": "Automodel, accelerate: modules that are left out",
-}
 
 
 def _parser() -> Parser:
     parser = Parser("audit", "RUN|CHECKPOINT [key=value ...]", _TEXT, bare=False)
     parser.option("recipe", text, "what a checkpoint's linears are put on, or what a run's should be on")
     parser.option("plan", optional, "a plan.json, or its folder: what a checkpoint's linears are put on, with its pins")
-    for name, about in _LISTS.items():
-        parser.option(name, names_of, about)
+    for name, own in LISTS.items():
+        if own.library != "gnmr":
+            does = "chosen" if own.rule == "quantizer" else "converted" if own.converts else "left out"
+            parser.option(name, names_of, f"{own.library}: {does}; {RULES[own.rule]}")
+            for side in SIDES:
+                parser.option(f"{side}.{name}", names_of, SUPPRESS)
     add_options(parser, "the batch")
     parser.option("out", path, "a file for findings and measurements as JSON")
     parser.flag("table", "show every operator: precision in force, and dB measured of dB possible")
@@ -61,28 +65,81 @@ def main(argv: list[str]) -> int:
     asked, place, config = asked_of(parser, argv, "audit")
     if asked.out is not None:
         output.check(asked.out, f"out={asked.out}")
+    if any(_given(asked, f"{side}.") for side in SIDES):
+        return _compare(asked, place, config, argv)
     if config is not None and asked.plan is not None:
         raise UserError(f"plan={asked.plan}: {place} is a run, and is audited under its own; use a checkpoint")
     found, subject = _audited(asked, place, config)
     try:  # written before it is shown: whoever reads that may have left
-        if asked.out is not None:
-            from gnmr.lab.train.provenance import commit, portable_command
-
-            origin = {"subject": subject.name, "command": portable_command(shlex.join(["gnmr", "audit", *argv]))}
-            output.write_json(asked.out, origin | {"commit": commit()} | _finite(found.tree()), f"out={asked.out}")
+        _write(asked, subject.name, argv, found.tree())
     finally:
         _show(found, subject.name, asked.table)
     return 0 if found.sound else 1
 
 
+def _write(asked: Namespace, subject: str, argv: list[str], tree: dict[str, Any]) -> None:
+    """Writes out=."""
+    from gnmr.lab.train.provenance import commit, portable_command
+
+    if asked.out is not None:
+        origin = {"subject": subject, "command": portable_command(shlex.join(["gnmr", "audit", *argv]))}
+        output.write_json(asked.out, origin | {"commit": commit()} | _finite(tree), f"out={asked.out}")
+
+
+def _given(asked: Namespace, start: str = "") -> dict[str, list[str]]:
+    """The lists that were given, under keys that begin so."""
+    found = {name: getattr(asked, f"{start}{name}", None) for name in LISTS}
+    return {name: own for name, own in found.items() if own is not None}
+
+
+def _compare(asked: Namespace, place: str, config: Config | None, argv: list[str]) -> int:
+    """The lists of two sides, held against the names of the model's linears; returns the exit code."""
+    from gnmr.doctor.sides import compare
+
+    other = [*_given(asked), *(key for key in ("recipe", "plan", "data", "table") if getattr(asked, key))]
+    if other:
+        raise UserError(f"{other[0]}: two sides are compared by their own lists and by names alone; leave it out")
+    names = _linears(place, config)
+    with as_user_error():
+        found = compare(names, trainer=_given(asked, "trainer."), rollout=_given(asked, "rollout."))
+    console = for_tables()
+    try:
+        _write(asked, place, argv, found.tree())
+    finally:
+        for finding in (*found.findings, *found.notes):
+            print_plain(console, printable(finding.line()))
+        print_plain(console, f"{printable(place)}: {found.verdict()}")
+    return 0 if found.sound else 1
+
+
+def _linears(place: str, config: Config | None) -> list[str]:
+    """The names of a model's linears and routers in Hugging Face's layout, from its config alone."""
+    import torch
+    from torch import Tensor, nn
+
+    from gnmr.lab import models
+    from gnmr.lab.models import pretrained
+
+    checkpoint = place if config is None else config.model.checkpoint
+    if checkpoint is None:
+        assert config is not None
+        with torch.device("meta"):
+            model: nn.Module = models.build(config.model, config.data.vocab_size, config.training.seq_len)
+    else:
+        model = pretrained.on_meta(checkpoint, torch.bfloat16, place)
+    weights = {name: getattr(module, "weight", None) for name, module in model.named_modules()}
+    embeddings = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    names = [name for name, weight in weights.items() if isinstance(weight, Tensor) and weight.dim() == 2]
+    return [f"model.{n}" if n.startswith("layers.") else n for n in names if n not in embeddings]
+
+
 def _audited(asked: Namespace, place: str, config: Config | None) -> tuple[Audit, Subject]:
     from gnmr.doctor.audit import audit
-    from gnmr.doctor.lists import read_lists
     from gnmr.lab.evaluation.subjects import load_subject
     from gnmr.lab.train.loss import loss_of
 
     with as_user_error():
-        lists = read_lists({name: given for name in _LISTS if (given := getattr(asked, name)) is not None})
+        lists = read_lists(_given(asked))
     plan, recipe = paths_of(asked, config)
     subject = load_subject(place, device=asked.device)
     extra: list[Finding] = []
@@ -136,15 +193,15 @@ def _planned(subject: Subject, recipe: str, lists: dict[str, list[str]]) -> None
     """Puts a checkpoint's linears on the recipe, less those that the lists leave out."""
     from torch import nn
 
-    from gnmr.doctor.lists import CONVERTS, entries_of
+    from gnmr.doctor.lists import entries_of
     from gnmr.precision import PathSpec, convert
     from gnmr.precision.recipes import KEPT
 
     names = [name for name, module in subject.model.named_modules() if isinstance(module, nn.Linear)]
-    matched = {which: {name for e in entries_of(which, own, names) for name in e.names} for which, own in lists.items()}
-    out = set().union(*(found for which, found in matched.items() if which not in CONVERTS))
-    chosen = [found for which, found in matched.items() if which in CONVERTS]
-    wanted = set().union(*chosen) if chosen else set(names)
+    entries = [entry for which, own in lists.items() for entry in entries_of(which, own, names)]
+    out = {name for entry in entries if not entry.converts for name in entry.names}
+    chosen = {name for entry in entries if entry.converts for name in entry.names}
+    wanted = chosen if any(LISTS[which].converts for which in lists) else set(names)
     targets = [n for n in names if n in wanted - out and n.rpartition(".")[2] not in KEPT]
     if not targets:
         raise UserError(f"recipe={recipe}: the lists leave no linear to convert")

@@ -24,7 +24,7 @@ from gnmr.doctor.causes import Cause
 from gnmr.doctor.diagnose import Progress, recipe_named
 from gnmr.doctor.guards import not_finite
 from gnmr.doctor.in_force import READS, Operator, operators_of
-from gnmr.doctor.lists import CONVERTS, Entry, entries_of, nearest_to, read_lists, repaired
+from gnmr.doctor.lists import LISTS, Entry, entries_of, fits_none, nearest_to, read_lists, repaired
 from gnmr.doctor.operands import Measured
 from gnmr.errors import require
 from gnmr.names import GEMMS
@@ -161,7 +161,7 @@ def _of_lists(entries: Sequence[Entry], model: nn.Module, operators: Sequence[Op
             what = f"means {len(entry.meant)} linears between dots, and {len(entry.swept)} more within a word ({first})"
             right = f"{better!r}" if better else "whole names"
             yield Finding("substring", (f"{entry.which} {entry.text!r}",), what, right)
-        if entry.names or _alias(entry, entries):
+        if not fits_none(entry, names) or _alias(entry, entries):
             continue
         if entries_of(entry.which, [entry.text], others)[0].names:
             continue  # a module without a GEMM: an embedding, a norm
@@ -198,10 +198,10 @@ def _of_conversion(
     chosen: dict[str, Entry] = {}
     for entry in entries:
         if entry.which != "pins":
-            own = chosen if entry.which in CONVERTS else out
+            own = chosen if entry.converts else out
             for name in entry.names:
                 own.setdefault(name, entry)
-    selects = any(which in CONVERTS for which in texts)
+    selects = any(LISTS[which].converts for which in texts)
     listed = any(which != "pins" for which in texts)
     not_applied: dict[str, list[Operator]] = {}
     missing: list[str] = []
@@ -281,7 +281,7 @@ def _block(name: str) -> str:
 
 def _of_roles(operators: Sequence[Operator], entries: Sequence[Entry], found: Found) -> Iterator[Finding]:
     """Output heads and routers in low precision, and tied heads."""
-    chosen = {name for entry in entries if entry.which in CONVERTS for name in entry.meant}
+    chosen = {name for entry in entries if entry.converts for name in entry.meant}
     for operator in operators:
         low, said = _low(operator, found), operator.words("fprop")
         if operator.tied and not operator.shared:

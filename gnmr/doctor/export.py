@@ -6,7 +6,7 @@
     torchtitan_nvfp4     `fqns`: what is converted, by the same rule
     megatron             YAML of `--te-precision-config-file`: matchers with globs, the first one that fits
     te_debug             YAML of Transformer Engine's debug features, each GEMM by itself; names by regular expressions
-    ignore               JSON list for `modules_to_not_convert`, `modules_to_ignore` and their kind, by exact name
+    ignore               JSON list for `modules_to_not_convert` and `ignore`, by exact name
 
 Of all of them but te_debug a pin is a whole operator: an operator with any pinned GEMM is kept in 16 bits, which costs
 more than the plan does; an `Export` says so. Written after the libraries' sources: pytorch/ao (float8),
@@ -98,7 +98,7 @@ def ignore(plan: PinPlan) -> Export:
     """A JSON list of the names that are not converted, and the output head."""
     named, kept = hugging_face(plan.operators), _pinned(plan)
     text = json.dumps([*(named[name] for name in kept), "lm_head"], indent=2) + "\n"
-    return Export("modules_to_ignore.json", text, kept, _coarser(plan, kept))
+    return Export("modules_to_not_convert.json", text, kept, _coarser(plan, kept))
 
 
 def torchtitan_float8(plan: PinPlan) -> Export:

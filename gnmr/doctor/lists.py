@@ -1,15 +1,8 @@
 """Lists of names that say which linears are in low precision: what they match, as the library that reads them does.
 
-    filter_fqns               torchao, torchtitan (float8)    left out; an entry is any part of a name
-    fqns                      torchtitan (MX, NVFP4)          converted, by the same rule
-    modules_to_not_convert    transformers                    left out; the beginning of a name up to a dot, as a
-                                                              regular expression, or any end of a name
-    modules_to_ignore         NeMo Automodel, accelerate      left out; a module's name, or one of its parents'
-    targets                   gnmr                            converted; * and ?, at the end of a dotted name
-    pins                      gnmr                            kept on the recovery recipe, by the same rule
-
-Written after the libraries' sources: pytorch/ao 0.18 (float8_linear_utils), pytorch/torchtitan
-(components/quantization), huggingface/transformers 5.23 (quantizers_utils.should_convert_module).
+`LISTS` has one row a list. The rules were read in the libraries' sources of August 2026 (the row says where) and in the
+wheels of torchao 0.18, torchtitan 0.3, transformers 5.23, compressed-tensors 0.20 and nvidia-modelopt 0.47. What a
+library does beside its list is left out: widths that do not fit its blocks, and classes of modules.
 """
 
 from __future__ import annotations
@@ -18,22 +11,139 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from fnmatch import translate
+from fnmatch import fnmatchcase, translate
+from functools import cache
 
 from gnmr.errors import one_of
 from gnmr.names import listed, select
 
-LISTS = {
-    "filter_fqns": "part",
-    "fqns": "part",
-    "modules_to_not_convert": "regex",
-    "modules_to_ignore": "module",
-    "targets": "end",
-    "pins": "end",
+RULES = {
+    "part": "any part of a name",
+    "weight": "any part of a name that ends in .weight",
+    "search": "a regular expression, anywhere in a name",
+    "start": "a regular expression from the start up to a dot, or any end of a name",
+    "exact": "a whole name",
+    "re:": "a whole name, or re: and a regular expression from its start",
+    "words": "whole words between dots, or re: and a regular expression from the start",
+    "any": "a whole name, any part of one, or * and ? over one",
+    "glob": "* and ? over a whole name",
+    "end": "* and ?, at any end between dots",
+    "quantizer": "GLOB:on or GLOB:off over names such as layers.0.mlp.weight_quantizer; the last that fits decides",
+    "first": "how many of the first blocks",
+    "last": "how many of the last blocks",
 }
-"""The rule by which an entry of each list is held against a name."""
-CONVERTS = ("fqns", "targets")
-"""The lists that name what is converted; `pins` names what is kept in part, the others what is left out."""
+"""What an entry means, by the name of its rule."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a library reads one of its lists."""
+
+    library: str
+    rule: str
+    source: str
+    """Where the rule was read: repository and file."""
+    layout: str = ""
+    """Whose names of modules it is held against, where they are not the checkpoint's: see `LAYOUTS`."""
+    converts: bool = False
+    """Whether it names what is converted; if not, what is left out."""
+    always: tuple[str, ...] = ()
+    """Parts of names of weights that the library leaves out by itself."""
+
+
+_VLLM = "vllm-project/vllm vllm/model_executor/layers/quantization/"
+_MILES = ("router", "mlp.gate.", "lm_head", "eh_proj", "weights_proj", "head.", "wo_a", "ffn.gate.", "compressor.")
+_MEGATRON = ("output_layer", "router")
+_NEMO = "NVIDIA-NeMo/RL nemo_rl/models/generation/vllm/quantization/fp8.py"
+_BF16 = "NVIDIA/Megatron-LM megatron/core/fp8_utils.py; radixark/miles tools/convert_hf_to_mxfp8.py"
+_TITAN = "pytorch/torchtitan torchtitan/components/quantization/"
+
+LISTS: dict[str, Reading] = {
+    "filter_fqns": Reading(
+        "torchao, Automodel", "part", "NVIDIA-NeMo/Automodel nemo_automodel/components/quantization/fp8.py"
+    ),
+    "torchtitan.filter_fqns": Reading("torchtitan (float8)", "part", f"{_TITAN}utils.py", "torchtitan"),
+    "fqns": Reading("torchtitan (MX, NVFP4)", "part", f"{_TITAN}mx.py, nvfp4.py", "torchtitan", converts=True),
+    "modules_to_not_convert": Reading(
+        "transformers", "start", "huggingface/transformers src/transformers/quantizers/quantizers_utils.py"
+    ),
+    "ignore": Reading(
+        "compressed-tensors, vLLM",
+        "re:",
+        f"{_VLLM}compressed_tensors/utils.py; vllm-project/compressed-tensors src/compressed_tensors/utils/match.py",
+        "engine",
+    ),
+    "ignored_layers": Reading(
+        "vLLM (fp8), verl", "exact", f"{_VLLM}fp8.py, utils/quant_utils.py", "engine", always=("lm_head",)
+    ),
+    "sglang.ignored_layers": Reading(
+        "verl (SGLang)",
+        "words",
+        "verl-project/verl verl/utils/sglang/sglang_fp8_utils.py, verl/utils/fp8_utils.py",
+        always=("lm_head", "mlp.gate.weight"),
+    ),
+    "exclude_modules": Reading("vLLM (ModelOpt)", "any", f"{_VLLM}modelopt.py", "engine"),
+    "quant_cfg": Reading("ModelOpt", "quantizer", "NVIDIA/Model-Optimizer modelopt/torch/quantization/conversion.py"),
+    "disabled_layers": Reading(
+        "ModelOpt AutoQuantize", "glob", "NVIDIA/Model-Optimizer modelopt/torch/quantization/algorithms.py"
+    ),
+    "quantization_ignored_layer_kws": Reading("NeMo-RL", "part", _NEMO, "engine", always=("lm_head",)),
+    "num_first_layers_in_bf16": Reading("NeMo-RL", "first", _NEMO, always=("lm_head",)),
+    "num_last_layers_in_bf16": Reading("NeMo-RL", "last", _NEMO, always=("lm_head",)),
+    "ignore_patterns": Reading(
+        "prime-rl", "search", "PrimeIntellect-ai/prime-rl src/prime_rl/trainer/models/layers/fp8_linear.py"
+    ),
+    "extra_high_precision_layers_hf": Reading(
+        "miles", "weight", "radixark/miles tools/convert_hf_to_mxfp8.py", always=_MILES
+    ),
+    "extra_high_precision_layers_megatron": Reading(
+        "miles",
+        "weight",
+        "radixark/miles miles/backends/megatron_utils/megatron_to_hf/processors/quantizer_mxfp8.py",
+        "megatron",
+        always=_MEGATRON,
+    ),
+    "num_layers_at_start_in_bf16": Reading("Megatron-LM, miles", "first", _BF16, "megatron", always=_MEGATRON),
+    "num_layers_at_end_in_bf16": Reading("Megatron-LM, miles", "last", _BF16, "megatron", always=_MEGATRON),
+    "targets": Reading("gnmr", "end", "gnmr/names.py", converts=True),
+    "pins": Reading("gnmr", "end", "gnmr/names.py"),
+}
+"""Every list that is known, under its key in the library; two readers of one key have their name before it."""
+
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+}
+"""Linears that vLLM and SGLang build of several of the checkpoint."""
+LAYOUTS = {
+    "": (),
+    "engine": (
+        (r"\.experts\.\d+\..*", ".experts"),
+        *((rf"(?<=\.)(?:{'|'.join(parts)})$", built) for built, parts in FUSED.items()),
+    ),
+    "torchtitan": (
+        (r"^model\.", ""),
+        (r"self_attn\.[qkv]_proj$", "attention.qkv_linear.wqkv"),
+        (r"self_attn\.o_proj$", "attention.wo"),
+        (r"mlp\.gate_proj$", "feed_forward.w1"),
+        (r"mlp\.down_proj$", "feed_forward.w2"),
+        (r"mlp\.up_proj$", "feed_forward.w3"),
+        (r"mlp\.gate$", "moe.router.gate"),
+    ),
+    "megatron": (
+        (r"^model\.layers", "decoder.layers"),
+        (r"self_attn\.[qkv]_proj$", "self_attention.linear_qkv"),
+        (r"self_attn\.o_proj$", "self_attention.linear_proj"),
+        (r"\.experts\.\d+\.", ".experts."),
+        (r"(?:gate|up)_proj$", "linear_fc1"),
+        (r"down_proj$", "linear_fc2"),
+        (r"mlp\.gate$", "mlp.router"),
+        (r"^lm_head$", "output_layer"),
+    ),
+}
+"""Names of modules, made of the checkpoint's by these substitutions, in this order."""
 _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
 
 
@@ -50,6 +160,11 @@ class Entry:
     """Names that it matches in the midst of a word: layers.10 by layers.1."""
 
     @property
+    def converts(self) -> bool:
+        """Whether what it matches is converted, and not left out."""
+        return LISTS[self.which].converts or (LISTS[self.which].rule == "quantizer" and self.text.endswith(":on"))
+
+    @property
     def names(self) -> tuple[str, ...]:
         """All that it matches."""
         return self.meant + self.swept
@@ -61,46 +176,134 @@ class Entry:
         return bool(self.swept) and (bool(self.meant) or cut)
 
 
-def read_lists(lists: Mapping[str, Sequence[str] | str] | None) -> dict[str, list[str]]:
-    """The lists, each of texts. ValueError for an unknown list and for an entry that is none."""
-    found = {}
-    for which, texts in (lists or {}).items():
-        one_of(tuple(LISTS), lists=which)
-        found[which] = listed(which, texts)
+def read_lists(lists: Mapping[str, Sequence[object] | str | int] | None, side: str = "") -> dict[str, list[str]]:
+    """Return the lists, each of texts; `side` stands before their keys in a message.
+
+    Raises ValueError if a list is unknown, or if an entry cannot be one.
+    """
+    found: dict[str, list[str]] = {}
+    for which, given in (lists or {}).items():
+        if which not in LISTS:
+            one_of(tuple(LISTS), **{side or "lists": which})
+        rule, key = LISTS[which].rule, f"{side}.{which}" if side else which
+        texts = given if isinstance(given, Sequence) else [str(given)]
+        if rule == "quantizer" and not isinstance(texts, str):
+            texts = [_of_config(key, one) for one in texts]
+        found[which] = listed(key, texts)
         if "" in found[which]:
-            raise ValueError(f"{which}={found[which]}: has an empty entry, which is part of every name")
-        if LISTS[which] == "regex":
-            for text in found[which]:
-                try:
-                    re.compile(text)
-                except re.error as error:
-                    raise ValueError(f"{which}={text}: is no regular expression ({error})") from error
+            raise ValueError(f"{key}={found[which]}: has an empty entry, which is part of every name")
+        for text in found[which]:
+            if rule == "quantizer" and text.rpartition(":")[2] not in ("on", "off"):
+                raise ValueError(f"{key}={text}: must end in :on or :off")
+            if rule in ("first", "last") and not (text.isdecimal() and len(found[which]) == 1):
+                raise ValueError(f"{key}={text}: must be one whole number")
+            try:
+                re.compile(_pattern(text, rule) or "")
+            except re.error as error:
+                raise ValueError(f"{key}={text}: is no regular expression ({error})") from error
     return found
+
+
+def _of_config(key: str, entry: object) -> object:
+    """Return an entry of ModelOpt's own list, {quantizer_name: GLOB, enable: BOOL}, as a text."""
+    if not isinstance(entry, Mapping):
+        return entry
+    if "quantizer_name" not in entry or "parent_class" in entry:
+        raise ValueError(f"{key}={dict(entry)}: must have a quantizer_name, and no parent_class")
+    return f"{entry['quantizer_name']}:{'on' if entry.get('enable', True) else 'off'}"
+
+
+def _pattern(text: str, rule: str) -> str | None:
+    """Return the regular expression that a text is under this rule; None: it is none."""
+    if rule in ("search", "start"):
+        return text
+    return text[3:] if rule in ("re:", "words") and text.startswith("re:") else None
+
+
+@cache
+def called(name: str, layout: str) -> str:
+    """Return the name that a linear of a checkpoint has in one of `LAYOUTS`; a name that is not Hugging Face's stays.
+
+    >>> called("model.layers.0.mlp.up_proj", "engine"), called("model.layers.0.mlp.up_proj", "megatron")
+    ('model.layers.0.mlp.gate_up_proj', 'decoder.layers.0.mlp.linear_fc1')
+    """
+    theirs = layout == "engine" or name.startswith("model.") or name == "lm_head"
+    for pattern, other in LAYOUTS[layout] if theirs else ():
+        name = re.sub(pattern, other, name)
+    return name
 
 
 def entries_of(which: str, texts: Iterable[str], names: Sequence[str]) -> list[Entry]:
-    """What each entry of a list matches of the `names`."""
-    rule, found = LISTS[which], []
+    """Return what each entry of a list matches of the `names`, which are a checkpoint's or the model's own."""
+    own, found, texts = LISTS[which], [], list(texts)
+    blocks = {name: int(number[1]) for name in names if (number := re.search(r"\b(?:layers?|h)\.(\d+)\.", name))}
+    total = 1 + max(blocks.values(), default=-1)
     for text in texts:
-        matched = [name for name in names if matches(text, name, rule)]
-        meant = [name for name in matched if _whole(text, name, rule)]
+        if own.rule in ("first", "last"):
+            kept = range(int(text)) if own.rule == "first" else range(total - int(text), total)
+            matched = meant = [name for name, block in blocks.items() if block in kept]
+        elif own.rule == "quantizer":
+            matched = meant = [name for name in names if _decides(texts, name) == text]
+        else:
+            matched = [name for name in names if _reads(own, text, name)]
+            meant = [name for name in matched if _whole(text, called(name, own.layout), own.rule)]
         found.append(Entry(which, text, tuple(meant), tuple(name for name in matched if name not in meant)))
     return found
+
+
+def _reads(own: Reading, text: str, name: str) -> bool:
+    """Return whether an entry of this list means the linear; an engine that fuses linears knows it by both names."""
+    built = called(name, own.layout)
+    if own.layout != "engine":
+        return matches(text, built, own.rule)
+    if own.rule in ("exact", "any") and built.endswith(".experts") and built in text:
+        return True  # one projection of one expert leaves out all of them
+    if own.rule == "any":
+        return text == name or matches(text, built, own.rule)
+    return matches(text, name, own.rule) or (own.rule != "part" and text == built)
 
 
 def matches(text: str, name: str, rule: str) -> bool:
     """Whether an entry means a name, by the rule of its library.
 
-    >>> matches("layers.1", "layers.10.mlp.up_proj", "part"), matches("layers.1", "layers.10.mlp.up_proj", "regex")
+    >>> matches("layers.1", "layers.10.mlp.up_proj", "part"), matches("layers.1", "layers.10.mlp.up_proj", "start")
     (True, False)
     """
-    if rule == "part":
-        return text in name
-    if rule == "regex":
+    if rule == "end":
+        return bool(select([name], [text])[0])
+    if rule == "quantizer":
+        return _fits(text, name, "weight") or _fits(text, name, "input")
+    pattern = _pattern(text, rule)
+    if rule == "start":
         return bool(re.match(rf"(?:{text}){_BOUNDARY}", name)) or name.endswith(text)
-    if rule == "module":
-        return name == text or name.startswith(f"{text}.")
-    return bool(select([name], [text])[0])
+    if rule == "search":
+        return bool(re.search(text, name))
+    if pattern is not None:
+        return bool(re.match(pattern, name)) or (rule == "words" and bool(re.match(pattern, f"{name}.weight")))
+    if rule == "words":
+        return f".{text.strip('.').lower()}." in f".{name.lower()}.weight."
+    if rule in ("exact", "re:"):
+        return text == name
+    parts = text in (f"{name}.weight" if rule == "weight" else name)
+    return (rule != "glob" and parts) or (rule in ("glob", "any") and fnmatchcase(name, text))
+
+
+def fits_none(entry: Entry, names: Iterable[str]) -> bool:
+    """Return whether an entry fits none of the names, be it that a later one of `quant_cfg` decides on them."""
+    late = LISTS[entry.which].rule == "quantizer" and any(matches(entry.text, name, "quantizer") for name in names)
+    return not (entry.names or late)
+
+
+def _decides(texts: Sequence[str], name: str) -> str | None:
+    """Return the entry of `quant_cfg` that decides on a linear: the last that fits each quantizer, and the first of
+    these that turns one on. None: none fits, and ModelOpt's quantizers are on."""
+    last = [next((text for text in reversed(texts) if _fits(text, name, one)), None) for one in ("weight", "input")]
+    on = [text for text in last if text is not None and text.endswith(":on")]
+    return on[0] if on else None if None in last else last[0]
+
+
+def _fits(text: str, name: str, operand: str) -> bool:
+    return fnmatchcase(f"{name}.{operand}_quantizer", text.rpartition(":")[0])
 
 
 def nearest_to(text: str, names: Sequence[str]) -> str | None:
@@ -120,10 +323,9 @@ def nearest_to(text: str, names: Sequence[str]) -> str | None:
 
 def repaired(entry: Entry, names: Sequence[str]) -> str | None:
     """The entry as it would mean the whole words alone; None: no such text is known."""
-    rule = LISTS[entry.which]
     for text in (f"{entry.text}.", f".{entry.text}", f".{entry.text}.", f"{entry.text.rstrip('*')}.*"):
         try:
-            now = tuple(name for name in names if matches(text, name, rule))
+            now = entries_of(entry.which, [text], names)[0].names
         except re.error:
             continue
         if now == entry.meant:
@@ -133,14 +335,21 @@ def repaired(entry: Entry, names: Sequence[str]) -> str | None:
 
 def _whole(text: str, name: str, rule: str) -> bool:
     """Whether a text that matches a name does so between dots."""
-    if rule == "part":
-        return _between_dots(text, name)
-    if rule == "regex":
+    if rule in ("part", "weight", "any"):
+        return _between_dots(text, f"{name}.weight") or (rule == "any" and fnmatchcase(name, text))
+    if rule == "search":
+        return any(_at_dot(name, one.start()) and _at_dot(name, one.end()) for one in re.finditer(text, name))
+    if rule == "start":
         return bool(re.match(rf"(?:{text}){_BOUNDARY}", name)) or name == text or name.endswith(f".{text}")
     if rule == "end" and re.search(r"\d\*", text):
         guarded = re.sub(r"(?<=\d)\.\*", r"(?!\\d).*", translate(text))
         return any(re.match(guarded, name[i:]) for i in range(len(name)) if i == 0 or name[i - 1] == ".")
     return True
+
+
+def _at_dot(name: str, place: int) -> bool:
+    """Whether a dot, or an end of the name, is at this place between two of its letters."""
+    return place in (0, len(name)) or "." in name[place - 1 : place + 1]
 
 
 def _between_dots(text: str, name: str) -> bool:

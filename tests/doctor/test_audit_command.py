@@ -57,6 +57,22 @@ def test_findings_are_lines_and_exit_code_1(gnmr, run: Path) -> None:
     assert all(not row["measured"] for row in json.loads(Path("a.json").read_text())["operators"])
 
 
+def test_two_sides_are_compared_by_names_alone(gnmr, run: Path) -> None:
+    words = ("audit", str(run), "trainer.filter_fqns=[lm_head,mlp.down_proj]")
+    ended = gnmr(*words, "rollout.ignore=[lm_head,re:.*down_proj$]", "out=a.json")
+    assert ended.code == 0 and ended.err == "" and ended.out.rstrip().endswith("both sides agree"), ended.err
+    assert {one["module"] for one in json.loads(Path("a.json").read_text())["modules"]} > {"lm_head"}
+    fused = "rollout.ignored_layers=[model.layers.0.mlp.gate_up_proj,model.layers.0.mlp.gate]"
+    ended = gnmr(*words, fused, "out=b.json")
+    assert ended.code == 1 and ended.err == "", ended.err
+    *lines, verdict = ended.out.strip().splitlines()
+    assert [line.split(":")[0] for line in lines] == ["differs", "differs", "no match"], ended.out
+    assert "mlp.gate_proj, model.layers.0.mlp.up_proj" in lines[0] and "engine's name gate_up_proj" in lines[0]
+    assert verdict.endswith("3 are treated differently")
+    tree = json.loads(Path("b.json").read_text())
+    assert len(tree["findings"]) == 2 and tree["command"].startswith("gnmr audit ")
+
+
 @pytest.mark.slow
 def test_a_checkpoint_as_it_is_and_on_a_recipe(gnmr, checkpoint: Path) -> None:
     Path("t.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
@@ -65,6 +81,8 @@ def test_a_checkpoint_as_it_is_and_on_a_recipe(gnmr, checkpoint: Path) -> None:
     assert ended.code == 0 and "0 in low precision" in ended.out, ended.err + ended.out
     ended = gnmr("audit", *words, "recipe=fp8_hybrid", "modules_to_not_convert=[lm_head,up_proj]", "--table")
     assert ended.code == 0 and "e4m3/tensor x e4m3/tensor" in ended.out, ended.err + ended.out
+    ended = gnmr("audit", str(checkpoint), "trainer.filter_fqns=[]", "rollout.ignored_layers=[]")
+    assert ended.code == 1 and ended.out.startswith("differs: lm_head: "), "vLLM never quantizes it to FP8"
 
 
 @pytest.mark.parametrize(
@@ -75,6 +93,18 @@ def test_a_checkpoint_as_it_is_and_on_a_recipe(gnmr, checkpoint: Path) -> None:
         (["{run}", "out=no/where.json"], "out=no/where.json"),
         (["{run}", "filter_fqns="], "'filter_fqns=' has no value"),
         (["{run}", "modules_to_not_convert=[a(]"], "is no regular expression"),
+        (
+            ["{run}", "rollout.filter_fqn=[]"],
+            "did you mean rollout.filter_fqns",
+        ),
+        (["{run}", "rollout.ignore=[]"], "trainer: has no list"),
+        (["{run}", "trainer.fqns=[wo]", "rollout.ignore=[re:a(]"], "rollout.ignore=re:a(: is no regular expression"),
+        (
+            ["{run}", "trainer.fqns=[wo]", "rollout.ignore=[head]"],
+            "rollout.ignore=head: matches no linear",
+        ),
+        (["{run}", "trainer.fqns=[wo]", "recipe=mxfp8"], "recipe: two sides are compared by"),
+        (["nobody", "trainer.fqns=[wo]", "rollout.ignore=[]"], "nobody: there is no such"),
         (["nobody"], "nobody: there is no such run, checkpoint folder or hub name"),
         ([], "usage: gnmr audit"),
         (["{run}", "{run}"], "name one run folder or checkpoint"),

@@ -43,7 +43,7 @@ def test_a_run_and_its_plan(gnmr, run: Path) -> None:
     assert ended.code == 0 and ended.err == "", ended.err
     assert digest(run) == before, "nothing is written into the run"
     names = {"plan.json", "diagnosis.json", "module_filter.py", "torchtitan_float8.toml", "torchtitan_nvfp4.toml"}
-    names |= {"te_precision.yaml", "te_debug.yaml", "modules_to_ignore.json"}
+    names |= {"te_precision.yaml", "te_debug.yaml", "modules_to_not_convert.json"}
     assert {file.name for file in Path("plan").iterdir()} == names
     tree = json.loads(Path("plan/diagnosis.json").read_text())
     assert tree["command"].startswith(f"gnmr diagnose {run} recipe=sim_e2m1 ") and tree["machine"]["device"] == "cpu"

@@ -188,13 +188,7 @@ def _check_weights(report: Mapping[str, Any], where: str) -> None:
 def empty(checkpoint: str, dtype: torch.dtype, where: str | None = None) -> nn.Module:
     """Return the model that `load` returns, on the meta device: shapes without weights."""
     where = where or f"model.checkpoint={checkpoint}"
-    config = open_config(checkpoint, where)
-    with quiet(), _one_line(where), torch.device("meta"):
-        from transformers import AutoModelForCausalLM
-
-        model: Any = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
-        )
+    model: Any = on_meta(checkpoint, dtype, where)
     layers = getattr(getattr(model, "model", None), "layers", None)
     names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if not isinstance(layers, nn.ModuleList) or (lacking := [name for name in PROJECTIONS if name not in names]):
@@ -203,6 +197,18 @@ def empty(checkpoint: str, dtype: torch.dtype, where: str | None = None) -> nn.M
         raise UserError(f"{where}: a {kind} model, which is not LLaMA-like (it has {lacks}); use one of that family")
     model.config.use_cache = False
     return cast(nn.Module, model.train())
+
+
+def on_meta(checkpoint: str, dtype: torch.dtype, where: str) -> nn.Module:
+    """Return a model of any family on the meta device, as its config.json says."""
+    config = open_config(checkpoint, where)
+    with quiet(), _one_line(where), torch.device("meta"):
+        from transformers import AutoModelForCausalLM
+
+        return cast(
+            nn.Module,
+            AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False),
+        )
 
 
 def add_adapter(model: nn.Module, adapter: AdapterConfig, seed: int) -> None:

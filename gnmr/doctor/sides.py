@@ -1,0 +1,200 @@
+"""A trainer and a rollout engine that should quantize alike: which linears their lists treat differently.
+
+Everything is decided by names: each side's lists are read as their libraries read them (`gnmr.doctor.lists`), so that
+neither weights nor these libraries are needed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
+
+from gnmr.doctor.audit import Finding
+from gnmr.doctor.lists import LISTS, Entry, called, entries_of, fits_none, matches, nearest_to, read_lists, repaired
+
+Lists: TypeAlias = Mapping[str, Sequence[object] | str | int]
+"""{key of `gnmr.doctor.lists.LISTS`: its entries}."""
+Entries: TypeAlias = Mapping[str, Sequence[Entry]]
+_PAIR = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """What one side does with a linear."""
+
+    low: bool
+    why: str
+    """The entry that did it, or that there is none."""
+    remedy: str = ""
+    """How this side would do the opposite; empty: it cannot."""
+
+    def __str__(self) -> str:
+        return f"{'low precision' if self.low else '16 bits'} ({self.why})"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What two sides do with each linear."""
+
+    trainer: dict[str, Treatment]
+    rollout: dict[str, Treatment]
+    findings: tuple[Finding, ...]
+    """Linears that the sides treat differently, and linears that an engine fuses and of which a list names a part."""
+    notes: tuple[Finding, ...]
+    """Entries that match nothing, in lists of which others do."""
+
+    @property
+    def sound(self) -> bool:
+        """Whether both sides treat every linear alike."""
+        return not self.findings
+
+    def verdict(self) -> str:
+        """Return one sentence."""
+        low = [sum(one.low for one in side.values()) for side in (self.trainer, self.rollout)]
+        unlike = sum(one.low != self.rollout[name].low for name, one in self.trainer.items())
+        head = f"{len(self.trainer)} linears, {low[0]} quantized by the trainer and {low[1]} by the rollout"
+        return f"{head}: " + ("both sides agree" if self.sound else f"{unlike} are treated differently")
+
+    def tree(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        return {
+            "verdict": self.verdict(),
+            "findings": [asdict(one) | {"line": one.line()} for one in self.findings],
+            "notes": [asdict(one) | {"line": one.line()} for one in self.notes],
+            "modules": [
+                {"module": name, "trainer": asdict(one), "rollout": asdict(self.rollout[name])}
+                for name, one in self.trainer.items()
+            ],
+        }
+
+
+def compare(names: Sequence[str], *, trainer: Lists, rollout: Lists) -> Comparison:
+    """Return which linears the two sides treat differently, and which entry did it.
+
+    Args:
+        names: the model's linears under the names of its checkpoint in Hugging Face's layout, with routers and head.
+        trainer: the lists of the side that trains, {key: entries}; an empty list leaves nothing out.
+        rollout: the lists of the side that generates.
+
+    Raises ValueError, in one line, if a list is unknown, if an entry cannot be one, or if a whole list matches nothing.
+    """
+    if not names:
+        raise ValueError("names=[]: must name the linears of the model")
+    sides: list[dict[str, Treatment]] = []
+    findings: list[Finding] = []
+    notes: list[Finding] = []
+    for side, given in (("trainer", trainer), ("rollout", rollout)):
+        texts = read_lists(given, side)
+        if not texts:
+            raise ValueError(f"{side}: has no list; give {side}.filter_fqns=[] if nothing is left out")
+        if len(lone := [key for key in _PAIR if key in texts]) == 1:
+            other = _PAIR[lone[0] == _PAIR[0]]
+            raise ValueError(f"{side}.{lone[0]}: name {side}.{other} too; its default is 1 in Megatron-LM")
+        entries = {which: entries_of(which, own, names) for which, own in texts.items()}
+        notes += _matchless(side, entries, names)
+        findings += _split(side, entries, names)
+        sides.append(_treated(side, entries, names))
+    return Comparison(sides[0], sides[1], (*_differences(*sides), *findings), tuple(notes))
+
+
+def _treated(side: str, entries: Entries, names: Sequence[str]) -> dict[str, Treatment]:
+    """Return what a side does with each linear."""
+    kept: dict[str, Treatment] = {}
+    chosen: dict[str, Treatment] = {}
+    for which, own in entries.items():
+        for name in names:
+            built = called(name, LISTS[which].layout)
+            if any(matches(always, built, "weight") for always in LISTS[which].always):
+                kept[name] = Treatment(False, f"never quantized under {which}")
+        for entry in own:
+            better = repaired(entry, names) if entry.trap else None
+            remedy = f"{better!r}" if better else f"no {entry.text!r}"
+            for name in entry.names:
+                one = Treatment(entry.converts, _how(entry, name), f"{remedy} in {side}.{which}")
+                (chosen if entry.converts else kept).setdefault(name, one)
+    narrow = next((which for which, own in entries.items() if LISTS[which].converts and own), None)
+    key = narrow or next(iter(entries))
+    rest = Treatment(narrow is None, f"no entry of {', '.join(entries)} names it", f"an entry for it in {side}.{key}")
+    return {name: kept.get(name) or chosen.get(name) or rest for name in names}
+
+
+def _how(entry: Entry, name: str) -> str:
+    """Return the entry, with what its text does not show: the name that the engine builds, a hit within a word."""
+    own = LISTS[entry.which]
+    built = called(name, own.layout)
+    direct = entry.text == name if own.rule == "any" else matches(entry.text, name, own.rule)
+    fused = own.layout == "engine" and built != name and not direct
+    by = f", by the engine's name {built.rpartition('.')[2]}" if fused else ""
+    return f"{entry.which} {entry.text!r}{by}{', within a word' if name in entry.swept else ''}"
+
+
+def _differences(trainer: Mapping[str, Treatment], rollout: Mapping[str, Treatment]) -> Iterator[Finding]:
+    """Yield the linears that are quantized on one side, in one finding where the entries are the same."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name, one in trainer.items():
+        if one.low != rollout[name].low:
+            alike.setdefault((_numberless(one), _numberless(rollout[name])), []).append(name)
+    for names in alike.values():
+        said, remedies = [], []
+        for side in (trainer, rollout):
+            own = {str(side[name]): side[name].remedy for name in names}
+            text, remedy = next(iter(own.items()))
+            said.append(text if len(own) == 1 else _numberless(text))
+            remedies.append(remedy if len(own) == 1 else _numberless(remedy))
+        right = ", or ".join(filter(None, remedies))
+        yield Finding("differs", tuple(names), f"trainer {said[0]}, rollout {said[1]}", right)
+
+
+def _numberless(one: object) -> str:
+    """Return the text with * for the numbers between its dots."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", str(one))
+
+
+def _split(side: str, entries: Entries, names: Sequence[str]) -> Iterator[Finding]:
+    """Yield the linears that an engine builds of several, where a list leaves out some of these."""
+    parts: dict[str, list[str]] = {}
+    for name in names:
+        parts.setdefault(called(name, "engine"), []).append(name)
+    for which, own in entries.items():
+        if LISTS[which].layout != "engine":
+            continue
+        texts, torn = {entry.text for entry in own}, dict[str, list[str]]()
+        hit = {name for entry in own for name in entry.names}
+        if LISTS[which].rule == "any":  # whole names come first, and one of an expert leaves out all experts
+            hit &= {text for text in texts if ".experts." not in text}
+        for built, several in parts.items():
+            inside = [name for name in several if name in hit]
+            if built not in texts and 0 < len(inside) < len(several):
+                last = ", ".join(sorted({name.rpartition(".")[2] for name in inside}))
+                torn.setdefault(f"{last}, {len(inside)} of the {len(several)}", []).append(built)
+        for some, where in torn.items():
+            what = f"{side}.{which} leaves out {some} that the engine builds as one linear, and it refuses to load them"
+            yield Finding("split", tuple(where), what, "all of them in the list, or none")
+
+
+def _matchless(side: str, entries: Entries, names: Sequence[str]) -> Iterator[Finding]:
+    """Yield the entries that match nothing. Raises ValueError if no entry of a list does."""
+    for which, own in entries.items():
+        if LISTS[which].rule in ("first", "last"):
+            continue
+        lost: dict[str, list[Entry]] = {}
+        for entry in own:
+            if fits_none(entry, names):
+                lost.setdefault(_numberless(entry.text), []).append(entry)
+        for several in lost.values():
+            right = _right(several[0], [called(name, LISTS[which].layout) for name in names])
+            if sum(map(len, lost.values())) == len(own):
+                raise ValueError(f"{side}.{which}={several[0].text}: matches no linear of this model; {right}")
+            where = tuple(f"{side}.{which} {entry.text!r}" for entry in several)
+            yield Finding("no match", where, "matches no linear of this model", right)
+
+
+def _right(entry: Entry, names: Sequence[str]) -> str:
+    """Return what may have been meant by an entry that matches nothing."""
+    rule = LISTS[entry.which].rule
+    if set(entry.text) & set("*?") and not entry.text.startswith("re:") and rule in ("exact", "re:", "part", "weight"):
+        return "* is no wildcard in this list" + (", use re: and a regular expression" if rule == "re:" else "")
+    near = nearest_to(entry.text, names)
+    return repr(near) if near else f"names such as {names[0]}"
