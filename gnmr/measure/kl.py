@@ -20,30 +20,30 @@ _ROWS = 128
 
 
 @torch.no_grad()
-def divergence(high: Tensor, low: Tensor, targets: Tensor | None = None) -> Tensor:
-    """Return KL(high || low) a token of each sequence, (S,) float64, nats.
+def divergence(log_p: Tensor, low: Tensor, targets: Tensor | None = None) -> Tensor:
+    """Return KL(p || q) a token of each sequence, (S,) float64, nats; q = softmax(low).
 
     Args:
-        high, low: logits (S, T, V), or (S, V) of sequences of one token each.
+        log_p: log-probabilities (S, T, V) float32, as of `log_softmax`, or (S, V) of sequences of one token each.
+        low: logits of the same shape.
         targets: (S, T) or (S,) int64; where they are `IGNORED` the position does not count.
 
     Sequences without a position that counts are left out. NaN or Inf where logits are not finite.
     """
-    width = high.shape[-1]
-    parts = zip(high.reshape(-1, width).split(_ROWS), low.reshape(-1, width).split(_ROWS), strict=True)
-    each = torch.cat([_of_positions(p.float(), q.float()) for p, q in parts]).view(len(high), -1)
+    width = log_p.shape[-1]
+    parts = zip(log_p.reshape(-1, width).split(_ROWS), low.reshape(-1, width).split(_ROWS), strict=True)
+    each = torch.cat([_of_positions(p, q.float()) for p, q in parts]).view(len(log_p), -1)
     if targets is None:
         return each.mean(dim=1)
-    counts = (targets != IGNORED).view(len(high), -1)
+    counts = (targets != IGNORED).view(len(log_p), -1)
     number = counts.sum(dim=1)
     return (torch.where(counts, each, 0.0).sum(dim=1) / number)[number > 0]
 
 
-def _of_positions(high: Tensor, low: Tensor) -> Tensor:
-    """(N, V) logits -> (N,) float64."""
-    log_p = F.log_softmax(high, dim=1)
+def _of_positions(log_p: Tensor, low: Tensor) -> Tensor:
+    """(N, V) -> (N,) float64."""
     apart = F.log_softmax(low, dim=1) - log_p
-    return (log_p.exp() * (torch.expm1(apart) - apart)).sum(dim=1, dtype=torch.float64)
+    return torch.expm1(apart).sub_(apart).mul_(log_p.exp()).sum(dim=1).double()
 
 
 @torch.no_grad()
