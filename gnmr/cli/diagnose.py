@@ -58,7 +58,7 @@ def _parser() -> Parser:
     parser.option("held_out", whole(0), "batches on which the plan and the usual guesses are measured", 4)
     parser.option("confirm", whole(0), "so many of the highest of either estimate are measured alone", 20)
     parser.option(
-        "labels", choice("model", "data"), "of the backward pass: drawn from the model, or the data's", "model"
+        "labels", one_of("model", "data"), "of the backward pass: drawn from the model, or the data's", "model"
     )
     parser.option("tokens", whole(1), "one token in so many is priced", 1)
     parser.option("dtype", one_of("float32", "own"), "what the model computes in besides its casts", "float32")
