@@ -18,7 +18,7 @@ from gnmr.control import Controller
 from gnmr.distributed.compressed import GreedyLore
 from gnmr.distributed.reduce import Ranks
 from gnmr.distributed.world import ALONE, World
-from gnmr.distributed.wrap import Compressed, Wrapped, wrap
+from gnmr.distributed.wrap import Wrapped, wrap
 from gnmr.doctor.plan import read_plan
 from gnmr.errors import UserError, as_user_error
 from gnmr.lab import models
@@ -78,7 +78,7 @@ class Parts:
     """The model as they run it."""
     draws: Draws | None = None
     """Seeds each micro-batch's random numbers; None: they are drawn in turn."""
-    compressed: Compressed | None = None
+    compressed: GreedyLore | None = None
     """Sends the gradients, if they are compressed."""
 
     def learning_rate(self, step: int) -> float:
@@ -236,10 +236,10 @@ def _controller(
     model: nn.Module,
     plan: ConvertedModel,
     ranks: Ranks | None = None,
-    compressed: Compressed | None = None,
+    compressed: GreedyLore | None = None,
 ) -> Router:
     """The controller of the config. UserError where it does not fit this run or its evidence is not available."""
-    if isinstance(compressed, GreedyLore):
+    if compressed is not None:
         return compressed_router(compressed, plan, model, config, ranks)
     training, record, observe = config.training, config.records.evidence, config.controller.observe
     with as_user_error("controller: "):

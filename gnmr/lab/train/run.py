@@ -18,7 +18,6 @@ import torch
 from omegaconf import OmegaConf
 
 from gnmr.attachment.blame import Levels
-from gnmr.distributed.compressed import GreedyLore
 from gnmr.distributed.reduce import lost
 from gnmr.distributed.world import ALONE, World
 from gnmr.errors import RunFailed, UserError
@@ -161,8 +160,6 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
     counters, counted, levels = Counters(), None, Levels()
     newest = checkpointer.newest()
     if newest is not None:
-        if parts.compressed is not None and not isinstance(parts.compressed, GreedyLore):  # torch's hook has no state
-            raise UserError("compression.name=powersgd: a run cannot be continued; start again in another run_dir")
         host = checkpointer.load(newest)
         with world.agreed():
             counters, counted = _restored(host, newest, blocks, checkpointer.folder), host["records"]
@@ -221,7 +218,7 @@ def _begin(recorder: Recorder | Silent, parts: Parts, command: str, *, anew: boo
     """Begin the records; `anew`: without a checkpoint."""
     if anew:
         recorder.say(str(parts.converted), narrow=brief(parts.converted))
-        if isinstance(parts.compressed, GreedyLore):
+        if parts.compressed is not None:
             recorder.say(str(parts.compressed))
     tree = portable_config(parts.config, parts.folder)
     with parts.world.agreed():
@@ -266,7 +263,7 @@ def _extras(parts: Parts) -> dict[str, Stateful]:
     extras: dict[str, Stateful] = {f"stress_{i}": stress for i, stress in enumerate(parts.stress)}
     if parts.transform is not None:
         extras["transform"] = parts.transform
-    if isinstance(parts.compressed, GreedyLore):
+    if parts.compressed is not None:
         extras["compression"] = CompressionState(parts.compressed)
     return extras
 
