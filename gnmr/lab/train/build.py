@@ -310,12 +310,12 @@ def build_faults(config: Config, plan: ConvertedModel) -> FaultSchedule | None:
     faults, training = config.faults, config.training
     if faults.kind == "none":
         return None
-    assert faults.magnitude is not None and faults.share is not None and faults.rate is not None
+    assert faults.magnitude is not None and faults.rows_frac is not None and faults.rate is not None
     assert faults.duration is not None
     with as_user_error("faults: "):
         return FaultSchedule(
             plan,
-            Fault(faults.kind, faults.magnitude, faults.share, faults.history),
+            Fault(faults.kind, faults.magnitude, faults.rows_frac, faults.history),
             faults.targets,
             training.steps,
             windows=faults.windows,
