@@ -19,8 +19,8 @@ class Random(BlindSignal):
     """A uniform draw. `active_frac`: probability of a unit-step; None: max_o units in every step.
 
     R is 1 + u for a chosen unit, with its u from (0, 1). Without `active_frac` it is u for the others, so that any
-    max_o can be filled by rank; with it it is 0, so that the budget holds. Under a budget of costs R is that times the unit's
-    cost over the lowest, so that the draw does not favour cheap units.
+    max_o can be filled by rank; with it it is 0, so that the budget holds. Under a budget of costs R is that times
+    the unit's cost over the lowest, so that the draw does not favor cheap units.
     """
 
     columns = ("uniform",)

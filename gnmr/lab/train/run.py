@@ -110,13 +110,13 @@ def _owner(parts: Parts) -> str:
 
     A run does not continue under another backend, which rounds differently.
     """
-    config, plan = parts.config, parts.converted
+    config, converted = parts.config, parts.converted
     owner = f"{config_hash(config)}-s{config.training.seed} on data {parts.corpus.fingerprint[:12]}"
     if parts.checkpoint is not None:  # frozen weights are in no checkpoint of ours
         owner += f" from checkpoint {parts.checkpoint[:12]}"
     if parts.base is not None:
         owner += f" from base {parts.base.found.sha256[:12]}"
-    recipes = [described(path) for path in (plan.low, plan.recovery) if isinstance(path, Recipe)]
+    recipes = [described(path) for path in (converted.low, converted.recovery) if isinstance(path, Recipe)]
     return f"{owner} by {' and '.join(recipes)}" if recipes else owner
 
 
@@ -259,7 +259,7 @@ def export(parts: Parts) -> None:
 
 
 def _extras(parts: Parts) -> dict[str, Stateful]:
-    """Return what the next step depends on besides model, optimizer, controller and plan."""
+    """Return what the next step depends on besides model, optimizer, controller and converted model."""
     extras: dict[str, Stateful] = {f"stress_{i}": stress for i, stress in enumerate(parts.stress)}
     if parts.transform is not None:
         extras["transform"] = parts.transform
