@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gnmr.attachment import Router, costs_of, norms_of, units_of
+from gnmr.attachment import Router, controller_of
 from gnmr.attachment.blame import Levels
-from gnmr.control import Controller
 from gnmr.distributed.compressed import GreedyLore
 from gnmr.distributed.reduce import Ranks
 from gnmr.distributed.world import ALONE, World
@@ -241,16 +240,10 @@ def _controller(
     """The controller of the config. UserError where it does not fit this run or its evidence is not available."""
     if compressed is not None:
         return compressed_router(compressed, converted, model, config, ranks)
-    training, record, observe = config.training, config.records.evidence, config.controller.observe
+    training, record = config.training, config.records.evidence
     with as_user_error("controller: "):
-        spec = config.controller.spec(training.steps)
-        costs, pinned = costs_of(converted, spec)
-        units = units_of(converted, model, observe, costs)
-        norms = norms_of(model, units, observe)
-        steps, seed = training.steps, training.seed
-        controller = Controller(
-            units, spec, steps=steps, seed=seed, record=record, norms=norms, whole_cost=1.0, pinned=pinned, ranks=ranks
-        )
+        spec, steps = config.controller.spec(training.steps), training.steps
+        controller = controller_of(converted, model, spec, steps=steps, seed=training.seed, record=record, ranks=ranks)
     check_evidence(config, controller.needs, converted, model)
     router = Router(converted, controller, model, config.precision.probe_tokens, config.precision.price_tokens)
     with as_user_error("records.monitor: "):
