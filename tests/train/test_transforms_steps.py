@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gnmr.lab.train.transforms import build_transform
-from gnmr.lab.train.transforms.transform import StepContext, Transform
+from gnmr.lab.train.transforms import StepContext, Transform, build_transform
 
 
 class Bench:

@@ -39,8 +39,7 @@ from gnmr.lab.train.fork_base import Base, open_base
 from gnmr.lab.train.memory import refuse_run
 from gnmr.lab.train.model import Stress, blocks_of, empty_model, new_model, pretrained_model, with_paths
 from gnmr.lab.train.optim import build_optimizer, learning_rate
-from gnmr.lab.train.result import monitored
-from gnmr.lab.train.step import TrainStep
+from gnmr.lab.train.step import TrainStep, monitored
 from gnmr.lab.train.transforms import Transform, build_transform
 from gnmr.precision import ConvertedModel
 from gnmr.precision.conversion import operator_shapes

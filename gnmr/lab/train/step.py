@@ -13,10 +13,12 @@ blame (`gnmr.lab.train.retry`).
 from __future__ import annotations
 
 import math
+import re
 import signal
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -37,13 +39,82 @@ from gnmr.lab.models import Decoder
 from gnmr.lab.train.draws import Draws
 from gnmr.lab.train.loss import Experts, divisors, loss_of, objective_of, statistics_of
 from gnmr.lab.train.optim import clip_gradients, skip_where
-from gnmr.lab.train.result import StepResult, Taken, monitored
 from gnmr.lab.train.retry import keep_set, look_again, looks_again, nonfinite_place
-from gnmr.lab.train.transforms.transform import StepContext, Transform, tensor_norms
+from gnmr.lab.train.transforms import StepContext, Transform, tensor_norms
+from gnmr.names import select
 from gnmr.precision.units import module_of
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """The signals that end a run well (`stopping`)."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step left on the host."""
+
+    loss: float
+    """Mean cross-entropy over the step's tokens, nats."""
+    grad_norm_pre_clip: float
+    """Global 2-norm of the gradient before clipping."""
+    skipped: bool
+    """The optimizer did not step: the loss or a gradient was not finite, or the transform asked for it."""
+    nonfinite_unit: str | None
+    """Where the first non-finite number was found, see `gnmr.lab.train.retry`; None in a finite step."""
+    saved_bytes: int | None
+    """Read from the graph, largest micro-batch; None under activation checkpointing."""
+    saved_bytes_predicted: int | None
+    lr: float
+    """The rate that the optimizer took."""
+    decision: Decision
+    statistics: dict[str, float]
+    """What the model tells of its forward passes (`Decoder.statistics`), mean of the micro-batches."""
+    monitored: dict[str, float]
+    """Gradient norms of the modules that are watched besides the units."""
+    spent: tuple[float, float] | None
+    """`ConvertedModel.cost.spent` of the step; None where no path was in force (a fork's healing)."""
+    saturation: dict[str, list[int]]
+    """Saturated elements, and Inf or NaN, by operand (`ConvertedModel.saturation`); empty for formats."""
+    stop: int | None = None
+    """The signal that came to one of several processes, see `TrainStep`."""
+    slowest_rank: int | None = None
+    """Which of several processes the others waited for."""
+    sent: tuple[int, float] | None = None
+    """Numbers that each worker sent of its gradients, and their share of all, where they are compressed."""
+    verdict: Verdict | None = None
+    """What is to blame, of a step that spiked or was not finite at first; the other fields are those of its retry."""
+
+
+@dataclass
+class Taken:
+    """A step whose passes are over, before the controller's choice is in force. Tensors are on the device."""
+
+    loss: Tensor
+    norms: Tensor
+    """Of all groups of parameters (`TrainStep`)."""
+    of_units: tuple[Tensor, Tensor]
+    """(norm, observed) of the units."""
+    statistics: dict[str, Tensor]
+    saturation: dict[str, Tensor]
+    evidence: dict[str, Tensor]
+    sums: dict[str, Tensor] | None
+    """Over ranks, of several processes."""
+    saved: int | None
+    predicted: int | None
+    spent: tuple[float, float] | None
+    own: dict[str, Tensor] = field(default_factory=dict)
+    """What the packet holds besides the controller's own."""
+    host: dict[str, np.ndarray] = field(default_factory=dict)
+    """The packet on the host."""
+    skip: Tensor | None = None
+    """Without the spike, which only puts the optimizer off."""
+    gradients: list[Tensor | None] = field(default_factory=list)
+    """As the optimizer reads them, of a step that it may have been put off in; else none."""
+
+    def to_host(self, packet: HostPacket) -> None:
+        """Bring the controller's choice, and what goes along, to the host. Waits for the device."""
+        for name, value in self.own.items():
+            packet.add(name, value)
+        self.host = packet.to_host()
 
 
 class TrainStep:
@@ -331,3 +402,20 @@ class TrainStep:
 
 def _named(group: str, values: dict[str, Tensor]) -> dict[str, Tensor]:
     return {f"{group}/{name}": value for name, value in values.items()}
+
+
+def monitored(model: nn.Module, router: Router, patterns: Sequence[str]) -> dict[str, list[nn.Parameter]]:
+    """The trainable parameters of each module that matches and is no part of a unit, by the module's name.
+
+    ValueError for a pattern that matches none.
+    """
+    in_units = {id(p) for unit in router.units for p in unit.parameters}
+    owners: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in in_units:
+            owners.setdefault(name.rpartition(".")[0], []).append(parameter)
+    chosen, empty = select(owners, patterns)
+    if empty:
+        kinds = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in owners)
+        raise ValueError(f"{empty}: no module outside of the units has such a name; there are {', '.join(kinds)}")
+    return {name: owners[name] for name in chosen}
