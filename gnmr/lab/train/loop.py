@@ -222,8 +222,6 @@ class Loop:
         records = self.recorder.sync()
         host: dict[str, Any] = {"counters": asdict(self.counters), "blocks": self.blocks.state_dict()}
         host |= {"records": records, "levels": [list(pair) for pair in self.levels.seen]}
-        if self.parts.compressed is not None and self.parts.wrapped is not None:
-            host["workers"] = self.parts.wrapped.workers
         self.checkpointer.save(self.counters.step, host)
 
     def _score_is_due(self) -> bool:

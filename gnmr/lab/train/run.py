@@ -29,7 +29,6 @@ from gnmr.lab.stopping import ending, ends, expected, handled, signals_collected
 from gnmr.lab.train.build import Blocks, Parts, assemble, device_of, tokenizer_digest, training_blocks, validation
 from gnmr.lab.train.checkpoint import Checkpointer, Stateful, gathered
 from gnmr.lab.train.checks import refuse_processes
-from gnmr.lab.train.compression import CompressionState
 from gnmr.lab.train.folder import check_folder, done_already, locked, run_folder, say_done, unexported
 from gnmr.lab.train.loop import Loop, Scorer
 from gnmr.lab.train.memory import peak_memory_bytes, reset_peak_memory
@@ -106,7 +105,7 @@ def _checkpointer(parts: Parts) -> Checkpointer:
 
 
 def _owner(parts: Parts) -> str:
-    """Name the run that a checkpoint belongs to: config, seed, data, base and backend.
+    """Name the run that a checkpoint belongs to: config, seed, data, base, workers and backend.
 
     A run does not continue under another backend, which rounds differently.
     """
@@ -116,6 +115,8 @@ def _owner(parts: Parts) -> str:
         owner += f" from checkpoint {parts.checkpoint[:12]}"
     if parts.base is not None:
         owner += f" from base {parts.base.found.sha256[:12]}"
+    if parts.compressed is not None:
+        owner += f" in {parts.compressed.workers.size} workers"
     recipes = [described(path) for path in (converted.low, converted.recovery) if isinstance(path, Recipe)]
     return f"{owner} by {' and '.join(recipes)}" if recipes else owner
 
@@ -264,7 +265,7 @@ def _extras(parts: Parts) -> dict[str, Stateful]:
     if parts.transform is not None:
         extras["transform"] = parts.transform
     if parts.compressed is not None:
-        extras["compression"] = CompressionState(parts.compressed)
+        extras["compression"] = parts.compressed
     return extras
 
 
