@@ -130,16 +130,15 @@ def _check_begun(parts: Parts) -> None:
     changed = "changed since the run began"
     data = header.get("data")
     if isinstance(data, dict) and data.get("fingerprint", parts.corpus.fingerprint) != parts.corpus.fingerprint:
-        given = config.data.tokenizer is not None or config.model.checkpoint is not None
-        if given and data.get("tokenizer", tokenizer_digest(parts.corpus)) != tokenizer_digest(parts.corpus):
-            own = "model.checkpoint" if config.data.tokenizer is None else "data.tokenizer"
-            what = f"{own}={config.data.tokenizer or config.model.checkpoint}: its tokenizer {changed}"
-        elif config.data.name == "stdlib":
-            what = f"data.name=stdlib: this Python's library is not the one that the run in {folder} began on"
-        elif config.data.path is None:
-            what = f"data.name={config.data.name}: what the hub gives {changed}"
-        else:
+        own = config.data.tokenizer or config.model.checkpoint
+        if own is not None and data.get("tokenizer", tokenizer_digest(parts.corpus)) != tokenizer_digest(parts.corpus):
+            key = "model.checkpoint" if config.data.tokenizer is None else "data.tokenizer"
+            what = f"{key}={own}: its tokenizer {changed}"
+        elif config.data.path is not None:
             what = f"data.path={config.data.path}: the text of data.path {changed}"
+        else:
+            source = "this Python's library" if config.data.name == "stdlib" else "what the hub gives"
+            what = f"data.name={config.data.name}: {source} {changed}"
     elif header.get("checkpoint", parts.checkpoint) != parts.checkpoint:
         what = f"model.checkpoint={config.model.checkpoint}: its weights {changed}"
     elif parts.base is not None and (header.get("base") or {}).get("sha256") not in (None, parts.base.found.sha256):

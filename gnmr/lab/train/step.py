@@ -229,8 +229,7 @@ class TrainStep:
         """Run the step's passes and take the norms of all gradients, over all ranks."""
         evidence: dict[str, Tensor] = {}
         if "true_gap" in self.router.needs:
-            passes = self._alone if self.world.size == 1 else self._reduced
-            evidence["true_gap"] = self.router.true_gap(partial(passes, micro_batches))
+            evidence["true_gap"] = self.router.true_gap(partial(self._rehearse, micro_batches))
         loss, statistics, saved, predicted, spent = self._backward(micro_batches)
         saturation = {operand: counts.sum(dim=0) for operand, counts in self.router.converted.saturation().items()}
         sums: dict[str, Tensor] | None = None
@@ -358,7 +357,7 @@ class TrainStep:
 
     def seen(self, micro_batches: Sequence[Tensor | Batch]) -> Seen:
         """Run the passes alone and return what they show, on the host; leaves no gradients."""
-        loss = self._alone(micro_batches)
+        loss = self._rehearse(micro_batches)
         norms, _ = self._norms()
         self.optimizer.zero_grad(set_to_none=True)
         units = self._of_units.of_each(norms[: len(self._of_units.groups)])
@@ -373,24 +372,17 @@ class TrainStep:
                 parts.append(loss_of(self.model, block) / divisor)
         return torch.stack(parts).sum()
 
-    def _alone(self, micro_batches: Sequence[Tensor | Batch]) -> Tensor:
-        """Run the forward and backward passes alone; return the mean loss."""
-        total = torch.zeros((), device=self.parameters[0].device)
-        for i, (block, divisor) in enumerate(zip(micro_batches, divisors(micro_batches), strict=True)):
-            with self._drawing(i):
-                loss = loss_of(self.model, block)
-                (objective_of(self.model, loss) / divisor).backward()
-            total = total + loss.detach() / divisor
-        return total
-
-    def _reduced(self, micro_batches: Sequence[Tensor | Batch]) -> None:
-        """Run this process's passes, whose gradients are reduced; nothing of it is measured."""
-        own = self._own(micro_batches)
+    def _rehearse(self, micro_batches: Sequence[Tensor | Batch]) -> Tensor:
+        """Run this process's passes; nothing of them is measured. Return its part of the mean loss; gradients stay."""
+        own, total = self._own(micro_batches), torch.zeros((), device=self.parameters[0].device)
+        workers = self._wrapped.workers if self.world.size > 1 else 1  # ranks take the mean of gradients
         for i, (block, divisor) in enumerate(own):
             number, last = self.world.rank + i * self.world.size, i == len(own) - 1
             with self._drawing(number), self._wrapped.accumulating(last):
                 loss = loss_of(self.model, block, self._wrapped.call)
-                (objective_of(self.model, loss) / (divisor / self._wrapped.workers)).backward()
+                (objective_of(self.model, loss) / (divisor / workers)).backward()
+            total = total + loss.detach() / divisor
+        return total
 
     def _nonfinite(self, loss: float, norms: np.ndarray, micro_batches: Sequence[Tensor | Batch]) -> str:
         """Return the place where the first non-finite number appeared in this step."""
