@@ -36,8 +36,7 @@ from gnmr.distributed.world import ALONE, World
 from gnmr.distributed.wrap import Wrapped
 from gnmr.lab.data.batch import Batch
 from gnmr.lab.models import Decoder
-from gnmr.lab.train.draws import Draws
-from gnmr.lab.train.loss import Experts, divisors, loss_of, objective_of, statistics_of
+from gnmr.lab.train.loss import Draws, Experts, divisors, loss_of, objective_of, statistics_of
 from gnmr.lab.train.optim import clip_gradients, skip_where
 from gnmr.lab.train.retry import keep_set, look_again, looks_again, nonfinite_place
 from gnmr.lab.train.transforms import StepContext, Transform, tensor_norms
