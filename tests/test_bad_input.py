@@ -34,7 +34,7 @@ CASES = {
     "hydra.run.dir=/proc/x": "/proc/x: No such file or directory",
     "model.num_heads=5": "model.hidden_size=32: model.num_heads=5 does not divide it",
     "model=moe model.experts.top_k=9": "model.experts.top_k=9: there are only model.experts.number=8 experts",
-    "model.num_layers=99999": "makes 699,993 linears, 100,000 are the most",
+    "model.num_layers=99999": "model.num_layers=99999: 50,000 layers are the most",
     "precision=bf16 faults.kind=noise": "faults: the low path is bf16: there is no quantizer",
     "model.outlier_channels.window=[2,3]": "window=[2, 3]: the run has 2 steps",
     "controller.signal=gsnr": "controller.signal=gsnr: needs micro-batches",

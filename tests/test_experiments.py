@@ -193,7 +193,6 @@ STEPS = [
     *((f"experiment={name}",) for name in ("act_quant_stress_2bit", "deepseek_recipe", "moe_stress", "pangu_4bit")),
     ("experiment=act_quant_stress", "model=llama_1.3b"),
     ("experiment=moe_stress", "precision.unit=layer"),
-    ("sweep=recipe_stress", "arm=gnmr", "model.outlier_channels.window=[2,2]"),
     ("sweep=paper/table1", "arm=adapt", "training.steps=100"),
 ]
 

@@ -10,7 +10,7 @@ not finite names them itself: operators whose input is finite and whose output i
 of forward passes.
 
 A step spikes where its loss or gradient norm is more than 6 standard deviations above the mean of the 128 steps before
-(SkipStep's rule, gnmr/lab/train/transforms/skip_step.py); a spike is gone where less than half of what lies above the
+(SkipStep's rule, gnmr/lab/train/transforms.py); a spike is gone where less than half of what lies above the
 mean is left.
 
 Megatron-LM's rerun state machine and torchtitan's replayer repeat a step to find hardware that errs; msProbe raises the

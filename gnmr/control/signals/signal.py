@@ -155,19 +155,19 @@ class RatioSignal(SignalBase):
 class BlindSignal(SignalBase):
     """A choice that reads no evidence, so a non-finite norm says nothing to it either: a control, not a detector.
 
-    A chosen unit has a risk above 1, every other one 0. `share` None chooses in every step. Otherwise the choice is
-    switched on in as many of the choices as give that mean share of unit-steps with R > 1, spread evenly; it depends on
-    the step number alone. A share above what the choice can give warns and is that.
+    A chosen unit has a risk above 1, every other one 0. `active_frac` None chooses in every step. Otherwise the choice
+    is switched on in as many of the choices as give that mean fraction of unit-steps with R > 1, spread evenly; it
+    depends on the step number alone. A fraction above what the choice can give warns and is that.
     """
 
-    def __init__(self, context: Context, share: float | None, most: float, what: str) -> None:
+    def __init__(self, context: Context, active_frac: float | None, most: float, what: str) -> None:
         """`most` is the share of unit-steps of choosing in every step; `what` says why, for the warning."""
         super().__init__(context)
-        within(0, 1, or_null=True, share=share)
-        if share is not None and share > most * (1 + 1e-6):
-            text = f"share is above {most:.4g}, the most that {what} gives: it caps there"
+        within(0, 1, or_null=True, active_frac=active_frac)
+        if active_frac is not None and active_frac > most * (1 + 1e-6):
+            text = f"active_frac is above {most:.4g}, the most that {what} gives: it caps there"
             warnings.warn(text, stacklevel=users_level())
-        self.rate = 1.0 if share is None else min(share / most, 1.0)
+        self.rate = 1.0 if active_frac is None else min(active_frac / most, 1.0)
         """Part of the choices in which it chooses anything."""
 
     def turn(self, step: int) -> int:

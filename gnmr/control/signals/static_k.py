@@ -25,7 +25,8 @@ class StaticK(BlindSignal):
 
     The calibration takes `calibration_steps`, or where that is None `calibration_frac` of the run's steps.
 
-    `share`: mean share of unit-steps with R > 1, over the whole run where its length is known, else from the choice on.
+    `active_frac`: mean fraction of unit-steps with R > 1, over the whole run where its length is known, else from the
+    choice on.
     """
 
     columns = ("mean_gnmr",)
@@ -39,7 +40,7 @@ class StaticK(BlindSignal):
         calibration_frac: float = 0.05,
         k: int | None = None,
         k_frac: float | None = None,
-        share: float | None = None,
+        active_frac: float | None = None,
         eps: float = 1e-8,
     ) -> None:
         num_units, at_once = len(context.names), min(context.max_o, len(context.names))
@@ -62,7 +63,7 @@ class StaticK(BlindSignal):
             if calibration_steps >= context.steps:
                 raise ValueError(f"calibration_steps={calibration_steps}: the run has only {context.steps} steps")
             after = (context.steps - calibration_steps + 1) / context.steps
-        super().__init__(context, share, self.k / num_units * after, f"k={self.k} of {num_units} units")
+        super().__init__(context, active_frac, self.k / num_units * after, f"k={self.k} of {num_units} units")
         self.history = Cumulative(num_units, context.device)
         self.average = Cumulative(num_units, context.device)
         self.chosen = torch.zeros(num_units, dtype=torch.bool, device=context.device)

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -60,15 +60,6 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state`. May raise ValueError if it belongs to something else."""
-        ...
-
-
-@runtime_checkable
-class Expecting(Protocol):
-    """Has state whose shape depends on the run that saved it."""
-
-    def expect(self, host: Mapping[str, Any]) -> None:
-        """Take the host's numbers of the checkpoint that is read next. Raises UserError if it cannot be continued."""
         ...
 
 
@@ -197,9 +188,6 @@ class Checkpointer:
             meta = self._world.from_first(lambda: newest_whole(self.folder, [step])[0])
         self._check(meta)
         units, host = meta["units"], meta["host"]
-        for extra in self._extras.values():
-            if isinstance(extra, Expecting):
-                extra.expect(host)
         state = self._state()
         with fitting(path, "run"):
             read(path, meta, state)
@@ -266,19 +254,19 @@ def load_training(found: Found, model: nn.Module, optimizer: torch.optim.Optimiz
         _set_training_state(model, optimizer, state)
 
 
-def load_model(folder: Path, model: nn.Module, plan: ConvertedModel | None = None) -> int:
-    """Load the weights of the checkpoint that `find` returns, and the state of `plan`; return its step.
+def load_model(folder: Path, model: nn.Module, converted: ConvertedModel | None = None) -> int:
+    """Load the weights of the checkpoint that `find` returns, and the state of `converted`; return its step.
 
     Raises UserError if no checkpoint is whole or if it belongs to another model.
     """
     found, options = find(folder), _trained(model)
     state: dict[str, Any] = {"model": get_model_state_dict(model, options=options)}
-    if plan is not None:
-        state["plan"] = plan.state_dict()
+    if converted is not None:
+        state["plan"] = converted.state_dict()
     with fitting(found.path, "model"):
         read(found.path, found.meta, state)
-        if plan is not None:
-            plan.load_state_dict(state["plan"])
+        if converted is not None:
+            converted.load_state_dict(state["plan"])
         set_model_state_dict(model, state["model"], options=options)
     return found.step
 

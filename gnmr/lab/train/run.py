@@ -18,7 +18,6 @@ import torch
 from omegaconf import OmegaConf
 
 from gnmr.attachment.blame import Levels
-from gnmr.distributed.compressed import GreedyLore
 from gnmr.distributed.reduce import lost
 from gnmr.distributed.world import ALONE, World
 from gnmr.errors import RunFailed, UserError
@@ -30,7 +29,6 @@ from gnmr.lab.stopping import ending, ends, expected, handled, signals_collected
 from gnmr.lab.train.build import Blocks, Parts, assemble, device_of, tokenizer_digest, training_blocks, validation
 from gnmr.lab.train.checkpoint import Checkpointer, Stateful, gathered
 from gnmr.lab.train.checks import refuse_processes
-from gnmr.lab.train.compression import CompressionState
 from gnmr.lab.train.folder import check_folder, done_already, locked, run_folder, say_done, unexported
 from gnmr.lab.train.loop import Loop, Scorer
 from gnmr.lab.train.memory import peak_memory_bytes, reset_peak_memory
@@ -107,17 +105,19 @@ def _checkpointer(parts: Parts) -> Checkpointer:
 
 
 def _owner(parts: Parts) -> str:
-    """Name the run that a checkpoint belongs to: config, seed, data, base and backend.
+    """Name the run that a checkpoint belongs to: config, seed, data, base, workers and backend.
 
     A run does not continue under another backend, which rounds differently.
     """
-    config, plan = parts.config, parts.converted
+    config, converted = parts.config, parts.converted
     owner = f"{config_hash(config)}-s{config.training.seed} on data {parts.corpus.fingerprint[:12]}"
     if parts.checkpoint is not None:  # frozen weights are in no checkpoint of ours
         owner += f" from checkpoint {parts.checkpoint[:12]}"
     if parts.base is not None:
         owner += f" from base {parts.base.found.sha256[:12]}"
-    recipes = [described(path) for path in (plan.low, plan.recovery) if isinstance(path, Recipe)]
+    if parts.compressed is not None:
+        owner += f" in {parts.compressed.workers.size} workers"
+    recipes = [described(path) for path in (converted.low, converted.recovery) if isinstance(path, Recipe)]
     return f"{owner} by {' and '.join(recipes)}" if recipes else owner
 
 
@@ -130,16 +130,15 @@ def _check_begun(parts: Parts) -> None:
     changed = "changed since the run began"
     data = header.get("data")
     if isinstance(data, dict) and data.get("fingerprint", parts.corpus.fingerprint) != parts.corpus.fingerprint:
-        given = config.data.tokenizer is not None or config.model.checkpoint is not None
-        if given and data.get("tokenizer", tokenizer_digest(parts.corpus)) != tokenizer_digest(parts.corpus):
-            own = "model.checkpoint" if config.data.tokenizer is None else "data.tokenizer"
-            what = f"{own}={config.data.tokenizer or config.model.checkpoint}: its tokenizer {changed}"
-        elif config.data.name == "stdlib":
-            what = f"data.name=stdlib: this Python's library is not the one that the run in {folder} began on"
-        elif config.data.path is None:
-            what = f"data.name={config.data.name}: what the hub gives {changed}"
-        else:
+        own = config.data.tokenizer or config.model.checkpoint
+        if own is not None and data.get("tokenizer", tokenizer_digest(parts.corpus)) != tokenizer_digest(parts.corpus):
+            key = "model.checkpoint" if config.data.tokenizer is None else "data.tokenizer"
+            what = f"{key}={own}: its tokenizer {changed}"
+        elif config.data.path is not None:
             what = f"data.path={config.data.path}: the text of data.path {changed}"
+        else:
+            source = "this Python's library" if config.data.name == "stdlib" else "what the hub gives"
+            what = f"data.name={config.data.name}: {source} {changed}"
     elif header.get("checkpoint", parts.checkpoint) != parts.checkpoint:
         what = f"model.checkpoint={config.model.checkpoint}: its weights {changed}"
     elif parts.base is not None and (header.get("base") or {}).get("sha256") not in (None, parts.base.found.sha256):
@@ -161,8 +160,6 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
     counters, counted, levels = Counters(), None, Levels()
     newest = checkpointer.newest()
     if newest is not None:
-        if parts.compressed is not None and not isinstance(parts.compressed, GreedyLore):  # torch's hook has no state
-            raise UserError("compression.name=powersgd: a run cannot be continued; start again in another run_dir")
         host = checkpointer.load(newest)
         with world.agreed():
             counters, counted = _restored(host, newest, blocks, checkpointer.folder), host["records"]
@@ -221,7 +218,7 @@ def _begin(recorder: Recorder | Silent, parts: Parts, command: str, *, anew: boo
     """Begin the records; `anew`: without a checkpoint."""
     if anew:
         recorder.say(str(parts.converted), narrow=brief(parts.converted))
-        if isinstance(parts.compressed, GreedyLore):
+        if parts.compressed is not None:
             recorder.say(str(parts.compressed))
     tree = portable_config(parts.config, parts.folder)
     with parts.world.agreed():
@@ -262,12 +259,12 @@ def export(parts: Parts) -> None:
 
 
 def _extras(parts: Parts) -> dict[str, Stateful]:
-    """Return what the next step depends on besides model, optimizer, controller and plan."""
+    """Return what the next step depends on besides model, optimizer, controller and converted model."""
     extras: dict[str, Stateful] = {f"stress_{i}": stress for i, stress in enumerate(parts.stress)}
     if parts.transform is not None:
         extras["transform"] = parts.transform
-    if isinstance(parts.compressed, GreedyLore):
-        extras["compression"] = CompressionState(parts.compressed)
+    if parts.compressed is not None:
+        extras["compression"] = parts.compressed
     return extras
 
 
