@@ -56,7 +56,7 @@ def test_attach_routes_blocks(signal: str) -> None:
     ("state", "told"),
     [
         (3, "state: is not what a controller's state_dict"),
-        ({"plan": {}}, "the paths' state belongs to unknown paths"),
+        ({"converted": {}}, "the paths' state belongs to unknown paths"),
     ],
 )
 def test_a_state_that_is_none_is_refused(state: object, told: str) -> None:

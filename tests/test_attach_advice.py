@@ -126,7 +126,7 @@ def test_a_detached_controller_says_so() -> None:
     controller.detach()
     controller.detach()
     loss_of(model).backward()
-    plan, names = controller.converted, controller.names
+    converted, names = controller.converted, controller.names
     assert repr(controller) == f"<Router of {len(names)} units, detached; step 0>"
     assert [type(module) for module in model] == [nn.Linear] * 4
     uses = (
@@ -140,21 +140,21 @@ def test_a_detached_controller_says_so() -> None:
         lambda: controller.log(loss=1.0),
         lambda: controller.true_gap(lambda: None),
         lambda: controller.explain(lambda: loss_of(model)),
-        lambda: str(plan),
-        plan.cost.spent,
-        plan.saturation,
-        plan.state_dict,
-        lambda: measure_prices(plan),
-        lambda: plan.cost.of_units("gemm"),
-        lambda: plan.compile([model]),
-        lambda: plan.on_low_path().__enter__(),
+        lambda: str(converted),
+        converted.cost.spent,
+        converted.saturation,
+        converted.state_dict,
+        lambda: measure_prices(converted),
+        lambda: converted.cost.of_units("gemm"),
+        lambda: converted.compile([model]),
+        lambda: converted.on_low_path().__enter__(),
     )
     for use in uses:
         with pytest.raises(RuntimeError, match=r"^this controller was detached: its model has plain linears again"):
             use()
-    with plan.high_precision():  # as a Trainer evaluates after training
+    with converted.high_precision():  # as a Trainer evaluates after training
         loss_of(model)
-    assert repr(plan)
+    assert repr(converted)
 
 
 def test_attaching_twice_is_told() -> None:
@@ -196,11 +196,11 @@ def test_what_damages_a_loaded_state_changes_nothing() -> None:
     controller = attached(net(), rounding="stochastic")
     other = attached(net(), rounding="stochastic", seed=5)
     good, before = other.state_dict(), copy.deepcopy(controller.state_dict())
-    bad = ({"lock": torch.ones(4)}, {"signal": {}}, {"plan": {**good["plan"], "rounding": 3}})
+    bad = ({"lock": torch.ones(4)}, {"signal": {}}, {"converted": {**good["converted"], "rounding": 3}})
     for changed in bad:
         with pytest.raises(ValueError):
             controller.load_state_dict({**good, **changed})
-        assert torch.equal(controller.state_dict()["plan"]["rounding"], before["plan"]["rounding"])
+        assert torch.equal(controller.state_dict()["converted"]["rounding"], before["converted"]["rounding"])
         assert torch.equal(controller.state_dict()["lock"], before["lock"])
 
 

@@ -384,13 +384,13 @@ class Router:
         are (`attach(record=...)`)."""
         self._check_attached()
         recorded = {} if self.recording is None else {"record": self.recording.state()}
-        return {**self.controller.state_dict(), "plan": self.converted.state_dict(), **recorded}
+        return {**self.controller.state_dict(), "converted": self.converted.state_dict(), **recorded}
 
     def check_state(self, state: Any) -> None:
         """As `Controller.check_state`, and of the paths."""
         self._check_attached()
         if isinstance(state, Mapping):
-            self.converted.check_state(state.get("plan"))
+            self.converted.check_state(state.get("converted"))
         self.controller.check_state(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -400,5 +400,5 @@ class Router:
         if self.recording is not None:
             self.recording.resume(state["t"], state.get("record", {}))
         self.controller.load_state_dict(state)
-        self.converted.load_state_dict(state["plan"])
+        self.converted.load_state_dict(state["converted"])
         self._begin()

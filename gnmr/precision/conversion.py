@@ -49,7 +49,7 @@ def convert(
         device: where the model will run, which decides on backends; None: where its weights are. (A model on the meta
             device can be planned, not trained: convert it again when it has weights.)
         store: False leaves what `weights` asks for to `ConvertedModel.store`, which may drop the 16-bit weights.
-        shown: whether the caller prints the plan; if not, falling back to simulation is warned of on CPUs too.
+        shown: whether the caller prints the model; if not, falling back to simulation is warned of on CPUs too.
 
     Raises ValueError, before anything is changed, for a pattern or pin that matches no linear (recipes leave some in 16
     bits), a linear whose widths the tiles of a recipe do not divide or that cannot be given two paths (see
@@ -96,10 +96,10 @@ def convert(
         operators[-1].pinned = pins[name]
         _route(operators[-1], mixed[pins[name]])
     units = grouped(operators, spec.unit, routed)
-    plan = ConvertedModel(operators, units, *paths[()], shared, recovers=tuple(spec.recovers))
+    converted = ConvertedModel(operators, units, *paths[()], shared, recovers=tuple(spec.recovers))
     if store:
-        plan.store(spec.weights)
-    return plan
+        converted.store(spec.weights)
+    return converted
 
 
 def operator_shapes(model: nn.Module, spec: PathSpec) -> dict[str, tuple[int, int]]:
@@ -144,7 +144,7 @@ def _select(linears: Iterable[str], patterns: Sequence[str]) -> tuple[list[str],
 def _pinned_gemms(names: Sequence[str], spec: PathSpec) -> dict[str, tuple[str, ...]]:
     """The GEMMs of each operator that are pinned, by its name. ValueError for a pattern that names no operator."""
     found: dict[str, set[str]] = {name: set() for name in names}
-    ends = by_end(names)  # a plan has a pin for each of thousands of experts
+    ends = by_end(names)  # plan.json has a pin for each of thousands of experts
     for pattern, gemms in spec.pins.items():
         chosen = select(names, [pattern])[0] if set(pattern) & set("*?[") else ends.get(pattern, [])
         if not chosen:

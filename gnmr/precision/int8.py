@@ -228,7 +228,7 @@ class _LinearOfCodes(torch.autograd.Function):
 
 
 class Int8Linear(PathLinear):
-    """A `PathLinear` of a plan with a recipe that multiplies integers, with its weight's codes where it keeps them."""
+    """A `PathLinear` of a model with a recipe that multiplies integers, with its weight's codes where it keeps them."""
 
     plain_class = nn.Linear
     weights: str

@@ -116,7 +116,7 @@ class PathLinear(nn.Linear):
 
     operator_name: str
     index: int
-    """Place in the plan."""
+    """Place among the converted operators."""
     low: ExecutionPath
     recovery: ExecutionPath | None
     pinned: tuple[str, ...]
@@ -128,7 +128,7 @@ class PathLinear(nn.Linear):
     gemms: tuple[str, ...]
     """Those that are routed one by one (unit=gemm); else none."""
     mixed: dict[frozenset[str], Recipe]
-    """The recipe of each set of `gemms` that may be on the recovery path, made once for all operators of a plan."""
+    """The recipe of each set of `gemms` that may be on the recovery path, made once for all operators of a model."""
     shared: SharedState
     fault: FaultInjection | None
     """What may break the low path."""
@@ -239,7 +239,8 @@ class PathLinear(nn.Linear):
                 return self.plain(input)
             raise RuntimeError(
                 f"{self.operator_name}: torch.func's transforms (vmap, jvp, grad, ...) and forward-mode derivatives "
-                f"are not defined on the path {path.name}, whose casts have none; run them within plan.high_precision()"
+                f"are not defined on the path {path.name}, whose casts have none; run them within "
+                "converted.high_precision()"
             )
         if path is None or not (keeps or quantizes):
             return self.plain(input)
