@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from gnmr.control.device import to_device
 from gnmr.control.evidence import PATH_EVIDENCE, PRICE_EVIDENCE
-from gnmr.control.norms import to_device
 from gnmr.control.ranks import Ranks
 from gnmr.distributed import world
 from gnmr.measure.errors import Probe, measure_errors
@@ -18,7 +18,7 @@ from gnmr.precision.conversion import tensor_parallel
 
 
 class PathSteps:
-    """Begins and ends the steps of the paths. A `gnmr.control.measured.Source` of the evidence that `needs` names."""
+    """Begins and ends the steps of the paths. A `gnmr.control.evidence.Source` of the evidence that `needs` names."""
 
     def __init__(
         self,

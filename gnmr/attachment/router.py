@@ -22,8 +22,8 @@ from gnmr.attachment.path_steps import PathSteps
 from gnmr.attachment.replay import Start
 from gnmr.attachment.units import units_of
 from gnmr.control import Controller, ControlSpec, Decision, Evidence, HostPacket, OutputGradients, Unit
-from gnmr.control.observed import watched
-from gnmr.control.signals.always import AlwaysLow
+from gnmr.control.norms import watched
+from gnmr.control.signals.blind import AlwaysLow
 from gnmr.names import GEMMS
 from gnmr.precision import ConvertedModel
 from gnmr.precision.conversion import tensor_parallel

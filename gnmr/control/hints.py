@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gnmr.control.decision import Decision
-from gnmr.control.packet import HostPacket
-from gnmr.control.units import Unit
+from gnmr.control.device import HostPacket
+from gnmr.control.unit import Unit
 from gnmr.errors import users_level
 
 _STEPS = 10

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gnmr.control import Context, Controller, ControlSpec, Unit, build_signal
 from gnmr.control.signals import SIGNALS, BlindSignal, history
-from gnmr.control.signals.always import AlwaysHigh, AlwaysLow
+from gnmr.control.signals.blind import AlwaysHigh, AlwaysLow
 
 NAMES = tuple(
     f"layers.{i}.{part}" for i in range(3) for part in ("attn.q_proj", "attn.o_proj", "mlp.up_proj", "mlp.down_proj")

@@ -15,20 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from gnmr.control.norms import waits_for_nothing
+from gnmr.control.device import all_finite
 from gnmr.errors import require
 
 LARGEST: float = torch.finfo(torch.float64).max
-
-
-def all_finite(x: Tensor) -> bool:
-    """Return True if every number (float64) is known to be finite without waiting. It saves most steps selections."""
-    here = x.dtype == torch.float64 and waits_for_nothing(x)
-    return here and bool(np.isfinite(x.detach().numpy()).all())
 
 
 class Stateful:
