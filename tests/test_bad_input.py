@@ -84,7 +84,7 @@ VALUES = {
     "faults.kind=quake": "faults.kind=quake: must be one of none, scale_up",
     "faults.kind=noise faults.rate=0": "faults.rate=0.0: give windows, or a rate above 0",
     "faults.kind=noise faults.windows=[[1]]": "faults.windows=[[1]]",
-    "faults.kind=noise faults.rate=1 faults.share=0": "faults.share=0.0",
+    "faults.kind=noise faults.rate=1 faults.rows_frac=0": "faults.rows_frac=0.0",
     "data.cache_dir=''": "data.cache_dir='': must be a path",
     "run_dir=~nobody-of-this-name/x": "run_dir=~nobody-of-this-name/x: there is no such user",
     "training.steps=99999999999999999999": "training.steps=1e+20: must be less than 2^63",

@@ -80,7 +80,7 @@ def test_what_it_prints_spends_the_share(name, words, calibrated, spent):
     ((found, (share, overrides)),) = calibrated(f"calibrate={WANTED}", f"signal={name}", *words).items()
     assert found == name and share == pytest.approx(WANTED, rel=0.1)
     assert overrides[0] == f"controller.signal={name}"
-    key = "options.share" if name in (*BLIND, "static_k") else "trigger"
+    key = "options.active_frac" if name in (*BLIND, "static_k") else "trigger"
     assert f"controller.{key}" in [word.partition("=")[0] for word in overrides]
     assert spent(*overrides, *words) == pytest.approx(share, abs=ROUNDED)
 
@@ -194,7 +194,7 @@ def test_an_arm_a_point_for_a_sweep(file, gnmr, tiny_words, tmp_path, monkeypatc
     for name, run in runs.items():
         controller = OmegaConf.load(run / "config.yaml").controller
         assert (controller.max_o, name) == (6, f"int4_int8-{controller.signal}-{name[-3:]}")
-        assert printed[name] == (controller.trigger if "mse" in name else controller.options.share)
+        assert printed[name] == (controller.trigger if "mse" in name else controller.options.active_frac)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_an_arm_a_point_for_a_sweep(file, gnmr, tiny_words, tmp_path, monkeypatc
         (["calibrate=0.1", "another.csv"], "another.csv: there is no such file or run folder"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:share is above")
+@pytest.mark.filterwarnings("ignore:active_frac is above")
 def test_what_cannot_be_is_one_line(words, line, file, gnmr):
     outcome = gnmr("replay", str(file), *words)
     told = [text for text in outcome.err.splitlines() if "warning" not in text]

@@ -57,7 +57,7 @@ def test_configs_cannot_be_changed_by_accident() -> None:
         ({}, ""),
         ({"signal": "module:Own"}, "alpha alpha_init beta beta_init delta eps"),
         ({"routing": "ranked"}, "t_lock trigger"),
-        ({"routing": "ranked", "options": {"share": 0.1}}, "trigger"),
+        ({"routing": "ranked", "options": {"active_frac": 0.1}}, "trigger"),
     ],
 )
 def test_keys_that_choose_nothing(controller: dict, unread: str) -> None:

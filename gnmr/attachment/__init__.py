@@ -8,6 +8,6 @@ controller.step()          # before clipping and optimizer.step()
 
 from gnmr.attachment.attaching import attach, specs_of
 from gnmr.attachment.router import Router
-from gnmr.attachment.units import costs_of, norms_of, units_of
+from gnmr.attachment.units import controller_of, units_of
 
-__all__ = ["Router", "attach", "costs_of", "norms_of", "specs_of", "units_of"]
+__all__ = ["Router", "attach", "controller_of", "specs_of", "units_of"]

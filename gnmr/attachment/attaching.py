@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from gnmr.attachment.router import Router
-from gnmr.attachment.units import costs_of, norms_of, units_of
-from gnmr.control import Controller, ControlSpec, Unit
+from gnmr.attachment.units import close_hooks, controller_of
+from gnmr.control import ControlSpec, Unit
 from gnmr.control.evidence import EVIDENCE
 from gnmr.distributed.reduce import Ranks
 from gnmr.distributed.world import rank
@@ -117,23 +117,12 @@ def attach(
     if pins is not None:
         pins.refuse_other(where, operator_shapes(model, paths))
     converted = convert(model, paths, seed=seed, store=False, shown=False)
-    norms = None
+    controller = None
     try:
-        costs, pinned = costs_of(converted, control)
-        units = units_of(converted, model, control.observe, costs)
-        _check_trained(converted, units, control)
-        norms = norms_of(model, units, control.observe)
-        controller = Controller(
-            units,
-            control,
-            steps=steps,
-            seed=seed,
-            record=evidence,
-            norms=norms,
-            whole_cost=1.0,
-            pinned=pinned,
-            ranks=Ranks(share),
+        controller = controller_of(
+            converted, model, control, steps=steps, seed=seed, record=evidence, ranks=Ranks(share)
         )
+        _check_trained(converted, controller.units, control)
         converted.warmup_steps = control.warmup_steps if control.warmup_path == "16bit" else 0
         router = Router(converted, controller, model, paths.probe_tokens, paths.price_tokens)
         router.plan_of = None if pins is None else pins.provenance.get("subject", "a model of one's own")
@@ -145,8 +134,8 @@ def attach(
         router.watch_use()
     except BaseException:
         converted.restore()
-        if norms is not None:
-            norms.close()
+        if controller is not None:
+            close_hooks(controller)
         raise
     return router
 

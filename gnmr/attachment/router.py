@@ -20,7 +20,7 @@ from gnmr.attachment.ending import Ending
 from gnmr.attachment.linked import Linked
 from gnmr.attachment.path_steps import PathSteps
 from gnmr.attachment.replay import Start
-from gnmr.attachment.units import units_of
+from gnmr.attachment.units import close_hooks, units_of
 from gnmr.control import Controller, ControlSpec, Decision, Evidence, HostPacket, OutputGradients, Unit
 from gnmr.control.norms import watched
 from gnmr.control.signals.blind import AlwaysLow
@@ -374,8 +374,7 @@ class Router:
         self.finish()
         self.converted.restore()
         self._detached = True
-        if isinstance(norms := self.controller.measured.norms, OutputGradients):
-            norms.close()
+        close_hooks(self.controller)
         self.end_use()
         self.controller.hints.release()
 

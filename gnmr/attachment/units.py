@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from gnmr.control import ControlSpec, OutputGradients, Unit
+from gnmr.control import Controller, ControlSpec, OutputGradients, Unit
 from gnmr.control.norms import adapters
+from gnmr.control.ranks import Ranks
 from gnmr.precision import ConvertedModel
 from gnmr.precision.cost import nominal_bits
 from gnmr.precision.units import PathUnit, module_of
@@ -75,6 +76,33 @@ def units_of(
     ]
 
 
-def norms_of(model: nn.Module, units: Sequence[Unit], observe: str) -> OutputGradients | None:
-    """What `Controller(norms=...)` takes: hooks on the units' outputs for "input_grad", else None."""
-    return OutputGradients(model, [module_of(unit.name) for unit in units]) if observe == "input_grad" else None
+def controller_of(
+    converted: ConvertedModel,
+    model: nn.Module,
+    spec: ControlSpec,
+    *,
+    steps: int | None = None,
+    seed: int = 0,
+    record: Sequence[str] = (),
+    ranks: Ranks | None = None,
+) -> Controller:
+    """Return the controller of the model's units; see `Controller` for the arguments. With observe="input_grad" it
+    hooks the units' outputs (`close_hooks`). Raises ValueError, and leaves no hooks, if `spec` does not fit."""
+    costs, pinned = costs_of(converted, spec)
+    units = units_of(converted, model, spec.observe, costs)
+    names = [module_of(unit.name) for unit in units]
+    norms = OutputGradients(model, names) if spec.observe == "input_grad" else None
+    try:
+        return Controller(
+            units, spec, steps=steps, seed=seed, record=record, norms=norms, whole_cost=1.0, pinned=pinned, ranks=ranks
+        )
+    except BaseException:
+        if norms is not None:
+            norms.close()
+        raise
+
+
+def close_hooks(controller: Controller) -> None:
+    """Take the hooks of `controller_of` off the model."""
+    if isinstance(norms := controller.measured.norms, OutputGradients):
+        norms.close()

@@ -51,7 +51,7 @@ def _parser() -> Parser:
     parser.option(
         "calibrate",
         fractions,
-        "finds the controller.trigger (for random and fixed sets the option share) at which the mean share of "
+        "finds the controller.trigger (for random and fixed sets the option active_frac) at which the mean share of "
         "unit-steps on the recovery path is SHARE, over all runs. A line a signal and share: the share that it gives, "
         "and words for gnmr train; with out=FOLDER also their arms, FOLDER/sweep/calibrated.yaml, for gnmr train "
         "-m --config-dir FOLDER sweep=calibrated",

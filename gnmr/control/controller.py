@@ -157,7 +157,7 @@ class Controller:
             raise ValueError("calibrate: routing='ranked' has no threshold, max_o or a budget is what it spends")
         if isinstance(self.signal, BlindSignal):
             raise ValueError(
-                f"calibrate: {self.spec.signal_name} reads no evidence, its option share is what it spends"
+                f"calibrate: {self.spec.signal_name} reads no evidence, its option active_frac is what it spends"
             )
         self._trigger.calibrate(fraction, max(self.t, self.spec.warmup_steps) + 1, steps)
 

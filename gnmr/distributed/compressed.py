@@ -33,7 +33,7 @@ from gnmr.control.device import to_device
 from gnmr.control.unit import Unit
 from gnmr.distributed import world
 from gnmr.distributed.shards import is_sharded
-from gnmr.distributed.workers import RankWorkers, Workers, done
+from gnmr.distributed.workers import RankWorkers, Workers
 from gnmr.errors import RunFailed, whole
 from gnmr.names import listed, select
 
@@ -212,7 +212,9 @@ class GreedyLore:
             views[name].copy_(mean)
         if bucket.is_last():
             self._end_step()
-        return done(bucket.buffer())
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
 
     def _end_step(self) -> None:
         """Take over E and the bases of the step, unless a mean of it is not finite."""

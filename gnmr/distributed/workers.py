@@ -5,7 +5,7 @@ Shapes: K is the number of workers that this process has (1 for a rank, all of t
 
 from __future__ import annotations
 
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,8 +13,6 @@ from torch import Tensor
 from gnmr.distributed import world
 from gnmr.distributed.reduce import reaching
 from gnmr.errors import whole
-
-T = TypeVar("T")
 
 
 class VirtualWorkers:
@@ -48,10 +46,3 @@ class RankWorkers:
 
 
 Workers: TypeAlias = VirtualWorkers | RankWorkers
-
-
-def done(value: T) -> torch.futures.Future[T]:
-    """Return a completed future, as DDP's communication hooks do."""
-    future: torch.futures.Future[T] = torch.futures.Future()
-    future.set_result(value)
-    return future

@@ -11,17 +11,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gnmr.distributed.compressed import GreedyLore
-from gnmr.distributed.powersgd import PowerSgd
 from gnmr.distributed.world import World
 from gnmr.errors import UserError
-
-Compressed: TypeAlias = GreedyLore | PowerSgd
 
 
 class Wrapped:
@@ -35,7 +32,7 @@ class Wrapped:
         """When this rank came to the last point of a step up to which it waited for no other; 0: not yet."""
         self.workers = 1
         """Over how many workers gradients are a mean."""
-        self.compressed: Compressed | None = None
+        self.compressed: GreedyLore | None = None
         self.own: dict[int, Tensor] | None = None
         """What this process's last backward pass left of each parameter before it was reduced, by the parameter's id;
         None: it is not kept (`keep_own`)."""
@@ -61,7 +58,7 @@ class Wrapped:
 class _Virtual(Wrapped):
     """One process that plays all workers: micro-batch i is worker i modulo their number's."""
 
-    def __init__(self, model: nn.Module, compressed: Compressed) -> None:
+    def __init__(self, model: nn.Module, compressed: GreedyLore) -> None:
         super().__init__(model)
         self.compressed, self._reduce, self.workers = compressed, compressed.reduce, compressed.workers.size
         self._of_worker: list[list[Tensor | None]] = []
@@ -90,7 +87,7 @@ class _Virtual(Wrapped):
 class _DDP(Wrapped):
     """The inner model keeps its names; `arrived`: its own gradients were there."""
 
-    def __init__(self, model: nn.Module, device: torch.device, size: int, compressed: Compressed | None) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, size: int, compressed: GreedyLore | None) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
         from torch.nn.parallel import DistributedDataParallel
 
@@ -156,7 +153,7 @@ def wrap(
     kind: str,
     world: World,
     device: torch.device,
-    compressed: Compressed | None = None,
+    compressed: GreedyLore | None = None,
     partly: bool = False,
 ) -> Wrapped:
     """The model as `world` runs it, by `parallel` (none, ddp, fsdp, hsdp); parameters may be others afterwards (FSDP2).

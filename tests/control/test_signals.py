@@ -167,7 +167,7 @@ BLOCKS = tuple(f"layers.{i}.{p}" for i in range(12) for p in ("q_proj", "o_proj"
 @pytest.mark.parametrize("name", ["random", "static_k"])
 def test_budgets_of_the_controls_are_met(name: str, share: float) -> None:
     options = {"calibration_steps": 1} if name == "static_k" else {}
-    seen = chosen(make(name, names=BLOCKS, max_o=4, steps=1200, share=share, **options), 1200)
+    seen = chosen(make(name, names=BLOCKS, max_o=4, steps=1200, active_frac=share, **options), 1200)
     assert seen.sum() == round(share * seen.size)
     on = np.flatnonzero(seen.any(axis=1))
     steps_between = 1 / (share * 24) if name == "random" else 4 / 24 / share

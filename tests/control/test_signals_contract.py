@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gnmr.control import Context, Controller, ControlSpec, Unit, build_signal
-from gnmr.control.signals import SIGNALS, BlindSignal, history
+from gnmr.control import Context, Controller, ControlSpec, Unit, build_signal, device
+from gnmr.control.signals import SIGNALS, BlindSignal
 from gnmr.control.signals.blind import AlwaysHigh, AlwaysLow
 
 NAMES = tuple(
@@ -22,8 +22,8 @@ U, STEPS = len(NAMES), 40
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "gnmr_delta": [{}, {"delta": 3, "beta": None}, {"alpha": None}],
     "recovery_gap": [{}, {"every": 4}],
-    "random": [{}, {"share": 0.1}],
-    "static_k": [{"calibration_steps": 15}, {"calibration_steps": 25, "k": 2, "share": 0.03}],
+    "random": [{}, {"active_frac": 0.1}],
+    "static_k": [{"calibration_steps": 15}, {"calibration_steps": 25, "k": 2, "active_frac": 0.03}],
 }
 CASES = [pytest.param(name, o, id=f"{name}-{i}") for name in SIGNALS for i, o in enumerate(OPTIONS.get(name, [{}]))]
 every_signal = pytest.mark.parametrize(("name", "options"), CASES)
@@ -157,7 +157,7 @@ class NoWaiting(TorchDispatchMode):
 @pytest.fixture
 def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: nobody looks whether numbers are finite."""
-    monkeypatch.setattr(history, "waits_for_nothing", lambda x: False)
+    monkeypatch.setattr(device, "waits_for_nothing", lambda x: False)
 
 
 @every_signal
@@ -203,7 +203,7 @@ def test_observing_does_not_wait_for_the_gpu_and_equals_the_cpu(name: str, optio
 
 @every_signal
 def test_ranked_routing_fills_max_o(name: str, options: dict[str, Any]) -> None:
-    signal = make(name, options | {"share": None} if "share" in options else options)
+    signal = make(name, options | {"active_frac": None} if "active_frac" in options else options)
     units = [Unit(unit, (nn.Parameter(torch.zeros(1)),), lambda _on: None) for unit in NAMES]
     controller = Controller(units, ControlSpec(signal=signal, max_o=4, routing="ranked"))
     full = 2 if options.get("k") == 2 else 4
@@ -234,7 +234,7 @@ BAD: dict[str, list[Any]] = {
     **{key: [0, -1, 1.5, True] for key in ("delta", "early", "every", "calibration_steps", "k")},
     "decay": [0.0, 1.0, 1, -0.5, "0.9"],
     **{key: [0, -0.1, 1.1, math.nan, True, "0.1"] for key in ("calibration_frac", "k_frac")},
-    "share": [-0.1, 1.1, math.nan, True, "0.1"],
+    "active_frac": [-0.1, 1.1, math.nan, True, "0.1"],
     "evidence": ["prize", None, 1],
     "pin_every": [0, -1, 1.5, True],
     **{key: [0, 0.9, math.nan, "1.5", True] for key in ("up", "down")},
@@ -285,7 +285,7 @@ def test_static_sets_that_cannot_be_are_refused() -> None:
 def test_a_share_that_cannot_be_reached_warns_and_caps(name: str) -> None:
     options = {"calibration_steps": 1} if name == "static_k" else {}
     with pytest.warns(UserWarning, match="the most that"):
-        signal = build_signal(name, options | {"share": 0.5}, context())
+        signal = build_signal(name, options | {"active_frac": 0.5}, context())
     over = [(signal.observe(row, t)[0] > 1).sum().item() for t, row in enumerate(rows((), bad=False), 1)]
     assert over == [4] * STEPS
 

@@ -40,7 +40,7 @@ def same(one: Decision, other: Decision) -> None:
 
 @pytest.mark.parametrize("spec", [{}, {"routing": "ranked", "t_lock": 3}, {"warmup_steps": 4, "hold": 2}])
 @pytest.mark.parametrize(("signal", "options"), CASES)
-@pytest.mark.filterwarnings("ignore:share is above")
+@pytest.mark.filterwarnings("ignore:active_frac is above")
 def test_every_signal(signal: str, options: dict[str, Any], spec: dict[str, Any]) -> None:
     """Whatever was measured in passing of a unit whose gradient is 0."""
     spec = {"max_o": 2} | spec

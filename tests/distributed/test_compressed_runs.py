@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import signal
 from typing import Any
 
 import pytest
@@ -82,14 +81,6 @@ class TestRanks:
         alone = everything(tmp_path / "alone", "slowest_rank")
         assert [row["numbers_sent"] for row in alone["steps"]] == [row["numbers_sent"] for row in whole["steps"]]
         assert alone["steps"][7]["loss"] == pytest.approx(whole["steps"][7]["loss"], rel=1e-6)
-
-    def test_powersgd_runs_and_is_not_continued(self, told, tmp_path):
-        words = [*WORDS, "compression.name=powersgd", "compression.dense_steps=3"]
-        assert told(words, "ddp", stop=7) == [128 + signal.SIGTERM] * 2
-        fracs = [row["numbers_sent_frac"] for row in read_jsonl(tmp_path / "run" / "steps.jsonl")]
-        assert fracs[:3] == [1, 1, 1] and max(fracs[3:]) < 0.9
-        for answer in told(words, "ddp"):
-            assert answer.startswith("UserError: compression.name=powersgd: a run cannot be continued")
 
     @pytest.mark.parametrize(
         ("more", "parallel", "key"),

@@ -178,7 +178,7 @@ def test_a_cast_that_is_not_what_it_says(
 
 @pytest.mark.parametrize(
     ("low", "fault", "kind"),
-    [("mxfp8", Fault("nan", share=0.01), "not finite"), ("fp8_hybrid", Fault("noise", 4.0), "noise")],
+    [("mxfp8", Fault("nan", rows_frac=0.01), "not finite"), ("fp8_hybrid", Fault("noise", 4.0), "noise")],
 )
 def test_a_cast_that_is_not_finite_and_noise_that_nothing_explains(low: str, fault: Fault, kind: str) -> None:
     model, plan = converted(low)

@@ -147,7 +147,7 @@ def test_faults_of_all_rows_and_of_some() -> None:
         assert difference(simulated[2], sound[2]) > 0.1
         assert difference(real[2], simulated[2]) < close
         assert difference(real[0], simulated[0]) < 1e-6, "fprop's groups are of one row"
-    broken = through("scaled_mm", fault=Fault("nan", share=0.1))[0]
+    broken = through("scaled_mm", fault=Fault("nan", rows_frac=0.1))[0]
     assert 10 <= broken[0].isnan().any(dim=1).sum() <= 16
 
 

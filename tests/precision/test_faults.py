@@ -75,7 +75,7 @@ def test_noise_of_some_steps_comes_before_rounding(name: str) -> None:
 @pytest.mark.parametrize("name", FEW_BITS)
 def test_a_bit_flip_is_one_bit_of_one_code_of_each_hit_row(name: str) -> None:
     fmt, rows = FORMATS[name], torch.randn(400, 10, generator=seeded())
-    packed, scale = Fault("bit_flip", share=0.25).compress(rows, fmt, seeded())
+    packed, scale = Fault("bit_flip", rows_frac=0.25).compress(rows, fmt, seeded())
     sound, sound_scale = compress(rows, fmt)
     flipped = unpack(packed, fmt.bits, 10) ^ unpack(sound, fmt.bits, 10)
     assert torch.equal(scale, sound_scale)
@@ -89,9 +89,9 @@ def test_a_bit_flip_is_one_bit_of_one_code_of_each_hit_row(name: str) -> None:
 def test_the_share_of_the_rows_is_exact_and_drawn_and_at_least_one(kind: str) -> None:
     rows = torch.randn(200, 8, generator=seeded())
 
-    def hit(share: float, seed: int) -> Tensor:
+    def hit(rows_frac: float, seed: int) -> Tensor:
         sound = decompress(*compress(rows, FORMATS["int8"]), FORMATS["int8"], 8, rows.dtype)
-        return (broken(Fault(kind, 9.0, share), rows, "int8", seed, largest=1.0) != sound).any(dim=1)
+        return (broken(Fault(kind, 9.0, rows_frac), rows, "int8", seed, largest=1.0) != sound).any(dim=1)
 
     assert hit(1.0, 0).all()
     assert hit(0.05, 0).sum() == 10 and hit(1e-6, 0).sum() == 1
@@ -258,7 +258,7 @@ def test_schedules_that_are_refused(how: dict, key: str) -> None:
     assert all(operator.fault is None for operator in plan.operators)
 
 
-@pytest.mark.parametrize(("key", "value"), [("kind", "bits"), ("magnitude", 0), ("share", 0), ("history", 0)])
+@pytest.mark.parametrize(("key", "value"), [("kind", "bits"), ("magnitude", 0), ("rows_frac", 0), ("history", 0)])
 def test_faults_that_are_refused(key: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"{key}={value!r}"):
         Fault(**{"kind": "noise", key: value})
@@ -381,7 +381,7 @@ def test_only_the_target_on_its_low_path_in_its_window_is_hit(low: str, kind: st
     recovering = outcome(net, x, dy)
     net["a"].switch(False)
     # Under a larger scale floating-point formats lose nothing before they underflow.
-    schedule = armed(plan, kind, share=0.5, magnitude=3000.0 if kind == "scale_up" else 8.0)
+    schedule = armed(plan, kind, rows_frac=0.5, magnitude=3000.0 if kind == "scale_up" else 8.0)
     hit = outcome(net, x, dy)
     rows = (hit[0] != sound[0]).any(dim=1).sum()
     assert rows == 20 or (kind == "bit_flip" and 10 < rows < 20), "the forward pass, in the share of the rows"
@@ -407,7 +407,7 @@ def test_fprop_and_wgrad_read_the_broken_input_and_what_saturates_is_counted(low
     plan.end_step()
     if plan.shared.amax.history is not None:
         plan.shared.amax.history.zero_()
-    armed(plan, "scale_down", share=0.5)
+    armed(plan, "scale_down", rows_frac=0.5)
     y, grad, *other = outcome(net, x, dy)
     assert same(other, sound[2:])
     hit = (y != sound[0]).any(dim=1).nonzero().flatten().tolist()
@@ -428,10 +428,10 @@ def test_fprop_and_wgrad_read_the_broken_input_and_what_saturates_is_counted(low
         assert plan.shared.amax.history[0, 0, 0] == x.abs().max(), "what was there, not what became of it"
 
 
-@pytest.mark.parametrize("share", [1.0, 0.5])
+@pytest.mark.parametrize("rows_frac", [1.0, 0.5])
 @pytest.mark.parametrize("low", ["fp8_hybrid", "fp8_delayed"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_codes_are_hit_as_their_simulation(kind: str, low: str, share: float) -> None:
+def test_codes_are_hit_as_their_simulation(kind: str, low: str, rows_frac: float) -> None:
     found, x = [], X.clone()
     x[::3, 5] = x.max()
     for backend in ("scaled_mm", "simulated"):
@@ -439,7 +439,7 @@ def test_codes_are_hit_as_their_simulation(kind: str, low: str, share: float) ->
         net["a"].weight.data.copy_(W)
         plan = convert(net, PathSpec.of(low, "bf16", targets=["a"], backend=backend))
         sound = outcome(net, x, DY)
-        armed(plan, kind, share=share, magnitude=4096.0 if kind == "scale_up" else 4.0)
+        armed(plan, kind, rows_frac=rows_frac, magnitude=4096.0 if kind == "scale_up" else 4.0)
         found.append([*outcome(net, x, DY), plan.saturation()["input"]])
         assert plan.low.backend == backend and not torch.equal(found[-1][0], sound[0])
     (y, grad, counts), (simulated_y, simulated_grad, simulated_counts) = found
@@ -460,7 +460,7 @@ def test_the_probe_describes_the_broken_casts_on_either_path(low: str, tokens: i
     for recovering in (False, True):
         net, plan = readers(low)
         sound = outcome(net, x, dy)
-        armed(plan, "scale_down", share=0.5)
+        armed(plan, "scale_down", rows_frac=0.5)
         if not recovering:
             rows = (outcome(net, x, dy)[0] != sound[0]).any(dim=1).nonzero().flatten().tolist()
         probe = measure_errors(plan, ["gap_low", "gap_recovery", "mse"], tokens)

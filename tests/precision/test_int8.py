@@ -440,7 +440,7 @@ def test_a_fault_breaks_the_input_s_codes(kind: str, threshold: float | None) ->
     net = linear(dtype=torch.float32)
     converted = convert(net, PathSpec.of("llm_int8", None, targets=["0"], outlier_threshold=threshold))
     sound = net(x.requires_grad_()).detach()
-    schedule = FaultSchedule(converted, Fault(kind, 3.0, share=0.5), ["0"], steps=2, windows=[(2, 1)], seed=1)
+    schedule = FaultSchedule(converted, Fault(kind, 3.0, rows_frac=0.5), ["0"], steps=2, windows=[(2, 1)], seed=1)
     schedule.begin_step(1)
     assert torch.equal(net(x), sound)
     schedule.begin_step(2)

@@ -127,7 +127,7 @@ def test_a_fault_in_force_is_in_the_price_of_the_low_path(spec: dict[str, object
     model, batch = model_of(), batch_of()
     plan = planned(model, **spec)
     broken = plan.operators[1]
-    broken.fault = Injector(Fault("scale_down", magnitude=8.0, share=0.5), None)
+    broken.fault = Injector(Fault("scale_down", magnitude=8.0, rows_frac=0.5), None)
     broken.fault.arm(3)
     expected = by_hand(plan, model, batch)
     for operator in plan.operators:

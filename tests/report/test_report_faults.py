@@ -100,11 +100,11 @@ def test_the_table(tmp_path: Path) -> None:
 
 
 def test_arms_under_faults_are_named_by_their_kind(tmp_path: Path) -> None:
-    """Magnitude, share, rate and duration follow from it; with more to tell than four settings it would be a hash."""
+    """The other keys follow from it; with more to tell than four settings it would be a hash."""
     kinds = {"none": (1.0, 1.0, 0.0, 1), "noise": (2.0, 1.0, 0.5, 20), "nan": (1.0, 0.001, 0.5, 3)}
     runs = []
     for kind, values in kinds.items():
-        keys = ("faults.magnitude", "faults.share", "faults.rate", "faults.duration")
+        keys = ("faults.magnitude", "faults.rows_frac", "faults.rate", "faults.duration")
         settings = {"faults.kind": kind} | dict(zip(keys, values, strict=True))
         runs.append(fake_run(tmp_path / kind, arm="int4", made=flagged(), settings=settings))
         runs[-1].hash = kind

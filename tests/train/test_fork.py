@@ -32,7 +32,7 @@ FORK = [
 FORK += ["model.outlier_channels.number=1", "training.checkpoint_every=2"]
 ARMS = {
     "gnmr": [],
-    "random": ["controller.signal=random", "controller.options.share=0.3", "fork.order=1", "training.seed=1"],
+    "random": ["controller.signal=random", "controller.options.active_frac=0.3", "fork.order=1", "training.seed=1"],
     "price of the input": ["controller.signal=recovery_gap", "controller.routing=ranked", "precision.low=int4"],
     "stochastic": [
         "precision.low=int4",

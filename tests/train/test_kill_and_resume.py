@@ -131,7 +131,7 @@ KILLS: dict[str, tuple[Hook, list[str]]] = {
     "scaled_mm_under_delayed_scales": (in_step(5), REAL),
     "faults_of_random_bits": (
         in_step(5),
-        ["faults.kind=bit_flip", "faults.windows=[[2,6]]", "faults.share=0.2", "precision.rounding=stochastic"],
+        ["faults.kind=bit_flip", "faults.windows=[[2,6]]", "faults.rows_frac=0.2", "precision.rounding=stochastic"],
     ),
     "drawn_faults": (
         in_step(5),

@@ -2,10 +2,10 @@
 
     always_low     R = 0: every unit stays on the low-cost path, even one whose norm is not finite.
     always_high    R = 2: every unit on the recovery path, as far as max_o goes; set it to the number of units.
-    random         In step t, share * U units (whole units; what is left over goes to later steps) are drawn without
-                   putting back. So every unit-step is chosen with probability `share`, and the sum over the run is the
-                   budget itself, not near it. The draw depends on the run's seed and the step number alone: a resumed
-                   run goes on exactly, with no state.
+    random         In step t, active_frac * U units are drawn without putting back, in whole units; what is left over
+                   goes to later steps. So every unit-step is chosen with probability `active_frac`, and the sum over
+                   the run is the budget itself. The draw depends on the run's seed and the step number alone, so a
+                   resumed run goes on exactly, with no state.
     static_k       During a calibration the average GNMR of each unit is taken, with risk 0 for all. Then the k units
                    with the highest average are fixed for the rest of the run (ties in unit order).
 
@@ -61,19 +61,19 @@ class AlwaysHigh(_Always):
 class BlindSignal(SignalBase):
     """A choice that reads no evidence, so a non-finite norm says nothing to it either: a control, not a detector.
 
-    A chosen unit has a risk above 1, every other one 0. `share` None chooses in every step. Otherwise the choice is
-    switched on in as many of the choices as give that mean share of unit-steps with R > 1, spread evenly; it depends on
-    the step number alone. A share above what the choice can give warns and is that.
+    A chosen unit has a risk above 1, every other one 0. `active_frac` None chooses in every step. Otherwise the choice
+    is switched on in as many of the choices as give that mean fraction of unit-steps with R > 1, spread evenly; it
+    depends on the step number alone. A fraction above what the choice can give warns and is that.
     """
 
-    def __init__(self, context: Context, share: float | None, most: float, what: str) -> None:
+    def __init__(self, context: Context, active_frac: float | None, most: float, what: str) -> None:
         """`most` is the share of unit-steps of choosing in every step; `what` says why, for the warning."""
         super().__init__(context)
-        within(0, 1, or_null=True, share=share)
-        if share is not None and share > most * (1 + 1e-6):
-            text = f"share is above {most:.4g}, the most that {what} gives: it caps there"
+        within(0, 1, or_null=True, active_frac=active_frac)
+        if active_frac is not None and active_frac > most * (1 + 1e-6):
+            text = f"active_frac is above {most:.4g}, the most that {what} gives: it caps there"
             warnings.warn(text, stacklevel=users_level())
-        self.rate = 1.0 if share is None else min(share / most, 1.0)
+        self.rate = 1.0 if active_frac is None else min(active_frac / most, 1.0)
         """Part of the choices in which it chooses anything."""
 
     def turn(self, step: int) -> int:
@@ -96,25 +96,25 @@ def due(step: int, rate: float) -> int:
 
 
 class Random(BlindSignal):
-    """A uniform draw. `share`: probability of a unit-step; None: max_o units in every step.
+    """A uniform draw. `active_frac`: probability of a unit-step; None: max_o units in every step.
 
-    R is 1 + u for a chosen unit, with its u from (0, 1). Without a share it is u for the others, so that any max_o can
-    be filled by rank; with one it is 0, so that the budget holds. Under a budget of costs R is that times the unit's
-    cost over the lowest, so that the draw does not favour cheap units.
+    R is 1 + u for a chosen unit, with its u from (0, 1). Without `active_frac` it is u for the others, so that any
+    max_o can be filled by rank; with it it is 0, so that the budget holds. Under a budget of costs R is that times
+    the unit's cost over the lowest, so that the draw does not favor cheap units.
     """
 
     columns = ("uniform",)
 
-    def __init__(self, context: Context, *, share: float | None = None) -> None:
+    def __init__(self, context: Context, *, active_frac: float | None = None) -> None:
         most = min(context.max_o / len(context.names), 1.0)
-        super().__init__(context, share, most, f"max_o={context.max_o} of {len(context.names)} units")
-        self.share, self._units_a_step = share, self.rate * most * len(context.names)
+        super().__init__(context, active_frac, most, f"max_o={context.max_o} of {len(context.names)} units")
+        self.active_frac, self._units_a_step = active_frac, self.rate * most * len(context.names)
 
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         """See `Signal.observe`; the column is u. Does not wait for the device."""
         uniform = np.random.default_rng((self.context.seed, step)).random(self.num_units).clip(min=2.0**-53)
         number = self.falls_due(step, self._units_a_step)
-        risk = uniform.copy() if self.share is None else np.zeros(self.num_units)
+        risk = uniform.copy() if self.active_frac is None else np.zeros(self.num_units)
         chosen = np.argsort(-uniform, kind="stable")[:number]
         risk[chosen] = 1 + uniform[chosen]
         if (spend := self.context.spend) is not None and (paid := [cost for cost in spend if cost > 0]):
@@ -128,7 +128,8 @@ class StaticK(BlindSignal):
 
     The calibration takes `calibration_steps`, or where that is None `calibration_frac` of the run's steps.
 
-    `share`: mean share of unit-steps with R > 1, over the whole run where its length is known, else from the choice on.
+    `active_frac`: mean fraction of unit-steps with R > 1, over the whole run where its length is known, else from the
+    choice on.
     """
 
     columns = ("mean_gnmr",)
@@ -142,7 +143,7 @@ class StaticK(BlindSignal):
         calibration_frac: float = 0.05,
         k: int | None = None,
         k_frac: float | None = None,
-        share: float | None = None,
+        active_frac: float | None = None,
         eps: float = 1e-8,
     ) -> None:
         num_units, at_once = len(context.names), min(context.max_o, len(context.names))
@@ -165,7 +166,7 @@ class StaticK(BlindSignal):
             if calibration_steps >= context.steps:
                 raise ValueError(f"calibration_steps={calibration_steps}: the run has only {context.steps} steps")
             after = (context.steps - calibration_steps + 1) / context.steps
-        super().__init__(context, share, self.k / num_units * after, f"k={self.k} of {num_units} units")
+        super().__init__(context, active_frac, self.k / num_units * after, f"k={self.k} of {num_units} units")
         self.history = Cumulative(num_units, context.device)
         self.average = Cumulative(num_units, context.device)
         self.chosen = torch.zeros(num_units, dtype=torch.bool, device=context.device)

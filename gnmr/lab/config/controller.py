@@ -117,7 +117,7 @@ class ControllerConfig(Rules):
             found["cost"] = "budget=null"
         if self.routing == "ranked":
             found["trigger"] = "routing=ranked"
-            if self.options.get("share") is None:  # with a share most risks are 0, and locked units fill up
+            if self.options.get("active_frac") is None:  # with it most risks are 0, and locked units fill up
                 found["t_lock"] = "routing=ranked"
         return found
 

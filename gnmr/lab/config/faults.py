@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from gnmr.errors import as_user_error, fields, one_of, positive, require, whole, within
 
 USUAL: dict[str, dict[str, float]] = {
-    "none": {"magnitude": 1.0, "share": 1.0, "rate": 0.0, "duration": 1},
-    "scale_up": {"magnitude": 8.0, "share": 1.0, "rate": 0.5, "duration": 20},
-    "scale_down": {"magnitude": 8.0, "share": 1.0, "rate": 0.5, "duration": 20},
-    "stale_scale": {"magnitude": 4.0, "share": 1.0, "rate": 0.5, "duration": 20},
-    "noise": {"magnitude": 2.0, "share": 1.0, "rate": 0.5, "duration": 20},
-    "bit_flip": {"magnitude": 1.0, "share": 0.05, "rate": 0.5, "duration": 20},
-    "nan": {"magnitude": 1.0, "share": 0.001, "rate": 0.5, "duration": 3},
-    "inf": {"magnitude": 1.0, "share": 0.001, "rate": 0.5, "duration": 3},
+    "none": {"magnitude": 1.0, "rows_frac": 1.0, "rate": 0.0, "duration": 1},
+    "scale_up": {"magnitude": 8.0, "rows_frac": 1.0, "rate": 0.5, "duration": 20},
+    "scale_down": {"magnitude": 8.0, "rows_frac": 1.0, "rate": 0.5, "duration": 20},
+    "stale_scale": {"magnitude": 4.0, "rows_frac": 1.0, "rate": 0.5, "duration": 20},
+    "noise": {"magnitude": 2.0, "rows_frac": 1.0, "rate": 0.5, "duration": 20},
+    "bit_flip": {"magnitude": 1.0, "rows_frac": 0.05, "rate": 0.5, "duration": 20},
+    "nan": {"magnitude": 1.0, "rows_frac": 0.001, "rate": 0.5, "duration": 3},
+    "inf": {"magnitude": 1.0, "rows_frac": 0.001, "rate": 0.5, "duration": 3},
 }
 """Each kind of fault, and what is null of it in the config. In int4 a scale_up of 8 zeroes all below 57 % of a row's
 largest value; e4m3 needs some 1e4 for as much. Under nan and inf the optimizer skips steps: their windows are
@@ -29,9 +29,9 @@ class FaultsConfig:
     """What fails; none: nothing."""
     magnitude: float | None = None
     """How much: the factor on the scale, the noise in grid steps; bit_flip, nan and inf have none. Null, here and in
-    share, rate and duration: what is `USUAL` for the kind."""
-    share: float | None = None
-    """Part of a unit's rows (tokens) that is hit."""
+    rows_frac, rate and duration: what is `USUAL` for the kind."""
+    rows_frac: float | None = None
+    """Fraction of the rows (tokens) of a unit's input that are hit."""
     targets: list[str] = field(default_factory=lambda: ["*"])
     """Patterns of the units, or of their operators, that may be hit, as precision.targets."""
     windows: list[list[int]] = field(default_factory=list)
@@ -51,8 +51,8 @@ class FaultsConfig:
         for key, value in USUAL[self.kind].items():
             if getattr(self, key) is None:
                 object.__setattr__(self, key, value)
-        positive(**fields(self, "magnitude", "share"))
-        within(0, 1, share=self.share)
+        positive(**fields(self, "magnitude", "rows_frac"))
+        within(0, 1, rows_frac=self.rows_frac)
         require(self.targets, "targets", self.targets, "needs at least one pattern")
         sound = all(len(window) == 2 and min(window) >= 1 for window in self.windows)
         require(sound, "windows", self.windows, "each must be [first step, number of steps], both 1 or more")

@@ -17,8 +17,8 @@ Values beyond the format's largest one are clamped to it. A row with a NaN or an
 on its recovery path is not hit, nor is another reader of the same tensor; evaluation is exact as ever.
 
 Where a recipe's scale is that of several tokens (a tensor, a block, wgrad's tiles and mx groups), the
-rows that are hit are cast under the broken scale and the others under the sound one, so that a share of the rows means
-the same everywhere; of a rotated input (wgrad of nvfp4) the rows are those of the rotated one, and a broken cast rounds
+rows that are hit are cast under the broken scale and the others under the sound one, so that `rows_frac` means the same
+everywhere; of a rotated input (wgrad of nvfp4) the rows are those of the rotated one, and a broken cast rounds
 to nearest; `stale_scale` is the cast's own rule on the remembered magnitude, so a power of two under mx. The codes of
 `scaled_mm` have one scale a group: unless all its rows are hit it stays the sound one, to which the broken rows are
 rounded once more. An operator in recovery is not hit in the GEMMs either that it leaves to the low recipe; one whose
@@ -51,8 +51,8 @@ class Fault:
     kind: str
     magnitude: float = 1.0
     """See above; bit_flip, nan and inf have none."""
-    share: float = 1.0
-    """Part of the rows (tokens) that are hit; at least one of a tensor's rows is."""
+    rows_frac: float = 1.0
+    """Fraction of the rows (tokens) that are hit; at least one of a tensor's rows is."""
     history: int = 16
     """Steps that stale_scale looks back."""
 
@@ -61,8 +61,8 @@ class Fault:
             raise ValueError(f"kind={self.kind!r}: use one of {', '.join(KINDS)}")
         if not 0 < self.magnitude < float("inf"):
             raise ValueError(f"magnitude={self.magnitude}: must be a positive number")
-        if not 0 < self.share <= 1:
-            raise ValueError(f"share={self.share}: must be above 0 and at most 1")
+        if not 0 < self.rows_frac <= 1:
+            raise ValueError(f"rows_frac={self.rows_frac}: must be above 0 and at most 1")
         if self.history < 1:
             raise ValueError(f"history={self.history}: must be 1 or more")
 
@@ -133,7 +133,7 @@ class Fault:
         return values, scale, CastStats(groups, saturated, nonfinite)
 
     def _hits(self, count: int) -> int:
-        return max(1, round(self.share * count))
+        return max(1, round(self.rows_frac * count))
 
     def _order(self, count: int, generator: torch.Generator) -> Tensor:
         """The rows, those first that are hit."""

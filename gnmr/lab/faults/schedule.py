@@ -1,4 +1,4 @@
-"""When a fault hits which units of a plan: windows of steps, known for the whole run from its start."""
+"""When a fault hits which units of a converted model: windows of steps, known for the whole run from its start."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Window:
 
 
 class FaultSchedule:
-    """When `fault` hits which units of `plan`, known for the whole run from the start. Call `begin_step` each step."""
+    """When `fault` hits which units, known for the whole run from its start. Call `begin_step` each step."""
 
     def __init__(
         self,
-        plan: ConvertedModel,
+        converted: ConvertedModel,
         fault: Fault,
         targets: Sequence[str],
         steps: int,
@@ -61,20 +61,20 @@ class FaultSchedule:
         Raises ValueError for a low path that leaves the input in 16 bits, a target that matches no unit, a window
         beyond the run or over another, and an invalid `rate`. Warns if no drawn window falls into the run.
         """
-        low = plan.low
+        low = converted.low
         if isinstance(low, KeepFormat) or (isinstance(low, Recipe) and not (low.fprop.input or low.wgrad.input)):
             raise ValueError(f"the low path is {low.name}: there is no quantizer to break")
         if isinstance(low, RangeFormat):
             raise ValueError(f"the low path is {low.name}: faults break a scale, and ranges have none; use group=null")
-        self._seed, self._num_units, self._step = seed, len(plan.units), 0
-        self._group = _targeted(plan, targets)  # of each operator that may be hit, by its place in the plan
-        self._members = _members(plan, self._group)
+        self._seed, self._num_units, self._step = seed, len(converted.units), 0
+        self._group = _targeted(converted, targets)  # of each operator that may be hit, by its place in the model
+        self._members = _members(converted, self._group)
         self._spans: dict[int, list[tuple[int, int]]] = {}
         for i in sorted(self._members):
             drawn = np.random.default_rng([seed, i])
             self._spans[i] = _checked(windows, steps) if windows else _drawn(rate, duration, steps, drawn)
         self.windows = [
-            Window(plan.units[unit].name, *span, fault.kind, fault.magnitude)
+            Window(converted.units[unit].name, *span, fault.kind, fault.magnitude)
             for i, spans in self._spans.items()
             for unit in self._members[i]
             for span in spans
@@ -85,13 +85,13 @@ class FaultSchedule:
 
         self._history = None
         if fault.kind == "stale_scale":  # row 0 is the current step's
-            device = plan.operators[0].weight.device
+            device = converted.operators[0].weight.device
             self._history = torch.zeros(len(self._group), 1 + fault.history, dtype=torch.float64, device=device)
         self._injectors: list[Injector] = []
         for k, i in enumerate(self._group):
             self._injectors.append(Injector(fault, None if self._history is None else self._history[k]))
-            if plan.operators[i].pinned != GEMMS:  # else it is never on the low path, which alone fails
-                plan.operators[i].fault = self._injectors[-1]
+            if converted.operators[i].pinned != GEMMS:  # else it is never on the low path, which alone fails
+                converted.operators[i].fault = self._injectors[-1]
 
     def _hit(self, step: int) -> set[int]:
         """The groups of operators in whose windows `step` lies."""
@@ -128,34 +128,34 @@ class FaultSchedule:
             self._history.copy_(state["history"])
 
 
-def _targeted(plan: ConvertedModel, targets: Sequence[str]) -> dict[int, int]:
+def _targeted(converted: ConvertedModel, targets: Sequence[str]) -> dict[int, int]:
     """Return {operator: its unit, or with unit=gemm itself} of those that the patterns name, or whose unit they name.
 
     Raises ValueError for a pattern that names none, and where a single GEMM is named: a fault hits all that read the
     input.
     """
-    by_gemm = any(one.gemm is not None for one in plan.units)
-    names = [module_of(one.name) if by_gemm else one.name for one in plan.units]
-    chosen, empty = select([operator.operator_name for operator in plan.operators], targets)
+    by_gemm = any(one.gemm is not None for one in converted.units)
+    names = [module_of(one.name) if by_gemm else one.name for one in converted.units]
+    chosen, empty = select([operator.operator_name for operator in converted.operators], targets)
     whole, no_unit = ([], list(targets)) if by_gemm else select(names, targets)
     if not targets or (empty := [pattern for pattern in empty if pattern in no_unit]):
         known = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names)
         raise ValueError(f"targets {empty}: no unit has such a name; there are {', '.join(known)}")
     if by_gemm:
-        return {operator.index: operator.index for operator in plan.operators if operator.operator_name in chosen}
+        return {operator.index: operator.index for operator in converted.operators if operator.operator_name in chosen}
     return {
         operator.index: unit
-        for unit, one in enumerate(plan.units)
+        for unit, one in enumerate(converted.units)
         for operator in one.operators
         if one.name in whole or operator.operator_name in chosen
     }
 
 
-def _members(plan: ConvertedModel, group_of: dict[int, int]) -> dict[int, list[int]]:
+def _members(converted: ConvertedModel, group_of: dict[int, int]) -> dict[int, list[int]]:
     """The units of each group of operators that are hit together, by their places: itself, with unit=gemm the GEMMs
     that read the operator's input. ValueError where those are not routed."""
     found: dict[int, list[int]] = {}
-    for i, unit in enumerate(plan.units):
+    for i, unit in enumerate(converted.units):
         index, low = unit.operators[0].index, unit.operators[0].low
         if unit.gemm is None:
             if i in group_of.values():

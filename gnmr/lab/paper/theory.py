@@ -48,7 +48,7 @@ class Gaps:
         return [int(unit) for unit in np.argsort(-score_U, kind="stable")[:max_o] if score_U[unit] > 0]
 
 
-def measure(model: nn.Module, plan: ConvertedModel, backward: Callable[[], None]) -> Gaps:
+def measure(model: nn.Module, converted: ConvertedModel, backward: Callable[[], None]) -> Gaps:
     """Runs `backward` (forward and backward pass of one batch) in 16 bits, on the low and on the recovery path.
 
     Paths, probe, the generator of stochastic rounding and what casts remember are afterwards as they were; gradients
@@ -57,8 +57,8 @@ def measure(model: nn.Module, plan: ConvertedModel, backward: Callable[[], None]
 
     def gradients(recovering: Collection[int]) -> list[Tensor]:
         model.zero_grad(set_to_none=True)
-        with plan.no_side_effects():
-            for index, group in enumerate(plan.units):
+        with converted.no_side_effects():
+            for index, group in enumerate(converted.units):
                 group.switch(index in recovering)
             backward()
         grads = [
@@ -68,7 +68,7 @@ def measure(model: nn.Module, plan: ConvertedModel, backward: Callable[[], None]
                 for p in operator.parameters()
                 if p.requires_grad
             ]
-            for group in plan.units
+            for group in converted.units
         ]
         model.zero_grad(set_to_none=True)
         return [torch.cat([grad.flatten().double() for grad in own]) for own in grads]
@@ -76,20 +76,20 @@ def measure(model: nn.Module, plan: ConvertedModel, backward: Callable[[], None]
     def squares(ones: list[Tensor], others: list[Tensor]) -> np.ndarray:
         return np.array([float((a - b).square().sum()) for a, b in zip(ones, others, strict=True)])
 
-    everything = range(len(plan.units))
-    earlier = plan.shared.probe
-    plan.shared.probe = None
-    with plan.high_precision():
+    everything = range(len(converted.units))
+    earlier = converted.shared.probe
+    converted.shared.probe = None
+    with converted.high_precision():
         exact = gradients(())
     high = gradients(everything)
-    probe = measure_errors(plan, ("gap_low", "gap_recovery"))
+    probe = measure_errors(converted, ("gap_low", "gap_recovery"))
     low = gradients(())
     measured = {name: values.cpu().numpy() for name, values in probe.read().items()}
-    plan.shared.probe = earlier
+    converted.shared.probe = earlier
 
     nothing = [torch.zeros_like(grad) for grad in exact]
     return Gaps(
-        [group.name for group in plan.units],
+        [group.name for group in converted.units],
         squares(low, exact) - squares(high, exact),
         {
             ESTIMATE: measured["gap_low"] - measured["gap_recovery"],

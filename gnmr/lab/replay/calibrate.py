@@ -38,7 +38,7 @@ class Calibration:
 
 
 def calibrate(recorded: Sequence[Norms], settings: ControllerConfig, wanted: float) -> Calibration:
-    """Find the trigger (the option share, of signals that have one) that promotes `wanted` of the unit-steps.
+    """Find the trigger (the option active_frac, of signals that have one) that promotes `wanted` of the unit-steps.
 
     The share is the mean over the records. It rises with the option and falls with the trigger, so bisection on a log
     scale finds it. Raises UserError if no value gives it to within a tenth: because of the cap, or for a signal that
@@ -47,11 +47,11 @@ def calibrate(recorded: Sequence[Norms], settings: ControllerConfig, wanted: flo
     name = settings.signal
     if settings.routing == "ranked":
         raise UserError("calibrate: routing=ranked has no threshold, max_o is its budget; add routing=thresholded")
-    by_share = name in SIGNALS and "share" in SIGNALS[name].options()
+    by_share = name in SIGNALS and "active_frac" in SIGNALS[name].options()
 
     def promoted(value: float) -> float:
         if by_share:
-            changed = replace(settings, options=settings.options | {"share": value})
+            changed = replace(settings, options=settings.options | {"active_frac": value})
         else:
             changed = replace(settings, trigger=value)
         shares = [np.mean([decision.in_force for decision in replay(norms, changed)]) for norms in recorded]
@@ -80,7 +80,7 @@ def calibrate(recorded: Sequence[Norms], settings: ControllerConfig, wanted: flo
             f"calibrate={wanted:g}: {name} gives {share:.4g} at its nearest (max_o={settings.cap} of "
             f"{len(recorded[0].units)} units is {most:.4g} at most)"
         )
-    key = "controller.options.share" if by_share else "controller.trigger"
+    key = "controller.options.active_frac" if by_share else "controller.trigger"
     return Calibration(name, [f"controller.signal={name}", f"{key}={value:.6g}"], share)
 
 

@@ -12,13 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gnmr.attachment import Router, costs_of, norms_of, units_of
+from gnmr.attachment import Router, controller_of
 from gnmr.attachment.blame import Levels
-from gnmr.control import Controller
 from gnmr.distributed.compressed import GreedyLore
 from gnmr.distributed.reduce import Ranks
 from gnmr.distributed.world import ALONE, World
-from gnmr.distributed.wrap import Compressed, Wrapped, wrap
+from gnmr.distributed.wrap import Wrapped, wrap
 from gnmr.doctor.plan import read_plan
 from gnmr.errors import UserError, as_user_error
 from gnmr.lab import models
@@ -78,7 +77,7 @@ class Parts:
     """The model as they run it."""
     draws: Draws | None = None
     """Seeds each micro-batch's random numbers; None: they are drawn in turn."""
-    compressed: Compressed | None = None
+    compressed: GreedyLore | None = None
     """Sends the gradients, if they are compressed."""
 
     def learning_rate(self, step: int) -> float:
@@ -102,7 +101,7 @@ class Blocks(Stateful, Protocol):
 
 
 def assemble(config: Config, folder: Path, say: Callable[[str], None], world: World = ALONE) -> Parts:
-    """Return the parts of a run at its start. The same config and seed give the same weights, order and plan."""
+    """Return the parts of a run at its start. The same config and seed give the same weights and order."""
     with world.agreed():
         device = device_of(config.training.device)
         refuse_run(config, device)
@@ -151,30 +150,30 @@ def build_parts(
         if config.model.checkpoint is None:
             born = config if base is None else base.config  # outlier channels are drawn with the weights
             model: nn.Module = new_model(config, corpus.vocab_size, device, stress, born.training.seed)
-            plan = with_paths(model, config)
+            converted = with_paths(model, config)
         else:
-            model, plan = pretrained_model(config, device)
+            model, converted = pretrained_model(config, device)
             check_sizes(config, model, corpus.vocab_size)
         torch.manual_seed(training.seed)
         if training.export_hf:
             pretrained.need("transformers", "training.export_hf=true")
         if training.compile:
-            between = plan.compile(blocks_of(model))
+            between = converted.compile(blocks_of(model))
             place = (
                 "in the graphs, a block type's for each path" if between is None else f"between the graphs: {between}"
             )
             say(f"training.compile: the first step of each path takes a minute; converted linears are {place}")
         compressed = build_compression(config, model, world)
         ranks = Ranks(tells_own=config.parallel == "ddp") if world.size > 1 else None
-        controller = _controller(config, model, plan, ranks, compressed)
-        faults = build_faults(config, plan)
+        controller = _controller(config, model, converted, ranks, compressed)
+        faults = build_faults(config, converted)
     if faults is not None:
         stress.append(faults)
     partly = isinstance(model, models.Decoder) and bool(model.experts())
     wrapped = wrap(model, blocks_of(model), config.parallel, world, device, compressed, partly)
     controller.follow()  # FSDP2 has exchanged the parameters
-    if plan.shared.amax is not None:
-        plan.shared.amax.come(wrapped.workers)  # virtual workers too
+    if converted.shared.amax is not None:
+        converted.shared.amax.come(wrapped.workers)  # virtual workers too
     optimizer, transform = build_optim(model, config)
     if base is not None:
         base.load_into(model, optimizer, keep)
@@ -185,7 +184,7 @@ def build_parts(
         corpus,
         device,
         model,
-        plan,
+        converted,
         controller,
         optimizer,
         transform,
@@ -196,7 +195,7 @@ def build_parts(
         branch=branch,
         world=world,
         wrapped=wrapped,
-        draws=None if in_turn else Draws(training.seed, plan, device),
+        draws=None if in_turn else Draws(training.seed, converted, device),
         compressed=compressed,
     )
 
@@ -218,13 +217,13 @@ def _check_shapes(config: Config, device: torch.device) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, _ = empty_model(config)
-        plan = with_paths(model, config, device)
+        converted = with_paths(model, config, device)
         build_optim(model, config)
-        build_faults(config, plan)
+        build_faults(config, converted)
         cold = replace(config.controller, warmup_frac=0.0)  # a warm-up switches units
         try:
             compressed = build_compression(config, model, ALONE) if config.compression.routes else None
-            _controller(replace(config, controller=cold), model, plan, None, compressed)
+            _controller(replace(config, controller=cold), model, converted, None, compressed)
         except UserError:
             raise
         except Exception:  # a signal may read weights, which are not there yet: `assemble` will raise it
@@ -234,25 +233,19 @@ def _check_shapes(config: Config, device: torch.device) -> None:
 def _controller(
     config: Config,
     model: nn.Module,
-    plan: ConvertedModel,
+    converted: ConvertedModel,
     ranks: Ranks | None = None,
-    compressed: Compressed | None = None,
+    compressed: GreedyLore | None = None,
 ) -> Router:
     """The controller of the config. UserError where it does not fit this run or its evidence is not available."""
-    if isinstance(compressed, GreedyLore):
-        return compressed_router(compressed, plan, model, config, ranks)
-    training, record, observe = config.training, config.records.evidence, config.controller.observe
+    if compressed is not None:
+        return compressed_router(compressed, converted, model, config, ranks)
+    training, record = config.training, config.records.evidence
     with as_user_error("controller: "):
-        spec = config.controller.spec(training.steps)
-        costs, pinned = costs_of(plan, spec)
-        units = units_of(plan, model, observe, costs)
-        norms = norms_of(model, units, observe)
-        steps, seed = training.steps, training.seed
-        controller = Controller(
-            units, spec, steps=steps, seed=seed, record=record, norms=norms, whole_cost=1.0, pinned=pinned, ranks=ranks
-        )
-    check_evidence(config, controller.needs, plan, model)
-    router = Router(plan, controller, model, config.precision.probe_tokens, config.precision.price_tokens)
+        spec, steps = config.controller.spec(training.steps), training.steps
+        controller = controller_of(converted, model, spec, steps=steps, seed=training.seed, record=record, ranks=ranks)
+    check_evidence(config, controller.needs, converted, model)
+    router = Router(converted, controller, model, config.precision.probe_tokens, config.precision.price_tokens)
     with as_user_error("records.monitor: "):
         monitored(model, router, config.records.monitor)
     return router
@@ -305,17 +298,17 @@ def build_optim(model: nn.Module, config: Config) -> tuple[torch.optim.Optimizer
     return optimizer, build_transform(config.optim.transform.name, config.optim.transform.options, named)
 
 
-def build_faults(config: Config, plan: ConvertedModel) -> FaultSchedule | None:
+def build_faults(config: Config, converted: ConvertedModel) -> FaultSchedule | None:
     """The schedule of the config's `faults`, None without one. UserError for units and windows that the run lacks."""
     faults, training = config.faults, config.training
     if faults.kind == "none":
         return None
-    assert faults.magnitude is not None and faults.share is not None and faults.rate is not None
+    assert faults.magnitude is not None and faults.rows_frac is not None and faults.rate is not None
     assert faults.duration is not None
     with as_user_error("faults: "):
         return FaultSchedule(
-            plan,
-            Fault(faults.kind, faults.magnitude, faults.share, faults.history),
+            converted,
+            Fault(faults.kind, faults.magnitude, faults.rows_frac, faults.history),
             faults.targets,
             training.steps,
             windows=faults.windows,

@@ -268,19 +268,19 @@ def load_training(found: Found, model: nn.Module, optimizer: torch.optim.Optimiz
         _set_training_state(model, optimizer, state)
 
 
-def load_model(folder: Path, model: nn.Module, plan: ConvertedModel | None = None) -> int:
-    """Load the weights of the checkpoint that `find` returns, and the state of `plan`; return its step.
+def load_model(folder: Path, model: nn.Module, converted: ConvertedModel | None = None) -> int:
+    """Load the weights of the checkpoint that `find` returns, and the state of `converted`; return its step.
 
     Raises UserError if no checkpoint is whole or if it belongs to another model.
     """
     found, options = find(folder), _trained(model)
     state: dict[str, Any] = {"model": get_model_state_dict(model, options=options)}
-    if plan is not None:
-        state["plan"] = plan.state_dict()
+    if converted is not None:
+        state["plan"] = converted.state_dict()
     with fitting(found.path, "model"):
         read(found.path, found.meta, state)
-        if plan is not None:
-            plan.load_state_dict(state["plan"])
+        if converted is not None:
+            converted.load_state_dict(state["plan"])
         set_model_state_dict(model, state["model"], options=options)
     return found.step
 

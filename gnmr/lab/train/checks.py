@@ -63,16 +63,16 @@ def refuse_compression(config: Config, size: int) -> None:
         )
 
 
-def check_watched(config: Config, plan: ConvertedModel) -> None:
+def check_watched(config: Config, converted: ConvertedModel) -> None:
     """Raises UserError if all converted weights are frozen and the controller or the low path needs their gradients."""
-    if not plan.frozen:
+    if not converted.frozen:
         return
     if config.controller.observe == "parameters":
         raise UserError(
             "controller.observe=parameters: all converted weights are frozen, and no unit has a gradient of its own; "
             "use adapter (what is trained in each unit) or input_grad"
         )
-    if plan.without_effect:
+    if converted.without_effect:
         raise UserError(
             f"precision.low={config.precision.low}: compresses what the weight gradient reads, and all converted "
             "weights are frozen; use a recipe (llm_int8) or precision.site=forward"
@@ -92,7 +92,7 @@ def check_sizes(config: Config, model: nn.Module, vocab_size: int) -> None:
         )
 
 
-def check_evidence(config: Config, needs: tuple[str, ...], plan: ConvertedModel, model: nn.Module) -> None:
+def check_evidence(config: Config, needs: tuple[str, ...], converted: ConvertedModel, model: nn.Module) -> None:
     """Raises UserError for evidence that this run cannot measure."""
     accumulation = config.training.accumulation
 
@@ -100,9 +100,9 @@ def check_evidence(config: Config, needs: tuple[str, ...], plan: ConvertedModel,
         asked = set(names) <= set(config.records.evidence)
         return "records.evidence" if asked else f"controller.signal={config.controller.signal}"
 
-    if plan.recovery is None and (gaps := sorted({"gap_recovery", "true_gap"} & set(needs))):
+    if converted.recovery is None and (gaps := sorted({"gap_recovery", "true_gap"} & set(needs))):
         raise UserError(f"{key(*gaps)}: {', '.join(gaps)} needs both paths, and precision.recovery is null")
-    if plan.frozen and (measured := [name for name in needs if name in PATH_EVIDENCE]):
+    if converted.frozen and (measured := [name for name in needs if name in PATH_EVIDENCE]):
         raise UserError(
             f"{key(*measured)}: {', '.join(measured)} is measured where a weight gradient is made, and the converted "
             "weights are frozen"

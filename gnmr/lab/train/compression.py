@@ -14,10 +14,8 @@ from gnmr.control import Controller
 from gnmr.control.evidence import PATH_EVIDENCE, PRICE_EVIDENCE
 from gnmr.control.ranks import Ranks
 from gnmr.distributed.compressed import GreedyLore, GreedyLoreSpec
-from gnmr.distributed.powersgd import PowerSgd
 from gnmr.distributed.workers import VirtualWorkers
 from gnmr.distributed.world import World
-from gnmr.distributed.wrap import Compressed
 from gnmr.errors import UserError, as_user_error
 from gnmr.lab.config import Config
 from gnmr.precision import ConvertedModel
@@ -26,19 +24,16 @@ GAPS = ("gap_low", "gap_recovery")
 """Evidence that is measured on compressed matrices."""
 
 
-def build_compression(config: Config, model: nn.Module, world: World) -> Compressed | None:
+def build_compression(config: Config, model: nn.Module, world: World) -> GreedyLore | None:
     """Return what sends the gradients; None without compression. Raises UserError if it does not fit the model."""
-    asked, seed = config.compression, config.training.seed
+    asked = config.compression
     if asked.name == "none":
         return None
     with as_user_error("compression."):
         workers = None if world.size > 1 else VirtualWorkers(asked.workers or 2)
-        if asked.name == "greedylore":
-            names = ("rank", "refresh_every", "dense_steps")
-            spec = GreedyLoreSpec(**{name: getattr(asked, name) for name in names}, seed=seed)
-            return GreedyLore(model, spec, workers=workers, targets=asked.targets)
-        dense = sum(one.numel() for one in model.parameters() if one.requires_grad)
-        return PowerSgd(dense, rank=asked.rank, dense_steps=asked.dense_steps, seed=seed, workers=workers)
+        names = ("rank", "refresh_every", "dense_steps")
+        spec = GreedyLoreSpec(**{name: getattr(asked, name) for name in names}, seed=config.training.seed)
+        return GreedyLore(model, spec, workers=workers, targets=asked.targets)
 
 
 class HeldBack:

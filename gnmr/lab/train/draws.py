@@ -22,8 +22,8 @@ _EVALUATION = 1
 class Draws:
     """What the micro-batches of a run draw, each by itself. Call `begin_step` before a step's first."""
 
-    def __init__(self, seed: int, plan: ConvertedModel, device: torch.device) -> None:
-        self._seed, self._plan = seed, plan
+    def __init__(self, seed: int, converted: ConvertedModel, device: torch.device) -> None:
+        self._seed, self._converted = seed, converted
         self._devices = [device] if device.type == "cuda" else []
         self._step = 0
 
@@ -37,7 +37,7 @@ class Draws:
         generators and stochastic rounding draw its own numbers, and are afterwards as they were."""
         words = [self._seed, self._step, number, _EVALUATION if evaluation else 0]
         seeds = np.random.SeedSequence(words).generate_state(1, np.uint64).tolist()
-        rounding = self._plan.shared.rounding
+        rounding = self._converted.shared.rounding
         named = nullcontext() if rounding is None else rounding.micro_batch(number, evaluation)
         with torch.random.fork_rng(self._devices), named:
             torch.manual_seed(seeds[0])

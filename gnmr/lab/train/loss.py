@@ -88,7 +88,7 @@ def divisors(micro_batches: Sequence[Tensor | Batch]) -> list[float]:
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
-    plan: ConvertedModel,
+    converted: ConvertedModel,
     blocks: Tensor | Batch,
     batch_size: int,
     low: bool = False,
@@ -100,7 +100,7 @@ def evaluate(
     was_training = model.training
     model.eval()
     batches = list(blocks.split(batch_size))
-    with plan.on_low_path() if low else plan.high_precision():
+    with converted.on_low_path() if low else converted.high_precision():
         total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
         for i in range(world.rank, len(batches) + -len(batches) % world.size, world.size):
             batch = batches[i] if i < len(batches) else batches[0]  # shards are gathered in passes: all take as many

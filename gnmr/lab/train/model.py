@@ -82,11 +82,11 @@ def pretrained_model(config: Config, device: torch.device) -> tuple[nn.Module, C
     training, checkpoint = config.training, config.model.checkpoint
     assert checkpoint is not None
     model = pretrained.load(checkpoint, getattr(torch, training.dtype), device)
-    plan = with_paths(model, config)
+    converted = with_paths(model, config)
     if training.activation_checkpointing:
         with pretrained.quiet():
             model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-    return model, plan
+    return model, converted
 
 
 def with_paths(model: nn.Module, config: Config, device: torch.device | None = None) -> ConvertedModel:
@@ -98,13 +98,13 @@ def with_paths(model: nn.Module, config: Config, device: torch.device | None = N
     if adapter.rank:
         model.requires_grad_(False)
     # Before the adapters: how a path treats a weight may depend on whether it is trained.
-    plan = build_converted(model, config.precision, seed, device)
+    converted = build_converted(model, config.precision, seed, device)
     if adapter.rank:
         pretrained.add_adapter(model, adapter, seed)
-    check_watched(config, plan)
+    check_watched(config, converted)
     if config.controller.warmup_path == "16bit":
-        plan.warmup_steps = config.controller.warmup_steps(config.training.steps)
-    return plan
+        converted.warmup_steps = config.controller.warmup_steps(config.training.steps)
+    return converted
 
 
 def build_converted(

@@ -18,7 +18,6 @@ import torch
 from omegaconf import OmegaConf
 
 from gnmr.attachment.blame import Levels
-from gnmr.distributed.compressed import GreedyLore
 from gnmr.distributed.reduce import lost
 from gnmr.distributed.world import ALONE, World
 from gnmr.errors import RunFailed, UserError
@@ -111,13 +110,13 @@ def _owner(parts: Parts) -> str:
 
     A run does not continue under another backend, which rounds differently.
     """
-    config, plan = parts.config, parts.converted
+    config, converted = parts.config, parts.converted
     owner = f"{config_hash(config)}-s{config.training.seed} on data {parts.corpus.fingerprint[:12]}"
     if parts.checkpoint is not None:  # frozen weights are in no checkpoint of ours
         owner += f" from checkpoint {parts.checkpoint[:12]}"
     if parts.base is not None:
         owner += f" from base {parts.base.found.sha256[:12]}"
-    recipes = [described(path) for path in (plan.low, plan.recovery) if isinstance(path, Recipe)]
+    recipes = [described(path) for path in (converted.low, converted.recovery) if isinstance(path, Recipe)]
     return f"{owner} by {' and '.join(recipes)}" if recipes else owner
 
 
@@ -161,8 +160,6 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
     counters, counted, levels = Counters(), None, Levels()
     newest = checkpointer.newest()
     if newest is not None:
-        if parts.compressed is not None and not isinstance(parts.compressed, GreedyLore):  # torch's hook has no state
-            raise UserError("compression.name=powersgd: a run cannot be continued; start again in another run_dir")
         host = checkpointer.load(newest)
         with world.agreed():
             counters, counted = _restored(host, newest, blocks, checkpointer.folder), host["records"]
@@ -221,7 +218,7 @@ def _begin(recorder: Recorder | Silent, parts: Parts, command: str, *, anew: boo
     """Begin the records; `anew`: without a checkpoint."""
     if anew:
         recorder.say(str(parts.converted), narrow=brief(parts.converted))
-        if isinstance(parts.compressed, GreedyLore):
+        if parts.compressed is not None:
             recorder.say(str(parts.compressed))
     tree = portable_config(parts.config, parts.folder)
     with parts.world.agreed():
@@ -262,11 +259,11 @@ def export(parts: Parts) -> None:
 
 
 def _extras(parts: Parts) -> dict[str, Stateful]:
-    """Return what the next step depends on besides model, optimizer, controller and plan."""
+    """Return what the next step depends on besides model, optimizer, controller and converted model."""
     extras: dict[str, Stateful] = {f"stress_{i}": stress for i, stress in enumerate(parts.stress)}
     if parts.transform is not None:
         extras["transform"] = parts.transform
-    if isinstance(parts.compressed, GreedyLore):
+    if parts.compressed is not None:
         extras["compression"] = CompressionState(parts.compressed)
     return extras
 

@@ -1,6 +1,6 @@
 """The steps of a run, one after the other: what a batch, its rate and the stress of a step are.
 
-A fork's last steps heal: they are steps in 16 bits, whatever the plan; no unit is routed in them.
+A fork's last steps heal: they are steps in 16 bits, whatever the paths; no unit is routed in them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Steps:
         return result
 
     def _heal(self, micro_batches: list[Tensor | Batch], lr: float) -> StepResult:
-        if self._healing is None:  # not before: it begins a step of the plan
+        if self._healing is None:  # not before: it begins a step of the converted model
             self._healing = train_step(self._parts, _unrouted(self._parts), stop=self._stop)
         with self._parts.converted.high_precision():
             return self._healing(micro_batches, lr)
