@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from gnmr.attachment.assembly import close_hooks, controller_of
 from gnmr.attachment.router import Router
-from gnmr.attachment.units import close_hooks, controller_of
 from gnmr.control import ControlSpec, Unit
 from gnmr.control.evidence import EVIDENCE
 from gnmr.distributed.reduce import Ranks

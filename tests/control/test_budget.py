@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gnmr import attach
-from gnmr.attachment.units import costs_of
+from gnmr.attachment.assembly import costs_of
 from gnmr.control import NO_CAP, Controller, ControlSpec, Decision, Unit, decide
 from gnmr.control.policy import Budget
 from gnmr.lab.config import ControllerConfig

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from gnmr.attachment import Router
 from gnmr.attachment.blame import NO_LEVEL, Level, Levels, Verdict
-from gnmr.attachment.replay import Seen, Start
+from gnmr.attachment.repeat import Seen, Start
 from gnmr.control import Decision, HostPacket
 from gnmr.control.device import to_device
 from gnmr.control.norms import Distinct, UnitNorms, gradient_norms
