@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from gnmr.lab.faults.faults import Fault
-from gnmr.lab.faults.schedule import FaultSchedule
 from gnmr.measure.errors import measure_errors
 from gnmr.names import GEMMS
 from gnmr.precision import ConvertedModel, PathSpec, convert
@@ -74,7 +72,7 @@ def on_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def through(
-    backend: str, recovers: list[str] | None = None, probe: list[str] | None = None, fault: Fault | None = None
+    backend: str, recovers: list[str] | None = None, probe: list[str] | None = None
 ) -> tuple[list[Tensor], ConvertedModel]:
     """Return output and gradients of one linear under deepseek_v3, what `probe` reads, and the converted model.
 
@@ -89,8 +87,6 @@ def through(
     converted = convert(net, paths)
     converted.operators[0].switch(recovers is not None)
     errors = None if probe is None else measure_errors(converted, probe)
-    if fault is not None:
-        FaultSchedule(converted, fault, ["0"], steps=1, windows=[(1, 1)]).begin_step(1)
     x = normal(130, 384, seed=2).requires_grad_()
     y = net(x)
     assert converted.cost.saved_bytes() == converted.cost.predicted_bytes()
@@ -135,20 +131,6 @@ def test_what_casts_meet_is_counted_as_in_the_simulation() -> None:
         y.backward(normal(130, 256, seed=3))
         counts.append({name: found.tolist() for name, found in converted.saturation().items()})
     assert counts[0] == counts[1] and counts[0]["input"][0][1] >= 1
-
-
-@pytest.mark.usefixtures("on_hardware")
-def test_faults_of_all_rows_and_of_some() -> None:
-    """Of some rows, those of a group that are hit are rounded once more, to the group's sound scale."""
-    sound = through("simulated")[0]
-    for magnitude, share, close in ((8.0, 1.0, 1e-6), (8.0, 0.3, 0.05), (3.0, 1.0, 0.05)):
-        fault = Fault("scale_down", magnitude, share)
-        real, simulated = (through(backend, fault=fault)[0] for backend in ("scaled_mm", "simulated"))
-        assert difference(simulated[2], sound[2]) > 0.1
-        assert difference(real[2], simulated[2]) < close
-        assert difference(real[0], simulated[0]) < 1e-6, "fprop's groups are of one row"
-    broken = through("scaled_mm", fault=Fault("nan", rows_frac=0.1))[0]
-    assert 10 <= broken[0].isnan().any(dim=1).sum() <= 16
 
 
 # ---- where it runs ----

@@ -310,9 +310,9 @@ def inputs(dtype: torch.dtype = torch.float32) -> Tensor:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_off_is_off_the_bf16_recipe_is_nn_linear_to_the_last_bit(bias: bool, dtype: torch.dtype) -> None:
+def test_off_is_off_the_16_bit_path_is_nn_linear_to_the_last_bit(bias: bool, dtype: torch.dtype) -> None:
     plain = model(dtype, bias)
-    for low in ("sim_int4", "fp8_delayed"):
+    for low in ("int4", "sim_int4", "fp8_delayed"):
         net = copy.deepcopy(plain)
         converted = convert(net, PathSpec.of(low, "bf16"))
         for operator in converted.operators:
