@@ -381,7 +381,7 @@ def nothing_to_learn_from() -> None:
 WARNS = {
     "max_o=8 caps nothing": lambda: attached(net(), max_o=8),
     "alpha: has no effect": lambda: attached(net(), signal="recovery_gap", alpha=2.0),
-    "weights='beside': has no effect": lambda: attached(net(), weights="beside"),
+    "weights='instead': has no effect": lambda: attached(net(), weights="instead"),
     "no unit has a gradient": no_gradient,
     "no gradient reached any unit's output": lambda: no_gradient(observe="input_grad"),
     "no unit had a risk above 0": nothing_to_learn_from,

@@ -48,7 +48,7 @@ CASES = {
     "model=pretrained model.checkpoint=here": "has no effect on model=pretrain",
     "experiment=moe_stress model=llama": "targets ['experts.*']: no linear has such a name",
     "model.num_layers=99999": "makes 699,993 linears, 100,000 are the most",
-    "precision=llm_int8_bf16 precision.weights=beside": "weights='beside': layers.0.self_attn.q_proj is trainable",
+    "precision=llm_int8_bf16 precision.weights=instead": "weights='instead': layers.0.self_attn.q_proj is trainable",
     "precision=bf16 faults.kind=noise": "faults: the low path is bf16: there is no quantizer",
     "model.outlier_channels.window=[2,3]": "window=[2, 3]: the run has 2 steps",
     "model.outlier_channels.window=[1,1]": "gain=20.0: a window needs a power of two",

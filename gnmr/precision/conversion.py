@@ -280,14 +280,14 @@ def _check_weights(weights: str, paths: Iterable[ExecutionPath | None], linears:
             )
         if weights != "online" and linear.weight.requires_grad:
             raise ValueError(
-                f"weights={weights!r}: {name} is trainable, and its codes would soon be an older weight's; freeze it "
+                f"weights={weights!r}: {name} is trainable, and its codes are not; freeze it "
                 "(requires_grad_(False)) or use weights='online'"
             )
     for path in paths:
         if weights == "instead" and isinstance(path, Recipe) and not _reads_codes(path):
             raise ValueError(
                 f"weights='instead': the recipe {path.name} casts a weight of which only INT8 codes are left; use bf16 "
-                "or llm_int8, or weights='beside'"
+                "or llm_int8, or weights='online'"
             )
 
 

@@ -65,7 +65,7 @@ class ConvertedModel:
         return self.frozen and saved
 
     def store(self, weights: str) -> None:
-        """Makes the INT8 codes of the weights that are kept `beside` or `instead` of them; others have none."""
+        """Replace the weights by their INT8 codes if `weights` is "instead"."""
         for operator in self.operators:
             if isinstance(operator, Int8Linear):
                 operator.store(weights)

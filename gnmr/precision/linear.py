@@ -287,16 +287,13 @@ class PathLinear(nn.Linear):
         self,
         recipe: Recipe,
         *,
-        weight: Tensor | None = None,
         fault: FaultInjection | None = None,
         sound: frozenset[str] = frozenset(),
         dry_run: bool = False,
         begun: Pass | None = None,
     ) -> GemmContext:
-        """The pass `begun` of this operator under `recipe`; None: one that rounds to nearest, under the scales of now.
-
-        `weight`: as the GEMMs are given it; `sound`: see `GemmContext`.
-        """
+        """Return the pass `begun` of this operator under `recipe`; None: one that rounds to nearest, under the scales
+        of now. `sound`: see `GemmContext`."""
         assert self.shared.amax is not None
         return self.context_kind(recipe)(
             recipe,
@@ -325,7 +322,7 @@ class PathLinear(nn.Linear):
         read, probe = self.shared.read_of(input, self.operator_name, self.index), self.shared.probe
         sound: frozenset[str] = frozenset() if fault is None else begun.sound
         broken = None if sound >= {"fprop", "wgrad"} else fault  # the GEMMs that read the input
-        context = self.gemm_context(recipe, weight=weight, fault=broken, sound=sound, begun=begun)
+        context = self.gemm_context(recipe, fault=broken, sound=sound, begun=begun)
         observe = None
         if probe is not None and probe.enabled:
             observe = partial(probe.measure_casts, self.index, read, fault)
