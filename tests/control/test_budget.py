@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from contexts import step as take
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -114,7 +115,7 @@ def controller(costs: list[float], **spec: object) -> Controller:
 
 def step(made: Controller, *risks: float) -> Decision:
     norm = torch.tensor(risks, dtype=torch.float64)
-    return made.apply(made.observe({"norm": norm, "observed": torch.ones_like(norm, dtype=torch.bool)}).to_host())
+    return take(made, norm=norm)
 
 
 def test_sets_events_and_the_cap_beside_it() -> None:

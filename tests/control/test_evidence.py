@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from contexts import context
+from contexts import context, step, units
 from torch import nn
 
 from gnmr.control import Controller, ControlSpec, GnmrSignal, Unit
@@ -75,13 +75,11 @@ def test_ranked_takes_the_largest_positive_risks_and_trigger_scales_the_threshol
         def observe(self, evidence, step):  # type: ignore[no-untyped-def, override]
             return evidence["norm"] / 2, (evidence["norm"],)
 
-    units = [Unit(n, (nn.Parameter(torch.zeros(1)),), lambda _on: None) for n in "abcd"]
     norm = torch.tensor([0.5, 0.0, 3.0, 5.0], dtype=torch.float64)
-    seen = {"norm": norm, "observed": torch.ones(4, dtype=torch.bool)}
 
     def chosen(**options: float | bool) -> tuple[list[str], list[str], int]:
-        controller = Controller(units, ControlSpec(signal=Given(context(4)), max_o=3, **options))  # type: ignore[arg-type]
-        decision = controller.apply(controller.observe(seen).to_host())
+        controller = Controller(units("abcd"), ControlSpec(signal=Given(context(4)), max_o=3, **options))  # type: ignore[arg-type]
+        decision = step(controller, norm=norm)
         return controller.active, [event.cause for event in decision.events], decision.over("x")
 
     assert chosen() == (["c", "d"], ["x", "x"], 2)
