@@ -126,18 +126,6 @@ def test_gradients_of_a_module_are_read_as_one_norm() -> None:
     assert decision.observed.tolist() == [True, False], "the second layer took no part"
 
 
-def test_a_loss_scale_is_taken_out() -> None:
-    layer = nn.Linear(3, 2)
-    controller = Controller(
-        [Unit("l", tuple(layer.parameters()), lambda _on: None)], ControlSpec(signal=GnmrSignal(context(1)), max_o=1)
-    )
-    (layer(torch.ones(1, 3)).sum() * 1024).backward()
-    scaled = controller.step(grad_scale=1024.0).norm[0]
-    layer.zero_grad()
-    layer(torch.ones(1, 3)).sum().backward()
-    assert scaled == controller.step().norm[0]
-
-
 def test_bf16_norms_are_accumulated_in_float32() -> None:
     parameter = nn.Parameter(torch.zeros(1 << 16, dtype=torch.bfloat16))
     parameter.grad = torch.full_like(parameter, 0.01)
@@ -302,19 +290,6 @@ def test_a_max_o_that_caps_nothing_warns(signal: str, max_o: int, warns: int) ->
         warnings.simplefilter("always")
         Controller(units("ab"), ControlSpec(signal=signal, max_o=max_o))
     assert len(told) == warns
-
-
-@pytest.mark.parametrize(("record", "always"), [((), False), (("true_gap",), False), (("true_gap", "mse"), True)])
-def test_paths_are_measured_for_what_reads_them_alone(record: tuple[str, ...], always: bool) -> None:
-    """The signal reads every third step; of recorded evidence, the paths' is needed in each."""
-    spec = ControlSpec(signal="recovery_gap", options={"every": 3}, max_o=1)
-    controller = Controller(units("a"), spec, record=record)
-    evidence = dict.fromkeys(("norm", *controller.needs), torch.ones(1, dtype=torch.float64))
-    reads = []
-    for _ in range(4):
-        reads.append(controller.reads_next())
-        controller.observe(evidence | {"observed": torch.tensor([True])})
-    assert reads == [True, always, always, True]
 
 
 @pytest.mark.gpu

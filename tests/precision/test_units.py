@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import gnmr
 from gnmr.attachment import units_of
 from gnmr.control.norms import UnitNorms
 from gnmr.lab.faults.faults import Fault
@@ -81,24 +80,6 @@ def test_the_units_of_a_model(unit: str, names: list[str]) -> None:
     _, converted = made(unit)
     assert [group.name for group in converted.units] == [*names, "head_proj"]
     assert [operator for group in converted.units for operator in group.operators] == converted.operators
-
-
-def test_one_decision_moves_every_operator_of_a_block_and_never_more_than_max_o_blocks() -> None:
-    model = Net()
-    controller = gnmr.attach(model, max_o=2, alpha=1.05, beta=1.02, unit="block")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    seen = set()
-    for step in range(12):
-        backward(model, step)
-        controller.step()
-        active = set(controller.active)
-        seen |= active
-        assert len(active) <= 2
-        for group in controller.converted.units:
-            assert {operator.recovering for operator in group.operators} == {group.name in active}
-        optimizer.step()
-        optimizer.zero_grad()
-    assert len(seen) > 2
 
 
 def test_a_units_norm_is_that_of_all_its_operators() -> None:
