@@ -22,7 +22,7 @@ from gnmr.control.calibration import Trigger
 from gnmr.control.checks import budget_left, check_signal, check_state, judged, unit_names, warn_of_cap
 from gnmr.control.decision import Decision, Event, Switches, few
 from gnmr.control.device import HostPacket, all_finite, flags
-from gnmr.control.evidence import EVIDENCE, PATH_EVIDENCE, PRICE_EVIDENCE, Measured, missing, without_zeros
+from gnmr.control.evidence import PATH_EVIDENCE, PRICE_EVIDENCE, Measured, missing, without_zeros
 from gnmr.control.hints import Hints
 from gnmr.control.policy import Choice
 from gnmr.control.ranks import Ranks
@@ -243,8 +243,7 @@ class Controller:
         if the loop summed them together with numbers of its own; None: they are made here, if there are several.
         """
         given = dict(evidence or {})
-        if unknown := [name for name in given if name not in EVIDENCE]:
-            raise ValueError(f"evidence {unknown[0]!r} is not known: use one of {', '.join(EVIDENCE)}")
+        missing(tuple(given), ())  # refuses unknown names
         self._check_evidence(given, self.measured.names)  # before anything is read that can be read once
         self.measured.check_call(grad_scale)
         if sums is None and self.measured.together:

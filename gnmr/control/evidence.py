@@ -177,19 +177,15 @@ class Source(Protocol):
     @property
     def names(self) -> Collection[str]:
         """Names of the evidence."""
-        ...
 
     def parts(self, ranks: Ranks, device: torch.device) -> dict[str, Tensor]:
         """Return this rank's terms of sums over ranks."""
-        ...
 
     def read(self, grad_scale: float, sums: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
         """Return the step's evidence, (U,) each, from the sums of `parts`, if there are several ranks. Begins anew."""
-        ...
 
     def reset(self) -> None:
         """Forget what was measured of the step."""
-        ...
 
 
 class Measured:

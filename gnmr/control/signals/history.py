@@ -50,15 +50,12 @@ class Stateful:
                 f"this signal needs {', '.join(sorted(own)) or 'nothing'}"
             )
         for name, value in own.items():
-            theirs = state[name]
+            theirs, kind = state[name], f"{value.dtype} of shape {tuple(value.shape)}"
             if not isinstance(theirs, Tensor):
-                raise ValueError(f"signal state {name!r} is a {type(theirs).__name__}, this signal needs a tensor")
-            if theirs.shape != value.shape:
-                raise ValueError(
-                    f"signal state {name!r} has shape {tuple(theirs.shape)}, this signal needs {tuple(value.shape)}"
-                )
-            if theirs.is_floating_point() != value.is_floating_point():
-                raise ValueError(f"signal state {name!r} is of {theirs.dtype}, this signal needs {value.dtype}")
+                raise ValueError(f"signal state {name!r} is a {type(theirs).__name__}, this signal needs {kind}")
+            if theirs.shape != value.shape or theirs.is_floating_point() != value.is_floating_point():
+                found = f"{theirs.dtype} of shape {tuple(theirs.shape)}"
+                raise ValueError(f"signal state {name!r} is {found}, this signal needs {kind}")
         for name in self.kept:
             if isinstance(part := getattr(self, name), Stateful):
                 part.check_state(_of_part(name, state))

@@ -67,19 +67,15 @@ class Signal(Protocol):
         at all) and must not enter the history; the risk of an unobserved unit is not read, and its history must stay as
         it is.
         """
-        ...
 
     def thresholds(self, step: int) -> tuple[float | None, ...]:
         """Return the threshold of each column at that step; None for a column that does not trigger."""
-        ...
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return everything that later risks depend on."""
-        ...
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Continue where `state_dict` was taken. Raises ValueError if it is another signal's."""
-        ...
 
 
 class SignalBase(Stateful):
