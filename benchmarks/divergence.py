@@ -34,8 +34,7 @@ from torch.nn import functional as F
 import gnmr
 from gnmr.control.spec import NO_CAP
 from gnmr.lab.train.provenance import commit
-from gnmr.lab.train.transforms import build_transform
-from gnmr.lab.train.transforms.transform import StepContext
+from gnmr.lab.train.transforms import StepContext, build_transform
 from gnmr.names import GEMMS
 from gnmr.precision.cast import quantize
 from gnmr.precision.recipes import Recipe

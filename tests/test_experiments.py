@@ -22,7 +22,7 @@ from gnmr.names import RECIPES
 from gnmr.precision import PathSpec, convert
 
 CHECKPOINT = "model.checkpoint=somewhere"
-GROUPS = ("model", "precision", "controller", "data", "optim", "faults", "experiment", "sweep", "debug")
+GROUPS = ("model", "precision", "controller", "data", "faults", "experiment", "sweep", "debug")
 
 
 @cache
@@ -217,7 +217,6 @@ STEPS = [
     ("experiment=moe_stress", "precision.unit=layer"),
     ("experiment=deepseek_recipe", "precision=fp8_bf16", "controller.beta=null"),
     *(("experiment=deepseek_recipe", f"precision.low={recipe}", "precision.recovery=null") for recipe in RECIPES),
-    ("sweep=recipe_stress", "arm=gnmr", "model.outlier_channels.window=[2,2]"),
     ("sweep=paper/table1", "arm=adapt", "training.steps=100"),
 ]
 

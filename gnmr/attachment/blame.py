@@ -10,7 +10,7 @@ not finite names them itself, for the price of forward passes: operators whose i
 (`find_nonfinite`).
 
 A step spikes if its loss or gradient norm is more than 6 standard deviations above the mean of the 128 steps before
-(SkipStep's rule, gnmr/lab/train/transforms/skip_step.py). A spike is gone if less than half of what lies above the mean
+(SkipStep's rule, gnmr/lab/train/transforms.py). A spike is gone if less than half of what lies above the mean
 is left.
 """
 

@@ -21,8 +21,8 @@ from gnmr.console import activation, say, shown_command
 from gnmr.distributed.torchrun import is_first, started
 from gnmr.errors import RunFailed, UserError, as_user_error
 from gnmr.lab.config import Config, ControllerConfig
+from gnmr.lab.config.base_run import typed
 from gnmr.lab.config.compose import conf_dir, load_composed, register
-from gnmr.lab.config.fork import typed
 from gnmr.lab.config.text_checks import place
 from gnmr.lab.stopping import never_at_once
 from gnmr.lab.sweep import finished

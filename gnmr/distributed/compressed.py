@@ -20,7 +20,6 @@ so all of them need processors of one kind.
 
 from __future__ import annotations
 
-import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -140,10 +139,13 @@ class GreedyLore:
         self.spec = GreedyLoreSpec() if spec is None else spec
         self.workers = RankWorkers() if workers is None else workers
         self.matrices = _matrices(model, self.spec, targets)
-        self._bases: dict[str, Tensor] = {}
-        """U, (rows, rows)."""
-        self._held: dict[str, Tensor] = {}
+        number = self.workers.here.stop - self.workers.here.start
+        like = {name: self._wide(name, one.weight.detach()) for name, one in self.matrices.items()}
+        self._bases = {name: one.new_zeros(one.shape[0], one.shape[0]) for name, one in like.items()}
+        """U, (rows, rows); zeros before the first refresh."""
+        self._held = {name: one.new_zeros(number, *one.shape) for name, one in like.items()}
         """E of the workers here, (K, rows, columns)."""
+        self._has_bases = False
         # E, bases, finiteness and numbers of the step that is under way.
         self._rests: dict[str, Tensor] = {}
         self._fresh: dict[str, Tensor] = {}
@@ -220,9 +222,10 @@ class GreedyLore:
         """Take over E and the bases of the step, unless a mean of it is not finite."""
         finite = torch.stack(self._finite).all()
         for name, one in self._rests.items():
-            self._held[name] = torch.where(finite, one, self._held.get(name, torch.zeros_like(one)))
+            self._held[name] = torch.where(finite, one, self._held[name])
         for name, one in self._fresh.items():
-            self._bases[name] = torch.where(finite, one, self._bases.get(name, one))
+            self._bases[name] = torch.where(finite, one, self._bases[name]) if self._has_bases else one
+        self._has_bases |= bool(self._fresh)
         for done_with in (self._rests, self._fresh, self._finite):
             done_with.clear()
         self.sent, self._sending = self._sending, 0
@@ -235,9 +238,11 @@ class GreedyLore:
         """Return the means of some gradients of the step."""
         phase = self.spec.phase(self.t)
         names = [name for name in gradients if name in self.matrices]
-        if phase == LOW and not all(name in self._bases for name in names):
+        if phase == LOW and not self._has_bases:
             phase = REFRESH  # a state of other lengths was loaded
-        sums = {name: self._with_held(name, gradients[name]) for name in names} if phase == LOW else {}
+        low = names if phase == LOW else []
+        sums = {name: self._wide(name, gradients[name]) + self._held[name] for name in low}
+        """H, (K, rows, columns)."""
         bases = self._chosen(sums) if sums else {}
         parts = []
         for name, gradient in gradients.items():
@@ -277,15 +282,9 @@ class GreedyLore:
         wide = self.matrices[name].wide(gradient)
         return wide.to(torch.promote_types(wide.dtype, torch.float32))
 
-    def _with_held(self, name: str, gradient: Tensor) -> Tensor:
-        """Return H, (K, rows, columns)."""
-        wide = self._wide(name, gradient)
-        return wide + self._held[name] if name in self._held else wide
-
     def _refresh(self, name: str, mean: Tensor) -> None:
         """Compute a new basis of the mean gradient; nothing is held back any more."""
-        if name in self._held:
-            self._rests[name] = torch.zeros_like(self._held[name])
+        self._rests[name] = torch.zeros_like(self._held[name])
         self._fresh[name] = torch.linalg.svd(self._wide(name, mean).nan_to_num(0, 0, 0), full_matrices=False).U
 
     def _chosen(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -336,39 +335,29 @@ class GreedyLore:
         return torch.stack([self._squares.get(name, nothing) for name in self.matrices]) / self.workers.size
 
     def state_dict(self) -> dict[str, Any]:
-        """Return t, the bases, and what the workers here hold back: each rank saves its own. Copies nothing."""
-        return {
-            "t": self.t,
-            "sent_total": self.sent_total,
-            "workers": self.workers.size,
-            "bases": dict(self._bases),
-            "held": dict(self._held),
-        }
+        """Return t, the bases, and what each worker here holds back: each rank saves its own. Copies nothing."""
+        here = self.workers.here
+        state = {"t": self.t, "sent_total": self.sent_total, "workers": self.workers.size, "bases": dict(self._bases)}
+        for row, worker in enumerate(range(here.start, here.stop)):
+            state[f"worker_{worker}"] = {name: one[row] for name, one in self._held.items()}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state; of the state of all workers each rank takes its own.
 
-        If the number of workers changed, bases are kept and what was held back is lost, with a warning.
-        Raises ValueError, and changes nothing, if `state` belongs to other matrices.
+        Raises ValueError, and changes nothing, if `state` belongs to other matrices or another number of workers.
         """
         whole(0, t=state["t"], sent_total=state["sent_total"])
-        for name, one in [*state["bases"].items(), *state["held"].items()]:
-            matrix = self.matrices.get(name)
-            sides = None if matrix is None else {2: (matrix.rows, matrix.rows), 3: (matrix.rows, matrix.columns)}
-            if sides is None or tuple(one.shape[-2:]) != sides.get(one.ndim):
-                raise ValueError(f"state: what it holds of {name}, {tuple(one.shape)}, does not fit this model")
-        here, held = self.workers.here, state["held"]
         if state["workers"] != self.workers.size:
-            warnings.warn(
-                f"the state of GreedyLore is of {state['workers']} workers, here are {self.workers.size}: its bases "
-                "are kept, what the workers held back is lost",
-                stacklevel=2,
-            )
-            held = {}
-        number = here.stop - here.start
+            raise ValueError(f"state: is of {state['workers']} workers, here are {self.workers.size}; start as many")
+        rows = [state[f"worker_{worker}"] for worker in range(self.workers.here.start, self.workers.here.stop)]
+        for mine, theirs in ((self._bases, state["bases"]), *((self._held, row) for row in rows)):
+            for name in mine.keys() | theirs.keys():
+                shape = tuple(theirs[name].shape) if name in theirs else "nothing"
+                if name not in mine or shape != tuple(mine[name].shape[-2:]):
+                    raise ValueError(f"state: what it holds of {name}, {shape}, does not fit this model")
         self.t, self.sent_total, self._changed = state["t"], state["sent_total"], True
-        self._held = {name: self._placed(name, one if len(one) == number else one[here]) for name, one in held.items()}
-        self._bases = {name: self._placed(name, one) for name, one in state["bases"].items()}
-
-    def _placed(self, name: str, saved: Tensor) -> Tensor:
-        return saved.to(self.matrices[name].weight.device, copy=True)
+        for name, one in self._bases.items():
+            self._bases[name] = state["bases"][name].to(one.device, copy=True)
+            self._held[name] = torch.stack([row[name].to(one.device) for row in rows])
+        self._has_bases = all(bool(one.any()) for one in self._bases.values())

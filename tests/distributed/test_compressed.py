@@ -132,7 +132,8 @@ def test_sent_and_held_back_are_the_true_sum(dtype: torch.dtype) -> None:
             sent[name] += found[name].double()
             true[name] += given[name].double().mean(0)
     for name in sent:
-        held = compressed.state_dict()["held"][name].double().mean(0)
+        state = compressed.state_dict()
+        held = torch.stack([state[f"worker_{i}"][name] for i in range(2)]).double().mean(0)
         held = held if name == WIDE else held.mT
         tolerance = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 0.1}[dtype]
         torch.testing.assert_close(sent[name] + held, true[name], rtol=0, atol=tolerance)
@@ -150,7 +151,7 @@ def test_a_step_that_is_not_finite_leaves_the_state_as_it_was() -> None:
         if t in (3, TAU):  # on the low path, and in a refresh
             assert not compressed.reduce(given)["norm.bias"].isfinite().all()
             after = compressed.state_dict()
-            for kind in ("held", "bases"):
+            for kind in ("worker_0", "worker_1", "bases"):
                 assert all(torch.equal(after[kind][name], before[kind][name]) for name in (WIDE, TALL))
         else:
             compressed.reduce(gradients(model, t))
@@ -168,8 +169,9 @@ def same(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
 
 
 def held(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
-    pairs = [one["compressed"]["held"] for one in (ours, theirs)]
-    return all(torch.equal(one, pairs[1][name]) for name, one in pairs[0].items())
+    pairs = [one["compressed"] for one in (ours, theirs)]
+    workers = [key for key in pairs[0] if key.startswith("worker_")]
+    return all(torch.equal(one, pairs[1][key][name]) for key in workers for name, one in pairs[0][key].items())
 
 
 def test_a_loop_goes_on_from_its_state() -> None:
@@ -191,8 +193,8 @@ class TestRanks:
             assert rank["sets"] == one["sets"] and rank["sent"] == one["sent"]
             for name, weight in one["model"].items():
                 torch.testing.assert_close(rank["model"][name], weight, rtol=0, atol=1e-12)
-            for name, held in one["compressed"]["held"].items():
-                torch.testing.assert_close(rank["compressed"]["held"][name][0], held[i], rtol=0, atol=1e-12)
+            for name, held in one["compressed"][f"worker_{i}"].items():
+                torch.testing.assert_close(rank["compressed"][f"worker_{i}"][name], held, rtol=0, atol=1e-12)
         assert same(ranks[0], ranks[1])
 
     def test_the_hook_of_ddp_does_the_same_to_the_last_bit(self, pair: Pair) -> None:
@@ -217,18 +219,6 @@ class TestRanks:
 
     def test_sharded_weights_are_refused(self, pair: Pair) -> None:
         assert all(told.startswith("ValueError: 0.up_proj is sharded (FSDP2)") for told in pair("sharded"))
-
-
-def test_another_number_of_workers_is_warned_of() -> None:
-    model = net()
-    two, three = made(model, 2, dense_steps=0), made(model, 3, dense_steps=0)
-    for t in range(2):
-        two.reduce(gradients(model, t))
-    with pytest.warns(UserWarning, match="is of 2 workers, here are 3: its bases are kept, what the workers held back"):
-        three.load_state_dict(two.state_dict())
-    assert torch.equal(three.state_dict()["bases"][WIDE], two.state_dict()["bases"][WIDE])
-    assert three.t == 2 and not three.state_dict()["held"]
-    three.reduce(gradients(model, 2, 3))
 
 
 # ---- what is refused ----
@@ -268,6 +258,8 @@ def test_what_is_no_worker_and_a_state_of_other_matrices_are_refused() -> None:
         RankWorkers()
     with pytest.raises(ValueError, match="virtual workers have no DistributedDataParallel"):
         made(net()).register(None)
-    state = made(net()).state_dict() | {"bases": {WIDE: torch.ones(7, 7)}}
+    bases = {WIDE: torch.ones(7, 7), TALL: torch.ones(4, 4)}
     with pytest.raises(ValueError, match=r"holds of up_proj.weight, \(7, 7\), does not fit"):
-        made(net()).load_state_dict(state)
+        made(net()).load_state_dict(made(net()).state_dict() | {"bases": bases})
+    with pytest.raises(ValueError, match="is of 2 workers, here are 3"):
+        made(net(), 3).load_state_dict(made(net()).state_dict())

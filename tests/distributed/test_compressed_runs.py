@@ -91,7 +91,7 @@ class TestRanks:
         assert all(answer.startswith(f"UserError: {key}: ") for answer in told(words, parallel))
 
 
-def test_a_run_goes_on_with_other_workers_and_says_what_is_lost(train, tmp_path, monkeypatch):
+def test_a_run_does_not_go_on_with_other_workers(train, tmp_path, monkeypatch):
     from gnmr.lab.train import compression, run
 
     monkeypatch.setattr(run, "config_hash", lambda _: "same")  # as under parallel=ddp, where workers are processes
@@ -101,9 +101,8 @@ def test_a_run_goes_on_with_other_workers_and_says_what_is_lost(train, tmp_path,
         path = folder / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     monkeypatch.setattr(compression, "VirtualWorkers", lambda _, made=compression.VirtualWorkers: made(3))
-    with pytest.warns(UserWarning, match="is of 2 workers, here are 3: its bases are kept"):
+    with pytest.raises(UserError, match=r"belongs to another run .*in 2 workers, .*in 3 workers"):
         train(folder, *TWO, "training.steps=6")
-    assert (folder / "DONE").exists()
 
 
 MISTAKES = {

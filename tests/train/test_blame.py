@@ -18,7 +18,6 @@ from gnmr.attachment.blame import Levels, needed
 from gnmr.lab.faults.faults import Fault
 from gnmr.lab.faults.schedule import FaultSchedule
 from gnmr.lab.train import run as run_module
-from gnmr.lab.train import step
 from gnmr.precision.scaling import compress
 from gnmr.records.reader import read_jsonl
 
@@ -157,7 +156,6 @@ def spiking(assembled, blocks_of, step_of):
     def verdict(words, plant):
         parts = assembled(*TWO, *words)
         step, batch = step_of(parts), [blocks_of(parts, 2)]
-        step.measure_saved = not parts.converted.in_graphs
         parts.optimizer.param_groups[0]["lr"] = 0.0
         first = step(batch, 0.0)
         step.levels = Levels()
@@ -229,33 +227,6 @@ def test_precision_names_the_operator(words, plant, spiking):
     verdict = spiking(words, plant)
     assert (verdict.cause, verdict.units, verdict.complete) == ("precision", (UP,), True)
     assert verdict.passes <= 4 and UP in str(verdict)
-
-
-def flipped(parts):
-    """Behind the blocks: hooks in a compiled one are not seen."""
-    return parts.model.norm.register_forward_hook(lambda _module, _inputs, output: output.flip(1) * 300).remove
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cause", ["data", "precision"])
-def test_a_compiled_run_has_the_verdict_of_the_run_that_is_not_and_compiles_nothing_for_it(cause, spiking, monkeypatch):
-    plain, graphs, blamed = torch.nn.Module.compile, [], step.look_again
-
-    def count(*args):
-        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-        found = blamed(*args)
-        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-        return found
-
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda block: plain(block, backend="aot_eager"))
-    monkeypatch.setattr(step, "look_again", count)
-    words, plant = [*RECIPE, "precision.unit=block"], flipped if cause == "data" else broken(UP)
-    wanted = spiking(words, plant)
-    assert wanted.cause == cause
-    torch._dynamo.reset()
-    assert spiking([*words, "training.compile=true"], plant) == wanted
-    # A fault's operator, which a run does not have, is compiled for its second pass.
-    assert graphs[-1] - graphs[-2] <= (cause == "precision") and graphs[-1] > 0
 
 
 def test_precision_of_gradients_that_are_not_finite(spiking):

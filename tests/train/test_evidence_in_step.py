@@ -12,7 +12,7 @@ from gnmr.control.evidence import EVIDENCE
 from gnmr.control.signals import SIGNALS
 from gnmr.lab.train.build import Parts, train_step
 from gnmr.lab.train.loss import loss_of
-from gnmr.lab.train.result import StepResult
+from gnmr.lab.train.step import StepResult
 from gnmr.measure.errors import measure_errors
 from gnmr.records.reader import read_jsonl, read_ratios
 

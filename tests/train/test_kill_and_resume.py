@@ -67,20 +67,20 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def before_steps(happens: Callable[[int], object]) -> None:
+    """Calls this with the number of every step of this process, before its forward pass."""
+    plain = TrainStep.__call__
+
+    def call(self: TrainStep, *args: Any) -> Any:
+        happens(self.router.t + 1)
+        return plain(self, *args)
+
+    TrainStep.__call__ = call  # type: ignore[method-assign]
+
+
 def in_step(number: int) -> Hook:
     """Dies before the forward pass of this step; the rows of the step before have been written."""
-
-    def install() -> None:
-        plain = TrainStep.__call__
-
-        def call(self: TrainStep, *args: Any) -> Any:
-            if self.router.t == number - 1:
-                die()
-            return plain(self, *args)
-
-        TrainStep.__call__ = call  # type: ignore[method-assign]
-
-    return install
+    return lambda: before_steps(lambda step: die() if step == number else None)
 
 
 def in_row(number: int) -> Hook:
@@ -211,14 +211,7 @@ def test_a_signal_saves_and_leaves(number, code, train, tmp_path, uninterrupted)
     folder, note = tmp_path / "run", tmp_path / "said"
 
     def stopped() -> None:
-        plain = TrainStep.__call__
-
-        def call(self: TrainStep, *args: Any) -> Any:
-            if self.router.t == 3:
-                os.kill(os.getpid(), number)
-            return plain(self, *args)
-
-        TrainStep.__call__ = call  # type: ignore[method-assign]
+        before_steps(lambda step: os.kill(os.getpid(), number) if step == 4 else None)
         with note.open("a") as file:
             train(folder, say=lambda line: print(line, file=file, flush=True))
 
@@ -240,13 +233,7 @@ def test_a_signal_that_was_ignored_at_the_start_stays_so(train, tmp_path):
 
     def ignoring() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        plain = TrainStep.__call__
-
-        def call(self: TrainStep, *args: Any) -> Any:
-            os.kill(os.getpid(), signal.SIGHUP)
-            return plain(self, *args)
-
-        TrainStep.__call__ = call  # type: ignore[method-assign]
+        before_steps(lambda _: os.kill(os.getpid(), signal.SIGHUP))
         train(tmp_path / "run")
 
     assert in_child(ignoring) == 0
@@ -255,17 +242,13 @@ def test_a_signal_that_was_ignored_at_the_start_stays_so(train, tmp_path):
 
 @pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once(train, tmp_path):
+    def twice(step: int) -> None:
+        for _ in range(2 if step == 4 else 0):  # to this very thread: two that the kernel holds back would be one
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(0.001)
+
     def stopped() -> None:
-        plain = TrainStep.__call__
-
-        def call(self: TrainStep, *args: Any) -> Any:
-            if self.router.t == 3:
-                for _ in range(2):  # to this very thread: two that the kernel holds back at once would be one
-                    signal.raise_signal(signal.SIGINT)
-                    time.sleep(0.001)
-            return plain(self, *args)
-
-        TrainStep.__call__ = call  # type: ignore[method-assign]
+        before_steps(twice)
         try:
             train(tmp_path / "run")
         except KeyboardInterrupt:

@@ -9,7 +9,7 @@ import torch
 from everything import differences, everything, same_bits
 
 from gnmr.errors import RunFailed
-from gnmr.lab.train import steps
+from gnmr.lab.train import loop
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
 
 LR = 1e-2
@@ -190,7 +190,7 @@ def test_delayed_scales_outlive_a_skipped_step_of_a_run(train, tmp_path, tampere
 
 def test_a_validation_loss_ends_the_run(train, tmp_path, monkeypatch):
     """Finite steps whose weights evaluate to NaN are no result."""
-    monkeypatch.setattr(steps, "evaluate", lambda *_, **__: math.nan)
+    monkeypatch.setattr(loop, "evaluate", lambda *_, **__: math.nan)
     with pytest.raises(RunFailed, match="the validation loss after step 4 is nan"):
         train(tmp_path / "run")
     assert (tmp_path / "run" / "FAILED").exists() and not read_jsonl(tmp_path / "run" / "eval.jsonl")
@@ -207,3 +207,16 @@ def test_the_streak_outlives_a_kill(train, tmp_path, tampered):
     with pytest.raises(RunFailed, match=r"4 steps in a row .* began at step 2 in a step before the resumption"):
         train(folder, *words)
     assert [row["nonfinite_streak"] for row in read_jsonl(folder / "steps.jsonl")] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_a_step_left_out_by_a_transform_is_in_no_streak(train, tmp_path):
+    words = ["optim.transform.name=skip_step", "optim.transform.options.window=4"]
+    words += ["optim.transform.options.min_values=3", "optim.transform.options.sigmas=0.3"]
+    folder = train(tmp_path / "run", "training.max_nonfinite_streak=1", "training.steps=12", *words)
+    rows = read_jsonl(folder / "steps.jsonl")
+    skipped = [row["step"] for row in rows if row["skipped"]]
+    assert 2 <= len(skipped) <= 9 and skipped[0] >= 3  # not before min_values were seen
+    for row in rows:
+        assert (row["nonfinite_unit"], row["nonfinite_total"], row["nonfinite_streak"]) == (None, 0, 0)
+    assert (folder / "DONE").exists()

@@ -10,7 +10,6 @@ import torch
 from everything import differences, everything
 from torch import Tensor
 
-from gnmr.errors import UserError
 from gnmr.lab.train.build import Parts, train_step
 from gnmr.lab.train.loss import loss_of
 from gnmr.records.reader import read_jsonl, read_ratios
@@ -93,10 +92,3 @@ def test_a_run_goes_on_after_a_stop_and_replays(observe, train, gnmr, stopped, t
     rows = read_ratios(tmp_path / "run").to_pylist()
     in_force = [{row["unit"] for row in rows if row["step"] == t and row["active"]} for t in range(1, 9)]
     assert replayed[:-1] == in_force[1:]
-
-
-def test_a_senseless_choice(tiny: Callable, assembled: Callable) -> None:
-    with pytest.raises(UserError, match=r"controller.observe=weights: must be one of parameters, adapter, input_grad"):
-        tiny("controller.observe=weights")
-    with pytest.raises(UserError, match=r"controller: micro_square is of the gradients of the units' parameters"):
-        assembled("controller.observe=input_grad", "controller.signal=gsnr", "training.accumulation=2")

@@ -24,16 +24,6 @@ def test_schedule(step, share):
     assert learning_rate(step, 10, config) == pytest.approx(4e-3 * share, rel=1e-12)
 
 
-def test_the_papers_schedule():
-    """Warm-up over the first 10 % of the steps, cosine to 10 % of the peak."""
-    from gnmr.lab.config.compose import compose
-
-    config = compose(["model=llama_60m"])
-    steps, peak = config.training.steps, config.optim.lr
-    rates = {t: learning_rate(t, steps, config.optim) / peak for t in (1, round(steps / 10), steps)}
-    assert rates == pytest.approx({1: 10 / steps, round(steps / 10): 1.0, steps: 0.1}, rel=1e-3)
-
-
 def model_of_one_step(dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5)).to(dtype)

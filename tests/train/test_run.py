@@ -163,31 +163,27 @@ def test_the_last_scores_are_made_once(tiny, tmp_path):
     assert made == [8] and len(read_jsonl(folder / "scores.jsonl")) == 1
 
 
+BEFORE_THE_DATA = [
+    (["precision.low=deepseek_v3", "precision.recovery=bf16"], "deepseek_v3"),
+    (["precision.low=fp8_hybrid", "precision.recovery=bf16", "precision.backend=int_mm"], "backend='int_mm'"),
+    (["controller.signal=recovery_gap", "precision.recovery=null"], "needs both paths"),
+    (["controller.signal=nothing"], "controller: "),
+    (["faults.kind=noise", "faults.windows=[[2,1]]", "faults.targets=[nothing]"], "faults: "),
+    (["records.monitor=[nothing]"], "records.monitor: "),
+]
+"""What the model cannot have is told before its data is looked for."""
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
         (["precision.targets=[q_proj,nothing]"], "nothing"),
         (["training.seq_len=100000"], "a sequence needs 100001"),
         (["model.outlier_channels={number: 99, gain: 2}"], "the narrowest activation has 32 channels"),
+        *(([*words, "data.path=/nowhere"], line) for words, line in BEFORE_THE_DATA),
     ],
 )
-def test_what_the_data_or_the_model_cannot_have_ends_before_the_folder_is_made(words, line, tiny, tmp_path):
+def test_what_a_run_cannot_have_ends_before_the_folder_is_made(words, line, tiny, tmp_path):
     with pytest.raises(UserError, match=line):
         run(tiny(f"run_dir={tmp_path / 'run'}", *words), lambda _: None)
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["precision.low=deepseek_v3", "precision.recovery=bf16"], "deepseek_v3"),
-        (["precision.low=fp8_hybrid", "precision.recovery=bf16", "precision.backend=int_mm"], "backend='int_mm'"),
-        (["controller.signal=recovery_gap", "precision.recovery=null"], "needs both paths"),
-        (["controller.signal=nothing"], "controller: "),
-        (["faults.kind=noise", "faults.windows=[[2,1]]", "faults.targets=[nothing]"], "faults: "),
-        (["records.monitor=[nothing]"], "records.monitor: "),
-    ],
-)
-def test_what_the_model_cannot_have_is_told_before_its_data_is_made(words, line, tiny, tmp_path):
-    with pytest.raises(UserError, match=line):
-        run(tiny(f"run_dir={tmp_path / 'run'}", "data.path=/nowhere", *words), lambda _: None)

@@ -11,7 +11,7 @@ from torch import nn
 
 from gnmr.lab import models
 from gnmr.lab.config import ModelConfig, OptimConfig
-from gnmr.lab.train.optim import skip_where
+from gnmr.lab.train.optim import build_optimizer, skip_where
 from gnmr.lab.train.scale_optimizer import SCALE, build_scale
 
 
@@ -85,7 +85,7 @@ def network(dtype: torch.dtype = torch.float32) -> nn.ModuleDict:
 
 
 def optimizer_of(model: nn.Module) -> SCALE:
-    return build_scale(model, OptimConfig(lr=0.1, weight_decay=0.1), {})
+    return build_scale(model, OptimConfig(lr=0.1, weight_decay=0.1))
 
 
 def give_gradients(model: nn.Module, step: int) -> None:
@@ -140,7 +140,7 @@ def test_bf16_is_rounded_once():
 def test_groups_of_a_model(name):
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_layers": 1, "num_heads": 2}
     model = models.build(ModelConfig(name=name, **sizes), 11, 8)
-    optimizer = build_scale(model, OptimConfig(weight_decay=0.2), {"momentum": 0.5})
+    optimizer = build_scale(model, OptimConfig(weight_decay=0.2), momentum=0.5)
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     told = {n: (group_of[id(p)]["momentum"], group_of[id(p)]["output_dim"]) for n, p in model.named_parameters()}
     special = {n: rule for n, rule in told.items() if rule != (0.0, 0)}
@@ -158,11 +158,8 @@ def test_groups_of_a_model(name):
     [
         ({"beta": 0.9}, r"optim\.options\.beta: "),
         ({"momentum": 1.0}, r"optim\.options\.momentum=1\.0: "),
-        ({"head": 3}, r"optim\.options\.head=3: "),
-        ({"head": "output"}, r"optim\.options\.head=output: "),
-        ({"head": "up"}, r"optim\.options\.head=up: "),
     ],
 )
 def test_senseless_options(options, line):
     with pytest.raises(ValueError, match=f"^{line}"):
-        build_scale(network(), OptimConfig(), options)
+        build_optimizer(network(), OptimConfig(name="scale", options=options))

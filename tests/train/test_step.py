@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from gnmr.control import device, evidence, policy
 from gnmr.lab.train.build import train_step
 from gnmr.lab.train.loss import evaluate, loss_of
-from gnmr.lab.train.optim import learning_rate
 from gnmr.lab.train.step import TrainStep
 from gnmr.records.reader import read_json, read_jsonl, read_ratios
 
@@ -99,16 +98,6 @@ def test_modules_outside_of_the_units_are_watched(assembled, blocks_of, train, t
     assert all(set(row["monitored"]) == set(names) for row in watched) and not any(row["monitored"] for row in plain)
 
 
-def test_rates(assembled, blocks_of, step_of, train, tmp_path):
-    parts = assembled()
-    step_of(parts)([blocks_of(parts, 2)], 0.125)
-    assert {group["lr"] for group in parts.optimizer.param_groups} == {0.125}
-    rows = read_jsonl(train(tmp_path / "run") / "steps.jsonl")
-    optim = parts.config.optim
-    assert [row["lr"] for row in rows] == [learning_rate(t, 8, optim) for t in range(1, 9)]
-    assert [row["tokens"] for row in rows] == [32 * t for t in range(1, 9)]
-
-
 @pytest.mark.parametrize(
     "words",
     [
@@ -157,13 +146,6 @@ def test_the_set_of_a_step_is_in_force_in_the_next(words, train, tmp_path, monke
             if event["step"] == step - 1:
                 (told.add if event["event"] == "promote" else told.remove)(event["unit"])
         assert told == units, step
-
-
-def test_what_is_saved_is_what_the_memory_model_says(train, tmp_path):
-    rows = read_jsonl(train(tmp_path / "run") / "steps.jsonl")
-    assert [row["saved_bytes"] for row in rows] == [row["saved_bytes_predicted"] for row in rows]
-    by_active = {row["num_active"]: row["saved_bytes"] for row in rows}
-    assert by_active[2] > by_active[0]  # 8-bit copies beside 4-bit ones
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ from everything import Waits, same_bits
 from torch import Tensor, nn
 
 from gnmr.lab.train.optim import skip_where
-from gnmr.lab.train.transforms import TRANSFORMS, build_transform
-from gnmr.lab.train.transforms.transform import StepContext
+from gnmr.lab.train.transforms import TRANSFORMS, StepContext, build_transform
 
 # So short that eight steps meet every branch: warm-up, clipping, reset, a full window.
 BUSY: dict[str, dict[str, object]] = {

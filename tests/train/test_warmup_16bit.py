@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-import gnmr
 from gnmr.control import Controller
 from gnmr.lab.train.build import Parts
 from gnmr.lab.train.step import TrainStep
@@ -93,54 +91,6 @@ def test_the_quarter_of_the_blocks_with_the_highest_mean_gnmr_stays_for_good(ass
             assert released == {"layers.0", "layers.1", "layers.3"}
         else:
             assert not decision.events or step == 1  # whose events put all of them there
-
-
-@pytest.mark.parametrize("stop", [2, 5])
-def test_attach_warms_up_in_16_bits(stop: int) -> None:
-    """And goes on from a state as if it had never stopped: within the warm-up, at its end and after it."""
-
-    def attached(path: str = "16bit") -> tuple[torch.nn.Module, Any]:
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
-        given: dict[str, Any] = {"signal": "static_k", "routing": "ranked", "options": {"calibration_steps": 3, "k": 1}}
-        return model, gnmr.attach(
-            model,
-            low="int4",
-            recovery="int8",
-            max_o=4,
-            warmup_steps=3,
-            warmup_path=path,
-            targets=["*"],
-            site="forward",
-            **given,
-        )
-
-    def trained(model: torch.nn.Module, controller: Any, steps: range) -> list[float]:
-        found = []
-        for step in steps:
-            loss = model(torch.randn(5, 8, generator=torch.Generator().manual_seed(step))).square().mean()
-            loss.backward()
-            controller.step()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter -= 0.1 * parameter.grad
-            model.zero_grad()
-            found.append(loss.item())
-        return found
-
-    model, controller = attached()
-    whole = trained(model, controller, range(8))
-    torch.manual_seed(0)
-    plain = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
-    assert whole[:3] == trained(plain, type("None", (), {"step": lambda self: None})(), range(3))
-    assert whole[:3] != trained(*attached("recovery"), range(3))
-    first, early = attached()
-    trained(first, early, range(stop))
-    state, weights = early.state_dict(), first.state_dict()
-    second, late = attached()
-    second.load_state_dict(weights)
-    late.load_state_dict(state)
-    assert trained(second, late, range(stop, 8)) == whole[stop:]
 
 
 def test_evaluation_and_rehearsals_are_what_they_were(assembled, blocks_of) -> None:

@@ -22,17 +22,15 @@ from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
 from gnmr.errors import UserError, as_user_error, fields, guess, nearest, one_of, require
-from gnmr.lab.config.compression import CompressionConfig
 from gnmr.lab.config.controller import ControllerConfig
 from gnmr.lab.config.data import DataConfig
 from gnmr.lab.config.faults import USUAL, FaultsConfig
-from gnmr.lab.config.fork import ForkConfig
 from gnmr.lab.config.model import ModelConfig
 from gnmr.lab.config.optim import OptimConfig
 from gnmr.lab.config.precision import PrecisionConfig
 from gnmr.lab.config.records import RecordsConfig, ScoresConfig
 from gnmr.lab.config.text_checks import LONGEST_NAME, folder_name, place, storable
-from gnmr.lab.config.training import TrainingConfig
+from gnmr.lab.config.training import CompressionConfig, ForkConfig, TrainingConfig
 from gnmr.records.untrusted import MAX_CONFIG, MAX_DEPTH, Damaged, bounded, content, reading
 
 
@@ -96,16 +94,14 @@ class Config:
 
     def _check_compression(self) -> None:
         compression, steps = self.compression, self.total_steps
-        if compression.name == "none":
+        if not compression.routes:
             return
         dense = compression.dense_steps
         require(dense < steps, "compression.dense_steps", dense, f"the run has {steps} steps: nothing is compressed")
-        if compression.routes:
-            right = f"compression.name={compression.name}: the controller routes gradients; use precision.recovery=null"
-            require(self.precision.recovery is None, "precision.recovery", self.precision.recovery, right)
-            observe = self.controller.observe
-            require(observe == "parameters", "controller.observe", observe, "gradients that are sent are parameters'")
-        name = self.model.name
+        right = f"compression.name={compression.name}: the controller routes gradients; use precision.recovery=null"
+        require(self.precision.recovery is None, "precision.recovery", self.precision.recovery, right)
+        observe, name = self.controller.observe, self.model.name
+        require(observe == "parameters", "controller.observe", observe, "gradients that are sent are parameters'")
         require(name != "moe", "model.name", name, "an expert without tokens has no gradient to send compressed")
         right = "the steps of a fork's healing send gradients whole; use fork.heal=0 with compression"
         require(self.fork.heal == 0, "fork.heal", self.fork.heal, right)
@@ -143,7 +139,7 @@ class Config:
         if self.arm is not None:
             return self.arm
         parts = [str(self.precision.name)]
-        parts += [self.compression.arm] if self.compression.name != "none" else []
+        parts += [self.compression.arm] if self.compression.routes else []
         parts += [str(self.controller.name)] if self.precision.recovery is not None or self.compression.routes else []
         parts += [self.optim.name] if self.optim.name != "adamw" else []
         parts += [self.optim.transform.name] if self.optim.transform.name else []

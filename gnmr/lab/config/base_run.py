@@ -3,15 +3,43 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from gnmr.errors import UserError
 from gnmr.lab.config import Config, flatten, read, to_dict
-from gnmr.lab.config.fork import PATHS, SHIPPED, agreed, covers, typed
 from gnmr.records.untrusted import Damaged, exists, text
+
+SHIPPED = "shipped"
+"""The `base` that comes with the package; a folder of that name is ./shipped."""
+_BATCH = ("training.seq_len", "training.batch_size", "training.accumulation", "training.dtype")
+FROM_BASE = ("model", "data", "optim", *_BATCH)
+"""Keys in which a fork and its base agree: model, data, optimizer with its schedule, and the batch."""
+OF_THE_ARM = ("data.cache_dir", "optim.transform", "optim.clip_norm")
+"""Of those, what an arm chooses for itself."""
+PATHS = ("data.path", "data.tokenizer")
+"""Never taken from a base, which somebody else may have made: they name files of this machine."""
+
+
+def agreed(flat: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of a flat config in which a fork and its base agree; the schedule's length is a number."""
+    found = {key: value for key, value in flat.items() if covers(FROM_BASE, key) and not covers(OF_THE_ARM, key)}
+    if found.get("optim.schedule_steps") is None:
+        found["optim.schedule_steps"] = flat["training.steps"]
+    return found
+
+
+def typed(words: Sequence[str]) -> set[str]:
+    """Return the keys and groups that these words of a command line set."""
+    return {word.lstrip("+~").partition("=")[0] for word in words}
+
+
+def covers(names: Iterable[str], key: str) -> bool:
+    """Return whether the key is one of these keys or lies in one of these groups."""
+    return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
 def with_base(composed: DictConfig, words: Sequence[str]) -> None:

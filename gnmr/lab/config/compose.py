@@ -18,8 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from gnmr.doctor.plan import PATHS, read_plan
 from gnmr.errors import UserError, guess, nearest
 from gnmr.lab.config import Config, flatten, from_words, load, one_line, schema
-from gnmr.lab.config.base_run import with_base
-from gnmr.lab.config.fork import covers, typed
+from gnmr.lab.config.base_run import covers, typed, with_base
 
 
 def conf_dir() -> Path:

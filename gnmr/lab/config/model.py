@@ -105,6 +105,8 @@ class ModelConfig:
         one_of(("llama", "gpt", "moe", "pretrained"), name=self.name)
         self._check_pretrained()
         whole(**fields(self, "hidden_size", "intermediate_size", "num_layers", "num_heads"))
+        most = 50_000 // max(self.experts.number, 1)  # each linear is built by itself
+        require(self.num_layers <= most, "num_layers", self.num_layers, f"{most:,} layers are the most")
         heads, kv_heads, llama = self.num_heads, self.num_kv_heads, self.name == "llama"
         width, rest = divmod(self.hidden_size, heads)
         require(rest == 0, "hidden_size", self.hidden_size, f"model.num_heads={heads} does not divide it")

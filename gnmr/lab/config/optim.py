@@ -25,8 +25,8 @@ class OptimConfig:
     name: str = "adamw"
     """adamw or scale."""
     options: dict[str, Any] = field(default_factory=dict)
-    """What the optimizer's constructor takes besides the keys below; adamw has none. What scale is not given is
-    filled in: momentum 0.9 of the head's gradient, head null (lm_head, else the embedding that it is tied to)."""
+    """What the optimizer's constructor takes besides the keys below; adamw has none. scale has momentum, of
+    the head's gradient (0.9)."""
     transform: TransformConfig = field(default_factory=TransformConfig)
     lr: float = 1e-3
     """Peak rate, 1e-30 to 1000."""
@@ -51,7 +51,7 @@ class OptimConfig:
         require(sound, "transform.name", self.transform.name, "resets Adam's moments; it needs optim.name=adamw")
         require(not adam or not self.options, "options", self.options, "adamw has none")
         if not adam:
-            object.__setattr__(self, "options", {"momentum": 0.9, "head": None} | self.options)
+            object.__setattr__(self, "options", {"momentum": 0.9} | self.options)
         # Far beyond what is ever meant, and within what 32 bits hold: a step's factors are finite and none is 0.
         within(1e-30, 1e3, **fields(self, "lr", "eps"))
         sound = len(self.betas) == 2 and all(0 <= beta <= 0.999999 for beta in self.betas)

@@ -34,13 +34,12 @@ from gnmr.lab.models import pretrained
 from gnmr.lab.train.checkpoint import Stateful
 from gnmr.lab.train.checks import check_evidence, check_sizes, refuse_compression
 from gnmr.lab.train.compression import build_compression, compressed_router
-from gnmr.lab.train.draws import Draws
 from gnmr.lab.train.fork_base import Base, open_base
+from gnmr.lab.train.loss import Draws
 from gnmr.lab.train.memory import refuse_run
 from gnmr.lab.train.model import Stress, blocks_of, empty_model, new_model, pretrained_model, with_paths
 from gnmr.lab.train.optim import build_optimizer, learning_rate
-from gnmr.lab.train.result import monitored
-from gnmr.lab.train.step import TrainStep
+from gnmr.lab.train.step import TrainStep, monitored
 from gnmr.lab.train.transforms import Transform, build_transform
 from gnmr.precision import ConvertedModel
 from gnmr.precision.conversion import operator_shapes
@@ -222,8 +221,9 @@ def _check_shapes(config: Config, device: torch.device) -> None:
         build_faults(config, converted)
         cold = replace(config.controller, warmup_frac=0.0)  # a warm-up switches units
         try:
-            compressed = build_compression(config, model, ALONE) if config.compression.routes else None
-            _controller(replace(config, controller=cold), model, converted, None, compressed)
+            _controller(
+                replace(config, controller=cold), model, converted, None, build_compression(config, model, ALONE)
+            )
         except UserError:
             raise
         except Exception:  # a signal may read weights, which are not there yet: `assemble` will raise it

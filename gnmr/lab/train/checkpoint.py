@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -60,15 +60,6 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state`. May raise ValueError if it belongs to something else."""
-        ...
-
-
-@runtime_checkable
-class Expecting(Protocol):
-    """Has state whose shape depends on the run that saved it."""
-
-    def expect(self, host: Mapping[str, Any]) -> None:
-        """Take the host's numbers of the checkpoint that is read next. Raises UserError if it cannot be continued."""
         ...
 
 
@@ -197,9 +188,6 @@ class Checkpointer:
             meta = self._world.from_first(lambda: newest_whole(self.folder, [step])[0])
         self._check(meta)
         units, host = meta["units"], meta["host"]
-        for extra in self._extras.values():
-            if isinstance(extra, Expecting):
-                extra.expect(host)
         state = self._state()
         with fitting(path, "run"):
             read(path, meta, state)

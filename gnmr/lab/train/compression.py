@@ -1,10 +1,9 @@
-"""Compressed gradients in a run: the object that sends them, its controller, and its part of a checkpoint."""
+"""Compressed gradients in a run: the object that sends them, and its controller."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -88,54 +87,3 @@ def compressed_router(
     if compressed.measuring:
         controller.measured.sources.append(HeldBack(compressed))
     return Router(converted, controller, model)
-
-
-class CompressionState:
-    """GreedyLore's part of a checkpoint (`gnmr.lab.train.checkpoint.Stateful`).
-
-    What each worker holds back is saved under its number: each rank saves its own, and any process that plays as many
-    workers continues with it.
-    """
-
-    def __init__(self, compressed: GreedyLore) -> None:
-        self._compressed = compressed
-        self._saved_by = compressed.workers.size
-        """Number of workers of the checkpoint that is read next."""
-
-    def expect(self, host: Mapping[str, Any]) -> None:
-        """See `gnmr.lab.train.checkpoint.Expecting`."""
-        self._saved_by = int(host["workers"])
-
-    def _workers(self) -> range:
-        """The workers of this process, unless another number of workers saved the checkpoint."""
-        workers = self._compressed.workers
-        return range(workers.here.start, workers.here.stop) if self._saved_by == workers.size else range(0)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, with zeros for a basis that is not there yet and for a worker that holds nothing back."""
-        state, zeros = self._compressed.state_dict(), dict[str, Tensor]()
-        for name, one in self._compressed.matrices.items():
-            like = one.wide(one.weight.detach())
-            zeros[name] = torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
-        bases = {
-            name: state["bases"].get(name, one.new_zeros(one.shape[0], one.shape[0])) for name, one in zeros.items()
-        }
-        found: dict[str, Any] = {"t": state["t"], "sent_total": state["sent_total"], "bases": bases}
-        held = state["held"]
-        for row, number in enumerate(self._workers()):
-            found[f"worker_{number}"] = {name: held[name][row] if name in held else one for name, one in zeros.items()}
-        return found
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state. Raises ValueError if it does not fit."""
-        rows = [state[f"worker_{number}"] for number in self._workers()]
-        self._compressed.load_state_dict(
-            {
-                "t": state["t"],
-                "sent_total": state["sent_total"],
-                "workers": self._saved_by,
-                "bases": {name: one for name, one in state["bases"].items() if bool(one.any())},
-                "held": {name: torch.stack([row[name] for row in rows]) for name in state["bases"]} if rows else {},
-            }
-        )
-        self._saved_by = self._compressed.workers.size

@@ -20,12 +20,12 @@ import numpy as np
 
 from gnmr.errors import RunFailed
 from gnmr.lab.config import Config
+from gnmr.lab.config.base_run import SHIPPED
 from gnmr.lab.config.compose import compose
-from gnmr.lab.config.fork import SHIPPED
 from gnmr.lab.data.cache import TokenCorpus
 from gnmr.lab.train.build import Parts, build_parts, open_data, training_blocks, validation
 from gnmr.lab.train.fork_base import open_base
-from gnmr.lab.train.steps import Steps, heals, phase, validated
+from gnmr.lab.train.loop import Steps, heals, phase, validated
 
 PHASES = ("base", "low", "healed")
 """When a fork is validated: before its first step, after training.steps, after fork.heal more."""

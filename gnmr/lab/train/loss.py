@@ -1,11 +1,12 @@
-"""The loss of a model on a batch, and its mean over many."""
+"""The loss of a model on a batch, its mean over many, and what the passes of a micro-batch draw."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -14,7 +15,6 @@ from gnmr.distributed.reduce import Ranks
 from gnmr.distributed.world import ALONE, World
 from gnmr.lab.data.batch import Batch, model_inputs
 from gnmr.lab.models import Decoder
-from gnmr.lab.train.draws import Draws
 from gnmr.precision import ConvertedModel
 
 
@@ -83,6 +83,37 @@ def divisors(micro_batches: Sequence[Tensor | Batch]) -> list[float]:
     """What each micro-batch's mean loss is divided by: their number where all have as many targets."""
     counts = [num_targets(batch) for batch in micro_batches]
     return [sum(counts) / count for count in counts]
+
+
+class Draws:
+    """Random numbers of a step that do not depend on how many processes take it: dropout and stochastic rounding.
+
+    Stochastic rounding draws from (seed, step, micro-batch, operator) in every run. Dropout of a run of parallel=none
+    draws in the order of its micro-batches, from PyTorch's generators, which its checkpoints keep. Under any other
+    `parallel` a micro-batch's dropout draws from (seed, step, its number in the step) alone, whichever process has it.
+    Call `begin_step` before a step's first micro-batch.
+    """
+
+    def __init__(self, seed: int, converted: ConvertedModel, device: torch.device) -> None:
+        self._seed, self._converted = seed, converted
+        self._devices = [device] if device.type == "cuda" else []
+        self._step = 0
+
+    def begin_step(self, step: int) -> None:
+        """The next micro-batches are those of step `step` (from 1)."""
+        self._step = step
+
+    @contextmanager
+    def of(self, number: int, *, evaluation: bool = False) -> Iterator[None]:
+        """Around the passes of micro-batch `number` (from 0) of the step, or of an `evaluation` behind it: PyTorch's
+        generators and stochastic rounding draw its own numbers, and are afterwards as they were."""
+        words = [self._seed, self._step, number, int(evaluation)]
+        seeds = np.random.SeedSequence(words).generate_state(1, np.uint64).tolist()
+        rounding = self._converted.shared.rounding
+        named = nullcontext() if rounding is None else rounding.micro_batch(number, evaluation)
+        with torch.random.fork_rng(self._devices), named:
+            torch.manual_seed(seeds[0])
+            yield
 
 
 @torch.no_grad()

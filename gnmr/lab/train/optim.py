@@ -8,8 +8,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from gnmr.errors import as_user_error
 from gnmr.lab.config import OptimConfig
 from gnmr.lab.train.scale_optimizer import build_scale
+from gnmr.lab.train.transforms import check_options
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
@@ -30,7 +32,9 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     for options that SCALE does not have.
     """
     if config.name == "scale":
-        return build_scale(model, config, config.options)
+        with as_user_error("optim.options."):
+            check_options(build_scale, "scale", config.options)
+            return build_scale(model, config, **config.options)
     matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]

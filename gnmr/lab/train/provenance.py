@@ -30,9 +30,8 @@ _WRITTEN = ("run", "run_dir", "runs_dir", "data.cache_dir", "out", "html", "hydr
 
 def machine(device: torch.device) -> dict[str, Any]:
     """Processor, cores, CPU threads in use, the device's name, and how its CPU multiplies 16-bit tensors."""
-    found = versions()["machine"]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return {"cpu": found["cpu"], "cores": os.cpu_count(), **found, "device": name}
+    return {**versions()["machine"], "cores": os.cpu_count(), "device": name}
 
 
 @cache

@@ -18,10 +18,9 @@ from gnmr.distributed.shards import local
 from gnmr.distributed.world import World
 from gnmr.lab.data.batch import Batch
 from gnmr.lab.train.loss import loss_of
-from gnmr.lab.train.result import Taken
 
 if TYPE_CHECKING:
-    from gnmr.lab.train.step import TrainStep
+    from gnmr.lab.train.step import Taken, TrainStep
 
 
 def looks_again(step: TrainStep, taken: Taken, levels: tuple[Level, Level]) -> bool:

@@ -13,7 +13,7 @@ from gnmr.lab.faults.schedule import Window
 from gnmr.lab.records.view import RunInfo
 from gnmr.lab.train.build import Parts, tokenizer_digest, tokens_of
 from gnmr.lab.train.provenance import commit, machine, portable_command
-from gnmr.lab.train.result import StepResult
+from gnmr.lab.train.step import StepResult
 from gnmr.precision.recipes import described
 from gnmr.records import rows as records
 

@@ -29,7 +29,6 @@ from gnmr.lab.stopping import ending, ends, expected, handled, signals_collected
 from gnmr.lab.train.build import Blocks, Parts, assemble, device_of, tokenizer_digest, training_blocks, validation
 from gnmr.lab.train.checkpoint import Checkpointer, Stateful, gathered
 from gnmr.lab.train.checks import refuse_processes
-from gnmr.lab.train.compression import CompressionState
 from gnmr.lab.train.folder import check_folder, done_already, locked, run_folder, say_done, unexported
 from gnmr.lab.train.loop import Loop, Scorer
 from gnmr.lab.train.memory import peak_memory_bytes, reset_peak_memory
@@ -106,7 +105,7 @@ def _checkpointer(parts: Parts) -> Checkpointer:
 
 
 def _owner(parts: Parts) -> str:
-    """Name the run that a checkpoint belongs to: config, seed, data, base and backend.
+    """Name the run that a checkpoint belongs to: config, seed, data, base, workers and backend.
 
     A run does not continue under another backend, which rounds differently.
     """
@@ -116,6 +115,8 @@ def _owner(parts: Parts) -> str:
         owner += f" from checkpoint {parts.checkpoint[:12]}"
     if parts.base is not None:
         owner += f" from base {parts.base.found.sha256[:12]}"
+    if parts.compressed is not None:
+        owner += f" in {parts.compressed.workers.size} workers"
     recipes = [described(path) for path in (converted.low, converted.recovery) if isinstance(path, Recipe)]
     return f"{owner} by {' and '.join(recipes)}" if recipes else owner
 
@@ -129,16 +130,15 @@ def _check_begun(parts: Parts) -> None:
     changed = "changed since the run began"
     data = header.get("data")
     if isinstance(data, dict) and data.get("fingerprint", parts.corpus.fingerprint) != parts.corpus.fingerprint:
-        given = config.data.tokenizer is not None or config.model.checkpoint is not None
-        if given and data.get("tokenizer", tokenizer_digest(parts.corpus)) != tokenizer_digest(parts.corpus):
-            own = "model.checkpoint" if config.data.tokenizer is None else "data.tokenizer"
-            what = f"{own}={config.data.tokenizer or config.model.checkpoint}: its tokenizer {changed}"
-        elif config.data.name == "stdlib":
-            what = f"data.name=stdlib: this Python's library is not the one that the run in {folder} began on"
-        elif config.data.path is None:
-            what = f"data.name={config.data.name}: what the hub gives {changed}"
-        else:
+        own = config.data.tokenizer or config.model.checkpoint
+        if own is not None and data.get("tokenizer", tokenizer_digest(parts.corpus)) != tokenizer_digest(parts.corpus):
+            key = "model.checkpoint" if config.data.tokenizer is None else "data.tokenizer"
+            what = f"{key}={own}: its tokenizer {changed}"
+        elif config.data.path is not None:
             what = f"data.path={config.data.path}: the text of data.path {changed}"
+        else:
+            source = "this Python's library" if config.data.name == "stdlib" else "what the hub gives"
+            what = f"data.name={config.data.name}: {source} {changed}"
     elif header.get("checkpoint", parts.checkpoint) != parts.checkpoint:
         what = f"model.checkpoint={config.model.checkpoint}: its weights {changed}"
     elif parts.base is not None and (header.get("base") or {}).get("sha256") not in (None, parts.base.found.sha256):
@@ -264,7 +264,7 @@ def _extras(parts: Parts) -> dict[str, Stateful]:
     if parts.transform is not None:
         extras["transform"] = parts.transform
     if parts.compressed is not None:
-        extras["compression"] = CompressionState(parts.compressed)
+        extras["compression"] = parts.compressed
     return extras
 
 

@@ -19,7 +19,7 @@ in nearly every element. Learned positions are an embedding. Updates are formed 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,9 +29,8 @@ from torch.optim.optimizer import ParamsT
 
 from gnmr.distributed.reduce import Ranks
 from gnmr.distributed.shards import counts, is_sharded, local
-from gnmr.errors import as_user_error, fraction, positive, require
+from gnmr.errors import fraction, positive, require
 from gnmr.lab.config import OptimConfig
-from gnmr.lab.train.transforms.transform import check_options
 
 
 class SCALE(torch.optim.Optimizer):
@@ -55,27 +54,18 @@ class SCALE(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         output_dim: int = 0,
     ) -> None:
-        """ValueError for senseless values."""
+        """Raises ValueError if a value is invalid."""
         positive(lr=lr, eps=eps)
         fraction(momentum=momentum, beta1=betas[0], beta2=betas[1])
         require(weight_decay >= 0, "weight_decay", weight_decay, "must be 0 or more")
         require(output_dim in (0, 1), "output_dim", output_dim, "must be 0 or 1")
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "momentum": momentum,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "output_dim": output_dim,
-            },
-        )
+        defaults = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps}
+        super().__init__(params, defaults | {"weight_decay": weight_decay, "output_dim": output_dim})
         self.found_inf: Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update; returns the closure's loss, if there is one."""
+        """Take one step; return the closure's loss, if there is one."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -142,29 +132,18 @@ class SCALE(torch.optim.Optimizer):
         old.copy_(new if self.found_inf is None else torch.where(self.found_inf > 0, old, new))
 
 
-@as_user_error("optim.options.")
-def build_scale(model: nn.Module, config: OptimConfig, options: Mapping[str, Any]) -> SCALE:
-    """SCALE over the trainable parameters of `model`; norm gains and biases (1-D) are not decayed.
+def build_scale(model: nn.Module, config: OptimConfig, *, momentum: float = 0.9) -> SCALE:
+    """Return SCALE over the trainable parameters of `model`; norm gains and biases (1-D) are not decayed.
 
-    options: `momentum` (0.9), of the head, and `head` (null), the name of the module that is the head; null: `lm_head`
-    where there is one, else the token embedding `embed_tokens`, to which it is tied then. UserError for
-    an unknown option, a senseless value, or a model without such a module.
+    `momentum`: of the head, the module `lm_head`, else the token embedding `embed_tokens`, to which it is tied then.
+    Raises ValueError for an invalid momentum.
     """
-    check_options(_scale, "scale", options)
-    return _scale(model, config, **options)
-
-
-def _scale(model: nn.Module, config: OptimConfig, *, momentum: float = 0.9, head: str | None = None) -> SCALE:
     fraction(momentum=momentum)
-    require(head is None or isinstance(head, str), "head", head, "must be the name of a module or null")
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     matrices = [(name, p) for name, p in named if p.ndim >= 2]
-    candidates = ("lm_head", "embed_tokens") if head is None else (head,)
-    heads = next((found for c in candidates if (found := {id(p) for n, p in matrices if _below(n, c)})), None)
-    if heads is None:
-        wanted = " or ".join(candidates)
-        raise ValueError(f"head={head}: no matrix of the model lies below a module {wanted}")
+    below = ({id(p) for name, p in matrices if f".{head}." in f".{name}"} for head in ("lm_head", "embed_tokens"))
+    heads = next(filter(None, below), set[int]())
     rest = [p for _, p in matrices if id(p) not in heads]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in rest if id(p) not in embeddings]},
@@ -185,8 +164,3 @@ def _scale(model: nn.Module, config: OptimConfig, *, momentum: float = 0.9, head
         for p in group["params"]:
             optimizer.state[p] = optimizer._first_state(p, group)
     return optimizer
-
-
-def _below(name: str, module: str) -> bool:
-    """Whether the parameter `name` lies in the module `module`: whole components, so layers.2 is not in layers.20."""
-    return f".{module}." in f".{name}"

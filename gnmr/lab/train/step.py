@@ -13,10 +13,12 @@ blame (`gnmr.lab.train.retry`).
 from __future__ import annotations
 
 import math
+import re
 import signal
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -35,16 +37,84 @@ from gnmr.distributed.world import ALONE, World
 from gnmr.distributed.wrap import Wrapped
 from gnmr.lab.data.batch import Batch
 from gnmr.lab.models import Decoder
-from gnmr.lab.train.draws import Draws
-from gnmr.lab.train.loss import Experts, divisors, loss_of, objective_of, statistics_of
+from gnmr.lab.train.loss import Draws, Experts, divisors, loss_of, objective_of, statistics_of
 from gnmr.lab.train.optim import clip_gradients, skip_where
-from gnmr.lab.train.result import StepResult, Taken, monitored
 from gnmr.lab.train.retry import keep_set, look_again, looks_again, nonfinite_place
-from gnmr.lab.train.transforms.transform import StepContext, Transform, tensor_norms
+from gnmr.lab.train.transforms import StepContext, Transform, tensor_norms
+from gnmr.names import select
 from gnmr.precision.units import module_of
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """The signals that end a run well (`stopping`)."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step left on the host."""
+
+    loss: float
+    """Mean cross-entropy over the step's tokens, nats."""
+    grad_norm_pre_clip: float
+    """Global 2-norm of the gradient before clipping."""
+    skipped: bool
+    """The optimizer did not step: the loss or a gradient was not finite, or the transform asked for it."""
+    nonfinite_unit: str | None
+    """Where the first non-finite number was found, see `gnmr.lab.train.retry`; None in a finite step."""
+    saved_bytes: int | None
+    """Read from the graph, largest micro-batch; None under activation checkpointing."""
+    saved_bytes_predicted: int | None
+    lr: float
+    """The rate that the optimizer took."""
+    decision: Decision
+    statistics: dict[str, float]
+    """What the model tells of its forward passes (`Decoder.statistics`), mean of the micro-batches."""
+    monitored: dict[str, float]
+    """Gradient norms of the modules that are watched besides the units."""
+    spent: tuple[float, float] | None
+    """`ConvertedModel.cost.spent` of the step; None where no path was in force (a fork's healing)."""
+    saturation: dict[str, list[int]]
+    """Saturated elements, and Inf or NaN, by operand (`ConvertedModel.saturation`); empty for formats."""
+    stop: int | None = None
+    """The signal that came to one of several processes, see `TrainStep`."""
+    slowest_rank: int | None = None
+    """Which of several processes the others waited for."""
+    sent: tuple[int, float] | None = None
+    """Numbers that each worker sent of its gradients, and their share of all, where they are compressed."""
+    verdict: Verdict | None = None
+    """What is to blame, of a step that spiked or was not finite at first; the other fields are those of its retry."""
+
+
+@dataclass
+class Taken:
+    """A step whose passes are over, before the controller's choice is in force. Tensors are on the device."""
+
+    loss: Tensor
+    norms: Tensor
+    """Of all groups of parameters (`TrainStep`)."""
+    of_units: tuple[Tensor, Tensor]
+    """(norm, observed) of the units."""
+    statistics: dict[str, Tensor]
+    saturation: dict[str, Tensor]
+    evidence: dict[str, Tensor]
+    sums: dict[str, Tensor] | None
+    """Over ranks, of several processes."""
+    saved: int | None
+    predicted: int | None
+    spent: tuple[float, float] | None
+    own: dict[str, Tensor] = field(default_factory=dict)
+    """What the packet holds besides the controller's own."""
+    host: dict[str, np.ndarray] = field(default_factory=dict)
+    """The packet on the host."""
+    skip: Tensor | None = None
+    """Without the spike, which only puts the optimizer off."""
+    gradients: list[Tensor | None] = field(default_factory=list)
+    """As the optimizer reads them, of a step that it may have been put off in; else none."""
+
+    def to_host(self, packet: HostPacket) -> None:
+        """Bring the controller's choice, and what goes along, to the host. Waits for the device."""
+        for name, value in self.own.items():
+            packet.add(name, value)
+        self.host = packet.to_host()
 
 
 class TrainStep:
@@ -159,8 +229,7 @@ class TrainStep:
         """Run the step's passes and take the norms of all gradients, over all ranks."""
         evidence: dict[str, Tensor] = {}
         if "true_gap" in self.router.needs:
-            passes = self._alone if self.world.size == 1 else self._reduced
-            evidence["true_gap"] = self.router.true_gap(partial(passes, micro_batches))
+            evidence["true_gap"] = self.router.true_gap(partial(self._rehearse, micro_batches))
         loss, statistics, saved, predicted, spent = self._backward(micro_batches)
         saturation = {operand: counts.sum(dim=0) for operand, counts in self.router.converted.saturation().items()}
         sums: dict[str, Tensor] | None = None
@@ -288,7 +357,7 @@ class TrainStep:
 
     def seen(self, micro_batches: Sequence[Tensor | Batch]) -> Seen:
         """Run the passes alone and return what they show, on the host; leaves no gradients."""
-        loss = self._alone(micro_batches)
+        loss = self._rehearse(micro_batches)
         norms, _ = self._norms()
         self.optimizer.zero_grad(set_to_none=True)
         units = self._of_units.of_each(norms[: len(self._of_units.groups)])
@@ -303,24 +372,17 @@ class TrainStep:
                 parts.append(loss_of(self.model, block) / divisor)
         return torch.stack(parts).sum()
 
-    def _alone(self, micro_batches: Sequence[Tensor | Batch]) -> Tensor:
-        """Run the forward and backward passes alone; return the mean loss."""
-        total = torch.zeros((), device=self.parameters[0].device)
-        for i, (block, divisor) in enumerate(zip(micro_batches, divisors(micro_batches), strict=True)):
-            with self._drawing(i):
-                loss = loss_of(self.model, block)
-                (objective_of(self.model, loss) / divisor).backward()
-            total = total + loss.detach() / divisor
-        return total
-
-    def _reduced(self, micro_batches: Sequence[Tensor | Batch]) -> None:
-        """Run this process's passes, whose gradients are reduced; nothing of it is measured."""
-        own = self._own(micro_batches)
+    def _rehearse(self, micro_batches: Sequence[Tensor | Batch]) -> Tensor:
+        """Run this process's passes; nothing of them is measured. Return its part of the mean loss; gradients stay."""
+        own, total = self._own(micro_batches), torch.zeros((), device=self.parameters[0].device)
+        workers = self._wrapped.workers if self.world.size > 1 else 1  # ranks take the mean of gradients
         for i, (block, divisor) in enumerate(own):
             number, last = self.world.rank + i * self.world.size, i == len(own) - 1
             with self._drawing(number), self._wrapped.accumulating(last):
                 loss = loss_of(self.model, block, self._wrapped.call)
-                (objective_of(self.model, loss) / (divisor / self._wrapped.workers)).backward()
+                (objective_of(self.model, loss) / (divisor / workers)).backward()
+            total = total + loss.detach() / divisor
+        return total
 
     def _nonfinite(self, loss: float, norms: np.ndarray, micro_batches: Sequence[Tensor | Batch]) -> str:
         """Return the place where the first non-finite number appeared in this step."""
@@ -332,3 +394,20 @@ class TrainStep:
 
 def _named(group: str, values: dict[str, Tensor]) -> dict[str, Tensor]:
     return {f"{group}/{name}": value for name, value in values.items()}
+
+
+def monitored(model: nn.Module, router: Router, patterns: Sequence[str]) -> dict[str, list[nn.Parameter]]:
+    """The trainable parameters of each module that matches and is no part of a unit, by the module's name.
+
+    ValueError for a pattern that matches none.
+    """
+    in_units = {id(p) for unit in router.units for p in unit.parameters}
+    owners: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in in_units:
+            owners.setdefault(name.rpartition(".")[0], []).append(parameter)
+    chosen, empty = select(owners, patterns)
+    if empty:
+        kinds = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in owners)
+        raise ValueError(f"{empty}: no module outside of the units has such a name; there are {', '.join(kinds)}")
+    return {name: owners[name] for name in chosen}

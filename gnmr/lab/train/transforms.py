@@ -1,0 +1,364 @@
+"""Gradient transforms: stabilizers that change the gradient before the optimizer, the baselines of routing.
+
+`optim.transform.name` chooses one, `optim.transform.options` holds the keyword arguments of its class. A transform runs
+between backward and the optimizer: it may change the gradients and skip the update. It switches no path; the controller
+reads the gradients before it.
+
+Of a model whose parameters are sharded (FSDP2) each rank changes its own parts, by numbers of the whole: `tensor_norms`
+sums over ranks, and whoever goes through elements takes `local` ones.
+
+Two rules hold for all of them. Nothing waits for the device: decisions are tensors. And a step whose loss or gradient
+is not finite changes no state: new state is *selected* (`Transform.remember`), never multiplied by a flag, because
+0 * NaN = NaN. What such a step leaves in `.grad` does not matter: the caller skips the update.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gnmr.control.device import flags
+from gnmr.distributed.reduce import Ranks
+from gnmr.distributed.shards import counts, is_sharded, local
+from gnmr.errors import UserError, as_user_error, fraction, positive, require, whole
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """A step, besides its gradients. Tensors are scalars on the parameters' device."""
+
+    step: int
+    """Number of the step, from 1. Skipped steps count."""
+    loss: Tensor
+    """Mean loss of the step, nats."""
+    grad_norm: Tensor
+    """Global 2-norm of the gradients before any transform, float64."""
+    nonfinite: Tensor
+    """bool: the loss or a gradient is not finite, the update will be skipped."""
+    optimizer: torch.optim.Optimizer
+
+
+class Transform(ABC):
+    """A change of the gradients before the optimizer reads them; keyword arguments of a subclass are its options.
+
+    `state` holds tensors of fixed names and shapes: everything that the next step depends on besides the options.
+    """
+
+    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Raises UserError if no parameter is trainable. A parameter under several names (tied) counts once."""
+        self.parameters = list({id(p): p for _, p in named_parameters if p.requires_grad}.values())
+        if not self.parameters:
+            raise UserError("a gradient transform needs at least one trainable parameter")
+        self.state: dict[str, Tensor] = {}
+
+    @abstractmethod
+    def __call__(self, context: StepContext) -> Tensor | None:
+        """Change the gradients in place; return a bool scalar "skip this update", or None for never.
+
+        Parameters without a gradient are skipped. Does not wait for the device.
+        """
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return a copy of the state."""
+        return {name: tensor.clone() for name, tensor in self.state.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore `state`. Raises ValueError if it belongs to another kind of transform or another model."""
+        shapes = lambda tensors: {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if shapes(state) != shapes(self.state):
+            raise ValueError(f"{type(self).__name__} has the state {shapes(self.state)}, not {shapes(state)}")
+        self.state = {name: state[name].to(old.device, old.dtype, copy=True) for name, old in self.state.items()}
+
+    def remember(self, where: Tensor, **new: Tensor) -> None:
+        """Replace the state by `new` where `where` (bool, broadcastable) is true."""
+        for name, value in new.items():
+            self.state[name] = torch.where(where, value, self.state[name])
+
+
+def tensor_norms(parameters: Sequence[nn.Parameter], order: float = 2.0) -> Tensor:
+    """Norm of each parameter's gradient, (P,) float64, accumulated in float32; 0 where there is none. NaN passes.
+
+    `order` is 2 or Inf. Where parameters are sharded: of the whole ones, the same on every rank, by one collective.
+    """
+    return norms_of([p.grad for p in parameters], parameters, order)
+
+
+def norms_of(tensors: Sequence[Tensor | None], parameters: Sequence[nn.Parameter], order: float = 2.0) -> Tensor:
+    """`tensor_norms` of these, each of its parameter's shape and in the same shards."""
+    there = [None if one is None or local(one).numel() == 0 else local(one) for one in tensors]
+    norms = iter(
+        torch._foreach_norm([one for one in there if one is not None], order, dtype=torch.float32)
+        if any(one is not None for one in there)
+        else ()
+    )
+    zero = torch.zeros((), device=parameters[0].device)
+    found = torch.stack([next(norms) if one is not None else zero for one in there]).double()
+    if not any(is_sharded(p) for p in parameters):
+        return found
+    if order == torch.inf:
+        Ranks().take_largest(found)
+        return found
+    counted = flags([counts(p) for p in parameters], found.device)
+    return Ranks().sum({"squares": torch.where(counted, found.square(), 0.0)})["squares"].sqrt()
+
+
+def scale_gradient(gradient: Tensor, factor: Tensor) -> None:
+    """gradient <- factor * gradient, rounded once: the product of a bf16 gradient is formed in float32. Of one that is
+    sharded this rank's part, by one factor or one for each of its rows."""
+    own = local(gradient)
+    own.copy_(own.float().mul_(factor))
+
+
+def scale_gradients(parameters: Sequence[nn.Parameter], factors: Tensor) -> None:
+    """Scale each parameter's gradient in place by its factor of `factors`, (P,)."""
+    for parameter, factor in zip(parameters, factors.float().unbind(), strict=True):
+        if parameter.grad is not None:
+            scale_gradient(parameter.grad, factor)
+
+
+class AGC(Transform):
+    """Adaptive gradient clipping (Brock et al., arXiv 2102.06171): bounds each unit's gradient by its weights.
+
+        G_u <- G_u min(1, clip max(||W_u||, floor) / max(||G_u||, 1e-6))
+
+    A unit u is a row of a matrix (one output of a linear, one token of an embedding); a parameter with one dimension is
+    one unit. The floor lets weights at zero leave it. As in the paper, the final linear layer (a parameter below a
+    module `lm_head`) is not clipped; a head that is tied to the embedding is clipped as an embedding. No state.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        *,
+        clip: float = 0.01,
+        floor: float = 1e-3,
+    ) -> None:
+        named = list(named_parameters)
+        super().__init__(named)
+        positive(clip=clip, floor=floor)
+        self.clip, self.floor = clip, floor
+        self._free = {id(p) for name, p in named if "lm_head" in name.split(".")}
+
+    @torch.no_grad()
+    def __call__(self, context: StepContext) -> Tensor | None:
+        clipped = [p for p in self.parameters if p.grad is not None and id(p) not in self._free]
+        weights, gradients = _unit_norms(clipped, clipped), _unit_norms([p.grad for p in clipped], clipped)
+        for p, of_weight, of_gradient in zip(clipped, weights, gradients, strict=True):
+            assert p.grad is not None
+            bound = self.clip * of_weight.clamp(min=self.floor)
+            scale_gradient(p.grad, (bound / of_gradient.clamp(min=1e-6)).clamp(max=1.0))
+        return None
+
+
+def _unit_norms(tensors: Sequence[Tensor | None], parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Norm of each row of these, keeping dimensions; of the whole where there is one dimension. float32.
+
+    FSDP2 shards by rows, so each rank has those of its own; of one dimension they are summed over ranks.
+    """
+    of_whole = {}
+    if vectors := [i for i, p in enumerate(parameters) if p.ndim == 1 and is_sharded(p)]:
+        norms = norms_of([tensors[i] for i in vectors], [parameters[i] for i in vectors])
+        of_whole = dict(zip(vectors, norms.float().unbind(), strict=True))
+    found = []
+    for i, tensor in enumerate(tensors):
+        assert tensor is not None
+        dims = tuple(range(1, tensor.ndim)) or None
+        rows = torch.linalg.vector_norm(local(tensor), dim=dims, keepdim=True, dtype=torch.float32)
+        found.append(of_whole.get(i, rows))
+    return found
+
+
+class GradientStabilizer(Transform):
+    """GradientStabilizer (arXiv 2502.17055v4): keeps a gradient's direction, replaces its norm by a stable one.
+
+    For each tensor, with R = ||g||:
+
+        m <- gamma1 m + (1 - gamma1) R;     v <- gamma2 v + (1 - gamma2) R^2
+        m^ = m / (1 - gamma1^t);            v^ = v / (1 - gamma2^t)
+        g <- m^ / (sqrt(v^) + eps) * g / R
+
+    The norm handed on is about 1 while R is steady, so the optimizer must not care for the gradient's scale. gamma1 and
+    gamma2 are the paper's; bias correction and eps are the public code's. As there, a tensor with no gradient or an
+    exactly zero one is passed over: t counts the gradients that entered m and v.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        *,
+        gamma1: float = 0.6,
+        gamma2: float = 0.999,
+        eps: float = 1e-12,
+    ) -> None:
+        super().__init__(named_parameters)
+        fraction(gamma1=gamma1, gamma2=gamma2)
+        positive(eps=eps)
+        self.gamma1, self.gamma2, self.eps = gamma1, gamma2, eps
+        zeros = torch.zeros(len(self.parameters), dtype=torch.float64, device=self.parameters[0].device)
+        self.state = {"mean": zeros, "square": zeros, "count": zeros}
+
+    @torch.no_grad()
+    def __call__(self, context: StepContext) -> Tensor | None:
+        norms = tensor_norms(self.parameters)
+        seen = (norms > 0) & ~context.nonfinite
+        count = self.state["count"] + 1
+        mean = self.gamma1 * self.state["mean"] + (1 - self.gamma1) * norms
+        square = self.gamma2 * self.state["square"] + (1 - self.gamma2) * norms.square()
+        target = mean / (1 - self.gamma1**count) / ((square / (1 - self.gamma2**count)).sqrt() + self.eps)
+        scale_gradients(self.parameters, torch.where(seen, target / norms, 1.0))
+        self.remember(seen, mean=mean, square=square, count=count)
+        return None
+
+
+class StableSPAM(GradientStabilizer):
+    """Stable-SPAM (arXiv 2502.17055v1): adaptive clipping of elements, then a stable norm, then momentum resets.
+
+    AdaClip, for each tensor:
+
+        T <- theta T + (1 - theta) max|g|;   T^ = T / (1 - theta^t)
+        elements with |g| > T^ become g T^ / max|g|
+
+    AdaGN: `GradientStabilizer` on the result, with its own rates. Every `reset_every` steps Adam's moments and its
+    step count are zeroed, also in a skipped step, so that the bias correction fits the new moments.
+
+    The defaults are those of the public code for 4 bits (its BF16 runs take gamma1 0.85, gamma2 0.99999, reset_every
+    500). t counts the gradients of a tensor and is never reset. The public code divides by Adam's step count, which a
+    reset sets back to 1: T^ comes out several hundred times too large then and nothing is clipped.
+
+    Raises ValueError at the first call unless the optimizer is torch's Adam or AdamW.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        *,
+        gamma1: float = 0.7,
+        gamma2: float = 0.9,
+        theta: float = 0.999,
+        reset_every: int = 1000,
+        eps: float = 1e-8,
+    ) -> None:
+        super().__init__(named_parameters, gamma1=gamma1, gamma2=gamma2, eps=eps)
+        fraction(theta=theta)
+        whole(reset_every=reset_every)
+        self.theta, self.reset_every = theta, reset_every
+        self.state["largest"] = torch.zeros_like(self.state["mean"])
+
+    @torch.no_grad()
+    def __call__(self, context: StepContext) -> Tensor | None:
+        self._reset_moments(context)
+        top = tensor_norms(self.parameters, torch.inf)
+        largest = self.theta * self.state["largest"] + (1 - self.theta) * top
+        bounds = largest / (1 - self.theta ** (self.state["count"] + 1))
+        for p, bound, factor in zip(self.parameters, bounds.float(), (bounds / top).float(), strict=True):
+            if p.grad is not None:
+                own = local(p.grad)
+                wide = own.float()
+                own.copy_(torch.where(wide.abs() > bound, wide * factor, wide))
+        self.remember((top > 0) & ~context.nonfinite, largest=largest)
+        return super().__call__(context)
+
+    def _reset_moments(self, context: StepContext) -> None:
+        if not isinstance(context.optimizer, torch.optim.Adam):
+            kind = type(context.optimizer).__name__
+            raise ValueError(f"stable_spam resets Adam's moments: it needs optim.name=adamw, not {kind}")
+        if context.step % self.reset_every == 0:
+            states = context.optimizer.state.values()
+            tensors = [local(t) for state in states for t in state.values() if isinstance(t, Tensor)]
+            if tensors:
+                torch._foreach_zero_(tensors)
+
+
+class SkipStep(Transform):
+    """OLMo-core's skip-step optimizer: leaves out updates that look like spikes.
+
+        skip  where  loss - mean > sigmas std   or   ||g|| - mean > sigmas std
+
+    mean and std (n - 1 in the denominator) are those of the last `window` steps, the present one not among them; ||g||
+    is the global norm. Nothing is skipped before `min_values` steps were seen, the present one included. As in the
+    source, a value that was skipped enters the window too; otherwise no update would be made any more once the level of
+    the loss moves for good. A value that is not finite never enters: it would blind the window for `window` steps.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        *,
+        window: int = 128,
+        min_values: int = 64,
+        sigmas: float = 6.0,
+    ) -> None:
+        super().__init__(named_parameters)
+        whole(window=window, min_values=min_values)
+        positive(sigmas=sigmas)
+        require(
+            3 <= min_values <= window + 1,
+            "min_values",
+            min_values,
+            f"must be at least 3 (a spread needs two earlier values) and at most window + 1 = {window + 1}",
+        )
+        self.window, self.min_values, self.sigmas = window, min_values, sigmas
+        device = self.parameters[0].device
+        # A ring: the value of the n-th step that entered (from 0) lies at place n mod window. Rows: loss, norm.
+        self.state = {
+            "values": torch.zeros(2, window, dtype=torch.float64, device=device),
+            "count": torch.zeros((), dtype=torch.int64, device=device),
+        }
+        self._places = torch.arange(window, device=device)
+
+    @torch.no_grad()
+    def __call__(self, context: StepContext) -> Tensor | None:
+        values, count = self.state["values"], self.state["count"]
+        now = torch.stack([context.loss.detach().double(), context.grad_norm.double()])
+        filled = self._places < count
+        n = filled.sum()
+        mean = values.sum(dim=1) / n  # places not filled hold zeros
+        variance = torch.where(filled, (values - mean[:, None]).square(), 0.0).sum(dim=1) / (n - 1)
+        spike = (now - mean > self.sigmas * variance.sqrt()).any()
+        skip = spike & (count + 1 >= self.min_values) & ~context.nonfinite
+        ring = torch.where(self._places == count % self.window, now[:, None], values)
+        self.remember(~context.nonfinite, values=ring, count=count + 1)
+        return skip
+
+
+TRANSFORMS: dict[str, type[Transform]] = {
+    "agc": AGC,
+    "stable_spam": StableSPAM,
+    "gradient_stabilizer": GradientStabilizer,
+    "skip_step": SkipStep,
+}
+
+
+def build_transform(
+    name: str | None, options: Mapping[str, Any], named_parameters: Iterable[tuple[str, nn.Parameter]]
+) -> Transform | None:
+    """Return the transform `name` over the trainable parameters, or None for None.
+
+    Raises UserError for an unknown name or option (listing the right ones) or an invalid value.
+    """
+    if name is None:
+        if options:
+            raise UserError(
+                f"optim.transform.options={dict(options)}: without effect while optim.transform.name is null"
+            )
+        return None
+    if name not in TRANSFORMS:
+        raise UserError(f"optim.transform.name={name}: must be null or one of {', '.join(TRANSFORMS)}")
+    with as_user_error("optim.transform.options."):
+        check_options(TRANSFORMS[name], name, options)
+        return TRANSFORMS[name](named_parameters, **options)
+
+
+def check_options(make: Callable[..., object], name: str, options: Mapping[str, Any]) -> None:
+    """ValueError for an option that is no keyword-only argument of `make`, the constructor of what is called `name`."""
+    parameters = inspect.signature(make).parameters.values()
+    known = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    for option in options:
+        if option not in known:
+            raise ValueError(f"{option}: {name} has no such option, it has {', '.join(known)}")
