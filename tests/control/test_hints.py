@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import warnings
@@ -138,6 +139,7 @@ def by_hand(it: Loop, step: int) -> None:
 
 
 def told(body: Callable[[Loop, int], None], steps: int = 14, **how: Any) -> list[str]:
+    gc.collect()  # or models of other tests would end in this one
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         it = Loop(**how)
