@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import gnmr
 from gnmr.control.signals import Context, Evidence, SignalBase
-from gnmr.control.thresholds import check
+from gnmr.control.spec import check
 
 
 class MedianRatio(SignalBase):

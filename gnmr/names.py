@@ -59,7 +59,7 @@ BACKENDS = ("auto", "simulated", "scaled_mm", "int_mm")
 """What runs a recipe (gnmr/precision/resolve.py)."""
 TASKS = ("gsm8k", "mmlu", "hellaswag", "wikitext2")
 """What a model is scored on (gnmr/lab/evaluation/tasks.py)."""
-WEIGHTS = ("online", "beside", "instead")
+WEIGHTS = ("online", "instead")
 """Where the INT8 codes of weights are (gnmr/precision/int8.py)."""
 
 Words = dict[str, dict[str, str]]

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import gnmr
-from gnmr.control import Context, Signal
 from gnmr.control.signals import SIGNALS
 
 
@@ -52,31 +51,6 @@ def test_attach_routes_blocks(signal: str) -> None:
         gnmr.attach(net(), targets=["?"], unit="expert")
 
 
-@pytest.mark.parametrize(
-    ("state", "told"),
-    [
-        (3, "state: is not what a controller's state_dict"),
-        ({"plan": {}}, "the paths' state belongs to unknown paths"),
-    ],
-)
-def test_a_state_that_is_none_is_refused(state: object, told: str) -> None:
-    controller = gnmr.attach(net(), max_o=2, targets=["?"])
-    with pytest.raises(ValueError, match=told):
-        controller.load_state_dict(state)
-
-
-def test_what_has_no_effect_warns() -> None:
-    controller = gnmr.attach(net(), targets=["?"])
-    with pytest.warns(UserWarning, match="no unit has a gradient"):
-        controller.step()
-    frozen = net()
-    frozen[1].requires_grad_(False)
-    with pytest.warns(UserWarning, match="1 of 4 units have no trainable parameter"):
-        gnmr.attach(frozen, targets=["?"])
-    with pytest.raises(ValueError, match="warmup_steps=3"):
-        gnmr.attach(net(), recovery=None, warmup_steps=3, targets=["?"])
-
-
 # ---- other signals ----
 
 
@@ -101,14 +75,6 @@ def test_a_loss_scale_changes_nothing(name: str) -> None:
         np.testing.assert_allclose(decisions[1].columns[column], decisions[0].columns[column], rtol=1e-5)
 
 
-class Seen(SIGNALS["gsnr"]):  # type: ignore[misc, name-defined]
-    """Keeps the evidence."""
-
-    def observe(self, evidence, step):  # type: ignore[no-untyped-def]
-        self.micro_square, self.norm = evidence["micro_square"], evidence["norm"]
-        return super().observe(evidence, step)
-
-
 def test_a_signal_that_measures_every_second_step() -> None:
     """The paths are measured for the steps that are read alone, unless the evidence is recorded in each."""
     for record in ((), ("gap_low",)):
@@ -131,50 +97,6 @@ def test_a_signal_that_measures_every_second_step() -> None:
         if record:
             low = [decision.evidence["gap_low"].tolist() for decision in decisions]
             assert low[0] == gaps[0] and low[0] != low[1] != low[2] and min(map(min, low)) > 0
-
-
-def test_micro_batches() -> None:
-    """Three of them, each with its own gradient; a loop that does not tell of them is told so."""
-    model = net()
-    controller = gnmr.attach(model, max_o=2, targets=["?"], signal=Seen, routing="ranked")
-    batches = torch.randn(3, 8, 16, generator=torch.Generator().manual_seed(1))
-    own = []
-    for x in batches:
-        (model(x) - x).square().mean().backward()
-        own.append([sum(float(p.grad.square().sum()) for p in layer.parameters()) for layer in model])
-        model.zero_grad(set_to_none=True)
-    for x in batches:
-        ((model(x) - x).square().mean() / 3).backward()
-        controller.micro_step()
-    assert controller.step().active.sum() == 2
-    assert controller.controller.signal.micro_square.tolist() == pytest.approx(np.mean(own, axis=0), rel=1e-4)
-    assert (controller.controller.signal.norm**2 < controller.controller.signal.micro_square).all()
-    with pytest.raises(ValueError, match=r"needs two or more micro-batches a step, 0 came: call micro_step\(\)"):
-        controller.step()
-
-
-def explode(_context: Context) -> Signal:
-    raise RuntimeError("no such file")
-
-
-@pytest.mark.parametrize(
-    ("wrong", "error"),
-    [
-        ({"signal": SIGNALS["recovery_gap"], "recovery": None}, ValueError),
-        ({"signal": partial(SIGNALS["mse"], level=1.0)}, ValueError),
-        ({"signal": explode}, RuntimeError),
-        ({"record": ["colour"]}, ValueError),
-        ({"low": "int9"}, ValueError),
-        ({"targets": ["nothing"]}, ValueError),
-        ({"probe_tokens": 0}, ValueError),
-    ],
-    ids=["no_recovery", "option", "defect", "record", "format", "targets", "tokens"],
-)
-def test_a_signal_that_cannot_be_leaves_the_model_as_it_was(wrong: dict, error: type[Exception]) -> None:
-    model = net()
-    with pytest.raises(error):
-        gnmr.attach(model, **{"targets": ["?"], "max_o": 2, **wrong})
-    assert [type(module) for module in model] == [nn.Linear] * 4
 
 
 def test_a_mistake_does_not_cost_the_16_bit_weights() -> None:

@@ -6,8 +6,8 @@ loss.backward()
 controller.step()          # before clipping and optimizer.step()
 """
 
+from gnmr.attachment.assembly import controller_of, units_of
 from gnmr.attachment.attaching import attach, specs_of
 from gnmr.attachment.router import Router
-from gnmr.attachment.units import controller_of, units_of
 
 __all__ = ["Router", "attach", "controller_of", "specs_of", "units_of"]

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from gnmr.attachment.assembly import close_hooks, controller_of
 from gnmr.attachment.router import Router
-from gnmr.attachment.units import close_hooks, controller_of
 from gnmr.control import ControlSpec, Unit
 from gnmr.control.evidence import EVIDENCE
 from gnmr.distributed.reduce import Ranks
@@ -179,11 +179,11 @@ def _check_request(model: nn.Module, paths: PathSpec, control: ControlSpec) -> N
         raise ValueError("model: has parameters on the meta device; attach when its weights are loaded")
 
 
-def _check_trained(plan: ConvertedModel, units: Sequence[Unit], control: ControlSpec) -> None:
+def _check_trained(converted: ConvertedModel, units: Sequence[Unit], control: ControlSpec) -> None:
     """ValueError for paths that change nothing; a warning where units have no gradient to watch."""
-    if plan.without_effect:
+    if converted.without_effect:
         raise ValueError(
-            f"low={plan.low.name!r}: compresses what the weight gradient reads, and all converted weights are "
+            f"low={converted.low.name!r}: compresses what the weight gradient reads, and all converted weights are "
             "frozen; use a recipe (low='llm_int8', recovery='bf16') or site='forward'"
         )
     frozen = [unit.name for unit in units if not any(p.requires_grad for p in unit.parameters)]

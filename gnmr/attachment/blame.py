@@ -4,35 +4,35 @@
     with all on the recovery path still there                        data               the batch, or the model itself
                                   gone                               precision          the low path: of which units?
 
-Data, weights and random numbers are those of the step, so nothing but the paths differs. Which units it is: the fewest
-whose recovery leaves no spike, looked for from the most suspicious on (`needed`). A forward pass whose loss is
-not finite names them itself: operators whose input is finite and whose output is not (`find_nonfinite`), for the price
-of forward passes.
+Data, weights and random numbers are those of the step, so nothing but the paths differs. The units to blame are the
+fewest whose recovery leaves no spike, looked for from the most suspicious on (`needed`). A forward pass whose loss is
+not finite names them itself, for the price of forward passes: operators whose input is finite and whose output is not
+(`find_nonfinite`).
 
-A step spikes where its loss or gradient norm is more than 6 standard deviations above the mean of the 128 steps before
-(SkipStep's rule, gnmr/lab/train/transforms.py); a spike is gone where less than half of what lies above the
-mean is left.
-
-Megatron-LM's rerun state machine and torchtitan's replayer repeat a step to find hardware that errs; msProbe raises the
-precision of single operators to see the loss. Here one repetition tells data, precision and chance apart.
+A step spikes if its loss or gradient norm is more than 6 standard deviations above the mean of the 128 steps before
+(SkipStep's rule, gnmr/lab/train/transforms.py). A spike is gone if less than half of what lies above the mean
+is left.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gnmr.attachment.replay import FORWARD, Again, Seen, compiles
+from gnmr.attachment.repeat import FORWARD, Again, Seen, Start, compiles, repeating
+from gnmr.control import Unit
+from gnmr.control.norms import UnitNorms, gradient_norms
+from gnmr.errors import positive
+from gnmr.precision import ConvertedModel
 from gnmr.precision.linear import PathLinear
 
-CAUSES = ("data", "precision", "not_reproducible")
 MOST = 4.0
 """Step times that a verdict may take; where the units would take more, the smallest set that was tried is told."""
 SIGMAS = 6.0
@@ -47,7 +47,7 @@ class Verdict:
 
     step: int
     cause: str
-    """One of `CAUSES`."""
+    """data, precision or not_reproducible."""
     units: tuple[str, ...] = ()
     """Whose recovery removes it, under precision; empty where recovery does not, or none could be told."""
     complete: bool = True
@@ -313,3 +313,87 @@ def _by_norm(again: Again, level: Level, low: Seen, better: Seen) -> list[int]:
             square -= more[i]  # GEMMs of one operator have one norm
         chosen.append(i)
     return sorted(chosen)
+
+
+def explain_step(
+    converted: ConvertedModel,
+    model: nn.Module,
+    units: Sequence[Unit],
+    loss_of_batch: Callable[[], Tensor | Iterable[Tensor]],
+    step: int,
+    loss: float | None,
+    usual: tuple[float, float] | None,
+    grad_scale: float,
+) -> Verdict:
+    """See `Router.explain`; the verdict bears the number `step`."""
+    if not callable(loss_of_batch):
+        kind = type(loss_of_batch).__name__
+        raise ValueError(f"loss_of_batch: must be a function that runs the step's forward passes again, not a {kind}")
+    if loss is not None and (isinstance(loss, bool) or not isinstance(loss, int | float)):
+        raise ValueError(f"loss: must be a number (loss.item()), not a {type(loss).__name__}")
+    positive(grad_scale=grad_scale)
+    device = units[0].parameters[0].device
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    kept = [p.grad for p in parameters]
+    norm = float(gradient_norms(parameters).square().sum().sqrt()) / grad_scale
+    of_units = UnitNorms([unit.parameters for unit in units])
+
+    def run(backward: bool) -> Tensor:
+        total: Tensor | None = None
+        for part in _parts(loss_of_batch(), backward):
+            if backward:
+                part.backward()
+            total = part.detach() if total is None else total + part.detach()
+        if total is None:
+            raise ValueError("loss_of_batch: gave no loss")
+        return total
+
+    def both() -> Seen:
+        value = float(run(True))
+        if all(parameter.grad is None for parameter in parameters):
+            raise ValueError("loss_of_batch: its backward pass reaches no parameter of the attached model")
+        found = Seen(value, float(gradient_norms(parameters).square().sum().sqrt()), of_units()[0].cpu().numpy())
+        for parameter in parameters:
+            parameter.grad = None
+        return found
+
+    again = Again(converted, Start.of(converted, device), lambda: run(False), both)
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        with repeating(converted, model, device):
+            seen = Seen(again.loss() if loss is None else loss, norm)
+            if not math.isfinite(seen.loss):
+                return find_nonfinite(again, step)
+            if all(gradient is None for gradient in kept):
+                raise ValueError("no gradients: call explain between the step's last backward pass and step()")
+            return explain(again, seen, _levels(seen, usual), step, same=0.25)
+    finally:
+        for parameter, gradient in zip(parameters, kept, strict=True):
+            parameter.grad = gradient
+
+
+def _parts(given: object, backward: bool) -> Iterator[Tensor]:
+    """The losses that `loss_of_batch` gave. ValueError for what is none, or has no graph for `backward`."""
+    if not isinstance(given, Iterable):
+        raise ValueError(f"loss_of_batch: gave a {type(given).__name__}, not the loss that backward started from")
+    for part in [given] if isinstance(given, Tensor) else given:
+        if not isinstance(part, Tensor) or part.numel() != 1:
+            what = f"a tensor of shape {tuple(part.shape)}" if isinstance(part, Tensor) else f"a {type(part).__name__}"
+            raise ValueError(f"loss_of_batch: gave {what}, not the scalar loss that backward started from")
+        if backward and not part.requires_grad:
+            raise ValueError("loss_of_batch: its loss has no graph (detached, or made under no_grad)")
+        yield part
+
+
+def _levels(seen: Seen, usual: tuple[float, float] | None) -> tuple[Level, Level]:
+    """From a fifth above what is `usual` on it is a spike; where neither is that far, the loss is one."""
+    if usual is None:
+        if math.isfinite(seen.norm):
+            raise ValueError("usual: give loss and gradient norm of ordinary steps, or nothing says what a spike is")
+        return NO_LEVEL, NO_LEVEL
+    sound = isinstance(usual, Sequence) and len(usual) == 2 and all(isinstance(one, int | float) for one in usual)
+    if not (sound and math.isfinite(usual[0]) and usual[1] > 0):
+        raise ValueError(f"usual={usual!r}: must be two numbers, loss and gradient norm of ordinary steps")
+    loss, norm = (Level(value, value + abs(value) / 5) for value in usual)
+    return (loss, norm) if loss.spike(seen.loss) or norm.spike(seen.norm) else (Level(usual[0], usual[0]), norm)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gnmr.control.device import to_device
 from gnmr.control.evidence import PATH_EVIDENCE, PRICE_EVIDENCE
-from gnmr.control.norms import to_device
 from gnmr.control.ranks import Ranks
 from gnmr.distributed import world
 from gnmr.measure.errors import Probe, measure_errors
@@ -18,7 +19,7 @@ from gnmr.precision.conversion import tensor_parallel
 
 
 class PathSteps:
-    """Begins and ends the steps of the paths. A `gnmr.control.measured.Source` of the evidence that `needs` names."""
+    """Begins and ends the steps of the paths. A `gnmr.control.evidence.Source` of the evidence that `needs` names."""
 
     def __init__(
         self,
@@ -67,6 +68,19 @@ class PathSteps:
         if self._ranks is not None and amax is not None and amax.history is not None:
             self._ranks.take_largest(amax.history[:, :, 0])  # delayed scales are those of the whole step
         self._converted.end_step()
+
+    def advice(self, observed: np.ndarray) -> str:
+        """Return a warning if an operator of an `observed` unit has a gradient and never ran; empty if none has."""
+        for unit, there in zip(self._converted.units, observed, strict=True):
+            for operator in unit.operators if there else ():
+                ran = operator.read is not None or operator.in_graphs is not None  # graphs do not tell
+                if not ran and operator.weight.grad is not None:
+                    return (
+                        f"{operator.operator_name}: has a gradient but never ran: something reads its weight without "
+                        "calling the module (a fused projection, F.linear), so its path is never in force; leave it "
+                        "out of the targets"
+                    )
+        return ""
 
     def undo(self) -> None:
         """Forget what the passes of the step drew and wrote; `begin` comes next."""

@@ -14,16 +14,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor, nn
 
-from gnmr.attachment import passes
-from gnmr.attachment.blame import Verdict
-from gnmr.attachment.ending import Ending
+from gnmr.attachment.assembly import close_hooks, units_of
+from gnmr.attachment.blame import Verdict, explain_step
 from gnmr.attachment.linked import Linked
 from gnmr.attachment.path_steps import PathSteps
-from gnmr.attachment.replay import Start
-from gnmr.attachment.units import close_hooks, units_of
+from gnmr.attachment.repeat import Start, true_gap
 from gnmr.control import Controller, ControlSpec, Decision, Evidence, HostPacket, OutputGradients, Unit
-from gnmr.control.observed import watched
-from gnmr.control.signals.always import AlwaysLow
+from gnmr.control.norms import watched
+from gnmr.control.signals.blind import AlwaysLow
 from gnmr.names import GEMMS
 from gnmr.precision import ConvertedModel
 from gnmr.precision.conversion import tensor_parallel
@@ -54,8 +52,6 @@ class Router:
     recording: Recording | None = None
     recorded_elsewhere = False
     """By another process."""
-    _ending: Ending | None = None
-    """None if nothing is routed, and in `gnmr train`."""
     _detached = _checked_batches = False
 
     def __init__(
@@ -158,7 +154,7 @@ class Router:
     def step(self, grad_scale: float = 1.0, evidence: Evidence | None = None) -> Decision:
         """As `Controller.step`; what the paths measure needs no `evidence`."""
         decision = self.finish_step(grad_scale, evidence, between=self.controller.hints.to_host)
-        self.controller.hints.say(decision, self._advice(decision))
+        self.controller.hints.say(decision, self._paths.advice(decision.observed), self.calibrating)
         return decision
 
     def finish_step(
@@ -182,8 +178,6 @@ class Router:
         spent = None if self.recording is None else self.converted.cost.spent()
         self._begin()
         decision = self.controller.apply(host)
-        if self._ending is not None:
-            self._ending.stepped, self._ending.calibration = True, self.calibrating
         if self.recording is not None and spent is not None:
             self.recording.step(decision, spent, self.calibrated)
         return decision
@@ -272,7 +266,7 @@ class Router:
         """
         self._check_attached()
         with self.unmeasured():
-            return passes.true_gap(self.converted, self.model, self.units, self.controller.ranks, backward)
+            return true_gap(self.converted, self.model, self.units, self.controller.ranks, backward)
 
     def explain(
         self,
@@ -304,7 +298,7 @@ class Router:
         if self.controller.measured.together or is_sharded(*self.model.parameters()):
             raise ValueError("explain: runs in one process, on parameters that are whole; not under DDP or FSDP")
         with self.unmeasured():
-            return passes.explain_step(
+            return explain_step(
                 self.converted, self.model, self.units, loss_of_batch, self.t + 1, loss, usual, grad_scale
             )
 
@@ -346,28 +340,14 @@ class Router:
 
     def watch_use(self) -> None:
         """Warn, at its end, of a loop that never called `step`, or that ended while it calibrated."""
-        delayed = self.converted.shared.amax is not None and self.converted.shared.amax.history is not None
+        amax = self.converted.shared.amax
         routes = any(unit.recoverable for unit in self.units) and not isinstance(self.controller.signal, AlwaysLow)
-        if routes or delayed:
-            self.controller.hints.watch(self.model.named_parameters())
-            self._ending = Ending(self.model, self.controller.hints, self.converted.low.name)
+        if routes or (amax is not None and amax.history is not None):
+            self.controller.hints.watch_use(self.model, self.converted.low.name)
 
     def end_use(self) -> None:
         """Say, once, what was pointless in the training that is over. `detach` does it too."""
-        if self._ending is not None:
-            self._ending()
-
-    def _advice(self, decision: Decision) -> str:
-        for unit, observed in zip(self.converted.units, decision.observed, strict=True):
-            for operator in unit.operators if observed else ():
-                ran = operator.read is not None or operator.in_graphs is not None  # graphs do not tell
-                if not ran and operator.weight.grad is not None:
-                    return (
-                        f"{operator.operator_name}: has a gradient but never ran: something reads its weight without "
-                        "calling the module (a fused projection, F.linear), so its path is never in force; leave it "
-                        "out of the targets"
-                    )
-        return ""
+        self.controller.hints.end_use()
 
     def detach(self) -> None:
         """Give the model its plain linears back; the router is of no use afterwards. A recorded run is done."""
@@ -383,13 +363,13 @@ class Router:
         are (`attach(record=...)`)."""
         self._check_attached()
         recorded = {} if self.recording is None else {"record": self.recording.state()}
-        return {**self.controller.state_dict(), "plan": self.converted.state_dict(), **recorded}
+        return {**self.controller.state_dict(), "converted": self.converted.state_dict(), **recorded}
 
     def check_state(self, state: Any) -> None:
         """As `Controller.check_state`, and of the paths."""
         self._check_attached()
         if isinstance(state, Mapping):
-            self.converted.check_state(state.get("plan"))
+            self.converted.check_state(state.get("converted"))
         self.controller.check_state(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -399,5 +379,5 @@ class Router:
         if self.recording is not None:
             self.recording.resume(state["t"], state.get("record", {}))
         self.controller.load_state_dict(state)
-        self.converted.load_state_dict(state["plan"])
+        self.converted.load_state_dict(state["converted"])
         self._begin()

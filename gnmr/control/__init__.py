@@ -12,13 +12,12 @@ from gnmr import loader
 if TYPE_CHECKING:
     from gnmr.control.controller import Controller
     from gnmr.control.decision import Decision, Event
-    from gnmr.control.observed import OutputGradients
-    from gnmr.control.packet import HostPacket
+    from gnmr.control.device import HostPacket
+    from gnmr.control.norms import OutputGradients
     from gnmr.control.policy import Choice, decide
     from gnmr.control.signals import Context, Evidence, GnmrSignal, Signal, build_signal
-    from gnmr.control.spec import NO_CAP, OBSERVE, ControlSpec, Rules
-    from gnmr.control.thresholds import Threshold, TwoStage
-    from gnmr.control.units import Unit
+    from gnmr.control.spec import NO_CAP, OBSERVE, ControlSpec, Rules, Threshold, TwoStage
+    from gnmr.control.unit import Unit
 
 __all__ = [
     "NO_CAP",
@@ -47,12 +46,11 @@ __getattr__ = loader(
     {
         "controller": ("Controller",),
         "decision": ("Decision", "Event"),
-        "observed": ("OutputGradients",),
-        "packet": ("HostPacket",),
+        "norms": ("OutputGradients",),
+        "device": ("HostPacket",),
         "policy": ("Choice", "decide"),
         "signals": ("Context", "Evidence", "GnmrSignal", "Signal", "build_signal"),
-        "spec": ("NO_CAP", "OBSERVE", "ControlSpec", "Rules"),
-        "thresholds": ("Threshold", "TwoStage"),
-        "units": ("Unit",),
+        "spec": ("NO_CAP", "OBSERVE", "ControlSpec", "Rules", "Threshold", "TwoStage"),
+        "unit": ("Unit",),
     },
 )

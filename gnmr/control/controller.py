@@ -18,24 +18,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnmr.control.admission import budget_left, check_signal, judged, unit_names, warn_of_cap
 from gnmr.control.calibration import Trigger
-from gnmr.control.decision import Decision, Event, few
-from gnmr.control.evidence import EVIDENCE, PATH_EVIDENCE, PRICE_EVIDENCE, missing, without_zeros
+from gnmr.control.checks import budget_left, check_signal, check_state, judged, unit_names, warn_of_cap
+from gnmr.control.decision import Decision, Event, Switches, few
+from gnmr.control.device import HostPacket, all_finite, flags
+from gnmr.control.evidence import PATH_EVIDENCE, PRICE_EVIDENCE, Measured, missing, without_zeros
 from gnmr.control.hints import Hints
-from gnmr.control.measured import Measured
-from gnmr.control.norms import flags
-from gnmr.control.packet import HostPacket
 from gnmr.control.policy import Choice
 from gnmr.control.ranks import Ranks
 from gnmr.control.routing import Routed, Routing
 from gnmr.control.signals import BlindSignal, Context, Evidence, SignalBase, build_signal
-from gnmr.control.signals.always import AlwaysHigh, AlwaysLow
-from gnmr.control.signals.history import all_finite
+from gnmr.control.signals.blind import AlwaysHigh, AlwaysLow
 from gnmr.control.spec import NO_CAP, ControlSpec
-from gnmr.control.state import check_state
-from gnmr.control.switching import Switches
-from gnmr.control.units import Unit
+from gnmr.control.unit import Unit
 from gnmr.errors import whole
 
 
@@ -53,7 +48,7 @@ class Controller:
             sum of the units' costs.
         pinned: the share of it that is always spent.
         norms: gives (norm (U,) float64, observed (U,) bool) of the step on the device, loss scale included; None: of
-            the gradients of the units' parameters. `gnmr.control.observed` has another one.
+            the gradients of the units' parameters. `gnmr.control.norms` has another one.
         ranks: the processes that train one model, of which each has a controller; None: this one alone. Norms and
             evidence are then summed over them, in one collective a step, and all choose the same units.
 
@@ -248,8 +243,7 @@ class Controller:
         if the loop summed them together with numbers of its own; None: they are made here, if there are several.
         """
         given = dict(evidence or {})
-        if unknown := [name for name in given if name not in EVIDENCE]:
-            raise ValueError(f"evidence {unknown[0]!r} is not known: use one of {', '.join(EVIDENCE)}")
+        missing(tuple(given), ())  # refuses unknown names
         self._check_evidence(given, self.measured.names)  # before anything is read that can be read once
         self.measured.check_call(grad_scale)
         if sums is None and self.measured.together:

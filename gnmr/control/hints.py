@@ -5,6 +5,8 @@
     twice   no backward pass came since the last step                   step() twice after one backward pass
     idle    half of the units never have a gradient, or a unit that     a part of the model that the loss does not
             had one has none in some step                               depend on; experts may be idle
+    never   the use of a model ended, and nothing was ever routed       no step() at all, or a calibration that is
+                                                                        longer than the training
 
 What tells `left` and `twice` are hooks on one parameter a unit, which stay for the first backward pass after each of
 the first steps alone. Nothing here waits for the device: norms of gradients that were left go to the host with the
@@ -14,6 +16,7 @@ step's other numbers.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -24,8 +27,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gnmr.control.decision import Decision
-from gnmr.control.packet import HostPacket
-from gnmr.control.units import Unit
+from gnmr.control.device import HostPacket
+from gnmr.control.unit import Unit
 from gnmr.errors import users_level
 
 _STEPS = 10
@@ -49,11 +52,15 @@ class Hints:
         """Norms of the gradients that were there when the first backward pass began."""
         self.trained = False
         """A backward pass came, in any step."""
+        self._stepped = False
+        self._calibrating: tuple[int, int] | None = None
+        """(steps taken, steps wanted) of a calibration that is not over."""
+        self._end: weakref.finalize[..., nn.Module] | None = None
         self.look(units)
 
     def __getstate__(self) -> dict[str, Any]:
         """Of pickle and deepcopy: copies of parameters have no hooks."""
-        return {**self.__dict__, "_handles": {}, "_left": {}}
+        return {**self.__dict__, "_handles": {}, "_left": {}, "_end": None}
 
     def look(self, units: Sequence[Unit]) -> None:
         """Takes the units' parameters as they are now."""
@@ -85,8 +92,9 @@ class Hints:
         self._norms = host["left"]
         return host
 
-    def say(self, decision: Decision, advice: str = "") -> None:
+    def say(self, decision: Decision, advice: str = "", calibrating: tuple[int, int] | None = None) -> None:
         """Warn of what there is to say of a step after `to_host`, and of the `advice` of the caller, each once."""
+        self._stepped, self._calibrating = True, calibrating
         new = self._of(decision) | ({"advice": advice} if advice and "advice" not in self._told else {})
         self._told |= new.keys()
         self.watch()
@@ -146,6 +154,33 @@ class Hints:
             f"{decision.units[gone[0]]}: has no gradient in step {step}, but had one before{more}: it did not run, or "
             "its part of the loss was masked; such steps do not count for it"
         )
+
+    def watch_use(self, model: nn.Module, low: str) -> None:
+        """Warn, once, if nothing was routed by the time that the use of `model` ends: by `end_use`, with the model, or
+        with the process. `low` names the path that the model stays on if nobody calls `step`."""
+        self.watch(model.named_parameters())
+        self._end = weakref.finalize(model, self._say_at_end, low)
+
+    def end_use(self) -> None:
+        """End the use that `watch_use` began, if there is any."""
+        if self._end is not None:
+            self._end()
+
+    def _say_at_end(self, low: str) -> None:
+        text = ""
+        if not self._stepped and self.trained:
+            text = (
+                f"step() was never called: the model was trained on its low path ({low}) and nothing was ever "
+                "routed; call controller.step() once per optimizer step, after its last backward pass"
+            )
+        elif self._calibrating is not None:
+            done, wanted = self._calibrating
+            text = (
+                f"still calibrating after {done} of {wanted} steps: nothing was ever routed; "
+                "calibrate(steps=...) must be shorter than the run"
+            )
+        if text:
+            warnings.warn(text, stacklevel=users_level())
 
     def release(self) -> None:
         """Takes the hooks off and forgets what they found."""

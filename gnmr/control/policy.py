@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gnmr.control.norms import waits_for_nothing
+from gnmr.control.device import waits_for_nothing
 
 
 class Budget(NamedTuple):

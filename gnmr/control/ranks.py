@@ -13,45 +13,34 @@ class Ranks(Protocol):
     """The processes, of which each decides for itself from the same sums."""
 
     @property
-    def size(self) -> int:
-        """How many there are."""
-        ...
+    def size(self) -> int: ...
 
     @property
     def share(self) -> float:
-        """What part of the step's loss each one's own is."""
-        ...
+        """The part of the step's loss that each one's own is."""
 
     @property
     def tells_own(self) -> bool:
-        """Whether the loop tells each process's own gradients before they are reduced (`Controller.micro_step`)."""
-        ...
+        """True if the loop tells each process's own gradients before they are reduced (`Controller.micro_step`)."""
 
     def is_sharded(self, x: Tensor) -> bool:
-        """Whether ranks hold parts of it."""
-        ...
+        """Return True if each rank holds a part of `x`."""
 
     def local(self, x: Tensor) -> Tensor:
-        """This rank's part of it."""
-        ...
+        """Return this rank's part of `x`."""
 
     def counts(self, x: Tensor) -> bool:
-        """Whether this rank's part is to be in a sum that holds each part once."""
-        ...
+        """Return True if this rank's part is to be in a sum that holds each part once."""
 
     def sum(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Sums over ranks in float64, the same bits on each: one collective."""
-        ...
+        """Return the sums over ranks in float64, the same bits on each: one collective."""
 
     def take_largest(self, x: Tensor) -> None:
-        """Puts the largest over ranks of each number in its place: one collective."""
-        ...
+        """Replace each number by the largest one over ranks: one collective."""
 
     def agreement(self, settings: Sequence[object], active: np.ndarray, plain: Tensor) -> Tensor:
-        """A part for `sum` that tells whether ranks differ in settings, set in force, or `plain`, the square of the
-        gradients that each has whole."""
-        ...
+        """Return a part for `sum` that tells if ranks differ in settings, in the set in force, or in `plain`, the
+        square of the gradients that each has whole."""
 
     def check(self, agreement: np.ndarray, step: int) -> None:
-        """Raises where its sum, on the host, says that they do."""
-        ...
+        """Raise an error if the sum of `agreement`, on the host, says that ranks differ."""

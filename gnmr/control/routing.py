@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gnmr.control.device import all_finite
 from gnmr.control.policy import Budget, Choice, decide, may
-from gnmr.control.signals.history import all_finite
 from gnmr.control.signals.signal import TINY
 from gnmr.control.spec import ControlSpec
 

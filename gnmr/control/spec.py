@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from gnmr.control.thresholds import Threshold, check
 from gnmr.errors import one_of, positive, require, share, whole
 
 if TYPE_CHECKING:
@@ -19,6 +18,41 @@ OBSERVE = ("parameters", "adapter", "input_grad")
 COSTS = ("gemm", "bytes")
 
 
+@dataclass(frozen=True)
+class TwoStage:
+    """`init` during the first `init_steps` steps, `main` afterwards.
+
+    The history is short at first and the false-trigger bound of theorem 2 loose, hence a higher threshold there.
+    """
+
+    init: float
+    main: float
+    init_steps: int
+
+    def __post_init__(self) -> None:
+        positive(threshold=self.init)
+        positive(threshold=self.main)
+        require(self.init_steps >= 0, "init_steps", self.init_steps, "must be 0 or more")
+
+
+Threshold = float | TwoStage
+_T = TypeVar("_T", bound=Threshold | None)
+
+
+def check(threshold: _T, name: str, or_null: bool = False) -> _T:
+    """Return the threshold. Raises ValueError naming `name` unless it is a positive number or a `TwoStage`."""
+    if not isinstance(threshold, TwoStage):
+        positive(or_null=or_null, **{name: threshold})
+    return threshold
+
+
+def at(threshold: Threshold, step: int) -> float:
+    """Return alpha_t or beta_t of step t (from 1)."""
+    if isinstance(threshold, TwoStage):
+        return threshold.init if step <= threshold.init_steps else threshold.main
+    return float(threshold)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rules:
     """The choices that a `ControlSpec` and the config of a run have in common. Lengths are in optimizer steps."""
@@ -27,7 +61,7 @@ class Rules:
     """Options of the signal, as its constructor takes them, besides alpha, beta, delta and eps; its own defaults if
     nothing is said."""
     observe: str = "parameters"
-    """What a unit's norm is taken of (gnmr/control/observed.py): parameters (its operators'), adapter (everything
+    """What a unit's norm is taken of (gnmr/control/norms.py): parameters (its operators'), adapter (everything
     trainable below its name) or input_grad (the gradient of its output)."""
     routing: str = "thresholded"
     """thresholded (max_o is a cap) or ranked (the max_o largest positive risks are always taken, table 11)."""

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gnmr.control.norms import to_device
-from gnmr.control.units import Unit
+from gnmr.control.device import to_device
+from gnmr.control.unit import Unit
 from gnmr.distributed import world
 from gnmr.distributed.shards import is_sharded
 from gnmr.distributed.workers import RankWorkers, Workers

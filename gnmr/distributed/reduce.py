@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnmr.control.norms import to_device
+from gnmr.control.device import to_device
 from gnmr.distributed import shards, world
 from gnmr.errors import RunFailed
 

@@ -17,7 +17,7 @@ import torch
 from gnmr.attachment import Router, attach
 from gnmr.control import Decision
 from gnmr.errors import UserError, install
-from gnmr.integrations.shared import Tally, check_options, resuming
+from gnmr.integrations.tally import Tally, check_options, resuming
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer

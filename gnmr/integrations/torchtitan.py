@@ -33,7 +33,7 @@ from gnmr.distributed import world
 from gnmr.distributed.reduce import Ranks
 from gnmr.doctor.plan import read_plan
 from gnmr.errors import UserError, install, nearest
-from gnmr.integrations.shared import Tally, resuming
+from gnmr.integrations.tally import Tally, resuming
 from gnmr.integrations.torchtitan_rules import (
     ControlSection,
     check_version,

@@ -29,7 +29,7 @@ from gnmr.attachment import Router, attach
 from gnmr.attachment.blame import Levels, Verdict
 from gnmr.control import Decision
 from gnmr.errors import UserError, install
-from gnmr.integrations.shared import Tally, check_options, resuming
+from gnmr.integrations.tally import Tally, check_options, resuming
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments

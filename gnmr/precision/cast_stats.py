@@ -36,7 +36,7 @@ class CastStats:
 
 
 class AmaxHistory:
-    """Counts and largest magnitudes of the casts of a plan's operators, on the device, by the operators' indices.
+    """Counts and largest magnitudes of a converted model's casts, on the device, by the operators' indices.
 
     - `counts` (operators, operands, 2) int64: saturated and non-finite elements of this step so far;
     - `history` (operators, 3, 1 + h) float32: the largest magnitudes of input, weight and grad_output in this step and

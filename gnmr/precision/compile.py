@@ -38,7 +38,7 @@ def compile_blocks(model: ConvertedModel, blocks: Iterable[nn.Module], **options
     """Call `block.compile(**options)` of each block, and take the operators into the graphs where that makes few.
 
     Returns why operators stay between the graphs, or None if they are in them. Where all operators of a block are
-    switched together (unit=block, or a static plan) and the paths are recipes, a block type has one graph for each
+    switched together (unit=block, or no recovery path) and the paths are recipes, a block type has one graph for each
     path, one for evaluation, and these again for other lengths. `fullgraph=True` makes sure, except where nothing
     before an operator is trained nor its own weight (the first block of a frozen base), and in a mixture of experts.
     Otherwise, and in steps that a probe or a fault looks into, operators run between the graphs. Either way a switch

@@ -50,7 +50,7 @@ def convert(
         device: where the model will run, which decides on backends; None: where its weights are. (A model on the meta
             device can be planned, not trained: convert it again when it has weights.)
         store: False leaves what `weights` asks for to `ConvertedModel.store`, which may drop the 16-bit weights.
-        shown: whether the caller prints the plan; if not, falling back to simulation is warned of on CPUs too.
+        shown: whether the caller prints the model; if not, falling back to simulation is warned of on CPUs too.
         kept: whether the targets may name what recipes leave in 16 bits, too.
 
     Raises ValueError, before anything is changed, for a pattern or pin that matches no linear (recipes leave some in 16
@@ -98,10 +98,10 @@ def convert(
         operators[-1].pinned = pins[name]
         _route(operators[-1], mixed[pins[name]])
     units = grouped(operators, spec.unit, routed)
-    plan = ConvertedModel(operators, units, *paths[()], shared, recovers=tuple(spec.recovers))
+    converted = ConvertedModel(operators, units, *paths[()], shared, recovers=tuple(spec.recovers))
     if store:
-        plan.store(spec.weights)
-    return plan
+        converted.store(spec.weights)
+    return converted
 
 
 def operator_shapes(model: nn.Module, spec: PathSpec) -> dict[str, tuple[int, int]]:
@@ -147,7 +147,7 @@ def _select(linears: Iterable[str], patterns: Sequence[str]) -> tuple[list[str],
 def _pinned_gemms(names: Sequence[str], spec: PathSpec) -> dict[str, tuple[str, ...]]:
     """The GEMMs of each operator that are pinned, by its name. ValueError for a pattern that names no operator."""
     found: dict[str, set[str]] = {name: set() for name in names}
-    ends = by_end(names)  # a plan has a pin for each of thousands of experts
+    ends = by_end(names)  # plan.json has a pin for each of thousands of experts
     for pattern, gemms in spec.pins.items():
         chosen = select(names, [pattern])[0] if set(pattern) & set("*?[") else ends.get(pattern, [])
         if not chosen:
@@ -283,14 +283,14 @@ def _check_weights(weights: str, paths: Iterable[ExecutionPath | None], linears:
             )
         if weights != "online" and linear.weight.requires_grad:
             raise ValueError(
-                f"weights={weights!r}: {name} is trainable, and its codes would soon be an older weight's; freeze it "
+                f"weights={weights!r}: {name} is trainable, and its codes are not; freeze it "
                 "(requires_grad_(False)) or use weights='online'"
             )
     for path in paths:
         if weights == "instead" and isinstance(path, Recipe) and not _reads_codes(path):
             raise ValueError(
                 f"weights='instead': the recipe {path.name} casts a weight of which only INT8 codes are left; use bf16 "
-                "or llm_int8, or weights='beside'"
+                "or llm_int8, or weights='online'"
             )
 
 

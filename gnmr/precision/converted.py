@@ -65,7 +65,7 @@ class ConvertedModel:
         return self.frozen and saved
 
     def store(self, weights: str) -> None:
-        """Makes the INT8 codes of the weights that are kept `beside` or `instead` of them; others have none."""
+        """Replace the weights by their INT8 codes if `weights` is "instead"."""
         for operator in self.operators:
             if isinstance(operator, Int8Linear):
                 operator.store(weights)
@@ -74,7 +74,7 @@ class ConvertedModel:
     def high_precision(self) -> Iterator[None]:
         """Inside, every operator is a plain 16-bit linear, whatever its path (evaluation); nests.
 
-        A copy of the model (an average of its weights) is not the plan's: it stays on the paths that it was copied on.
+        A copy of the model (an average of its weights) stays on the paths that it was copied on.
         """
         shared, before = self.shared, self.shared.high_precision
         shared.high_precision = True
@@ -252,7 +252,7 @@ class ConvertedModel:
         """ValueError if it belongs to other paths, another rounding or another number of operators, or is damaged."""
         owner = state.get("paths") if isinstance(state, Mapping) else None
         if owner != self._owner():
-            raise ValueError(f"the paths' state belongs to {owner or 'unknown paths'}; this plan has {self._owner()}")
+            raise ValueError(f"the paths' state belongs to {owner or 'unknown paths'}; this model has {self._owner()}")
         shared = self.shared
         try:
             if shared.rounding is not None:

@@ -73,9 +73,9 @@ class Cost:
     def weight_bytes(self) -> tuple[int, int]:
         """Return (bytes of the operators' weights in their own dtype, bytes of their INT8 codes and scales).
 
-        With O outputs and I inputs in bfloat16: (2 O I, 0); with weights kept `beside` (2 O I, O (I + 4)); with
-        `instead` (0, O (I + 4)). What the graph holds of them between forward and backward are these very tensors.
-        A parameter of several operators counts once, and biases do not.
+        With O outputs and I inputs in bfloat16: (2 O I, 0); with weights="instead" (0, O (I + 4)). What the graph holds
+        of them between forward and backward are these very tensors. A parameter of several operators counts once, and
+        biases do not.
         """
         self._model.check_converted()
         own = {id(o.weight): o.weight.nbytes for o in self._model.operators if o.weight.is_floating_point()}
@@ -93,17 +93,6 @@ class Cost:
         the input is kept in its own width.
         """
         return self._now().spent
-
-    def extra_bytes_bound(self, max_o: int) -> float:
-        """Return the bound of Eq. 67: (p_high - p_low)/8 * (sum of the max_o largest A_b), and what pins keep.
-
-        Only a warm-up in 16 bits exceeds it.
-        """
-        self._model.check_converted()
-        pinned = [sum(self._extra(o, o.low) for o in unit.operators) for unit in self._model.units]
-        whole = [sum(self._extra(o, unit.path_of(o)) for o in unit.operators) for unit in self._model.units]
-        more = (a - b for a, b in zip(whole, pinned, strict=True))
-        return sum(sorted(more, reverse=True)[:max_o]) + sum(pinned)
 
     def of_units(self, kind: str) -> tuple[list[float], float]:
         """Return (what recovery of each unit adds, what pins take), as shares of what recovery of everything takes.

@@ -14,17 +14,14 @@ grad_output is not quantized. wgrad reads the input in 16 bits; of a frozen weig
 8, and fewer than 32 tokens are filled up with zeros). The simulation multiplies codes in float32, 1024 of them at a
 time, whose sums float32 holds. Both give the same bits.
 
-`weights` says where the codes of the weight are, with O outputs and I inputs, besides its 2 O I bytes:
+`weights` says where the codes of the weight are, which with O outputs and I inputs takes 2 O I bytes itself:
 
     online     nowhere: made of the weight in every forward pass, whether it is trainable or not
-    beside     kept beside the weight, which must be frozen: O (I + 4) bytes more. Made again when the weight has
-               changed, moved or been replaced, and when code outside of this package has read `module.weight`, which
-               it may have written to through `.data` (peft merges adapters so). A change through `.data` of a
-               parameter from `parameters()`, or through an array of NumPy's, is not noticed: convert again
-    instead    the weight is dropped and only O (I + 4) bytes are left. dgrad, the recovery path and evaluation read
-               codes times scale: recovery is then W8A16 and *not* BF16. In the state dict `weight` holds the codes
-               (int8) and `weight_scale` (O, 1) the scales; a 16-bit `weight` that is loaded is quantized. peft makes
-               the adapters of codes in float32: .to(torch.bfloat16) is for them; merging them is refused
+    instead    the weight, which must be frozen, is dropped and only O (I + 4) bytes are left. dgrad, the recovery path
+               and evaluation read codes times scale: recovery is then W8A16 and *not* BF16. In the state dict `weight`
+               holds the codes (int8) and `weight_scale` (O, 1) the scales; a 16-bit `weight` that is loaded is
+               quantized. peft makes the adapters of codes in float32: .to(torch.bfloat16) is for them; merging them is
+               refused
 
 Outlier columns (LLM.int8(), arXiv 2208.07339): the columns (inputs) of x whose largest magnitude in this very tensor
 reaches a threshold, published as 6.0, stay in 16 bits. They are multiplied with the 16-bit weight's columns (`instead`:
@@ -50,7 +47,7 @@ from gnmr.precision.kernels.scaled_mm import width_missing
 from gnmr.precision.kernels.simulated import Draw, GemmContext, owned
 from gnmr.precision.linear import Given, PathLinear, autocast_dtype
 from gnmr.precision.passes import Pass
-from gnmr.precision.reads import Place, place_of
+from gnmr.precision.reads import Place
 from gnmr.precision.recipes import Cast, Recipe
 from gnmr.precision.scaling import count_nonfinite, largest_magnitude, scale_of
 
@@ -154,16 +151,13 @@ class IntContext(GemmContext):
     """Its operands of fprop are `Integers`; its other casts are those of the simulation."""
 
     weight_codes: Integers | None = None
-    """Codes of the weight where they are kept; None: they are made in this pass."""
+    """The codes that are left of the weight; None: they are made in this pass."""
 
     def cast_weight(self, weight: Tensor) -> tuple[Integers, Any]:
         kept = self.weight_codes
         # A cast of None still records the magnitude, for delayed scales of the other path.
         found = self.cast("weight", weight, self.recipe.fprop.weight if kept is None else None)
-        if kept is None:
-            return found, weight
-        read_by_dgrad = not weight.is_floating_point() or self.recipe.dgrad.weight == PER_ROW
-        return kept, (kept.codes, kept.scale) if read_by_dgrad else weight
+        return (found, weight) if kept is None else (kept, (kept.codes, kept.scale))
 
     def fprop(self, x: Tensor, x_fprop: Any, weight: Tensor, w_fprop: Any, bias: Tensor | None) -> Tensor:
         output = products(x_fprop.codes, w_fprop.codes, self.recipe.backend == "int_mm").float()
@@ -228,22 +222,18 @@ class _LinearOfCodes(torch.autograd.Function):
 
 
 class Int8Linear(PathLinear):
-    """A `PathLinear` of a plan with a recipe that multiplies integers, with its weight's codes where it keeps them."""
+    """A `PathLinear` of a model with a recipe that multiplies integers, with its weight's codes where it keeps them."""
 
     plain_class = nn.Linear
     weights: str
     """One of WEIGHTS."""
     weight_scale: Tensor
     """Of `instead`: a buffer, (O, 1) float32."""
-    _beside: tuple[object, Integers] | None
-    """The codes, and the state of the weight that they are of. No buffer: `.to(dtype)` would round the scales."""
     _own_dtype: torch.dtype
 
     def store(self, weights: str) -> None:
         """Makes the codes that `weights` asks for; once, when the operator is converted."""
-        self.weights, self._beside, self._own_dtype = weights, None, self.weight.dtype
-        if weights == "beside":
-            self.kept_codes(self.weight)
+        self.weights, self._own_dtype = weights, self.weight.dtype
         if weights == "instead":
             own, _ = integers(self.weight.detach())
             # Another parameter: another module may share this one.
@@ -256,47 +246,24 @@ class Int8Linear(PathLinear):
             own = Integers(self.weight, self.weight_scale)
             self.weight = nn.Parameter(own.values(self._own_dtype), requires_grad=False)
             del self.weight_scale
-        del self.weights, self._beside, self._own_dtype
+        del self.weights, self._own_dtype
 
     def __getattr__(self, name: str) -> Any:
-        """As `nn.Module`. Code outside of this package that reads the weight may write to it through `.data`, which no
-        version number shows (peft merges adapters so), so codes beside it are made again for the next pass. ValueError
-        where an adapter reads or changes the values of a weight of which codes alone are left."""
-        if name == "weight" and self.__dict__.get("weights", "online") != "online":
+        """As `nn.Module`. Raises ValueError if an adapter reads values of a weight of which codes alone are left."""
+        if name == "weight" and self.__dict__.get("weights") == "instead":
             reader = sys._getframe(1)
-            if not str(reader.f_globals.get("__name__")).startswith("gnmr."):
-                if self.weights == "instead" and reader.f_code.co_name in _READ_VALUES:
-                    raise ValueError(
-                        f"weights='instead': of the weight of {self.operator_name} INT8 codes alone are left, into "
-                        "which no adapter can be merged, and which DoRA cannot read; use weights='beside' or 'online', "
-                        "or detach the controller before merging"
-                    )
-                self._beside = None
+            if reader.f_code.co_name in _READ_VALUES and reader.f_globals.get("__name__", "").startswith("peft."):
+                raise ValueError(
+                    f"weights='instead': of the weight of {self.operator_name} INT8 codes alone are left, into which "
+                    "no adapter can be merged, and which DoRA cannot read; use weights='online', or detach the "
+                    "controller before merging"
+                )
         return super().__getattr__(name)
 
     @property
     def code_bytes(self) -> int:
         """Bytes of the codes and scales that are kept."""
         return 0 if self.weights == "online" else self.out_features * (self.in_features + torch.float32.itemsize)
-
-    def kept_codes(self, weight: Tensor) -> Integers | None:
-        """The codes of `weight`, which is the operator's own after autocast's cast; None: they are not kept.
-
-        ValueError for a weight that has become trainable.
-        """
-        own = self.weight
-        if self.weights == "instead":
-            return Integers(own, self.weight_scale)
-        if self.weights == "online" or own.is_inference():  # an inference tensor has no version number
-            return None
-        if own.requires_grad:
-            raise ValueError(
-                f"weights='beside': {self.operator_name} is trainable by now; convert with weights='online'"
-            )
-        state = place_of(own), own._version, weight.dtype
-        if self._beside is None or self._beside[0] != state:
-            self._beside = state, integers(weight.detach())[0]
-        return self._beside[1]
 
     def plain(self, input: Tensor) -> Tensor:
         if self.weights != "instead":
@@ -310,10 +277,10 @@ class Int8Linear(PathLinear):
     def context_kind(self, recipe: Recipe) -> type[GemmContext]:
         return IntContext if recipe.integer else super().context_kind(recipe)
 
-    def gemm_context(self, recipe: Recipe, *, weight: Tensor | None = None, **options: Any) -> GemmContext:
+    def gemm_context(self, recipe: Recipe, **options: Any) -> GemmContext:
         context = super().gemm_context(recipe, **options)
-        if isinstance(context, IntContext) and weight is not None:
-            context.weight_codes = self.kept_codes(weight)
+        if isinstance(context, IntContext) and self.weights == "instead":
+            context.weight_codes = Integers(self.weight, self.weight_scale)
         return context
 
     def _under_recipe(self, recipe: Recipe, begun: Pass, given: Given) -> tuple[Tensor, str | Place]:
@@ -336,10 +303,6 @@ class Int8Linear(PathLinear):
             own, _ = integers(weight)
             state_dict = {**state_dict, f"{prefix}weight": own.codes, f"{prefix}weight_scale": own.scale}
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """As `PathLinear`'s; codes beside the weight are made again."""
-        return {**super().__getstate__(), "_beside": None}
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, weights={self.weights}"

@@ -116,7 +116,7 @@ class PathLinear(nn.Linear):
 
     operator_name: str
     index: int
-    """Place in the plan."""
+    """Place among the converted operators."""
     low: ExecutionPath
     recovery: ExecutionPath | None
     pinned: tuple[str, ...]
@@ -128,7 +128,7 @@ class PathLinear(nn.Linear):
     gemms: tuple[str, ...]
     """Those that are routed one by one (unit=gemm); else none."""
     mixed: dict[frozenset[str], Recipe]
-    """The recipe of each set of `gemms` that may be on the recovery path, made once for all operators of a plan."""
+    """The recipe of each set of `gemms` that may be on the recovery path, made once for all operators of a model."""
     shared: SharedState
     fault: FaultInjection | None
     """What may break the low path."""
@@ -239,7 +239,8 @@ class PathLinear(nn.Linear):
                 return self.plain(input)
             raise RuntimeError(
                 f"{self.operator_name}: torch.func's transforms (vmap, jvp, grad, ...) and forward-mode derivatives "
-                f"are not defined on the path {path.name}, whose casts have none; run them within plan.high_precision()"
+                f"are not defined on the path {path.name}, whose casts have none; run them within "
+                "converted.high_precision()"
             )
         if path is None or not (keeps or quantizes):
             return self.plain(input)
@@ -286,16 +287,13 @@ class PathLinear(nn.Linear):
         self,
         recipe: Recipe,
         *,
-        weight: Tensor | None = None,
         fault: FaultInjection | None = None,
         sound: frozenset[str] = frozenset(),
         dry_run: bool = False,
         begun: Pass | None = None,
     ) -> GemmContext:
-        """The pass `begun` of this operator under `recipe`; None: one that rounds to nearest, under the scales of now.
-
-        `weight`: as the GEMMs are given it; `sound`: see `GemmContext`.
-        """
+        """Return the pass `begun` of this operator under `recipe`; None: one that rounds to nearest, under the scales
+        of now. `sound`: see `GemmContext`."""
         assert self.shared.amax is not None
         return self.context_kind(recipe)(
             recipe,
@@ -324,7 +322,7 @@ class PathLinear(nn.Linear):
         read, probe = self.shared.read_of(input, self.operator_name, self.index), self.shared.probe
         sound: frozenset[str] = frozenset() if fault is None else begun.sound
         broken = None if sound >= {"fprop", "wgrad"} else fault  # the GEMMs that read the input
-        context = self.gemm_context(recipe, weight=weight, fault=broken, sound=sound, begun=begun)
+        context = self.gemm_context(recipe, fault=broken, sound=sound, begun=begun)
         observe = None
         if probe is not None and probe.enabled:
             observe = partial(probe.measure_casts, self.index, read, fault)

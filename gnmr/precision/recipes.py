@@ -44,7 +44,7 @@ Two more words may stand behind the scale:
                    multiplied by one orthonormal matrix, Hadamard's under random signs (`casting.rotated`). The product
                    is as before, and an outlier's magnitude is spread over 16. What is missing to 16 tokens is zeros
     stochastic     of operands of dgrad and wgrad: rounded up or down with the probability (to 1/256) that makes the
-                   expectation exact, by the plan's own generator, whose state is in checkpoints. fprop has none:
+                   expectation exact, by the model's own generator, whose state is in checkpoints. fprop has none:
                    recomputed by activation checkpointing it has to give the same output. A dry run rounds to nearest
 
 Named recipes (`RECIPES`):

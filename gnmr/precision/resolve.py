@@ -5,8 +5,8 @@ scaled_mm    `torch._scaled_mm` and `F.scaled_mm` on operands of one byte (`kern
              capability 8.9 or newer (Ada, Hopper, Blackwell); tiles and blocks need Hopper. CPUs have the
              first function too, without being faster: good for testing
 int_mm       `torch._int_mm`, for recipes that multiply integers (`int8.py`)
-auto         a real one where device, recipe and widths allow it, else simulated; the printed plan says which. Warns
-             when falling back to simulation, on GPUs or where the plan is not printed (sim_ recipes excepted)
+auto         a real one where device, recipe and widths allow it, else simulated; the printed model says which. Warns
+             when falling back to simulation, on GPUs or where it is not printed (sim_ recipes excepted)
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def routes(
 ) -> dict[frozenset[str], Recipe]:
     """Return, for unit=gemm, the recipe of each set of GEMMs in recovery, as a backend runs it.
 
-    Only GEMMs that recovery changes are in a set (in a static plan, where GEMMs are only watched, those that bf16
+    Only GEMMs that recovery changes are in a set (without recovery, where GEMMs are only watched, those that bf16
     would change). Raises ValueError if no backend runs one of the recipes.
     """
     other = RECIPES["bf16"] if recovery is None else recovery

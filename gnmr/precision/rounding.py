@@ -19,7 +19,7 @@ Mark: TypeAlias = tuple[int, tuple[int, int] | None, dict[tuple[int, int], int]]
 
 
 class Rounding:
-    """The random numbers of a plan's stochastic casts, on one device."""
+    """The random numbers of a converted model's stochastic casts, on one device."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.seed, self.rank, self.ranks = seed % 2**64, 0, 1

@@ -72,7 +72,7 @@ class PriceObserver(Protocol):
 
 
 class SharedState:
-    """Common to all operators of a plan.
+    """Common to all operators of a converted model.
 
     - the compressed copies of the tensor that was read last, so that its other readers find them;
     - `rounding`: what stochastic rounding draws (None: round to nearest);

@@ -50,7 +50,7 @@ class PathSpec:
     a real one where device, recipe and widths allow it, else simulated."""
     weights: str = "online"
     """Where the weights' INT8 codes are under llm_int8 (gnmr/precision/int8.py): online (made in every forward
-    pass), beside or instead of the 16-bit weights; the latter two for frozen weights."""
+    pass), or instead of the 16-bit weights, which have to be frozen."""
     outlier_threshold: float | None = None
     """Input columns with a magnitude from here on stay in 16 bits under llm_int8; published: 6.0; null: off."""
     probe_tokens: int = 1

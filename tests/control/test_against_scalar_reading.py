@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 import torch
-from contexts import context
+from contexts import context, step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scalar import ScalarController
@@ -55,7 +55,7 @@ class Fed:
         """Asserts that never more than max_o units recover, and those of the decision."""
         norm = torch.tensor([0.0 if n is None else n for n in row], dtype=torch.float64)
         observed = torch.tensor([n is not None for n in row])
-        decision = self.controller.apply(self.controller.observe({"norm": norm, "observed": observed}).to_host())
+        decision = step(self.controller, norm=norm, observed=observed)
         assert sum(self.on) <= self.max_o and self.on == decision.active.tolist()
         return decision
 

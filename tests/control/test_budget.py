@@ -6,12 +6,13 @@ import math
 
 import pytest
 import torch
+from contexts import step as take
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from gnmr import attach
-from gnmr.attachment import costs_of
+from gnmr.attachment.assembly import costs_of
 from gnmr.control import NO_CAP, Controller, ControlSpec, Decision, Unit, decide
 from gnmr.control.policy import Budget
 from gnmr.lab.config import ControllerConfig
@@ -114,7 +115,7 @@ def controller(costs: list[float], **spec: object) -> Controller:
 
 def step(made: Controller, *risks: float) -> Decision:
     norm = torch.tensor(risks, dtype=torch.float64)
-    return made.apply(made.observe({"norm": norm, "observed": torch.ones_like(norm, dtype=torch.bool)}).to_host())
+    return take(made, norm=norm)
 
 
 def test_sets_events_and_the_cap_beside_it() -> None:
@@ -186,31 +187,31 @@ PATHS = {"low": "sim_e2m1", "recovery": "bf16", "targets": ["*"]}
 @pytest.mark.parametrize("unit", ["operator", "gemm"])
 def test_costs_are_what_is_spent(unit: str) -> None:
     for more in ({}, {"pins": {"0": ["fprop"]}}, {"recovers": ["fprop"]}):
-        plan = convert(model(), PathSpec(**PATHS, unit=unit, **more))
-        costs, pinned = plan.cost.of_units("gemm")
-        assert plan.cost.spent()[0] == pytest.approx(pinned)
-        for one, cost in zip(plan.units, costs, strict=True):
+        converted = convert(model(), PathSpec(**PATHS, unit=unit, **more))
+        costs, pinned = converted.cost.of_units("gemm")
+        assert converted.cost.spent()[0] == pytest.approx(pinned)
+        for one, cost in zip(converted.units, costs, strict=True):
             if one.routable:
                 one.switch(True)
-                assert plan.cost.spent()[0] == pytest.approx(pinned + cost)
+                assert converted.cost.spent()[0] == pytest.approx(pinned + cost)
                 one.switch(False)
 
 
 def test_costs_by_hand() -> None:
     whole, spec = 3 * sum(AREAS), ControlSpec(budget=0.5)
-    plan = convert(model(), PathSpec(**PATHS, unit="gemm", pins={"0": ["fprop"]}))
-    costs, pinned = costs_of(plan, spec)
+    converted = convert(model(), PathSpec(**PATHS, unit="gemm", pins={"0": ["fprop"]}))
+    costs, pinned = costs_of(converted, spec)
     assert costs == pytest.approx([0, *[AREAS[0] / whole] * 2, *[AREAS[1] / whole] * 3])
     assert pinned == pytest.approx(AREAS[0] / whole)
-    bytes_, _ = costs_of(plan, ControlSpec(budget=0.5, cost="bytes"))
+    bytes_, _ = costs_of(converted, ControlSpec(budget=0.5, cost="bytes"))
     assert bytes_ == pytest.approx([0, 0, 8 / 24, 0, 0, 16 / 24])  # wgrad's input alone is kept
     formats = convert(model(), PathSpec(low="int4", recovery="int8", targets=["*"]))
     assert formats.cost.of_units("gemm")[0] == pytest.approx([area / sum(AREAS) for area in AREAS])
-    table = {unit.name: float(i) for i, unit in enumerate(plan.units)}
-    assert costs_of(plan, ControlSpec(budget=0.5, cost=table)) == ([i / 15 for i in range(6)], 0)
+    table = {unit.name: float(i) for i, unit in enumerate(converted.units)}
+    assert costs_of(converted, ControlSpec(budget=0.5, cost=table)) == ([i / 15 for i in range(6)], 0)
     for wrong, said in (({"0:fprop": 1.0}, "is missing"), (table | {"x": 1.0}, "'x' is no unit")):
         with pytest.raises(ValueError, match=said):
-            costs_of(plan, ControlSpec(budget=0.5, cost=wrong))
+            costs_of(converted, ControlSpec(budget=0.5, cost=wrong))
     with pytest.raises(ValueError, match="keeps no more bits"):
         convert(model(), PathSpec(**PATHS, recovers=["fprop"])).cost.of_units("bytes")
 

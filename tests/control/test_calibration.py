@@ -7,14 +7,14 @@ import math
 import numpy as np
 import pytest
 import torch
+from contexts import units
 
-from gnmr.control import NO_CAP, Controller, ControlSpec, Unit
+from gnmr.control import Controller, ControlSpec
 from gnmr.control.calibration import NO_TRIGGER, Trigger
 
 
-def controller(units: int = 4, **spec) -> Controller:
-    made = [Unit(f"u{i}", (torch.nn.Parameter(torch.zeros(2)),), lambda _: None) for i in range(units)]
-    return Controller(made, ControlSpec(**{"max_o": 2, **spec}))
+def controller(number: int = 4, **spec) -> Controller:
+    return Controller(units([f"u{i}" for i in range(number)], 2), ControlSpec(**{"max_o": 2, **spec}))
 
 
 def play(it: Controller, steps: int, seed: int = 0):
@@ -138,26 +138,11 @@ def test_without_a_risk_the_trigger_stays():
     assert it.trigger == 1.0 and it.calibrated is None
 
 
-def test_a_decision_calls_candidates_locked_where_none_is_over_its_threshold():
-    it = controller(alpha=1.5, beta=None, t_lock=3)
-    found = []
-    for norm in (1.0, 1.0, 9.0, 1.0, 1.0):
-        for unit in it.units:
-            unit.parameters[0].grad = torch.full((2,), norm if unit.name == "u0" else 1.0)
-        found.append(repr(it.step()))
-    assert "0 candidates" in found[1] and "1 candidates" in found[2] and "1 locked, riskiest" in found[3]
-
-
 def test_controller_and_decision_say_what_they_are():
     it = controller(alpha=1.0, beta=None)
     assert repr(it) == "<Controller of 4 units, signal gnmr_delta, trigger 1, max_o=2; step 0: 0 in recovery>"
-    assert "signal gnmr_delta, ranked, budget=0.5; step 0" in repr(
-        controller(routing="ranked", budget=0.5, max_o=NO_CAP)
-    )
-    assert "of 4 units, static (always_low); step 0" in repr(controller(signal="always_low"))
     *_, last = play(it, 5)
-    told = repr(last)
-    assert told.startswith("<Decision of step 5: ") and "of 4 units in recovery next" in told and len(told) < 200
+    assert repr(last).startswith("<Decision of step 5: ") and len(repr(last)) < 200
     metrics = last.metrics()
     assert metrics["gnmr/active_next"] == last.active.sum() and metrics["gnmr/over_gnmr"] == last.over("gnmr")
     assert metrics["gnmr/grad_norm"] == pytest.approx(np.linalg.norm(last.norm))

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from contexts import context
+from contexts import context, units
+from contexts import step as take
 from torch import Tensor, nn
 
 from gnmr.control import NO_CAP, Controller, ControlSpec, Decision, GnmrSignal, HostPacket, TwoStage, Unit
@@ -25,12 +26,11 @@ class Script:
     ) -> None:
         self.on: dict[str, bool] = {}
         self.switches = 0
-        units = [
-            Unit(chr(97 + i), (nn.Parameter(torch.zeros(1)),), self._switch(chr(97 + i))) for i in range(num_units)
-        ]
+        names = "abcdef"[:num_units]
+        made = [Unit(name, (nn.Parameter(torch.zeros(1)),), self._switch(name)) for name in names]
         signal = GnmrSignal(context(num_units), **signal)
         self.controller = Controller(
-            units, ControlSpec(signal=signal, max_o=max_o, t_lock=t_lock, warmup_steps=warmup_steps, hold=hold)
+            made, ControlSpec(signal=signal, max_o=max_o, t_lock=t_lock, warmup_steps=warmup_steps, hold=hold)
         )
 
     def _switch(self, name: str):
@@ -43,7 +43,7 @@ class Script:
     def __call__(self, *norms: float | None) -> Decision:
         norm = torch.tensor([0.0 if n is None else n for n in norms], dtype=torch.float64)
         observed = torch.tensor([n is not None for n in norms])
-        return self.controller.apply(self.controller.observe({"norm": norm, "observed": observed}).to_host())
+        return take(self.controller, norm=norm, observed=observed)
 
     @property
     def chosen(self) -> np.ndarray:
@@ -126,18 +126,6 @@ def test_gradients_of_a_module_are_read_as_one_norm() -> None:
     assert decision.observed.tolist() == [True, False], "the second layer took no part"
 
 
-def test_a_loss_scale_is_taken_out() -> None:
-    layer = nn.Linear(3, 2)
-    controller = Controller(
-        [Unit("l", tuple(layer.parameters()), lambda _on: None)], ControlSpec(signal=GnmrSignal(context(1)), max_o=1)
-    )
-    (layer(torch.ones(1, 3)).sum() * 1024).backward()
-    scaled = controller.step(grad_scale=1024.0).norm[0]
-    layer.zero_grad()
-    layer(torch.ones(1, 3)).sum().backward()
-    assert scaled == controller.step().norm[0]
-
-
 def test_bf16_norms_are_accumulated_in_float32() -> None:
     parameter = nn.Parameter(torch.zeros(1 << 16, dtype=torch.bfloat16))
     parameter.grad = torch.full_like(parameter, 0.01)
@@ -184,9 +172,12 @@ HISTORY = dict(Script(3).controller.signal.state_dict())
         ({"lock": None}, "lock must be"),
         ({"t": -1}, "t=-1"),
         ({"signal": None}, "signal must map names to tensors"),
-        ({"signal": HISTORY | {"history.mean": torch.ones(2)}}, "'history.mean' has shape"),
+        ({"signal": HISTORY | {"history.mean": torch.ones(2)}}, "'history.mean' is torch.float32 of shape (2,)"),
         ({"signal": HISTORY | {"history.mean": 3}}, "'history.mean' is a int"),
-        ({"signal": HISTORY | {"history.mean": torch.ones(3, dtype=torch.int64)}}, "'history.mean' is of torch.int64"),
+        (
+            {"signal": HISTORY | {"history.mean": torch.ones(3, dtype=torch.int64)}},
+            "'history.mean' is torch.int64 of shape",
+        ),
         ({"signal": HISTORY | {"history.mean": torch.full((3,), math.nan).double()}}, "mean must be finite"),
         ({"signal": HISTORY | {"history.count": torch.tensor([1, -1, 0])}}, "count must be finite, and its count"),
         *[({name: ...}, f"state: has no {name}") for name in ("t", "active", "lock", "signal")],
@@ -280,8 +271,7 @@ def test_a_signal_that_raises_while_its_state_is_loaded_leaves_everything_as_it_
                 raise RuntimeError("half of it")
             super().load_state_dict(state)
 
-    units = [Unit(name, (nn.Parameter(torch.zeros(1)),), lambda _on: None) for name in "abc"]
-    controller = Controller(units, ControlSpec(signal=Odd(context(3)), max_o=1, t_lock=2))
+    controller = Controller(units("abc"), ControlSpec(signal=Odd(context(3)), max_o=1, t_lock=2))
     before = copy.deepcopy(controller.state_dict())
     with pytest.raises(RuntimeError, match="half of it"):
         controller.load_state_dict(state_with(signal=HISTORY | {"history.mean": torch.ones(3), "bad": 1}))
@@ -299,25 +289,10 @@ def test_senseless_values_are_refused_by_name(where: str, value: object) -> None
     ("signal", "max_o", "warns"), [("gnmr_delta", 2, 1), ("gnmr_delta", NO_CAP, 0), ("always_high", 2, 0)]
 )
 def test_a_max_o_that_caps_nothing_warns(signal: str, max_o: int, warns: int) -> None:
-    units = [Unit(name, (nn.Parameter(torch.ones(1)),), lambda _on: None) for name in "ab"]
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        Controller(units, ControlSpec(signal=signal, max_o=max_o))
+        Controller(units("ab"), ControlSpec(signal=signal, max_o=max_o))
     assert len(told) == warns
-
-
-@pytest.mark.parametrize(("record", "always"), [((), False), (("true_gap",), False), (("true_gap", "mse"), True)])
-def test_paths_are_measured_for_what_reads_them_alone(record: tuple[str, ...], always: bool) -> None:
-    """The signal reads every third step; of recorded evidence, the paths' is needed in each."""
-    unit = Unit("a", (nn.Parameter(torch.zeros(1)),), lambda _on: None)
-    spec = ControlSpec(signal="recovery_gap", options={"every": 3}, max_o=1)
-    controller = Controller([unit], spec, record=record)
-    evidence = dict.fromkeys(("norm", *controller.needs), torch.ones(1, dtype=torch.float64))
-    reads = []
-    for _ in range(4):
-        reads.append(controller.reads_next())
-        controller.observe(evidence | {"observed": torch.tensor([True])})
-    assert reads == [True, always, always, True]
 
 
 @pytest.mark.gpu

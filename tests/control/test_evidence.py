@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from contexts import context
+from contexts import context, step, units
 from torch import nn
 
 from gnmr.control import Controller, ControlSpec, GnmrSignal, Unit
@@ -36,6 +36,8 @@ def test_micro_square_is_the_mean_over_the_micro_batches_own_gradients() -> None
     micro.add()
     micro.add()  # the second micro-batch left nothing
     assert micro.take().tolist() == [(4 + 0) / 2, 0.0]
+    with pytest.raises(ValueError, match=r"needs two or more micro-batches a step, 0 came: call micro_step\(\)"):
+        micro.take()
 
 
 def test_micro_batches_that_are_unequal_shares_of_the_step() -> None:
@@ -52,19 +54,6 @@ def test_weight_std_is_that_of_the_matrices() -> None:
     assert weight_std([unit([100.0], [[1.0, -1.0], [3.0, -3.0]])]).tolist() == pytest.approx([5.0**0.5])
 
 
-def test_a_controller_says_what_it_was_not_given() -> None:
-    class NeedsMore(GnmrSignal):
-        needs = ("true_gap", "weight_std")
-
-    u = Unit("u", (nn.Parameter(torch.ones(2, 2)),), lambda _on: None)
-    controller = Controller([u], ControlSpec(signal=NeedsMore(context(1)), max_o=1))
-    u.parameters[0].grad = torch.ones(2, 2)
-    with pytest.raises(ValueError, match=r"NeedsMore needs true_gap: hand it to step\(evidence=\.\.\.\)"):
-        controller.step()
-    decision = controller.step(evidence={"true_gap": torch.ones(1, dtype=torch.float64)})
-    assert decision.step == 1 and decision.norm.tolist() == [2.0]
-
-
 def test_ranked_takes_the_largest_positive_risks_and_trigger_scales_the_thresholds() -> None:
     class Given(GnmrSignal):
         columns = ("x",)
@@ -75,13 +64,11 @@ def test_ranked_takes_the_largest_positive_risks_and_trigger_scales_the_threshol
         def observe(self, evidence, step):  # type: ignore[no-untyped-def, override]
             return evidence["norm"] / 2, (evidence["norm"],)
 
-    units = [Unit(n, (nn.Parameter(torch.zeros(1)),), lambda _on: None) for n in "abcd"]
     norm = torch.tensor([0.5, 0.0, 3.0, 5.0], dtype=torch.float64)
-    seen = {"norm": norm, "observed": torch.ones(4, dtype=torch.bool)}
 
     def chosen(**options: float | bool) -> tuple[list[str], list[str], int]:
-        controller = Controller(units, ControlSpec(signal=Given(context(4)), max_o=3, **options))  # type: ignore[arg-type]
-        decision = controller.apply(controller.observe(seen).to_host())
+        controller = Controller(units("abcd"), ControlSpec(signal=Given(context(4)), max_o=3, **options))  # type: ignore[arg-type]
+        decision = step(controller, norm=norm)
         return controller.active, [event.cause for event in decision.events], decision.over("x")
 
     assert chosen() == (["c", "d"], ["x", "x"], 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -173,31 +174,6 @@ def test_a_risk_that_is_no_number_is_the_largest(monkeypatch) -> None:
 # ---- steps that do not count ----
 
 
-def test_a_step_in_which_everything_broke_blames_nobody() -> None:
-    """What a loss scale that overflows does: every norm is Inf. Who was in recovery stays there, the lock too."""
-    made = units(5)
-    controller = Controller(made, ControlSpec(signal=GnmrSignal, max_o=2, t_lock=3))
-    weights = [1.0, 1.0, 1.0, 1.0, 1.0]
-
-    def step(of: list[float]) -> Any:
-        zero_grad(made)
-        for unit, weight in zip(made, of, strict=True):
-            backward([unit], weight)
-        return controller.step()
-
-    step(weights)
-    lock = step([1.0, 1.0, 1.0, 9.0, 1.0]).lock
-    assert controller.active == ["u3"]
-    broken = step([float("inf")] * 5)
-    assert controller.active == ["u3"] and not broken.events
-    assert broken.lock.tolist() == lock.tolist() == [0, 0, 0, 3, 0]
-    assert broken.candidate[broken.active].all()
-
-    # As many as there are places, or one that is whole, is another matter.
-    step([float("nan"), 1.0, 1.0, 1.0, float("nan")])
-    assert controller.active == ["u0", "u4"]
-
-
 def test_right_after_the_warm_up_the_cap_comes_first() -> None:
     made = units(5)
     controller = Controller(made, ControlSpec(max_o=2, warmup_steps=1))
@@ -243,3 +219,11 @@ def test_the_example_switches_its_operators(monkeypatch, capsys) -> None:
     first = [on for is_first, on in careful if is_first]
     assert first[18:22] == [False, False, True, True]
     assert "step  20" in (out := capsys.readouterr().out) and "0 promote (gnmr)" in out
+
+
+def test_the_examples_signal_sees_the_layer_that_goes_wrong(monkeypatch, capsys) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
+    importlib.import_module("own_signal").main(["--steps", "12"])
+    recovering = re.findall(r"next in recovery \[(.*)\]", capsys.readouterr().out)
+    assert len(recovering) == 12
+    assert "'4'" not in recovering[8] and "'4'" in recovering[9], "in step 10"

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from contexts import step
 from torch import nn
 
 from gnmr.control import Controller, ControlSpec, Unit
@@ -24,9 +25,7 @@ def controller(cost: dict[str, float] | None = None, max_o: int = 2, **more: obj
 def feed(made: Controller, **changes: float) -> tuple[str, list[tuple[str, str]]]:
     """(units chosen, (unit, cause) of those promoted) by a step with the usual prices and these `changes`."""
     prices = torch.tensor(list((BASE | changes).values()), dtype=torch.float64)
-    ones = torch.ones(4, dtype=torch.float64)
-    evidence = {"norm": ones, "observed": ones.bool(), "price": prices}
-    decision = made.apply(made.observe(evidence).to_host())
+    decision = step(made, norm=torch.ones(4, dtype=torch.float64), price=prices)
     promoted = [(event.unit, event.cause) for event in decision.events if event.event == "promote"]
     return "".join(made.active), promoted
 
@@ -56,10 +55,10 @@ def test_a_rise_that_stays_becomes_a_pin() -> None:
 def test_pins_move_when_they_are_chosen_alone() -> None:
     made = controller(pin_every=50, up=math.inf)
     pins = []
-    for step in range(1, 120):
-        feed(made, d=1.0 + step)
+    for t in range(1, 120):
+        feed(made, d=1.0 + t)
         pins.append(float(made.signal.pin[3]))
-    changed = [step for step in range(2, 120) if pins[step - 1] != pins[step - 2]]
+    changed = [t for t in range(2, 120) if pins[t - 1] != pins[t - 2]]
     assert changed == [2, 3, 5, 9, 17, 33, 51, 101]
     assert not made.signal.on.any()
 

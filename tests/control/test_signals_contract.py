@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from contexts import step as take
+from contexts import units
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gnmr.control import Context, Controller, ControlSpec, Unit, build_signal
-from gnmr.control.signals import SIGNALS, BlindSignal, history
-from gnmr.control.signals.always import AlwaysHigh, AlwaysLow
+from gnmr.control import Context, Controller, ControlSpec, build_signal, device
+from gnmr.control.signals import SIGNALS, BlindSignal
+from gnmr.control.signals.blind import AlwaysHigh, AlwaysLow
 
 NAMES = tuple(
     f"layers.{i}.{part}" for i in range(3) for part in ("attn.q_proj", "attn.o_proj", "mlp.up_proj", "mlp.down_proj")
@@ -140,7 +142,7 @@ def test_foreign_states_are_refused_before_anything_changes(name: str, options: 
         signal.load_state_dict(own | {"foreign": torch.zeros(U)})
     if own:
         *_, last = own
-        with pytest.raises(ValueError, match=f"'{last}' has shape"):
+        with pytest.raises(ValueError, match=f"'{last}' is "):
             signal.load_state_dict({k: torch.ones(2, 3) if k == last else v + 1 for k, v in own.items()})
     assert all(torch.equal(value, own[key]) for key, value in signal.state_dict().items())
 
@@ -157,7 +159,7 @@ class NoWaiting(TorchDispatchMode):
 @pytest.fixture
 def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: nobody looks whether numbers are finite."""
-    monkeypatch.setattr(history, "waits_for_nothing", lambda x: False)
+    monkeypatch.setattr(device, "waits_for_nothing", lambda x: False)
 
 
 @every_signal
@@ -204,11 +206,10 @@ def test_observing_does_not_wait_for_the_gpu_and_equals_the_cpu(name: str, optio
 @every_signal
 def test_ranked_routing_fills_max_o(name: str, options: dict[str, Any]) -> None:
     signal = make(name, options | {"active_frac": None} if "active_frac" in options else options)
-    units = [Unit(unit, (nn.Parameter(torch.zeros(1)),), lambda _on: None) for unit in NAMES]
-    controller = Controller(units, ControlSpec(signal=signal, max_o=4, routing="ranked"))
+    controller = Controller(units(NAMES), ControlSpec(signal=signal, max_o=4, routing="ranked"))
     full = 2 if options.get("k") == 2 else 4
     for step, row in enumerate(rows(signal.needs, bad=False), 1):
-        active = int(controller.apply(controller.observe(row).to_host()).active.sum())
+        active = int(take(controller, **row).active.sum())
         calibrating = name == "static_k" and step < options["calibration_steps"]
         assert active == (0 if name == "always_low" or calibrating else full), step
 

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from contexts import step as take
+from contexts import units
 from torch import Tensor, nn
 
 import gnmr
-from gnmr.control import Controller, ControlSpec, Decision, Unit
+from gnmr.control import Controller, ControlSpec, Decision
 from gnmr.control.signals import SIGNALS
 
 OPTIONS = {
@@ -46,8 +48,7 @@ def test_every_signal(signal: str, options: dict[str, Any], spec: dict[str, Any]
     spec = {"max_o": 2} | spec
     both = []
     for _ in range(2):
-        units = [Unit(name, (nn.Parameter(torch.zeros(2)),), lambda _: None) for name in NAMES]
-        both.append(Controller(units, ControlSpec(signal=signal, options=options, **spec), steps=30))
+        both.append(Controller(units(NAMES, 2), ControlSpec(signal=signal, options=options, **spec), steps=30))
     draw, there = torch.Generator().manual_seed(0), torch.ones(4, dtype=torch.bool)
     for step in range(24):
         measured = {n: torch.rand(4, generator=draw, dtype=torch.float64) * 3 for n in ("norm", *both[0].needs)}
@@ -58,9 +59,7 @@ def test_every_signal(signal: str, options: dict[str, Any], spec: dict[str, Any]
         zeros = measured | {"norm": norm, "observed": there}
         nothing = {n: x if n == "weight_std" else x.masked_fill(idle, 0) for n, x in measured.items()}
         nothing |= {"norm": norm, "observed": ~idle}
-        with_zeros, without = (
-            one.apply(one.observe(evidence).to_host()) for one, evidence in zip(both, (zeros, nothing), strict=True)
-        )
+        with_zeros, without = take(both[0], **zeros), take(both[1], **nothing)
         same(with_zeros, without)
         assert with_zeros.observed.tolist() == (~idle).tolist()
     assert equal(both[0].state_dict(), both[1].state_dict())

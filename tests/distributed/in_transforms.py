@@ -9,7 +9,7 @@ from in_ranks import net, whole, wrapped
 from torch import Tensor
 
 from gnmr.control.evidence import weight_std
-from gnmr.control.units import Unit
+from gnmr.control.unit import Unit
 from gnmr.distributed.reduce import Ranks
 from gnmr.lab.train.transforms import TRANSFORMS, StepContext, tensor_norms
 

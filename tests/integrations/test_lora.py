@@ -57,36 +57,6 @@ def test_the_papers_fine_tuning_setting() -> None:
         assert torch.equal(parameter, before[name]) == (name not in trained), name
 
 
-def shaken(model: nn.Module) -> nn.Module:
-    """Adapters that say something."""
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(0, 0.3)
-    return model.eval()
-
-
-def low_losses(weights: str, dora: bool = False, safe: bool = False) -> list[float]:
-    """On the low path before a merge, under it and after it."""
-    config = peft.LoraConfig(r=8, lora_alpha=16, target_modules=PROJECTIONS, use_dora=dora)
-    model = shaken(peft.get_peft_model(llama(), config))
-    gnmr.attach(model, **INT8, unit="block", observe="adapter", max_o=1, weights=weights)
-    blocks = token_blocks(4)
-    with torch.no_grad():
-        losses = [loss_of(model, blocks).item()]
-        model.merge_adapter(safe_merge=safe)
-        losses.append(loss_of(model, blocks).item())
-        model.unmerge_adapter()
-        losses.append(loss_of(model, blocks).item())
-    return losses
-
-
-@pytest.mark.parametrize(("dora", "safe"), [(False, False), (True, True)])
-def test_codes_beside_a_weight_follow_adapters_that_are_merged_and_taken_out(dora: bool, safe: bool) -> None:
-    assert low_losses("beside", dora, safe) == low_losses("online", dora, safe)
-
-
 def test_adapters_that_are_added_switched_to_and_deleted_are_watched() -> None:
     """The norms are those of the adapter in force, be it on linears that had none before."""
     blocks, first = token_blocks(4), peft.LoraConfig(r=4, target_modules=["q_proj"])

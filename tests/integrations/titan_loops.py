@@ -132,10 +132,10 @@ def parallelized(config: GnmrTrainer.Config) -> tuple[bool, bool]:
     model.parallelize(dims)
     model.init_weights()
     linears = [one for one in model.modules() if isinstance(one, RoutedLinear)]
-    plan = _attached(model, _routing_of(spec.model), config).converted
+    converted = _attached(model, _routing_of(spec.model), config).converted
     with utils.get_spmd_context(parallel_dims=dims, spmd_typechecking=False)():
         model(next(micro_batches())[:, :-1])
-    return all("forward" in vars(one) for one in linears), all(one.read is not None for one in plan.operators)
+    return all("forward" in vars(one) for one in linears), all(one.read is not None for one in converted.operators)
 
 
 def refusal(config: GnmrTrainer.Config) -> str:

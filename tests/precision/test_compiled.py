@@ -78,13 +78,13 @@ def tokens(seed: int = 1, rows: int = 2) -> Tensor:
     return torch.randint(VOCAB, (rows, SEQ_LEN), generator=torch.Generator().manual_seed(seed))
 
 
-def step(net: nn.Module, plan: ConvertedModel, *batches: Tensor) -> list[Tensor]:
+def step(net: nn.Module, converted: ConvertedModel, *batches: Tensor) -> list[Tensor]:
     """Gradients of every parameter and what the casts met, of one step of these micro-batches."""
     net.zero_grad()
     for batch in batches or (tokens(),):
         net(batch).float().square().mean().backward()
-    found = [p.grad.clone() for p in net.parameters() if p.grad is not None] + list(plan.saturation().values())
-    plan.end_step()
+    found = [p.grad.clone() for p in net.parameters() if p.grad is not None] + list(converted.saturation().values())
+    converted.end_step()
     return found
 
 
@@ -96,13 +96,13 @@ def pair(
     for _ in range(2):
         net = model(name)
         made.append((net, convert(net, PathSpec.of(low, recovery, unit=unit))))
-    net, plan = made[1]
-    plan.compile(net.layers, backend="aot_eager", fullgraph=fullgraph)
+    net, converted = made[1]
+    converted.compile(net.layers, backend="aot_eager", fullgraph=fullgraph)
     return made[0], made[1]
 
 
-def switch(plan: ConvertedModel, recovering: set[int]) -> None:
-    for i, group in enumerate(plan.units):
+def switch(converted: ConvertedModel, recovering: set[int]) -> None:
+    for i, group in enumerate(converted.units):
         group.switch(i in recovering)
 
 
@@ -115,66 +115,66 @@ def test_a_second_model_of_a_process_has_the_graphs_of_its_own_recipe() -> None:
     mine = [Recipe.of("mine", {"fprop": {"input": word}}) for word in ("e4m3/tensor", "e2m1/tensor")]
     found = []
     for low in ("fp8_hybrid", "mxfp8", *mine):
-        (net, plan), (compiled, other) = pair(low, "bf16")
+        (net, converted), (compiled, other) = pair(low, "bf16")
         found.append(step(compiled, other))
-        assert other.in_graphs and same(found[-1], step(net, plan)), low
+        assert other.in_graphs and same(found[-1], step(net, converted)), low
     assert not any(same(one, other) for i, one in enumerate(found) for other in found[:i])
 
 
 @pytest.mark.filterwarnings("ignore:the recovery path")  # coarser, here and there
 @pytest.mark.parametrize("low", GRAPHS)
 def test_every_recipe_gives_the_same_gradients_and_counts_to_the_last_bit(low: str) -> None:
-    (net, plan), (compiled, other) = pair(low, "fp8_hybrid" if low != "fp8_hybrid" else "bf16")
-    assert other.in_graphs and not plan.in_graphs
+    (net, converted), (compiled, other) = pair(low, "fp8_hybrid" if low != "fp8_hybrid" else "bf16")
+    assert other.in_graphs and not converted.in_graphs
     for recovering in (set(), {0, 2}):
-        for each in (plan, other):
+        for each in (converted, other):
             switch(each, recovering)
-        assert same(step(compiled, other), step(net, plan))
+        assert same(step(compiled, other), step(net, converted))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt"])
 def test_a_block_type_has_one_graph_for_each_path_however_many_switches(name: str) -> None:
-    _, (net, plan) = pair("sim_e2m1", "fp8_hybrid", name)
-    step(net, plan)
+    _, (net, converted) = pair("sim_e2m1", "fp8_hybrid", name)
+    step(net, converted)
     assert graphs() == 1
     for recovering in ({0}, {1, 2}, {0, 1, 2}, set(), {2}):
-        switch(plan, recovering)
-        step(net, plan)
+        switch(converted, recovering)
+        step(net, converted)
     assert graphs() == 2
 
 
 def test_a_static_recipe_has_one_graph_and_evaluation_another_on_the_plain_path() -> None:
-    _, (net, plan) = pair("mxfp8_floor", None, unit="operator")
-    step(net, plan)
+    _, (net, converted) = pair("mxfp8_floor", None, unit="operator")
+    step(net, converted)
     assert graphs() == 1
-    with torch.no_grad(), plan.high_precision():
+    with torch.no_grad(), converted.high_precision():
         seen = net(tokens())
         assert graphs() == 2
     expected = model()
     assert torch.equal(seen, expected(tokens()))
     with torch.no_grad():  # evaluation on the low path tells of no casts
         net(tokens())
-    assert not any(counts.any() for counts in plan.saturation().values())
+    assert not any(counts.any() for counts in converted.saturation().values())
 
 
 def test_eight_bit_codes_go_into_graphs_too() -> None:
     found = []
     for compiles in (False, True):
         net = model("small")
-        plan = convert(net, PathSpec.of("fp8_hybrid", "bf16", unit="block", backend="scaled_mm"))
+        converted = convert(net, PathSpec.of("fp8_hybrid", "bf16", unit="block", backend="scaled_mm"))
         if compiles:
-            plan.compile(net.layers, backend="aot_eager", fullgraph=True)
-        found.append(step(net, plan))
-        switch(plan, {1})
-        found[-1] += step(net, plan)
-    assert plan.in_graphs and same(*found)
+            converted.compile(net.layers, backend="aot_eager", fullgraph=True)
+        found.append(step(net, converted))
+        switch(converted, {1})
+        found[-1] += step(net, converted)
+    assert converted.in_graphs and same(*found)
 
 
 def test_recomputed_blocks_count_once() -> None:
-    (net, plan), (compiled, other) = pair("mxfp8_floor", "bf16")
+    (net, converted), (compiled, other) = pair("mxfp8_floor", "bf16")
     for each in (net, compiled):
         each.activation_checkpointing = True
-    assert same(step(compiled, other), step(net, plan))
+    assert same(step(compiled, other), step(net, converted))
 
 
 @pytest.mark.parametrize(
@@ -191,37 +191,37 @@ def test_what_would_make_many_graphs_or_remembers_stays_between_them(low: str, r
     found = []
     for compiles in (False, True):
         net = model()
-        plan = convert(net, PathSpec.of(low, recovery, **{"unit": "block"} | how))
+        converted = convert(net, PathSpec.of(low, recovery, **{"unit": "block"} | how))
         if compiles:
-            why = plan.compile(net.layers, backend="aot_eager")
-        found.append(step(net, plan))
-    assert why and not plan.in_graphs and same(*found)
+            why = converted.compile(net.layers, backend="aot_eager")
+        found.append(step(net, converted))
+    assert why and not converted.in_graphs and same(*found)
     before = graphs()
-    for i in range(len(plan.units)):
-        switch(plan, {i})
-        step(net, plan)
+    for i in range(len(converted.units)):
+        switch(converted, {i})
+        step(net, converted)
     assert graphs() == before
 
 
 def test_a_probe_and_a_fault_look_in_as_without_compilation() -> None:
     seen = []
-    for net, plan in pair("sim_e2m1", "fp8_hybrid", "small", fullgraph=False):
-        faults = FaultSchedule(plan, Fault("noise", 8.0), ["layers.1.*"], 3, windows=[(2, 1)])
-        probe = measure_errors(plan, ["gap_low", "mse"])
+    for net, converted in pair("sim_e2m1", "fp8_hybrid", "small", fullgraph=False):
+        faults = FaultSchedule(converted, Fault("noise", 8.0), ["layers.1.*"], 3, windows=[(2, 1)])
+        probe = measure_errors(converted, ["gap_low", "mse"])
         found = []
         for number in (1, 2, 3):
             faults.begin_step(number)
             probe.enabled = number == 3
             probe.reset()
-            found += [*step(net, plan), *probe.read().values()]
+            found += [*step(net, converted), *probe.read().values()]
         seen.append(found)
     assert same(*seen)
     assert seen[0][-1].all()
 
 
 def test_a_compiled_model_can_be_copied_pickled_and_turned_back() -> None:
-    (net, plan), (compiled, other) = pair("sim_e2m1", "fp8_hybrid", "small")
-    expected = step(net, plan)[:-4]
+    (net, converted), (compiled, other) = pair("sim_e2m1", "fp8_hybrid", "small")
+    expected = step(net, converted)[:-4]
     step(compiled, other)
     for copied in (copy.deepcopy(compiled), pickle.loads(pickle.dumps(compiled))):
         copied(tokens()).float().square().mean().backward()
@@ -235,23 +235,23 @@ def test_a_compiled_model_can_be_copied_pickled_and_turned_back() -> None:
 
 
 def test_what_graphs_keep_cannot_be_read() -> None:
-    _, (_, plan) = pair("sim_e2m1", "bf16", "small")
+    _, (_, converted) = pair("sim_e2m1", "bf16", "small")
     with pytest.raises(ValueError, match="saved_bytes: what compiled blocks keep"):
-        plan.cost.saved_bytes()
+        converted.cost.saved_bytes()
     net = model("small")
-    plan = convert(net, PathSpec.of("sim_e2m1", "bf16", unit="block"))
-    assert plan.compile([]) is None and not plan.in_graphs
+    converted = convert(net, PathSpec.of("sim_e2m1", "bf16", unit="block"))
+    assert converted.compile([]) is None and not converted.in_graphs
     logits = net(tokens())
-    assert logits.requires_grad and plan.cost.saved_bytes() > 0
+    assert logits.requires_grad and converted.cost.saved_bytes() > 0
 
 
 def test_a_cast_counts_for_the_first_operator_that_made_it() -> None:
     """q, frozen, casts the input that k and v read for fprop alone."""
-    (net, plan), (compiled, other) = pair("mxfp8_floor", "bf16", "small")
+    (net, converted), (compiled, other) = pair("mxfp8_floor", "bf16", "small")
     for each in (net, compiled):
         for layer in each.layers:
             layer.q_proj.weight.requires_grad_(False)
-    expected = step(net, plan)
+    expected = step(net, converted)
     assert (expected[-4][:2, 0] > 0).all()
     assert same(step(compiled, other), expected)
 
@@ -267,13 +267,13 @@ def test_inductor_rounds_to_the_same_values(low: str) -> None:
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             net[0].weight.normal_(generator=generator)
-        plan = convert(net, PathSpec.of(low, None, targets=["*"]))
+        converted = convert(net, PathSpec.of(low, None, targets=["*"]))
         if compiles:
-            plan.compile([net], fullgraph=True)
+            converted.compile([net], fullgraph=True)
         x = torch.randn(48, 64, generator=generator).requires_grad_()
         y = net(x)
         y.backward(torch.randn(48, 32, generator=generator))
-        found.append([y.detach(), x.grad, net[0].weight.grad, *plan.saturation().values()])
+        found.append([y.detach(), x.grad, net[0].weight.grad, *converted.saturation().values()])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
     assert graphs() == 1

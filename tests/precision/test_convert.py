@@ -19,9 +19,9 @@ def net(layers: int = 3) -> nn.Module:
 
 
 def converted(model: nn.Module, *targets: str) -> list[str]:
-    plan = convert(model, PathSpec.of("int4", "int8", targets=targets))
+    converted = convert(model, PathSpec.of("int4", "int8", targets=targets))
     found = [name for name, module in model.named_modules() if isinstance(module, PathLinear)]
-    assert found == [operator.operator_name for operator in plan.operators]
+    assert found == [operator.operator_name for operator in converted.operators]
     return found
 
 
@@ -117,8 +117,8 @@ def mixture() -> nn.Module:
 @pytest.mark.parametrize(("low", "recovery"), [("sim_int4", None), ("llm_int8", "bf16"), ("bf16", "sim_int8")])
 @pytest.mark.filterwarnings("ignore:the recovery path")
 def test_recipes_pass_over_heads_and_gates(low: str, recovery: str | None, target: str) -> None:
-    plan = convert(mixture(), PathSpec.of(low, recovery, targets=target))
-    assert [operator.operator_name for operator in plan.operators] == ["mlp.gate_proj"]
+    converted = convert(mixture(), PathSpec.of(low, recovery, targets=target))
+    assert [operator.operator_name for operator in converted.operators] == ["mlp.gate_proj"]
 
 
 def test_formats_convert_what_they_are_told_to() -> None:
@@ -135,14 +135,14 @@ def test_a_recipe_converts_no_head_or_gate_by_its_name_either(target: str) -> No
 
 def test_restoring_an_operator_that_was_parametrized_is_refused_and_changes_nothing() -> None:
     model = net()
-    plan = convert(model, PathSpec.of("int4", "int8"))
-    last = plan.operators[-1]
+    converted = convert(model, PathSpec.of("int4", "int8"))
+    last = converted.operators[-1]
     expected = model["lm_head"](last(torch.ones(2, 8)))
     nn.utils.parametrizations.weight_norm(last)
     with pytest.raises(ValueError, match=r"layers\.2\.down_proj has become a ParametrizedPathLinear since: undo that"):
-        plan.restore()
-    assert all(isinstance(operator, PathLinear) for operator in plan.operators)
+        converted.restore()
+    assert all(isinstance(operator, PathLinear) for operator in converted.operators)
     nn.utils.parametrize.remove_parametrizations(last, "weight")
-    plan.restore()
-    assert all(type(operator) is nn.Linear for operator in plan.operators)
+    converted.restore()
+    assert all(type(operator) is nn.Linear for operator in converted.operators)
     torch.testing.assert_close(model["lm_head"](last(torch.ones(2, 8))), expected)

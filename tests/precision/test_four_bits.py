@@ -149,7 +149,7 @@ def test_stochastic_rounding_is_exact_in_the_mean_and_gives_neighbours(word: str
     assert torch.equal(quantize(exact, drawing, 1, None, generator)[0], exact), "what is a value already stays"
 
 
-def net_and_plan(low: str | Recipe = "nvfp4", width: int = 32, **how: Any) -> tuple[nn.Sequential, ConvertedModel]:
+def net_and_converted(low: str | Recipe = "nvfp4", width: int = 32, **how: Any) -> tuple[nn.Sequential, ConvertedModel]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(width, 48), nn.Linear(48, width))
     return net, convert(net, PathSpec.of(low, how.pop("recovery", "bf16"), targets=["*"], **how))
@@ -166,36 +166,36 @@ X = torch.randn(3, 7, 32, generator=seeded(1))  # 21 tokens
 
 def test_looking_on_draws_nothing() -> None:
     """Passes without side effects, evaluation, dry runs of the probe, and steps on the recovery path."""
-    net, plan = net_and_plan()
-    assert plan.shared.rounding is not None
+    net, converted = net_and_converted()
+    assert converted.shared.rounding is not None
 
     def drawn() -> object:
-        return plan.shared.rounding.mark()
+        return converted.shared.rounding.mark()
 
     start = drawn()
     with torch.no_grad():
         net(X)
-    with plan.no_side_effects():
+    with converted.no_side_effects():
         once = gradients(net, X)
     assert drawn() == start and same(gradients(net, X), once)
     start = drawn()
-    probe = measure_errors(plan, ["gap_low", "gap_recovery", "mse"])
-    for operator in plan.operators:
+    probe = measure_errors(converted, ["gap_low", "gap_recovery", "mse"])
+    for operator in converted.operators:
         operator.switch(True)
     gradients(net, X)
     assert drawn() == start and (probe.read()["gap_low"] > 0).all()
-    context = plan.operators[0].gemm_context(RECIPES["nvfp4"], dry_run=True)
+    context = converted.operators[0].gemm_context(RECIPES["nvfp4"], dry_run=True)
     nearest = context.cast("grad_output", X[0], RECIPES["nvfp4"].dgrad.grad_output, 1)
     assert torch.equal(nearest, cast(X[0], "e2m1/nv")) and drawn() == start
 
 
 def test_the_probe_sees_the_tokens_and_not_their_rotation() -> None:
     """The error of each token, by hand; strides give the rows 0, k, 2 k, ... of the same."""
-    net, plan = net_and_plan("nvfp4_no_sr")
+    net, converted = net_and_converted("nvfp4_no_sr")
     found: list[Tensor] = []
-    plan.operators[0].register_full_backward_pre_hook(lambda _, grads: found.append(grads[0].flatten(0, 1)))
+    converted.operators[0].register_full_backward_pre_hook(lambda _, grads: found.append(grads[0].flatten(0, 1)))
     for tokens in (1, 4):
-        probe = measure_errors(plan, ["gap_low"], tokens)
+        probe = measure_errors(converted, ["gap_low"], tokens)
         gradients(net, X)
         x, dy = X.flatten(0, 1), found[-1]
         kept = [rotated(cast(each, "e2m1/nv/hadamard", 0), 0, back=True)[:21] for each in (x, dy)]

@@ -47,11 +47,11 @@ def passes(net: nn.Module, width: int = 16) -> list[Tensor]:
 def test_any_set_of_gemms_computes_as_a_recipe_that_says_so(
     low: str, recovery: str, backend: str, recovered: frozenset[str]
 ) -> None:
-    """Against a static plan of a recipe written out, to the bit."""
+    """Against static paths of a recipe written out, to the bit."""
     width = 32
     ours, theirs = model(width), model(width)
-    plan = convert(ours, PathSpec(low=low, recovery=recovery, targets=["*"], unit="gemm", backend=backend))
-    for unit in plan.units:
+    converted = convert(ours, PathSpec(low=low, recovery=recovery, targets=["*"], unit="gemm", backend=backend))
+    for unit in converted.units:
         unit.switch(unit.gemm in recovered)
     words = {gemm: RECIPES[recovery if gemm in recovered else low].get(gemm, {}) for gemm in GEMMS}
     written = Recipe.of("written", words)
@@ -152,8 +152,8 @@ def test_a_state_holds_the_gemms_in_recovery() -> None:
 
 def schedule(unit: str, targets: list[str], **more: object) -> tuple[nn.Module, FaultSchedule]:
     net = model()
-    plan = convert(net, PathSpec(**{"low": "sim_int4", "recovery": "bf16", "targets": ["*"], "unit": unit} | more))
-    return net, FaultSchedule(plan, Fault("scale_up", 50), targets, 400, rate=5, duration=20, seed=7)
+    converted = convert(net, PathSpec(**{"low": "sim_int4", "recovery": "bf16", "targets": ["*"], "unit": unit} | more))
+    return net, FaultSchedule(converted, Fault("scale_up", 50), targets, 400, rate=5, duration=20, seed=7)
 
 
 def test_a_fault_hits_the_gemms_that_are_on_the_low_path() -> None:
@@ -163,9 +163,9 @@ def test_a_fault_hits_the_gemms_that_are_on_the_low_path() -> None:
     def of(recovered: set[str], armed: bool) -> tuple[Tensor, Tensor]:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(16, 16, bias=False))
-        plan = convert(net, PathSpec(low="sim_int4", recovery="bf16", targets=["*"], unit="gemm"))
-        faults = FaultSchedule(plan, Fault("scale_up", 50), ["*"], 10, windows=[[1, 1]])
-        for unit in plan.units:
+        converted = convert(net, PathSpec(low="sim_int4", recovery="bf16", targets=["*"], unit="gemm"))
+        faults = FaultSchedule(converted, Fault("scale_up", 50), ["*"], 10, windows=[[1, 1]])
+        for unit in converted.units:
             unit.switch(unit.gemm in recovered)
         faults.begin_step(1 if armed else 2)
         y = net(x)
@@ -199,19 +199,19 @@ def test_faults_of_no_routed_gemm_that_reads_the_input_are_refused() -> None:
 def test_pinned_gemms_are_watched_and_the_others_routed() -> None:
     ours, theirs = model(), model()
     spec = {"low": "sim_e2m1", "recovery": "bf16", "targets": ["*"], "unit": "gemm"}
-    plan = convert(ours, PathSpec(**spec, recovers=["fprop", "dgrad"], pins={"0": ["fprop"], "2": ["wgrad"]}))
-    assert [(unit.name, unit.routable) for unit in plan.units] == [
+    converted = convert(ours, PathSpec(**spec, recovers=["fprop", "dgrad"], pins={"0": ["fprop"], "2": ["wgrad"]}))
+    assert [(unit.name, unit.routable) for unit in converted.units] == [
         ("0:fprop", False),
         ("0:dgrad", True),
         ("2:fprop", True),
         ("2:dgrad", True),
     ]
     area = 16 * 32  # of either operator
-    assert plan.cost.spent()[0] == 2 * area / (6 * area)
-    for unit in plan.units:
+    assert converted.cost.spent()[0] == 2 * area / (6 * area)
+    for unit in converted.units:
         if unit.name in ("0:dgrad", "2:fprop"):
             unit.switch(True)
-    assert plan.cost.spent()[0] == 4 * area / (6 * area)
+    assert converted.cost.spent()[0] == 4 * area / (6 * area)
     low = RECIPES["sim_e2m1"]
     written = [Recipe.of("w0", {"wgrad": low["wgrad"]}), Recipe.of("w2", {"dgrad": low["dgrad"]})]
     for linear, recipe in zip((theirs[0], theirs[2]), written, strict=True):

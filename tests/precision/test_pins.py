@@ -54,17 +54,17 @@ def test_under_formats_a_pin_is_the_whole_operator(site: str, recovery: str | No
 def test_a_pin_hits_what_it_names_and_no_other() -> None:
     model = Net()
     pins = {"down_proj": ["fprop"], "layers.2.mlp.down_proj": ["wgrad", "fprop"], "layers.0.attn.q_proj": WHOLE}
-    plan = convert(model, PathSpec.of("sim_e2m1", "bf16", pins=pins))
-    own = {operator.operator_name: operator.pinned for operator in plan.operators if operator.pinned}
+    converted = convert(model, PathSpec.of("sim_e2m1", "bf16", pins=pins))
+    own = {operator.operator_name: operator.pinned for operator in converted.operators if operator.pinned}
     assert own == {
         "layers.0.attn.q_proj": GEMMS,
         **{f"layers.{i}.mlp.down_proj": ("fprop",) for i in (0, 1, 3)},
         "layers.2.mlp.down_proj": ("fprop", "wgrad"),
     }
-    assert "pinned: 8 of 39 GEMMs, 20.5% of their arithmetic" in str(plan).splitlines()[-1]
-    assert "layers.{0,1,3}.mlp.down_proj  (3 units)" in str(plan)
-    assert "  layers.0.attn.q_proj" in brief(plan).splitlines()
-    plan.restore()
+    assert "pinned: 8 of 39 GEMMs, 20.5% of their arithmetic" in str(converted).splitlines()[-1]
+    assert "layers.{0,1,3}.mlp.down_proj  (3 units)" in str(converted)
+    assert "  layers.0.attn.q_proj" in brief(converted).splitlines()
+    converted.restore()
     assert not any(isinstance(module, PathLinear) for module in model.modules()) and not hasattr(
         model.head_proj, "pinned"
     )
@@ -73,29 +73,28 @@ def test_a_pin_hits_what_it_names_and_no_other() -> None:
 def test_what_is_spent_by_hand() -> None:
     model = nn.ModuleDict({"a_proj": nn.Linear(4, 8), "b_proj": nn.Linear(8, 2), "c_proj": nn.Linear(2, 24)})
     areas = {"a": 32, "b": 16, "c": 48}
-    plan = convert(
+    converted = convert(
         model, PathSpec.of("sim_e2m1", "bf16", recovers=["fprop"], pins={"a_proj": ["wgrad"], "b_proj": WHOLE})
     )
-    assert [unit.recoverable for unit in units_of(plan)] == [True, False, True]
-    assert plan.cost.spent() == (pytest.approx((areas["a"] + 3 * areas["b"]) / 288), 0)
-    plan.units[0].switch(True)
-    plan.units[2].switch(True)
-    assert plan.cost.spent()[0] == pytest.approx((2 * areas["a"] + 3 * areas["b"] + areas["c"]) / 288)
-    plan.warmup_steps = 1
-    plan.begin_step(1)
-    assert plan.cost.spent()[0] == 1
-    plan.begin_step(2)
-    assert plan.cost.spent()[0] < 1
+    assert [unit.recoverable for unit in units_of(converted)] == [True, False, True]
+    assert converted.cost.spent() == (pytest.approx((areas["a"] + 3 * areas["b"]) / 288), 0)
+    converted.units[0].switch(True)
+    converted.units[2].switch(True)
+    assert converted.cost.spent()[0] == pytest.approx((2 * areas["a"] + 3 * areas["b"] + areas["c"]) / 288)
+    converted.warmup_steps = 1
+    converted.begin_step(1)
+    assert converted.cost.spent()[0] == 1
+    converted.begin_step(2)
+    assert converted.cost.spent()[0] < 1
 
     model = nn.ModuleDict({"a_proj": nn.Linear(4, 8), "b_proj": nn.Linear(4, 8), "c_proj": nn.Linear(8, 4)})
-    plan = convert(model, PathSpec.of("int4", "int8", pins={"b_proj": WHOLE}))
+    converted = convert(model, PathSpec.of("int4", "int8", pins={"b_proj": WHOLE}))
     for name, width in (("a_proj", 4), ("b_proj", 4), ("c_proj", 8)):
         model[name](torch.randn(5, width))
-    assert plan.cost.spent() == (pytest.approx(1 / 3), 5 * 4 / 2)
-    assert plan.cost.extra_bytes_bound(1) == 5 * 4 / 2 + 5 * 8 / 2
-    plan.units[2].switch(True)
-    assert plan.cost.spent() == (pytest.approx(2 / 3), plan.cost.extra_bytes_bound(1))
-    assert [unit.extra_bytes for unit in units_of(plan)] == [2, 1, 4]
+    assert converted.cost.spent() == (pytest.approx(1 / 3), 5 * 4 / 2)
+    converted.units[2].switch(True)
+    assert converted.cost.spent() == (pytest.approx(2 / 3), 5 * 4 / 2 + 5 * 8 / 2)
+    assert [unit.extra_bytes for unit in units_of(converted)] == [2, 1, 4]
 
 
 @pytest.mark.parametrize(("low", "recovery"), [("int4", "int8"), ("sim_int4", "fp8_hybrid")])
@@ -104,10 +103,10 @@ def test_a_fault_breaks_no_operator_that_is_pinned(low: str, recovery: str) -> N
     for pins in ({}, {"layers.0.*": WHOLE}):
         for windows in ([], [(1, 1)]):
             model = Net(blocks=2)
-            plan = convert(model, PathSpec.of(low, recovery, pins=pins))
+            converted = convert(model, PathSpec.of(low, recovery, pins=pins))
             if windows:
                 schedule = FaultSchedule(
-                    plan, Fault("scale_up", magnitude=64.0), ["layers.0.attn.q_proj"], 1, windows=windows
+                    converted, Fault("scale_up", magnitude=64.0), ["layers.0.attn.q_proj"], 1, windows=windows
                 )
                 schedule.begin_step(1)
             backward(model)

@@ -52,8 +52,8 @@ def test_names_of_recipes_of_ones_own() -> None:
 def test_recipes_in_the_place_of_names() -> None:
     """In code: either path, mixed with names, and under a backend that has their casts."""
     mine = Recipe.of("mine", RECIPES["fp8_hybrid"].words())
-    plan = convert(net(), PathSpec.of(mine, "bf16", targets=["0"], recovers=["wgrad"], backend="scaled_mm"))
-    assert plan.low == replace(mine, backend="scaled_mm") and "mine, scaled_mm" in str(plan)
+    converted = convert(net(), PathSpec.of(mine, "bf16", targets=["0"], recovers=["wgrad"], backend="scaled_mm"))
+    assert converted.low == replace(mine, backend="scaled_mm") and "mine, scaled_mm" in str(converted)
     assert convert(net(), PathSpec.of("sim_e2m1", mine, targets=["0"])).recovery == mine
     attached = attach(net(), low=mine, recovery="bf16", targets=["0"])
     assert attached.converted.low == mine

@@ -42,22 +42,22 @@ def through(
     exact: bool = True,
     **how: bool,
 ) -> tuple[list[Tensor], ConvertedModel]:
-    """Output and gradients of one linear, and its plan."""
+    """Output and gradients of one linear, and the converted model."""
     generator = torch.Generator().manual_seed(0)
     x, w, dy = (X, W, DY) if exact else (torch.randn(t.shape, generator=generator) for t in (X, W, DY))
     net = nn.Sequential(nn.Linear(32, 48, bias=how.get("bias", False)))
     net[0].weight.data.copy_(w)
     if net[0].bias is not None:
         net[0].bias.data.fill_(0.25)
-    plan = convert(net, PathSpec.of(low, recovery, targets=["0"], recovers=recovers or GEMMS, backend=backend))
-    plan.operators[0].switch(recovery is not None)
+    converted = convert(net, PathSpec.of(low, recovery, targets=["0"], recovers=recovers or GEMMS, backend=backend))
+    converted.operators[0].switch(recovery is not None)
     leaf = x.clone().requires_grad_()
     y = net(leaf.view(8, 9, 32))
-    kept, predicted = plan.cost.saved_bytes(), plan.cost.predicted_bytes()
+    kept, predicted = converted.cost.saved_bytes(), converted.cost.predicted_bytes()
     assert kept == predicted
     y.backward(dy.view(8, 9, 48))
     found = [y.detach(), leaf.grad, net[0].weight.grad]
-    return found + ([] if net[0].bias is None else [net[0].bias.grad]), plan
+    return found + ([] if net[0].bias is None else [net[0].bias.grad]), converted
 
 
 @pytest.mark.parametrize("recovers", [None, *RECOVERED], ids=str)
@@ -65,9 +65,9 @@ def through(
 def test_it_is_the_simulation_where_no_sum_is_rounded(low: str, recovers: list[str] | None) -> None:
     """For every combination of GEMMs low or recovered."""
     recovery = None if recovers is None else "bf16"
-    real, plan = through("scaled_mm", low, recovery, recovers)
+    real, converted = through("scaled_mm", low, recovery, recovers)
     simulated, _ = through("simulated", low, recovery, recovers)
-    assert plan.low.backend == "scaled_mm"
+    assert converted.low.backend == "scaled_mm"
     for ours, theirs, gemm in zip(real, simulated, GEMMS, strict=True):
         if recovers is None or gemm not in recovers:
             assert torch.equal(ours, theirs), gemm
@@ -87,29 +87,29 @@ def test_of_any_numbers_it_differs_by_the_order_of_sums() -> None:
 def test_what_is_kept_are_codes_and_their_scale() -> None:
     """As saved tensors, the weight's codes too, so that checkpointing and hooks of saved tensors reach them."""
     net, saved = nn.Sequential(nn.Linear(32, 48)), []
-    plan = convert(net, PathSpec.of("fp8_hybrid", "bf16", targets=["0"], backend="scaled_mm"))
+    converted = convert(net, PathSpec.of("fp8_hybrid", "bf16", targets=["0"], backend="scaled_mm"))
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append((t.dtype, tuple(t.shape))) or t, lambda t: t):
         y = net(X.clone().requires_grad_())
     assert [shape for dtype, shape in saved if dtype.itemsize == 1] == [(48, 32), (72, 32)]
     assert not any(isinstance(value, scaled_mm.Codes) for value in vars(y.grad_fn).values())
-    assert plan.cost.saved_bytes() == plan.cost.predicted_bytes() == 72 * 32 + 4
-    assert plan.cost.spent()[1] == 0
-    plan.operators[0].switch(True)
+    assert converted.cost.saved_bytes() == converted.cost.predicted_bytes() == 72 * 32 + 4
+    assert converted.cost.spent()[1] == 0
+    converted.operators[0].switch(True)
     y = net(X.clone().requires_grad_())
-    assert y.requires_grad and plan.cost.saved_bytes() == plan.cost.predicted_bytes() == 72 * 32 * 4
-    assert plan.cost.spent()[1] == 8 / 8 * 72 * 32
+    assert y.requires_grad and converted.cost.saved_bytes() == converted.cost.predicted_bytes() == 72 * 32 * 4
+    assert converted.cost.spent()[1] == 8 / 8 * 72 * 32
 
 
 def test_delayed_scales_saturate_and_are_counted_alike() -> None:
     counts = []
     for backend in ("scaled_mm", "simulated"):
         net = nn.Sequential(nn.Linear(32, 48))
-        plan = convert(net, PathSpec.of("fp8_delayed", None, targets=["0"], backend=backend))
+        converted = convert(net, PathSpec.of("fp8_delayed", None, targets=["0"], backend=backend))
         for factor in (1.0, 100.0):
-            plan.end_step()
+            converted.end_step()
             net(X * factor).sum().backward()
-        counts.append(plan.saturation()["input"].tolist())
-        assert plan.shared.amax.history[0, 0, :2].tolist() == [X.abs().max() * 100, X.abs().max()]
+        counts.append(converted.saturation()["input"].tolist())
+        assert converted.shared.amax.history[0, 0, :2].tolist() == [X.abs().max() * 100, X.abs().max()]
     assert counts[0] == counts[1] and counts[0][0][0] > 1000
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import gnmr
 from gnmr.attachment import units_of
 from gnmr.control.norms import UnitNorms
 from gnmr.lab.faults.faults import Fault
@@ -77,50 +76,30 @@ def test_the_unit_of_a_name(name: str, expert: str | None, layer: str | None, bl
         ("block", [f"layers.{i}" for i in range(4)]),
     ],
 )
-def test_the_units_of_a_plan(unit: str, names: list[str]) -> None:
-    _, plan = made(unit)
-    assert [group.name for group in plan.units] == [*names, "head_proj"]
-    assert [operator for group in plan.units for operator in group.operators] == plan.operators
-
-
-def test_one_decision_moves_every_operator_of_a_block_and_never_more_than_max_o_blocks() -> None:
-    model = Net()
-    controller = gnmr.attach(model, max_o=2, alpha=1.05, beta=1.02, unit="block")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    seen = set()
-    for step in range(12):
-        backward(model, step)
-        controller.step()
-        active = set(controller.active)
-        seen |= active
-        assert len(active) <= 2
-        for group in controller.converted.units:
-            assert {operator.recovering for operator in group.operators} == {group.name in active}
-        optimizer.step()
-        optimizer.zero_grad()
-    assert len(seen) > 2
+def test_the_units_of_a_model(unit: str, names: list[str]) -> None:
+    _, converted = made(unit)
+    assert [group.name for group in converted.units] == [*names, "head_proj"]
+    assert [operator for group in converted.units for operator in group.operators] == converted.operators
 
 
 def test_a_units_norm_is_that_of_all_its_operators() -> None:
-    model, plan = made("block")
-    units = units_of(plan)
+    model, converted = made("block")
+    units = units_of(converted)
     backward(model)
     norms, observed = UnitNorms([unit.parameters for unit in units])()
     assert observed.all() and norms.shape == (5,)
-    for norm, group in zip(norms, plan.units, strict=True):
+    for norm, group in zip(norms, converted.units, strict=True):
         square = sum(float(p.grad.double().square().sum()) for o in group.operators for p in o.parameters())
         assert float(norm) == pytest.approx(square**0.5, rel=1e-6)
 
 
 def test_a_unit_costs_what_its_operators_cost() -> None:
-    """And so do the extra bytes of Eq. 67: the largest units count."""
     (_, single), (model, blocks) = made("operator"), made("block")
     assert [unit.extra_bytes for unit in units_of(blocks)] == [3 * 16 * 4 / 8] * 4 + [16 * 4 / 8]
     assert sum(unit.extra_bytes for unit in units_of(single)) == sum(unit.extra_bytes for unit in units_of(blocks))
     backward(model)
     blocks.units[1].switch(True)
-    one = 4 / 8 * 8 * 3 * 16
-    assert blocks.cost.spent()[1] == one and blocks.cost.extra_bytes_bound(2) == 2 * one
+    assert blocks.cost.spent()[1] == 4 / 8 * 8 * 3 * 16
     assert all(unit.switch is None for unit in units_of(made("block", recovery=None)[1]))
 
 
@@ -137,17 +116,17 @@ def test_a_unit_costs_what_its_operators_cost() -> None:
 )
 @pytest.mark.filterwarnings("ignore:the recovery path")
 def test_a_recipe_costs_the_bits_of_the_input_that_wgrad_reads(paths, recovers, bits) -> None:
-    plan = convert(Net(), PathSpec.of(*paths, unit="block", recovers=recovers))
+    converted = convert(Net(), PathSpec.of(*paths, unit="block", recovers=recovers))
     expected = [1.0] * 5 if bits is None else [3 * 16 * bits / 8] * 4 + [16 * bits / 8]
-    assert [unit.extra_bytes for unit in units_of(plan)] == expected
+    assert [unit.extra_bytes for unit in units_of(converted)] == expected
 
 
 @pytest.mark.parametrize("paths", [("int4", "int8"), ("sim_e2m1", "fp8_hybrid")], ids=str)
 def test_evidence_of_a_unit_is_that_of_its_operators_together(paths: tuple[str, str]) -> None:
     read = {}
     for unit in ("operator", "block"):
-        model, plan = made(unit, *paths)
-        probe = measure_errors(plan, ("gap_low", "gap_recovery", "mse", "input_std"))
+        model, converted = made(unit, *paths)
+        probe = measure_errors(converted, ("gap_low", "gap_recovery", "mse", "input_std"))
         backward(model)
         read[unit] = probe.read()
     single, blocks = read["operator"], read["block"]
@@ -165,21 +144,21 @@ def test_evidence_of_a_unit_is_that_of_its_operators_together(paths: tuple[str, 
 
 
 def test_a_fault_hits_operators_and_is_told_of_their_unit() -> None:
-    _, plan = made("block")
-    schedule = FaultSchedule(plan, Fault("nan"), ["q_proj"], 10, windows=[(2, 3)])
+    _, converted = made("block")
+    schedule = FaultSchedule(converted, Fault("nan"), ["q_proj"], 10, windows=[(2, 3)])
     assert [(w.unit, w.start, w.end) for w in schedule.windows] == [(f"layers.{i}", 2, 4) for i in range(4)]
-    assert [o.operator_name for o in plan.operators if o.fault] == [f"layers.{i}.attn.q_proj" for i in range(4)]
+    assert [o.operator_name for o in converted.operators if o.fault] == [f"layers.{i}.attn.q_proj" for i in range(4)]
     assert schedule.at(2).tolist() == [True] * 4 + [False] and not schedule.at(5).any()
 
-    model, plan = made("block")
-    FaultSchedule(plan, Fault("nan"), ["layers.1"], 10, windows=[(1, 1)]).begin_step(1)
-    assert sum(operator.fault is not None for operator in plan.operators) == 3
+    model, converted = made("block")
+    FaultSchedule(converted, Fault("nan"), ["layers.1"], 10, windows=[(1, 1)]).begin_step(1)
+    assert sum(operator.fault is not None for operator in converted.operators) == 3
     backward(model)
-    bad = [not group.operators[0].weight.grad.isfinite().all() for group in plan.units]
+    bad = [not group.operators[0].weight.grad.isfinite().all() for group in converted.units]
     assert bad == [False, True, False, False, False]
     model.zero_grad()
-    plan.units[1].switch(True)
+    converted.units[1].switch(True)
     backward(model)
     assert all(p.grad.isfinite().all() for p in model.parameters())
     with pytest.raises(ValueError, match=r"targets \['layers.9'\]: no unit has such a name; there are layers.\*, h"):
-        FaultSchedule(plan, Fault("nan"), ["layers.9"], 10, windows=[(1, 1)])
+        FaultSchedule(converted, Fault("nan"), ["layers.9"], 10, windows=[(1, 1)])

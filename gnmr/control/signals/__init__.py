@@ -1,4 +1,4 @@
-"""Risk signals, one idea a file: `levels` holds those of one value against a threshold.
+"""Risk signals, one idea a file: `levels` holds those of one value against a threshold, `blind` the controls.
 
 docs/signals.md has them in a table and says how to add one.
 """
@@ -10,17 +10,15 @@ from importlib import import_module
 from inspect import Parameter, signature
 from typing import Any, cast
 
-from gnmr.control.signals.always import AlwaysHigh, AlwaysLow
+from gnmr.control.signals.blind import AlwaysHigh, AlwaysLow, BlindSignal, Random, StaticK
 from gnmr.control.signals.gnmr import GnmrSignal
 from gnmr.control.signals.gsnr import Gsnr
 from gnmr.control.signals.jacobian import Jacobian
 from gnmr.control.signals.levels import GradNorm, Mse, Oracle
 from gnmr.control.signals.pin_excess import PinExcess
 from gnmr.control.signals.price import Price
-from gnmr.control.signals.random import Random
 from gnmr.control.signals.recovery_gap import RecoveryGap
-from gnmr.control.signals.signal import BlindSignal, Context, Evidence, LevelSignal, RatioSignal, Signal, SignalBase
-from gnmr.control.signals.static_k import StaticK
+from gnmr.control.signals.signal import Context, Evidence, LevelSignal, RatioSignal, Signal, SignalBase
 from gnmr.errors import did_you_mean
 
 SIGNALS: dict[str, type[SignalBase]] = {

@@ -24,9 +24,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gnmr.control.signals.history import Cumulative, Window, all_finite
+from gnmr.control.device import all_finite
+from gnmr.control.signals.history import Cumulative, Window
 from gnmr.control.signals.signal import Context, Evidence, RatioSignal, ratio
-from gnmr.control.thresholds import Threshold, at, check
+from gnmr.control.spec import Threshold, at, check
 from gnmr.errors import whole
 
 

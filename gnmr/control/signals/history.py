@@ -15,20 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from gnmr.control.norms import waits_for_nothing
+from gnmr.control.device import all_finite
 from gnmr.errors import require
 
 LARGEST: float = torch.finfo(torch.float64).max
-
-
-def all_finite(x: Tensor) -> bool:
-    """Return True if every number (float64) is known to be finite without waiting. It saves most steps selections."""
-    here = x.dtype == torch.float64 and waits_for_nothing(x)
-    return here and bool(np.isfinite(x.detach().numpy()).all())
 
 
 class Stateful:
@@ -57,15 +50,12 @@ class Stateful:
                 f"this signal needs {', '.join(sorted(own)) or 'nothing'}"
             )
         for name, value in own.items():
-            theirs = state[name]
+            theirs, kind = state[name], f"{value.dtype} of shape {tuple(value.shape)}"
             if not isinstance(theirs, Tensor):
-                raise ValueError(f"signal state {name!r} is a {type(theirs).__name__}, this signal needs a tensor")
-            if theirs.shape != value.shape:
-                raise ValueError(
-                    f"signal state {name!r} has shape {tuple(theirs.shape)}, this signal needs {tuple(value.shape)}"
-                )
-            if theirs.is_floating_point() != value.is_floating_point():
-                raise ValueError(f"signal state {name!r} is of {theirs.dtype}, this signal needs {value.dtype}")
+                raise ValueError(f"signal state {name!r} is a {type(theirs).__name__}, this signal needs {kind}")
+            if theirs.shape != value.shape or theirs.is_floating_point() != value.is_floating_point():
+                found = f"{theirs.dtype} of shape {tuple(theirs.shape)}"
+                raise ValueError(f"signal state {name!r} is {found}, this signal needs {kind}")
         for name in self.kept:
             if isinstance(part := getattr(self, name), Stateful):
                 part.check_state(_of_part(name, state))

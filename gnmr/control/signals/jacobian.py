@@ -25,7 +25,7 @@ from torch import Tensor
 
 from gnmr.control.signals.history import Ema
 from gnmr.control.signals.signal import Context, Evidence, RatioSignal, ratio, seen
-from gnmr.control.thresholds import Threshold, check
+from gnmr.control.spec import Threshold, check
 
 
 class Jacobian(RatioSignal):

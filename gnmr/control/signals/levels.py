@@ -18,7 +18,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from gnmr.control.signals.signal import Context, Evidence, LevelSignal
-from gnmr.control.thresholds import Threshold
+from gnmr.control.spec import Threshold
 
 
 class _Value(LevelSignal):

@@ -25,7 +25,7 @@ from torch import Tensor
 from gnmr.control.evidence import EVIDENCE
 from gnmr.control.signals.history import Ema
 from gnmr.control.signals.signal import TINY, Context, Evidence, LevelSignal, seen
-from gnmr.control.thresholds import Threshold
+from gnmr.control.spec import Threshold
 from gnmr.errors import one_of, positive, require, whole
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gnmr.control.signals.history import Ema
 from gnmr.control.signals.signal import Context, Evidence, LevelSignal, seen
-from gnmr.control.thresholds import Threshold
+from gnmr.control.spec import Threshold
 from gnmr.errors import whole
 
 

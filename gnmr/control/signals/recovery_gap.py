@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from gnmr.control.signals.signal import Context, Evidence, LevelSignal, seen
-from gnmr.control.thresholds import Threshold
+from gnmr.control.spec import Threshold
 from gnmr.errors import whole
 
 

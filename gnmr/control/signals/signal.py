@@ -3,14 +3,12 @@
 A signal turns what a step shows of every unit, its evidence, into one number per unit, the risk R; a unit is over its
 threshold if R > 1. `Signal` is all that the controller and the policy know of one. Nearly every signal extends one of
 the classes below it: `SignalBase` (state, options, from columns to risk), `LevelSignal` (a value against a fixed
-level), `RatioSignal` (a value against its own past), `BlindSignal` (a choice that reads no evidence).
+level), `RatioSignal` (a value against its own past); `BlindSignal` (`blind.py`) is a choice that reads no evidence.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -19,10 +17,11 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from gnmr.control.signals.history import LARGEST, Cumulative, Stateful, all_finite
-from gnmr.control.thresholds import Threshold, at, check
-from gnmr.control.units import Unit
-from gnmr.errors import positive, users_level, within
+from gnmr.control.device import all_finite
+from gnmr.control.signals.history import LARGEST, Cumulative, Stateful
+from gnmr.control.spec import Threshold, at, check
+from gnmr.control.unit import Unit
+from gnmr.errors import positive
 
 Evidence: TypeAlias = Mapping[str, Tensor]
 """Of one step: (U,) float64 each, `observed` (U,) bool, on the units' device. `norm` and `observed` are always there,
@@ -68,19 +67,15 @@ class Signal(Protocol):
         at all) and must not enter the history; the risk of an unobserved unit is not read, and its history must stay as
         it is.
         """
-        ...
 
     def thresholds(self, step: int) -> tuple[float | None, ...]:
         """Return the threshold of each column at that step; None for a column that does not trigger."""
-        ...
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return everything that later risks depend on."""
-        ...
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Continue where `state_dict` was taken. Raises ValueError if it is another signal's."""
-        ...
 
 
 class SignalBase(Stateful):
@@ -150,43 +145,6 @@ class RatioSignal(SignalBase):
         super().__init__(context)
         positive(eps=eps)
         self.history, self.eps = history, eps
-
-
-class BlindSignal(SignalBase):
-    """A choice that reads no evidence, so a non-finite norm says nothing to it either: a control, not a detector.
-
-    A chosen unit has a risk above 1, every other one 0. `active_frac` None chooses in every step. Otherwise the choice
-    is switched on in as many of the choices as give that mean fraction of unit-steps with R > 1, spread evenly; it
-    depends on the step number alone. A fraction above what the choice can give warns and is that.
-    """
-
-    def __init__(self, context: Context, active_frac: float | None, most: float, what: str) -> None:
-        """`most` is the share of unit-steps of choosing in every step; `what` says why, for the warning."""
-        super().__init__(context)
-        within(0, 1, or_null=True, active_frac=active_frac)
-        if active_frac is not None and active_frac > most * (1 + 1e-6):
-            text = f"active_frac is above {most:.4g}, the most that {what} gives: it caps there"
-            warnings.warn(text, stacklevel=users_level())
-        self.rate = 1.0 if active_frac is None else min(active_frac / most, 1.0)
-        """Part of the choices in which it chooses anything."""
-
-    def turn(self, step: int) -> int:
-        """Return the number, from 1, of the choice that is in force in that step; a held set has the number of its
-        choice."""
-        return (step - 1) // self.context.hold + 1
-
-    def falls_due(self, step: int, rate: float) -> int:
-        """Return how much of a steady stream of `rate` a choice falls due in the choice of that step."""
-        turn = self.turn(step)
-        return due(turn, rate) - due(turn - 1, rate)
-
-    def thresholds(self, step: int) -> tuple[float | None, ...]:
-        return (None,) * len(self.columns)
-
-
-def due(step: int, rate: float) -> int:
-    """Return how much of a steady stream of `rate` a step has come by the end of `step`, in whole numbers."""
-    return math.floor(step * rate + 1e-9)  # 1e-9: 3 * (1 / 3) is 1
 
 
 def ratio(value: Tensor, level: Tensor, known: Tensor, eps: float, finite: bool | None = None) -> Tensor:

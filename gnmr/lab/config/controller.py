@@ -9,8 +9,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from gnmr.control.spec import COSTS, NO_CAP, ControlSpec, Rules
-from gnmr.control.thresholds import Threshold, TwoStage, check
+from gnmr.control.spec import COSTS, NO_CAP, ControlSpec, Rules, Threshold, TwoStage, check
 from gnmr.errors import as_user_error, require, share, share_of, within
 from gnmr.lab.config.text_checks import folder_name, place, storable
 from gnmr.records.untrusted import opened

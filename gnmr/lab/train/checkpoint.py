@@ -89,8 +89,8 @@ class Checkpointer:
         controller = self._controller.state_dict()
         state = _training_state(self._model, self._optimizer) | {
             # Names and the step count go to meta.json, with the host's numbers.
-            "controller": {k: v for k, v in controller.items() if k not in ("units", "t", "plan")},
-            "plan": controller["plan"],
+            "controller": {k: v for k, v in controller.items() if k not in ("units", "t", "converted")},
+            "plan": controller["converted"],
             "rng": {"cpu": torch.get_rng_state()},
             "extras": {name: extra.state_dict() for name, extra in self._extras.items()},
         }
@@ -192,7 +192,9 @@ class Checkpointer:
         with fitting(path, "run"):
             read(path, meta, state)
             _set_training_state(self._model, self._optimizer, state)
-            self._controller.load_state_dict({**state["controller"], "plan": state["plan"], "units": units, "t": step})
+            self._controller.load_state_dict(
+                {**state["controller"], "converted": state["plan"], "units": units, "t": step}
+            )
             for name, extra in self._extras.items():
                 extra.load_state_dict(state["extras"][name])
             torch.set_rng_state(state["rng"]["cpu"])

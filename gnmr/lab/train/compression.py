@@ -36,7 +36,7 @@ def build_compression(config: Config, model: nn.Module, world: World) -> GreedyL
 
 
 class HeldBack:
-    """The evidence of compressed matrices, a `gnmr.control.measured.Source`: gap_low is `GreedyLore.gap`, gap_recovery
+    """The evidence of compressed matrices, a `gnmr.control.evidence.Source`: gap_low is `GreedyLore.gap`, gap_recovery
     is 0, because a dense mean holds nothing back."""
 
     names = GAPS

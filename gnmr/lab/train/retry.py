@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.attachment.blame import Level, Verdict, explain, find_nonfinite
-from gnmr.attachment.replay import Again, Seen, Start, replaying
+from gnmr.attachment.repeat import Again, Seen, Start, repeating
 from gnmr.distributed.shards import local
 from gnmr.distributed.world import World
 from gnmr.lab.data.batch import Batch
@@ -48,7 +48,7 @@ def look_again(
     router, number = step.router, step.router.t
     loss, norm = float(taken.host["loss"]), float(taken.host["grad_norm"])
     again = Again(router.converted, start, lambda: step.mean_loss(micro_batches), lambda: step.seen(micro_batches))
-    with router.unmeasured(), replaying(router.converted, step.model, start.device):
+    with router.unmeasured(), repeating(router.converted, step.model, start.device):
         if not math.isfinite(loss):
             verdict = find_nonfinite(again, number)
         else:

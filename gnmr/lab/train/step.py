@@ -27,9 +27,10 @@ from torch import Tensor, nn
 
 from gnmr.attachment import Router
 from gnmr.attachment.blame import NO_LEVEL, Level, Levels, Verdict
-from gnmr.attachment.replay import Seen, Start
+from gnmr.attachment.repeat import Seen, Start
 from gnmr.control import Decision, HostPacket
-from gnmr.control.norms import Distinct, UnitNorms, gradient_norms, to_device
+from gnmr.control.device import to_device
+from gnmr.control.norms import Distinct, UnitNorms, gradient_norms
 from gnmr.distributed.reduce import Ranks
 from gnmr.distributed.shards import is_sharded
 from gnmr.distributed.world import ALONE, World

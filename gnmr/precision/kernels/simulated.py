@@ -281,7 +281,7 @@ def refuse_twice(name: str, path: ExecutionPath) -> None:
     if torch.is_grad_enabled() and not casts_nothing(path):
         raise RuntimeError(
             f"{name}: second derivatives (create_graph=True) are not defined on the path {path.name}, whose casts have "
-            "none; run the forward pass within plan.high_precision()"
+            "none; run the forward pass within converted.high_precision()"
         )
 
 

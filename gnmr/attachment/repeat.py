@@ -1,10 +1,10 @@
-"""The passes of one step again, under other paths and without a trace."""
+"""Passes of a converted model besides those of its steps: under either path, or a step's again, without a trace."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,6 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gnmr.control import Unit
+from gnmr.control.evidence import of_shards, part_of, summed
+from gnmr.control.norms import Distinct
+from gnmr.control.ranks import Ranks
 from gnmr.precision import ConvertedModel
 from gnmr.precision.converted import StepMark
 from gnmr.precision.kernels.simulated import in_backward
@@ -56,7 +60,7 @@ class Start:
 
 
 class Again:
-    """The passes of one step again, under other paths. Use it within `replaying`.
+    """The passes of one step again, under other paths. Use it within `repeating`.
 
     `forward()` runs the step's forward passes and returns the mean loss; `both()` forward and backward passes, and
     returns what was `Seen`, without a trace in the gradients. Compiled blocks run uncompiled, as other paths would be
@@ -155,7 +159,7 @@ def compiles() -> bool:
 
 
 @contextmanager
-def replaying(converted: ConvertedModel, model: nn.Module, device: torch.device) -> Iterator[None]:
+def repeating(converted: ConvertedModel, model: nn.Module, device: torch.device) -> Iterator[None]:
     """Inside, passes leave no trace in paths, faults, generators and buffers. Gradients, and what measures
     (`Router.unmeasured`), are the caller's to see to."""
     ran = [(operator, operator.read, operator._node) for operator in converted.operators]
@@ -169,3 +173,38 @@ def replaying(converted: ConvertedModel, model: nn.Module, device: torch.device)
             with torch.no_grad():
                 for buffer, before in buffers:
                     buffer.copy_(before)
+
+
+def true_gap(
+    converted: ConvertedModel,
+    model: nn.Module,
+    units: Sequence[Unit],
+    ranks: Ranks | None,
+    backward: Callable[[], object],
+) -> Tensor:
+    """See `Router.true_gap`; `ranks`: those that may hold parts of the parameters."""
+    gradients: list[list[list[Tensor]]] = []
+    distinct = Distinct(unit.parameters for unit in units)
+    ranks, device = of_shards(distinct.groups, ranks), units[0].parameters[0].device
+    for recovering in (False, True):
+        # Dropout draws in each of them what the step will draw.
+        with converted.no_side_effects(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            for operator in converted.operators:
+                operator.switch(recovering)
+            backward()
+        # If one path leaves a parameter without gradient (an expert without tokens), the other's is the gap.
+        gradients.append(
+            [
+                [part_of(torch.zeros_like(p) if p.grad is None else p.grad, p, ranks).float() for p in group]
+                for group in distinct.groups
+            ]
+        )
+        model.zero_grad(set_to_none=True)
+    nothing = torch.zeros((), dtype=torch.float64, device=device)
+    gaps = torch.stack(
+        [
+            sum(((a - b).square().sum(dtype=torch.float64) for a, b in zip(low, high, strict=True)), nothing)
+            for low, high in zip(*gradients, strict=True)
+        ]
+    )
+    return distinct.of_each(summed(gaps, ranks))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from gnmr.control import Controller, ControlSpec, OutputGradients, Unit
-from gnmr.control.observed import adapters
+from gnmr.control.norms import adapters
 from gnmr.control.ranks import Ranks
 from gnmr.precision import ConvertedModel
 from gnmr.precision.cost import nominal_bits
@@ -44,7 +44,7 @@ def units_of(
     Their costs are `costs`; None: shares of the GEMMs' arithmetic. Their extra bytes are Eq. 5's a token above the low
     path with its pins, with the bits of the input that wgrad reads. 1 where recovery adds none.
 
-    Their parameters are the operators' own; with observe="adapter" (`gnmr.control.observed`) the trainable ones
+    Their parameters are the operators' own; with observe="adapter" (`gnmr.control.norms`) the trainable ones
     below their names in `model`. ValueError for a unit without any, unless it was one `before`: adapters are disabled
     for a while, or the one in force does not reach it, and it keeps its parameters, which have no gradient.
     """
