@@ -162,12 +162,12 @@ def _curve(found: Diagnosis, left: Sequence[Left]) -> dict[str, object]:
     The rules take the same share, so their points stand side by side from it on. The axis of nats is logarithmic
     unless an interval reaches 0.
     """
-    plan, rules = left[1], [(one.share, one.measured, one.label) for one in left[2:]]
+    plan = left[1]
     plans = [(left[0].share, left[0].measured), *found.curve, (plan.share, plan.measured)]
     own = sorted(((share, one) for share, one in plans if one and math.isfinite(one.nats)), key=lambda pair: pair[0])
-    others = [(share, one, label) for share, one, label in rules if one and math.isfinite(one.nats)]
-    others.sort(key=lambda rule: -rule[1].nats)
-    values = [end for one in [*(one for _, one in own), *(one for _, one, _ in others)] for end in _ends(one)]
+    kept = [(one, one.measured) for one in left[1:] if one.measured and math.isfinite(one.measured.nats)]
+    kept.sort(key=lambda pair: -pair[1].nats)
+    values = [end for one in [*(one for _, one in own), *(one for _, one in kept)] for end in _ends(one)]
     values = [*values, found.total] if values else [found.total, found.total / 100]
     lines = [("gate", found.gate or 0.0), ("detection limit", found.limit or 0.0)]
     lines = [(word, at) for word, at in lines if at > 0 and (word == "gate" or at > min(values) / 10)]
@@ -178,7 +178,7 @@ def _curve(found: Diagnosis, left: Sequence[Left]) -> dict[str, object]:
     estimated = [(share, value) for share, value in found.left_by_budget() if value >= low and share < right]
 
     def x(share: float) -> float:
-        return round(64 + 526 * share / right, 1)
+        return round(76 + 514 * share / right, 1)
 
     def y(value: float) -> float:
         part = math.log(max(value, low) / low) / math.log(high / low) if log else (value - low) / (high - low)
@@ -188,11 +188,12 @@ def _curve(found: Diagnosis, left: Sequence[Left]) -> dict[str, object]:
         return kind, across, y(one.nats), *map(y, _ends(one)), with_half(one)
 
     points, labels = [], []
-    beside, last = x(plan.share) + 8 * (len(others) + 2), -math.inf
-    for at, (share, one, label) in enumerate(others, 1):
-        across, last = x(share) + 8 * at, max(y(one.nats), last + 21)
-        points.append(point("rule", across, one))
-        labels.append((across, y(one.nats), beside, last, f"{label} {short(one.nats)}"))
+    beside, last = x(plan.share) + 8 * (len(kept) + 2), -math.inf
+    for at, (choice, one) in enumerate(kept, 1):
+        kind, across = ("plan", x(plan.share)) if choice is plan else ("rule", x(choice.share) + 8 * at)
+        last = max(y(one.nats), last + 21)
+        points.append(point(kind, across, one))
+        labels.append((kind, across, y(one.nats), beside, last, f"{choice.label} {short(one.nats)}"))
     return {
         "across": [(x(share), f"{share * 100:.4g}%") for share in _ticks(0.0, right, False)],
         "up": [(y(value), f"{value:.6g}") for value in _ticks(low, high, log)],
@@ -201,7 +202,6 @@ def _curve(found: Diagnosis, left: Sequence[Left]) -> dict[str, object]:
         "measured": " ".join(f"{x(share)},{y(one.nats)}" for share, one in own),
         "points": [*points, *(point("plan", x(share), one) for share, one in own)],
         "labels": labels,
-        "plan": plan.measured and (x(plan.share), y(plan.measured.nats), short(plan.measured.nats)),
     }
 
 

@@ -44,7 +44,7 @@ def story(found: Diagnosis, width: int) -> Iterator[RenderableType]:
 
 def _heat_map(view: View, width: int) -> Iterator[Text]:
     """Draw a row of shades for each kind, one character for a layer, or for several if they have no room."""
-    yield Text(f"{view.unit} a token by layer: █ half of the largest or more, ▓ a fifth, ▒ a twentieth, ░ less")
+    yield Text(f"{view.unit} by layer: █ 50% of the largest or more, ▓ 20%, ▒ 5%, ░ less")
     rows = {kind: [row for rows in by_layer.values() for row in rows] for kind, by_layer in view.kinds.items()}
     shown = sorted(rows, key=lambda kind: -view.sum(rows[kind]))[:_MOST]
     margin = min(max(map(len, shown), default=0), width // 3)
