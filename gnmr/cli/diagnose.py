@@ -35,6 +35,7 @@ the hub, with data=FILE.txt. Nothing is trained, and nothing written but what ou
   gnmr diagnose my_llama/ data=text.txt recipe=fp8_hybrid html=page.html
   gnmr diagnose my_llama/ data=text.txt plan=plan/plan.json
   gnmr diagnose my_llama/ data=prompts.txt recipe=nvfp4 against=fp8_hybrid gate=0.003
+  gnmr diagnose my_llama/ data=prompts.txt recipe=fp8_hybrid against=fp8_hybrid,*.down_proj:bf16
 """
 NUMBERS = "diagnosis.json"
 
@@ -75,11 +76,13 @@ def main(argv: list[str]) -> int:
     _check_places(asked)
     if config is not None and config.model.adapter.rank:
         raise UserError(f"{place}: has adapters beside its weights; merge them (peft), and diagnose the checkpoint")
+    parts = {key: _parted(asked, key) for key in ("recipe", "against")}
     plan, low = paths_of(asked, config, "nvfp4")
     with as_user_error():
         recipe_of("recovery", asked.recovery)
         if asked.against is not None:
-            recipe_of("against", asked.against)
+            asked.against = parts["against"] | {"*": recipe_of("against", asked.against)}
+    sides = low if low is None or not parts["recipe"] else parts["recipe"] | {"*": low}
     if asked.gate is not None and asked.against is None:
         raise UserError(f"gate={asked.gate}: is between two sides; give against=RECIPE, the trainer's")
 
@@ -90,7 +93,7 @@ def main(argv: list[str]) -> int:
     size = f"{asked.batches} + {asked.held_out} batches of {blocks.size} x {blocks.length} tokens"
     say(printable(f"gnmr: {subject.name}: {size} on {subject.device}"), by_words=True)
     began = time.perf_counter()
-    found = _diagnosed(subject, blocks, asked, plan, low)
+    found = _diagnosed(subject, blocks, asked, plan, sides)
     origin = _origin(subject, asked, blocks, shlex.join(["gnmr", "diagnose", *argv]), time.perf_counter() - began)
     lines: list[str] = []
     try:
@@ -100,6 +103,21 @@ def main(argv: list[str]) -> int:
     for line in lines:
         print_plain(console := for_tables(), printable(line), console.is_terminal)
     return 0
+
+
+def _parted(asked: Namespace, key: str) -> dict[str, str | Recipe]:
+    """{pattern of operators: recipe} of a word such as fp8_hybrid,*.down_proj:bf16, of which the first part stays."""
+    first, *parts = (getattr(asked, key) or "").split(",")
+    found: dict[str, str | Recipe] = {}
+    for part in parts:
+        pattern, colon, name = part.partition(":")
+        if not (pattern and colon and name):
+            raise UserError(f"{key}={part}: must be PATTERN:RECIPE behind the first recipe, as *.down_proj:bf16")
+        with as_user_error():
+            found[pattern] = recipe_of(key, name)
+    if first:
+        setattr(asked, key, first)
+    return found
 
 
 def _nats(name: str, value: str) -> float:
@@ -130,9 +148,7 @@ def _check_places(asked: Namespace) -> None:
             out.rmdir()
 
 
-def _diagnosed(
-    subject: Subject, blocks: Blocks, asked: Namespace, plan: PinPlan | None, low: str | Recipe | None
-) -> Diagnosis:
+def _diagnosed(subject: Subject, blocks: Blocks, asked: Namespace, plan: PinPlan | None, low: Any) -> Diagnosis:
     from gnmr.doctor.diagnose import diagnose
     from gnmr.lab.train.loss import logits_of
 
@@ -211,7 +227,7 @@ def _write(found: Diagnosis, origin: dict[str, Any], asked: Namespace, plan: Pin
 
     files: dict[str, str] = {}
     lines: list[str] = []
-    if asked.out is not None and plan is None:
+    if asked.out is not None and plan is None and not found.sides:
         subject = origin["subject"]["name"]
         made = found.plan(
             provenance={"subject": subject, "command": origin["command"], "commit": f"{origin['commit']}"}

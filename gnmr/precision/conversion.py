@@ -69,7 +69,7 @@ def convert(
         _check_linear(name, module, model, kind)
         for path in known:
             if isinstance(path, Recipe):
-                _check_widths(name, module, path)
+                check_widths(name, module, path)
     check_unit(names, spec.unit)
     if integer:
         _check_weights(spec.weights, known, chosen)
@@ -260,7 +260,7 @@ def _gathered(model: nn.Module, name: str) -> bool:
     return any(isinstance(model.get_submodule(".".join(parts[:i])), FSDPModule) for i in range(len(parts) + 1))
 
 
-def _check_widths(name: str, module: nn.Linear, recipe: Recipe) -> None:
+def check_widths(name: str, module: nn.Linear, recipe: Recipe) -> None:
     """ValueError if a group of elements with one scale would be cut by the linear's widths."""
     widths = {"inputs": module.in_features, "outputs": module.out_features}
     for (kind, width), divisor in zip(widths.items(), recipe.divisors(), strict=True):
