@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
-from gnmr.cli.parser import Parser, one_of, optional, path, recipe_of, text, whole
+from gnmr.cli.parser import Parser, names_of, one_of, optional, path, recipe_of, text, whole
 from gnmr.cli.subject import add_options, asked_of, blocks_for, memory_bound, paths_of
 from gnmr.console import for_tables, print_plain, say, showing
 from gnmr.doctor.plan import PLAN_FILE, budget_of
@@ -58,6 +58,8 @@ def _parser() -> Parser:
     parser.option("batches", whole(2), "batches that are priced", 16)
     parser.option("held_out", whole(0), "batches on which the plan and the usual guesses are measured", 4)
     parser.option("confirm", whole(0), "so many of the highest of either estimate are measured alone", 20)
+    parser.option("include", names_of, "what else is measured, each alone and off the plan: some of head,router,kv", [])
+    parser.option("kv_cast", text, "of keys and values, if include= has kv", "e4m3/tensor")
     parser.option(
         "labels", one_of("model", "data"), "of the backward pass: drawn from the model, or the data's", "model"
     )
@@ -171,6 +173,8 @@ def _diagnosed(subject: Subject, blocks: Blocks, asked: Namespace, plan: PinPlan
             gate=asked.gate,
             labels=asked.labels,
             confirm=asked.confirm,
+            include=asked.include,
+            kv_cast=asked.kv_cast,
             tokens=asked.tokens,
             progress=progress,
         )
@@ -211,6 +215,8 @@ def _show(found: Diagnosis, plan: PinPlan | None, asked: Namespace) -> None:
     if plan is not None and plan.expected is not None:
         expected = f"the plan expected {plan.expected[1]:.4g} nats to be left"
         print_plain(console, f"{expected}; measured here: {found.measured.nats:.4g}", by_words)
+    elif found.against:
+        return
     elif asked.out is not None:
         print_plain(
             console, f"next: gnmr train plan={asked.out}, or gnmr.attach(model, plan={str(asked.out)!r})", by_words

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from itertools import islice
 from os import PathLike
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gnmr.doctor.beside import KINDS, KV_CAST, Beside
 from gnmr.doctor.diagnosis import CURVE, RANDOM_DRAWS, Diagnosis, Measured, Row, intervals, paired
 from gnmr.doctor.guards import as_it_was, refuse_constant, refuse_meta, refuse_not_finite
 from gnmr.doctor.knapsack import GUESSES, Choice
@@ -66,6 +67,8 @@ def diagnose(
     gate: float | None = None,
     labels: str = "model",
     confirm: int = 20,
+    include: Sequence[str] = (),
+    kv_cast: str = KV_CAST,
     tokens: int = 1,
     terms: Callable[[Any], int] | None = None,
     progress: Progress | None = None,
@@ -93,6 +96,8 @@ def diagnose(
         gate: KL a token that two sides may differ by. The plan is then the cheapest that is expected to keep it.
         labels: of the backward pass: "model" draws them from its own predictions; "data" takes the targets or the loss.
         confirm: the so many highest of either estimate have their KL measured.
+        include: what else is measured, each alone and off the plan: head, router, kv (`gnmr.doctor.beside`).
+        kv_cast: of the cache of keys and values, a number format and what shares a scale.
         tokens: one token in so many is priced; with more than 1 there is no estimate by sequence.
         terms: of a batch, how many terms the mean loss has that `run` gives; None: as many as tokens. A model that says
             one thing of a whole text has one a text.
@@ -105,6 +110,8 @@ def diagnose(
     whole(tokens=tokens)
     whole(0, confirm=confirm)
     one_of(("model", "data"), labels=labels)
+    for kind in include:
+        one_of(KINDS, include=kind)
     require(gate is None or gate > 0, "gate", gate, "must be nats of KL a token, above 0")
     require(gate is None or plan is None, "gate", gate, "has no plan of its own under plan=; leave one of them out")
     if against is not None:
@@ -118,12 +125,18 @@ def diagnose(
             if against is not None:  # two sides may be alike, and either may be the coarser
                 warnings.simplefilter("ignore")
             converted = convert(model, spec)
+        beside = None
         try:
             sides = _divided(converted, low_parts, high_parts)
             doctor = _Doctor(converted, model, spec, run, tokens=tokens, labels=labels, terms=terms, gate=gate)
             doctor.known = {"sides": sides, "against": against is not None}
+            if include:
+                assert isinstance(converted.low, Recipe)
+                doctor.beside = beside = Beside(model, include, converted.low, kv_cast)
             return doctor.diagnosis(batches, list(held_out), budget, confirm, progress or (lambda _done, _total: None))
         finally:
+            if beside is not None:
+                beside.restore()
             converted.restore()
 
 
@@ -232,6 +245,9 @@ class _Doctor:
         self._called: set[str] = set()
         self._read: set[str] = set()
         """Operators that were called in any batch, and those whose weight had a gradient."""
+        self.beside: Beside | None = None
+        self._beside: list[dict[str, tuple[float, float]]] = []
+        """What it measured of each batch."""
         self.known: dict[str, Any] = {}
         """What else the diagnosis says."""
         self._done = 0
@@ -274,6 +290,7 @@ class _Doctor:
             recovery=self.spec.recovery or "bf16",
             operators=operators,
             rows=self._rows(kept, samples, in_use, alone),
+            beside=self._rows_beside(confirm, first),
             samples=in_use,
             measured=Measured.of(kls, high, low),
             scores={
@@ -364,6 +381,25 @@ class _Doctor:
                 found[name].append(kl)
         return {name: np.concatenate(kls) for name, kls in found.items()}
 
+    def _rows_beside(self, number: int, batches: Sequence[Any]) -> tuple[Row, ...]:
+        """Of each thing beside its estimates, and of the `number` highest its KL alone."""
+        if not self._beside:
+            return ()
+        samples = {name: np.array([one[name] for one in self._beside]) for name in self._beside[0]}  # (B, 2)
+        highest = sorted(samples, key=lambda name: -samples[name].mean(axis=0).max())[:number]
+        found: dict[str, list[np.ndarray]] = {name: [] for name in highest}
+        for place, batch in enumerate(batches):
+            whole = self._forward(batch, place, recovering=True)
+            for name in highest:
+                if (kl := whole.kl_to(self._forward(batch, place, recovering=True, beside=name))) is not None:
+                    found[name].append(kl)
+        rows = []
+        for name, values in samples.items():
+            by_token, by_sequence = values.mean(axis=0).tolist()
+            interval = tuple(intervals(values)[:, 1].tolist())
+            rows.append(_forward_row(name, by_sequence, interval, by_token, by_sequence, found.get(name)))
+        return tuple(rows)
+
     @torch.no_grad()
     def _limit(self, batch: Any) -> float | None:
         """KL that rounding makes: of the model against itself with each operator's output one rounding apart."""
@@ -371,11 +407,7 @@ class _Doctor:
 
         def apart(_operator: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
             sign = torch.empty_like(output).bernoulli_(0.5, generator=draw) * 2 - 1
-            return (
-                output * (1 + torch.finfo(output.dtype).eps / 2 * sign.float()).to(output.dtype)
-                if (output.dtype == torch.float32)
-                else torch.nextafter(output, torch.inf * sign)
-            )
+            return torch.nextafter(output, torch.inf * sign)
 
         whole = self._forward(batch, 0, recovering=True)
         handles = [operator.register_forward_hook(apart) for operator in self.converted.operators]
@@ -417,13 +449,15 @@ class _Doctor:
         meter.begin_step(place)
         self._measuring(True)
         try:
-            torch.manual_seed(place)
-            whole = output_of(self._run(batch), where)
-            refuse_not_finite(whole.worth, where, self.model)
-            objective, meter.loss_tokens = whole.objective(self._labels, self._draw, where)
-            if meter.loss_tokens is None and self._terms is not None:
-                meter.loss_tokens = self._terms(batch)
-            gradients = torch.autograd.grad(objective, self._weights, allow_unused=True)
+            with nullcontext() if self.beside is None else self.beside.priced(place):
+                torch.manual_seed(place)
+                whole = output_of(self._run(batch), where)
+                refuse_not_finite(whole.worth, where, self.model)
+                objective, meter.loss_tokens = whole.objective(self._labels, self._draw, where)
+                if meter.loss_tokens is None and self._terms is not None:
+                    meter.loss_tokens = self._terms(batch)
+                reached = [*self._weights, *([] if self.beside is None else self.beside.weights)]
+                gradients = torch.autograd.grad(objective, reached, allow_unused=True)[: len(self._weights)]
         finally:
             self._measuring(False)
         unused = all(gradient is None for gradient in gradients)
@@ -439,6 +473,8 @@ class _Doctor:
         del objective, gradients
         if not of_data and place < _NORMED:
             norms = self._norms(batch, place, norms)
+        if self.beside is not None:
+            self._beside.append(self.beside.take(meter.loss_tokens or max(meter.rows)))
         numbers = self._numbers(norms, place)
         self.converted.end_step()
         low = self._forward(batch, place, recovering=False)
@@ -473,13 +509,16 @@ class _Doctor:
         return _norms_of(torch.autograd.grad(loss, self._weights, allow_unused=True))
 
     @torch.no_grad()
-    def _forward(self, batch: Any, place: int, *, recovering: bool, low: PathLinear | None = None) -> Output:
-        """A forward pass with every operator on one path, but for one that is on the `low` path."""
+    def _forward(
+        self, batch: Any, place: int, *, recovering: bool, low: PathLinear | None = None, beside: str | None = None
+    ) -> Output:
+        """A forward pass with every operator on one path, but for one that is on the `low` path, or one `beside`."""
         self._put(recovering)
         if low is not None:
             low.switch(False)
-        torch.manual_seed(place)
-        found = output_of(self._run(batch), f"run of batch {place + 1}", trained=False)
+        with nullcontext() if self.beside is None else self.beside.running(beside):
+            torch.manual_seed(place)
+            found = output_of(self._run(batch), f"run of batch {place + 1}", trained=False)
         self.converted.end_step()
         self._advance(1)
         return found
@@ -523,35 +562,38 @@ class _Doctor:
         }
         rows = []
         for i, operator in enumerate(operators):
-            name, kls = operator.operator_name, alone.get(operator.operator_name)
-            single = None if kls is None else Measured.of([kls], [np.nan], [np.nan])
-            value, interval = means["fprop_in_use"][i], tuple(ends["fprop"][i])
-            if single is not None and single.kl is not None:
-                value, interval = single.kl, (max(0.0, single.kl - single.noise), single.kl + single.noise)
-            rows.append(
-                Row(
-                    name,
-                    "fprop",
-                    value,
-                    interval,
-                    by_token=means["fprop"][i],
-                    by_sequence=means["fprop_sequence"][i] if self.tokens == 1 else None,
-                    measured=None if single is None else single.kl,
-                    input=means["fprop_input"][i],
-                    weight=means["fprop_weight"][i],
-                )
+            name = operator.operator_name
+            row = _forward_row(
+                name,
+                means["fprop_in_use"][i],
+                tuple(ends["fprop"][i]),
+                means["fprop"][i],
+                means["fprop_sequence"][i] if self.tokens == 1 else None,
+                [alone[name]] if name in alone else None,
             )
-            rows += [
-                Row(
-                    name,
-                    gemm,
-                    means[gemm][i],
-                    tuple(ends[gemm][i]),
-                    bias=means[f"{gemm}_bias"][i],
-                )
-                for gemm in GEMMS[1:]
-            ]
+            rows.append(replace(row, input=means["fprop_input"][i], weight=means["fprop_weight"][i]))
+            for gemm in GEMMS[1:]:
+                rows.append(Row(name, gemm, means[gemm][i], tuple(ends[gemm][i]), bias=means[f"{gemm}_bias"][i]))
         return tuple(rows)
+
+
+def _forward_row(
+    name: str,
+    value: float,
+    interval: tuple[float, ...],
+    by_token: float,
+    by_sequence: float | None,
+    kls: Sequence[np.ndarray] | None,
+) -> Row:
+    """The row of an fprop: its value is the mean of the KLs that were measured, if any were."""
+    measured = None
+    if kls:
+        single = Measured.of(kls, [np.nan], [np.nan])
+        assert single.kl is not None
+        measured = value = single.kl
+        interval = max(0.0, value - single.noise), value + single.noise
+    both = interval[0], interval[1]
+    return Row(name, "fprop", value, both, by_token=by_token, by_sequence=by_sequence, measured=measured)
 
 
 def _norms_of(gradients: Iterable[Tensor | None]) -> Tensor:

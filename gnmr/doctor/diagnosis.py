@@ -194,6 +194,8 @@ class Diagnosis:
     """Nats that each of the guesses leaves more than the plan, and half the width of that interval, paired."""
     curve: tuple[tuple[float, Measured], ...] = ()
     """(share of the GEMM time, what is left on the held-out batches) of plans of other budgets."""
+    beside: tuple[Row, ...] = ()
+    """The output head, routers and caches of keys and values that were asked for, each alone; in no sum or plan."""
     limit: float | None = None
     """KL that rounding in the model's own dtype makes, nats a token."""
     against: bool = False
@@ -486,6 +488,7 @@ class Diagnosis:
             "choices": self.compared(),
             "curve": [{"share": share, **one.tree()} for share, one in self.curve],
             "rows": [vars(row) | {"interval": list(row.interval)} for row in self.rows],
+            "beside": [vars(row) | {"interval": list(row.interval)} for row in self.beside],
             "scores": self.scores,
             "operators": {name: list(shape) for name, shape in self.operators.items()},
         }

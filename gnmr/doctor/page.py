@@ -44,13 +44,14 @@ class View:
     def __init__(self, found: Diagnosis) -> None:
         self.found = found
         self.kept: Mapping[str, Sequence[str]] = found.pins or found.choice().pins
+        self.whole = "the rollout against the trainer" if found.against else f"everything on {found.recipe}"
         self.unit = "nats of loss" if found.measured.kl is None else "nats of KL"
         self.top = found.worst()[:TOP]
         self._start = "model." if all(name.startswith("model.") for name in found.operators) else ""
         self.others: list[Row] = []
         """fprop of operators whose names have no layer: a head, those of an `nn.Sequential`."""
         by_kind: dict[tuple[str, str], dict[int, list[Row]]] = {}
-        for row in (row for row in found.rows if row.gemm == "fprop"):
+        for row in (row for row in (*found.rows, *found.beside) if row.gemm == "fprop"):
             parts = row.operator.split(".")
             at = next((i for i, part in enumerate(parts[:-1]) if part.isdecimal()), None)
             if at is None:
@@ -116,13 +117,17 @@ def totals(found: Diagnosis) -> list[str]:
         summed += f", interaction {found.interaction:+.2g}"
         if found.interacts:
             summed += " (large: errors of several GEMMs work together, so only what was measured of a plan is sure)"
+    whole = View(found).whole
     limits = (("detection limit", found.limit), ("gate", found.gate))
     lines = [
-        f"everything on {found.recipe}: {told(found.measured)}",
+        f"{whole}: {told(found.measured)}",
         summed + "".join(f"; {word} {short(value)}" for word, value in limits if value is not None),
     ]
     if found.held_out is not None:
-        lines.append(f"everything on {found.recipe}, held-out batches: {told(found.held_out)}")
+        lines.append(f"{whole}, held-out batches: {told(found.held_out)}")
+    if found.beside:
+        highest = max(found.beside, key=lambda row: row.value)
+        lines.append(f"beside the plan and the sum, each alone: at most {short(highest.value)}, of {highest.operator}")
     stable = found.stability()
     halves = f"rank correlation of one half of the batches with the other: {stable.halves:.2f}"
     if not found.pins:
@@ -149,6 +154,7 @@ def page(found: Diagnosis, title: str, origin: Mapping[str, object]) -> str:
         title=printable(title),
         left=left,
         curve=_curve(found, left) if left else None,
+        fprop=[row for row in (*found.rows, *found.beside) if row.gemm == "fprop"],
         rows={(row.operator, row.gemm): row for row in found.rows},
         coherent={row.operator for row in found.coherent},
         totals=totals(found),

@@ -38,10 +38,10 @@ def diagnosis(layers: int = 30, names: list[str] | None = None, **given: Any) ->
         one, share = value if i in top else None, float(rng.uniform(0.2, 0.8))
         near = (value * 0.85, value * 1.2)
         both = {"input": value * share, "weight": value * (1 - share)}
-        rows.append(Row(name, "fprop", value, near, 0.0, token, sequence, one, **both))
+        rows.append(Row(name, "fprop", value, near, token, sequence, one, **both))
         for gemm in ("dgrad", "wgrad"):
             error = float(rng.lognormal(-4, 1))
-            rows.append(Row(name, gemm, error, (error * 0.9, error * 1.1), 1e-6, bias=float(rng.normal(0, 0.01))))
+            rows.append(Row(name, gemm, error, (error * 0.9, error * 1.1), bias=float(rng.normal(0, 0.01))))
 
     def measured(nats: float, batches: int = 12) -> Measured:
         return Measured(batches, nats, nats / 60, 48, 3.0, 3.0 + 0.9 * nats, nats / 30)

@@ -10,7 +10,7 @@ import pytest
 from plausible import PROJECTIONS, diagnosis
 
 from gnmr.console import Terminal
-from gnmr.doctor.diagnosis import Diagnosis, Measured
+from gnmr.doctor.diagnosis import Diagnosis, Measured, Row
 from gnmr.doctor.page import View, choices, page, shade, totals
 from gnmr.doctor.terminal import story
 
@@ -115,10 +115,10 @@ def test_many_layers_share_a_character() -> None:
 
 
 def test_two_sides_have_a_gate() -> None:
-    found = diagnosis(gate=0.003, total=0.004, recovery="fp8_hybrid")
+    found = diagnosis(against=True, gate=0.003, total=0.004)
     html = page(found, "", {})
     assert found.verdict().startswith("the gate does not hold") and unescape(html).count(found.verdict()) == 1
-    assert 'class="gate"' in html and "kept on fp8_hybrid" in html
+    assert 'class="gate"' in html and "same on both sides" in html
     assert 'class="gate"' not in page(diagnosis(), "", {})
 
 
@@ -149,3 +149,12 @@ def test_a_large_interaction_is_a_warning() -> None:
     found = diagnosis(2, total=0.05, measured=Measured(12, 0.5, 0.01, 48, 3.0, 3.4, 0.01))
     assert found.interacts and "large" in totals(found)[1] and "⚠" in page(found, "", {})
     assert "large" not in totals(diagnosis(2))[1]
+
+
+def test_what_was_measured_beside_the_plan_is_shown_but_not_ranked() -> None:
+    names = ["model.layers.0.self_attn.k_cache", "model.layers.1.self_attn.k_cache", "lm_head"]
+    found = diagnosis(2, beside=tuple(Row(name, "fprop", 9.0, (8.0, 10.0), measured=9.0) for name in names))
+    lines, html = printed(found, 100), page(found, "", {})
+    assert any(line.startswith("k_cache") for line in lines) and any(line.startswith("lm_head 9") for line in lines)
+    assert "All 17 operators" in html and html.count('<i class="cell') == 17
+    assert View(found).top == found.worst()[:10] and any("each alone: " in line for line in totals(found))

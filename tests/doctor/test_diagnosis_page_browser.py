@@ -23,7 +23,7 @@ PAGES = {
     "big": diagnosis,
     "small": lambda: diagnosis(4),
     "names": lambda: diagnosis(names=["0", "3", "lm_head", "a_long_name.of_an_operator.inside_some_module" * 2]),
-    "sides": lambda: diagnosis(gate=0.003, total=0.004),
+    "sides": lambda: diagnosis(against=True, gate=0.003, total=0.004),
 }
 
 

@@ -16,6 +16,8 @@ from gnmr.doctor.diagnosis import Diagnosis
 from gnmr.measure.kl import IGNORED, divergence, draw_labels
 from gnmr.measure.price import measure_prices
 from gnmr.precision import ConvertedModel, PathLinear, PathSpec, convert
+from gnmr.precision.cast import quantize
+from gnmr.precision.recipes import Cast
 
 VOCABULARY, WIDTH, LENGTH = 24, 32, 12
 
@@ -223,3 +225,60 @@ EQUAL = [
 def test_equal_sides_are_silent(rollout: Any, trainer: Any) -> None:
     found = diagnosed(Mixer().eval(), recipe=rollout, against=trainer, gate=1e-9, held_out=())
     assert found.verdict().startswith("the gate holds") and not any(row.value for row in found.worst())
+
+
+class Routed(Mixer):
+    """The same with a router, and a head that is tied to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 2, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens_ST: Tensor) -> Tensor:
+        share = self.router(self.embed(tokens_ST)).softmax(-1)[..., :1]
+        return super().forward(tokens_ST) * share
+
+
+@pytest.mark.parametrize("name", ["head", "router", "k_cache", "v_cache"])
+def test_what_is_beside_the_plan_is_measured_alone(name: str) -> None:
+    model, batches = Routed().eval(), batches_of(40, size=8)
+    kinds = ["kv" if name.endswith("_cache") else name]
+    found = diagnosed(model, include=kinds, kv_cast="int4/row", batches=batches, recipe="sim_int4", held_out=())
+    (row,) = [row for row in found.beside if row.operator.endswith(name)]
+
+    def low(given: Tensor) -> Tensor:
+        rows = given.reshape(-1, given.shape[-1])
+        return quantize(rows, Cast.of("int4/row"), 1)[0].view_as(given)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        return exact(q, low(k) if name == "k_cache" else k, low(v) if name == "v_cache" else v, is_causal=is_causal)
+
+    exact, kls = F.scaled_dot_product_attention, []
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        for batch in batches[:2]:
+            high = model(batch)
+            if name in ("head", "router"):
+                spec = PathSpec(low="sim_int4", recovery="bf16", targets=[name], backend="simulated")
+                converted = convert(model, spec, kept=True)
+                kls.append(kl_by_hand(high, model(batch)).mean(1))
+                converted.restore()
+            else:
+                patch.setattr(F, "scaled_dot_product_attention", attention)
+                kls.append(kl_by_hand(high, model(batch)).mean(1))
+                patch.undo()
+    by_hand = float(torch.cat(kls).mean())
+    if name.endswith("_cache"):  # there are two blocks in this module, of which a name is one cache
+        assert len(found.beside) == 2
+    assert row.measured == pytest.approx(by_hand, rel=1e-3) and row.value == row.measured
+    assert row.by_sequence == pytest.approx(row.measured, rel=0.5) and row.operator not in found.operators
+    assert row.operator not in found.plan().pins
+    assert all(type(module) is nn.Linear for module in (model.head, model.router))
+
+
+def test_an_attention_that_is_not_seen_is_refused() -> None:
+    model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY))
+    with pytest.raises(ValueError, match=r"^include=kv"):
+        diagnosed(model, include=["kv"])
+    with pytest.raises(ValueError, match=r"^include=router"):
+        diagnosed(model, include=["router"])
