@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from gnmr.console import NARROW
-from gnmr.doctor.diagnosis import Diagnosis, nats
-from gnmr.doctor.page import Left, View, choices, shade, short, with_half
+from gnmr.doctor.diagnosis import Diagnosis, Measured, nats
+from gnmr.doctor.page import Left, View, choices, shade, short
 from gnmr.errors import printable
 
 _SHADES = " ░▒▓█"
@@ -79,14 +79,14 @@ def _mark(value: float, largest: float) -> tuple[str, str]:
 
 
 def _top_table(view: View, width: int) -> Table:
-    table = _table("fprop of", "nats", "± 95%")
+    table = _table("fprop of", "nats", "±")
     if width >= NARROW:
         table.add_column("", no_wrap=True)
     for row in view.top:
         value = Text(f"{short(row.value)} ").append(*_mark(row.value, view.top[0].value))
         how = f"{'estimate' if row.measured is None else 'measured'}{' ●' * view.pins([row])}"
         half = (row.interval[1] - row.interval[0]) / 2
-        table.add_row(view.name(row), value, short(half), *([how] if width >= NARROW else []))
+        table.add_row(view.name(row), value, _relative(half, row.value), *([how] if width >= NARROW else []))
     return table
 
 
@@ -98,10 +98,20 @@ def _choices_table(left: Sequence[Left], found: Diagnosis) -> Table:
     )
     for one in left:
         found_left = one.measured
-        cells = [f"≈ {nats(one.estimated)}" if found_left is None else with_half(found_left)]
-        cells += ["-" if found_left is None or found_left.cost is None else f"{found_left.cost:+.3f}"] * losses
+        cells = [f"≈ {nats(one.estimated)}" if found_left is None else _with_relative(found_left)]
+        cells += ["-" if found_left is None or found_left.cost is None else f"{found_left.cost:+.2g}"] * losses
         table.add_row(one.label, *cells, style="bold" if one is left[1] else None)
     return table
+
+
+def _relative(half: float, value: float) -> str:
+    """Return half the width of a 95% interval as a share of the value: small values have long numbers."""
+    return f"{half / abs(value):.0%}" if value and math.isfinite(half / value) else ""
+
+
+def _with_relative(one: Measured) -> str:
+    width = _relative(one.noise, one.nats)
+    return f"{nats(one.nats)} ± {width}" if width else nats(one.nats)
 
 
 def _table(first: str, *others: str) -> Table:

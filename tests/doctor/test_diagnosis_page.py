@@ -10,7 +10,7 @@ import pytest
 from plausible import PROJECTIONS, diagnosis
 
 from gnmr.console import Terminal
-from gnmr.doctor.diagnosis import Diagnosis, Measured, Row
+from gnmr.doctor.diagnosis import Diagnosis, Measured, Row, nats
 from gnmr.doctor.page import View, choices, page, shade, totals
 from gnmr.doctor.terminal import story
 
@@ -89,9 +89,10 @@ def test_every_name_has_a_place() -> None:
     assert html.count('<i class="cell') == 3 and "8 operators, " in html
 
 
+@pytest.mark.parametrize("total", [0.55, 0.0041])
 @pytest.mark.parametrize("width", [100, 80, 60])
-def test_the_terminal_tells_it_too(width: int) -> None:
-    found = diagnosis()
+def test_the_terminal_tells_it_too(width: int, total: float) -> None:
+    found = diagnosis(total=total)
     lines = printed(found, width)
     assert max(map(len, lines)) <= width
     if width == 100:
@@ -105,7 +106,7 @@ def test_the_terminal_tells_it_too(width: int) -> None:
     joined = "\n".join(lines)
     assert all(bare(row.operator) in joined for row in found.worst()[:10])
     plan = found.left["plan"]
-    assert f"{plan.nats:.3f}" in joined and f"{plan.cost:+.3f}" in joined
+    assert nats(plan.nats) in joined and f"{plan.cost:+.2g}" in joined
     assert all(one.label in joined for one in choices(found))
 
 
