@@ -55,8 +55,10 @@ def _parser() -> Parser:
         0.1,
     )
     parser.option("plan", optional, "a plan.json, or its folder: price what it leaves, under its own recipes")
-    parser.option("batches", whole(2), "batches that are priced", 16)
-    parser.option("held_out", whole(0), "batches on which the plan and the usual guesses are measured", 4)
+    parser.option("batches", whole(2), "batches that are priced; default: 16 of a run, 8 of a checkpoint")
+    parser.option(
+        "held_out", whole(0), "batches on which the plan and the usual guesses are measured; default: a quarter as many"
+    )
     parser.option("confirm", whole(0), "so many of the highest of either estimate are measured alone", 20)
     parser.option("include", names_of, "what else is measured, each alone and off the plan: some of head,router,kv", [])
     parser.option("kv_cast", text, "of keys and values, if include= has kv", "e4m3/tensor")
@@ -91,6 +93,8 @@ def main(argv: list[str]) -> int:
     from gnmr.lab.evaluation.subjects import load_subject
 
     subject = load_subject(place, device=asked.device)
+    asked.batches = asked.batches or (16 if config is not None else 8)
+    asked.held_out = asked.batches // 4 if asked.held_out is None else asked.held_out
     blocks = blocks_for(subject, asked, asked.batches, asked.held_out)
     size = f"{asked.batches} + {asked.held_out} batches of {blocks.size} x {blocks.length} tokens"
     say(printable(f"gnmr: {subject.name}: {size} on {subject.device}"), by_words=True)

@@ -30,7 +30,7 @@ _NAMED = 4
 """Operators that a verdict names."""
 LITTLE = 0.01
 """Nats a token: below it nothing has to be kept."""
-CURVE = (0.025, 0.05, 0.1, 0.2, 1 / 3)
+CURVE = (0.05, 0.1, 0.2, 1 / 3)
 """Budgets of plans whose KL is measured too."""
 LABELS = {
     "plan": "the plan, by price",
@@ -42,7 +42,7 @@ LABELS = {
     "gradient norm": "by gradient norm",
 }
 """What choices are called in tables."""
-RANDOM_DRAWS = 3
+RANDOM_DRAWS = 2
 """Of the guess `random`, whose numbers are the mean of them."""
 
 
