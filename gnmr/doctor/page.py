@@ -67,8 +67,11 @@ class View:
         self.kinds = dict(zip(map(printable, labels), by_kind.values(), strict=True))
         """fprop by kind, in the model's order, and layer. Experts of one layer share a cell."""
         self.layers = sorted({layer for by_layer in self.kinds.values() for layer in by_layer})
-        cells = [rows for by_layer in self.kinds.values() for rows in by_layer.values()]
-        self.largest = max(map(self.sum, [*cells, *([row] for row in self.others)]), default=0.0)
+        cells = [rows for by_layer in self.kinds.values() for rows in by_layer.values()] + [
+            [row] for row in self.others
+        ]
+        planned = (self.sum(rows) for rows in cells if rows[0].operator in found.operators)
+        self.largest = max(planned, default=0.0)
 
     @staticmethod
     def sum(rows: Iterable[Row]) -> float:
@@ -165,44 +168,41 @@ def page(found: Diagnosis, title: str, origin: Mapping[str, object]) -> str:
 def _curve(found: Diagnosis, left: Sequence[Left]) -> dict[str, object]:
     """Return what the template draws: nats left by share of the GEMM time, in a picture of 600 x 400.
 
-    The rules take the same share, so their points stand side by side from it on. The axis of nats is logarithmic
-    unless an interval reaches 0.
+    The rules take the same share, so their points stand side by side from it on.
     """
     plan = left[1]
     plans = [(left[0].share, left[0].measured), *found.curve, (plan.share, plan.measured)]
     own = sorted(((share, one) for share, one in plans if one and math.isfinite(one.nats)), key=lambda pair: pair[0])
     kept = [(one, one.measured) for one in left[1:] if one.measured and math.isfinite(one.measured.nats)]
     kept.sort(key=lambda pair: -pair[1].nats)
-    values = [end for one in [*(one for _, one in own), *(one for _, one in kept)] for end in _ends(one)]
-    values = [*values, found.total] if values else [found.total, found.total / 100]
+    ends = [end for one in [*(one for _, one in own), *(one for _, one in kept)] for end in _ends(one)]
+    values = [value for value in (0.0, *ends, found.total, found.gate or 0.0) if math.isfinite(value)]
+    low, high = min(values), max(values) * 1.08 or 1.0
     lines = [("gate", found.gate or 0.0), ("detection limit", found.limit or 0.0)]
-    lines = [(word, at) for word, at in lines if at > 0 and (word == "gate" or at > min(values) / 10)]
-    values += [at for _, at in lines]
-    log = min(values) > 0
-    low, high = (min(values) * 0.8, max(values) * 1.25) if log else (min(*values, 0.0), max(values) * 1.08 or 1.0)
+    lines = [(word, at) for word, at in lines if high / 50 < at < high]
     right = max(2.5 * plan.share, *(1.1 * share for share, _ in own), 0.05)
-    estimated = [(share, value) for share, value in found.left_by_budget() if value >= low and share < right]
+    estimated = [(share, value) for share, value in found.left_by_budget() if value < high and share < right]
 
     def x(share: float) -> float:
         return round(76 + 514 * share / right, 1)
 
     def y(value: float) -> float:
-        part = math.log(max(value, low) / low) / math.log(high / low) if log else (value - low) / (high - low)
-        return round(340 - 328 * part, 1)
+        return round(340 - 328 * (value - low) / (high - low), 1)
 
     def point(kind: str, across: float, one: Measured) -> tuple[object, ...]:
         return kind, across, y(one.nats), *map(y, _ends(one)), with_half(one)
 
     points, labels = [], []
-    beside, last = x(plan.share) + 8 * (len(kept) + 2), -math.inf
+    beside, lowest = x(plan.share) + 8 * (len(kept) + 2), 12.0
     for at, (choice, one) in enumerate(kept, 1):
         kind, across = ("plan", x(plan.share)) if choice is plan else ("rule", x(choice.share) + 8 * at)
-        last = max(y(one.nats), last + 21)
+        down = min(max(y(one.nats), lowest), 332 - 21 * (len(kept) - at))
+        lowest = down + 21
         points.append(point(kind, across, one))
-        labels.append((kind, across, y(one.nats), beside, last, f"{choice.label} {short(one.nats)}"))
+        labels.append((kind, across, y(one.nats), beside, down, f"{choice.label} {short(one.nats)}"))
     return {
-        "across": [(x(share), f"{share * 100:.4g}%") for share in _ticks(0.0, right, False)],
-        "up": [(y(value), f"{value:.6g}") for value in _ticks(low, high, log)],
+        "across": [(x(share), f"{share * 100:.4g}%") for share in _ticks(0.0, right)],
+        "up": [(y(value), f"{value:.6g}") for value in _ticks(low, high)],
         "lines": [(word, y(at), short(at)) for word, at in lines],
         "estimated": " ".join(f"{x(share)},{y(value)}" for share, value in estimated),
         "measured": " ".join(f"{x(share)},{y(one.nats)}" for share, one in own),
@@ -216,14 +216,10 @@ def _ends(one: Measured) -> tuple[float, float]:
     return one.nats - half, one.nats + half
 
 
-def _ticks(low: float, high: float, log: bool) -> list[float]:
+def _ticks(low: float, high: float) -> list[float]:
     """Return round numbers from low to high."""
-    if log:
-        mantissas = (1, 2, 5) if high / low < 300 else (1,)
-        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)))
-        return [at for power in powers for one in mantissas if low <= (at := one * 10.0**power) <= high]
-    unit = 10.0 ** math.floor(math.log10((high - low) / 5))
-    step = unit * next(one for one in (1, 2, 5, 10) if one * unit * 5.001 >= high - low)
+    power = 10.0 ** math.floor(math.log10((high - low) / 5))
+    step = power * next(one for one in (1, 2, 5, 10) if one * power * 5.001 >= high - low)
     return [step * at for at in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 

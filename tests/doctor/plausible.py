@@ -65,7 +65,7 @@ def diagnosis(layers: int = 30, names: list[str] | None = None, **given: Any) ->
         "held_out": measured(0.66 * scale),
         "left": left,
         "apart": {name: ((value - 0.173) * scale, 0.01 * scale) for name, value in rules.items()},
-        "curve": tuple((share, measured(nats * scale)) for share, nats in ((0.05, 0.27), (0.2, 0.08), (0.3, 0.04))),
+        "curve": tuple((share, measured(nats * scale)) for share, nats in ((0.05, 0.27), (0.2, 0.08), (1 / 3, 0.001))),
         "limit": 2e-5,
     }
     return Diagnosis(**options | given)

@@ -124,7 +124,6 @@ def test_two_sides_have_a_gate() -> None:
 
 
 def test_without_logits_it_speaks_of_the_loss() -> None:
-    """An interval that reaches below 0 has a linear axis."""
     found = without_logits()
     html = page(found, "", {})
     assert "nats of loss left" in html and "nats of KL" not in html and "loss increase" not in html
@@ -158,4 +157,5 @@ def test_what_was_measured_beside_the_plan_is_shown_but_not_ranked() -> None:
     lines, html = printed(found, 100), page(found, "", {})
     assert any(line.startswith("k_cache") for line in lines) and any(line.startswith("lm_head 9") for line in lines)
     assert "All 17 operators" in html and html.count('<i class="cell') == 17
-    assert View(found).top == found.worst()[:10] and any("each alone: " in line for line in totals(found))
+    assert View(found).largest == found.worst()[0].value and View(found).top == found.worst()[:10]
+    assert any("each alone: " in line for line in totals(found))
