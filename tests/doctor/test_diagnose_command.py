@@ -80,7 +80,7 @@ def test_a_checkpoint_on_a_text(gnmr, checkpoint: Path, text_file: Path) -> None
     before = digest(checkpoint)
     ended = gnmr("diagnose", str(checkpoint), f"data={text_file}", "recipe=int4", "tokens=2", "held_out=0", *SMALL[:1])
     assert ended.code == 0 and ended.err == "", ended.err
-    assert "3 + 0 batches of 32 x 32 tokens" in ended.out and re.search(r"sim_int4 costs ", ended.out)
+    assert "3 + 0 batches of 16 x 32 tokens" in ended.out and re.search(r"sim_int4 costs ", ended.out)
     assert ended.out.startswith("gnmr: recipe=int4 is a format: read as the recipe sim_int4, which casts everything")
     assert "self_attn.q_proj" in ended.out and digest(checkpoint) == before
     assert not list(Path().iterdir()), "nothing is written without out= and html="
