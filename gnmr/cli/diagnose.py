@@ -105,7 +105,7 @@ def main(argv: list[str]) -> int:
     try:
         lines = _write(found, origin, asked, plan)  # before it is shown: whoever reads that may have left
     finally:
-        _show(found, plan)
+        _show(found, plan, asked)
     for line in lines:
         print_plain(console := for_tables(), printable(line), console.is_terminal)
     return 0
@@ -205,30 +205,28 @@ def _origin(subject: Subject, asked: Namespace, blocks: Blocks, command: str, se
     }
 
 
-def _show(found: Diagnosis, plan: PinPlan | None) -> None:
-    from gnmr.doctor.diagnosis import LITTLE
-    from gnmr.doctor.page import SHOWN, choices_table, operators_table, totals
+def _show(found: Diagnosis, plan: PinPlan | None, asked: Namespace) -> None:
+    from gnmr.doctor.page import totals
+    from gnmr.doctor.terminal import story
 
     console = for_tables()
     by_words = console.is_terminal
-    if found.little:
-        print_plain(console, f"nothing has to be kept: {found.recipe} costs less than {LITTLE} nats here\n", by_words)
-    lead = "fprop: nats of KL a token (share: of all; input, weight: of that cast alone). dgrad, wgrad: relative\n"
-    lead += "squared error of the gradient. The shade: how much of the largest in its column."
-    print_plain(console, lead, by_words)
-    console.print(operators_table(found, found.pins or found.choice().pins, console.width))
-    if (more := len(found.operators) - SHOWN) > 0:
-        print_plain(console, f"... and {more} operators more, which cost less: all in out= and html=", by_words)
-    if not found.pins:
-        console.print(choices_table(found, console.width))
-    for line in totals(found):
+    print_plain(console, f"{printable(found.verdict())}\n", by_words)
+    for part in story(found, console.width):
+        console.print(part)
+    for line in totals(found)[:2]:
         print_plain(console, line, by_words)
     if plan is not None and plan.expected is not None:
-        left = found.measured.nats
         expected = f"the plan expected {plan.expected[1]:.4g} nats to be left"
-        print_plain(console, f"{expected}; measured here: {left:.4g}", by_words)
-    print_plain(console, "")
-    print_plain(console, found.verdict(), by_words)
+        print_plain(console, f"{expected}; measured here: {found.measured.nats:.4g}", by_words)
+    elif found.against:
+        return
+    elif asked.out is not None:
+        print_plain(
+            console, f"next: gnmr train plan={asked.out}, or gnmr.attach(model, plan={str(asked.out)!r})", by_words
+        )
+    elif plan is None and not found.little:
+        print_plain(console, "next: out=FOLDER writes the plan, html=FILE all of this as a page", by_words)
 
 
 def _write(found: Diagnosis, origin: dict[str, Any], asked: Namespace, plan: PinPlan | None) -> list[str]:

@@ -1,209 +1,243 @@
-"""A diagnosis as tables for the terminal, and as one page of HTML that loads nothing.
+"""A diagnosis as one page of HTML (`page.html.j2`) that loads nothing and runs no script.
 
-A cell's shade, a character and a colour, says how much of the largest in its column it is: █ half and more, ▓ a fifth,
-▒ a twentieth, ░ less.
+`View` and the functions beside it say what the terminal shows too (terminal.py): where operators stand in the heat map,
+what is left under the plan and the usual rules, and the totals.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
-from rich import box
-from rich.table import Table
-from rich.text import Text
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from gnmr.console import NARROW
 from gnmr.doctor.diagnosis import LABELS, Diagnosis, Measured, Row, nats
 from gnmr.errors import printable
-from gnmr.names import GEMMS
 
-_SHADES = " ░▒▓█"
-_STEPS = (0.05, 0.2, 0.5)
-_STYLES = ("dim", "blue", "cyan", "yellow", "bold red")
-ALL_COLUMNS = 100
-"""Columns of a terminal from which all of the table's are shown."""
-SHOWN = 30
-"""Operators of a table on the terminal."""
+TOP = 10
+"""GEMMs that are named."""
+_STEPS = (0.02, 0.05, 0.1, 0.2, 0.5)
+"""Shares of the largest value from which a cell has the next colour."""
 
 
-def shade(value: float, largest: float) -> int:
-    """0 (nothing) to 4."""
-    if not value > 0:
-        return 0
-    return 1 + sum(value >= step * largest for step in _STEPS)
+@dataclass(frozen=True)
+class Left:
+    """What is left when fprop of some operators stays on the recovery path."""
+
+    label: str
+    share: float
+    """Of the GEMM time, which these operators take."""
+    estimated: float
+    """Sum of the values of the others, nats."""
+    measured: Measured | None
+    """On the held-out batches."""
+    apart: tuple[float, float] | None
+    """Nats more than under the plan, and half the width of the 95% interval."""
 
 
-_HEADINGS = ("fprop", "± 95 %", "share", "input", "weight", "dgrad", "wgrad", "kept")
-_CHOICES = ("fprop in 16 bits", "of the GEMM time", "price left", "measured", "whole operators: price left")
+class View:
+    """A diagnosis as a heat map of layers by kinds of operators, such as `q_proj`, and what the plan keeps of it."""
+
+    def __init__(self, found: Diagnosis) -> None:
+        self.found = found
+        self.kept: Mapping[str, Sequence[str]] = found.pins or found.choice().pins
+        self.whole = "the rollout against the trainer" if found.against else f"everything on {found.recipe}"
+        self.unit = "nats of loss" if found.measured.kl is None else "nats of KL"
+        self.top = found.worst()[:TOP]
+        self._start = "model." if all(name.startswith("model.") for name in found.operators) else ""
+        self.others: list[Row] = []
+        """fprop of operators whose names have no layer: a head, those of an `nn.Sequential`."""
+        by_kind: dict[tuple[str, str], dict[int, list[Row]]] = {}
+        for row in (row for row in (*found.rows, *found.beside) if row.gemm == "fprop"):
+            parts = row.operator.split(".")
+            at = next((i for i, part in enumerate(parts[:-1]) if part.isdecimal()), None)
+            if at is None:
+                self.others.append(row)
+                continue
+            inner = ["*" if part.isdecimal() else part for part in parts[at + 1 : -1]]
+            kind = ".".join(parts[:at]), ".".join([*inner, parts[-1]])
+            by_kind.setdefault(kind, {}).setdefault(int(parts[at]), []).append(row)
+        labels = [kind.rpartition(".")[2] for _, kind in by_kind]
+        if len(set(labels)) < len(labels):
+            several = len({start for start, _ in by_kind}) > 1
+            labels = [f"{start}.{kind}" if several else kind for start, kind in by_kind]
+        self.kinds = dict(zip(map(printable, labels), by_kind.values(), strict=True))
+        """fprop by kind, in the model's order, and layer. Experts of one layer share a cell."""
+        self.layers = sorted({layer for by_layer in self.kinds.values() for layer in by_layer})
+        cells = [rows for by_layer in self.kinds.values() for rows in by_layer.values()] + [
+            [row] for row in self.others
+        ]
+        planned = (self.sum(rows) for rows in cells if rows[0].operator in found.operators)
+        self.largest = max(planned, default=0.0)
+
+    @staticmethod
+    def sum(rows: Iterable[Row]) -> float:
+        """Return the sum of the values."""
+        return math.fsum(row.value for row in rows)
+
+    def pins(self, rows: Iterable[Row]) -> int:
+        """Return how many of these GEMMs stay on the recovery path."""
+        return sum(row.gemm in self.kept.get(row.operator, ()) for row in rows)
+
+    def name(self, row: Row) -> str:
+        """Return the operator's name without the `model.` that all of them share."""
+        return printable(row.operator.removeprefix(self._start))
+
+    def colour(self, rows: Iterable[Row]) -> int:
+        """Return the number of the cell's colour."""
+        return shade(self.sum(rows), self.largest, _STEPS)
 
 
-def _columns(width: int) -> tuple[str, ...]:
-    """Which of the columns a terminal has room for beside whole names; what is left out is in diagnosis.json."""
-    if width < NARROW:
-        return "fprop", "kept"
-    return _HEADINGS if width >= ALL_COLUMNS else ("fprop", "share", "dgrad", "wgrad", "kept")
+def shade(value: float, largest: float, steps: Sequence[float]) -> int:
+    """Return 0 for nothing, up to one more than there are steps for the largest."""
+    return 1 + sum(value >= step * largest for step in steps) if value > 0 else 0
 
 
-def operators_table(found: Diagnosis, kept: Mapping[str, Sequence[str]], width: int = ALL_COLUMNS) -> Table:
-    """Show operators, the most expensive fprop first. `kept`: GEMMs that stay on the recovery path, fprop alone as ●.
-    width: columns of the terminal."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.add_column("operator", overflow="fold")
-    shown = _columns(width)
-    for heading in shown:
-        table.add_column(heading, justify="left" if heading == "kept" else "right", no_wrap=True)
-    rows = {(row.operator, row.gemm): row for row in found.rows}
-    largest = _largest(found)
-    start = "model." if all(name.startswith("model.") for name in found.operators) else ""
-    for row in found.worst()[:SHOWN]:
-        own = list(kept.get(row.operator, ()))
-        cells: dict[str, Text | str] = {gemm: _shaded(rows[row.operator, gemm], largest[gemm]) for gemm in GEMMS} | {
-            "± 95 %": _short((row.interval[1] - row.interval[0]) / 2),
-            "share": f"{found.saved[row.operator, 'fprop'] / found.total:.0%}" if found.total > 0 else "-",
-            "input": _short(row.input or 0.0),
-            "weight": _short(row.weight or 0.0),
-            "kept": "●" if own == ["fprop"] else ",".join(own),
-        }
-        table.add_row(Text(printable(row.operator.removeprefix(start))), *(cells[heading] for heading in shown))
-    return table
-
-
-def choices_table(found: Diagnosis, width: int = ALL_COLUMNS) -> Table:
-    """Show what the plan and the usual guesses leave at the same cost; in a narrow terminal without that of whole
-    operators."""
-    shown = (0, 2, 3) if width < NARROW else range(len(_CHOICES))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for i in shown:
-        table.add_column(_CHOICES[i], justify="right" if i else "left", no_wrap=i == 0)
-    for row in _choices(found):
-        table.add_row(*(row[i] for i in shown))
-    return table
+def choices(found: Diagnosis) -> list[Left]:
+    """Return what is left without pins, under the plan, and under the usual rules; [] under a plan's pins."""
+    if found.pins:
+        return []
+    made = [Left("nothing kept", 0.0, found.total, found.held_out, None)]
+    for name, own in {"plan": [found.choice()], **found.guesses()}.items():
+        share, after = (float(np.mean([getattr(one, what) for one in own])) for what in ("share", "after"))
+        made.append(Left(LABELS[name], share, after, found.left.get(name), found.apart.get(name)))
+    return made
 
 
 def totals(found: Diagnosis) -> list[str]:
-    """Lines below the tables."""
-    lines = [f"measured: {_measured(found.measured, found)}"]
+    """Return lines about the diagnosis as a whole, the two most important ones first."""
+
+    def told(one: Measured) -> str:
+        rise = f"; loss {one.high:.4f} to {one.low:.4f}, {loss(one)}" if one.high is not None else ""
+        value = f"{with_half(one)} nats of KL" if one.kl is not None else "no KL, as there are no logits"
+        return f"{value}{rise}; {one.batches} batches"
+
+    summed = f"single values add up to {nats(found.total)} nats"
+    if found.interaction is not None:
+        summed += f", interaction {found.interaction:+.2g}"
+        if found.interacts:
+            summed += " (large: errors of several GEMMs work together, so only what was measured of a plan is sure)"
+    whole = View(found).whole
+    limits = (("detection limit", found.limit), ("gate", found.gate))
+    lines = [
+        f"{whole}: {told(found.measured)}",
+        summed + "".join(f"; {word} {short(value)}" for word, value in limits if value is not None),
+    ]
     if found.held_out is not None:
-        lines.append("; ".join([f"held out: {_measured(found.held_out, found)}", *filter(None, [found.rival()])]))
-    if (more := found.interaction) is not None:
-        warning = ", which is large: a failure that only the assembled model shows" if found.interacts else ""
-        lines.append(f"all GEMMs alone add up to {nats(found.total)} nats; interaction {more:+.2g}{warning}")
+        lines.append(f"{whole}, held-out batches: {told(found.held_out)}")
     if found.beside:
-        highest = sorted(found.beside, key=lambda row: -row.value)[:5]
-        told = ", ".join(f"{row.operator} {_short(row.value)}" for row in highest)
-        lines.append(f"beside the plan, each alone: {told}")
+        highest = max(found.beside, key=lambda row: row.value)
+        lines.append(f"beside the plan and the sum, each alone: at most {short(highest.value)}, of {highest.operator}")
     stable = found.stability()
-    halves = f"the order of one half of the batches and the other: Spearman {stable.halves:.2f}"
+    halves = f"rank correlation of one half of the batches with the other: {stable.halves:.2f}"
     if not found.pins:
-        halves += f"; the top {stable.top} by price per cost are the same in {stable.same:.0%} of bootstrap draws"
+        halves += f"; the same {stable.top} operators are on top in {stable.same:.0%} of bootstrap draws"
     lines.append(halves)
     for gemm in ("dgrad", "wgrad"):
         worst = [row for row in found.worst(gemm)[:3] if row.value > 0]
-        told = ", ".join(f"{row.operator} {_short(row.value)} (bias {row.bias or 0.0:+.1g})" for row in worst)
-        lines.append(f"largest relative squared errors of {gemm}: {told or 'none'}")
+        words = ", ".join(f"{row.operator} {short(row.value)} (bias {row.bias or 0.0:+.1g})" for row in worst)
+        lines.append(f"largest relative squared errors of {gemm}: {words or 'none'}")
     return [*lines, *found.left_out()]
 
 
 def page(found: Diagnosis, title: str, origin: Mapping[str, object]) -> str:
-    """The page: verdict, heat map of operators x GEMMs in the model's order, choices, totals, where it comes from."""
-    kept = found.pins or found.choice().pins
-    largest = _largest(found)
-    rows = []
-    for at in range(0, len(found.rows), len(GEMMS)):
-        own = found.rows[at : at + len(GEMMS)]
-        pinned = kept.get(own[0].operator, ())
-        cells = "".join(
-            f'<td class="s{shade(row.value, largest[row.gemm])}" title="{escape(_hint(row))}">'
-            f"{_short(row.value)}{' ●' if row.gemm in pinned else ''}</td>"
-            for row in own
-        )
-        rows.append(f"<tr><th>{escape(printable(own[0].operator))}</th>{cells}</tr>")
-    tables = [_table(("operator", "fprop, nats", "dgrad", "wgrad"), rows)]
-    if choices := _choices(found):
-        numbers = ["".join(f"<td>{cell}</td>" for cell in row[1:-1]) for row in choices]
-        named = zip(choices, numbers, strict=True)
-        tables.append(_table(_CHOICES[:-1], [f"<tr><th>{escape(row[0])}</th>{cells}</tr>" for row, cells in named]))
-    lines = "".join(f"<li>{escape(line)}</li>" for line in totals(found))
-    told = "".join(f"<li>{escape(key)}: {escape(printable(value))}</li>" for key, value in origin.items())
-    return _PAGE.format(
-        title=escape(printable(title)),
-        verdict=escape(found.verdict()),
-        tables="\n".join(tables),
-        totals=lines,
-        origin=told,
+    """Return the page; `origin` says where its numbers come from."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    for function in (nats, short, half_width, with_half, loss, printable):
+        environment.filters[function.__name__] = function
+    left = choices(found)
+    return environment.get_template("page.html.j2").render(
+        found=found,
+        view=View(found),
+        title=printable(title),
+        left=left,
+        curve=_curve(found, left) if left else None,
+        fprop=[row for row in (*found.rows, *found.beside) if row.gemm == "fprop"],
+        rows={(row.operator, row.gemm): row for row in found.rows},
+        coherent={row.operator for row in found.coherent},
+        totals=totals(found),
+        origin=origin,
     )
 
 
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{title}</title>
-<style>
-body {{ font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }}
-.verdict {{ font-size: 1.1rem; }}
-table {{ border-collapse: collapse; margin: 1.5rem 0; font-variant-numeric: tabular-nums; font-size: .9rem; }}
-th {{ text-align: left; font-weight: 500; padding: .2rem 1rem .2rem 0; }}
-td {{ text-align: right; padding: .2rem .7rem; border: 1px solid #fff; }}
-.s1 {{ background: #fff3e6; }} .s2 {{ background: #fdd0a2; }} .s3 {{ background: #fd8d3c; }}
-.s4 {{ background: #a63603; color: #fff; }}
-li {{ color: #555; font-size: .88rem; }}
-</style></head><body>
-<h1>{title}</h1>
-<p class="verdict">{verdict}.</p>
-<p>fprop: nats a token, on the loss now. dgrad, wgrad: relative squared error of the gradient that is handed on. The
-darker, the more of the largest in its column. ● is in 16 bits under the plan.</p>
-{tables}
-<ul>{totals}</ul>
-<ul>{origin}</ul>
-</body></html>
-"""
+def _curve(found: Diagnosis, left: Sequence[Left]) -> dict[str, object]:
+    """Return what the template draws: nats left by share of the GEMM time, in a picture of 600 x 400.
+
+    The rules take the same share, so their points stand side by side from it on.
+    """
+    plan = left[1]
+    plans = [(left[0].share, left[0].measured), *found.curve, (plan.share, plan.measured)]
+    own = sorted(((share, one) for share, one in plans if one and math.isfinite(one.nats)), key=lambda pair: pair[0])
+    kept = [(one, one.measured) for one in left[1:] if one.measured and math.isfinite(one.measured.nats)]
+    kept.sort(key=lambda pair: -pair[1].nats)
+    ends = [end for one in [*(one for _, one in own), *(one for _, one in kept)] for end in _ends(one)]
+    values = [value for value in (0.0, *ends, found.total, found.gate or 0.0) if math.isfinite(value)]
+    low, high = min(values), max(values) * 1.08 or 1.0
+    lines = [("gate", found.gate or 0.0), ("detection limit", found.limit or 0.0)]
+    lines = [(word, at) for word, at in lines if high / 50 < at < high]
+    right = max(2.5 * plan.share, *(1.1 * share for share, _ in own), 0.05)
+    estimated = [(share, value) for share, value in found.left_by_budget() if value < high and share < right]
+
+    def x(share: float) -> float:
+        return round(76 + 514 * share / right, 1)
+
+    def y(value: float) -> float:
+        return round(340 - 328 * (value - low) / (high - low), 1)
+
+    def point(kind: str, across: float, one: Measured) -> tuple[object, ...]:
+        return kind, across, y(one.nats), *map(y, _ends(one)), with_half(one)
+
+    points, labels = [], []
+    beside, lowest = x(plan.share) + 8 * (len(kept) + 2), 12.0
+    for at, (choice, one) in enumerate(kept, 1):
+        kind, across = ("plan", x(plan.share)) if choice is plan else ("rule", x(choice.share) + 8 * at)
+        down = min(max(y(one.nats), lowest), 332 - 21 * (len(kept) - at))
+        lowest = down + 21
+        points.append(point(kind, across, one))
+        labels.append((kind, across, y(one.nats), beside, down, f"{choice.label} {short(one.nats)}"))
+    return {
+        "across": [(x(share), f"{share * 100:.4g}%") for share in _ticks(0.0, right)],
+        "up": [(y(value), f"{value:.6g}") for value in _ticks(low, high)],
+        "lines": [(word, y(at), short(at)) for word, at in lines],
+        "estimated": " ".join(f"{x(share)},{y(value)}" for share, value in estimated),
+        "measured": " ".join(f"{x(share)},{y(one.nats)}" for share, one in own),
+        "points": [*points, *(point("plan", x(share), one) for share, one in own)],
+        "labels": labels,
+    }
 
 
-def _table(heads: Iterable[str], rows: Iterable[str]) -> str:
-    head = "".join(f"<th>{escape(one)}</th>" for one in heads)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+def _ends(one: Measured) -> tuple[float, float]:
+    half = one.noise if math.isfinite(one.noise) else 0.0
+    return one.nats - half, one.nats + half
 
 
-def _choices(found: Diagnosis) -> list[tuple[str, ...]]:
-    """Return the cells of `_CHOICES` for the plan and the guesses; [] under pins."""
-    whole = {} if found.pins else found.guesses(gemms=GEMMS)
-    rows = []
-    for name, own in found.compared().items():
-        left = float(np.mean([one.after for one in whole[name]])) if name in whole else None
-        numbers = (own["price_left"], own["kl_left"] if own["kl_left"] is not None else own["loss_left"], left)
-        rows.append((LABELS[name], f"{own['share']:.1%}", *("-" if one is None else nats(one) for one in numbers)))
-    return rows
+def _ticks(low: float, high: float) -> list[float]:
+    """Return round numbers from low to high."""
+    power = 10.0 ** math.floor(math.log10((high - low) / 5))
+    step = power * next(one for one in (1, 2, 5, 10) if one * power * 5.001 >= high - low)
+    return [step * at for at in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def _largest(found: Diagnosis) -> dict[str, float]:
-    return {gemm: max(row.value for row in found.rows if row.gemm == gemm) for gemm in GEMMS}
+def short(value: float | None) -> str:
+    """Return the number with two significant digits."""
+    return "-" if value is None else "0" if value == 0 else f"{value:.2g}"
 
 
-def _shaded(row: Row, largest: float) -> Text:
-    place = shade(row.value, largest)
-    return Text(f"{_short(row.value)} {_SHADES[place]}", style=_STYLES[place])
+def half_width(noise: float) -> str:
+    """Return half the width of a 95% interval, where there is one."""
+    return f" ± {short(noise)}" if math.isfinite(noise) else ""
 
 
-def _hint(row: Row) -> str:
-    ends = f"95 %: {_short(row.interval[0])} to {_short(row.interval[1])}"
-    if row.gemm == "fprop":
-        return f"{ends}; input alone {_short(row.input or 0.0)}, weight alone {_short(row.weight or 0.0)}"
-    return f"{ends}; bias {row.bias or 0.0:+.1g}"
+def with_half(one: Measured) -> str:
+    """Return what a path costs."""
+    return nats(one.nats) + half_width(one.noise)
 
 
-def _measured(one: Measured, found: Diagnosis) -> str:
-    words = []
-    if one.kl is not None:
-        words.append(f"KL {nats(one.kl)} ± {nats(one.noise)} nats a token ({one.sequences} sequences)")
-    if one.cost is not None:
-        noise = f" ± {one.loss_noise:.4f}" if np.isfinite(one.loss_noise) else ""
-        losses = f"{found.recovery} {one.high:.4f}, {found.recipe} {one.low:.4f}"
-        words.append(f"loss {one.cost:+.4f}{noise} ({losses}; {one.batches} batches)")
-    return ", ".join(words)
-
-
-def _short(value: float) -> str:
-    """Two digits that count."""
-    return "0" if value == 0 else f"{value:.2g}"
+def loss(one: Measured | None) -> str:
+    """Return by how much the loss rises."""
+    return "-" if one is None or one.cost is None else f"{one.cost:+.3g}{half_width(one.loss_noise)}"
