@@ -104,7 +104,7 @@ def test_a_checkpoint_on_a_text(gnmr, checkpoint: Path, text_file: Path) -> None
         (["block=17"], "block=17: the model reads 16 tokens at the most"),
         (["data=nowhere.txt"], "data=nowhere.txt: there is no such file"),
         (["data=short.txt"], "data=short.txt: has 0 blocks of 16 tokens and needs "),
-        (["data=binary.txt"], "data=binary.txt: is a binary file: it is not UTF-8 (invalid"),
+        (["data=binary.txt"], "data=binary.txt: is not UTF-8"),
         (["data=pipe.txt"], "data=pipe.txt: is no file"),
         (["out=other.json"], "out=other.json: must be a folder in a folder that exists"),
         (["second"], "diagnose: name one run folder or checkpoint"),
