@@ -125,6 +125,7 @@ def test_half_characters_are_replaced(config: Make, tmp_path: Path) -> None:
         ("a.json", b"[\n" + b" " * 20_000 + b"]", "JSON of more than 10000 bytes must have a row a line"),
         ("a.txt", b"a " * 10_000, "a document of more than 10000 bytes; split it"),
     ],
+    ids=["gzip", "json", "text"],
 )
 def test_what_is_held_whole_is_bounded(
     name: str, content: bytes, message: str, config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
