@@ -203,13 +203,13 @@ def _of_checkpoint(state: Mapping[str, Any]) -> tuple[dict[str, Any] | None, tup
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values as YAML can hold them; an object is replaced by its name."""
 
-    def told(value: Any) -> Any:
+    def as_plain(value: Any) -> Any:
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, Mapping):
-            return {str(key): told(one) for key, one in value.items()}
+            return {str(key): as_plain(one) for key, one in value.items()}
         if isinstance(value, Sequence):
-            return [told(one) for one in value]
+            return [as_plain(one) for one in value]
         return str(getattr(value, "name", None) or getattr(value, "__name__", None) or type(value).__name__)
 
-    return {key: told(value) for key, value in values.items()}
+    return {key: as_plain(value) for key, value in values.items()}

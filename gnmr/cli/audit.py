@@ -166,10 +166,10 @@ def _as_trained(subject: Subject, config: Config, lists: dict[str, list[str]]) -
     from gnmr.lab.train.checkpoint import load_model
     from gnmr.lab.train.model import build_converted
 
-    if subject.plan is None:
-        subject.plan = build_converted(subject.model, config.precision, config.training.seed)
-        load_model(Path(subject.name) / "checkpoints", subject.model, subject.plan)
-    for operator in subject.plan.operators:
+    if subject.converted is None:
+        subject.converted = build_converted(subject.model, config.precision, config.training.seed)
+        load_model(Path(subject.name) / "checkpoints", subject.model, subject.converted)
+    for operator in subject.converted.operators:
         operator.switch(False)
     lists |= {"targets": list(config.precision.targets)} | (
         {"pins": list(config.precision.pins)} if config.precision.pins else {}
@@ -185,7 +185,7 @@ def _on_plan(subject: Subject, plan: PinPlan, lists: dict[str, list[str]], where
     with as_user_error():
         spec = PathSpec(**plan.paths())
         plan.refuse_other(f"plan={where}", operator_shapes(subject.model, spec))
-        subject.plan = convert(subject.model, spec)
+        subject.converted = convert(subject.model, spec)
     lists |= {"targets": list(spec.targets)} | ({"pins": list(spec.pins)} if spec.pins else {})
 
 
@@ -206,7 +206,7 @@ def _planned(subject: Subject, recipe: str, lists: dict[str, list[str]]) -> None
     if not targets:
         raise UserError(f"recipe={recipe}: the lists leave no linear to convert")
     with as_user_error():
-        subject.plan = convert(subject.model, PathSpec.of(recipe, None, targets=targets, backend="simulated"))
+        subject.converted = convert(subject.model, PathSpec.of(recipe, None, targets=targets, backend="simulated"))
 
 
 def _show(found: Audit, name: str, table: bool) -> None:

@@ -158,8 +158,8 @@ def _diagnosed(subject: Subject, blocks: Blocks, asked: Namespace, plan: PinPlan
     from gnmr.doctor.diagnose import diagnose
     from gnmr.lab.train.loss import logits_of
 
-    if subject.plan is not None:  # a fine-tuned run's own paths
-        subject.plan.restore()
+    if subject.converted is not None:  # a fine-tuned run's own paths
+        subject.converted.restore()
     if asked.dtype == "float32":
         subject.model.float()
     right = f"diagnose: out of memory at batch_size={blocks.size}: use a smaller one, or block="

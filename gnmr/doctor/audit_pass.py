@@ -42,11 +42,11 @@ def measured_pass(
     read: set[int] = set()
     passes = 2 * len(operators)
 
-    def tell(done: int) -> None:
+    def report(done: int) -> None:
         if progress is not None:
             progress(min(done, passes), passes)
 
-    with as_it_was(model), _quiet(operators), watching(operators, tell) as watch:
+    with as_it_was(model), _quiet(operators), watching(operators, report) as watch:
         torch.manual_seed(0)
         loss = scalar(loss_of_batch(batch), "loss_of_batch", bool(trained))
         require(watch.ran, "loss_of_batch", "...", "its loss does not run the linears of this model")

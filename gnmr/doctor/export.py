@@ -75,7 +75,7 @@ def torchao(plan: PinPlan) -> Export:
     """A Python file with `module_filter_fn(module, fqn)`."""
     named, kept = hugging_face(plan.operators), _pinned(plan)
     low = [named[name] for name in plan.operators if name not in kept]
-    text = f'''"""Which linears torchao converts: {_said(plan, kept)}.
+    text = f'''"""Which linears torchao converts: {_summary(plan, kept)}.
 
     convert_to_float8_training(model, module_filter_fn=module_filter_fn)
 """
@@ -108,9 +108,8 @@ def torchtitan_float8(plan: PinPlan) -> Export:
     others = [name for own in plan.operators if own not in kept for name in named[own]]
     parts = [*_TITAN_HEADS, *_parts([named[name] for name in kept], others, "filter_fqns")]
     how = "left out of the conversion: Float8LinearConverter.Config(filter_fqns=filter_fqns), or under\n"
-    text = (
-        f"# torchtitan, {_said(plan, kept)}: {how}# [quantize.linear.float8] in TOML.\n{_listed('filter_fqns', parts)}"
-    )
+    head = f"# torchtitan, {_summary(plan, kept)}: {how}# [quantize.linear.float8] in TOML.\n"
+    text = head + _listed("filter_fqns", parts)
     return Export("torchtitan_float8.toml", text, kept, notes)
 
 
@@ -123,7 +122,7 @@ def torchtitan_nvfp4(plan: PinPlan) -> Export:
         raise UserError("export=torchtitan_nvfp4: every operator is kept in 16 bits, and an empty fqns converts all")
     parts = _parts([named[name] for name in low], [name for own in kept for name in named[own]], "fqns")
     how = "converted: NVFP4LinearConverter.Config(fqns=fqns)."
-    text = f"# torchtitan, {_said(plan, kept)}: {how}\n{_listed('fqns', parts)}"
+    text = f"# torchtitan, {_summary(plan, kept)}: {how}\n{_listed('fqns', parts)}"
     return Export("torchtitan_nvfp4.toml", text, kept, notes)
 
 
@@ -137,7 +136,7 @@ def megatron(plan: PinPlan) -> Export:
         for (own,) in dict.fromkeys(named[name] for name in kept)
     }
     flags = first_last(plan, kept)
-    head = f"# Megatron-LM, --te-precision-config-file: {_said(plan, kept)}.\n"
+    head = f"# Megatron-LM, --te-precision-config-file: {_summary(plan, kept)}.\n"
     if flags is not None:
         head += (
             f"# The same without this file: --first-last-layers-bf16 --num-layers-at-start-in-bf16 {flags[0]} "
@@ -160,7 +159,9 @@ def te_debug(plan: PinPlan) -> Export:
             "transformer_engine": {f"DisableQuantization{'Layer' if whole else 'GEMM'}": feature},
         }
     kept = _pinned(plan)
-    text = f"# Transformer Engine, debug features: {_said(plan, kept)}.\n" + yaml.safe_dump(sections, sort_keys=False)
+    text = f"# Transformer Engine, debug features: {_summary(plan, kept)}.\n" + yaml.safe_dump(
+        sections, sort_keys=False
+    )
     return Export("te_debug.yaml", text, kept, _recovery(plan))
 
 
@@ -211,7 +212,7 @@ def _together(plan: PinPlan, named: Mapping[str, Sequence[str]], what: str) -> t
     return kept, _coarser(plan, kept) + ((f"{what}: {more} operators more are kept",) if more else ())
 
 
-def _said(plan: PinPlan, kept: Sequence[str]) -> str:
+def _summary(plan: PinPlan, kept: Sequence[str]) -> str:
     return f"{len(kept)} of {len(plan.operators)} operators in 16 bits, by gnmr"
 
 

@@ -112,19 +112,19 @@ class Watch(TorchDispatchMode):
         if now is None:
             return
         self.ran.add(now.operator.name)
-        self._tell()
+        self._report()
         if output.requires_grad:
             output.register_hook(lambda grad: self._backward(now, grad))
         with self._aside():
             self._output(now, output.detach().reshape(-1, output.shape[-1]))
         now.operands = None
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         self._done += 1
         self._progress(self._done)
 
     def _backward(self, now: _Pass, grad: Tensor) -> None:
-        self._tell()
+        self._report()
         with self._aside():
             now.grad = grad.detach().reshape(-1, grad.shape[-1])
         self._now = now

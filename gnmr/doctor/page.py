@@ -110,7 +110,7 @@ def choices(found: Diagnosis) -> list[Left]:
 def totals(found: Diagnosis) -> list[str]:
     """Return lines about the diagnosis as a whole, the two most important ones first."""
 
-    def told(one: Measured) -> str:
+    def left_text(one: Measured) -> str:
         rise = f"; loss {one.high:.4f} to {one.low:.4f}, {loss(one)}" if one.high is not None else ""
         value = f"{with_half(one)} nats of KL" if one.kl is not None else "no KL, as there are no logits"
         return f"{value}{rise}; {one.batches} batches"
@@ -123,11 +123,11 @@ def totals(found: Diagnosis) -> list[str]:
     whole = View(found).whole
     limits = (("detection limit", found.limit), ("gate", found.gate))
     lines = [
-        f"{whole}: {told(found.measured)}",
+        f"{whole}: {left_text(found.measured)}",
         summed + "".join(f"; {word} {short(value)}" for word, value in limits if value is not None),
     ]
     if found.held_out is not None:
-        lines.append(f"{whole}, held-out batches: {told(found.held_out)}")
+        lines.append(f"{whole}, held-out batches: {left_text(found.held_out)}")
     if found.beside:
         highest = max(found.beside, key=lambda row: row.value)
         lines.append(f"beside the plan and the sum, each alone: at most {short(highest.value)}, of {highest.operator}")

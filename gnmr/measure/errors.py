@@ -70,7 +70,7 @@ def measure_errors(model: ConvertedModel, names: Collection[str], tokens: int = 
     """Start measuring the statistics `names` of every `tokens`-th row (see `Probe`), in place of an earlier probe.
 
     `model.shared.probe = None` ends it. Warns of a gap where both recipes have the same wgrad: it is 0. Raises
-    ValueError for an unknown name, a stride below 1, a gap to the recovery path of a static plan, and where every
+    ValueError for an unknown name, a stride below 1, a gap to the recovery path of a model without one, and where every
     weight is frozen: statistics are measured in the weight gradient's backward pass.
     """
     model.check_converted()
@@ -79,7 +79,7 @@ def measure_errors(model: ConvertedModel, names: Collection[str], tokens: int = 
         raise ValueError(f"{', '.join(names)}: measured where a weight gradient is made, and all weights are frozen")
     if "gap_recovery" in names:
         if recovery is None:
-            raise ValueError("gap_recovery: this plan has no recovery path")
+            raise ValueError("gap_recovery: this model has no recovery path")
         if isinstance(low, Recipe) and isinstance(recovery, Recipe) and low.wgrad == recovery.wgrad:
             said = "gap_recovery: both paths have the same wgrad, so no unit has a gap"
             warnings.warn(said, stacklevel=users_level())
@@ -115,7 +115,7 @@ class Probe:
         return torch.stack([self._sums[name] * factor[name] for name in _SUMS])
 
     def read(self, summed: Tensor | None = None) -> dict[str, Tensor]:
-        """{name: (num_units,) float64} on the device, in the plan's order. Does not wait for it.
+        """{name: (num_units,) float64} on the device, in the model's order. Does not wait for it.
 
         The gaps are sums, scaled up from the measured rows to all; the others are means of all that was measured, over
         all micro-batches. 0 for a unit that was not measured; NaN or Inf for one whose input or grad_output was not

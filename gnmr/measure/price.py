@@ -79,12 +79,12 @@ def measure_prices(
     `against_recovery`: errors of the low path's fprop are against the recovery path's result.
 
     `model.shared.prices = None` ends it. Raises ValueError for an unknown name, a stride below 1, and a price of the
-    recovery path in a static plan.
+    recovery path of a model without one.
     """
     model.check_converted()
     of_recovery = [name for name in names if name == "price" or name.endswith("recovery") or against_recovery]
     if of_recovery and model.recovery is None:
-        raise ValueError(f"{', '.join(of_recovery)}: this plan has no recovery path")
+        raise ValueError(f"{', '.join(of_recovery)}: this model has no recovery path")
     model.shared.prices = meter = PriceMeter(model, names, tokens, against_recovery)
     return meter
 
@@ -172,7 +172,7 @@ class PriceMeter:
         return found
 
     def read(self, grad_scale: float = 1.0, summed: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
-        """{name: (num_units,) float64} on the device, in the plan's order. `grad_scale`: the loss scale that the
+        """{name: (num_units,) float64} on the device, in the model's order. `grad_scale`: the loss scale that the
         gradients carry; `summed`: as `by_operator`. Does not wait for the device."""
         found, both = {}, {path: self.by_operator(path, summed) for path in self.paths}
         for gemm, path in self._asked:

@@ -61,7 +61,7 @@ class Subject:
     """The most tokens of one pass."""
     vocab_size: int
     device: torch.device
-    plan: ConvertedModel | None = None
+    converted: ConvertedModel | None = None
     """The converted operators of the model, where there are any."""
     facts: dict[str, Any] = field(default_factory=dict)
     """For records: kind, model, dtype, ..."""
@@ -119,12 +119,12 @@ def _fine_tuned(folder: Path, config: Config, device: torch.device) -> Subject:
     base, now = _header(folder).get("checkpoint"), pretrained.fingerprint(checkpoint)
     if base != now:
         raise UserError(f"{folder}: began from other weights than model.checkpoint={checkpoint} holds now")
-    model, plan = pretrained_model(config, device)
-    facts = _facts(config, model, plan) | {"step": load_model(folder / "checkpoints", model, plan)}
-    return _theirs(str(folder), model, checkpoint, device, plan, facts)
+    model, converted = pretrained_model(config, device)
+    facts = _facts(config, model, converted) | {"step": load_model(folder / "checkpoints", model, converted)}
+    return _theirs(str(folder), model, checkpoint, device, converted, facts)
 
 
-def _facts(config: Config, model: nn.Module, plan: ConvertedModel | None) -> dict[str, Any]:
+def _facts(config: Config, model: nn.Module, converted: ConvertedModel | None) -> dict[str, Any]:
     return {
         "kind": "run",
         "model": config.model.name,
@@ -134,7 +134,7 @@ def _facts(config: Config, model: nn.Module, plan: ConvertedModel | None) -> dic
         "arm": config.arm_name,
         "config": config_hash(config),
         "seed": config.training.seed,
-        "low_path": None if plan is None else described(plan.low),
+        "low_path": None if converted is None else described(converted.low),
     }
 
 
@@ -194,11 +194,16 @@ def _checkpoint(name: str, device: torch.device) -> Subject:
 
 
 def _theirs(
-    name: str, model: Any, checkpoint: str, device: torch.device, plan: ConvertedModel | None, facts: dict[str, Any]
+    name: str,
+    model: Any,
+    checkpoint: str,
+    device: torch.device,
+    converted: ConvertedModel | None,
+    facts: dict[str, Any],
 ) -> Subject:
     """A model of Hugging Face's with the tokenizer of `checkpoint`. Raises UserError without one."""
     tokenizer = pretrained.open_tokenizer(checkpoint)
     if tokenizer.eos_token_id is None:
         raise UserError(f"{checkpoint}: its tokenizer has no end-of-text token: eos_token in tokenizer_config.json")
     longest, vocab_size = int(model.config.max_position_embeddings), model.get_input_embeddings().num_embeddings
-    return Subject(name, model, Text(tokenizer, tokenizer.eos_token_id), longest, vocab_size, device, plan, facts)
+    return Subject(name, model, Text(tokenizer, tokenizer.eos_token_id), longest, vocab_size, device, converted, facts)
