@@ -22,7 +22,7 @@ help:  ## this list
 	@echo "Start with make demo, a minute, and make train: the main experiment, minutes on two cores."
 	@echo "Python 3.11 or newer and a package index are all that it needs; .venv is made on the way."
 	@echo
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo "Variables:"
 	@echo "  ARGS=...              handed on, e.g. make train ARGS=\"model=llama_60m training.seed=1\""
