@@ -11,9 +11,19 @@ With Q the path's casts and W the weight (O, I)
     u_t = <dy_t W, Q(x_t) - x_t>                 the input's error
         + <dy_t (Q(W) - W), Q(x_t)>              the weight's error
 
-so it needs one product dy W, which dgrad makes too, and one dy (Q(W) - W), of the tokens that are measured. A second
-form (`elements`) squares the elements of these inner products one by one: where errors are large they grow together,
-and the square of their sum loses the order of the operators; the sum of their squares keeps it.
+so it needs one product dy W, which dgrad makes too, and one dy (Q(W) - W), of the tokens that are measured. With labels
+that the model draws itself in place of the data's, the expectation of the price is the KL divergence per token between
+the model without and with the error, to second order, but for the products of two tokens. Two more forms are summed of
+the same inner products:
+
+    sequence    T/2 * sum over sequences of (sum_t u_t)^2: with drawn labels the KL with the products of two tokens of a
+                sequence, which matter where the error is coherent over tokens. One sample a sequence, so it is noisier.
+                Rows of an operator that is given no sequences, (T, I), are each their own
+    elements    squares of the elements of the inner products one by one: where errors are large they grow together, and
+                the square of their sum loses the order of the operators; the sum of their squares keeps it
+
+Errors are against the exact product. With `against_recovery` the low path's are against the recovery path's result:
+Q(x), Q(W) of that path stand in the place of x and W.
 
 `dgrad` and `wgrad` change the next step, not the loss now. Their price is the squared error of the gradient that they
 give, relative to that gradient, ||d||^2 / ||g||^2, and its bias <g, d> / ||g||^2; both without unit. For dgrad g is
@@ -34,6 +44,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,7 +61,7 @@ from gnmr.precision.scaling import TINY, compress, decompress, largest_magnitude
 from gnmr.precision.shared import FaultInjection
 
 PATHS = ("low", "recovery")
-_FPROP = ("fprop", "fprop_elements", "fprop_input", "fprop_weight")
+_FPROP = ("fprop", "fprop_sequence", "fprop_elements", "fprop_input", "fprop_weight")
 """`fprop_input`, `fprop_weight`: of each operand's error alone."""
 _OF_PATH = (*_FPROP, "dgrad", "dgrad_bias", "wgrad", "wgrad_bias")
 """Sums of each path."""
@@ -60,17 +71,21 @@ PRICES = (*(f"price_{gemm}{path}" for path in ("", "_recovery") for gemm in GEMM
 """What is measured, as `gnmr.control.evidence` describes it."""
 
 
-def measure_prices(model: ConvertedModel, names: Collection[str] = PRICES[:3], tokens: int = 16) -> PriceMeter:
+def measure_prices(
+    model: ConvertedModel, names: Collection[str] = PRICES[:3], tokens: int = 16, *, against_recovery: bool = False
+) -> PriceMeter:
     """Start measuring the prices `names` of every `tokens`-th token (see `PriceMeter`), in place of an earlier meter.
+
+    `against_recovery`: errors of the low path's fprop are against the recovery path's result.
 
     `model.shared.prices = None` ends it. Raises ValueError for an unknown name, a stride below 1, and a price of the
     recovery path in a static plan.
     """
     model.check_converted()
-    of_recovery = [name for name in names if name == "price" or name.endswith("recovery")]
+    of_recovery = [name for name in names if name == "price" or name.endswith("recovery") or against_recovery]
     if of_recovery and model.recovery is None:
         raise ValueError(f"{', '.join(of_recovery)}: this plan has no recovery path")
-    model.shared.prices = meter = PriceMeter(model, names, tokens)
+    model.shared.prices = meter = PriceMeter(model, names, tokens, against_recovery)
     return meter
 
 
@@ -80,7 +95,9 @@ class PriceMeter:
     Set `enabled` to False in steps whose prices are not read: they cost nothing then.
     """
 
-    def __init__(self, model: ConvertedModel, names: Collection[str], tokens: int) -> None:
+    def __init__(
+        self, model: ConvertedModel, names: Collection[str], tokens: int, against_recovery: bool = False
+    ) -> None:
         """`names`: of `PRICES`; `price` is of both paths. Of a unit that is a GEMM that GEMM's price is measured, 0 for
         the others. `tokens`: one token in so many is measured."""
         unknown = [name for name in names if name not in PRICES]
@@ -89,6 +106,7 @@ class PriceMeter:
         if tokens < 1:
             raise ValueError(f"tokens={tokens}: the stride of the measured tokens must be 1 or more")
         self.names, self.tokens, self.enabled = tuple(names), tokens, True
+        self._against_recovery = against_recovery
         operators, units = model.operators, model.units
         self.loss_tokens: int | None = None
         """Tokens in the mean of a step's loss; None: rows of the operator with the most."""
@@ -105,7 +123,7 @@ class PriceMeter:
         self._asked = asked | ({(saving, path) for path in PATHS} if "price" in names else set())
         """(GEMM, path)."""
         self.gemms = {gemm for gemm, _ in self._asked}
-        self.paths = [path for path in PATHS if any(path == one for _, one in self._asked)]
+        self.paths = [path for path in PATHS if any(path == one for _, one in self._asked) or against_recovery]
         self._saving = saving
         """The GEMM of which `price` is."""
         self._sums = torch.zeros(
@@ -134,11 +152,12 @@ class PriceMeter:
         return self._sums * share**2
 
     def by_operator(self, path: str = "low", summed: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
-        """{name: (num_operators,) float64} on the device: `fprop`, `fprop_elements`, `fprop_input`, `fprop_weight` in
-        nats, `dgrad`, `wgrad` (||d||^2/||g||^2) and their `_bias` (<g, d>/||g||^2).
+        """{name: (num_operators,) float64} on the device: `fprop`, `fprop_sequence`, `fprop_elements`, `fprop_input`,
+        `fprop_weight` in nats, `dgrad`, `wgrad` (||d||^2/||g||^2) and their `_bias` (<g, d>/||g||^2).
 
-        0 for an operator that was not measured; NaN or Inf for one whose operands were not finite. `summed`: of `parts`
-        and of `rows` over all ranks. Does not wait for the device.
+        `fprop_sequence` is NaN if tokens were left out, for then the products of two of them are unknown. 0 for an
+        operator that was not measured; NaN or Inf for one whose operands were not finite. `summed`: of `parts` and of
+        `rows` over all ranks. Does not wait for the device.
         """
         totals, rows = (self._sums, None) if summed is None else summed
         first = PATHS.index(path) * len(_OF_PATH)
@@ -193,7 +212,8 @@ class PriceMeter:
             for name, path in paths.items()
             if isinstance(path, Recipe) and (kept := _outliers(path.fprop.input, rows)) is not None
         }
-        found = _Pass(operator, paths, rows[chosen].float(), inputs, columns, dtype, chosen, len(rows))
+        length = input.shape[-2] if input.dim() > 2 else 1
+        found = _Pass(operator, paths, rows[chosen].float(), inputs, columns, dtype, chosen, len(rows), length)
         output.register_hook(partial(self._measure, found))
 
     def _chosen(self, count: int, paths: Collection[ExecutionPath], device: torch.device) -> Tensor:
@@ -215,19 +235,26 @@ class PriceMeter:
         dx = dy @ weight
         gradient = dy.t() @ x if "wgrad" in self.gemms and operator.weight.requires_grad else None
         nothing = torch.zeros((), dtype=torch.float64, device=dy.device)
+        casts = {
+            name: _Casts(operator, path, weight, grad_2d, dy, seed=self._step << 20 | operator.index)
+            for name, path in found.paths.items()
+        }
+        exact = _Operands(x, weight, None)
+        operands = {name: _fprop_operands(found, name, one, exact) for name, one in casts.items()}
         parts: list[Tensor] = []
         for name in PATHS:
             sums = dict.fromkeys(_OF_PATH, nothing)
-            if (path := found.paths.get(name)) is not None:
-                casts = _Casts(operator, path, weight, grad_2d, dy, seed=self._step << 20 | operator.index)
-                if "fprop" in found.inputs[name]:
-                    sums |= _fprop(found, name, casts.weight("fprop"), weight, dy, dx, casts.of("fprop").result)
-                if "dgrad" in self.gemms and casts.of("dgrad").casts:
-                    product = casts.grad_output("dgrad", 1) @ casts.weight("dgrad")
-                    sums |= _relative("dgrad", _result(product, casts.of("dgrad").result), dx)
+            if (own := casts.get(name)) is not None:
+                high = operands.get("recovery", exact) if self._against_recovery and name == "low" else exact
+                if "fprop" in self.gemms and not (operands[name] is high is exact):
+                    of_high = dx if high.weight is weight else dy @ high.weight
+                    sums |= _fprop(found, operands[name], high, dy, of_high)
+                if "dgrad" in self.gemms and own.of("dgrad").casts:
+                    product = own.grad_output("dgrad", 1) @ own.weight("dgrad")
+                    sums |= _relative("dgrad", _result(product, own.of("dgrad").result), dx)
                 if gradient is not None and "wgrad" in found.inputs[name]:
-                    product = casts.grad_output("wgrad", 0).t() @ found.inputs[name]["wgrad"]
-                    sums |= _relative("wgrad", _result(product, casts.of("wgrad").result), gradient)
+                    product = own.grad_output("wgrad", 0).t() @ found.inputs[name]["wgrad"]
+                    sums |= _relative("wgrad", _result(product, own.of("wgrad").result), gradient)
             parts += sums.values()
         parts += [_square(dx), nothing if gradient is None else _square(gradient)]
         scale = found.count / len(found.chosen)
@@ -254,6 +281,18 @@ class _Pass:
     """(n,): their rows."""
     count: int
     """All rows."""
+    length: int
+    """Rows of a sequence."""
+
+
+class _Operands(NamedTuple):
+    """What fprop reads on a path, float32, and the cast of its result."""
+
+    x: Tensor
+    """(n, I)"""
+    weight: Tensor
+    """(O, I)"""
+    result: Cast | None
 
 
 def _casts_fprop(path: ExecutionPath | None, operator: PathLinear) -> bool:
@@ -403,26 +442,40 @@ def _result(product: Tensor, cast: Cast | None) -> Tensor:
     return product if cast is None else quantize(product, cast, 1)[0]
 
 
-def _fprop(
-    found: _Pass, path: str, w_low: Tensor, weight: Tensor, dy: Tensor, dx: Tensor, result: Cast | None
-) -> dict[str, Tensor]:
-    """Sums of fprop's error, see the module."""
-    x_low, columns = found.inputs[path]["fprop"], found.columns.get(path)
-    if columns is not None and w_low is not weight:
-        w_low = torch.where(columns, weight, w_low)
-    by_input = dx * (x_low - found.x)
+def _fprop_operands(found: _Pass, path: str, casts: _Casts, exact: _Operands) -> _Operands:
+    """What fprop reads on `path`: `exact` itself where that casts nothing."""
+    if (x := found.inputs[path].get("fprop")) is None:
+        return exact
+    weight, columns = casts.weight("fprop"), found.columns.get(path)
+    if columns is not None and weight is not exact.weight:
+        weight = torch.where(columns, exact.weight, weight)
+    return _Operands(x, weight, casts.of("fprop").result)
+
+
+def _fprop(found: _Pass, low: _Operands, high: _Operands, dy: Tensor, dx: Tensor) -> dict[str, Tensor]:
+    """Sums of the error that `low` makes against `high`, see the module; dx is dy times the weight of `high`."""
+    by_input = dx * (low.x - high.x)
     sums = {"fprop_input": _square(by_input.sum(dim=1))}
     terms = by_input
-    if w_low is not weight:
-        by_weight = (dy @ (w_low - weight)) * x_low
+    if low.weight is not high.weight:
+        by_weight = (dy @ (low.weight - high.weight)) * low.x
         sums["fprop_weight"], terms = _square(by_weight.sum(dim=1)), by_input + by_weight
     u, elements = terms.sum(dim=1), _square(terms)
-    if result is not None:
-        bias = found.operator.bias
-        y = x_low @ w_low.t() if bias is None else torch.addmm(bias.detach().float(), x_low, w_low.t())
-        by_result = dy * (_result(y, result) - y)
+    if low.result is not None or high.result is not None:
+        by_result = dy * (_result_error(found.operator, low) - _result_error(found.operator, high))
         u, elements = u + by_result.sum(dim=1), elements + _square(by_result)
-    return sums | {"fprop": _square(u), "fprop_elements": elements}
+    whole = len(found.chosen) == found.count
+    sequence = _square(u.view(-1, found.length).sum(dim=1)) if whole else elements.new_full((), torch.nan)
+    return sums | {"fprop": _square(u), "fprop_sequence": sequence, "fprop_elements": elements}
+
+
+def _result_error(operator: PathLinear, operands: _Operands) -> Tensor | float:
+    """What the cast of the result changes of it, (n, O)."""
+    if operands.result is None:
+        return 0.0
+    bias, weight = operator.bias, operands.weight.t()
+    y = operands.x @ weight if bias is None else torch.addmm(bias.detach().float(), operands.x, weight)
+    return _result(y, operands.result) - y
 
 
 def _relative(gemm: str, low: Tensor, exact: Tensor) -> dict[str, Tensor]:
