@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import time
 from argparse import Namespace
@@ -9,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
-from gnmr.cli.parser import Parser, optional, path, recipe_of, text, whole
+from gnmr.cli.parser import Parser, one_of, optional, path, recipe_of, text, whole
 from gnmr.cli.subject import add_options, asked_of, blocks_for, memory_bound, paths_of
 from gnmr.console import for_tables, print_plain, say, showing
 from gnmr.doctor.plan import PLAN_FILE, budget_of
@@ -33,6 +34,7 @@ the hub, with data=FILE.txt. Nothing is trained, and nothing written but what ou
   gnmr train experiment=act_quant_stress plan=plan/plan.json
   gnmr diagnose my_llama/ data=text.txt recipe=fp8_hybrid html=page.html
   gnmr diagnose my_llama/ data=text.txt plan=plan/plan.json
+  gnmr diagnose my_llama/ data=prompts.txt recipe=nvfp4 against=fp8_hybrid gate=0.003
 """
 NUMBERS = "diagnosis.json"
 
@@ -43,6 +45,8 @@ def _parser() -> Parser:
         "recipe", text, "the low path: a recipe, or one of precision.recipes of the run; int8: sim_int8; default: nvfp4"
     )
     parser.option("recovery", text, "the path of higher precision: a recipe", "bf16")
+    parser.option("against", text, "the trainer's recipe, where recipe= is the rollout's: what makes the two differ")
+    parser.option("gate", _nats, "KL a token, in nats, by which the two sides may differ")
     parser.option(
         "budget",
         lambda _name, value: budget_of(value),
@@ -51,8 +55,13 @@ def _parser() -> Parser:
     )
     parser.option("plan", optional, "a plan.json, or its folder: price what it leaves, under its own recipes")
     parser.option("batches", whole(2), "batches that are priced", 16)
-    parser.option("held_out", whole(0), "batches on which losses alone are measured", 4)
+    parser.option("held_out", whole(0), "batches on which the plan and the usual guesses are measured", 4)
+    parser.option("confirm", whole(0), "so many of the highest of either estimate are measured alone", 20)
+    parser.option(
+        "labels", one_of("model", "data"), "of the backward pass: drawn from the model, or the data's", "model"
+    )
     parser.option("tokens", whole(1), "one token in so many is priced", 1)
+    parser.option("dtype", one_of("float32", "own"), "what the model computes in besides its casts", "float32")
     add_options(parser, "a batch")
     parser.option("out", path, f"a folder for {PLAN_FILE}, {NUMBERS} and the plan in the words of other libraries")
     parser.option("html", path, "a file for the same as one page")
@@ -69,6 +78,10 @@ def main(argv: list[str]) -> int:
     plan, low = paths_of(asked, config, "nvfp4")
     with as_user_error():
         recipe_of("recovery", asked.recovery)
+        if asked.against is not None:
+            recipe_of("against", asked.against)
+    if asked.gate is not None and asked.against is None:
+        raise UserError(f"gate={asked.gate}: is between two sides; give against=RECIPE, the trainer's")
 
     from gnmr.lab.evaluation.subjects import load_subject
 
@@ -87,6 +100,17 @@ def main(argv: list[str]) -> int:
     for line in lines:
         print_plain(console := for_tables(), printable(line), console.is_terminal)
     return 0
+
+
+def _nats(name: str, value: str) -> float:
+    """Above 0."""
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise UserError(f"{name}={value}: must be nats of KL a token, above 0 (0.003)")
+    return number
 
 
 def _check_places(asked: Namespace) -> None:
@@ -110,23 +134,28 @@ def _diagnosed(
     subject: Subject, blocks: Blocks, asked: Namespace, plan: PinPlan | None, low: str | Recipe | None
 ) -> Diagnosis:
     from gnmr.doctor.diagnose import diagnose
-    from gnmr.lab.train.loss import loss_of
+    from gnmr.lab.train.loss import logits_of
 
     if subject.plan is not None:  # a fine-tuned run's own paths
         subject.plan.restore()
+    if asked.dtype == "float32":
+        subject.model.float()
     right = f"diagnose: out of memory at batch_size={blocks.size}: use a smaller one, or block="
-    with memory_bound(right), as_user_error(), showing("diagnosing", "batches") as progress:
+    with memory_bound(right), as_user_error(), showing("diagnosing", "forward passes") as progress:
         return diagnose(
             subject.model,
-            lambda batch: loss_of(subject.model, batch),
+            lambda batch: (logits_of(subject.model, batch), batch.targets),
             blocks.batches,
             recipe=low or "nvfp4",
             recovery=asked.recovery,
             budget=asked.budget,
             held_out=blocks.held_out,
             plan=plan,
+            against=asked.against,
+            gate=asked.gate,
+            labels=asked.labels,
+            confirm=asked.confirm,
             tokens=asked.tokens,
-            terms=lambda batch: batch.num_targets,
             progress=progress,
         )
 
@@ -160,7 +189,7 @@ def _show(found: Diagnosis, plan: PinPlan | None) -> None:
     by_words = console.is_terminal
     if found.little:
         print_plain(console, f"nothing has to be kept: {found.recipe} costs less than {LITTLE} nats here\n", by_words)
-    lead = "fprop: nats a token (share: of all; input, weight: of that cast alone). dgrad, wgrad: relative\n"
+    lead = "fprop: nats of KL a token (share: of all; input, weight: of that cast alone). dgrad, wgrad: relative\n"
     lead += "squared error of the gradient. The shade: how much of the largest in its column."
     print_plain(console, lead, by_words)
     console.print(operators_table(found, found.pins or found.choice().pins, console.width))
@@ -171,7 +200,7 @@ def _show(found: Diagnosis, plan: PinPlan | None) -> None:
     for line in totals(found):
         print_plain(console, line, by_words)
     if plan is not None and plan.expected is not None:
-        left = found.measured.cost
+        left = found.measured.nats
         expected = f"the plan expected {plan.expected[1]:.4g} nats to be left"
         print_plain(console, f"{expected}; measured here: {left:.4g}", by_words)
     print_plain(console, "")

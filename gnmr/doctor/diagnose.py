@@ -1,9 +1,10 @@
 """`gnmr.diagnose`: what low precision costs a model as it is, GEMM by GEMM, and what to keep in 16 bits.
 
-Every operator is put on the recovery path. For each batch, one forward and backward pass gives the price of every GEMM
-on the low path (`gnmr.measure.price`), and one forward pass the loss with all operators on the low path. Other batches
-then give the loss with the pins of the plan, and with the pins of the usual guesses at the same cost. Nothing is
-trained, and the model is afterwards what it was.
+What is measured is the KL divergence a token between the model with every operator on the recovery path and the same
+model with some on the low path. Of each batch one forward and backward pass, on labels that the model draws itself,
+gives two estimates of the KL of every operator alone (`gnmr.measure.price`), and one forward pass the KL of all. The
+highest of either estimate are then measured, one forward pass a batch each. Other batches give the KL that is left by
+the plan, and by the usual guesses at the same cost. Nothing is trained, and the model is afterwards what it was.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import islice
 from os import PathLike
 from typing import Any
 
@@ -18,27 +20,36 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gnmr.doctor.diagnosis import Diagnosis, Measured, Row, intervals
-from gnmr.doctor.guards import as_it_was, refuse_constant, refuse_meta, refuse_not_finite, scalar
+from gnmr.doctor.diagnosis import CURVE, RANDOM_DRAWS, Diagnosis, Measured, Row, intervals, paired
+from gnmr.doctor.guards import as_it_was, refuse_constant, refuse_meta, refuse_not_finite
+from gnmr.doctor.knapsack import GUESSES, Choice
+from gnmr.doctor.output import Output, output_of
 from gnmr.doctor.plan import PinPlan, budget_share, read_plan
-from gnmr.errors import nearest, require, whole
+from gnmr.errors import nearest, one_of, require, whole
 from gnmr.measure.errors import Probe, measure_errors
 from gnmr.measure.price import PRICES, PriceMeter, measure_prices
 from gnmr.names import FORMATS, GEMMS, RECIPES, select
 from gnmr.precision import ConvertedModel, PathLinear, PathSpec, Recipe, convert
 from gnmr.precision.conversion import operator_shapes
+from gnmr.precision.recipes import Gemm
 
 Progress = Callable[[int, int | None], None]
-"""Called with (passes over batches that are done, of how many; None: nobody knows)."""
+"""Called with (forward passes that are done, of how many; None: nobody knows). A priced batch counts as `PRICED`."""
 
-_LOW = (*GEMMS, "fprop_input", "fprop_weight", "dgrad_bias", "wgrad_bias")
-_NUMBERS = (*_LOW, *(f"{gemm}_recovery" for gemm in GEMMS), "mse", "norm")
+PRICED = 4
+"""Forward passes that a priced batch takes as long as: its backward pass and its casts are the most of it."""
+CONFIRMED = 2
+"""Batches on which single KLs are measured."""
+_NORMED = 2
+"""Batches of which the gradients' norms are taken, on the data's labels."""
+_LOW = ("fprop", "fprop_sequence", "fprop_input", "fprop_weight", "dgrad", "wgrad", "dgrad_bias", "wgrad_bias")
+_NUMBERS = (*_LOW, "dgrad_recovery", "wgrad_recovery", "mse", "norm")
 """What is measured of every operator in a batch: prices on both paths, mse of the input, norm of the gradient."""
 
 
 def diagnose(
     model: nn.Module,
-    loss_of_batch: Callable[[Any], Tensor],
+    run: Callable[[Any], Any],
     batches: Iterable[Any],
     *,
     recipe: str | Recipe = "nvfp4",
@@ -47,41 +58,62 @@ def diagnose(
     budget: float = 0.10,
     held_out: Iterable[Any] = (),
     plan: PinPlan | str | PathLike[str] | None = None,
+    against: str | Recipe | None = None,
+    gate: float | None = None,
+    labels: str = "model",
+    confirm: int = 20,
     tokens: int = 1,
     terms: Callable[[Any], int] | None = None,
     progress: Progress | None = None,
 ) -> Diagnosis:
-    """Prices every GEMM of the model's linears under `recipe`.
+    """Measure what every GEMM of the model's linears costs under `recipe`.
 
     Args:
-        model: with its weights, on its device and in its dtype. It runs in evaluation mode, and is afterwards as it
-            was to the bit: weights, gradients, modes, random numbers; after an error too.
-        loss_of_batch: the mean loss of a batch, in nats, by `model`: one number with a gradient.
+        model: with its weights, on its device and in its dtype; in float32 small KLs are not hidden by rounding. It
+            runs in evaluation mode, and is afterwards as it was to the bit: weights, gradients, modes, random numbers;
+            after an error too.
+        run: runs `model` on a batch. It returns the logits (..., V); or these and the targets (...), in which -100
+            leaves a position out; or an output of transformers, which has `logits` and perhaps `loss`; or the mean
+            loss in nats alone, one number with a gradient, for models without logits: then no KL is measured.
         batches: two at least; the more, the narrower the intervals.
         recipe: the low path; `int8` stands for `sim_int8`, and so on. Numbers are simulated, whatever runs here.
         recovery: the path of higher precision.
         targets: patterns of the linears, as `PathSpec.targets`; None: `*_proj`, or all where there are none of this
             name. Output heads, gates and linears tied to an embedding stay in 16 bits.
         budget: share of the GEMM time that the plan may keep on the recovery path.
-        held_out: other batches, on which losses alone are measured: of the plan and of the usual guesses too.
-        plan: pins in force, with the plan's own recipes and targets: what is priced is what they leave.
-        tokens: one token in so many is priced.
-        terms: of a batch, how many terms its mean loss has; None: as many as tokens. A model that says one thing of
-            a whole text has one a text.
+        held_out: other batches, on which the KL of the plan and of the usual guesses is measured.
+        plan: pins in force, with the plan's own recipes and targets: what is measured is what they leave.
+        against: the recipe of the other side, if two should agree: `recipe` is the rollout's, this the trainer's. It
+            takes the place of `recovery`.
+        gate: KL a token that two sides may differ by. The plan is then the cheapest that is expected to keep it.
+        labels: of the backward pass: "model" draws them from its own predictions; "data" takes the targets or the loss.
+        confirm: the so many highest of either estimate have their KL measured.
+        tokens: one token in so many is priced; with more than 1 there is no estimate by sequence.
+        terms: of a batch, how many terms the mean loss has that `run` gives; None: as many as tokens. A model that says
+            one thing of a whole text has one a text.
         progress: see `Progress`.
 
-    ValueError, in one line, for what makes no sense; the model is then as it was.
+    Raises:
+        ValueError: in one line, for what makes no sense; the model is then as it was.
     """
     budget_share(budget)
     whole(tokens=tokens)
+    whole(0, confirm=confirm)
+    one_of(("model", "data"), labels=labels)
+    require(gate is None or gate > 0, "gate", gate, "must be nats of KL a token, above 0")
+    require(gate is None or plan is None, "gate", gate, "has no plan of its own under plan=; leave one of them out")
+    if against is not None:
+        require(
+            recovery == "bf16", "recovery", recovery, "against= says what the recipe is compared with; leave it out"
+        )
+        recovery = against
     _check_model(model)
     spec = _spec(model, recipe, recovery, targets, plan)
     with as_it_was(model):
         converted = convert(model, spec)
         try:
-            return _Doctor(converted, model, spec, loss_of_batch, tokens=tokens, terms=terms).diagnosis(
-                batches, list(held_out), budget, progress or (lambda _done, _total: None)
-            )
+            doctor = _Doctor(converted, model, spec, run, tokens=tokens, labels=labels, terms=terms, gate=gate)
+            return doctor.diagnosis(batches, list(held_out), budget, confirm, progress or (lambda _done, _total: None))
         finally:
             converted.restore()
 
@@ -133,62 +165,82 @@ class _Doctor:
 
     def __init__(
         self,
-        plan: ConvertedModel,
+        converted: ConvertedModel,
         model: nn.Module,
         spec: PathSpec,
-        loss_of_batch: Callable[[Any], Tensor],
+        run: Callable[[Any], Any],
         *,
         tokens: int,
+        labels: str,
         terms: Callable[[Any], int] | None,
+        gate: float | None,
     ) -> None:
-        self.plan, self.model, self.spec, self.tokens = plan, model, spec, tokens
-        self._loss_of_batch, self._terms = loss_of_batch, terms
-        for operator in plan.operators:
+        self.converted, self.model, self.spec, self.tokens, self.gate = converted, model, spec, tokens, gate
+        self._run, self._labels, self._terms = run, labels, terms
+        for operator in converted.operators:
             operator.weight.requires_grad_()  # a frozen model has prices too
-        self._weights = [operator.weight for operator in plan.operators]
-        priced = any(isinstance(o.recovery, Recipe) and o.recovery.casts for o in plan.operators)
-        self._meter: PriceMeter = measure_prices(plan, PRICES[: 6 if priced else 3], tokens)
-        self._probe: Probe = measure_errors(plan, ["mse"], tokens)
+        self._weights = [operator.weight for operator in converted.operators]
+        casts = any(isinstance(o.recovery, Recipe) and o.recovery.casts for o in converted.operators)
+        names = (*PRICES[:3], *(PRICES[4:6] if casts else ()))
+        self._meter: PriceMeter = measure_prices(converted, names, tokens, against_recovery=True)
+        self._probe: Probe = measure_errors(converted, ["mse"], tokens)
         self._measuring(False)
+        self._exact_backward = _forward_only(converted.recovery) if casts else None
+        self._draw = torch.Generator(self._weights[0].device).manual_seed(0)
         self._called: set[str] = set()
         self._read: set[str] = set()
         """Operators that were called in any batch, and those whose weight had a gradient."""
+        self._done = 0
+        self._total: int | None = None
+        self._tell: Progress = lambda _done, _total: None
 
     def diagnosis(
-        self, batches: Iterable[Any], held_out: Sequence[Any], budget: float, progress: Progress
+        self, batches: Iterable[Any], held_out: Sequence[Any], budget: float, confirm: int, progress: Progress
     ) -> Diagnosis:
         """All of it."""
-        number = len(batches) if isinstance(batches, Sized) else None
-        total = None if number is None else number + len(held_out)
-        high, low, every, ran = [], [], [], []
-        for place, batch in enumerate(batches):
-            loss, numbers, reached = self._priced(batch, place)
-            high.append(loss)
+        self._tell = progress
+        self._total = _passes(batches, len(held_out), min(2 * confirm, len(self.converted.operators)))
+        batches = iter(batches)
+        first = list(islice(batches, CONFIRMED))
+        limit = self._limit(first[0]) if first else None
+        high, low, kls, every, ran = [], [], [], [], []
+        for place, batch in enumerate(_chained(first, batches)):
+            before, numbers, reached, after, kl = self._priced(batch, place)
+            high.append(before)
+            low.append(after)
+            kls.append(kl)
             every.append(numbers)
             ran.append(reached)
-            low.append(self._loss(batch, place, recovering=False))
-            progress(place + 1, total)
         require(len(high) > 1, "batches", len(high), "needs two at least, for the spread between them")
         times = np.array(ran).sum(axis=0)
-        kept = [o for o, number in zip(self.plan.operators, times, strict=True) if number]
-        require(kept, "loss_of_batch", "...", "its loss does not run the linears of this model")
+        kept = [o for o, number in zip(self.converted.operators, times, strict=True) if number]
+        require(kept, "run", "...", "its loss does not run the linears of this model")
         samples = dict(zip(_NUMBERS, np.stack(every, axis=1)[..., times > 0], strict=True))
-        shapes = {o.operator_name: (o.in_features, o.out_features) for o in self.plan.operators}
+        samples["norm"] = samples["norm"][~np.isnan(samples["norm"]).any(axis=1)]
+        shapes = {o.operator_name: (o.in_features, o.out_features) for o in self.converted.operators}
         operators = {o.operator_name: shapes[o.operator_name] for o in kept}
         idle = {name: self._why(name) for name in shapes if name not in operators}
         targets = self._targets(list(operators)) if idle else list(self.spec.targets)
+        drawn = self._labels == "model" and kls[0] is not None
+        estimate = "sequence" if drawn and self.tokens == 1 else "token"
+        in_use = samples["fprop_sequence" if estimate == "sequence" else "fprop"]
+        alone = {} if kls[0] is None else self._confirmed(kept, samples, confirm, first)
         found = Diagnosis(
             recipe=self.spec.low,
             recovery=self.spec.recovery or "bf16",
             operators=operators,
-            rows=self._rows(kept, samples),
-            samples=samples["fprop"] - samples["fprop_recovery"],
-            measured=Measured.of(np.array(high), np.array(low)),
+            rows=self._rows(kept, samples, in_use, alone),
+            samples=in_use,
+            measured=Measured.of(kls, high, low),
             scores={
                 name: dict(zip(operators, samples[key].mean(axis=0).tolist(), strict=True))
                 for name, key in (("mse", "mse"), ("gradient norm", "norm"))
             },
             budget=budget,
+            gate=self.gate,
+            limit=limit,
+            labels="model" if drawn else "data",
+            estimate=estimate,
             tokens=self.tokens,
             pins={o.operator_name: list(o.pinned) for o in kept if o.pinned},
             targets=targets or list(self.spec.targets),
@@ -201,35 +253,99 @@ class _Doctor:
             matched={} if targets else {name: shapes[name] for name in idle},
             partly={name: int(n) for name, n in zip(shapes, times, strict=True) if 0 < n < len(ran)},
         )
-        if not held_out:
-            return found
-        measured, left = self._held_out(found, held_out, lambda done: progress(len(high) + done, total))
+        return self._held_out(found, held_out, len(high)) if held_out else found
+
+    def _held_out(self, found: Diagnosis, batches: Sequence[Any], before: int) -> Diagnosis:
+        """The same with what other batches say, which come after `before`: of everything low, the plan, the guesses."""
+        choices: dict[str, list[Choice]] = {"all": [Choice({}, 0.0, 0.0, 0.0)]}
+        curve: list[Choice] = []
+        if not found.pins:
+            choices |= {"plan": [found.choice()], **found.guesses()}
+            curve = [found.choice(share) for share in CURVE if share > 1.5 * choices["plan"][0].share]
+            curve += [found.choice(share) for share in CURVE if share < choices["plan"][0].share / 1.5]
+            choices |= {f"{one.share}": [one] for one in curve}
+        high: list[float] = []
+        low: dict[str, list[list[float]]] = {name: [[] for _ in several] for name, several in choices.items()}
+        kls: dict[str, list[list[Any]]] = {name: [[] for _ in several] for name, several in choices.items()}
+        for done, batch in enumerate(batches):
+            place = before + done
+            whole = self._forward(batch, place, recovering=True)
+            high.append(whole.loss_value)
+            refuse_not_finite(whole.worth, f"run of held-out batch {done + 1}", self.model)
+            for name, several in choices.items():
+                for i, choice in enumerate(several):
+                    with self._pinned(choice.pins):
+                        own = self._forward(batch, place, recovering=False)
+                    low[name][i].append(own.loss_value)
+                    kls[name][i].append(whole.kl_to(own))
+
+        def mean(name: str) -> tuple[list[Any], list[float]]:
+            """(KLs of each batch, losses of each) of the mean over the draws of a guess."""
+            kl = [None if each[0] is None else np.mean(each, axis=0) for each in zip(*kls[name], strict=True)]
+            return kl, np.mean(low[name], axis=0).tolist()
+
+        left = {name: mean(name) for name in choices}
+        of_all = Measured.of(left["all"][0], high, left["all"][1])
+        if found.pins:
+            return replace(found, held_out=of_all)
+        named = {name: Measured.of(kl, high, losses) for name, (kl, losses) in left.items()}
         return replace(
             found,
-            held_out=measured,
-            left={name: float(own.mean()) for name, own in left.items()},
-            guessed={name: Measured.of(left["plan"], own) for name, own in left.items() if name != "plan"},
+            held_out=of_all,
+            left={name: named[name] for name in ("plan", *found.guesses())},
+            apart={name: paired(left[name], left["plan"]) for name in found.guesses()},
+            curve=tuple(sorted(((one.share, named[f"{one.share}"]) for one in curve), key=lambda point: point[0])),
         )
 
-    def _held_out(
-        self, found: Diagnosis, batches: Sequence[Any], progress: Callable[[int], None]
-    ) -> tuple[Measured, dict[str, np.ndarray]]:
-        """(losses of all high and all low, what is left of each batch under the plan and each guess)."""
-        choices = {} if found.pins else {"plan": [found.choice()], **found.guesses()}
-        high, low = [], []
-        left: dict[str, list[float]] = {name: [] for name in choices}  # of each batch one choice after the other
-        for done, batch in enumerate(batches):
-            place = len(found.samples) + done
-            high.append(self._loss(batch, place, recovering=True))
-            refuse_not_finite(high[-1], f"loss_of_batch of held-out batch {done + 1}", self.model)
-            low.append(self._loss(batch, place, recovering=False))
-            for name, several in choices.items():
-                for choice in several:
-                    with self._pinned(choice.pins):
-                        left[name].append(self._loss(batch, place, recovering=False) - high[-1])
-            progress(done + 1)
-        each = {name: np.array(own).reshape(len(batches), -1).mean(axis=1) for name, own in left.items()}
-        return Measured.of(np.array(high), np.array(low)), each
+    def _confirmed(
+        self, operators: Sequence[PathLinear], samples: Mapping[str, np.ndarray], number: int, batches: Sequence[Any]
+    ) -> dict[str, np.ndarray]:
+        """{operator: KL (S,) of each sequence with it alone on the low path}, of the `number` highest of each
+        estimate."""
+        chosen: dict[str, PathLinear] = {}
+        for name in ("fprop", "fprop_sequence"):
+            values = samples[name].mean(axis=0)
+            if np.isfinite(values).all():
+                order = np.argsort(-values, kind="stable")[:number]
+                chosen |= {operators[i].operator_name: operators[i] for i in order if values[i] > 0}
+        found: dict[str, list[np.ndarray]] = {name: [] for name in chosen}
+        if chosen and self._total is not None:  # both estimates may name the same
+            self._total -= len(batches) * (min(2 * number, len(self.converted.operators)) - len(chosen))
+        for place, batch in enumerate(batches if chosen else ()):
+            whole = self._forward(batch, place, recovering=True)
+            for name, operator in chosen.items():
+                kl = whole.kl_to(self._forward(batch, place, recovering=True, low=operator))
+                assert kl is not None
+                found[name].append(kl)
+        return {name: np.concatenate(kls) for name, kls in found.items()}
+
+    @torch.no_grad()
+    def _limit(self, batch: Any) -> float | None:
+        """KL that rounding makes: of the model against itself with each operator's output one rounding apart."""
+        draw = torch.Generator(self._weights[0].device).manual_seed(0)
+
+        def apart(_operator: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+            sign = torch.empty_like(output).bernoulli_(0.5, generator=draw) * 2 - 1
+            return (
+                output * (1 + torch.finfo(output.dtype).eps / 2 * sign.float()).to(output.dtype)
+                if (output.dtype == torch.float32)
+                else torch.nextafter(output, torch.inf * sign)
+            )
+
+        whole = self._forward(batch, 0, recovering=True)
+        handles = [operator.register_forward_hook(apart) for operator in self.converted.operators]
+        try:
+            kl = whole.kl_to(self._forward(batch, 0, recovering=True))
+        finally:
+            for handle in handles:
+                handle.remove()
+        limit = None if kl is None else float(kl.mean())
+        if self.gate is not None:
+            require(limit is not None, "gate", self.gate, "is a KL, and `run` gives a loss alone; have it give logits")
+            assert limit is not None
+            right = f"is below what rounding of this model makes, {limit:.2g} nats; use a model in float32"
+            require(self.gate > limit, "gate", self.gate, right)
+        return limit
 
     def _why(self, name: str) -> str:
         """Why an operator has no price."""
@@ -247,53 +363,90 @@ class _Doctor:
                     return targets
         return None
 
-    def _priced(self, batch: Any, place: int) -> tuple[float, np.ndarray, list[bool]]:
-        """(loss of the recovery path, (names, U) numbers of the low path, which operators ran) of one batch."""
-        meter = self._meter
+    def _priced(self, batch: Any, place: int) -> tuple[float, np.ndarray, list[bool], float, np.ndarray | None]:
+        """(loss of the recovery path, (names, U) numbers, which operators ran, loss and KLs of all low) of a batch."""
+        meter, where = self._meter, f"run of batch {place + 1}"
+        norms = self._norms(batch, place) if place < _NORMED and self._labels == "model" else None
         self._put(True)
-        for operator in self.plan.operators:
+        for operator in self.converted.operators:
             operator.read = None
         meter.begin_step(place)
-        meter.loss_tokens = None if self._terms is None else self._terms(batch)
+        self.converted.shared.warmup = self._exact_backward
         self._measuring(True)
         try:
             torch.manual_seed(place)
-            loss = scalar(self._loss_of_batch(batch), where := f"loss_of_batch of batch {place + 1}")
-            refuse_not_finite(float(loss.detach()), where, self.model)
-            gradients = torch.autograd.grad(loss, self._weights, allow_unused=True)
+            whole = output_of(self._run(batch), where)
+            refuse_not_finite(whole.worth, where, self.model)
+            objective, meter.loss_tokens = whole.objective(self._labels, self._draw, where)
+            if meter.loss_tokens is None and self._terms is not None:
+                meter.loss_tokens = self._terms(batch)
+            gradients = torch.autograd.grad(objective, self._weights, allow_unused=True)
         finally:
             self._measuring(False)
+            self.converted.shared.warmup = None
         unused = all(gradient is None for gradient in gradients)
         right = "its loss does not depend on the linears of this model (or reentrant checkpointing hides that it does)"
-        require(not unused, "loss_of_batch", "...", right)
-        refuse_constant(loss, self._weights, gradients, where, "its linears")
-        self._called |= {o.operator_name for o in self.plan.operators if o.read is not None}
-        self._read |= {o.operator_name for o, g in zip(self.plan.operators, gradients, strict=True) if g is not None}
+        require(not unused, "run", "...", right)
+        refuse_constant(objective, self._weights, gradients, where, "its linears")
+        self._called |= {o.operator_name for o in self.converted.operators if o.read is not None}
+        both = zip(self.converted.operators, gradients, strict=True)
+        self._read |= {o.operator_name for o, gradient in both if gradient is not None}
         ran = [rows > 0 for rows in meter.rows]
-        low, recovery = (meter.by_operator(path) for path in ("low", "recovery"))
-        zero = torch.zeros_like(low["fprop"])
-        norms = torch.stack([zero[0] if g is None else g.float().norm().double() for g in gradients])
-        prices = [low[name] for name in _LOW] + [recovery[gemm] for gemm in GEMMS]
-        numbers = torch.stack([*prices, self._probe.read()["mse"], norms]).cpu().numpy()
-        meter.reset()
+        if norms is None:
+            norms = _norms_of(gradients) if self._labels == "data" or place < _NORMED else None
+        numbers = self._numbers(norms, place)
+        self.converted.end_step()
+        del objective, gradients
+        low = self._forward(batch, place, recovering=False)
+        self._advance(PRICED - 1)
+        return whole.loss_value, numbers, ran, low.loss_value, whole.kl_to(low)
+
+    def _numbers(self, norms: Tensor | None, place: int) -> np.ndarray:
+        """(names, U): what the meter and the probe have of a batch, which are empty then."""
+        low, recovery = (self._meter.by_operator(path) for path in ("low", "recovery"))
+        if self.tokens > 1:
+            low["fprop_sequence"] = low["fprop"]
+        known = torch.zeros_like(low["fprop"]) if norms is None else norms
+        prices = [low[name] for name in _LOW] + [recovery[gemm] for gemm in GEMMS[1:]]
+        numbers: np.ndarray = torch.stack([*prices, self._probe.read()["mse"], known]).cpu().numpy()
+        self._meter.reset()
         self._probe.reset()
-        self.plan.end_step()
         if not np.isfinite(numbers).all():
-            first = self.plan.operators[int(np.argwhere(~np.isfinite(numbers))[0][1])].operator_name
+            first = self.converted.operators[int(np.argwhere(~np.isfinite(numbers))[0][1])].operator_name
             raise ValueError(f"batch {place + 1}: what {first} reads, or its gradient, is not finite in 16 bits")
-        return float(loss.detach()), numbers, ran
+        if norms is None:
+            numbers[-1] = np.nan
+        return numbers
+
+    def _norms(self, batch: Any, place: int) -> Tensor | None:
+        """Norms of the weights' gradients on the data's labels, (U,) float64; None: there are none."""
+        self._put(True)
+        torch.manual_seed(place)
+        whole = output_of(self._run(batch), f"run of batch {place + 1}")
+        found = None
+        if whole.loss is not None and whole.loss.requires_grad and np.isfinite(whole.loss_value):
+            found = _norms_of(torch.autograd.grad(whole.loss, self._weights, allow_unused=True))
+        self.converted.end_step()
+        return found
 
     @torch.no_grad()
-    def _loss(self, batch: Any, place: int, *, recovering: bool) -> float:
-        """Of a forward pass with every operator on one path."""
+    def _forward(self, batch: Any, place: int, *, recovering: bool, low: PathLinear | None = None) -> Output:
+        """A forward pass with every operator on one path, but for one that is on the `low` path."""
         self._put(recovering)
+        if low is not None:
+            low.switch(False)
         torch.manual_seed(place)
-        loss = self._loss_of_batch(batch)
-        self.plan.end_step()
-        return float(loss)
+        found = output_of(self._run(batch), f"run of batch {place + 1}", trained=False)
+        self.converted.end_step()
+        self._advance(1)
+        return found
+
+    def _advance(self, passes: int) -> None:
+        self._done += passes
+        self._tell(self._done, self._total)
 
     def _put(self, recovering: bool) -> None:
-        for operator in self.plan.operators:
+        for operator in self.converted.operators:
             operator.switch(recovering)
 
     def _measuring(self, on: bool) -> None:
@@ -302,31 +455,84 @@ class _Doctor:
     @contextmanager
     def _pinned(self, pins: Mapping[str, Sequence[str]]) -> Iterator[None]:
         """Inside, the low path has these GEMMs on the recovery recipe."""
-        before = [operator.low for operator in self.plan.operators]
+        before = [operator.low for operator in self.converted.operators]
         try:
-            for operator in self.plan.operators:
+            for operator in self.converted.operators:
                 if gemms := pins.get(operator.operator_name):
                     assert isinstance(operator.low, Recipe) and isinstance(operator.recovery, Recipe)
                     operator.low = operator.low.with_recovered(operator.recovery, gemms)
             yield
         finally:
-            for operator, low in zip(self.plan.operators, before, strict=True):
+            for operator, low in zip(self.converted.operators, before, strict=True):
                 operator.low = low
 
-    def _rows(self, operators: Sequence[PathLinear], samples: Mapping[str, np.ndarray]) -> tuple[Row, ...]:
+    def _rows(
+        self,
+        operators: Sequence[PathLinear],
+        samples: Mapping[str, np.ndarray],
+        in_use: np.ndarray,
+        alone: Mapping[str, np.ndarray],
+    ) -> tuple[Row, ...]:
         means = {name: values.mean(axis=0).tolist() for name, values in samples.items()}
-        ends = {gemm: intervals(samples[gemm]).T.tolist() for gemm in GEMMS}
-        return tuple(
-            Row(
-                operator.operator_name,
-                gemm,
-                means[gemm][i],
-                (ends[gemm][i][0], ends[gemm][i][1]),
-                means[f"{gemm}_recovery"][i],
-                input=means["fprop_input"][i] if gemm == "fprop" else None,
-                weight=means["fprop_weight"][i] if gemm == "fprop" else None,
-                bias=None if gemm == "fprop" else means[f"{gemm}_bias"][i],
+        means["fprop_in_use"] = in_use.mean(axis=0).tolist()
+        ends = {gemm: intervals(samples[gemm]).T.tolist() for gemm in GEMMS[1:]} | {
+            "fprop": intervals(in_use).T.tolist()
+        }
+        rows = []
+        for i, operator in enumerate(operators):
+            name, kls = operator.operator_name, alone.get(operator.operator_name)
+            single = None if kls is None else Measured.of([kls], [np.nan], [np.nan])
+            value, interval = means["fprop_in_use"][i], tuple(ends["fprop"][i])
+            if single is not None and single.kl is not None:
+                value, interval = single.kl, (max(0.0, single.kl - single.noise), single.kl + single.noise)
+            rows.append(
+                Row(
+                    name,
+                    "fprop",
+                    value,
+                    interval,
+                    0.0,
+                    by_token=means["fprop"][i],
+                    by_sequence=means["fprop_sequence"][i] if self.tokens == 1 else None,
+                    measured=None if single is None else single.kl,
+                    input=means["fprop_input"][i],
+                    weight=means["fprop_weight"][i],
+                )
             )
-            for i, operator in enumerate(operators)
-            for gemm in GEMMS
-        )
+            rows += [
+                Row(
+                    name,
+                    gemm,
+                    means[gemm][i],
+                    tuple(ends[gemm][i]),
+                    means[f"{gemm}_recovery"][i],
+                    bias=means[f"{gemm}_bias"][i],
+                )
+                for gemm in GEMMS[1:]
+            ]
+        return tuple(rows)
+
+
+def _forward_only(recipe: Any) -> Recipe:
+    """The recipe without casts of backward: the scores of the labels are then those of what forward computes."""
+    assert isinstance(recipe, Recipe)
+    return replace(recipe, dgrad=Gemm(), wgrad=Gemm())
+
+
+def _norms_of(gradients: Iterable[Tensor | None]) -> Tensor:
+    norms = [None if gradient is None else gradient.float().norm().double() for gradient in gradients]
+    zero = next(norm for norm in norms if norm is not None).new_zeros(())
+    return torch.stack([zero if norm is None else norm for norm in norms])
+
+
+def _passes(batches: Iterable[Any], held_out: int, confirmed: int) -> int | None:
+    """Forward passes in all, at the most; None where nobody knows how many batches there are."""
+    if not isinstance(batches, Sized):
+        return None
+    choices = 3 + len(GUESSES) - 1 + RANDOM_DRAWS + 2 + len(CURVE)
+    return PRICED * len(batches) + 2 + min(CONFIRMED, len(batches)) * (1 + confirmed) + held_out * choices
+
+
+def _chained(first: Sequence[Any], rest: Iterable[Any]) -> Iterator[Any]:
+    yield from first
+    yield from rest

@@ -1,16 +1,18 @@
-"""What `gnmr.diagnose` found: prices of every GEMM with their intervals, measured losses, a verdict, a plan.
+"""What `gnmr.diagnose` found: what every GEMM costs, with intervals, what was measured of all, a verdict, a plan.
 
-Two rankings, not one. What `fprop` costs is in nats a token, on the loss as it is now; `dgrad` and `wgrad` change the
-next step, and have the squared error of the gradient that they give, relative to that gradient (docs/price.md). A plan
-is chosen by the former alone.
+Two rankings, not one. What `fprop` costs is in nats of KL a token, of the model without and with it in low precision;
+`dgrad` and `wgrad` change the next step, and have the squared error of the gradient that they give, relative to that
+gradient (docs/price.md). A plan is chosen by the former alone. Where the model gave a loss and no logits, nats are
+those by which the loss rises.
 
-Prices are an estimate to second order. `calibration` is what the recipe costs as a whole, measured, over the sum of the
-prices; expected costs are prices times that, and so assume that it is the same for all operators.
+The highest fprops are measured one by one; the others are estimates to second order. `interaction` is the KL of
+everything low less the sum of all: a failure that only the assembled model shows. `calibration` is the one over the
+other; expected costs are the values times that, and so assume that it is the same for all operators.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -18,7 +20,7 @@ from typing import Any
 import numpy as np
 from scipy import special
 
-from gnmr.doctor.knapsack import GUESSES, Choice, Item, arithmetic, by_score, choose, guess
+from gnmr.doctor.knapsack import GUESSES, Choice, Item, arithmetic, by_score, choose, guess, in_order
 from gnmr.doctor.plan import PinPlan
 
 DRAWS = 1000
@@ -28,6 +30,8 @@ _NAMED = 4
 """Operators that a verdict names."""
 LITTLE = 0.01
 """Nats a token: below it nothing has to be kept."""
+CURVE = (0.025, 0.05, 0.1, 0.2, 1 / 3)
+"""Budgets of plans whose KL is measured too."""
 LABELS = {
     "plan": "the plan, by price",
     "last": "last blocks",
@@ -38,7 +42,7 @@ LABELS = {
     "gradient norm": "by gradient norm",
 }
 """What choices are called in tables."""
-RANDOM_DRAWS = 5
+RANDOM_DRAWS = 3
 """Of the guess `random`, whose numbers are the mean of them."""
 
 
@@ -49,57 +53,95 @@ class Row:
     operator: str
     gemm: str
     value: float
-    """fprop: nats a token. dgrad, wgrad: ||d||^2 / ||g||^2, the relative squared error of the gradient."""
+    """fprop: nats a token, measured or else the estimate in use. dgrad, wgrad: ||d||^2 / ||g||^2, the relative squared
+    error of the gradient."""
     interval: tuple[float, float]
-    """95 %, by bootstrap over the batches."""
+    """95%, by bootstrap over the batches, or of the measurement over sequences."""
     recovery: float
-    """The same on the recovery path."""
-    input: float | None
-    """Of fprop: the price of the input's cast alone."""
-    weight: float | None
+    """Of dgrad and wgrad the same on the recovery path, with which fprop is compared already."""
+    by_token: float | None = None
+    """Of fprop the estimate from squares by token, nats."""
+    by_sequence: float | None = None
+    """From squares of sums over a sequence; None: not all tokens were priced."""
+    measured: float | None = None
+    """KL with this operator alone on the low path."""
+    input: float | None = None
+    """Of fprop: the price of the input's cast alone, by token."""
+    weight: float | None = None
     """Of fprop: of the weight's."""
-    bias: float | None
+    bias: float | None = None
     """Of dgrad and wgrad: `<g, d> / ||g||^2`."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Losses on the same batches, nats a token."""
+    """The model on two paths, on the same batches."""
 
     batches: int
-    high: float
-    """Every operator on the recovery path."""
-    low: float
-    """Every operator on the low path."""
+    kl: float | None
+    """KL(high || low), nats a token; None: there were no logits."""
+    kl_error: float
+    """Standard error of its mean over sequences."""
+    sequences: int
+    high: float | None
+    """Mean loss with every operator on the recovery path, nats a token; None: there were no targets."""
+    low: float | None
+    """Mean loss on the other path."""
     error: float
-    """Standard error of the mean difference, paired by batch; NaN of one batch."""
+    """Standard error of the mean difference of losses, paired by batch; NaN of one batch."""
 
     @staticmethod
-    def of(high: np.ndarray, low: np.ndarray) -> Measured:
-        """Of the losses (B,) of each batch."""
+    def of(kls: Sequence[np.ndarray | None], high: Sequence[float], low: Sequence[float]) -> Measured:
+        """Of each batch the KL of each sequence (S,), or None, and the losses, NaN where there is none."""
+        before, after = np.array(high), np.array(low)
+        each = None if kls[0] is None else np.concatenate([kl for kl in kls if kl is not None])
         with np.errstate(invalid="ignore"):  # a low path whose loss is Inf
-            apart = low - high
-            error = float(apart.std(ddof=1) / len(apart) ** 0.5) if len(apart) > 1 else float("nan")
-        return Measured(len(apart), float(high.mean()), float(low.mean()), error)
+            error = _standard_error(after - before)
+            kl_error = float("nan") if each is None else _standard_error(each)
+        known = not np.isnan(before).any()
+        return Measured(
+            len(before),
+            None if each is None else float(each.mean()),
+            kl_error,
+            0 if each is None else len(each),
+            float(before.mean()) if known else None,
+            float(after.mean()) if known else None,
+            error,
+        )
 
     @property
-    def cost(self) -> float:
-        """What the low path costs, nats a token."""
-        return self.low - self.high
+    def cost(self) -> float | None:
+        """By how much the loss rises, nats a token."""
+        return None if self.high is None or self.low is None else self.low - self.high
+
+    @property
+    def nats(self) -> float:
+        """What the low path costs, nats a token: the KL, or where there is none the rise of the loss."""
+        return self.kl if self.kl is not None else self.cost or 0.0
 
     @property
     def noise(self) -> float:
-        """What a difference must exceed to be one: half the width of its 95 % interval (t)."""
-        return float(special.stdtrit(self.batches - 1, 0.975)) * self.error if self.batches > 1 else float("nan")
+        """Half the width of the 95% interval (t) of `nats`."""
+        return self.loss_noise if self.kl is None else _half_width(self.sequences, self.kl_error)
+
+    @property
+    def loss_noise(self) -> float:
+        """Half the width of the 95% interval (t) of `cost`."""
+        return _half_width(self.batches, self.error)
 
     @property
     def shown(self) -> bool:
         """Whether low precision costs something that these batches can show."""
-        return self.cost > self.noise
+        return self.nats > self.noise
 
-    def tree(self) -> dict[str, float]:
+    @property
+    def finite(self) -> bool:
+        """Whether the low path computes numbers at all."""
+        return bool(np.isfinite(self.nats) and (self.low is None or np.isfinite(self.low)))
+
+    def tree(self) -> dict[str, float | None]:
         """Return all numbers, fit for JSON."""
-        return {**vars(self), "cost": self.cost, "noise": self.noise}
+        return {**vars(self), "cost": self.cost, "noise": self.noise, "loss_noise": self.loss_noise}
 
 
 @dataclass(frozen=True)
@@ -127,7 +169,7 @@ class Diagnosis:
     rows: tuple[Row, ...]
     """Every GEMM of every operator, in the model's order."""
     samples: np.ndarray
-    """(B, U): what recovering an operator's fprop saves by its price, nats, of each batch."""
+    """(B, U): nats that recovering an operator's fprop saves, by the estimate in use, of each batch."""
     measured: Measured
     """On the batches of the prices."""
     scores: dict[str, dict[str, float]]
@@ -147,54 +189,91 @@ class Diagnosis:
     partly: Mapping[str, int] = field(default_factory=dict)
     """Operators that ran in some batches alone, and in how many."""
     held_out: Measured | None = None
-    left: Mapping[str, float] = field(default_factory=dict)
-    """Nats a token that are left on the held-out batches, measured: under the `plan` of this budget, and under each of
-    the guesses, fprop alone."""
-    guessed: Mapping[str, Measured] = field(default_factory=dict)
-    """On these batches what each of the guesses leaves (`low`) beside what the plan leaves (`high`)."""
+    left: Mapping[str, Measured] = field(default_factory=dict)
+    """What is left on the held-out batches: under the `plan` of this budget, and under each of the guesses, fprop
+    alone."""
+    apart: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Nats that each of the guesses leaves more than the plan, and half the width of that interval, paired."""
+    curve: tuple[tuple[float, Measured], ...] = ()
+    """(share of the GEMM time, what is left on the held-out batches) of plans of other budgets."""
+    limit: float | None = None
+    """KL that rounding in the model's own dtype makes, nats a token."""
+    gate: float | None = None
+    """KL that two sides may differ by."""
+    labels: str = "data"
+    """Of the backward pass: `model`, drawn from its own predictions, or `data`."""
+    estimate: str = "token"
+    """Which estimate of fprop is in use: `token` or `sequence`."""
 
     # ---- totals ----
 
     @cached_property
     def saved(self) -> dict[Item, float]:
-        """By (operator, GEMM) what recovery saves of the loss now, nats by price: fprop alone has any."""
-        return {(row.operator, row.gemm): row.value - row.recovery if row.gemm == "fprop" else 0.0 for row in self.rows}
+        """By (operator, GEMM) the nats that its recovery saves: fprop alone has any."""
+        return {(row.operator, row.gemm): row.value if row.gemm == "fprop" else 0.0 for row in self.rows}
 
     @property
     def total(self) -> float:
-        """Nats a token by the prices of all operators' fprop, above those of the recovery path."""
+        """Nats a token of all operators' fprop, each alone, added up."""
         return float(sum(self.saved.values()))
 
     @property
     def calibration(self) -> float | None:
-        """Measured cost over the sum of prices; None where the cost is not above its noise, or nothing has a price."""
+        """What everything low costs over `total`; None where that is not above its noise, or nothing costs anything."""
         found = self.measured
-        return found.cost / self.total if found.shown and np.isfinite(found.cost) and self.total > 0 else None
+        return found.nats / self.total if found.shown and found.finite and self.total > 0 else None
+
+    @property
+    def interaction(self) -> float | None:
+        """KL of everything low less `total`; None without a KL."""
+        return None if self.measured.kl is None else self.measured.kl - self.total
+
+    @property
+    def interacts(self) -> bool:
+        """Whether the interaction is large: more than half of the KL of everything low, and beyond its noise."""
+        size = abs(self.interaction or 0.0)
+        return bool(size > self.measured.nats / 2 and size > self.measured.noise and not self.little)
+
+    @property
+    def coherent(self) -> list[Row]:
+        """fprop whose estimates by token and by sequence are more than a factor of 2 apart: there the products of two
+        tokens matter."""
+        return [
+            row
+            for row in self.worst()
+            if row.by_token and row.by_sequence and not 0.5 <= row.by_sequence / row.by_token <= 2.0
+        ]
 
     @property
     def little(self) -> bool:
         """Whether nothing has to be kept: less than `LITTLE`, by what was measured, or where that shows nothing by the
-        price and the upper end of what was measured."""
+        sum of all and the upper end of what was measured."""
         found = self.measured
-        return bool((found.cost if found.shown else max(self.total, found.cost + found.noise)) < LITTLE)
+        return bool((found.nats if found.shown else max(self.total, found.nats + found.noise)) < LITTLE)
 
     def rival(self) -> str:
         """A clause where, on the held-out batches, a guess left less than the plan, or these are too few to tell."""
-        if self.pins or self.held_out is None:
+        if self.pins or self.held_out is None or not self.apart:
             return ""
         batches = f"{self.held_out.batches} held-out batches"
-        best = min(self.guessed, key=lambda name: self.left[name])
-        if self.left[best] < self.left["plan"]:
-            shown = -self.guessed[best].cost > self.guessed[best].noise
-            both = f"{nats(self.left[best])} nats against {nats(self.left['plan'])}"
-            few = "" if shown else ", which is too few batches to be sure"
+        best = min(self.apart, key=lambda name: self.left[name].nats)
+        more, noise = self.apart[best]
+        if more < 0:
+            both = f"{nats(self.left[best].nats)} nats against {nats(self.left['plan'].nats)}"
+            few = "" if -more > noise else ", which is too few batches to be sure"
             return f"{LABELS[best]} left less than the plan on {batches}: {both}{few}"
         return "" if self.held_out.shown else f"{batches} are too few to tell the choices apart"
 
-    @property
-    def above_noise(self) -> list[Row]:
-        """fprop of operators that cost more than a loss measured on these batches could show, the worst first."""
-        return [row for row in self.worst() if row.interval[0] > self.measured.noise]
+    def left_by_budget(self) -> list[tuple[float, float]]:
+        """(share of the GEMM time, nats left by the values) after each pin, the plan's way from no pin to all that
+        cost something."""
+        costs = arithmetic(self.operators)
+        everything, spent, left = sum(costs.values()), 0.0, self.total
+        points = [(0.0, left)]
+        for item in in_order(self.saved, costs):
+            spent, left = spent + costs[item], left - self.saved[item]
+            points.append((spent / everything, max(0.0, left)))
+        return points
 
     def worst(self, gemm: str = "fprop") -> list[Row]:
         """Return one GEMM of all operators, the largest value first."""
@@ -203,15 +282,20 @@ class Diagnosis:
     # ---- choices ----
 
     def choice(self, budget: float | None = None) -> Choice:
-        """The pins with the most nats per cost under the budget (None: this diagnosis's), by raw prices."""
+        """The pins with the most nats per cost under the budget (None: this diagnosis's). With a gate and no budget
+        they are as many as keep it, by what is expected to be left."""
         if self.pins:
             raise ValueError("plan: this is a diagnosis under a plan's pins; a new plan needs one without")
+        if budget is None and self.gate is not None:
+            enough = self.gate / (self.calibration or 1.0)
+            return choose(self.saved, arithmetic(self.operators), None, enough)
         return choose(self.saved, arithmetic(self.operators), self.budget if budget is None else budget)
 
     def guesses(self, gemms: tuple[str, ...] = ("fprop",)) -> dict[str, list[Choice]]:
         """Make the usual guesses at the same cost: `gemms` of the operators of the last blocks, the first, both ends,
         random ones (`RANDOM_DRAWS`), those of the largest `scores`. Their `after` says what they leave, by prices."""
-        given = self.saved, arithmetic(self.operators), self.budget
+        budget = self.budget if self.gate is None else max(self.choice().share, 1e-9)
+        given = self.saved, arithmetic(self.operators), budget
         draws = {kind: RANDOM_DRAWS if kind == "random" else 1 for kind in GUESSES}
         return {
             kind: [guess(kind, *given, gemms=gemms, seed=seed) for seed in range(number)]
@@ -226,13 +310,14 @@ class Diagnosis:
             name: {
                 "price_left": float(np.mean([one.after for one in found])),
                 "share": float(np.mean([one.share for one in found])),
-                "measured_left": self.left.get(name),
+                "kl_left": None if (own := self.left.get(name)) is None else own.kl,
+                "loss_left": None if own is None else own.cost,
             }
             for name, found in choices.items()
         }
 
     def expected(self, choice: Choice) -> tuple[float, float]:
-        """Nats a token without and with the pins: prices times `calibration`, where there is one."""
+        """Nats a token without and with the pins: the values times `calibration`, where there is one."""
         factor = self.calibration or 1.0
         return max(0.0, factor * choice.before), max(0.0, factor * choice.after)
 
@@ -241,15 +326,20 @@ class Diagnosis:
 
         Raises ValueError for no share, and for a diagnosis that was made under a plan.
         """
-        budget = self.budget if budget is None else budget
         chosen = self.choice(budget)
-        pinned = [self.saved[name, gemm] for name, gemms in chosen.pins.items() for gemm in gemms]
-        factor = self.calibration
+        # By token, as the controller's signal measures it.
+        by_token = {row.operator: row.by_token or row.value for row in self.rows if row.gemm == "fprop"}
+        pinned = [by_token[name] for name in chosen.pins if by_token[name] > 0]
+        found = self.measured
         said = {
-            "batches": f"{self.measured.batches}",
-            "measured": f"{self.measured.cost:.6g} nats, {self.measured.high:.6g} -> {self.measured.low:.6g}",
-            "prices": f"{self.total:.6g} nats in all; expected is prices times {factor or 1.0:.4g}",
+            "batches": f"{found.batches}",
+            "sum": f"{self.total:.6g} nats of all GEMMs alone; expected is that times {self.calibration or 1.0:.4g}",
         }
+        if found.kl is not None:
+            said["kl"] = f"{found.kl:.6g} nats a token with everything low"
+        if found.cost is not None:
+            said["loss"] = f"{found.cost:+.6g} nats, {found.high:.6g} -> {found.low:.6g}"
+        budget = chosen.share if self.gate is not None and budget is None else self.budget if budget is None else budget
         return PinPlan(
             operators=self.operators | dict(self.matched),
             low=self.recipe,
@@ -257,7 +347,7 @@ class Diagnosis:
             recipes=self.recipes,
             targets=self.targets,
             pins=chosen.pins,
-            budget=budget,
+            budget=budget or None,
             share=chosen.share,
             expected=self.expected(chosen),
             triggers={"price": min(pinned)} if pinned else {},
@@ -298,34 +388,65 @@ class Diagnosis:
     def _verdict(self) -> str:
         found, name = self.measured, self.recipe
         under = "under the plan " if self.pins else ""
-        if not np.isfinite(found.low):
+        if not found.finite:
             worst = f"fprop of {_named([row.operator for row in self.worst()[:_NAMED]])}"
-            return f"{under}the loss is not finite under {name} ({found.high:.4f} on {self.recovery}); worst: {worst}"
+            high = "" if found.high is None else f" ({found.high:.4f} on {self.recovery})"
+            return f"{under}the loss is not finite under {name}{high}; worst: {worst}"
+        if self.gate is not None:
+            return self._gated(self.gate)
         start = f"nothing {'more ' if self.pins else ''}has to be kept: " if self.little else ""
+        unit = "nats" if found.kl is None else "nats of KL a token"
         if not found.shown:
             return (
                 f"{start}{under}{name} costs nothing here that {found.batches} batches can show "
-                f"({found.cost:+.2g} ± {found.noise:.1g} nats, by price {self.total:.2g})"
+                f"({found.nats:+.2g} ± {found.noise:.1g} {unit}, by estimate {self.total:.2g})"
                 f"{'' if start else ': more batches would tell'}"
             )
-        cost = f"{start}{under}{name} costs {nats(found.cost)} nats here ({found.high:.4f} -> {found.low:.4f})"
+        losses = "" if found.high is None else f" (loss {found.high:.4f} -> {found.low:.4f})"
+        cost = f"{start}{under}{name} costs {nats(found.nats)} {unit} against {self.recovery}{losses}"
         if start:
             return f"{cost}, less than {LITTLE}"
         if self.pins:
             return f"{cost}, with {_gemms(self.pins)} of {len(self.rows)} GEMMs on {self.recovery}"
         if self.total <= 0:
-            return f"{cost}, and no GEMM has a price"
+            return f"{cost}, and no GEMM alone costs anything"
         chosen = self.choice()
         if not chosen.pins:
             return f"{cost}; no GEMM fits a budget of {self.budget:.3g} of the GEMM time"
+        return (
+            f"{cost}; keep {self._pinned(chosen)} on {self.recovery}, {chosen.share:.1%} of the GEMM time, and "
+            f"{self._left(chosen)}{'; ' * bool(rival := self.rival())}{rival}"
+        )
+
+    def _gated(self, gate: float) -> str:
+        """The verdict on two sides that should agree."""
+        found = self.measured
+        differ = (
+            f"{self.recipe} and {self.recovery} differ by {nats(found.nats)} ± {nats(found.noise)} nats of KL a token"
+        )
+        if found.nats + found.noise <= gate:
+            return f"the gate holds: {differ}, at most {gate:g}"
+        if found.nats - found.noise <= gate:
+            return f"the gate of {gate:g} can not be decided: {differ}; more batches would tell"
+        chosen = self.choice()
+        if not chosen.pins:
+            return f"the gate does not hold: {differ}, more than {gate:g}, and no GEMM alone makes it"
+        return (
+            f"the gate does not hold: {differ}, more than {gate:g}; run {self._pinned(chosen)} in one recipe on both "
+            f"sides ({self.recovery} in the rollout, or {self.recipe} in the trainer), and {self._left(chosen)}"
+        )
+
+    def _pinned(self, chosen: Choice) -> str:
+        """The GEMMs of a choice, the largest first."""
         ordered = sorted(chosen.pins, key=lambda one: -self.saved[one, "fprop"])
         share = 1 - chosen.after / chosen.before
-        return (
-            f"{cost}; {share:.0%} of it in {_gemms(chosen.pins)} of {len(self.rows)} GEMMs: fprop of "
-            f"{_named(ordered)}; with these on {self.recovery}, {chosen.share:.1%} of the GEMM time, "
-            f"{nats(self.expected(chosen)[1])} are expected to be left"
-            f"{'; ' * bool(rival := self.rival())}{rival}"
-        )
+        return f"{_gemms(chosen.pins)} of {len(self.rows)} GEMMs ({share:.0%} of it: fprop of {_named(ordered)})"
+
+    def _left(self, chosen: Choice) -> str:
+        """What is left under the plan: measured on held-out batches, or what is expected."""
+        if (left := self.left.get("plan")) is not None and left.finite:
+            return f"{nats(left.nats)} ± {nats(left.noise)} nats are left on other batches"
+        return f"{nats(self.expected(chosen)[1])} nats are expected to be left"
 
     def tree(self) -> dict[str, Any]:
         """All numbers, fit for JSON."""
@@ -337,7 +458,12 @@ class Diagnosis:
             "held_out": None if self.held_out is None else self.held_out.tree(),
             "total_price": self.total,
             "calibration": self.calibration,
-            "above_noise": [row.operator for row in self.above_noise],
+            "interaction": self.interaction,
+            "limit": self.limit,
+            "gate": self.gate,
+            "labels": self.labels,
+            "estimate": self.estimate,
+            "coherent": [row.operator for row in self.coherent],
             "stability": vars(self.stability()),
             "budget": self.budget,
             "price_tokens": self.tokens,
@@ -345,6 +471,7 @@ class Diagnosis:
             "idle": dict(self.idle),
             "partly": dict(self.partly),
             "choices": self.compared(),
+            "curve": [{"share": share, **one.tree()} for share, one in self.curve],
             "rows": [vars(row) | {"interval": list(row.interval)} for row in self.rows],
             "scores": self.scores,
             "operators": {name: list(shape) for name, shape in self.operators.items()},
@@ -360,6 +487,26 @@ def intervals(samples: np.ndarray) -> np.ndarray:
     """(2, U): the 95 % interval of the mean of (B, U) over batches, by bootstrap."""
     ends: np.ndarray = np.percentile(resampled(len(samples), np.random.default_rng(0)) @ samples, [2.5, 97.5], axis=0)
     return ends
+
+
+def paired(guess: tuple[list[Any], list[float]], plan: tuple[list[Any], list[float]]) -> tuple[float, float]:
+    """(nats that a guess leaves more than the plan, half the width of the 95% interval), of their KLs by batch and
+    losses, paired."""
+    if guess[0][0] is None:
+        apart = np.array(guess[1]) - np.array(plan[1])
+    else:
+        apart = np.concatenate(guess[0]) - np.concatenate(plan[0])
+    with np.errstate(invalid="ignore"):
+        return float(apart.mean()), _half_width(len(apart), _standard_error(apart))
+
+
+def _standard_error(values: np.ndarray) -> float:
+    return float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else float("nan")
+
+
+def _half_width(number: int, error: float) -> float:
+    """Half the width of a mean's 95% interval (t)."""
+    return float(special.stdtrit(number - 1, 0.975)) * error if number > 1 else float("nan")
 
 
 def nats(value: float) -> str:

@@ -43,15 +43,21 @@ def arithmetic(shapes: Shapes) -> dict[Item, float]:
     return {(name, gemm): float(a * b) for name, (a, b) in shapes.items() for gemm in GEMMS}
 
 
-def choose(prices: Mapping[Item, float], costs: Mapping[Item, float], budget: float | None) -> Choice:
-    """Pin by price per cost, the highest first, under the budget (None: all that has a price above 0).
-
-    What has no price, or none above 0, is not pinned: it would cost and save nothing. Equal ones are taken in the order
-    of `costs`. Raises ValueError for a budget that is no share.
-    """
+def in_order(prices: Mapping[Item, float], costs: Mapping[Item, float]) -> list[Item]:
+    """Items by price per cost, the highest first; equal ones in the order of `costs`. What has no price, or none above
+    0, is left out: it would cost and save nothing."""
     worth = [item for item in costs if prices.get(item, 0.0) > 0]
-    worth.sort(key=lambda item: prices[item] / costs[item], reverse=True)
-    return fill([[item] for item in worth], prices, costs, budget)
+    return sorted(worth, key=lambda item: prices[item] / costs[item], reverse=True)
+
+
+def choose(
+    prices: Mapping[Item, float], costs: Mapping[Item, float], budget: float | None, enough: float | None = None
+) -> Choice:
+    """Pin `in_order` under the budget (None: without bounds), until no more than `enough` nats are left.
+
+    Raises ValueError for a budget that is no share.
+    """
+    return fill([[item] for item in in_order(prices, costs)], prices, costs, budget, enough)
 
 
 def guess(
@@ -105,24 +111,30 @@ def fill(
     prices: Mapping[Item, float],
     costs: Mapping[Item, float],
     budget: float | None,
+    enough: float | None = None,
 ) -> Choice:
-    """Take the groups of items, each as a whole, in their order, if the budget still holds it."""
+    """Take the groups of items, each as a whole, in their order, if the budget still holds it, while more than `enough`
+    nats are left."""
     budget_share(budget)
     everything = sum(costs.values())
     room = math.inf if budget is None else budget * everything * (1 + 1e-9)  # a share that is met to the last digit
     taken: set[Item] = set()
-    spent = 0.0
+    spent, before = 0.0, math.fsum(prices.values())
+    left = before
     for group in groups:
+        if enough is not None and left <= enough:
+            break
         more = sum(costs[item] for item in group)
         if spent + more <= room:
             taken.update(group)
             spent += more
+            left -= sum(prices.get(item, 0.0) for item in group)
     pins: dict[str, list[str]] = {}
     for name, gemm in costs:
         if (name, gemm) in taken:
             pins.setdefault(name, []).append(gemm)
     left = math.fsum(price for item, price in prices.items() if item not in taken)
-    return Choice(pins, spent / everything, math.fsum(prices.values()), left)
+    return Choice(pins, spent / everything, before, left)
 
 
 def _in_order(

@@ -87,15 +87,9 @@ def totals(found: Diagnosis) -> list[str]:
     lines = [f"measured: {_measured(found.measured, found)}"]
     if found.held_out is not None:
         lines.append("; ".join([f"held out: {_measured(found.held_out, found)}", *filter(None, [found.rival()])]))
-    factor = found.calibration
-    of_all = "" if factor is None else f"; measured is {factor:.3g} times that"
-    if factor is not None and not found.pins:
-        of_all += ", and so is what is expected of the plan"
-    lines.append(f"prices add up to {nats(found.total)} nats{of_all}")
-    noise, above = found.measured.noise, len(found.above_noise)
-    lines.append(
-        f"by itself above what a loss on these batches could show, {nats(noise)} nats: fprop of {above} operators"
-    )
+    if (more := found.interaction) is not None:
+        warning = ", which is large: a failure that only the assembled model shows" if found.interacts else ""
+        lines.append(f"all GEMMs alone add up to {nats(found.total)} nats; interaction {more:+.2g}{warning}")
     stable = found.stability()
     halves = f"the order of one half of the batches and the other: Spearman {stable.halves:.2f}"
     if not found.pins:
@@ -174,7 +168,7 @@ def _choices(found: Diagnosis) -> list[tuple[str, ...]]:
     rows = []
     for name, own in found.compared().items():
         left = float(np.mean([one.after for one in whole[name]])) if name in whole else None
-        numbers = (own["price_left"], own["measured_left"], left)
+        numbers = (own["price_left"], own["kl_left"] if own["kl_left"] is not None else own["loss_left"], left)
         rows.append((LABELS[name], f"{own['share']:.1%}", *("-" if one is None else nats(one) for one in numbers)))
     return rows
 
@@ -196,9 +190,14 @@ def _hint(row: Row) -> str:
 
 
 def _measured(one: Measured, found: Diagnosis) -> str:
-    noise = f" ± {one.noise:.4f}" if np.isfinite(one.noise) else ""
-    cost = f"{one.cost:+.4f}{noise} nats a token"
-    return f"{found.recovery} {one.high:.4f}, {found.recipe} {one.low:.4f}: {cost} ({one.batches} batches)"
+    words = []
+    if one.kl is not None:
+        words.append(f"KL {nats(one.kl)} ± {nats(one.noise)} nats a token ({one.sequences} sequences)")
+    if one.cost is not None:
+        noise = f" ± {one.loss_noise:.4f}" if np.isfinite(one.loss_noise) else ""
+        losses = f"{found.recovery} {one.high:.4f}, {found.recipe} {one.low:.4f}"
+        words.append(f"loss {one.cost:+.4f}{noise} ({losses}; {one.batches} batches)")
+    return ", ".join(words)
 
 
 def _short(value: float) -> str:

@@ -24,14 +24,19 @@ def loss_of(model: nn.Module, batch: Tensor | Batch, call: Callable[..., Any] | 
     A scalar on the device. Documents that share a block do not see each other. `call`: what is called in the model's
     place (`Wrapped.call`).
     """
-    call = model if call is None else call
     block = batch if isinstance(batch, Batch) else Batch.of_sequences(batch)
+    return F.cross_entropy(logits_of(model, block, call).float().flatten(0, 1), block.targets.flatten())
+
+
+def logits_of(model: nn.Module, block: Batch, call: Callable[..., Any] | None = None) -> Tensor:
+    """Logits of the next token at each position of `block`, (B, T, V). `call`: as of `loss_of`."""
+    call = model if call is None else call
     if isinstance(model, Decoder):
         assert block.positions is None, "models of ours read one document a block"
-        logits = call(block.tokens)
+        logits: Tensor = call(block.tokens)
     else:
         logits = call(**model_inputs(block)).logits
-    return F.cross_entropy(logits.float().flatten(0, 1), block.targets.flatten())
+    return logits
 
 
 def num_targets(batch: Tensor | Batch) -> int:

@@ -1,0 +1,99 @@
+"""What a function that runs a model gives: logits, targets, a loss, or some of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from gnmr.doctor.guards import scalar
+from gnmr.errors import require
+from gnmr.measure.kl import IGNORED, divergence, draw_labels
+
+_RIGHT = "must be logits (..., V), these and targets (...), an output with logits, or one number, the mean loss"
+
+
+@dataclass(frozen=True)
+class Output:
+    """Of one batch: S sequences of T tokens."""
+
+    logits: Tensor | None
+    """(S, T, V) or (S, V); None: of a loss alone."""
+    targets: Tensor | None
+    """(S, T) or (S,) int64, `IGNORED` where a position does not count."""
+    loss: Tensor | None
+    """The mean over positions that count, nats."""
+
+    @property
+    def loss_value(self) -> float:
+        """NaN where there is none."""
+        return math.nan if self.loss is None else float(self.loss.detach())
+
+    @property
+    def worth(self) -> float:
+        """A number that is finite if the output is: the loss, or without one the mean of the logits."""
+        if self.loss is not None:
+            return self.loss_value
+        assert self.logits is not None
+        return float(self.logits.detach().float().mean())
+
+    def objective(self, labels: str, generator: torch.Generator, where: str) -> tuple[Tensor, int | None]:
+        """Return (what backward starts from, how many terms its mean has; None: only the caller knows).
+
+        `labels`: "model" draws them from the logits; without these the loss has to serve.
+        """
+        if self.logits is None or labels == "data":
+            right = "has no loss to take the data's labels from; use labels='model', or give the targets"
+            require(self.loss is not None, where, "logits", right)
+            terms = None if self.targets is None else int((self.targets != IGNORED).sum())
+            return scalar(self.loss, where), terms
+        drawn = draw_labels(self.logits, generator, self.targets).flatten()
+        require(self.logits.requires_grad, where, "logits without gradient", "must depend on the model's weights")
+        return F.cross_entropy(self.logits.flatten(0, -2).float(), drawn), int((drawn != IGNORED).sum())
+
+    def kl_to(self, low: Output) -> np.ndarray | None:
+        """KL a token of each sequence against the same batch's `low` output, (S,); None without logits."""
+        if self.logits is None or low.logits is None:
+            return None
+        found: np.ndarray = divergence(self._log_p, low.logits, self.targets).cpu().numpy()
+        return found
+
+    @cached_property
+    def _log_p(self) -> Tensor:
+        """(S, T, V) float32, made once for all that it is compared with."""
+        assert self.logits is not None
+        return F.log_softmax(self.logits.detach().float(), dim=-1)
+
+
+def output_of(found: Any, where: str, trained: bool = True) -> Output:
+    """Return the `Output` in what a function gave. `where` names it; `trained`: it must have a gradient.
+
+    Raises ValueError for anything else.
+    """
+    logits, targets, loss = None, None, None
+    if isinstance(found, Tensor) and found.numel() == 1:
+        loss = scalar(found, where, trained)
+    elif isinstance(found, Tensor):
+        logits = found
+    elif isinstance(found, tuple) and len(found) == 2:
+        logits, targets = found
+    else:
+        logits, loss = getattr(found, "logits", None), getattr(found, "loss", None)
+        require(isinstance(logits, Tensor), where, type(found).__name__, _RIGHT)
+    if logits is not None:
+        require(isinstance(logits, Tensor) and logits.dim() >= 2, where, type(logits).__name__, _RIGHT)
+        logits = logits.reshape(len(logits), -1, logits.shape[-1]) if logits.dim() > 3 else logits
+        if targets is not None:
+            fits = isinstance(targets, Tensor) and targets.numel() == logits.shape[:-1].numel()
+            shape = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
+            require(fits, where, f"logits {tuple(logits.shape)}, targets {shape}", "must be of the same positions")
+            targets = targets.reshape(logits.shape[:-1])
+            require(bool((targets != IGNORED).any()), where, "targets", "all are left out (-100); give some")
+            loss = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+    return Output(logits, targets, loss)
