@@ -78,28 +78,33 @@ class Measurement:
         meter = measure_prices(self.plan, ["price_fprop"], tokens=1)
         probe = measure_errors(self.plan, ["mse"])
         found, norms = np.zeros((len(SUMS), 1 + draws, len(self.names))), np.zeros(len(self.names))
+        weights = [operator.weight for operator in self.plan.operators]
         for place, batch in enumerate(batches):
             generator = torch.Generator().manual_seed(place)
             meter.begin_step(place)
             meter.loss_tokens = batch.num_targets
-            logits = logits_of(self.model, batch).float()
             for draw in range(1 + draws):  # the first labels are the data's
+                if draw < 2:
+                    for weight in weights:
+                        weight.requires_grad_(not draw)  # later passes are made for the prices alone
+                    logits = logits_of(self.model, batch).float()
                 labels = draw_labels(logits, generator) if draw else batch.targets
                 meter.reset()
-                self.model.zero_grad(set_to_none=True)
-                torch.autograd.backward(_losses(logits, labels).mean(), retain_graph=draw < draws)
+                torch.autograd.backward(_losses(logits, labels).mean(), retain_graph=0 < draw < draws)
                 own = meter.by_operator()
                 found[:, draw] += torch.stack([own[name] for name in SUMS.values()]).numpy() / len(batches)
                 if not draw:
-                    norms += [float(o.weight.grad.norm()) for o in self.plan.operators]  # type: ignore[union-attr]
+                    norms += [float(weight.grad.norm()) for weight in weights]  # type: ignore[union-attr]
+                self.model.zero_grad(set_to_none=True)
             self.plan.end_step()
+        for weight in weights:
+            weight.requires_grad_()
         rows = {"gradient norm": norms / len(batches), "mse": probe.read()["mse"].numpy().copy()}
         for name, values in zip(SUMS, found, strict=True):
             rows[f"data, {name}"] = values[0]
             some = [n for n in (1, 2, 4, 8, 16, 32) if n < draws] + [draws]
             rows |= {f"drawn, {name} / {n}": values[1 : 1 + n].mean(axis=0) for n in some}
         self.plan.shared.prices = self.plan.shared.probe = None
-        self.model.zero_grad(set_to_none=True)
         return rows
 
     @torch.no_grad()
