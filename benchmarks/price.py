@@ -1,7 +1,7 @@
 """Prices against the truth: the KL divergence per token that one operator in low precision makes, measured one by one.
 
-    python benchmarks/price.py OUT.json --models runs/a,runs/b --low nvfp4,fp8_hybrid
-    python benchmarks/price.py OUT.json --models .cache/smollm2 --data wikitext2-test.txt --operators 48
+    python benchmarks/price.py OUT.json --models .cache/smollm2 --data wikitext2-test.txt --low nvfp4,fp8_hybrid
+    python benchmarks/price.py OUT.json --models runs/a,runs/b --batches 16 --held-out 16 --block 256 --draws 16
     python benchmarks/price.py OUT.json --table
 
 Models are run folders (measured on their own validation data) and checkpoint folders (on `--data`), computed in FP32.
@@ -51,7 +51,7 @@ from timing import header
 
 LOW = "nvfp4,mxfp4,mxfp8,fp8_hybrid,sim_e2m1,sim_e3m2,sim_int4,sim_int8"
 SUMS = {"by token": "fprop", "by sequence": "fprop_sequence", "by element": "fprop_elements"}
-SETTINGS = {"batches": 4, "held_out": 4, "size": 4, "block": 256, "draws": 8, "operators": 48}
+SETTINGS = {"batches": 4, "held_out": 3, "size": 4, "block": 128, "draws": 8, "operators": 48}
 SEEDS = {"blocks": 0, "labels": "the number of the batch"}
 TOP, SPEARMAN, SUM = 12, 0.95, 0.2
 
