@@ -6,13 +6,12 @@
 
 Models are run folders (measured on their own validation data) and checkpoint folders (on `--data`), computed in FP32.
 The truth of an operator is the KL divergence per token between the model and the model with the fprop of this operator
-in low precision, in nats, and beside it the increase of the loss on the data's labels. Estimates come from other tokens
-of the same text: `data` are the text's own labels, `drawn` are drawn from the model, `/ n` with n backward passes a
-batch. They are squared token by token, or summed over each sequence before they are squared.
+in low precision, in NATS, and beside it the increase of the loss on the data's labels. Estimates come from other tokens
+of the same text: `data` are the text's own labels, `drawn` are drawn from the model (`--draws` backward passes a
+batch, `/ n` the first n). They are squared token by token, or summed over each sequence before they are squared.
 
-What is claimed, and was written down before anything was measured: on every low path and model, held out, the estimate
-with drawn labels by sequence has a Spearman correlation of at least 0.95 with the single KLs, and its sum is within
-20% of theirs.
+Claimed, and written down before anything was measured: on every low path and model, held out, the estimate with drawn
+labels by sequence has a Spearman correlation of at least 0.95 with the single KLs, and its sum is within 20% of theirs.
 
 Of more than `--operators` operators a sample is measured: the twelve highest by data labels by token, by drawn ones by
 token and by sequence, and as many others as are missing, evenly over kinds and depth. A sum is then over the sample,
@@ -33,8 +32,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
-from scipy.stats import spearmanr
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -50,9 +49,10 @@ from gnmr.records import output
 from timing import header
 
 LOW = "nvfp4,mxfp4,mxfp8,fp8_hybrid,sim_e2m1,sim_e3m2,sim_int4,sim_int8"
+NATS = ("data, by token", "drawn, by token", "drawn, by sequence")
+"""Estimates of the KL, by which a sample is chosen too. The claims are about the last."""
 SUMS = {"by token": "fprop", "by sequence": "fprop_sequence", "by element": "fprop_elements"}
 SETTINGS = {"batches": 4, "held_out": 3, "size": 4, "block": 128, "draws": 8, "operators": 48}
-SEEDS = {"blocks": 0, "labels": "the number of the batch"}
 TOP, SPEARMAN, SUM = 12, 0.95, 0.2
 
 
@@ -64,8 +64,7 @@ class Measurement:
         spec = PathSpec.of(low, "bf16", targets=["*_proj"], backend="simulated")  # bf16: exact, in an FP32 model
         self.plan = convert(model, spec)
         self.names = [operator.operator_name for operator in self.plan.operators]
-        layers = next(module for name, module in model.named_modules() if name.split(".")[-1] == "layers")
-        self.blocks = list(layers.children())
+        self.blocks = list(next(m for name, m in model.named_modules() if name.endswith("layers")).children())
         self.put([])
 
     def put(self, low: Collection[int]) -> None:
@@ -101,9 +100,9 @@ class Measurement:
             weight.requires_grad_()
         rows = {"gradient norm": norms / len(batches), "mse": probe.read()["mse"].numpy().copy()}
         for name, values in zip(SUMS, found, strict=True):
-            rows[f"data, {name}"] = values[0]
-            some = [n for n in (1, 2, 4, 8, 16, 32) if n < draws] + [draws]
-            rows |= {f"drawn, {name} / {n}": values[1 : 1 + n].mean(axis=0) for n in some}
+            rows |= {f"data, {name}": values[0], f"drawn, {name}": values[1:].mean(axis=0)}
+            few = [n for n in (1, 2, 4, 8, 16) if n < draws]
+            rows |= {f"drawn, {name} / {n}": values[1 : 1 + n].mean(axis=0) for n in few}
         self.plan.shared.prices = self.plan.shared.probe = None
         return rows
 
@@ -151,24 +150,13 @@ def _depth(name: str) -> int:
     return int(name.partition("layers.")[2].partition(".")[0])
 
 
-def _in_nats(draws: int) -> list[str]:
-    return ["data, by token", f"drawn, by token / {draws}", f"drawn, by sequence / {draws}"]
-
-
-def sample(names: Sequence[str], estimates: dict[str, np.ndarray], number: int, draws: int) -> list[int]:
+def sample(names: Sequence[str], estimates: dict[str, np.ndarray], number: int) -> list[int]:
     """Return the places of the operators that are measured, in order."""
-    if number >= len(names):
-        return list(range(len(names)))
-    highest = {int(i) for name in _in_nats(draws) for i in np.argsort(-estimates[name])[:TOP]}
+    number = min(number, len(names))
+    highest = {int(i) for name in NATS for i in np.argsort(-estimates[name])[:TOP]}
     others = sorted(set(range(len(names))) - highest, key=lambda i: (names[i].rpartition(".")[2], _depth(names[i])))
     places = np.linspace(0, len(others) - 1, max(number - len(highest), 0)).round().astype(int)
     return sorted(highest | {others[i] for i in places})
-
-
-def compared(estimate: np.ndarray, kl: np.ndarray, loss: np.ndarray) -> dict[str, float]:
-    """Return how an estimate agrees with the truth of the same operators."""
-    ranks = {"spearman": spearmanr(estimate, kl)[0], "spearman_loss": spearmanr(estimate, loss)[0]}
-    return ranks | {"sum": estimate.sum() / kl.sum(), "spread": np.log(estimate / kl).std(ddof=1)}
 
 
 def measure(subject: Subject, low: str, asked: argparse.Namespace) -> dict[str, Any]:
@@ -179,48 +167,46 @@ def measure(subject: Subject, low: str, asked: argparse.Namespace) -> dict[str, 
     cell = Measurement(subject.model, low)
     estimates = cell.estimates(blocks.batches, asked.draws)
     print(f"  estimates after {time.perf_counter() - began:.0f} s", flush=True)
-    chosen = sample(cell.names, estimates, asked.operators, asked.draws)
+    chosen = sample(cell.names, estimates, asked.operators)
     found = cell.truth(blocks.held_out, chosen)
     cell.plan.restore()
     (kl, loss), errors = found.mean(axis=2), found.std(axis=2, ddof=1) / found.shape[2] ** 0.5
-    outside = np.delete(estimates[f"drawn, by sequence / {asked.draws}"], chosen).sum()
-    own = {name: values[chosen] for name, values in estimates.items()}
-    columns = {"kl": kl[:-1], "kl_error": errors[0, :-1], "loss": loss[:-1], "loss_error": errors[1, :-1], **own}
+    outside = np.delete(estimates["drawn, by sequence"], chosen).sum()
+    own = pd.DataFrame({"kl": kl[:-1], **{name: values[chosen] for name, values in estimates.items()}})
+    ranks = own.assign(loss=loss[:-1]).corr("spearman")
+    columns = own.assign(loss=loss[:-1], kl_error=errors[0, :-1], loss_error=errors[1, :-1]).to_dict("list")
     return {
+        "seeds": {"blocks": 0, "labels": "the number of the batch"},
         "operators": len(cell.names),
         "measured": len(chosen),
         "all_low": {"kl": kl[-1], "kl_error": errors[0, -1], "loss": loss[-1], "loss_error": errors[1, -1]},
         "single_kls": kl[:-1].sum(),
         "interaction": kl[-1] - kl[:-1].sum() - outside,
-        "truths": spearmanr(kl[:-1], loss[:-1])[0],
-        "estimates": {name: compared(values, kl[:-1], loss[:-1]) for name, values in own.items()},
-        "of_operators": {"name": [cell.names[i] for i in chosen], **{k: v.tolist() for k, v in columns.items()}},
+        "spearman": ranks["kl"].to_dict(),
+        "spearman_loss": ranks["loss"].to_dict(),
+        "sum": (own.sum() / own.kl.sum()).to_dict(),
+        "spread": np.log(own.div(own.kl, axis=0)).std().to_dict(),
+        "of_operators": {"name": [cell.names[i] for i in chosen], **columns},
         "seconds": time.perf_counter() - began,
     }
 
 
 def table(cells: Sequence[dict[str, Any]]) -> str:
-    """Return three tables in Markdown, of a row for each model and low path, and what became of the claims.
-
-    The second has Spearman's correlation with the single KLs (with the loss increases); the third the sum of estimates
-    over the sum of single KLs (the standard deviation of the logarithm of each ratio).
-    """
-    nats = _in_nats(cells[0]["settings"]["draws"])
+    """Return what was measured, rank correlations with single KLs (with loss increases), and sums over that of single
+    KLs (standard deviation of the log ratio), as tables in Markdown, and how often the claims hold."""
     tables: tuple[list[dict[str, str]], ...] = [], [], []
     for cell in cells:
-        low, own = cell["all_low"], cell["estimates"]
+        low, ranks, of_loss = cell["all_low"], cell["spearman"], cell["spearman_loss"]
         facts = {"measured": f"{cell['measured']} of {cell['operators']}", "single KLs": f"{cell['single_kls']:.3g}"}
         facts |= {"KL of all": f"{low['kl']:.3g} ± {low['kl_error']:.1g}", "interaction": f"{cell['interaction']:.2g}"}
         facts |= {"loss increase": f"{low['loss']:.3g}", "seconds": f"{cell['seconds']:.0f}"}
-        scores = [*nats, "data, by element", "gradient norm", "mse"]
-        ranks = {name: f"{own[name]['spearman']:.2f} ({own[name]['spearman_loss']:.2f})" for name in scores}
-        ranks |= {"loss increase": f"{cell['truths']:.2f}"}
-        sums = {name: f"{own[name]['sum']:.2f} ({own[name]['spread']:.2f})" for name in nats}
-        for rows, more in zip(tables, (facts, ranks, sums), strict=True):
+        scores = [*NATS, "data, by element", "gradient norm", "mse", "loss"]
+        ranked = {name: f"{ranks[name]:.2f} ({of_loss[name]:.2f})" for name in scores}
+        sums = {name: f"{cell['sum'][name]:.2f} ({cell['spread'][name]:.2f})" for name in NATS}
+        for rows, more in zip(tables, (facts, ranked, sums), strict=True):
             rows.append({"model": cell["model"], "low path": cell["low"], **more})
-    claimed = [cell["estimates"][nats[-1]] for cell in cells]
-    held = sum(one["spearman"] >= SPEARMAN for one in claimed), sum(abs(one["sum"] - 1) <= SUM for one in claimed)
-    said = f"{nats[-1]}: Spearman >= {SPEARMAN} in {held[0]} of {len(cells)}, sum within {SUM:.0%} in {held[1]}."
+    held = np.sum([(c["spearman"][NATS[-1]] >= SPEARMAN, abs(c["sum"][NATS[-1]] - 1) <= SUM) for c in cells], axis=0)
+    said = f"{NATS[-1]}: Spearman >= {SPEARMAN} in {held[0]} of {len(cells)}, sum within {SUM:.0%} in {held[1]}."
     lines = [[rows[0], ["---"] * len(rows[0]), *(row.values() for row in rows), []] for rows in tables]
     return "\n".join([*(f"| {' | '.join(line)} |" if line else "" for line in chain(*lines)), said])
 
@@ -250,7 +236,7 @@ def main() -> None:
             if subject is None:
                 subject = load_subject(place, "cpu")
                 subject.model.float().eval()
-            told = {"model": pair[0], "low": low, "settings": settings, "seeds": SEEDS, "subject": subject.facts}
+            told = {"model": pair[0], "low": low, "settings": settings, "subject": subject.facts}
             cells.append(header() | told | measure(subject, low, asked))
             output.write_json(asked.out, {"claims": {"spearman": SPEARMAN, "sum": SUM}, "cells": cells})
             print(f"  written after {cells[-1]['seconds']:.0f} s", flush=True)
