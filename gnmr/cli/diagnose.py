@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
-from gnmr.cli.parser import Parser, one_of, optional, path, recipe_of, text, whole
+from gnmr.cli.parser import Parser, names_of, one_of, optional, path, recipe_of, text, whole
 from gnmr.cli.subject import add_options, asked_of, blocks_for, memory_bound, paths_of
 from gnmr.console import for_tables, print_plain, say, showing
 from gnmr.doctor.plan import PLAN_FILE, budget_of
@@ -35,6 +35,7 @@ the hub, with data=FILE.txt. Nothing is trained, and nothing written but what ou
   gnmr diagnose my_llama/ data=text.txt recipe=fp8_hybrid html=page.html
   gnmr diagnose my_llama/ data=text.txt plan=plan/plan.json
   gnmr diagnose my_llama/ data=prompts.txt recipe=nvfp4 against=fp8_hybrid gate=0.003
+  gnmr diagnose my_llama/ data=prompts.txt recipe=fp8_hybrid against=fp8_hybrid,*.down_proj:bf16
 """
 NUMBERS = "diagnosis.json"
 
@@ -54,9 +55,13 @@ def _parser() -> Parser:
         0.1,
     )
     parser.option("plan", optional, "a plan.json, or its folder: price what it leaves, under its own recipes")
-    parser.option("batches", whole(2), "batches that are priced", 16)
-    parser.option("held_out", whole(0), "batches on which the plan and the usual guesses are measured", 4)
+    parser.option("batches", whole(2), "batches that are priced; default: 16 of a run, 8 of a checkpoint")
+    parser.option(
+        "held_out", whole(0), "batches on which the plan and the usual guesses are measured; default: a quarter as many"
+    )
     parser.option("confirm", whole(0), "so many of the highest of either estimate are measured alone", 20)
+    parser.option("include", names_of, "what else is measured, each alone and off the plan: some of head,router,kv", [])
+    parser.option("kv_cast", text, "of keys and values, if include= has kv", "e4m3/tensor")
     parser.option(
         "labels", one_of("model", "data"), "of the backward pass: drawn from the model, or the data's", "model"
     )
@@ -75,22 +80,26 @@ def main(argv: list[str]) -> int:
     _check_places(asked)
     if config is not None and config.model.adapter.rank:
         raise UserError(f"{place}: has adapters beside its weights; merge them (peft), and diagnose the checkpoint")
+    parts = {key: _parted(asked, key) for key in ("recipe", "against")}
     plan, low = paths_of(asked, config, "nvfp4")
     with as_user_error():
         recipe_of("recovery", asked.recovery)
         if asked.against is not None:
-            recipe_of("against", asked.against)
+            asked.against = parts["against"] | {"*": recipe_of("against", asked.against)}
+    sides = low if low is None or not parts["recipe"] else parts["recipe"] | {"*": low}
     if asked.gate is not None and asked.against is None:
         raise UserError(f"gate={asked.gate}: is between two sides; give against=RECIPE, the trainer's")
 
     from gnmr.lab.evaluation.subjects import load_subject
 
     subject = load_subject(place, device=asked.device)
+    asked.batches = asked.batches or (16 if config is not None else 8)
+    asked.held_out = asked.batches // 4 if asked.held_out is None else asked.held_out
     blocks = blocks_for(subject, asked, asked.batches, asked.held_out)
     size = f"{asked.batches} + {asked.held_out} batches of {blocks.size} x {blocks.length} tokens"
     say(printable(f"gnmr: {subject.name}: {size} on {subject.device}"), by_words=True)
     began = time.perf_counter()
-    found = _diagnosed(subject, blocks, asked, plan, low)
+    found = _diagnosed(subject, blocks, asked, plan, sides)
     origin = _origin(subject, asked, blocks, shlex.join(["gnmr", "diagnose", *argv]), time.perf_counter() - began)
     lines: list[str] = []
     try:
@@ -100,6 +109,21 @@ def main(argv: list[str]) -> int:
     for line in lines:
         print_plain(console := for_tables(), printable(line), console.is_terminal)
     return 0
+
+
+def _parted(asked: Namespace, key: str) -> dict[str, str | Recipe]:
+    """{pattern of operators: recipe} of a word such as fp8_hybrid,*.down_proj:bf16, of which the first part stays."""
+    first, *parts = (getattr(asked, key) or "").split(",")
+    found: dict[str, str | Recipe] = {}
+    for part in parts:
+        pattern, colon, name = part.partition(":")
+        if not (pattern and colon and name):
+            raise UserError(f"{key}={part}: must be PATTERN:RECIPE behind the first recipe, as *.down_proj:bf16")
+        with as_user_error():
+            found[pattern] = recipe_of(key, name)
+    if first:
+        setattr(asked, key, first)
+    return found
 
 
 def _nats(name: str, value: str) -> float:
@@ -130,9 +154,7 @@ def _check_places(asked: Namespace) -> None:
             out.rmdir()
 
 
-def _diagnosed(
-    subject: Subject, blocks: Blocks, asked: Namespace, plan: PinPlan | None, low: str | Recipe | None
-) -> Diagnosis:
+def _diagnosed(subject: Subject, blocks: Blocks, asked: Namespace, plan: PinPlan | None, low: Any) -> Diagnosis:
     from gnmr.doctor.diagnose import diagnose
     from gnmr.lab.train.loss import logits_of
 
@@ -155,6 +177,8 @@ def _diagnosed(
             gate=asked.gate,
             labels=asked.labels,
             confirm=asked.confirm,
+            include=asked.include,
+            kv_cast=asked.kv_cast,
             tokens=asked.tokens,
             progress=progress,
         )
@@ -215,7 +239,7 @@ def _write(found: Diagnosis, origin: dict[str, Any], asked: Namespace, plan: Pin
 
     files: dict[str, str] = {}
     lines: list[str] = []
-    if asked.out is not None and plan is None:
+    if asked.out is not None and plan is None and not found.sides:
         subject = origin["subject"]["name"]
         made = found.plan(
             provenance={"subject": subject, "command": origin["command"], "commit": f"{origin['commit']}"}

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 def add_options(parser: Parser, batches: str) -> None:
     """Add the options for the text, its `batches` and the device."""
     parser.option("data", path, "a file of text, of which the model's own tokens are read")
-    parser.option("batch_size", whole(1), f"blocks of {batches}; default: as many as make 1,024 tokens")
-    parser.option("block", whole(2), "tokens of a block; default: as the run was trained, of a checkpoint 512 at most")
+    parser.option(
+        "batch_size", whole(1), f"blocks of {batches}; default: as many as make 1,024 tokens, of a checkpoint 512"
+    )
+    parser.option("block", whole(2), "tokens of a block; default: as the run was trained, of a checkpoint 128 at most")
     parser.option("device", text, "auto, cpu or cuda", "auto")
 
 

@@ -9,8 +9,9 @@ the plan, and by the usual guesses at the same cost. Nothing is trained, and the
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from itertools import islice
 from os import PathLike
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gnmr.doctor.beside import KINDS, KV_CAST, Beside
 from gnmr.doctor.diagnosis import CURVE, RANDOM_DRAWS, Diagnosis, Measured, Row, intervals, paired
 from gnmr.doctor.guards import as_it_was, refuse_constant, refuse_meta, refuse_not_finite
 from gnmr.doctor.knapsack import GUESSES, Choice
@@ -30,9 +32,12 @@ from gnmr.measure.errors import Probe, measure_errors
 from gnmr.measure.price import PRICES, PriceMeter, measure_prices
 from gnmr.names import FORMATS, GEMMS, RECIPES, select
 from gnmr.precision import ConvertedModel, PathLinear, PathSpec, Recipe, convert
-from gnmr.precision.conversion import operator_shapes
+from gnmr.precision.conversion import check_widths, operator_shapes
+from gnmr.precision.recipes import RECIPES as RECIPES_OF
 from gnmr.precision.recipes import Gemm
 
+Side = Mapping[str, "str | Recipe"]
+"""The recipes of one side: {pattern of operators: recipe}."""
 Progress = Callable[[int, int | None], None]
 """Called with (forward passes that are done, of how many; None: nobody knows). A priced batch counts as `PRICED`."""
 
@@ -43,8 +48,8 @@ CONFIRMED = 2
 _NORMED = 2
 """Batches of which the gradients' norms are taken, on the data's labels."""
 _LOW = ("fprop", "fprop_sequence", "fprop_input", "fprop_weight", "dgrad", "wgrad", "dgrad_bias", "wgrad_bias")
-_NUMBERS = (*_LOW, "dgrad_recovery", "wgrad_recovery", "mse", "norm")
-"""What is measured of every operator in a batch: prices on both paths, mse of the input, norm of the gradient."""
+_NUMBERS = (*_LOW, "mse", "norm")
+"""What is measured of every operator in a batch: prices, mse of the input, norm of the gradient."""
 
 
 def diagnose(
@@ -52,16 +57,18 @@ def diagnose(
     run: Callable[[Any], Any],
     batches: Iterable[Any],
     *,
-    recipe: str | Recipe = "nvfp4",
+    recipe: str | Recipe | Side = "nvfp4",
     recovery: str | Recipe = "bf16",
     targets: Sequence[str] | None = None,
     budget: float = 0.10,
     held_out: Iterable[Any] = (),
     plan: PinPlan | str | PathLike[str] | None = None,
-    against: str | Recipe | None = None,
+    against: str | Recipe | Side | None = None,
     gate: float | None = None,
     labels: str = "model",
     confirm: int = 20,
+    include: Sequence[str] = (),
+    kv_cast: str = KV_CAST,
     tokens: int = 1,
     terms: Callable[[Any], int] | None = None,
     progress: Progress | None = None,
@@ -76,18 +83,21 @@ def diagnose(
             leaves a position out; or an output of transformers, which has `logits` and perhaps `loss`; or the mean
             loss in nats alone, one number with a gradient, for models without logits: then no KL is measured.
         batches: two at least; the more, the narrower the intervals.
-        recipe: the low path; `int8` stands for `sim_int8`, and so on. Numbers are simulated, whatever runs here.
+        recipe: the low path; `int8` stands for `sim_int8`, and so on; or several, {pattern of operators: recipe}, of
+            which "*" is that of all others and the last that matches counts. Numbers are simulated, whatever runs here.
         recovery: the path of higher precision.
         targets: patterns of the linears, as `PathSpec.targets`; None: `*_proj`, or all where there are none of this
             name. Output heads, gates and linears tied to an embedding stay in 16 bits.
         budget: share of the GEMM time that the plan may keep on the recovery path.
         held_out: other batches, on which the KL of the plan and of the usual guesses is measured.
         plan: pins in force, with the plan's own recipes and targets: what is measured is what they leave.
-        against: the recipe of the other side, if two should agree: `recipe` is the rollout's, this the trainer's. It
-            takes the place of `recovery`.
+        against: the recipe or recipes of the other side, if two should agree: `recipe` is the rollout's, this the
+            trainer's. It takes the place of `recovery`.
         gate: KL a token that two sides may differ by. The plan is then the cheapest that is expected to keep it.
         labels: of the backward pass: "model" draws them from its own predictions; "data" takes the targets or the loss.
         confirm: the so many highest of either estimate have their KL measured.
+        include: what else is measured, each alone and off the plan: head, router, kv (`gnmr.doctor.beside`).
+        kv_cast: of the cache of keys and values, a number format and what shares a scale.
         tokens: one token in so many is priced; with more than 1 there is no estimate by sequence.
         terms: of a batch, how many terms the mean loss has that `run` gives; None: as many as tokens. A model that says
             one thing of a whole text has one a text.
@@ -100,22 +110,66 @@ def diagnose(
     whole(tokens=tokens)
     whole(0, confirm=confirm)
     one_of(("model", "data"), labels=labels)
+    for kind in include:
+        one_of(KINDS, include=kind)
     require(gate is None or gate > 0, "gate", gate, "must be nats of KL a token, above 0")
     require(gate is None or plan is None, "gate", gate, "has no plan of its own under plan=; leave one of them out")
     if against is not None:
-        require(
-            recovery == "bf16", "recovery", recovery, "against= says what the recipe is compared with; leave it out"
-        )
-        recovery = against
+        require(recovery == "bf16", "recovery", recovery, "against= stands in its place; leave one of them out")
     _check_model(model)
-    spec = _spec(model, recipe, recovery, targets, plan)
+    low, low_parts = _side(recipe, "recipe")
+    high, high_parts = _side(recovery if against is None else against, "recovery" if against is None else "against")
+    spec = _spec(model, low, high, targets, plan, against is not None)
     with as_it_was(model):
-        converted = convert(model, spec)
+        with warnings.catch_warnings():
+            if against is not None:  # two sides may be alike, and either may be the coarser
+                warnings.simplefilter("ignore")
+            converted = convert(model, spec)
+        beside = None
         try:
+            sides = _divided(converted, low_parts, high_parts)
             doctor = _Doctor(converted, model, spec, run, tokens=tokens, labels=labels, terms=terms, gate=gate)
+            doctor.known = {"sides": sides, "against": against is not None}
+            if include:
+                assert isinstance(converted.low, Recipe)
+                doctor.beside = beside = Beside(model, include, converted.low, kv_cast)
             return doctor.diagnosis(batches, list(held_out), budget, confirm, progress or (lambda _done, _total: None))
         finally:
+            if beside is not None:
+                beside.restore()
             converted.restore()
+
+
+def _side(given: str | Recipe | Side, key: str) -> tuple[str | Recipe, dict[str, Recipe]]:
+    """(the recipe of all operators, {pattern: recipe of some})."""
+    if not isinstance(given, Mapping):
+        return given, {}
+    require("*" in given, key, list(given), 'has no "*", which says the recipe of all other operators')
+    parts = {}
+    for pattern, one in given.items():
+        recipe = RECIPES_OF[recipe_named(one, key=key)] if isinstance(one, str) else one
+        whole = pattern == "*" or not (recipe.integer or recipe.history)
+        require(whole, f"{key}.{pattern}", recipe.name, "can be the recipe of all operators alone")
+        parts[pattern] = recipe
+    return given["*"], {pattern: recipe for pattern, recipe in parts.items() if pattern != "*"}
+
+
+def _divided(
+    converted: ConvertedModel, low: Mapping[str, Recipe], high: Mapping[str, Recipe]
+) -> dict[str, tuple[str, str]]:
+    """Give some operators recipes of their own; returns {operator: (its low path, its recovery path)} of those."""
+    names = [operator.operator_name for operator in converted.operators]
+    touched: dict[str, PathLinear] = {}
+    for key, parts in (("low", low), ("recovery", high)):
+        for pattern, recipe in parts.items():
+            chosen = select(names, [pattern])[0]
+            require(chosen, "recipe" if key == "low" else "against", pattern, "no operator has such a name")
+            for operator in converted.operators:
+                if operator.operator_name in chosen:
+                    check_widths(operator.operator_name, operator, recipe)
+                    setattr(operator, key, recipe)
+                    touched[operator.operator_name] = operator
+    return {name: (one.low.name, "" if one.recovery is None else one.recovery.name) for name, one in touched.items()}
 
 
 def recipe_named(name: str, others: Iterable[str] = (), key: str = "recipe") -> str:
@@ -143,8 +197,9 @@ def _spec(
     recovery: str | Recipe,
     targets: Sequence[str] | None,
     plan: PinPlan | str | PathLike[str] | None,
+    sides: bool,
 ) -> PathSpec:
-    """The paths of a diagnosis. UserError for a plan of another model."""
+    """The paths of a diagnosis, of two `sides` perhaps. UserError for a plan of another model."""
     if plan is not None:
         pins, where = (plan, "plan") if isinstance(plan, PinPlan) else (read_plan(plan), f"plan={plan}")
         require(pins.low not in FORMATS, "plan", pins.low, "its low path is a format; recipes alone can be diagnosed")
@@ -153,7 +208,7 @@ def _spec(
         return spec
     low = recipe_named(recipe) if isinstance(recipe, str) else recipe
     high = recipe_named(recovery, key="recovery") if isinstance(recovery, str) else recovery
-    require(low != high, "recipe", recipe, "is the recovery path too: there is nothing to diagnose")
+    require(sides or low != high, "recipe", recipe, "is the recovery path too: there is nothing to diagnose")
     if targets is None:
         names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         targets = ["*_proj"] if select(names, ["*_proj"])[0] else ["*"]
@@ -180,16 +235,21 @@ class _Doctor:
         for operator in converted.operators:
             operator.weight.requires_grad_()  # a frozen model has prices too
         self._weights = [operator.weight for operator in converted.operators]
-        casts = any(isinstance(o.recovery, Recipe) and o.recovery.casts for o in converted.operators)
-        names = (*PRICES[:3], *(PRICES[4:6] if casts else ()))
-        self._meter: PriceMeter = measure_prices(converted, names, tokens, against_recovery=True)
+        for operator in converted.operators:  # its passes' scores are those of what forward computes
+            assert isinstance(operator.recovery, Recipe)
+            operator.recovery = replace(operator.recovery, dgrad=Gemm(), wgrad=Gemm())
+        self._meter: PriceMeter = measure_prices(converted, PRICES[:3], tokens, against_recovery=True)
         self._probe: Probe = measure_errors(converted, ["mse"], tokens)
         self._measuring(False)
-        self._exact_backward = _forward_only(converted.recovery) if casts else None
         self._draw = torch.Generator(self._weights[0].device).manual_seed(0)
         self._called: set[str] = set()
         self._read: set[str] = set()
         """Operators that were called in any batch, and those whose weight had a gradient."""
+        self.beside: Beside | None = None
+        self._beside: list[dict[str, tuple[float, float]]] = []
+        """What it measured of each batch."""
+        self.known: dict[str, Any] = {}
+        """What else the diagnosis says."""
         self._done = 0
         self._total: int | None = None
         self._tell: Progress = lambda _done, _total: None
@@ -230,6 +290,7 @@ class _Doctor:
             recovery=self.spec.recovery or "bf16",
             operators=operators,
             rows=self._rows(kept, samples, in_use, alone),
+            beside=self._rows_beside(confirm, first),
             samples=in_use,
             measured=Measured.of(kls, high, low),
             scores={
@@ -252,6 +313,7 @@ class _Doctor:
             idle=idle,
             matched={} if targets else {name: shapes[name] for name in idle},
             partly={name: int(n) for name, n in zip(shapes, times, strict=True) if 0 < n < len(ran)},
+            **self.known,
         )
         return self._held_out(found, held_out, len(high)) if held_out else found
 
@@ -319,6 +381,25 @@ class _Doctor:
                 found[name].append(kl)
         return {name: np.concatenate(kls) for name, kls in found.items()}
 
+    def _rows_beside(self, number: int, batches: Sequence[Any]) -> tuple[Row, ...]:
+        """Of each thing beside its estimates, and of the `number` highest its KL alone."""
+        if not self._beside:
+            return ()
+        samples = {name: np.array([one[name] for one in self._beside]) for name in self._beside[0]}  # (B, 2)
+        highest = sorted(samples, key=lambda name: -samples[name].mean(axis=0).max())[:number]
+        found: dict[str, list[np.ndarray]] = {name: [] for name in highest}
+        for place, batch in enumerate(batches):
+            whole = self._forward(batch, place, recovering=True)
+            for name in highest:
+                if (kl := whole.kl_to(self._forward(batch, place, recovering=True, beside=name))) is not None:
+                    found[name].append(kl)
+        rows = []
+        for name, values in samples.items():
+            by_token, by_sequence = values.mean(axis=0).tolist()
+            interval = tuple(intervals(values)[:, 1].tolist())
+            rows.append(_forward_row(name, by_sequence, interval, by_token, by_sequence, found.get(name)))
+        return tuple(rows)
+
     @torch.no_grad()
     def _limit(self, batch: Any) -> float | None:
         """KL that rounding makes: of the model against itself with each operator's output one rounding apart."""
@@ -326,11 +407,7 @@ class _Doctor:
 
         def apart(_operator: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
             sign = torch.empty_like(output).bernoulli_(0.5, generator=draw) * 2 - 1
-            return (
-                output * (1 + torch.finfo(output.dtype).eps / 2 * sign.float()).to(output.dtype)
-                if (output.dtype == torch.float32)
-                else torch.nextafter(output, torch.inf * sign)
-            )
+            return torch.nextafter(output, torch.inf * sign)
 
         whole = self._forward(batch, 0, recovering=True)
         handles = [operator.register_forward_hook(apart) for operator in self.converted.operators]
@@ -366,24 +443,23 @@ class _Doctor:
     def _priced(self, batch: Any, place: int) -> tuple[float, np.ndarray, list[bool], float, np.ndarray | None]:
         """(loss of the recovery path, (names, U) numbers, which operators ran, loss and KLs of all low) of a batch."""
         meter, where = self._meter, f"run of batch {place + 1}"
-        norms = self._norms(batch, place) if place < _NORMED and self._labels == "model" else None
         self._put(True)
         for operator in self.converted.operators:
             operator.read = None
         meter.begin_step(place)
-        self.converted.shared.warmup = self._exact_backward
         self._measuring(True)
         try:
-            torch.manual_seed(place)
-            whole = output_of(self._run(batch), where)
-            refuse_not_finite(whole.worth, where, self.model)
-            objective, meter.loss_tokens = whole.objective(self._labels, self._draw, where)
-            if meter.loss_tokens is None and self._terms is not None:
-                meter.loss_tokens = self._terms(batch)
-            gradients = torch.autograd.grad(objective, self._weights, allow_unused=True)
+            with nullcontext() if self.beside is None else self.beside.priced(place):
+                torch.manual_seed(place)
+                whole = output_of(self._run(batch), where)
+                refuse_not_finite(whole.worth, where, self.model)
+                objective, meter.loss_tokens = whole.objective(self._labels, self._draw, where)
+                if meter.loss_tokens is None and self._terms is not None:
+                    meter.loss_tokens = self._terms(batch)
+                reached = [*self._weights, *([] if self.beside is None else self.beside.weights)]
+                gradients = torch.autograd.grad(objective, reached, allow_unused=True)[: len(self._weights)]
         finally:
             self._measuring(False)
-            self.converted.shared.warmup = None
         unused = all(gradient is None for gradient in gradients)
         right = "its loss does not depend on the linears of this model (or reentrant checkpointing hides that it does)"
         require(not unused, "run", "...", right)
@@ -392,22 +468,26 @@ class _Doctor:
         both = zip(self.converted.operators, gradients, strict=True)
         self._read |= {o.operator_name for o, gradient in both if gradient is not None}
         ran = [rows > 0 for rows in meter.rows]
-        if norms is None:
-            norms = _norms_of(gradients) if self._labels == "data" or place < _NORMED else None
+        of_data = self._labels == "data" or whole.logits is None
+        norms = _norms_of(gradients) if of_data or place < _NORMED else None
+        del objective, gradients
+        if not of_data and place < _NORMED:
+            norms = self._norms(batch, place, norms)
+        if self.beside is not None:
+            self._beside.append(self.beside.take(meter.loss_tokens or max(meter.rows)))
         numbers = self._numbers(norms, place)
         self.converted.end_step()
-        del objective, gradients
         low = self._forward(batch, place, recovering=False)
         self._advance(PRICED - 1)
         return whole.loss_value, numbers, ran, low.loss_value, whole.kl_to(low)
 
     def _numbers(self, norms: Tensor | None, place: int) -> np.ndarray:
         """(names, U): what the meter and the probe have of a batch, which are empty then."""
-        low, recovery = (self._meter.by_operator(path) for path in ("low", "recovery"))
+        low = self._meter.by_operator()
         if self.tokens > 1:
             low["fprop_sequence"] = low["fprop"]
         known = torch.zeros_like(low["fprop"]) if norms is None else norms
-        prices = [low[name] for name in _LOW] + [recovery[gemm] for gemm in GEMMS[1:]]
+        prices = [low[name] for name in _LOW]
         numbers: np.ndarray = torch.stack([*prices, self._probe.read()["mse"], known]).cpu().numpy()
         self._meter.reset()
         self._probe.reset()
@@ -418,25 +498,27 @@ class _Doctor:
             numbers[-1] = np.nan
         return numbers
 
-    def _norms(self, batch: Any, place: int) -> Tensor | None:
-        """Norms of the weights' gradients on the data's labels, (U,) float64; None: there are none."""
+    def _norms(self, batch: Any, place: int, drawn: Tensor | None) -> Tensor | None:
+        """Norms of the weights' gradients on the data's labels, (U,) float64; without such labels those `drawn`."""
+        self.converted.end_step()
         self._put(True)
         torch.manual_seed(place)
-        whole = output_of(self._run(batch), f"run of batch {place + 1}")
-        found = None
-        if whole.loss is not None and whole.loss.requires_grad and np.isfinite(whole.loss_value):
-            found = _norms_of(torch.autograd.grad(whole.loss, self._weights, allow_unused=True))
-        self.converted.end_step()
-        return found
+        loss = output_of(self._run(batch), f"run of batch {place + 1}").loss
+        if loss is None or not loss.requires_grad:
+            return drawn
+        return _norms_of(torch.autograd.grad(loss, self._weights, allow_unused=True))
 
     @torch.no_grad()
-    def _forward(self, batch: Any, place: int, *, recovering: bool, low: PathLinear | None = None) -> Output:
-        """A forward pass with every operator on one path, but for one that is on the `low` path."""
+    def _forward(
+        self, batch: Any, place: int, *, recovering: bool, low: PathLinear | None = None, beside: str | None = None
+    ) -> Output:
+        """A forward pass with every operator on one path, but for one that is on the `low` path, or one `beside`."""
         self._put(recovering)
         if low is not None:
             low.switch(False)
-        torch.manual_seed(place)
-        found = output_of(self._run(batch), f"run of batch {place + 1}", trained=False)
+        with nullcontext() if self.beside is None else self.beside.running(beside):
+            torch.manual_seed(place)
+            found = output_of(self._run(batch), f"run of batch {place + 1}", trained=False)
         self.converted.end_step()
         self._advance(1)
         return found
@@ -480,49 +562,43 @@ class _Doctor:
         }
         rows = []
         for i, operator in enumerate(operators):
-            name, kls = operator.operator_name, alone.get(operator.operator_name)
-            single = None if kls is None else Measured.of([kls], [np.nan], [np.nan])
-            value, interval = means["fprop_in_use"][i], tuple(ends["fprop"][i])
-            if single is not None and single.kl is not None:
-                value, interval = single.kl, (max(0.0, single.kl - single.noise), single.kl + single.noise)
-            rows.append(
-                Row(
-                    name,
-                    "fprop",
-                    value,
-                    interval,
-                    0.0,
-                    by_token=means["fprop"][i],
-                    by_sequence=means["fprop_sequence"][i] if self.tokens == 1 else None,
-                    measured=None if single is None else single.kl,
-                    input=means["fprop_input"][i],
-                    weight=means["fprop_weight"][i],
-                )
+            name = operator.operator_name
+            row = _forward_row(
+                name,
+                means["fprop_in_use"][i],
+                tuple(ends["fprop"][i]),
+                means["fprop"][i],
+                means["fprop_sequence"][i] if self.tokens == 1 else None,
+                [alone[name]] if name in alone else None,
             )
-            rows += [
-                Row(
-                    name,
-                    gemm,
-                    means[gemm][i],
-                    tuple(ends[gemm][i]),
-                    means[f"{gemm}_recovery"][i],
-                    bias=means[f"{gemm}_bias"][i],
-                )
-                for gemm in GEMMS[1:]
-            ]
+            rows.append(replace(row, input=means["fprop_input"][i], weight=means["fprop_weight"][i]))
+            for gemm in GEMMS[1:]:
+                rows.append(Row(name, gemm, means[gemm][i], tuple(ends[gemm][i]), bias=means[f"{gemm}_bias"][i]))
         return tuple(rows)
 
 
-def _forward_only(recipe: Any) -> Recipe:
-    """The recipe without casts of backward: the scores of the labels are then those of what forward computes."""
-    assert isinstance(recipe, Recipe)
-    return replace(recipe, dgrad=Gemm(), wgrad=Gemm())
+def _forward_row(
+    name: str,
+    value: float,
+    interval: tuple[float, ...],
+    by_token: float,
+    by_sequence: float | None,
+    kls: Sequence[np.ndarray] | None,
+) -> Row:
+    """The row of an fprop: its value is the mean of the KLs that were measured, if any were."""
+    measured = None
+    if kls:
+        single = Measured.of(kls, [np.nan], [np.nan])
+        assert single.kl is not None
+        measured = value = single.kl
+        interval = max(0.0, value - single.noise), value + single.noise
+    both = interval[0], interval[1]
+    return Row(name, "fprop", value, both, by_token=by_token, by_sequence=by_sequence, measured=measured)
 
 
 def _norms_of(gradients: Iterable[Tensor | None]) -> Tensor:
-    norms = [None if gradient is None else gradient.float().norm().double() for gradient in gradients]
-    zero = next(norm for norm in norms if norm is not None).new_zeros(())
-    return torch.stack([zero if norm is None else norm for norm in norms])
+    norms = [0.0 if gradient is None else gradient.float().norm().double() for gradient in gradients]
+    return torch.stack([torch.as_tensor(norm, dtype=torch.float64) for norm in norms])
 
 
 def _passes(batches: Iterable[Any], held_out: int, confirmed: int) -> int | None:

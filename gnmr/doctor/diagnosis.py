@@ -30,7 +30,7 @@ _NAMED = 4
 """Operators that a verdict names."""
 LITTLE = 0.01
 """Nats a token: below it nothing has to be kept."""
-CURVE = (0.025, 0.05, 0.1, 0.2, 1 / 3)
+CURVE = (0.05, 0.1, 0.2, 1 / 3)
 """Budgets of plans whose KL is measured too."""
 LABELS = {
     "plan": "the plan, by price",
@@ -42,7 +42,7 @@ LABELS = {
     "gradient norm": "by gradient norm",
 }
 """What choices are called in tables."""
-RANDOM_DRAWS = 3
+RANDOM_DRAWS = 2
 """Of the guess `random`, whose numbers are the mean of them."""
 
 
@@ -57,8 +57,6 @@ class Row:
     error of the gradient."""
     interval: tuple[float, float]
     """95%, by bootstrap over the batches, or of the measurement over sequences."""
-    recovery: float
-    """Of dgrad and wgrad the same on the recovery path, with which fprop is compared already."""
     by_token: float | None = None
     """Of fprop the estimate from squares by token, nats."""
     by_sequence: float | None = None
@@ -196,8 +194,14 @@ class Diagnosis:
     """Nats that each of the guesses leaves more than the plan, and half the width of that interval, paired."""
     curve: tuple[tuple[float, Measured], ...] = ()
     """(share of the GEMM time, what is left on the held-out batches) of plans of other budgets."""
+    beside: tuple[Row, ...] = ()
+    """The output head, routers and caches of keys and values that were asked for, each alone; in no sum or plan."""
     limit: float | None = None
     """KL that rounding in the model's own dtype makes, nats a token."""
+    against: bool = False
+    """Whether two sides are compared: `recipe` is the rollout's, `recovery` the trainer's."""
+    sides: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """(recipe of the rollout, of the trainer) of operators that have their own."""
     gate: float | None = None
     """KL that two sides may differ by."""
     labels: str = "data"
@@ -324,8 +328,11 @@ class Diagnosis:
     def plan(self, budget: float | None = None, provenance: Mapping[str, str] | None = None) -> PinPlan:
         """Return plan.json under that budget, a share of the GEMM time (None: this diagnosis's).
 
-        Raises ValueError for no share, and for a diagnosis that was made under a plan.
+        Raises ValueError for no share, and for a diagnosis that was made under a plan, or of operators with recipes of
+        their own, which a plan cannot say.
         """
+        if self.sides:
+            raise ValueError(f"plan: {next(iter(self.sides))} has a recipe of its own, which a plan cannot say")
         chosen = self.choice(budget)
         # By token, as the controller's signal measures it.
         by_token = {row.operator: row.by_token or row.value for row in self.rows if row.gemm == "fprop"}
@@ -392,8 +399,8 @@ class Diagnosis:
             worst = f"fprop of {_named([row.operator for row in self.worst()[:_NAMED]])}"
             high = "" if found.high is None else f" ({found.high:.4f} on {self.recovery})"
             return f"{under}the loss is not finite under {name}{high}; worst: {worst}"
-        if self.gate is not None:
-            return self._gated(self.gate)
+        if self.against:
+            return self._of_two_sides()
         start = f"nothing {'more ' if self.pins else ''}has to be kept: " if self.little else ""
         unit = "nats" if found.kl is None else "nats of KL a token"
         if not found.shown:
@@ -418,29 +425,37 @@ class Diagnosis:
             f"{self._left(chosen)}{'; ' * bool(rival := self.rival())}{rival}"
         )
 
-    def _gated(self, gate: float) -> str:
-        """The verdict on two sides that should agree."""
-        found = self.measured
+    def _of_two_sides(self) -> str:
+        """The verdict on two sides that should agree: whether the gate holds, what makes the difference, what to
+        change."""
+        found, gate = self.measured, self.gate
+        width = f" ± {nats(found.noise)}" if found.noise > 0 else ""
         differ = (
-            f"{self.recipe} and {self.recovery} differ by {nats(found.nats)} ± {nats(found.noise)} nats of KL a token"
+            f"the rollout ({self.recipe}) and the trainer ({self.recovery}) differ by {nats(found.nats)}{width} nats "
+            "of KL a token"
         )
-        if found.nats + found.noise <= gate:
+        if found.nats <= (self.limit or 0.0):
+            return f"{'the gate holds: ' * (gate is not None)}{differ}, no more than rounding makes"
+        if gate is not None and found.nats + (found.noise if width else 0.0) <= gate:
             return f"the gate holds: {differ}, at most {gate:g}"
-        if found.nats - found.noise <= gate:
-            return f"the gate of {gate:g} can not be decided: {differ}; more batches would tell"
+        if gate is not None and found.nats - found.noise <= gate:
+            return f"the gate of {gate:g} cannot be decided: {differ}; more batches would tell"
+        start = "" if gate is None else "the gate does not hold: "
+        more = "" if gate is None else f", more than {gate:g}"
         chosen = self.choice()
         if not chosen.pins:
-            return f"the gate does not hold: {differ}, more than {gate:g}, and no GEMM alone makes it"
+            return f"{start}{differ}{more}, and no GEMM alone makes it"
         return (
-            f"the gate does not hold: {differ}, more than {gate:g}; run {self._pinned(chosen)} in one recipe on both "
-            f"sides ({self.recovery} in the rollout, or {self.recipe} in the trainer), and {self._left(chosen)}"
+            f"{start}{differ}{more}; run {self._pinned(chosen)} in one recipe on both sides (the trainer's in the "
+            f"rollout, or the rollout's in the trainer), and {self._left(chosen)}"
         )
 
     def _pinned(self, chosen: Choice) -> str:
         """The GEMMs of a choice, the largest first."""
         ordered = sorted(chosen.pins, key=lambda one: -self.saved[one, "fprop"])
         share = 1 - chosen.after / chosen.before
-        return f"{_gemms(chosen.pins)} of {len(self.rows)} GEMMs ({share:.0%} of it: fprop of {_named(ordered)})"
+        named = [f"{name} ({' | '.join(self.sides[name])})" if name in self.sides else name for name in ordered]
+        return f"{_gemms(chosen.pins)} of {len(self.rows)} GEMMs ({share:.0%} of it: fprop of {_named(named)})"
 
     def _left(self, chosen: Choice) -> str:
         """What is left under the plan: measured on held-out batches, or what is expected."""
@@ -473,6 +488,7 @@ class Diagnosis:
             "choices": self.compared(),
             "curve": [{"share": share, **one.tree()} for share, one in self.curve],
             "rows": [vars(row) | {"interval": list(row.interval)} for row in self.rows],
+            "beside": [vars(row) | {"interval": list(row.interval)} for row in self.beside],
             "scores": self.scores,
             "operators": {name: list(shape) for name, shape in self.operators.items()},
         }

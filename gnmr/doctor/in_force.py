@@ -149,7 +149,8 @@ def operators_of(model: nn.Module) -> list[Operator]:
         one = _declared(name, module)
         tied = next((key for key, weight in embeddings.items() if _same_memory(weight, one.weight)), "")
         shared = bool(tied) and embeddings[tied] is module.weight
-        made.append(replace(one, tied=tied, shared=shared or not tied, role=_role(one, embeddings.values())))
+        one = replace(one, tied=tied, shared=shared or not tied)
+        made.append(replace(one, role=_role(one, embeddings.values())))
     return made
 
 

@@ -90,6 +90,10 @@ def totals(found: Diagnosis) -> list[str]:
     if (more := found.interaction) is not None:
         warning = ", which is large: a failure that only the assembled model shows" if found.interacts else ""
         lines.append(f"all GEMMs alone add up to {nats(found.total)} nats; interaction {more:+.2g}{warning}")
+    if found.beside:
+        highest = sorted(found.beside, key=lambda row: -row.value)[:5]
+        told = ", ".join(f"{row.operator} {_short(row.value)}" for row in highest)
+        lines.append(f"beside the plan, each alone: {told}")
     stable = found.stability()
     halves = f"the order of one half of the batches and the other: Spearman {stable.halves:.2f}"
     if not found.pins:

@@ -37,6 +37,7 @@ def convert(
     device: torch.device | None = None,
     store: bool = True,
     shown: bool = True,
+    kept: bool = False,
 ) -> ConvertedModel:
     """Turn every `nn.Linear` whose name matches into a `PathLinear` on its low-cost path, in place.
 
@@ -50,6 +51,7 @@ def convert(
             device can be planned, not trained: convert it again when it has weights.)
         store: False leaves what `weights` asks for to `ConvertedModel.store`, which may drop the 16-bit weights.
         shown: whether the caller prints the plan; if not, falling back to simulation is warned of on CPUs too.
+        kept: whether the targets may name what recipes leave in 16 bits, too.
 
     Raises ValueError, before anything is changed, for a pattern or pin that matches no linear (recipes leave some in 16
     bits), a linear whose widths the tiles of a recipe do not divide or that cannot be given two paths (see
@@ -58,7 +60,7 @@ def convert(
     settings without effect, and where backend=auto falls back to simulation (`gnmr.precision.resolve`).
     """
     low, recovery = resolve(spec)
-    chosen = _chosen(model, spec, low)
+    chosen = _chosen(model, spec, low, kept)
     names = operator_names(list(chosen))
     pins = _pinned_gemms(names, spec)
     of_pins = {gemms: pinned(spec, gemms) for gemms in dict.fromkeys(pins.values()) if gemms}
@@ -69,7 +71,7 @@ def convert(
         _check_linear(name, module, model, kind)
         for path in known:
             if isinstance(path, Recipe):
-                _check_widths(name, module, path)
+                check_widths(name, module, path)
     check_unit(names, spec.unit)
     if integer:
         _check_weights(spec.weights, known, chosen)
@@ -110,8 +112,9 @@ def operator_shapes(model: nn.Module, spec: PathSpec) -> dict[str, tuple[int, in
     return dict(zip(operator_names(list(chosen)), shapes, strict=True))
 
 
-def _chosen(model: nn.Module, spec: PathSpec, low: ExecutionPath) -> dict[str, nn.Linear]:
-    """The linears that the targets name. ValueError for patterns that name none."""
+def _chosen(model: nn.Module, spec: PathSpec, low: ExecutionPath, kept: bool = False) -> dict[str, nn.Linear]:
+    """The linears that the targets name, those that recipes leave in 16 bits only if `kept`. ValueError for patterns
+    that name none."""
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     names, empty = _select(linears, spec.targets)
     if empty:
@@ -120,12 +123,12 @@ def _chosen(model: nn.Module, spec: PathSpec, low: ExecutionPath) -> dict[str, n
             f"targets {empty}: no linear has such a name; this model has {', '.join(kinds) or 'none'} (what is no "
             "nn.Linear, as GPT-2's Conv1D or experts in one tensor, can be a gnmr.Unit of your own)"
         )
-    if isinstance(low, Recipe):
+    if isinstance(low, Recipe) and not kept:
         names, empty = _select(_without_kept(model, linears), spec.targets)
         if empty:
-            kept = sorted({name.rpartition(".")[2] for name in _select(linears, empty)[0]})
+            heads = sorted({name.rpartition(".")[2] for name in _select(linears, empty)[0]})
             raise ValueError(
-                f"targets {empty}: recipes keep {', '.join(kept)} in 16 bits (output head and gates); name others"
+                f"targets {empty}: recipes keep {', '.join(heads)} in 16 bits (output head and gates); name others"
             )
     return {name: linears[name] for name in names}
 
@@ -260,7 +263,7 @@ def _gathered(model: nn.Module, name: str) -> bool:
     return any(isinstance(model.get_submodule(".".join(parts[:i])), FSDPModule) for i in range(len(parts) + 1))
 
 
-def _check_widths(name: str, module: nn.Linear, recipe: Recipe) -> None:
+def check_widths(name: str, module: nn.Linear, recipe: Recipe) -> None:
     """ValueError if a group of elements with one scale would be cut by the linear's widths."""
     widths = {"inputs": module.in_features, "outputs": module.out_features}
     for (kind, width), divisor in zip(widths.items(), recipe.divisors(), strict=True):

@@ -21,9 +21,10 @@ from gnmr.lab.evaluation.subjects import Subject, run_corpus
 MOST_TEXT = 1 << 26
 """Bytes of a text that are read."""
 TOKENS = 1024
-"""Of a batch, where nobody says how many blocks it has."""
-LONGEST = 512
-"""Tokens of a block of a checkpoint of others, where nobody says how many."""
+"""Of a run's batch, where nobody says how many blocks it has; a checkpoint's has half of it."""
+LONGEST = 128
+"""Tokens of a block of a checkpoint of others, where nobody says how many: an estimate by sequence gets one sample of
+each, so that many short ones tell more than a few long ones."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def blocks_of(
     if length is not None and length > longest:
         raise UserError(f"block={length}: the model reads {longest} tokens at the most")
     length = length or (longest if run else min(longest, LONGEST))
-    wanted = size or max(1, TOKENS // length)
+    wanted = size or max(1, (TOKENS if run else TOKENS // 2) // length)
     together = batches + held_out
     found, where = _blocks(subject, data, length, together * wanted)
     got = min(wanted, len(found) // together)

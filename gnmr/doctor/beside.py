@@ -1,0 +1,178 @@
+"""What else low precision may be put on, beside the operators that a plan is about: the output head, routers, and the
+cache of keys and values.
+
+    head, router    linears that every recipe leaves in 16 bits, on the low path
+    kv              the keys and values that attention reads (`scaled_dot_product_attention`), in a cast of their own.
+                    No GEMM reads them in low precision: their error is an inner product with the gradient,
+                    u = <dk, Q(k) - k>, summed over heads, by token and by sequence as in `gnmr.measure.price`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from gnmr.doctor.in_force import operators_of
+from gnmr.errors import require
+from gnmr.measure.price import PriceMeter, measure_prices
+from gnmr.precision import ConvertedModel, PathSpec, Recipe, convert
+from gnmr.precision.cast import quantize
+from gnmr.precision.recipes import Cast, Gemm
+
+KINDS = ("head", "router", "kv")
+KV_CAST = "e4m3/tensor"
+
+
+class Beside:
+    """The things of `KINDS` that are asked for; each is measured alone, with all else on the recovery path."""
+
+    def __init__(self, model: nn.Module, kinds: Sequence[str], low: Recipe, kv_cast: str) -> None:
+        """Raises ValueError for a kind that the model does not have."""
+        self._low = low
+        self.converted: ConvertedModel | None = None
+        self._meter: PriceMeter | None = None
+        roles = {one.name: one.role for one in operators_of(model)}
+        names = []
+        for kind in kinds:
+            if kind != "kv":
+                chosen = [name for name, role in roles.items() if role == kind]
+                require(chosen, "include", kind, "this model has none that is an nn.Linear")
+                names += chosen
+        if names:
+            spec = PathSpec.of(low, "bf16", targets=names, backend="simulated")
+            self.converted = convert(model, spec, kept=True)
+            for operator in self.converted.operators:
+                operator.weight.requires_grad_()
+                assert isinstance(operator.low, Recipe)
+                operator.low = Recipe(operator.low.name, fprop=operator.low.fprop, dgrad=Gemm(), wgrad=Gemm())
+            self._meter = measure_prices(self.converted, ["price_fprop"], 1)
+            self._meter.enabled = False
+        cast = Cast.of(kv_cast) if "kv" in kinds else None
+        self.kv = None if cast is None else KVCache(model, cast)
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """Of the linears: what backward must reach, so that all are measured."""
+        return [] if self.converted is None else [operator.weight for operator in self.converted.operators]
+
+    def restore(self) -> None:
+        """Make the linears what they were."""
+        if self.converted is not None:
+            self.converted.restore()
+
+    @contextmanager
+    def running(self, alone: str | None = None) -> Iterator[None]:
+        """Inside, all is on the recovery path but for the one `alone`."""
+        if self.converted is not None:
+            for operator in self.converted.operators:
+                operator.switch(operator.operator_name != alone)
+        with ExitStack() as stack:
+            if self.kv is not None:
+                stack.enter_context(self.kv.running(alone))
+            yield
+
+    @contextmanager
+    def priced(self, place: int) -> Iterator[None]:
+        """Inside, the backward pass of batch `place` is measured."""
+        if self._meter is not None:
+            self._meter.begin_step(place)
+            self._meter.enabled = True
+        try:
+            with self.running():
+                yield
+        finally:
+            if self._meter is not None:
+                self._meter.enabled = False
+
+    def take(self, loss_tokens: int) -> dict[str, tuple[float, float]]:
+        """Return {name: (nats by token, by sequence)} of the backward passes since the last call; `loss_tokens` are in
+        the mean of their loss."""
+        found: dict[str, tuple[float, float]] = {}
+        if self._meter is not None:
+            self._meter.loss_tokens = loss_tokens
+            numbers = self._meter.by_operator()
+            both = zip(numbers["fprop"].tolist(), numbers["fprop_sequence"].tolist(), strict=True)
+            found |= dict(zip(self._meter.operators, both, strict=True))
+            self._meter.reset()
+            assert self.converted is not None
+            self.converted.end_step()
+        if self.kv is not None:
+            found |= self.kv.take(loss_tokens)
+        return found
+
+
+class KVCache(TorchFunctionMode):
+    """Inside `running`, keys and values that attention reads are watched, or one of them is cast."""
+
+    def __init__(self, model: nn.Module, cast: Cast) -> None:
+        super().__init__()
+        self._model, self._cast = model, cast
+        self._inside: list[str] = []
+        self._alone: str | None = None
+        self._sums: dict[str, list[Tensor]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
+        for operand in ("key", "value"):
+            given[operand] = self._read(f"{self._inside[-1]}.{operand[0]}_cache", given[operand])
+        return func(given.pop("query"), given.pop("key"), given.pop("value"), *args[3:], **given)
+
+    def _read(self, name: str, x: Tensor) -> Tensor:
+        """What attention reads in the place of `x` (B, ..., T, D)."""
+        if name == self._alone:
+            return self._stored(x)
+        if torch.is_grad_enabled() and x.requires_grad:
+            x = x.view_as(x)
+            x.register_hook(partial(self._measure, name, x.detach()))
+        self._sums.setdefault(name, [])
+        return x
+
+    def _stored(self, x: Tensor) -> Tensor:
+        by_token = x.movedim(-2, 1)  # (B, T, ..., D): a token's head is a row
+        values = quantize(by_token.reshape(-1, x.shape[-1]), self._cast, 1)[0].to(x.dtype)
+        return values.view(by_token.shape).movedim(1, -2)
+
+    @torch.no_grad()
+    def _measure(self, name: str, x: Tensor, grad: Tensor) -> None:
+        u = (grad.float() * (self._stored(x) - x).float()).movedim(-2, 1).flatten(2).sum(dim=2).double()  # (B, T)
+        self._sums[name].append(torch.stack([u.square().sum(), u.sum(dim=1).square().sum()]))
+
+    @contextmanager
+    def running(self, alone: str | None = None) -> Iterator[None]:
+        """Inside, the mode is on, and the cache `alone` is cast."""
+        self._alone = alone
+        with ExitStack() as stack:
+            for name, module in self._model.named_modules():
+                enter = partial(self._enter, name)
+                stack.callback(module.register_forward_pre_hook(enter).remove)
+                stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
+            stack.enter_context(self)
+            yield
+        self._alone = None
+        self._inside.clear()
+
+    def _enter(self, name: str, _module: nn.Module, _inputs: Any) -> None:
+        self._inside.append(name)
+
+    def _leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+        self._inside.pop()
+
+    def take(self, loss_tokens: int) -> dict[str, tuple[float, float]]:
+        """As `Beside.take`. Raises ValueError where attention was not seen."""
+        require(self._sums, "include", "kv", "this model's attention is not PyTorch's scaled_dot_product_attention")
+        found = {}
+        for name, parts in self._sums.items():
+            if parts:
+                by_token, by_sequence = (loss_tokens / 2 * torch.stack(parts).sum(dim=0)).tolist()
+                found[name] = by_token, by_sequence
+        self._sums = {}
+        return found

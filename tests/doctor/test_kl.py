@@ -1,0 +1,284 @@
+"""The KL that a diagnosis measures: against plain passes, against an exact Gauss-Newton product, between two sides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import jvp
+from torch.nn import functional as F
+
+import gnmr
+from gnmr.doctor.diagnosis import Diagnosis
+from gnmr.measure.kl import IGNORED, divergence, draw_labels
+from gnmr.measure.price import measure_prices
+from gnmr.precision import ConvertedModel, PathLinear, PathSpec, convert
+from gnmr.precision.cast import quantize
+from gnmr.precision.recipes import Cast
+
+VOCABULARY, WIDTH, LENGTH = 24, 32, 12
+
+
+class Mixer(nn.Module):
+    """Two blocks that mix tokens and channels: an error at one token reaches all later ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        names = ("q_proj", "k_proj", "v_proj", "up_proj")
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH, bias=False) for name in names}) for _ in range(2)
+        )
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens_ST: Tensor) -> Tensor:
+        h = self.embed(tokens_ST)
+        for layer in self.layers:
+            q, k, v = (layer[name](h) for name in ("q_proj", "k_proj", "v_proj"))
+            h = h + F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            h = h + torch.tanh(layer["up_proj"](h))
+        return self.head(h)
+
+
+def batches_of(number: int, size: int = 4, seed: int = 1) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return list(torch.randint(VOCABULARY, (number, size, LENGTH), generator=draw))
+
+
+def diagnosed(model: nn.Module, **options: Any) -> Diagnosis:
+    given = {"recipe": "sim_e2m1", "held_out": batches_of(2, seed=2), "budget": 0.1} | options
+    return gnmr.diagnose(model, given.pop("run", model), given.pop("batches", batches_of(4)), **given)
+
+
+def kl_by_hand(high: Tensor, low: Tensor) -> Tensor:
+    log_p, log_q = high.double().log_softmax(-1), low.double().log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-3, 1e-5])
+def test_the_divergence_is_that_of_its_definition_down_to_what_float32_holds(size: float) -> None:
+    draw = torch.Generator().manual_seed(0)
+    high = torch.randn(3, 200, 50, generator=draw) * 4
+    low = high + size * torch.randn(high.shape, generator=draw)
+    each = kl_by_hand(high, low)
+    assert divergence(high.log_softmax(-1), low).tolist() == pytest.approx(each.mean(1).tolist(), rel=0.01)
+    targets = torch.zeros(3, 200, dtype=torch.int64)
+    targets[0, 10:], targets[1] = IGNORED, IGNORED
+    some = divergence(high.log_softmax(-1), low, targets)
+    assert some.tolist() == pytest.approx([float(each[0, :10].mean()), float(each[2].mean())], rel=0.01)
+
+
+def test_labels_are_drawn_from_the_predictions() -> None:
+    logits = torch.tensor([0.1, 0.6, 0.3]).log().expand(20_000, 3)
+    drawn = draw_labels(logits, torch.Generator().manual_seed(0))
+    shares = torch.bincount(drawn, minlength=3) / len(drawn)
+    assert shares.tolist() == pytest.approx([0.1, 0.6, 0.3], abs=0.01)
+    targets = torch.full((20_000,), IGNORED)
+    targets[::2] = 0
+    assert (draw_labels(logits, torch.Generator().manual_seed(0), targets) == IGNORED).tolist() == [
+        False,
+        True,
+    ] * 10_000
+
+
+def quadratic_form(model: nn.Module, converted: ConvertedModel, operator: PathLinear, tokens: Tensor) -> float:
+    """1/2 D' J' F J D a token."""
+    seen: list[Tensor] = []
+    with converted.no_side_effects(), torch.no_grad():
+        for other in converted.operators:
+            other.switch(True)
+        handle = operator.register_forward_hook(lambda _m, inputs, output: seen.extend((inputs[0], output)))
+        logits = model(tokens).double()
+        handle.remove()
+        operator.switch(False)
+        error = operator(seen[0]) - seen[1]
+
+    def shifted(by: Tensor) -> Tensor:
+        handle = operator.register_forward_hook(lambda _m, _i, output: output + by)
+        try:
+            with converted.high_precision():
+                return model(tokens)
+        finally:
+            handle.remove()
+
+    _, moved = jvp(shifted, (torch.zeros_like(error),), (error,))
+    p, moved = logits.softmax(-1), moved.double()
+    return float(((p * moved.square()).sum(-1) - (p * moved).sum(-1).square()).mean() / 2)
+
+
+def test_by_sequence_and_drawn_labels_the_price_is_the_exact_quadratic_form() -> None:
+    """1/2 D' J' F J D of one operator's error D, J its Jacobian to the logits, F the Fisher matrix of the predictions,
+    from `torch.func`; by token it lacks the products of two tokens."""
+    model, (tokens,) = Mixer().eval(), batches_of(1, size=3)
+    converted = convert(model, PathSpec(low="sim_e2m1", recovery="bf16", backend="simulated"))
+    exact = [quadratic_form(model, converted, operator, tokens) for operator in converted.operators]
+    meter = measure_prices(converted, ["price_fprop"], tokens=1, against_recovery=True)
+    for operator in converted.operators:
+        operator.switch(True)
+    draw, number = torch.Generator().manual_seed(0), 400
+    sums = {"fprop": 0.0, "fprop_sequence": 0.0}
+    for _ in range(number):
+        logits = model(tokens)
+        F.cross_entropy(logits.flatten(0, 1), draw_labels(logits, draw).flatten()).backward()
+        found = meter.by_operator()
+        sums = {name: total + found[name].numpy() / number for name, total in sums.items()}
+        meter.reset()
+        converted.end_step()
+    assert sums["fprop_sequence"] == pytest.approx(np.array(exact), rel=0.15)  # 1,200 sequences
+    assert np.abs(np.log(sums["fprop"] / exact)).max() > 0.2
+
+
+def test_a_diagnosis_measures_what_plain_passes_say() -> None:
+    model = Mixer().eval()
+    found = diagnosed(model, confirm=3)
+    batches, others = batches_of(4), batches_of(2, seed=2)
+    with torch.no_grad():
+        high, high_others = [model(batch) for batch in batches], [model(batch) for batch in others]
+        converted = convert(model, PathSpec(low="sim_e2m1", recovery="bf16", backend="simulated"))
+        low = torch.cat([kl_by_hand(a, model(batch)).mean(1) for a, batch in zip(high, batches, strict=True)])
+        alone = {}
+        for operator in converted.operators:
+            for other in converted.operators:
+                other.switch(other is not operator)
+            both = zip(high[:2], batches[:2], strict=True)
+            alone[operator.operator_name] = float(torch.cat([kl_by_hand(a, model(b)).mean(1) for a, b in both]).mean())
+        converted.restore()
+        pins = found.plan().paths()
+        converted = convert(model, PathSpec(**pins, backend="simulated"))
+        left = torch.cat([kl_by_hand(a, model(b)).mean(1) for a, b in zip(high_others, others, strict=True)])
+        converted.restore()
+    assert found.measured.kl == pytest.approx(float(low.mean()), rel=1e-4)
+    assert found.measured.kl_error == pytest.approx(float(low.std() / 4), rel=1e-3) and found.measured.sequences == 16
+    assert (found.measured.high, found.measured.cost) == (None, None), "there are no targets"
+    forward = {row.operator: row for row in found.rows if row.gemm == "fprop"}
+    confirmed = {name: row.measured for name, row in forward.items() if row.measured is not None}
+    assert 3 <= len(confirmed) <= 6 and confirmed == pytest.approx({name: alone[name] for name in confirmed}, rel=1e-3)
+    for name, row in forward.items():
+        assert row.value == (row.measured if name in confirmed else row.by_sequence)
+    assert found.left["plan"].kl == pytest.approx(float(left.mean()), rel=1e-3)
+    assert found.interaction == pytest.approx(found.measured.kl - found.total) and found.limit < 1e-9
+    assert [share for share, _ in found.curve] == sorted(share for share, _ in found.curve) and len(found.curve) > 2
+    assert "nats of KL a token" in found.verdict() and found.labels == "model" and found.estimate == "sequence"
+
+
+def test_what_run_may_return() -> None:
+    """Logits, these and targets, an output of transformers: the KL is the same, and with targets there is the loss."""
+    model = Mixer().eval()
+
+    def with_targets(tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return model(tokens), tokens
+
+    class Result:
+        def __init__(self, tokens: Tensor) -> None:
+            self.logits = model(tokens)
+            self.loss = F.cross_entropy(self.logits.flatten(0, 1), tokens.flatten())
+
+    plain, targets, output = (diagnosed(model, run=run) for run in (model, with_targets, Result))
+    assert plain.measured.kl == targets.measured.kl == output.measured.kl
+    assert targets.measured.cost == pytest.approx(output.measured.cost)
+    data = diagnosed(model, run=with_targets, labels="data")
+    assert data.estimate == "token" and data.measured.kl == plain.measured.kl
+    with pytest.raises(ValueError, match=r"^run of batch 1=logits: has no loss"):
+        diagnosed(model, labels="data")
+    with pytest.raises(ValueError, match="must be of the same positions"):
+        diagnosed(model, run=lambda tokens: (model(tokens), tokens[:, 1:]))
+
+
+def test_in_bfloat16_the_limit_is_above_what_float32_shows() -> None:
+    limits = [diagnosed(Mixer().to(dtype)).limit for dtype in (torch.float32, torch.bfloat16)]
+    assert limits[0] < 1e-9 < 1e-7 < limits[1]
+    with pytest.raises(ValueError, match=r"^gate=.*below what rounding of this model makes"):
+        diagnosed(Mixer().to(torch.bfloat16), against="fp8_hybrid", gate=limits[1] / 2)
+    with pytest.raises(ValueError, match=r"^gate=0.003: is a KL"):
+        diagnosed(Mixer(), run=lambda tokens: Mixer()(tokens).square().mean(), against="fp8_hybrid", gate=0.003)
+
+
+NAMES = [f"layers.{i}.{name}" for i in range(2) for name in ("q_proj", "k_proj", "v_proj", "up_proj")]
+PLANTED = [
+    *[({"*": "fp8_hybrid", name: "bf16"}, "fp8_hybrid", name) for name in NAMES],  # an entry of a list too many
+    *[("fp8_hybrid", {"*": "fp8_hybrid", name: "mxfp8"}, name) for name in NAMES],  # another granularity
+    *[({"*": "mxfp8", name: "nvfp4"}, "mxfp8", name) for name in NAMES[:4]],  # another format
+]
+
+
+@pytest.mark.parametrize(("rollout", "trainer", "culprit"), PLANTED)
+def test_a_planted_difference_between_two_sides_is_named(rollout: Any, trainer: Any, culprit: str) -> None:
+    found = diagnosed(Mixer().eval(), recipe=rollout, against=trainer, gate=1e-9, held_out=batches_of(1, seed=2))
+    assert [row.operator for row in found.worst() if row.value > 0] == [culprit]
+    assert found.verdict().startswith("the gate does not hold") and culprit in found.verdict()
+    assert found.choice().pins == {culprit: ["fprop"]} and found.left["plan"].kl == 0
+
+
+EQUAL = [
+    *[(name, name) for name in ("fp8_hybrid", "mxfp8", "nvfp4", "sim_e2m1", "sim_int8")],
+    *[({"*": "fp8_hybrid", name: "bf16"}, {"*": "fp8_hybrid", f"*{name[7:]}": "bf16"}) for name in NAMES[4:7]],
+    ({"*": "nvfp4", "*up_proj": "mxfp8"}, {"*": "mxfp8", "[qkv]*": "nvfp4", "*_proj": "nvfp4", "*.up_proj": "mxfp8"}),
+    ({"*": "bf16"}, {"*": "mxfp8", "*_proj": "bf16"}),
+]
+
+
+@pytest.mark.parametrize(("rollout", "trainer"), EQUAL)
+def test_equal_sides_are_silent(rollout: Any, trainer: Any) -> None:
+    found = diagnosed(Mixer().eval(), recipe=rollout, against=trainer, gate=1e-9, held_out=())
+    assert found.verdict().startswith("the gate holds") and not any(row.value for row in found.worst())
+
+
+class Routed(Mixer):
+    """The same with a router, and a head that is tied to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 2, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens_ST: Tensor) -> Tensor:
+        share = self.router(self.embed(tokens_ST)).softmax(-1)[..., :1]
+        return super().forward(tokens_ST) * share
+
+
+@pytest.mark.parametrize("name", ["head", "router", "k_cache", "v_cache"])
+def test_what_is_beside_the_plan_is_measured_alone(name: str) -> None:
+    model, batches = Routed().eval(), batches_of(40, size=8)
+    kinds = ["kv" if name.endswith("_cache") else name]
+    found = diagnosed(model, include=kinds, kv_cast="int4/row", batches=batches, recipe="sim_int4", held_out=())
+    (row,) = [row for row in found.beside if row.operator.endswith(name)]
+
+    def low(given: Tensor) -> Tensor:
+        rows = given.reshape(-1, given.shape[-1])
+        return quantize(rows, Cast.of("int4/row"), 1)[0].view_as(given)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        return exact(q, low(k) if name == "k_cache" else k, low(v) if name == "v_cache" else v, is_causal=is_causal)
+
+    exact, kls = F.scaled_dot_product_attention, []
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        for batch in batches[:2]:
+            high = model(batch)
+            if name in ("head", "router"):
+                spec = PathSpec(low="sim_int4", recovery="bf16", targets=[name], backend="simulated")
+                converted = convert(model, spec, kept=True)
+                kls.append(kl_by_hand(high, model(batch)).mean(1))
+                converted.restore()
+            else:
+                patch.setattr(F, "scaled_dot_product_attention", attention)
+                kls.append(kl_by_hand(high, model(batch)).mean(1))
+                patch.undo()
+    by_hand = float(torch.cat(kls).mean())
+    if name.endswith("_cache"):  # there are two blocks in this module, of which a name is one cache
+        assert len(found.beside) == 2
+    assert row.measured == pytest.approx(by_hand, rel=1e-3) and row.value == row.measured
+    assert row.by_sequence == pytest.approx(row.measured, rel=0.5) and row.operator not in found.operators
+    assert row.operator not in found.plan().pins
+    assert all(type(module) is nn.Linear for module in (model.head, model.router))
+
+
+def test_an_attention_that_is_not_seen_is_refused() -> None:
+    model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY))
+    with pytest.raises(ValueError, match=r"^include=kv"):
+        diagnosed(model, include=["kv"])
+    with pytest.raises(ValueError, match=r"^include=router"):
+        diagnosed(model, include=["router"])
