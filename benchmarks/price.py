@@ -1,172 +1,247 @@
-"""Prices against the truth: what one operator in low precision costs the loss, and what one GEMM in 16 bits gains.
+"""Prices against the truth: the KL divergence per token that one operator in low precision makes, measured one by one.
 
-    python benchmarks/price.py OUT.json truth --base RUN           the base with one operator in low precision
-    python benchmarks/price.py OUT.json forks --base RUN           forks of the base with one GEMM in 16 bits
-    python benchmarks/price.py OUT.json truth --low nvfp4,mxfp4    other low paths
+    python benchmarks/price.py OUT.json --models .cache/smollm2 --data wikitext2-test.txt --low nvfp4,fp8_hybrid
+    python benchmarks/price.py OUT.json --models runs/a,runs/b --batches 16 --held-out 16 --block 256 --draws 16
+    python benchmarks/price.py OUT.json --table
 
-The base is a run folder or `shipped`. Scores are measured on `MEASURED` validation sequences, and the loss on
-`HELD_OUT` others. Beside the price stand the scores that other work ranks by. Each row is the Spearman
-correlation of a score with the truth; `share` is the part of the whole loss increase that lies in the operators that
-the score ranks highest, at 10% of the GEMM FLOPs.
+Models are run folders (measured on their own validation data) and checkpoint folders (on `--data`), computed in FP32.
+The truth of an operator is the KL divergence per token between the model and the model with the fprop of this operator
+in low precision, in NATS, and beside it the increase of the loss on the data's labels. Estimates come from other tokens
+of the same text: `data` are the text's own labels, `drawn` are drawn from the model (`--draws` backward passes a
+batch, `/ n` the first n). They are squared token by token, or summed over each sequence before they are squared.
+
+Claimed, and written down before anything was measured: on every low path and model, held out, the estimate with drawn
+labels by sequence has a Spearman correlation of at least 0.95 with the single KLs, and its sum is within 20% of theirs.
+
+Of more than `--operators` operators a sample is measured: the twelve highest by data labels by token, by drawn ones by
+token and by sequence, and as many others as are missing, evenly over kinds and depth. A sum is then over the sample,
+and the interaction, the KL of all operators at once less the sum of them, takes the estimate of those outside.
+
+Each pair of a model and a low path is written when it is measured; what OUT.json has already is not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+import json
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
-from scipy.stats import spearmanr
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from gnmr.doctor.knapsack import arithmetic, by_score
-from gnmr.lab.config import Config
-from gnmr.lab.train.build import Parts, validation
-from gnmr.lab.train.fork import Forks
-from gnmr.lab.train.step import loss_of
+from gnmr.lab.data.batch import Batch
+from gnmr.lab.evaluation.blocks import blocks_of
+from gnmr.lab.evaluation.subjects import Subject, load_subject
+from gnmr.lab.train.loss import logits_of
 from gnmr.measure.errors import measure_errors
+from gnmr.measure.kl import divergence, draw_labels
 from gnmr.measure.price import measure_prices
-from gnmr.names import GEMMS
-from gnmr.precision.conversion import operator_shapes
-from timing import write
+from gnmr.precision import PathSpec, convert
+from gnmr.records import output
+from timing import header
 
-MEASURED, HELD_OUT, SHARE = 16, 96, 0.1
-OWN = {"fprop": "price", "dgrad": "dgrad error", "wgrad": "wgrad error"}
-"""The score that belongs to each GEMM."""
-
-
-def forked(forks: Forks, low: str, *words: str) -> Config:
-    """Return the config of a fork that stays on this low path; formats of activations are read in the forward pass."""
-    site = ["precision.site=forward"] if low in ("int4", "int2") else []
-    static = [f"precision.low={low}", "precision.recovery=bf16", "controller.signal=always_low"]
-    return forks.config(*static, *site, *words)
+LOW = "nvfp4,mxfp4,mxfp8,fp8_hybrid,sim_e2m1,sim_e3m2,sim_int4,sim_int8"
+NATS = ("data, by token", "drawn, by token", "drawn, by sequence")
+"""Estimates of the KL, by which a sample is chosen too. The claims are about the last."""
+SUMS = {"by token": "fprop", "by sequence": "fprop_sequence", "by element": "fprop_elements"}
+SETTINGS = {"batches": 4, "held_out": 3, "size": 4, "block": 128, "draws": 8, "operators": 48}
+TOP, SPEARMAN, SUM = 12, 0.95, 0.2
 
 
-def sequences(parts: Parts, count: int) -> Any:
-    """Return (count, T + 1) validation sequences."""
-    return validation(parts.config, parts.corpus, count)
+class Measurement:
+    """One model with its operators converted to one low path."""
+
+    def __init__(self, model: nn.Module, low: str) -> None:
+        self.model = model
+        spec = PathSpec.of(low, "bf16", targets=["*_proj"], backend="simulated")  # bf16: exact, in an FP32 model
+        self.plan = convert(model, spec)
+        self.names = [operator.operator_name for operator in self.plan.operators]
+        self.blocks = list(next(m for name, m in model.named_modules() if name.endswith("layers")).children())
+        self.put([])
+
+    def put(self, low: Collection[int]) -> None:
+        """Put these operators, and no others, on the low path."""
+        for i, operator in enumerate(self.plan.operators):
+            operator.switch(i not in low)
+
+    def estimates(self, batches: Sequence[Batch], draws: int) -> dict[str, np.ndarray]:
+        """Return each estimate of all operators by name, (operators,) each."""
+        meter = measure_prices(self.plan, ["price_fprop"], tokens=1)
+        probe = measure_errors(self.plan, ["mse"])
+        found, norms = np.zeros((len(SUMS), 1 + draws, len(self.names))), np.zeros(len(self.names))
+        weights = [operator.weight for operator in self.plan.operators]
+        for place, batch in enumerate(batches):
+            generator = torch.Generator().manual_seed(place)
+            meter.begin_step(place)
+            meter.loss_tokens = batch.num_targets
+            for draw in range(1 + draws):  # the first labels are the data's
+                if draw < 2:
+                    for weight in weights:
+                        weight.requires_grad_(not draw)  # later passes are made for the prices alone
+                    logits = logits_of(self.model, batch).float()
+                labels = draw_labels(logits, generator) if draw else batch.targets
+                meter.reset()
+                torch.autograd.backward(_losses(logits, labels).mean(), retain_graph=0 < draw < draws)
+                own = meter.by_operator()
+                found[:, draw] += torch.stack([own[name] for name in SUMS.values()]).numpy() / len(batches)
+                if not draw:
+                    norms += [float(weight.grad.norm()) for weight in weights]  # type: ignore[union-attr]
+                self.model.zero_grad(set_to_none=True)
+            self.plan.end_step()
+        for weight in weights:
+            weight.requires_grad_()
+        rows = {"gradient norm": norms / len(batches), "mse": probe.read()["mse"].numpy().copy()}
+        for name, values in zip(SUMS, found, strict=True):
+            rows |= {f"data, {name}": values[0], f"drawn, {name}": values[1:].mean(axis=0)}
+            few = [n for n in (1, 2, 4, 8, 16) if n < draws]
+            rows |= {f"drawn, {name} / {n}": values[1 : 1 + n].mean(axis=0) for n in few}
+        self.plan.shared.prices = self.plan.shared.probe = None
+        return rows
+
+    @torch.no_grad()
+    def truth(self, batches: Sequence[Batch], chosen: Sequence[int]) -> np.ndarray:
+        """Return KL and loss increase of each chosen operator alone, and last of all operators at once,
+        (2, chosen + 1, sequences)."""
+        found = []
+        for batch in batches:
+            kept: list[Tensor] = []
+            hooks = [b.register_forward_pre_hook(lambda _, args, kept=kept: kept.append(args[0])) for b in self.blocks]
+            log_p = F.log_softmax(logits_of(self.model, batch).float(), dim=-1)
+            for hook in hooks:
+                hook.remove()
+            high, row = _losses(log_p, batch.targets), []
+            for low in [*([i] for i in chosen), range(len(self.names))]:
+                self.put(low)
+                with _resumed(self.blocks, _depth(self.names[low[0]]), kept):
+                    logits = logits_of(self.model, batch).float()
+                self.plan.end_step()
+                row.append(torch.stack([divergence(log_p, logits), _losses(logits, batch.targets) - high]))
+            self.put([])
+            found.append(torch.stack(row, dim=1))
+        return torch.cat(found, dim=2).numpy()
 
 
-def scored(parts: Parts) -> dict[str, np.ndarray]:
-    """Return the scores of all operators by name, (operators,) each, on the high-precision path."""
-    plan, model = parts.converted, parts.model
-    model.eval()
-    for operator in plan.operators:
-        operator.switch(True)
-    meter = measure_prices(plan, ["price_fprop", "price_dgrad", "price_wgrad"], tokens=1)
-    probe = measure_errors(plan, ["gap_low", "mse"])
-    batches = sequences(parts, MEASURED).split(parts.config.training.batch_size)
-    for batch in batches:
-        (loss_of(model, batch) / len(batches)).backward()
-    own, seen = meter.by_operator(), probe.read()
-    norms = np.array([float(operator.weight.grad.norm()) for operator in plan.operators])  # type: ignore[union-attr]
-    plan.shared.prices = plan.shared.probe = None
-    model.zero_grad(set_to_none=True)
+def _losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean loss of each sequence, (B,) float64."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets).double().mean(1)
+
+
+@contextmanager
+def _resumed(blocks: Sequence[nn.Module], depth: int, kept: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, the blocks before `depth` are not computed: what they give is the input of that block, which is known."""
+    for block in blocks[:depth]:
+        block.forward = lambda *_, **__: kept[depth]
+    try:
+        yield
+    finally:
+        for block in blocks[:depth]:
+            del block.forward
+
+
+def _depth(name: str) -> int:
+    return int(name.partition("layers.")[2].partition(".")[0])
+
+
+def sample(names: Sequence[str], estimates: dict[str, np.ndarray], number: int) -> list[int]:
+    """Return the places of the operators that are measured, in order."""
+    number = min(number, len(names))
+    highest = {int(i) for name in NATS for i in np.argsort(-estimates[name])[:TOP]}
+    others = sorted(set(range(len(names))) - highest, key=lambda i: (names[i].rpartition(".")[2], _depth(names[i])))
+    places = np.linspace(0, len(others) - 1, max(number - len(highest), 0)).round().astype(int)
+    return sorted(highest | {others[i] for i in places})
+
+
+def measure(subject: Subject, low: str, asked: argparse.Namespace) -> dict[str, Any]:
+    """Return the record of one model and low path."""
+    began, length = time.perf_counter(), min(asked.block, subject.max_length)
+    numbers = {"batches": asked.batches, "held_out": asked.held_out, "size": asked.size, "length": length}
+    blocks = blocks_of(subject, asked.data, **numbers)
+    cell = Measurement(subject.model, low)
+    estimates = cell.estimates(blocks.batches, asked.draws)
+    print(f"  estimates after {time.perf_counter() - began:.0f} s", flush=True)
+    chosen = sample(cell.names, estimates, asked.operators)
+    found = cell.truth(blocks.held_out, chosen)
+    cell.plan.restore()
+    (kl, loss), errors = found.mean(axis=2), found.std(axis=2, ddof=1) / found.shape[2] ** 0.5
+    outside = np.delete(estimates["drawn, by sequence"], chosen).sum()
+    own = pd.DataFrame({"kl": kl[:-1], **{name: values[chosen] for name, values in estimates.items()}})
+    ranks = own.assign(loss=loss[:-1]).corr("spearman")
+    columns = own.assign(loss=loss[:-1], kl_error=errors[0, :-1], loss_error=errors[1, :-1]).to_dict("list")
     return {
-        "price": own["fprop"].numpy().copy(),
-        "dgrad error": own["dgrad"].numpy().copy(),
-        "wgrad error": own["wgrad"].numpy() * norms**2,
-        "gradient norm": norms,
-        "update norm": np.array([update_norm(parts.optimizer, operator.weight) for operator in plan.operators]),
-        "gap": seen["gap_low"].numpy(),
-        "mse": seen["mse"].numpy(),
+        "seeds": {"blocks": 0, "labels": "the number of the batch"},
+        "operators": len(cell.names),
+        "measured": len(chosen),
+        "all_low": {"kl": kl[-1], "kl_error": errors[0, -1], "loss": loss[-1], "loss_error": errors[1, -1]},
+        "single_kls": kl[:-1].sum(),
+        "interaction": kl[-1] - kl[:-1].sum() - outside,
+        "spearman": ranks["kl"].to_dict(),
+        "spearman_loss": ranks["loss"].to_dict(),
+        "sum": (own.sum() / own.kl.sum()).to_dict(),
+        "spread": np.log(own.div(own.kl, axis=0)).std().to_dict(),
+        "of_operators": {"name": [cell.names[i] for i in chosen], **columns},
+        "seconds": time.perf_counter() - began,
     }
 
 
-def update_norm(optimizer: torch.optim.Optimizer, weight: Tensor) -> float:
-    """Return the norm of Adam's last update over the learning rate."""
-    state = optimizer.state[weight]
-    beta1, beta2 = optimizer.param_groups[0]["betas"]
-    step = float(state["step"])
-    first, second = state["exp_avg"].double() / (1 - beta1**step), state["exp_avg_sq"].double() / (1 - beta2**step)
-    return float((first / (second.sqrt() + 1e-8)).norm())
-
-
-def spearman(a: np.ndarray, b: np.ndarray) -> float:
-    return float(spearmanr(a, b)[0]) if np.ptp(a) and np.ptp(b) else 0.0
-
-
-def increases(parts: Parts) -> tuple[np.ndarray, np.ndarray, float]:
-    """Return the loss increase of each operator alone, its standard error, and the increase of all at once, in nats."""
-    operators, model = parts.converted.operators, parts.model
-    held_out = sequences(parts, MEASURED + HELD_OUT)[MEASURED:].split(parts.config.training.batch_size)
-
-    def losses() -> np.ndarray:
-        with torch.no_grad():
-            return np.array([float(loss_of(model, batch)) for batch in held_out])
-
-    high, found = losses(), []
-    for operator in operators:
-        operator.switch(False)
-        found.append(losses() - high)
-        operator.switch(True)
-    for operator in operators:
-        operator.switch(False)
-    each = np.array(found)
-    return each.mean(axis=1), each.std(axis=1, ddof=1) / each.shape[1] ** 0.5, float((losses() - high).mean())
-
-
-def pins_of(parts: Parts, score: np.ndarray, budget: float, gemms: Sequence[str]) -> dict[str, list[str]]:
-    """Return the pins that fill a budget with the operators of the highest score per FLOP."""
-    costs = arithmetic(operator_shapes(parts.model, parts.config.precision))
-    names = [operator.operator_name for operator in parts.converted.operators]
-    rates = {name: float(value) / costs[name, "fprop"] for name, value in zip(names, score, strict=True)}
-    return by_score(rates, {}, costs, budget, gemms=gemms).pins
-
-
-def truth(forks: Forks, low: str, _orders: int) -> Iterator[dict[str, Any]]:
-    """Yield how well each score ranks the true loss increases."""
-    parts = forks.parts(forked(forks, low))
-    scores = scored(parts)
-    rises, errors, together = increases(parts)
-    names = [operator.operator_name for operator in parts.converted.operators]
-    for score, values in (scores | {"truth": rises}).items():
-        if score in ("dgrad error", "wgrad error"):
-            continue
-        kept = [name in pins_of(parts, values, SHARE, GEMMS[:1]) for name in names]
-        share = float(rises[kept].sum() / rises.sum())
-        yield {"low": low, "score": score, "spearman": spearman(values, rises), "share": share}
-    clear = int((rises > 2 * errors).sum())
-    sums = {"prices": float(scores["price"].sum()), "increases": float(rises.sum()), "all_at_once": together}
-    yield {"low": low, "operators": len(names), "above_two_standard_errors": clear, **sums}
-
-
-def forks_of(forks: Forks, low: str, orders: int) -> Iterator[dict[str, Any]]:
-    """Yield how well each score ranks the gains of single GEMMs, by the validation loss after a fork's low stretch."""
-    scores = scored(parts := forks.parts(forked(forks, low)))
-    names = [operator.operator_name for operator in parts.converted.operators]
-
-    def loss(order: int, pins: Mapping[str, list[str]]) -> float:
-        config = forked(forks, low, f"fork.order={order}", "fork.heal=0")
-        config = replace(config, precision=replace(config.precision, pins=dict(pins)))
-        return forks(config, phases=("low",)).validation["low"].high
-
-    never = [loss(order, {}) for order in range(orders)]
-    for gemm in GEMMS:
-        gains = np.array([[never[k] - loss(k, {name: [gemm]}) for k in range(orders)] for name in names])
-        pairs = [spearman(gains[:, i], gains[:, j]) for i in range(orders) for j in range(i)]
-        between = float(np.mean(pairs)) if pairs else None
-        for score in dict.fromkeys((OWN[gemm], "price", "gradient norm", "update norm", "gap", "mse")):
-            rank = spearman(scores[score], gains.mean(axis=1))
-            yield {"low": low, "gemm": gemm, "score": score, "spearman": rank, "spearman_of_two_orders": between}
+def table(cells: Sequence[dict[str, Any]]) -> str:
+    """Return what was measured, rank correlations with single KLs (with loss increases), and sums over that of single
+    KLs (standard deviation of the log ratio), as tables in Markdown, and how often the claims hold."""
+    tables: tuple[list[dict[str, str]], ...] = [], [], []
+    for cell in cells:
+        low, ranks, of_loss = cell["all_low"], cell["spearman"], cell["spearman_loss"]
+        facts = {"measured": f"{cell['measured']} of {cell['operators']}", "single KLs": f"{cell['single_kls']:.3g}"}
+        facts |= {"KL of all": f"{low['kl']:.3g} ± {low['kl_error']:.1g}", "interaction": f"{cell['interaction']:.2g}"}
+        facts |= {"loss increase": f"{low['loss']:.3g}", "seconds": f"{cell['seconds']:.0f}"}
+        scores = [*NATS, "data, by element", "gradient norm", "mse", "loss"]
+        ranked = {name: f"{ranks[name]:.2f} ({of_loss[name]:.2f})" for name in scores}
+        sums = {name: f"{cell['sum'][name]:.2f} ({cell['spread'][name]:.2f})" for name in NATS}
+        for rows, more in zip(tables, (facts, ranked, sums), strict=True):
+            rows.append({"model": cell["model"], "low path": cell["low"], **more})
+    held = np.sum([(c["spearman"][NATS[-1]] >= SPEARMAN, abs(c["sum"][NATS[-1]] - 1) <= SUM) for c in cells], axis=0)
+    said = f"{NATS[-1]}: Spearman >= {SPEARMAN} in {held[0]} of {len(cells)}, sum within {SUM:.0%} in {held[1]}."
+    lines = [[rows[0], ["---"] * len(rows[0]), *(row.values() for row in rows), []] for rows in tables]
+    return "\n".join([*(f"| {' | '.join(line)} |" if line else "" for line in chain(*lines)), said])
 
 
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("part", choices=("truth", "forks"))
-    parser.add_argument("--base", default="shipped")
-    parser.add_argument("--low", default="sim_e2m1,nvfp4")
-    parser.add_argument("--orders", type=int, default=3, help="data orders of forks")
+    parser.add_argument("--models", default="", help="run and checkpoint folders, with commas")
+    parser.add_argument("--low", default=LOW)
+    parser.add_argument("--data", type=Path, help="a text, for checkpoints")
+    for name, default in SETTINGS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    parser.add_argument("--table", action="store_true", help="print OUT.json as Markdown and measure nothing")
     asked = parser.parse_args()
-    forks, run = Forks(asked.base, print), truth if asked.part == "truth" else forks_of
-    found = [row for low in asked.low.split(",") for row in run(forks, low, asked.orders)]
-    write(asked.out, [{"base": forks.base.name, **row} for row in found])
+    cells = json.loads(asked.out.read_text())["cells"] if asked.out.exists() else []
+    settings = {key: getattr(asked, key) for key in SETTINGS}
+    done = {(cell["model"], cell["low"]): cell["settings"] for cell in cells}
+    for place in filter(None, asked.models.split(",")):
+        subject = None
+        for low in asked.low.split(","):
+            if (pair := (Path(place).name, low)) in done:
+                if done[pair] != settings:
+                    parser.error(f"{asked.out} has {pair} with other settings, {done[pair]}: name another file")
+                continue
+            print(*pair, flush=True)
+            if subject is None:
+                subject = load_subject(place, "cpu")
+                subject.model.float().eval()
+            told = {"model": pair[0], "low": low, "settings": settings, "subject": subject.facts}
+            cells.append(header() | told | measure(subject, low, asked))
+            output.write_json(asked.out, {"claims": {"spearman": SPEARMAN, "sum": SUM}, "cells": cells})
+            print(f"  written after {cells[-1]['seconds']:.0f} s", flush=True)
+    if asked.table:
+        print(table(cells))
 
 
 if __name__ == "__main__":

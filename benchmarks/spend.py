@@ -21,22 +21,27 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 from scipy import stats
+from torch import Tensor
 
-from gnmr.doctor.knapsack import GUESSES, arithmetic, guess
+from gnmr.doctor.knapsack import GUESSES, arithmetic, by_score, guess
 from gnmr.lab.config import Config
-from gnmr.lab.train.build import Parts
+from gnmr.lab.train.build import Parts, validation
 from gnmr.lab.train.fork import Forks
+from gnmr.lab.train.loss import loss_of
 from gnmr.lab.train.provenance import commit
+from gnmr.measure.errors import measure_errors
+from gnmr.measure.price import measure_prices
 from gnmr.names import GEMMS
 from gnmr.precision.conversion import operator_shapes
-from price import forked, pins_of, scored
 
 EACH = ", each step"
 BOUNDS = {"never": 0.0, "always": 1.0}
@@ -136,6 +141,58 @@ def run(cell: Cell, scene: Scene, base: Ranked) -> dict[str, Any]:
     result = base.forks(config_of(cell, scene, base), phases=("low",))
     found = {"loss": result.validation["low"].high, "spent": result.spent, "steps": len(result.losses)}
     return asdict(cell) | found | {"checkpoint": base.forks.base.found.sha256[:12], "commit": commit()}
+
+
+MEASURED = 16
+"""Validation sequences that scores are measured on."""
+
+
+def forked(forks: Forks, low: str, *words: str) -> Config:
+    """Return the config of a fork that stays on this low path; formats of activations are read in the forward pass."""
+    site = ["precision.site=forward"] if low in ("int4", "int2") else []
+    static = [f"precision.low={low}", "precision.recovery=bf16", "controller.signal=always_low"]
+    return forks.config(*static, *site, *words)
+
+
+def scored(parts: Parts) -> dict[str, np.ndarray]:
+    """Return the scores of all operators by name, (operators,) each, on the high-precision path."""
+    plan, model = parts.converted, parts.model
+    model.eval()
+    for operator in plan.operators:
+        operator.switch(True)
+    meter = measure_prices(plan, ["price_fprop"], tokens=1)
+    probe = measure_errors(plan, ["gap_low", "mse"])
+    batches = validation(parts.config, parts.corpus, MEASURED).split(parts.config.training.batch_size)
+    for batch in batches:
+        (loss_of(model, batch) / len(batches)).backward()
+    weights, seen = [operator.weight for operator in plan.operators], probe.read()
+    found = {
+        "price": meter.by_operator()["fprop"].numpy().copy(),
+        "gradient norm": np.array([float(weight.grad.norm()) for weight in weights]),  # type: ignore[union-attr]
+        "update norm": np.array([update_norm(parts.optimizer, weight) for weight in weights]),
+        "gap": seen["gap_low"].numpy(),
+        "mse": seen["mse"].numpy(),
+    }
+    plan.shared.prices = plan.shared.probe = None
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def update_norm(optimizer: torch.optim.Optimizer, weight: Tensor) -> float:
+    """Return the norm of Adam's last update over the learning rate."""
+    state = optimizer.state[weight]
+    beta1, beta2 = optimizer.param_groups[0]["betas"]
+    step = float(state["step"])
+    first, second = state["exp_avg"].double() / (1 - beta1**step), state["exp_avg_sq"].double() / (1 - beta2**step)
+    return float((first / (second.sqrt() + 1e-8)).norm())
+
+
+def pins_of(parts: Parts, score: np.ndarray, budget: float, gemms: Sequence[str]) -> dict[str, list[str]]:
+    """Return the pins that fill a budget with the operators of the highest score per FLOP."""
+    costs = arithmetic(operator_shapes(parts.model, parts.config.precision))
+    names = [operator.operator_name for operator in parts.converted.operators]
+    rates = {name: float(value) / costs[name, "fprop"] for name, value in zip(names, score, strict=True)}
+    return by_score(rates, {}, costs, budget, gemms=gemms).pins
 
 
 def recorded(out: Path) -> dict[Cell, dict[str, Any]]:

@@ -6,6 +6,8 @@ import json
 import math
 import sys
 import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -139,17 +141,44 @@ def test_every_arm_trains_and_spends_what_it_says(monkeypatch: pytest.MonkeyPatc
         assert spent[f"{name}, fprop of 6"] == 0.125
 
 
-# ---- prices and forks of the shipped base ----
+# ---- prices against single KLs ----
 
 
-@pytest.mark.slow
-def test_prices_rank_operators_as_the_loss_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(price, "MEASURED", 8)
-    monkeypatch.setattr(price, "HELD_OUT", 16)
-    rows = {row.get("score"): row for row in price.truth(price.Forks("shipped"), "sim_e2m1", 1)}
-    assert rows["price"]["spearman"] > 0.5 > rows["mse"]["spearman"]
-    assert 0.3 < rows["price"]["share"] <= rows["truth"]["share"] + 0.05
-    assert rows[None]["operators"] == 28
+def test_prices_against_single_kls(
+    train: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train(tmp_path / "a", "training.steps=20", "training.dtype=float32", "model.num_layers=2")
+    words = ["price.py", str(tmp_path / "out.json"), "--models", str(run), "--low", "sim_e2m1,nvfp4", "--table"]
+    words += ["--batches", "4", "--held-out", "4", "--size", "4", "--block", "16", "--operators", "13"]
+    monkeypatch.setattr(sys, "argv", words)
+    price.main()
+    said, record = capsys.readouterr().out, (tmp_path / "out.json").read_text()
+    assert said.count("| a | nvfp4 |") == 3 and "of 2" in said
+    first, _ = json.loads(record)["cells"]
+    assert (first["operators"], first["measured"]) == (14, 13)
+    ranks, sums = first["spearman"], first["sum"]
+    assert ranks["drawn, by token"] > 0.9 and 0.8 < sums["drawn, by token"] < 1.2
+    assert ranks["drawn, by sequence"] > 0.8 and 0.6 < sums["drawn, by sequence"] < 1.6
+    apart = first["all_low"]["kl"] - first["single_kls"] - first["interaction"]
+    assert 0 < apart < first["single_kls"] / 13  # the one that was not measured
+    assert len(first["of_operators"]["kl"]) == len(first["of_operators"]["mse"]) == 13
+
+    price.main()  # has all of it already
+    assert (tmp_path / "out.json").read_text() == record
+    monkeypatch.setattr(sys, "argv", [*words, "--draws", "3"])
+    with pytest.raises(SystemExit):
+        price.main()
+
+    subject = price.load_subject(str(run), "cpu")
+    subject.model.eval()
+    blocks = price.blocks_of(subject, None, batches=2, held_out=1, length=16, size=2)
+    cell = price.Measurement(subject.model, "sim_e2m1")
+    resumed = cell.truth(blocks.batches, [3, 9])
+    monkeypatch.setattr(price, "_resumed", lambda *_: nullcontext())
+    assert np.array_equal(resumed, cell.truth(blocks.batches, [3, 9])) and resumed[0].min() > 0
+
+
+# ---- forks of the shipped base ----
 
 
 @pytest.mark.slow
