@@ -41,7 +41,7 @@ Side = Mapping[str, "str | Recipe"]
 Progress = Callable[[int, int | None], None]
 """Called with (forward passes that are done, of how many; None: nobody knows). A priced batch counts as `PRICED`."""
 
-PRICED = 4
+PRICED = 8
 """Forward passes that a priced batch takes as long as: its backward pass and its casts are the most of it."""
 CONFIRMED = 2
 """Batches on which single KLs are measured."""
