@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
+from gnmr import errors as checks
 from gnmr.cli.parser import Parser, names_of, one_of, optional, path, recipe_of, text, whole
 from gnmr.cli.subject import add_options, asked_of, blocks_for, memory_bound, paths_of
 from gnmr.console import for_tables, print_plain, say, showing
@@ -60,8 +61,8 @@ def _parser() -> Parser:
         "held_out", whole(0), "batches on which the plan and the usual guesses are measured; default: a quarter as many"
     )
     parser.option("confirm", whole(0), "so many of the highest of either estimate are measured alone", 20)
-    parser.option("include", names_of, "what else is measured, each alone and off the plan: some of head,router,kv", [])
-    parser.option("kv_cast", text, "of keys and values, if include= has kv", "e4m3/tensor")
+    parser.option("include", _kinds, "what else is measured, each alone and off the plan: some of head,router,kv", [])
+    parser.option("kv_cast", _kv_cast, "of keys and values, if include= has kv", "e4m3/tensor")
     parser.option(
         "labels", one_of("model", "data"), "of the backward pass: drawn from the model, or the data's", "model"
     )
@@ -80,6 +81,11 @@ def main(argv: list[str]) -> int:
     _check_places(asked)
     if config is not None and config.model.adapter.rank:
         raise UserError(f"{place}: has adapters beside its weights; merge them (peft), and diagnose the checkpoint")
+    other = next((key for key in ("against", "gate") if getattr(asked, key) is not None), None)
+    if asked.plan is not None and (other or asked.recovery != "bf16"):
+        raise UserError(f"{other or 'recovery'}: cannot be asked for under plan=; leave one of them out")
+    if asked.against is not None and asked.recovery != "bf16":
+        raise UserError(f"recovery={asked.recovery}: against= stands in its place; leave one of them out")
     parts = {key: _parted(asked, key) for key in ("recipe", "against")}
     plan, low = paths_of(asked, config, "nvfp4")
     with as_user_error():
@@ -117,6 +123,8 @@ def _parted(asked: Namespace, key: str) -> dict[str, str | Recipe]:
     found: dict[str, str | Recipe] = {}
     for part in parts:
         pattern, colon, name = part.partition(":")
+        if pattern == "*":
+            raise UserError(f"{key}={part}: * is what the first recipe, {first}, is for; leave one of them out")
         if not (pattern and colon and name):
             raise UserError(f"{key}={part}: must be PATTERN:RECIPE behind the first recipe, as *.down_proj:bf16")
         with as_user_error():
@@ -135,6 +143,24 @@ def _nats(name: str, value: str) -> float:
     if not 0 < number < math.inf:
         raise UserError(f"{name}={value}: must be nats of KL a token, above 0 (0.003)")
     return number
+
+
+def _kinds(name: str, value: str) -> list[str]:
+    """Some of `KINDS`."""
+    from gnmr.doctor.beside import KINDS
+
+    kinds = names_of(name, value)
+    for kind in kinds:
+        checks.one_of(KINDS, **{name: kind})
+    return kinds
+
+
+def _kv_cast(_name: str, value: str) -> str:
+    """A cast that a cache can have."""
+    from gnmr.doctor.beside import kv_cast_of
+
+    kv_cast_of(value)
+    return value
 
 
 def _check_places(asked: Namespace) -> None:
@@ -219,7 +245,7 @@ def _show(found: Diagnosis, plan: PinPlan | None, asked: Namespace) -> None:
     if plan is not None and plan.expected is not None:
         expected = f"the plan expected {plan.expected[1]:.4g} nats to be left"
         print_plain(console, f"{expected}; measured here: {found.measured.nats:.4g}", by_words)
-    elif found.against:
+    elif found.against or found.sides:
         return
     elif asked.out is not None:
         print_plain(
@@ -237,13 +263,17 @@ def _write(found: Diagnosis, origin: dict[str, Any], asked: Namespace, plan: Pin
 
     files: dict[str, str] = {}
     lines: list[str] = []
-    if asked.out is not None and plan is None and not found.sides:
+    if asked.out is not None and found.sides:
+        lines.append(f"not written: {PLAN_FILE}, which cannot say that some operators have recipes of their own")
+    elif asked.out is not None and plan is None:
         subject = origin["subject"]["name"]
         made = found.plan(
             provenance={"subject": subject, "command": origin["command"], "commit": f"{origin['commit']}"}
         )
         files[PLAN_FILE] = made.text()
-        for target in TARGETS:
+        # Their pins are in 16 bits, which neither side of two may be.
+        in_words = TARGETS if not found.against or found.recovery == "bf16" else ()
+        for target in in_words:
             try:
                 one = export(made, target)
             except UserError as error:

@@ -30,10 +30,23 @@ KINDS = ("head", "router", "kv")
 KV_CAST = "e4m3/tensor"
 
 
+def kv_cast_of(word: str) -> Cast:
+    """Return the cast of a cache. ValueError for a word that is none, and for one that needs a history."""
+    require(isinstance(word, str), "kv_cast", word, f"must be a cast, as {KV_CAST}")
+    try:
+        cast = Cast.of(word)
+    except ValueError as error:
+        raise ValueError(f"kv_cast={word}: {error} (such as {KV_CAST})") from error
+    require(cast is not None, "kv_cast", word, f"casts nothing; use one such as {KV_CAST}")
+    assert cast is not None
+    require(cast.scale != "delayed", "kv_cast", word, "a cache has no history of magnitudes; use the scale tensor")
+    return cast
+
+
 class Beside:
     """The things of `KINDS` that are asked for; each is measured alone, with all else on the recovery path."""
 
-    def __init__(self, model: nn.Module, kinds: Sequence[str], low: Recipe, kv_cast: str) -> None:
+    def __init__(self, model: nn.Module, kinds: Sequence[str], low: Recipe, kv_cast: Cast) -> None:
         """Raises ValueError for a kind that the model does not have."""
         self._low = low
         self.converted: ConvertedModel | None = None
@@ -54,8 +67,7 @@ class Beside:
                 operator.low = Recipe(operator.low.name, fprop=operator.low.fprop, dgrad=Gemm(), wgrad=Gemm())
             self._meter = measure_prices(self.converted, ["price_fprop"], 1)
             self._meter.enabled = False
-        cast = Cast.of(kv_cast) if "kv" in kinds else None
-        self.kv = None if cast is None else KVCache(model, cast)
+        self.kv = KVCache(model, kv_cast) if "kv" in kinds else None
 
     @property
     def weights(self) -> list[Tensor]:
@@ -123,7 +135,8 @@ class KVCache(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
         for operand in ("key", "value"):
-            given[operand] = self._read(f"{self._inside[-1]}.{operand[0]}_cache", given[operand])
+            module = self._inside[-1] if self._inside else ""  # called by the model itself, or by `run`
+            given[operand] = self._read(f"{module}.{operand[0]}_cache".lstrip("."), given[operand])
         return func(given.pop("query"), given.pop("key"), given.pop("value"), *args[3:], **given)
 
     def _read(self, name: str, x: Tensor) -> Tensor:
@@ -137,13 +150,13 @@ class KVCache(TorchFunctionMode):
         return x
 
     def _stored(self, x: Tensor) -> Tensor:
-        by_token = x.movedim(-2, 1)  # (B, T, ..., D): a token's head is a row
+        by_token = _by_token(x)
         values = quantize(by_token.reshape(-1, x.shape[-1]), self._cast, 1)[0].to(x.dtype)
-        return values.view(by_token.shape).movedim(1, -2)
+        return values.view(by_token.shape).movedim(1, -2).view(x.shape)
 
     @torch.no_grad()
     def _measure(self, name: str, x: Tensor, grad: Tensor) -> None:
-        u = (grad.float() * (self._stored(x) - x).float()).movedim(-2, 1).flatten(2).sum(dim=2).double()  # (B, T)
+        u = _by_token(grad.float() * (self._stored(x) - x).float()).flatten(2).sum(dim=2).double()  # (B, T)
         self._sums[name].append(torch.stack([u.square().sum(), u.sum(dim=1).square().sum()]))
 
     @contextmanager
@@ -176,3 +189,8 @@ class KVCache(TorchFunctionMode):
                 found[name] = by_token, by_sequence
         self._sums = {}
         return found
+
+
+def _by_token(x: Tensor) -> Tensor:
+    """(B, ..., T, D), or (T, D) of one sequence -> (B, T, ..., D): a token's head is a row."""
+    return (x if x.dim() > 2 else x[None]).movedim(-2, 1)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gnmr.doctor.beside import KINDS, KV_CAST, Beside
+from gnmr.doctor.beside import KINDS, KV_CAST, Beside, kv_cast_of
 from gnmr.doctor.diagnosis import CURVE, RANDOM_DRAWS, Diagnosis, Measured, Row, intervals, paired
 from gnmr.doctor.guards import as_it_was, refuse_constant, refuse_meta, refuse_not_finite
 from gnmr.doctor.knapsack import GUESSES, Choice
@@ -30,7 +30,7 @@ from gnmr.doctor.plan import PinPlan, budget_share, read_plan
 from gnmr.errors import nearest, one_of, require, whole
 from gnmr.measure.errors import Probe, measure_errors
 from gnmr.measure.price import PRICES, PriceMeter, measure_prices
-from gnmr.names import FORMATS, GEMMS, RECIPES, select
+from gnmr.names import FORMATS, GEMMS, RECIPES, listed, select
 from gnmr.precision import ConvertedModel, PathLinear, PathSpec, Recipe, convert
 from gnmr.precision.conversion import check_widths, operator_shapes
 from gnmr.precision.recipes import RECIPES as RECIPES_OF
@@ -86,13 +86,13 @@ def diagnose(
         recipe: the low path; `int8` stands for `sim_int8`, and so on; or several, {pattern of operators: recipe}, of
             which "*" is that of all others and the last that matches counts. Numbers are simulated, whatever runs here.
         recovery: the path of higher precision.
-        targets: patterns of the linears, as `PathSpec.targets`; None: `*_proj`, or all where there are none of this
-            name. Output heads, gates and linears tied to an embedding stay in 16 bits.
+        targets: patterns of the linears, as `PathSpec.targets`; None: `*_proj` (below peft's adapters too), or all
+            where there are none of this name. Output heads, gates and linears tied to an embedding stay in 16 bits.
         budget: share of the GEMM time that the plan may keep on the recovery path.
         held_out: other batches, on which the KL of the plan and of the usual guesses is measured.
         plan: pins in force, with the plan's own recipes and targets: what is measured is what they leave.
         against: the recipe or recipes of the other side, if two should agree: `recipe` is the rollout's, this the
-            trainer's. It takes the place of `recovery`.
+            trainer's. It takes the place of `recovery`, and needs logits.
         gate: KL a token that two sides may differ by. The plan is then the cheapest that is expected to keep it.
         labels: of the backward pass: "model" draws them from its own predictions; "data" takes the targets or the loss.
         confirm: the so many highest of either estimate have their KL measured.
@@ -110,15 +110,14 @@ def diagnose(
     whole(tokens=tokens)
     whole(0, confirm=confirm)
     one_of(("model", "data"), labels=labels)
+    include = listed("include", include)
     for kind in include:
         one_of(KINDS, include=kind)
-    require(gate is None or gate > 0, "gate", gate, "must be nats of KL a token, above 0")
-    require(gate is None or plan is None, "gate", gate, "has no plan of its own under plan=; leave one of them out")
-    if against is not None:
-        require(recovery == "bf16", "recovery", recovery, "against= stands in its place; leave one of them out")
+    cast = kv_cast_of(kv_cast)
+    _check_sides(recipe, recovery, against, gate, plan)
     _check_model(model)
     low, low_parts = _side(recipe, "recipe")
-    high, high_parts = _side(recovery if against is None else against, "recovery" if against is None else "against")
+    high, high_parts = _side(recovery, "recovery") if against is None else _side(against, "against")
     spec = _spec(model, low, high, targets, plan, against is not None)
     with as_it_was(model):
         with warnings.catch_warnings():
@@ -132,7 +131,7 @@ def diagnose(
             doctor.known = {"sides": sides, "against": against is not None}
             if include:
                 assert isinstance(converted.low, Recipe)
-                doctor.beside = beside = Beside(model, include, converted.low, kv_cast)
+                doctor.beside = beside = Beside(model, include, converted.low, cast)
             return doctor.diagnosis(batches, list(held_out), budget, confirm, progress or (lambda _done, _total: None))
         finally:
             if beside is not None:
@@ -140,18 +139,49 @@ def diagnose(
             converted.restore()
 
 
+def _check_sides(
+    recipe: object,
+    recovery: object,
+    against: object,
+    gate: object,
+    plan: PinPlan | str | PathLike[str] | None,
+) -> None:
+    """ValueError for options that do not go together."""
+    if plan is not None:
+        several = isinstance(recipe, Mapping)
+        for key, given in (("against", against), ("gate", gate), ("recipe", recipe if several else None)):
+            require(given is None, key, given, "cannot be asked for under plan=; leave one of them out")
+        require(recovery == "bf16", "recovery", recovery, "the plan says which; leave one of them out")
+    if against is not None:
+        require(recovery == "bf16", "recovery", recovery, "against= stands in its place; leave one of them out")
+    require(not isinstance(recovery, Mapping), "recovery", recovery, "must be one recipe; several are for against=")
+    if gate is not None:
+        number = isinstance(gate, int | float) and not isinstance(gate, bool)
+        sound = number and 0 < gate < np.inf  # type: ignore[operator]
+        require(sound, "gate", gate, "must be nats of KL a token, a number above 0")
+        require(against is not None, "gate", gate, "is between two sides; give against=RECIPE, the trainer's")
+
+
 def _side(given: str | Recipe | Side, key: str) -> tuple[str | Recipe, dict[str, Recipe]]:
-    """(the recipe of all operators, {pattern: recipe of some})."""
+    """(the recipe of all operators, {pattern: recipe of some}), each of which is known."""
     if not isinstance(given, Mapping):
-        return given, {}
+        return _known(given, key), {}
     require("*" in given, key, list(given), 'has no "*", which says the recipe of all other operators')
     parts = {}
     for pattern, one in given.items():
-        recipe = RECIPES_OF[recipe_named(one, key=key)] if isinstance(one, str) else one
+        require(isinstance(pattern, str), key, pattern, "must be a pattern of operators' names")
+        named = _known(one, key)
+        recipe = RECIPES_OF[named] if isinstance(named, str) else named
         whole = pattern == "*" or not (recipe.integer or recipe.history)
         require(whole, f"{key}.{pattern}", recipe.name, "can be the recipe of all operators alone")
         parts[pattern] = recipe
     return given["*"], {pattern: recipe for pattern, recipe in parts.items() if pattern != "*"}
+
+
+def _known(given: object, key: str) -> str | Recipe:
+    """A recipe, or the name of one."""
+    require(isinstance(given, str | Recipe), key, given, "must be the name of a recipe, or a Recipe")
+    return recipe_named(given, key=key) if isinstance(given, str) else given  # type: ignore[return-value]
 
 
 def _divided(
@@ -206,13 +236,11 @@ def _spec(
         spec = PathSpec(backend="simulated", **(pins.paths() | {"recovery": pins.recovery or "bf16"}))
         pins.refuse_other(where, operator_shapes(model, spec))
         return spec
-    low = recipe_named(recipe) if isinstance(recipe, str) else recipe
-    high = recipe_named(recovery, key="recovery") if isinstance(recovery, str) else recovery
-    require(sides or low != high, "recipe", recipe, "is the recovery path too: there is nothing to diagnose")
+    require(sides or recipe != recovery, "recipe", recipe, "is the recovery path too: there is nothing to diagnose")
     if targets is None:
         names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-        targets = ["*_proj"] if select(names, ["*_proj"])[0] else ["*"]
-    return PathSpec.of(low, high, targets=targets, backend="simulated")
+        targets = [one for one in ("*_proj", "*_proj.base_layer") if select(names, [one])[0]] or ["*"]
+    return PathSpec.of(recipe, recovery, targets=targets, backend="simulated")
 
 
 class _Doctor:
@@ -248,7 +276,7 @@ class _Doctor:
         self.beside: Beside | None = None
         self._beside: list[dict[str, tuple[float, float]]] = []
         """What it measured of each batch."""
-        self.known: dict[str, Any] = {}
+        self.known: dict[str, Any] = {"against": False}
         """What else the diagnosis says."""
         self._done = 0
         self._total: int | None = None
@@ -290,7 +318,7 @@ class _Doctor:
             recovery=self.spec.recovery or "bf16",
             operators=operators,
             rows=self._rows(kept, samples, in_use, alone),
-            beside=self._rows_beside(confirm, first),
+            beside=self._rows_beside(confirm, first, drawn),
             samples=in_use,
             measured=Measured.of(kls, high, low),
             scores={
@@ -381,14 +409,18 @@ class _Doctor:
                 found[name].append(kl)
         return {name: np.concatenate(kls) for name, kls in found.items()}
 
-    def _rows_beside(self, number: int, batches: Sequence[Any]) -> tuple[Row, ...]:
-        """Of each thing beside its estimates, and of the `number` highest its KL alone."""
+    def _rows_beside(self, number: int, batches: Sequence[Any], drawn: bool) -> tuple[Row, ...]:
+        """Of each thing beside its estimates, by sequence if labels were `drawn`, and of the `number` highest its KL
+        alone."""
         if not self._beside:
             return ()
-        samples = {name: np.array([one[name] for one in self._beside]) for name in self._beside[0]}  # (B, 2)
+        names = dict.fromkeys(name for one in self._beside for name in one)  # some may not run in every batch
+        samples = {name: np.array([one.get(name, (0.0, 0.0)) for one in self._beside]) for name in names}  # (B, 2)
         highest = sorted(samples, key=lambda name: -samples[name].mean(axis=0).max())[:number]
         found: dict[str, list[np.ndarray]] = {name: [] for name in highest}
-        for place, batch in enumerate(batches):
+        if highest and self._total is not None:
+            self._total += len(batches) * (1 + len(highest))
+        for place, batch in enumerate(batches if highest else ()):
             whole = self._forward(batch, place, recovering=True)
             for name in highest:
                 if (kl := whole.kl_to(self._forward(batch, place, recovering=True, beside=name))) is not None:
@@ -396,8 +428,9 @@ class _Doctor:
         rows = []
         for name, values in samples.items():
             by_token, by_sequence = values.mean(axis=0).tolist()
-            interval = tuple(intervals(values)[:, 1].tolist())
-            rows.append(_forward_row(name, by_sequence, interval, by_token, by_sequence, found.get(name)))
+            interval = tuple(intervals(values)[:, int(drawn)].tolist())
+            value = by_sequence if drawn else by_token
+            rows.append(_forward_row(name, value, interval, by_token, by_sequence, found.get(name)))
         return tuple(rows)
 
     @torch.no_grad()
@@ -410,6 +443,7 @@ class _Doctor:
             return torch.nextafter(output, torch.inf * sign)
 
         whole = self._forward(batch, 0, recovering=True)
+        refuse_not_finite(whole.worth, "run of batch 1", self.model)
         handles = [operator.register_forward_hook(apart) for operator in self.converted.operators]
         try:
             kl = whole.kl_to(self._forward(batch, 0, recovering=True))
@@ -417,11 +451,14 @@ class _Doctor:
             for handle in handles:
                 handle.remove()
         limit = None if kl is None else float(kl.mean())
+        if self.known["against"]:
+            key, given = ("against", self.spec.recovery) if self.gate is None else ("gate", self.gate)
+            require(limit is not None, key, given, "is about a KL, and `run` gives a loss alone; have it give logits")
         if self.gate is not None:
-            require(limit is not None, "gate", self.gate, "is a KL, and `run` gives a loss alone; have it give logits")
             assert limit is not None
-            right = f"is below what rounding of this model makes, {limit:.2g} nats; use a model in float32"
-            require(self.gate > limit, "gate", self.gate, right)
+            right = f"is below what rounding of this model makes, {limit:.2g} nats; use a larger one"
+            plain = all(weight.dtype in (torch.float32, torch.float64) for weight in self._weights)
+            require(self.gate > limit, "gate", self.gate, right + ("" if plain else ", or a model in float32"))
         return limit
 
     def _why(self, name: str) -> str:
@@ -585,13 +622,16 @@ def _forward_row(
     by_sequence: float | None,
     kls: Sequence[np.ndarray] | None,
 ) -> Row:
-    """The row of an fprop: its value is the mean of the KLs that were measured, if any were."""
+    """The row of an fprop: its value is the mean of the KLs that were measured, if any were; Inf where it alone makes
+    the predictions NaN or Inf."""
     measured = None
     if kls:
         single = Measured.of(kls, [np.nan], [np.nan])
         assert single.kl is not None
-        measured = value = single.kl
+        measured = value = single.kl if np.isfinite(single.kl) else np.inf
         interval = max(0.0, value - single.noise), value + single.noise
+        if not np.isfinite(value):
+            interval = value, value
     both = interval[0], interval[1]
     return Row(name, "fprop", value, both, by_token=by_token, by_sequence=by_sequence, measured=measured)
 

@@ -77,7 +77,7 @@ class Measured:
 
     batches: int
     kl: float | None
-    """KL(high || low), nats a token; None: there were no logits."""
+    """KL(high || low), nats a token: the mean over sequences of that a token; None: there were no logits."""
     kl_error: float
     """Standard error of its mean over sequences."""
     sequences: int
@@ -250,38 +250,42 @@ class Diagnosis:
 
     @property
     def little(self) -> bool:
-        """Whether nothing has to be kept: less than `LITTLE`, by what was measured, or where that shows nothing by the
-        sum of all and the upper end of what was measured."""
+        """Whether nothing has to be kept: less than `LITTLE`, or of two sides than the gate or the detection limit, by
+        what was measured, or where that shows nothing by the sum of all and the upper end of what was measured."""
         found = self.measured
-        return bool((found.nats if found.shown else max(self.total, found.nats + found.noise)) < LITTLE)
+        bound = self.gate or ((self.limit or 0.0) if self.against else LITTLE)
+        return bool((found.nats if found.shown else max(self.total, found.nats + found.noise)) < bound)
 
     def rival(self) -> str:
         """A clause where, on the held-out batches, a guess left less than the plan, or these are too few to tell."""
         if self.pins or self.held_out is None or not self.apart:
             return ""
-        batches = f"{self.held_out.batches} held-out batches"
+        several = self.held_out.batches > 1
+        batches = f"{self.held_out.batches} held-out batch{'es' * several}"
+        few = f"{batches} {'are' if several else 'is'} too few to tell the choices apart"
         best = min(self.apart, key=lambda name: self.left[name].nats)
         more, noise = self.apart[best]
         if more < 0:
             both = f"{nats(self.left[best].nats)} nats against {nats(self.left['plan'].nats)}"
             few = "" if -more > noise else ", which is too few batches to be sure"
             return f"{LABELS[best]} left less than the plan on {batches}: {both}{few}"
-        return "" if self.held_out.shown else f"{batches} are too few to tell the choices apart"
+        return (
+            "" if self.held_out.shown else f"{batches} {'are' if several else 'is'} too few to tell the choices apart"
+        )
 
     def left_by_budget(self) -> list[tuple[float, float]]:
         """(share of the GEMM time, nats left by the values) after each pin, the plan's way from no pin to all that
         cost something."""
         costs = arithmetic(self.operators)
-        everything, spent, left = sum(costs.values()), 0.0, self.total
-        points = [(0.0, left)]
-        for item in in_order(self.saved, costs):
-            spent, left = spent + costs[item], left - self.saved[item]
-            points.append((spent / everything, max(0.0, left)))
-        return points
+        order = in_order(self.saved, costs)
+        # From the end, for one that alone is Inf has no difference to the sum.
+        left = np.cumsum([0.0, *(self.saved[item] for item in reversed(order))])[::-1]
+        spent = np.cumsum([0.0, *(costs[item] for item in order)]) / sum(costs.values())
+        return list(zip(spent.tolist(), left.tolist(), strict=True))
 
     def worst(self, gemm: str = "fprop") -> list[Row]:
         """Return one GEMM of all operators, the largest value first."""
-        return sorted((row for row in self.rows if row.gemm == gemm), key=lambda row: -row.value)
+        return sorted((row for row in self.rows if row.gemm == gemm), key=lambda row: row.value, reverse=True)
 
     # ---- choices ----
 
@@ -346,7 +350,9 @@ class Diagnosis:
             said["kl"] = f"{found.kl:.6g} nats a token with everything low"
         if found.cost is not None:
             said["loss"] = f"{found.cost:+.6g} nats, {found.high:.6g} -> {found.low:.6g}"
-        budget = chosen.share if self.gate is not None and budget is None else self.budget if budget is None else budget
+        if budget is None and self.gate is None:
+            budget = self.budget
+        expected = self.expected(chosen)
         return PinPlan(
             operators=self.operators | dict(self.matched),
             low=self.recipe,
@@ -354,9 +360,9 @@ class Diagnosis:
             recipes=self.recipes,
             targets=self.targets,
             pins=chosen.pins,
-            budget=budget or None,
+            budget=budget,
             share=chosen.share,
-            expected=self.expected(chosen),
+            expected=expected if np.isfinite(expected).all() else None,
             triggers={"price": min(pinned)} if pinned else {},
             provenance=said | dict(provenance or {}),
         )
@@ -397,8 +403,10 @@ class Diagnosis:
         under = "under the plan " if self.pins else ""
         if not found.finite:
             worst = f"fprop of {_named([row.operator for row in self.worst()[:_NAMED]])}"
-            high = "" if found.high is None else f" ({found.high:.4f} on {self.recovery})"
-            return f"{under}the loss is not finite under {name}{high}; worst: {worst}"
+            what = "the loss is" if found.kl is None else "the predictions are"
+            loss = "" if found.kl is None else "loss "
+            high = "" if found.high is None else f" ({loss}{found.high:.4f} on {self.recovery})"
+            return f"{under}{what} not finite under {name}{high}; worst: {worst}"
         if self.against:
             return self._of_two_sides()
         start = f"nothing {'more ' if self.pins else ''}has to be kept: " if self.little else ""
@@ -444,7 +452,8 @@ class Diagnosis:
         more = "" if gate is None else f", more than {gate:g}"
         chosen = self.choice()
         if not chosen.pins:
-            return f"{start}{differ}{more}, and no GEMM alone makes it"
+            fits = f"no GEMM fits a budget of {self.budget:.3g} of the GEMM time"
+            return f"{start}{differ}{more}, and {fits if self.total > 0 else 'no GEMM alone makes it'}"
         return (
             f"{start}{differ}{more}; run {self._pinned(chosen)} in one recipe on both sides (the trainer's in the "
             f"rollout, or the rollout's in the trainer), and {self._left(chosen)}"
@@ -460,7 +469,8 @@ class Diagnosis:
     def _left(self, chosen: Choice) -> str:
         """What is left under the plan: measured on held-out batches, or what is expected."""
         if (left := self.left.get("plan")) is not None and left.finite:
-            return f"{nats(left.nats)} ± {nats(left.noise)} nats are left on other batches"
+            width = f" ± {nats(left.noise)}" if np.isfinite(left.noise) else ""
+            return f"{nats(left.nats)}{width} nats are left on other batches"
         return f"{nats(self.expected(chosen)[1])} nats are expected to be left"
 
     def tree(self) -> dict[str, Any]:

@@ -47,6 +47,8 @@ class View:
         self.whole = "the rollout against the trainer" if found.against else f"everything on {found.recipe}"
         self.unit = "nats of loss" if found.measured.kl is None else "nats of KL"
         self.top = found.worst()[:TOP]
+        self.reach = max((row.interval[1] for row in self.top if math.isfinite(row.interval[1])), default=0.0) or 1.0
+        """The end of the longest bar."""
         self._start = "model." if all(name.startswith("model.") for name in found.operators) else ""
         self.others: list[Row] = []
         """fprop of operators whose names have no layer: a head, those of an `nn.Sequential`."""

@@ -60,7 +60,8 @@ def _heat_map(view: View, width: int) -> Iterator[Text]:
         for cell in cells:
             line.append(*_mark(max(view.sum(view.kinds[kind].get(layer, ())) for layer in cell), view.largest))
         value, pins = view.sum(rows[kind]), view.pins(rows[kind])
-        share = f"{value / (view.found.total or 1.0):.0%}" if rows[kind][0].operator in view.found.operators else "-"
+        known = rows[kind][0].operator in view.found.operators and math.isfinite(view.found.total)
+        share = f"{value / (view.found.total or 1.0):.0%}" if known else "-"
         words = f" {short(value):>7} {share:>4}"
         yield line.append(f"{words} {pins:3} kept" if pins and width >= NARROW else words, style="dim")
     if more := len(rows) - len(shown):

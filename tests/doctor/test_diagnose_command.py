@@ -62,6 +62,27 @@ def test_a_run_and_its_plan(gnmr, run: Path) -> None:
     assert "under the plan" in ended.out and ended.out.rstrip().endswith("diagnosis.json in under")
 
 
+def test_two_sides_and_what_is_beside(gnmr, run: Path) -> None:
+    few = ("batches=2", "held_out=1", "batch_size=2", "device=cpu", "confirm=2")
+    words = ("recipe=sim_e2m1,*.v_proj:bf16", "against=fp8_hybrid", "gate=1e-9", "include=head,kv", "kv_cast=int8/row")
+    ended = gnmr("diagnose", str(run), *words, *few, "out=sides", "html=page.html")
+    assert ended.code == 0 and ended.err == "", ended.err
+    assert "the gate does not hold: the rollout (sim_e2m1) and the trainer (fp8_hybrid) differ by " in ended.out
+    assert "(bf16 | fp8_hybrid)" in ended.out and "next: " not in ended.out and "not written: plan.json" in ended.out
+    assert {file.name for file in Path("sides").iterdir()} == {"diagnosis.json"}
+    tree = json.loads(Path("sides/diagnosis.json").read_text())
+    beside = {row["operator"]: row for row in tree["beside"]}
+    assert set(beside) == {"lm_head", "layers.0.self_attn.k_cache", "layers.0.self_attn.v_cache"}
+    assert tree["gate"] == 1e-9 and all(row["measured"] is not None for row in list(beside.values())[:1])
+    assert "layers.0.self_attn.v_cache" in Path("page.html").read_text()
+
+    assert gnmr("diagnose", str(run), "recipe=sim_e2m1", "against=fp8_hybrid", *few, "out=other").code == 0
+    assert {file.name for file in Path("other").iterdir()} == {"diagnosis.json", "plan.json"}, "no pins in 16 bits"
+    assert read_plan("other").recovery == "fp8_hybrid"
+    ended = gnmr("diagnose", str(run), "recipe=sim_e2m1,*.v_proj:bf16", *few[:1], "held_out=0", *few[2:], "out=third")
+    assert ended.code == 0 and "next: " not in ended.out and not Path("third/plan.json").exists()
+
+
 @pytest.mark.slow
 def test_its_plan_is_trained(gnmr, run: Path, tiny_words: list[str]) -> None:
     assert gnmr("diagnose", str(run), *WORDS, "out=plan").code == 0
@@ -108,6 +129,21 @@ def test_a_checkpoint_on_a_text(gnmr, checkpoint: Path, text_file: Path) -> None
         (["data=pipe.txt"], "data=pipe.txt: is no file"),
         (["out=other.json"], "out=other.json: must be a folder in a folder that exists"),
         (["second"], "diagnose: name one run folder or checkpoint"),
+        (["recipe=no"], "recipe=no: is no recipe"),
+        (["recipe=nvfp4,*.up_proj"], "recipe=*.up_proj: must be PATTERN:RECIPE behind the first recipe"),
+        (["recipe=nvfp4,*:bf16"], "recipe=*:bf16: * is what the first recipe, nvfp4, is for"),
+        (["recipe=fp8_hybrid,lost:bf16"], "recipe=lost: no operator has such a name"),
+        (["against=no"], "against=no: is no recipe"),
+        (["against=fp8_hybrid,*.up_proj:no"], "against=no: is no recipe"),
+        (["against=fp8_hybrid", "recovery=mxfp8"], "recovery=mxfp8: against= stands in its place"),
+        (["against=fp8_hybrid", "plan=other.json"], "against: cannot be asked for under plan="),
+        (["recovery=mxfp8", "plan=other.json"], "recovery: cannot be asked for under plan="),
+        (["gate=0.003"], "gate=0.003: is between two sides; give against=RECIPE"),
+        (["against=fp8_hybrid", "gate=nan"], "gate=nan: must be nats of KL a token, above 0"),
+        (["against=fp8_hybrid", "gate=1e-20"], "gate=1e-20: is below what rounding of this model makes"),
+        (["include=head,tail"], "include=tail: must be one of head, router, kv"),
+        (["include=router"], "include=router: this model has none"),
+        (["kv_cast=no"], "kv_cast=no: format 'no' is not known"),
     ],
 )
 def test_a_mistake_is_one_line_and_nothing_is_written(words: list[str], says: str, gnmr, run: Path) -> None:
@@ -125,6 +161,8 @@ def test_a_mistake_is_one_line_and_nothing_is_written(words: list[str], says: st
 @pytest.mark.slow
 def test_checkpoints_without_a_text_or_weights(gnmr, checkpoint: Path, text_file: Path, tmp_path: Path) -> None:
     assert "a checkpoint brings no text: give data=FILE.txt" in gnmr("diagnose", str(checkpoint)).mistake
+    mute = shutil.copytree(checkpoint, tmp_path / "mute", ignore=shutil.ignore_patterns("*token*"))
+    assert "mute: holds no tokenizer" in gnmr("diagnose", str(mute), f"data={text_file}").mistake
     empty = shutil.copytree(checkpoint, tmp_path / "empty")
     (empty / "model.safetensors").unlink()
     assert "holds no *.safetensors" in gnmr("diagnose", str(empty), f"data={text_file}").mistake

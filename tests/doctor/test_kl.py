@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import gnmr
 from gnmr.doctor.diagnosis import Diagnosis
+from gnmr.doctor.page import page
 from gnmr.measure.kl import IGNORED, divergence, draw_labels
 from gnmr.measure.price import measure_prices
 from gnmr.precision import ConvertedModel, PathLinear, PathSpec, convert
@@ -114,15 +115,16 @@ def test_by_sequence_and_drawn_labels_the_price_is_the_exact_quadratic_form() ->
     """1/2 D' J' F J D of one operator's error D, J its Jacobian to the logits, F the Fisher matrix of the predictions,
     from `torch.func`; by token it lacks the products of two tokens."""
     model, (tokens,) = Mixer().eval(), batches_of(1, size=3)
+    together = tokens.repeat(8, 1)
     converted = convert(model, PathSpec(low="sim_e2m1", recovery="bf16", backend="simulated"))
     exact = [quadratic_form(model, converted, operator, tokens) for operator in converted.operators]
     meter = measure_prices(converted, ["price_fprop"], tokens=1, against_recovery=True)
     for operator in converted.operators:
         operator.switch(True)
-    draw, number = torch.Generator().manual_seed(0), 400
+    draw, number = torch.Generator().manual_seed(0), 50
     sums = {"fprop": 0.0, "fprop_sequence": 0.0}
     for _ in range(number):
-        logits = model(tokens)
+        logits = model(together)
         F.cross_entropy(logits.flatten(0, 1), draw_labels(logits, draw).flatten()).backward()
         found = meter.by_operator()
         sums = {name: total + found[name].numpy() / number for name, total in sums.items()}
@@ -177,10 +179,11 @@ def test_what_run_may_return() -> None:
             self.logits = model(tokens)
             self.loss = F.cross_entropy(self.logits.flatten(0, 1), tokens.flatten())
 
-    plain, targets, output = (diagnosed(model, run=run) for run in (model, with_targets, Result))
+    few: Any = {"confirm": 2, "held_out": ()}
+    plain, targets, output = (diagnosed(model, run=run, **few) for run in (model, with_targets, Result))
     assert plain.measured.kl == targets.measured.kl == output.measured.kl
     assert targets.measured.cost == pytest.approx(output.measured.cost)
-    data = diagnosed(model, run=with_targets, labels="data")
+    data = diagnosed(model, run=with_targets, labels="data", **few)
     assert data.estimate == "token" and data.measured.kl == plain.measured.kl
     with pytest.raises(ValueError, match=r"^run of batch 1=logits: has no loss"):
         diagnosed(model, labels="data")
@@ -189,11 +192,12 @@ def test_what_run_may_return() -> None:
 
 
 def test_in_bfloat16_the_limit_is_above_what_float32_shows() -> None:
-    limits = [diagnosed(Mixer().to(dtype)).limit for dtype in (torch.float32, torch.bfloat16)]
+    few: Any = {"batches": batches_of(2), "confirm": 0, "held_out": ()}
+    limits = [diagnosed(Mixer().to(dtype), **few).limit for dtype in (torch.float32, torch.bfloat16)]
     assert limits[0] < 1e-9 < 1e-7 < limits[1]
     with pytest.raises(ValueError, match=r"^gate=.*below what rounding of this model makes"):
         diagnosed(Mixer().to(torch.bfloat16), against="fp8_hybrid", gate=limits[1] / 2)
-    with pytest.raises(ValueError, match=r"^gate=0.003: is a KL"):
+    with pytest.raises(ValueError, match=r"^gate=0.003: is about a KL"):
         diagnosed(Mixer(), run=lambda tokens: Mixer()(tokens).square().mean(), against="fp8_hybrid", gate=0.003)
 
 
@@ -207,7 +211,8 @@ PLANTED = [
 
 @pytest.mark.parametrize(("rollout", "trainer", "culprit"), PLANTED)
 def test_a_planted_difference_between_two_sides_is_named(rollout: Any, trainer: Any, culprit: str) -> None:
-    found = diagnosed(Mixer().eval(), recipe=rollout, against=trainer, gate=1e-9, held_out=batches_of(1, seed=2))
+    few: Any = {"batches": batches_of(2), "held_out": batches_of(1, size=2, seed=2), "confirm": 2}
+    found = diagnosed(Mixer().eval(), recipe=rollout, against=trainer, gate=1e-9, **few)
     assert [row.operator for row in found.worst() if row.value > 0] == [culprit]
     assert found.verdict().startswith("the gate does not hold") and culprit in found.verdict()
     assert found.choice().pins == {culprit: ["fprop"]} and found.left["plan"].kl == 0
@@ -223,7 +228,8 @@ EQUAL = [
 
 @pytest.mark.parametrize(("rollout", "trainer"), EQUAL)
 def test_equal_sides_are_silent(rollout: Any, trainer: Any) -> None:
-    found = diagnosed(Mixer().eval(), recipe=rollout, against=trainer, gate=1e-9, held_out=())
+    few: Any = {"batches": batches_of(2, size=2), "held_out": (), "confirm": 2}
+    found = diagnosed(Mixer().eval(), recipe=rollout, against=trainer, gate=1e-9, **few)
     assert found.verdict().startswith("the gate holds") and not any(row.value for row in found.worst())
 
 
@@ -240,12 +246,19 @@ class Routed(Mixer):
         return super().forward(tokens_ST) * share
 
 
+BESIDE = {"kv_cast": "int4/row", "recipe": "sim_int4", "held_out": ()}
+
+
+@pytest.fixture(scope="module")
+def beside() -> Diagnosis:
+    kinds = ["head", "router", "kv"]
+    return diagnosed(Routed().eval(), include=kinds, batches=batches_of(30, size=8), confirm=5, **BESIDE)
+
+
 @pytest.mark.parametrize("name", ["head", "router", "k_cache", "v_cache"])
-def test_what_is_beside_the_plan_is_measured_alone(name: str) -> None:
-    model, batches = Routed().eval(), batches_of(40, size=8)
-    kinds = ["kv" if name.endswith("_cache") else name]
-    found = diagnosed(model, include=kinds, kv_cast="int4/row", batches=batches, recipe="sim_int4", held_out=())
-    (row,) = [row for row in found.beside if row.operator.endswith(name)]
+def test_what_is_beside_the_plan_is_measured_alone(name: str, beside: Diagnosis) -> None:
+    model, batches, found = Routed().eval(), batches_of(2, size=8), beside
+    (row,) = [row for row in found.beside if row.operator == name]
 
     def low(given: Tensor) -> Tensor:
         rows = given.reshape(-1, given.shape[-1])
@@ -256,7 +269,7 @@ def test_what_is_beside_the_plan_is_measured_alone(name: str) -> None:
 
     exact, kls = F.scaled_dot_product_attention, []
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        for batch in batches[:2]:
+        for batch in batches:
             high = model(batch)
             if name in ("head", "router"):
                 spec = PathSpec(low="sim_int4", recovery="bf16", targets=[name], backend="simulated")
@@ -268,12 +281,53 @@ def test_what_is_beside_the_plan_is_measured_alone(name: str) -> None:
                 kls.append(kl_by_hand(high, model(batch)).mean(1))
                 patch.undo()
     by_hand = float(torch.cat(kls).mean())
-    if name.endswith("_cache"):  # there are two blocks in this module, of which a name is one cache
-        assert len(found.beside) == 2
+    assert len(found.beside) == 4, "there are two blocks in this module, of which a name is one cache"
     assert row.measured == pytest.approx(by_hand, rel=1e-3) and row.value == row.measured
     assert row.by_sequence == pytest.approx(row.measured, rel=0.5) and row.operator not in found.operators
     assert row.operator not in found.plan().pins
+
+
+def test_the_model_is_as_it_was_after_a_mistake_in_what_is_beside() -> None:
+    model = Routed()
+    for options, says in (({"kv_cast": "foo"}, "kv_cast=foo: "), ({"include": ["head", "tail"]}, "include=tail: ")):
+        with pytest.raises(ValueError, match=f"^{says}"):
+            diagnosed(model, **{"include": ["head", "kv"]} | options)
+    diagnosed(model, include=["head", "router"], batches=batches_of(2), confirm=1, held_out=())
     assert all(type(module) is nn.Linear for module in (model.head, model.router))
+
+
+class Odd(Mixer):
+    """Its attention is called below a module of its own, in some batches alone, and without a dimension of batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = Flat()
+
+    def forward(self, tokens_ST: Tensor) -> Tensor:
+        y = super().forward(tokens_ST)
+        return y + self.more(y) if tokens_ST[0, 0] % 2 else y
+
+
+class Flat(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([F.scaled_dot_product_attention(one, one, one, is_causal=True) for one in x])
+
+
+def test_caches_of_odd_attention() -> None:
+    batches = batches_of(4)
+    for i, batch in enumerate(batches):
+        batch[0, 0] = i
+    found = diagnosed(Odd().eval(), include=["kv"], batches=batches, **BESIDE)
+    assert {row.operator for row in found.beside} == {"k_cache", "v_cache", "more.k_cache", "more.v_cache"}
+    assert all(row.measured and 0.1 < row.by_token / row.measured < 10 for row in found.beside)
+    model = Mixer()
+
+    def attends(tokens: Tensor) -> Tensor:
+        y = model.head(model.layers[0]["up_proj"](model.embed(tokens)))
+        return F.scaled_dot_product_attention(y, y, y, is_causal=True)
+
+    outside = diagnosed(model, run=attends, include=["kv"], **BESIDE)
+    assert {row.operator for row in outside.beside} == {"k_cache", "v_cache"}
 
 
 def test_an_attention_that_is_not_seen_is_refused() -> None:
@@ -282,3 +336,74 @@ def test_an_attention_that_is_not_seen_is_refused() -> None:
         diagnosed(model, include=["kv"])
     with pytest.raises(ValueError, match=r"^include=router"):
         diagnosed(model, include=["router"])
+
+
+class Bounded(Mixer):
+    """Its predictions are NaN as soon as one operator is off by more than rounding."""
+
+    def forward(self, tokens_ST: Tensor) -> Tensor:
+        h = self.embed(tokens_ST)
+        own = self.layers[0]["v_proj"]
+        off = (own(h) - F.linear(h, own.weight)).abs() > 0.01
+        return torch.where(off.any(-1, keepdim=True), torch.nan, super().forward(tokens_ST))
+
+
+def test_an_operator_that_alone_makes_predictions_nan_is_the_worst_and_is_kept() -> None:
+    found = diagnosed(Bounded().eval())
+    worst = found.worst()[0]
+    assert (worst.operator, worst.value, worst.measured) == ("layers.0.v_proj", np.inf, np.inf)
+    assert found.verdict().startswith("the predictions are not finite under sim_e2m1; worst: fprop of layers.0.v_proj")
+    plan = found.plan()
+    assert "layers.0.v_proj" in plan.pins and plan.expected is None and np.isfinite(found.left["plan"].kl)
+    html = page(found, "", {})
+    assert "nan%" not in html and "inf%" not in html
+    assert all(np.isfinite(left) for _, left in found.left_by_budget()[1:])
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"recipe": "foo"}, "recipe=foo: is no recipe"),
+        ({"recipe": 3}, "recipe=3: must be the name"),
+        ({"recipe": {"*": "nvfp4", "q_proj": None}}, "recipe=None: must be the name"),
+        ({"recipe": {"q_proj": "nvfp4"}}, 'recipe=.*: has no "\\*"'),
+        ({"recipe": {"*": "nvfp4", "lost": "bf16"}}, "recipe=lost: no operator"),
+        ({"recipe": {"*": "nvfp4", "q_proj": "llm_int8"}}, "recipe.q_proj=llm_int8: can be"),
+        ({"against": "foo"}, "against=foo: is no recipe"),
+        ({"against": {"*": "mxfp8", "lost": "bf16"}}, "against=lost: no operator"),
+        ({"against": "mxfp8", "recovery": "mxfp8"}, "recovery=mxfp8: against="),
+        ({"recovery": {"*": "bf16"}}, "recovery=.*: must be one recipe"),
+        ({"gate": 0.003}, "gate=0.003: is between two sides"),
+        *[({"against": "mxfp8", "gate": gate}, "gate=.*: must be nats") for gate in (0, np.nan, np.inf, "0.003", True)],
+        ({"plan": "here", "against": "mxfp8"}, "against=mxfp8: cannot be asked for under plan="),
+        ({"plan": "here", "gate": 1.0}, "gate=1.0: cannot be"),
+        ({"plan": "here", "recipe": {"*": "nvfp4"}}, "recipe=.*: cannot be"),
+        ({"plan": "here", "recovery": "mxfp8"}, "recovery=mxfp8: the plan says which"),
+        ({"include": ["kv"], "kv_cast": "e4m3/delayed"}, "kv_cast=e4m3/delayed: a cache has no history"),
+        ({"kv_cast": "bf16"}, "kv_cast=bf16: casts nothing"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_its_key(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=f"^{says}"):
+        diagnosed(Mixer(), **options)
+
+
+def test_weights_that_are_nan_are_named_before_a_gate_is_judged() -> None:
+    model = Mixer()
+    model.layers[0]["q_proj"].weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"elements of layers.0.q_proj.weight are not finite"):
+        diagnosed(model, against="mxfp8", gate=0.003)
+
+
+def test_words_of_two_sides() -> None:
+    few: Any = {"batches": batches_of(2), "confirm": 1}
+    tiny = diagnosed(Mixer(), against="bf16", budget=1e-6, held_out=(), **few)
+    assert tiny.verdict().endswith("no GEMM fits a budget of 1e-06 of the GEMM time") and not tiny.little
+    low = tiny.measured.kl
+    held = [batches_of(1, size=1)[0]]
+    found = diagnosed(Mixer(), against="bf16", gate=low / 10, held_out=held, **few)
+    assert "nan" not in found.verdict() and found.verdict().endswith(" nats are left on other batches")
+    assert found.plan().budget is None and found.plan(0.2).budget == 0.2 and not found.little
+    assert diagnosed(Mixer(), against="bf16", gate=low * 10, held_out=(), **few).little
+    with pytest.raises(ValueError, match=r"^against=bf16: is about a KL"):
+        diagnosed(model := Mixer(), run=lambda tokens: model(tokens).square().mean(), against="bf16")
