@@ -16,8 +16,8 @@ import yaml
 
 from gnmr.cli import main
 from gnmr.lab.report import table
+from gnmr.lab.report.arms import Arm
 from gnmr.lab.report.comparisons import Comparison
-from gnmr.lab.report.judged import Judged
 from gnmr.records.reader import read_jsonl
 from gnmr.records.untrusted import Damaged
 
@@ -171,10 +171,10 @@ def test_each_odd_run_is_left_out_with_one_line(odd_runs: Callable[[], Path], ca
 def test_what_nobody_thought_of_leaves_one_run_out(odd: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last net: the run with which a table stumbles is found among the others."""
 
-    def stumbles(comparison: Comparison, one: Judged) -> list[str]:
+    def stumbles(comparison: Comparison, arm: Arm) -> list[str]:
         if any(run.folder == odd for run in comparison.runs):
             raise ZeroDivisionError("what nobody thought of")
-        return row(comparison, one)
+        return row(comparison, arm)
 
     row = table._row
     monkeypatch.setattr(table, "_row", stumbles)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from html_runs import UNITS, fake_run, unit_matrices
 
+from gnmr.lab.report.arms import distinct_parts
 from gnmr.lab.report.comparisons import compare
-from gnmr.lab.report.headline import Headline, distinct_parts, headline
+from gnmr.lab.report.headline import Headline, headline
 
 Told = Callable[..., Headline]
 

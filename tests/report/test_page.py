@@ -19,8 +19,7 @@ from html_runs import UNITS, fake_run, unit_matrices
 from gnmr.lab.report import page as page_module
 from gnmr.lab.report import units
 from gnmr.lab.report.comparisons import compare
-from gnmr.lab.report.curves import binned
-from gnmr.lab.report.page import render_page
+from gnmr.lab.report.page import binned, render_page
 from gnmr.lab.report.runs import Run, UnitMatrices
 from gnmr.lab.report.units import costs, limit, thresholds, unit_map
 
@@ -229,9 +228,9 @@ def test_maps_that_do_not_fit_are_named(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_short_last_bin_is_no_cliff() -> None:
     steps = np.arange(1, 42)
-    centres, mean = binned(steps, np.r_[np.ones(40), 5.0], 10)
-    assert len(centres) == 4 and mean[-1] == pytest.approx((10 + 5) / 11)
-    assert len(binned(np.arange(1, 46), np.ones(45), 10)[0]) == 5, "half full"
+    found = binned(steps, np.r_[np.ones(40), 5.0], 10)
+    assert len(found) == 4 and found.iloc[-1] == pytest.approx((10 + 5) / 11)
+    assert len(binned(np.arange(1, 46), np.ones(45), 10)) == 5, "half full"
 
 
 def test_units_are_ordered_by_their_price_else_their_risk() -> None:

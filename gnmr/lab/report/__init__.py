@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,12 +13,11 @@ from rich.console import Console
 from gnmr.console import print_plain
 from gnmr.errors import UserError, printable, writing
 from gnmr.lab.records.find import find_runs
-from gnmr.lab.report.comparisons import Comparison, compare, refuse_rivals
-from gnmr.lab.report.faults import fault_table
+from gnmr.lab.report.comparisons import compare, refuse_rivals
 from gnmr.lab.report.headline import headline
 from gnmr.lab.report.layout import Table, as_markdown
 from gnmr.lab.report.runs import Run, load
-from gnmr.lab.report.table import arm_table, run_table
+from gnmr.lab.report.table import arm_tables, run_table
 from gnmr.records import output
 from gnmr.records.untrusted import Damaged, first_line, text
 
@@ -73,12 +72,6 @@ def report(
             table.print(console)
     for line in (f"Report: {folder / 'report.md'}", f"Page: {page}"):
         print_plain(console, printable(line))
-
-
-def arm_tables(comparisons: Iterable[Comparison]) -> list[Table]:
-    """Return the table of each comparison, and of its injected faults if there were any."""
-    made = [table for comparison in comparisons for table in (arm_table(comparison), fault_table(comparison))]
-    return [table for table in made if table.rows]
 
 
 def _check_places(folder: Path, page: Path, *, own: bool, named: bool) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -26,8 +25,6 @@ from gnmr.records.untrusted import Damaged, content, exists, reading, text
 _FOLDER_NAME = re.compile(r"(?P<arm>.+)-(?P<hash>[0-9a-f]{8})-s(?P<seed>\d+)")
 _SHOWN = ("step", "unit", "norm", "risk", "active")
 _STEP_NUMBERS = [name for name in STEP_FIELDS if name not in ("nonfinite_unit", "over", "statistics")]
-_PATHS = ("data.path", "data.tokenizer", "model.checkpoint", "base")
-"""Of which a header's command may have the last part alone (gnmr/lab/train/provenance.py)."""
 _MOST_WORDS = 4000
 """Characters of a command or a reason."""
 _MOST_NUMBERS = 1 << 29
@@ -99,6 +96,13 @@ class Run:
         return self
 
     @property
+    def final_loss(self) -> float | None:
+        """Its last validation loss, of a fork that heals that before it heals; None if it was not measured."""
+        if not self.settings.get("fork.heal"):
+            return self.summary.get("final_val_loss")
+        return _last(self.evals["val_loss"][self.evals["step"] == self.settings.get("training.steps")])
+
+    @property
     def last_step(self) -> int:
         """Newest recorded step, 0 before the first; the summary's number of steps where the rows are not kept."""
         return int(_last(self.steps["step"]) or self.summary.get("steps") or 0)
@@ -138,18 +142,8 @@ class Run:
 
     @property
     def command(self) -> str:
-        """What made it, from its header. A path of which that has the last part alone is marked, as .../gsm: the words
-        do not run as they stand."""
-        command = str(self.header.get("command") or "-")
-        try:
-            words = shlex.split(command)
-        except ValueError:
-            return command
-        for key in _PATHS:
-            path = Path(str(self.settings.get(key) or ""))
-            if path.is_absolute() and (word := f"{key}={path.name}") in words:
-                words[words.index(word)] = f"{key}=.../{path.name}"
-        return shlex.join(words) if "=.../" in " ".join(words) else command
+        """The command that made it, from its header."""
+        return str(self.header.get("command") or "-")
 
     @property
     def commit(self) -> str:
