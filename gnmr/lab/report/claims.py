@@ -46,7 +46,7 @@ import yaml
 
 from gnmr.errors import UserError, nearest, writing
 from gnmr.lab.report.layout import NOTHING, as_markdown, interval_text, measure, percent, relative, whole_percent
-from gnmr.lab.report.statistics import NO_DIFFERENCE, Family, Result, Share, judge, p_text, stat
+from gnmr.lab.report.statistics import NO_DIFFERENCE, Contrast, Family, Result, Share, judge, p_text, stat
 from gnmr.records import output
 from gnmr.records.untrusted import content, reading
 
@@ -185,12 +185,14 @@ class Tested:
         closed = None
         if family.gate and family.model and arm not in (family.low, family.high) and finite:
             closed = family.model.closed(arm, family.low, family.high)
+        share, interval = _with_interval(closed, whole_percent)
         return {
             "n": str(len(rows)),
             "spent": percent(None if spent is None else spent.mean),
             "loss": f"{sum(losses) / len(rows):.4f}" if finite else "diverged",
             "perplexity": measure(stat(map(math.exp, losses)), 2) if finite else "diverged",
-            **_closed(closed),
+            "closed": share,
+            "closed_interval": interval,
         }
 
     def numbers(self) -> dict[str, str]:
@@ -220,17 +222,16 @@ class Tested:
         rows: list[dict[str, str]] = []
         for one in (*untested, *family.results):
             arm, test = self.of_arm(one.arm), _texts_of(one)
-            if rows and rows[-1]["arm"] == one.arm:  # the arm's own figures stand in its first row alone
-                arm = dict.fromkeys(arm, "")
+            again = bool(rows) and rows[-1]["arm"] == one.arm  # the arm's own figures stand in its first row alone
             rows.append(
                 {
                     "arm": one.arm,
                     "against": one.control,
                     "n": test["n"],
-                    spent: "" if one.arm in bounds else arm["spent"],
+                    spent: "" if again or one.arm in bounds else arm["spent"],
                     "difference": f"{test['difference']} {test['interval']}".strip(),
                     "p": test["p"],
-                    "gap closed": arm["closed"],
+                    "gap closed": "" if again else arm["closed"],
                     "verdict": one.verdict.replace(NO_DIFFERENCE, NOTHING),
                 }
             )
@@ -256,11 +257,10 @@ class Tested:
 
 def _texts_of(result: Result) -> dict[str, str]:
     """Return the numbers of a test as text; - where there is none."""
-    difference = f"diverged {result.diverged[0]} : {result.diverged[1]}" if any(result.diverged) else NOTHING
-    interval = ""
-    if result.difference is not None:
-        difference = relative(result.difference.estimate)
-        interval = _interval(result.difference.interval, relative)
+    difference, interval = _with_interval(result.difference, relative)
+    if any(result.diverged):
+        difference = f"diverged {result.diverged[0]} : {result.diverged[1]}"
+    closed, closed_interval = _with_interval(result.closed, whole_percent)
     return {
         "n": str(result.n),
         "difference": difference,
@@ -268,18 +268,15 @@ def _texts_of(result: Result) -> dict[str, str]:
         "p": p_text(result.p),
         "p_equal": p_text(result.p_equal),
         "verdict": result.verdict,
-        **_closed(result.closed),
+        "closed": closed,
+        "closed_interval": closed_interval,
     }
 
 
-def _closed(share: Share | None) -> dict[str, str]:
-    if share is None:
-        return {"closed": NOTHING, "closed_interval": ""}
-    return {"closed": whole_percent(share.value), "closed_interval": _interval(share.interval, whole_percent)}
-
-
-def _interval(ends: tuple[float, float] | None, show: Callable[[float], str]) -> str:
-    return "" if ends is None else f"({interval_text(ends, show)})"
+def _with_interval(found: Contrast | Share | None, show: Callable[[float], str]) -> tuple[str, str]:
+    if found is None:
+        return NOTHING, ""
+    return show(found[0]), "" if found.interval is None else f"({interval_text(found.interval, show)})"
 
 
 def results(file: Path, out: Path, say: Callable[[str], None], *, check: bool = False) -> list[str]:

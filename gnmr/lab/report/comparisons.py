@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import combinations
 from typing import NamedTuple
 
 from gnmr.errors import UserError
@@ -261,7 +260,7 @@ def compare(runs: Iterable[Run]) -> list[Comparison]:
         groups[kind][run.arm, run.hash].append(run)
     siblings_of: dict[str, list[Comparison]] = defaultdict(list)
     for kind, arms in groups.items():
-        made = [arm for (name, _), group in arms.items() for arm in _arms(name, group)]
+        made = [_arm(name, group) for (name, _), group in arms.items()]
         siblings_of[kind.experiment].append(Comparison(kind, made))
     for siblings in siblings_of.values():
         label_arms([one.arms for one in siblings])
@@ -289,19 +288,6 @@ def _order(comparison: Comparison) -> tuple[object, ...]:
     place = _SCALES.index(kind.scale) if kind.scale in _SCALES else len(_SCALES)
     size = (kind.tokens_per_step or 0) * (kind.steps or 0)
     return kind.experiment, -len(comparison.runs), place, kind.scale, size, f"{kind.fingerprint} {kind.base}"
-
-
-def _arms(name: str, runs: list[Run]) -> list[Arm]:
-    """One arm; where another commit repeats seeds to their end, as a run beside the reference arms does, one a commit:
-    the one with most runs has the name, the others say which they are."""
-    of_commit: dict[str, list[Run]] = defaultdict(list)
-    for run in runs:
-        of_commit[run.commit].append(run)
-    done = [{run.seed for run in group if run.status == "done"} for group in of_commit.values()]
-    if not any(one & other for one, other in combinations(done, 2)):
-        return [_arm(name, runs)]
-    first, *others = sorted(of_commit.items(), key=lambda found: (-len(found[1]), found[0]))
-    return [_arm(name, first[1]), *(_arm(f"{name} at {commit}", group) for commit, group in others)]
 
 
 def _arm(name: str, runs: list[Run]) -> Arm:
