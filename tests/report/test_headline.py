@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from html_runs import UNITS, fake_run, unit_matrices
+from recorded import UNITS, fake_run, unit_matrices
 
 from gnmr.lab.report.arms import distinct_parts
 from gnmr.lab.report.comparisons import compare

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from html_runs import UNITS, fake_run, unit_matrices
+from recorded import UNITS, fake_run, unit_matrices
 
 from gnmr.lab.report import page as page_module
 from gnmr.lab.report import units

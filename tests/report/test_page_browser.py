@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from html_runs import UNITS, fake_run, unit_matrices
+from recorded import UNITS, fake_run, unit_matrices
 from selenium import webdriver
 from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.chrome.service import Service

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from html_runs import fake_run, unit_matrices
+from recorded import fake_run, unit_matrices
 
 from gnmr.errors import UserError
 from gnmr.lab.report.comparisons import compare

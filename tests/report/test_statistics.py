@@ -17,7 +17,6 @@ from gnmr.lab.report.statistics import (
     judge,
     model_of,
     paired,
-    smallest_shift,
 )
 
 INF = math.inf
@@ -84,29 +83,15 @@ def test_divergence_is_counted_and_not_dropped() -> None:
     ]
     assert verdicts(against(lost, lost)) == [(1.0, "no difference shown")]
     assert against(dict.fromkeys(range(4), INF), finite).p is None, "five pairs are needed"
-
-
-def test_order_counts_where_a_run_diverged() -> None:
-    """Worse in all ten pairs, in one by divergence: the sign test's 2 / 2^10, twice."""
     other = dict.fromkeys(range(10), 3.0)
     found = against({seed: INF if seed == 4 else 3.1 for seed in range(10)}, other)
-    assert found.p == pytest.approx(4 / 2**10)
-    assert verdicts(found)[0][1] == "worse"
+    assert verdicts(found) == [(pytest.approx(4 / 2**10), "worse")], "in all ten pairs: the sign test, twice"
 
 
 def test_holm() -> None:
     assert holm([0.01, 0.04, None, 0.03]) == [pytest.approx(0.03), pytest.approx(0.06), None, pytest.approx(0.06)]
     assert holm([0.9, 0.8]) == [1.0, 1.0]
     assert holm([]) == []
-
-
-def test_a_verdict_needs_the_adjusted_p() -> None:
-    """p = 1 - t / sqrt(2 + t^2) with t = -4.5 sqrt 3 is 0.0163; four such comparisons leave no verdict, one does."""
-    strong = against({0: 2.8, 1: 2.9, 2: 3.0}, {0: 3.35, 1: 3.35, 2: 3.35})
-    assert strong.p == pytest.approx(1 - math.sqrt(60.75 / 62.75))
-    assert verdicts(strong)[0][1] == "better"
-    assert [told for _, told in verdicts(*[strong] * 4)] == ["no difference shown"] * 4
-    assert verdicts(strong, Result("a", "b", 2))[0][1] == "better", "too few seeds are no member of the family"
 
 
 def test_gap_closed() -> None:
@@ -116,13 +101,6 @@ def test_gap_closed() -> None:
     assert gap_closed(recovery, arm, low) is None, "low is the better end"
     assert gap_closed({0: INF}, {0: 1.0}, {0: 0.9}) is None
     assert gap_closed({0: 1.0}, {1: 1.0}, {0: 0.9}) is None
-
-
-def test_the_smallest_shift_is_shown_in_80_of_100_tests() -> None:
-    """By the noncentral t distribution; for many degrees of freedom by the normal one."""
-    critical = stats.t.ppf(0.975, 16)
-    assert stats.nct.sf(critical, 16, smallest_shift(16)) == pytest.approx(0.8, abs=1e-4)
-    assert smallest_shift(10**4) == pytest.approx(1.959964 + 0.841621, rel=1e-3)
 
 
 def test_a_balanced_family_by_closed_form() -> None:
