@@ -18,8 +18,6 @@ from gnmr.cli import main
 from gnmr.lab.report import table
 from gnmr.lab.report.arms import Arm
 from gnmr.lab.report.comparisons import Comparison
-from gnmr.records.reader import read_jsonl
-from gnmr.records.untrusted import Damaged
 
 Write = Callable[..., Path]
 SECRET = "of nobody's business"
@@ -34,17 +32,16 @@ def secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def odd(odd_runs: Callable[[], Path]) -> Path:
-    """A run to be made odd, beside a sound one."""
-    return odd_runs()
-
-
-@pytest.fixture
 def odd_runs(write_run: Write) -> Callable[[], Path]:
     """Makes runs to be made odd, beside one that is sound: odd_runs() is another one with every call."""
     write_run(arm="bf16")
     seed = itertools.count()
     return lambda: write_run(arm="int4", settings={"controller.max_o": 1}, seed=next(seed))
+
+
+@pytest.fixture
+def odd(odd_runs: Callable[[], Path]) -> Path:
+    return odd_runs()
 
 
 def shown(runs: Path, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -181,17 +178,18 @@ def test_what_nobody_thought_of_leaves_one_run_out(odd: Path, capsys, monkeypatc
     left_out({odd: "ZeroDivisionError: what nobody thought of"}, capsys)
 
 
-def test_a_row_of_sixteen_gigabytes(odd: Path, capsys) -> None:
-    with (odd / "steps.jsonl").open("wb") as stream:
-        stream.write(b'{"step": 1, "x": "')
-        stream.truncate(16 << 30)
-    left_out({odd: "steps.jsonl: cannot be read ("}, capsys)
-
-
-def test_a_long_row(tmp_path: Path) -> None:
-    (tmp_path / "eval.jsonl").write_bytes(b'{"step": 1, "x": "' + b"x" * (20 << 20))
-    with pytest.raises(Damaged, match=r"more than 16,777,216 bytes"):
-        read_jsonl(tmp_path / "eval.jsonl")
+def test_a_long_row_and_one_of_sixteen_gigabytes(odd_runs: Callable[[], Path], capsys) -> None:
+    why = {}
+    for name, size, words in (
+        ("eval.jsonl", 20 << 20, "more than 16,777,216 bytes"),
+        ("steps.jsonl", 16 << 30, "the most"),
+    ):
+        run = odd_runs()
+        why[run] = words
+        with (run / name).open("wb") as stream:
+            stream.write(b'{"step": 1, "x": "')
+            stream.truncate(size)
+    left_out(why, capsys)
 
 
 EVIL = {
