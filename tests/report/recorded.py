@@ -67,10 +67,10 @@ def fake_run(
     command: str = "gnmr train",
     settings: dict[str, Any] | None = None,
 ) -> FakeRun:
-    """The folder is made and holds nothing but faults.jsonl, where there are windows."""
+    """The folder is made if there are windows, and holds nothing but faults.jsonl."""
     made = unit_matrices(60, UNITS) if made is None else made
-    folder.mkdir(parents=True)
     if windows is not None:
+        folder.mkdir(parents=True)
         (folder / "faults.jsonl").write_text("".join(json.dumps(row) + "\n" for row in windows))
     steps = int(made.steps[-1])
     merged = SETTINGS | dict(zip(("precision.low", "precision.recovery"), PATHS[arm], strict=True))
@@ -92,10 +92,9 @@ def fake_run(
 
 
 class Recorded:
-    """Collects runs of one experiment, without their files and rows."""
+    """Collects runs of one experiment, without their folders."""
 
-    def __init__(self, scale: str = "cpu") -> None:
-        self.scale = scale
+    def __init__(self) -> None:
         self.runs: list[Run] = []
 
     def add(
@@ -107,18 +106,17 @@ class Recorded:
         **settings: Any,
     ) -> None:
         """One run a seed with these final log perplexities, None where it diverged; settings: keys with __ for dots."""
-        low, recovery = PATHS[paths]
         given = {key.replace("__", "."): value for key, value in settings.items()}
-        merged = SETTINGS | {"precision.name": paths, "precision.low": low, "precision.recovery": recovery} | given
-        parts = [paths, str(merged["controller.signal"]).replace("gnmr_delta", "gnmr") if recovery else None]
-        parts += [given.get("controller.routing"), given.get("optim.transform.name")]
-        arm, digest = "-".join(filter(None, parts)), str(sorted(map(repr, merged.items())))
+        merged = {"precision.name": paths} | given
+        signal = given.get("controller.signal", "gnmr") if PATHS[paths][1] else None
+        arm = [paths, signal, given.get("controller.routing"), given.get("optim.transform.name")]
         for seed, loss in enumerate(losses):
-            folder, value = Path(f"no-such-folder/{len(self.runs)}"), loss or 9.0
-            ended = ("done", None) if loss is not None else ("failed", "the validation loss after step 3 is nan")
-            run = Run(folder, merged, {"data": HEADER["data"]}, "stress", self.scale, arm, digest, seed, *ended)
-            told = {"final_val_loss": value, "final_val_ppl": math.exp(value), "promotion_frac": promoted}
-            run.__dict__["summary"] = told | (summary or {})
+            folder, value = Path(f"no-such-folder/{len(self.runs)}"), 9.0 if loss is None else loss
+            run = fake_run(folder, paths, seed, ppl=math.exp(value), settings=merged)
+            run.arm, run.hash = "-".join(filter(None, arm)), str(sorted(map(repr, given.items())))
+            run.summary.update({"promotion_frac": promoted} | (summary or {}))
+            if loss is None:
+                run.status, run.reason = "failed", "the validation loss after step 3 is nan"
             self.runs.append(run)
 
     def comparisons(self) -> list[Comparison]:
