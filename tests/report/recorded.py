@@ -15,6 +15,7 @@ from gnmr.lab.report.runs import Run, UnitMatrices
 from gnmr.records.schema import STEP_FIELDS
 
 UNITS = ["layers.0.q_proj", "layers.0.k_proj", "layers.1.<b>mlp</b>"]
+HOSTILE = "</script><script>window.owned = 1</script><img src=x onerror='window.owned = 1'>"
 PATHS = {
     "int4": ("int4", None),
     "int8": ("int8", None),
@@ -89,6 +90,26 @@ def fake_run(
     summary = {"final_val_loss": last, "final_val_ppl": ppl, "promotion_frac": float(made.active_SU.mean())}
     run.__dict__ |= {"steps": rows, "evals": evals, "events": events or [], "summary": summary}
     return run
+
+
+def sweep(root: Path) -> list[Run]:
+    """Two seeds of a static and of a routed arm, whose unit 0 has its highest risk in step 31 and recovers until 41."""
+    risk_SU = np.full((60, 3), 0.5)
+    risk_SU[30] = 2.5, 0.75, np.inf
+    made = unit_matrices(60, UNITS, risk_SU)
+    made.active_SU[31:41, 0] = True
+    events = [
+        (31, UNITS[0], "promote", "delta_gnmr", 2.5),
+        (36, UNITS[0], "verdict", "precision", None),
+        (41, UNITS[0], "release", "lock", 0.5),
+        (50, UNITS[1], "promote", "retry", None),
+        (52, None, "verdict", "not_reproducible", None),
+    ]
+    rows = [dict(zip(("step", "unit", "event", "cause", "risk"), row, strict=True)) for row in events]
+    windows = [{"step": 30, "end": 33, "unit": UNITS[0], "kind": "underflow", "magnitude": 16}]
+    routed: dict[str, Any] = {"made": made, "events": rows, "windows": windows, "command": f"gnmr train {HOSTILE}"}
+    runs: list[Run] = [fake_run(root / f"low{seed}", "int4", seed, ppl=50 + seed) for seed in (0, 1)]
+    return runs + [fake_run(root / f"routed{seed}", "int4_int8", seed, ppl=40 + seed, **routed) for seed in (0, 1)]
 
 
 class Recorded:

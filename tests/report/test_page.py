@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recorded import UNITS, fake_run, unit_matrices
+from recorded import HOSTILE, UNITS, fake_run, sweep, unit_matrices
 
 from gnmr.lab.report import page as page_module
 from gnmr.lab.report import units
@@ -22,7 +22,6 @@ from gnmr.lab.report.page import binned, render_page
 from gnmr.lab.report.runs import Run, UnitMatrices
 from gnmr.lab.report.units import costs, limit, thresholds, unit_map
 
-HOSTILE = "</script><script>window.owned = 1</script><img src=x onerror=alert(1)>"
 OWN = Path(page_module.__file__).parent
 
 
@@ -55,27 +54,6 @@ def unpacked(tree: dict[str, str]) -> np.ndarray:
     return np.frombuffer(zlib.decompress(base64.b64decode(tree["data"])), tree["type"])
 
 
-def sweep(root: Path) -> list[Run]:
-    """Two seeds of a static and a routed arm; the routed one promotes unit 0 for steps 11 to 20, unit 1 from 51 on."""
-    risk_SU = np.full((60, 3), 0.5)
-    risk_SU[9, 0] = 1.5
-    risk_SU[49, 1] = np.inf
-    made = unit_matrices(60, UNITS, risk_SU)
-    made.active_SU[10:20, 0] = made.active_SU[50:, 1] = True
-    events = [
-        {"step": 10, "unit": UNITS[0], "event": "promote", "cause": "gnmr", "risk": 1.5},
-        {"step": 20, "unit": UNITS[0], "event": "release", "cause": "lock", "risk": 0.5},
-        {"step": 50, "unit": UNITS[1], "event": "promote", "cause": "nonfinite", "risk": float("inf")},
-    ]
-    windows = [{"step": 10, "end": 12, "unit": UNITS[0], "kind": "underflow", "magnitude": 16}]
-    runs: list[Run] = []
-    for seed in (0, 1):
-        runs.append(fake_run(root / f"low{seed}", "int4", seed, ppl=50 + seed, command=f"gnmr train low {HOSTILE}"))
-        routed = {"made": made, "ppl": 40 + seed, "events": events, "windows": windows}
-        runs.append(fake_run(root / f"routed{seed}", "int4_int8", seed, **routed))
-    return runs
-
-
 def test_nothing_is_loaded_from_elsewhere(tmp_path: Path) -> None:
     made = page(sweep(tmp_path))
     assert not [tag for tag, _ in made.tags if tag in ("link", "img", "iframe", "object", "embed", "base")]
@@ -93,14 +71,14 @@ def test_names_cannot_break_out(tmp_path: Path) -> None:
         run.experiment = HOSTILE
     made = page(runs)
     assert [tag for tag, _ in made.tags].count("script") == len(made.scripts) == 2
-    assert f"gnmr train low {HOSTILE}" in unescape(made.text)
+    assert f"gnmr train {HOSTILE}" in unescape(made.text)
     assert "owned" not in made.scripts[1] and not [tag for tag, _ in made.tags if tag == "img"]
 
 
 def test_losses_are_of_runs_and_means_of_finished_seeds(tmp_path: Path) -> None:
     """As they are, and minus those of the 16-bit arm; the labels and texts of the page beside them."""
     runs = sweep(tmp_path / "runs")
-    runs.append(fake_run(tmp_path / "stopped", "int4_int8", 2, made=runs[1].units(), status="failed"))
+    runs.append(fake_run(tmp_path / "stopped", "int4_int8", 2, made=runs[2].units(), status="failed"))
     runs += [fake_run(tmp_path / f"bf16{seed}", "bf16", seed, ppl=39) for seed in (0, 1)]
     made = page(runs)
     (comparison,) = made.data
@@ -121,12 +99,12 @@ def test_a_map_as_the_page_reads_it(tmp_path: Path) -> None:
     tree = comparison["maps"][2]
     assert (tree["width"], tree["bins"], list(tree["values"])) == (1, 60, ["norm", "gnmr", "delta_gnmr", "risk"])
     risk_UB = unpacked(tree["values"]["risk"]).reshape(3, 60)
-    assert (risk_UB[0, 9], risk_UB[1, 49], risk_UB[2, 0]) == (1.5, np.inf, 0.5)
+    assert (risk_UB[0, 30], risk_UB[2, 30], risk_UB[2, 0]) == (2.5, np.inf, 0.5)
     assert unpacked(tree["values"]["norm"]).reshape(3, 60)[2, 59] == pytest.approx(3.059, rel=1e-4)
-    assert unpacked(tree["active"]).reshape(3, 60)[0].tolist() == [0] * 10 + [1] * 10 + [0] * 40
-    assert tree["promotions"] == [[0, 10, 20, "gnmr", "lock", 1.5], [1, 50, 60, "nonfinite", None, None]]
-    assert tree["faults"] == [{"unit": 0, "start": 10, "end": 12, "kind": "underflow", "magnitude": 16.0}]
-    assert tree["origin"]["commands"] == ["gnmr train"]
+    assert unpacked(tree["active"]).reshape(3, 60)[0].tolist() == [0] * 31 + [1] * 10 + [0] * 19
+    assert tree["promotions"] == [[0, 31, 41, "delta_gnmr", "lock", 2.5], [1, 50, 60, "retry", None, None]]
+    assert tree["faults"] == [{"unit": 0, "start": 30, "end": 33, "kind": "underflow", "magnitude": 16.0}]
+    assert tree["origin"]["commands"] == [f"gnmr train {HOSTILE}"]
 
 
 def made_map(run: Run, monkeypatch: pytest.MonkeyPatch, columns: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recorded import UNITS, fake_run, unit_matrices
+from recorded import HOSTILE, UNITS, fake_run, sweep, unit_matrices
 from selenium import webdriver
 from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.chrome.service import Service
@@ -26,7 +26,6 @@ from gnmr.lab.report.runs import Run
 
 pytestmark = pytest.mark.slow
 
-HOSTILE = "</script><script>window.owned = 1</script><img src=x onerror='window.owned = 1'>"
 STEPS = 60
 OFFLINE = "--host-resolver-rules=MAP * ~NOTFOUND"
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1300,1000", OFFLINE)
@@ -55,23 +54,8 @@ def write(path: Path, runs: list[Run]) -> Path:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Static low at perplexity 50, routed at 40; unit 0 of the routed run has its highest risk in step 31."""
     root = tmp_path_factory.mktemp("page")
-    risk_SU = np.full((STEPS, 3), 0.5)
-    risk_SU[30] = 2.5, 0.75, np.inf
-    made = unit_matrices(STEPS, UNITS, risk_SU)
-    made.active_SU[31:41, 0] = True
-    events = [
-        {"step": 31, "unit": UNITS[0], "event": "promote", "cause": "delta_gnmr", "risk": 2.5},
-        {"step": 36, "unit": UNITS[0], "event": "verdict", "cause": "precision", "risk": None},
-        {"step": 41, "unit": UNITS[0], "event": "release", "cause": "lock", "risk": 0.5},
-        {"step": 50, "unit": UNITS[1], "event": "promote", "cause": "retry", "risk": None},
-        {"step": 52, "unit": None, "event": "verdict", "cause": "not_reproducible", "risk": None},
-    ]
-    windows = [{"step": 30, "end": 33, "unit": UNITS[0], "kind": "underflow", "magnitude": 16}]
-    routed: dict[str, Any] = {"made": made, "events": events, "windows": windows, "command": f"gnmr train {HOSTILE}"}
-    runs: list[Run] = [fake_run(root / f"low{seed}", "int4", seed, ppl=50 + seed) for seed in (0, 1)]
-    runs += [fake_run(root / f"routed{seed}", "int4_int8", seed, ppl=40 + seed, **routed) for seed in (0, 1)]
+    runs = sweep(root)
     other = fake_run(root / "other", "bf16", 0)
     other.experiment = HOSTILE
     return write(root / "report.html", [*runs, other])
