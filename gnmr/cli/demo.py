@@ -126,10 +126,11 @@ def _watched(configs: Sequence[Config]) -> Iterator[None]:
 
 def _print_result(folders: list[Path], folder: Path, orders: int) -> None:
     """Print the sentence and the table of `gnmr report`, and write its files."""
-    from gnmr.lab.report import arm_tables, report
+    from gnmr.lab.report import report
     from gnmr.lab.report.comparisons import compare
     from gnmr.lab.report.headline import headline
     from gnmr.lab.report.runs import load
+    from gnmr.lab.report.table import arm_tables
 
     report(folders, folder / "report", Terminal(file=io.StringIO()))
     console = for_tables()

@@ -9,7 +9,7 @@ from gnmr.console import Terminal, print_plain
 from gnmr.errors import printable
 from gnmr.lab.records.find import named
 from gnmr.lab.report import report
-from gnmr.lab.report.results import results
+from gnmr.lab.report.claims import results
 
 _USAGE = """\
 RUN... [out=DIR] [html=FILE] [--strict]

@@ -17,7 +17,7 @@ from wandb_files import read_history, read_records
 
 from gnmr.lab.records import wandb_sink
 from gnmr.lab.records.view import RunInfo
-from gnmr.lab.records.wandb_sink import EVAL_METRICS, PANELS, STEP_METRICS, WandbSink, _has_key
+from gnmr.lab.records.wandb_sink import EVAL_METRICS, STEP_METRICS, WandbSink, _has_key
 from gnmr.records.writer import RunWriter
 
 Make = Callable[..., Any]
@@ -84,12 +84,8 @@ def test_offline_file_equals_what_was_given(
     assert history[5]["risk/mean_gnmr"] == of_units[5].columns["gnmr"].mean()
     assert history[10]["price/total_nats"] == 1.0 and "price/total_nats" not in history[5]
 
-    kinds = {record.WhichOneof("record_type") for record in read_records(tmp_path)}
-    assert "metric" in kinds
-    metrics = {m.name or m.glob_name: m for m in (r.metric for r in read_records(tmp_path)) if m.name or m.glob_name}
-    assert all(metrics[name].step_metric == "step" for name in PANELS)
-    shown = {name for name, metric in metrics.items() if not metric.options.hidden}
-    assert shown == {*PANELS, "gnmr/*", "delta_gnmr/*"} and len(PANELS) <= 10
+    defined = [record.metric for record in read_records(tmp_path) if record.WhichOneof("record_type") == "metric"]
+    assert any((one.glob_name, one.step_metric) == ("*", "step") for one in defined)
 
     run = next(record.run for record in read_records(tmp_path) if record.WhichOneof("record_type") == "run")
     assert (run.run_id, run.display_name) == ("abcd1234", "experiment/arm-0123abcd-s0")
@@ -290,7 +286,9 @@ def test_the_most_promoted_units_have_lines(
     units = [f"u{i}" for i in range(70)]
     sink.events([event_row(1, unit=unit) for unit in ("u9", "u4", "u9")])
     sink.step(step_row(2), unit_rows(2, units))
-    sink.step(step_row(3, over={"price": 0}), unit_rows(3, units, columns={"price": np.ones(70), "norm_low": None}))
+    sink.step(
+        step_row(3, over={"price": 0}), unit_rows(3, units, columns={"price": np.ones(70), "norm_low": np.ones(70)})
+    )
     sink.step(step_row(4, over={}), unit_rows(4, units, columns={}))
     sink._thread.shutdown()
     _, gnmr, price, risk = sink._run.logged

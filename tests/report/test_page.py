@@ -6,7 +6,6 @@ import base64
 import json
 import re
 import zlib
-from collections.abc import Callable
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,17 +13,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from html_runs import UNITS, fake_run, unit_matrices
+from recorded import HOSTILE, UNITS, fake_run, sweep, unit_matrices
 
 from gnmr.lab.report import page as page_module
 from gnmr.lab.report import units
 from gnmr.lab.report.comparisons import compare
-from gnmr.lab.report.curves import binned
-from gnmr.lab.report.page import render_page
+from gnmr.lab.report.page import binned, render_page
 from gnmr.lab.report.runs import Run, UnitMatrices
 from gnmr.lab.report.units import costs, limit, thresholds, unit_map
 
-HOSTILE = "</script><script>window.owned = 1</script><img src=x onerror=alert(1)>"
 OWN = Path(page_module.__file__).parent
 
 
@@ -36,27 +33,17 @@ class Page(HTMLParser):
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.scripts: list[str] = []
         self.text = ""
-        self._inside = False
         self.feed(page)
+        self.data: list[dict[str, Any]] = json.loads(self.scripts[0])
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
-        self._inside = tag == "script"
-        if self._inside:
-            self.scripts.append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        self._inside = False
 
     def handle_data(self, data: str) -> None:
-        if self._inside:
-            self.scripts[-1] += data
+        if self.lasttag == "script" and self.cdata_elem:
+            self.scripts.append(data)
         else:
             self.text += data
-
-    @property
-    def data(self) -> list[dict[str, Any]]:
-        return json.loads(self.scripts[0])
 
 
 def page(runs: list[Run]) -> Page:
@@ -65,27 +52,6 @@ def page(runs: list[Run]) -> Page:
 
 def unpacked(tree: dict[str, str]) -> np.ndarray:
     return np.frombuffer(zlib.decompress(base64.b64decode(tree["data"])), tree["type"])
-
-
-def sweep(root: Path) -> list[Run]:
-    """Two seeds of a static and a routed arm; the routed one promotes unit 0 for steps 11 to 20, unit 1 from 51 on."""
-    risk_SU = np.full((60, 3), 0.5)
-    risk_SU[9, 0] = 1.5
-    risk_SU[49, 1] = np.inf
-    made = unit_matrices(60, UNITS, risk_SU)
-    made.active_SU[10:20, 0] = made.active_SU[50:, 1] = True
-    events = [
-        {"step": 10, "unit": UNITS[0], "event": "promote", "cause": "gnmr", "risk": 1.5},
-        {"step": 20, "unit": UNITS[0], "event": "release", "cause": "lock", "risk": 0.5},
-        {"step": 50, "unit": UNITS[1], "event": "promote", "cause": "nonfinite", "risk": float("inf")},
-    ]
-    windows = [{"step": 10, "end": 12, "unit": UNITS[0], "kind": "underflow", "magnitude": 16}]
-    runs: list[Run] = []
-    for seed in (0, 1):
-        runs.append(fake_run(root / f"low{seed}", "int4", seed, ppl=50 + seed, command=f"gnmr train low {HOSTILE}"))
-        routed = {"made": made, "ppl": 40 + seed, "events": events, "windows": windows}
-        runs.append(fake_run(root / f"routed{seed}", "int4_int8", seed, **routed))
-    return runs
 
 
 def test_nothing_is_loaded_from_elsewhere(tmp_path: Path) -> None:
@@ -105,36 +71,27 @@ def test_names_cannot_break_out(tmp_path: Path) -> None:
         run.experiment = HOSTILE
     made = page(runs)
     assert [tag for tag, _ in made.tags].count("script") == len(made.scripts) == 2
-    assert f"gnmr train low {HOSTILE}" in unescape(made.text)
+    assert f"gnmr train {HOSTILE}" in unescape(made.text)
     assert "owned" not in made.scripts[1] and not [tag for tag, _ in made.tags if tag == "img"]
 
 
-def test_texts_tables_and_maps(tmp_path: Path) -> None:
-    made = page(sweep(tmp_path))
-    (comparison,) = made.data
-    assert [arm["label"] for arm in comparison["arms"]] == ["int4", "int4_int8"]
-    labels = [one["label"] for one in comparison["maps"]]
-    assert labels == ["int4, seed 0", "int4, seed 1", "int4_int8, seed 0", "int4_int8, seed 1"]
-    assert "stress, scale cpu: injected faults" in made.text and "cpu, Test CPU" in made.text
-
-
 def test_losses_are_of_runs_and_means_of_finished_seeds(tmp_path: Path) -> None:
+    """As they are, and minus those of the 16-bit arm; the labels and texts of the page beside them."""
     runs = sweep(tmp_path / "runs")
-    runs.append(fake_run(tmp_path / "stopped", "int4_int8", 2, made=runs[1].units(), status="failed"))
-    (comparison,) = page(runs).data
+    runs.append(fake_run(tmp_path / "stopped", "int4_int8", 2, made=runs[2].units(), status="failed"))
+    runs += [fake_run(tmp_path / f"bf16{seed}", "bf16", seed, ppl=39) for seed in (0, 1)]
+    made = page(runs)
+    (comparison,) = made.data
+    assert [arm["label"] for arm in comparison["arms"]] == ["int4", "int4_int8", "bf16"]
+    assert "stress, scale cpu: injected faults" in made.text and "cpu, Test CPU" in made.text
     lines = [line for line in comparison["loss"]["plain"] if line["arm"] == 1 and line["of"] == "train"]
     assert [(line.get("seed"), line.get("seeds")) for line in lines] == [(0, None), (1, None), (2, None), (None, 2)]
     assert lines[2]["status"] == "failed"
     assert lines[3]["y"][0] == pytest.approx(8.05), "of 8.0 and 8.1; the failed seed's 8.2 is not in it"
-
-
-def test_losses_minus_the_16_bit_arm(tmp_path: Path) -> None:
-    runs = [fake_run(tmp_path / f"{arm}{seed}", arm, seed, ppl=40 + 2 * (arm == "int4"))
-            for arm in ("bf16", "int4") for seed in (0, 1)]  # fmt: skip
-    (comparison,) = page(runs).data
+    apart = [line for line in comparison["loss"]["relative"] if line["of"] == "val" and line.get("seeds")]
+    mean = np.log(np.array([[50, 51], [40, 41]]) / 39).mean(axis=1)
+    assert [(line["arm"], line["y"][1]) for line in apart] == [(n, pytest.approx(mean[n], rel=1e-4)) for n in (0, 1)]
     assert comparison["loss"]["to"] == "bf16"
-    val = [line for line in comparison["loss"]["relative"] if line["of"] == "val" and line.get("seeds")]
-    assert [(line["arm"], line["y"]) for line in val] == [(0, [0.0, pytest.approx(np.log(42 / 40), rel=1e-4)])]
 
 
 def test_a_map_as_the_page_reads_it(tmp_path: Path) -> None:
@@ -142,12 +99,12 @@ def test_a_map_as_the_page_reads_it(tmp_path: Path) -> None:
     tree = comparison["maps"][2]
     assert (tree["width"], tree["bins"], list(tree["values"])) == (1, 60, ["norm", "gnmr", "delta_gnmr", "risk"])
     risk_UB = unpacked(tree["values"]["risk"]).reshape(3, 60)
-    assert (risk_UB[0, 9], risk_UB[1, 49], risk_UB[2, 0]) == (1.5, np.inf, 0.5)
+    assert (risk_UB[0, 30], risk_UB[2, 30], risk_UB[2, 0]) == (2.5, np.inf, 0.5)
     assert unpacked(tree["values"]["norm"]).reshape(3, 60)[2, 59] == pytest.approx(3.059, rel=1e-4)
-    assert unpacked(tree["active"]).reshape(3, 60)[0].tolist() == [0] * 10 + [1] * 10 + [0] * 40
-    assert tree["promotions"] == [[0, 10, 20, "gnmr", "lock", 1.5], [1, 50, 60, "nonfinite", None, None]]
-    assert tree["faults"] == [{"unit": 0, "start": 10, "end": 12, "kind": "underflow", "magnitude": 16.0}]
-    assert tree["origin"]["commands"] == ["gnmr train"]
+    assert unpacked(tree["active"]).reshape(3, 60)[0].tolist() == [0] * 31 + [1] * 10 + [0] * 19
+    assert tree["promotions"] == [[0, 31, 41, "delta_gnmr", "lock", 2.5], [1, 50, 60, "retry", None, None]]
+    assert tree["faults"] == [{"unit": 0, "start": 30, "end": 33, "kind": "underflow", "magnitude": 16.0}]
+    assert tree["origin"]["commands"] == [f"gnmr train {HOSTILE}"]
 
 
 def made_map(run: Run, monkeypatch: pytest.MonkeyPatch, columns: int) -> dict[str, Any]:
@@ -191,19 +148,18 @@ def test_a_verdict_ends_no_promotion(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("name", "header", "expected"),
+    ("name", "shape", "expected"),
     [
-        ("pretrained", {}, "pretrained, scale cpu"),
-        ("pretrained", {"parameters": 1_234_567}, "pretrained, 1.2M parameters, scale cpu"),
-        ("pretrained", {"shape": {"layers": 8, "width": 48}}, "pretrained, 8 layers, 48 wide, scale cpu"),
-        ("llama", {"shape": "damaged"}, "llama, 4 layers, 256 wide, scale cpu"),
+        ("pretrained", {"layers": 8, "width": 48}, "pretrained, 8 layers, 48 wide, 1.2M parameters, scale cpu"),
+        ("pretrained", None, "pretrained, 1.2M parameters, scale cpu"),
+        ("llama", "damaged", "llama, 4 layers, 256 wide, 1.2M parameters, scale cpu"),
     ],
 )
-def test_the_shape_is_that_of_the_model(tmp_path: Path, name: str, header: dict[str, Any], expected: str) -> None:
+def test_the_shape_is_that_of_the_model(tmp_path: Path, name: str, shape: object, expected: str) -> None:
     """The config's layers and width are not a checkpoint's."""
     settings = {"model.name": name, "model.num_layers": 4, "model.hidden_size": 256}
     run = fake_run(tmp_path / "run", settings=settings)
-    run.header |= header
+    run.header |= {"shape": shape, "parameters": 1_234_567}
     assert expected in page([run]).text
 
 
@@ -229,9 +185,9 @@ def test_maps_that_do_not_fit_are_named(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_short_last_bin_is_no_cliff() -> None:
     steps = np.arange(1, 42)
-    centres, mean = binned(steps, np.r_[np.ones(40), 5.0], 10)
-    assert len(centres) == 4 and mean[-1] == pytest.approx((10 + 5) / 11)
-    assert len(binned(np.arange(1, 46), np.ones(45), 10)[0]) == 5, "half full"
+    found = binned(steps, np.r_[np.ones(40), 5.0], 10)
+    assert len(found) == 4 and found.iloc[-1] == pytest.approx((10 + 5) / 11)
+    assert len(binned(np.arange(1, 46), np.ones(45), 10)) == 5, "half full"
 
 
 def test_units_are_ordered_by_their_price_else_their_risk() -> None:
@@ -255,31 +211,21 @@ def test_thresholds_of_two_stages(tmp_path: Path) -> None:
     assert thresholds(comparison.arms[0], run) == {"gnmr": [(1, 6.0), (7, 3.0)]}, "damaged"
 
 
-@pytest.fixture
-def limit_of(tmp_path: Path) -> Callable[..., tuple[float, str]]:
-    """limit_of(risk_SU, active, settings): of a run in which so many unit-steps were on the recovery path."""
-
-    def found(risk_SU: np.ndarray, active: int, settings: dict[str, object]) -> tuple[float, str]:
-        made = unit_matrices(len(risk_SU), UNITS, risk_SU)
-        made.active_SU.ravel()[:active] = True
-        run = fake_run(tmp_path / "run", made=made, settings=settings)
-        return limit(compare([run])[0].arms[0], run, made)
-
-    return found
+def limit_of(folder: Path, risk_SU: np.ndarray, active: int, **settings: object) -> tuple[float, str]:
+    """Of a run in which so many unit-steps were on the recovery path."""
+    made = unit_matrices(len(risk_SU), UNITS, risk_SU)
+    made.active_SU.ravel()[:active] = True
+    run = fake_run(folder / "run", made=made, settings={f"controller.{key}": value for key, value in settings.items()})
+    return limit(compare([run])[0].arms[0], run, made)
 
 
-RANKED = {"controller.routing": "ranked", "controller.trigger": 5.0}
-
-
-def test_over_thresholds_the_limit_is_the_trigger(limit_of: Callable) -> None:
-    assert limit_of(np.full((10, 3), 0.5), 3, {"controller.trigger": 5.0}) == (5.0, "trigger")
-
-
-def test_as_many_unit_steps_are_over_a_rankings_limit_as_it_recovered(limit_of: Callable) -> None:
+def test_as_many_unit_steps_are_over_a_rankings_limit_as_it_recovered(tmp_path: Path) -> None:
     risk_SU = np.random.default_rng(0).lognormal(size=(100, 3)).astype(np.float32)
-    assert (risk_SU > limit_of(risk_SU, 60, RANKED)[0]).sum() == pytest.approx(60, abs=1)
+    found, _ = limit_of(tmp_path, risk_SU, 60, routing="ranked", trigger=5.0)
+    assert (risk_SU > found).sum() == pytest.approx(60, abs=1)
 
 
 @pytest.mark.parametrize("risk", [0.0, 1.0, np.nan, np.inf])
-def test_risks_that_say_nothing_have_the_limit_1(limit_of: Callable, risk: float) -> None:
-    assert limit_of(np.full((10, 3), risk), 6, RANKED)[0] == 1.0
+def test_risks_that_say_nothing_have_the_limit_1(tmp_path: Path, risk: float) -> None:
+    assert limit_of(tmp_path / "a", np.full((10, 3), risk), 6, routing="ranked", trigger=5.0)[0] == 1.0
+    assert limit_of(tmp_path / "b", np.full((10, 3), risk), 6, trigger=5.0) == (5.0, "trigger")

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from html_runs import UNITS, fake_run, unit_matrices
+from recorded import HOSTILE, UNITS, fake_run, sweep, unit_matrices
 from selenium import webdriver
 from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.chrome.service import Service
@@ -26,20 +26,9 @@ from gnmr.lab.report.runs import Run
 
 pytestmark = pytest.mark.slow
 
-HOSTILE = "</script><script>window.owned = 1</script><img src=x onerror='window.owned = 1'>"
 STEPS = 60
-FLAGS = (
-    "--headless=new",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--no-first-run",
-    "--host-resolver-rules=MAP * ~NOTFOUND",
-    "--window-size=1300,1000",
-)
+OFFLINE = "--host-resolver-rules=MAP * ~NOTFOUND"
+FLAGS = ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1300,1000", OFFLINE)
 
 
 @pytest.fixture(scope="module")
@@ -65,23 +54,8 @@ def write(path: Path, runs: list[Run]) -> Path:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Static low at perplexity 50, routed at 40; unit 0 of the routed run has its highest risk in step 31."""
     root = tmp_path_factory.mktemp("page")
-    risk_SU = np.full((STEPS, 3), 0.5)
-    risk_SU[30] = 2.5, 0.75, np.inf
-    made = unit_matrices(STEPS, UNITS, risk_SU)
-    made.active_SU[31:41, 0] = True
-    events = [
-        {"step": 31, "unit": UNITS[0], "event": "promote", "cause": "delta_gnmr", "risk": 2.5},
-        {"step": 36, "unit": UNITS[0], "event": "verdict", "cause": "precision", "risk": None},
-        {"step": 41, "unit": UNITS[0], "event": "release", "cause": "lock", "risk": 0.5},
-        {"step": 50, "unit": UNITS[1], "event": "promote", "cause": "retry", "risk": None},
-        {"step": 52, "unit": None, "event": "verdict", "cause": "not_reproducible", "risk": None},
-    ]
-    windows = [{"step": 30, "end": 33, "unit": UNITS[0], "kind": "underflow", "magnitude": 16}]
-    routed: dict[str, Any] = {"made": made, "events": events, "windows": windows, "command": f"gnmr train {HOSTILE}"}
-    runs: list[Run] = [fake_run(root / f"low{seed}", "int4", seed, ppl=50 + seed) for seed in (0, 1)]
-    runs += [fake_run(root / f"routed{seed}", "int4_int8", seed, ppl=40 + seed, **routed) for seed in (0, 1)]
+    runs = sweep(root)
     other = fake_run(root / "other", "bf16", 0)
     other.experiment = HOSTILE
     return write(root / "report.html", [*runs, other])
@@ -90,15 +64,15 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def page(browser: Any, report: Path) -> Any:
     """The browser with the page just opened."""
-    opened(browser, report)
-    return browser
+    return opened(browser, report)
 
 
-def opened(browser: Any, path: Path) -> None:
+def opened(browser: Any, path: Path) -> Any:
     browser.get("about:blank")
     browser.get_log("browser")
     browser.get(path.as_uri())
     until(browser, lambda: browser.execute_script("return document.body.dataset.ready"))
+    return browser
 
 
 def until(browser: Any, true: Callable[[], Any]) -> Any:
@@ -128,7 +102,7 @@ def at_cell(browser: Any, unit: int, step: int) -> ActionChains:
     return ActionChains(browser, duration=50).move_to_element_with_offset(over, across, down)
 
 
-def test_it_opens_without_errors_and_loads_nothing(page: Any) -> None:
+def test_it_opens_without_errors_loads_nothing_and_sorts(page: Any) -> None:
     assert page.get_log("browser") == []
     assert not page.find_element(By.ID, "failure").is_displayed()
     assert page.execute_script("return performance.getEntriesByType('resource').length") == 0
@@ -138,15 +112,17 @@ def test_it_opens_without_errors_and_loads_nothing(page: Any) -> None:
     )
     assert drawn == [True] * 3
     assert text(page, "#map-origin code") == f"gnmr train {HOSTILE}"
-    assert "commit 0123456789 · cpu, Test CPU" in text(page, "#arms .of:not([hidden]) .origin")
-
-
-def test_the_first_screen_tells_it(page: Any) -> None:
     assert text(page, ".of:not([hidden]) .verdict").startswith("int4 ended at perplexity 50.50; int4_int8 ended at")
-    labels = texts(page, ".of:not([hidden]) .figures .what")
-    assert labels == ["cost of low precision", "share got back", "spend"]
-    assert "5.6%" in text(page, ".of:not([hidden]) .figure:last-child"), "ten of 180 unit-steps"
     assert page.execute_script("return document.getElementById('map').getBoundingClientRect().top") < 800
+
+    def arms() -> list[str]:
+        return texts(page, "#arms .of:not([hidden]) table:first-of-type tbody td:first-child")[:2]
+
+    heads = page.find_elements(By.CSS_SELECTOR, "#arms .of:not([hidden]) th button")
+    head = next(one for one in heads if one.text == "val loss")
+    assert arms() == ["int4", "int4_int8"]
+    head.click()
+    assert arms() == ["int4_int8", "int4"], "sorted: 40 before 50"
 
 
 def test_the_legend_hides_and_shows_arms(page: Any) -> None:
@@ -163,35 +139,26 @@ def test_the_legend_hides_and_shows_arms(page: Any) -> None:
     until(page, lambda: seen() == {"int4", "int4_int8"})
 
 
-@pytest.fixture
-def phone(browser: Any) -> Iterator[Any]:
-    """The browser 400 pixels wide and dark."""
+def test_a_phone_in_the_dark(browser: Any, report: Path) -> None:
     size = {"width": 400, "height": 860, "deviceScaleFactor": 1, "mobile": True}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    dark = [{"name": "prefers-color-scheme", "value": "dark"}]
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": dark})
-    yield browser
-    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
-
-
-def test_a_phone_in_the_dark(phone: Any, report: Path) -> None:
-    opened(phone, report)
-    assert phone.execute_script("return document.documentElement.scrollWidth") <= 400
-    assert phone.execute_script("return getComputedStyle(document.body).backgroundColor") == "rgb(21, 24, 28)"
-    tops = "['loss-train', 'loss-val'].map(id => document.getElementById(id).getBoundingClientRect().top)"
-    first, second = phone.execute_script(f"return {tops}")
-    assert second > first + 200, "stacked"
-    picture = "return document.querySelector('#map image').getAttribute('href')"
-    dark = phone.execute_script(picture)
-    phone.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
-    until(phone, lambda: phone.execute_script(picture) != dark)
-    phone.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
-    style = "getComputedStyle(document.querySelector('{}'))"
-    told = f"return [{style.format('th')}.position, {style.format('h3')}.breakAfter]"
-    assert phone.execute_script(told) == ["static", "avoid"], "a sticky head is empty on the next sheet"
-    phone.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
-    assert phone.get_log("browser") == []
+    dark = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", dark)
+    try:
+        opened(browser, report)
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= 400
+        assert browser.execute_script("return getComputedStyle(document.body).backgroundColor") == "rgb(21, 24, 28)"
+        tops = "['loss-train', 'loss-val'].map(id => document.getElementById(id).getBoundingClientRect().top)"
+        first, second = browser.execute_script(f"return {tops}")
+        assert second > first + 200, "stacked"
+        picture = "return document.querySelector('#map image').getAttribute('href')"
+        drawn = browser.execute_script(picture)
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+        until(browser, lambda: browser.execute_script(picture) != drawn)
+        assert browser.get_log("browser") == []
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
 def test_many_arms_are_small_panels(browser: Any, tmp_path: Path) -> None:
@@ -230,22 +197,12 @@ def test_a_hover_tells_the_cell(page: Any) -> None:
     at_cell(page, 1, 31).perform()  # ordered by mean risk
     until(page, lambda: UNITS[2] in text(page, "#tip"))
     assert "∞" in text(page, "#tip")
-    page.find_element(By.XPATH, "//*[@id='map-order']//button[2]").click()  # by place
-    until(page, lambda: texts(page, "#map .unit-name")[1] == UNITS[1])
-    at_cell(page, 2, 31).perform()
-    until(page, lambda: UNITS[2] in text(page, "#tip"))
-
-
-def test_what_is_to_blame_is_told(page: Any) -> None:
-    """A spike is a line in the map, a row below it, and a word in its cells; it ends no promotion."""
     assert texts(page, "#verdicts tbody tr") == [f"36 precision {UNITS[0]}", "52 not reproducible -"]
     assert len(page.find_elements(By.CSS_SELECTOR, "#map .spike")) == 2
-    assert page.find_element(By.ID, "verdict-key").is_displayed()
     at_cell(page, 0, 36).perform()
     until(page, lambda: "precision: this unit" in text(page, "#tip"))
-    at_cell(page, 2, 50).click().perform()  # ordered by mean risk
-    until(page, lambda: text(page, "#unit h3") == UNITS[1])
-    assert page.find_element(By.CSS_SELECTOR, "#unit tbody tr").text == "50 50–the end retry – -"
+    page.find_element(By.XPATH, "//*[@id='map-order']//button[2]").click()  # by place
+    until(page, lambda: texts(page, "#map .unit-name")[1] == UNITS[1])
 
 
 def test_a_click_opens_the_unit(page: Any) -> None:
@@ -257,6 +214,9 @@ def test_a_click_opens_the_unit(page: Any) -> None:
     assert "1 promotion; highest risk 2.5 at step 31" in panel.text
     assert page.find_element(By.CSS_SELECTOR, "#unit tbody tr").text == "31 32–41 delta_gnmr 2.5 lock"
     assert len(page.find_elements(By.CSS_SELECTOR, "#unit-plot path[data-name]")) == 4, "norm, two ratios, risk"
+    Select(panel.find_element(By.TAG_NAME, "select")).select_by_visible_text(UNITS[1])
+    until(page, lambda: text(page, "#unit h3") == UNITS[1])
+    assert page.find_element(By.CSS_SELECTOR, "#unit tbody tr").text == "50 50–the end retry – -", "a verdict ends none"
     Select(panel.find_element(By.TAG_NAME, "select")).select_by_visible_text(UNITS[2])
     until(page, lambda: text(page, "#unit h3") == UNITS[2])
     address = page.current_url
@@ -284,16 +244,3 @@ def test_a_drag_zooms(page: Any, plot: str) -> None:
     ActionChains(page, duration=50).move_to_element(pane(page, plot)).double_click().perform()
     until(page, lambda: steps() == first)
     assert page.get_log("browser") == []
-
-
-def test_the_table_sorts(page: Any) -> None:
-    def arms() -> list[str]:
-        return texts(page, "#arms .of:not([hidden]) table:first-of-type tbody td:first-child")[:2]
-
-    heads = page.find_elements(By.CSS_SELECTOR, "#arms .of:not([hidden]) th button")
-    head = next(one for one in heads if one.text == "val loss")
-    assert arms() == ["int4", "int4_int8"]
-    head.click()
-    assert arms() == ["int4_int8", "int4"], "40 before 50"
-    head.click()
-    assert arms() == ["int4", "int4_int8"]

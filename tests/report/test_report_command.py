@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,34 +59,6 @@ def test_no_line_is_wider_than_the_terminal(write_run: Write, tmp_path: Path) ->
         told = printed([tmp_path / "runs"], tmp_path / "out", width=width)
         assert max(map(len, told.partition("Report: ")[0].splitlines())) <= width
         assert told.count("3.6889 ± -") == 2, "none is cut off"
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "told"),
-    [
-        ("units.arrows", b"PAR1 no such stream", "units.arrows: "),
-        ("units.arrows", b"", ""),
-        ("header.json", b"\xff\xfe", ""),
-        ("header.json", b"[]", ""),
-        ("steps.jsonl", b"[]\n", ""),
-    ],
-)
-def test_a_damaged_file_costs_no_more_than_its_run(
-    file: str, content: bytes, told: str, write_run: Write, tmp_path: Path
-) -> None:
-    write_run(arm="bf16", seed=0, steps=12, units=2, val_loss={12: 3.0})
-    broken = write_run(arm="int4", seed=0, steps=12, units=2, val_loss={12: 3.0})
-    (broken / file).write_bytes(content)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        printed([tmp_path / "runs"], tmp_path / "out")
-        markdown = (tmp_path / "out" / "report.md").read_text()
-        assert "| bf16 |" in markdown and ("\nLeft out: " in markdown) == bool(told)
-        if told:
-            with pytest.raises(UserError, match=told) as error:
-                printed([broken])
-            assert "\n" not in str(error.value)
-    assert all(f"{broken.name} left out: " in str(one.message) and told in str(one.message) for one in caught)
 
 
 def test_a_defect_of_ours_is_no_runs_fault(write_run: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

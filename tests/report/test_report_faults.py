@@ -7,12 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from html_runs import fake_run, unit_matrices
+from recorded import fake_run, unit_matrices
 
 from gnmr.errors import UserError
 from gnmr.lab.report.comparisons import compare
-from gnmr.lab.report.faults import FaultWindow, detect, fault_table, read_windows
+from gnmr.lab.report.faults import FaultWindow, detect, read_windows
 from gnmr.lab.report.runs import UnitMatrices
+from gnmr.lab.report.table import fault_table
 
 WINDOWS = [FaultWindow("a", 3, 5), FaultWindow("b", 7, 7)]
 

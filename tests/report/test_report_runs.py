@@ -35,21 +35,14 @@ def test_a_path_without_runs_is_one_line(tmp_path: Path, name: str, says: str) -
     assert "\n" not in str(error.value)
 
 
-def test_identity_is_the_configs(write_run: Write, tmp_path: Path) -> None:
-    folder = write_run(arm="int4_int8", seed=7)
-    run = load(folder.rename(tmp_path / "any-name"))
-    assert (run.arm, run.seed, run.experiment, run.scale) == ("int4_int8-gnmr", 7, "stress", "cpu")
-    assert folder.name == f"{run.arm}-{run.hash}-s7"
-
-
-def test_a_config_of_another_version_is_taken_from_the_folders_name(write_run: Write) -> None:
+@pytest.mark.parametrize("more", ["", "a_key_of_the_future: 1\n"])
+def test_identity_is_the_configs_or_that_of_the_folders_name(write_run: Write, tmp_path: Path, more: str) -> None:
     folder = write_run(arm="int4_int8", seed=7)
     with (folder / "config.yaml").open("a") as file:
-        file.write("a_key_of_the_future: 1\n")
-    run = load(folder)
-    assert (run.arm, run.seed) == ("int4_int8-gnmr", 7)
-    assert folder.name == f"{run.arm}-{run.hash}-s7"
-    assert run.settings["precision.low"] == "int4"
+        file.write(more)
+    run = load(folder if more else folder.rename(tmp_path / "any-name"))
+    assert (run.arm, run.seed, run.experiment, run.scale) == ("int4_int8-gnmr", 7, "stress", "cpu")
+    assert folder.name == f"{run.arm}-{run.hash}-s7" and run.settings["precision.low"] == "int4"
 
 
 @pytest.mark.parametrize("status", ["done", "failed", "interrupted", "running"])

@@ -14,8 +14,7 @@ from scipy import stats
 
 from gnmr.cli.report import main
 from gnmr.errors import UserError
-from gnmr.lab.report.claims import read
-from gnmr.lab.report.results import judged_claims, results
+from gnmr.lab.report.claims import judged_claims, read, results
 
 ROOT = Path(__file__).parents[2]
 PERPLEXITY = {"int4": (80.0, 84.0, 79.0), "int4_int8": (60.0, 64.0, 59.0), "int8": (40.0, 41.0, 40.0)}
@@ -129,19 +128,22 @@ def test_cells_are_pooled_and_arms_named_by_the_table(written: Path) -> None:
     pooled = pooled.replace("'study/int4_int8-*'", "['study/int4_int8-*', 'again/int4_int8-*']")
     rewrite(written, [*rows(), *again], pooled.replace("'study/int8-*'", "['study/int8-*', 'again/int8-*']"))
     (one,) = judged_claims(read(written))
-    assert [found.n for found in one.family.rows] == [6, 6]
+    assert [found.n for found in one.family.results] == [6, 6]
     named = CLAIMS.replace("{never: 'study/int4-*', gnmr: 'study/int4_int8-*', always: 'study/int8-*'}", "study/*")
     named = named.replace("low: never", "low: int4\n    contrasts: {'*': [int4, int8]}").replace("always", "int8")
     (written.parent / "text.md").write_text("")
     rewrite(written, rows(), named)
     (one,) = judged_claims(read(written))
-    assert [(found.arm, found.control) for found in one.family.rows] == [("int4_int8", "int4"), ("int4_int8", "int8")]
+    assert [(found.arm, found.control) for found in one.family.results] == [
+        ("int4_int8", "int4"),
+        ("int4_int8", "int8"),
+    ]
 
 
 def test_a_diverged_run_counts_and_an_unfinished_one_does_not(written: Path) -> None:
     rewrite(written, [*rows(), row("int4", 3, None), row("int8", 3, 4.0), row("int8", 4, 4.0, state="failed")])
     (one,) = judged_claims(read(written))
-    assert one.family.rows[-1].n == 4 and one.family.rows[-1].diverged == (0, 1)
+    assert one.family.results[-1].n == 4 and one.family.results[-1].diverged == (0, 1)
     assert one.of_arm("never")["loss"] == "diverged"
 
 
@@ -165,7 +167,7 @@ def test_verdicts_are_those_of_other_code_on_the_whole_records() -> None:
     found: dict[str, dict[str, list[str]]] = {}
     for one in judged_claims(read(ROOT / "docs" / "claims.yaml")):
         model = one.family.model
-        for test in one.family.rows:
+        for test in one.family.results:
             of_claim = found.setdefault(one.claim.name, {})
             of_claim.setdefault(test.verdict, []).append(f"{test.arm} - {test.control}")
             if model is not None and model.own_differences and test.difference is not None:

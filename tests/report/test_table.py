@@ -9,17 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from report_reading import notes, row
-from report_recorded import Recorded
+from recorded import Recorded, notes, row
 from scipy import stats
 
-from gnmr.lab.records.find import find_runs
-from gnmr.lab.report.comparisons import compare
 from gnmr.lab.report.headline import headline
 from gnmr.lab.report.layout import measure
-from gnmr.lab.report.runs import load
 from gnmr.lab.report.statistics import Stat
-from gnmr.lab.report.table import arm_table, run_table
+from gnmr.lab.report.table import arm_table
 
 Write = Callable[..., Path]
 DIFFERENCE = "diff. [95% CI]"
@@ -132,16 +128,6 @@ def test_a_budget_is_the_same_within_a_tenth_of_the_larger(runs: Recorded, share
     assert (comparison.random(gnmr) is not None) == meets
 
 
-def test_promotion_is_over_seeds_that_ended(runs: Recorded) -> None:
-    """A full disk is no end; a share that is not known is left out."""
-    runs.add("int4_int8", 3.0, None, None, None)
-    for run, share in zip(runs.runs, (0.01, 0.03, None, 0.9), strict=True):
-        run.__dict__["summary"]["promotion_frac"] = share
-    runs.runs[3].reason = "disk full after step 7"
-    (arm,) = runs.comparisons()[0].arms
-    assert arm.promoted == pytest.approx(0.02)
-
-
 def test_optimizer_arms_are_compared_with_the_plain_low_path(runs: Recorded) -> None:
     clip = {"optim__transform__name": "agc"}
     runs.add("int4", 3.0)
@@ -203,19 +189,6 @@ def test_a_seed_run_twice_counts_once(write_run: Write, comparisons: Callable, t
     assert "repeats a seed" in notes(arm_table(comparison))
 
 
-def test_another_commit_that_repeats_seeds_is_an_arm_of_its_own(
-    write_run: Write, comparisons: Callable, tmp_path: Path
-) -> None:
-    write_run(arm="int4", seed=0, val_ppl=44.0, header={"commit": "9876543210abcdef"}).rename(tmp_path / "mine")
-    for seed in (0, 1):
-        write_run(arm="int4", seed=seed, val_ppl=40.0)
-    (comparison,) = comparisons()
-    assert [(arm.label.split()[1:], arm.seeds) for arm in comparison.arms] == [
-        ([], [0, 1]),
-        (["at", "9876543210"], [0]),
-    ]
-
-
 @pytest.mark.parametrize(
     "other, says",
     [
@@ -257,17 +230,3 @@ def test_compressed_gradients_lie_between_never_recovering_and_dense(runs: Recor
     (routed,) = (arm for arm in comparison.arms if arm.signal == "price")
     assert comparison.low(routed).signal == "always_low"
     assert row(table, routed.label)["sent"] == "20.0%" and row(table, routed.label)["gap closed"] == "50%"
-
-
-def test_runs_are_listed_with_what_repeats_them(write_run: Write, tmp_path: Path) -> None:
-    folder = write_run(arm="bf16")
-    (cells,) = run_table([load(folder) for folder in find_runs([tmp_path])], tmp_path).rows
-    assert cells[0] == str(folder.relative_to(tmp_path)) and cells[1:3] == ["done", "3 of 3"]
-    assert cells[-1] == "gnmr train precision.low=bf16 training.seed=0"
-
-
-def test_the_largest_comparison_of_an_experiment_stands_first() -> None:
-    small, large = Recorded(scale="a"), Recorded(scale="b")
-    small.add("int4", 3.0)
-    large.add("int4", 3.0, 3.0)
-    assert [one.kind.scale for one in compare([*small.runs, *large.runs])] == ["b", "a"]

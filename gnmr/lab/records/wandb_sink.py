@@ -36,19 +36,6 @@ STEP_METRICS = {
     "saved_bytes_predicted": "memory/saved_bytes_predicted",
 }
 EVAL_METRICS = {"val_loss": "val/loss", "val_ppl": "val/ppl"}
-PANELS = (
-    "train/loss",
-    "val/loss",
-    "recovery/num_active",
-    "recovery/promotions",
-    "recovery/spent_gemm_frac",
-    "risk/highest",
-    "risk/mean_gnmr",
-    "price/total_nats",
-)
-"""What W&B draws by itself, besides the lines of units and the table of events; the rest is recorded and can be drawn.
-W&B makes a section of panels for each prefix."""
-_HIDDEN = ("over/*", "model/*", "monitored/*", "casts/*")
 _PRICES = ("price", "price_fprop")
 _MAX_TAG = 64
 """Characters; W&B's own limit."""
@@ -90,7 +77,6 @@ class WandbSink:
         self._say = say
         self._every, self._most = wandb_every, wandb_units
         self._promotions: Counter[str] = Counter()
-        self._sections: set[str] = set()
         self._last_step = 0
         self._run: Any = None
         self._thread = ThreadPoolExecutor(1, "wandb-sink")  # starts with the first row
@@ -141,9 +127,7 @@ class WandbSink:
                 self._say(f"W&B cannot be reached, its files are kept to be uploaded later ({_one_line(error)})")
                 wandb.teardown()  # it still holds the run's id
                 self._run = _open(wandb, "offline", arguments)
-            self._run.define_metric("step", hidden=True)
-            for metric in dict.fromkeys([*PANELS, *STEP_METRICS.values(), *EVAL_METRICS.values(), *_HIDDEN]):
-                self._run.define_metric(metric, step_metric="step", hidden=metric not in PANELS)
+            self._run.define_metric("*", step_metric="step")
 
     def resume(self, folder: Path, last_step: int) -> None:
         """Send the recorded steps up to `last_step` that W&B lacks.
@@ -255,9 +239,6 @@ class WandbSink:
             units = sorted(units, key=lambda place: -self._promotions[rows.units[place]])[: self._most]
         metrics: dict[str, float] = {}
         for column in columns or ["risk"]:
-            if column not in self._sections:
-                self._sections.add(column)
-                self._run.define_metric(f"{column}/*", step_metric="step")
             values = rows.columns[column] if columns else rows.risk
             known = rows.observed & ~np.isnan(values)
             metrics |= {f"{column}/{rows.units[place]}": float(values[place]) for place in units if known[place]}
@@ -288,16 +269,13 @@ def _eval_metrics(row: dict[str, Any]) -> dict[str, Any]:
 
 def _unit_metrics(rows: UnitRows) -> dict[str, float]:
     """Return the highest risk, the mean GNMR and the sum of the prices over all observed units, where measured."""
-    metrics: dict[str, float] = {}
-    risk = rows.risk[rows.observed]
-    if not np.isnan(risk).all():
-        metrics["risk/highest"] = float(np.nanmax(risk))
-    gnmr = rows.columns.get("gnmr", np.zeros(0))
-    if np.isfinite(gnmr).any():
-        metrics["risk/mean_gnmr"] = float(gnmr[np.isfinite(gnmr)].mean())
-    price = next((rows.columns[name] for name in _PRICES if name in rows.columns), np.zeros(0))
-    if np.isfinite(price).any():
-        metrics["price/total_nats"] = float(price[np.isfinite(price)].sum())
+    risk = rows.risk[rows.observed & ~np.isnan(rows.risk)]
+    metrics = {"risk/highest": float(risk.max())} if len(risk) else {}
+    finite = {name: values[np.isfinite(values)] for name, values in rows.columns.items() if np.isfinite(values).any()}
+    if "gnmr" in finite:
+        metrics["risk/mean_gnmr"] = float(finite["gnmr"].mean())
+    if price := next((name for name in _PRICES if name in finite), None):
+        metrics["price/total_nats"] = float(finite[price].sum())
     return metrics
 
 

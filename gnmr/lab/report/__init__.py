@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 from rich.console import Console
 
 from gnmr.console import print_plain
 from gnmr.errors import UserError, printable, writing
 from gnmr.lab.records.find import find_runs
-from gnmr.lab.report.comparisons import Comparison, compare, refuse_rivals
-from gnmr.lab.report.faults import fault_table
+from gnmr.lab.report.comparisons import compare, refuse_rivals
 from gnmr.lab.report.headline import headline
 from gnmr.lab.report.layout import Table, as_markdown
 from gnmr.lab.report.runs import Run, load
-from gnmr.lab.report.table import arm_table, run_table
+from gnmr.lab.report.table import arm_tables, run_table
 from gnmr.records import output
 from gnmr.records.untrusted import Damaged, first_line, text
-
-_T = TypeVar("_T")
 
 
 def report(
@@ -47,19 +44,35 @@ def report(
     folder = root / "report" if out is None else out
     page = folder / "report.html" if html is None else html
     _check_places(folder, page, own=out is None, named=html is not None)
-    left_out: dict[Path, str] = {}
-    runs = _load(find_runs(paths), left_out)
+    runs, left_out = list[Run](), dict[Path, str]()
+    for place in find_runs(paths):
+        with _leaving_out(place, left_out, UserError):
+            runs.append(load(place).check())
 
     def make(runs: list[Run]) -> tuple[list[str], list[Table], str]:
         from gnmr.lab.report.page import render_page
 
+        if not runs:
+            raise UserError("; ".join(f"{place}: {why}" for place, why in left_out.items()))
         comparisons = compare(runs)
         if strict:
             refuse_rivals(comparisons)
         sentences = [f"**{as_markdown(c.name)}.** {as_markdown(headline(c).sentence)}\n" for c in comparisons]
         return sentences, arm_tables(comparisons), render_page(comparisons, runs, page.parent)
 
-    (sentences, tables, html_text), runs = _without_damage(runs, left_out, make)
+    try:
+        sentences, tables, html_text = make(runs)
+    except Exception as error:  # damage that no check found: the runs for which it fails alone are left out
+        if isinstance(error, UserError) and not isinstance(error, Damaged):
+            raise  # a mistake in the request
+        for run in runs:
+            with _leaving_out(run.folder, left_out, Exception):
+                make([run])
+        sound = [run for run in runs if run.folder not in left_out]
+        if len(sound) == len(runs):
+            raise
+        runs = sound
+        sentences, tables, html_text = make(runs)
     try:  # before the tables are printed: whoever reads them may have left
         for place in (page.parent, folder):
             with writing(place):
@@ -73,12 +86,6 @@ def report(
             table.print(console)
     for line in (f"Report: {folder / 'report.md'}", f"Page: {page}"):
         print_plain(console, printable(line))
-
-
-def arm_tables(comparisons: Iterable[Comparison]) -> list[Table]:
-    """Return the table of each comparison, and of its injected faults if there were any."""
-    made = [table for comparison in comparisons for table in (arm_table(comparison), fault_table(comparison))]
-    return [table for table in made if table.rows]
 
 
 def _check_places(folder: Path, page: Path, *, own: bool, named: bool) -> None:
@@ -96,50 +103,14 @@ def _check_places(folder: Path, page: Path, *, own: bool, named: bool) -> None:
             output.check(file, follow=follow)
 
 
-def _load(folders: list[Path], left_out: dict[Path, str]) -> list[Run]:
-    runs = []
-    for folder in folders:
-        try:
-            runs.append(load(folder).check())
-        except UserError as error:
-            _leave_out(folder, error, left_out)
-    return _some(runs, left_out)
-
-
-def _without_damage(
-    runs: list[Run], left_out: dict[Path, str], make: Callable[[list[Run]], _T]
-) -> tuple[_T, list[Run]]:
-    """Return what `make` makes of the runs, without those for which it fails alone: damage that no check found."""
+@contextmanager
+def _leaving_out(folder: Path, left_out: dict[Path, str], caught: type[Exception]) -> Iterator[None]:
+    """Warn that a run cannot be shown, and go on without it."""
     try:
-        return make(runs), runs
-    except Exception as error:
-        if isinstance(error, UserError) and not isinstance(error, Damaged):
-            raise  # a mistake in the request
-        sound = []
-        for run in runs:
-            try:
-                make([run])
-                sound.append(run)
-            except Exception as why:
-                if isinstance(why, UserError) and not isinstance(why, Damaged):
-                    sound.append(run)
-                else:
-                    _leave_out(run.folder, why, left_out)
-        if len(sound) == len(runs):
-            raise
-    return make(_some(sound, left_out)), sound
-
-
-def _leave_out(folder: Path, error: Exception, left_out: dict[Path, str]) -> None:
-    why = text(first_line(error).removeprefix(f"{folder}/").removeprefix(f"{folder}: "))
-    left_out[folder] = why
-    warnings.warn(printable(f"{folder} left out: {why}"), stacklevel=2)
-
-
-def _some(runs: list[Run], left_out: dict[Path, str]) -> list[Run]:
-    if not runs:
-        raise UserError("; ".join(f"{place}: {why}" for place, why in left_out.items()))
-    return runs
+        yield
+    except caught as error:
+        left_out[folder] = why = text(first_line(error).removeprefix(f"{folder}/").removeprefix(f"{folder}: "))
+        warnings.warn(printable(f"{folder} left out: {why}"), stacklevel=4)
 
 
 def _common(paths: list[Path]) -> Path:

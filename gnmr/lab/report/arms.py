@@ -1,25 +1,24 @@
-"""Arms: the runs of one setting, one for each seed, and the settings in which arms differ."""
+"""Arms: the runs of one setting, one for each seed; the settings in which arms differ, and their names."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from gnmr.lab.report.runs import Run
-from gnmr.lab.report.statistics import Stat, stat
+from gnmr.lab.report.statistics import Losses, Stat, stat
 from gnmr.names import RECIPES
 
-QUANTIZER = ("precision.site", "precision.rounding", "precision.targets")
-"""Keys of what a path does besides its format."""
 _NAMES = ("arm", "precision.name", "controller.name")
 _DIVERGED = re.compile(r"had a non-finite|the validation loss after step")
 """Reasons of failure that are a divergence; a full disk or a defect says nothing about the arm."""
-Outcomes = Mapping[int, float]
-"""Loss at the end by seed, inf for a run that diverged."""
+_MOST_WORDS = 4
+"""Settings in a label; where more are needed the hash of the config stands there."""
 
 
 @dataclass
@@ -31,11 +30,20 @@ class Arm:
     duplicates: list[Run] = field(default_factory=list)
     """Runs that repeat a seed; they are not counted."""
     label: str = ""
-    """The name, with the settings that differ if two arms of an experiment share it."""
+    """The name, with the settings that differ if two arms of an experiment share it (`label_arms`)."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a setting; the runs differ in nothing but the seed."""
+        return self.settings.get(key, default)
 
     def with_status(self, *statuses: str) -> list[Run]:
         """Return the runs with one of these `Run.status`."""
         return [run for run in self.runs if run.status in statuses]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of its first run."""
+        return self.runs[0].settings
 
     @property
     def done(self) -> list[Run]:
@@ -52,46 +60,30 @@ class Arm:
         """The seeds of all its runs, in order."""
         return [run.seed for run in self.runs]
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The settings of its first run; the others differ in nothing but the seed."""
-        return self.runs[0].settings
-
     @cached_property
-    def outcomes(self) -> Outcomes:
-        """The last validation loss of the runs that ended by themselves, inf for those that diverged.
+    def losses(self) -> Losses:
+        """The final loss by seed of the runs that ended by themselves, inf for those that diverged.
 
-        A run diverged if it failed for a reason of `_DIVERGED`, or if its last validation loss is not finite.
+        A run diverged if it failed for a reason of `_DIVERGED`, or if its final loss is not finite.
         """
         found = {}
         for run in self.with_status("done", "failed"):
-            loss = run.summary.get("final_val_loss")
             if run.status == "failed":
                 if _DIVERGED.search(run.reason or ""):
                     found[run.seed] = math.inf
-            elif loss is not None:
+            elif (loss := run.final_loss) is not None:
                 found[run.seed] = float(loss) if math.isfinite(loss) else math.inf
         return found
 
     @property
-    def diverged(self) -> list[int]:
-        """The seeds of its diverged runs."""
-        return [seed for seed, loss in self.outcomes.items() if math.isinf(loss)]
-
-    @property
     def signal(self) -> str:
         """Name of the risk signal."""
-        return str(self.settings.get("controller.signal", "gnmr_delta"))
+        return str(self.get("controller.signal", "gnmr_delta"))
 
     @property
     def ranked(self) -> bool:
         """True if max_o is always filled."""
-        return self.settings.get("controller.routing") == "ranked"
-
-    @property
-    def hold(self) -> int:
-        """Steps for which a chosen set stays in force."""
-        return int(self.settings.get("controller.hold") or 1)
+        return self.get("controller.routing") == "ranked"
 
     @property
     def promoted(self) -> float | None:
@@ -99,7 +91,7 @@ class Arm:
 
         Diverged seeds count because otherwise an arm that lost all its seeds would have no random arm beside it.
         """
-        ended = [run for run in self.runs if run.status == "done" or run.seed in self.outcomes]
+        ended = [run for run in self.runs if run.status == "done" or run.seed in self.losses]
         found = stat(run.summary.get("promotion_frac") for run in ended)
         return None if found is None else found.mean
 
@@ -118,39 +110,33 @@ class Arm:
         late; the done seeds decide if there are any, since that step weighs more in a run that diverged early.
         """
         if not self.routed or self.signal == "always_low":
-            pinned = any(key.startswith("precision.pins.") for key in self.settings)
-            return None if pinned else self.low_path
-        in_16_bits = self.settings.get("controller.warmup_path") == "16bit"  # a warm-up on no path of its own
+            return None if any(key.startswith("precision.pins.") for key in self.settings) else self.low_path
+        in_16_bits = self.get("controller.warmup_path") == "16bit"  # a warm-up on no path of its own
         promoted = self.mean("promotion_frac") or self.promoted or 0
-        if self.signal == "always_high" and promoted > 0.99 and not in_16_bits:
-            return self.recovery_path
-        return None
+        return self.recovery_path if self.signal == "always_high" and promoted > 0.99 and not in_16_bits else None
 
     @property
     def compression(self) -> str | None:
         """What is sent in place of whole gradients, as text; None if they are sent whole."""
-        get = self.settings.get
-        if (name := get("compression.name")) in (None, "none"):
+        if (name := self.get("compression.name")) in (None, "none"):
             return None
-        return f"rank {get('compression.rank')} by {name}"
+        return f"rank {self.get('compression.rank')} by {name}"
 
     @property
     def low_path(self) -> str | None:
         """The low path: a format or recipe; for compressed gradients what is sent."""
-        return self.compression or self.settings.get("precision.low")
+        return self.compression or self.get("precision.low")
 
     @property
     def recovery_path(self) -> str | None:
         """The recovery path; None if nothing is routed. Compressed gradients recover to whole ones of one format."""
-        if self.settings.get("compression.name") == "greedylore":
-            return self.settings.get("precision.low")
-        return self.settings.get("precision.recovery")
+        return self.get("precision.low" if self.get("compression.name") == "greedylore" else "precision.recovery")
 
     def bits(self, path: Any) -> int | None:
         """Return the width of a format, or of a recipe's forward input: int4, e2m1 and sim_e2m1 have 4 bits."""
         own = f"precision.recipes.{path}."
         if any(key.startswith(own) for key in self.settings):
-            path = self.settings.get(f"{own}fprop.input", "bf16").partition("/")[0]
+            path = self.get(f"{own}fprop.input", "bf16").partition("/")[0]
         elif path in RECIPES:
             path = RECIPES[path].get("fprop", {}).get("input", "bf16").partition("/")[0]
         if floating := re.fullmatch(r"e(\d+)m(\d+)", str(path)):
@@ -166,7 +152,13 @@ class Arm:
     @property
     def sixteen_bit(self) -> bool:
         """True for a reference: its low path has 16 bits."""
-        return self.bits(self.settings.get("precision.low")) == 16 and self.compression is None
+        return self.bits(self.get("precision.low")) == 16 and self.compression is None
+
+    @property
+    def plain_adamw(self) -> bool:
+        """True if the optimizer is AdamW without gradient clipping or transform."""
+        changed = self.get("optim.transform.name") or self.get("optim.clip_norm")
+        return self.get("optim.name", "adamw") == "adamw" and not changed
 
     def stat(self, field: str) -> Stat | None:
         """Return mean and spread of a field of the summary over the done seeds."""
@@ -180,40 +172,8 @@ class Arm:
     @property
     def sort_key(self) -> tuple[int, int, str]:
         """The order of table 1: by the width of the low path, static before routed."""
-        low = self.bits(self.settings.get("precision.low")) or 99
+        low = self.bits(self.get("precision.low")) or 99
         return low, self.bits(self.recovery_path) or low, self.label or self.name
-
-
-def plain_adamw(arm: Arm) -> bool:
-    """Return True if the optimizer is AdamW without gradient clipping or transform."""
-    get = arm.settings.get
-    return get("optim.name", "adamw") == "adamw" and not get("optim.transform.name") and not get("optim.clip_norm")
-
-
-def independent(arms: list[Arm], keys: Iterable[str]) -> list[str]:
-    """Return the keys without those that follow from earlier keys of their group, as a fault's rate from its kind."""
-
-    def levels(keys: list[str]) -> int:
-        return len({repr([arm.settings.get(key) for key in keys]) for arm in arms})
-
-    kept: list[str] = []
-    for key in keys:
-        group = [other for other in kept if other.split(".")[0] == key.split(".")[0]]
-        if levels([*group, key]) > levels(group):
-            kept.append(key)
-    return kept
-
-
-def setting_texts(arm: Arm, keys: Iterable[str]) -> list[str]:
-    """Return the arm's values of these settings as short texts; settings that are not set are left out."""
-    texts = []
-    for key in keys:
-        value = arm.settings.get(key)
-        if key in ("controller.signal", "controller.routing"):
-            texts.append(str(value))
-        elif value is not None or key in ("controller.alpha", "controller.beta"):
-            texts.append(f"{key.rsplit('.', 1)[-1]}={'off' if value is None else value}")
-    return texts
 
 
 def varying(arms: Iterable[Arm]) -> list[str]:
@@ -225,5 +185,84 @@ def varying(arms: Iterable[Arm]) -> list[str]:
 
 def same(arm: Arm, other: Arm, keys: tuple[str, ...]) -> bool:
     """Return True if two arms agree in all settings whose keys begin with one of `keys`."""
-    mine, theirs = arm.settings, other.settings
-    return all(mine.get(key) == theirs.get(key) for key in mine.keys() | theirs.keys() if key.startswith(keys))
+    return not any(key.startswith(keys) for key in varying([arm, other]))
+
+
+def label_arms(comparisons: Iterable[Sequence[Arm]]) -> None:
+    """Give arms of one name the settings in which they differ, with the same keys in every comparison.
+
+    If more than `_MOST_WORDS` settings differ, keys that follow from earlier ones are left out, as a fault's rate from
+    its kind. If that does not suffice, an arm has the settings in which it is not as most arms are.
+    """
+    named: dict[str, list[tuple[int, Arm]]] = defaultdict(list)
+    keys: dict[str, list[str]] = defaultdict(list)
+    for place, arms in enumerate(comparisons):
+        for arm in arms:
+            named[arm.name].append((place, arm))
+        for name in {arm.name for arm in arms}:
+            differing = varying(arm for arm in arms if arm.name == name)
+            keys[name] += [key for key in differing if key not in keys[name] and key != "base"]  # the comparison's
+    for name, placed in named.items():
+        mine, shown = [arm for _, arm in placed], keys[name]
+        words = [_words(arm, shown) for arm in mine]
+        if max(map(len, words)) > _MOST_WORDS:
+            shown = _independent(mine, shown)
+            words = [_words(arm, shown) for arm in mine]
+        if max(map(len, words)) > _MOST_WORDS:
+            usual = {key: Counter(repr(arm.get(key)) for arm in mine).most_common(1)[0][0] for key in shown}
+            few = [_words(arm, [key for key in shown if repr(arm.get(key)) != usual[key]]) for arm in mine]
+            if len({(place, *one) for (place, _), one in zip(placed, few, strict=True)}) == len(mine):
+                words = few
+        for arm, own in zip(mine, words, strict=True):
+            arm.label = " ".join([name, *(own if len(own) <= _MOST_WORDS else [arm.runs[0].hash])])
+
+
+def _words(arm: Arm, keys: Iterable[str]) -> list[str]:
+    """Return the arm's values of these settings as short texts; settings that are not set are left out."""
+    texts = []
+    for key in keys:
+        value = arm.get(key)
+        if key in ("controller.signal", "controller.routing"):
+            texts.append(str(value))
+        elif value is not None or key in ("controller.alpha", "controller.beta"):
+            texts.append(f"{key.rsplit('.', 1)[-1]}={'off' if value is None else value}")
+    return texts
+
+
+def _independent(arms: Sequence[Arm], keys: Iterable[str]) -> list[str]:
+    """Return the keys without those that follow from earlier keys of their group."""
+
+    def levels(keys: list[str]) -> int:
+        return len({repr([arm.get(key) for key in keys]) for arm in arms})
+
+    kept: list[str] = []
+    for key in keys:
+        group = [other for other in kept if other.split(".")[0] == key.split(".")[0]]
+        if levels([*group, key]) > levels(group):
+            kept.append(key)
+    return kept
+
+
+def short_names(arms: Sequence[Arm]) -> dict[str, str]:
+    """Return, by label, what tells each arm from the others: of its name if that is unique, else of its label."""
+    names = Counter(arm.name for arm in arms)
+    unique = [arm.name if names[arm.name] == 1 else arm.label for arm in arms]
+    return dict(zip((arm.label for arm in arms), distinct_parts(unique), strict=True))
+
+
+def distinct_parts(labels: Sequence[str]) -> list[str]:
+    """Return the labels without the words and the leading hyphenated parts that all of them share.
+
+    Return them unchanged if that would leave one empty or two alike.
+    """
+    words = [label.split() for label in labels]
+    several = [set(one) for one in words if len(one) > 1]
+    common = set.intersection(*several) if len(several) > 1 else set()
+    kept = [[word for word in one if word not in common] for one in words]
+    heads = [one[0].split("-")[:-1] for one in kept if one and "-" in one[0]]
+    cut = 0
+    while len(heads) > 1 and all(len(head) > cut and head[cut] == heads[0][cut] for head in heads):
+        cut += 1
+    first = [one[0].split("-") if one else [""] for one in kept]
+    short = [" ".join(["-".join(a[cut:] if len(a) > 1 else a), *b[1:]]) for a, b in zip(first, kept, strict=True)]
+    return short if all(short) and len(set(short)) == len(set(labels)) else list(labels)

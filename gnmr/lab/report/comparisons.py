@@ -1,21 +1,31 @@
-"""Comparisons: the arms that saw the same data for the same steps."""
+"""Comparisons: the arms that saw the same data for the same steps, each with its tests.
+
+Every arm is tested against the arm that never recovers. The arms between two bounds (a static low arm and its static
+recovery arm) are one family with one model (`gnmr.lab.report.statistics`), behind the positive control; any other arm
+gets a paired t-test.
+"""
 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from itertools import combinations
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
 
 from gnmr.errors import UserError
-from gnmr.lab.report.arms import QUANTIZER, Arm, independent, plain_adamw, same, setting_texts, varying
+from gnmr.lab.report.arms import Arm, label_arms, same, short_names, varying
 from gnmr.lab.report.runs import Run
+from gnmr.lab.report.statistics import Family, Losses, Result, Share, adjusted, gap_closed, judge, paired
 
 _WHAT_AN_ARM_IS = ("precision.", "controller.", "compression.", "records.", "arm")
+_QUANTIZER = ("precision.site", "precision.rounding", "precision.targets")
+"""Keys of what a path does besides its format."""
 _MODEL = ("model.", "training.dtype", "training.eval_sequences")
+_ROUTING = ("controller.", "records.", "precision.probe_tokens")
 _SCALES = ("cpu", "60m", "130m", "350m", "1.3b", "3b")
-_GIVEN = ("budget", "cost")
+_GIVEN = ("controller.budget", "controller.cost")
 SAME_BUDGET = 0.1
 """By how much of the larger one two mean promotion shares may differ and still count as one budget.
 
@@ -24,9 +34,8 @@ budget of a sweep is a factor away. Quality rises steeply with the budget, so a 
 """
 
 
-@dataclass(frozen=True)
-class Kind:
-    """What runs must share to stand in one table."""
+class Kind(NamedTuple):
+    """What runs must share to stand in one table; None where it is unknown."""
 
     experiment: str
     scale: str
@@ -34,13 +43,27 @@ class Kind:
     seq_len: int | None
     tokens_per_step: int | None
     steps: int | None
-    base: str | None = None
+    base: str | None
     """What forks were made of: its name and the beginning of its checksum."""
 
-    @property
-    def tokens(self) -> int | None:
-        """In all its steps; None where unknown."""
-        return None if self.tokens_per_step is None or self.steps is None else self.tokens_per_step * self.steps
+    def texts(self) -> dict[str, str]:
+        """Return, by name, what keeps comparisons of one experiment and scale apart."""
+        numbers = ["unknown" if one is None else f"{one:,}" for one in (self.tokens_per_step, self.steps)]
+        found = [short(self.fingerprint), str(self.seq_len), *numbers, str(self.base)]
+        return dict(zip(("data", "seq_len", "tokens per step", "steps", "base"), found, strict=True))
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """A static low arm, its static recovery arm, and the arms between them."""
+
+    low: Arm
+    high: Arm
+    between: tuple[Arm, ...]
+    family: Family
+    """Every arm against `low`; the arms by their labels."""
+    against_random: tuple[Result, ...]
+    """Every arm that has a random arm with the same budget, against that arm."""
 
 
 @dataclass
@@ -59,6 +82,16 @@ class Comparison:
         return f"{self.kind.experiment}, scale {self.kind.scale}{base}"
 
     @property
+    def replicate(self) -> str:
+        """What arms have in common: forks of a base differ in the order of the data."""
+        return "order" if self.kind.base else "seed"
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """What tells each arm from the others, by label."""
+        return short_names(self.arms)
+
+    @property
     def runs(self) -> list[Run]:
         """Of all arms."""
         return [run for arm in self.arms for run in arm.runs]
@@ -68,9 +101,66 @@ class Comparison:
         """Of all arms, ascending, each once."""
         return sorted({run.seed for run in self.runs})
 
+    @property
+    def values(self) -> dict[str, Losses]:
+        """The losses of the arms by label."""
+        return {arm.label: arm.losses for arm in self.arms}
+
+    @cached_property
+    def bounds(self) -> list[Bounds]:
+        """Every pair of bounds with the arms that lie between them."""
+        found: dict[tuple[str, str], list[Arm]] = {}
+        for arm in self.arms:
+            low, high = self.low(arm), self.recovery(arm)
+            if low is not None and high is not None and low is not high and arm.losses:
+                members = found.setdefault((low.label, high.label), [])
+                members += [arm] if arm is not low and arm is not high else []
+        arms = {arm.label: arm for arm in self.arms}
+        pairs = [(arms[low], arms[high], between) for (low, high), between in found.items()]
+        return [self._bounds(low, high, between) for low, high, between in pairs if low.losses and high.losses]
+
+    def _bounds(self, low: Arm, high: Arm, between: list[Arm]) -> Bounds:
+        values = {arm.label: arm.losses for arm in (low, *between, high)}
+        randoms = [(arm.label, other.label) for arm in between if (other := self.random(arm)) and other.label in values]
+        ends = {"low": low.label, "high": high.label}
+        family = judge(values, [(label, low.label) for label in values if label != low.label], **ends)
+        return Bounds(low, high, tuple(between), family, judge(values, randoms, **ends).results if randoms else ())
+
+    @cached_property
+    def tests(self) -> dict[str, Result]:
+        """Each arm against the arm that never recovers, by label; arms without such an arm have none."""
+        found: dict[str, Result] = {}
+        for one in self.bounds:
+            for arm, test in zip((*one.between, one.high), one.family.results, strict=True):
+                share = None
+                if (
+                    arm is not one.high
+                    and (value := gap_closed(one.low.losses, arm.losses, one.high.losses)) is not None
+                ):
+                    share = Share(value, test.closed.interval if test.closed else None)
+                found.setdefault(arm.label, replace(test, closed=share))
+        lows = {arm.label: low.label for arm in self.arms if (low := self.low(arm)) is not None and low is not arm}
+        return self._with_others(found, lows)
+
+    @cached_property
+    def random_tests(self) -> dict[str, Result]:
+        """Each arm against the random arm with the same budget, by label; in its family if there is one."""
+        found = {test.arm: test for one in self.bounds if one.family.tested for test in one.against_random}
+        return self._with_others(
+            found, {arm.label: other.label for arm in self.arms if (other := self.random(arm)) is not None}
+        )
+
+    def _with_others(self, found: dict[str, Result], controls: dict[str, str]) -> dict[str, Result]:
+        """Return the results with paired t-tests of the other arms that have a control."""
+        rest = [paired(self.values, arm, control) for arm, control in controls.items() if arm not in found]
+        return found | {test.arm: test for test in adjusted(rest)}
+
     def reference(self, arm: Arm) -> Arm | None:
-        """The static 16-bit arm to compare with; None without one."""
-        return self._bound(arm, lambda other: other.sixteen_bit)
+        """The static 16-bit arm to compare with, else the static recovery arm if its path has 16 bits."""
+        if (found := self._bound(arm, lambda other: other.sixteen_bit)) is not None:
+            return found
+        recovery = self.recovery(arm)
+        return recovery if recovery is not None and recovery.bits(recovery.always) == 16 else None
 
     def low(self, arm: Arm) -> Arm | None:
         """The static arm on the arm's low path, under the same injected faults."""
@@ -86,7 +176,7 @@ class Comparison:
         nearest = self.nearest_random(arm)
         if nearest is None or _apart(arm, nearest) <= SAME_BUDGET:
             return nearest
-        given, other = ([one.settings.get(f"controller.{key}") for key in _GIVEN] for one in (arm, nearest))
+        given, other = ([one.get(key) for key in _GIVEN] for one in (arm, nearest))
         return nearest if given[0] is not None and given == other else None
 
     def nearest_random(self, arm: Arm) -> Arm | None:
@@ -97,11 +187,12 @@ class Comparison:
         """
         if arm.always or arm.signal == "random":
             return None
-        candidates = [
-            other
-            for other in self.arms
-            if other.signal == "random" and other.routed and other.hold == arm.hold and _same_but_routing(arm, other)
-        ]
+
+        def alike(other: Arm) -> bool:
+            held, its = ((one.get("controller.hold") or 1) for one in (arm, other))
+            return held == its and all(key.startswith(_ROUTING) for key in varying([arm, other]))
+
+        candidates = [other for other in self.arms if other.signal == "random" and other.routed and alike(other)]
         nearest = min(candidates, key=lambda other: _apart(arm, other), default=None)
         return nearest if nearest and _apart(arm, nearest) < math.inf else None
 
@@ -115,9 +206,8 @@ class Comparison:
             return arm.low_path, arm.recovery_path
         beside = [other for other in self.arms if same(arm, other, _MODEL)]
         pairs = [self.formats(other) for other in beside if other.routed]
-        own = [pair for pair in pairs if pair[0] == arm.always]
         if pairs:
-            return (own or pairs)[0]
+            return next((pair for pair in pairs if pair[0] == arm.always), pairs[0])
         narrowest, *wider = sorted(beside, key=lambda other: other.sort_key)
         wide = [other for other in wider if not other.sixteen_bit] or wider
         return narrowest.always, wide[-1].always if wide else None
@@ -125,7 +215,7 @@ class Comparison:
     def _on(self, arm: Arm, place: int) -> Callable[[Arm], bool]:
         """Whether another arm is the static one on the arm's low (0) or recovery (1) path."""
         wanted = self.formats(arm)[place]
-        keys = ("faults.", *QUANTIZER) if place == 0 else QUANTIZER if arm.bits(wanted) != 16 else ()
+        keys = ("faults.", *_QUANTIZER) if place == 0 else _QUANTIZER if arm.bits(wanted) != 16 else ()
         keys = *keys, f"precision.recipes.{wanted}."
         return lambda other: wanted is not None and other.always == wanted and same(arm, other, keys)
 
@@ -137,29 +227,24 @@ class Comparison:
         for faults, which spare the recovery path of a routed arm alone), then one of the same low path (always high is
         the same run whatever that is), then the one with most seeds in common.
         """
-        candidates = [
-            other
-            for other in self.arms
-            if fits(other)
-            and same(arm, other, _MODEL)
-            and (same(arm, other, ("optim.",)) or (plain_adamw(other) and not plain_adamw(arm)))
-        ]
 
-        def rank(other: Arm) -> tuple[bool, bool, bool, bool, bool, bool, int]:
-            faults = other.settings.get("faults.kind") not in (None, "none")
-            same_rate = other.settings.get("optim.lr") == arm.settings.get("optim.lr")
-            same_low = other.low_path == arm.low_path
-            common = len(arm.outcomes.keys() & other.outcomes.keys())
-            return plain_adamw(other), same_rate, not faults, other.routed == faults, other is arm, same_low, common
+        def comparable(other: Arm) -> bool:
+            optimizer = same(arm, other, ("optim.",)) or (other.plain_adamw and not arm.plain_adamw)
+            return optimizer and same(arm, other, _MODEL)
 
-        return max(candidates, key=rank, default=None)
+        def rank(other: Arm) -> tuple[object, ...]:
+            faults = other.get("faults.kind") not in (None, "none")
+            same_rate, same_low = other.get("optim.lr") == arm.get("optim.lr"), other.low_path == arm.low_path
+            common = len(arm.losses.keys() & other.losses.keys())
+            return other.plain_adamw, same_rate, not faults, other.routed == faults, other is arm, same_low, common
+
+        return max((other for other in self.arms if fits(other) and comparable(other)), key=rank, default=None)
 
     def apart(self) -> dict[str, tuple[str, list[str]]]:
         """What keeps this comparison apart from its rivals: {what: (here, there)}."""
-        kinds = [self.kind, *self.rivals]
-        columns = zip(*map(_kind_texts, kinds), strict=True)
-        named = zip(("data", "seq_len", "tokens per step", "steps", "base"), columns, strict=True)
-        return {what: (mine, sorted(set(others) - {mine})) for what, (mine, *others) in named if set(others) - {mine}}
+        others = [kind.texts() for kind in self.rivals]
+        found = {what: (mine, {other[what] for other in others} - {mine}) for what, mine in self.kind.texts().items()}
+        return {what: (mine, sorted(there)) for what, (mine, there) in found.items() if there}
 
     def differing_settings(self) -> list[str]:
         """Keys in which rows differ although they are not what makes an arm."""
@@ -170,20 +255,19 @@ def compare(runs: Iterable[Run]) -> list[Comparison]:
     """Runs in their comparisons: by experiment, the largest first, then by scale and size."""
     groups: dict[Kind, dict[tuple[str, str], list[Run]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:
-        groups[_kind(run)][run.arm, run.hash].append(run)
-    comparisons = [
-        Comparison(kind, [arm for (name, _), group in arms.items() for arm in _arms(name, group)])
-        for kind, arms in groups.items()
-    ]
+        sizes = run.settings.get("training.seq_len"), run.tokens_per_step, run.planned_steps
+        kind = Kind(run.experiment, run.scale, run.data.get("fingerprint"), *sizes, run.base)
+        groups[kind][run.arm, run.hash].append(run)
     siblings_of: dict[str, list[Comparison]] = defaultdict(list)
-    for one in comparisons:
-        siblings_of[one.kind.experiment].append(one)
+    for kind, arms in groups.items():
+        made = [_arm(name, group) for (name, _), group in arms.items()]
+        siblings_of[kind.experiment].append(Comparison(kind, made))
     for siblings in siblings_of.values():
-        _label(siblings)
+        label_arms([one.arms for one in siblings])
         for one in siblings:
             one.rivals = [other.kind for other in siblings if other is not one and other.kind.scale == one.kind.scale]
             one.arms.sort(key=lambda arm: arm.sort_key)
-    return sorted(comparisons, key=lambda one: (one.kind.experiment, -len(one.runs), _order(one.kind)))
+    return sorted((one for siblings in siblings_of.values() for one in siblings), key=_order)
 
 
 def refuse_rivals(comparisons: Iterable[Comparison]) -> None:
@@ -199,39 +283,11 @@ def short(fingerprint: str | None) -> str:
     return str(fingerprint or "unknown")[:8]
 
 
-def _kind_texts(kind: Kind) -> list[str]:
-    numbers = ["unknown" if one is None else f"{one:,}" for one in (kind.tokens_per_step, kind.steps)]
-    return [short(kind.fingerprint), str(kind.seq_len), *numbers, str(kind.base)]
-
-
-def _kind(run: Run) -> Kind:
-    return Kind(
-        run.experiment,
-        run.scale,
-        run.data.get("fingerprint"),
-        run.settings.get("training.seq_len"),
-        run.tokens_per_step,
-        run.planned_steps,
-        run.base,
-    )
-
-
-def _order(kind: Kind) -> tuple[str, int, str, int, str]:
+def _order(comparison: Comparison) -> tuple[object, ...]:
+    kind = comparison.kind
     place = _SCALES.index(kind.scale) if kind.scale in _SCALES else len(_SCALES)
-    return kind.experiment, place, kind.scale, kind.tokens or 0, f"{kind.fingerprint} {kind.base}"
-
-
-def _arms(name: str, runs: list[Run]) -> list[Arm]:
-    """One arm; where another commit repeats seeds to their end, as a run beside the reference arms does, one a commit:
-    the one with most runs has the name, the others say which they are."""
-    of_commit: dict[str, list[Run]] = defaultdict(list)
-    for run in runs:
-        of_commit[run.commit].append(run)
-    done = [{run.seed for run in group if run.status == "done"} for group in of_commit.values()]
-    if not any(one & other for one, other in combinations(done, 2)):
-        return [_arm(name, runs)]
-    first, *others = sorted(of_commit.items(), key=lambda found: (-len(found[1]), found[0]))
-    return [_arm(name, first[1]), *(_arm(f"{name} at {commit}", group) for commit, group in others)]
+    size = (kind.tokens_per_step or 0) * (kind.steps or 0)
+    return kind.experiment, -len(comparison.runs), place, kind.scale, size, f"{kind.fingerprint} {kind.base}"
 
 
 def _arm(name: str, runs: list[Run]) -> Arm:
@@ -243,49 +299,8 @@ def _arm(name: str, runs: list[Run]) -> Arm:
     return Arm(name, chosen, duplicates=[run for run in runs if run not in chosen])
 
 
-_MOST_WORDS = 4
-"""Settings in a label; where more are needed the hash of the config stands there."""
-
-
-def _label(comparisons: list[Comparison]) -> None:
-    """Gives arms of one name the settings in which they differ; the same keys in every comparison."""
-    keys: dict[str, list[str]] = defaultdict(list)
-    for comparison in comparisons:
-        for name in {arm.name for arm in comparison.arms}:
-            for key in varying([arm for arm in comparison.arms if arm.name == name]):
-                if key not in keys[name] and key != "base":  # the comparison's
-                    keys[name].append(key)
-    arms = [arm for comparison in comparisons for arm in comparison.arms]
-    places = {id(arm): place for place, comparison in enumerate(comparisons) for arm in comparison.arms}
-    for name in {arm.name for arm in arms}:
-        mine, shown = [arm for arm in arms if arm.name == name], keys[name]
-        if any(len(setting_texts(arm, shown)) > _MOST_WORDS for arm in mine):
-            shown = independent(mine, shown)
-        texts = [setting_texts(arm, shown) for arm in mine]
-        if any(len(words) > _MOST_WORDS for words in texts):
-            unusual = [setting_texts(arm, own) for arm, own in zip(mine, _unusual(mine, shown), strict=True)]
-            where = [places[id(arm)] for arm in mine]
-            texts = (
-                unusual if len({(i, *words) for i, words in zip(where, unusual, strict=True)}) == len(mine) else texts
-            )
-        for arm, words in zip(mine, texts, strict=True):
-            arm.label = " ".join([name, *(words if len(words) <= _MOST_WORDS else [arm.runs[0].hash])])
-
-
-def _unusual(arms: list[Arm], keys: list[str]) -> list[list[str]]:
-    """Of each arm the keys in which it is not as most arms are: cells that each leave one setting by a key or two."""
-    values = {key: [repr(arm.settings.get(key)) for arm in arms] for key in keys}
-    usual = {key: Counter(found).most_common(1)[0][0] for key, found in values.items()}
-    return [[key for key in keys if values[key][place] != usual[key]] for place in range(len(arms))]
-
-
 def _apart(arm: Arm, other: Arm) -> float:
     """Difference of the mean promotion shares relative to the larger one; inf where one is 0 or unknown."""
     if not arm.promoted or not other.promoted:
         return math.inf
     return abs(arm.promoted - other.promoted) / max(arm.promoted, other.promoted)
-
-
-def _same_but_routing(arm: Arm, other: Arm) -> bool:
-    apart = ("controller.", "records.", "precision.probe_tokens")
-    return all(key.startswith(apart) for key in varying([arm, other]))

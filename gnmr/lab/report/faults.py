@@ -9,10 +9,7 @@ from statistics import median
 
 import numpy as np
 
-from gnmr.lab.report.comparisons import Comparison
-from gnmr.lab.report.layout import Table, measure
 from gnmr.lab.report.runs import Run, UnitMatrices
-from gnmr.lab.report.statistics import stat
 from gnmr.records.reader import MAX_STEP, calibrated_trigger, read_jsonl
 from gnmr.records.untrusted import Damaged, text
 
@@ -121,32 +118,3 @@ def trigger(run: Run) -> float:
     """Return the factor of all thresholds; a loop that calibrated it itself has it in its header."""
     found = calibrated_trigger(run.header)
     return found[1] if found is not None else float(run.settings.get("controller.trigger") or 1.0)
-
-
-def fault_table(comparison: Comparison) -> Table:
-    """Return how the arms' signals detected the injected faults: precision, recall, delay and false alarms.
-
-    They are the mean ± sample standard deviation over the seeds. There are no rows if no faults were injected.
-    """
-    found = {}
-    for run in comparison.runs:
-        if (faults := read_windows(run.folder)) and len((matrices := run.units()).steps):
-            found[run.folder] = detect(matrices, faults, trigger(run))
-    columns = ["recall", "precision", "delay\n[steps]", "false alarms\nper 1,000"]
-    table = Table(f"{comparison.name}: injected faults", ["arm", "seeds", "windows", *columns])
-    for arm in comparison.arms:
-        if not (mine := [found[run.folder] for run in arm.runs if run.folder in found]):
-            continue
-
-        def share(of: str, mine: list[Detection] = mine) -> str:
-            return measure(stat(None if (one := getattr(d, of)) is None else 100 * one for d in mine), 1, unit="%")
-
-        delay, alarms = measure(stat(d.delay for d in mine), 1), measure(stat(d.false_alarms for d in mine), 2)
-        counted = [arm.label, str(len(mine)), str(sum(len(d.windows) for d in mine))]
-        table.rows.append([*counted, share("recall"), share("precision"), delay, alarms])
-    table.notes = [
-        "A window is caught where its unit's risk is over the trigger from its first step to one after its last. "
-        "Precision: unit-steps over the trigger that lie in a window; false alarms: those that do not, per 1,000 "
-        "unit-steps outside. Delay: median."
-    ]
-    return table

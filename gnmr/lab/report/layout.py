@@ -28,14 +28,11 @@ class Table:
     notes: list[str] = field(default_factory=list)
 
     def without_empty(self, optional: Iterable[str]) -> Table:
-        """The table without those of the optional columns in which no row has anything."""
-        keep = [
-            place
-            for place, column in enumerate(self.columns)
-            if column not in set(optional) or any(row[place] != NOTHING for row in self.rows)
-        ]
-        rows = [[row[place] for place in keep] for row in self.rows]
-        return Table(self.title, [self.columns[place] for place in keep], rows, self.notes)
+        """Return the table without those of the optional columns in which no row has anything."""
+        columns = [(heading, *cells) for heading, *cells in zip(self.columns, *self.rows, strict=True)]
+        keep = [column for column in columns if column[0] not in optional or {*column[1:]} - {NOTHING}]
+        headings, *rows = map(list, zip(*keep, strict=True))
+        return Table(self.title, headings, rows, self.notes)
 
     def print(self, console: Console) -> None:
         """On a narrow terminal the rows' names are wrapped, and columns that do not fit follow in a table below."""

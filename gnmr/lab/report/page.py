@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from gnmr.lab.report.arms import Arm
+from gnmr.lab.records.find import changed
 from gnmr.lab.report.comparisons import Comparison
-from gnmr.lab.report.curves import Curves, Series, bin_width, loss_curves, relative_losses, shared_mean
-from gnmr.lab.report.faults import fault_table
-from gnmr.lab.report.headline import headline, short_names
+from gnmr.lab.report.headline import headline
 from gnmr.lab.report.layout import count, counted
 from gnmr.lab.report.runs import Run
-from gnmr.lab.report.table import arm_table, run_table
-from gnmr.lab.report.units import unit_map
+from gnmr.lab.report.table import arm_tables, run_table
+from gnmr.lab.report.units import bin_width, unit_map
 from gnmr.records.schema import OWN
 
 MAP_CHARACTERS = 9_000_000
@@ -41,13 +40,24 @@ def render_page(comparisons: Sequence[Comparison], runs: Sequence[Run], root: Pa
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    shown: list[Tree] = []
-    data: list[Tree] = []
-    room = MAP_CHARACTERS
-    for comparison in comparisons:
-        maps, no_room, room = _maps(comparison, room)
-        shown.append(_comparison(comparison) | {"no_room": no_room})
-        data.append(_data(comparison) | {"maps": maps})
+    shown, data, room = list[Tree](), list[Tree](), MAP_CHARACTERS
+    for one in comparisons:
+        maps, no_room, room = _maps(one, room)
+        told, arms = headline(one), _arms(one)
+        apart = ", ".join(f"{what} {here}" for what, (here, _) in one.apart().items())
+        shown.append(
+            {
+                "name": f"{one.name} ({apart})" if apart else one.name,
+                "card": _card(one),
+                "headline": told,
+                "tables": arm_tables([one]),
+                "colours": {arm["label"]: arm["colour"] for arm in arms},
+                "origin": origin(one.runs),
+                "no_room": no_room,
+            }
+        )
+        tokens = count(one.kind.tokens_per_step)
+        data.append({"arms": arms, "loss": _losses(one), "best": told.arm, "tokens": tokens, "maps": maps})
     return environment.get_template("page.html.j2").render(
         comparisons=shown,
         data=data,
@@ -78,48 +88,24 @@ def _maps(comparison: Comparison, room: int) -> tuple[list[Tree], list[str], int
     return [tree for *_, tree in sorted(found, key=lambda one: one[:2])], no_room, room
 
 
-def _comparison(comparison: Comparison) -> Tree:
-    """Return what the template writes: texts and tables."""
-    apart = ", ".join(f"{what} {here}" for what, (here, _) in comparison.apart().items())
-    faults = fault_table(comparison)
-    looks = zip(_arms(comparison), comparison.arms, strict=True)
-    return {
-        "name": f"{comparison.name} ({apart})" if apart else comparison.name,
-        "card": _card(comparison),
-        "headline": headline(comparison),
-        "tables": [arm_table(comparison), *([faults] if faults.rows else [])],
-        "colours": {arm.label: look["colour"] for look, arm in looks},
-        "origin": origin(comparison.runs),
-    }
-
-
-def _data(comparison: Comparison) -> Tree:
-    """Return what the script draws, without the unit maps."""
-    return {
-        "arms": _arms(comparison),
-        "loss": _losses(comparison),
-        "best": headline(comparison).arm,
-        "tokens": count(comparison.kind.tokens_per_step),
-    }
-
-
 def _arms(comparison: Comparison) -> list[Tree]:
     """Return label, short name, colour and dash of each arm. 16-bit arms are grey."""
-    short, found, place = short_names(comparison.arms), [], 0
+    found, place = list[Tree](), 0
     for arm in comparison.arms:
         colour, dash = "var(--grey)", ""
         if not arm.sixteen_bit:
             again, at = divmod(place, len(_FIRST_DASH))
             colour, dash, place = f"var(--c{at})", _DASHES[(_FIRST_DASH[at] + again) % 3], place + 1
-        found.append({"label": arm.label, "short": short[arm.label], "colour": colour, "dash": dash})
+        found.append({"label": arm.label, "short": comparison.names[arm.label], "colour": colour, "dash": dash})
     return found
 
 
 def _card(comparison: Comparison) -> list[tuple[str, str]]:
     kind, run = comparison.kind, comparison.runs[0]
-    what, seeds = counted("order" if kind.base else "seed", comparison.seeds).split(" ", 1)
+    what, seeds = counted(comparison.replicate, comparison.seeds).split(" ", 1)
     done = sum(len(arm.done) for arm in comparison.arms)
-    dates = sorted({date for one in comparison.runs if (date := _date(one))})
+    times = sorted(time for one in comparison.runs if (time := changed(one.folder)))
+    dates = dict.fromkeys(datetime.fromtimestamp(time, tz=UTC).date().isoformat() for time in (*times[:1], *times[-1:]))
     machines = sorted({one.machine for one in comparison.runs})
     training = f"{count(run.last_step)} steps"
     if run.scale != OWN:
@@ -131,7 +117,7 @@ def _card(comparison: Comparison) -> list[tuple[str, str]]:
         ("training", training),
         ("arms", f"{len(comparison.arms)}, {done} of {len(comparison.runs)} runs done"),
         (what, seeds),
-        ("date", " to ".join(dict.fromkeys([*dates[:1], *dates[-1:]]))),
+        ("date", " to ".join(dates)),
         ("machine", machines[0] + (f" and {len(machines) - 1} more" if len(machines) > 1 else "")),
     ]
     return [pair for pair in card if pair[1]]
@@ -151,42 +137,61 @@ def _model(run: Run) -> str:
     return ", ".join([name, *size, *parameters, f"scale {run.scale}"])
 
 
-def _date(run: Run) -> str:
-    """Return the day on which its records were last written."""
-    times = [path.stat().st_mtime for name in ("summary.json", "steps.jsonl") if (path := run.folder / name).is_file()]
-    return datetime.fromtimestamp(times[0], tz=UTC).date().isoformat() if times else ""
-
-
 def _losses(comparison: Comparison) -> Tree:
     """Return the lines of training and validation loss, as they are and minus the 16-bit arm's of the same seed."""
     width = bin_width(max(run.last_step for run in comparison.runs), _TRAIN_POINTS)
-    plain: list[Tree] = []
-    relative: list[Tree] = []
-    apart, references = relative_losses(comparison, width)
+    curves = {run.folder: _curves(run, width) for run in comparison.runs}
+    plain, relative, references, covered = list[Tree](), list[Tree](), set[str](), set[str]()
     for place, arm in enumerate(comparison.arms):
-        for lines, curves in ((plain, loss_curves(arm, width)), (relative, apart.get(arm.label, ({}, {})))):
-            for name, mine in zip(("train", "val"), curves, strict=True):
-                lines += _lines(place, name, arm, mine)
+        reference = comparison.reference(arm)
+        others = [] if reference is None or reference is arm else reference.runs
+        theirs = {run.seed: curves[run.folder] for run in others}
+        for name in ("train", "val"):
+            plain += _lines(place, name, [(run, curves[run.folder][name]) for run in arm.runs])
+            pairs = [(run, curves[run.folder][name] - theirs[run.seed][name]) for run in arm.runs if run.seed in theirs]
+            if lines := _lines(place, name, [(run, apart[np.isfinite(apart)]) for run, apart in pairs]):
+                relative += lines
+                covered.add(arm.label)
+                references |= {reference.label} if reference else set()
     if len(comparison.arms) > MANY:
         plain, relative = (
             list({(one["arm"], one["of"]): one for one in lines}.values()) for lines in (plain, relative)
         )
-    to = references[0].label if len(references) == 1 else "16 bits"
-    without = len(comparison.arms) - len(apart) - len(references)
+    to = next(iter(references)) if len(references) == 1 else "16 bits"
+    without = len(comparison.arms) - len(covered) - len(references)
     return {"width": width, "plain": plain, "relative": relative, "to": to, "without": without}
 
 
-def _lines(place: int, name: str, arm: Arm, curves: Curves) -> list[Tree]:
-    """Return a line for each run that has a curve, then the mean over the finished seeds."""
-    known = [run for run in arm.runs if run.folder in curves and len(curves[run.folder][0])]
-    lines = [_line(place, name, curves[run.folder]) | {"seed": run.seed, "status": run.status} for run in known]
-    done = [curves[run.folder] for run in known if run.status == "done"]
-    mean = shared_mean(done)
-    return lines + ([_line(place, name, mean) | {"seeds": len(done)}] if len(mean[0]) else [])
+def _curves(run: Run, width: int) -> dict[str, pd.Series]:
+    """Return the training loss in means of `width` steps, and the validation loss, by step."""
+    train = binned(run.steps["step"], run.steps["loss"], width)
+    return {"train": train, "val": pd.Series(run.evals["val_loss"], run.evals["step"])}
 
 
-def _line(arm: int, name: str, curve: Series) -> Tree:
-    x, y = ([float(f"{one:.6g}") if np.isfinite(one) else None for one in values] for values in curve)
+def binned(steps: np.ndarray, values: np.ndarray, width: int) -> pd.Series:
+    """Return the means over bins of `width` steps by the bins' centres; a bin without a number is NaN.
+
+    A last bin that is less than half full is merged into the one before: the mean of few steps looks like a cliff.
+    """
+    place = (steps.astype(np.int64) - 1) // width
+    number = int(place.max(initial=-1)) + 1
+    if number > 1 and 2 * (int(steps.max()) - (number - 1) * width) < width:
+        number -= 1
+    means = pd.Series(values).groupby(np.minimum(place, number - 1)).mean().reindex(range(number))
+    return means.set_axis(np.arange(number) * width + (width + 1) / 2)
+
+
+def _lines(place: int, name: str, curves: list[tuple[Run, pd.Series]]) -> list[Tree]:
+    """Return a line for each run that has a curve, then the mean over the finished seeds at the steps that all have."""
+    known = [(run, curve) for run, curve in curves if len(curve)]
+    lines = [_line(place, name, curve) | {"seed": run.seed, "status": run.status} for run, curve in known]
+    done = [curve for run, curve in known if run.status == "done"]
+    mean = pd.concat(done, axis=1, join="inner").mean(axis=1, skipna=False) if done else pd.Series()
+    return lines + ([_line(place, name, mean) | {"seeds": len(done)}] if len(mean) else [])
+
+
+def _line(arm: int, name: str, curve: pd.Series) -> Tree:
+    x, y = ([float(f"{one:.6g}") if np.isfinite(one) else None for one in values] for values in (curve.index, curve))
     return {"arm": arm, "of": name, "x": x, "y": y}
 
 

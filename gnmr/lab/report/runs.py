@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -26,8 +25,6 @@ from gnmr.records.untrusted import Damaged, content, exists, reading, text
 _FOLDER_NAME = re.compile(r"(?P<arm>.+)-(?P<hash>[0-9a-f]{8})-s(?P<seed>\d+)")
 _SHOWN = ("step", "unit", "norm", "risk", "active")
 _STEP_NUMBERS = [name for name in STEP_FIELDS if name not in ("nonfinite_unit", "over", "statistics")]
-_PATHS = ("data.path", "data.tokenizer", "model.checkpoint", "base")
-"""Of which a header's command may have the last part alone (gnmr/lab/train/provenance.py)."""
 _MOST_WORDS = 4000
 """Characters of a command or a reason."""
 _MOST_NUMBERS = 1 << 29
@@ -99,6 +96,13 @@ class Run:
         return self
 
     @property
+    def final_loss(self) -> float | None:
+        """Its last validation loss, of a fork that heals that before it heals; None if it was not measured."""
+        if not self.settings.get("fork.heal"):
+            return self.summary.get("final_val_loss")
+        return _last(self.evals["val_loss"][self.evals["step"] == self.settings.get("training.steps")])
+
+    @property
     def last_step(self) -> int:
         """Newest recorded step, 0 before the first; the summary's number of steps where the rows are not kept."""
         return int(_last(self.steps["step"]) or self.summary.get("steps") or 0)
@@ -138,18 +142,8 @@ class Run:
 
     @property
     def command(self) -> str:
-        """What made it, from its header. A path of which that has the last part alone is marked, as .../gsm: the words
-        do not run as they stand."""
-        command = str(self.header.get("command") or "-")
-        try:
-            words = shlex.split(command)
-        except ValueError:
-            return command
-        for key in _PATHS:
-            path = Path(str(self.settings.get(key) or ""))
-            if path.is_absolute() and (word := f"{key}={path.name}") in words:
-                words[words.index(word)] = f"{key}=.../{path.name}"
-        return shlex.join(words) if "=.../" in " ".join(words) else command
+        """The command that made it, from its header."""
+        return str(self.header.get("command") or "-")
 
     @property
     def commit(self) -> str:
@@ -159,43 +153,30 @@ class Run:
     def units(self) -> UnitMatrices:
         """Read anew at each call: too large to keep for every run of a sweep."""
         table = read_units(self.folder).unify_dictionaries()
-        if table.num_rows == 0:
-            empty = np.zeros((0, 0), np.float32)
-            return UnitMatrices(np.zeros(0, np.int64), [], empty, {}, empty, empty.astype(bool))
         if missing := [name for name in _SHOWN if name not in table.column_names]:
             raise Damaged(f"{self.folder}: units.arrows has no column {missing[0]!r}")
         unit = table["unit"].combine_chunks()
         names = unit.dictionary.to_pylist()
-        there = set(names)
-        known = [name for name in self.header.get("units") or [] if name in there]
-        place = {name: number for number, name in enumerate(dict.fromkeys([*known, *names]))}
-        column = np.array([place[name] for name in names])[unit.indices.to_numpy()]
+        rank = {name: number for number, name in enumerate(self.header.get("units") or [])}
+        place = {name: number for number, name in enumerate(sorted(names, key=lambda name: rank.get(name, len(rank))))}
+        column = np.array([place[name] for name in names], np.int64)[unit.indices.to_numpy()]
         steps, row = np.unique(table["step"].to_numpy(), return_inverse=True)
         columns = [name for name in table.column_names if name not in unit_schema(()).names]
-        self._check_cells(table.num_rows, len(steps), len(place), len(columns))
-        if len(np.unique(row.astype(np.int64) * len(place) + column)) < table.num_rows:
+        cells, rows = len(steps) * len(place), table.num_rows
+        if cells * (len(columns) + 3) > _MOST_NUMBERS or cells > 2**24 + _MOST_UNOBSERVED * rows:
+            size = f"{rows:,} rows are of {len(steps):,} steps and {len(place):,} units"
+            raise Damaged(f"{self.folder}: units.arrows is too large to be shown ({size})")
+        if len(np.unique(row.astype(np.int64) * len(place) + column)) < rows:
             raise Damaged(f"{self.folder}: units.arrows has two rows of a step and unit")
 
-        def matrix(field: str, missing: Any, dtype: Any) -> np.ndarray:
-            dense = np.full((len(steps), len(place)), missing, dtype)
+        def matrix(field: str, missing: float = np.nan, dtype: type = np.float32) -> np.ndarray:
+            dense: np.ndarray = np.full((len(steps), len(place)), missing, dtype)
             dense[row, column] = table[field].to_numpy()
             return dense
 
-        return UnitMatrices(
-            steps.astype(np.int64),
-            list(place),
-            matrix("norm", np.nan, np.float32),
-            {name: matrix(name, np.nan, np.float32) for name in columns},
-            matrix("risk", np.nan, np.float32),
-            matrix("active", False, bool),
-        )
-
-    def _check_cells(self, rows: int, steps: int, units: int, columns: int) -> None:
-        """`Damaged` for matrices that are larger than a machine has memory, or nearly empty."""
-        cells = steps * units
-        if cells * (columns + 3) > _MOST_NUMBERS or cells > 2**24 + _MOST_UNOBSERVED * rows:
-            size = f"{rows:,} rows are of {steps:,} steps and {units:,} units"
-            raise Damaged(f"{self.folder}: units.arrows is too large to be shown ({size})")
+        evidence = {name: matrix(name) for name in columns}
+        active = matrix("active", False, bool)
+        return UnitMatrices(steps.astype(np.int64), list(place), matrix("norm"), evidence, matrix("risk"), active)
 
 
 def load(folder: Path) -> Run:
@@ -218,19 +199,10 @@ def load(folder: Path) -> Run:
             digest = name["hash"] if name else "unknown"
             seed = settings.pop("training.seed", None)
             seed = int(seed if seed is not None else header.get("seed") or (name["seed"] if name else 0))
-    status, reason = _status(folder)
-    return Run(
-        folder=folder,
-        settings={key: text(value) if isinstance(value, str) else value for key, value in settings.items()},
-        header=header,
-        experiment=text(settings.get("experiment_name") or header.get("experiment") or "custom"),
-        scale=text(settings.get("scale_name") or header.get("scale") or "custom"),
-        arm=text(arm),
-        hash=digest,
-        seed=seed,
-        status=status,
-        reason=reason,
-    )
+    experiment = settings.get("experiment_name") or header.get("experiment") or "custom"
+    scale = settings.get("scale_name") or header.get("scale") or "custom"
+    settings = {key: text(value) if isinstance(value, str) else value for key, value in settings.items()}
+    return Run(folder, settings, header, text(experiment), text(scale), text(arm), digest, seed, *_status(folder))
 
 
 def _parsed(tree: dict[str, Any]) -> config.Config:
@@ -260,14 +232,8 @@ def _settings(flat: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-_HEADER: dict[str, type] = {
-    "data": dict,
-    "machine": dict,
-    "units": list,
-    "cost": list,
-    "seed": int,
-    **dict.fromkeys(("command", "commit", "arm", "experiment", "scale"), str),
-}
+_HEADER = {"data": dict, "machine": dict, "units": list, "cost": list, "seed": int}
+_HEADER |= dict.fromkeys(("command", "commit", "arm", "experiment", "scale"), str)
 
 
 def _header(path: Path) -> dict[str, Any]:
@@ -275,12 +241,11 @@ def _header(path: Path) -> dict[str, Any]:
     header = read_json(path) or {}
     with reading(path):
         for key, kind in _HEADER.items():
-            if header.get(key) is not None and not isinstance(header[key], kind):
+            if not isinstance(header.get(key), kind | None):
                 raise ValueError(f"{key}: must be a {kind.__name__}")
         check_units(header.get("units") or [])
         header = {key: _printable(value) for key, value in header.items()}
-        fingerprint = header.get("data", {}).get("fingerprint")
-        if not isinstance(fingerprint, str | None):
+        if not isinstance((header.get("data") or {}).get("fingerprint"), str | None):
             raise ValueError("data.fingerprint: must be a str")
     return header
 
@@ -320,11 +285,10 @@ def _summary(folder: Path) -> dict[str, Any]:
 
 
 def _columns(rows: list[dict[str, Any]], fields: Iterable[str]) -> Columns:
-    return {name: np.array([_number(row.get(name)) for row in rows]) for name in fields}
+    def number(value: Any) -> float:
+        return float(value) if isinstance(value, int | float) else np.nan
 
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else np.nan
+    return {name: np.array([number(row.get(name)) for row in rows]) for name in fields}
 
 
 def _last(values: np.ndarray) -> float | None:

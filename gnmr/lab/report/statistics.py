@@ -1,27 +1,40 @@
-"""Statistics of arms over their replicates: means, paired t-tests, Holm's adjustment, power.
+"""Statistics of arms over their replicates: one linear model for a family of arms, and exact tests for divergence.
 
-The runs of one replicate share the order of the data and the initialization, so their difference cancels what
-replicates have in common. All quantities are losses, the logarithm of the perplexity: a difference d is shown as
-100 (e^d - 1)% of the perplexity, and lower is better. A run that diverged is `math.inf`, worse than any number, and is
-never dropped.
+A replicate is what arms have in common: a seed, an order of the data of a base, or a seed in one of several cells. All
+quantities are losses, the logarithm of the perplexity: a difference d is shown as 100 (e^d - 1)% of the perplexity, and
+lower is better. A run that diverged is `math.inf`, worse than any number, and is never dropped.
 
-**The test of two arms** is the two-sided paired t-test. A verdict needs three pairs. Rank tests cannot reach the level
-here: the smallest two-sided p of the sign test on n pairs is 2 / 2^n.
+**A family** is fitted by ordinary least squares: loss = arm + replicate + a normal residual of one spread. The tests:
 
-**Where a run diverged** there is no mean. Two exact tests stand in: the sign test on the pairs, in which divergence
-loses against every number and two diverged runs tie, and Fisher's test on the two numbers of diverged runs. p is twice
-the smaller of the two (Bonferroni), and a verdict needs five pairs.
+1. *Assumptions.* Levene's test (from medians) that the residuals of all arms have equal spread, and the RESET test that
+   arm and replicate add up (the squares of the fitted losses explain no more). If one of the two is refused, each
+   contrast is tested by its own differences within replicates, as the paired t-test does.
+2. *Positive control.* Always on the recovery path against never. If it is not shown to be better, no arm gets a
+   verdict.
+3. *Every arm against its control.* The p-values are Holm-adjusted over the family.
+4. *Equivalence.* Two one-sided tests that the difference is within `MARGIN` of the gap, Holm-adjusted over the family.
+   The gap is estimated too: the tests are of the contrasts arm - control -+ margin (never - always).
 
-`gnmr.lab.report.family` tests many arms with one model.
+The share of the gap that an arm closes is a ratio of two contrasts with Fieller's interval.
+
+**Two arms alone** are compared by the two-sided paired t-test. A verdict needs three pairs. Rank tests cannot reach the
+level here: the smallest two-sided p of the sign test on n pairs is 2 / 2^n.
+
+**Where a run diverged** there is no mean. The arm leaves the model, and two exact tests stand in, in the same family:
+the sign test on the pairs, in which divergence loses against every number and two diverged runs tie, and Fisher's test
+on the two numbers of diverged runs. p is twice the smaller of the two (Bonferroni), and a verdict needs five pairs.
+
+Schuirmann, J. Pharmacokin. Biopharm. 15 (1987); Fieller, Supplementum JRSS 7 (1940); Ramsey, JRSS B 31 (1969).
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats
@@ -30,11 +43,22 @@ LEVEL = 0.05
 POWER = 0.8
 FEWEST, FEWEST_DIVERGED = 3, 5
 """Pairs that a verdict needs: with finite losses alone, and where a run diverged."""
-BETTER, WORSE, NO_DIFFERENCE, TOO_FEW = "better", "worse", "no difference shown", "too few seeds"
+MARGIN = 0.1
+"""Share of the gap that counts as equal."""
+BETTER, WORSE, EQUAL, NO_DIFFERENCE = "better", "worse", "equal", "no difference shown"
+TOO_FEW, NO_VERDICT = "too few seeds", "no verdict"
+_DRAWS = 999
+_LARGEST = 1e100
+"""Losses above it cannot be squared, and count as diverged."""
+Losses = Mapping[Any, float]
+"""Losses of an arm by replicate, inf where the run diverged."""
+Values = Mapping[str, Losses]
+"""Losses by arm."""
+Weights = Mapping[str, float]
+"""A contrast: factors by arm."""
 
 
-@dataclass(frozen=True)
-class Stat:
+class Stat(NamedTuple):
     """Mean and sample standard deviation over n seeds."""
 
     n: int
@@ -52,52 +76,280 @@ def stat(values: Iterable[float | None]) -> Stat | None:
     return Stat(len(known), float(known.mean()), float(known.std(ddof=1)) if spread else None)
 
 
+class Contrast(NamedTuple):
+    """An estimated weighted sum of the arms' losses, and its standard error."""
+
+    estimate: float
+    error: float
+    freedom: int
+
+    @property
+    def p(self) -> float:
+        """Two-sided p of no difference."""
+        return float(2 * stats.t.sf(abs(self.estimate) / self.error, self.freedom) if self.error else not self.estimate)
+
+    @property
+    def above(self) -> float:
+        """One-sided p against the contrast being at most 0."""
+        if not self.error:
+            return 0.5 - 0.5 * float(np.sign(self.estimate))
+        return float(stats.t.sf(self.estimate / self.error, self.freedom))
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """95%, not adjusted for other contrasts; None without a degree of freedom."""
+        if self.freedom < 1:
+            return None
+        half = float(stats.t.ppf(1 - LEVEL / 2, self.freedom)) * self.error
+        return self.estimate - half, self.estimate + half
+
+
+class Share(NamedTuple):
+    """The share of the gap that an arm closes, with Fieller's 95% interval."""
+
+    value: float
+    interval: tuple[float, float] | None
+    """None if the gap itself is not shown to differ from 0."""
+
+
 @dataclass(frozen=True)
-class Paired:
-    """An arm minus another over their common replicates."""
+class Result:
+    """An arm against its control."""
 
+    arm: str
+    control: str
     n: int
+    """Replicates that both have."""
+    difference: Contrast | None = None
+    """None without replicates, and where a run diverged."""
+    direction: float = 0
+    """Below 0 if the arm is the better one; not a verdict by itself."""
     diverged: tuple[int, int] = (0, 0)
-    """Diverged runs among the pairs, the arm's and the other's."""
-    mean: float | None = None
-    """None without pairs or where a run diverged; sd and interval are None then too, and below two pairs."""
-    sd: float | None = None
-    interval: tuple[float, float] | None = None
-    """95% interval of the mean, not adjusted for other comparisons."""
+    """Runs of the arm and of the control, in the replicates of both."""
     p: float | None = None
-    """Two-sided, not adjusted; None if there are too few pairs for a verdict."""
-    direction: int = 0
-    """-1 if the arm is the better one, 1 if it is the worse one; not a verdict by itself."""
+    """Holm-adjusted in a family; None if there are too few replicates, or no verdicts at all."""
+    closed: Share | None = None
+    """None for the bounds themselves."""
+    p_equal: float | None = None
+    """Of the two one-sided tests, Holm-adjusted."""
+    verdict: str = NO_VERDICT
 
 
-def paired(mine: Mapping[Any, float], theirs: Mapping[Any, float]) -> Paired:
-    """Compare two arms, given as {replicate: loss}."""
+def paired(values: Values, arm: str, control: str) -> Result:
+    """Compare two arms by their differences within replicates, not adjusted for other comparisons."""
+    mine, theirs = values[arm], values[control]
     pairs = np.array([(mine[one], theirs[one]) for one in mine if one in theirs], dtype=float).reshape(-1, 2)
-    n, lost = len(pairs), ~np.isfinite(pairs)
-    if lost.any():
-        return _counted(pairs, int(lost[:, 0].sum()), int(lost[:, 1].sum()))
+    n, lost = len(pairs), (~np.isfinite(pairs)).sum(axis=0).tolist()
+    if any(lost):
+        wins, losses = int((pairs[:, 0] < pairs[:, 1]).sum()), int((pairs[:, 0] > pairs[:, 1]).sum())
+        sign = stats.binomtest(wins, wins + losses).pvalue if wins + losses else 1.0
+        fisher = stats.fisher_exact([[one, n - one] for one in lost]).pvalue
+        direction = float(np.sign(losses - wins if sign < fisher else lost[0] - lost[1]))
+        p = min(1.0, 2 * float(min(sign, fisher))) if n >= FEWEST_DIVERGED else None
+        return Result(arm, control, n, direction=direction, diverged=(lost[0], lost[1]), p=p)
     if n == 0:
-        return Paired(0)
+        return Result(arm, control, 0)
     differences = pairs[:, 0] - pairs[:, 1]
-    mean, direction = float(differences.mean()), int(np.sign(differences.mean()))
-    if n == 1:
-        return Paired(n, mean=mean, direction=direction)
-    sd = float(differences.std(ddof=1))
-    if not sd:
-        return Paired(n, (0, 0), mean, sd, (mean, mean), float(mean == 0) if n >= FEWEST else None, direction)
-    test = stats.ttest_1samp(differences, 0.0)
-    low, high = test.confidence_interval(1 - LEVEL)
-    p = float(test.pvalue) if n >= FEWEST else None
-    return Paired(n, (0, 0), mean, sd, (float(low), float(high)), p, direction)
+    error = float(differences.std(ddof=1)) / math.sqrt(n) if n > 1 else math.nan
+    found = Contrast(float(differences.mean()), error, n - 1)
+    return Result(arm, control, n, found, found.estimate, p=found.p if n >= FEWEST else None)
 
 
-def _counted(pairs: np.ndarray, mine: int, theirs: int) -> Paired:
-    n, wins, losses = len(pairs), int((pairs[:, 0] < pairs[:, 1]).sum()), int((pairs[:, 0] > pairs[:, 1]).sum())
-    sign = stats.binomtest(wins, wins + losses).pvalue if wins + losses else 1.0
-    fisher = stats.fisher_exact([[mine, n - mine], [theirs, n - theirs]]).pvalue
-    direction = int(np.sign(losses - wins if sign < fisher else mine - theirs))
-    p = min(1.0, 2 * float(min(sign, fisher))) if n >= FEWEST_DIVERGED else None
-    return Paired(n, (mine, theirs), p=p, direction=direction)
+class Model:
+    """Arms' losses, all finite, with the fitted model."""
+
+    def __init__(self, values: Values) -> None:
+        from statsmodels.formula.api import ols
+        from statsmodels.stats.diagnostic import linear_reset
+
+        self.values = values
+        number = {one: place for place, one in enumerate(dict.fromkeys(r for of in values.values() for r in of))}
+        rows = [(loss, arm, number[one]) for arm, of_arm in enumerate(values.values()) for one, loss in of_arm.items()]
+        loss, arms, blocks = (np.array(column) for column in zip(*rows, strict=True))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of arms without replicates in common, which `joint` does not compare
+            self.fit = ols("loss ~ 0 + C(arm) + C(replicate)", {"loss": loss, "arm": arms, "replicate": blocks}).fit()
+        self.freedom = int(self.fit.df_resid)
+        residual = np.array(self.fit.resid)
+        residual[abs(residual) < 1e-12 * abs(loss).max()] = 0.0  # rounding
+        self.sd = math.sqrt(float(residual @ residual) / self.freedom) if self.freedom else math.nan
+        groups = [group for arm in range(len(values)) if len(group := np.flatnonzero(arms == arm)) >= FEWEST]
+        self.spread_p = self.additive_p = math.nan
+        if self.sd and self.freedom > 1 and len(groups) > 2:  # the residuals of two arms are each other's negatives
+            self.spread_p = _spread_p(self.fit.model.exog, residual, groups)
+            self.additive_p = float(linear_reset(self.fit, power=2, use_f=True).pvalue)
+        self.own_differences = self.spread_p < LEVEL or self.additive_p < LEVEL
+
+    def joint(self, *contrasts: Weights) -> tuple[np.ndarray, np.ndarray, int] | None:
+        """Estimate contrasts: return their values, covariance and degrees of freedom; None without replicates."""
+        first, *others = (self.values[arm] for arm in dict.fromkeys(arm for one in contrasts for arm in one))
+        common = [one for one in first if all(one in other for other in others)]
+        if self.own_differences:
+            if len(common) < 2:
+                return None
+            table = np.array(
+                [[sum(w * self.values[a][c] for a, w in one.items()) for c in common] for one in contrasts]
+            )
+            return table.mean(axis=1), np.cov(table).reshape(len(table), -1) / len(common), len(common) - 1
+        if not common or self.freedom < 1:
+            return None
+        names, wanted = list(self.values), np.zeros((len(contrasts), len(self.fit.params)))
+        for row, weights in enumerate(contrasts):
+            for arm, weight in weights.items():
+                wanted[row, names.index(arm)] += weight
+        covariance = wanted @ np.asarray(self.fit.normalized_cov_params) @ wanted.T * self.sd**2
+        return wanted @ np.asarray(self.fit.params), covariance, self.freedom
+
+    def contrast(self, weights: Weights) -> Contrast | None:
+        """Estimate one contrast; None if its arms have no replicates in common."""
+        if (found := self.joint(weights)) is None:
+            return None
+        estimate, covariance, freedom = found
+        return Contrast(float(estimate[0]), math.sqrt(max(float(covariance[0, 0]), 0.0)), freedom)
+
+    def between(self, arm: str, other: str) -> Contrast | None:
+        """Estimate the arm minus the other; None if the model does not hold both."""
+        return self.contrast({arm: 1.0, other: -1.0}) if {arm, other} <= self.values.keys() else None
+
+    def closed(self, arm: str, low: str, high: str) -> Share | None:
+        """Estimate (low - arm) / (low - high)."""
+        found = self.joint(_sum({low: 1.0}, {arm: -1.0}), {low: 1.0, high: -1.0})
+        if found is None or not found[0][1]:
+            return None
+        (a, b), cov, freedom = found
+        t2 = float(stats.t.ppf(1 - LEVEL / 2, freedom)) ** 2
+        # |a - s b|^2 <= t^2 var(a - s b) as a quadratic in s
+        square, linear, constant = b * b - t2 * cov[1, 1], -2 * (a * b - t2 * cov[0, 1]), a * a - t2 * cov[0, 0]
+        if square <= 0:
+            return Share(float(a / b), None)
+        root = math.sqrt(max(linear * linear - 4 * square * constant, 0.0))
+        return Share(float(a / b), (float((-linear - root) / (2 * square)), float((-linear + root) / (2 * square))))
+
+
+def _spread_p(exog: np.ndarray, residual: np.ndarray, groups: Sequence[np.ndarray]) -> float:
+    """Return the p-value of Levene's test of equal spread over the groups.
+
+    Residuals are fewer than they look, so the p-value is the place of the statistic among those of `_DRAWS` draws from
+    the model itself. With three replicates the tabulated p-value finds hardly anything.
+    """
+    null = np.random.default_rng(0).standard_normal((_DRAWS, len(residual)))
+    null -= null @ (exog @ np.linalg.pinv(exog)).T
+    rows = np.concatenate([residual[None], null])
+    found = stats.levene(*(rows[:, group] for group in groups), center="median", axis=1).statistic
+    return float((1 + np.sum(found[1:] >= found[0])) / (1 + _DRAWS))
+
+
+def model_of(values: Values) -> Model | None:
+    """Fit the arms without diverged runs; None if no degree of freedom is left for the residual."""
+    finite = {arm: of for arm, of in values.items() if of and max(map(abs, of.values())) < _LARGEST}
+    model = Model(finite) if len(finite) > 1 else None
+    return model if model is not None and model.freedom >= 1 else None
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of arms, tested."""
+
+    low: str
+    high: str
+    n: int
+    """Replicates that the two bounds have in common, also where a run diverged."""
+    results: tuple[Result, ...]
+    model: Model | None
+    gap: Contrast | None
+    """Never minus always; None if one of them diverged."""
+    p_gate: float | None
+    """Of the positive control by itself."""
+    gate: bool
+    """Whether the positive control is shown to be better."""
+
+    @property
+    def tested(self) -> bool:
+        """Return True if enough replicates have both bounds for a test."""
+        return self.n >= FEWEST
+
+    def smallest(self, result: Result) -> float | None:
+        """Return the difference to the control, as a share of the gap, that this test shows with 80% power."""
+        if not self.gate or result.difference is None or self.gap is None or self.gap.estimate <= 0:
+            return None
+        return result.difference.error * smallest_shift(result.difference.freedom) / self.gap.estimate
+
+    def control_text(self) -> str:
+        """Return the outcome of the positive control."""
+        size = "" if self.gap is None else f", a gap of {self.gap.estimate:.3f} nats"
+        shown = f"{'' if self.gate else 'not '}shown (p = {p_text(self.p_gate)})"
+        return f"Positive control: {self.high} against {self.low}{size}: {shown}."
+
+    def method_text(self, assumptions: bool = False) -> str:
+        """Return how the contrasts are tested; with the tests of the assumptions that decided it."""
+        if self.model is None:
+            return "Exact tests, since runs diverged or replicates are too few for a model."
+        method = "Paired t-tests"
+        if not self.model.own_differences:
+            method = f"Pooled residual, sd {self.model.sd:.3f} nats, {self.model.freedom} degrees of freedom"
+        tests = f" (equal spread p = {p_text(self.model.spread_p)}, additivity p = {p_text(self.model.additive_p)})"
+        return f"{method}{tests if assumptions else ''}."
+
+
+def judge(values: Values, contrasts: Sequence[tuple[str, str]], *, low: str, high: str) -> Family:
+    """Test a family.
+
+    Args:
+        values: losses by arm; all arms enter the model, whether they are tested or not.
+        contrasts: arm and control of each test.
+        low: the arm that is never on the recovery path.
+        high: the arm that always is: the positive control.
+    """
+    model = model_of(values)
+    exact = paired(values, high, low)
+    gap = model.between(low, high) if model else None
+    p_gate, better = exact.p, exact.direction < 0
+    if gap is not None:
+        p_gate, better = gap.p if exact.n >= FEWEST else None, gap.estimate > 0
+    gate = p_gate is not None and p_gate < LEVEL and better
+    results = [_test(model, values, arm, control, (low, high) if gap and gate else None) for arm, control in contrasts]
+    if gate:
+        adjusted = zip(holm([one.p for one in results]), holm([one.p_equal for one in results]), strict=True)
+        results = [_verdict(one, p, q) for one, (p, q) in zip(results, adjusted, strict=True)]
+    else:
+        results = [replace(one, p=None) for one in results]
+    return Family(low, high, exact.n, tuple(results), model, gap, p_gate, gate)
+
+
+def _test(model: Model | None, values: Values, arm: str, control: str, bounds: tuple[str, str] | None) -> Result:
+    """Test one contrast, not adjusted. `bounds`: None if there is no gap to share."""
+    exact = paired(values, arm, control)
+    if model is None or (found := model.between(arm, control)) is None:
+        return exact if any(exact.diverged) else replace(exact, p=None)
+    closed = p_equal = None
+    if bounds is not None and arm not in bounds:
+        low, high = bounds
+        closed = model.closed(arm, low, high)
+        difference = {arm: 1.0, control: -1.0}
+        above, below = (model.contrast(_sum(difference, {low: sign, high: -sign})) for sign in (MARGIN, -MARGIN))
+        if above and below and exact.n >= FEWEST:
+            p_equal = max(above.above, 1 - below.above)
+    p = found.p if exact.n >= FEWEST else None
+    return replace(exact, difference=found, direction=found.estimate, p=p, closed=closed, p_equal=p_equal)
+
+
+def _sum(one: Weights, other: Weights) -> dict[str, float]:
+    return {key: one.get(key, 0.0) + other.get(key, 0.0) for key in dict.fromkeys([*one, *other])}
+
+
+def adjusted(results: Sequence[Result]) -> list[Result]:
+    """Return the results as one family: with adjusted p-values and verdicts."""
+    return [_verdict(one, p) for one, p in zip(results, holm([one.p for one in results]), strict=True)]
+
+
+def _verdict(result: Result, p: float | None, p_equal: float | None = None) -> Result:
+    if p is None:
+        verdict = TOO_FEW
+    elif p < LEVEL and result.direction:
+        verdict = BETTER if result.direction < 0 else WORSE
+    else:
+        verdict = EQUAL if p_equal is not None and p_equal < LEVEL else NO_DIFFERENCE
+    return replace(result, p=p, p_equal=p_equal, verdict=verdict)
 
 
 @lru_cache(maxsize=256)
@@ -114,26 +366,11 @@ def holm(values: Sequence[float | None]) -> list[float | None]:
     from statsmodels.stats.multitest import multipletests
 
     known = [value for value in values if value is not None]
-    adjusted = iter(multipletests(known, method="holm")[1] if known else ())
-    return [None if value is None else float(next(adjusted)) for value in values]
+    found = iter(multipletests(known, method="holm")[1] if known else ())
+    return [None if value is None else float(next(found)) for value in values]
 
 
-def verdicts(family: Sequence[Paired]) -> list[tuple[float | None, str]]:
-    """Return adjusted p-value and verdict of each comparison of one table."""
-    adjusted = holm([comparison.p for comparison in family])
-    return [(p, verdict(one.direction, p)) for one, p in zip(family, adjusted, strict=True)]
-
-
-def verdict(direction: float, adjusted: float | None) -> str:
-    """Return `BETTER`, `WORSE`, `NO_DIFFERENCE` or `TOO_FEW` for the sign of a difference and its adjusted p."""
-    if adjusted is None:
-        return TOO_FEW
-    if adjusted >= LEVEL or direction == 0:
-        return NO_DIFFERENCE
-    return BETTER if direction < 0 else WORSE
-
-
-def gap_closed(low: Mapping[int, float], arm: Mapping[int, float], recovery: Mapping[int, float]) -> float | None:
+def gap_closed(low: Losses, arm: Losses, recovery: Losses) -> float | None:
     """Return (low - arm) / (low - recovery) of the means over common seeds.
 
     None if there is no such seed, if one of these runs diverged, or if low is not the worse of the two bounds.

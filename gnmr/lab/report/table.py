@@ -1,14 +1,14 @@
-"""The table of a report: one row per arm with its loss, its difference to never recovering, its spend and its state."""
+"""The tables of a report: the arms with their losses, tests and spend, the injected faults, and the runs."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from gnmr.lab.report.arms import Arm
 from gnmr.lab.report.comparisons import Comparison, short
-from gnmr.lab.report.judged import Bounds, Judged, bounds, judged
+from gnmr.lab.report.faults import Detection, detect, read_windows, trigger
 from gnmr.lab.report.layout import (
     NOTHING,
     Table,
@@ -21,23 +21,48 @@ from gnmr.lab.report.layout import (
     whole_percent,
 )
 from gnmr.lab.report.runs import Run
-from gnmr.lab.report.statistics import p_text, stat
+from gnmr.lab.report.statistics import Result, p_text, stat
 
 _OPTIONAL = ("diff. [95% CI]", "p (Holm)", "verdict", "gap closed", "vs random (p)", "spent", "promotions", "sent")
 
 
+def arm_tables(comparisons: Iterable[Comparison]) -> list[Table]:
+    """Return the table of each comparison, and of its injected faults if there were any."""
+    made = [table for comparison in comparisons for table in (arm_table(comparison), fault_table(comparison))]
+    return [table for table in made if table.rows]
+
+
 def arm_table(comparison: Comparison) -> Table:
     """Return the arms side by side."""
-    pairs = bounds(comparison)
-    columns = ["arm", "seeds", "val loss", *_OPTIONAL]
-    table = Table(comparison.name, columns)
-    for one in judged(comparison, pairs):
-        table.rows.append(_row(comparison, one))
-    table = table.without_empty(_OPTIONAL)
-    notes = [_what(comparison), *_apart(comparison), *_states(comparison), *_how(comparison, pairs, table.columns)]
-    if keys := comparison.differing_settings():
-        notes.append(f"The arms differ in more than their precision and controller: {', '.join(keys)}.")
-    table.notes = notes
+    rows = [_row(comparison, arm) for arm in comparison.arms]
+    table = Table(comparison.name, ["arm", "seeds", "val loss", *_OPTIONAL], rows).without_empty(_OPTIONAL)
+    table.notes = _notes(comparison, table.columns)
+    return table
+
+
+def fault_table(comparison: Comparison) -> Table:
+    """Return how the arms' signals detected the injected faults: precision, recall, delay and false alarms.
+
+    They are the mean ± sample standard deviation over the seeds. There are no rows if no faults were injected.
+    """
+    columns = ["recall", "precision", "delay\n[steps]", "false alarms\nper 1,000"]
+    table = Table(f"{comparison.name}: injected faults", ["arm", "seeds", "windows", *columns])
+    for arm in comparison.arms:
+        found: list[Detection] = []
+        for run in arm.runs:
+            if (faults := read_windows(run.folder)) and len((matrices := run.units()).steps):
+                found.append(detect(matrices, faults, trigger(run)))
+        if found:
+            shares = zip(*((one.recall, one.precision) for one in found), strict=True)
+            recall, precision = (measure(stat(one and 100 * one for one in of), 1, "%") for of in shares)
+            delay, alarms = measure(stat(d.delay for d in found), 1), measure(stat(d.false_alarms for d in found), 2)
+            windows = str(sum(len(one.windows) for one in found))
+            table.rows.append([arm.label, str(len(found)), windows, recall, precision, delay, alarms])
+    table.notes = [
+        "A window is caught where its unit's risk is over the trigger from its first step to one after its last. "
+        "Precision: unit-steps over the trigger that lie in a window; false alarms: those that do not, per 1,000 "
+        "unit-steps outside. Delay: median."
+    ]
     return table
 
 
@@ -51,109 +76,94 @@ def run_table(runs: Iterable[Run], root: Path) -> Table:
     return table
 
 
-def difference_text(one: Judged) -> str:
-    """Return the difference and its interval as percent of perplexity, or how many runs diverged."""
-    if any(one.diverged):
-        return f"diverged {one.diverged[0]} : {one.diverged[1]}"
-    if one.difference is None:
-        return NOTHING
-    interval = "" if one.interval is None else f" [{interval_text(one.interval, relative, ', ')}]"
-    return f"{relative(one.difference)}{interval}"
-
-
-def closed_text(one: Judged) -> str:
-    """Return the share of the gap that the arm closes, and its interval."""
-    if one.closed is None:
-        return NOTHING
-    ends = "" if one.closed_interval is None else f" [{interval_text(one.closed_interval, whole_percent, ', ')}]"
-    return f"{whole_percent(one.closed)}{ends}"
-
-
-def _row(comparison: Comparison, one: Judged) -> list[str]:
-    arm, random = one.arm, NOTHING
-    if one.random is not None:
-        random = one.random[1] if one.random[0] is None else f"{one.random[1]} ({p_text(one.random[0])})"
+def _row(comparison: Comparison, arm: Arm) -> list[str]:
+    test, random = comparison.tests.get(arm.label), comparison.random_tests.get(arm.label)
+    against_random = NOTHING
+    if random is not None:
+        against_random = random.verdict if random.p is None else f"{random.verdict} ({p_text(random.p)})"
+    kept = [run for run in arm.done if arm.routed and run.events]
+    promotions = stat(sum(event.get("event") == "promote" for event in run.events) for run in kept)
     return [
         arm.label,
         f"{len(arm.done)} of {len(comparison.seeds)}",
         measure(arm.stat("final_val_loss"), 4),
-        difference_text(one),
-        p_text(one.p),
-        one.verdict or NOTHING,
-        closed_text(one),
-        random,
+        *([NOTHING] * 4 if test is None else _test(test)),
+        against_random,
         percent(arm.spend) if arm.routed else NOTHING,
-        _promotions(arm),
+        NOTHING if promotions is None else f"{promotions.mean:,.0f}",
         percent(arm.mean("numbers_sent_frac")),
     ]
 
 
-def _promotions(arm: Arm) -> str:
-    """Return the mean number of promotions per run whose events were kept."""
-    kept = [run for run in arm.done if arm.routed and run.events]
-    found = stat(sum(event.get("event") == "promote" for event in run.events) for run in kept)
-    return NOTHING if found is None else f"{found.mean:,.0f}"
+def _test(test: Result) -> list[str]:
+    """Return difference, p, verdict and share of the gap."""
+
+    def between(ends: tuple[float, float] | None, show: Callable[[float], str]) -> str:
+        return "" if ends is None else f" [{interval_text(ends, show, ', ')}]"
+
+    difference = closed = NOTHING
+    if any(test.diverged):
+        difference = f"diverged {test.diverged[0]} : {test.diverged[1]}"
+    elif test.difference is not None:
+        difference = relative(test.difference.estimate) + between(test.difference.interval, relative)
+    if test.closed is not None:
+        closed = whole_percent(test.closed.value) + between(test.closed.interval, whole_percent)
+    return [difference, p_text(test.p), test.verdict, closed]
 
 
-def _what(comparison: Comparison) -> str:
-    kind, data = comparison.kind, comparison.runs[0].data
+def _notes(comparison: Comparison, columns: list[str]) -> list[str]:
+    """Return on what the arms were trained, what is missing, what the columns mean and how the tests were made."""
+    kind, data, runs = comparison.kind, comparison.runs[0].data, comparison.runs
     if kind.steps is None and kind.fingerprint is None:
-        steps = sorted({count(run.summary.get("steps")) for run in comparison.runs})
-        return f"Training loops of your own, {', '.join(steps)} steps; their records do not say on which data."
-    return (
-        f"{count(kind.steps)} steps of {count(kind.tokens_per_step)} tokens, sequences of {kind.seq_len}, data "
-        f"{data.get('name', 'unknown')} {short(kind.fingerprint)}, commit "
-        f"{', '.join(sorted({run.commit for run in comparison.runs}))}."
-    )
-
-
-def _apart(comparison: Comparison) -> list[str]:
-    differ = [f"{what} ({mine} here, {', '.join(there)} there)" for what, (mine, there) in comparison.apart().items()]
-    note = f"Not comparable with the other runs of this experiment and scale: they differ in {', '.join(differ)}."
-    return [note] if differ else []
-
-
-def _how(comparison: Comparison, pairs: list[Bounds], columns: list[str]) -> list[str]:
-    """Return what the columns mean and what was tested."""
-    notes = ["± is the sample standard deviation over the finished seeds."]
+        steps = sorted({count(run.summary.get("steps")) for run in runs})
+        notes = [f"Training loops of your own, {', '.join(steps)} steps; their records do not say on which data."]
+    else:
+        notes = [
+            f"{count(kind.steps)} steps of {count(kind.tokens_per_step)} tokens, sequences of {kind.seq_len}, data "
+            f"{data.get('name', 'unknown')} {short(kind.fingerprint)}, commit "
+            f"{', '.join(sorted({run.commit for run in runs}))}."
+        ]
+    if apart := comparison.apart():
+        differ = ", ".join(f"{what} ({mine} here, {', '.join(there)} there)" for what, (mine, there) in apart.items())
+        notes.append(f"Not comparable with the other runs of this experiment and scale: they differ in {differ}.")
+    notes += [state for arm in comparison.arms if (state := _state(comparison, arm))]
+    notes.append("± is the sample standard deviation over the finished seeds.")
     if "diff. [95% CI]" in columns:
-        names = dict.fromkeys(b.label for arm in comparison.arms if (b := comparison.low(arm)) is not None)
+        names = dict.fromkeys(low.label for arm in comparison.arms if (low := comparison.low(arm)) is not None)
         notes.append(
             f"The difference is that of the perplexity to {' or '.join(names)} with the same seed; below 0 is better. "
             "p is Holm-adjusted over the arms."
         )
-    for one in pairs:
+    for one in comparison.bounds:
         if one.between:
-            notes.append(one.family.control_text())
-            notes += [one.family.assumptions_text()] if one.tested else []
+            notes += [one.family.control_text(), *([one.family.method_text(True)] if one.family.tested else [])]
     if "gap closed" in columns:
         notes.append("Gap closed: share of the loss gap between the two bounds that the arm closes.")
     if "spent" in columns:
         notes.append("Spent: share of the GEMM FLOPs on the recovery path, or of the unit-steps if that is unknown.")
-    if len(machines := sorted({run.machine for run in comparison.runs})) > 1:
+    if len(machines := sorted({run.machine for run in runs})) > 1:
         notes.append(f"The runs are from several machines: {'; '.join(machines)}.")
+    if keys := comparison.differing_settings():
+        notes.append(f"The arms differ in more than their precision and controller: {', '.join(keys)}.")
     return notes
 
 
-def _states(comparison: Comparison) -> list[str]:
-    """Return one line per arm that has unfinished, failed, missing or repeated runs."""
-    lines = []
-    for arm in comparison.arms:
-        parts = []
-        for status, word in (("failed", "failed"), ("interrupted", "interrupted"), ("running", "unfinished")):
-            if runs := arm.with_status(status):
-                parts.append(f"{len(runs)} {word}: {'; '.join(map(_state, runs))}")
-        if missing := [seed for seed in comparison.seeds if seed not in arm.seeds]:
-            parts.append(f"missing: {counted('seed', missing)}")
-        if arm.duplicates:
-            repeated = ", ".join(f"seed {run.seed} in {run.folder}" for run in arm.duplicates)
-            parts.append(f"left out because it repeats a seed: {repeated}")
-        if parts:
-            lines.append(f"{arm.label}: {len(arm.done)} done, {', '.join(parts)}.")
-    return lines
+def _state(comparison: Comparison, arm: Arm) -> str:
+    """Return the arm's unfinished, failed, missing and repeated runs."""
+    parts = []
+    for status in ("failed", "interrupted", "running"):
+        if runs := arm.with_status(status):
+            word = "unfinished" if status == "running" else status
+            parts.append(f"{len(runs)} {word}: {'; '.join(map(_ending, runs))}")
+    if missing := [seed for seed in comparison.seeds if seed not in arm.seeds]:
+        parts.append(f"missing: {counted('seed', missing)}")
+    if arm.duplicates:
+        repeated = ", ".join(f"seed {run.seed} in {run.folder}" for run in arm.duplicates)
+        parts.append(f"left out because it repeats a seed: {repeated}")
+    return f"{arm.label}: {len(arm.done)} done, {', '.join(parts)}." if parts else ""
 
 
-def _state(run: Run) -> str:
+def _ending(run: Run) -> str:
     parts = [f"seed {run.seed}", f"step {run.last_step}" + (f" of {run.planned_steps}" if run.planned_steps else "")]
     if len(run.evals["step"]):
         parts.append(f"validation perplexity {run.evals['val_ppl'][-1]:.2f} after step {run.evals['step'][-1]:.0f}")

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from gnmr.lab.report.arms import Arm
-from gnmr.lab.report.curves import bin_width
 from gnmr.lab.report.faults import read_windows, trigger
 from gnmr.lab.report.runs import Run, UnitMatrices
 from gnmr.records.reader import calibrated_trigger
@@ -19,6 +18,11 @@ COLUMNS = 800
 _MOST_VERDICTS = 1000
 _COSTS = ("price", "price_fprop", "true_gap", "gap_low")
 """Recorded columns by which units can be ordered, the first that is there; else the risk."""
+
+
+def bin_width(last_step: int, bins: int) -> int:
+    """Return the steps per bin for at most that many bins over steps 1..last_step."""
+    return max(1, -(-last_step // bins))
 
 
 def unit_map(arm: Arm, run: Run, matrices: UnitMatrices) -> dict[str, Any]:

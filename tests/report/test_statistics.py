@@ -1,4 +1,4 @@
-"""One model for a family of arms, against closed forms, scipy, and drawn families."""
+"""Tests of two arms and of families of arms, against closed forms, scipy, and drawn families."""
 
 from __future__ import annotations
 
@@ -8,8 +8,16 @@ import numpy as np
 import pytest
 from scipy import optimize, stats
 
-from gnmr.lab.report.family import Family, judge, model_of
-from gnmr.lab.report.statistics import holm
+from gnmr.lab.report.statistics import (
+    Family,
+    Result,
+    adjusted,
+    gap_closed,
+    holm,
+    judge,
+    model_of,
+    paired,
+)
 
 INF = math.inf
 SEEDS = np.array([0.3, -0.2, 0.5, 0.0, -0.4])
@@ -32,6 +40,69 @@ def judged(values: dict[str, dict[int, float]], control: str = "never", arms: li
     return judge(values, [(arm, control) for arm in named], low="never", high="always")
 
 
+def against(mine: dict[int, float], theirs: dict[int, float]) -> Result:
+    return paired({"a": mine, "b": theirs}, "a", "b")
+
+
+def verdicts(*family: Result) -> list[tuple[float | None, str]]:
+    return [(one.p, one.verdict) for one in adjusted(family)]
+
+
+def test_paired_differences_by_hand() -> None:
+    """0.01, 0.02, 0.03: mean 0.02, sd 0.01, t = 2 sqrt 3; with two degrees of freedom p = 1 - t / sqrt(2 + t^2)."""
+    found = against({0: 3.01, 1: 4.02, 2: 5.03, 7: 1.0}, {2: 5.0, 1: 4.0, 0: 3.0, 8: 1.0})
+    error = 0.01 / math.sqrt(3)
+    assert (found.n, found.diverged, found.difference) == (3, (0, 0), pytest.approx((0.02, error, 2)))
+    assert found.p == pytest.approx(1 - math.sqrt(12 / 14)) and found.difference is not None
+    half = 4.302653 * error  # the 97.5% point of Student's t with two degrees of freedom
+    assert found.difference.interval == pytest.approx((0.02 - half, 0.02 + half), abs=1e-7)
+    assert verdicts(found) == [(found.p, "no difference shown")]
+    same = against({0: 1.0, 1: 2.0, 2: 3.0}, {0: 1.0, 1: 2.0, 2: 3.0})
+    assert same.difference == (0.0, 0.0, 2) and verdicts(same) == [(1.0, "no difference shown")]
+
+
+def test_fewer_than_three_pairs_never_give_a_verdict() -> None:
+    nothing, one = against({0: 1.0}, {1: 1.0}), against({0: 1.0}, {0: 2.0})
+    two = against({0: 1.0, 1: 1.0}, {0: 2.0, 1: 2.001})
+    assert (nothing.n, nothing.difference, nothing.p) == (0, None, None)
+    assert one.difference is not None and (one.difference.estimate, one.difference.interval, one.p) == (-1, None, None)
+    assert two.difference is not None and two.difference.interval is not None
+    assert [told for _, told in verdicts(nothing, one, two)] == ["too few seeds"] * 3
+
+
+def test_divergence_is_counted_and_not_dropped() -> None:
+    """Five of five against none: Fisher 2 / C(10, 5), the sign test 2 / 2^5; twice the smaller."""
+    finite = dict.fromkeys(range(5), 3.0)
+    lost = dict.fromkeys(range(5), INF)
+    found = against(finite, lost)
+    assert (found.n, found.diverged, found.difference) == (5, (0, 5), None)
+    assert found.p == pytest.approx(4 / 252)
+    assert verdicts(found, against(lost, finite)) == [
+        (pytest.approx(8 / 252), "better"),
+        (pytest.approx(8 / 252), "worse"),
+    ]
+    assert verdicts(against(lost, lost)) == [(1.0, "no difference shown")]
+    assert against(dict.fromkeys(range(4), INF), finite).p is None, "five pairs are needed"
+    other = dict.fromkeys(range(10), 3.0)
+    found = against({seed: INF if seed == 4 else 3.1 for seed in range(10)}, other)
+    assert verdicts(found) == [(pytest.approx(4 / 2**10), "worse")], "in all ten pairs: the sign test, twice"
+
+
+def test_holm() -> None:
+    assert holm([0.01, 0.04, None, 0.03]) == [pytest.approx(0.03), pytest.approx(0.06), None, pytest.approx(0.06)]
+    assert holm([0.9, 0.8]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def test_gap_closed() -> None:
+    """Means over seeds 0 and 1: low 1.1, arm 1.0, recovery 0.85."""
+    low, arm, recovery = {0: 1.0, 1: 1.2, 2: 9.0}, {0: 0.95, 1: 1.05}, {0: 0.8, 1: 0.9, 2: 1.0}
+    assert gap_closed(low, arm, recovery) == pytest.approx(0.4)
+    assert gap_closed(recovery, arm, low) is None, "low is the better end"
+    assert gap_closed({0: INF}, {0: 1.0}, {0: 0.9}) is None
+    assert gap_closed({0: 1.0}, {1: 1.0}, {0: 0.9}) is None
+
+
 def test_a_balanced_family_by_closed_form() -> None:
     """Differences of means; the residual that double centering leaves; Student's t with (A - 1)(R - 1) degrees."""
     values = drawn(ARMS, 0.1, 106)
@@ -41,13 +112,13 @@ def test_a_balanced_family_by_closed_form() -> None:
     found = judged(values)
     assert found.model is not None and (found.model.sd, found.model.freedom) == (pytest.approx(sd), 16)
     p = {}
-    for row in found.rows:
+    for row in found.results:
         difference = table[list(values).index(row.arm)].mean() - table[0].mean()
         assert row.difference is not None and row.difference.estimate == pytest.approx(difference)
         p[row.arm] = 2 * stats.t.sf(abs(difference) / (sd * math.sqrt(2 / 5)), 16)
-    assert [row.p for row in found.rows] == pytest.approx(holm(list(p.values())))
-    assert {row.arm: row.verdict for row in found.rows}["b"] == "better" and found.gate
-    one = found.smallest(found.rows[0])
+    assert [row.p for row in found.results] == pytest.approx(holm(list(p.values())))
+    assert {row.arm: row.verdict for row in found.results}["b"] == "better" and found.gate
+    one = found.smallest(found.results[0])
     assert one is not None and found.gap is not None
     shift = one * found.gap.estimate / (sd * math.sqrt(2 / 5))
     assert stats.nct.sf(stats.t.ppf(0.975, 16), 16, shift) == pytest.approx(0.8, abs=1e-4)
@@ -121,9 +192,9 @@ def test_the_share_of_the_gap_and_fiellers_interval_by_root_finding() -> None:
 
 def test_no_verdict_if_the_positive_control_fails() -> None:
     found = judged(drawn({**ARMS, "always": 3.99, "b": 3.0}, 0.1, 5))
-    assert not found.gate and {row.verdict for row in found.rows} == {"no verdict"}
-    assert all(row.p is None and row.p_equal is None and row.closed is None for row in found.rows)
-    assert found.smallest(found.rows[0]) is None
+    assert not found.gate and {row.verdict for row in found.results} == {"no verdict"}
+    assert all(row.p is None and row.p_equal is None and row.closed is None for row in found.results)
+    assert found.smallest(found.results[0]) is None
     worse = judged(drawn({**ARMS, "always": 6.0}, 0.1, 5))
     assert not worse.gate and worse.p_gate is not None and worse.p_gate < 1e-6, "always is shown to be the worse one"
     few = judged(drawn(ARMS, 0.01, 8, replicates=2))
@@ -135,7 +206,7 @@ def test_equal_to_a_tenth_of_the_gap_is_a_verdict() -> None:
     means = {"never": 4.0, "random": 3.7, "a": 3.71, "always": 3.0}
     values = drawn(means, 0.02, 6)
     found = judged(values, "random", arms=["a"])
-    (row,) = found.rows
+    (row,) = found.results
     assert row.verdict == "equal" and row.p is not None and row.p > 0.05 and found.model is not None
     mean = {arm: np.mean(list(of.values())) for arm, of in values.items()}
     tails = []
@@ -144,19 +215,19 @@ def test_equal_to_a_tenth_of_the_gap_is_a_verdict() -> None:
         error = found.model.sd * math.sqrt((1 + 1 + 0.01 + 0.01) / 5)
         tails.append(stats.t.sf(side * at / error, found.model.freedom))
     assert row.p_equal == pytest.approx(max(tails))
-    assert judged(drawn(means, 0.2, 6), "random").rows[1].verdict != "equal", "too much noise"
+    assert judged(drawn(means, 0.2, 6), "random").results[1].verdict != "equal", "too much noise"
 
 
 def test_a_diverged_arm_leaves_the_model_and_is_worse_than_any_number() -> None:
     values = drawn(ARMS, 0.1, 7)
     values["a"] = dict.fromkeys(range(5), INF)
     found = judged(values)
-    rows = {row.arm: row for row in found.rows}
+    rows = {row.arm: row for row in found.results}
     assert rows["a"].diverged == (5, 0) and rows["a"].difference is None and rows["b"].difference is not None
     assert rows["a"].verdict == "worse" and found.model is not None and "a" not in found.model.values
     lost = judged(drawn(ARMS, 0.1, 7) | {"never": dict.fromkeys(range(5), INF)})
     assert lost.gate and lost.gap is None and lost.p_gate == pytest.approx(2 / math.comb(10, 5) * 2)
-    assert [row.p for row in lost.rows] == pytest.approx([4 * lost.p_gate] * 4), "Fisher's, twice, by Holm over four"
+    assert [row.p for row in lost.results] == pytest.approx([4 * lost.p_gate] * 4), "Fisher's, twice, by Holm over four"
 
 
 def test_what_no_model_can_tell() -> None:
@@ -175,8 +246,8 @@ def test_false_alarms_over_drawn_families() -> None:
     alarms, covered, refused = 0, 0, np.zeros(2)
     for seed in range(400):
         found = judged(drawn(means, 0.06, seed), arms=[*"abcde"])
-        alarms += any(row.verdict in ("better", "worse") for row in found.rows)
-        first = found.rows[0].difference
+        alarms += any(row.verdict in ("better", "worse") for row in found.results)
+        first = found.results[0].difference
         assert first is not None and found.model is not None
         covered += first.interval[0] <= 0 <= first.interval[1]
         refused += np.array([found.model.spread_p, found.model.additive_p]) < 0.05
