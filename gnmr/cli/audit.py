@@ -96,7 +96,10 @@ def _compare(asked: Namespace, place: str, config: Config | None, argv: list[str
     """The lists of two sides, held against the names of the model's linears; returns the exit code."""
     from gnmr.doctor.sides import compare
 
-    other = [*_given(asked), *(key for key in ("recipe", "plan", "data", "table") if getattr(asked, key))]
+    other = [
+        *_given(asked),
+        *(key for key in ("recipe", "plan", "data", "table", "block", "batch_size") if getattr(asked, key)),
+    ]
     if other:
         raise UserError(f"{other[0]}: two sides are compared by their own lists and by names alone; leave it out")
     names = _linears(place, config)

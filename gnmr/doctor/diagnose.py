@@ -80,8 +80,9 @@ def diagnose(
             runs in evaluation mode, and is afterwards as it was to the bit: weights, gradients, modes, random numbers;
             after an error too.
         run: runs `model` on a batch. It returns the logits (..., V); or these and the targets (...), in which -100
-            leaves a position out; or an output of transformers, which has `logits` and perhaps `loss`; or the mean
-            loss in nats alone, one number with a gradient, for models without logits: then no KL is measured.
+            leaves a position out; or an output of transformers, which has `logits` and perhaps `loss`, and of which
+            every position counts, padding too; or the mean loss in nats alone, one number with a gradient, for models
+            without logits: then no KL is measured.
         batches: two at least; the more, the narrower the intervals.
         recipe: the low path; `int8` stands for `sim_int8`, and so on; or several, {pattern of operators: recipe}, of
             which "*" is that of all others and the last that matches counts. Numbers are simulated, whatever runs here.

@@ -240,13 +240,13 @@ class Diagnosis:
 
     @property
     def coherent(self) -> list[Row]:
-        """fprop whose estimates by token and by sequence are more than a factor of 2 apart: there the products of two
-        tokens matter."""
-        return [
-            row
-            for row in self.worst()
-            if row.by_token and row.by_sequence and not 0.5 <= row.by_sequence / row.by_token <= 2.0
-        ]
+        """fprop whose two estimates are more than a factor of 2 apart, and further than chance puts
+        those of so many sequences of independent tokens: there the products of two tokens matter."""
+        number = max(self.measured.sequences, self.measured.batches)
+        low, high = (special.chdtri(number, chance) / number for chance in (0.999, 0.001))
+        low, high = min(low, 0.5), max(high, 2.0)
+        both = ((row, row.by_token, row.by_sequence) for row in self.worst())
+        return [row for row, token, sequence in both if token and sequence and not low <= sequence / token <= high]
 
     @property
     def little(self) -> bool:

@@ -104,6 +104,7 @@ def test_a_checkpoint_as_it_is_and_on_a_recipe(gnmr, checkpoint: Path) -> None:
             "rollout.ignore=head: matches no linear",
         ),
         (["{run}", "trainer.fqns=[wo]", "recipe=mxfp8"], "recipe: two sides are compared by"),
+        (["{run}", "trainer.fqns=[wo]", "block=8"], "block: two sides are compared by"),
         (["nobody", "trainer.fqns=[wo]", "rollout.ignore=[]"], "nobody: there is no such"),
         (["nobody"], "nobody: there is no such run, checkpoint folder or hub name"),
         ([], "usage: gnmr audit"),

@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from plausible import diagnosis
 from torch import Tensor, nn
 from torch.func import jvp
 from torch.nn import functional as F
 
 import gnmr
-from gnmr.doctor.diagnosis import Diagnosis
+from gnmr.doctor.diagnosis import Diagnosis, Measured, Row
 from gnmr.doctor.page import page
 from gnmr.measure.kl import IGNORED, divergence, draw_labels
 from gnmr.measure.price import measure_prices
@@ -108,7 +109,7 @@ def quadratic_form(model: nn.Module, converted: ConvertedModel, operator: PathLi
 
     _, moved = jvp(shifted, (torch.zeros_like(error),), (error,))
     p, moved = logits.softmax(-1), moved.double()
-    return float(((p * moved.square()).sum(-1) - (p * moved).sum(-1).square()).mean() / 2)
+    return float(((p * moved.square()).sum(-1) - (p * moved).sum(-1).square()).mean().detach() / 2)
 
 
 def test_by_sequence_and_drawn_labels_the_price_is_the_exact_quadratic_form() -> None:
@@ -393,6 +394,13 @@ def test_weights_that_are_nan_are_named_before_a_gate_is_judged() -> None:
     model.layers[0]["q_proj"].weight.data[0, 0] = torch.nan
     with pytest.raises(ValueError, match=r"elements of layers.0.q_proj.weight are not finite"):
         diagnosed(model, against="mxfp8", gate=0.003)
+
+
+def test_errors_of_tokens_are_called_coherent_beyond_chance_alone() -> None:
+    flat, loud = Row("a", "fprop", 1.0, (1.0, 1.0), 1.0, 2.6), Row("b", "fprop", 1.0, (1.0, 1.0), 1.0, 0.01)
+    for sequences, expected in ((6, [loud]), (48, [flat, loud])):
+        given = Measured(2, 1.0, 0.1, sequences, None, None, np.nan)
+        assert diagnosis(1, names=["a", "b"], rows=(flat, loud), measured=given).coherent == expected
 
 
 def test_words_of_two_sides() -> None:
