@@ -119,17 +119,20 @@ def diagnose(
     _check_model(model)
     low, low_parts = _side(recipe, "recipe")
     high, high_parts = _side(recovery, "recovery") if against is None else _side(against, "against")
-    spec = _spec(model, low, high, targets, plan, against is not None)
+    both = low_parts or high_parts or (low, high) != ("bf16", "bf16")
+    require(both or plan, "recipe", "bf16", "both sides are in 16 bits; there is nothing to compare")
+    sides = against is not None or bool(low_parts)
+    spec = _spec(model, low, high, targets, plan, sides)
     with as_it_was(model):
         with warnings.catch_warnings():
-            if against is not None:  # two sides may be alike, and either may be the coarser
+            if sides:  # they may be alike, and either may be the coarser
                 warnings.simplefilter("ignore")
             converted = convert(model, spec)
         beside = None
         try:
-            sides = _divided(converted, low_parts, high_parts)
+            apart = _divided(converted, low_parts, high_parts)
             doctor = _Doctor(converted, model, spec, run, tokens=tokens, labels=labels, terms=terms, gate=gate)
-            doctor.known = {"sides": sides, "against": against is not None}
+            doctor.known = {"sides": apart, "against": against is not None}
             if include:
                 assert isinstance(converted.low, Recipe)
                 doctor.beside = beside = Beside(model, include, converted.low, cast)
@@ -238,6 +241,8 @@ def _spec(
         pins.refuse_other(where, operator_shapes(model, spec))
         return spec
     require(sides or recipe != recovery, "recipe", recipe, "is the recovery path too: there is nothing to diagnose")
+    if recipe == recovery == "bf16":  # two formats otherwise, beside which no operator can have a recipe
+        recipe = Recipe("16 bits", fprop=Gemm(), dgrad=Gemm(), wgrad=Gemm())
     if targets is None:
         names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         targets = [one for one in ("*_proj", "*_proj.base_layer") if select(names, [one])[0]] or ["*"]
@@ -480,7 +485,7 @@ class _Doctor:
 
     def _priced(self, batch: Any, place: int) -> tuple[float, np.ndarray, list[bool], float, np.ndarray | None]:
         """(loss of the recovery path, (names, U) numbers, which operators ran, loss and KLs of all low) of a batch."""
-        meter, where = self._meter, f"run of batch {place + 1}"
+        meter, where, mark = self._meter, f"run of batch {place + 1}", self.converted.mark()
         self._put(True)
         for operator in self.converted.operators:
             operator.read = None
@@ -515,6 +520,7 @@ class _Doctor:
             self._beside.append(self.beside.take(meter.loss_tokens or max(meter.rows)))
         numbers = self._numbers(norms, place)
         self.converted.end_step()
+        self.converted.back_to(mark)  # all passes of a batch have the same delayed scales: those of its own tensors
         low = self._forward(batch, place, recovering=False)
         self._advance(PRICED - 1)
         return whole.loss_value, numbers, ran, low.loss_value, whole.kl_to(low)

@@ -94,6 +94,12 @@ def output_of(found: Any, where: str, trained: bool = True) -> Output:
             shape = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
             require(fits, where, f"logits {tuple(logits.shape)}, targets {shape}", "must be of the same positions")
             targets = targets.reshape(logits.shape[:-1])
-            require(bool((targets != IGNORED).any()), where, "targets", "all are left out (-100); give some")
+            whole = not (targets.is_floating_point() or targets.dtype == torch.bool)
+            require(whole, where, f"targets {targets.dtype}", "must be whole numbers (int64), or -100")
+            targets = targets.long()
+            counts = targets != IGNORED
+            require(bool(counts.any()), where, "targets", "all are left out (-100); give some")
+            known = bool(((targets >= 0) & (targets < logits.shape[-1]))[counts].all())
+            require(known, where, "targets", f"must be below {logits.shape[-1]}, the width of the logits, or -100")
             loss = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
     return Output(logits, targets, loss)

@@ -188,8 +188,14 @@ def test_what_run_may_return() -> None:
     assert data.estimate == "token" and data.measured.kl == plain.measured.kl
     with pytest.raises(ValueError, match=r"^run of batch 1=logits: has no loss"):
         diagnosed(model, labels="data")
-    with pytest.raises(ValueError, match="must be of the same positions"):
-        diagnosed(model, run=lambda tokens: (model(tokens), tokens[:, 1:]))
+    for wrong, says in (
+        (lambda tokens: tokens[:, 1:], "must be of the same positions"),
+        (lambda tokens: tokens.float(), "must be whole numbers"),
+        (lambda tokens: tokens + VOCABULARY, f"must be below {VOCABULARY}"),
+        (lambda tokens: torch.full_like(tokens, IGNORED), "all are left out"),
+    ):
+        with pytest.raises(ValueError, match=f"^run of batch 1=.*{says}"):
+            diagnosed(model, run=lambda tokens, wrong=wrong: (model(tokens), wrong(tokens)))
 
 
 def test_in_bfloat16_the_limit_is_above_what_float32_shows() -> None:
@@ -206,8 +212,10 @@ NAMES = [f"layers.{i}.{name}" for i in range(2) for name in ("q_proj", "k_proj",
 PLANTED = [
     *[({"*": "fp8_hybrid", name: "bf16"}, "fp8_hybrid", name) for name in NAMES],  # an entry of a list too many
     *[("fp8_hybrid", {"*": "fp8_hybrid", name: "mxfp8"}, name) for name in NAMES],  # another granularity
-    *[({"*": "mxfp8", name: "nvfp4"}, "mxfp8", name) for name in NAMES[:4]],  # another format
+    *[({"*": "mxfp8", name: "nvfp4"}, "mxfp8", name) for name in NAMES[:3]],  # another format
+    ("bf16", {"*": "bf16", NAMES[3]: "nvfp4"}, NAMES[3]),
 ]
+PLANTED[4:12] = [pytest.param(*case, marks=pytest.mark.slow) for case in PLANTED[4:12]]
 
 
 @pytest.mark.parametrize(("rollout", "trainer", "culprit"), PLANTED)
@@ -220,7 +228,7 @@ def test_a_planted_difference_between_two_sides_is_named(rollout: Any, trainer: 
 
 
 EQUAL = [
-    *[(name, name) for name in ("fp8_hybrid", "mxfp8", "nvfp4", "sim_e2m1", "sim_int8")],
+    *[(name, name) for name in ("fp8_hybrid", "fp8_delayed", "mxfp8", "nvfp4", "sim_e2m1", "sim_int8", "llm_int8")],
     *[({"*": "fp8_hybrid", name: "bf16"}, {"*": "fp8_hybrid", f"*{name[7:]}": "bf16"}) for name in NAMES[4:7]],
     ({"*": "nvfp4", "*up_proj": "mxfp8"}, {"*": "mxfp8", "[qkv]*": "nvfp4", "*_proj": "nvfp4", "*.up_proj": "mxfp8"}),
     ({"*": "bf16"}, {"*": "mxfp8", "*_proj": "bf16"}),
@@ -374,6 +382,7 @@ def test_an_operator_that_alone_makes_predictions_nan_is_the_worst_and_is_kept()
         ({"against": {"*": "mxfp8", "lost": "bf16"}}, "against=lost: no operator"),
         ({"against": "mxfp8", "recovery": "mxfp8"}, "recovery=mxfp8: against="),
         ({"recovery": {"*": "bf16"}}, "recovery=.*: must be one recipe"),
+        ({"recipe": "bf16", "against": "bf16"}, "recipe=bf16: both sides are in 16 bits"),
         ({"gate": 0.003}, "gate=0.003: is between two sides"),
         *[({"against": "mxfp8", "gate": gate}, "gate=.*: must be nats") for gate in (0, np.nan, np.inf, "0.003", True)],
         ({"plan": "here", "against": "mxfp8"}, "against=mxfp8: cannot be asked for under plan="),
