@@ -39,6 +39,7 @@ the hub, with data=FILE.txt. Nothing is trained, and nothing written but what ou
   gnmr diagnose my_llama/ data=prompts.txt recipe=fp8_hybrid against=fp8_hybrid,*.down_proj:bf16
 """
 NUMBERS = "diagnosis.json"
+_KV_CAST = "e4m3/tensor"
 
 
 def _parser() -> Parser:
@@ -62,7 +63,7 @@ def _parser() -> Parser:
     )
     parser.option("confirm", whole(0), "so many of the highest of either estimate are measured alone", 20)
     parser.option("include", _kinds, "what else is measured, each alone and off the plan: some of head,router,kv", [])
-    parser.option("kv_cast", _kv_cast, "of keys and values, if include= has kv", "e4m3/tensor")
+    parser.option("kv_cast", _kv_cast, "of keys and values, if include= has kv", _KV_CAST)
     parser.option(
         "labels", one_of("model", "data"), "of the backward pass: drawn from the model, or the data's", "model"
     )
@@ -157,9 +158,10 @@ def _kinds(name: str, value: str) -> list[str]:
 
 def _kv_cast(_name: str, value: str) -> str:
     """A cast that a cache can have."""
-    from gnmr.doctor.beside import kv_cast_of
+    if value != _KV_CAST:  # PyTorch is imported for another alone
+        from gnmr.doctor.beside import kv_cast_of
 
-    kv_cast_of(value)
+        kv_cast_of(value)
     return value
 
 

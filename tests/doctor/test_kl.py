@@ -347,6 +347,24 @@ def test_an_attention_that_is_not_seen_is_refused() -> None:
         diagnosed(model, include=["router"])
 
 
+class Adapted(nn.Module):
+    """As peft wraps a linear."""
+
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x)
+
+
+def test_linears_below_adapters_are_diagnosed_too() -> None:
+    model, few = Mixer(), {"batches": batches_of(2), "confirm": 0, "held_out": ()}
+    model.layers[0]["q_proj"] = Adapted(model.layers[0]["q_proj"])
+    found, plain = (diagnosed(one, **few) for one in (model, Mixer()))
+    assert list(found.operators) == list(plain.operators) and found.measured.kl == plain.measured.kl
+
+
 class Bounded(Mixer):
     """Its predictions are NaN as soon as one operator is off by more than rounding."""
 
