@@ -320,6 +320,7 @@ class Diagnosis:
                 "share": float(np.mean([one.share for one in found])),
                 "kl_left": None if (own := self.left.get(name)) is None else own.kl,
                 "loss_left": None if own is None else own.cost,
+                "noise": None if own is None else own.noise,
             }
             for name, found in choices.items()
         }
