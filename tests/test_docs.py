@@ -167,7 +167,7 @@ def test_commands_on_a_run(gnmr: Callable[..., Any], tiny_words: list[str], tmp_
 
 
 class Model(nn.Module):
-    """Two blocks with the usual names, wide enough for tiles of 128; gives its own loss as Hugging Face's do."""
+    """Two blocks with the usual names, wide enough for tiles of 128; gives logits and loss as Hugging Face's do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,13 +176,14 @@ class Model(nn.Module):
         block = {name: nn.Linear(*size, bias=False) for name, size in sizes.items()}
         self.layers = nn.ModuleList([nn.ModuleDict(block)])
         self.head = nn.Linear(128, 16)
-        self.loss = torch.zeros(())
+        self.logits, self.loss = torch.zeros(()), torch.zeros(())
 
     def forward(self, tokens: Tensor) -> Model:
         x = self.embed(tokens[:, :-1])
         for layer in self.layers:
             x = x + layer["down_proj"](layer["up_proj"](x).relu())
-        self.loss = F.cross_entropy(self.head(x).flatten(0, 1), tokens[:, 1:].flatten())
+        self.logits = self.head(x)
+        self.loss = F.cross_entropy(self.logits.flatten(0, 1), tokens[:, 1:].flatten())
         return self
 
 
