@@ -21,10 +21,11 @@ from torch import Tensor, nn
 
 from gnmr.doctor.audit_pass import measured_pass, met_not_finite
 from gnmr.doctor.causes import Cause
-from gnmr.doctor.diagnose import Progress, recipe_named
+from gnmr.doctor.diagnose import recipe_named
 from gnmr.doctor.guards import not_finite
 from gnmr.doctor.in_force import READS, Operator, operators_of
 from gnmr.doctor.lists import LISTS, Entry, entries_of, fits_none, nearest_to, read_lists, repaired
+from gnmr.doctor.measuring import Progress
 from gnmr.doctor.operands import Measured
 from gnmr.errors import require
 from gnmr.names import GEMMS

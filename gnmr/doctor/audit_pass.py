@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gnmr.doctor.diagnose import Progress
 from gnmr.doctor.guards import as_it_was, refuse_constant, refuse_meta, refuse_not_finite, scalar
 from gnmr.doctor.in_force import Operator
+from gnmr.doctor.measuring import Progress
 from gnmr.doctor.operands import Measured, watching
 from gnmr.errors import require
 from gnmr.precision import PathLinear

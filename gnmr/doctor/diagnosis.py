@@ -12,7 +12,7 @@ other; expected costs are the values times that, and so assume that it is the sa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -21,125 +21,15 @@ import numpy as np
 from scipy import special
 
 from gnmr.doctor.knapsack import GUESSES, Choice, Item, arithmetic, by_score, choose, guess, in_order
+from gnmr.doctor.measured import Measured, Row, resampled
 from gnmr.doctor.plan import PinPlan
+from gnmr.doctor.verdict import LITTLE, verdict
 
-DRAWS = 1000
-"""Of a bootstrap."""
 _SPLITS = 100
-_NAMED = 4
-"""Operators that a verdict names."""
-LITTLE = 0.01
-"""Nats a token: below it nothing has to be kept."""
 CURVE = (0.05, 0.1, 0.2, 1 / 3)
 """Budgets of plans whose KL is measured too."""
-LABELS = {
-    "plan": "the plan, by price",
-    "last": "last blocks",
-    "first": "first blocks",
-    "first_last": "first and last blocks",
-    "random": "operators at random",
-    "mse": "by mse of the input",
-    "gradient norm": "by gradient norm",
-}
-"""What choices are called in tables."""
 RANDOM_DRAWS = 2
 """Of the guess `random`, whose numbers are the mean of them."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One GEMM of one operator on the low path, the mean over batches."""
-
-    operator: str
-    gemm: str
-    value: float
-    """fprop: nats a token, measured or else the estimate in use. dgrad, wgrad: ||d||^2 / ||g||^2, the relative squared
-    error of the gradient."""
-    interval: tuple[float, float]
-    """95%, by bootstrap over the batches, or of the measurement over sequences."""
-    by_token: float | None = None
-    """Of fprop the estimate from squares by token, nats."""
-    by_sequence: float | None = None
-    """From squares of sums over a sequence; None: not all tokens were priced."""
-    measured: float | None = None
-    """KL with this operator alone on the low path."""
-    input: float | None = None
-    """Of fprop: the price of the input's cast alone, by token."""
-    weight: float | None = None
-    """Of fprop: of the weight's."""
-    bias: float | None = None
-    """Of dgrad and wgrad: `<g, d> / ||g||^2`."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The model on two paths, on the same batches."""
-
-    batches: int
-    kl: float | None
-    """KL(high || low), nats a token: the mean over sequences of that a token; None: there were no logits."""
-    kl_error: float
-    """Standard error of its mean over sequences."""
-    sequences: int
-    high: float | None
-    """Mean loss with every operator on the recovery path, nats a token; None: there were no targets."""
-    low: float | None
-    """Mean loss on the other path."""
-    error: float
-    """Standard error of the mean difference of losses, paired by batch; NaN of one batch."""
-
-    @staticmethod
-    def of(kls: Sequence[np.ndarray | None], high: Sequence[float], low: Sequence[float]) -> Measured:
-        """Of each batch the KL of each sequence (S,), or None, and the losses, NaN where there is none."""
-        before, after = np.array(high), np.array(low)
-        each = None if kls[0] is None else np.concatenate([kl for kl in kls if kl is not None])
-        with np.errstate(invalid="ignore"):  # a low path whose loss is Inf
-            error = _standard_error(after - before)
-            kl_error = float("nan") if each is None else _standard_error(each)
-        known = not np.isnan(before).any()
-        return Measured(
-            len(before),
-            None if each is None else float(each.mean()),
-            kl_error,
-            0 if each is None else len(each),
-            float(before.mean()) if known else None,
-            float(after.mean()) if known else None,
-            error,
-        )
-
-    @property
-    def cost(self) -> float | None:
-        """By how much the loss rises, nats a token."""
-        return None if self.high is None or self.low is None else self.low - self.high
-
-    @property
-    def nats(self) -> float:
-        """What the low path costs, nats a token: the KL, or where there is none the rise of the loss."""
-        return self.kl if self.kl is not None else self.cost or 0.0
-
-    @property
-    def noise(self) -> float:
-        """Half the width of the 95% interval (t) of `nats`."""
-        return self.loss_noise if self.kl is None else _half_width(self.sequences, self.kl_error)
-
-    @property
-    def loss_noise(self) -> float:
-        """Half the width of the 95% interval (t) of `cost`."""
-        return _half_width(self.batches, self.error)
-
-    @property
-    def shown(self) -> bool:
-        """Whether low precision costs something that these batches can show."""
-        return self.nats > self.noise
-
-    @property
-    def finite(self) -> bool:
-        """Whether the low path computes numbers at all."""
-        return bool(np.isfinite(self.nats) and (self.low is None or np.isfinite(self.low)))
-
-    def tree(self) -> dict[str, float | None]:
-        """Return all numbers, fit for JSON."""
-        return {**vars(self), "cost": self.cost, "noise": self.noise, "loss_noise": self.loss_noise}
 
 
 @dataclass(frozen=True)
@@ -256,23 +146,6 @@ class Diagnosis:
         bound = self.gate or ((self.limit or 0.0) if self.against else LITTLE)
         return bool((found.nats if found.shown else max(self.total, found.nats + found.noise)) < bound)
 
-    def rival(self) -> str:
-        """A clause where, on the held-out batches, a guess left less than the plan, or these are too few to tell."""
-        if self.pins or self.held_out is None or not self.apart:
-            return ""
-        several = self.held_out.batches > 1
-        batches = f"{self.held_out.batches} held-out batch{'es' * several}"
-        few = f"{batches} {'are' if several else 'is'} too few to tell the choices apart"
-        best = min(self.apart, key=lambda name: self.left[name].nats)
-        more, noise = self.apart[best]
-        if more < 0:
-            both = f"{nats(self.left[best].nats)} nats against {nats(self.left['plan'].nats)}"
-            few = "" if -more > noise else ", which is too few batches to be sure"
-            return f"{LABELS[best]} left less than the plan on {batches}: {both}{few}"
-        return (
-            "" if self.held_out.shown else f"{batches} {'are' if several else 'is'} too few to tell the choices apart"
-        )
-
     def left_by_budget(self) -> list[tuple[float, float]]:
         """(share of the GEMM time, nats left by the values) after each pin, the plan's way from no pin to all that
         cost something."""
@@ -383,96 +256,9 @@ class Diagnosis:
             halves.append(_spearman(a, b))
         return Stability(top, float((kept == top).mean()), float(kept.mean() / top), float(np.mean(halves)))
 
-    # ---- words ----
-
     def verdict(self) -> str:
         """One sentence, with what it is not about."""
-        return "; ".join([self._verdict(), *self.left_out()])
-
-    def left_out(self) -> list[str]:
-        """Clauses on operators that have no price, or not one of every batch."""
-        by_reason: dict[str, list[str]] = {}
-        for name, why in self.idle.items():
-            by_reason.setdefault(why, []).append(name)
-        clauses = [f"left out, as {why}: {_named(names)}" for why, names in by_reason.items()]
-        if self.partly:
-            clauses.append(f"only in some of the batches ran {_named(list(self.partly))}")
-        return clauses
-
-    def _verdict(self) -> str:
-        found, name = self.measured, self.recipe
-        under = "under the plan " if self.pins else ""
-        if not found.finite:
-            worst = f"fprop of {_named([row.operator for row in self.worst()[:_NAMED]])}"
-            what = "the loss is" if found.kl is None else "the predictions are"
-            loss = "" if found.kl is None else "loss "
-            high = "" if found.high is None else f" ({loss}{found.high:.4f} on {self.recovery})"
-            return f"{under}{what} not finite under {name}{high}; worst: {worst}"
-        if self.against:
-            return self._of_two_sides()
-        start = f"nothing {'more ' if self.pins else ''}has to be kept: " if self.little else ""
-        unit = "nats" if found.kl is None else "nats of KL a token"
-        if not found.shown:
-            return (
-                f"{start}{under}{name} costs nothing here that {found.batches} batches can show "
-                f"({found.nats:+.2g} ± {found.noise:.1g} {unit}, by estimate {self.total:.2g})"
-                f"{'' if start else ': more batches would tell'}"
-            )
-        losses = "" if found.high is None else f" (loss {found.high:.4f} -> {found.low:.4f})"
-        cost = f"{start}{under}{name} costs {nats(found.nats)} {unit} against {self.recovery}{losses}"
-        if start:
-            return f"{cost}, less than {LITTLE}"
-        if self.pins:
-            return f"{cost}, with {_gemms(self.pins)} of {len(self.rows)} GEMMs on {self.recovery}"
-        if self.total <= 0:
-            return f"{cost}, and no GEMM alone costs anything"
-        chosen = self.choice()
-        if not chosen.pins:
-            return f"{cost}; no GEMM fits a budget of {self.budget:.3g} of the GEMM time"
-        return (
-            f"{cost}; keep {self._pinned(chosen)} on {self.recovery}, {chosen.share:.1%} of the GEMM time, and "
-            f"{self._left(chosen)}{'; ' * bool(rival := self.rival())}{rival}"
-        )
-
-    def _of_two_sides(self) -> str:
-        """The verdict on two sides that should agree: whether the gate holds, what makes the difference, what to
-        change."""
-        found, gate = self.measured, self.gate
-        width = f" ± {nats(found.noise)}" if found.noise > 0 else ""
-        differ = (
-            f"the rollout ({self.recipe}) and the trainer ({self.recovery}) differ by {nats(found.nats)}{width} nats "
-            "of KL a token"
-        )
-        if found.nats <= (self.limit or 0.0):
-            return f"{'the gate holds: ' * (gate is not None)}{differ}, no more than rounding makes"
-        if gate is not None and found.nats + (found.noise if width else 0.0) <= gate:
-            return f"the gate holds: {differ}, at most {gate:g}"
-        if gate is not None and found.nats - found.noise <= gate:
-            return f"the gate of {gate:g} cannot be decided: {differ}; more batches would tell"
-        start = "" if gate is None else "the gate does not hold: "
-        more = "" if gate is None else f", more than {gate:g}"
-        chosen = self.choice()
-        if not chosen.pins:
-            fits = f"no GEMM fits a budget of {self.budget:.3g} of the GEMM time"
-            return f"{start}{differ}{more}, and {fits if self.total > 0 else 'no GEMM alone makes it'}"
-        return (
-            f"{start}{differ}{more}; run {self._pinned(chosen)} in one recipe on both sides (the trainer's in the "
-            f"rollout, or the rollout's in the trainer), and {self._left(chosen)}"
-        )
-
-    def _pinned(self, chosen: Choice) -> str:
-        """The GEMMs of a choice, the largest first."""
-        ordered = sorted(chosen.pins, key=lambda one: -self.saved[one, "fprop"])
-        share = 1 - chosen.after / chosen.before
-        named = [f"{name} ({' | '.join(self.sides[name])})" if name in self.sides else name for name in ordered]
-        return f"{_gemms(chosen.pins)} of {len(self.rows)} GEMMs ({share:.0%} of it: fprop of {_named(named)})"
-
-    def _left(self, chosen: Choice) -> str:
-        """What is left under the plan: measured on held-out batches, or what is expected."""
-        if (left := self.left.get("plan")) is not None and left.finite:
-            width = f" ± {nats(left.noise)}" if np.isfinite(left.noise) else ""
-            return f"{nats(left.nats)}{width} nats are left on other batches"
-        return f"{nats(self.expected(chosen)[1])} nats are expected to be left"
+        return verdict(self)
 
     def tree(self) -> dict[str, Any]:
         """All numbers, fit for JSON."""
@@ -505,48 +291,6 @@ class Diagnosis:
         }
 
 
-def resampled(batches: int, rng: np.random.Generator) -> np.ndarray:
-    """(DRAWS, batches): weights of each batch in the mean of a bootstrap draw."""
-    return rng.multinomial(batches, [1 / batches] * batches, size=DRAWS) / batches
-
-
-def intervals(samples: np.ndarray) -> np.ndarray:
-    """(2, U): the 95 % interval of the mean of (B, U) over batches, by bootstrap."""
-    ends: np.ndarray = np.percentile(resampled(len(samples), np.random.default_rng(0)) @ samples, [2.5, 97.5], axis=0)
-    return ends
-
-
-def paired(guess: tuple[list[Any], list[float]], plan: tuple[list[Any], list[float]]) -> tuple[float, float]:
-    """(nats that a guess leaves more than the plan, half the width of the 95% interval), of their KLs by batch and
-    losses, paired."""
-    if guess[0][0] is None:
-        apart = np.array(guess[1]) - np.array(plan[1])
-    else:
-        apart = np.concatenate(guess[0]) - np.concatenate(plan[0])
-    with np.errstate(invalid="ignore"):
-        return float(apart.mean()), _half_width(len(apart), _standard_error(apart))
-
-
-def _standard_error(values: np.ndarray) -> float:
-    return float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else float("nan")
-
-
-def _half_width(number: int, error: float) -> float:
-    """Half the width of a mean's 95% interval (t)."""
-    return float(special.stdtrit(number - 1, 0.975)) * error if number > 1 else float("nan")
-
-
-def nats(value: float) -> str:
-    """With three digits that count: 0.101, 0.00123.
-
-    >>> nats(0.1012), nats(0.001234), nats(3.2), nats(0.0)
-    ('0.101', '0.00123', '3.200', '0')
-    """
-    if value == 0 or not np.isfinite(value):
-        return f"{value:g}"
-    return f"{value:.3f}" if abs(value) >= 0.1 else f"{value:.3g}"
-
-
 def _top(values: np.ndarray, k: int) -> np.ndarray:
     """(N, U) bool: the k largest of each row."""
     order = np.argsort(-values, axis=1, kind="stable")
@@ -561,12 +305,3 @@ def _spearman(a: np.ndarray, b: np.ndarray) -> float:
     if len(a) < 2 or any(np.ptp(x) == 0 for x in (a, b)):
         return 1.0
     return float(np.corrcoef(first, second)[0, 1])
-
-
-def _gemms(pins: Mapping[str, list[str]]) -> int:
-    return sum(map(len, pins.values()))
-
-
-def _named(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more

@@ -14,7 +14,9 @@ from pathlib import Path
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from gnmr.doctor.diagnosis import LABELS, Diagnosis, Measured, Row, nats
+from gnmr.doctor.diagnosis import Diagnosis
+from gnmr.doctor.measured import Measured, Row, nats
+from gnmr.doctor.verdict import LABELS, left_out
 from gnmr.errors import printable
 
 TOP = 10
@@ -142,7 +144,7 @@ def totals(found: Diagnosis) -> list[str]:
         worst = [row for row in found.worst(gemm)[:3] if row.value > 0]
         words = ", ".join(f"{row.operator} {short(row.value)} (bias {row.bias or 0.0:+.1g})" for row in worst)
         lines.append(f"largest relative squared errors of {gemm}: {words or 'none'}")
-    return [*lines, *found.left_out()]
+    return [*lines, *left_out(found)]
 
 
 def page(found: Diagnosis, title: str, origin: Mapping[str, object]) -> str:

@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from gnmr.console import NARROW
-from gnmr.doctor.diagnosis import Diagnosis, Measured, nats
+from gnmr.doctor.diagnosis import Diagnosis
+from gnmr.doctor.measured import Measured, nats
 from gnmr.doctor.page import Left, View, choices, shade, short
 from gnmr.errors import printable
 

@@ -49,16 +49,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gnmr.measure.operands import Casts, broken_inputs, inputs_on, outliers, result_in, weight_of
 from gnmr.measure.units import ByUnit
-from gnmr.names import GEMMS, OPERANDS
-from gnmr.precision.cast import Reference, quantize, rotated
+from gnmr.names import GEMMS
 from gnmr.precision.converted import ConvertedModel
 from gnmr.precision.formats import Format, KeepFormat
-from gnmr.precision.int8 import Int8Linear, Integers
 from gnmr.precision.linear import PathLinear, autocast_dtype
-from gnmr.precision.recipes import Cast, ExecutionPath, Gemm, Recipe
-from gnmr.precision.scaling import TINY, compress, decompress, largest_magnitude
-from gnmr.precision.shared import FaultInjection
+from gnmr.precision.recipes import Cast, ExecutionPath, Recipe
+from gnmr.precision.scaling import TINY
 
 PATHS = ("low", "recovery")
 _FPROP = ("fprop", "fprop_sequence", "fprop_elements", "fprop_input", "fprop_weight")
@@ -203,14 +201,14 @@ class PriceMeter:
         rows = input.detach().reshape(-1, input.shape[-1]).to(dtype)
         paths = {name: path for name in self.paths if (path := getattr(operator, name)) is not None}
         chosen = self._chosen(len(rows), paths.values(), rows.device)
-        inputs = {name: _inputs(operator, path, self.gemms, rows, chosen) for name, path in paths.items()}
+        inputs = {name: inputs_on(operator, path, self.gemms, rows, chosen) for name, path in paths.items()}
         fault = None if operator.fault is None else operator.fault.for_step(input, remember=False)
         if fault is not None and "low" in paths:
-            inputs["low"] = _broken_inputs(operator, operator.low, fault, input, inputs["low"], chosen)
+            inputs["low"] = broken_inputs(operator, operator.low, fault, input, inputs["low"], chosen)
         columns = {
             name: kept
             for name, path in paths.items()
-            if isinstance(path, Recipe) and (kept := _outliers(path.fprop.input, rows)) is not None
+            if isinstance(path, Recipe) and (kept := outliers(path.fprop.input, rows)) is not None
         }
         length = input.shape[-2] if input.dim() > 2 else 1
         found = _Pass(operator, paths, rows[chosen].float(), inputs, columns, dtype, chosen, len(rows), length)
@@ -231,12 +229,12 @@ class PriceMeter:
         """Adds up one pass; `grad` (..., O) is the gradient of its output."""
         operator, x = found.operator, found.x
         grad_2d = grad.reshape(-1, grad.shape[-1]).to(found.dtype)
-        dy, weight = grad_2d[found.chosen].float(), _weight_of(operator, found.dtype)
+        dy, weight = grad_2d[found.chosen].float(), weight_of(operator, found.dtype)
         dx = dy @ weight
         gradient = dy.t() @ x if "wgrad" in self.gemms and operator.weight.requires_grad else None
         nothing = torch.zeros((), dtype=torch.float64, device=dy.device)
         casts = {
-            name: _Casts(operator, path, weight, grad_2d, dy, seed=self._step << 20 | operator.index)
+            name: Casts(operator, path, weight, grad_2d, dy, seed=self._step << 20 | operator.index)
             for name, path in found.paths.items()
         }
         exact = _Operands(x, weight, None)
@@ -251,10 +249,10 @@ class PriceMeter:
                     sums |= _fprop(found, operands[name], high, dy, of_high)
                 if "dgrad" in self.gemms and own.of("dgrad").casts:
                     product = own.grad_output("dgrad", 1) @ own.weight("dgrad")
-                    sums |= _relative("dgrad", _result(product, own.of("dgrad").result), dx)
+                    sums |= _relative("dgrad", result_in(product, own.of("dgrad").result), dx)
                 if gradient is not None and "wgrad" in found.inputs[name]:
                     product = own.grad_output("wgrad", 0).t() @ found.inputs[name]["wgrad"]
-                    sums |= _relative("wgrad", _result(product, own.of("wgrad").result), gradient)
+                    sums |= _relative("wgrad", result_in(product, own.of("wgrad").result), gradient)
             parts += sums.values()
         parts += [_square(dx), nothing if gradient is None else _square(gradient)]
         scale = found.count / len(found.chosen)
@@ -310,139 +308,7 @@ def _group_rows(path: ExecutionPath) -> int:
     return max(cast.group(dim)[0] or 1 for cast, dim in casts if cast is not None) if path.casts else 1
 
 
-def _inputs(
-    operator: PathLinear, path: ExecutionPath, gemms: Collection[str], rows: Tensor, chosen: Tensor
-) -> dict[str, Tensor]:
-    """By GEMM that the path does not leave exact: the measured tokens of the input `rows` (T, I) as that reads them,
-    (n, I) float32."""
-    some, found = rows[chosen], {}
-    for gemm, dim in (("fprop", 1), ("wgrad", 0)):
-        if gemm not in gemms:
-            continue
-        if isinstance(path, Format):
-            if not isinstance(path, KeepFormat) and (gemm == "wgrad" or operator.shared.quantize_forward):
-                found[gemm] = decompress(*compress(some, path), path, some.shape[1], some.dtype).float()
-        elif (own := getattr(path, gemm)).casts:
-            cast = own.input
-            found[gemm] = some.float() if cast is None else _cast(operator, "input", rows, some, cast, dim)
-            if cast is not None and cast.hadamard and gemm == "fprop":  # of which the terms of the sums are looked at
-                found[gemm] = rotated(found[gemm], 1, back=True)
-    return found
-
-
-def _broken_inputs(
-    operator: PathLinear,
-    path: ExecutionPath,
-    fault: FaultInjection,
-    input: Tensor,
-    sound: dict[str, Tensor],
-    chosen: Tensor,
-) -> dict[str, Tensor]:
-    """As `_inputs`, under a fault: of whole tensors, for in a sample other rows were hit. `sound`: without it."""
-    if isinstance(path, Format):
-        if isinstance(path, KeepFormat):
-            return sound
-        packed, scale = fault.compress(input, path, operator.shared.rounding is not None)
-        copy = decompress(packed[chosen], scale[chosen], path, input.shape[-1], input.dtype).float()
-        return dict.fromkeys(sound, copy)
-    rows, found = input.detach().reshape(-1, input.shape[-1]), dict(sound)
-    for gemm, dim in (("fprop", 1), ("wgrad", 0)):
-        cast = getattr(path, gemm).input
-        if cast is not None and gemm in sound:
-            found[gemm] = fault.quantize(rows, cast, dim, _reference(operator, "input", cast))[0][chosen].float()
-    return found
-
-
-def _reference(operator: PathLinear, operand: str, cast: Cast) -> Reference:
-    """Where a delayed scale comes from."""
-    amax = operator.shared.amax
-    if cast.scale != "delayed" or amax is None or amax.history is None:
-        return None
-    return partial(amax.delayed, operator.index, OPERANDS.index(operand), cast.history)
-
-
-def _cast(
-    operator: PathLinear,
-    operand: str,
-    whole: Tensor,
-    some: Tensor,
-    cast: Cast,
-    dim: int,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """Of a tensor (T, D) the rows `some` (n, D) in `cast`, with the scales that they have in the whole, float32."""
-    reference, kept = _reference(operator, operand, cast), _outliers(cast, whole)
-    if kept is not None:
-        whole, some, own = whole.masked_fill(kept, 0), some.masked_fill(kept, 0), some
-    if cast.group(dim) == (None, None) or (cast.two_levels and not cast.hadamard):
-        reference = partial(_scale_of_whole, largest_magnitude(whole.float(), (0, 1)), reference)
-    values = quantize(some, cast, dim, reference, generator)[0].float()
-    return values if kept is None else torch.where(kept, own.float(), values)
-
-
-def _scale_of_whole(largest: Tensor, delayed: Reference, _largest_of_some: Tensor) -> Tensor:
-    """A `Reference`: the magnitude of a whole tensor, of which some rows are cast."""
-    return largest if delayed is None else delayed(largest)
-
-
-def _outliers(cast: Cast | None, rows: Tensor) -> Tensor | None:
-    """(I,) bool: columns of the input that stay in 16 bits; None: there cannot be any."""
-    if cast is None or cast.outliers is None:
-        return None
-    return (largest_magnitude(rows, (0,)).float() >= cast.outliers)[0]
-
-
-def _weight_of(operator: PathLinear, dtype: torch.dtype) -> Tensor:
-    """(O, I) float32, as the GEMMs are given it: rounded to `dtype`."""
-    weight = operator.weight.detach()
-    if not weight.is_floating_point():
-        assert isinstance(operator, Int8Linear)
-        return Integers(weight, operator.weight_scale).values(dtype).float()
-    return weight.to(dtype).float()
-
-
-class _Casts:
-    """What the backward GEMMs, and of the weight all, read on a path, float32."""
-
-    def __init__(
-        self, operator: PathLinear, path: ExecutionPath, weight: Tensor, grad_2d: Tensor, dy: Tensor, *, seed: int
-    ) -> None:
-        """`seed`: of what stochastic casts draw; the run's own generator is left alone."""
-        self._operator, self._path, self._weight, self._seed = operator, path, weight, seed
-        self._whole, self._dy = grad_2d, dy
-        self._known: dict[tuple[Cast, int | None], Tensor] = {}
-
-    def of(self, gemm: str) -> Gemm:
-        """What is cast besides the input; a format casts nothing else."""
-        return getattr(self._path, gemm) if isinstance(self._path, Recipe) else Gemm()
-
-    def weight(self, gemm: str) -> Tensor:
-        """(O, I)."""
-        cast, dim = self.of(gemm).weight, 1 if gemm == "fprop" else 0
-        if cast is None or not self._operator.weight.is_floating_point():
-            return self._weight
-        key = cast, dim if cast.directed else None
-        if key not in self._known:
-            self._known[key] = _cast(self._operator, "weight", self._weight, self._weight, cast, dim)
-            if cast.hadamard and gemm == "fprop":
-                self._known[key] = rotated(self._known[key], 1, back=True)
-        return self._known[key]
-
-    def grad_output(self, gemm: str, dim: int) -> Tensor:
-        """(n, O)."""
-        cast = self.of(gemm).grad_output
-        if cast is None:
-            return self._dy
-        generator = torch.Generator(self._dy.device).manual_seed(self._seed) if cast.stochastic else None
-        return _cast(self._operator, "grad_output", self._whole, self._dy, cast, dim, generator)
-
-
-def _result(product: Tensor, cast: Cast | None) -> Tensor:
-    """A GEMM's result in `cast`."""
-    return product if cast is None else quantize(product, cast, 1)[0]
-
-
-def _fprop_operands(found: _Pass, path: str, casts: _Casts, exact: _Operands) -> _Operands:
+def _fprop_operands(found: _Pass, path: str, casts: Casts, exact: _Operands) -> _Operands:
     """What fprop reads on `path`: `exact` itself where that casts nothing."""
     if (x := found.inputs[path].get("fprop")) is None:
         return exact
@@ -475,7 +341,7 @@ def _result_error(operator: PathLinear, operands: _Operands) -> Tensor | float:
         return 0.0
     bias, weight = operator.bias, operands.weight.t()
     y = operands.x @ weight if bias is None else torch.addmm(bias.detach().float(), operands.x, weight)
-    return _result(y, operands.result) - y
+    return result_in(y, operands.result) - y
 
 
 def _relative(gemm: str, low: Tensor, exact: Tensor) -> dict[str, Tensor]:

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from gnmr.doctor.diagnosis import Diagnosis, Measured, Row
+from gnmr.doctor.diagnosis import Diagnosis
+from gnmr.doctor.measured import Measured, Row
 
 PROJECTIONS = {
     "self_attn.q_proj": (576, 576),

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gnmr
-from gnmr.doctor.diagnosis import Diagnosis, Measured
+from gnmr.doctor.diagnosis import Diagnosis
 from gnmr.doctor.knapsack import arithmetic, choose
+from gnmr.doctor.measured import Measured
 from gnmr.doctor.page import page, totals
 from gnmr.doctor.plan import read_plan
 from gnmr.errors import UserError

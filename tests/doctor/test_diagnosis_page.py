@@ -10,7 +10,8 @@ import pytest
 from plausible import PROJECTIONS, diagnosis
 
 from gnmr.console import Terminal
-from gnmr.doctor.diagnosis import Diagnosis, Measured, Row, nats
+from gnmr.doctor.diagnosis import Diagnosis
+from gnmr.doctor.measured import Measured, Row, nats
 from gnmr.doctor.page import View, choices, page, shade, totals
 from gnmr.doctor.terminal import story
 

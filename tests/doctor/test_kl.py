@@ -13,7 +13,8 @@ from torch.func import jvp
 from torch.nn import functional as F
 
 import gnmr
-from gnmr.doctor.diagnosis import Diagnosis, Measured, Row
+from gnmr.doctor.diagnosis import Diagnosis
+from gnmr.doctor.measured import Measured, Row
 from gnmr.doctor.page import page
 from gnmr.measure.kl import IGNORED, divergence, draw_labels
 from gnmr.measure.price import measure_prices

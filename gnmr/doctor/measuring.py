@@ -1,0 +1,452 @@
+"""The passes of a diagnosis: what is measured of a converted model, batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gnmr.doctor.beside import Beside
+from gnmr.doctor.diagnosis import CURVE, RANDOM_DRAWS, Diagnosis
+from gnmr.doctor.guards import refuse_constant, refuse_not_finite
+from gnmr.doctor.knapsack import GUESSES, Choice
+from gnmr.doctor.measured import Measured, Row, intervals, paired
+from gnmr.doctor.output import Output, output_of
+from gnmr.errors import require
+from gnmr.measure.errors import Probe, measure_errors
+from gnmr.measure.price import PRICES, PriceMeter, measure_prices
+from gnmr.names import GEMMS, RECIPES
+from gnmr.precision import ConvertedModel, PathLinear, PathSpec, Recipe
+from gnmr.precision.conversion import operator_shapes
+from gnmr.precision.recipes import Gemm
+
+Progress = Callable[[int, int | None], None]
+"""Called with (forward passes that are done, of how many; None: nobody knows). A priced batch counts as `PRICED`."""
+
+PRICED = 8
+"""Forward passes that a priced batch takes as long as: its backward pass and its casts are the most of it."""
+CONFIRMED = 2
+"""Batches on which single KLs are measured."""
+_NORMED = 2
+"""Batches of which the gradients' norms are taken, on the data's labels."""
+_LOW = ("fprop", "fprop_sequence", "fprop_input", "fprop_weight", "dgrad", "wgrad", "dgrad_bias", "wgrad_bias")
+_NUMBERS = (*_LOW, "mse", "norm")
+"""What is measured of every operator in a batch: prices, mse of the input, norm of the gradient."""
+
+
+class Doctor:
+    """A converted model and what is measured of it."""
+
+    def __init__(
+        self,
+        converted: ConvertedModel,
+        model: nn.Module,
+        spec: PathSpec,
+        run: Callable[[Any], Any],
+        *,
+        tokens: int,
+        labels: str,
+        terms: Callable[[Any], int] | None,
+        gate: float | None,
+    ) -> None:
+        self.converted, self.model, self.spec, self.tokens, self.gate = converted, model, spec, tokens, gate
+        self._run, self._labels, self._terms = run, labels, terms
+        for operator in converted.operators:
+            operator.weight.requires_grad_()  # a frozen model has prices too
+        self._weights = [operator.weight for operator in converted.operators]
+        for operator in converted.operators:  # its passes' scores are those of what forward computes
+            assert isinstance(operator.recovery, Recipe)
+            operator.recovery = replace(operator.recovery, dgrad=Gemm(), wgrad=Gemm())
+        self._meter: PriceMeter = measure_prices(converted, PRICES[:3], tokens, against_recovery=True)
+        self._probe: Probe = measure_errors(converted, ["mse"], tokens)
+        self._measuring(False)
+        self._draw = torch.Generator(self._weights[0].device).manual_seed(0)
+        self._called: set[str] = set()
+        self._read: set[str] = set()
+        """Operators that were called in any batch, and those whose weight had a gradient."""
+        self.beside: Beside | None = None
+        self._beside: list[dict[str, tuple[float, float]]] = []
+        """What it measured of each batch."""
+        self.known: dict[str, Any] = {"against": False}
+        """What else the diagnosis says."""
+        self._done = 0
+        self._total: int | None = None
+        self._tell: Progress = lambda _done, _total: None
+
+    def diagnosis(
+        self, batches: Iterable[Any], held_out: Sequence[Any], budget: float, confirm: int, progress: Progress
+    ) -> Diagnosis:
+        """All of it."""
+        self._tell = progress
+        self._total = _passes(batches, len(held_out), min(2 * confirm, len(self.converted.operators)))
+        batches = iter(batches)
+        first = list(islice(batches, CONFIRMED))
+        limit = self._limit(first[0]) if first else None
+        high, low, kls, every, ran = [], [], [], [], []
+        for place, batch in enumerate(_chained(first, batches)):
+            before, numbers, reached, after, kl = self._priced(batch, place)
+            high.append(before)
+            low.append(after)
+            kls.append(kl)
+            every.append(numbers)
+            ran.append(reached)
+        require(len(high) > 1, "batches", len(high), "needs two at least, for the spread between them")
+        times = np.array(ran).sum(axis=0)
+        kept = [o for o, number in zip(self.converted.operators, times, strict=True) if number]
+        require(kept, "run", "...", "its loss does not run the linears of this model")
+        samples = dict(zip(_NUMBERS, np.stack(every, axis=1)[..., times > 0], strict=True))
+        samples["norm"] = samples["norm"][~np.isnan(samples["norm"]).any(axis=1)]
+        shapes = {o.operator_name: (o.in_features, o.out_features) for o in self.converted.operators}
+        operators = {o.operator_name: shapes[o.operator_name] for o in kept}
+        idle = {name: self._why(name) for name in shapes if name not in operators}
+        targets = self._targets(list(operators)) if idle else list(self.spec.targets)
+        drawn = self._labels == "model" and kls[0] is not None
+        estimate = "sequence" if drawn and self.tokens == 1 else "token"
+        in_use = samples["fprop_sequence" if estimate == "sequence" else "fprop"]
+        alone = {} if kls[0] is None else self._confirmed(kept, samples, confirm, first)
+        found = Diagnosis(
+            recipe=self.spec.low,
+            recovery=self.spec.recovery or "bf16",
+            operators=operators,
+            rows=self._rows(kept, samples, in_use, alone),
+            beside=self._rows_beside(confirm, first, drawn),
+            samples=in_use,
+            measured=Measured.of(kls, high, low),
+            scores={
+                name: dict(zip(operators, samples[key].mean(axis=0).tolist(), strict=True))
+                for name, key in (("mse", "mse"), ("gradient norm", "norm"))
+            },
+            budget=budget,
+            gate=self.gate,
+            limit=limit,
+            labels="model" if drawn else "data",
+            estimate=estimate,
+            tokens=self.tokens,
+            pins={o.operator_name: list(o.pinned) for o in kept if o.pinned},
+            targets=targets or list(self.spec.targets),
+            recipes={
+                name: one.words() if isinstance(one, Recipe) else one
+                for name, one in self.spec.recipes.items()
+                if name not in RECIPES
+            },
+            idle=idle,
+            matched={} if targets else {name: shapes[name] for name in idle},
+            partly={name: int(n) for name, n in zip(shapes, times, strict=True) if 0 < n < len(ran)},
+            **self.known,
+        )
+        return self._held_out(found, held_out, len(high)) if held_out else found
+
+    def _held_out(self, found: Diagnosis, batches: Sequence[Any], before: int) -> Diagnosis:
+        """The same with what other batches say, which come after `before`: of everything low, the plan, the guesses."""
+        choices: dict[str, list[Choice]] = {"all": [Choice({}, 0.0, 0.0, 0.0)]}
+        curve: list[Choice] = []
+        if not found.pins:
+            choices |= {"plan": [found.choice()], **found.guesses()}
+            curve = [found.choice(share) for share in CURVE if share > 1.5 * choices["plan"][0].share]
+            curve += [found.choice(share) for share in CURVE if share < choices["plan"][0].share / 1.5]
+            choices |= {f"{one.share}": [one] for one in curve}
+        high: list[float] = []
+        low: dict[str, list[list[float]]] = {name: [[] for _ in several] for name, several in choices.items()}
+        kls: dict[str, list[list[Any]]] = {name: [[] for _ in several] for name, several in choices.items()}
+        for done, batch in enumerate(batches):
+            place = before + done
+            whole = self._forward(batch, place, recovering=True)
+            high.append(whole.loss_value)
+            refuse_not_finite(whole.worth, f"run of held-out batch {done + 1}", self.model)
+            for name, several in choices.items():
+                for i, choice in enumerate(several):
+                    with self._pinned(choice.pins):
+                        own = self._forward(batch, place, recovering=False)
+                    low[name][i].append(own.loss_value)
+                    kls[name][i].append(whole.kl_to(own))
+
+        def mean(name: str) -> tuple[list[Any], list[float]]:
+            """(KLs of each batch, losses of each) of the mean over the draws of a guess."""
+            kl = [None if each[0] is None else np.mean(each, axis=0) for each in zip(*kls[name], strict=True)]
+            return kl, np.mean(low[name], axis=0).tolist()
+
+        left = {name: mean(name) for name in choices}
+        of_all = Measured.of(left["all"][0], high, left["all"][1])
+        if found.pins:
+            return replace(found, held_out=of_all)
+        named = {name: Measured.of(kl, high, losses) for name, (kl, losses) in left.items()}
+        return replace(
+            found,
+            held_out=of_all,
+            left={name: named[name] for name in ("plan", *found.guesses())},
+            apart={name: paired(left[name], left["plan"]) for name in found.guesses()},
+            curve=tuple(sorted(((one.share, named[f"{one.share}"]) for one in curve), key=lambda point: point[0])),
+        )
+
+    def _confirmed(
+        self, operators: Sequence[PathLinear], samples: Mapping[str, np.ndarray], number: int, batches: Sequence[Any]
+    ) -> dict[str, np.ndarray]:
+        """{operator: KL (S,) of each sequence with it alone on the low path}, of the `number` highest of each
+        estimate."""
+        chosen: dict[str, PathLinear] = {}
+        for name in ("fprop", "fprop_sequence"):
+            values = samples[name].mean(axis=0)
+            if np.isfinite(values).all():
+                order = np.argsort(-values, kind="stable")[:number]
+                chosen |= {operators[i].operator_name: operators[i] for i in order if values[i] > 0}
+        found: dict[str, list[np.ndarray]] = {name: [] for name in chosen}
+        if chosen and self._total is not None:  # both estimates may name the same
+            self._total -= len(batches) * (min(2 * number, len(self.converted.operators)) - len(chosen))
+        for place, batch in enumerate(batches if chosen else ()):
+            whole = self._forward(batch, place, recovering=True)
+            for name, operator in chosen.items():
+                kl = whole.kl_to(self._forward(batch, place, recovering=True, low=operator))
+                assert kl is not None
+                found[name].append(kl)
+        return {name: np.concatenate(kls) for name, kls in found.items()}
+
+    def _rows_beside(self, number: int, batches: Sequence[Any], drawn: bool) -> tuple[Row, ...]:
+        """Of each thing beside its estimates, by sequence if labels were `drawn`, and of the `number` highest its KL
+        alone."""
+        if not self._beside:
+            return ()
+        names = dict.fromkeys(name for one in self._beside for name in one)  # some may not run in every batch
+        samples = {name: np.array([one.get(name, (0.0, 0.0)) for one in self._beside]) for name in names}  # (B, 2)
+        highest = sorted(samples, key=lambda name: -samples[name].mean(axis=0).max())[:number]
+        found: dict[str, list[np.ndarray]] = {name: [] for name in highest}
+        if highest and self._total is not None:
+            self._total += len(batches) * (1 + len(highest))
+        for place, batch in enumerate(batches if highest else ()):
+            whole = self._forward(batch, place, recovering=True)
+            for name in highest:
+                if (kl := whole.kl_to(self._forward(batch, place, recovering=True, beside=name))) is not None:
+                    found[name].append(kl)
+        rows = []
+        for name, values in samples.items():
+            by_token, by_sequence = values.mean(axis=0).tolist()
+            interval = tuple(intervals(values)[:, int(drawn)].tolist())
+            value = by_sequence if drawn else by_token
+            rows.append(_forward_row(name, value, interval, by_token, by_sequence, found.get(name)))
+        return tuple(rows)
+
+    @torch.no_grad()
+    def _limit(self, batch: Any) -> float | None:
+        """KL that rounding makes: of the model against itself with each operator's output one rounding apart."""
+        draw = torch.Generator(self._weights[0].device).manual_seed(0)
+
+        def apart(_operator: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+            sign = torch.empty_like(output).bernoulli_(0.5, generator=draw) * 2 - 1
+            return torch.nextafter(output, torch.inf * sign)
+
+        whole = self._forward(batch, 0, recovering=True)
+        refuse_not_finite(whole.worth, "run of batch 1", self.model)
+        handles = [operator.register_forward_hook(apart) for operator in self.converted.operators]
+        try:
+            kl = whole.kl_to(self._forward(batch, 0, recovering=True))
+        finally:
+            for handle in handles:
+                handle.remove()
+        limit = None if kl is None else float(kl.mean())
+        if self.known["against"]:
+            key, given = ("against", self.spec.recovery) if self.gate is None else ("gate", self.gate)
+            require(limit is not None, key, given, "is about a KL, and `run` gives a loss alone; have it give logits")
+        if self.gate is not None:
+            assert limit is not None
+            right = f"is below what rounding of this model makes, {limit:.2g} nats; use a larger one"
+            plain = all(weight.dtype in (torch.float32, torch.float64) for weight in self._weights)
+            require(self.gate > limit, "gate", self.gate, right + ("" if plain else ", or a model in float32"))
+        return limit
+
+    def _why(self, name: str) -> str:
+        """Why an operator has no price."""
+        if name in self._called:
+            return "the loss does not depend on what they give"
+        if name in self._read:
+            return "they never run (their weights are read without calling them, so no path is in force)"
+        return "they never run"
+
+    def _targets(self, names: list[str]) -> list[str] | None:
+        """Patterns that name these operators alone; None: there are none."""
+        for targets in ([name.removeprefix("model.") for name in names], names):
+            with suppress(ValueError):
+                if list(operator_shapes(self.model, replace(self.spec, targets=targets, pins={}))) == names:
+                    return targets
+        return None
+
+    def _priced(self, batch: Any, place: int) -> tuple[float, np.ndarray, list[bool], float, np.ndarray | None]:
+        """(loss of the recovery path, (names, U) numbers, which operators ran, loss and KLs of all low) of a batch."""
+        meter, where, mark = self._meter, f"run of batch {place + 1}", self.converted.mark()
+        self._put(True)
+        for operator in self.converted.operators:
+            operator.read = None
+        meter.begin_step(place)
+        self._measuring(True)
+        try:
+            with nullcontext() if self.beside is None else self.beside.priced(place):
+                torch.manual_seed(place)
+                whole = output_of(self._run(batch), where)
+                refuse_not_finite(whole.worth, where, self.model)
+                objective, meter.loss_tokens = whole.objective(self._labels, self._draw, where)
+                if meter.loss_tokens is None and self._terms is not None:
+                    meter.loss_tokens = self._terms(batch)
+                reached = [*self._weights, *([] if self.beside is None else self.beside.weights)]
+                gradients = torch.autograd.grad(objective, reached, allow_unused=True)[: len(self._weights)]
+        finally:
+            self._measuring(False)
+        unused = all(gradient is None for gradient in gradients)
+        right = "its loss does not depend on the linears of this model (or reentrant checkpointing hides that it does)"
+        require(not unused, "run", "...", right)
+        refuse_constant(objective, self._weights, gradients, where, "its linears")
+        self._called |= {o.operator_name for o in self.converted.operators if o.read is not None}
+        both = zip(self.converted.operators, gradients, strict=True)
+        self._read |= {o.operator_name for o, gradient in both if gradient is not None}
+        ran = [rows > 0 for rows in meter.rows]
+        of_data = self._labels == "data" or whole.logits is None
+        norms = _norms_of(gradients) if of_data or place < _NORMED else None
+        del objective, gradients
+        if not of_data and place < _NORMED:
+            norms = self._norms(batch, place, norms)
+        if self.beside is not None:
+            self._beside.append(self.beside.take(meter.loss_tokens or max(meter.rows)))
+        numbers = self._numbers(norms, place)
+        self.converted.end_step()
+        self.converted.back_to(mark)  # all passes of a batch have the same delayed scales: those of its own tensors
+        low = self._forward(batch, place, recovering=False)
+        self._advance(PRICED - 1)
+        return whole.loss_value, numbers, ran, low.loss_value, whole.kl_to(low)
+
+    def _numbers(self, norms: Tensor | None, place: int) -> np.ndarray:
+        """(names, U): what the meter and the probe have of a batch, which are empty then."""
+        low = self._meter.by_operator()
+        if self.tokens > 1:
+            low["fprop_sequence"] = low["fprop"]
+        known = torch.zeros_like(low["fprop"]) if norms is None else norms
+        prices = [low[name] for name in _LOW]
+        numbers: np.ndarray = torch.stack([*prices, self._probe.read()["mse"], known]).cpu().numpy()
+        self._meter.reset()
+        self._probe.reset()
+        if not np.isfinite(numbers).all():
+            first = self.converted.operators[int(np.argwhere(~np.isfinite(numbers))[0][1])].operator_name
+            raise ValueError(f"batch {place + 1}: what {first} reads, or its gradient, is not finite in 16 bits")
+        if norms is None:
+            numbers[-1] = np.nan
+        return numbers
+
+    def _norms(self, batch: Any, place: int, drawn: Tensor | None) -> Tensor | None:
+        """Norms of the weights' gradients on the data's labels, (U,) float64; without such labels those `drawn`."""
+        self.converted.end_step()
+        self._put(True)
+        torch.manual_seed(place)
+        loss = output_of(self._run(batch), f"run of batch {place + 1}").loss
+        if loss is None or not loss.requires_grad:
+            return drawn
+        return _norms_of(torch.autograd.grad(loss, self._weights, allow_unused=True))
+
+    @torch.no_grad()
+    def _forward(
+        self, batch: Any, place: int, *, recovering: bool, low: PathLinear | None = None, beside: str | None = None
+    ) -> Output:
+        """A forward pass with every operator on one path, but for one that is on the `low` path, or one `beside`."""
+        self._put(recovering)
+        if low is not None:
+            low.switch(False)
+        with nullcontext() if self.beside is None else self.beside.running(beside):
+            torch.manual_seed(place)
+            found = output_of(self._run(batch), f"run of batch {place + 1}", trained=False)
+        self.converted.end_step()
+        self._advance(1)
+        return found
+
+    def _advance(self, passes: int) -> None:
+        self._done += passes
+        self._tell(self._done, self._total)
+
+    def _put(self, recovering: bool) -> None:
+        for operator in self.converted.operators:
+            operator.switch(recovering)
+
+    def _measuring(self, on: bool) -> None:
+        self._meter.enabled = self._probe.enabled = on
+
+    @contextmanager
+    def _pinned(self, pins: Mapping[str, Sequence[str]]) -> Iterator[None]:
+        """Inside, the low path has these GEMMs on the recovery recipe."""
+        before = [operator.low for operator in self.converted.operators]
+        try:
+            for operator in self.converted.operators:
+                if gemms := pins.get(operator.operator_name):
+                    assert isinstance(operator.low, Recipe) and isinstance(operator.recovery, Recipe)
+                    operator.low = operator.low.with_recovered(operator.recovery, gemms)
+            yield
+        finally:
+            for operator, low in zip(self.converted.operators, before, strict=True):
+                operator.low = low
+
+    def _rows(
+        self,
+        operators: Sequence[PathLinear],
+        samples: Mapping[str, np.ndarray],
+        in_use: np.ndarray,
+        alone: Mapping[str, np.ndarray],
+    ) -> tuple[Row, ...]:
+        means = {name: values.mean(axis=0).tolist() for name, values in samples.items()}
+        means["fprop_in_use"] = in_use.mean(axis=0).tolist()
+        ends = {gemm: intervals(samples[gemm]).T.tolist() for gemm in GEMMS[1:]} | {
+            "fprop": intervals(in_use).T.tolist()
+        }
+        rows = []
+        for i, operator in enumerate(operators):
+            name = operator.operator_name
+            row = _forward_row(
+                name,
+                means["fprop_in_use"][i],
+                tuple(ends["fprop"][i]),
+                means["fprop"][i],
+                means["fprop_sequence"][i] if self.tokens == 1 else None,
+                [alone[name]] if name in alone else None,
+            )
+            rows.append(replace(row, input=means["fprop_input"][i], weight=means["fprop_weight"][i]))
+            for gemm in GEMMS[1:]:
+                rows.append(Row(name, gemm, means[gemm][i], tuple(ends[gemm][i]), bias=means[f"{gemm}_bias"][i]))
+        return tuple(rows)
+
+
+def _forward_row(
+    name: str,
+    value: float,
+    interval: tuple[float, ...],
+    by_token: float,
+    by_sequence: float | None,
+    kls: Sequence[np.ndarray] | None,
+) -> Row:
+    """The row of an fprop: its value is the mean of the KLs that were measured, if any were; Inf where it alone makes
+    the predictions NaN or Inf."""
+    measured = None
+    if kls:
+        single = Measured.of(kls, [np.nan], [np.nan])
+        assert single.kl is not None
+        measured = value = single.kl if np.isfinite(single.kl) else np.inf
+        interval = max(0.0, value - single.noise), value + single.noise
+        if not np.isfinite(value):
+            interval = value, value
+    both = interval[0], interval[1]
+    return Row(name, "fprop", value, both, by_token=by_token, by_sequence=by_sequence, measured=measured)
+
+
+def _norms_of(gradients: Iterable[Tensor | None]) -> Tensor:
+    norms = [0.0 if gradient is None else gradient.float().norm().double() for gradient in gradients]
+    return torch.stack([torch.as_tensor(norm, dtype=torch.float64) for norm in norms])
+
+
+def _passes(batches: Iterable[Any], held_out: int, confirmed: int) -> int | None:
+    """Forward passes in all, at the most; None where nobody knows how many batches there are."""
+    if not isinstance(batches, Sized):
+        return None
+    choices = 3 + len(GUESSES) - 1 + RANDOM_DRAWS + 2 + len(CURVE)
+    return PRICED * len(batches) + 2 + min(CONFIRMED, len(batches)) * (1 + confirmed) + held_out * choices
+
+
+def _chained(first: Sequence[Any], rest: Iterable[Any]) -> Iterator[Any]:
+    yield from first
+    yield from rest

@@ -1,0 +1,149 @@
+"""What a diagnosis says in words: one sentence, with what it is not about."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gnmr.doctor.knapsack import Choice
+from gnmr.doctor.measured import nats
+
+if TYPE_CHECKING:
+    from gnmr.doctor.diagnosis import Diagnosis
+
+_NAMED = 4
+"""Operators that a verdict names."""
+LITTLE = 0.01
+"""Nats a token: below it nothing has to be kept."""
+LABELS = {
+    "plan": "the plan, by price",
+    "last": "last blocks",
+    "first": "first blocks",
+    "first_last": "first and last blocks",
+    "random": "operators at random",
+    "mse": "by mse of the input",
+    "gradient norm": "by gradient norm",
+}
+"""What choices are called in tables."""
+
+
+def verdict(found: Diagnosis) -> str:
+    """Return one sentence, with what it is not about."""
+    return "; ".join([_sentence(found), *left_out(found)])
+
+
+def left_out(found: Diagnosis) -> list[str]:
+    """Clauses on operators that have no price, or not one of every batch."""
+    by_reason: dict[str, list[str]] = {}
+    for name, why in found.idle.items():
+        by_reason.setdefault(why, []).append(name)
+    clauses = [f"left out, as {why}: {_named(names)}" for why, names in by_reason.items()]
+    if found.partly:
+        clauses.append(f"only in some of the batches ran {_named(list(found.partly))}")
+    return clauses
+
+
+def _sentence(found: Diagnosis) -> str:
+    measured, name = found.measured, found.recipe
+    under = "under the plan " if found.pins else ""
+    if not measured.finite:
+        worst = f"fprop of {_named([row.operator for row in found.worst()[:_NAMED]])}"
+        what = "the loss is" if measured.kl is None else "the predictions are"
+        loss = "" if measured.kl is None else "loss "
+        high = "" if measured.high is None else f" ({loss}{measured.high:.4f} on {found.recovery})"
+        return f"{under}{what} not finite under {name}{high}; worst: {worst}"
+    if found.against:
+        return _of_two_sides(found)
+    start = f"nothing {'more ' if found.pins else ''}has to be kept: " if found.little else ""
+    unit = "nats" if measured.kl is None else "nats of KL a token"
+    if not measured.shown:
+        return (
+            f"{start}{under}{name} costs nothing here that {measured.batches} batches can show "
+            f"({measured.nats:+.2g} ± {measured.noise:.1g} {unit}, by estimate {found.total:.2g})"
+            f"{'' if start else ': more batches would tell'}"
+        )
+    losses = "" if measured.high is None else f" (loss {measured.high:.4f} -> {measured.low:.4f})"
+    cost = f"{start}{under}{name} costs {nats(measured.nats)} {unit} against {found.recovery}{losses}"
+    if start:
+        return f"{cost}, less than {LITTLE}"
+    if found.pins:
+        return f"{cost}, with {_gemms(found.pins)} of {len(found.rows)} GEMMs on {found.recovery}"
+    if found.total <= 0:
+        return f"{cost}, and no GEMM alone costs anything"
+    chosen = found.choice()
+    if not chosen.pins:
+        return f"{cost}; no GEMM fits a budget of {found.budget:.3g} of the GEMM time"
+    return (
+        f"{cost}; keep {_pinned(found, chosen)} on {found.recovery}, {chosen.share:.1%} of the GEMM time, and "
+        f"{_left(found, chosen)}{'; ' * bool(clause := rival(found))}{clause}"
+    )
+
+
+def _of_two_sides(found: Diagnosis) -> str:
+    """The verdict on two sides that should agree: whether the gate holds, what makes the difference, what to
+    change."""
+    measured, gate = found.measured, found.gate
+    width = f" ± {nats(measured.noise)}" if measured.noise > 0 else ""
+    differ = (
+        f"the rollout ({found.recipe}) and the trainer ({found.recovery}) differ by {nats(measured.nats)}{width} nats "
+        "of KL a token"
+    )
+    if measured.nats <= (found.limit or 0.0):
+        return f"{'the gate holds: ' * (gate is not None)}{differ}, no more than rounding makes"
+    if gate is not None and measured.nats + (measured.noise if width else 0.0) <= gate:
+        return f"the gate holds: {differ}, at most {gate:g}"
+    if gate is not None and measured.nats - measured.noise <= gate:
+        return f"the gate of {gate:g} cannot be decided: {differ}; more batches would tell"
+    start = "" if gate is None else "the gate does not hold: "
+    more = "" if gate is None else f", more than {gate:g}"
+    chosen = found.choice()
+    if not chosen.pins:
+        fits = f"no GEMM fits a budget of {found.budget:.3g} of the GEMM time"
+        return f"{start}{differ}{more}, and {fits if found.total > 0 else 'no GEMM alone makes it'}"
+    return (
+        f"{start}{differ}{more}; run {_pinned(found, chosen)} in one recipe on both sides (the trainer's in the "
+        f"rollout, or the rollout's in the trainer), and {_left(found, chosen)}"
+    )
+
+
+def _pinned(found: Diagnosis, chosen: Choice) -> str:
+    """The GEMMs of a choice, the largest first."""
+    ordered = sorted(chosen.pins, key=lambda one: -found.saved[one, "fprop"])
+    share = 1 - chosen.after / chosen.before
+    named = [f"{name} ({' | '.join(found.sides[name])})" if name in found.sides else name for name in ordered]
+    return f"{_gemms(chosen.pins)} of {len(found.rows)} GEMMs ({share:.0%} of it: fprop of {_named(named)})"
+
+
+def _left(found: Diagnosis, chosen: Choice) -> str:
+    """What is left under the plan: measured on held-out batches, or what is expected."""
+    if (left := found.left.get("plan")) is not None and left.finite:
+        width = f" ± {nats(left.noise)}" if np.isfinite(left.noise) else ""
+        return f"{nats(left.nats)}{width} nats are left on other batches"
+    return f"{nats(found.expected(chosen)[1])} nats are expected to be left"
+
+
+def rival(found: Diagnosis) -> str:
+    """A clause where, on the held-out batches, a guess left less than the plan, or these are too few to tell."""
+    if found.pins or found.held_out is None or not found.apart:
+        return ""
+    several = found.held_out.batches > 1
+    batches = f"{found.held_out.batches} held-out batch{'es' * several}"
+    few = f"{batches} {'are' if several else 'is'} too few to tell the choices apart"
+    best = min(found.apart, key=lambda name: found.left[name].nats)
+    more, noise = found.apart[best]
+    if more < 0:
+        both = f"{nats(found.left[best].nats)} nats against {nats(found.left['plan'].nats)}"
+        unsure = "" if -more > noise else ", which is too few batches to be sure"
+        return f"{LABELS[best]} left less than the plan on {batches}: {both}{unsure}"
+    return "" if found.held_out.shown else few
+
+
+def _gemms(pins: Mapping[str, list[str]]) -> int:
+    return sum(map(len, pins.values()))
+
+
+def _named(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

@@ -1,0 +1,150 @@
+"""What the GEMMs of an operator read on a path, of the tokens that are measured, whatever path is in force."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gnmr.names import OPERANDS
+from gnmr.precision.cast import Reference, quantize, rotated
+from gnmr.precision.formats import Format, KeepFormat
+from gnmr.precision.int8 import Int8Linear, Integers
+from gnmr.precision.linear import PathLinear
+from gnmr.precision.recipes import Cast, ExecutionPath, Gemm, Recipe
+from gnmr.precision.scaling import compress, decompress, largest_magnitude
+from gnmr.precision.shared import FaultInjection
+
+
+def inputs_on(
+    operator: PathLinear, path: ExecutionPath, gemms: Collection[str], rows: Tensor, chosen: Tensor
+) -> dict[str, Tensor]:
+    """By GEMM that the path does not leave exact: the measured tokens of the input `rows` (T, I) as that reads them,
+    (n, I) float32."""
+    some, found = rows[chosen], {}
+    for gemm, dim in (("fprop", 1), ("wgrad", 0)):
+        if gemm not in gemms:
+            continue
+        if isinstance(path, Format):
+            if not isinstance(path, KeepFormat) and (gemm == "wgrad" or operator.shared.quantize_forward):
+                found[gemm] = decompress(*compress(some, path), path, some.shape[1], some.dtype).float()
+        elif (own := getattr(path, gemm)).casts:
+            cast = own.input
+            found[gemm] = some.float() if cast is None else _cast(operator, "input", rows, some, cast, dim)
+            if cast is not None and cast.hadamard and gemm == "fprop":  # of which the terms of the sums are looked at
+                found[gemm] = rotated(found[gemm], 1, back=True)
+    return found
+
+
+def broken_inputs(
+    operator: PathLinear,
+    path: ExecutionPath,
+    fault: FaultInjection,
+    input: Tensor,
+    sound: dict[str, Tensor],
+    chosen: Tensor,
+) -> dict[str, Tensor]:
+    """As `inputs_on`, under a fault: of whole tensors, for in a sample other rows were hit. `sound`: without it."""
+    if isinstance(path, Format):
+        if isinstance(path, KeepFormat):
+            return sound
+        packed, scale = fault.compress(input, path, operator.shared.rounding is not None)
+        copy = decompress(packed[chosen], scale[chosen], path, input.shape[-1], input.dtype).float()
+        return dict.fromkeys(sound, copy)
+    rows, found = input.detach().reshape(-1, input.shape[-1]), dict(sound)
+    for gemm, dim in (("fprop", 1), ("wgrad", 0)):
+        cast = getattr(path, gemm).input
+        if cast is not None and gemm in sound:
+            found[gemm] = fault.quantize(rows, cast, dim, _reference(operator, "input", cast))[0][chosen].float()
+    return found
+
+
+def _reference(operator: PathLinear, operand: str, cast: Cast) -> Reference:
+    """Where a delayed scale comes from."""
+    amax = operator.shared.amax
+    if cast.scale != "delayed" or amax is None or amax.history is None:
+        return None
+    return partial(amax.delayed, operator.index, OPERANDS.index(operand), cast.history)
+
+
+def _cast(
+    operator: PathLinear,
+    operand: str,
+    whole: Tensor,
+    some: Tensor,
+    cast: Cast,
+    dim: int,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Of a tensor (T, D) the rows `some` (n, D) in `cast`, with the scales that they have in the whole, float32."""
+    reference, kept = _reference(operator, operand, cast), outliers(cast, whole)
+    if kept is not None:
+        whole, some, own = whole.masked_fill(kept, 0), some.masked_fill(kept, 0), some
+    if cast.group(dim) == (None, None) or (cast.two_levels and not cast.hadamard):
+        reference = partial(_scale_of_whole, largest_magnitude(whole.float(), (0, 1)), reference)
+    values = quantize(some, cast, dim, reference, generator)[0].float()
+    return values if kept is None else torch.where(kept, own.float(), values)
+
+
+def _scale_of_whole(largest: Tensor, delayed: Reference, _largest_of_some: Tensor) -> Tensor:
+    """A `Reference`: the magnitude of a whole tensor, of which some rows are cast."""
+    return largest if delayed is None else delayed(largest)
+
+
+def outliers(cast: Cast | None, rows: Tensor) -> Tensor | None:
+    """(I,) bool: columns of the input that stay in 16 bits; None: there cannot be any."""
+    if cast is None or cast.outliers is None:
+        return None
+    return (largest_magnitude(rows, (0,)).float() >= cast.outliers)[0]
+
+
+def weight_of(operator: PathLinear, dtype: torch.dtype) -> Tensor:
+    """(O, I) float32, as the GEMMs are given it: rounded to `dtype`."""
+    weight = operator.weight.detach()
+    if not weight.is_floating_point():
+        assert isinstance(operator, Int8Linear)
+        return Integers(weight, operator.weight_scale).values(dtype).float()
+    return weight.to(dtype).float()
+
+
+class Casts:
+    """What the backward GEMMs, and of the weight all, read on a path, float32."""
+
+    def __init__(
+        self, operator: PathLinear, path: ExecutionPath, weight: Tensor, grad_2d: Tensor, dy: Tensor, *, seed: int
+    ) -> None:
+        """`seed`: of what stochastic casts draw; the run's own generator is left alone."""
+        self._operator, self._path, self._weight, self._seed = operator, path, weight, seed
+        self._whole, self._dy = grad_2d, dy
+        self._known: dict[tuple[Cast, int | None], Tensor] = {}
+
+    def of(self, gemm: str) -> Gemm:
+        """What is cast besides the input; a format casts nothing else."""
+        return getattr(self._path, gemm) if isinstance(self._path, Recipe) else Gemm()
+
+    def weight(self, gemm: str) -> Tensor:
+        """(O, I)."""
+        cast, dim = self.of(gemm).weight, 1 if gemm == "fprop" else 0
+        if cast is None or not self._operator.weight.is_floating_point():
+            return self._weight
+        key = cast, dim if cast.directed else None
+        if key not in self._known:
+            self._known[key] = _cast(self._operator, "weight", self._weight, self._weight, cast, dim)
+            if cast.hadamard and gemm == "fprop":
+                self._known[key] = rotated(self._known[key], 1, back=True)
+        return self._known[key]
+
+    def grad_output(self, gemm: str, dim: int) -> Tensor:
+        """(n, O)."""
+        cast = self.of(gemm).grad_output
+        if cast is None:
+            return self._dy
+        generator = torch.Generator(self._dy.device).manual_seed(self._seed) if cast.stochastic else None
+        return _cast(self._operator, "grad_output", self._whole, self._dy, cast, dim, generator)
+
+
+def result_in(product: Tensor, cast: Cast | None) -> Tensor:
+    """A GEMM's result in `cast`."""
+    return product if cast is None else quantize(product, cast, 1)[0]
