@@ -224,6 +224,7 @@ def _origin(subject: Subject, asked: Namespace, blocks: Blocks, command: str, se
         "data": "its own" if asked.data is None else Path(asked.data).name,
         "block": blocks.length,
         "batch_size": blocks.size,
+        "computes_in": asked.dtype,
         "seconds": seconds,
         "command": portable_command(command),
         "commit": commit(),
