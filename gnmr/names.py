@@ -9,6 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
+BESIDE = ("head", "router", "kv")
+"""What `gnmr diagnose` measures beside the operators that a plan is about (`gnmr.doctor.beside`)."""
+KV_CAST = "e4m3/tensor"
+"""Of keys and values, where nobody says another."""
+
 
 def listed(what: str, given: object) -> list[str]:
     """`given` as a list of names; a single name is allowed. ValueError for anything else."""

@@ -11,11 +11,12 @@ from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from gnmr import errors as checks
-from gnmr.cli.parser import Parser, names_of, one_of, optional, path, recipe_of, text, whole
+from gnmr.cli.parser import Parser, names_of, number, one_of, optional, path, recipe_of, text, whole
 from gnmr.cli.subject import add_options, asked_of, blocks_for, memory_bound, paths_of
 from gnmr.console import for_tables, print_plain, say, showing
 from gnmr.doctor.plan import PLAN_FILE, budget_of
 from gnmr.errors import UserError, as_user_error, printable, writing
+from gnmr.names import BESIDE, KV_CAST
 from gnmr.records import output
 from gnmr.records.untrusted import exists
 
@@ -39,7 +40,6 @@ the hub, with data=FILE.txt. Nothing is trained, and nothing written but what ou
   gnmr diagnose my_llama/ data=prompts.txt recipe=fp8_hybrid against=fp8_hybrid,*.down_proj:bf16
 """
 NUMBERS = "diagnosis.json"
-_KV_CAST = "e4m3/tensor"
 
 
 def _parser() -> Parser:
@@ -63,7 +63,7 @@ def _parser() -> Parser:
     )
     parser.option("confirm", whole(0), "so many of the highest of either estimate are measured alone", 20)
     parser.option("include", _kinds, "what else is measured, each alone and off the plan: some of head,router,kv", [])
-    parser.option("kv_cast", _kv_cast, "of keys and values, if include= has kv", _KV_CAST)
+    parser.option("kv_cast", _kv_cast, "of keys and values, if include= has kv", KV_CAST)
     parser.option(
         "labels", one_of("model", "data"), "of the backward pass: drawn from the model, or the data's", "model"
     )
@@ -137,28 +137,22 @@ def _parted(asked: Namespace, key: str) -> dict[str, str | Recipe]:
 
 def _nats(name: str, value: str) -> float:
     """Above 0."""
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
+    if not 0 < (nats := number(value)) < math.inf:
         raise UserError(f"{name}={value}: must be nats of KL a token, above 0 (0.003)")
-    return number
+    return nats
 
 
 def _kinds(name: str, value: str) -> list[str]:
-    """Some of `KINDS`."""
-    from gnmr.doctor.beside import KINDS
-
+    """Some of `BESIDE`."""
     kinds = names_of(name, value)
     for kind in kinds:
-        checks.one_of(KINDS, **{name: kind})
+        checks.one_of(BESIDE, **{name: kind})
     return kinds
 
 
 def _kv_cast(_name: str, value: str) -> str:
     """A cast that a cache can have."""
-    if value != _KV_CAST:  # PyTorch is imported for another alone
+    if value != KV_CAST:  # PyTorch is imported for another alone
         from gnmr.doctor.beside import kv_cast_of
 
         kv_cast_of(value)

@@ -172,15 +172,19 @@ def recipe_of(key: str, word: str, others: Iterable[str] = ()) -> str:
     return name
 
 
+def number(value: str) -> float:
+    """NaN for a text that is none."""
+    try:
+        return float(value)
+    except ValueError:
+        return math.nan
+
+
 def fraction(name: str, value: str) -> float:
     """Of the unit-steps."""
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    if not 0 < number <= 1:
+    if not 0 < (share := number(value)) <= 1:
         raise UserError(f"{name}={value}: must be a share of the unit-steps above 0, at most 1")
-    return number
+    return share
 
 
 def fractions(name: str, value: str) -> tuple[float, ...]:

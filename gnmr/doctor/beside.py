@@ -22,12 +22,10 @@ from torch.overrides import TorchFunctionMode
 from gnmr.doctor.in_force import operators_of
 from gnmr.errors import require
 from gnmr.measure.price import PriceMeter, measure_prices
+from gnmr.names import KV_CAST
 from gnmr.precision import ConvertedModel, PathSpec, Recipe, convert
 from gnmr.precision.cast import quantize
 from gnmr.precision.recipes import Cast, Gemm
-
-KINDS = ("head", "router", "kv")
-KV_CAST = "e4m3/tensor"
 
 
 def kv_cast_of(word: str) -> Cast:
@@ -44,11 +42,10 @@ def kv_cast_of(word: str) -> Cast:
 
 
 class Beside:
-    """The things of `KINDS` that are asked for; each is measured alone, with all else on the recovery path."""
+    """The things of `BESIDE` (gnmr.names) that are asked for; each is measured alone, all else on the recovery path."""
 
     def __init__(self, model: nn.Module, kinds: Sequence[str], low: Recipe, kv_cast: Cast) -> None:
         """Raises ValueError for a kind that the model does not have."""
-        self._low = low
         self.converted: ConvertedModel | None = None
         self._meter: PriceMeter | None = None
         roles = {one.name: one.role for one in operators_of(model)}

@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from gnmr.doctor.beside import KINDS, KV_CAST, Beside, kv_cast_of
+from gnmr.doctor.beside import Beside, kv_cast_of
 from gnmr.doctor.diagnosis import Diagnosis
 from gnmr.doctor.guards import as_it_was, refuse_meta
 from gnmr.doctor.measuring import Doctor, Progress
 from gnmr.doctor.plan import PinPlan, budget_share, read_plan
 from gnmr.errors import nearest, one_of, require, whole
-from gnmr.names import FORMATS, RECIPES, listed, select
+from gnmr.names import BESIDE, FORMATS, KV_CAST, RECIPES, listed, select
 from gnmr.precision import ConvertedModel, PathLinear, PathSpec, Recipe, convert
 from gnmr.precision.conversion import check_widths, operator_shapes
 from gnmr.precision.recipes import RECIPES as RECIPES_OF
@@ -95,7 +95,7 @@ def diagnose(
     one_of(("model", "data"), labels=labels)
     include = listed("include", include)
     for kind in include:
-        one_of(KINDS, include=kind)
+        one_of(BESIDE, include=kind)
     cast = kv_cast_of(kv_cast)
     _check_sides(recipe, recovery, against, gate, plan)
     _check_model(model)
@@ -113,11 +113,22 @@ def diagnose(
         beside = None
         try:
             apart = _divided(converted, low_parts, high_parts)
-            doctor = Doctor(converted, model, spec, run, tokens=tokens, labels=labels, terms=terms, gate=gate)
-            doctor.known = {"sides": apart, "against": against is not None}
             if include:
                 assert isinstance(converted.low, Recipe)
-                doctor.beside = beside = Beside(model, include, converted.low, cast)
+                beside = Beside(model, include, converted.low, cast)
+            doctor = Doctor(
+                converted,
+                model,
+                spec,
+                run,
+                tokens=tokens,
+                labels=labels,
+                terms=terms,
+                gate=gate,
+                against=against is not None,
+                sides=apart,
+                beside=beside,
+            )
             return doctor.diagnosis(batches, list(held_out), budget, confirm, progress or (lambda _done, _total: None))
         finally:
             if beside is not None:

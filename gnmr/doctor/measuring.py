@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -54,9 +54,14 @@ class Doctor:
         labels: str,
         terms: Callable[[Any], int] | None,
         gate: float | None,
+        against: bool,
+        sides: Mapping[str, tuple[str, str]],
+        beside: Beside | None,
     ) -> None:
+        """`against`, `sides`: as of `Diagnosis`; the others as of `gnmr.diagnose`."""
         self.converted, self.model, self.spec, self.tokens, self.gate = converted, model, spec, tokens, gate
         self._run, self._labels, self._terms = run, labels, terms
+        self._against, self._sides, self.beside = against, sides, beside
         for operator in converted.operators:
             operator.weight.requires_grad_()  # a frozen model has prices too
         self._weights = [operator.weight for operator in converted.operators]
@@ -70,11 +75,8 @@ class Doctor:
         self._called: set[str] = set()
         self._read: set[str] = set()
         """Operators that were called in any batch, and those whose weight had a gradient."""
-        self.beside: Beside | None = None
         self._beside: list[dict[str, tuple[float, float]]] = []
         """What it measured of each batch."""
-        self.known: dict[str, Any] = {"against": False}
-        """What else the diagnosis says."""
         self._done = 0
         self._total: int | None = None
         self._tell: Progress = lambda _done, _total: None
@@ -89,7 +91,7 @@ class Doctor:
         first = list(islice(batches, CONFIRMED))
         limit = self._limit(first[0]) if first else None
         high, low, kls, every, ran = [], [], [], [], []
-        for place, batch in enumerate(_chained(first, batches)):
+        for place, batch in enumerate(chain(first, batches)):
             before, numbers, reached, after, kl = self._priced(batch, place)
             high.append(before)
             low.append(after)
@@ -138,16 +140,18 @@ class Doctor:
             idle=idle,
             matched={} if targets else {name: shapes[name] for name in idle},
             partly={name: int(n) for name, n in zip(shapes, times, strict=True) if 0 < n < len(ran)},
-            **self.known,
+            against=self._against,
+            sides=self._sides,
         )
         return self._held_out(found, held_out, len(high)) if held_out else found
 
     def _held_out(self, found: Diagnosis, batches: Sequence[Any], before: int) -> Diagnosis:
         """The same with what other batches say, which come after `before`: of everything low, the plan, the guesses."""
         choices: dict[str, list[Choice]] = {"all": [Choice({}, 0.0, 0.0, 0.0)]}
+        guesses = {} if found.pins else found.guesses()
         curve: list[Choice] = []
         if not found.pins:
-            choices |= {"plan": [found.choice()], **found.guesses()}
+            choices |= {"plan": [found.choice()], **guesses}
             curve = [found.choice(share) for share in CURVE if share > 1.5 * choices["plan"][0].share]
             curve += [found.choice(share) for share in CURVE if share < choices["plan"][0].share / 1.5]
             choices |= {f"{one.share}": [one] for one in curve}
@@ -179,32 +183,36 @@ class Doctor:
         return replace(
             found,
             held_out=of_all,
-            left={name: named[name] for name in ("plan", *found.guesses())},
-            apart={name: paired(left[name], left["plan"]) for name in found.guesses()},
+            left={name: named[name] for name in ("plan", *guesses)},
+            apart={name: paired(left[name], left["plan"]) for name in guesses},
             curve=tuple(sorted(((one.share, named[f"{one.share}"]) for one in curve), key=lambda point: point[0])),
         )
 
     def _confirmed(
         self, operators: Sequence[PathLinear], samples: Mapping[str, np.ndarray], number: int, batches: Sequence[Any]
-    ) -> dict[str, np.ndarray]:
-        """{operator: KL (S,) of each sequence with it alone on the low path}, of the `number` highest of each
-        estimate."""
-        chosen: dict[str, PathLinear] = {}
+    ) -> dict[str, list[np.ndarray]]:
+        """As `_alone`, of the `number` operators that are highest by each estimate."""
+        chosen: dict[str, PathLinear | None] = {}
         for name in ("fprop", "fprop_sequence"):
             values = samples[name].mean(axis=0)
             if np.isfinite(values).all():
                 order = np.argsort(-values, kind="stable")[:number]
                 chosen |= {operators[i].operator_name: operators[i] for i in order if values[i] > 0}
-        found: dict[str, list[np.ndarray]] = {name: [] for name in chosen}
         if chosen and self._total is not None:  # both estimates may name the same
             self._total -= len(batches) * (min(2 * number, len(self.converted.operators)) - len(chosen))
+        return self._alone(chosen, batches)
+
+    def _alone(self, chosen: Mapping[str, PathLinear | None], batches: Sequence[Any]) -> dict[str, list[np.ndarray]]:
+        """{name: KL (S,) of each sequence with this alone in low precision, by batch}; None: a thing `beside`."""
+        found: dict[str, list[np.ndarray]] = {name: [] for name in chosen}
         for place, batch in enumerate(batches if chosen else ()):
             whole = self._forward(batch, place, recovering=True)
             for name, operator in chosen.items():
-                kl = whole.kl_to(self._forward(batch, place, recovering=True, low=operator))
-                assert kl is not None
-                found[name].append(kl)
-        return {name: np.concatenate(kls) for name, kls in found.items()}
+                beside = name if operator is None else None
+                own = self._forward(batch, place, recovering=True, low=operator, beside=beside)
+                if (kl := whole.kl_to(own)) is not None:
+                    found[name].append(kl)
+        return found
 
     def _rows_beside(self, number: int, batches: Sequence[Any], drawn: bool) -> tuple[Row, ...]:
         """Of each thing beside its estimates, by sequence if labels were `drawn`, and of the `number` highest its KL
@@ -214,14 +222,9 @@ class Doctor:
         names = dict.fromkeys(name for one in self._beside for name in one)  # some may not run in every batch
         samples = {name: np.array([one.get(name, (0.0, 0.0)) for one in self._beside]) for name in names}  # (B, 2)
         highest = sorted(samples, key=lambda name: -samples[name].mean(axis=0).max())[:number]
-        found: dict[str, list[np.ndarray]] = {name: [] for name in highest}
         if highest and self._total is not None:
             self._total += len(batches) * (1 + len(highest))
-        for place, batch in enumerate(batches if highest else ()):
-            whole = self._forward(batch, place, recovering=True)
-            for name in highest:
-                if (kl := whole.kl_to(self._forward(batch, place, recovering=True, beside=name))) is not None:
-                    found[name].append(kl)
+        found = self._alone(dict.fromkeys(highest), batches)
         rows = []
         for name, values in samples.items():
             by_token, by_sequence = values.mean(axis=0).tolist()
@@ -248,7 +251,7 @@ class Doctor:
             for handle in handles:
                 handle.remove()
         limit = None if kl is None else float(kl.mean())
-        if self.known["against"]:
+        if self._against:
             key, given = ("against", self.spec.recovery) if self.gate is None else ("gate", self.gate)
             require(limit is not None, key, given, "is about a KL, and `run` gives a loss alone; have it give logits")
         if self.gate is not None:
@@ -388,7 +391,7 @@ class Doctor:
         operators: Sequence[PathLinear],
         samples: Mapping[str, np.ndarray],
         in_use: np.ndarray,
-        alone: Mapping[str, np.ndarray],
+        alone: Mapping[str, Sequence[np.ndarray]],
     ) -> tuple[Row, ...]:
         means = {name: values.mean(axis=0).tolist() for name, values in samples.items()}
         means["fprop_in_use"] = in_use.mean(axis=0).tolist()
@@ -404,7 +407,7 @@ class Doctor:
                 tuple(ends["fprop"][i]),
                 means["fprop"][i],
                 means["fprop_sequence"][i] if self.tokens == 1 else None,
-                [alone[name]] if name in alone else None,
+                alone.get(name),
             )
             rows.append(replace(row, input=means["fprop_input"][i], weight=means["fprop_weight"][i]))
             for gemm in GEMMS[1:]:
@@ -445,8 +448,3 @@ def _passes(batches: Iterable[Any], held_out: int, confirmed: int) -> int | None
         return None
     choices = 3 + len(GUESSES) - 1 + RANDOM_DRAWS + 2 + len(CURVE)
     return PRICED * len(batches) + 2 + min(CONFIRMED, len(batches)) * (1 + confirmed) + held_out * choices
-
-
-def _chained(first: Sequence[Any], rest: Iterable[Any]) -> Iterator[Any]:
-    yield from first
-    yield from rest
