@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -161,3 +162,24 @@ def composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from hydra._internal.hydra import Hydra
 
     monkeypatch.setattr(Hydra, "get_mode", lambda *_, **__: None)  # then the flags say it
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Chromium without a network, for pages on disk; skips the test where there is none."""
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    driver = shutil.which("chromedriver")
+    if binary is None or driver is None:
+        pytest.skip("no chromium with chromedriver on this machine")
+    options = webdriver.ChromeOptions()
+    options.binary_location = binary
+    offline = "--host-resolver-rules=MAP * ~NOTFOUND"
+    for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1300,1000", offline):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    started = webdriver.Chrome(options=options, service=Service(driver))
+    yield started
+    started.quit()

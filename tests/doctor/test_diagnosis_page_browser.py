@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from plausible import diagnosis
-from selenium import webdriver
-from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 
@@ -18,29 +15,12 @@ from gnmr.doctor.page import page
 
 pytestmark = pytest.mark.slow
 
-FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-sync")
 PAGES = {
     "big": diagnosis,
     "small": lambda: diagnosis(4),
     "names": lambda: diagnosis(names=["0", "3", "lm_head", "a_long_name.of_an_operator.inside_some_module" * 2]),
     "sides": lambda: diagnosis(against=True, gate=0.003, total=0.004),
 }
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    driver = shutil.which("chromedriver")
-    if binary is None or driver is None:
-        pytest.skip("no chromium with chromedriver on this machine")
-    options = webdriver.ChromeOptions()
-    options.binary_location = binary
-    for flag in (*FLAGS, "--host-resolver-rules=MAP * ~NOTFOUND"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    started = webdriver.Chrome(options=options, service=Service(driver))
-    yield started
-    started.quit()
 
 
 @pytest.fixture(scope="module")

@@ -5,17 +5,14 @@ Needs Chromium and its driver, and skips itself without them. One browser for al
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from recorded import HOSTILE, UNITS, fake_run, sweep, unit_matrices
-from selenium import webdriver
 from selenium.common.exceptions import StaleElementReferenceException
-from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select, WebDriverWait
@@ -27,24 +24,6 @@ from gnmr.lab.report.runs import Run
 pytestmark = pytest.mark.slow
 
 STEPS = 60
-OFFLINE = "--host-resolver-rules=MAP * ~NOTFOUND"
-FLAGS = ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1300,1000", OFFLINE)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    driver = shutil.which("chromedriver")
-    if binary is None or driver is None:
-        pytest.skip("no chromium with chromedriver on this machine")
-    options = webdriver.ChromeOptions()
-    options.binary_location = binary
-    for flag in FLAGS:
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    started = webdriver.Chrome(options=options, service=Service(driver))
-    yield started
-    started.quit()
 
 
 def write(path: Path, runs: list[Run]) -> Path:
