@@ -293,11 +293,22 @@ class Recipe:
         """
         if not gemms or (unknown := [name for name in gemms if name not in GEMMS]):
             raise ValueError(f"recovers={list(gemms) and unknown}: use some of {', '.join(GEMMS)}")
-        taken = [name for name in GEMMS if name in gemms]
-        if len(taken) == len(GEMMS):
-            return recovery
-        name = f"{recovery.name} in {', '.join(taken)}"
-        return replace(self, name=name, **{gemm: getattr(recovery, gemm) for gemm in taken})
+        return self.with_gemms(dict.fromkeys(gemms, recovery))
+
+    def with_gemms(self, recipes: Mapping[str, Recipe]) -> Recipe:
+        """Return this recipe with GEMMs taken from others, {gemm: recipe}; with all of them from one that one itself.
+
+        >>> RECIPES["nvfp4"].with_gemms({"fprop": RECIPES["mxfp8"], "dgrad": RECIPES["bf16"]}).name
+        'mxfp8 in fprop and bf16 in dgrad'
+        """
+        taken = {gemm: recipes[gemm] for gemm in GEMMS if gemm in recipes}
+        of: dict[str, list[str]] = {}
+        for gemm, recipe in taken.items():
+            of.setdefault(recipe.name, []).append(gemm)
+        if not taken or (len(taken) == len(GEMMS) and len(of) == 1):
+            return taken.get("fprop", self)
+        name = " and ".join(f"{recipe} in {', '.join(gemms)}" for recipe, gemms in of.items())
+        return replace(self, name=name, **{gemm: getattr(recipe, gemm) for gemm, recipe in taken.items()})
 
     def divisors(self) -> tuple[int, int]:
         """What the numbers of inputs and of outputs of a linear must be multiples of, so that no group is cut."""

@@ -1,8 +1,9 @@
-"""Pins: GEMMs that are on the recovery recipe always, by hand; what they leave to route, and what they spend."""
+"""Pins: GEMMs that are always on one recipe, by hand; what they leave to route, and what they spend."""
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from gnmr.attachment import units_of
 from gnmr.lab.faults.faults import Fault
 from gnmr.lab.faults.schedule import FaultSchedule
 from gnmr.names import GEMMS
-from gnmr.precision import PathLinear, PathSpec, convert
+from gnmr.precision import RECIPES, PathLinear, PathSpec, Recipe, convert
 from gnmr.precision.table import brief
 
 SOME = [list(gemms) for number in (1, 2, 3) for gemms in itertools.combinations(GEMMS, number)]
@@ -35,6 +36,63 @@ def test_pinned_gemms_are_the_recovery_recipes_on_both_paths(pinned: list[str], 
             expected = tuple(recovery if gemm in high else "sim_e2m1" for gemm in GEMMS)
             assert same(by_us(x, net[0], dy), by_hand(expected)), (recovers, recovering)
         assert operator.routable == (not set(recovers) <= set(pinned))
+
+
+@pytest.mark.filterwarnings("ignore:recovers=")
+@pytest.mark.parametrize("unit", ["operator", "gemm"])
+@pytest.mark.parametrize("recipes", itertools.product([None, "mxfp8", "fp8_hybrid"], repeat=3), ids=str)
+def test_every_pinned_gemm_keeps_its_own_recipe_on_both_paths(recipes: tuple[str | None, ...], unit: str) -> None:
+    pins = {gemm: recipe for gemm, recipe in zip(GEMMS, recipes, strict=True) if recipe}
+    for recovery, recovers in (("bf16", GEMMS), ("bf16", ("fprop", "wgrad")), (None, GEMMS)):
+        net, x, dy = single()
+        spec = PathSpec(
+            low="sim_e2m1",
+            recovery=recovery,
+            targets=["0"],
+            unit=unit,
+            recovers=[*recovers],
+            pins={"0": pins} if pins else {},
+        )
+        converted = convert(net, spec)
+        (operator,) = converted.operators
+        assert operator.pinned == (*pins,)
+        assert same(by_us(x, operator, dy), by_hand(tuple(pins.get(gemm, "sim_e2m1") for gemm in GEMMS)))
+        for one in converted.units:
+            if one.routable:
+                one.switch(True)
+        high = dict.fromkeys(recovers, recovery or "sim_e2m1") | pins
+        assert same(by_us(x, operator, dy), by_hand(tuple(high.get(gemm, "sim_e2m1") for gemm in GEMMS)))
+
+
+def test_operators_that_read_the_same_tensor_have_each_its_own_recipes() -> None:
+    """Casts are shared by cast, not by operator; recipes of one's own are pins too, and in a checkpoint's name."""
+    own = {"mine": {"fprop": {"input": "e4m3/tensor", "weight": "e4m3/row"}, "wgrad": {"input": "e5m2/tensor"}}}
+    pins = {"q_proj": {"fprop": "mxfp4_floor", "wgrad": "mine"}, "layers.0.attn.o_proj": {"fprop": "mine"}}
+    ours, theirs = Net(blocks=1, width=32), Net(blocks=1, width=32)
+    spec = PathSpec(low="nvfp4", recovery=None, recipes=own, pins=pins)
+    converted, by_hand = convert(ours, spec), convert(theirs, replace(spec, pins={}))
+    mine, floor = Recipe.of("mine", own["mine"]), RECIPES["mxfp4_floor"]
+    for operator, gemms in zip(
+        by_hand.operators, ({"fprop": floor.fprop, "wgrad": mine.wgrad}, {"fprop": mine.fprop}), strict=False
+    ):
+        assert isinstance(operator.low, Recipe)
+        operator.low = replace(operator.low, **gemms)
+    found = []
+    for model in (ours, theirs):
+        x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+        (model(x) - x).square().mean().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert same(*found)
+    other = convert(Net(blocks=1, width=32), replace(spec, recipes={"mine": {"fprop": own["mine"]["fprop"]}}))
+    with pytest.raises(ValueError, match="the paths' state belongs to"):
+        converted.load_state_dict(other.state_dict())
+
+
+def test_only_pinned_operators_have_to_fit_their_recipe() -> None:
+    model = nn.ModuleDict({"a_proj": nn.Linear(32, 64), "b_proj": nn.Linear(24, 40)})
+    with pytest.raises(ValueError, match="b_proj has 24 inputs"):
+        convert(model, PathSpec.of("sim_e2m1", "bf16", pins={"*": {"fprop": "mxfp8"}}))
+    convert(model, PathSpec.of("sim_e2m1", "bf16", pins={"a_proj": {"fprop": "mxfp8"}}))
 
 
 @pytest.mark.parametrize("site", ["saved", "forward"])
@@ -123,6 +181,11 @@ def test_a_fault_breaks_no_operator_that_is_pinned(low: str, recovery: str) -> N
         ({"q_proj": ["bprop"]}, r"pins.q_proj=\['bprop'\]"),
         ({"q_proj": 3}, "pins.q_proj=3"),
         ({"up_proj": ["fprop"]}, "pins 'up_proj'"),
+        ({"q_proj": {}}, "pins.q_proj={}"),
+        ({"q_proj": {"bprop": "bf16"}}, "pins.q_proj="),
+        ({"q_proj": {"fprop": "int4"}}, "pins.q_proj.fprop=int4"),
+        ({"q_proj": {"fprop": ["bf16"]}}, "pins.q_proj.fprop="),
+        ({"q_proj": {"fprop": "mxfp8"}, "layers.1.*": ["fprop"]}, "pins.layers.1.*.fprop=bf16: .* on mxfp8"),
     ],
     ids=str,
 )
@@ -136,3 +199,7 @@ def test_what_is_refused(pins: Any, key: str) -> None:
 def test_a_pin_of_a_format_is_the_whole_operator() -> None:
     with pytest.raises(ValueError, match=r"pins.q_proj=\['wgrad'\]"):
         PathSpec(pins={"q_proj": ["wgrad"]})
+    with pytest.raises(ValueError, match=r"pins.q_proj.dgrad=bf16"):
+        PathSpec(pins={"q_proj": dict.fromkeys(GEMMS, "int8") | {"dgrad": "bf16"}})
+    whole = PathSpec(pins={"q_proj": dict.fromkeys(GEMMS, "int8")})
+    assert whole.pinned == PathSpec(pins={"q_proj": WHOLE}).pinned
