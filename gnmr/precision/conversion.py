@@ -17,7 +17,7 @@ from gnmr.precision.int8 import MOST_INPUTS, PER_ROW, Int8Linear
 from gnmr.precision.linear import PathLinear
 from gnmr.precision.reads import SHARDED, is_sharded
 from gnmr.precision.recipes import KEPT, ExecutionPath, Gemm, Recipe
-from gnmr.precision.resolve import Pair, as_run, named, pinned, resolve, routes, warn_without_effect
+from gnmr.precision.resolve import Pair, as_run, named, pinned, recipes_of, resolve, routes, warn_without_effect
 from gnmr.precision.rounding import Rounding
 from gnmr.precision.shared import SharedState
 from gnmr.precision.spec import PathSpec
@@ -110,7 +110,9 @@ def convert(
         operators[-1].pinned = tuple(gemm for gemm, _ in pins[name])
         _route(operators[-1], mixed[pins[name]])
     units = grouped(operators, spec.unit, routed)
-    converted = ConvertedModel(operators, units, *paths[()], shared, recovers=tuple(spec.recovers))
+    converted = ConvertedModel(
+        operators, units, *paths[()], shared, tuple(spec.recovers), times=spec.times, recipes=recipes_of(spec)
+    )
     if store:
         converted.store(spec.weights)
     return converted

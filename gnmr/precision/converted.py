@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -43,6 +43,9 @@ class ConvertedModel:
     shared: SharedState
     recovers: tuple[str, ...] = GEMMS
     """GEMMs that recovery takes over."""
+    times: Mapping[str, float] = field(default_factory=dict)
+    """Relative GEMM times (`PathSpec.times`), and the recipes that they may name."""
+    recipes: Mapping[str, Recipe] = field(default_factory=lambda: RECIPES)
     warmup_steps: int = 0
     """Steps from the first on in which operators in recovery compute in 16 bits; see `begin_step`."""
     restored: bool = False

@@ -199,7 +199,8 @@ class Gemm:
         return [cast for field in fields(self) if (cast := getattr(self, field.name)) is not None]
 
 
-_OPERANDS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
+READS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
+"""The operands of each GEMM."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +232,7 @@ class Recipe:
             if gemm not in GEMMS:
                 raise ValueError(f"recipe {name}: {gemm!r} is no GEMM: use {', '.join(GEMMS)}")
             for operand, word in _mapping(f"{name}: {gemm}", words, "{operand: cast}, as {input: e4m3/tile}").items():
-                if operand not in (known := (*_OPERANDS[gemm], "result")):
+                if operand not in (known := (*READS[gemm], "result")):
                     raise ValueError(f"recipe {name}: {gemm} has no {operand!r}: use {', '.join(known)}")
                 if not isinstance(word, str):
                     raise ValueError(
@@ -244,7 +245,7 @@ class Recipe:
         return Recipe(name, **made)
 
     def __post_init__(self) -> None:
-        for name, operands in _OPERANDS.items():
+        for name, operands in READS.items():
             gemm: Gemm = getattr(self, name)
             if foreign := [o for o in ("input", "weight", "grad_output") if o not in operands and getattr(gemm, o)]:
                 raise ValueError(f"recipe {self.name}: {name} reads {' and '.join(operands)}, not {foreign[0]}")
@@ -316,7 +317,7 @@ class Recipe:
         dims = {"input": (None, 0), "weight": (1, 0), "grad_output": (None, 1)}
         contracted = {"fprop": 0, "dgrad": 1, "wgrad": None}
         needed = [1, 1]
-        for gemm, operands in _OPERANDS.items():
+        for gemm, operands in READS.items():
             for operand in operands:
                 cast: Cast | None = getattr(getattr(self, gemm), operand)
                 if cast is None:

@@ -45,6 +45,9 @@ class PathSpec:
     pins: dict[str, Any] = field(default_factory=dict)
     """GEMMs that always run on one recipe, {pattern of operators: {fprop: mxfp8}}, or [fprop, dgrad] for the recovery
     recipe (bf16 where recovery is null). Of formats a pin is the whole operator: all three GEMMs on recovery."""
+    times: dict[str, float] = field(default_factory=dict)
+    """Relative times of GEMMs (gnmr/precision/cost.py), by which extra GEMM time is counted, by width (4, 8, 16) or
+    recipe: {8: 1.8, mxfp8: 1.9}. What is left out has the usual 1 : 2 : 4."""
     backend: str = "auto"
     """What runs a recipe (gnmr/precision/resolve.py): simulated, scaled_mm (FP8 hardware), int_mm (integers), or auto:
     a real one where device, recipe and widths allow it, else simulated."""
@@ -92,6 +95,11 @@ class PathSpec:
         some = self.recovers and set(self.recovers) <= set(GEMMS)
         require(some, "recovers", self.recovers, f"must be some of {', '.join(GEMMS)}")
         self._check_pins()
+        times = {str(key): time for key, time in self.times.items()}
+        for key, time in times.items():
+            require(key in ("4", "8", "16", *recipes), f"times.{key}", time, "must be of 4, 8, 16 or a recipe")
+            positive(or_null=False, **{f"times.{key}": time})
+        object.__setattr__(self, "times", times)
         require(self.targets, "targets", self.targets, "needs at least one pattern")
         one_of(UNITS, unit=self.unit)
         formats = all(path is None or path in FORMATS for path in (self.low, self.recovery))
