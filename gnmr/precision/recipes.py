@@ -199,7 +199,8 @@ class Gemm:
         return [cast for field in fields(self) if (cast := getattr(self, field.name)) is not None]
 
 
-_OPERANDS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
+READS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
+"""The operands of each GEMM."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +232,7 @@ class Recipe:
             if gemm not in GEMMS:
                 raise ValueError(f"recipe {name}: {gemm!r} is no GEMM: use {', '.join(GEMMS)}")
             for operand, word in _mapping(f"{name}: {gemm}", words, "{operand: cast}, as {input: e4m3/tile}").items():
-                if operand not in (known := (*_OPERANDS[gemm], "result")):
+                if operand not in (known := (*READS[gemm], "result")):
                     raise ValueError(f"recipe {name}: {gemm} has no {operand!r}: use {', '.join(known)}")
                 if not isinstance(word, str):
                     raise ValueError(
@@ -244,7 +245,7 @@ class Recipe:
         return Recipe(name, **made)
 
     def __post_init__(self) -> None:
-        for name, operands in _OPERANDS.items():
+        for name, operands in READS.items():
             gemm: Gemm = getattr(self, name)
             if foreign := [o for o in ("input", "weight", "grad_output") if o not in operands and getattr(gemm, o)]:
                 raise ValueError(f"recipe {self.name}: {name} reads {' and '.join(operands)}, not {foreign[0]}")
@@ -293,11 +294,22 @@ class Recipe:
         """
         if not gemms or (unknown := [name for name in gemms if name not in GEMMS]):
             raise ValueError(f"recovers={list(gemms) and unknown}: use some of {', '.join(GEMMS)}")
-        taken = [name for name in GEMMS if name in gemms]
-        if len(taken) == len(GEMMS):
-            return recovery
-        name = f"{recovery.name} in {', '.join(taken)}"
-        return replace(self, name=name, **{gemm: getattr(recovery, gemm) for gemm in taken})
+        return self.with_gemms(dict.fromkeys(gemms, recovery))
+
+    def with_gemms(self, recipes: Mapping[str, Recipe]) -> Recipe:
+        """Return this recipe with GEMMs taken from others, {gemm: recipe}; with all of them from one that one itself.
+
+        >>> RECIPES["nvfp4"].with_gemms({"fprop": RECIPES["mxfp8"], "dgrad": RECIPES["bf16"]}).name
+        'mxfp8 in fprop and bf16 in dgrad'
+        """
+        taken = {gemm: recipes[gemm] for gemm in GEMMS if gemm in recipes}
+        of: dict[str, list[str]] = {}
+        for gemm, recipe in taken.items():
+            of.setdefault(recipe.name, []).append(gemm)
+        if not taken or (len(taken) == len(GEMMS) and len(of) == 1):
+            return taken.get("fprop", self)
+        name = " and ".join(f"{recipe} in {', '.join(gemms)}" for recipe, gemms in of.items())
+        return replace(self, name=name, **{gemm: getattr(recipe, gemm) for gemm, recipe in taken.items()})
 
     def divisors(self) -> tuple[int, int]:
         """What the numbers of inputs and of outputs of a linear must be multiples of, so that no group is cut."""
@@ -305,7 +317,7 @@ class Recipe:
         dims = {"input": (None, 0), "weight": (1, 0), "grad_output": (None, 1)}
         contracted = {"fprop": 0, "dgrad": 1, "wgrad": None}
         needed = [1, 1]
-        for gemm, operands in _OPERANDS.items():
+        for gemm, operands in READS.items():
             for operand in operands:
                 cast: Cast | None = getattr(getattr(self, gemm), operand)
                 if cast is None:
