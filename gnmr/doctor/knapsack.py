@@ -70,7 +70,8 @@ def times_of(shapes: Shapes, recipes: Iterable[Recipe], times: Mapping[str, floa
     """Return the time of every GEMM on each recipe: inputs times outputs, times the recipe's (`gemm_time`)."""
     from gnmr.precision.cost import gemm_time
 
-    each = {one.name: {gemm: gemm_time(one, gemm, times) for gemm in GEMMS} for one in recipes}
+    known = {one.name: one for one in recipes}
+    each = {name: {gemm: gemm_time(one, gemm, times, known) for gemm in GEMMS} for name, one in known.items()}
     return {
         (name, gemm): {recipe: a * b * own[gemm] for recipe, own in each.items()}
         for name, (a, b) in shapes.items()
