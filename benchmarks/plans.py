@@ -94,8 +94,8 @@ def diagnosed(forks: Forks, low: str) -> Diagnosis:
     )
 
 
-def run(cell: Cell, forks: Forks, found: Diagnosis | None) -> dict[str, Any]:
-    """Make the fork and return its row."""
+def run(cell: Cell, forks: Forks, found: Diagnosis | None, made: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of a fork. Those with the same pins are one, which is kept in `made`."""
     words = [f"precision.low={cell.low}", "precision.recovery=bf16", "controller.signal=always_low"]
     config = forks.config(*words, f"fork.order={cell.order}", "fork.heal=0")
     pins: dict[str, Any] = {}
@@ -104,7 +104,10 @@ def run(cell: Cell, forks: Forks, found: Diagnosis | None) -> dict[str, Any]:
     elif found is not None:
         pins = pins_of(cell, found).pins
     config = replace(config, precision=replace(config.precision, pins=pins))
-    result = forks(config, phases=("low",))
+    key = json.dumps([cell.base, cell.low, cell.order, pins], sort_keys=True)
+    if key not in made:
+        made[key] = forks(config, phases=("low",))
+    result = made[key]
     return asdict(cell) | {
         "loss": result.validation["low"].high,
         "extra": result.extra_time,
@@ -137,12 +140,13 @@ def make_forks(asked: argparse.Namespace) -> None:
     known, lows = recorded(asked.out), asked.low.split(",")
     forks = {made.base.name: made for made in (Forks(name, print) for name in asked.base.split(","))}
     found: dict[tuple[str, str], Diagnosis] = {}
+    made: dict[str, Any] = {}
     for cells in cells_of([*forks], lows, asked.orders, [float(word) for word in asked.budgets.split(",")]):
         for cell in (cell for cell in cells if cell not in known):
             base = cell.base, cell.low
             if cell.arm not in BOUNDS and base not in found:
                 found[base] = diagnosed(forks[cell.base], cell.low)
-            known[cell] = run(cell, forks[cell.base], found.get(base))
+            known[cell] = run(cell, forks[cell.base], found.get(base), made)
             with asked.out.open("a") as rows:
                 rows.write(json.dumps(known[cell]) + "\n")
             print(f"{cell}: {known[cell]['loss']:.4f} for +{known[cell]['extra']:.1%}", flush=True)
