@@ -28,6 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from gnmr.precision.cost import Work
 from gnmr.precision.linear import PathLinear
 from gnmr.precision.units import operator_names
 
@@ -35,6 +36,10 @@ _NAMED = 4
 """Operators that a line names."""
 _LITTLE = 0.0005
 """Shares below it are not named."""
+READ = "its weight is read without calling it"
+"""Why a linear may never be called."""
+_MUCH = 0.01
+"""Share of which something that is left out is worth a warning."""
 _SUMS = ("addmm", "baddbmm")
 """Products whose first operand is added to the result."""
 _LOOKUPS = ("index", "index_select", "gather")
@@ -87,7 +92,7 @@ class Coverage:
         """Return why, for those of these operators that were never called."""
         called, read = self.called(), {one.name for one in self.products if not one.called}
         return {
-            name: "its weight is read without calling it" if name in read else "it never ran"
+            name: READ if name in read else "it never ran"
             for name in names
             if name not in called
         }
@@ -102,6 +107,37 @@ class Coverage:
         apart = f" (beside these an attention's own products, {percent(beside)} of all)" if beside >= 0.1 else ""
         left = f"; not: {', '.join(told)}" if told else ""
         return f"{verb} {percent(self.share(names))} of the GEMMs' arithmetic{left}{apart}"
+
+
+    def told(self, operators: Sequence[PathLinear], verb: str = "covers") -> list[str]:
+        """Return lines on a converted model: its share, and which of its operators were never called though their
+        weight was read."""
+        names = [operator.operator_name for operator in operators]
+        read = [name for name, why in self.missed(names).items() if why == READ]
+        more = [f"never in low precision, as {READ}: {few(read)}"] if read else []
+        return [self.line(names, verb), *more]
+
+    def work(self, operators: Sequence[PathLinear], verb: str = "covers") -> Work:
+        """Return the same for the cost of a converted model."""
+        called = self.called()
+        counts = tuple(called.get(operator.operator_name, 0) for operator in operators)
+        return Work(counts, self.whole - sum(counts), tuple(self.told(operators, verb)))
+
+    def misses(self, operators: Sequence[PathLinear]) -> bool:
+        """Return whether something within blocks is left out that is no router, of 1% of the arithmetic or more."""
+        others = self.others([operator.operator_name for operator in operators])
+        inside = {one: share for one, share in others.items() if "*" in one.name and not _routes(one)}
+        return sum(inside.values()) >= _MUCH
+
+
+def few(names: Sequence[str]) -> str:
+    """Return the first names, and how many more."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+def _routes(one: Product) -> bool:
+    return one.name.rpartition(".")[2] in ("gate", "router") or "Router" in one.kind
 
 
 def percent(share: float) -> str:
@@ -140,6 +176,10 @@ class Counting(TorchDispatchMode):
         self._open = False
         """Whether everything is counted, be it inside a module or not (`all`)."""
         self._handles: list[Any] = []
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A copy of a model or a controller counts nothing."""
+        return type(None), ()
 
     @property
     def found(self) -> Coverage:
