@@ -381,6 +381,7 @@ class Doctor:
     def _refuse_worse(self, low: np.ndarray, rescued: np.ndarray) -> None:
         """ValueError for a rescue that is slower than the low path or another rescue and costs as many nats, by the
         first batch."""
+        assert isinstance(self.converted.low, Recipe)
         recipes = {self.spec.low: self.converted.low, **self._rescues}
         costs = dict(zip(recipes, [low.sum(), *rescued.sum(axis=1)], strict=True))
         time = {name: gemm_time(recipe, "fprop", self.spec.times) for name, recipe in recipes.items()}
