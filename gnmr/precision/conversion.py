@@ -110,8 +110,9 @@ def convert(
         operators[-1].pinned = tuple(gemm for gemm, _ in pins[name])
         _route(operators[-1], mixed[pins[name]])
     units = grouped(operators, spec.unit, routed)
+    named_too = {name: recipe for name, recipe in recipes_of(spec).items() if name in spec.recipes}
     converted = ConvertedModel(
-        operators, units, *paths[()], shared, tuple(spec.recovers), times=spec.times, recipes=recipes_of(spec)
+        operators, units, *paths[()], shared, tuple(spec.recovers), times=spec.times, recipes=named_too
     )
     if store:
         converted.store(spec.weights)

@@ -44,8 +44,9 @@ class ConvertedModel:
     recovers: tuple[str, ...] = GEMMS
     """GEMMs that recovery takes over."""
     times: Mapping[str, float] = field(default_factory=dict)
-    """Relative GEMM times (`PathSpec.times`), and the recipes that they may name."""
-    recipes: Mapping[str, Recipe] = field(default_factory=lambda: RECIPES)
+    """Relative GEMM times (`PathSpec.times`)."""
+    recipes: Mapping[str, Recipe] = field(default_factory=dict)
+    """The recipes beside ours that they may name."""
     warmup_steps: int = 0
     """Steps from the first on in which operators in recovery compute in 16 bits; see `begin_step`."""
     restored: bool = False

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_linear import Block
 from test_simulated import by_hand, by_us, same, single
 from test_units import Net, backward
 from torch import nn
 
+import gnmr
 from gnmr.attachment import units_of
+from gnmr.doctor.knapsack import as_choice, times_of
+from gnmr.doctor.plan import PinPlan
 from gnmr.lab.faults.faults import Fault
 from gnmr.lab.faults.schedule import FaultSchedule
 from gnmr.names import GEMMS
-from gnmr.precision import RECIPES, PathLinear, PathSpec, Recipe, convert
+from gnmr.precision import RECIPES, ConvertedModel, PathLinear, PathSpec, Recipe, convert
 from gnmr.precision.cost import gemm_time
 from gnmr.precision.table import brief
+from gnmr.records.reader import read_json, read_jsonl
 
 SOME = [list(gemms) for number in (1, 2, 3) for gemms in itertools.combinations(GEMMS, number)]
 WHOLE = list(GEMMS)
@@ -200,6 +207,85 @@ def test_the_widest_operand_decides_the_time_of_a_gemm(recipe: str, gemm: str, t
     mine = Recipe.of("mine", {"fprop": {"input": "int2/row", "weight": "e2m1/row"}})
     assert [gemm_time(mine, one) for one in GEMMS] == [1, 4, 4]
     assert gemm_time(mixed.with_gemms({"fprop": mine}), "fprop", {"mine": 0.7}, {"mine": mine}) == 0.7
+
+
+OPTIONS = ["bf16", "fp8_hybrid", "mxfp8", "mxfp4", "sim_e3m2", None]
+"""Recipes that a random plan may keep a GEMM on; None: it is not pinned."""
+
+
+def random_plan(seed: int, operators: dict[str, tuple[int, int]]) -> PinPlan:
+    draw = random.Random(seed)
+    pins = {name: {gemm: recipe for gemm in GEMMS if (recipe := draw.choice(OPTIONS))} for name in operators}
+    pins = {name: own for name, own in pins.items() if own}
+    low, recovery = draw.choice(["nvfp4", "sim_e2m1", "mxfp4_floor"]), draw.choice(["bf16", None])
+    times = draw.choice([{}, {"8": 1.5, "mxfp8": 1.75, low: 0.5}])
+    return PinPlan(operators=operators, low=low, recovery=recovery, times=times, pins=pins)
+
+
+def extra_time(plan: PinPlan) -> float:
+    times = times_of(plan.operators, plan.named_recipes(), plan.times)
+    chosen = {(name, gemm): recipe for name, own in plan.pins.items() for gemm, recipe in own.items()}
+    return as_choice(chosen, {}, times, plan.low).extra
+
+
+def put_by_hand(converted: ConvertedModel, plan: PinPlan) -> None:
+    for operator in converted.operators:
+        assert isinstance(operator.low, Recipe)
+        pins = plan.pins.get(operator.operator_name, {})
+        gemms = {gemm: getattr(RECIPES[recipe], gemm) for gemm, recipe in pins.items()}
+        operator.low = replace(operator.low, **gemms)
+
+
+@pytest.mark.filterwarnings("ignore:recipe .* is simulated")
+@pytest.mark.parametrize("seed", range(20))
+def test_a_loop_under_a_random_plan_is_that_of_recipes_by_hand(seed: int, tmp_path: Path) -> None:
+    ours, theirs = (nn.Sequential(Block(32), Block(32)) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    plan = random_plan(seed, {name: (32, 32) for name, one in ours.named_modules() if type(one) is nn.Linear})
+    (tmp_path / "plan.json").write_text(plan.text())
+    controller = gnmr.attach(ours, plan=tmp_path / "plan.json", signal="always_low", seed=seed, record=tmp_path / "r")
+    by_hand = convert(theirs, PathSpec(low=plan.low, recovery=None), seed=seed)
+    put_by_hand(by_hand, plan)
+    for step in range(3):
+        x = torch.randn(2, 24, 32, generator=torch.Generator().manual_seed(step))
+        found = []
+        for model in (ours, theirs):
+            loss = (model(x) - x).square().mean()
+            loss.backward()
+            found.append([loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
+            torch.optim.SGD(model.parameters(), 0.1).step()
+        assert same(*found)
+        controller.step()
+        by_hand.end_step()
+        for model in (ours, theirs):
+            model.zero_grad()
+    controller.detach()
+    assert read_json(tmp_path / "r" / "summary.json")["spent_extra_time"] == pytest.approx(extra_time(plan))
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_under_a_random_plan_is_that_of_recipes_by_hand(
+    seed: int, tmp_path: Path, gnmr: Any, tiny_words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*tiny_words, "model.intermediate_size=64", "training.steps=4", "controller.signal=always_low"]
+    sizes = dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"), (32, 32))
+    sizes |= {"mlp.gate_proj": (32, 64), "mlp.up_proj": (32, 64), "mlp.down_proj": (64, 32)}
+    plan = random_plan(seed, {f"layers.0.{name}": shape for name, shape in sizes.items()})
+    (tmp_path / "plan.json").write_text(plan.text())
+    assert gnmr("train", *words, f"plan={tmp_path / 'plan.json'}", f"run_dir={tmp_path / 'plan'}").code == 0
+
+    def converted(*args: Any, **options: Any) -> ConvertedModel:
+        made = convert(*args, **options)
+        put_by_hand(made, plan)
+        return made
+
+    monkeypatch.setattr("gnmr.lab.train.model.convert", converted)
+    low = [f"precision.low={plan.low}", "precision.recovery=null"]
+    assert gnmr("train", *words, *low, f"run_dir={tmp_path / 'hand'}").code == 0
+    ours, theirs = (read_jsonl(tmp_path / name / "steps.jsonl") for name in ("plan", "hand"))
+    for key in ("loss", "grad_norm_pre_clip", "saturation"):
+        assert [row[key] for row in ours] == [row[key] for row in theirs], key
+    assert ours[-1]["spent_extra_time"] == pytest.approx(extra_time(plan)) != 0
 
 
 @pytest.mark.parametrize(("low", "recovery"), [("int4", "int8"), ("sim_int4", "fp8_hybrid")])

@@ -153,7 +153,7 @@ def _notes(comparison: Comparison, columns: list[str]) -> list[str]:
     if "spent" in columns:
         notes.append("Spent: share of the GEMM FLOPs on the recovery path, or of the unit-steps if that is unknown.")
     if "extra time" in columns:
-        notes.append("Extra time: of all GEMMs, by their relative times, over the time with all on the low recipe.")
+        notes.append("Extra time: what pins and recovery add to the relative time of all GEMMs on the low recipe.")
     if len(machines := sorted({run.machine for run in runs})) > 1:
         notes.append(f"The runs are from several machines: {'; '.join(machines)}.")
     if keys := comparison.differing_settings():
