@@ -70,7 +70,7 @@ def _parser() -> Parser:
     parser.option("tokens", whole(1), "one token in so many is priced", 1)
     parser.option("dtype", one_of("float32", "own"), "what the model computes in besides its casts", "float32")
     add_options(parser, "a batch")
-    parser.option("out", path, f"a folder for {PLAN_FILE}, {NUMBERS} and the plan in the words of other libraries")
+    parser.option("out", path, f"a folder for {PLAN_FILE}, {NUMBERS}; gnmr export writes the plan for other libraries")
     parser.option("html", path, "a file for the same as one page")
     return parser
 
@@ -255,7 +255,6 @@ def _show(found: Diagnosis, plan: PinPlan | None, asked: Namespace) -> None:
 def _write(found: Diagnosis, origin: dict[str, Any], asked: Namespace, plan: PinPlan | None) -> list[str]:
     """The files of out= and html=, each replaced as a whole, when all of them are known. Returns what to say of them,
     and prints nothing."""
-    from gnmr.doctor.export import TARGETS, export
     from gnmr.doctor.page import page
 
     files: dict[str, str] = {}
@@ -268,16 +267,6 @@ def _write(found: Diagnosis, origin: dict[str, Any], asked: Namespace, plan: Pin
             provenance={"subject": subject, "command": origin["command"], "commit": f"{origin['commit']}"}
         )
         files[PLAN_FILE] = made.text()
-        # Their pins are in 16 bits, which neither side of two may be.
-        in_words = TARGETS if not found.against or found.recovery == "bf16" else ()
-        for target in in_words:
-            try:
-                one = export(made, target)
-            except UserError as error:
-                lines.append(f"not written for {target}: {str(error).removeprefix('export: ')}")
-                continue
-            files[one.file] = one.text
-            lines += [f"{one.file}: {note}" for note in one.notes]
     if asked.html is not None:
         title = f"{found.recipe} on {origin['subject']['name']}"
         output.write_text(asked.html, page(found, title, origin), f"html={asked.html}")
