@@ -57,6 +57,10 @@ class Job:
         }
         """Of each label, the low recipe's first."""
         self.low = next(iter(self.casts))
+        low = [self.casts[self.low][gemm] for gemm in target.gemms]
+        others = {label for label, own in self.casts.items() if [own[gemm] for gemm in target.gemms] != low}
+        self.kept = [name for name, label in self.labels.items() if label in others]
+        """Linears that the target is not to have on the low recipe."""
         self.notes: list[str] = []
 
     def label(self, mix: Mix) -> str:
@@ -64,11 +68,6 @@ class Job:
         mix = tuple(name if self.recipes[name][gemm] else "bf16" for gemm, name in zip(GEMMS, mix, strict=True))
         parts = [mix[0]] if len(set(mix)) == 1 else [f"{g}_{name}" for g, name in zip(GEMMS, mix, strict=True)]
         return "_".join(parts).replace("-", "_")
-
-    @property
-    def kept(self) -> list[str]:
-        """Linears that are not on the low recipe."""
-        return [name for name, label in self.labels.items() if label != self.low]
 
 
 def mixes(plan: PinPlan) -> dict[str, Mix]:

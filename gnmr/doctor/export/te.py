@@ -107,8 +107,8 @@ def label_of(name):
 def qfactory(role):
     if role is None or role.module_type not in ("linear", "grouped_linear"):
         return IdentityQuantizer()
-    if not role.name:
-        raise ValueError("a linear has no name: call name_modules(model) first")
+    if re.fullmatch(r"(?:Layer_\d+(?:\..*)?)?", role.name):
+        raise ValueError("a linear has no name of its own: call name_modules(model) first")
     return quantizer(label_of(role.name), role)
 
 
@@ -172,11 +172,11 @@ def megatron(job: Job) -> dict[str, str]:
     by_name: dict[str, list[str]] = {}
     for name, label in job.labels.items():
         _, _, number, rest = name.split(".", 3)
-        stage, number = divmod(int(number), layers // job.pp)
-        by_name.setdefault(f"decoder.layers.{number}.{rest}", [job.low] * job.pp)[stage] = label
+        stage, local = divmod(int(number), layers // job.pp)
+        by_name.setdefault(f"decoder.layers.{local}.{rest}", [job.low] * job.pp)[stage] = label
     bits = {label: 4 if "e2m1" in str(words) else 8 for label, words in job.casts.items()}
-    configs, matchers, factories = dict[str, Any](), dict[str, Any](), dict[str, str]()
-    stages: dict[tuple[str, ...], str] = {}
+    stages, factories = dict[tuple[str, ...], str](), dict[str, str]()
+    configs, matchers = dict[str, Any](), dict[str, Any]()
     for name, own in by_name.items():
         if set(own) == {job.low}:
             continue
@@ -186,8 +186,8 @@ def megatron(job: Job) -> dict[str, str]:
         recipe = {key: value} if key else {}
         if not key and config != "bf16":
             factories[config] = f"quantizer, {config!r}" if one else f"by_stage, {own}"
-            recipe = {f"fp{min(map(bits.get, own))}_quantization_recipe": "custom"}  # type: ignore[type-var]
-            recipe["custom_recipe_factory"] = f"gnmr_megatron.{config}"
+            fp = f"fp{min(bits[label] for label in own)}"
+            recipe = {f"{fp}_quantization_recipe": "custom", "custom_recipe_factory": f"gnmr_megatron.{config}"}
         configs[config] = {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": recipe}
         matchers[name.replace(".", "_")] = {"type": "glob", "enabled": True, "pattern": f"*{name}", "config": config}
     flags = _FLAGS.get(job.low, ("", "", ""))[2]
