@@ -2,6 +2,7 @@
 
     python benchmarks/price.py OUT.json --models .cache/smollm2 --data wikitext2-test.txt --low nvfp4,fp8_hybrid
     python benchmarks/price.py OUT.json --models runs/a,runs/b --batches 16 --held-out 16 --block 256 --draws 16
+    python benchmarks/price.py OUT.json --models A,B --operators 0 --batches 0 --held-out 12 --size 1 --block 512
     python benchmarks/price.py OUT.json --table
 
 Models are run folders (measured on their own validation data) and checkpoint folders (on `--data`), computed in FP32.
@@ -16,6 +17,11 @@ labels by sequence has a Spearman correlation of at least 0.95 with the single K
 Of more than `--operators` operators a sample is measured: the twelve highest by data labels by token, by drawn ones by
 token and by sequence, and as many others as are missing, evenly over kinds and depth. A sum is then over the sample,
 and the interaction, the KL of all operators at once less the sum of them, takes the estimate of those outside.
+
+With `--operators 0` the KL of all operators at once is measured and nothing else: what a format costs. Expected, and
+written down before this was run: of each pair of `EXPECTED` the first has the smaller KL, paired over sequences. Scales
+rounded up (mxfp8, mxfp4) saturate nothing; Four Over Six has the smaller error in every block, but under a tensor scale
+of 256 in place of 448; and a scale for each token keeps small tokens from the bottom of E4M3.
 
 Each pair of a model and a low path is written when it is measured; what OUT.json has already is not measured again.
 """
@@ -34,6 +40,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from scipy.stats import sem
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -54,6 +61,12 @@ NATS = ("data, by token", "drawn, by token", "drawn, by sequence")
 SUMS = {"by token": "fprop", "by sequence": "fprop_sequence", "by element": "fprop_elements"}
 SETTINGS = {"batches": 4, "held_out": 3, "size": 4, "block": 128, "draws": 8, "operators": 48}
 TOP, SPEARMAN, SUM = 12, 0.95, 0.2
+EXPECTED = {
+    "mxfp8": "mxfp8_floor",
+    "mxfp4": "mxfp4_floor",
+    "nvfp4_4over6": "nvfp4",
+    "nvfp4_row_scaled": "nvfp4",
+}
 
 
 class Measurement:
@@ -191,6 +204,45 @@ def measure(subject: Subject, low: str, asked: argparse.Namespace) -> dict[str, 
     }
 
 
+@torch.no_grad()
+def whole(subject: Subject, lows: Sequence[str], asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the record of each low path, with all operators of the model on it."""
+    numbers = {key: getattr(asked, key) for key in ("batches", "held_out", "size")}
+    batches = blocks_of(subject, asked.data, **numbers, length=min(asked.block, subject.max_length)).held_out
+    exact = [F.log_softmax(logits_of(subject.model, batch).float(), dim=-1) for batch in batches]
+    for low in lows:
+        began, cell, found = time.perf_counter(), Measurement(subject.model, low), []
+        cell.put(range(len(cell.names)))
+        for batch, log_p in zip(batches, exact, strict=True):
+            logits = logits_of(subject.model, batch).float()
+            cell.plan.end_step()
+            rise = _losses(logits, batch.targets) - _losses(log_p, batch.targets)
+            found.append(torch.stack([divergence(log_p, logits), rise]))
+        cell.plan.restore()
+        kl, loss = torch.cat(found, dim=1).numpy()
+        yield {
+            "seeds": {"blocks": 0},
+            "operators": len(cell.names),
+            "all_low": {"kl": kl.mean(), "kl_error": sem(kl), "loss": loss.mean(), "loss_error": sem(loss)},
+            "of_sequences": {"kl": kl.tolist(), "loss": loss.tolist()},
+            "seconds": time.perf_counter() - began,
+        }
+
+
+def whole_table(cells: Sequence[dict[str, Any]]) -> str:
+    """Return the KL of each low path by model as a table in Markdown, and what became of the expectations."""
+    kls = pd.Series({(cell["low"], cell["model"]): np.array(cell["of_sequences"]["kl"]) for cell in cells})
+    shown = kls.map(lambda kl: f"{kl.mean():.3g} ± {sem(kl):.1g}").unstack(sort=False)
+    lines = [["low path", *shown.columns], ["---"] * (1 + len(shown.columns)), *shown.reset_index().to_numpy().tolist()]
+    said = ["| " + " | ".join(line) + " |" for line in lines]
+    for low, other in EXPECTED.items():
+        for model in shown.columns if {low, other} <= set(shown.index) else ():
+            more, mean = kls[low, model] - kls[other, model], kls[other, model].mean()
+            change = f"{more.mean() / mean:+.1%} ± {sem(more) / mean:.1%}"
+            said.append(f"{model}: {low} {change} against {other}, smaller in {(more < 0).mean():.0%} of the sequences")
+    return "\n".join(said)
+
+
 def table(cells: Sequence[dict[str, Any]]) -> str:
     """Return what was measured, rank correlations with single KLs (with loss increases), and sums over that of single
     KLs (standard deviation of the log ratio), as tables in Markdown, and how often the claims hold."""
@@ -225,23 +277,23 @@ def main() -> None:
     cells = json.loads(asked.out.read_text())["cells"] if asked.out.exists() else []
     settings = {key: getattr(asked, key) for key in SETTINGS}
     done = {(cell["model"], cell["low"]): cell["settings"] for cell in cells}
+    claims = {"spearman": SPEARMAN, "sum": SUM} if asked.operators else {"smaller": EXPECTED}
     for place in filter(None, asked.models.split(",")):
-        subject = None
-        for low in asked.low.split(","):
-            if (pair := (Path(place).name, low)) in done:
-                if done[pair] != settings:
-                    parser.error(f"{asked.out} has {pair} with other settings, {done[pair]}: name another file")
-                continue
-            print(*pair, flush=True)
-            if subject is None:
-                subject = load_subject(place, "cpu")
-                subject.model.float().eval()
-            told = {"model": pair[0], "low": low, "settings": settings, "subject": subject.facts}
-            cells.append(header() | told | measure(subject, low, asked))
-            output.write_json(asked.out, {"claims": {"spearman": SPEARMAN, "sum": SUM}, "cells": cells})
-            print(f"  written after {cells[-1]['seconds']:.0f} s", flush=True)
+        name, lows = Path(place).name, asked.low.split(",")
+        if other := [done[name, low] for low in lows if done.get((name, low), settings) != settings]:
+            parser.error(f"{asked.out} has {name} with other settings, {other[0]}: name another file")
+        if not (lows := [low for low in lows if (name, low) not in done]):
+            continue
+        subject = load_subject(place, "cpu")
+        subject.model.float().eval()
+        records = (measure(subject, low, asked) for low in lows) if asked.operators else whole(subject, lows, asked)
+        for low, record in zip(lows, records, strict=True):
+            told = {"model": name, "low": low, "settings": settings, "subject": subject.facts}
+            cells.append(header() | told | record)
+            output.write_json(asked.out, {"claims": claims, "cells": cells})
+            print(f"{name} {low}: written after {record['seconds']:.0f} s", flush=True)
     if asked.table:
-        print(table(cells))
+        print((table if "spearman" in cells[0] else whole_table)(cells))
 
 
 if __name__ == "__main__":

@@ -81,12 +81,14 @@ def _alike(forward: str, backward: str, weight: str | None = None) -> Words:
     }
 
 
-def _nvfp4(weight: str = "e2m1/nv2d", hadamard: str = "/hadamard", stochastic: str = "/stochastic") -> Words:
-    """NVIDIA's recipe, or without one of its parts."""
+def _nvfp4(
+    weight: str = "e2m1/nv2d", hadamard: str = "/hadamard", stochastic: str = "/stochastic", input: str = "e2m1/nv"
+) -> Words:
+    """NVIDIA's recipe, without one of its parts, or with other scales."""
     return {
-        "fprop": {"input": "e2m1/nv", "weight": weight},
+        "fprop": {"input": input, "weight": weight},
         "dgrad": {"weight": weight, "grad_output": f"e2m1/nv{stochastic}"},
-        "wgrad": {"input": f"e2m1/nv{hadamard}", "grad_output": f"e2m1/nv{hadamard}{stochastic}"},
+        "wgrad": {"input": f"{input}{hadamard}", "grad_output": f"e2m1/nv{hadamard}{stochastic}"},
     }
 
 
@@ -109,6 +111,8 @@ RECIPES: dict[str, Words] = {
     "nvfp4_no_sr": _nvfp4(stochastic=""),
     "nvfp4_no_rht": _nvfp4(hadamard=""),
     "nvfp4_1d": _nvfp4(weight="e2m1/nv"),
+    "nvfp4_4over6": _nvfp4("e2m1/nv2d_4over6", hadamard="", input="e2m1/nv_4over6"),
+    "nvfp4_row_scaled": _nvfp4(hadamard="", input="e2m1/nv_row"),
     **{f"sim_{name}": _everywhere(f"{name}/row") for name in ("e2m1", "e2m3", "e3m2", "e4m3", "int4", "int8")},
     "llm_int8": {"fprop": {"input": "int8/row/codes", "weight": "int8/row/codes"}},
     "llm_int8_dgrad": {

@@ -67,6 +67,7 @@ VALUES = {
     "precision.low=int9": "precision.low=int9: must be one of int2",
     "precision.low=sim_int4": "precision.recovery=int8: must be a recipe, as low=sim_int4 is",
     "precision.pins.down_proj=[fprop]": "precision.pins.down_proj=['fprop']",
+    "precision=bf16 precision.pins.down_proj.fprop=mxfp9": "precision.pins.down_proj",
     "controller.warmup_path=bf16": "controller.warmup_path=bf16",
     "data.name=text": "data.path=None",
     "training.activation_checkpointing=true precision.site=forward precision.rounding=stochastic": "training.act",

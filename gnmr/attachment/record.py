@@ -26,6 +26,7 @@ import yaml
 
 from gnmr.control import Decision
 from gnmr.errors import UserError
+from gnmr.precision.cost import Spent
 from gnmr.records.reader import calibrated_trigger, read_json
 from gnmr.records.rows import event_rows, step_row, unit_rows, versions
 from gnmr.records.schema import EVAL_FIELDS, OWN, STEP_FIELDS
@@ -80,7 +81,7 @@ class Recording:
         """A copy of the controller records nothing."""
         return type(None), ()
 
-    def step(self, decision: Decision, spent: tuple[float, float], calibrated: float | None = None) -> None:
+    def step(self, decision: Decision, spent: Spent, calibrated: float | None = None) -> None:
         """Record what the controller saw and did in a step.
 
         `spent` is that of `ConvertedModel.cost.spent`, `calibrated` the trigger that was found in this step or before.
@@ -102,8 +103,9 @@ class Recording:
         self._row = step_row(  # its loss is None until `log` is given one: NaN is a loss that was not finite
             decision,
             grad_norm_pre_clip=norm,
-            spent_gemm_frac=spent[0],
-            spent_extra_bytes=spent[1],
+            spent_gemm_frac=spent.share,
+            spent_extra_bytes=spent.extra_bytes,
+            spent_extra_time=spent.extra_time,
             nonfinite_total=self._nonfinite,
             nonfinite_streak=self._streak,
             step_time_s=now - self._seen,

@@ -1,4 +1,4 @@
-"""`gnmr diagnose RUN|CHECKPOINT [key=value ...]`: what a recipe costs a model, GEMM by GEMM, and what to keep."""
+"""`gnmr diagnose RUN|CHECKPOINT [key=value ...]`: what a recipe costs a model, and which GEMMs to keep on another."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from gnmr import errors as checks
 from gnmr.cli.parser import Parser, names_of, number, one_of, optional, path, recipe_of, text, whole
-from gnmr.cli.subject import add_options, asked_of, blocks_for, memory_bound, paths_of
+from gnmr.cli.subject import add_options, asked_of, blocks_for, memory_bound, paths_of, recipe_from
 from gnmr.console import for_tables, print_plain, say, showing
+from gnmr.doctor.knapsack import FUSED
 from gnmr.doctor.plan import PLAN_FILE, budget_of
 from gnmr.errors import UserError, as_user_error, printable, writing
 from gnmr.names import BESIDE, KV_CAST
@@ -32,7 +33,7 @@ RUN is a run folder (its newest checkpoint, by default on its own validation dat
 Hugging Face checkpoint of a LLaMA-like model (config.json, *.safetensors, tokenizer), or such a checkpoint's name on
 the hub, with data=FILE.txt. Nothing is trained, and nothing written but what out= and html= name.
 
-  gnmr diagnose runs/act_quant_stress/RUN recipe=nvfp4 budget=10% out=plan/
+  gnmr diagnose runs/act_quant_stress/RUN recipe=nvfp4 rescue=mxfp8,bf16 budget=+10% out=plan/
   gnmr train experiment=act_quant_stress plan=plan/plan.json
   gnmr diagnose my_llama/ data=text.txt recipe=fp8_hybrid html=page.html
   gnmr diagnose my_llama/ data=text.txt plan=plan/plan.json
@@ -47,15 +48,20 @@ def _parser() -> Parser:
     parser.option(
         "recipe", text, "the low path: a recipe, or one of precision.recipes of the run; int8: sim_int8; default: nvfp4"
     )
-    parser.option("recovery", text, "the path of higher precision: a recipe", "bf16")
+    parser.option("recovery", text, "the path of higher precision, which errors are against: a recipe", "bf16")
+    parser.option(
+        "rescue", names_of, "recipes a plan may keep a GEMM on; default: recovery=, and mxfp8 if recipe= has 4 bits"
+    )
     parser.option("against", text, "the trainer's recipe, where recipe= is the rollout's: what makes the two differ")
     parser.option("gate", _nats, "KL a token, in nats, by which the two sides may differ")
     parser.option(
         "budget",
         lambda _name, value: budget_of(value),
-        "share of the GEMM time that the plan may keep on it: 10%% or 0.1",
+        "extra GEMM time that the plan may take, of the time of all on recipe=: +10%% or 0.1",
         0.1,
     )
+    parser.option("times", _times, "relative GEMM times by bits or recipe; default: 4:1,8:2,16:4")
+    parser.option("fused", names_of, "operators that have one recipe together: some of qkv,gate_up,experts", [])
     parser.option("plan", optional, "a plan.json, or its folder: price what it leaves, under its own recipes")
     parser.option("batches", whole(2), "batches that are priced; default: 16 of a run, 8 of a checkpoint")
     parser.option(
@@ -70,7 +76,7 @@ def _parser() -> Parser:
     parser.option("tokens", whole(1), "one token in so many is priced", 1)
     parser.option("dtype", one_of("float32", "own"), "what the model computes in besides its casts", "float32")
     add_options(parser, "a batch")
-    parser.option("out", path, f"a folder for {PLAN_FILE}, {NUMBERS}; gnmr export writes the plan for other libraries")
+    parser.option("out", path, f"a folder for {PLAN_FILE} and {NUMBERS}")
     parser.option("html", path, "a file for the same as one page")
     return parser
 
@@ -91,6 +97,11 @@ def main(argv: list[str]) -> int:
     plan, low = paths_of(asked, config, "nvfp4")
     with as_user_error():
         recipe_of("recovery", asked.recovery)
+        for kind in asked.fused:
+            checks.one_of(FUSED, fused=kind)
+        own = {} if config is None else config.precision.recipes
+        if asked.rescue is not None:
+            asked.rescue = [recipe_from("rescue", word, own) for word in asked.rescue]
         if asked.against is not None:
             asked.against = parts["against"] | {"*": recipe_of("against", asked.against)}
     sides = low if low is None or not parts["recipe"] else parts["recipe"] | {"*": low}
@@ -140,6 +151,17 @@ def _nats(name: str, value: str) -> float:
     if not 0 < (nats := number(value)) < math.inf:
         raise UserError(f"{name}={value}: must be nats of KL a token, above 0 (0.003)")
     return nats
+
+
+def _times(name: str, value: str) -> dict[str, float]:
+    """{bits or recipe: relative time} of 8:1.8,mxfp8:1.9."""
+    found = {}
+    for part in value.split(","):
+        key, colon, time = part.partition(":")
+        if not (key and colon) or not 0 < number(time) < math.inf:
+            raise UserError(f"{name}={part}: must be BITS:TIME or RECIPE:TIME, a time above 0, as 8:1.8,mxfp8:1.9")
+        found[key] = number(time)
+    return found
 
 
 def _kinds(name: str, value: str) -> list[str]:
@@ -192,7 +214,10 @@ def _diagnosed(subject: Subject, blocks: Blocks, asked: Namespace, plan: PinPlan
             blocks.batches,
             recipe=low or "nvfp4",
             recovery=asked.recovery,
+            rescue=asked.rescue,
             budget=asked.budget,
+            times=asked.times,
+            fused=asked.fused,
             held_out=blocks.held_out,
             plan=plan,
             against=asked.against,
@@ -245,9 +270,9 @@ def _show(found: Diagnosis, plan: PinPlan | None, asked: Namespace) -> None:
     elif found.against or found.sides:
         return
     elif asked.out is not None:
-        print_plain(
-            console, f"next: gnmr train plan={asked.out}, or gnmr.attach(model, plan={str(asked.out)!r})", by_words
-        )
+        ways = f"gnmr train plan={asked.out}, gnmr.attach(model, plan={str(asked.out)!r})"
+        ways += f", or gnmr export {asked.out} for other libraries"
+        print_plain(console, f"next: {ways}", by_words)
     elif plan is None and not found.little:
         print_plain(console, "next: out=FOLDER writes the plan, html=FILE all of this as a page", by_words)
 
@@ -263,10 +288,8 @@ def _write(found: Diagnosis, origin: dict[str, Any], asked: Namespace, plan: Pin
         lines.append(f"not written: {PLAN_FILE}, which cannot say that some operators have recipes of their own")
     elif asked.out is not None and plan is None:
         subject = origin["subject"]["name"]
-        made = found.plan(
-            provenance={"subject": subject, "command": origin["command"], "commit": f"{origin['commit']}"}
-        )
-        files[PLAN_FILE] = made.text()
+        made = {"subject": subject, "command": origin["command"], "commit": f"{origin['commit']}"}
+        files[PLAN_FILE] = found.plan(provenance=made).text()
     if asked.html is not None:
         title = f"{found.recipe} on {origin['subject']['name']}"
         output.write_text(asked.html, page(found, title, origin), f"html={asked.html}")

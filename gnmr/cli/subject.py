@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +50,6 @@ def paths_of(
 ) -> tuple[PinPlan | None, str | Recipe | None]:
     """Return (the plan, the recipe), the latter by its name where it is none of the run's own; at most one of both."""
     from gnmr.doctor.plan import read_plan
-    from gnmr.precision import Recipe
 
     own: dict[str, Any] = {} if config is None else dict(config.precision.recipes)
     if asked.plan is not None:
@@ -58,8 +57,15 @@ def paths_of(
     if (word := asked.recipe or default) is None:
         return None, None
     with as_user_error():
-        name = recipe_of("recipe", word, own)
-        return None, Recipe.of(name, own[name]) if name in own else name
+        return None, recipe_from("recipe", word, own)
+
+
+def recipe_from(key: str, word: str, own: Mapping[str, Any]) -> str | Recipe:
+    """Return the recipe that a word names, as a `Recipe` if it is one of the run's `own`. ValueError for neither."""
+    from gnmr.precision import Recipe
+
+    name = recipe_of(key, word, own)
+    return Recipe.of(name, own[name]) if name in own else name
 
 
 def blocks_for(subject: Subject, asked: Namespace, batches: int, held_out: int) -> Blocks:

@@ -1,10 +1,11 @@
-"""`gnmr.diagnose`: what low precision costs a model as it is, GEMM by GEMM, and what to keep in 16 bits.
+"""`gnmr.diagnose`: what low precision costs a model as it is, GEMM by GEMM, and on which recipe each GEMM should run.
 
 What is measured is the KL divergence a token between the model with every operator on the recovery path and the same
 model with some on the low path. Of each batch one forward and backward pass, on labels that the model draws itself,
-gives two estimates of the KL of every operator alone (`gnmr.measure.price`), and one forward pass the KL of all. The
-highest of either estimate are then measured, one forward pass a batch each. Other batches give the KL that is left by
-the plan, and by the usual guesses at the same cost. Nothing is trained, and the model is afterwards what it was.
+gives two estimates of the KL of every operator alone (`gnmr.measure.price`), on the low recipe and on those that a
+plan may keep it on, and one forward pass the KL of all. The highest of either estimate are then measured, one forward
+pass a batch each. Other batches give the KL that is left by the plan, by plans with one recipe besides the low one, and
+by the usual guesses at the same cost. Nothing is trained, and the model is afterwards what it was.
 """
 
 from __future__ import annotations
@@ -21,17 +22,21 @@ from torch import nn
 from gnmr.doctor.beside import Beside, kv_cast_of
 from gnmr.doctor.diagnosis import Diagnosis
 from gnmr.doctor.guards import as_it_was, refuse_meta
+from gnmr.doctor.knapsack import check_budget, check_fused
 from gnmr.doctor.measuring import Doctor, Progress
-from gnmr.doctor.plan import PinPlan, budget_share, read_plan
+from gnmr.doctor.plan import PinPlan, read_plan
 from gnmr.errors import nearest, one_of, require, whole
 from gnmr.names import BESIDE, FORMATS, KV_CAST, RECIPES, listed, select
 from gnmr.precision import ConvertedModel, PathLinear, PathSpec, Recipe, convert
 from gnmr.precision.conversion import check_widths, operator_shapes
+from gnmr.precision.cost import gemm_time
 from gnmr.precision.recipes import RECIPES as RECIPES_OF
 from gnmr.precision.recipes import Gemm
 
 Side = Mapping[str, "str | Recipe"]
 """The recipes of one side: {pattern of operators: recipe}."""
+CHEAPER = "mxfp8"
+"""What a plan may keep a GEMM of 4 bits on besides bf16, if nothing else is said."""
 
 
 def diagnose(
@@ -41,8 +46,11 @@ def diagnose(
     *,
     recipe: str | Recipe | Side = "nvfp4",
     recovery: str | Recipe = "bf16",
+    rescue: str | Recipe | Sequence[str | Recipe] | None = None,
     targets: Sequence[str] | None = None,
     budget: float = 0.10,
+    times: Mapping[str, float] | None = None,
+    fused: Sequence[str] = (),
     held_out: Iterable[Any] = (),
     plan: PinPlan | str | PathLike[str] | None = None,
     against: str | Recipe | Side | None = None,
@@ -68,10 +76,16 @@ def diagnose(
         batches: two at least; the more, the narrower the intervals.
         recipe: the low path; `int8` stands for `sim_int8`, and so on; or several, {pattern of operators: recipe}, of
             which "*" is that of all others and the last that matches counts. Numbers are simulated, whatever runs here.
-        recovery: the path of higher precision.
+        recovery: the path of higher precision, which all errors are against.
+        rescue: recipes that the plan may keep a GEMM on. None: the recovery recipe; if that is bf16 and fprop of the
+            low path reads 4 bits or fewer, mxfp8 too, as far as the model's widths allow it.
         targets: patterns of the linears, as `PathSpec.targets`; None: `*_proj` (below peft's adapters too), or all
             where there are none of this name. Output heads, gates and linears tied to an embedding stay in 16 bits.
-        budget: share of the GEMM time that the plan may keep on the recovery path.
+        budget: extra GEMM time that the plan may take, as a share of the time of all GEMMs on the low path; between two
+            sides the share of the GEMMs' arithmetic that may be in one recipe on both.
+        times: relative times of GEMMs by the bits of their widest operand, or by recipe, as `PathSpec.times`.
+        fused: kinds of operators that have one recipe together, because a library runs them as one: qkv, gate_up,
+            experts.
         held_out: other batches, on which the KL of the plan and of the usual guesses is measured.
         plan: pins in force, with the plan's own recipes and targets: what is measured is what they leave.
         against: the recipe or recipes of the other side, if two should agree: `recipe` is the rollout's, this the
@@ -89,22 +103,30 @@ def diagnose(
     Raises:
         ValueError: in one line, for what makes no sense; the model is then as it was.
     """
-    budget_share(budget)
+    check_budget(budget)
     whole(tokens=tokens)
     whole(0, confirm=confirm)
     one_of(("model", "data"), labels=labels)
-    include = listed("include", include)
+    fused, include = listed("fused", fused), listed("include", include)
     for kind in include:
         one_of(BESIDE, include=kind)
     cast = kv_cast_of(kv_cast)
-    _check_sides(recipe, recovery, against, gate, plan)
+    _check_sides(recipe, recovery, against, gate, plan, {"rescue": rescue, "times": times, "fused": fused or None})
+    named = _rescues_named(rescue)
+    require(times is None or isinstance(times, Mapping), "times", times, "must be {bits or recipe: relative time}")
     _check_model(model)
     low, low_parts = _side(recipe, "recipe")
     high, high_parts = _side(recovery, "recovery") if against is None else _side(against, "against")
     both = low_parts or high_parts or (low, high) != ("bf16", "bf16")
     require(both or plan, "recipe", "bf16", "both sides are in 16 bits; there is nothing to compare")
     sides = against is not None or bool(low_parts)
-    spec = _spec(model, low, high, targets, plan, sides)
+    where = "plan" if isinstance(plan, PinPlan) else f"plan={plan}"
+    if plan is not None:
+        plan = plan if isinstance(plan, PinPlan) else read_plan(plan)
+        spec = _spec_under(plan, where, model)
+    else:
+        own = {one.name: one for one in named if isinstance(one, Recipe)}
+        spec = _spec(model, low, high, targets, sides, recipes=own, times=dict(times or {}))
     with as_it_was(model):
         with warnings.catch_warnings():
             if sides:  # they may be alike, and either may be the coarser
@@ -113,6 +135,9 @@ def diagnose(
         beside = None
         try:
             apart = _divided(converted, low_parts, high_parts)
+            check_fused([operator.operator_name for operator in converted.operators], fused)
+            pins = plan.pins if plan is not None else {}
+            rescues = {} if sides or pins else _rescues(converted, named, spec.times)
             if include:
                 assert isinstance(converted.low, Recipe)
                 beside = Beside(model, include, converted.low, cast)
@@ -128,6 +153,10 @@ def diagnose(
                 against=against is not None,
                 sides=apart,
                 beside=beside,
+                pins=pins,
+                rescues=rescues,
+                asked=rescue is not None,
+                fused=fused,
             )
             return doctor.diagnosis(batches, list(held_out), budget, confirm, progress or (lambda _done, _total: None))
         finally:
@@ -142,16 +171,21 @@ def _check_sides(
     against: object,
     gate: object,
     plan: PinPlan | str | PathLike[str] | None,
+    options: Mapping[str, object],
 ) -> None:
-    """ValueError for options that do not go together."""
+    """ValueError for options that do not go together; `options`: those of a choice among recipes."""
+    several = isinstance(recipe, Mapping)
     if plan is not None:
-        several = isinstance(recipe, Mapping)
-        for key, given in (("against", against), ("gate", gate), ("recipe", recipe if several else None)):
+        for key, given in {"against": against, "gate": gate, "recipe": recipe if several else None, **options}.items():
             require(given is None, key, given, "cannot be asked for under plan=; leave one of them out")
         require(recovery == "bf16", "recovery", recovery, "the plan says which; leave one of them out")
     if against is not None:
         require(recovery == "bf16", "recovery", recovery, "against= stands in its place; leave one of them out")
     require(not isinstance(recovery, Mapping), "recovery", recovery, "must be one recipe; several are for against=")
+    if several or against is not None:
+        for key in ("rescue", "times"):
+            right = "cannot be asked for if operators have recipes of their own, or of two sides; leave it out"
+            require(options[key] is None, key, options[key], right)
     if gate is not None:
         number = isinstance(gate, int | float) and not isinstance(gate, bool)
         sound = number and 0 < gate < np.inf  # type: ignore[operator]
@@ -173,6 +207,40 @@ def _side(given: str | Recipe | Side, key: str) -> tuple[str | Recipe, dict[str,
         require(whole, f"{key}.{pattern}", recipe.name, "can be the recipe of all operators alone")
         parts[pattern] = recipe
     return given["*"], {pattern: recipe for pattern, recipe in parts.items() if pattern != "*"}
+
+
+def _rescues_named(given: str | Recipe | Sequence[str | Recipe] | None) -> list[str | Recipe]:
+    """Return what `rescue` names, each of which is known."""
+    several = [given] if isinstance(given, str | Recipe) else given
+    if several is None:
+        return []
+    require(isinstance(several, Sequence) and several, "rescue", several, "must be one recipe or several")
+    return [_known(one, "rescue") for one in several]
+
+
+def _rescues(converted: ConvertedModel, named: Sequence[str | Recipe], times: Mapping[str, float]) -> dict[str, Recipe]:
+    """Return the recipes, by name, that a plan may keep a GEMM on, the fastest first: those that were asked for, or
+    what this model can have of the default."""
+    low, recovery = converted.low, converted.recovery
+    assert isinstance(low, Recipe) and isinstance(recovery, Recipe)
+    found = {} if named else {recovery.name: recovery}
+    few_bits = any(cast is not None and cast.format.bits <= 4 for cast in (low.fprop.input, low.fprop.weight))
+    for one in named or [CHEAPER] * (few_bits and not recovery.casts):
+        recipe = RECIPES_OF[one] if isinstance(one, str) else one
+        why = ""
+        if recipe.integer or recipe.history:
+            why = "can be the recipe of all operators alone"
+        elif gemm_time(recipe, "fprop", times) <= gemm_time(low, "fprop", times):
+            why = f"takes no more time in fprop than {low.name}, so it needs no budget; name a slower recipe"
+        try:
+            for operator in converted.operators:
+                check_widths(operator.operator_name, operator, Recipe(recipe.name, fprop=recipe.fprop))
+        except ValueError as error:
+            why = f"{error}"
+        require(not (why and named), "rescue", recipe.name, why)
+        if not why:
+            found[recipe.name] = recipe
+    return dict(sorted(found.items(), key=lambda pair: gemm_time(pair[1], "fprop", times)))
 
 
 def _known(given: object, key: str) -> str | Recipe:
@@ -223,20 +291,22 @@ def _spec(
     recipe: str | Recipe,
     recovery: str | Recipe,
     targets: Sequence[str] | None,
-    plan: PinPlan | str | PathLike[str] | None,
     sides: bool,
+    **more: Any,
 ) -> PathSpec:
-    """The paths of a diagnosis, of two `sides` perhaps. UserError for a plan of another model."""
-    if plan is not None:
-        pins, where = (plan, "plan") if isinstance(plan, PinPlan) else (read_plan(plan), f"plan={plan}")
-        require(pins.low not in FORMATS, "plan", pins.low, "its low path is a format; recipes alone can be diagnosed")
-        spec = PathSpec(backend="simulated", **(pins.paths() | {"recovery": pins.recovery or "bf16"}))
-        pins.refuse_other(where, operator_shapes(model, spec))
-        return spec
+    """The paths of a diagnosis, of two `sides` perhaps; `more`: other fields of the spec."""
     require(sides or recipe != recovery, "recipe", recipe, "is the recovery path too: there is nothing to diagnose")
     if recipe == recovery == "bf16":  # two formats otherwise, beside which no operator can have a recipe
         recipe = Recipe("16 bits", fprop=Gemm(), dgrad=Gemm(), wgrad=Gemm())
     if targets is None:
         names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         targets = [one for one in ("*_proj", "*_proj.base_layer") if select(names, [one])[0]] or ["*"]
-    return PathSpec.of(recipe, recovery, targets=targets, backend="simulated")
+    return PathSpec.of(recipe, recovery, targets=targets, backend="simulated", **more)
+
+
+def _spec_under(plan: PinPlan, where: str, model: nn.Module) -> PathSpec:
+    """The paths of a diagnosis under a plan, which `where` names. UserError for a plan of another model."""
+    require(plan.low not in FORMATS, "plan", plan.low, "its low path is a format; recipes alone can be diagnosed")
+    spec = PathSpec(backend="simulated", **(plan.paths() | {"recovery": plan.recovery or "bf16"}))
+    plan.refuse_other(where, operator_shapes(model, spec))
+    return spec

@@ -12,7 +12,8 @@ other; expected costs are the values times that, and so assume that it is the sa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -20,13 +21,13 @@ from typing import Any
 import numpy as np
 from scipy import special
 
-from gnmr.doctor.knapsack import GUESSES, Choice, Item, arithmetic, by_score, choose, guess, in_order
+from gnmr.doctor.knapsack import GUESSES, Choice, Pins, Prices, Times, by_score, choose, front, guess
 from gnmr.doctor.measured import Measured, Row, resampled
 from gnmr.doctor.plan import PinPlan
 from gnmr.doctor.verdict import LITTLE, verdict
 
 _SPLITS = 100
-CURVE = (0.05, 0.1, 0.2, 1 / 3)
+CURVE = (0.03, 0.05, 0.1, 0.2, 0.3)
 """Budgets of plans whose KL is measured too."""
 RANDOM_DRAWS = 2
 """Of the guess `random`, whose numbers are the mean of them."""
@@ -57,7 +58,7 @@ class Diagnosis:
     rows: tuple[Row, ...]
     """Every GEMM of every operator, in the model's order."""
     samples: np.ndarray
-    """(B, U): nats that recovering an operator's fprop saves, by the estimate in use, of each batch."""
+    """(B, U): nats that an operator's fprop costs on the low recipe, by the estimate in use, of each batch."""
     measured: Measured
     """On the batches of the prices."""
     scores: dict[str, dict[str, float]]
@@ -65,9 +66,19 @@ class Diagnosis:
     budget: float
     tokens: int
     """One token in so many was priced."""
-    pins: dict[str, list[str]]
+    pins: Pins
     """Of the plan that was in force."""
+    rescues: tuple[str, ...]
+    """Recipes that a plan may keep a GEMM on, the fastest first; of two sides the other side's, none under a plan."""
+    costs: Times
+    """Time of every GEMM on the low recipe and the rescues; of two sides its arithmetic, twice where both are alike."""
     targets: list[str]
+    times: dict[str, float] = field(default_factory=dict)
+    """Relative times of GEMMs that the user gave."""
+    fused: Sequence[str] = ()
+    """Kinds of operators that have one recipe together,"""
+    groups: Sequence[Sequence[str]] = ()
+    """and those operators."""
     recipes: dict[str, Any] = field(default_factory=dict)
     idle: Mapping[str, str] = field(default_factory=dict)
     """Operators that ran in no batch, or without an effect on the loss, and which of these: they have no price and are
@@ -78,12 +89,11 @@ class Diagnosis:
     """Operators that ran in some batches alone, and in how many."""
     held_out: Measured | None = None
     left: Mapping[str, Measured] = field(default_factory=dict)
-    """What is left on the held-out batches: under the `plan` of this budget, and under each of the guesses, fprop
-    alone."""
+    """What is left on the held-out batches: under the `plan` of this budget, and under each of the `alternatives`."""
     apart: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Nats that each of the guesses leaves more than the plan, and half the width of that interval, paired."""
+    """Nats that each of these leaves more than the plan, and half the width of that interval, paired."""
     curve: tuple[tuple[float, Measured], ...] = ()
-    """(share of the GEMM time, what is left on the held-out batches) of plans of other budgets."""
+    """(extra time, what is left on the held-out batches) of plans of other budgets."""
     beside: tuple[Row, ...] = ()
     """The output head, routers and caches of keys and values that were asked for, each alone; in no sum or plan."""
     limit: float | None = None
@@ -102,14 +112,15 @@ class Diagnosis:
     # ---- totals ----
 
     @cached_property
-    def saved(self) -> dict[Item, float]:
-        """By (operator, GEMM) the nats that its recovery saves: fprop alone has any."""
-        return {(row.operator, row.gemm): row.value if row.gemm == "fprop" else 0.0 for row in self.rows}
+    def prices(self) -> Prices:
+        """Nats of every fprop on the low recipe and the rescues; no other GEMM has any."""
+        forward = (row for row in self.rows if row.gemm == "fprop")
+        return {(row.operator, row.gemm): {self.recipe: row.value, **row.rescued} for row in forward}
 
     @property
     def total(self) -> float:
         """Nats a token of all operators' fprop, each alone, added up."""
-        return float(sum(self.saved.values()))
+        return float(sum(own[self.recipe] for own in self.prices.values()))
 
     @property
     def calibration(self) -> float | None:
@@ -146,15 +157,10 @@ class Diagnosis:
         bound = self.gate or ((self.limit or 0.0) if self.against else LITTLE)
         return bool((found.nats if found.shown else max(self.total, found.nats + found.noise)) < bound)
 
-    def left_by_budget(self) -> list[tuple[float, float]]:
-        """(share of the GEMM time, nats left by the values) after each pin, the plan's way from no pin to all that
-        cost something."""
-        costs = arithmetic(self.operators)
-        order = in_order(self.saved, costs)
-        # From the end, for one that alone is Inf has no difference to the sum.
-        left = np.cumsum([0.0, *(self.saved[item] for item in reversed(order))])[::-1]
-        spent = np.cumsum([0.0, *(costs[item] for item in order)]) / sum(costs.values())
-        return list(zip(spent.tolist(), left.tolist(), strict=True))
+    def left_by_time(self, rescue: str | None = None) -> list[tuple[float, float]]:
+        """Return (extra time, nats left by the values) on the plan's way from no pin to all that save something;
+        `rescue`: with pins to this recipe alone."""
+        return front(self._prices_on(rescue), self.costs, self.recipe, self.groups)
 
     def worst(self, gemm: str = "fprop") -> list[Row]:
         """Return one GEMM of all operators, the largest value first."""
@@ -162,35 +168,73 @@ class Diagnosis:
 
     # ---- choices ----
 
-    def choice(self, budget: float | None = None) -> Choice:
-        """The pins with the most nats per cost under the budget (None: this diagnosis's). With a gate and no budget
-        they are as many as keep it, by what is expected to be left."""
+    @property
+    def chooses(self) -> bool:
+        """Whether it recommends recipes, of which each takes its own time: not of two sides or under a plan."""
+        return not (self.pins or self.against or self.sides)
+
+    @property
+    def singles(self) -> tuple[str, ...]:
+        """Several rescues, of which each alone is compared with the plan."""
+        return self.rescues if len(self.rescues) > 1 else ()
+
+    def choice(self, budget: float | None = None, rescue: str | None = None, *, free: bool = False) -> Choice:
+        """Return the plan that leaves the fewest nats under the budget of extra time (None: this diagnosis's), among
+        the rescues or on one `rescue` alone. With a gate and no budget it is the cheapest that is expected to keep the
+        gate. `free`: as if no library ran operators as one.
+
+        Raises ValueError under a plan's pins.
+        """
         if self.pins:
             raise ValueError("plan: this is a diagnosis under a plan's pins; a new plan needs one without")
-        if budget is None and self.gate is not None:
-            enough = self.gate / (self.calibration or 1.0)
-            return choose(self.saved, arithmetic(self.operators), None, enough)
-        return choose(self.saved, arithmetic(self.operators), self.budget if budget is None else budget)
+        if (key := (budget, rescue, free)) not in self._choices:
+            enough = self.gate / (self.calibration or 1.0) if self.gate is not None and budget is None else None
+            limit = budget if budget is not None or enough is not None else self.budget
+            given = self._prices_on(rescue), self.costs, self.recipe, limit
+            self._choices[key] = choose(*given, enough=enough, groups=() if free else self.groups)
+        return self._choices[key]
 
-    def guesses(self, gemms: tuple[str, ...] = ("fprop",)) -> dict[str, list[Choice]]:
-        """Make the usual guesses at the same cost: `gemms` of the operators of the last blocks, the first, both ends,
-        random ones (`RANDOM_DRAWS`), those of the largest `scores`. Their `after` says what they leave, by prices."""
-        budget = self.budget if self.gate is None else max(self.choice().share, 1e-9)
-        given = self.saved, arithmetic(self.operators), budget
-        draws = {kind: RANDOM_DRAWS if kind == "random" else 1 for kind in GUESSES}
-        return {
-            kind: [guess(kind, *given, gemms=gemms, seed=seed) for seed in range(number)]
-            for kind, number in draws.items()
-        } | {name: [by_score(score, *given, gemms=gemms)] for name, score in self.scores.items()}
+    @cached_property
+    def _choices(self) -> dict[tuple[float | None, str | None, bool], Choice]:
+        return {}
+
+    def _prices_on(self, rescue: str | None) -> Prices:
+        if rescue is None:
+            return self.prices
+        return {item: {name: own[name] for name in (self.recipe, rescue)} for item, own in self.prices.items()}
+
+    @cached_property
+    def alternatives(self) -> dict[str, list[Choice]]:
+        """Other choices of the same extra time: plans on each of several rescues alone, and the usual guesses.
+
+        These take fprop of the operators of the last blocks, the first, both ends, random ones (`RANDOM_DRAWS`), or
+        those of the largest `scores`, on the rescue that leaves the fewest nats by the values.
+        """
+        budget = self.budget if self.gate is None else max(self.choice().extra, 1e-9)
+        found = {f"{rescue} alone": [self.choice(budget, rescue)] for rescue in self.singles}
+        given = self.prices, self.costs, self.recipe
+
+        def on(rescue: str) -> dict[str, list[Choice]]:
+            made = {
+                kind: [guess(kind, *given, rescue, budget, gemms=("fprop",), seed=seed) for seed in range(draws)]
+                for kind, draws in (dict.fromkeys(GUESSES, 1) | {"random": RANDOM_DRAWS}).items()
+            }
+            scored = {key: by_score(own, *given, rescue, budget, gemms=("fprop",)) for key, own in self.scores.items()}
+            return made | {name: [one] for name, one in scored.items()}
+
+        each = [on(rescue) for rescue in self.rescues]
+        for name in each[0]:
+            found[name] = min((own[name] for own in each), key=lambda draws: sum(one.after for one in draws))
+        return found
 
     def compared(self) -> dict[str, dict[str, float | None]]:
-        """Return what the plan and the guesses leave, by prices and measured, and their share of the GEMM time; nothing
+        """Return what the plan and the alternatives leave, by the values and measured, and their extra time; nothing
         under a plan's pins."""
-        choices = {} if self.pins else {"plan": [self.choice()], **self.guesses()}
+        choices = {} if self.pins else {"plan": [self.choice()], **self.alternatives}
         return {
             name: {
                 "price_left": float(np.mean([one.after for one in found])),
-                "share": float(np.mean([one.share for one in found])),
+                "extra": float(np.mean([one.extra for one in found])),
                 "kl_left": None if (own := self.left.get(name)) is None else own.kl,
                 "loss_left": None if own is None else own.cost,
                 "noise": None if own is None else own.noise,
@@ -198,13 +242,23 @@ class Diagnosis:
             for name, found in choices.items()
         }
 
+    def recipes_in_use(self) -> list[tuple[str, float, int]]:
+        """Return (recipe, relative time of its fprop, GEMMs) of the plan, the low recipe first."""
+        kept = Counter(recipe for own in (self.pins or self.choice().pins).values() for recipe in own.values())
+        (inputs, outputs), own = next(iter(self.operators.values())), next(iter(self.costs.values()))
+        rest = len(self.rows) - kept.total()
+        return [
+            (name, own[name] / (inputs * outputs), kept[name] if name in self.rescues else rest)
+            for name in (self.recipe, *self.rescues)
+        ]
+
     def expected(self, choice: Choice) -> tuple[float, float]:
         """Nats a token without and with the pins: the values times `calibration`, where there is one."""
         factor = self.calibration or 1.0
         return max(0.0, factor * choice.before), max(0.0, factor * choice.after)
 
     def plan(self, budget: float | None = None, provenance: Mapping[str, str] | None = None) -> PinPlan:
-        """Return plan.json under that budget, a share of the GEMM time (None: this diagnosis's).
+        """Return plan.json under that budget of extra GEMM time (None: this diagnosis's).
 
         Raises ValueError for no share, and for a diagnosis that was made under a plan, or of operators with recipes of
         their own, which a plan cannot say.
@@ -227,6 +281,10 @@ class Diagnosis:
         if budget is None and self.gate is None:
             budget = self.budget
         expected = self.expected(chosen)
+        prices: dict[str, dict[str, dict[str, float]]] = {}
+        for (name, gemm), own in self.prices.items() if not self.against else ():
+            if all(map(np.isfinite, own.values())):
+                prices.setdefault(name, {})[gemm] = {on: float(f"{nats:.6g}") for on, nats in own.items()}
         return PinPlan(
             operators=self.operators | dict(self.matched),
             low=self.recipe,
@@ -234,8 +292,11 @@ class Diagnosis:
             recipes=self.recipes,
             targets=self.targets,
             pins=chosen.pins,
-            budget=budget,
-            share=chosen.share,
+            times=self.times,
+            budget=None if self.against else budget,
+            extra=None if self.against else chosen.extra,
+            fused=list(self.fused),
+            prices=prices,
             expected=expected if np.isfinite(expected).all() else None,
             triggers={"price": min(pinned)} if pinned else {},
             provenance=said | dict(provenance or {}),
@@ -278,12 +339,15 @@ class Diagnosis:
             "coherent": [row.operator for row in self.coherent],
             "stability": vars(self.stability()),
             "budget": self.budget,
+            "rescues": list(self.rescues),
+            "times": self.times,
+            "fused": list(self.fused),
             "price_tokens": self.tokens,
             "pins": self.pins,
             "idle": dict(self.idle),
             "partly": dict(self.partly),
             "choices": self.compared(),
-            "curve": [{"share": share, **one.tree()} for share, one in self.curve],
+            "curve": [{"extra": extra, **one.tree()} for extra, one in self.curve],
             "rows": [vars(row) | {"interval": list(row.interval)} for row in self.rows],
             "beside": [vars(row) | {"interval": list(row.interval)} for row in self.beside],
             "scores": self.scores,

@@ -1,82 +1,208 @@
-"""Which GEMMs to pin under a budget: those of the highest price per cost, and the usual guesses at the same cost.
+"""Which recipe every GEMM runs on under a budget of time, and what the usual rules choose at the same cost.
 
-An item is (operator, GEMM). Prices are nats a token, costs the time of a GEMM in any unit (by default its arithmetic,
-inputs times outputs, a token); a budget is a share of the costs of all items. Every choice fills its budget in one way:
-items in an order, each taken if it still fits; so choices differ by their order alone.
+An item is (operator, GEMM). It costs some nats a token and some time on each recipe; without a pin it is on the low
+one. A budget is of extra time: what the pins take more than everything on the low recipe takes, as a share of that.
+
+`choose` is a multiple-choice knapsack: one recipe for each item, or for each group of items that a library runs as one,
+so that the sum of the prices is smallest under the budget. `front` is the greedy solution on the lower convex hull of
+each item's (time, price): no choice is better at the time of any of its steps, and between two of them none is below
+the line that joins them, which is the linear relaxation of the knapsack (Sinha and Zoltners, 1979). Where the greedy
+choice is further than `GAP` from that line, SciPy's `milp` (HiGHS) solves the knapsack itself.
 """
 
 from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
-from gnmr.doctor.plan import Shapes, budget_share
-from gnmr.errors import one_of
+from gnmr.errors import one_of, require
 from gnmr.names import GEMMS
 from gnmr.precision.units import unit_of
 
+if TYPE_CHECKING:
+    from gnmr.precision.recipes import Recipe
+
+Shapes = Mapping[str, tuple[int, int]]
+"""(inputs, outputs) of each operator, by its name."""
 Item = tuple[str, str]
 """(operator, GEMM)"""
+Prices = Mapping[Item, Mapping[str, float]]
+"""Nats a token of an item on each recipe that it may have; an item without prices stays on the low recipe."""
+Times = Mapping[Item, Mapping[str, float]]
+"""Time of every item on each recipe, in any unit."""
+Pins = dict[str, dict[str, str]]
+"""The recipe of each GEMM of an operator that is not on the low one."""
 
 GUESSES = ("last", "first", "first_last", "random")
 """Whole blocks from the end, from the beginning, from both in turn; operators at random."""
+FUSED = ("qkv", "gate_up", "experts")
+"""Operators that a library may run as one: q, k and v of an attention; gate and up of an MLP; one of all experts."""
+_PARTS = {
+    "qkv": (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("wq", "wk", "wv"), ("q", "k", "v")),
+    "gate_up": (("gate_proj", "up_proj"), ("w1", "w3")),
+}
+GAP = 1e-4
+"""Nats above the smallest possible sum that a choice may be, as a share of what everything on the low recipe costs."""
+_SECONDS = 20
+"""After which the solver's best choice so far counts."""
 
 
 @dataclass(frozen=True)
 class Choice:
     """The pins of a choice, and what they cost and save."""
 
-    pins: dict[str, list[str]]
-    """GEMMs by operator, in the order of the costs."""
-    share: float
-    """Of all costs, what the pins cost."""
+    pins: Pins
+    """In the order of the times."""
+    extra: float
+    """Time that they take more than the low recipe does, as a share of what everything takes on that."""
     before: float
-    """Nats a token that all items cost on the low path, by their prices."""
+    """Nats a token of all items on the low recipe."""
     after: float
-    """Nats a token of those that are not pinned."""
+    """Nats a token with the pins."""
 
 
-def arithmetic(shapes: Shapes) -> dict[Item, float]:
-    """Return the cost of every GEMM of these operators: inputs times outputs."""
-    return {(name, gemm): float(a * b) for name, (a, b) in shapes.items() for gemm in GEMMS}
+def times_of(shapes: Shapes, recipes: Iterable[Recipe], times: Mapping[str, float] | None = None) -> Times:
+    """Return the time of every GEMM on each recipe: inputs times outputs, times the recipe's (`gemm_time`)."""
+    from gnmr.precision.cost import gemm_time
+
+    known = {one.name: one for one in recipes}
+    each = {name: {gemm: gemm_time(one, gemm, times, known) for gemm in GEMMS} for name, one in known.items()}
+    return {
+        (name, gemm): {recipe: a * b * own[gemm] for recipe, own in each.items()}
+        for name, (a, b) in shapes.items()
+        for gemm in GEMMS
+    }
 
 
-def in_order(prices: Mapping[Item, float], costs: Mapping[Item, float]) -> list[Item]:
-    """Items by price per cost, the highest first; equal ones in the order of `costs`. What has no price, or none above
-    0, is left out: it would cost and save nothing."""
-    worth = [item for item in costs if prices.get(item, 0.0) > 0]
-    return sorted(worth, key=lambda item: prices[item] / costs[item], reverse=True)
+def groups_of(operators: Iterable[str], fused: Iterable[str]) -> list[list[str]]:
+    """Return the operators that run as one where a library fuses these kinds (`FUSED`); those of one are left out.
+
+    >>> groups_of(["0.q_proj", "0.k_proj", "0.v_proj", "0.o_proj", "1.q_proj"], ["qkv"])
+    [['0.q_proj', '0.k_proj', '0.v_proj']]
+    """
+    fused, groups = list(fused), dict[str, list[str]]()
+    for name in operators:
+        groups.setdefault(_fused_name(name, fused), []).append(name)
+    return [own for own in groups.values() if len(own) > 1]
+
+
+def check_fused(operators: Iterable[str], fused: Iterable[str]) -> None:
+    """ValueError for a kind that is unknown, or of which these operators have none."""
+    operators = list(operators)
+    for kind in fused:
+        one_of(FUSED, fused=kind)
+        some = bool(groups_of(operators, [kind]))
+        require(some, "fused", kind, f"this model has no such operators; they are {', '.join(operators[:3])} ...")
 
 
 def choose(
-    prices: Mapping[Item, float], costs: Mapping[Item, float], budget: float | None, enough: float | None = None
+    prices: Prices,
+    times: Times,
+    low: str,
+    budget: float | None,
+    *,
+    enough: float | None = None,
+    groups: Iterable[Sequence[str]] = (),
 ) -> Choice:
-    """Pin `in_order` under the budget (None: without bounds), until no more than `enough` nats are left.
+    """Choose the recipes that leave the fewest nats under a budget of extra time (None: without bounds).
 
-    Raises ValueError for a budget that is no share.
+    Args:
+        prices: of the low recipe and of those that an item may be pinned to.
+        times: of every item on the same recipes.
+        low: name of the low recipe.
+        budget: share of the time that everything takes on the low recipe.
+        enough: nats that may be left: then the cheapest choice that leaves no more, if the budget allows one.
+        groups: operators that have the same recipe in each of their GEMMs.
+
+    Raises ValueError for a budget that is not above 0.
     """
-    return fill([[item] for item in in_order(prices, costs)], prices, costs, budget, enough)
+    import numpy as np
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import csr_array
+
+    check_budget(budget)
+    room = math.inf if budget is None else budget * _time_of_low(times, low) * (1 + 1e-9)  # met to the last digit
+    bundles = _bundles(prices, times, low, groups)
+    before = math.fsum(bundle.low for bundle in bundles)
+    quick, bound = _greedy(bundles, room, enough)
+    greedy = _choice(bundles, quick, prices, times, low)
+    kept = None if enough is None or greedy.after > enough else enough
+    options = [(at, option) for at, bundle in enumerate(bundles) for option in bundle.options]
+    if not options or (before <= kept if kept is not None else greedy.after - bound <= GAP * before):
+        return greedy
+    seconds, saved = (np.array([getattr(option, what) for _, option in options]) for what in ("time", "saved"))
+    seconds, room, unit = seconds / seconds.max(), room / seconds.max(), saved.max()
+    one_each = csr_array((np.ones(len(options)), ([at for at, _ in options], range(len(options)))))
+    rules = [LinearConstraint(one_each, ub=1)]
+    if room < seconds.sum():
+        rules.append(LinearConstraint(seconds[None], ub=room))
+    goal = -saved / unit
+    if kept is not None:
+        rules.append(LinearConstraint(saved[None] / unit, lb=(before - kept) / unit))
+        goal = seconds
+    limits = {"time_limit": _SECONDS, "mip_rel_gap": GAP}
+    found = milp(goal, integrality=np.ones(len(options)), bounds=Bounds(0, 1), constraints=rules, options=limits)
+    if found.x is None:
+        return greedy
+    taken = {at: option for (at, option), x in zip(options, found.x, strict=True) if x > 0.5}
+    exact = _choice(bundles, taken, prices, times, low)
+    return min((exact, greedy), key=lambda one: one.after if kept is None else one.extra)
+
+
+def as_choice(chosen: Mapping[Item, str], prices: Prices, times: Times, low: str) -> Choice:
+    """Return the choice that has these recipes, and the low one everywhere else."""
+    pins: Pins = {}
+    for name, gemm in times:
+        if (recipe := chosen.get((name, gemm))) is not None:
+            pins.setdefault(name, {})[gemm] = recipe
+    more = math.fsum(times[item][recipe] - times[item][low] for item, recipe in chosen.items())
+    left = math.fsum(own[chosen.get(item, low)] for item, own in prices.items())
+    before = math.fsum(own[low] for own in prices.values())
+    return Choice(pins, more / _time_of_low(times, low), before, left)
+
+
+def front(prices: Prices, times: Times, low: str, groups: Iterable[Sequence[str]] = ()) -> list[tuple[float, float]]:
+    """Return (extra time, nats left) after each step of the greedy choice, from no pin to all that save something."""
+    bundles = _bundles(prices, times, low, groups)
+    whole, spent = _time_of_low(times, low), 0.0
+    steps = _steps(bundles)
+    # From the end: one that alone is Inf has no difference to the sum.
+    least = math.fsum(min((o.price for o in bundle.options), default=bundle.low) for bundle in bundles)
+    left, points = least, [0.0] * (len(steps) + 1)
+    for at in range(len(steps), -1, -1):
+        points[at] = left
+        left += steps[at - 1].more if at else 0.0
+    found = [(0.0, points[0])]
+    for step, after in zip(steps, points[1:], strict=True):
+        spent += step.time
+        found.append((spent / whole, after))
+    return found
 
 
 def guess(
     kind: str,
-    prices: Mapping[Item, float],
-    costs: Mapping[Item, float],
+    prices: Prices,
+    times: Times,
+    low: str,
+    rescue: str,
     budget: float,
     *,
     gemms: Sequence[str] = GEMMS,
     seed: int = 0,
 ) -> Choice:
-    """Make one of `GUESSES` at the same cost: whole operators, or `gemms` of them, in the order of the guess.
+    """Make one of `GUESSES` at the same extra time: `gemms` of the operators on `rescue`, in the order of the guess.
 
-    `costs` is in the order of the model's operators. A last block that does not fit as a whole gives those of its
+    `times` is in the order of the model's operators. A last block that does not fit as a whole gives those of its
     operators that do, so that budgets are equal.
     """
     one_of(GUESSES, guess=kind)
     blocks: dict[str, dict[str, None]] = {}
-    for name, _ in costs:
+    for name, _ in times:
         blocks.setdefault(unit_of(name, "block"), {})[name] = None
     order = list(blocks.values())
     if kind == "last":
@@ -86,13 +212,15 @@ def guess(
     names = [name for block in order for name in block]
     if kind == "random":
         random.Random(seed).shuffle(names)
-    return _in_order(names, prices, costs, budget, gemms)
+    return _in_order(names, prices, times, low, rescue, budget, gemms)
 
 
 def by_score(
     scores: Mapping[str, float],
-    prices: Mapping[Item, float],
-    costs: Mapping[Item, float],
+    prices: Prices,
+    times: Times,
+    low: str,
+    rescue: str,
     budget: float,
     *,
     gemms: Sequence[str] = GEMMS,
@@ -102,47 +230,153 @@ def by_score(
     Operators without a score, or with NaN, come last.
     """
     known = {name: value for name, value in scores.items() if not math.isnan(value)}
-    names = sorted(dict.fromkeys(name for name, _ in costs), key=lambda name: -known.get(name, -math.inf))
-    return _in_order(names, prices, costs, budget, gemms)
+    names = sorted(dict.fromkeys(name for name, _ in times), key=lambda name: -known.get(name, -math.inf))
+    return _in_order(names, prices, times, low, rescue, budget, gemms)
 
 
-def fill(
-    groups: Iterable[Sequence[Item]],
-    prices: Mapping[Item, float],
-    costs: Mapping[Item, float],
-    budget: float | None,
-    enough: float | None = None,
-) -> Choice:
-    """Take the groups of items, each as a whole, in their order, if the budget still holds it, while more than `enough`
-    nats are left."""
-    budget_share(budget)
-    everything = sum(costs.values())
-    room = math.inf if budget is None else budget * everything * (1 + 1e-9)  # a share that is met to the last digit
-    taken: set[Item] = set()
-    spent, before = 0.0, math.fsum(prices.values())
-    left = before
-    for group in groups:
+def check_budget(value: object, key: str = "budget") -> None:
+    """ValueError for a budget that is no share above 0; None is one without bounds."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    sound = value is None or (number and 0 < value < math.inf)  # type: ignore[operator]
+    require(sound, key, value, "must be extra GEMM time, a share above 0 (0.1 is 10%)")
+
+
+class _Option(NamedTuple):
+    """A recipe of a bundle beside the low one."""
+
+    recipe: str
+    time: float
+    """More than on the low recipe."""
+    price: float
+    saved: float
+    """Nats less than on the low recipe."""
+
+
+class _Bundle(NamedTuple):
+    """Items that have one recipe."""
+
+    items: list[Item]
+    low: float
+    """Nats on the low recipe."""
+    options: list[_Option]
+    """Those that save something and that no other one beats in both; the fastest first."""
+
+
+class _Step(NamedTuple):
+    """From one point of a bundle's convex hull to the next."""
+
+    bundle: int
+    at: int
+    """Which step of its bundle."""
+    option: _Option
+    time: float
+    more: float
+    """Nats that it saves more than the step before."""
+    steepness: float
+    """`more` per `time`."""
+
+
+def _bundles(prices: Prices, times: Times, low: str, groups: Iterable[Sequence[str]]) -> list[_Bundle]:
+    group_of = {name: at for at, group in enumerate(groups) for name in group}
+    together: dict[object, list[Item]] = {}
+    for name, gemm in times:
+        if (name, gemm) in prices:
+            together.setdefault((group_of.get(name, name), gemm), []).append((name, gemm))
+    finite = [value for own in prices.values() for value in own.values() if math.isfinite(value)]
+    # Stands for Inf: more than everything else together, and small enough for a solver.
+    beyond = 10 * math.fsum(map(abs, finite)) + 1e-9
+    bundles = []
+    for items in together.values():
+        common = [name for name in prices[items[0]] if all(name in prices[i] and name in times[i] for i in items)]
+        price = {
+            name: math.fsum(prices[i][name] if math.isfinite(prices[i][name]) else beyond for i in items)
+            for name in common
+        }
+        time = {name: math.fsum(times[i][name] - times[i][low] for i in items) for name in common}
+        options: list[_Option] = []
+        for name in sorted(common, key=lambda one: (time[one], price[one])):
+            if name != low and price[name] < min([price[low], *(one.price for one in options)]):
+                options.append(_Option(name, time[name], price[name], price[low] - price[name]))
+        bundles.append(_Bundle(items, price[low], options))
+    return bundles
+
+
+def _steps(bundles: Sequence[_Bundle]) -> list[_Step]:
+    """Steps along all convex hulls, the most nats per time first. Those of one bundle are in their order."""
+    steps = []
+    for at, bundle in enumerate(bundles):
+        hull = [_Option("", 0.0, bundle.low, 0.0)]
+        for option in bundle.options:
+            # A point that this one is reached from more steeply than it was itself is not on the hull.
+            while len(hull) > 1 and _steepness(hull[-1], option) >= _steepness(hull[-2], hull[-1]):
+                hull.pop()
+            hull.append(option)
+        for number, (old, new) in enumerate(pairwise(hull)):
+            steps.append(_Step(at, number, new, new.time - old.time, old.price - new.price, _steepness(old, new)))
+    return sorted(steps, key=lambda step: -step.steepness)
+
+
+def _steepness(old: _Option, new: _Option) -> float:
+    """Nats saved per time from one to the other."""
+    return (old.price - new.price) / time if (time := new.time - old.time) > 0 else math.inf
+
+
+def _greedy(bundles: Sequence[_Bundle], room: float, enough: float | None) -> tuple[dict[int, _Option], float]:
+    """Take the steps in their order, each if the room still holds it and the steps of its bundle before it were taken,
+    while more than `enough` nats are left. Also returns nats below which no choice of that room can be."""
+    taken: dict[int, _Option] = {}
+    number = dict.fromkeys(range(len(bundles)), 0)
+    spent, left, bound = 0.0, math.fsum(bundle.low for bundle in bundles), None
+    for step in _steps(bundles):
         if enough is not None and left <= enough:
             break
-        more = sum(costs[item] for item in group)
-        if spent + more <= room:
-            taken.update(group)
-            spent += more
-            left -= sum(prices.get(item, 0.0) for item in group)
-    pins: dict[str, list[str]] = {}
-    for name, gemm in costs:
-        if (name, gemm) in taken:
-            pins.setdefault(name, []).append(gemm)
-    left = math.fsum(price for item, price in prices.items() if item not in taken)
-    return Choice(pins, spent / everything, before, left)
+        if number[step.bundle] == step.at and spent + step.time <= room:
+            taken[step.bundle] = step.option
+            number[step.bundle] += 1
+            spent, left = spent + step.time, left - step.more
+        elif bound is None:
+            bound = left - step.steepness * (room - spent)
+    return taken, left if bound is None else bound
+
+
+def _choice(bundles: Sequence[_Bundle], taken: Mapping[int, _Option], prices: Prices, times: Times, low: str) -> Choice:
+    chosen = {item: option.recipe for at, option in taken.items() for item in bundles[at].items}
+    return as_choice(chosen, prices, times, low)
+
+
+def _time_of_low(times: Times, low: str) -> float:
+    return math.fsum(own[low] for own in times.values())
 
 
 def _in_order(
     names: Iterable[str],
-    prices: Mapping[Item, float],
-    costs: Mapping[Item, float],
+    prices: Prices,
+    times: Times,
+    low: str,
+    rescue: str,
     budget: float,
     gemms: Sequence[str],
 ) -> Choice:
-    groups = ([(name, gemm) for gemm in GEMMS if gemm in gemms and (name, gemm) in costs] for name in names)
-    return fill(filter(None, groups), prices, costs, budget)
+    """Pin `gemms` of the operators in this order, each operator if the budget still holds it."""
+    check_budget(budget)
+    room, spent = budget * _time_of_low(times, low) * (1 + 1e-9), 0.0
+    chosen: dict[Item, str] = {}
+    for name in names:
+        items = [(name, gemm) for gemm in GEMMS if gemm in gemms and rescue in times.get((name, gemm), ())]
+        more = math.fsum(times[item][rescue] - times[item][low] for item in items)
+        if items and spent + more <= room:
+            chosen |= dict.fromkeys(items, rescue)
+            spent += more
+    return as_choice(chosen, prices, times, low)
+
+
+def _fused_name(name: str, fused: Sequence[str]) -> str:
+    """What all operators are called that run as one with this one."""
+    if "experts" in fused:
+        name = re.sub(r"(?<=experts\.)\d+(?=\.)", "*", name)
+    before, dot, leaf = name.rpartition(".")
+    for kind, several in _PARTS.items():
+        for parts in several if kind in fused else ():
+            if leaf in parts:
+                return f"{before}{dot}{'+'.join(parts)}"
+    return name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,8 @@ class Row:
     """Of fprop: of the weight's."""
     bias: float | None = None
     """Of dgrad and wgrad: `<g, d> / ||g||^2`."""
+    rescued: dict[str, float] = field(default_factory=dict)
+    """Of fprop the estimate in use on each recipe that a plan may keep it on, nats."""
 
 
 @dataclass(frozen=True)

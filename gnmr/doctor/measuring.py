@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain, islice, product
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from gnmr.doctor.beside import Beside
 from gnmr.doctor.diagnosis import CURVE, RANDOM_DRAWS, Diagnosis
 from gnmr.doctor.guards import refuse_constant, refuse_not_finite
-from gnmr.doctor.knapsack import GUESSES, Choice
-from gnmr.doctor.measured import Measured, Row, intervals, paired
+from gnmr.doctor.knapsack import GUESSES, Choice, Pins, Shapes, Times, groups_of, times_of
+from gnmr.doctor.measured import Measured, Row, intervals, nats, paired
 from gnmr.doctor.output import Output, output_of
 from gnmr.errors import require
 from gnmr.measure.errors import Probe, measure_errors
@@ -24,6 +24,7 @@ from gnmr.measure.price import PRICES, PriceMeter, measure_prices
 from gnmr.names import GEMMS, RECIPES
 from gnmr.precision import ConvertedModel, PathLinear, PathSpec, Recipe
 from gnmr.precision.conversion import operator_shapes
+from gnmr.precision.cost import gemm_time
 from gnmr.precision.recipes import Gemm
 
 Progress = Callable[[int, int | None], None]
@@ -36,6 +37,8 @@ CONFIRMED = 2
 _NORMED = 2
 """Batches of which the gradients' norms are taken, on the data's labels."""
 _LOW = ("fprop", "fprop_sequence", "fprop_input", "fprop_weight", "dgrad", "wgrad", "dgrad_bias", "wgrad_bias")
+_IN_USE = {"token": "fprop", "sequence": "fprop_sequence"}
+"""What an estimate is called among them."""
 _NUMBERS = (*_LOW, "mse", "norm")
 """What is measured of every operator in a batch: prices, mse of the input, norm of the gradient."""
 
@@ -57,18 +60,31 @@ class Doctor:
         against: bool,
         sides: Mapping[str, tuple[str, str]],
         beside: Beside | None,
+        pins: Pins,
+        rescues: Mapping[str, Recipe],
+        asked: bool,
+        fused: Sequence[str],
     ) -> None:
-        """`against`, `sides`: as of `Diagnosis`; the others as of `gnmr.diagnose`."""
+        """`against`, `sides`: as of `Diagnosis`; `pins`: of the plan in force; `rescues`: what a plan may keep a GEMM
+        on, by name, which the user `asked` for or not; the others as of `gnmr.diagnose`."""
         self.converted, self.model, self.spec, self.tokens, self.gate = converted, model, spec, tokens, gate
         self._run, self._labels, self._terms = run, labels, terms
         self._against, self._sides, self.beside = against, sides, beside
         for operator in converted.operators:
             operator.weight.requires_grad_()  # a frozen model has prices too
         self._weights = [operator.weight for operator in converted.operators]
-        for operator in converted.operators:  # its passes' scores are those of what forward computes
-            assert isinstance(operator.recovery, Recipe)
-            operator.recovery = replace(operator.recovery, dgrad=Gemm(), wgrad=Gemm())
-        self._meter: PriceMeter = measure_prices(converted, PRICES[:3], tokens, against_recovery=True)
+        self._pins = {name.removeprefix("model."): own for name, own in pins.items()}
+        self._rescues, self._asked, self._fused = rescues, asked, fused
+        for operator in converted.operators:  # its passes' scores are those of what forward computes, without pins
+            recovery = operator.recovery if operator.operator_name in sides else converted.recovery
+            assert isinstance(recovery, Recipe)
+            operator.recovery = replace(recovery, dgrad=Gemm(), wgrad=Gemm())
+        assert isinstance(converted.recovery, Recipe)
+        exact = converted.recovery.fprop
+        candidates = {f"rescue {name}": recipe for name, recipe in rescues.items() if recipe.fprop != exact}
+        self._meter: PriceMeter = measure_prices(
+            converted, PRICES[:3], tokens, against_recovery=True, candidates=candidates
+        )
         self._probe: Probe = measure_errors(converted, ["mse"], tokens)
         self._measuring(False)
         self._draw = torch.Generator(self._weights[0].device).manual_seed(0)
@@ -86,18 +102,24 @@ class Doctor:
     ) -> Diagnosis:
         """All of it."""
         self._tell = progress
-        self._total = _passes(batches, len(held_out), min(2 * confirm, len(self.converted.operators)))
+        confirmed = min(2 * confirm, len(self.converted.operators))
+        self._total = _passes(batches, len(held_out), confirmed, len(self._rescues))
         batches = iter(batches)
         first = list(islice(batches, CONFIRMED))
         limit = self._limit(first[0]) if first else None
-        high, low, kls, every, ran = [], [], [], [], []
+        high, low, kls, every, rescued, ran = [], [], [], [], [], []
         for place, batch in enumerate(chain(first, batches)):
-            before, numbers, reached, after, kl = self._priced(batch, place)
+            before, numbers, others, reached, after, kl = self._priced(batch, place)
+            drawn = self._labels == "model" and kl is not None
+            estimate = "sequence" if drawn and self.tokens == 1 else "token"
             high.append(before)
             low.append(after)
             kls.append(kl)
             every.append(numbers)
+            rescued.append(others[int(estimate == "sequence")])
             ran.append(reached)
+            if place == 0 and self._asked:
+                self._refuse_worse(numbers[_NUMBERS.index(_IN_USE[estimate])], rescued[0])
         require(len(high) > 1, "batches", len(high), "needs two at least, for the spread between them")
         times = np.array(ran).sum(axis=0)
         kept = [o for o, number in zip(self.converted.operators, times, strict=True) if number]
@@ -108,15 +130,15 @@ class Doctor:
         operators = {o.operator_name: shapes[o.operator_name] for o in kept}
         idle = {name: self._why(name) for name in shapes if name not in operators}
         targets = self._targets(list(operators)) if idle else list(self.spec.targets)
-        drawn = self._labels == "model" and kls[0] is not None
-        estimate = "sequence" if drawn and self.tokens == 1 else "token"
-        in_use = samples["fprop_sequence" if estimate == "sequence" else "fprop"]
+        in_use = samples[_IN_USE[estimate]]
+        of_rescues = np.mean(rescued, axis=0)[..., times > 0]
         alone = {} if kls[0] is None else self._confirmed(kept, samples, confirm, first)
+        self._measure_beyond(kept, alone, of_rescues, first)
         found = Diagnosis(
             recipe=self.spec.low,
             recovery=self.spec.recovery or "bf16",
             operators=operators,
-            rows=self._rows(kept, samples, in_use, alone),
+            rows=self._rows(kept, samples, in_use, alone, of_rescues),
             beside=self._rows_beside(confirm, first, drawn),
             samples=in_use,
             measured=Measured.of(kls, high, low),
@@ -130,7 +152,12 @@ class Doctor:
             labels="model" if drawn else "data",
             estimate=estimate,
             tokens=self.tokens,
-            pins={o.operator_name: list(o.pinned) for o in kept if o.pinned},
+            pins={name: own for name in operators if (own := self._pins.get(name.removeprefix("model.")))},
+            rescues=tuple(self._labels_of_rescues()),
+            times=dict(self.spec.times),
+            costs=self._costs(operators),
+            fused=self._fused,
+            groups=groups_of(operators, self._fused),
             targets=targets or list(self.spec.targets),
             recipes={
                 name: one.words() if isinstance(one, Recipe) else one
@@ -148,13 +175,14 @@ class Doctor:
     def _held_out(self, found: Diagnosis, batches: Sequence[Any], before: int) -> Diagnosis:
         """The same with what other batches say, which come after `before`: of everything low, the plan, the guesses."""
         choices: dict[str, list[Choice]] = {"all": [Choice({}, 0.0, 0.0, 0.0)]}
-        guesses = {} if found.pins else found.guesses()
+        guesses = {} if found.pins else found.alternatives
         curve: list[Choice] = []
         if not found.pins:
-            choices |= {"plan": [found.choice()], **guesses}
-            curve = [found.choice(share) for share in CURVE if share > 1.5 * choices["plan"][0].share]
-            curve += [found.choice(share) for share in CURVE if share < choices["plan"][0].share / 1.5]
-            choices |= {f"{one.share}": [one] for one in curve}
+            plan = found.choice()
+            choices |= {"plan": [plan], **guesses}
+            others = {one.extra: one for one in map(found.choice, CURVE) if one.pins and one.pins != plan.pins}
+            curve = [others[extra] for extra in sorted(others)]
+            choices |= {f"{one.extra}": [one] for one in curve}
         high: list[float] = []
         low: dict[str, list[list[float]]] = {name: [[] for _ in several] for name, several in choices.items()}
         kls: dict[str, list[list[Any]]] = {name: [[] for _ in several] for name, several in choices.items()}
@@ -185,7 +213,7 @@ class Doctor:
             held_out=of_all,
             left={name: named[name] for name in ("plan", *guesses)},
             apart={name: paired(left[name], left["plan"]) for name in guesses},
-            curve=tuple(sorted(((one.share, named[f"{one.share}"]) for one in curve), key=lambda point: point[0])),
+            curve=tuple((one.extra, named[f"{one.extra}"]) for one in curve),
         )
 
     def _confirmed(
@@ -213,6 +241,24 @@ class Doctor:
                 if (kl := whole.kl_to(own)) is not None:
                     found[name].append(kl)
         return found
+
+    def _measure_beyond(
+        self,
+        operators: Sequence[PathLinear],
+        alone: Mapping[str, Sequence[np.ndarray]],
+        rescued: np.ndarray,
+        batches: Sequence[Any],
+    ) -> None:
+        """Put what is measured in place of what is estimated of rescues, (rescues, U), for operators whose predictions
+        are not finite: nothing of second order is known of them."""
+        lost = {i: one for i, one in enumerate(operators) if not np.isfinite(alone.get(one.operator_name, [0.0])).all()}
+        for own, rescue in zip(rescued, self._rescues, strict=True):
+            if own.any():
+                with self._pinned({one.operator_name: {"fprop": rescue} for one in lost.values()}):
+                    kls = self._alone({one.operator_name: one for one in lost.values()}, batches)
+                for i, one in lost.items():
+                    kl = np.concatenate(kls[one.operator_name]).mean()
+                    own[i] = kl if np.isfinite(kl) else np.inf
 
     def _rows_beside(self, number: int, batches: Sequence[Any], drawn: bool) -> tuple[Row, ...]:
         """Of each thing beside its estimates, by sequence if labels were `drawn`, and of the `number` highest its KL
@@ -277,8 +323,11 @@ class Doctor:
                     return targets
         return None
 
-    def _priced(self, batch: Any, place: int) -> tuple[float, np.ndarray, list[bool], float, np.ndarray | None]:
-        """(loss of the recovery path, (names, U) numbers, which operators ran, loss and KLs of all low) of a batch."""
+    def _priced(
+        self, batch: Any, place: int
+    ) -> tuple[float, np.ndarray, np.ndarray, list[bool], float, np.ndarray | None]:
+        """(loss of the recovery path, (names, U) numbers, those of the rescues, which operators ran, loss and KLs of
+        all low) of a batch."""
         meter, where, mark = self._meter, f"run of batch {place + 1}", self.converted.mark()
         self._put(True)
         for operator in self.converted.operators:
@@ -312,12 +361,55 @@ class Doctor:
             norms = self._norms(batch, place, norms)
         if self.beside is not None:
             self._beside.append(self.beside.take(meter.loss_tokens or max(meter.rows)))
+        rescued = self._rescued()
         numbers = self._numbers(norms, place)
         self.converted.end_step()
         self.converted.back_to(mark)  # all passes of a batch have the same delayed scales: those of its own tensors
         low = self._forward(batch, place, recovering=False)
         self._advance(PRICED - 1)
-        return whole.loss_value, numbers, ran, low.loss_value, whole.kl_to(low)
+        return whole.loss_value, numbers, rescued, ran, low.loss_value, whole.kl_to(low)
+
+    def _rescued(self) -> np.ndarray:
+        """(by token and by sequence, rescues, U): the meter's estimates of fprop on each rescue."""
+        found = np.zeros((2, len(self._rescues), len(self.converted.operators)))
+        for at, name in enumerate(self._rescues):
+            if (candidate := f"rescue {name}") in self._meter.candidates:  # else it is what errors are against
+                own = self._meter.by_operator(candidate)
+                found[:, at] = torch.stack([own[one] for one in _IN_USE.values()]).cpu().numpy()
+        return found
+
+    def _refuse_worse(self, low: np.ndarray, rescued: np.ndarray) -> None:
+        """ValueError for a rescue that is slower than the low path or another rescue and costs as many nats, by the
+        first batch."""
+        assert isinstance(self.converted.low, Recipe)
+        recipes = {self.spec.low: self.converted.low, **self._rescues}
+        costs = dict(zip(recipes, [low.sum(), *rescued.sum(axis=1)], strict=True))
+        time = {name: gemm_time(recipe, "fprop", self.spec.times) for name, recipe in recipes.items()}
+        for name, other in product(self._rescues, recipes):
+            if time[name] > time[other] and costs[name] >= costs[other] and costs[name] > 0:
+                right = f"is slower than {other} in fprop (times {time[name]:g} and {time[other]:g}) and costs no less "
+                right += f"({nats(costs[name])} and {nats(costs[other])} nats of all GEMMs alone); leave it out"
+                require(False, "rescue", name, right)
+
+    def _labels_of_rescues(self) -> list[str]:
+        """What the recipes that a plan may keep a GEMM on are called; of two sides it is the other side's."""
+        if not (self._against or self._sides):
+            return list(self._rescues)
+        high = self.spec.recovery
+        return [high if high and high != self.spec.low else "the other side's"]
+
+    def _costs(self, operators: Shapes) -> Times:
+        """The time of every GEMM on each recipe. Of two sides, either of which may be changed, a GEMM that is alike on
+        both costs its arithmetic."""
+        if not (self._against or self._sides):
+            assert isinstance(self.converted.low, Recipe)
+            return times_of(operators, [self.converted.low, *self._rescues.values()], self.spec.times)
+        (alike,) = self._labels_of_rescues()
+        return {
+            (name, gemm): {self.spec.low: float(a * b), alike: 2.0 * a * b}
+            for name, (a, b) in operators.items()
+            for gemm in GEMMS
+        }
 
     def _numbers(self, norms: Tensor | None, place: int) -> np.ndarray:
         """(names, U): what the meter and the probe have of a batch, which are empty then."""
@@ -373,14 +465,15 @@ class Doctor:
         self._meter.enabled = self._probe.enabled = on
 
     @contextmanager
-    def _pinned(self, pins: Mapping[str, Sequence[str]]) -> Iterator[None]:
-        """Inside, the low path has these GEMMs on the recovery recipe."""
+    def _pinned(self, pins: Pins) -> Iterator[None]:
+        """Inside, the low path has these GEMMs on other recipes: a rescue, or the operator's own recovery."""
         before = [operator.low for operator in self.converted.operators]
         try:
             for operator in self.converted.operators:
-                if gemms := pins.get(operator.operator_name):
-                    assert isinstance(operator.low, Recipe) and isinstance(operator.recovery, Recipe)
-                    operator.low = operator.low.with_recovered(operator.recovery, gemms)
+                for gemm, name in pins.get(operator.operator_name, {}).items():
+                    recipe = self._rescues.get(name, operator.recovery)
+                    assert isinstance(operator.low, Recipe) and isinstance(recipe, Recipe)
+                    operator.low = operator.low.with_gemms({gemm: recipe})
             yield
         finally:
             for operator, low in zip(self.converted.operators, before, strict=True):
@@ -392,6 +485,7 @@ class Doctor:
         samples: Mapping[str, np.ndarray],
         in_use: np.ndarray,
         alone: Mapping[str, Sequence[np.ndarray]],
+        rescued: np.ndarray,
     ) -> tuple[Row, ...]:
         means = {name: values.mean(axis=0).tolist() for name, values in samples.items()}
         means["fprop_in_use"] = in_use.mean(axis=0).tolist()
@@ -409,7 +503,10 @@ class Doctor:
                 means["fprop_sequence"][i] if self.tokens == 1 else None,
                 alone.get(name),
             )
-            rows.append(replace(row, input=means["fprop_input"][i], weight=means["fprop_weight"][i]))
+            others = dict.fromkeys(self._labels_of_rescues(), 0.0)
+            others |= dict(zip(self._rescues, rescued[:, i].tolist(), strict=True))
+            more = {"input": means["fprop_input"][i], "weight": means["fprop_weight"][i], "rescued": others}
+            rows.append(replace(row, **more))
             for gemm in GEMMS[1:]:
                 rows.append(Row(name, gemm, means[gemm][i], tuple(ends[gemm][i]), bias=means[f"{gemm}_bias"][i]))
         return tuple(rows)
@@ -442,9 +539,9 @@ def _norms_of(gradients: Iterable[Tensor | None]) -> Tensor:
     return torch.stack([torch.as_tensor(norm, dtype=torch.float64) for norm in norms])
 
 
-def _passes(batches: Iterable[Any], held_out: int, confirmed: int) -> int | None:
+def _passes(batches: Iterable[Any], held_out: int, confirmed: int, rescues: int) -> int | None:
     """Forward passes in all, at the most; None where nobody knows how many batches there are."""
     if not isinstance(batches, Sized):
         return None
-    choices = 3 + len(GUESSES) - 1 + RANDOM_DRAWS + 2 + len(CURVE)
+    choices = 3 + rescues * (rescues > 1) + len(GUESSES) - 1 + RANDOM_DRAWS + 2 + len(CURVE)
     return PRICED * len(batches) + 2 + min(CONFIRMED, len(batches)) * (1 + confirmed) + held_out * choices

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from gnmr.doctor.diagnosis import Diagnosis
+from gnmr.doctor.diagnosis import CURVE, Diagnosis
 from gnmr.doctor.measured import Measured, Row, nats
-from gnmr.doctor.verdict import LABELS, left_out
+from gnmr.doctor.verdict import label, left_out
 from gnmr.errors import printable
 
 TOP = 10
@@ -27,17 +27,19 @@ _STEPS = (0.02, 0.05, 0.1, 0.2, 0.5)
 
 @dataclass(frozen=True)
 class Left:
-    """What is left when fprop of some operators stays on the recovery path."""
+    """What is left when fprop of some operators is on other recipes than the low one."""
 
     label: str
-    share: float
-    """Of the GEMM time, which these operators take."""
+    extra: float
+    """GEMM time that this takes more, as a share."""
     estimated: float
-    """Sum of the values of the others, nats."""
+    """Sum of the values, nats."""
     measured: Measured | None
     """On the held-out batches."""
     apart: tuple[float, float] | None
     """Nats more than under the plan, and half the width of the 95% interval."""
+    rescue: str | None = None
+    """The only one, of a plan on one of several."""
 
 
 class View:
@@ -45,7 +47,7 @@ class View:
 
     def __init__(self, found: Diagnosis) -> None:
         self.found = found
-        self.kept: Mapping[str, Sequence[str]] = found.pins or found.choice().pins
+        self.kept = found.pins or found.choice().pins
         self.whole = "the rollout against the trainer" if found.against else f"everything on {found.recipe}"
         self.unit = "nats of loss" if found.measured.kl is None else "nats of KL"
         self.top = found.worst()[:TOP]
@@ -83,8 +85,12 @@ class View:
         return math.fsum(row.value for row in rows)
 
     def pins(self, rows: Iterable[Row]) -> int:
-        """Return how many of these GEMMs stay on the recovery path."""
-        return sum(row.gemm in self.kept.get(row.operator, ()) for row in rows)
+        """Return how many of these GEMMs are kept on another recipe."""
+        return sum(row.gemm in self.kept.get(row.operator, {}) for row in rows)
+
+    def on(self, row: Row) -> str:
+        """Return the recipe that the plan keeps the GEMM on; empty for none."""
+        return self.kept.get(row.operator, {}).get(row.gemm, "")
 
     def name(self, row: Row) -> str:
         """Return the operator's name without the `model.` that all of them share."""
@@ -105,10 +111,33 @@ def choices(found: Diagnosis) -> list[Left]:
     if found.pins:
         return []
     made = [Left("nothing kept", 0.0, found.total, found.held_out, None)]
-    for name, own in {"plan": [found.choice()], **found.guesses()}.items():
-        share, after = (float(np.mean([getattr(one, what) for one in own])) for what in ("share", "after"))
-        made.append(Left(LABELS[name], share, after, found.left.get(name), found.apart.get(name)))
+    alone = {f"{rescue} alone": rescue for rescue in found.singles}
+    for name, own in {"plan": [found.choice()], **found.alternatives}.items():
+        extra, after = (float(np.mean([getattr(one, what) for one in own])) for what in ("extra", "after"))
+        made.append(Left(label(name), extra, after, found.left.get(name), found.apart.get(name), alone.get(name)))
     return made
+
+
+def budgets(found: Diagnosis) -> list[tuple[float, Measured | None]]:
+    """Return the extra time of the plan and of plans of other budgets, and what was measured of each."""
+    if not found.left:
+        return [(extra, None) for extra in CURVE]
+    return sorted([*found.curve, (found.choice().extra, found.left["plan"])], key=lambda point: point[0])
+
+
+def spent(found: Diagnosis) -> str:
+    """Return what extra time is called; of two sides it is a share."""
+    return "share of the GEMM time" if found.against or found.sides else "extra GEMM time"
+
+
+def recipes_line(found: Diagnosis) -> str:
+    """Return how many GEMMs are on which recipe, how long it takes, and what groups of operators cost."""
+    counts = ", ".join(f"{number} on {name} (time {time:g})" for name, time, number in found.recipes_in_use())
+    line = f"GEMMs: {counts}"
+    if found.groups:
+        more = found.choice().after - found.choice(free=True).after
+        line += f"; one recipe for each {' and each '.join(found.fused)} leaves {short(max(0.0, more))} nats more"
+    return line
 
 
 def totals(found: Diagnosis) -> list[str]:
@@ -130,6 +159,8 @@ def totals(found: Diagnosis) -> list[str]:
         f"{whole}: {left_text(found.measured)}",
         summed + "".join(f"; {word} {short(value)}" for word, value in limits if value is not None),
     ]
+    if found.chooses:
+        lines.append(recipes_line(found))
     if found.held_out is not None:
         lines.append(f"{whole}, held-out batches: {left_text(found.held_out)}")
     if found.beside:
@@ -161,6 +192,7 @@ def page(found: Diagnosis, title: str, origin: Mapping[str, object]) -> str:
         title=printable(title),
         left=left,
         curve=_curve(found, left) if left else None,
+        spent=spent(found),
         fprop=[row for row in (*found.rows, *found.beside) if row.gemm == "fprop"],
         rows={(row.operator, row.gemm): row for row in found.rows},
         coherent={row.operator for row in found.coherent},
@@ -170,13 +202,13 @@ def page(found: Diagnosis, title: str, origin: Mapping[str, object]) -> str:
 
 
 def _curve(found: Diagnosis, left: Sequence[Left]) -> dict[str, object]:
-    """Return what the template draws: nats left by share of the GEMM time, in a picture of 600 x 400.
+    """Return what the template draws: nats left by extra time, in a picture of 600 x 400.
 
-    The rules take the same share, so their points stand side by side from it on.
+    The rules take the same time, so their points stand side by side from it on.
     """
     plan = left[1]
-    plans = [(left[0].share, left[0].measured), *found.curve, (plan.share, plan.measured)]
-    own = sorted(((share, one) for share, one in plans if one and math.isfinite(one.nats)), key=lambda pair: pair[0])
+    plans = [(left[0].extra, left[0].measured), *found.curve, (plan.extra, plan.measured)]
+    own = sorted(((extra, one) for extra, one in plans if one and math.isfinite(one.nats)), key=lambda pair: pair[0])
     kept = [(one, one.measured) for one in left[1:] if one.measured and math.isfinite(one.measured.nats)]
     kept.sort(key=lambda pair: -pair[1].nats)
     ends = [end for one in [*(one for _, one in own), *(one for _, one in kept)] for end in _ends(one)]
@@ -184,33 +216,36 @@ def _curve(found: Diagnosis, left: Sequence[Left]) -> dict[str, object]:
     low, high = min(values), max(values) * 1.08 or 1.0
     lines = [("gate", found.gate or 0.0), ("detection limit", found.limit or 0.0)]
     lines = [(word, at) for word, at in lines if high / 50 < at < high]
-    right = max(2.5 * plan.share, *(1.1 * share for share, _ in own), 0.05)
-    estimated = [(share, value) for share, value in found.left_by_budget() if value < high and share < right]
+    right = max(2.5 * plan.extra, *(1.1 * extra for extra, _ in own), 0.05)
+    estimated = {"the plan": found.left_by_time()} | {name: found.left_by_time(name) for name in found.singles}
 
-    def x(share: float) -> float:
-        return round(76 + 514 * share / right, 1)
+    def x(extra: float) -> float:
+        return round(76 + 514 * extra / right, 1)
 
     def y(value: float) -> float:
         return round(340 - 328 * (value - low) / (high - low), 1)
+
+    def path(points: Iterable[tuple[float, float]]) -> str:
+        return " ".join(f"{x(extra)},{y(value)}" for extra, value in points if value < high and extra < right)
 
     def point(kind: str, across: float, one: Measured) -> tuple[object, ...]:
         return kind, across, y(one.nats), *map(y, _ends(one)), with_half(one)
 
     points, labels = [], []
-    beside, lowest = x(plan.share) + 8 * (len(kept) + 2), 12.0
+    beside, lowest = x(plan.extra) + 8 * (len(kept) + 2), 12.0
     for at, (choice, one) in enumerate(kept, 1):
-        kind, across = ("plan", x(plan.share)) if choice is plan else ("rule", x(choice.share) + 8 * at)
+        kind, across = ("plan", x(plan.extra)) if choice is plan else ("rule", x(choice.extra) + 8 * at)
         down = min(max(y(one.nats), lowest), 332 - 21 * (len(kept) - at))
         lowest = down + 21
         points.append(point(kind, across, one))
         labels.append((kind, across, y(one.nats), beside, down, f"{choice.label} {short(one.nats)}"))
     return {
-        "across": [(x(share), f"{share * 100:.4g}%") for share in _ticks(0.0, right)],
+        "across": [(x(extra), f"{extra * 100:.4g}%") for extra in _ticks(0.0, right)],
         "up": [(y(value), f"{value:.6g}") for value in _ticks(low, high)],
         "lines": [(word, y(at), short(at)) for word, at in lines],
-        "estimated": " ".join(f"{x(share)},{y(value)}" for share, value in estimated),
-        "measured": " ".join(f"{x(share)},{y(one.nats)}" for share, one in own),
-        "points": [*points, *(point("plan", x(share), one) for share, one in own)],
+        "estimated": {name: path(points) for name, points in estimated.items()},
+        "measured": path((extra, one.nats) for extra, one in own),
+        "points": [*points, *(point("plan", x(extra), one) for extra, one in own)],
         "labels": labels,
     }
 

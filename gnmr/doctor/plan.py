@@ -1,14 +1,17 @@
-"""plan.json: which GEMMs of which operators stay on the recovery recipe, and what that costs and saves.
+"""plan.json: the recipe of every GEMM of a model, and what that costs and saves.
 
     {
-      "gnmr_plan": 1,
+      "gnmr_plan": 2,
       "operators": {"layers.0.mlp.down_proj": [256, 64]},      the model: every operator that the plan is about, and its
                                                                numbers of inputs and outputs
       "targets": ["*_proj"],                                   what chose them
-      "low": "sim_e2m1", "recovery": "bf16", "recipes": {},    as precision.low, .recovery and .recipes
-      "pins": {"layers.0.mlp.down_proj": ["fprop"]},           by operator
-      "budget": 0.1,                                           share of the GEMM time that was allowed, or null
-      "share": 0.071,                                          the share that the pins take, or null
+      "low": "nvfp4", "recovery": "bf16", "recipes": {},       as precision.low, .recovery and .recipes
+      "pins": {"layers.0.mlp.down_proj": {"fprop": "mxfp8"}},  recipes by operator and GEMM; all others are on low
+      "times": {},                                             relative GEMM times, as precision.times
+      "budget": 0.1,                                           extra GEMM time that was allowed, or null
+      "extra": 0.097,                                          extra GEMM time that the pins take, or null
+      "fused": ["qkv"],                                        kinds of operators that have one recipe together
+      "prices": {"layers.0.mlp.down_proj": {"fprop": {"nvfp4": 0.01, "mxfp8": 0.0004}}},    nats a token by recipe
       "expected": {"before": 0.101, "after": 0.02},            nats a token without and with the pins, or null
       "triggers": {"price": 0.001},                            thresholds for the controller, in nats, or null
       "provenance": {"checkpoint": "..."}                      where it comes from, texts
@@ -25,32 +28,35 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gnmr.errors import UserError, nearest, require, share_of, within
-from gnmr.names import by_end
+from gnmr.doctor.knapsack import FUSED, Pins, Shapes, as_choice, check_budget, choose, groups_of, times_of
+from gnmr.errors import UserError, nearest, one_of, require, share_of, within
+from gnmr.names import GEMMS, by_end, listed
 from gnmr.precision.spec import PathSpec
 from gnmr.records.untrusted import MAX_NAME, Damaged, bounded, content, first_line
 
-VERSION = 1
+if TYPE_CHECKING:
+    from gnmr.precision.recipes import Recipe
+
+VERSION = 2
 PLAN_FILE = "plan.json"
 """What `gnmr diagnose` calls it in the folder of out=."""
 MAX_PLAN = 1 << 24
 """Bytes: 10,000 operators take less than two."""
 _MOST_OPERATORS = 100_000
-_PLAIN = ("targets", "low", "recovery", "recipes", "pins", "budget", "share")
+_PLAIN = ("targets", "low", "recovery", "recipes", "pins", "times", "budget", "extra", "fused", "prices")
+_BY_LINE = ("operators", "pins", "prices")
+"""Written with an operator a line."""
 _KEYS = ("operators", *_PLAIN, "expected", "triggers", "provenance")
 _NEEDED = ("operators", "low", "recovery", "pins")
 IN_NATS = ("price", "pin_excess")
 """Signals whose threshold is in nats, as `triggers.price` is."""
-PATHS = ("low", "recovery", "recipes", "targets", "pins")
+PATHS = ("low", "recovery", "recipes", "targets", "pins", "times")
 """Fields of `PathSpec` that a plan says."""
-
-Shapes = Mapping[str, tuple[int, int]]
-"""(inputs, outputs) of each operator, by its name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,14 +67,20 @@ class PinPlan:
     """(inputs, outputs) of every operator that the plan is about, by its name."""
     low: str
     recovery: str | None
-    pins: dict[str, list[str]] = field(default_factory=dict)
-    """GEMMs on the recovery recipe, by operator; others have none."""
+    pins: Pins = field(default_factory=dict)
+    """Recipe by GEMM, by operator; others are on `low`."""
     targets: list[str] = field(default_factory=lambda: ["*_proj"])
     recipes: dict[str, Any] = field(default_factory=dict)
+    times: dict[str, float] = field(default_factory=dict)
+    """Relative GEMM times, as `PathSpec.times`."""
     budget: float | None = None
-    """Share of the GEMM time that the pins were allowed."""
-    share: float | None = None
-    """Share of the GEMM time that they take."""
+    """Extra GEMM time that the pins were allowed, as a share of the time of everything on `low`."""
+    extra: float | None = None
+    """What they take of it."""
+    fused: list[str] = field(default_factory=list)
+    """Kinds of operators that have one recipe together (`knapsack.FUSED`)."""
+    prices: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+    """Nats a token by operator, GEMM and recipe, `low` among them: `regrouped` chooses by them."""
     expected: tuple[float, float] | None = None
     """Nats a token that low precision costs without and with the pins."""
     triggers: dict[str, float | None] = field(default_factory=dict)
@@ -84,10 +96,17 @@ class PinPlan:
             require(whole, f"operators.{name}", shape, "must be [inputs, outputs], two whole numbers of at least 1")
         object.__setattr__(self, "operators", {name: tuple(shape) for name, shape in self.operators.items()})
         object.__setattr__(self, "pins", dict(self._spec().pins))
-        if strange := [name for name in self.pins if name not in self.operators]:
-            raise ValueError(f"pins.{strange[0]}: is no operator of this plan{nearest(strange[0], self.operators)}")
-        budget_share(self.budget)
-        within(0, 1, or_null=True, share=self.share)
+        for key in ("pins", "prices"):
+            if strange := [name for name in getattr(self, key) if name not in self.operators]:
+                raise ValueError(
+                    f"{key}.{strange[0]}: is no operator of this plan{nearest(strange[0], self.operators)}"
+                )
+        check_budget(self.budget)
+        within(-1, 1e3, or_null=True, extra=self.extra)
+        object.__setattr__(self, "fused", listed("fused", self.fused))
+        for kind in self.fused:
+            one_of(FUSED, fused=kind)
+        self._check_prices()
         if self.expected is not None:
             both = isinstance(self.expected, list | tuple) and len(self.expected) == 2
             require(both, "expected", self.expected, "must be {before: nats, after: nats}, or null")
@@ -99,6 +118,15 @@ class PinPlan:
         texts = isinstance(self.provenance, dict) and all(isinstance(one, str) for one in self.provenance.values())
         require(texts, "provenance", self.provenance, "must be {name: text}")
 
+    def _check_prices(self) -> None:
+        for name, by_gemm in self.prices.items():
+            require(isinstance(by_gemm, dict), f"prices.{name}", by_gemm, "must be {GEMM: {recipe: nats}}")
+            for gemm, by_recipe in by_gemm.items():
+                one_of(GEMMS, **{f"prices.{name}": gemm})
+                sound = isinstance(by_recipe, dict) and self.low in by_recipe and all(map(_number, by_recipe.values()))
+                right = f"must be {{recipe: nats}}, {self.low} among them"
+                require(sound, f"prices.{name}.{gemm}", by_recipe, right)
+
     def _spec(self) -> PathSpec:
         return PathSpec(**{name: getattr(self, name) for name in PATHS})
 
@@ -107,6 +135,40 @@ class PinPlan:
         return {name: getattr(self, name) for name in PATHS} | {
             "pins": {name.removeprefix("model."): gemms for name, gemms in self.pins.items()}
         }
+
+    def regrouped(self, fused: Iterable[str]) -> PinPlan:
+        """Return the plan with one recipe for all operators that run as one where these kinds (`FUSED`) are fused.
+
+        It is chosen anew, under the same budget, where the plan has the prices of its pins; else every GEMM of such
+        operators has the slowest recipe of theirs. A kind that this model does not have is left out.
+        """
+        groups = groups_of(self.operators, fused := [kind for kind in FUSED if kind in {*fused, *self.fused}])
+        if all(self.pins.get(name) == self.pins.get(group[0]) for group in groups for name in group):
+            return self
+        times = times_of(self.operators, self.named_recipes(), self.times)
+        prices = {(name, gemm): own for name, by_gemm in self.prices.items() for gemm, own in by_gemm.items()}
+        chosen = {(name, gemm): recipe for name, own in self.pins.items() for gemm, recipe in own.items()}
+        budget = self.extra if self.budget is None else self.budget
+        if budget and chosen.keys() <= prices.keys():
+            found = choose(prices, times, self.low, budget, groups=groups)
+        else:
+            for items in ([(name, gemm) for name in group] for group in groups for gemm in GEMMS):
+                slowest = max((chosen.get(item, self.low) for item in items), key=lambda one: times[items[0]][one])
+                chosen |= {item: slowest for item in items if slowest != self.low}
+            found = as_choice(chosen, prices, times, self.low)
+        after = self.expected
+        if after is not None and found.before > 0:
+            after = after[0], after[0] * found.after / found.before
+        return replace(self, pins=found.pins, extra=found.extra, fused=fused, expected=after)
+
+    def named_recipes(self) -> list[Recipe]:
+        """Return the recipes that it names, `low` first; of a plan of recipes."""
+        from gnmr.precision.recipes import RECIPES, Recipe
+
+        own = {name: one if isinstance(one, Recipe) else Recipe.of(name, one) for name, one in self.recipes.items()}
+        names = dict.fromkeys([self.low, *(recipe for by_gemm in self.pins.values() for recipe in by_gemm.values())])
+        names |= dict.fromkeys(one for own in self.prices.values() for by_recipe in own.values() for one in by_recipe)
+        return [(RECIPES | own)[name] for name in names]
 
     def threshold(self, signal: object, options: Mapping[str, Any]) -> dict[str, float]:
         """For the options of a controller beside the pins: `threshold`, the plan's trigger, where the signal is one of
@@ -128,7 +190,7 @@ class PinPlan:
         }
         # An operator a line.
         lines = [
-            f"  {json.dumps(key)}: " + (_lines(value) if key in ("operators", "pins") else json.dumps(value))
+            f"  {json.dumps(key)}: " + (_lines(value) if key in _BY_LINE else json.dumps(value))
             for key, value in tree.items()
         ]
         return "{\n" + ",\n".join(lines) + "\n}\n"
@@ -152,19 +214,13 @@ class PinPlan:
                 raise UserError(f"{where}: pins.{name}: this model has several of this name ({', '.join(found[:3])})")
 
 
-def budget_share(value: object) -> None:
-    """ValueError for a budget that is no share of the GEMM time, above 0 and at most 1; None is one without bounds."""
-    sound = value is None or (_number(value) and 0 < value <= 1)  # type: ignore[operator]
-    require(sound, "budget", value, "must be a share of the GEMM time, above 0 and at most 1 (0.1 is 10 %)")
-
-
 def budget_of(word: str) -> float:
-    """The share that a word says, 10% or 0.1. ValueError: see `budget_share`."""
+    """Return the extra GEMM time that a word says, as a share: +10%, 10% or 0.1. ValueError: see `check_budget`."""
     try:
-        value = float(share_of(word))  # type: ignore[arg-type]
+        value = float(share_of(word.removeprefix("+")))  # type: ignore[arg-type]
     except ValueError:
         value = math.nan
-    require(0 < value <= 1, "budget", word, "must be a share of the GEMM time, above 0 and at most 100% (10%, or 0.1)")
+    require(0 < value < math.inf, "budget", word, "must be extra GEMM time, a share above 0 (+10%, or 0.1)")
     return value
 
 
@@ -198,7 +254,7 @@ def _parsed(tree: Any) -> PinPlan:
     bounded(tree)
     version = tree.pop("gnmr_plan")
     if version != VERSION:
-        raise UserError(f"gnmr_plan={version}: this version reads {VERSION}")
+        raise UserError(f"gnmr_plan={version}: this version reads {VERSION}; have `gnmr diagnose` write it anew")
     _known("", tree, _KEYS)
     if lacking := [key for key in _NEEDED if key not in tree]:
         raise UserError(f"{lacking[0]}: is missing")
@@ -206,7 +262,7 @@ def _parsed(tree: Any) -> PinPlan:
     if expected is not None:
         _known("expected", expected, ("before", "after"))
         expected = expected.get("before"), expected.get("after")
-    given = {key: value for key, value in tree.items() if value is not None or key in (*_NEEDED, "budget", "share")}
+    given = {key: value for key, value in tree.items() if value is not None or key in (*_NEEDED, "budget", "extra")}
     for key in ("low", "recovery"):
         require(
             isinstance(given[key], str) or (key == "recovery" and given[key] is None), key, given[key], "must be text"

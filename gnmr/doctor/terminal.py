@@ -15,7 +15,7 @@ from rich.text import Text
 from gnmr.console import NARROW
 from gnmr.doctor.diagnosis import Diagnosis
 from gnmr.doctor.measured import Measured, nats
-from gnmr.doctor.page import Left, View, choices, shade, short
+from gnmr.doctor.page import Left, View, budgets, choices, recipes_line, shade, short, spent
 from gnmr.errors import printable
 
 _SHADES = " ░▒▓█"
@@ -25,6 +25,8 @@ _WIDE = 100
 """Columns from which two tables stand side by side."""
 _MOST = 12
 """Kinds of operators, and operators outside layers, of a heat map."""
+_MOST_RESCUES = 3
+"""Recipes that have a column."""
 
 
 def story(found: Diagnosis, width: int) -> Iterator[RenderableType]:
@@ -33,14 +35,18 @@ def story(found: Diagnosis, width: int) -> Iterator[RenderableType]:
     yield from _heat_map(view, width)
     tables = [_top_table(view, width)]
     if left:
-        tables.append(_choices_table(left, found))
-    if width >= _WIDE and max(len(view.name(row)) for row in view.top) < 30:
-        beside = Table.grid(padding=(0, 2))
-        beside.add_row(*tables)
+        tables += [_choices_table(left, found), _budgets_table(found, left)]
+    if left and width >= _WIDE and max(len(view.name(row)) for row in view.top) < 30:
+        beside, right = Table.grid(padding=(0, 2)), Table.grid()
+        for table in (tables[1], Text(), tables[2]):
+            right.add_row(table)
+        beside.add_row(tables[0], right)
         tables = [beside]
     for table in tables:
         yield Text()
         yield table
+    if found.chooses:
+        yield Text(recipes_line(found))
 
 
 def _heat_map(view: View, width: int) -> Iterator[Text]:
@@ -83,27 +89,43 @@ def _mark(value: float, largest: float) -> tuple[str, str]:
 def _top_table(view: View, width: int) -> Table:
     table = _table("fprop of", "nats", "±")
     if width >= NARROW:
-        table.add_column("", no_wrap=True)
+        table.add_column("on", no_wrap=True)
     for row in view.top:
-        value = Text(f"{short(row.value)} ").append(*_mark(row.value, view.top[0].value))
-        how = f"{'estimate' if row.measured is None else 'measured'}{' ●' * view.pins([row])}"
+        estimated = "≈ " * (row.measured is None)
+        value = Text(f"{estimated}{short(row.value)} ").append(*_mark(row.value, view.top[0].value))
         half = (row.interval[1] - row.interval[0]) / 2
-        table.add_row(view.name(row), value, _relative(half, row.value), *([how] if width >= NARROW else []))
+        on = [view.on(row)] * (width >= NARROW)
+        table.add_row(view.name(row), value, _relative(half, row.value), *on)
     return table
 
 
 def _choices_table(left: Sequence[Left], found: Diagnosis) -> Table:
-    """Show what is left: measured, or else by the values alone."""
+    """Show what is left under the plan and the usual rules: measured, or else by the values alone."""
     losses = found.measured.kl is not None and any(one.measured and one.measured.cost is not None for one in left)
-    table = _table(
-        f"kept: {left[1].share:.1%}", f"{'nats' if found.measured.kl is None else 'KL'} left", *["loss"] * losses
-    )
-    for one in left:
+    table = _table(f"{left[1].extra:+.1%} {spent(found)}", _left(found), *["loss"] * losses)
+    for one in (one for one in left if one.rescue is None):
         found_left = one.measured
         cells = [f"≈ {nats(one.estimated)}" if found_left is None else _with_relative(found_left)]
         cells += ["-" if found_left is None or found_left.cost is None else f"{found_left.cost:+.2g}"] * losses
         table.add_row(one.label, *cells, style="bold" if one is left[1] else None)
     return table
+
+
+def _budgets_table(found: Diagnosis, left: Sequence[Left]) -> Table:
+    """Show what plans of several budgets leave, and those on each of several rescues alone."""
+    plan, *alone = [one for one in left[1:] if one is left[1] or one.rescue is not None][: 1 + _MOST_RESCUES]
+    table = _table(spent(found).replace("GEMM ", ""), _left(found), *(one.label for one in alone))
+    for extra, measured in budgets(found):
+        own = [one.measured if extra == plan.extra else None for one in alone]
+        cells = [f"≈ {nats(found.choice(extra).after)}" if measured is None else _with_relative(measured)]
+        for single, one in zip(alone, own, strict=True):
+            cells.append(_with_relative(one) if one else f"≈ {nats(found.choice(extra, single.rescue).after)}")
+        table.add_row(f"{extra:+.1%}", *cells, style="bold" if extra == plan.extra else None)
+    return table
+
+
+def _left(found: Diagnosis) -> str:
+    return f"{'nats' if found.measured.kl is None else 'KL'} left"
 
 
 def _relative(half: float, value: float) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gnmr.doctor.knapsack import Choice
+from gnmr.doctor.knapsack import Choice, Pins
 from gnmr.doctor.measured import nats
 
 if TYPE_CHECKING:
@@ -69,14 +69,14 @@ def _sentence(found: Diagnosis) -> str:
     if start:
         return f"{cost}, less than {LITTLE}"
     if found.pins:
-        return f"{cost}, with {_gemms(found.pins)} of {len(found.rows)} GEMMs on {found.recovery}"
+        return f"{cost}, with {_gemms(found.pins)} of {len(found.rows)} GEMMs on {on_recipes(found.pins)}"
     if found.total <= 0:
         return f"{cost}, and no GEMM alone costs anything"
     chosen = found.choice()
     if not chosen.pins:
-        return f"{cost}; no GEMM fits a budget of {found.budget:.3g} of the GEMM time"
+        return f"{cost}; no GEMM fits a budget of +{100 * found.budget:.3g}% GEMM time"
     return (
-        f"{cost}; keep {_pinned(found, chosen)} on {found.recovery}, {chosen.share:.1%} of the GEMM time, and "
+        f"{cost}; keep {_pinned(found, chosen)} on {on_recipes(chosen.pins)}, {chosen.extra:+.1%} GEMM time, and "
         f"{_left(found, chosen)}{'; ' * bool(clause := rival(found))}{clause}"
     )
 
@@ -110,7 +110,7 @@ def _of_two_sides(found: Diagnosis) -> str:
 
 def _pinned(found: Diagnosis, chosen: Choice) -> str:
     """The GEMMs of a choice, the largest first."""
-    ordered = sorted(chosen.pins, key=lambda one: -found.saved[one, "fprop"])
+    ordered = sorted(chosen.pins, key=lambda one: -found.prices[one, "fprop"][found.recipe])
     share = 1 - chosen.after / chosen.before
     named = [f"{name} ({' | '.join(found.sides[name])})" if name in found.sides else name for name in ordered]
     return f"{_gemms(chosen.pins)} of {len(found.rows)} GEMMs ({share:.0%} of it: fprop of {_named(named)})"
@@ -136,11 +136,24 @@ def rival(found: Diagnosis) -> str:
     if more < 0:
         both = f"{nats(found.left[best].nats)} nats against {nats(found.left['plan'].nats)}"
         unsure = "" if -more > noise else ", which is too few batches to be sure"
-        return f"{LABELS[best]} left less than the plan on {batches}: {both}{unsure}"
+        return f"{label(best)} left less than the plan on {batches}: {both}{unsure}"
     return "" if found.held_out.shown else few
 
 
-def _gemms(pins: Mapping[str, list[str]]) -> int:
+def label(name: str) -> str:
+    """Return what a choice is called in tables; plans on one rescue alone have their own names."""
+    return LABELS.get(name, name)
+
+
+def on_recipes(pins: Pins) -> str:
+    """Return the recipes of these pins, of several with the number of their GEMMs: mxfp8 (80) and bf16 (27)."""
+    numbers = Counter(recipe for own in pins.values() for recipe in own.values())
+    if len(numbers) == 1:
+        return next(iter(numbers))
+    return " and ".join(f"{recipe} ({number})" for recipe, number in numbers.most_common())
+
+
+def _gemms(pins: Pins) -> int:
     return sum(map(len, pins.values()))
 
 

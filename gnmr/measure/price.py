@@ -23,7 +23,8 @@ the same inner products:
                 the square of their sum loses the order of the operators; the sum of their squares keeps it
 
 Errors are against the exact product. With `against_recovery` the low path's are against the recovery path's result:
-Q(x), Q(W) of that path stand in the place of x and W.
+Q(x), Q(W) of that path stand in the place of x and W. So are those of `candidates`: recipes that no operator is on, of
+which the same backward pass gives the price of fprop.
 
 `dgrad` and `wgrad` change the next step, not the loss now. Their price is the squared error of the gradient that they
 give, relative to that gradient, ||d||^2 / ||g||^2, and its bias <g, d> / ||g||^2; both without unit. For dgrad g is
@@ -41,7 +42,7 @@ AutoQuantize, which sums (grad_output * output error)^2 for inference. docs/pric
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -70,11 +71,17 @@ PRICES = (*(f"price_{gemm}{path}" for path in ("", "_recovery") for gemm in GEMM
 
 
 def measure_prices(
-    model: ConvertedModel, names: Collection[str] = PRICES[:3], tokens: int = 16, *, against_recovery: bool = False
+    model: ConvertedModel,
+    names: Collection[str] = PRICES[:3],
+    tokens: int = 16,
+    *,
+    against_recovery: bool = False,
+    candidates: Mapping[str, Recipe] | None = None,
 ) -> PriceMeter:
     """Start measuring the prices `names` of every `tokens`-th token (see `PriceMeter`), in place of an earlier meter.
 
-    `against_recovery`: errors of the low path's fprop are against the recovery path's result.
+    `against_recovery`: errors of the low path's fprop are against the recovery path's result; those of the fprop of
+    `candidates`, which have other names than the paths, are too.
 
     `model.shared.prices = None` ends it. Raises ValueError for an unknown name, a stride below 1, and a price of the
     recovery path of a model without one.
@@ -83,7 +90,7 @@ def measure_prices(
     of_recovery = [name for name in names if name == "price" or name.endswith("recovery") or against_recovery]
     if of_recovery and model.recovery is None:
         raise ValueError(f"{', '.join(of_recovery)}: this model has no recovery path")
-    model.shared.prices = meter = PriceMeter(model, names, tokens, against_recovery)
+    model.shared.prices = meter = PriceMeter(model, names, tokens, against_recovery, candidates)
     return meter
 
 
@@ -94,10 +101,15 @@ class PriceMeter:
     """
 
     def __init__(
-        self, model: ConvertedModel, names: Collection[str], tokens: int, against_recovery: bool = False
+        self,
+        model: ConvertedModel,
+        names: Collection[str],
+        tokens: int,
+        against_recovery: bool = False,
+        candidates: Mapping[str, Recipe] | None = None,
     ) -> None:
         """`names`: of `PRICES`; `price` is of both paths. Of a unit that is a GEMM that GEMM's price is measured, 0 for
-        the others. `tokens`: one token in so many is measured."""
+        the others. `tokens`: one token in so many is measured. `candidates`: see `measure_prices`."""
         unknown = [name for name in names if name not in PRICES]
         if unknown or not names:
             raise ValueError(f"price {unknown}: use some of {', '.join(PRICES)}")
@@ -124,9 +136,12 @@ class PriceMeter:
         self.paths = [path for path in PATHS if any(path == one for _, one in self._asked) or against_recovery]
         self._saving = saving
         """The GEMM of which `price` is."""
-        self._sums = torch.zeros(
-            len(self._operators), len(PATHS) * len(_OF_PATH) + len(_SHARED), dtype=torch.float64, device=device
-        )
+        self.candidates = {name: Recipe(name, fprop=recipe.fprop) for name, recipe in (candidates or {}).items()}
+        self._columns = [(path, name) for path in PATHS for name in _OF_PATH]
+        self._columns += [(path, name) for path in self.candidates for name in _FPROP]
+        self._columns += [("", name) for name in _SHARED]
+        """(path, candidate or neither, name) of each sum."""
+        self._sums = torch.zeros(len(self._operators), len(self._columns), dtype=torch.float64, device=device)
         self.rows = [0] * len(self._operators)
         """Of each operator, those that were not measured too."""
 
@@ -151,21 +166,20 @@ class PriceMeter:
 
     def by_operator(self, path: str = "low", summed: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
         """{name: (num_operators,) float64} on the device: `fprop`, `fprop_sequence`, `fprop_elements`, `fprop_input`,
-        `fprop_weight` in nats, `dgrad`, `wgrad` (||d||^2/||g||^2) and their `_bias` (<g, d>/||g||^2).
+        `fprop_weight` in nats, `dgrad`, `wgrad` (||d||^2/||g||^2) and their `_bias` (<g, d>/||g||^2). `path`: low,
+        recovery, or a candidate, which has those of fprop alone.
 
         `fprop_sequence` is NaN if tokens were left out, for then the products of two of them are unknown. 0 for an
         operator that was not measured; NaN or Inf for one whose operands were not finite. `summed`: of `parts` and of
         `rows` over all ranks. Does not wait for the device.
         """
         totals, rows = (self._sums, None) if summed is None else summed
-        first = PATHS.index(path) * len(_OF_PATH)
-        sums = dict(zip(_OF_PATH, totals[:, first : first + len(_OF_PATH)].unbind(1), strict=True))
-        squares = dict(zip(_SHARED, totals[:, -len(_SHARED) :].unbind(1), strict=True))
+        sums = {name: totals[:, at] for at, (of, name) in enumerate(self._columns) if of in (path, "")}
         loss_tokens = self.loss_tokens or (max(self.rows) if rows is None else rows.max())
         found = {name: loss_tokens / 2 * sums[name] for name in _FPROP}
-        for gemm in ("dgrad", "wgrad"):
+        for gemm in ("dgrad", "wgrad") if path in PATHS else ():
             for name in (gemm, f"{gemm}_bias"):
-                square = squares[f"{gemm}_square"]
+                square = sums[f"{gemm}_square"]
                 found[name] = torch.where(square != 0, sums[name] / square, 0.0)
         return found
 
@@ -199,7 +213,7 @@ class PriceMeter:
             return
         dtype = autocast_dtype(input) or input.dtype
         rows = input.detach().reshape(-1, input.shape[-1]).to(dtype)
-        paths = {name: path for name in self.paths if (path := getattr(operator, name)) is not None}
+        paths = {name: path for name in self.paths if (path := getattr(operator, name)) is not None} | self.candidates
         chosen = self._chosen(len(rows), paths.values(), rows.device)
         inputs = {name: inputs_on(operator, path, self.gemms, rows, chosen) for name, path in paths.items()}
         fault = None if operator.fault is None else operator.fault.for_step(input, remember=False)
@@ -240,10 +254,10 @@ class PriceMeter:
         exact = _Operands(x, weight, None)
         operands = {name: _fprop_operands(found, name, one, exact) for name, one in casts.items()}
         parts: list[Tensor] = []
-        for name in PATHS:
-            sums = dict.fromkeys(_OF_PATH, nothing)
+        for name in (*PATHS, *self.candidates):
+            sums = {column: nothing for of, column in self._columns if of == name}
             if (own := casts.get(name)) is not None:
-                high = operands.get("recovery", exact) if self._against_recovery and name == "low" else exact
+                high = operands.get("recovery", exact) if self._against_recovery and name != "recovery" else exact
                 if "fprop" in self.gemms and not (operands[name] is high is exact):
                     of_high = dx if high.weight is weight else dy @ high.weight
                     sums |= _fprop(found, operands[name], high, dy, of_high)
@@ -305,7 +319,7 @@ def _group_rows(path: ExecutionPath) -> int:
     if isinstance(path, Format):
         return 1
     casts = [(path.fprop.input, 1), (path.wgrad.input, 0), (path.dgrad.grad_output, 1), (path.wgrad.grad_output, 0)]
-    return max(cast.group(dim)[0] or 1 for cast, dim in casts if cast is not None) if path.casts else 1
+    return max((cast.group(dim)[0] or 1 for cast, dim in casts if cast is not None), default=1)
 
 
 def _fprop_operands(found: _Pass, path: str, casts: Casts, exact: _Operands) -> _Operands:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import TypeAlias
 
 import torch
@@ -45,6 +46,8 @@ _ROTATIONS: dict[torch.device, Tensor] = {}
 """By device, made once."""
 _E4M3 = FORMATS["e4m3"]
 _LARGEST = torch.finfo(torch.float32).max
+_TOP_OF_FOUR_OVER_SIX = 256.0
+"""What the largest group's E4M3 number becomes where 6 is kept: 1.5 times that is an E4M3 number too."""
 BEYOND = 1 + 2.0**-20
 """Times the format's largest value: beyond that a number counts as saturated. The largest of a tensor, divided by its
 own scale, may come out a rounding error above the format's."""
@@ -102,7 +105,7 @@ def quantize(
         found = [largest_magnitude(piece, (1, 3)) for piece in groups.split(at_once)]
         each.append((found[0] if len(found) == 1 else torch.cat(found)).float())
         finite = largest_if_finite(each[0])
-        scale = scale_under(cast, each[0], reference, finite)
+        scale = scale_under(cast, each[0], reference, finite, x.dtype, contraction_dim, groups.split(at_once))
         parts = scale, _inverse(scale), _limit(scale, cast)
         known = list(zip(*(part.split(at_once) for part in parts), strict=True))
     for number, (piece, out) in enumerate(zip(groups.split(at_once), values.split(at_once), strict=True)):
@@ -200,7 +203,7 @@ def scaled(
     """
     groups = as_groups(x.float(), cast, contraction_dim)
     largest = largest_magnitude(groups, (1, 3))
-    scale = scale_under(cast, largest, reference, dtype=x.dtype)
+    scale = scale_under(cast, largest, reference, None, x.dtype, contraction_dim, [groups])
     saturated = None
     if _may_saturate(cast):
         saturated = as_matrix(groups.abs() > _limit(scale, cast), x).sum()
@@ -213,13 +216,18 @@ def scale_under(
     reference: Reference = None,
     finite: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
+    contraction_dim: int | None = None,
+    pieces: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """The float32 scales of the groups of a tensor, all of them, with these largest magnitudes; NaN for NaN and Inf.
 
     `reference`: of a scale of all of the tensor. `finite`: `largest_if_finite` of them, where it was asked before.
-    `dtype`: of the tensor, which has to hold the values."""
+    `dtype`: of the tensor, which has to hold the values. `contraction_dim`: of the GEMM, along which the lines of
+    `nv_row` lie; None: all of it is one. `pieces`: the elements, equally many groups each but the last, whose errors
+    decide between 4 and 6; None: 6.
+    """
     if cast.two_levels:
-        return _two_level_scale(largest, cast.format, reference, finite)
+        return _two_level_scale(largest, cast, reference, finite, contraction_dim, pieces)
     if reference is not None:
         largest = reference(largest)
     if cast.power_of_two:
@@ -260,15 +268,19 @@ def scale_of_each(x: Tensor, cast: Cast, contraction_dim: int, reference: Refere
     """(scale (N, D) float32 of each element of `x` (N, D), max|group| of every group); see `quantize`."""
     groups = as_groups(x.float(), cast, contraction_dim)
     largest = largest_magnitude(groups, (1, 3))
-    scale = scale_under(cast, largest, reference, dtype=x.dtype)
+    scale = scale_under(cast, largest, reference, None, x.dtype, contraction_dim, [groups])
     return as_matrix(scale.expand_as(groups), x).contiguous(), largest
 
 
 def as_groups(x: Tensor, cast: Cast, contraction_dim: int) -> Tensor:
-    """`x` (N, D) as (rows, rows of a group, columns, columns of a group), filled up with copies of its last ones."""
+    """`x` (N, D) as (rows, rows of a group, columns, columns of a group), filled up with copies of its last ones; with
+    zeros, which have no error, for four over six."""
     rows, columns = x.shape
     group = cast.group(contraction_dim)
     height, width = group[0] or rows, group[1] or columns
+    if cast.four_over_six:
+        x = F.pad(x, (0, -columns % width, 0, -rows % height))
+        rows, columns = x.shape
     if short := -rows % height:
         x = torch.cat([x, x[-1:].expand(short, -1)])
     if short := -columns % width:
@@ -297,15 +309,56 @@ def _power_of_two_scale(largest: Tensor, cast: Cast, dtype: torch.dtype) -> Tens
     return scale.clamp_(min=TINY, max=2.0 ** (top - exponent)).add_(nan_unless_finite(largest))
 
 
-def _two_level_scale(largest: Tensor, fmt: Format, reference: Reference, finite: Tensor | None) -> Tensor:
-    """E4M3 numbers, zero and subnormal ones too, times one float32 number of all of the groups that are finite."""
-    bad = nan_unless_finite(largest) if finite is None else None
-    of_tensor = finite if bad is None else torch.where(bad == 0, largest, 0).amax()
-    assert of_tensor is not None
-    if reference is not None:
-        of_tensor = reference(of_tensor)
-    encode = torch.full_like(of_tensor, _E4M3.max * fmt.max).div_(of_tensor).clamp_(max=1 / TINY)
-    # In this order, as Transformer Engine does it: the group's own magnitude is rounded once.
-    numbers = _E4M3.round((largest * (encode * (1 / fmt.max))).clamp_(max=_E4M3.max))
+def _two_level_scale(
+    largest: Tensor,
+    cast: Cast,
+    reference: Reference,
+    finite: Tensor | None,
+    contraction_dim: int | None,
+    pieces: Sequence[Tensor] | None,
+) -> Tensor:
+    """E4M3 numbers, zero and subnormal ones too, times one float32 number of all of the groups that are finite, or of
+    those of a line."""
+    fmt, bad = cast.format, nan_unless_finite(largest) if finite is None else None
+    sound = largest if bad is None else torch.where(bad == 0, largest, 0)
+    if cast.scale == "nv_row" and contraction_dim is not None:
+        of_tensor = sound.amax(2 if contraction_dim else 0, keepdim=True)
+    else:
+        of_tensor = sound.amax() if finite is None else finite
+        of_tensor = of_tensor if reference is None else reference(of_tensor)
+    top = _TOP_OF_FOUR_OVER_SIX if cast.four_over_six else _E4M3.max
+    encode = torch.full_like(of_tensor, top * fmt.max).div_(of_tensor).clamp_(max=1 / TINY)
+    # In these orders, as Transformer Engine does it: the group's own magnitude is rounded twice, and once.
+    if cast.four_over_six:
+        numbers = _four_or_six(over_max(largest, fmt) * encode, of_tensor, encode, fmt, pieces)
+    else:
+        numbers = _E4M3.round((largest * (encode * (1 / fmt.max))).clamp_(max=_E4M3.max))
     scale = numbers.mul_(encode.reciprocal())
     return scale if bad is None else scale.add_(bad)
+
+
+def _four_or_six(
+    exact: Tensor, of_tensor: Tensor, encode: Tensor, fmt: Format, pieces: Sequence[Tensor] | None
+) -> Tensor:
+    """Return the groups' E4M3 numbers, from `exact` or from 1.5 times that, whichever has the smaller error.
+
+    Errors are computed and added up in the order of Transformer Engine's kernels, so that a tie there is one here:
+    along the lines, then of 16 x 16 over halves of the rows.
+    """
+    six, four = (_E4M3.round((exact * up).clamp_(max=_E4M3.max)) for up in (1.0, 1.5))
+    if pieces is None:
+        return six
+    over, at_once, chosen = torch.full_like(of_tensor, _TOP_OF_FOUR_OVER_SIX * fmt.max), len(pieces[0]), []
+    for piece, *both in zip(pieces, six.split(at_once), four.split(at_once), strict=True):
+        x, errors = piece.float(), []
+        for numbers in both:
+            values = fmt.round((x * _inverse(numbers * encode.reciprocal())).clamp_(-fmt.max, fmt.max))
+            error = values.mul_(numbers).mul_(of_tensor).div_(over).sub_(x).abs_()
+            if error.shape[3] == 1:
+                error = error.transpose(1, 3)
+            total = reduce(torch.add, error.unbind(3))
+            while total.shape[1] > 1:
+                total = torch.add(*total.chunk(2, dim=1))
+            errors.append(total.unsqueeze(3))
+        chosen.append(torch.where(errors[1] < errors[0], both[1], both[0]))
+    return chosen[0] if len(chosen) == 1 else torch.cat(chosen)

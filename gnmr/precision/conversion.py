@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from gnmr.precision.int8 import MOST_INPUTS, PER_ROW, Int8Linear
 from gnmr.precision.linear import PathLinear
 from gnmr.precision.reads import SHARDED, is_sharded
 from gnmr.precision.recipes import KEPT, ExecutionPath, Gemm, Recipe
-from gnmr.precision.resolve import Pair, as_run, named, pinned, resolve, routes, warn_without_effect
+from gnmr.precision.resolve import Pair, as_run, named, pinned, recipes_of, resolve, routes, warn_without_effect
 from gnmr.precision.rounding import Rounding
 from gnmr.precision.shared import SharedState
 from gnmr.precision.spec import PathSpec
@@ -27,6 +28,9 @@ _ALIKE = ("torchtitan.models.common.linear.Linear",)
 """Subclasses of `nn.Linear` that compute as it does, by full name: they can be given two paths too."""
 _WITH_PATHS: dict[tuple[type, type], type[PathLinear]] = {}
 """What was made of such a class and a kind of `PathLinear`."""
+
+Pins = tuple[tuple[str, str], ...]
+"""(gemm, recipe) of the pinned GEMMs of one operator."""
 
 
 def convert(
@@ -62,32 +66,40 @@ def convert(
     low, recovery = resolve(spec)
     chosen = _chosen(model, spec, low, kept)
     names = operator_names(list(chosen))
-    pins = _pinned_gemms(names, spec)
-    of_pins = {gemms: pinned(spec, gemms) for gemms in dict.fromkeys(pins.values()) if gemms}
-    known = [path for paths in ((low, recovery), *of_pins.values()) for path in paths]
-    integer = any(isinstance(path, Recipe) and path.integer for path in known)
+    pins = _pins(names, spec)
+    with_pins: dict[Pins, dict[str, nn.Linear]] = {(): chosen}  # low and recovery have to run in all of them
+    for name, own in zip(chosen, pins.values(), strict=True):
+        if own:
+            with_pins.setdefault(own, {})[name] = chosen[name]
+    pairs = {own: pinned(spec, dict(own)) if own else (low, recovery) for own in with_pins}
+    linears: dict[ExecutionPath | None, dict[str, nn.Linear]] = {}
+    for own, pair in pairs.items():
+        for path in pair:
+            linears.setdefault(path, {}).update(with_pins[own])
+    integer = any(isinstance(path, Recipe) and path.integer for path in linears)
     kind = Int8Linear if integer else PathLinear
     for name, module in chosen.items():
         _check_linear(name, module, model, kind)
-        for path in known:
-            if isinstance(path, Recipe):
+    for path, modules in linears.items():
+        if isinstance(path, Recipe):
+            for name, module in modules.items():
                 check_widths(name, module, path)
     check_unit(names, spec.unit)
     if integer:
-        _check_weights(spec.weights, known, chosen)
+        _check_weights(spec.weights, linears, chosen)
     warn_without_effect(spec, low, integer)
     here, *others = {module.weight.device: None for module in chosen.values()}
     if others:
         raise ValueError(f"targets: linears on several devices ({', '.join(map(str, [here, *others]))}); use one")
-    run = as_run(known, spec, chosen, device or here, shown)
-    paths: dict[tuple[str, ...], Pair] = {}
-    for gemms, (ours, theirs) in ({(): (low, recovery)} | of_pins).items():
+    run = as_run(linears, spec, device or here, shown)
+    paths: dict[Pins, Pair] = {}
+    for own, (ours, theirs) in pairs.items():
         in_force = run[ours]
         assert in_force is not None
-        paths[gemms] = in_force, run[theirs]
-    mixed: dict[tuple[str, ...], dict[frozenset[str], Recipe]] = {gemms: {} for gemms in paths}
+        paths[own] = in_force, run[theirs]
+    mixed: dict[Pins, dict[frozenset[str], Recipe]] = {own: {} for own in paths}
     if spec.unit == "gemm":
-        mixed = {gemms: routes(spec, *both, chosen, device or here) for gemms, both in paths.items()}
+        mixed = {own: routes(spec, *both, with_pins[own], device or here) for own, both in paths.items()}
         if not mixed[()]:
             raise ValueError(f"unit='gemm': {spec.low} and {spec.recovery} are alike in {', '.join(spec.recovers)}")
     routed = [gemm for gemm in GEMMS if frozenset([gemm]) in mixed[()]]
@@ -95,10 +107,13 @@ def convert(
     operators = []
     for index, (name, module) in enumerate(zip(names, chosen.values(), strict=True)):
         operators.append(_exchanged(module, kind, name, index, paths[pins[name]], shared))
-        operators[-1].pinned = pins[name]
+        operators[-1].pinned = tuple(gemm for gemm, _ in pins[name])
         _route(operators[-1], mixed[pins[name]])
     units = grouped(operators, spec.unit, routed)
-    converted = ConvertedModel(operators, units, *paths[()], shared, recovers=tuple(spec.recovers))
+    named_too = {name: recipe for name, recipe in recipes_of(spec).items() if name in spec.recipes}
+    converted = ConvertedModel(
+        operators, units, *paths[()], shared, tuple(spec.recovers), times=spec.times, recipes=named_too
+    )
     if store:
         converted.store(spec.weights)
     return converted
@@ -144,18 +159,20 @@ def _select(linears: Iterable[str], patterns: Sequence[str]) -> tuple[list[str],
     return [own[name] for name in found], empty
 
 
-def _pinned_gemms(names: Sequence[str], spec: PathSpec) -> dict[str, tuple[str, ...]]:
-    """The GEMMs of each operator that are pinned, by its name. ValueError for a pattern that names no operator."""
-    found: dict[str, set[str]] = {name: set() for name in names}
+def _pins(names: Sequence[str], spec: PathSpec) -> dict[str, Pins]:
+    """The pins of each operator, by its name. Raises ValueError for a pattern that names no operator, and for two that
+    pin a GEMM on different recipes."""
+    found: dict[str, dict[str, str]] = {name: {} for name in names}
     ends = by_end(names)  # plan.json has a pin for each of thousands of experts
-    for pattern, gemms in spec.pins.items():
+    for pattern, recipes in spec.pinned.items():
         chosen = select(names, [pattern])[0] if set(pattern) & set("*?[") else ends.get(pattern, [])
         if not chosen:
             kinds = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
             raise ValueError(f"pins {pattern!r}: no operator has such a name; there are {kinds}, as {names[0]}")
-        for name in chosen:
-            found[name].update(gemms)
-    return {name: tuple(gemm for gemm in GEMMS if gemm in own) for name, own in found.items()}
+        for name, (gemm, recipe) in product(chosen, recipes.items()):
+            if (other := found[name].setdefault(gemm, recipe)) != recipe:
+                raise ValueError(f"pins.{pattern}.{gemm}={recipe}: another pattern pins {gemm} of {name} on {other}")
+    return {name: tuple((gemm, own[gemm]) for gemm in GEMMS if gemm in own) for name, own in found.items()}
 
 
 def _shared_state(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -25,6 +25,8 @@ from gnmr.precision.units import PathUnit
 DETACHED = "this controller was detached: its model has plain linears again; attach another"
 """What is raised by everything that needs converted operators after `ConvertedModel.restore`."""
 
+_OURS = {*RECIPES, *GEMMS, "in", "and"}
+"""Words of the names of our recipes and of what `Recipe.with_gemms` makes of them."""
 
 StepMark: TypeAlias = tuple[Mark | None, tuple[Tensor | None, Tensor] | None, int]
 """The place of stochastic rounding, the delayed scales, the step."""
@@ -41,6 +43,10 @@ class ConvertedModel:
     shared: SharedState
     recovers: tuple[str, ...] = GEMMS
     """GEMMs that recovery takes over."""
+    times: Mapping[str, float] = field(default_factory=dict)
+    """Relative GEMM times (`PathSpec.times`)."""
+    recipes: Mapping[str, Recipe] = field(default_factory=dict)
+    """The recipes beside ours that they may name."""
     warmup_steps: int = 0
     """Steps from the first on in which operators in recovery compute in 16 bits; see `begin_step`."""
     restored: bool = False
@@ -271,13 +277,14 @@ class ConvertedModel:
         low, recovery = described(self.low), "none" if self.recovery is None else described(self.recovery)
         rounding = "nearest" if self.shared.rounding is None else "stochastic"
         # Of a recipe of the user's the name alone says nothing.
+        by_name = {o.operator_name: described(o.low) for o in self.operators if o.pinned}
+        pinned = {o.low.name: o.low for o in self.operators if o.pinned}
         own = "".join(
             f", {path.name}: {path.words()}"
-            for path in (self.low, self.recovery)
-            if isinstance(path, Recipe) and path.name.partition(" ")[0] not in RECIPES
+            for path in (self.low, self.recovery, *pinned.values())
+            if isinstance(path, Recipe) and not {*path.name.replace(",", "").split()} <= _OURS
         )
         site = ", site=forward" if self.shared.quantize_forward else ""
-        by_name = {o.operator_name: described(o.low) for o in self.operators if o.pinned}
         pins = f", pins: {by_name}" if by_name else ""
         return f"low={low}, recovery={recovery}, rounding={rounding}{site}, {len(self.operators)} operators{own}{pins}"
 

@@ -1,10 +1,14 @@
-"""What the operators of a converted model spend: arithmetic of GEMMs, and memory that is kept for backward."""
+"""What the operators of a converted model spend: arithmetic and time of GEMMs, and memory that is kept for backward.
+
+GEMM time is relative: inputs * outputs * the time of the GEMM's recipe, which its widest operand decides (`TIMES`).
+Extra GEMM time is the sum over all GEMMs of their time now less that on the low recipe, over the sum of the latter.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -13,11 +17,49 @@ from gnmr.precision.cast import rotated_dtype
 from gnmr.precision.formats import Format, KeepFormat
 from gnmr.precision.int8 import Int8Linear
 from gnmr.precision.linear import PathLinear
-from gnmr.precision.recipes import HADAMARD, ExecutionPath, Recipe
+from gnmr.precision.recipes import HADAMARD, READS, RECIPES, ExecutionPath, Recipe
 from gnmr.precision.scaling import row_bytes, scale_dtype, scales_of
 
 if TYPE_CHECKING:
     from gnmr.precision.converted import ConvertedModel
+
+
+TIMES = {"4": 1.0, "8": 2.0, "16": 4.0}
+"""Relative time of a GEMM by the bits of its widest operand."""
+
+
+def gemm_time(
+    recipe: Recipe, gemm: str, times: Mapping[str, float] | None = None, recipes: Mapping[str, Recipe] | None = None
+) -> float:
+    """Return the relative time of a GEMM under `recipe`.
+
+    Operands of 2 and 3 bits count as 4 and those of 6 as 8, one that is not cast as 16, and the result not at all.
+
+    Args:
+        recipe: the recipe, or a mixture of several (`Recipe.with_gemms`).
+        gemm: fprop, dgrad or wgrad.
+        times: other times than `TIMES`, by width or by recipe. A recipe's is that of every GEMM that casts as the same
+            GEMM of this recipe does; one that it leaves in 16 bits has the time of 16.
+        recipes: those that `times` may name beside ours.
+    """
+    times = times or {}
+    known = {**RECIPES, recipe.name: recipe, **(recipes or {})}
+    casts = recipe.words()[gemm]
+    for name in (name for name in (recipe.name, *times) if name in times and name in known):
+        named = known[name]
+        if named.words()[gemm] == casts and (casts or not named.casts):
+            return times[name]
+    operands = [getattr(getattr(recipe, gemm), operand) for operand in READS[gemm]]
+    widest = max(16 if cast is None else cast.format.bits for cast in operands)
+    return {**TIMES, **times}["4" if widest <= 4 else "8" if widest <= 8 else "16"]
+
+
+class Spent(NamedTuple):
+    """What a step spends; see `Cost.spent`."""
+
+    share: float
+    extra_bytes: float
+    extra_time: float
 
 
 @dataclass
@@ -27,7 +69,7 @@ class _Numbers:
     state: tuple[Any, ...]
     """The path of a warm-up in 16 bits, then (`low`, `recovered`, `read`) of each operator."""
     predicted: int
-    spent: tuple[float, float]
+    spent: Spent
     saved: int | None = None
     """What was read from the graph, and of which operators it held an input then."""
     held: list[bool] | None = None
@@ -39,6 +81,7 @@ class Cost:
     def __init__(self, model: ConvertedModel) -> None:
         self._model = model
         self._numbers: _Numbers | None = None
+        self._times: dict[int, tuple[ExecutionPath, float]] = {}
 
     def saved_bytes(self) -> int:
         """Return the bytes that the operators' inputs occupy in the autograd graph now, between forward and backward.
@@ -81,16 +124,20 @@ class Cost:
         own = {id(o.weight): o.weight.nbytes for o in self._model.operators if o.weight.is_floating_point()}
         return sum(own.values()), sum(o.code_bytes for o in self._model.operators if isinstance(o, Int8Linear))
 
-    def spent(self) -> tuple[float, float]:
-        """Return (share of the GEMMs' arithmetic that is on the recovery path now, extra bytes of Eq. 5).
+    def spent(self) -> Spent:
+        """Return (share of the GEMMs' arithmetic that is on the recovery path now, extra bytes of Eq. 5, extra time of
+        the GEMMs).
 
-        A GEMM counts in_features * out_features a token, and all operators as many tokens. Pinned GEMMs are always on
-        that path, those of an operator in recovery as far as `recovers` goes (in a warm-up in 16 bits all); under
-        formats an operator counts as a whole. Does not wait for the device.
+        Share: a GEMM counts in_features * out_features a token, and all operators as many tokens. Pinned GEMMs are
+        always on that path, those of an operator in recovery as far as `recovers` goes (in a warm-up in 16 bits all);
+        under formats an operator counts as a whole. Does not wait for the device.
 
         Eq. 5: (p_high - p_low)/8 * sum of A_b over the operators in recovery, each counted by itself; pins count where
         they keep more of the input. p_high is 16 in a warm-up in 16 bits. 0 under simulated recipes: whatever the path,
         the input is kept in its own width.
+
+        Extra time: as a share of the time with every GEMM on the low recipe, with pins and recovery on the recipes that
+        they are on. 0 under formats, whose GEMMs run in 16 bits.
         """
         return self._now().spent
 
@@ -140,16 +187,29 @@ class Cost:
         state = model.shared.warmup, *((o.low, o.recovered, o.read) for o in model.operators)
         if self._numbers is not None and self._numbers.state == state:
             return self._numbers
-        recovered, extra, copies = 0, 0.0, dict[tuple[object, str], int]()
+        recovered, extra, time, copies = 0, 0.0, 0.0, dict[tuple[object, str], int]()
         for operator in model.operators:
             path, read = operator.path, operator.read
             recovered += len(self._recovered(operator)) * _area(operator)
             extra += self._extra(operator, path)
+            time += (self._time(path) - self._time(model.low)) * _area(operator)
             if read is not None:
                 key = read[1], kept_as(path)
                 copies[key] = max(copies.get(key, 0), kept_bytes(operator, path, read[0], read[2]))
-        self._numbers = _Numbers(state, sum(copies.values()), (recovered / self._arithmetic(), extra))
+        arithmetic = self._arithmetic()
+        usual = (self._time(model.low) or 1.0) * arithmetic / len(GEMMS)
+        spent = Spent(recovered / arithmetic, extra, time / usual)
+        self._numbers = _Numbers(state, sum(copies.values()), spent)
         return self._numbers
+
+    def _time(self, path: ExecutionPath) -> float:
+        """Relative time of the GEMMs of an operator on `path`, a multiplication; of formats 0."""
+        if isinstance(path, Format):
+            return 0.0
+        if id(path) not in self._times:  # by identity: a recipe's hash takes as long as all else of an operator
+            of = self._model
+            self._times[id(path)] = path, sum(gemm_time(path, gemm, of.times, of.recipes) for gemm in GEMMS)
+        return self._times[id(path)][1]
 
     def _recovered(self, operator: PathLinear) -> Collection[str]:
         """The GEMMs of the operator that are on the recovery path now."""
@@ -167,7 +227,7 @@ class Cost:
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy: without the last step's numbers."""
-        return {**self.__dict__, "_numbers": None}
+        return {**self.__dict__, "_numbers": None, "_times": {}}
 
 
 def _area(operator: PathLinear) -> int:

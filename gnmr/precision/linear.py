@@ -120,7 +120,7 @@ class PathLinear(nn.Linear):
     low: ExecutionPath
     recovery: ExecutionPath | None
     pinned: tuple[str, ...]
-    """GEMMs that are on the recovery recipe on both paths."""
+    """GEMMs that are on one recipe on both paths."""
     recovering: bool
     """Whether the recovery path is in force, or of an operator with `gemms` any GEMM of it."""
     recovered: frozenset[str]

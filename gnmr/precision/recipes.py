@@ -23,6 +23,10 @@ parameter itself stays in its own 16 bits. A "result" is the product (bias inclu
     nv             16 elements along the contracted dimension, with an E4M3 number as their scale, times one float32
                    number of the tensor (NVFP4, 2509.25149)
     nv2d           16 x 16, the same: a weight has the same values in fprop and dgrad
+    nv_4over6, nv2d_4over6    the same of E2M1, where each group's largest magnitude becomes 6 or 4, whichever has the
+                   smaller error (Four Over Six, 2512.02010)
+    nv_row         as nv, with a float32 number for each line along the contracted dimension, not for the tensor: in
+                   fprop a token, in wgrad a channel
     delayed        one scale for all, from the largest magnitude of the last `history` steps and not of this tensor (as
                    Transformer Engine's delayed scaling): saturates what has grown since
 
@@ -34,6 +38,12 @@ widths of a linear `convert` refuses that. Those of `nv` are two, as in appendix
 with encode = 448 * format.max / max|tensor|, which brings the largest group to E4M3's largest number, a group's E4M3
 number is max|group| * (encode / format.max), rounded to nearest, and its scale that number / encode, as Transformer
 Engine computes both. The largest elements saturate where it was rounded down.
+
+Those of the variants are Transformer Engine's (`NVFP4BlockScaling`, read at d0067d0d). `nv_row`, its
+row_scaled_activation, takes max|tensor| over the line. Under `nv_4over6` encode = 256 * 6 / max|tensor|, which leaves
+E4M3 room for half as much again, and a group's E4M3 number is max|group| / 6 * encode or 1.5 times that: then the
+largest magnitude becomes 4, below which values are closer to each other than 4 and 6 are. The error is the sum of
+|value - element| (MAE, the default there; the authors' own code sums squares by default), and of equal ones 6 stays.
 
 `int8/row/codes` for both operands of fprop: the codes themselves are multiplied, and the integer sums scaled
 (`int8.py`). No other GEMM can: a token's or an output channel's scale lies along what they contract.
@@ -62,6 +72,9 @@ Named recipes (`RECIPES`):
                    rounded stochastically, wgrad's operands are rotated (2509.25149)
     nvfp4_no_sr, nvfp4_no_rht, nvfp4_1d    the same without stochastic rounding, without the rotation, or with the
                    weight in nv: other values in dgrad than in fprop
+    nvfp4_4over6   nvfp4_no_rht with input and weight in nv_4over6 and nv2d_4over6: Transformer Engine's
+                   nvfp4_4over6="all", which leaves grad_output as it is and has no rotation beside it
+    nvfp4_row_scaled    nvfp4_no_rht with the input in nv_row: its row_scaled_activation, which has no rotation either
     sim_<format>   the paper's quantization-simulated operators (E.2), everything per row: forward casts input, weight
                    and output, backward the incoming gradient and the resulting weight and input gradients; the backward
                    GEMMs see the weight and the input that the forward GEMM saw
@@ -92,12 +105,15 @@ from gnmr import names as vocabulary
 from gnmr.names import GEMMS
 from gnmr.precision.formats import FORMATS, Format, KeepFormat, get_format
 
-SCALES = ("delayed", "tensor", "block", "row", "nv2d", "tile", "mx", "mx_floor", "nv")
+SCALES = (
+    *("delayed", "tensor", "block", "row", "nv2d", "nv2d_4over6"),
+    *("tile", "mx", "mx_floor", "nv", "nv_4over6", "nv_row"),
+)
 """The coarsest first."""
 TILE, MX, NV, HADAMARD = 128, 32, 16, 16
-_LENGTHS = {"tile": TILE, "mx": MX, "mx_floor": MX, "nv": NV}
+_LENGTHS = {"tile": TILE, "mx": MX, "mx_floor": MX, "nv": NV, "nv_4over6": NV, "nv_row": NV}
 """Of groups along the contracted dimension."""
-_SQUARES = {"block": TILE, "nv2d": NV}
+_SQUARES = {"block": TILE, "nv2d": NV, "nv2d_4over6": NV}
 """Of groups that are as long in both."""
 
 
@@ -130,6 +146,8 @@ class Cast:
             raise ValueError(f"{self}: only the codes of int8/row can be multiplied")
         if self.hadamard and self.scale == "delayed":
             raise ValueError(f"{self}: what a delayed scale remembers is not rotated; use another scale")
+        if self.four_over_six and (self.stochastic or self.format.name != "e2m1"):
+            raise ValueError(f"{self}: four over six chooses between values of e2m1 that are rounded to nearest")
 
     @staticmethod
     def of(word: str) -> Cast | None:
@@ -162,8 +180,13 @@ class Cast:
 
     @property
     def two_levels(self) -> bool:
-        """Whether groups have E4M3 scales under one of the tensor."""
-        return self.scale in ("nv", "nv2d")
+        """Whether groups have E4M3 scales under one of the tensor, or of a line of it."""
+        return self.scale.startswith("nv")
+
+    @property
+    def four_over_six(self) -> bool:
+        """Whether each group's largest magnitude becomes 4 or 6."""
+        return self.scale.endswith("4over6")
 
     def group(self, contraction_dim: int) -> tuple[int | None, int | None]:
         """(rows, columns) of the elements with one scale; None: all of them."""
@@ -199,7 +222,8 @@ class Gemm:
         return [cast for field in fields(self) if (cast := getattr(self, field.name)) is not None]
 
 
-_OPERANDS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
+READS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
+"""The operands of each GEMM."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +255,7 @@ class Recipe:
             if gemm not in GEMMS:
                 raise ValueError(f"recipe {name}: {gemm!r} is no GEMM: use {', '.join(GEMMS)}")
             for operand, word in _mapping(f"{name}: {gemm}", words, "{operand: cast}, as {input: e4m3/tile}").items():
-                if operand not in (known := (*_OPERANDS[gemm], "result")):
+                if operand not in (known := (*READS[gemm], "result")):
                     raise ValueError(f"recipe {name}: {gemm} has no {operand!r}: use {', '.join(known)}")
                 if not isinstance(word, str):
                     raise ValueError(
@@ -244,7 +268,7 @@ class Recipe:
         return Recipe(name, **made)
 
     def __post_init__(self) -> None:
-        for name, operands in _OPERANDS.items():
+        for name, operands in READS.items():
             gemm: Gemm = getattr(self, name)
             if foreign := [o for o in ("input", "weight", "grad_output") if o not in operands and getattr(gemm, o)]:
                 raise ValueError(f"recipe {self.name}: {name} reads {' and '.join(operands)}, not {foreign[0]}")
@@ -293,11 +317,22 @@ class Recipe:
         """
         if not gemms or (unknown := [name for name in gemms if name not in GEMMS]):
             raise ValueError(f"recovers={list(gemms) and unknown}: use some of {', '.join(GEMMS)}")
-        taken = [name for name in GEMMS if name in gemms]
-        if len(taken) == len(GEMMS):
-            return recovery
-        name = f"{recovery.name} in {', '.join(taken)}"
-        return replace(self, name=name, **{gemm: getattr(recovery, gemm) for gemm in taken})
+        return self.with_gemms(dict.fromkeys(gemms, recovery))
+
+    def with_gemms(self, recipes: Mapping[str, Recipe]) -> Recipe:
+        """Return this recipe with GEMMs taken from others, {gemm: recipe}; with all of them from one that one itself.
+
+        >>> RECIPES["nvfp4"].with_gemms({"fprop": RECIPES["mxfp8"], "dgrad": RECIPES["bf16"]}).name
+        'mxfp8 in fprop and bf16 in dgrad'
+        """
+        taken = {gemm: recipes[gemm] for gemm in GEMMS if gemm in recipes}
+        of: dict[str, list[str]] = {}
+        for gemm, recipe in taken.items():
+            of.setdefault(recipe.name, []).append(gemm)
+        if not taken or (len(taken) == len(GEMMS) and len(of) == 1):
+            return taken.get("fprop", self)
+        name = " and ".join(f"{recipe} in {', '.join(gemms)}" for recipe, gemms in of.items())
+        return replace(self, name=name, **{gemm: getattr(recipe, gemm) for gemm, recipe in taken.items()})
 
     def divisors(self) -> tuple[int, int]:
         """What the numbers of inputs and of outputs of a linear must be multiples of, so that no group is cut."""
@@ -305,7 +340,7 @@ class Recipe:
         dims = {"input": (None, 0), "weight": (1, 0), "grad_output": (None, 1)}
         contracted = {"fprop": 0, "dgrad": 1, "wgrad": None}
         needed = [1, 1]
-        for gemm, operands in _OPERANDS.items():
+        for gemm, operands in READS.items():
             for operand in operands:
                 cast: Cast | None = getattr(getattr(self, gemm), operand)
                 if cast is None:

@@ -12,7 +12,7 @@ auto         a real one where device, recipe and widths allow it, else simulated
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain, combinations
 
@@ -57,13 +57,15 @@ def resolve(spec: PathSpec) -> Pair:
     return low, recovery
 
 
-def pinned(spec: PathSpec, gemms: Sequence[str]) -> Pair:
-    """The low and the recovery path of an operator whose `gemms` are pinned; bf16 where the spec has no recovery."""
+def pinned(spec: PathSpec, pins: Mapping[str, str]) -> Pair:
+    """The low and the recovery path of an operator with these pins, {gemm: recipe}, which both of them keep."""
     low, recovery = named(spec)
     static = spec.recovery is None
     if isinstance(low, Recipe) and isinstance(recovery, Recipe):
-        more = [gemm for gemm in GEMMS if gemm in (*gemms, *spec.recovers)]
-        return low.with_recovered(recovery, gemms), None if static else low.with_recovered(recovery, more)
+        known = recipes_of(spec)
+        own = {gemm: known[name] for gemm, name in pins.items()}
+        recovered = dict.fromkeys(spec.recovers, recovery) | own
+        return low.with_gemms(own), None if static else low.with_gemms(recovered)
     return recovery, None if static else recovery
 
 
@@ -73,10 +75,15 @@ def named(spec: PathSpec) -> tuple[ExecutionPath, ExecutionPath]:
     if all(name in FORMATS for name in names):
         low, recovery = (_format(name, spec.group) for name in names)
         return low, recovery
+    known = recipes_of(spec)
+    return known[names[0]], known[names[1]]
+
+
+def recipes_of(spec: PathSpec) -> dict[str, Recipe]:
+    """All recipes that the spec may name: ours and its own."""
     own = {name: one if isinstance(one, Recipe) else Recipe.of(name, one) for name, one in spec.recipes.items()}
     # What runs a recipe is for `backend` to say.
-    ours, theirs = (replace((RECIPES | own)[name], backend="simulated") for name in names)
-    return ours, theirs
+    return RECIPES | {name: replace(one, backend="simulated") for name, one in own.items()}
 
 
 def _format(name: str, group: int | None) -> Format:
@@ -141,22 +148,21 @@ def with_backend(
 
 
 def as_run(
-    paths: Iterable[ExecutionPath | None],
+    linears: Mapping[ExecutionPath | None, dict[str, nn.Linear]],
     spec: PathSpec,
-    chosen: dict[str, nn.Linear],
     device: torch.device,
     shown: bool,
 ) -> dict[ExecutionPath | None, ExecutionPath | None]:
-    """Each path (low and recovery first, then those of pins) as it will run on `device`."""
+    """Each path (low and recovery first, then those of pins) as it will run in its linears on `device`."""
     run: dict[ExecutionPath | None, ExecutionPath | None] = {}
-    for i, asked in enumerate(dict.fromkeys(paths)):
+    for i, (asked, own) in enumerate(linears.items()):
         run[asked] = path = asked
         if isinstance(path, Recipe):
             if spec.outlier_threshold is not None and path.integer and path.fprop.input is not None:
                 outliers = replace(path.fprop.input, outliers=spec.outlier_threshold)
                 path = replace(path, fprop=replace(path.fprop, input=outliers))
             told = shown or i > 1  # pins: of what they are parts of
-            run[asked] = with_backend(path, spec.backend, chosen, device, told)
+            run[asked] = with_backend(path, spec.backend, own, device, told)
     return run
 
 
@@ -177,7 +183,7 @@ def routes(
     routed = [gemm for gemm in GEMMS if gemm in spec.recovers and getattr(low, gemm) != getattr(other, gemm)]
     found = {}
     for gemms in chain.from_iterable(combinations(routed, number + 1) for number in range(len(routed))):
-        name = f"{other.name.partition(' in ')[0]} in {', '.join(gemms)}"
+        name = f"{spec.recovery or 'bf16'} in {', '.join(gemms)}"
         one = replace(low, name=name, backend="simulated", **{gemm: getattr(other, gemm) for gemm in gemms})
         simulated = recovery is None or (spec.backend == "int_mm" and not one.integer)
         with warnings.catch_warnings():

@@ -42,9 +42,12 @@ class PathSpec:
     ActNN's (256); null: symmetric about 0, one scale a token."""
     recovers: list[str] = field(default_factory=lambda: list(GEMMS))
     """GEMMs that the recovery recipe takes over; without effect where the paths are formats."""
-    pins: dict[str, list[str]] = field(default_factory=dict)
-    """GEMMs that are always on the recovery recipe, {pattern of operators: [fprop, dgrad, wgrad]}; on bf16 where
-    recovery is null. Of formats a pin is the whole operator: all three GEMMs."""
+    pins: dict[str, Any] = field(default_factory=dict)
+    """GEMMs that always run on one recipe, {pattern of operators: {fprop: mxfp8}}, or [fprop, dgrad] for the recovery
+    recipe (bf16 where recovery is null). Of formats a pin is the whole operator: all three GEMMs on recovery."""
+    times: dict[str, float] = field(default_factory=dict)
+    """Relative times of GEMMs (gnmr/precision/cost.py), by which extra GEMM time is counted, by width (4, 8, 16) or
+    recipe: {8: 1.8, mxfp8: 1.9}. What is left out has the usual 1 : 2 : 4."""
     backend: str = "auto"
     """What runs a recipe (gnmr/precision/resolve.py): simulated, scaled_mm (FP8 hardware), int_mm (integers), or auto:
     a real one where device, recipe and widths allow it, else simulated."""
@@ -92,6 +95,11 @@ class PathSpec:
         some = self.recovers and set(self.recovers) <= set(GEMMS)
         require(some, "recovers", self.recovers, f"must be some of {', '.join(GEMMS)}")
         self._check_pins()
+        times = {str(key): time for key, time in self.times.items()}
+        for key, time in times.items():
+            require(key in ("4", "8", "16", *recipes), f"times.{key}", time, "must be of 4, 8, 16 or a recipe")
+            positive(or_null=False, **{f"times.{key}": time})
+        object.__setattr__(self, "times", times)
         require(self.targets, "targets", self.targets, "needs at least one pattern")
         one_of(UNITS, unit=self.unit)
         formats = all(path is None or path in FORMATS for path in (self.low, self.recovery))
@@ -111,21 +119,32 @@ class PathSpec:
             right = f"belongs to integer formats (int2 ... int8, bf16 beside them); {(other or [self.low])[0]} is none"
             require(_integer(self.low) and set(other) <= {"bf16"}, "group", self.group, right)
 
+    @property
+    def pinned(self) -> dict[str, dict[str, str]]:
+        """The recipe (or format) of each pinned GEMM, by pattern."""
+        usual = self.recovery or "bf16"
+        return {
+            pattern: dict(given) if isinstance(given, Mapping) else dict.fromkeys(given, usual)
+            for pattern, given in self.pins.items()
+        }
+
     def _check_pins(self) -> None:
         """GEMMs are put in their order, each once."""
-        right = "must be {pattern of operators: [GEMMs]}, as {down_proj: [fprop]}"
+        right = "must be {pattern of operators: {GEMM: recipe}}, as {down_proj: {fprop: mxfp8}}, or {pattern: [GEMMs]}"
         require(isinstance(self.pins, Mapping), "pins", self.pins, right)
-        pins = {}
+        formats = all(path is None or path in FORMATS for path in (self.low, self.recovery))
+        recipes, pins = (*RECIPES, *self.recipes), {}
         for pattern, given in self.pins.items():
             require(isinstance(pattern, str) and pattern, "pins", self.pins, right)
-            gemms = listed(f"pins.{pattern}", given)
-            some = gemms and set(gemms) <= set(GEMMS)
-            require(some, f"pins.{pattern}", given, f"must be some of {', '.join(GEMMS)}")
-            formats = all(path is None or path in FORMATS for path in (self.low, self.recovery))
-            whole = not formats or set(gemms) == set(GEMMS)
-            right_whole = f"low={self.low} is a format, and pins the whole operator: [{', '.join(GEMMS)}]"
-            require(whole, f"pins.{pattern}", given, right_whole)
-            pins[pattern] = [gemm for gemm in GEMMS if gemm in gemms]
+            key, by_recipe = f"pins.{pattern}", isinstance(given, Mapping)
+            gemms = list(given) if by_recipe else listed(key, given)
+            require(gemms and set(gemms) <= set(GEMMS), key, given, f"must be some of {', '.join(GEMMS)}")
+            whole = f"low={self.low} is a format, and pins the whole operator: [{', '.join(GEMMS)}]"
+            require(not formats or set(gemms) == set(GEMMS), key, given, whole)
+            for gemm in gemms if by_recipe else ():
+                one_of([self.recovery or "bf16"] if formats else recipes, **{f"{key}.{gemm}": given[gemm]})
+            some = [gemm for gemm in GEMMS if gemm in gemms]
+            pins[pattern] = {gemm: given[gemm] for gemm in some} if by_recipe else some
         object.__setattr__(self, "pins", pins)
 
     def _check_recipes(self) -> None:

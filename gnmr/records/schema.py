@@ -62,6 +62,8 @@ STEP_FIELDS: dict[str, str] = {
     "step, pins included, a token through each linear; null while a fork heals",
     "spent_extra_bytes": "bytes that backward kept more than with all on the low path (Eq. 5), of the step's last "
     "micro-batch; 0 under simulated recipes, which keep the input's own width; null while a fork heals",
+    "spent_extra_time": "time of the GEMMs of all converted linears in this step over that with all on the low recipe, "
+    "less 1, pins included, by relative times (gnmr/precision/cost.py); 0 under formats; null while a fork heals",
     "skipped": "true where a non-finite loss or gradient, or a gradient transform, kept the optimizer from stepping",
     "nonfinite_total": "steps with a non-finite loss or gradient so far (never resets)",
     "nonfinite_streak": "such steps in a row (resets)",
@@ -148,6 +150,7 @@ SUMMARY_FIELDS: dict[str, str] = {
     "saved_bytes_mean": "mean of saved_bytes over the steps that have it",
     "spent_gemm_frac": "mean of the steps' spent_gemm_frac: what the arm spent",
     "spent_extra_bytes": "mean of the steps' spent_extra_bytes",
+    "spent_extra_time": "mean of the steps' spent_extra_time",
     "numbers_sent_total": "numbers_sent, summed over the run; null where gradients are not compressed",
     "numbers_sent_frac": "mean of the steps' numbers_sent_frac; null where they are not compressed",
     "peak_memory_bytes": "largest resident size of the process (CPU) or allocated by PyTorch (CUDA); null for a run "

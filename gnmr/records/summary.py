@@ -49,7 +49,8 @@ class _Steps:
         if (saved := row["saved_bytes"]) is not None:  # null under activation checkpointing
             self.totals.update(measured=1, saved_bytes=saved)
         if (spent := row.get("spent_gemm_frac")) is not None:
-            self.totals.update(spends=1, spent=spent, extra_bytes=row["spent_extra_bytes"])
+            extra = {name: row[f"spent_{name}"] for name in ("extra_bytes", "extra_time")}
+            self.totals.update(spends=1, spent=spent, **extra)
         if (sent := row.get("numbers_sent")) is not None:
             self.totals.update(sendings=1, sent=sent, sent_frac=row["numbers_sent_frac"])
         for operand, counts in row["saturation"].items():
@@ -101,6 +102,7 @@ def summarize(
         "saved_bytes_mean": _share(totals["saved_bytes"], totals["measured"]),
         "spent_gemm_frac": _share(totals["spent"], totals["spends"]),
         "spent_extra_bytes": _share(totals["extra_bytes"], totals["spends"]),
+        "spent_extra_time": _share(totals["extra_time"], totals["spends"]),
         "numbers_sent_total": totals["sent"] if totals["sendings"] else None,
         "numbers_sent_frac": _share(totals["sent_frac"], totals["sendings"]),
         "peak_memory_bytes": peak_memory_bytes,

@@ -169,6 +169,11 @@ def test_prices_against_single_kls(
     with pytest.raises(SystemExit):
         price.main()
 
+    monkeypatch.setattr(sys, "argv", [words[0], str(tmp_path / "whole.json"), *words[2:-1], "0"])
+    price.main()
+    found = json.loads((tmp_path / "whole.json").read_text())["cells"][0]
+    assert found["all_low"] == pytest.approx(first["all_low"]) and "| sim_e2m1 | 0." in capsys.readouterr().out
+
     subject = price.load_subject(str(run), "cpu")
     subject.model.eval()
     blocks = price.blocks_of(subject, None, batches=2, held_out=1, length=16, size=2)

@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 
 from gnmr.doctor.diagnosis import Diagnosis
+from gnmr.doctor.knapsack import times_of
 from gnmr.doctor.measured import Measured, Row
+from gnmr.precision.recipes import RECIPES
 
 PROJECTIONS = {
     "self_attn.q_proj": (576, 576),
@@ -20,8 +22,13 @@ PROJECTIONS = {
 }
 
 
+CURVE_LEFT = ((0.03, 0.3), (0.05, 0.2), (0.2, 0.08), (0.3, 0.04))
+"""(extra time, nats left)."""
+
+
 def diagnosis(layers: int = 30, names: list[str] | None = None, **given: Any) -> Diagnosis:
-    """`layers` blocks of seven projections, or operators of these `names`; 0.55 nats in all and 0.68 measured.
+    """`layers` blocks of seven projections, or operators of these `names`; 0.55 nats in all and 0.68 measured, with
+    mxfp8 and bf16 to keep them on.
 
     Most of it is in `down_proj` and `v_proj`; the twenty most expensive are measured.
     """
@@ -39,7 +46,8 @@ def diagnosis(layers: int = 30, names: list[str] | None = None, **given: Any) ->
         one, share = value if i in top else None, float(rng.uniform(0.2, 0.8))
         near = (value * 0.85, value * 1.2)
         both = {"input": value * share, "weight": value * (1 - share)}
-        rows.append(Row(name, "fprop", value, near, token, sequence, one, **both))
+        rescued = {"mxfp8": value * float(rng.uniform(0.03, 0.1)), "bf16": 0.0}
+        rows.append(Row(name, "fprop", value, near, token, sequence, one, **both, rescued=rescued))
         for gemm in ("dgrad", "wgrad"):
             error = float(rng.lognormal(-4, 1))
             rows.append(Row(name, gemm, error, (error * 0.9, error * 1.1), bias=float(rng.normal(0, 0.01))))
@@ -49,6 +57,8 @@ def diagnosis(layers: int = 30, names: list[str] | None = None, **given: Any) ->
 
     scale = float(values.sum()) / 0.55
     rules = {"last": 0.454, "first": 0.43, "first_last": 0.35, "random": 0.45, "mse": 0.22, "gradient norm": 0.18}
+    rescues = ("bf16",) if given.get("against") else ("mxfp8", "bf16")
+    rules |= {f"{name} alone": left for name, left in (("mxfp8", 0.18), ("bf16", 0.32)) if len(rescues) > 1}
     left = {"plan": measured(0.173 * scale)} | {name: measured(value * scale) for name, value in rules.items()}
     samples = values * rng.lognormal(0, 0.2, (12, len(shapes)))
     options: dict[str, Any] = {
@@ -62,11 +72,13 @@ def diagnosis(layers: int = 30, names: list[str] | None = None, **given: Any) ->
         "budget": 0.1,
         "tokens": 1,
         "pins": {},
+        "rescues": rescues,
+        "costs": times_of(shapes, [RECIPES[name] for name in ("nvfp4", "mxfp8", "bf16")]),
         "targets": ["*_proj"],
         "held_out": measured(0.66 * scale),
         "left": left,
         "apart": {name: ((value - 0.173) * scale, 0.01 * scale) for name, value in rules.items()},
-        "curve": tuple((share, measured(nats * scale)) for share, nats in ((0.05, 0.27), (0.2, 0.08), (1 / 3, 0.001))),
+        "curve": tuple((at, measured(nats * scale)) for at, nats in CURVE_LEFT),
         "limit": 2e-5,
     }
     return Diagnosis(**options | given)

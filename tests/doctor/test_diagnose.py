@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -18,17 +19,18 @@ from torch.nn import functional as F
 
 import gnmr
 from gnmr.doctor.diagnosis import Diagnosis
-from gnmr.doctor.knapsack import arithmetic, choose
 from gnmr.doctor.measured import Measured
 from gnmr.doctor.page import page, totals
 from gnmr.doctor.plan import read_plan
 from gnmr.errors import UserError
 from gnmr.measure.price import measure_prices
 from gnmr.precision import PathSpec, Recipe, convert
-from gnmr.precision.recipes import Gemm
+from gnmr.precision.recipes import RECIPES, Gemm
 
 Batch = tuple[Tensor, Tensor]
 NAMES = ["0", "3", "5"]
+WORSE = Recipe.of("worse", {"fprop": {"input": "int2/row", "weight": "int8/row"}})
+"""Slower than 4 bits, and no better."""
 TOKENS = 256
 
 
@@ -136,17 +138,17 @@ def test_the_model_is_as_it_was_to_the_bit(fails: bool) -> None:
         assert torch.equal(value, before[name]), name
 
 
-def test_the_plan_is_the_greedy_choice_and_what_it_leaves_is_measured(found: Diagnosis) -> None:
-    choice = choose(found.saved, arithmetic(found.operators), 0.2)
+def test_the_plan_is_the_choice_and_what_it_leaves_is_measured(found: Diagnosis) -> None:
+    choice = found.choice()
     plan = found.plan(provenance={"command": "here"})
-    assert plan.pins == choice.pins and set(map(tuple, plan.pins.values())) == {("fprop",)}
+    assert plan.pins == choice.pins and all(own.keys() == {"fprop"} for own in plan.pins.values())
     factor = found.measured.cost / found.total
     assert found.calibration == pytest.approx(factor)
     assert plan.expected == pytest.approx((found.measured.cost, factor * choice.after))
-    assert (plan.low, plan.recovery, plan.budget, plan.share) == ("sim_e2m1", "bf16", 0.2, choice.share)
+    assert (plan.low, plan.recovery, plan.budget, plan.extra) == ("sim_e2m1", "bf16", 0.2, choice.extra)
     assert plan.provenance["command"] == "here" and plan.provenance["loss"].startswith("+")
-    assert plan.triggers["price"] == min(found.saved[name, "fprop"] for name in plan.pins)
-    assert found.plan(1.0).share == pytest.approx(1 / 3), "every fprop, and nothing else has a price in nats"
+    assert plan.triggers["price"] == min(found.prices[name, "fprop"]["sim_e2m1"] for name in plan.pins)
+    assert found.plan(2.0).extra == pytest.approx(1.0), "every fprop on bf16, and nothing else has a price in nats"
 
     model, left = model_of().eval(), []
     with warnings.catch_warnings():
@@ -161,13 +163,12 @@ def test_the_plan_is_the_greedy_choice_and_what_it_leaves_is_measured(found: Dia
 
 
 def test_guesses_spend_no_more_and_the_plan_leaves_less_by_price(found: Diagnosis) -> None:
-    guesses, choice = found.guesses(), found.choice()
-    assert (
-        set(guesses) == {"last", "first", "first_last", "random", "mse", "gradient norm"} == set(found.left) - {"plan"}
-    )
+    guesses, choice = found.alternatives, found.choice()
+    rules = {"last", "first", "first_last", "random", "mse", "gradient norm"}
+    assert set(guesses) == rules | {"mxfp8 alone", "bf16 alone"} == set(found.left) - {"plan"}
     for several in guesses.values():
         for one in several:
-            assert one.share <= 0.2 and one.after >= choice.after - 1e-12
+            assert one.extra <= 0.2 and one.after >= choice.after - 1e-12
     assert list(guesses["last"][0].pins) == ["3", "5"] and len(guesses["random"]) == 2
     assert found.left["last"].nats > 0 and found.left["last"].nats != found.left["first"].nats
 
@@ -179,10 +180,8 @@ def test_a_plan_goes_into_attach_and_back_into_diagnose(found: Diagnosis, tmp_pa
     assert plan.pins == found.plan().pins and json.loads(file.read_text())["expected"]["before"] > 0
     model = model_of()
     controller = gnmr.attach(model, plan=plan, max_o=1)
-    pinned = {
-        operator.operator_name: list(operator.pinned) for operator in controller.converted.operators if operator.pinned
-    }
-    assert pinned == plan.pins
+    pinned = {operator.operator_name: list(operator.pinned) for operator in controller.converted.operators}
+    assert pinned == {name: list(plan.pins.get(name, ())) for name in NAMES}
     controller.detach()
     controller = gnmr.attach(model, plan=plan, signal="price", options={"every": 1})
     assert (
@@ -193,7 +192,8 @@ def test_a_plan_goes_into_attach_and_back_into_diagnose(found: Diagnosis, tmp_pa
     assert under.pins == plan.pins
     for row, before in zip(under.rows, found.rows, strict=True):
         spared = row.operator in plan.pins and row.gemm == "fprop"
-        assert row.value == (0 if spared else pytest.approx(before.value))
+        on = before.rescued.get(plan.pins.get(row.operator, {}).get("fprop", ""), before.value)
+        assert row.value == pytest.approx(on) and (on < before.value) == spared
     assert under.total == pytest.approx(found.choice().after) and under.measured.low < found.measured.low
     assert under.verdict().startswith("under the plan sim_e2m1 costs ") and under.tree()["choices"] == {}
     with pytest.raises(ValueError, match=r"^plan: this is a diagnosis under a plan's pins"):
@@ -228,7 +228,7 @@ def test_what_is_shown_to_cost_little_is_not_kept(found: Diagnosis) -> None:
         assert one.little == little == one.verdict().startswith("nothing has to be kept: sim_e2m1 costs 0.0099 nats")
         assert ("GEMMs" in one.verdict()) != little
         assert ('<p class="verdict">nothing has to be kept: ' in page(one, "", {})) == little
-    under = _with(found, measured=rose(2.001, 0.0001), pins={"0": ["fprop"]})
+    under = _with(found, measured=rose(2.001, 0.0001), pins={"0": {"fprop": "bf16"}})
     assert under.verdict().startswith("nothing more has to be kept: under the plan sim_e2m1 costs 0.001 nats")
 
 
@@ -281,7 +281,9 @@ def test_linears_that_never_run_are_named_and_left_out_of_all_shares(tmp_path) -
         assert all(name in text for name in (*reasons, "only in some of the batches ran some_proj"))
     plan = found.plan()
     every = 3 * (32 * 64 + 64 * 32 + 32 * 32)
-    assert plan.share == sum(a * b for name, (a, b) in found.operators.items() if name in plan.pins) / every
+    more = {"mxfp8": 1, "bf16": 3}
+    spent = sum(math.prod(found.operators[name]) * more[own["fprop"]] for name, own in plan.pins.items())
+    assert plan.extra == pytest.approx(spent / every)
     assert plan.operators == found.operators and plan.targets == list(found.operators) and plan.pins
     file = tmp_path / "plan.json"
     file.write_text(plan.text())
@@ -296,10 +298,11 @@ def test_where_no_list_of_names_leaves_them_out_a_plan_holds_them_without_a_shar
     """`0` is the end of `more.0` too."""
     model = nn.ModuleDict({"0": nn.Linear(8, 8), "more": nn.ModuleList([nn.Linear(8, 64)])})
     batches = [torch.randn(16, 8, generator=torch.Generator().manual_seed(i)) for i in range(3)]
-    found = gnmr.diagnose(model, lambda x: model["0"](x).square().mean(), batches, recipe="sim_int4", budget=0.5)
+    found = gnmr.diagnose(model, lambda x: model["0"](x).square().mean(), batches, recipe="sim_int4", budget=1.0)
+    assert found.rescues == ("bf16",), "mxfp8 has no groups of 8"
     assert list(found.operators) == ["0"] and list(found.idle) == ["more.0"]
     plan = found.plan()
-    assert plan.operators == {"0": (8, 8), "more.0": (8, 64)} and plan.share == pytest.approx(1 / 3)
+    assert plan.operators == {"0": (8, 8), "more.0": (8, 64)} and plan.extra == pytest.approx(1.0)
     assert plan.targets == ["*"]
 
 
@@ -415,7 +418,19 @@ def test_a_stride_and_terms_of_the_loss() -> None:
         ({"recipe": "int2"}, "recipe=int2"),
         ({"recipe": "bf16"}, "recipe=bf16"),
         ({"recipe": "deepseek_v3"}, "0 has 32 inputs"),
-        ({"budget": 2.0}, "budget=2.0"),
+        ({"budget": -0.1}, "budget=-0.1: must be extra GEMM time"),
+        ({"budget": "some"}, "budget=some: must be extra GEMM time"),
+        ({"rescue": "mxfp9"}, "rescue=mxfp9: is no recipe: did you mean mxfp8?"),
+        ({"rescue": []}, "rescue=[]: must be one recipe or several"),
+        ({"rescue": "nvfp4"}, "rescue=nvfp4: takes no more time in fprop than sim_int4"),
+        ({"rescue": "fp8_hybrid", "times": {"8": 1}}, "rescue=fp8_hybrid: takes no more time in fprop than sim_int4"),
+        ({"rescue": "fp8_delayed"}, "rescue=fp8_delayed: can be the recipe of all operators alone"),
+        ({"rescue": ["bf16", "deepseek_v3"]}, "rescue=deepseek_v3: 0 has 32 inputs: the recipe deepseek_v3 needs"),
+        ({"rescue": WORSE}, "rescue=worse: is slower than sim_int4 in fprop (times 2 and 1) and costs no less"),
+        ({"rescue": "mxfp8", "against": "bf16"}, "rescue=mxfp8: cannot be asked for if operators have recipes"),
+        ({"times": {"9": 1.0}}, "times.9=1.0: must be of 4, 8, 16 or a recipe"),
+        ({"times": 2}, "times=2: must be {bits or recipe: relative time}"),
+        ({"fused": "qkv"}, "fused=qkv: this model has no such operators"),
         ({"tokens": 0}, "tokens=0"),
         ({"targets": ["*_proj"]}, "targets ['*_proj']"),
         ({"plan": "nowhere.json"}, "plan=nowhere.json"),
@@ -435,6 +450,49 @@ def test_a_senseless_request_is_refused_in_one_line(options: dict[str, Any], say
         gnmr.diagnose(model, **asked)
     assert str(refused.value).startswith(says) and "\n" not in str(refused.value)
     assert all(type(module) is not gnmr.precision.PathLinear for module in model.modules())
+
+
+def test_a_rescue_has_the_price_of_a_plan_that_keeps_all_on_it() -> None:
+    """Of several, from one backward pass; bf16 is what errors are against."""
+    rescues = [Recipe.of("mine", {"fprop": {"input": "e4m3/row", "weight": "e2m1/row"}}), "mxfp8", "bf16"]
+    found = diagnosed(rescue=rescues, held_out=batches_of(2, seed=2), times={"mine": 1.5})
+    assert found.rescues == ("mine", "mxfp8", "bf16") and set(found.left) >= {"mine alone", "mxfp8 alone", "bf16 alone"}
+    for name, recipe in (("mine", rescues[0]), ("mxfp8", Recipe("forward", fprop=RECIPES["mxfp8"].fprop))):
+        alone = diagnosed(recipe=recipe)
+        values = [row.value for row in alone.rows if row.gemm == "fprop"]
+        assert [row.rescued[name] for row in found.rows if row.gemm == "fprop"] == pytest.approx(values, rel=1e-6)
+    assert all(row.rescued["bf16"] == 0 for row in found.rows if row.gemm == "fprop")
+    plain = diagnosed(rescue="bf16")
+    for row, same in zip(found.rows, plain.rows, strict=True):
+        assert dataclasses.replace(row, rescued={}) == dataclasses.replace(same, rescued={})
+    plan = found.plan(0.1)
+    assert plan.recipes == {"mine": rescues[0].words()} and plan.times == {"mine": 1.5} and plan.fused == []
+    assert plan.prices["0"]["fprop"].keys() == {"sim_e2m1", "mine", "mxfp8", "bf16"}
+    assert [time for _, time, _ in found.recipes_in_use()] == [1.0, 1.5, 2.0, 4.0]
+    assert sum(number for *_, number in found.recipes_in_use()) == len(found.rows)
+
+
+def test_the_default_has_mxfp8_where_low_has_four_bits_and_widths_allow() -> None:
+    assert diagnosed().rescues == ("mxfp8", "bf16") and diagnosed(recipe="fp8_hybrid").rescues == ("bf16",)
+    assert diagnosed(recovery="sim_e4m3").rescues == ("sim_e4m3",)
+    assert diagnosed(recipe=Recipe.of("one", {"fprop": {"weight": "int4/row"}})).rescues == ("bf16",)
+
+
+def test_fused_operators_have_one_recipe() -> None:
+    """And the page says what that costs."""
+    model = nn.Sequential()
+    torch.manual_seed(0)
+    for name, size in (("q_proj", 1.0), ("k_proj", 30.0), ("v_proj", 1.0), ("o_proj", 1.0)):
+        model.add_module(name, nn.Linear(32, 32))
+        model.get_submodule(name).weight.data *= size
+    free, tied = (
+        gnmr.diagnose(model, lambda batch: model(batch[0]), batches_of(3), recipe="sim_int4", budget=0.2, fused=fused)
+        for fused in ((), "qkv")
+    )
+    names = ("q_proj", "k_proj", "v_proj")
+    assert len({str(free.choice().pins.get(name)) for name in names}) > 1
+    assert len({str(tied.choice().pins.get(name)) for name in names}) == 1 and tied.plan().fused == ["qkv"]
+    assert any("one recipe for each qkv leaves" in line for line in totals(tied))
 
 
 def test_a_plan_of_another_model_is_refused(found: Diagnosis) -> None:

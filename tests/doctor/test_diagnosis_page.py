@@ -58,7 +58,7 @@ def test_a_page_of_210_operators_loads_nothing_and_holds_all_of_them() -> None:
     for line in totals(found):
         assert line in text
     names = [bare(row.operator) for row in found.worst()[:10]]
-    tops = re.findall(r"<tr><th>(\S+)(?: ●)?</th><td class=\"bar\">", html)
+    tops = re.findall(r"<tr><th>(\S+)(?: ● \S+)?</th><td class=\"bar\">", html)
     assert tops == names
 
 
@@ -97,7 +97,7 @@ def test_the_terminal_tells_it_too(width: int, total: float) -> None:
     lines = printed(found, width)
     assert max(map(len, lines)) <= width
     if width == 100:
-        assert len(lines) <= 22, "with a verdict, totals and the next step: 30"
+        assert len(lines) <= 28, "with a verdict, totals and the next step: 36"
     view = View(found)
     for kind in (kind.rpartition(".")[2] for kind in PROJECTIONS):
         line = next(line for line in lines if line.startswith(f"{kind} "))
@@ -109,6 +109,8 @@ def test_the_terminal_tells_it_too(width: int, total: float) -> None:
     plan = found.left["plan"]
     assert nats(plan.nats) in joined and f"{plan.cost:+.2g}" in joined
     assert all(one.label in joined for one in choices(found))
+    assert all(any(f"{extra:+.1%}" in line and nats(one.nats) in line for line in lines) for extra, one in found.curve)
+    assert "on nvfp4 (time 1), " in joined.replace("\n", " ")
 
 
 def test_many_layers_share_a_character() -> None:

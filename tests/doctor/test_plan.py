@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,17 +20,21 @@ from gnmr.doctor.plan import PinPlan, budget_of, read_plan
 from gnmr.errors import MAX_LINE, UserError
 from gnmr.lab import config
 from gnmr.lab.config.compose import compose
+from gnmr.names import GEMMS
 from gnmr.precision import PathLinear
 
 Z = {"operators": {"layers.0.up_proj": [8, 16], "layers.1.up_proj": [8, 16], "layers.1.down_proj": [16, 8]}}
 PLAN: dict[str, Any] = {
-    "gnmr_plan": 1,
+    "gnmr_plan": 2,
     **Z,
     "low": "sim_e2m1",
     "recovery": "bf16",
-    "pins": {"layers.1.down_proj": ["fprop"], "layers.0.up_proj": ["dgrad", "wgrad"]},
-    "budget": 0.4,
-    "share": 1 / 3,
+    "pins": {"layers.1.down_proj": {"fprop": "fp8_hybrid"}, "layers.0.up_proj": {"dgrad": "bf16", "wgrad": "bf16"}},
+    "times": {"8": 1.5},
+    "budget": 0.8,
+    "extra": 0.5 / 9 + 6 / 9,
+    "fused": ["gate_up"],
+    "prices": {"layers.1.down_proj": {"fprop": {"sim_e2m1": 0.2, "fp8_hybrid": 0.01}}},
     "expected": {"before": 0.1, "after": 0.02},
     "triggers": {"price": 0.001},
     "provenance": {"command": "gnmr diagnose run"},
@@ -52,38 +57,45 @@ def network(prefix: str = "") -> nn.Module:
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     plan = read_plan(written(tmp_path, PLAN))
     assert plan.operators["layers.1.down_proj"] == (16, 8) and plan.expected == (0.1, 0.02)
-    assert (plan.targets, plan.recipes, plan.budget, plan.triggers) == (["*_proj"], {}, 0.4, {"price": 0.001})
+    assert (plan.targets, plan.recipes, plan.budget, plan.triggers) == (["*_proj"], {}, 0.8, {"price": 0.001})
     assert read_plan(written(tmp_path, plan.text())) == plan
     least = PinPlan(operators={"a_proj": (2, 3)}, low="int4", recovery=None)
     assert read_plan(written(tmp_path, least.text())) == least
     assert json.loads(least.text()) == {
-        "gnmr_plan": 1,
+        "gnmr_plan": 2,
         "operators": {"a_proj": [2, 3]},
         "targets": ["*_proj"],
         "low": "int4",
-        "pins": {},
-        "recipes": {},
-        "provenance": {},
-        **dict.fromkeys(("recovery", "budget", "share", "expected", "triggers")),
+        "fused": [],
+        **{key: {} for key in ("pins", "recipes", "provenance", "times", "prices")},
+        **dict.fromkeys(("recovery", "budget", "extra", "expected", "triggers")),
     }
     (tmp_path / "link.json").symlink_to(tmp_path / "plan.json")
     assert read_plan(str(tmp_path / "link.json")) == least, "a path that the user names may be a link"
 
 
 CHANGES: list[tuple[dict[str, Any], str]] = [
-    ({"gnmr_plan": 2}, "gnmr_plan=2: this version reads 1"),
+    ({"gnmr_plan": 1}, "gnmr_plan=1: this version reads 2; have `gnmr diagnose` write it anew"),
     ({"bugdet": 0.1}, "bugdet: is no key of a plan: did you mean budget?"),
-    ({"budget": 0}, "budget=0: must be a share of the GEMM time, above 0 and at most 1 (0.1 is 10 %)"),
-    ({"share": 1.5}, "share=1.5: must be a number from 0 to 1 or null"),
+    ({"budget": -0.1}, "budget=-0.1: must be extra GEMM time, a share above 0 (0.1 is 10%)"),
+    ({"extra": "much"}, "extra=much: must be a number from -1"),
+    ({"times": {"8": 0}}, "times.8=0: must be"),
+    ({"fused": ["qvk"]}, "fused=qvk: must be one of qkv"),
+    ({"prices": {"layers.2.down_proj": {}}}, "prices.layers.2.down_proj: is no operator of this plan"),
+    ({"prices": {"layers.1.down_proj": {"fprop": {"bf16": 0}}}}, "must be {recipe: nats}, sim_e2m1 among them"),
     ({"low": "nvfp5"}, "low=nvfp5: must be one of int2"),
-    ({"low": "int4"}, "pins.layers.1.down_proj=['fprop']: low=int4 is a format, and pins the whole operator"),
+    ({"low": "int4"}, "low=int4 is a format"),
     ({"recovery": "int8"}, "recovery=int8: must be a recipe, as low=sim_e2m1 is"),
     (
         {"recipes": {"mine": {"fprop": {"input": "e4m3/tiles"}}}},
         "recipes: recipe mine: fprop: scale 'tiles' is not known",
     ),
-    ({"pins": {"layers.1.down_proj": ["bprop"]}}, "pins.layers.1.down_proj=['bprop']: must be some of fprop"),
-    ({"pins": {"layers.2.down_proj": ["fprop"]}}, "pins.layers.2.down_proj: is no operator of this plan: did you mean"),
+    ({"pins": {"layers.1.down_proj": {"bprop": "bf16"}}}, "pins.layers.1.down_proj"),
+    ({"pins": {"layers.1.down_proj": {"fprop": "bf17"}}}, "pins.layers.1.down_proj.fprop=bf17"),
+    (
+        {"pins": {"layers.2.down_proj": {"fprop": "bf16"}}},
+        "pins.layers.2.down_proj: is no operator of this plan: did you mean",
+    ),
     ({"operators": {"a": [3]}}, "operators.a=[3]: must be [inputs, outputs]"),
     ({"operators": {"a*": [3, 3]}}, "operators='a*': an operator's name is printable"),
     ({"expected": {"before": 1}}, "expected.after=None: must be a number from -1e+09"),
@@ -115,11 +127,11 @@ def test_what_is_no_plan_is_refused(tmp_path: Path) -> None:
         ("", "is no plan of gnmr's"),
         ("[1]", "a JSON object with gnmr_plan was expected"),
         ("{}", "a JSON object with gnmr_plan was expected"),
-        ('{"gnmr_plan": 1}', "operators: is missing"),
-        ('{"gnmr_plan": 1, "low": "a", "low": "b"}', "'low' stands twice"),
-        ('{"gnmr_plan": 1, "budget": NaN}', "NaN is no number"),
+        ('{"gnmr_plan": 2}', "operators: is missing"),
+        ('{"gnmr_plan": 2, "low": "a", "low": "b"}', "'low' stands twice"),
+        ('{"gnmr_plan": 2, "budget": NaN}', "NaN is no number"),
         ("[" * 100_000, "is no plan of gnmr's"),
-        ('{"gnmr_plan": 1, "provenance": ' + "[" * 60 + "]" * 60 + "}", "nested more than 50 deep"),
+        ('{"gnmr_plan": 2, "provenance": ' + "[" * 60 + "]" * 60 + "}", "nested more than 50 deep"),
         ("\xff", "is no plan of gnmr's"),
     ):
         with pytest.raises(UserError, match=line):
@@ -154,9 +166,9 @@ def test_whatever_a_key_says_is_read_or_refused_in_one_line(key: str, value: obj
 
 
 def test_a_budget_in_a_word() -> None:
-    assert [budget_of(word) for word in ("10%", "0.1", "100%", "2.5%")] == [0.1, 0.1, 1.0, 0.025]
-    for word in ("0", "200%", "2", "-1%", "%", "much", "nan", "inf%"):
-        with pytest.raises(ValueError, match=f"^budget={word}: must be a share of the GEMM time"):
+    assert [budget_of(word) for word in ("+10%", "10%", "0.1", "300%", "2.5%")] == [0.1, 0.1, 0.1, 3.0, 0.025]
+    for word in ("0", "-10%", "+-1%", "%", "much", "nan", "inf%"):
+        with pytest.raises(ValueError, match=f"^budget={re.escape(word)}: must be extra GEMM time"):
             budget_of(word)
 
 
@@ -214,7 +226,7 @@ def test_a_name_that_ends_as_another_is_refused() -> None:
         operators={"a.up_proj": (4, 4), "b.a.up_proj": (4, 4)},
         low="sim_e2m1",
         recovery=None,
-        pins={"a.up_proj": ["fprop"]},
+        pins={"a.up_proj": {"fprop": "bf16"}},
     )
     model = nn.ModuleDict({"a": nn.ModuleDict({"up_proj": nn.Linear(4, 4)})})
     model["b"] = nn.ModuleDict({"a": nn.ModuleDict({"up_proj": nn.Linear(4, 4)})})
@@ -227,7 +239,10 @@ def of_tiny(tiny: Callable[..., config.Config]) -> PinPlan:
     """A plan of conftest's tiny model."""
     sizes = dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"), (32, 32))
     sizes |= {"mlp.gate_proj": (32, 48), "mlp.up_proj": (32, 48), "mlp.down_proj": (48, 32)}
-    pins = {"layers.0.mlp.down_proj": ["fprop"], "layers.0.self_attn.o_proj": ["fprop", "dgrad", "wgrad"]}
+    pins = {
+        "layers.0.mlp.down_proj": {"fprop": "fp8_hybrid"},
+        "layers.0.self_attn.o_proj": dict.fromkeys(GEMMS, "bf16"),
+    }
     operators = {f"layers.0.{name}": shape for name, shape in sizes.items()}
     return PinPlan(operators=operators, low="sim_e2m1", recovery="bf16", pins=pins)
 
@@ -239,7 +254,8 @@ def test_train_takes_paths_and_pins_of_it(of_tiny: PinPlan, tmp_path: Path, gnmr
     found = compose([*tiny_words, f"plan={file}"])
     assert (found.precision.low, found.precision.recovery, found.precision.pins) == ("sim_e2m1", "bf16", of_tiny.pins)
     assert found.precision.name == "sim_e2m1_bf16_pins"
-    by_hand = "precision.pins={layers.0.mlp.down_proj: [fprop], layers.0.self_attn.o_proj: [fprop, dgrad, wgrad]}"
+    whole = "layers.0.self_attn.o_proj: {fprop: bf16, dgrad: bf16, wgrad: bf16}"
+    by_hand = f"precision.pins={{layers.0.mlp.down_proj: {{fprop: fp8_hybrid}}, {whole}}}"
     same = compose([*tiny_words, "precision.low=sim_e2m1", "precision.recovery=bf16", by_hand])
     assert config.config_hash(same) == config.config_hash(found), "the file's own name is no part of a run"
     outcome = gnmr("train", *tiny_words, f"plan={file}")
@@ -262,6 +278,23 @@ def test_train_refuses_another_model_and_paths_beside_it(
     assert gnmr("train", *words).mistake.startswith(line)
     assert gnmr("train", *tiny_words, "plan=nowhere.json").mistake == "plan=nowhere.json: there is no such file"
     assert not (tmp_path / "runs").exists()
+
+
+def test_fused_operators_get_one_recipe_and_the_plan_says_what_that_costs() -> None:
+    shapes = {f"layers.{i}.mlp.{x}_proj": (32, 32) for i in range(3) for x in ("gate", "up", "down")}
+    names = list(shapes)
+    nats = dict(zip(names, (0.5, 0.1, 0.3, 0.02, 0.25, 0.01, 0.04, 0.03, 0.2), strict=True))
+    prices = {name: {"fprop": {"sim_e2m1": x, "fp8_hybrid": x / 10, "bf16": 0.0}} for name, x in nats.items()}
+    pins = {name: {"fprop": "fp8_hybrid"} for name in (names[0], names[2], names[4], names[8])}
+    plan = PinPlan(operators=shapes, low="sim_e2m1", recovery="bf16", pins=pins, extra=4 / 27, prices=prices)
+    plan = replace(plan, budget=4 / 27, expected=(1.45, 1.45 - 0.9 * 1.25))
+    assert plan.regrouped(["qkv"]) is plan, "this model has none"
+    anew = plan.regrouped(["gate_up"])
+    assert set(anew.pins) == {names[0], names[1], names[2], names[8]} and anew.fused == ["gate_up"]
+    assert anew.expected == (1.45, pytest.approx(1.45 - 0.9 * 1.1)) and anew.extra == pytest.approx(4 / 27)
+    assert anew.regrouped(["gate_up"]) is anew
+    wider = replace(plan, prices={}).regrouped(["gate_up"])
+    assert set(wider.pins) == {*pins, names[1], names[3]} and wider.extra == pytest.approx(6 / 27)
 
 
 def test_its_trigger_is_the_threshold_of_a_signal_of_prices_that_has_none() -> None:

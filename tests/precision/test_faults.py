@@ -288,7 +288,7 @@ def test_drawn_windows_come_at_their_rate_do_not_overlap_and_end_with_the_run() 
 # ---- recipes ----
 
 ALL_SCALES = ["tensor", "row", "tile", "block", "mx", "mx_floor", "nv", "nv2d", "delayed"]
-ROTATED = [*ALL_SCALES, "nv/hadamard", "row/hadamard"]
+ROTATED = [*ALL_SCALES, "nv_row", "nv/hadamard", "row/hadamard"]
 
 
 def spread(*shape: int, seed: int = 0) -> Tensor:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from test_simulated import same
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from gnmr.measure.errors import measure_errors
 from gnmr.precision import RECIPES, ConvertedModel, PathSpec, convert
@@ -97,6 +98,72 @@ def test_nvfp4_is_that_of_torchao(dtype: torch.dtype) -> None:
     ours, theirs = cast(x, "e2m1/nv").float(), scales_of_torchao(x).float()
     step = theirs.abs().clamp(min=x.abs().max().item() / 448 / 6)
     assert ((ours - theirs).abs() <= step / 2).all() and (ours != theirs).float().mean() < 5e-3, "float32's last digits"
+
+
+TOP = [6 * 256.0, 0, 0, 0, 0, 0]
+"""A tensor's largest magnitude under which a block's E4M3 number is a sixth of its own magnitude."""
+BLOCKS = [  # a block, and its values with 6 or 4 as the largest
+    (TOP, TOP),
+    ([6, 5, 0, 0, 0, 0], [6, 4.5, 0, 0, 0, 0]),  # errors 1 and 1/2: 5 / 1.5 becomes 3
+    ([-6, 5, 0, 0, 0, 0], [-6, 4.5, 0, 0, 0, 0]),
+    ([6, 4, 3, 0, 0, 0], [6, 4, 3, 0, 0, 0]),  # 0 and 1/2
+    ([6, 5, 0.5, 0, 0, 0], [6, 4.5, 0.75, 0, 0, 0]),  # 1 and 3/4
+    ([6, 5, 0.5, 0.5, 0, 0], [6, 4, 0.5, 0.5, 0, 0]),  # 1 and 1: a tie
+    ([6, 5, 0.5, 0.5, 0.5, 0], [6, 4, 0.5, 0.5, 0.5, 0]),  # 1 and 5/4; their squares sum to 1 and 7/16
+    ([6.375, 0, 0, 0, 0, 0], [6.5, 0, 0, 0, 0, 0]),  # E4M3 has 1 for 1.0625, a tie, and 1.625 for 1.59375
+    ([6 * 2.0**-11, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]),
+]
+
+
+def test_four_over_six_by_a_table() -> None:
+    before, after = (F.pad(torch.tensor(rows, dtype=torch.float32), (0, 10)) for rows in zip(*BLOCKS, strict=True))
+    got, stats = quantize(before, Cast.of("e2m1/nv_4over6"), 1)
+    assert got.tolist() == after.tolist()
+    assert torch.equal(cast(before.t().contiguous(), "e2m1/nv_4over6", 0), after.t())
+    assert stats.saturated == 0
+    square = torch.zeros(32, 16)
+    square[0, 0], square[16, 0], square[20, 3] = TOP[0], 6, 5  # one choice for all of the second square
+    for small, five in ((1, 4.5), (2, 4), (3, 4)):
+        square[31, :small] = 0.5
+        got = cast(square, "e2m1/nv2d_4over6")
+        assert got[20, 3] == five and (got[31, :small] == (0.75 if five == 4.5 else 0.5)).all()
+
+
+def test_a_line_of_row_scaled_nvfp4_is_a_tensor_of_its_own() -> None:
+    x = torch.randn(48, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-20, 20, 48).unsqueeze(1)
+    x[5], x[7, 20] = 0, math.nan
+    for word, dim in (("e2m1/nv_row", 1), ("e2m1/nv_row/hadamard", 1), ("e2m1/nv_row", 0)):
+        lines = [cast(line, word.replace("_row", ""), dim) for line in x.split(1, dim=1 - dim)]
+        torch.testing.assert_close(cast(x, word, dim), torch.cat(lines, 1 - dim), rtol=0, atol=0, equal_nan=True)
+    tokens = torch.zeros(2, 32)
+    tokens[0, 0], tokens[1, 0], tokens[1, 16:18] = 6 * 448, 6 * 448 * 2.0**-20, torch.tensor([6.0, 1.0]) * 2.0**-20
+    assert not cast(tokens, "e2m1/nv")[1].any() and torch.equal(cast(tokens, "e2m1/nv_row"), tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", ["nv", "nv2d", "nv_row", "nv_4over6", "nv2d_4over6"])
+def test_nvfp4_is_that_of_transformer_engines_reference(scale: str, dtype: torch.dtype) -> None:
+    """Codes and block scales are the same bits; the values are made of them as ours are."""
+    reference = pytest.importorskip("transformer_engine.pytorch.custom_recipes.reference_nvfp4")
+    top = 256 if "4over6" in scale else 448
+    theirs = reference.NVFP4QuantizerRef(
+        dtype=reference.reference_utils.Fp4Formats.E2M1,
+        columnwise=False,
+        quant_tile_shape=(16, 16) if "2d" in scale else (1, 16),
+        row_scaled_nvfp4=scale == "nv_row",
+        nvfp4_use_4over6=top == 256,
+        nvfp4_e4m3_max=top,
+    )
+    for whole in (False, True):
+        x = torch.randn(256, 512, generator=torch.Generator().manual_seed(0)) ** 3
+        x = ((x * 4).round() if whole else x).to(dtype)  # with ties
+        for dim in (1,) if "2d" in scale else (1, 0):
+            lines = x if dim == 1 else x.t().contiguous()
+            codes, numbers, *_, largest, _ = theirs._quantize(lines)
+            over = 1 / (torch.full_like(largest, 6 * top) / largest).view(-1, 1)
+            scales = (numbers.float()[: len(lines), : lines.shape[1] // 16] * over).repeat_interleave(16, 1)
+            values = (reference.cast_from_fp4x2(codes, torch.float32) * scales).to(dtype)
+            assert torch.equal(cast(x, f"e2m1/{scale}", dim), values if dim == 1 else values.t())
 
 
 # ---- rotation and stochastic rounding ----

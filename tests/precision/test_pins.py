@@ -1,22 +1,31 @@
-"""Pins: GEMMs that are on the recovery recipe always, by hand; what they leave to route, and what they spend."""
+"""Pins: GEMMs that are always on one recipe, by hand; what they leave to route, and what they spend."""
 
 from __future__ import annotations
 
 import itertools
+import random
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_linear import Block
 from test_simulated import by_hand, by_us, same, single
 from test_units import Net, backward
 from torch import nn
 
+import gnmr
 from gnmr.attachment import units_of
+from gnmr.doctor.knapsack import as_choice, times_of
+from gnmr.doctor.plan import PinPlan
 from gnmr.lab.faults.faults import Fault
 from gnmr.lab.faults.schedule import FaultSchedule
 from gnmr.names import GEMMS
-from gnmr.precision import PathLinear, PathSpec, convert
+from gnmr.precision import RECIPES, ConvertedModel, PathLinear, PathSpec, Recipe, convert
+from gnmr.precision.cost import gemm_time
 from gnmr.precision.table import brief
+from gnmr.records.reader import read_json, read_jsonl
 
 SOME = [list(gemms) for number in (1, 2, 3) for gemms in itertools.combinations(GEMMS, number)]
 WHOLE = list(GEMMS)
@@ -35,6 +44,63 @@ def test_pinned_gemms_are_the_recovery_recipes_on_both_paths(pinned: list[str], 
             expected = tuple(recovery if gemm in high else "sim_e2m1" for gemm in GEMMS)
             assert same(by_us(x, net[0], dy), by_hand(expected)), (recovers, recovering)
         assert operator.routable == (not set(recovers) <= set(pinned))
+
+
+@pytest.mark.filterwarnings("ignore:recovers=")
+@pytest.mark.parametrize("unit", ["operator", "gemm"])
+@pytest.mark.parametrize("recipes", itertools.product([None, "mxfp8", "fp8_hybrid"], repeat=3), ids=str)
+def test_every_pinned_gemm_keeps_its_own_recipe_on_both_paths(recipes: tuple[str | None, ...], unit: str) -> None:
+    pins = {gemm: recipe for gemm, recipe in zip(GEMMS, recipes, strict=True) if recipe}
+    for recovery, recovers in (("bf16", GEMMS), ("bf16", ("fprop", "wgrad")), (None, GEMMS)):
+        net, x, dy = single()
+        spec = PathSpec(
+            low="sim_e2m1",
+            recovery=recovery,
+            targets=["0"],
+            unit=unit,
+            recovers=[*recovers],
+            pins={"0": pins} if pins else {},
+        )
+        converted = convert(net, spec)
+        (operator,) = converted.operators
+        assert operator.pinned == (*pins,)
+        assert same(by_us(x, operator, dy), by_hand(tuple(pins.get(gemm, "sim_e2m1") for gemm in GEMMS)))
+        for one in converted.units:
+            if one.routable:
+                one.switch(True)
+        high = dict.fromkeys(recovers, recovery or "sim_e2m1") | pins
+        assert same(by_us(x, operator, dy), by_hand(tuple(high.get(gemm, "sim_e2m1") for gemm in GEMMS)))
+
+
+def test_operators_that_read_the_same_tensor_have_each_its_own_recipes() -> None:
+    """Casts are shared by cast, not by operator; recipes of one's own are pins too, and in a checkpoint's name."""
+    own = {"mine": {"fprop": {"input": "e4m3/tensor", "weight": "e4m3/row"}, "wgrad": {"input": "e5m2/tensor"}}}
+    pins = {"q_proj": {"fprop": "mxfp4_floor", "wgrad": "mine"}, "layers.0.attn.o_proj": {"fprop": "mine"}}
+    ours, theirs = Net(blocks=1, width=32), Net(blocks=1, width=32)
+    spec = PathSpec(low="nvfp4", recovery=None, recipes=own, pins=pins)
+    converted, by_hand = convert(ours, spec), convert(theirs, replace(spec, pins={}))
+    mine, floor = Recipe.of("mine", own["mine"]), RECIPES["mxfp4_floor"]
+    for operator, gemms in zip(
+        by_hand.operators, ({"fprop": floor.fprop, "wgrad": mine.wgrad}, {"fprop": mine.fprop}), strict=False
+    ):
+        assert isinstance(operator.low, Recipe)
+        operator.low = replace(operator.low, **gemms)
+    found = []
+    for model in (ours, theirs):
+        x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+        (model(x) - x).square().mean().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert same(*found)
+    other = convert(Net(blocks=1, width=32), replace(spec, recipes={"mine": {"fprop": own["mine"]["fprop"]}}))
+    with pytest.raises(ValueError, match="the paths' state belongs to"):
+        converted.load_state_dict(other.state_dict())
+
+
+def test_only_pinned_operators_have_to_fit_their_recipe() -> None:
+    model = nn.ModuleDict({"a_proj": nn.Linear(32, 64), "b_proj": nn.Linear(24, 40)})
+    with pytest.raises(ValueError, match="b_proj has 24 inputs"):
+        convert(model, PathSpec.of("sim_e2m1", "bf16", pins={"*": {"fprop": "mxfp8"}}))
+    convert(model, PathSpec.of("sim_e2m1", "bf16", pins={"a_proj": {"fprop": "mxfp8"}}))
 
 
 @pytest.mark.parametrize("site", ["saved", "forward"])
@@ -77,13 +143,14 @@ def test_what_is_spent_by_hand() -> None:
         model, PathSpec.of("sim_e2m1", "bf16", recovers=["fprop"], pins={"a_proj": ["wgrad"], "b_proj": WHOLE})
     )
     assert [unit.recoverable for unit in units_of(converted)] == [True, False, True]
-    assert converted.cost.spent() == (pytest.approx((areas["a"] + 3 * areas["b"]) / 288), 0)
+    more = areas["a"] + 3 * areas["b"]  # GEMMs in 16 bits, which take 3 more each than in 4 bits
+    assert converted.cost.spent() == (pytest.approx(more / 288), 0, pytest.approx(3 * more / 288))
     converted.units[0].switch(True)
     converted.units[2].switch(True)
     assert converted.cost.spent()[0] == pytest.approx((2 * areas["a"] + 3 * areas["b"] + areas["c"]) / 288)
     converted.warmup_steps = 1
     converted.begin_step(1)
-    assert converted.cost.spent()[0] == 1
+    assert converted.cost.spent() == (1, 0, 3)
     converted.begin_step(2)
     assert converted.cost.spent()[0] < 1
 
@@ -91,10 +158,134 @@ def test_what_is_spent_by_hand() -> None:
     converted = convert(model, PathSpec.of("int4", "int8", pins={"b_proj": WHOLE}))
     for name, width in (("a_proj", 4), ("b_proj", 4), ("c_proj", 8)):
         model[name](torch.randn(5, width))
-    assert converted.cost.spent() == (pytest.approx(1 / 3), 5 * 4 / 2)
+    assert converted.cost.spent() == (pytest.approx(1 / 3), 5 * 4 / 2, 0)
     converted.units[2].switch(True)
-    assert converted.cost.spent() == (pytest.approx(2 / 3), 5 * 4 / 2 + 5 * 8 / 2)
+    assert converted.cost.spent() == (pytest.approx(2 / 3), 5 * 4 / 2 + 5 * 8 / 2, 0)
     assert [unit.extra_bytes for unit in units_of(converted)] == [2, 1, 4]
+
+
+EXTRA = [  # a and b have 1 : 2 multiplications; fprop of a is on mxfp8, which takes 1 more, dgrad of b on bf16, 3 more
+    ({}, 0, (1 * 32 + 3 * 64) / 288),
+    ({}, 1, (1 * 32 + 3 * 32 * 2 + 3 * 64) / 288),
+    ({}, 2, (1 * 32 + 3 * 32 * 2 + 3 * 64 * 3) / 288),
+    ({"8": 1.5, "16": 3}, 0, (0.5 * 32 + 2 * 64) / 288),
+    ({"4": 2}, 0, (0 * 32 + 2 * 64) / 576),
+    ({"mxfp8": 1.2, "8": 9, "bf16": 5}, 0, (0.2 * 32 + 4 * 64) / 288),
+    ({"nvfp4": 0.5}, 0, (1.5 * 32 + 3.5 * 64) / 144),
+]
+
+
+@pytest.mark.parametrize(("times", "recovering", "extra"), EXTRA, ids=str)
+@pytest.mark.parametrize("unit", ["operator", "gemm"])
+def test_extra_gemm_time_by_hand(times: dict[str, float], recovering: int, extra: float, unit: str) -> None:
+    model = nn.ModuleDict({"a_proj": nn.Linear(32, 32), "b_proj": nn.Linear(64, 32)})
+    pins = {"a_proj": {"fprop": "mxfp8"}, "b_proj": {"dgrad": "bf16"}}
+    converted = convert(model, PathSpec(low="nvfp4", recovery="bf16", unit=unit, pins=pins, times=times))
+    for operator in converted.operators[:recovering]:
+        operator.switch(True)
+    assert converted.cost.spent().extra_time == pytest.approx(extra)
+    plain = convert(nn.ModuleDict({"a_proj": nn.Linear(32, 32)}), PathSpec(low="nvfp4", recovery=None, times=times))
+    assert plain.cost.spent() == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gemm", "time"),
+    [
+        ("nvfp4", "wgrad", 1),
+        ("fp8_hybrid", "dgrad", 2),
+        ("bf16", "fprop", 4),
+        ("sim_e2m3", "fprop", 2),  # 6 bits
+        ("llm_int8", "fprop", 2),
+        ("llm_int8", "wgrad", 4),
+        ("llm_int8_dgrad", "dgrad", 4),  # grad_output is not cast
+    ],
+)
+def test_the_widest_operand_decides_the_time_of_a_gemm(recipe: str, gemm: str, time: float) -> None:
+    assert gemm_time(RECIPES[recipe], gemm) == time
+    mixed = RECIPES["mxfp4"].with_gemms({gemm: RECIPES[recipe]})
+    assert gemm_time(mixed, gemm, {recipe: 7.5}) == (7.5 if RECIPES[recipe].words()[gemm] or recipe == "bf16" else 4)
+    mine = Recipe.of("mine", {"fprop": {"input": "int2/row", "weight": "e2m1/row"}})
+    assert [gemm_time(mine, one) for one in GEMMS] == [1, 4, 4]
+    assert gemm_time(mixed.with_gemms({"fprop": mine}), "fprop", {"mine": 0.7}, {"mine": mine}) == 0.7
+
+
+OPTIONS = ["bf16", "fp8_hybrid", "mxfp8", "mxfp4", "sim_e3m2", None]
+"""Recipes that a random plan may keep a GEMM on; None: it is not pinned."""
+
+
+def random_plan(seed: int, operators: dict[str, tuple[int, int]]) -> PinPlan:
+    draw = random.Random(seed)
+    pins = {name: {gemm: recipe for gemm in GEMMS if (recipe := draw.choice(OPTIONS))} for name in operators}
+    pins = {name: own for name, own in pins.items() if own}
+    low, recovery = draw.choice(["nvfp4", "sim_e2m1", "mxfp4_floor"]), draw.choice(["bf16", None])
+    times = draw.choice([{}, {"8": 1.5, "mxfp8": 1.75, low: 0.5}])
+    return PinPlan(operators=operators, low=low, recovery=recovery, times=times, pins=pins)
+
+
+def extra_time(plan: PinPlan) -> float:
+    times = times_of(plan.operators, plan.named_recipes(), plan.times)
+    chosen = {(name, gemm): recipe for name, own in plan.pins.items() for gemm, recipe in own.items()}
+    return as_choice(chosen, {}, times, plan.low).extra
+
+
+def put_by_hand(converted: ConvertedModel, plan: PinPlan) -> None:
+    for operator in converted.operators:
+        assert isinstance(operator.low, Recipe)
+        pins = plan.pins.get(operator.operator_name, {})
+        gemms = {gemm: getattr(RECIPES[recipe], gemm) for gemm, recipe in pins.items()}
+        operator.low = replace(operator.low, **gemms)
+
+
+@pytest.mark.filterwarnings("ignore:recipe .* is simulated")
+@pytest.mark.parametrize("seed", range(20))
+def test_a_loop_under_a_random_plan_is_that_of_recipes_by_hand(seed: int, tmp_path: Path) -> None:
+    ours, theirs = (nn.Sequential(Block(32), Block(32)) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    plan = random_plan(seed, {name: (32, 32) for name, one in ours.named_modules() if type(one) is nn.Linear})
+    (tmp_path / "plan.json").write_text(plan.text())
+    controller = gnmr.attach(ours, plan=tmp_path / "plan.json", signal="always_low", seed=seed, record=tmp_path / "r")
+    by_hand = convert(theirs, PathSpec(low=plan.low, recovery=None), seed=seed)
+    put_by_hand(by_hand, plan)
+    for step in range(3):
+        x = torch.randn(2, 24, 32, generator=torch.Generator().manual_seed(step))
+        found = []
+        for model in (ours, theirs):
+            loss = (model(x) - x).square().mean()
+            loss.backward()
+            found.append([loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
+            torch.optim.SGD(model.parameters(), 0.1).step()
+        assert same(*found)
+        controller.step()
+        by_hand.end_step()
+        for model in (ours, theirs):
+            model.zero_grad()
+    controller.detach()
+    assert read_json(tmp_path / "r" / "summary.json")["spent_extra_time"] == pytest.approx(extra_time(plan))
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_under_a_random_plan_is_that_of_recipes_by_hand(
+    seed: int, tmp_path: Path, gnmr: Any, tiny_words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*tiny_words, "model.intermediate_size=64", "training.steps=4", "controller.signal=always_low"]
+    sizes = dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"), (32, 32))
+    sizes |= {"mlp.gate_proj": (32, 64), "mlp.up_proj": (32, 64), "mlp.down_proj": (64, 32)}
+    plan = random_plan(seed, {f"layers.0.{name}": shape for name, shape in sizes.items()})
+    (tmp_path / "plan.json").write_text(plan.text())
+    assert gnmr("train", *words, f"plan={tmp_path / 'plan.json'}", f"run_dir={tmp_path / 'plan'}").code == 0
+
+    def converted(*args: Any, **options: Any) -> ConvertedModel:
+        made = convert(*args, **options)
+        put_by_hand(made, plan)
+        return made
+
+    monkeypatch.setattr("gnmr.lab.train.model.convert", converted)
+    low = [f"precision.low={plan.low}", "precision.recovery=null"]
+    assert gnmr("train", *words, *low, f"run_dir={tmp_path / 'hand'}").code == 0
+    ours, theirs = (read_jsonl(tmp_path / name / "steps.jsonl") for name in ("plan", "hand"))
+    for key in ("loss", "grad_norm_pre_clip", "saturation"):
+        assert [row[key] for row in ours] == [row[key] for row in theirs], key
+    assert ours[-1]["spent_extra_time"] == pytest.approx(extra_time(plan)) != 0
 
 
 @pytest.mark.parametrize(("low", "recovery"), [("int4", "int8"), ("sim_int4", "fp8_hybrid")])
@@ -123,16 +314,31 @@ def test_a_fault_breaks_no_operator_that_is_pinned(low: str, recovery: str) -> N
         ({"q_proj": ["bprop"]}, r"pins.q_proj=\['bprop'\]"),
         ({"q_proj": 3}, "pins.q_proj=3"),
         ({"up_proj": ["fprop"]}, "pins 'up_proj'"),
+        ({"q_proj": {}}, "pins.q_proj={}"),
+        ({"q_proj": {"bprop": "bf16"}}, "pins.q_proj="),
+        ({"q_proj": {"fprop": "int4"}}, "pins.q_proj.fprop=int4"),
+        ({"q_proj": {"fprop": ["bf16"]}}, "pins.q_proj.fprop="),
+        ({"q_proj": {"fprop": "mxfp8"}, "layers.1.*": ["fprop"]}, "pins.layers.1.*.fprop=bf16: .* on mxfp8"),
     ],
     ids=str,
 )
-def test_what_is_refused(pins: Any, key: str) -> None:
+def test_pins_that_are_refused(pins: Any, key: str) -> None:
     model = Net()
     with pytest.raises(ValueError, match=key):
         convert(model, PathSpec.of("sim_e2m1", "bf16", pins=pins))
     assert not any(isinstance(module, PathLinear) for module in model.modules())
 
 
+@pytest.mark.parametrize("times", [{"12": 1}, {"8": 0}, {"8": float("inf")}, {"mxfp9": 1}], ids=str)
+def test_times_that_are_refused(times: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=rf"times\.{next(iter(times))}="):
+        PathSpec(times=times)
+
+
 def test_a_pin_of_a_format_is_the_whole_operator() -> None:
     with pytest.raises(ValueError, match=r"pins.q_proj=\['wgrad'\]"):
         PathSpec(pins={"q_proj": ["wgrad"]})
+    with pytest.raises(ValueError, match=r"pins.q_proj.dgrad=bf16"):
+        PathSpec(pins={"q_proj": dict.fromkeys(GEMMS, "int8") | {"dgrad": "bf16"}})
+    whole = PathSpec(pins={"q_proj": dict.fromkeys(GEMMS, "int8")})
+    assert whole.pinned == PathSpec(pins={"q_proj": WHOLE}).pinned

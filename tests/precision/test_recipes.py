@@ -88,7 +88,8 @@ def test_a_width_that_tiles_do_not_divide_is_named(low: str, recovery: str | Non
 
 
 CASTS = """e4m3/tiles e4m4/tile bf16/row e4m3 e4m3/row/3 e4m3/delayed/x e4m3/delayed/0 int4/row/codes int8/tensor/codes
-int8/row/codes/hadamard e4m3/delayed/hadamard e2m1/nv/rht e2m1/nv/hadamard/hadamard"""
+int8/row/codes/hadamard e4m3/delayed/hadamard e2m1/nv/rht e2m1/nv/hadamard/hadamard
+e4m3/nv_4over6 e2m1/nv_4over6/stochastic"""
 
 
 @pytest.mark.parametrize("word", CASTS.split())

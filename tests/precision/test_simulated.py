@@ -26,7 +26,8 @@ from gnmr.precision.cast import quantize
 from gnmr.precision.kernels import simulated
 from gnmr.precision.recipes import Cast, Recipe
 
-SCALES = ("tensor", "row", "tile", "block", "mx", "mx_floor", "nv", "nv2d")
+SCALES = ("tensor", "row", "tile", "block", "mx", "mx_floor", "nv", "nv2d", "nv_row")
+FOUR_OVER_SIX = ("e2m1/nv_4over6", "e2m1/nv2d_4over6")
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -39,15 +40,13 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 # ---- one tensor ----
 
 
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("name", MAX)
+@pytest.mark.parametrize("word", [*(f"{name}/{scale}" for scale in SCALES for name in MAX), *FOUR_OVER_SIX])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_a_cast_is_the_one_written_out_by_hand(scale: str, name: str, dim: int) -> None:
+def test_a_cast_is_the_one_written_out_by_hand(word: str, dim: int) -> None:
     x = normal(160, 136)  # no group's length divides both
     x[3] = 0
     x[140:, 130:] *= 1e-30
     for source in (x, x.bfloat16()):
-        word = f"{name}/{scale}"
         got = quantize(source, Cast.of(word), dim)[0]
         assert got.dtype == source.dtype and torch.equal(got, slow_cast(source, word, dim)), source.dtype
 
@@ -57,9 +56,10 @@ def cast_and_counts(x: Tensor, cast: Cast, dim: int) -> list[Tensor]:
     return [values, *(found for found in vars(met).values() if isinstance(found, Tensor))]
 
 
-@pytest.mark.parametrize("scale", [*SCALES, "delayed"])
-def test_pieces_give_the_same_numbers_and_counts_as_the_whole(scale: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, cast = normal(300, 136), Cast.of(f"e4m3/{scale}")
+@pytest.mark.parametrize("word", [*(f"e4m3/{scale}" for scale in (*SCALES, "delayed")), *FOUR_OVER_SIX])
+def test_pieces_give_the_same_numbers_and_counts_as_the_whole(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And as `scaled`, which takes all at once."""
+    x, cast = normal(300, 136), Cast.of(word)
     x[200, 7] = math.nan
     assert cast is not None
     for dim in (0, 1):
@@ -70,12 +70,15 @@ def test_pieces_give_the_same_numbers_and_counts_as_the_whole(scale: str, monkey
             pieces = cast_and_counts(x, cast, dim)
             for ours, theirs in zip(pieces, whole, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+        divided, scale, *_ = casting.scaled(x, cast, dim, None)
+        values = casting.as_matrix(cast.format.round(divided).mul_(scale), x)
+        torch.testing.assert_close(values, whole[0], rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("word", [*(f"int8/{scale}" for scale in SCALES), *FOUR_OVER_SIX])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_group_with_a_bad_number_comes_back_as_nan_and_no_other(scale: str, bad: float) -> None:
-    cast = Cast.of(f"int8/{scale}")
+def test_a_group_with_a_bad_number_comes_back_as_nan_and_no_other(word: str, bad: float) -> None:
+    cast, scale = Cast.of(word), word.split("/")[1]
     assert cast is not None
     for dim in (0, 1):
         sound = normal(160, 136)  # whose edge cuts groups
@@ -201,6 +204,12 @@ BY_HAND: dict[str, tuple[tuple[str | None, ...], ...]] = {
     "nvfp4_no_sr": of(NV2D, NV2D, "e2m1/nv/hadamard e2m1/nv/hadamard"),
     "nvfp4_no_rht": of(NV2D, DRAWN2D, DRAWN),
     "nvfp4_1d": of(NV, DRAWN, ROTATED),
+    "nvfp4_4over6": of(
+        "e2m1/nv_4over6 e2m1/nv2d_4over6",
+        "e2m1/nv/stochastic e2m1/nv2d_4over6",
+        "e2m1/nv/stochastic e2m1/nv_4over6",
+    ),
+    "nvfp4_row_scaled": of("e2m1/nv_row e2m1/nv2d", DRAWN2D, "e2m1/nv/stochastic e2m1/nv_row"),
     **{f"sim_{f}": ((f"{f}/row",) * 3,) * 3 for f in ("e2m1", "e2m3", "e3m2", "e4m3", "int4", "int8")},
     "llm_int8": (("codes", "codes", None), (None,) * 3, (None,) * 3),
     "llm_int8_dgrad": (("codes", "codes", None), (None, "int8/row", None), (None,) * 3),

@@ -32,6 +32,7 @@ def step_row() -> Callable[..., dict[str, Any]]:
             "saved_bytes_predicted": 1_000_000,
             "spent_gemm_frac": 0.25,
             "spent_extra_bytes": 512.0,
+            "spent_extra_time": 0.5,
             "skipped": False,
             "nonfinite_total": 0,
             "nonfinite_streak": 0,

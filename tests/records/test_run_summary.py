@@ -49,6 +49,7 @@ def test_summary_by_hand(tmp_path: Path, step_row: Make, eval_row: Make) -> None
         "saved_bytes_mean": 275.0,
         "spent_gemm_frac": 0.25,
         "spent_extra_bytes": 512.0,
+        "spent_extra_time": 0.5,
         "saturation_total": {"input": [6, 0], "weight": [0, 3]},
         "monitored": {"norm": {"mean": 2.5, "largest_gnmr": 2.0}},
         "nonfinite_total": 1,

@@ -107,10 +107,11 @@ def test_sentence_and_table_say_the_same(runs: Recorded, noise: float) -> None:
     random = {"controller__signal": "random", "controller__budget": 0.1, "controller__cost": "gemm"}
     runs.add("int4_int8", *losses["random"], promoted=0.03, summary={"spent_gemm_frac": 0.1}, **random)
     price = random | {"controller__signal": "price"}
-    runs.add("int4_int8", *losses["price"], promoted=0.01, summary={"spent_gemm_frac": 0.08}, **price)
+    spent = {"spent_gemm_frac": 0.08, "spent_extra_time": 0.24}
+    runs.add("int4_int8", *losses["price"], promoted=0.01, summary=spent, **price)
     (comparison,) = runs.comparisons()
     told, sentence = row(arm_table(comparison), "int4_int8-price"), headline(comparison).sentence
-    assert told["spent"] == "8.0%"
+    assert (told["spent"], told["extra time"]) == ("8.0%", "24.0%")
     if told["verdict"] == "no verdict":
         assert sentence.endswith("the arms between them are not judged.")
     else:

@@ -93,7 +93,10 @@ def test_a_fork_in_this_process_is_the_run_of_its_config(arm, tmp_path, tiny, tr
     folder = train(tmp_path / "run", *words, *ARMS[arm])
     assert first.losses == losses(folder)
     assert told(first) == phases(folder)
-    assert first.promotion_frac == pytest.approx(read_json(folder / "summary.json")["promotion_frac"], abs=1e-12)
+    shares = first.promotion_frac, first.spent, first.extra_time
+    summary = read_json(folder / "summary.json")
+    keys = ("promotion_frac", "spent_gemm_frac", "spent_extra_time")
+    assert shares == pytest.approx([summary[key] for key in keys], abs=1e-12)
 
 
 def test_a_base_is_read_once(tiny, words, monkeypatch):

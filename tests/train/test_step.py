@@ -217,7 +217,9 @@ def test_what_was_spent_is_recorded(train, tmp_path):
     words = ["precision.low=sim_e2m1", "precision.recovery=bf16", "precision.unit=gemm", "training.steps=4"]
     always = train(tmp_path / "always", *words, "controller.signal=always_high", "controller.max_o=21")
     assert [row["spent_gemm_frac"] for row in read_jsonl(always / "steps.jsonl")] == [0, 1, 1, 1]
-    assert read_json(always / "summary.json")["spent_gemm_frac"] == 0.75
+    assert [row["spent_extra_time"] for row in read_jsonl(always / "steps.jsonl")] == [0, 3, 3, 3]
+    summary = read_json(always / "summary.json")
+    assert (summary["spent_gemm_frac"], summary["spent_extra_time"]) == (0.75, 2.25)
     gap = [
         "controller.signal=recovery_gap",
         "controller.routing=ranked",

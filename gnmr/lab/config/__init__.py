@@ -194,6 +194,7 @@ def schema() -> DictConfig:
     for free in (
         node.precision.recipes,
         node.precision.pins,
+        node.precision.times,
         node.controller.options,
         node.optim.options,
         node.optim.transform.options,

@@ -275,6 +275,7 @@ def _summary_table(summary: dict[str, Any]) -> Table:
         ("final validation loss", _or_none(summary["final_val_loss"], "{:.4f}")),
         ("final validation perplexity", _or_none(summary["final_val_ppl"], "{:.2f}")),
         *recovery_figures(summary),
+        ("extra GEMM time", _or_none(summary["spent_extra_time"] or None, "{:.2%}")),
         ("kept for backward, mean", _bytes(saved)),
         ("steps skipped (non-finite)", str(summary["nonfinite_total"])),
         ("time in steps", _duration(summary["wall_time_s"])),

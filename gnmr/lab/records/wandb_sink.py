@@ -32,6 +32,7 @@ STEP_METRICS = {
     "num_active": "recovery/num_active",
     "spent_gemm_frac": "recovery/spent_gemm_frac",
     "spent_extra_bytes": "recovery/spent_extra_bytes",
+    "spent_extra_time": "recovery/spent_extra_time",
     "saved_bytes": "memory/saved_bytes",
     "saved_bytes_predicted": "memory/saved_bytes_predicted",
 }

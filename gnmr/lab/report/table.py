@@ -23,7 +23,17 @@ from gnmr.lab.report.layout import (
 from gnmr.lab.report.runs import Run
 from gnmr.lab.report.statistics import Result, p_text, stat
 
-_OPTIONAL = ("diff. [95% CI]", "p (Holm)", "verdict", "gap closed", "vs random (p)", "spent", "promotions", "sent")
+_OPTIONAL = (
+    "diff. [95% CI]",
+    "p (Holm)",
+    "verdict",
+    "gap closed",
+    "vs random (p)",
+    "spent",
+    "extra time",
+    "promotions",
+    "sent",
+)
 
 
 def arm_tables(comparisons: Iterable[Comparison]) -> list[Table]:
@@ -90,6 +100,7 @@ def _row(comparison: Comparison, arm: Arm) -> list[str]:
         *([NOTHING] * 4 if test is None else _test(test)),
         against_random,
         percent(arm.spend) if arm.routed else NOTHING,
+        percent(arm.mean("spent_extra_time") or None) if arm.routed else NOTHING,
         NOTHING if promotions is None else f"{promotions.mean:,.0f}",
         percent(arm.mean("numbers_sent_frac")),
     ]
@@ -141,6 +152,8 @@ def _notes(comparison: Comparison, columns: list[str]) -> list[str]:
         notes.append("Gap closed: share of the loss gap between the two bounds that the arm closes.")
     if "spent" in columns:
         notes.append("Spent: share of the GEMM FLOPs on the recovery path, or of the unit-steps if that is unknown.")
+    if "extra time" in columns:
+        notes.append("Extra time: what pins and recovery add to the relative time of all GEMMs on the low recipe.")
     if len(machines := sorted({run.machine for run in runs})) > 1:
         notes.append(f"The runs are from several machines: {'; '.join(machines)}.")
     if keys := comparison.differing_settings():

@@ -53,6 +53,8 @@ class ForkResult:
     """Active unit-steps over all unit-steps of the arm's steps."""
     spent: float
     """Share of the GEMMs' arithmetic on the recovery path (`ConvertedModel.cost.spent`), mean over the arm's steps."""
+    extra_time: float
+    """Extra time of the GEMMs (`ConvertedModel.cost.spent`), mean over the arm's steps."""
     sent: float = 1.0
     """Numbers that a worker sent of its gradients over those that it has, mean over the arm's steps."""
 
@@ -111,19 +113,20 @@ class Forks:
         if prepare is not None:
             prepare(parts)
         steps = Steps(parts, training_blocks(config, parts.corpus, parts.branch))
-        losses, active, spent = [], 0, 0.0
+        losses, active, spent, extra_time = [], 0, 0.0, 0.0
         for step in range(1, config.total_steps + 1):
             result = steps(step)
             if result.nonfinite_unit is not None:
                 raise RunFailed(f"the loss or a gradient of step {step} is not finite, in {result.nonfinite_unit}")
             losses.append(result.loss)
             active += 0 if heals(parts, step) else int(np.count_nonzero(result.decision.in_force))
-            spent += 0.0 if result.spent is None else result.spent[0]
+            if result.spent is not None:
+                spent, extra_time = spent + result.spent.share, extra_time + result.spent.extra_time
             if (name := phase(parts, step)) is not None and name in phases:
                 found[name] = _validation(parts, held_out, step)
         arm = config.training.steps
         sent = 1.0 if parts.compressed is None else parts.compressed.sent_total / (arm * parts.compressed.dense)
-        return ForkResult(losses, found, active / (arm * len(parts.router.units)), spent / arm, sent)
+        return ForkResult(losses, found, active / (arm * len(parts.router.units)), spent / arm, extra_time / arm, sent)
 
     def _corpus(self, config: Config) -> TokenCorpus:
         return _kept(self._corpora, repr(config.data), lambda: open_data(config, self.say, self.base))

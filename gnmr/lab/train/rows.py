@@ -49,7 +49,7 @@ def step_row(
     result: StepResult, counters: Counters, seconds: float, healing: bool = False, weights_digest: str | None = None
 ) -> dict[str, Any]:
     """A row of `records.schema.STEP_FIELDS`; `healing`: of a step that routed nothing."""
-    spent, sent = result.spent or (None, None), result.sent or (None, None)
+    spent, sent = result.spent or (None, None, None), result.sent or (None, None)
     return records.step_row(
         result.decision,
         routed=not healing,
@@ -65,6 +65,7 @@ def step_row(
         saved_bytes_predicted=result.saved_bytes_predicted,
         spent_gemm_frac=spent[0],
         spent_extra_bytes=spent[1],
+        spent_extra_time=spent[2],
         skipped=result.skipped,
         nonfinite_total=counters.nonfinite_total,
         nonfinite_streak=counters.nonfinite_streak,

@@ -42,6 +42,7 @@ from gnmr.lab.train.optim import clip_gradients, skip_where
 from gnmr.lab.train.retry import keep_set, look_again, looks_again, nonfinite_place
 from gnmr.lab.train.transforms import StepContext, Transform, tensor_norms
 from gnmr.names import select
+from gnmr.precision.cost import Spent
 from gnmr.precision.units import module_of
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -70,7 +71,7 @@ class StepResult:
     """What the model tells of its forward passes (`Decoder.statistics`), mean of the micro-batches."""
     monitored: dict[str, float]
     """Gradient norms of the modules that are watched besides the units."""
-    spent: tuple[float, float] | None
+    spent: Spent | None
     """`ConvertedModel.cost.spent` of the step; None where no path was in force (a fork's healing)."""
     saturation: dict[str, list[int]]
     """Saturated elements, and Inf or NaN, by operand (`ConvertedModel.saturation`); empty for formats."""
@@ -100,7 +101,7 @@ class Taken:
     """Over ranks, of several processes."""
     saved: int | None
     predicted: int | None
-    spent: tuple[float, float] | None
+    spent: Spent | None
     own: dict[str, Tensor] = field(default_factory=dict)
     """What the packet holds besides the controller's own."""
     host: dict[str, np.ndarray] = field(default_factory=dict)
@@ -307,13 +308,13 @@ class TrainStep:
 
     def _backward(
         self, micro_batches: Sequence[Tensor | Batch]
-    ) -> tuple[Tensor, dict[str, Tensor], int | None, int | None, tuple[float, float] | None]:
+    ) -> tuple[Tensor, dict[str, Tensor], int | None, int | None, Spent | None]:
         """Return (mean loss, mean statistics of the model, saved bytes, predicted bytes, what was spent); the gradients
         stay."""
         total: Tensor | None = None
         statistics: dict[str, Tensor] = {}
         converted, saved, predicted = self.router.converted, None, None
-        spent: tuple[float, float] | None = None
+        spent: Spent | None = None
         packed = any(isinstance(batch, Batch) for batch in micro_batches)
         own = self._own(micro_batches)
         for i, (block, divisor) in enumerate(own):
