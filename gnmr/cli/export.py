@@ -1,6 +1,8 @@
-"""`gnmr export PLAN out=FOLDER [to=TARGET,...] [pp=N]`: a plan as other libraries read it."""
+"""`gnmr export PLAN [to=TARGET,...] [out=FOLDER] [pp=N]`: a plan as other libraries read it."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from gnmr.cli.parser import Parser, names_of, path, whole
 from gnmr.console import Terminal, print_plain
@@ -14,8 +16,8 @@ PLAN is a plan.json, or the folder that holds it (gnmr diagnose ... out=FOLDER).
 the library cannot do as the plan says, and what that costs.
 
   gnmr diagnose my_llama/ data=text.txt recipe=nvfp4 budget=+10% out=plan/
-  gnmr export plan/ out=plan/
-  gnmr export plan/ to=megatron pp=4 out=plan/
+  gnmr export plan/
+  gnmr export plan/ to=te,megatron pp=4 out=job/
 
 targets:
 """
@@ -24,13 +26,12 @@ targets:
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code. Raises UserError before anything is written."""
     targets = "".join(f"  {name:13} {one.library}\n" for name, one in TARGETS.items())
-    parser = Parser("export", "PLAN out=FOLDER [to=TARGET,...] [pp=N]", _TEXT + targets, bare=False)
+    parser = Parser("export", "PLAN [to=TARGET,...] [out=FOLDER] [pp=N]", _TEXT + targets, bare=False)
     parser.option("to", names_of, "targets, with commas between; default: all that can run the plan's low recipe")
-    parser.option("out", path, "folder for the files; it is made")
+    parser.option("out", path, "folder for the files, made where there is none; default: PLAN's")
     parser.option("pp", whole(1), "pipeline stages, of equal length (megatron)", 1)
     asked, place = parser.of_one_place(argv, "plan.json, or its folder")
-    if asked.out is None:
-        parser.error("out=FOLDER is missing")
+    out = asked.out or (Path(place) if Path(place).is_dir() else Path(place).parent)
     with as_user_error():
         for target in asked.to or ():
             one_of(TARGETS, to=target)
@@ -38,23 +39,23 @@ def main(argv: list[str]) -> int:
     for target in asked.to or TARGETS:
         try:
             with as_user_error():
-                found = export(plan, target, asked.pp)
+                found = export(plan, target, asked.pp or 1)
         except UserError as error:
             if asked.to:
                 raise
             lines.append(f"{target}: not written: {error}")
             continue
         files |= found.files
-        lines += [f"{', '.join(found.files)}: {note}" for note in found.notes]
+        lines += [f"{', '.join(found.files)}: {note}" for note in found.notes if "NOT" in note]
     if not files:
-        raise UserError(f"out={asked.out}: nothing to write: {lines[0]}")
-    with writing(f"out={asked.out}"):
-        asked.out.mkdir(exist_ok=True)
+        raise UserError(f"out={out}: nothing to write: {lines[0]}")
+    with writing(f"out={out}"):
+        out.mkdir(exist_ok=True)
     for name in files:
-        output.check(asked.out / name, f"out={asked.out / name}", follow=False)
+        output.check(out / name, f"out={out / name}", follow=False)
     for name, text in files.items():
-        output.write_text(asked.out / name, text, f"out={asked.out / name}", follow=False)
+        output.write_text(out / name, text, f"out={out / name}", follow=False)
     terminal = Terminal()
-    for line in (*lines, f"files: {', '.join(files)} in {asked.out}"):
+    for line in (*lines, f"files: {', '.join(files)} in {out}"):
         print_plain(terminal, printable(line))
     return 0

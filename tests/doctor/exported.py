@@ -136,6 +136,8 @@ def _cast(quantizer: Any, columnwise: bool) -> str:
         return "bf16"
     if kind == "NVFP4Quantizer":
         scale = "nv2d" if quantizer.with_2d_quantization else "nv"
+        scale += "_4over6" if quantizer.nvfp4_use_4over6 else ""
+        assert not quantizer.nvfp4_use_4over6 or quantizer.nvfp4_e4m3_max == 256
         assert quantizer.with_rht == quantizer.with_post_rht_amax
         rotated = "/hadamard" if quantizer.with_rht and columnwise else ""
         return f"e2m1/{scale}{rotated}{'/stochastic' if quantizer.stochastic_rounding else ''}"
@@ -152,6 +154,7 @@ def stubbed(pp_rank: int = 0, **modules: Mapping[str, Any]) -> Iterator[None]:
 
     class Recorder:
         with_rht = with_post_rht_amax = with_2d_quantization = stochastic_rounding = force_pow_2_scales = False
+        nvfp4_use_4over6 = False
 
         def __init__(self, dtype: Any = None, _device: Any = None, **options: Any) -> None:
             self.dtype = dtype
