@@ -10,8 +10,9 @@
     ignore       the `ignore` of compressed-tensors and vLLM
     rl           what NeMo-RL, verl, prime-rl and miles leave out
 
-Where a library has one linear of several operators (`Target.fused`) the plan is solved anew with one recipe for these.
-Where it lacks a set of recipes, an operator takes the cheapest that it has and that lowers no GEMM's precision.
+Where a library has one linear of several operators (`Target.fused`), or lacks a set of recipes, a plan with prices is
+solved anew in the time that it takes; of one without, an operator gets the cheapest set that the library has and that
+lowers no GEMM's precision.
 
 Names: a model whose operators are those of LLaMA's blocks (`layers.N.self_attn.q_proj`) is called as Hugging Face,
 torchtitan or Megatron call it; any other keeps its own names, and has none in the latter two.

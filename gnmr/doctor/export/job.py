@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from gnmr.doctor.knapsack import times_of
+from gnmr.doctor.knapsack import choose, times_of
 from gnmr.doctor.lists import called
 from gnmr.doctor.plan import PinPlan
 from gnmr.errors import UserError
@@ -123,60 +124,111 @@ def adapted(plan: PinPlan, target: Target) -> PinPlan:
     """Return the plan that the target can say. Raises UserError where it has not even the low recipe."""
     named, recipes, times = _names(plan, target), _recipes(plan), _times(plan)
     made = _priced(plan).regrouped(target.fused) if target.fused else plan
+    low = (plan.low,) * len(GEMMS)
 
-    @cache
     def can(mix: Mix, shape: tuple[int, int]) -> bool:
         casts = {gemm: recipes[name][gemm] for gemm, name in zip(GEMMS, mix, strict=True) if gemm in target.gemms}
         return target.can(casts, recipes[plan.low], shape)
 
-    def serves(gemm: str, name: str, wanted: str) -> bool:
-        slower = not recipes[name][gemm] or times[gemm][name] > times[gemm][wanted]
-        return gemm not in target.gemms or name == wanted or slower
+    @cache
+    def able(shapes: frozenset[tuple[int, int]]) -> list[Mix]:
+        each = [list(recipes) if gemm in target.gemms else [plan.low] for gemm in GEMMS]
+        return [mix for mix in product(*each) if all(can(mix, shape) for shape in shapes)]
 
     @cache
     def cheapest(wanted: frozenset[Mix], shapes: frozenset[tuple[int, int]]) -> Mix:
-        each = [[n for n in recipes if all(serves(g, n, mix[i]) for mix in wanted)] for i, g in enumerate(GEMMS)]
-        able = [mix for mix in product(*each) if all(can(mix, shape) for shape in shapes)]
-        return min(able, key=lambda mix: (sum(times[g][n] for g, n in zip(GEMMS, mix, strict=True)), mix not in wanted))
+        """In which no GEMM is in lower precision than in any of the wanted ones."""
 
-    if target.formats and not any(can((plan.low,) * len(GEMMS), shape) for shape in set(plan.operators.values())):
-        raise UserError(f"export: {target.library} has nothing like low={plan.low} for these operators")
-    own, groups = mixes(made), dict[str, list[str]]()
+        def serves(i: int, name: str) -> bool:
+            own = times[GEMMS[i]]
+            return not recipes[name][GEMMS[i]] or all(name == mix[i] or own[name] > own[mix[i]] for mix in wanted)
+
+        every = [mix for mix in able(shapes) if all(serves(i, name) for i, name in enumerate(mix))]
+        return min(
+            every, key=lambda mix: (sum(times[g][n] for g, n in zip(GEMMS, mix, strict=True)), mix not in wanted)
+        )
+
+    shapes, groups = dict[str, frozenset[tuple[int, int]]](), dict[str, list[str]]()
     for name in plan.operators:
         groups.setdefault(named[name], []).append(name)
+    for linear, names in groups.items():
+        shapes[linear] = frozenset(plan.operators[name] for name in names)
+    if target.formats and not any(low in able(own) for own in set(shapes.values())):
+        raise UserError(f"export: {target.library} has nothing like low={plan.low} for these operators")
+    own = {name: _only(mix, plan.low, target) for name, mix in mixes(made).items()}
+    found = {linear: cheapest(frozenset(map(own.get, names)), shapes[linear]) for linear, names in groups.items()}
+    if any(own[name] != found[named[name]] for name in own) and made.prices:
+        found |= _solved(_priced(plan), target, groups, {linear: able(of) for linear, of in shapes.items()}, found)
     pins = {}
-    for names in groups.values():
-        mix = cheapest(frozenset(own[name] for name in names), frozenset(plan.operators[name] for name in names))
-        for name in names:
-            new = [one if gemm in target.gemms else old for gemm, one, old in zip(GEMMS, mix, own[name], strict=True)]
-            pins[name] = {gemm: one for gemm, one in zip(GEMMS, new, strict=True) if one != plan.low}
-    pins = {name: pins[name] for name in plan.operators if pins[name]}
+    for name, old in mixes(made).items():
+        new = [one if g in target.gemms else kept for g, one, kept in zip(GEMMS, found[named[name]], old, strict=True)]
+        pins[name] = {gemm: one for gemm, one in zip(GEMMS, new, strict=True) if one != plan.low}
+    pins = {name: own for name, own in pins.items() if own}
     return made if pins == made.pins else replace(made, pins=pins)
+
+
+def _only(mix: Mix, low: str, target: Target) -> Mix:
+    """The recipes with the low one where the target does not speak of a GEMM."""
+    return tuple(name if gemm in target.gemms else low for gemm, name in zip(GEMMS, mix, strict=True))
+
+
+def _solved(
+    plan: PinPlan,
+    target: Target,
+    groups: Mapping[str, Sequence[str]],
+    able: Mapping[str, Sequence[Mix]],
+    cheapest: Mapping[str, Mix],
+) -> dict[str, Mix]:
+    """Return the sets of recipes that leave the fewest nats in the time that the plan takes, of linears that may be on
+    the low one; none where the plan has pins without prices."""
+    each, low = _times(plan), (plan.low,) * len(GEMMS)
+    if any(gemm not in plan.prices.get(name, {}) for name, own in plan.pins.items() for gemm in own):
+        return {}
+
+    def nats(linear: str, mix: Mix) -> float:
+        return sum(_price(plan, name, _only(mix, plan.low, target), target) for name in groups[linear])
+
+    def time(linear: str, mix: Mix) -> float:
+        area = sum(plan.operators[name][0] * plan.operators[name][1] for name in groups[linear])
+        return area * sum(each[g][n] for g, n in zip(GEMMS, mix, strict=True) if g in target.gemms)
+
+    free = [linear for linear in groups if low in able[linear]]
+    fixed = sum(time(linear, cheapest[linear]) - time(linear, low) for linear in groups if linear not in free)
+    whole, rest = (sum(time(linear, low) for linear in linears) for linears in (groups, free))
+    room = _spent(plan, target)[0] * whole - fixed
+    if room <= 0:
+        return dict.fromkeys(free, low)
+    options = {(linear, ""): {json.dumps(mix): mix for mix in able[linear]} for linear in free}
+    prices = {item: {word: nats(item[0], mix) for word, mix in own.items()} for item, own in options.items()}
+    times = {item: {word: time(item[0], mix) for word, mix in own.items()} for item, own in options.items()}
+    chosen = choose(prices, times, json.dumps(low), room / rest).pins
+    return {linear: options[linear, ""][chosen[linear][""]] if linear in chosen else low for linear in free}
 
 
 def _priced(plan: PinPlan) -> PinPlan:
     """The plan with the price of the recovery recipe, which is 0."""
-    if plan.recovery is None:
-        return plan
-    prices = {
-        name: {gemm: {plan.recovery: 0.0} | own for gemm, own in by_gemm.items()}
-        for name, by_gemm in plan.prices.items()
-    }
+    free = {name: 0.0 for name, words in _recipes(plan).items() if name == plan.recovery or not any(words.values())}
+    prices = {name: {gemm: free | own for gemm, own in by_gemm.items()} for name, by_gemm in plan.prices.items()}
     return replace(plan, prices=prices)
 
 
-def _spent(plan: PinPlan, target: Target) -> tuple[float, float | None]:
-    """(extra time of the GEMMs that the target speaks of, nats left by the plan's prices: None without any)."""
+def _price(plan: PinPlan, name: str, mix: Mix, target: Target) -> float:
+    """Nats of an operator on these recipes; infinite for one that was not measured."""
+    own = plan.prices.get(name, {})
+    return sum(own[g].get(n, math.inf) for g, n in zip(GEMMS, mix, strict=True) if g in target.gemms and g in own)
+
+
+def _spent(plan: PinPlan, target: Target) -> tuple[float, float]:
+    """(extra time of the GEMMs that the target speaks of, nats left by the plan's prices)."""
     now = low = nats = 0.0
-    times = _times(plan)
+    times, plan = _times(plan), _priced(plan)
     for name, mix in mixes(plan).items():
-        inputs, outputs = plan.operators[name]
-        for gemm, recipe in zip(GEMMS, mix, strict=True):
-            if gemm in target.gemms:
-                now += inputs * outputs * times[gemm][recipe]
-                low += inputs * outputs * times[gemm][plan.low]
-                nats += plan.prices.get(name, {}).get(gemm, {}).get(recipe, 0.0)
-    return now / low - 1, nats if plan.prices else None
+        area = plan.operators[name][0] * plan.operators[name][1]
+        read = [(gemm, recipe) for gemm, recipe in zip(GEMMS, mix, strict=True) if gemm in target.gemms]
+        now += area * sum(times[gemm][recipe] for gemm, recipe in read)
+        low += area * sum(times[gemm][plan.low] for gemm, _ in read)
+        nats += _price(plan, name, mix, target)
+    return now / low - 1, nats
 
 
 def difference(plan: PinPlan, made: PinPlan, target: Target) -> tuple[str, ...]:
@@ -194,7 +246,7 @@ def difference(plan: PinPlan, made: PinPlan, target: Target) -> tuple[str, ...]:
     (extra, nats), (planned, before) = _spent(made, target), _spent(plan, target)
     line = f"NOT as the plan says: {others} of {len(pairs)} GEMMs are on another recipe; "
     line += f"extra GEMM time {extra:.1%}, of the plan {planned:.1%}"
-    if nats is not None:
+    if plan.prices:
         line += f"; nats left by price {nats:.3g}, of the plan {before:.3g}"
     return (*lines, line)
 
