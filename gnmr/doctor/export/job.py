@@ -68,7 +68,7 @@ class Job:
         """A name for these recipes, one for each set of casts."""
         mix = tuple(name if self.recipes[name][gemm] else "bf16" for gemm, name in zip(GEMMS, mix, strict=True))
         parts = [mix[0]] if len(set(mix)) == 1 else [f"{g}_{name}" for g, name in zip(GEMMS, mix, strict=True)]
-        return "_".join(parts).replace("-", "_")
+        return "_".join(parts).replace("-", "__")
 
 
 def mixes(plan: PinPlan) -> dict[str, Mix]:
@@ -109,142 +109,125 @@ def _recipes(plan: PinPlan) -> dict[str, Words]:
     return {one.name: one.words() for one in (*plan.named_recipes(), RECIPES["bf16"])}
 
 
-def read_of(mix: Mix, target: Target) -> Mix:
-    """The recipes of those GEMMs that a target speaks of."""
-    return tuple(name for gemm, name in zip(GEMMS, mix, strict=True) if gemm in target.gemms)
-
-
-def _times(plan: PinPlan) -> dict[str, dict[str, float]]:
-    """Relative time by GEMM and recipe."""
-    found = times_of({"": (1, 1)}, (*plan.named_recipes(), RECIPES["bf16"]), plan.times)
-    return {gemm: dict(own) for (_, gemm), own in found.items()}
+def read_of(mix: Mix, target: Target) -> dict[str, str]:
+    """The recipe of each GEMM that a target speaks of."""
+    return {gemm: name for gemm, name in zip(GEMMS, mix, strict=True) if gemm in target.gemms}
 
 
 def adapted(plan: PinPlan, target: Target) -> PinPlan:
     """Return the plan that the target can say. Raises UserError where it has not even the low recipe."""
-    named, recipes, times = _names(plan, target), _recipes(plan), _times(plan)
-    made = _priced(plan).regrouped(target.fused) if target.fused else plan
+    named, recipes, worth = _names(plan, target), _recipes(plan), _Worth(plan, target)
+    made = worth.plan.regrouped(target.fused) if target.fused else plan
     low = (plan.low,) * len(GEMMS)
-
-    def can(mix: Mix, shape: tuple[int, int]) -> bool:
-        casts = {gemm: recipes[name][gemm] for gemm, name in zip(GEMMS, mix, strict=True) if gemm in target.gemms}
-        return target.can(casts, recipes[plan.low], shape)
 
     @cache
     def able(shapes: frozenset[tuple[int, int]]) -> list[Mix]:
+        """The sets of recipes that the target has for operators of these shapes."""
         each = [list(recipes) if gemm in target.gemms else [plan.low] for gemm in GEMMS]
-        return [mix for mix in product(*each) if all(can(mix, shape) for shape in shapes)]
+        casts = {mix: {g: recipes[name][g] for g, name in read_of(mix, target).items()} for mix in product(*each)}
+        return [mix for mix in casts if all(target.can(casts[mix], recipes[plan.low], shape) for shape in shapes)]
 
     @cache
     def cheapest(wanted: frozenset[Mix], shapes: frozenset[tuple[int, int]]) -> Mix:
-        """In which no GEMM is in lower precision than in any of the wanted ones."""
+        """The one in which no GEMM is in lower precision than in any of the wanted ones."""
 
-        def serves(i: int, name: str) -> bool:
-            own = times[GEMMS[i]]
-            return not recipes[name][GEMMS[i]] or all(name == mix[i] or own[name] > own[mix[i]] for mix in wanted)
+        def serves(gemm: str, name: str, other: str) -> bool:
+            return name == other or not recipes[name][gemm] or worth.times[gemm][name] > worth.times[gemm][other]
 
-        every = [mix for mix in able(shapes) if all(serves(i, name) for i, name in enumerate(mix))]
-        return min(
-            every, key=lambda mix: (sum(times[g][n] for g, n in zip(GEMMS, mix, strict=True)), mix not in wanted)
-        )
+        every = [mix for mix in able(shapes) if all(all(map(serves, GEMMS, mix, other)) for other in wanted)]
+        return min(every, key=lambda mix: (worth.time(mix), mix not in wanted))
 
-    shapes, groups = dict[str, frozenset[tuple[int, int]]](), dict[str, list[str]]()
+    groups: dict[str, list[str]] = {}
     for name in plan.operators:
         groups.setdefault(named[name], []).append(name)
-    for linear, names in groups.items():
-        shapes[linear] = frozenset(plan.operators[name] for name in names)
-    if target.formats and not any(low in able(own) for own in set(shapes.values())):
+    options = {linear: able(frozenset(plan.operators[name] for name in names)) for linear, names in groups.items()}
+    if target.formats and not any(low in own for own in options.values()):
         raise UserError(f"export: {target.library} has nothing like low={plan.low} for these operators")
-    own = {name: _only(mix, plan.low, target) for name, mix in mixes(made).items()}
-    found = {linear: cheapest(frozenset(map(own.get, names)), shapes[linear]) for linear, names in groups.items()}
-    if any(own[name] != found[named[name]] for name in own) and made.prices:
-        found |= _solved(_priced(plan), target, groups, {linear: able(of) for linear, of in shapes.items()}, found)
+    own = {name: tuple(read_of(mix, target).get(gemm, plan.low) for gemm in GEMMS) for name, mix in mixes(made).items()}
+    found = {
+        linear: cheapest(frozenset(own[name] for name in names), frozenset(plan.operators[name] for name in names))
+        for linear, names in groups.items()
+    }
+    if made.prices and any(own[name] != found[named[name]] for name in own):
+        found |= _solved(worth, groups, options, found)
     pins = {}
     for name, old in mixes(made).items():
-        new = [one if g in target.gemms else kept for g, one, kept in zip(GEMMS, found[named[name]], old, strict=True)]
-        pins[name] = {gemm: one for gemm, one in zip(GEMMS, new, strict=True) if one != plan.low}
+        new = dict(zip(GEMMS, old, strict=True)) | read_of(found[named[name]], target)
+        pins[name] = {gemm: recipe for gemm, recipe in new.items() if recipe != plan.low}
     pins = {name: own for name, own in pins.items() if own}
     return made if pins == made.pins else replace(made, pins=pins)
 
 
-def _only(mix: Mix, low: str, target: Target) -> Mix:
-    """The recipes with the low one where the target does not speak of a GEMM."""
-    return tuple(name if gemm in target.gemms else low for gemm, name in zip(GEMMS, mix, strict=True))
+class _Worth:
+    """Time and nats of the GEMMs that a target speaks of."""
+
+    def __init__(self, plan: PinPlan, target: Target) -> None:
+        recipes = _recipes(plan)
+        free = {name: 0.0 for name, words in recipes.items() if name == plan.recovery or not any(words.values())}
+        prices = {name: {gemm: free | own for gemm, own in by_gemm.items()} for name, by_gemm in plan.prices.items()}
+        self.plan, self.target = replace(plan, prices=prices), target
+        """With the prices of recipes that cost nothing."""
+        self.times: dict[str, dict[str, float]] = {}
+        for (_, gemm), own in times_of({"": (1, 1)}, (*plan.named_recipes(), RECIPES["bf16"]), plan.times).items():
+            self.times[gemm] = dict(own)
+
+    def time(self, mix: Mix, names: Iterable[str] | None = None) -> float:
+        """Of an operator on these recipes: a token and weight; with `names` a token of these operators."""
+        area = 1 if names is None else sum(math.prod(self.plan.operators[name]) for name in names)
+        return area * sum(self.times[gemm][recipe] for gemm, recipe in read_of(mix, self.target).items())
+
+    def nats(self, mix: Mix, names: Iterable[str]) -> float:
+        """Of these operators on these recipes; infinite for recipes that were not measured."""
+        read, prices = read_of(mix, self.target), self.plan.prices
+        known = [(prices.get(name, {}).get(gemm), recipe) for name in names for gemm, recipe in read.items()]
+        return sum(own.get(recipe, math.inf) for own, recipe in known if own)
+
+    def of(self, plan: PinPlan) -> tuple[float, float]:
+        """(extra time, nats left) of a plan of the same model."""
+        low, every = (plan.low,) * len(GEMMS), mixes(plan).items()
+        now = sum(self.time(mix, [name]) for name, mix in every)
+        return now / self.time(low, plan.operators) - 1, sum(self.nats(mix, [name]) for name, mix in every)
 
 
 def _solved(
-    plan: PinPlan,
-    target: Target,
+    worth: _Worth,
     groups: Mapping[str, Sequence[str]],
     able: Mapping[str, Sequence[Mix]],
     cheapest: Mapping[str, Mix],
 ) -> dict[str, Mix]:
     """Return the sets of recipes that leave the fewest nats in the time that the plan takes, of linears that may be on
     the low one; none where the plan has pins without prices."""
-    each, low = _times(plan), (plan.low,) * len(GEMMS)
+    plan, low = worth.plan, (worth.plan.low,) * len(GEMMS)
     if any(gemm not in plan.prices.get(name, {}) for name, own in plan.pins.items() for gemm in own):
         return {}
-
-    def nats(linear: str, mix: Mix) -> float:
-        return sum(_price(plan, name, _only(mix, plan.low, target), target) for name in groups[linear])
-
-    def time(linear: str, mix: Mix) -> float:
-        area = sum(plan.operators[name][0] * plan.operators[name][1] for name in groups[linear])
-        return area * sum(each[g][n] for g, n in zip(GEMMS, mix, strict=True) if g in target.gemms)
-
     free = [linear for linear in groups if low in able[linear]]
-    fixed = sum(time(linear, cheapest[linear]) - time(linear, low) for linear in groups if linear not in free)
-    whole, rest = (sum(time(linear, low) for linear in linears) for linears in (groups, free))
-    room = _spent(plan, target)[0] * whole - fixed
+    fixed = sum(
+        worth.time(cheapest[one], own) - worth.time(low, own) for one, own in groups.items() if low not in able[one]
+    )
+    room = worth.of(plan)[0] * worth.time(low, plan.operators) - fixed
     if room <= 0:
         return dict.fromkeys(free, low)
-    options = {(linear, ""): {json.dumps(mix): mix for mix in able[linear]} for linear in free}
-    prices = {item: {word: nats(item[0], mix) for word, mix in own.items()} for item, own in options.items()}
-    times = {item: {word: time(item[0], mix) for word, mix in own.items()} for item, own in options.items()}
-    chosen = choose(prices, times, json.dumps(low), room / rest).pins
-    return {linear: options[linear, ""][chosen[linear][""]] if linear in chosen else low for linear in free}
-
-
-def _priced(plan: PinPlan) -> PinPlan:
-    """The plan with the price of the recovery recipe, which is 0."""
-    free = {name: 0.0 for name, words in _recipes(plan).items() if name == plan.recovery or not any(words.values())}
-    prices = {name: {gemm: free | own for gemm, own in by_gemm.items()} for name, by_gemm in plan.prices.items()}
-    return replace(plan, prices=prices)
-
-
-def _price(plan: PinPlan, name: str, mix: Mix, target: Target) -> float:
-    """Nats of an operator on these recipes; infinite for one that was not measured."""
-    own = plan.prices.get(name, {})
-    return sum(own[g].get(n, math.inf) for g, n in zip(GEMMS, mix, strict=True) if g in target.gemms and g in own)
-
-
-def _spent(plan: PinPlan, target: Target) -> tuple[float, float]:
-    """(extra time of the GEMMs that the target speaks of, nats left by the plan's prices)."""
-    now = low = nats = 0.0
-    times, plan = _times(plan), _priced(plan)
-    for name, mix in mixes(plan).items():
-        area = plan.operators[name][0] * plan.operators[name][1]
-        read = [(gemm, recipe) for gemm, recipe in zip(GEMMS, mix, strict=True) if gemm in target.gemms]
-        now += area * sum(times[gemm][recipe] for gemm, recipe in read)
-        low += area * sum(times[gemm][plan.low] for gemm, _ in read)
-        nats += _price(plan, name, mix, target)
-    return now / low - 1, nats
+    words = {mix: json.dumps(mix) for own in able.values() for mix in own}
+    prices = {(one, ""): {words[mix]: worth.nats(mix, groups[one]) for mix in able[one]} for one in free}
+    times = {(one, ""): {words[mix]: worth.time(mix, groups[one]) for mix in able[one]} for one in free}
+    share = room / sum(own[words[low]] for own in times.values())
+    pins = choose(prices, times, words[low], share).pins
+    return {one: tuple(json.loads(pins[one][""])) if one in pins else low for one in free}
 
 
 def difference(plan: PinPlan, made: PinPlan, target: Target) -> tuple[str, ...]:
     """Return what is not as the plan says it, and what that costs."""
-    ours, theirs = mixes(plan), mixes(made)
-    pairs = [
-        pair for name in ours for pair in zip(read_of(ours[name], target), read_of(theirs[name], target), strict=True)
-    ]
-    others = sum(a != b for a, b in pairs)
+    theirs = mixes(made)
+    pairs = [(read_of(mix, target), read_of(theirs[name], target)) for name, mix in mixes(plan).items()]
+    others = sum(ours[gemm] != now[gemm] for ours, now in pairs for gemm in ours)
     lines = []
     if left := sum(gemm not in target.gemms for pins in plan.pins.values() for gemm in pins):
         lines.append(f"NOT in it: {left} pins of other GEMMs than {' and '.join(target.gemms)}")
     if not others:
         return (*lines, "as the plan says: every GEMM that it speaks of is on the plan's recipe")
-    (extra, nats), (planned, before) = _spent(made, target), _spent(plan, target)
-    line = f"NOT as the plan says: {others} of {len(pairs)} GEMMs are on another recipe; "
+    worth = _Worth(plan, target)
+    (extra, nats), (planned, before) = worth.of(made), worth.of(plan)
+    line = f"NOT as the plan says: {others} of {len(pairs) * len(target.gemms)} GEMMs are on another recipe; "
     line += f"extra GEMM time {extra:.1%}, of the plan {planned:.1%}"
     if plan.prices:
         line += f"; nats left by price {nats:.3g}, of the plan {before:.3g}"
