@@ -77,7 +77,7 @@ DRAWN = {
 }
 """Arms of the figure."""
 MEASURED = 16
-"""Validation sequences that a diagnosis reads, behind those that forks are validated on."""
+"""Validation sequences that a diagnosis reads; forks are validated on none of them."""
 
 
 @dataclass(frozen=True)
@@ -109,14 +109,22 @@ def diagnosed(forks: Forks, low: str) -> Diagnosis:
     config = forks.config(f"precision.low={low}", "precision.recovery=bf16", "controller.signal=always_low")
     parts = forks.parts(config)
     parts.converted.restore()
-    first, training = config.training.eval_sequences, config.training
+    training = config.training
     assert not isinstance(parts.corpus.val, Documents)
-    blocks = validation_sequences(parts.corpus.val, training.seq_len, first + MEASURED)[first:]
+    blocks = unseen(parts.corpus.val, training.seq_len, training.eval_sequences)
     batches = Batch.of_sequences(blocks).split(training.batch_size // 2)
     model = parts.model.float()
     return diagnose(
         model, lambda batch: (logits_of(model, batch), batch.targets), batches, recipe=low, rescue=RESCUES, confirm=99
     )
+
+
+def unseen(tokens: Any, length: int, validated: int) -> torch.Tensor:
+    """Return `MEASURED` sequences from between those that forks are validated on."""
+    both = validation_sequences(tokens, length, 2 * validated)
+    if len(both) < 2 * validated:
+        raise SystemExit(f"the validation text has {len(both)} sequences of {length} tokens, not {2 * validated}")
+    return both[1 :: 2 * max(1, validated // MEASURED)]
 
 
 def run(cell: Cell, forks: Forks, found: Diagnosis | None, made: dict[str, Any]) -> dict[str, Any]:

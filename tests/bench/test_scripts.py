@@ -238,6 +238,15 @@ def test_the_fraction_closed_and_its_test_by_hand() -> None:
     assert (mxfp8["plan_more"], mxfp8["p"], mxfp8["detectable"]) == (0.0, 1.0, 0.0)  # the same pins
 
 
+def test_diagnosed_sequences_are_not_validated_on() -> None:
+    tokens = np.arange(20_000)
+    validated = plans.validation_sequences(tokens, 16, 64)[:, 0].tolist()
+    found = plans.unseen(tokens, 16, 64)[:, 0].tolist()
+    assert len(set(found)) == plans.MEASURED and not {*found} & {*validated}
+    with pytest.raises(SystemExit, match="not 128"):
+        plans.unseen(tokens[:1000], 16, 64)
+
+
 def test_forks_are_kept_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     from plausible import diagnosis
 
