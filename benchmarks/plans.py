@@ -124,7 +124,7 @@ def unseen(tokens: Any, length: int, validated: int) -> torch.Tensor:
     both = validation_sequences(tokens, length, 2 * validated)
     if len(both) < 2 * validated:
         raise SystemExit(f"the validation text has {len(both)} sequences of {length} tokens, not {2 * validated}")
-    return both[1 :: 2 * max(1, validated // MEASURED)]
+    return both[1 :: 2 * max(1, validated // MEASURED)][:MEASURED]
 
 
 def run(cell: Cell, forks: Forks, found: Diagnosis | None, made: dict[str, Any]) -> dict[str, Any]:
@@ -188,7 +188,9 @@ def make_forks(asked: argparse.Namespace) -> None:
     made: dict[str, Any] = {}
     without_gap = set[str]()
     for cells in cells_of([*forks], lows, asked.orders, [float(word) for word in asked.budgets.split(",")]):
-        for cell in (cell for cell in cells if cell not in known and cell.low not in without_gap):
+        if cells[0].low in without_gap:
+            continue
+        for cell in (cell for cell in cells if cell not in known):
             base = cell.base, cell.low
             if cell.arm not in BOUNDS and base not in found:
                 found[base] = diagnosed(forks[cell.base], cell.low)
@@ -297,7 +299,7 @@ def figure(record: Path, lows: Sequence[str]) -> str:
     start = np.zeros((1, 3)) if of_forks else points["never"]
     return curve.svg(
         {label: np.concatenate([start, points[arm]]) for arm, label in DRAWN.items()},
-        (1.0, "everything in BF16") if of_forks else (float(start[0, 1]), f"everything in {low}"),
+        (1.0, "everything in BF16", True) if of_forks else (float(start[0, 1]), f"everything in {low}", False),
         across="extra GEMM time",
         up="Fraction of the loss gap closed" if of_forks else "KL divergence from the BF16 model, nats per token",
         percent=of_forks,
