@@ -145,21 +145,22 @@ def keep(out: Path, known: dict[Cell, dict[str, Any]], cell: Cell, row: dict[str
     print(f"{cell}: {row.get('loss', row.get('kl')):.4f} for +{row['extra']:.1%}", flush=True)
 
 
-def cells_of(bases: Sequence[str], lows: Sequence[str], orders: int, budgets: Sequence[float]) -> Iterator[list[Cell]]:
+def cells_of(bases: Sequence[str], asked: argparse.Namespace) -> Iterator[list[Cell]]:
     """Yield the bounds of a low path, then its other arms, block by block."""
-    for low in lows:
-        blocks = [(base, order) for order in range(orders) for base in bases]
+    budgets, arms = [float(word) for word in asked.budgets.split(",")], asked.arms.split(";")
+    for low in asked.low.split(","):
+        blocks = [(base, order) for order in range(asked.orders) for base in bases]
         yield [Cell(base, low, arm, 0.0, order) for base, order in blocks for arm in BOUNDS]
-        yield [Cell(b, low, arm, budget, o) for b, o in blocks for budget in budgets for arm in ARMS]
+        yield [Cell(b, low, arm, budget, o) for b, o in blocks for budget in budgets for arm in arms]
 
 
 def make_forks(asked: argparse.Namespace) -> None:
     """Run the cells that OUT.jsonl lacks."""
-    known, lows = recorded(asked.out), asked.low.split(",")
+    known = recorded(asked.out)
     forks = {made.base.name: made for made in (Forks(name, print) for name in asked.base.split(","))}
     found: dict[tuple[str, str], Diagnosis] = {}
     made: dict[str, Any] = {}
-    for cells in cells_of([*forks], lows, asked.orders, [float(word) for word in asked.budgets.split(",")]):
+    for cells in cells_of([*forks], asked):
         for cell in (cell for cell in cells if cell not in known):
             base = cell.base, cell.low
             if cell.arm not in BOUNDS and base not in found:
@@ -184,7 +185,11 @@ def measure_kl(asked: argparse.Namespace) -> None:
         )
         print(found.verdict(), flush=True)
         cells = [Cell(asked.base, low, "never", 0.0, 0), Cell(asked.base, low, "mxfp8", 0.334, 0)]
-        cells += [Cell(asked.base, low, arm, float(word), 0) for word in asked.budgets.split(",") for arm in ARMS]
+        cells += [
+            Cell(asked.base, low, arm, float(word), 0)
+            for word in asked.budgets.split(",")
+            for arm in asked.arms.split(";")
+        ]
         for cell in (cell for cell in cells if cell not in known):
             choice = Choice({}, 0.0, 0.0, 0.0) if cell.arm == "never" else pins_of(cell, found)
             key = json.dumps([low, choice.pins], sort_keys=True)
@@ -262,6 +267,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path)
     parser.add_argument("--held-out", type=int, default=8, help="batches of 4 blocks of 128 tokens")
     parser.add_argument("--budgets", default=",".join(map(str, BUDGETS)))
+    parser.add_argument("--arms", default=";".join(ARMS), help="with semicolons between them")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     if asked.what != "table":

@@ -111,8 +111,9 @@ def diagnose(
     for kind in include:
         one_of(BESIDE, include=kind)
     cast = kv_cast_of(kv_cast)
-    _check_sides(recipe, recovery, against, gate, plan, {"rescue": rescue, "times": times, "fused": fused or None})
     named = _rescues_named(rescue)
+    said = ",".join(one if isinstance(one, str) else one.name for one in named)
+    _check_sides(recipe, recovery, against, gate, plan, {"rescue": said, "times": times, "fused": ",".join(fused)})
     require(times is None or isinstance(times, Mapping), "times", times, "must be {bits or recipe: relative time}")
     _check_model(model)
     low, low_parts = _side(recipe, "recipe")
@@ -177,7 +178,7 @@ def _check_sides(
     several = isinstance(recipe, Mapping)
     if plan is not None:
         for key, given in {"against": against, "gate": gate, "recipe": recipe if several else None, **options}.items():
-            require(given is None, key, given, "cannot be asked for under plan=; leave one of them out")
+            require(given in (None, ""), key, given, "cannot be asked for under plan=; leave one of them out")
         require(recovery == "bf16", "recovery", recovery, "the plan says which; leave one of them out")
     if against is not None:
         require(recovery == "bf16", "recovery", recovery, "against= stands in its place; leave one of them out")
@@ -185,7 +186,7 @@ def _check_sides(
     if several or against is not None:
         for key in ("rescue", "times"):
             right = "cannot be asked for if operators have recipes of their own, or of two sides; leave it out"
-            require(options[key] is None, key, options[key], right)
+            require(not options[key], key, options[key], right)
     if gate is not None:
         number = isinstance(gate, int | float) and not isinstance(gate, bool)
         sound = number and 0 < gate < np.inf  # type: ignore[operator]

@@ -232,13 +232,11 @@ def _curve(found: Diagnosis, left: Sequence[Left]) -> dict[str, object]:
         return kind, across, y(one.nats), *map(y, _ends(one)), with_half(one)
 
     points, labels = [], []
-    beside, lowest = x(plan.extra) + 8 * (len(kept) + 2), 12.0
+    beside = x(plan.extra) + 8 * (len(kept) + 2)
     for at, (choice, one) in enumerate(kept, 1):
         kind, across = ("plan", x(plan.extra)) if choice is plan else ("rule", x(choice.extra) + 8 * at)
-        down = min(max(y(one.nats), lowest), 332 - 21 * (len(kept) - at))
-        lowest = down + 21
         points.append(point(kind, across, one))
-        labels.append((kind, across, y(one.nats), beside, down, f"{choice.label} {short(one.nats)}"))
+        labels.append((kind, across, y(one.nats), beside, 21 * at - 9, f"{choice.label} {short(one.nats)}"))
     return {
         "across": [(x(extra), f"{extra * 100:.4g}%") for extra in _ticks(0.0, right)],
         "up": [(y(value), f"{value:.6g}") for value in _ticks(low, high)],
