@@ -141,7 +141,7 @@ def operator_shapes(model: nn.Module, spec: PathSpec) -> dict[str, tuple[int, in
 
 
 def left_out_line(left_out: Mapping[str, str]) -> str:
-    """Return one line that names these operators, each with the reason why it stays in 16 bits; those of a kind once."""
+    """Return one line that names these operators, those of a kind once, each with why it stays in 16 bits."""
     alike: dict[tuple[str, str], list[str]] = {}
     for name, why in left_out.items():
         alike.setdefault((re.sub(r"\b\d+\b", "*", name), why), []).append(name)

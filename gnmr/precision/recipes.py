@@ -33,11 +33,12 @@ parameter itself stays in its own 16 bits. A "result" is the product (bias inclu
 A scale is max|group| / format.max in float32. That of `mx` is this number rounded up to a power of two (RCEIL), as in
 torchao, Transformer Engine and CUTLASS, so that no element saturates; NVIDIA's recipe (2506.08027) found training to
 need it. That of `mx_floor` is 2^(floor(log2 max|group|) - floor(log2 format.max)), the rule of the OCP specification,
-under which the largest elements of a group may saturate. A group that the tensor's edge cuts is smaller. A linear whose
-widths would cut a group of `mx`, `nv` or their variants, which no kernel takes, has no such recipe. Those of `nv` are two, as in appendix C of 2509.25149, each step in float32:
-with encode = 448 * format.max / max|tensor|, which brings the largest group to E4M3's largest number, a group's E4M3
-number is max|group| * (encode / format.max), rounded to nearest, and its scale that number / encode, as Transformer
-Engine computes both. The largest elements saturate where it was rounded down.
+under which the largest elements of a group may saturate. A group that the tensor's edge cuts is smaller; along the
+widths of a linear tiles and blocks may be cut, other groups not (`Recipe.divisors`). Those of `nv` are two, as in
+appendix C of 2509.25149, each step in float32: with encode = 448 * format.max / max|tensor|, which brings the largest
+group to E4M3's largest number, a group's E4M3 number is max|group| * (encode / format.max), rounded to nearest, and its
+scale that number / encode, as Transformer Engine computes both. The largest elements saturate where it was rounded
+down.
 
 Those of the variants are Transformer Engine's (`NVFP4BlockScaling`, read at d0067d0d). `nv_row`, its
 row_scaled_activation, takes max|tensor| over the line. Under `nv_4over6` encode = 256 * 6 / max|tensor|, which leaves
