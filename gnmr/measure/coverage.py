@@ -42,6 +42,19 @@ _MUCH = 0.01
 """Share of which something that is left out is worth a warning."""
 _SUMS = ("addmm", "baddbmm")
 """Products whose first operand is added to the result."""
+_LAYOUT = (
+    "is_contiguous",
+    "is_strides",
+    "is_non_overlapping",
+    "sym_",
+    "size",
+    "stride",
+    "storage",
+    "numel",
+    "dim",
+    "layout",
+)
+"""Beginnings of questions for the layout of a tensor."""
 _LOOKUPS = ("index", "index_select", "gather")
 """What takes rows of a matrix for activations, and matrices of a 3-D parameter for weights."""
 
@@ -91,11 +104,7 @@ class Coverage:
     def missed(self, names: Iterable[str]) -> dict[str, str]:
         """Return why, for those of these operators that were never called."""
         called, read = self.called(), {one.name for one in self.products if not one.called}
-        return {
-            name: READ if name in read else "it never ran"
-            for name in names
-            if name not in called
-        }
+        return {name: READ if name in read else "it never ran" for name in names if name not in called}
 
     def line(self, names: Collection[str], verb: str = "covers") -> str:
         """Return one line: the share of these operators, and what else there is with its share."""
@@ -107,7 +116,6 @@ class Coverage:
         apart = f" (beside these an attention's own products, {percent(beside)} of all)" if beside >= 0.1 else ""
         left = f"; not: {', '.join(told)}" if told else ""
         return f"{verb} {percent(self.share(names))} of the GEMMs' arithmetic{left}{apart}"
-
 
     def told(self, operators: Sequence[PathLinear], verb: str = "covers") -> list[str]:
         """Return lines on a converted model: its share, and which of its operators were never called though their
@@ -247,6 +255,8 @@ class Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if _opname(func).startswith(_LAYOUT):  # a subclass asks for what its own methods answer
+            return NotImplemented
         formula = _formula(func)
         if formula is None and isinstance(func, OpOverload) and func is not torch.ops.prim.device.default:
             with self:
