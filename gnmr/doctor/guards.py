@@ -59,7 +59,7 @@ def refuse_reentrant(loss: Tensor) -> None:
         node = ahead.pop()
         if node is None or node in seen:
             continue
-        if node.name() == "CheckpointFunctionBackward":
+        if type(node).__name__ == "CheckpointFunctionBackward":
             raise ValueError("model: its activation checkpointing is reentrant; use use_reentrant=False, or none")
         seen.add(node)
         ahead += [one for one, _ in node.next_functions]

@@ -353,8 +353,8 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _area(module: Any) -> int:
-    found: int = module.in_features * module.out_features
-    return found
+    widths = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    return prod(widths if all(isinstance(one, int) for one in widths) else module.weight.shape)
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
