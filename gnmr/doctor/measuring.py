@@ -129,7 +129,7 @@ class Doctor:
         shapes = {o.operator_name: (o.in_features, o.out_features) for o in self.converted.operators}
         operators = {o.operator_name: shapes[o.operator_name] for o in kept}
         idle = {name: self._why(name) for name in shapes if name not in operators}
-        targets = self._targets(list(operators)) if idle else list(self.spec.targets)
+        narrow = self._targets(list(operators)) if idle else None
         in_use = samples[_IN_USE[estimate]]
         of_rescues = np.mean(rescued, axis=0)[..., times > 0]
         alone = {} if kls[0] is None else self._confirmed(kept, samples, confirm, first)
@@ -158,14 +158,15 @@ class Doctor:
             costs=self._costs(operators),
             fused=self._fused,
             groups=groups_of(operators, self._fused),
-            targets=targets or list(self.spec.targets),
+            targets=narrow or self.spec.targets,
+            exclude=[] if narrow else self.spec.exclude,
             recipes={
                 name: one.words() if isinstance(one, Recipe) else one
                 for name, one in self.spec.recipes.items()
                 if name not in RECIPES
             },
             idle=idle,
-            matched={} if targets else {name: shapes[name] for name in idle},
+            matched={} if narrow else {name: shapes[name] for name in idle},
             partly={name: int(n) for name, n in zip(shapes, times, strict=True) if 0 < n < len(ran)},
             against=self._against,
             sides=self._sides,
@@ -323,7 +324,7 @@ class Doctor:
         """Patterns that name these operators alone; None: there are none."""
         for targets in ([name.removeprefix("model.") for name in names], names):
             with suppress(ValueError):
-                if list(operator_shapes(self.model, replace(self.spec, targets=targets, pins={}))) == names:
+                if list(operator_shapes(self.model, replace(self.spec, targets=targets, exclude=[], pins={}))) == names:
                     return targets
         return None
 
