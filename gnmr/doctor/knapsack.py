@@ -47,7 +47,7 @@ _PARTS = {
 }
 GAP = 1e-4
 """Nats above the smallest possible sum that a choice may be, as a share of what everything on the low recipe costs."""
-_SECONDS = 20
+_SECONDS = 5
 """After which the solver's best choice so far counts."""
 
 
