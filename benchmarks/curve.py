@@ -46,8 +46,8 @@ def svg(
             (x(at), y(value), y(value - half), y(value + half), f"{value:.3g} ± {half:.2g} at +{at:.1%}")
             for at, value, half in points
         ]
-        arm = {"number": number, "label": label, "line": line, "points": bars, "mark": MARKS[number]}
-        drawn.append(arm | {"end": bars[-1][:2]})
+        end, mark = bars[-1][:2], MARKS[number]
+        drawn.append({"number": number, "label": label, "line": line, "points": bars, "mark": mark, "end": end})
     drawn.sort(key=lambda arm: arm["end"][1])
     lowest = TOP
     for left, arm in zip(range(len(drawn) - 1, -1, -1), drawn, strict=True):  # names may not lie on each other

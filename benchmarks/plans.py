@@ -4,6 +4,7 @@
     python benchmarks/plans.py kl OUT.jsonl --base .cache/smollm2 --data wikitext2-test.txt --low nvfp4
     python benchmarks/plans.py table OUT.json ROWS.jsonl ...
     python benchmarks/plans.py figure OUT.svg RECORD [--low nvfp4]
+    python benchmarks/plans.py solver OUT.json
 
 `forks`: a fork continues a base for 40 steps in low precision with the pins of its arm. Its loss is the validation loss
 in BF16 afterwards. Forks of one base and data order share their data: they are a block, the unit of a paired test.
@@ -30,12 +31,16 @@ Every row is written when it is done, and what OUT.jsonl has already is not run 
 
 `figure`: one low path of a record as a curve with 95% intervals: the KL left, of the rows of `kl`, or the fraction of
 the gap closed, of the JSON of `table`.
+
+`solver`: time and memory of the choice of 630, 10,000 and 30,000 GEMMs with prices drawn at random, two rescues each.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import resource
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -50,7 +55,7 @@ from torch import nn
 import curve
 from gnmr.doctor.diagnose import diagnose
 from gnmr.doctor.diagnosis import Diagnosis
-from gnmr.doctor.knapsack import Choice, by_score, guess
+from gnmr.doctor.knapsack import Choice, by_score, choose, front, guess
 from gnmr.lab.data.batch import Batch
 from gnmr.lab.data.cache import Documents
 from gnmr.lab.data.sequences import validation_sequences
@@ -63,7 +68,7 @@ from gnmr.measure.kl import divergence
 from gnmr.names import GEMMS
 from gnmr.precision import PathSpec, convert
 from gnmr.records import output
-from timing import header
+from timing import header, write
 
 BOUNDS = ("never", "always")
 RESCUES = ("mxfp8", "bf16")
@@ -311,10 +316,32 @@ def figure(record: Path, lows: Sequence[str]) -> str:
     )
 
 
+def solver() -> list[dict[str, Any]]:
+    """Return seconds and peak memory of `choose`, and how far it lies above the bound of the linear relaxation."""
+    choose({}, {("a", "fprop"): {"low": 1.0}}, "low", 0.1)  # imports SciPy
+    rows = []
+    for number in (630, 10_000, 30_000):
+        draw = np.random.default_rng(0)
+        area = draw.choice([576 * 576, 576 * 192, 576 * 1536], number)
+        low, mid = draw.lognormal(-7, 2, number), draw.uniform(0.02, 0.3, number)
+        items = [(f"layers.{i // 21}.{i % 7}", GEMMS[i // 7 % 3]) for i in range(number)]
+        times = {item: {"low": a, "mid": 2 * a, "high": 4 * a} for item, a in zip(items, area.tolist(), strict=True)}
+        each = zip(items, low.tolist(), (low * mid).tolist(), strict=True)
+        prices = {item: {"low": one, "mid": less, "high": 0.0} for item, one, less in each}
+        for budget in BUDGETS:
+            begin = time.perf_counter()
+            found = choose(prices, times, "low", budget)
+            row = {"gemms": number, "budget": budget, "seconds": time.perf_counter() - begin, "extra": found.extra}
+            least = next(after for extra, after in front(prices, times, "low") if extra >= budget)
+            row |= {"left": found.after / found.before, "bound": least / found.before}
+            rows.append(row | {"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024})
+    return rows
+
+
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("forks", "kl", "table", "figure"))
+    parser.add_argument("what", choices=("forks", "kl", "table", "figure", "solver"))
     parser.add_argument("out", type=Path)
     parser.add_argument("rows", type=Path, nargs="*")
     parser.add_argument("--base", default="shipped", help="run folders, with commas between them")
@@ -328,6 +355,9 @@ def main() -> None:
     torch.set_num_threads(1)
     if asked.what in ("forks", "kl"):
         (make_forks if asked.what == "forks" else measure_kl)(asked)
+        return
+    if asked.what == "solver":
+        write(asked.out, solver())
         return
     if not asked.rows:
         parser.error(f"{asked.what}: name the record to read")

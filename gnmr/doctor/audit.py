@@ -100,10 +100,9 @@ class Audit:
         if idle := [row.operator for row in self.rows if row not in rows]:
             more = f" and {len(idle) - 3} more" if len(idle) > 3 else ""
             head += f"; {', '.join(idle[:3])}{more} did not run"
-        if self.coverage.whole:
-            names = [row.operator for row in rows if any("/" in words for words in row.precision.values())]
-            verb = "low precision covers" if low else "linears are"
-            head += f"; {self.coverage.line(names or [row.operator for row in rows], verb)}"
+        names = [row.operator for row in rows if not low or any("/" in words for words in row.precision.values())]
+        if self.coverage.others(names):
+            head += f"; {self.coverage.line(names, 'low precision covers' if low else 'linears are')}"
         return f"{head}: " + ("sound" if self.sound else f"{len(self.findings)} findings")
 
     def tree(self) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class Diagnosis:
     costs: Times
     """Time of every GEMM on the low recipe and the rescues; of two sides its arithmetic, twice where both are alike."""
     targets: list[str] | None
-    exclude: list[str]
+    exclude: list[str] = field(default_factory=list)
     work: Mapping[str, int] = field(default_factory=dict)
     """Multiplications of each operator's fprop in all batches,"""
     rest: int = 0
@@ -355,6 +355,7 @@ class Diagnosis:
             "rescues": list(self.rescues),
             "times": self.times,
             "fused": list(self.fused),
+            "recipes_in_use": self.recipes_in_use() if self.chooses else [],
             "price_tokens": self.tokens,
             "pins": self.pins,
             "covers": self.coverage.share(self.operators),

@@ -42,7 +42,7 @@ def left_out(found: Diagnosis) -> list[str]:
     clauses = [f"left out, as {why}: {_named(names)}" for why, names in by_reason.items()]
     if found.partly:
         clauses.append(f"only in some of the batches ran {_named(list(found.partly))}")
-    if found.coverage.whole:
+    if found.coverage.others(found.operators):
         clauses.append(found.coverage.line(found.operators, "this covers"))
     return clauses
 

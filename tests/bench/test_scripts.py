@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import astuple
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -260,6 +261,8 @@ def test_forks_are_kept_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         loss = 3.0 - gap * (kind == "always") + config.fork.order / 100
         return SimpleNamespace(validation={"low": SimpleNamespace(high=loss)}, extra_time=0.1, losses=[1.0])
 
+    composed = cache(lambda *words: compose(["experiment=fork", "base=shipped", *words]))
+    monkeypatch.setattr(Forks, "config", lambda _, *words: composed(*words))
     monkeypatch.setattr(Forks, "__call__", fork)
     monkeypatch.setattr(plans, "diagnosed", lambda _, low: diagnosis(4))
     words = ["plans.py", "forks", str(out), "--orders", "2", "--budgets", "0.1", "--low", "mxfp4,nvfp4"]

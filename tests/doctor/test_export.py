@@ -296,6 +296,8 @@ def test_other_models_keep_their_names_or_are_refused() -> None:
     plan = planned({"encoder.0.up_proj": BF16}, {"encoder.0.up_proj": (128, 128), "encoder.1.up_proj": (128, 128)})
     assert yaml.safe_load(export(plan, "ignore").files["ignore.yaml"])["ignore"] == ["encoder.0.up_proj", "lm_head"]
     assert "no names of Megatron-LM" in export(plan, "te").files["qfactory.py"]
+    short = planned({"encoder.0.up": BF16}, {"encoder.0.up": (128, 128), "encoder.0.up2": (128, 128)})
+    assert "# NOT for nemo_rl" in export(short, "rl").files["rl.yaml"]
     for target in ("torchtitan", "megatron"):
         with pytest.raises(UserError, match=r"no linear such as encoder.0.up_proj$"):
             export(plan, target)

@@ -24,15 +24,14 @@ def ignore(job: Job) -> dict[str, str]:
 
 def rl(job: Job) -> dict[str, str]:
     """What trainers and rollouts of reinforcement learning leave out, by library and key."""
-    patterns = [rf"(?:^|\.){re.escape(name)}$" for name in job.kept]
-    try:
-        fused = list(dict.fromkeys(called(name, "megatron") for name in job.kept))
-    except KeyError:
-        fused = []
+    for name in job.kept:
+        if swept := [other for other in job.labels if name in other and other not in job.kept]:
+            job.notes.append(f"NOT for nemo_rl, where any part of a name counts: {name} would leave out {swept[0]} too")
+    fused = dict.fromkeys(called(name, "megatron") for name in job.kept)
     tree = {
         "nemo_rl": {"quantization_ignored_layer_kws": job.kept},
         "verl": {"ignored_layers": job.kept},
-        "prime_rl": {"ignore_patterns": patterns},
+        "prime_rl": {"ignore_patterns": [rf"(?:^|\.){re.escape(name)}$" for name in job.kept]},
         "miles": {
             "extra_high_precision_layers_hf": [f"{name}.weight" for name in job.kept],
             "extra_high_precision_layers_megatron": [f"{name}.weight" for name in fused],

@@ -18,9 +18,10 @@ def _family(casts: Words, low: Words, shape: tuple[int, int]) -> str:
         return "bf16"
     if all(len(own) in (0, 2) and own.items() <= _TENSOR.items() for own in casts.values()):
         return "float8"
-    if all(own == RECIPES["mxfp8"].words()[gemm] or (gemm == "wgrad" and not own) for gemm, own in casts.items()):
-        return "mxfp8"
-    return "nvfp4" if casts == RECIPES["nvfp4"].words() and not any(width % 128 for width in shape) else ""
+    mxfp8, nvfp4 = RECIPES["mxfp8"].words(), RECIPES["nvfp4"].words()
+    if all(own == mxfp8[gemm] or (gemm == "wgrad" and not own) for gemm, own in casts.items()):
+        return "mxfp8" * (not any(width % 32 for width in shape))
+    return "nvfp4" * (casts == nvfp4 and not any(width % 128 for width in shape))
 
 
 def _torchao(casts: Words, low: Words, shape: tuple[int, int]) -> bool:
