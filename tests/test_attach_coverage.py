@@ -151,3 +151,12 @@ def test_several_micro_batches_and_passes_count_once() -> None:
     with pytest.warns(UserWarning, match="attach covers"):
         controller.step()
     assert controller.coverage is not None and controller.coverage.called()["head"] == 64 * HEAD
+
+
+def test_experts_of_a_layer_cost_alike() -> None:
+    """One batch does not tell which of them the next tokens reach."""
+    model = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]), "more": nn.Linear(8, 8)})
+    controller = attach(model, **{**PATHS, "targets": ["*"]}, signal="always_low")
+    model["more"](model["experts"][0](torch.randn(6, 8))).sum().backward()
+    controller.step()
+    assert [unit.cost for unit in controller.units] == pytest.approx([1 / 4, 1 / 4, 1 / 2])

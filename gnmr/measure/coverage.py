@@ -126,10 +126,14 @@ class Coverage:
         return [self.line(names, verb), *more]
 
     def work(self, operators: Sequence[PathLinear], verb: str = "covers") -> Work:
-        """Return the same for the cost of a converted model."""
-        called = self.called()
-        counts = tuple(called.get(operator.operator_name, 0) for operator in operators)
-        return Work(counts, self.whole - sum(counts), tuple(self.told(operators, verb)))
+        """Return the same for the cost of a converted model. Experts of one layer count alike: one batch does not tell
+        which of them the next tokens reach."""
+        called, alike = self.called(), dict[str, list[int]]()
+        kinds = [re.sub(r"(?<=experts\.)\d+(?=\.|$)", "*", operator.operator_name) for operator in operators]
+        for kind, operator in zip(kinds, operators, strict=True):
+            alike.setdefault(kind, []).append(called.get(operator.operator_name, 0))
+        counts = tuple(round(sum(alike[kind]) / len(alike[kind])) for kind in kinds)
+        return Work(counts, max(0, self.whole - sum(counts)), tuple(self.told(operators, verb)))
 
     def misses(self, operators: Sequence[PathLinear]) -> bool:
         """Return whether something within blocks is left out that is no router, of 1% of the arithmetic or more."""
