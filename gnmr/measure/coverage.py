@@ -108,9 +108,12 @@ class Coverage:
 
     def line(self, names: Collection[str], verb: str = "covers") -> str:
         """Return one line: the share of these operators, and what else there is with its share."""
-        others = {one: share for one, share in self.others(names).items() if share >= _LITTLE}
-        told = [f"{_short(one)} {percent(share)}" for one, share in list(others.items())[:_NAMED]]
-        rest = sum(list(others.values())[_NAMED:])
+        alike = Counter[str]()
+        for one, share in self.others(names).items():
+            alike[_short(one)] += share  # type: ignore[assignment]
+        others = [(name, share) for name, share in alike.most_common() if share >= _LITTLE]
+        told = [f"{name} {percent(share)}" for name, share in others[:_NAMED]]
+        rest = sum(share for _, share in others[_NAMED:])
         told += [f"{len(others) - _NAMED} more {percent(rest)}"] if rest else []
         beside = self.attention / (self.whole + self.attention or 1)
         apart = f" (beside these an attention's own products, {percent(beside)} of all)" if beside >= 0.1 else ""
@@ -160,11 +163,11 @@ def percent(share: float) -> str:
 
 
 def _short(one: Product) -> str:
-    """`experts.down_proj (MixtralExperts)`, `mixer.dt_proj (read without a call)`, `q_proj`."""
-    parts = [part for part in one.name.split(".") if part != "*"]
+    """`experts.down_proj (MixtralExperts)`, `mixer.dt_proj (read without a call)`, `mlp.up_proj`."""
+    name = ".".join([part for part in one.name.split(".") if part != "*"][-2:])
     if one.kind == "Linear" and one.called:
-        return parts[-1]
-    return f"{'.'.join(parts[-2:])} ({one.kind if one.called else 'read without a call'})".lstrip()
+        return name
+    return f"{name} ({one.kind if one.called else 'read without a call'})".lstrip()
 
 
 class Counting(TorchDispatchMode):

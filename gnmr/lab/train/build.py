@@ -207,7 +207,7 @@ def _count_work(config: Config, model: nn.Module, converted: ConvertedModel, blo
     device = device_of(config.training.device)
     try:
         model.eval()
-        with converted.no_side_effects(), converted.high_precision():
+        with converted.no_side_effects():  # on the paths: what is converted is what is called there
             found = count(model, lambda: loss_of(model, block.to(device)), converted.operators)
     finally:
         for module, mode in modes:
