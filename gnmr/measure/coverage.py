@@ -108,10 +108,10 @@ class Coverage:
 
     def line(self, names: Collection[str], verb: str = "covers") -> str:
         """Return one line: the share of these operators, and what else there is with its share."""
-        alike = Counter[str]()
+        alike: dict[str, float] = {}
         for one, share in self.others(names).items():
-            alike[_short(one)] += share  # type: ignore[assignment]
-        others = [(name, share) for name, share in alike.most_common() if share >= _LITTLE]
+            alike[_short(one)] = alike.get(_short(one), 0.0) + share
+        others = sorted(((name, n) for name, n in alike.items() if n >= _LITTLE), key=lambda pair: -pair[1])
         told = [f"{name} {percent(share)}" for name, share in others[:_NAMED]]
         rest = sum(share for _, share in others[_NAMED:])
         told += [f"{len(others) - _NAMED} more {percent(rest)}"] if rest else []
