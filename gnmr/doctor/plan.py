@@ -123,8 +123,9 @@ class PinPlan:
                 raise ValueError(
                     f"{key}.{strange[0]}: is no operator of this plan{nearest(strange[0], self.operators)}"
                 )
-        for name, number in {**self.work, "rest": self.rest}.items():
-            require(_width(number, 1 << 100) or number == 0, f"work.{name}", number, "must be a whole number")
+        for key, number in {**{f"work.{name}": one for name, one in self.work.items()}, "rest": self.rest}.items():
+            whole = type(number) is int and 0 <= number < 1 << 100
+            require(whole, key, number, "must be a whole number of multiplications")
         check_budget(self.budget)
         within(-1, 1e3, or_null=True, extra=self.extra)
         object.__setattr__(self, "fused", listed("fused", self.fused))
@@ -337,8 +338,8 @@ def _number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _width(value: object, most: int = 2**31) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < most
+def _width(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
 
 
 def _bare(by_name: Mapping[str, Any]) -> dict[str, Any]:

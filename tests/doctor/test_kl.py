@@ -440,7 +440,7 @@ def test_words_of_two_sides() -> None:
     low = tiny.measured.kl
     held = [batches_of(1, size=1)[0]]
     found = diagnosed(Mixer(), against="bf16", gate=low / 10, held_out=held, **few)
-    assert "nan" not in found.verdict() and found.verdict().endswith(" nats are left on other batches")
+    assert "nan" not in found.verdict() and " nats are left on other batches" in found.verdict()
     assert found.plan().budget is None and found.plan(0.2).extra is None and not found.little
     assert diagnosed(Mixer(), against="bf16", gate=low * 10, held_out=(), **few).little
     with pytest.raises(ValueError, match=r"^against=bf16: is about a KL"):
