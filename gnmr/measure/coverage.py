@@ -317,7 +317,7 @@ class Counting(TorchDispatchMode):
         whole = operator_names([path])[0]
         if name != "weight" and not isinstance(module, nn.RNNBase):
             whole = f"{whole}.{name.removesuffix('_weight')}".lstrip(".")
-        return Product(whole, type(module).__name__)
+        return Product(whole, type(module).__name__.removeprefix("FSDP"))  # fully_shard renames classes
 
 
 def count(model: nn.Module, run: Callable[[], object], operators: Sequence[PathLinear] = ()) -> Coverage:
