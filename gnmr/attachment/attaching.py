@@ -132,6 +132,7 @@ def attach(
             router.recorded_elsewhere = rank() != 0
             router.recording = _recording(folder, router, paths, seed) if rank() == 0 else None
         router.watch_use()
+        router.count_first()
     except BaseException:
         converted.restore()
         if controller is not None:

@@ -69,18 +69,15 @@ class PathSteps:
             self._ranks.take_largest(amax.history[:, :, 0])  # delayed scales are those of the whole step
         self._converted.end_step()
 
-    def advice(self, observed: np.ndarray) -> str:
-        """Return a warning if an operator of an `observed` unit has a gradient and never ran; empty if none has."""
-        for unit, there in zip(self._converted.units, observed, strict=True):
-            for operator in unit.operators if there else ():
-                ran = operator.read is not None or operator.in_graphs is not None  # graphs do not tell
-                if not ran and operator.weight.grad is not None:
-                    return (
-                        f"{operator.operator_name}: has a gradient but never ran: something reads its weight without "
-                        "calling the module (a fused projection, F.linear), so its path is never in force; leave it "
-                        "out of the targets"
-                    )
-        return ""
+    def never_ran(self, observed: np.ndarray) -> list[str]:
+        """Return the operators of `observed` units that have a gradient and never ran."""
+        return [
+            operator.operator_name
+            for unit, there in zip(self._converted.units, observed, strict=True)
+            for operator in (unit.operators if there else ())
+            # graphs do not tell whether it ran
+            if operator.read is None and operator.in_graphs is None and operator.weight.grad is not None
+        ]
 
     def undo(self) -> None:
         """Forget what the passes of the step drew and wrote; `begin` comes next."""

@@ -114,6 +114,12 @@ class Recording:
         self._writer.units(unit_rows(decision))
         self._writer.events(event_rows(decision))
 
+    def recost(self, spend: Sequence[float], pinned: float) -> None:
+        """Write what recovery of the units costs, which is known when a step was counted."""
+        self._header |= {"spend": list(spend), "spend_pinned": pinned}
+        if self._writer is not None:
+            self._writer.write_header(self._config, self._header)
+
     def log(self, **figures: float) -> None:
         """Add figures to the last step. Raises ValueError before the first step and for unknown figures."""
         if self._row is None or self._writer is None:

@@ -7,14 +7,16 @@ A loop of one's own calls it as `step`, `gnmr train` with its optimizer's step i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
-from gnmr.attachment.assembly import close_hooks, units_of
+from gnmr.attachment.assembly import close_hooks, costs_of, units_of
 from gnmr.attachment.blame import Verdict, explain_step
 from gnmr.attachment.linked import Linked
 from gnmr.attachment.path_steps import PathSteps
@@ -22,10 +24,13 @@ from gnmr.attachment.repeat import Start, true_gap
 from gnmr.control import Controller, ControlSpec, Decision, Evidence, HostPacket, OutputGradients, Unit
 from gnmr.control.norms import watched
 from gnmr.control.signals.blind import AlwaysLow
+from gnmr.errors import users_level
+from gnmr.measure.coverage import READ, Counting, Coverage, few, percent
 from gnmr.names import GEMMS
 from gnmr.precision import ConvertedModel
 from gnmr.precision.conversion import tensor_parallel
 from gnmr.precision.converted import DETACHED
+from gnmr.precision.cost import Work
 from gnmr.precision.reads import is_sharded
 from gnmr.precision.units import module_of
 
@@ -52,7 +57,12 @@ class Router:
     recording: Recording | None = None
     recorded_elsewhere = False
     """By another process."""
+    coverage: Coverage | None = None
+    """What the model ran in the first step, of which costs and what is spent are shares; None before, and of a compiled
+    model."""
     _detached = _checked_batches = False
+    _counting: Counting | None = None
+    _counts_itself = _told_never = False
 
     def __init__(
         self,
@@ -128,12 +138,18 @@ class Router:
             return f"{name}, detached; step {self.t}>"
         pinned = sum(len(operator.pinned) for operator in self.converted.operators)
         of = "" if self.plan_of is None else f" by the plan of {self.plan_of}"
+        share = "" if self.coverage is None else f", {percent(self._share())} of all GEMMs' arithmetic"
         gemms = f", {pinned} of {len(GEMMS) * len(self.converted.operators)} GEMMs pinned{of}" if pinned or of else ""
-        return f"{name}, {self.controller.described()}{gemms}; {self.controller.now()}>"
+        return f"{name}, {self.controller.described()}{share}{gemms}; {self.controller.now()}>"
+
+    def _share(self) -> float:
+        work = self.converted.cost.work
+        return 0.0 if work is None else sum(work.operators) / (sum(work.operators) + work.rest)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy (pickle, deepcopy): a copy of the model alone has no probe."""
         self.__dict__.update(state)
+        self._counting = None
         self._paths.share_meters()
 
     def calibrate(self, fraction: float = 0.01, steps: int = 100) -> None:
@@ -149,13 +165,34 @@ class Router:
     def micro_step(self, fraction: float | None = None, gradients: Mapping[int, Tensor] | None = None) -> None:
         """As `Controller.micro_step`."""
         self.follow()
+        if self._counting is not None:
+            self._counting.disarm()
         self.controller.micro_step(fraction, gradients)
 
     def step(self, grad_scale: float = 1.0, evidence: Evidence | None = None) -> Decision:
         """As `Controller.step`; what the paths measure needs no `evidence`."""
         decision = self.finish_step(grad_scale, evidence, between=self.controller.hints.to_host)
-        self.controller.hints.say(decision, self._paths.advice(decision.observed), self.calibrating)
+        never = self._paths.never_ran(decision.observed)
+        for text in self._of_first_step(never):
+            warnings.warn(text, stacklevel=users_level())
+        self.controller.hints.say(decision, calibrating=self.calibrating)
         return decision
+
+    def _of_first_step(self, never: Sequence[str]) -> Iterator[str]:
+        """Say, once, what is left out, and which operators never run, though their weights are read."""
+        found, operators = self.coverage, self.converted.operators
+        if found is not None and self.t == 1:
+            never = [name for name, why in found.missed(o.operator_name for o in operators).items() if why == READ]
+            if found.misses(operators):
+                yield f"attach {found.line([o.operator_name for o in operators])}"
+        elif self._told_never:
+            return
+        if never:
+            self._told_never = True
+            yield (
+                f"{few(never)}: never ran: something reads the weight without calling the module (a fused projection, "
+                "F.linear), so its path is never in force; leave it out of the targets"
+            )
 
     def finish_step(
         self,
@@ -193,10 +230,38 @@ class Router:
         """Return the choice of this step; the first half of `finish_step`. Does not wait for the device."""
         self.follow()
         self._check_batches()
+        self._end_count()
         self._evidence = self.controller.measure(grad_scale, evidence, norms, sums)
         self._paths.end()
         self._mark = self.controller.mark()
         return self.controller.observe(self._evidence)
+
+    def count_first(self) -> None:
+        """Count what the model runs in the passes of the first step, until `micro_step` or `step`."""
+        self._counts_itself, self._counting = True, Counting(self.model, self.converted.operators)
+        self._counting.arm()
+
+    def _end_count(self) -> None:
+        """Make what was counted, over all processes, what costs are shares of. Waits for the device, once."""
+        counting, self._counting = self._counting, None
+        if counting is None:
+            return
+        counting.disarm()
+        work, ranks = counting.found.work(self.converted.operators), self.controller.ranks
+        if ranks is not None and self.controller.measured.together:
+            parts = torch.tensor([*work.operators, work.rest], dtype=torch.float64, device=self.controller.device)
+            *counts, rest = map(int, ranks.sum({"work": parts})["work"].tolist())
+            work = work._replace(operators=tuple(counts), rest=rest)
+        if sum(work.operators):
+            self.coverage = counting.found
+            self._recount(work)
+
+    def _recount(self, work: Work | None) -> None:
+        self.converted.cost.count(work)
+        costs, pinned = costs_of(self.converted, self.spec)
+        self.controller.recost(costs, pinned)
+        if self.recording is not None:
+            self.recording.recost([unit.cost for unit in self.units], pinned)
 
     def choose_again(self, keep: bool = False) -> HostPacket:
         """Return the choice of this step once more, in place of the one before. `keep`: see `Controller.observe`."""
@@ -352,6 +417,8 @@ class Router:
     def detach(self) -> None:
         """Give the model its plain linears back; the router is of no use afterwards. A recorded run is done."""
         self.finish()
+        if self._counting is not None:
+            self._counting.disarm()
         self.converted.restore()
         self._detached = True
         close_hooks(self.controller)
@@ -362,8 +429,10 @@ class Router:
         """As `Controller.state_dict`, with the generator of stochastic rounding, delayed scales and how far the records
         are (`attach(record=...)`)."""
         self._check_attached()
-        recorded = {} if self.recording is None else {"record": self.recording.state()}
-        return {**self.controller.state_dict(), "converted": self.converted.state_dict(), **recorded}
+        more: dict[str, Any] = {} if self.recording is None else {"record": self.recording.state()}
+        if self._counts_itself and (work := self.converted.cost.work) is not None:
+            more["work"] = [*work.operators, work.rest]
+        return {**self.controller.state_dict(), "converted": self.converted.state_dict(), **more}
 
     def check_state(self, state: Any) -> None:
         """As `Controller.check_state`, and of the paths."""
@@ -375,9 +444,27 @@ class Router:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As `Controller.load_state_dict`. Raises ValueError if it belongs to other paths too, UserError if records go
         on (`attach(record=...)`) whose first steps are not there."""
-        self.check_state(state)
-        if self.recording is not None:
-            self.recording.resume(state["t"], state.get("record", {}))
-        self.controller.load_state_dict(state)
+        before = self.converted.cost.work
+        if self._counts_itself and isinstance(state, Mapping) and state.get("work") is not None:
+            self._recount(self._work_of(state["work"]))  # the set in force is to fit the budget of then
+        try:
+            self.check_state(state)
+            if self.recording is not None:
+                self.recording.resume(state["t"], state.get("record", {}))
+            self.controller.load_state_dict(state)
+        except BaseException:
+            if self.converted.cost.work is not before:
+                self._recount(before)
+            raise
+        if self._counting is not None and "work" in state:
+            self._counting.disarm()
+            self._counting = None
         self.converted.load_state_dict(state["converted"])
         self._begin()
+
+    def _work_of(self, counts: Any) -> Work:
+        """Raises ValueError for what is no count of these operators."""
+        whole = isinstance(counts, list | tuple) and all(type(one) is int and one >= 0 for one in counts)
+        if not whole or len(counts) != len(self.converted.operators) + 1 or not sum(counts[:-1]):
+            raise ValueError(f"state: work must be {len(self.converted.operators) + 1} whole numbers")
+        return Work(tuple(counts[:-1]), counts[-1])

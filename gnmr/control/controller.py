@@ -24,7 +24,7 @@ from gnmr.control.decision import Decision, Event, Switches, few
 from gnmr.control.device import HostPacket, all_finite, flags
 from gnmr.control.evidence import PATH_EVIDENCE, PRICE_EVIDENCE, Measured, missing, without_zeros
 from gnmr.control.hints import Hints
-from gnmr.control.policy import Choice
+from gnmr.control.policy import Budget, Choice
 from gnmr.control.ranks import Ranks
 from gnmr.control.routing import Routed, Routing
 from gnmr.control.signals import BlindSignal, Context, Evidence, SignalBase, build_signal
@@ -207,6 +207,15 @@ class Controller:
         self.measured.exchange(units)
         self.units = units
         self.hints.look(units)
+
+    def recost(self, costs: Sequence[float], pinned: float) -> None:
+        """Count other costs of the same units from the next decision on, of which everything together costs 1."""
+        self.units = [replace(unit, cost=cost) for unit, cost in zip(self.units, costs, strict=True)]
+        self.pinned = pinned
+        if self.spec.budget is not None:
+            self._routing.budget = Budget.of(self.spec.budget - pinned, costs, self.device)
+            if isinstance(self.signal, SignalBase):
+                self.signal.context = replace(self.signal.context, spend=tuple(costs))
 
     def discard(self) -> None:
         """Forget what backward passes brought since the last `step`, and decide nothing.

@@ -92,10 +92,10 @@ class Hints:
         self._norms = host["left"]
         return host
 
-    def say(self, decision: Decision, advice: str = "", calibrating: tuple[int, int] | None = None) -> None:
-        """Warn of what there is to say of a step after `to_host`, and of the `advice` of the caller, each once."""
+    def say(self, decision: Decision, calibrating: tuple[int, int] | None = None) -> None:
+        """Warn of what there is to say of a step after `to_host`, each once."""
         self._stepped, self._calibrating = True, calibrating
-        new = self._of(decision) | ({"advice": advice} if advice and "advice" not in self._told else {})
+        new = self._of(decision)
         self._told |= new.keys()
         self.watch()
         for text in new.values():

@@ -102,8 +102,8 @@ class ControlSpec(Rules):
     caps nothing, and a warning says so: if thresholds choose among several, and unless it is `NO_CAP`."""
     budget: float | None = None
     """What the units on the recovery path may cost together, a share above 0 and at most 1 of what recovery of
-    everything costs; None: no budget. Filled by risk per cost; max_o holds too (`NO_CAP`: the budget alone). Pins count
-    against it."""
+    everything costs, or for cost=gemm of all GEMMs of the model; None: no budget. Filled by risk per cost; max_o holds
+    too (`NO_CAP`: the budget alone). Pins count against it."""
     cost: str | Mapping[str, float] = "gemm"
     """What a budget counts if a model is attached: gemm (arithmetic of the GEMMs), bytes (extra bytes, Eq. 5), or a
     cost of each unit by its name, measured times for instance. Own units have `Unit.cost`."""

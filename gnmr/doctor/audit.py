@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from gnmr.doctor.lists import LISTS, Entry, entries_of, fits_none, nearest_to, r
 from gnmr.doctor.measuring import Progress
 from gnmr.doctor.operands import Measured
 from gnmr.errors import require
+from gnmr.measure.coverage import Coverage, percent
 from gnmr.names import GEMMS
 from gnmr.precision import RECIPES, Recipe
 from gnmr.precision.targets import KEPT
@@ -35,6 +36,8 @@ from gnmr.precision.units import unit_of
 
 Found = Mapping[tuple[str, str, str], Measured]
 """What was measured, by operator, GEMM and operand."""
+_MUCH = 0.01
+"""Share of the arithmetic beside the linears that is worth a finding."""
 _HEADS = ("lm_head", "output")
 """Two names of one thing: a list has often both."""
 _QKV = {"wq", "wk", "wv", "wkv", "wqkv", "qkv_linear"}
@@ -80,6 +83,8 @@ class Audit:
     rows: tuple[Row, ...]
     dynamic: bool
     """Whether a batch was run."""
+    coverage: Coverage = field(default_factory=Coverage)
+    """What the model runs in it."""
 
     @property
     def sound(self) -> bool:
@@ -95,12 +100,16 @@ class Audit:
         if idle := [row.operator for row in self.rows if row not in rows]:
             more = f" and {len(idle) - 3} more" if len(idle) > 3 else ""
             head += f"; {', '.join(idle[:3])}{more} did not run"
+        names = [row.operator for row in rows if not low or any("/" in words for words in row.precision.values())]
+        if self.coverage.others(names):
+            head += f"; {self.coverage.line(names, 'low precision covers' if low else 'linears are')}"
         return f"{head}: " + ("sound" if self.sound else f"{len(self.findings)} findings")
 
     def tree(self) -> dict[str, Any]:
         """For JSON."""
         return {
             "verdict": self.verdict(),
+            "covers": self.coverage.share([row.operator for row in self.rows if row.ran]),
             "findings": [asdict(finding) | {"line": finding.line()} for finding in self.findings],
             "operators": [asdict(row) for row in self.rows],
         }
@@ -136,17 +145,20 @@ def audit(
     operators = operators_of(model)
     require(operators, "model", type(model).__name__, "has no linear, so no GEMM that a recipe would cast")
     dynamic = loss_of_batch is not None
-    found, ran, read = measured_pass(model, operators, loss_of_batch, batch, progress)
+    found, ran, read, coverage = measured_pass(model, operators, loss_of_batch, batch, progress)
     entries = [one for which, own in texts.items() for one in entries_of(which, own, [o.name for o in operators])]
     findings = [
         *_of_lists(entries, model, operators),
         *_of_conversion(operators, entries, texts, wanted, found),
         *_of_roles(operators, entries, found),
         *_of_parameters(model, found),
+        *_of_others(coverage, operators, wanted),
         *(_of_idle(operators, ran, read) if dynamic else ()),
         *_of_passes(operators, found),
     ]
-    return Audit(tuple(findings), tuple(_row(operator, found, ran, dynamic) for operator in operators), dynamic)
+    return Audit(
+        tuple(findings), tuple(_row(operator, found, ran, dynamic) for operator in operators), dynamic, coverage
+    )
 
 
 # ---- what is said ----
@@ -321,6 +333,20 @@ def _of_idle(operators: Sequence[Operator], ran: set[str], read: set[str]) -> It
     ):
         if names := tuple(name for name in idle if (name in read) == other):
             yield Finding("never ran", names, what, f"{right}, or leave it out of the conversion")
+
+
+def _of_others(coverage: Coverage, operators: Sequence[Operator], recipe: Recipe | None) -> Iterator[Finding]:
+    """GEMMs that are no linears', where the model is to be in low precision, or they are most of it."""
+    others = {
+        one: share
+        for one, share in coverage.others([o.name for o in operators]).items()
+        if one.kind != "Linear" and one.name.rpartition(".")[2] not in ("gate", "router") and "Router" not in one.kind
+    }
+    share = sum(others.values())
+    if share >= (_MUCH if recipe is not None or any(o.low for o in operators) else 0.5):
+        kinds = ", ".join(dict.fromkeys(one.kind for one in others))
+        what = f"{percent(share)} of the GEMMs' arithmetic is no linear's ({kinds}), so no list or recipe reaches it"
+        yield Finding("not covered", tuple(one.name or one.kind for one in others), what, "linears in its place")
 
 
 def _experts(name: str) -> str:

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gnmr.doctor.guards import as_it_was, refuse_constant, refuse_meta, refuse_not_finite, scalar
+from gnmr.doctor.guards import as_it_was, refuse_constant, refuse_meta, refuse_not_finite, refuse_reentrant, scalar
 from gnmr.doctor.in_force import Operator
 from gnmr.doctor.measuring import Progress
 from gnmr.doctor.operands import Measured, watching
 from gnmr.errors import require
+from gnmr.measure.coverage import Coverage, count
 from gnmr.precision import PathLinear
 from gnmr.precision.reads import is_sharded
 from gnmr.precision.shared import SharedState
@@ -29,11 +30,11 @@ def measured_pass(
     loss_of_batch: Callable[[Any], Tensor] | None,
     batch: Any,
     progress: Progress | None,
-) -> tuple[dict[tuple[str, str, str], Measured], set[str], set[str]]:
-    """Return (what was measured, the operators that ran, those whose weight has a gradient) in one forward and backward
-    pass; nothing of any without a loss."""
+) -> tuple[dict[tuple[str, str, str], Measured], set[str], set[str], Coverage]:
+    """Return (what was measured, the operators that ran, those whose weight has a gradient or was read without a call)
+    in one forward and backward pass, and what the model runs in another forward pass; nothing of any without a loss."""
     if loss_of_batch is None:
-        return {}, set(), set()
+        return {}, set(), set(), Coverage()
     refuse_meta(model)
     sharded = any(is_sharded(parameter) for parameter in model.parameters())
     right = "has sharded parameters (DTensor); audit it in one process, before it is sharded"
@@ -53,22 +54,17 @@ def measured_pass(
         if not met_not_finite(watch.found):
             refuse_not_finite(float(loss.detach()), "loss_of_batch", model)
         if trained:
-            gradients = _backward(loss, trained)
+            refuse_reentrant(loss)
+            gradients = torch.autograd.grad(loss, trained, allow_unused=True)
             refuse_constant(loss, trained, gradients, "loss_of_batch", "what is trained")
             read = {id(one) for one, gradient in zip(trained, gradients, strict=True) if gradient is not None}
-    return watch.found, watch.ran, {o.name for o in operators if id(o.module.weight) in read}
-
-
-def _backward(loss: Tensor, trained: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """The gradients of a backward pass that leaves none. ValueError where activation checkpointing allows none."""
-    try:
-        return torch.autograd.grad(loss, trained, allow_unused=True)
-    except RuntimeError as error:
-        if "use_reentrant" not in str(error):
-            raise
-        raise ValueError(
-            "model: its activation checkpointing is reentrant; use use_reentrant=False, or none"
-        ) from error
+            del gradients
+        del loss
+        torch.manual_seed(0)
+        own = [operator.module for operator in operators if isinstance(operator.module, PathLinear)]
+        coverage = count(model, lambda: loss_of_batch(batch), [one for one in own if one.converted])
+    names = {o.name for o in operators if id(o.module.weight) in read}
+    return watch.found, watch.ran, names | {one.name for one in coverage.products if not one.called}, coverage
 
 
 @contextmanager

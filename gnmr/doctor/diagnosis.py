@@ -12,6 +12,7 @@ other; expected costs are the values times that, and so assume that it is the sa
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from gnmr.doctor.knapsack import GUESSES, Choice, Pins, Prices, Times, by_score,
 from gnmr.doctor.measured import Measured, Row, resampled
 from gnmr.doctor.plan import PinPlan
 from gnmr.doctor.verdict import LITTLE, verdict
+from gnmr.measure.coverage import Coverage
 
 _SPLITS = 100
 CURVE = (0.03, 0.05, 0.1, 0.2, 0.3)
@@ -73,7 +75,13 @@ class Diagnosis:
     costs: Times
     """Time of every GEMM on the low recipe and the rescues; of two sides its arithmetic, twice where both are alike."""
     targets: list[str] | None
-    exclude: list[str]
+    exclude: list[str] = field(default_factory=list)
+    work: Mapping[str, int] = field(default_factory=dict)
+    """Multiplications of each operator's fprop in all batches,"""
+    rest: int = 0
+    """and those of all other GEMMs of the model."""
+    coverage: Coverage = field(default_factory=Coverage)
+    """What the model ran in the first batch."""
     times: dict[str, float] = field(default_factory=dict)
     """Relative times of GEMMs that the user gave."""
     fused: Sequence[str] = ()
@@ -246,10 +254,11 @@ class Diagnosis:
     def recipes_in_use(self) -> list[tuple[str, float, int]]:
         """Return (recipe, relative time of its fprop, GEMMs) of the plan, the low recipe first."""
         kept = Counter(recipe for own in (self.pins or self.choice().pins).values() for recipe in own.values())
-        (inputs, outputs), own = next(iter(self.operators.values())), next(iter(self.costs.values()))
+        (first, _), own = next(iter(self.costs.items()))
+        area = self.work.get(first) or math.prod(self.operators[first])
         rest = len(self.rows) - kept.total()
         return [
-            (name, own[name] / (inputs * outputs), kept[name] if name in self.rescues else rest)
+            (name, own[name] / area, kept[name] if name in self.rescues else rest)
             for name in (self.recipe, *self.rescues)
         ]
 
@@ -295,6 +304,8 @@ class Diagnosis:
             exclude=self.exclude,
             pins=chosen.pins,
             times=self.times,
+            work=dict(self.work),
+            rest=self.rest,
             budget=None if self.against else budget,
             extra=None if self.against else chosen.extra,
             fused=list(self.fused),
@@ -306,7 +317,7 @@ class Diagnosis:
 
     def stability(self) -> Stability:
         """Tell how far another draw of batches would have given the same top set and order."""
-        areas = np.array([a * b for a, b in self.operators.values()], dtype=float)
+        areas = np.array([self.work.get(name) or a * b for name, (a, b) in self.operators.items()], dtype=float)
         top = max(1, len(self.pins or self.choice().pins))
         rng = np.random.default_rng(0)
         means = resampled(len(self.samples), rng) @ self.samples / areas
@@ -347,6 +358,8 @@ class Diagnosis:
             "recipes_in_use": self.recipes_in_use() if self.chooses else [],
             "price_tokens": self.tokens,
             "pins": self.pins,
+            "covers": self.coverage.share(self.operators),
+            "left_out": {one.name: share for one, share in self.coverage.others(self.operators).items()},
             "idle": dict(self.idle),
             "partly": dict(self.partly),
             "choices": self.compared(),

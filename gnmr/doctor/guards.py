@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +17,19 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @contextmanager
 def as_it_was(model: nn.Module) -> Iterator[None]:
-    """Inside, evaluation mode with gradients; modes, what is trained, and PyTorch's random numbers are restored."""
+    """Inside, evaluation mode with gradients and without PyTorch's fast path around the linears of a
+    `nn.TransformerEncoder`; modes, what is trained, and PyTorch's random numbers are restored."""
+    fast = torch.backends.mha.get_fastpath_enabled()
     modes = [(module, module.training) for module in model.modules()]
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     try:
         model.eval()
+        torch.backends.mha.set_fastpath_enabled(False)
         with torch.random.fork_rng(devices), torch.enable_grad():
             yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
         for module, mode in modes:
             module.training = mode
         for parameter, wanted in trained:
@@ -45,6 +50,19 @@ def scalar(loss: object, where: str, trained: bool = True) -> Tensor:
     require(loss.numel() == 1, where, f"a tensor {tuple(loss.shape)}", right)
     require(loss.requires_grad or not trained, where, "a tensor without gradient", right)
     return loss.reshape(())
+
+
+def refuse_reentrant(loss: Tensor) -> None:
+    """ValueError for a loss behind activation checkpointing whose passes autograd does not see."""
+    seen, ahead = set[Any](), [loss.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        if type(node).__name__ == "CheckpointFunctionBackward":
+            raise ValueError("model: its activation checkpointing is reentrant; use use_reentrant=False, or none")
+        seen.add(node)
+        ahead += [one for one, _ in node.next_functions]
 
 
 def not_finite(model: nn.Module) -> Iterator[tuple[str, int, int]]:

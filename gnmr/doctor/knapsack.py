@@ -37,6 +37,8 @@ Times = Mapping[Item, Mapping[str, float]]
 Pins = dict[str, dict[str, str]]
 """The recipe of each GEMM of an operator that is not on the low one."""
 
+REST = ""
+"""In place of an operator: all GEMMs of a model that are none of its operators'. They take time, and have no price."""
 GUESSES = ("last", "first", "first_last", "random")
 """Whole blocks from the end, from the beginning, from both in turn; operators at random."""
 FUSED = ("qkv", "gate_up", "experts")
@@ -65,17 +67,30 @@ class Choice:
     """Nats a token with the pins."""
 
 
-def times_of(shapes: Shapes, recipes: Iterable[Recipe], times: Mapping[str, float] | None = None) -> Times:
-    """Return the time of every GEMM on each recipe: inputs times outputs, times the recipe's (`gemm_time`)."""
-    from gnmr.precision.cost import gemm_time
+def times_of(
+    shapes: Shapes,
+    recipes: Iterable[Recipe],
+    times: Mapping[str, float] | None = None,
+    work: Mapping[str, float] | None = None,
+    rest: float = 0,
+) -> Times:
+    """Return the time of every GEMM on each recipe: its multiplications, times the recipe's (`gemm_time`).
+
+    `work`: multiplications of operators; of others inputs times outputs. `rest`: those of all other GEMMs of the model,
+    which stay in 16 bits and are an item of their own, `REST`. The first recipe is the low one.
+    """
+    from gnmr.precision.cost import TIMES, gemm_time
 
     known = {one.name: one for one in recipes}
     each = {name: {gemm: gemm_time(one, gemm, times, known) for gemm in GEMMS} for name, one in known.items()}
-    return {
-        (name, gemm): {recipe: a * b * own[gemm] for recipe, own in each.items()}
-        for name, (a, b) in shapes.items()
+    areas = {name: a * b for name, (a, b) in shapes.items()} | dict(work or {})
+    found = {
+        (name, gemm): {recipe: areas[name] * own[gemm] for recipe, own in each.items()}
+        for name in shapes
         for gemm in GEMMS
     }
+    sixteen = rest * {**TIMES, **(times or {})}["16"]
+    return found | ({(REST, gemm): {next(iter(known)): sixteen} for gemm in GEMMS} if rest else {})
 
 
 def groups_of(operators: Iterable[str], fused: Iterable[str]) -> list[list[str]]:
@@ -204,7 +219,8 @@ def guess(
     one_of(GUESSES, guess=kind)
     blocks: dict[str, dict[str, None]] = {}
     for name, _ in times:
-        blocks.setdefault(unit_of(name, "block"), {})[name] = None
+        if name != REST:
+            blocks.setdefault(unit_of(name, "block"), {})[name] = None
     order = list(blocks.values())
     if kind == "last":
         order.reverse()

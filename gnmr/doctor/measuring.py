@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from gnmr.doctor.beside import Beside
 from gnmr.doctor.diagnosis import CURVE, RANDOM_DRAWS, Diagnosis
-from gnmr.doctor.guards import refuse_constant, refuse_not_finite
-from gnmr.doctor.knapsack import GUESSES, Choice, Pins, Shapes, Times, groups_of, times_of
+from gnmr.doctor.guards import refuse_constant, refuse_not_finite, refuse_reentrant
+from gnmr.doctor.knapsack import GUESSES, REST, Choice, Pins, Shapes, Times, groups_of, times_of
 from gnmr.doctor.measured import Measured, Row, intervals, nats, paired
 from gnmr.doctor.output import Output, output_of
 from gnmr.errors import require
+from gnmr.measure.coverage import Counting, Coverage
 from gnmr.measure.errors import Probe, measure_errors
 from gnmr.measure.price import PRICES, PriceMeter, measure_prices
 from gnmr.names import GEMMS, RECIPES
@@ -93,6 +94,7 @@ class Doctor:
         """Operators that were called in any batch, and those whose weight had a gradient."""
         self._beside: list[dict[str, tuple[float, float]]] = []
         """What it measured of each batch."""
+        self._coverage = Coverage()
         self._done = 0
         self._total: int | None = None
         self._tell: Progress = lambda _done, _total: None
@@ -117,17 +119,18 @@ class Doctor:
             kls.append(kl)
             every.append(numbers)
             rescued.append(others[int(estimate == "sequence")])
-            ran.append(reached)
+            ran.append(reached)  # rows
             if place == 0 and self._asked:
                 self._refuse_worse(numbers[_NUMBERS.index(_IN_USE[estimate])], rescued[0])
         require(len(high) > 1, "batches", len(high), "needs two at least, for the spread between them")
-        times = np.array(ran).sum(axis=0)
+        times = (np.array(ran) > 0).sum(axis=0)
         kept = [o for o, number in zip(self.converted.operators, times, strict=True) if number]
         require(kept, "run", "...", "its loss does not run the linears of this model")
         samples = dict(zip(_NUMBERS, np.stack(every, axis=1)[..., times > 0], strict=True))
         samples["norm"] = samples["norm"][~np.isnan(samples["norm"]).any(axis=1)]
         shapes = {o.operator_name: (o.in_features, o.out_features) for o in self.converted.operators}
         operators = {o.operator_name: shapes[o.operator_name] for o in kept}
+        work, rest = self._work(operators, np.array(ran), list(shapes))
         idle = {name: self._why(name) for name in shapes if name not in operators}
         narrow = self._targets(list(operators)) if idle else None
         in_use = samples[_IN_USE[estimate]]
@@ -155,7 +158,10 @@ class Doctor:
             pins={name: own for name in operators if (own := self._pins.get(name.removeprefix("model.")))},
             rescues=tuple(self._labels_of_rescues()),
             times=dict(self.spec.times),
-            costs=self._costs(operators),
+            costs=self._costs(operators, work, rest),
+            work=work,
+            rest=rest,
+            coverage=self._coverage,
             fused=self._fused,
             groups=groups_of(operators, self._fused),
             targets=narrow or self.spec.targets,
@@ -293,7 +299,10 @@ class Doctor:
             sign = torch.empty_like(output).bernoulli_(0.5, generator=draw) * 2 - 1
             return torch.nextafter(output, torch.inf * sign)
 
-        whole = self._forward(batch, 0, recovering=True)
+        counting = Counting(self.model, self.converted.operators)
+        with counting.all():
+            whole = self._forward(batch, 0, recovering=True)
+        self._coverage = counting.found
         refuse_not_finite(whole.worth, "run of batch 1", self.model)
         handles = [operator.register_forward_hook(apart) for operator in self.converted.operators]
         try:
@@ -330,8 +339,8 @@ class Doctor:
 
     def _priced(
         self, batch: Any, place: int
-    ) -> tuple[float, np.ndarray, np.ndarray, list[bool], float, np.ndarray | None]:
-        """(loss of the recovery path, (names, U) numbers, those of the rescues, which operators ran, loss and KLs of
+    ) -> tuple[float, np.ndarray, np.ndarray, list[int], float, np.ndarray | None]:
+        """(loss of the recovery path, (names, U) numbers, those of the rescues, rows of the operators, loss and KLs of
         all low) of a batch."""
         meter, where, mark = self._meter, f"run of batch {place + 1}", self.converted.mark()
         self._put(True)
@@ -348,6 +357,7 @@ class Doctor:
                 if meter.loss_tokens is None and self._terms is not None:
                     meter.loss_tokens = self._terms(batch)
                 reached = [*self._weights, *([] if self.beside is None else self.beside.weights)]
+                refuse_reentrant(objective)
                 gradients = torch.autograd.grad(objective, reached, allow_unused=True)[: len(self._weights)]
         finally:
             self._measuring(False)
@@ -358,7 +368,7 @@ class Doctor:
         self._called |= {o.operator_name for o in self.converted.operators if o.read is not None}
         both = zip(self.converted.operators, gradients, strict=True)
         self._read |= {o.operator_name for o, gradient in both if gradient is not None}
-        ran = [rows > 0 for rows in meter.rows]
+        ran = list(meter.rows)
         of_data = self._labels == "data" or whole.logits is None
         norms = _norms_of(gradients) if of_data or place < _NORMED else None
         del objective, gradients
@@ -403,18 +413,27 @@ class Doctor:
         high = self.spec.recovery
         return [high if high and high != self.spec.low else "the other side's"]
 
-    def _costs(self, operators: Shapes) -> Times:
+    def _work(self, operators: Shapes, rows: np.ndarray, names: list[str]) -> tuple[dict[str, int], int]:
+        """(multiplications of each operator in all batches, those of all other GEMMs by their share of the first one);
+        `rows`: (B, U) of the operators with these `names`."""
+        every = dict(zip(names, rows.sum(axis=0).tolist(), strict=True))
+        work = {name: every[name] * a * b for name, (a, b) in operators.items()}
+        share = self._coverage.share(operators)
+        return work, round(sum(work.values()) * (1 / share - 1)) if share else 0
+
+    def _costs(self, operators: Shapes, work: Mapping[str, int], rest: int) -> Times:
         """The time of every GEMM on each recipe. Of two sides, either of which may be changed, a GEMM that is alike on
         both costs its arithmetic."""
         if not (self._against or self._sides):
             assert isinstance(self.converted.low, Recipe)
-            return times_of(operators, [self.converted.low, *self._rescues.values()], self.spec.times)
+            return times_of(operators, [self.converted.low, *self._rescues.values()], self.spec.times, work, rest)
         (alike,) = self._labels_of_rescues()
-        return {
-            (name, gemm): {self.spec.low: float(a * b), alike: 2.0 * a * b}
-            for name, (a, b) in operators.items()
+        found = {
+            (name, gemm): {self.spec.low: float(work[name]), alike: 2.0 * work[name]}
+            for name in operators
             for gemm in GEMMS
         }
+        return found | ({(REST, gemm): {self.spec.low: float(rest)} for gemm in GEMMS} if rest else {})
 
     def _numbers(self, norms: Tensor | None, place: int) -> np.ndarray:
         """(names, U): what the meter and the probe have of a batch, which are empty then."""

@@ -8,6 +8,8 @@
       "low": "nvfp4", "recovery": "bf16", "recipes": {},       as precision.low, .recovery and .recipes
       "pins": {"layers.0.mlp.down_proj": {"fprop": "mxfp8"}},  recipes by operator and GEMM; all others are on low
       "times": {},                                             relative GEMM times, as precision.times
+      "work": {"layers.0.mlp.down_proj": 33554432},            multiplications of each operator in the batches,
+      "rest": 4194304,                                         and of all other GEMMs of the model
       "budget": 0.1,                                           extra GEMM time that was allowed, or null
       "extra": 0.097,                                          extra GEMM time that the pins take, or null
       "fused": ["qkv"],                                        kinds of operators that have one recipe together
@@ -48,8 +50,22 @@ PLAN_FILE = "plan.json"
 MAX_PLAN = 1 << 24
 """Bytes: 10,000 operators take less than two."""
 _MOST_OPERATORS = 100_000
-_PLAIN = ("targets", "exclude", "low", "recovery", "recipes", "pins", "times", "budget", "extra", "fused", "prices")
-_BY_LINE = ("operators", "pins", "prices")
+_PLAIN = (
+    "targets",
+    "exclude",
+    "low",
+    "recovery",
+    "recipes",
+    "pins",
+    "times",
+    "work",
+    "rest",
+    "budget",
+    "extra",
+    "fused",
+    "prices",
+)
+_BY_LINE = ("operators", "pins", "work", "prices")
 """Written with an operator a line."""
 _KEYS = ("operators", *_PLAIN, "expected", "triggers", "provenance")
 _NEEDED = ("operators", "low", "recovery", "pins")
@@ -74,6 +90,10 @@ class PinPlan:
     recipes: dict[str, Any] = field(default_factory=dict)
     times: dict[str, float] = field(default_factory=dict)
     """Relative GEMM times, as `PathSpec.times`."""
+    work: dict[str, int] = field(default_factory=dict)
+    """Multiplications of operators, by which times and shares count; of those that it lacks inputs times outputs."""
+    rest: int = 0
+    """Those of all other GEMMs of the model, which stay in 16 bits."""
     budget: float | None = None
     """Extra GEMM time that the pins were allowed, as a share of the time of everything on `low`."""
     extra: float | None = None
@@ -97,11 +117,15 @@ class PinPlan:
             require(whole, f"operators.{name}", shape, "must be [inputs, outputs], two whole numbers of at least 1")
         object.__setattr__(self, "operators", {name: tuple(shape) for name, shape in self.operators.items()})
         object.__setattr__(self, "pins", dict(self._spec().pins))
-        for key in ("pins", "prices"):
+        for key in ("pins", "prices", "work"):
+            require(isinstance(getattr(self, key), dict), key, getattr(self, key), "must be {operator: ...}")
             if strange := [name for name in getattr(self, key) if name not in self.operators]:
                 raise ValueError(
                     f"{key}.{strange[0]}: is no operator of this plan{nearest(strange[0], self.operators)}"
                 )
+        for key, number in {**{f"work.{name}": one for name, one in self.work.items()}, "rest": self.rest}.items():
+            whole = type(number) is int and 0 <= number < 1 << 100
+            require(whole, key, number, "must be a whole number of multiplications")
         check_budget(self.budget)
         within(-1, 1e3, or_null=True, extra=self.extra)
         object.__setattr__(self, "fused", listed("fused", self.fused))
@@ -146,7 +170,7 @@ class PinPlan:
         groups = groups_of(self.operators, fused := [kind for kind in FUSED if kind in {*fused, *self.fused}])
         if all(self.pins.get(name) == self.pins.get(group[0]) for group in groups for name in group):
             return self
-        times = times_of(self.operators, self.named_recipes(), self.times)
+        times = times_of(self.operators, self.named_recipes(), self.times, self.work, self.rest)
         free = (
             {self.recovery or "bf16": 0.0} if any(self.recovery in own.values() for own in self.pins.values()) else {}
         )
@@ -174,6 +198,10 @@ class PinPlan:
         names = dict.fromkeys([self.low, *(recipe for by_gemm in self.pins.values() for recipe in by_gemm.values())])
         names |= dict.fromkeys(one for own in self.prices.values() for by_recipe in own.values() for one in by_recipe)
         return [(RECIPES | own)[name] for name in names]
+
+    def area(self, name: str) -> int:
+        """Return the multiplications of an operator: those that were counted, or of a token."""
+        return self.work.get(name) or math.prod(self.operators[name])
 
     def threshold(self, signal: object, options: Mapping[str, Any]) -> dict[str, float]:
         """For the options of a controller beside the pins: `threshold`, the plan's trigger, where the signal is one of

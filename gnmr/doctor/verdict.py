@@ -35,13 +35,15 @@ def verdict(found: Diagnosis) -> str:
 
 
 def left_out(found: Diagnosis) -> list[str]:
-    """Clauses on operators that have no price, or not one of every batch."""
+    """Clauses on operators that have no price, or not one of every batch, and on what is no operator."""
     by_reason: dict[str, list[str]] = {}
     for name, why in found.idle.items():
         by_reason.setdefault(why, []).append(name)
     clauses = [f"left out, as {why}: {_named(names)}" for why, names in by_reason.items()]
     if found.partly:
         clauses.append(f"only in some of the batches ran {_named(list(found.partly))}")
+    if found.coverage.others(found.operators):
+        clauses.append(found.coverage.line(found.operators, "this covers"))
     return clauses
 
 

@@ -28,6 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from gnmr.precision.cost import Work
 from gnmr.precision.linear import PathLinear
 from gnmr.precision.units import operator_names
 
@@ -35,8 +36,25 @@ _NAMED = 4
 """Operators that a line names."""
 _LITTLE = 0.0005
 """Shares below it are not named."""
+READ = "its weight is read without calling it"
+"""Why a linear may never be called."""
+_MUCH = 0.01
+"""Share of which something that is left out is worth a warning."""
 _SUMS = ("addmm", "baddbmm")
 """Products whose first operand is added to the result."""
+_LAYOUT = (
+    "is_contiguous",
+    "is_strides",
+    "is_non_overlapping",
+    "sym_",
+    "size",
+    "stride",
+    "storage",
+    "numel",
+    "dim",
+    "layout",
+)
+"""Beginnings of questions for the layout of a tensor."""
 _LOOKUPS = ("index", "index_select", "gather")
 """What takes rows of a matrix for activations, and matrices of a 3-D parameter for weights."""
 
@@ -86,22 +104,55 @@ class Coverage:
     def missed(self, names: Iterable[str]) -> dict[str, str]:
         """Return why, for those of these operators that were never called."""
         called, read = self.called(), {one.name for one in self.products if not one.called}
-        return {
-            name: "its weight is read without calling it" if name in read else "it never ran"
-            for name in names
-            if name not in called
-        }
+        return {name: READ if name in read else "it never ran" for name in names if name not in called}
 
     def line(self, names: Collection[str], verb: str = "covers") -> str:
         """Return one line: the share of these operators, and what else there is with its share."""
-        others = {one: share for one, share in self.others(names).items() if share >= _LITTLE}
-        told = [f"{_short(one)} {percent(share)}" for one, share in list(others.items())[:_NAMED]]
-        rest = sum(list(others.values())[_NAMED:])
+        alike: dict[str, float] = {}
+        for one, share in self.others(names).items():
+            alike[_short(one)] = alike.get(_short(one), 0.0) + share
+        others = sorted(((name, n) for name, n in alike.items() if n >= _LITTLE), key=lambda pair: -pair[1])
+        told = [f"{name} {percent(share)}" for name, share in others[:_NAMED]]
+        rest = sum(share for _, share in others[_NAMED:])
         told += [f"{len(others) - _NAMED} more {percent(rest)}"] if rest else []
         beside = self.attention / (self.whole + self.attention or 1)
         apart = f" (beside these an attention's own products, {percent(beside)} of all)" if beside >= 0.1 else ""
         left = f"; not: {', '.join(told)}" if told else ""
         return f"{verb} {percent(self.share(names))} of the GEMMs' arithmetic{left}{apart}"
+
+    def told(self, operators: Sequence[PathLinear], verb: str = "covers") -> list[str]:
+        """Return lines on a converted model: its share, and which of its operators were never called though their
+        weight was read."""
+        names = [operator.operator_name for operator in operators]
+        read = [name for name, why in self.missed(names).items() if why == READ]
+        more = [f"never in low precision, as {READ}: {few(read)}"] if read else []
+        return [self.line(names, verb), *more]
+
+    def work(self, operators: Sequence[PathLinear], verb: str = "covers") -> Work:
+        """Return the same for the cost of a converted model. Experts of one layer count alike: one batch does not tell
+        which of them the next tokens reach."""
+        called, alike = self.called(), dict[str, list[int]]()
+        kinds = [re.sub(r"(?<=experts\.)\d+(?=\.|$)", "*", operator.operator_name) for operator in operators]
+        for kind, operator in zip(kinds, operators, strict=True):
+            alike.setdefault(kind, []).append(called.get(operator.operator_name, 0))
+        counts = tuple(round(sum(alike[kind]) / len(alike[kind])) for kind in kinds)
+        return Work(counts, max(0, self.whole - sum(counts)), tuple(self.told(operators, verb)))
+
+    def misses(self, operators: Sequence[PathLinear]) -> bool:
+        """Return whether something within blocks is left out that is no router, of 1% of the arithmetic or more."""
+        others = self.others([operator.operator_name for operator in operators])
+        inside = {one: share for one, share in others.items() if "*" in one.name and not _routes(one)}
+        return sum(inside.values()) >= _MUCH
+
+
+def few(names: Sequence[str]) -> str:
+    """Return the first names, and how many more."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+def _routes(one: Product) -> bool:
+    return one.name.rpartition(".")[2] in ("gate", "router") or "Router" in one.kind
 
 
 def percent(share: float) -> str:
@@ -112,11 +163,11 @@ def percent(share: float) -> str:
 
 
 def _short(one: Product) -> str:
-    """`experts.down_proj (MixtralExperts)`, `mixer.dt_proj (read without a call)`, `q_proj`."""
-    parts = [part for part in one.name.split(".") if part != "*"]
+    """`experts.down_proj (MixtralExperts)`, `mixer.dt_proj (read without a call)`, `mlp.up_proj`."""
+    name = ".".join([part for part in one.name.split(".") if part != "*"][-2:])
     if one.kind == "Linear" and one.called:
-        return parts[-1]
-    return f"{'.'.join(parts[-2:])} ({one.kind if one.called else 'read without a call'})".lstrip()
+        return name
+    return f"{name} ({one.kind if one.called else 'read without a call'})".lstrip()
 
 
 class Counting(TorchDispatchMode):
@@ -140,6 +191,10 @@ class Counting(TorchDispatchMode):
         self._open = False
         """Whether everything is counted, be it inside a module or not (`all`)."""
         self._handles: list[Any] = []
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A copy of a model or a controller counts nothing."""
+        return type(None), ()
 
     @property
     def found(self) -> Coverage:
@@ -207,6 +262,8 @@ class Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if _opname(func).startswith(_LAYOUT):  # a subclass asks for what its own methods answer
+            return NotImplemented
         formula = _formula(func)
         if formula is None and isinstance(func, OpOverload) and func is not torch.ops.prim.device.default:
             with self:
@@ -303,8 +360,8 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _area(module: Any) -> int:
-    found: int = module.in_features * module.out_features
-    return found
+    widths = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    return prod(widths if all(isinstance(one, int) for one in widths) else module.weight.shape)
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

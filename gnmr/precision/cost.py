@@ -1,7 +1,9 @@
 """What the operators of a converted model spend: arithmetic and time of GEMMs, and memory that is kept for backward.
 
-GEMM time is relative: inputs * outputs * the time of the GEMM's recipe, which its widest operand decides (`TIMES`).
-Extra GEMM time is the sum over all GEMMs of their time now less that on the low recipe, over the sum of the latter.
+GEMM time is relative: rows * inputs * outputs * the time of the GEMM's recipe, which its widest operand decides
+(`TIMES`). Extra GEMM time is the sum over all GEMMs of their time now less that on the low recipe, over the sum of the
+latter. All GEMMs are those of the whole model once they were counted (`Cost.count`), the others in 16 bits; before that
+they are the operators' own, a token through each.
 """
 
 from __future__ import annotations
@@ -54,6 +56,17 @@ def gemm_time(
     return {**TIMES, **times}["4" if widest <= 4 else "8" if widest <= 8 else "16"]
 
 
+class Work(NamedTuple):
+    """Multiplications of a model's forward pass."""
+
+    operators: tuple[int, ...]
+    """Of each operator, in order."""
+    rest: int
+    """Of all other GEMMs."""
+    told: tuple[str, ...] = ()
+    """Lines on what the operators are of it, for tables."""
+
+
 class Spent(NamedTuple):
     """What a step spends; see `Cost.spent`."""
 
@@ -80,8 +93,14 @@ class Cost:
 
     def __init__(self, model: ConvertedModel) -> None:
         self._model = model
+        self.work: Work | None = None
+        """What was counted of the model; None: nothing yet."""
         self._numbers: _Numbers | None = None
         self._times: dict[int, tuple[ExecutionPath, float]] = {}
+
+    def count(self, work: Work | None) -> None:
+        """Take what a pass of the whole model ran: what is spent is a share of that from now on."""
+        self.work, self._numbers = work, None
 
     def saved_bytes(self) -> int:
         """Return the bytes that the operators' inputs occupy in the autograd graph now, between forward and backward.
@@ -125,10 +144,11 @@ class Cost:
         return sum(own.values()), sum(o.code_bytes for o in self._model.operators if isinstance(o, Int8Linear))
 
     def spent(self) -> Spent:
-        """Return (share of the GEMMs' arithmetic that is on the recovery path now, extra bytes of Eq. 5, extra time of
+        """Return (share of all GEMMs' arithmetic that is on the recovery path now, extra bytes of Eq. 5, extra time of
         the GEMMs).
 
-        Share: a GEMM counts in_features * out_features a token, and all operators as many tokens. Pinned GEMMs are
+        Share: a GEMM counts its rows * in_features * out_features; see the module for rows and for what all GEMMs are.
+        A forward GEMM outside of the operators counts three times, as they do. Pinned GEMMs are
         always on that path, those of an operator in recovery as far as `recovers` goes (in a warm-up in 16 bits all);
         under formats an operator counts as a whole. Does not wait for the device.
 
@@ -154,25 +174,30 @@ class Cost:
         for unit in model.units:
             named = model.recovers if unit.gemm is None else (unit.gemm,)
             moved = GEMMS if isinstance(model.low, Format) else named
-            costs.append(sum(len({*moved} - {*o.pinned}) * _area(o) for o in unit.operators) / whole)
+            costs.append(sum(len({*moved} - {*o.pinned}) * self._area(o) for o in unit.operators) / whole)
         return costs, self.pinned_share()
 
     def pinned_share(self) -> float:
         """Return the share of all arithmetic that pinned GEMMs take."""
-        return sum(len(o.pinned) * _area(o) for o in self._model.operators) / self._arithmetic()
+        return sum(len(o.pinned) * self._area(o) for o in self._model.operators) / self._arithmetic()
 
     def _arithmetic(self) -> int:
-        """Multiplications of all GEMMs, a token."""
+        """Multiplications of all GEMMs."""
         self._model.check_converted()
-        return len(GEMMS) * sum(map(_area, self._model.operators))
+        return len(GEMMS) * (sum(map(self._area, self._model.operators)) + self._rest)
+
+    @property
+    def _rest(self) -> int:
+        return 0 if self.work is None else self.work.rest
 
     def _bytes_of_units(self) -> tuple[list[float], float]:
         model = self._model
         model.check_converted()
         low, recovery = model.low, model.low if model.recovery is None else model.recovery
 
-        def more(operator: PathLinear, path: ExecutionPath, than: ExecutionPath) -> int:
-            return operator.in_features * max(0, nominal_bits(path) - nominal_bits(than))
+        def more(operator: PathLinear, path: ExecutionPath, than: ExecutionPath) -> float:
+            rows = self._area(operator) / operator.out_features
+            return rows * max(0, nominal_bits(path) - nominal_bits(than))
 
         whole = sum(more(o, recovery, low) for o in model.operators)
         if not whole:
@@ -190,17 +215,24 @@ class Cost:
         recovered, extra, time, copies = 0, 0.0, 0.0, dict[tuple[object, str], int]()
         for operator in model.operators:
             path, read = operator.path, operator.read
-            recovered += len(self._recovered(operator)) * _area(operator)
+            recovered += len(self._recovered(operator)) * self._area(operator)
             extra += self._extra(operator, path)
-            time += (self._time(path) - self._time(model.low)) * _area(operator)
+            time += (self._time(path) - self._time(model.low)) * self._area(operator)
             if read is not None:
                 key = read[1], kept_as(path)
                 copies[key] = max(copies.get(key, 0), kept_bytes(operator, path, read[0], read[2]))
         arithmetic = self._arithmetic()
-        usual = (self._time(model.low) or 1.0) * arithmetic / len(GEMMS)
-        spent = Spent(recovered / arithmetic, extra, time / usual)
+        usual = self._time(model.low) * (arithmetic / len(GEMMS) - self._rest)
+        usual += len(GEMMS) * self._rest * {**TIMES, **model.times}["16"]
+        spent = Spent(recovered / arithmetic, extra, time / (usual or 1.0))
         self._numbers = _Numbers(state, sum(copies.values()), spent)
         return self._numbers
+
+    def _area(self, operator: PathLinear) -> int:
+        """Multiplications of one of its GEMMs: those of the count, or of a token."""
+        if self.work is None:
+            return operator.in_features * operator.out_features
+        return self.work.operators[operator.index]
 
     def _time(self, path: ExecutionPath) -> float:
         """Relative time of the GEMMs of an operator on `path`, a multiplication; of formats 0."""
@@ -228,11 +260,6 @@ class Cost:
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy: without the last step's numbers."""
         return {**self.__dict__, "_numbers": None, "_times": {}}
-
-
-def _area(operator: PathLinear) -> int:
-    """Multiplications of one of its GEMMs, a token."""
-    return operator.in_features * operator.out_features
 
 
 def kept_as(path: ExecutionPath) -> str:

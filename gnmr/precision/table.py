@@ -67,7 +67,8 @@ def _paths_of(operator: PathLinear, model: ConvertedModel) -> tuple[str, str]:
 
 def _notes(model: ConvertedModel) -> list[str]:
     """What is to be said of the model as a whole."""
-    lines, operators, units = [], model.operators, model.units
+    operators, units = model.operators, model.units
+    lines = [] if model.cost.work is None else [*model.cost.work.told]
     if units and len(units) != len(operators):
         lines.append(f"{len(units)} units of {len(operators)} operators: {units[0].name} ... {units[-1].name}")
     if pinned := sum(len(operator.pinned) for operator in operators):

@@ -58,11 +58,11 @@ STEP_FIELDS: dict[str, str] = {
     "saved_bytes": "bytes that the converted linears kept for backward, read from the autograd graph; largest "
     "micro-batch of the step; null under activation checkpointing, where the graph holds none",
     "saved_bytes_predicted": "the same by the memory model (paper, Eqs. 5, 67, 68, sharing and scales counted)",
-    "spent_gemm_frac": "share of the arithmetic of all converted linears' GEMMs that ran on the recovery path in this "
-    "step, pins included, a token through each linear; null while a fork heals",
+    "spent_gemm_frac": "share of the arithmetic of all GEMMs of the model that ran on the recovery path in this "
+    "step, pins included, by the rows that each linear had in one batch; null while a fork heals",
     "spent_extra_bytes": "bytes that backward kept more than with all on the low path (Eq. 5), of the step's last "
     "micro-batch; 0 under simulated recipes, which keep the input's own width; null while a fork heals",
-    "spent_extra_time": "time of the GEMMs of all converted linears in this step over that with all on the low recipe, "
+    "spent_extra_time": "time of all GEMMs of the model in this step over that with its linears on the low recipe, "
     "less 1, pins included, by relative times (gnmr/precision/cost.py); 0 under formats; null while a fork heals",
     "skipped": "true where a non-finite loss or gradient, or a gradient transform, kept the optimizer from stepping",
     "nonfinite_total": "steps with a non-finite loss or gradient so far (never resets)",

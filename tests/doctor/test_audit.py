@@ -63,7 +63,10 @@ def test_linears_that_do_not_run_are_named_and_not_counted() -> None:
     assert "its weight has a gradient, and it is never called" in found.findings[0].what
     assert "did not run in this batch" in found.findings[1].what
     head = "3 linears, 2 in low precision, 3 of them measured in one batch; "
-    assert found.verdict() == f"{head}dt_proj, side_proj, experts.2.up_proj and 1 more did not run: 2 findings"
+    assert found.verdict() == (
+        f"{head}dt_proj, side_proj, experts.2.up_proj and 1 more did not run; low precision covers 44.4% of the GEMMs' "
+        "arithmetic; not: lm_head 33.3%, dt_proj (read without a call) 22.2%: 2 findings"
+    )
     plain = audited(Idle())
     assert plain.sound and "dt_proj, side_proj, experts.2.up_proj and 1 more did not run" in plain.verdict()
 
@@ -82,7 +85,10 @@ def test_linears_that_do_not_run_are_named_and_not_counted() -> None:
 def test_a_sound_recipe_is_met_with_silence(low: str) -> None:
     found = audited(converted(low)[0], recipe=low, lists={"targets": ["*_proj"]})
     assert found.sound, lines(found)
-    assert found.verdict().endswith("7 linears, 6 in low precision, 7 of them measured in one batch: sound")
+    assert found.verdict() == (
+        "7 linears, 6 in low precision, 7 of them measured in one batch; low precision covers 88.9% of the GEMMs' "
+        "arithmetic; not: lm_head 11.1%: sound"
+    )
     row = next(row for row in found.rows if row.operator == UP)
     for gemm, words in row.precision.items():
         assert "/" in words or low == "llm_int8", gemm

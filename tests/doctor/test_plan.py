@@ -67,7 +67,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         "low": "int4",
         "fused": [],
         "exclude": [],
-        **{key: {} for key in ("pins", "recipes", "provenance", "times", "prices")},
+        **{key: {} for key in ("pins", "recipes", "provenance", "times", "prices", "work")},
+        "rest": 0,
         **dict.fromkeys(("targets", "recovery", "budget", "extra", "expected", "triggers")),
     }
     (tmp_path / "link.json").symlink_to(tmp_path / "plan.json")
@@ -80,6 +81,9 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"budget": -0.1}, "budget=-0.1: must be extra GEMM time, a share above 0 (0.1 is 10%)"),
     ({"extra": "much"}, "extra=much: must be a number from -1"),
     ({"times": {"8": 0}}, "times.8=0: must be"),
+    ({"work": {"layers.1.down_proj": -1}}, "work.layers.1.down_proj=-1: must be a whole number"),
+    ({"work": {"layers.2.down_proj": 1}}, "work.layers.2.down_proj: is no operator of this plan"),
+    ({"rest": 1.5}, "rest=1.5: must be a whole number"),
     ({"fused": ["qvk"]}, "fused=qvk: must be one of qkv"),
     ({"prices": {"layers.2.down_proj": {}}}, "prices.layers.2.down_proj: is no operator of this plan"),
     ({"prices": {"layers.1.down_proj": {"fprop": {"bf16": 0}}}}, "must be {recipe: nats}, sim_e2m1 among them"),

@@ -173,7 +173,7 @@ class _Worth:
 
     def time(self, mix: Mix, names: Iterable[str] | None = None) -> float:
         """Of an operator on these recipes: a token and weight; with `names` a token of these operators."""
-        area = 1 if names is None else sum(math.prod(self.plan.operators[name]) for name in names)
+        area = 1 if names is None else sum(map(self.plan.area, names))
         return area * sum(self.times[gemm][recipe] for gemm, recipe in read_of(mix, self.target).items())
 
     def nats(self, mix: Mix, names: Iterable[str]) -> float:

@@ -34,12 +34,13 @@ from gnmr.lab.train.checkpoint import Stateful
 from gnmr.lab.train.checks import check_evidence, check_sizes, refuse_compression
 from gnmr.lab.train.compression import build_compression, compressed_router
 from gnmr.lab.train.fork_base import Base, open_base
-from gnmr.lab.train.loss import Draws
+from gnmr.lab.train.loss import Draws, loss_of
 from gnmr.lab.train.memory import refuse_run
 from gnmr.lab.train.model import Stress, blocks_of, empty_model, new_model, pretrained_model, with_paths
 from gnmr.lab.train.optim import build_optimizer, learning_rate
 from gnmr.lab.train.step import TrainStep, monitored
 from gnmr.lab.train.transforms import Transform, build_transform
+from gnmr.measure.coverage import count
 from gnmr.precision import ConvertedModel
 from gnmr.precision.conversion import operator_shapes
 from gnmr.records.disk import sha256
@@ -152,6 +153,7 @@ def build_parts(
         else:
             model, converted = pretrained_model(config, device)
             check_sizes(config, model, corpus.vocab_size)
+        _count_work(config, model, converted, validation(config, corpus, 1))
         torch.manual_seed(training.seed)
         if training.export_hf:
             pretrained.need("transformers", "training.export_hf=true")
@@ -196,6 +198,21 @@ def build_parts(
         draws=None if in_turn else Draws(training.seed, converted, device),
         compressed=compressed,
     )
+
+
+def _count_work(config: Config, model: nn.Module, converted: ConvertedModel, block: Tensor | Batch) -> None:
+    """Count what the model as it was drawn or loaded runs on this block, which leaves no trace: costs and what is spent
+    are shares of that. A run that is resumed counts the same again."""
+    modes = [(module, module.training) for module in model.modules()]
+    device = device_of(config.training.device)
+    try:
+        model.eval()
+        with converted.no_side_effects():  # on the paths: what is converted is what is called there
+            found = count(model, lambda: loss_of(model, block.to(device)), converted.operators)
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    converted.cost.count(found.work(converted.operators))
 
 
 def check_plan(config: Config) -> None:

@@ -1,0 +1,117 @@
+"""Diagnose and audit on models whose GEMMs are not all linears that are called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import gnmr
+from gnmr.doctor.plan import PinPlan
+
+K = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+X = [torch.randint(3, 320, (2, 16), generator=torch.Generator().manual_seed(i)) for i in range(2)]
+
+
+def language_model(config: str, **options: Any) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**options))
+    return model
+
+
+def loss_by(model: nn.Module) -> Any:
+    return lambda x: model(input_ids=x, labels=x).loss
+
+
+def test_experts_in_one_tensor_are_named_with_their_share() -> None:
+    model = language_model("MixtralConfig", **K, num_key_value_heads=2, num_local_experts=4)
+    found = gnmr.diagnose(model, loss_by(model), X, recipe="nvfp4", targets=["*_proj"], confirm=1)
+    said = "this covers 17.1% of the GEMMs' arithmetic; not: experts.gate_up_proj (MixtralExperts) 45.6%"
+    assert said in found.verdict()
+    assert found.tree()["covers"] == pytest.approx(0.171, abs=5e-4)
+    controller = gnmr.attach(model, low="fp8_hybrid", recovery="bf16", targets=["*_proj"], signal="always_low")
+    audit = gnmr.audit(model, loss_by(model), X[0], recipe="fp8_hybrid")
+    controller.detach()
+    (finding,) = [one for one in audit.findings if one.kind == "not covered"]
+    assert "68.3% of the GEMMs' arithmetic" in finding.what and "model.layers.*.mlp.experts.down_proj" in finding.where
+    assert "low precision covers 17.1%" in audit.verdict() and not audit.sound
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", None])
+def test_a_model_without_linears_in_its_blocks_is_not_sound(recipe: str | None) -> None:
+    model = language_model("GPT2Config", vocab_size=320, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
+    audit = gnmr.audit(model, loss_by(model), X[0], recipe=recipe)
+    (finding,) = [one for one in audit.findings if one.kind == "not covered"]
+    assert "82.8% of the GEMMs' arithmetic is no linear's (Conv1D)" in finding.what
+
+
+def test_what_is_read_without_a_call_is_a_finding_though_it_is_frozen() -> None:
+    options = {"vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8, "time_step_rank": 16}
+    model = language_model("MambaConfig", **options)
+    controller = gnmr.attach(model, low="fp8_hybrid", recovery="bf16", signal="always_low")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("dt_proj" not in name)
+    audit = gnmr.audit(model, loss_by(model), X[0], recipe="fp8_hybrid")
+    controller.detach()
+    never = [one for one in audit.findings if one.kind == "never ran"]
+    assert len(never) == 1 and len(never[0].where) == 2 and "is never called" in never[0].what
+
+
+def test_the_fast_path_of_an_encoder_is_off() -> None:
+    torch.manual_seed(0)
+    table, head = nn.Embedding(32, 32), nn.Linear(32, 32)
+    layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True), 1)
+    model = nn.ModuleList([table, layers, head])
+    batches = [torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(i)) for i in range(2)]
+
+    def loss(x: Tensor) -> Tensor:
+        return F.cross_entropy(head(layers(table(x))).flatten(0, 1), x.flatten())
+
+    found = gnmr.diagnose(model, loss, batches, recipe="sim_e2m1", targets=["linear1", "linear2"])
+    assert abs(found.measured.nats) > 1e-5
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_rows_decide_on_time() -> None:
+    """An encoder reads 50 times as many tokens as its decoder: a pin there costs 50 times as much."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    shape = {"vocab_size": 320, "d_model": 64, "d_ff": 128, "d_kv": 16, "num_layers": 1, "num_heads": 4}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**shape, decoder_start_token_id=0))
+    batches = [torch.randint(3, 320, (1, 200), generator=torch.Generator().manual_seed(i)) for i in range(2)]
+
+    def loss(batch: Tensor) -> Tensor:
+        found: Tensor = model(input_ids=batch, labels=batch[:, :4].clone()).loss
+        return found
+
+    found = gnmr.diagnose(
+        model, loss, batches, recipe="nvfp4", confirm=0, targets=["SelfAttention.*", "EncDecAttention.*"]
+    )
+    encoder, decoder = (f"{side}.block.0.layer.0.SelfAttention.q" for side in ("encoder", "decoder"))
+    assert found.work[encoder] == 50 * found.work[decoder] == 2 * 200 * 64 * 64
+    time = {name: found.costs[name, "fprop"]["bf16"] for name in (encoder, decoder)}
+    assert time[encoder] == 50 * time[decoder]
+    share = found.coverage.share(found.operators)
+    assert found.rest == pytest.approx(sum(found.work.values()) * (1 - share) / share, rel=1e-6)
+    plan = found.plan()
+    again = PinPlan(**{name: getattr(plan, name) for name in ("operators", "low", "recovery", "work", "rest")})
+    assert again.area(encoder) == found.work[encoder] and again.rest == found.rest
+
+
+@pytest.mark.parametrize("what", ["diagnose", "audit"])
+def test_reentrant_checkpointing_is_refused_in_one_line(what: str) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"emb": nn.Embedding(320, 64), "up_proj": nn.Linear(64, 64), "out_proj": nn.Linear(64, 64)})
+    model["lm_head"] = nn.Linear(64, 320)
+
+    def loss(x: Tensor) -> Tensor:
+        hidden = checkpoint(lambda h: model["up_proj"](h).relu(), model["emb"](x), use_reentrant=True)
+        return F.cross_entropy(model["lm_head"](model["out_proj"](hidden)).flatten(0, 1), x.flatten())
+
+    with pytest.raises(ValueError, match="use use_reentrant=False"):
+        gnmr.diagnose(model, loss, X) if what == "diagnose" else gnmr.audit(model, loss, X[0])

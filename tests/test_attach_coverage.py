@@ -1,0 +1,162 @@
+"""What attach says of the whole model after its first step, and what its costs are shares of."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gnmr import attach
+from gnmr.attachment import Router
+from gnmr.control.spec import NO_CAP
+from gnmr.records.reader import read_json
+
+TOKENS = torch.arange(64).view(2, 32) % 16
+BLOCK = 8 * 8 + 8 * 16 + 16 * 8 + 8 * 8
+"""Multiplications of a block for a token: q_proj, up_proj and down_proj, and `mix`, which is no linear."""
+HEAD = 8 * 16
+PATHS = {"low": "sim_e2m1", "recovery": "bf16", "targets": ["*_proj"]}
+
+
+class Block(nn.Module):
+    def __init__(self, bypassed: bool) -> None:
+        super().__init__()
+        self.q_proj, self.up_proj, self.down_proj = nn.Linear(8, 8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.mix, self.bypassed = nn.Parameter(torch.eye(8)), bypassed
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.linear(x, self.q_proj.weight) if self.bypassed else self.q_proj(x)
+        return x + self.down_proj(self.up_proj(x @ self.mix).relu())
+
+
+class Model(nn.Module):
+    def __init__(self, bypassed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+        self.layers = nn.ModuleList(Block(bypassed) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+def one_step(model: nn.Module, controller: Router) -> list[str]:
+    """Return what was said."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model(TOKENS).backward()
+        controller.step()
+        model.zero_grad()
+    return [str(one.message) for one in said]
+
+
+def test_the_first_step_says_what_is_left_out_and_no_other_does() -> None:
+    model = Model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        controller = attach(model, **PATHS, signal="always_low")
+    (line,) = one_step(model, controller)
+    share = (2 * (BLOCK - 64)) / (2 * BLOCK + HEAD)
+    assert line == f"attach covers {share:.1%} of the GEMMs' arithmetic; not: layers.mix (Block) 14.3%, head 14.3%"
+    assert controller.coverage is not None and f"{share:.1%} of all GEMMs" in repr(controller)
+    assert line.removeprefix("attach ") in str(controller.converted)
+    assert not one_step(model, controller)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_linears_that_are_bypassed_are_all_named(frozen: bool) -> None:
+    model = Model(bypassed=True)
+    for layer in model.layers:
+        layer.q_proj.requires_grad_(not frozen)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        controller = attach(model, **PATHS, signal="always_low")
+    never = [line for line in one_step(model, controller) if "never ran" in line]
+    assert len(never) == 1 and never[0].startswith("layers.0.q_proj, layers.1.q_proj: never ran")
+    assert "(read without a call) 14.3%" in str(controller.converted)
+
+
+def test_spent_and_budget_are_shares_of_all_gemms(tmp_path: Path) -> None:
+    model, whole = Model(), 3 * (2 * BLOCK + HEAD)
+    pins = {"layers.0.up_proj": ["fprop"]}
+    given = {**PATHS, "unit": "gemm", "pins": pins, "signal": "always_high", "max_o": NO_CAP}
+    controller = attach(model, **given, budget=0.2, record=str(tmp_path / "run"))
+    one_step(model, controller)
+    cost = controller.converted.cost
+    assert cost.spent().share <= 0.2 and cost.spent().share > 0.2 - 64 / whole
+    assert cost.pinned_share() == pytest.approx(128 / whole)
+    header = read_json(tmp_path / "run" / "header.json")
+    assert header is not None and header["spend_pinned"] == pytest.approx(128 / whole)
+    assert sum(header["spend"]) == pytest.approx((3 * 2 * (BLOCK - 64) - 128) / whole)
+    for unit in controller.units:
+        assert unit.switch is None or unit.switch(True) is None
+    slow, fast = 3 * 4 * 2 * (BLOCK - 64), 3 * 1 * 2 * (BLOCK - 64)
+    rest = 3 * 4 * (2 * 64 + HEAD)
+    assert cost.spent().extra_time == pytest.approx((slow - fast) / (fast + rest))
+    controller.detach()
+
+
+def test_rows_count() -> None:
+    """An operator that half of the tokens reach costs half as much."""
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])})
+    first, second = model["layers"]
+    controller = attach(model, **{**PATHS, "targets": ["*"]}, signal="always_low")
+    second(first(torch.randn(6, 8))[:3]).sum().backward()
+    controller.step()
+    assert [unit.cost for unit in controller.units] == pytest.approx([2 / 3, 1 / 3])
+
+
+def test_a_resumed_controller_keeps_the_count() -> None:
+    model = Model()
+    controller = attach(model, **PATHS, signal="always_high", budget=0.3, max_o=NO_CAP)
+    one_step(model, controller)
+    state, costs = controller.state_dict(), [unit.cost for unit in controller.units]
+    twin = Model()
+    other = attach(twin, **PATHS, signal="always_high", budget=0.3, max_o=NO_CAP)
+    fresh = [unit.cost for unit in other.units]
+    with pytest.raises(ValueError, match="work"):
+        other.load_state_dict({**state, "work": [1]})
+    assert [unit.cost for unit in other.units] == fresh != costs
+    other.load_state_dict(state)
+    assert [unit.cost for unit in other.units] == costs and other.active == controller.active
+    assert not any(module._forward_hooks for module in twin.modules())
+
+
+def test_copies_before_the_first_step_count_nothing() -> None:
+    model = Model()
+    controller = attach(model, **PATHS, signal="always_low")
+    twin = copy.deepcopy(model)
+    twin(TOKENS).backward()
+    assert sum(controller._counting.found.called().values()) == 0  # type: ignore[union-attr]
+    both = copy.deepcopy((model, controller))
+    assert not [line for line in one_step(*both) if line.startswith("attach covers")]
+    assert one_step(model, controller)
+
+
+def test_several_micro_batches_and_passes_count_once() -> None:
+    model = Model()
+    controller = attach(model, **PATHS, signal="always_low")
+    for _ in range(3):
+        model(TOKENS).backward()
+        controller.micro_step()
+    with pytest.warns(UserWarning, match="attach covers"):
+        controller.step()
+    assert controller.coverage is not None and controller.coverage.called()["head"] == 64 * HEAD
+
+
+def test_experts_of_a_layer_cost_alike() -> None:
+    """One batch does not tell which of them the next tokens reach."""
+    model = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]), "more": nn.Linear(8, 8)})
+    controller = attach(model, **{**PATHS, "targets": ["*"]}, signal="always_low")
+    model["more"](model["experts"][0](torch.randn(6, 8))).sum().backward()
+    controller.step()
+    assert [unit.cost for unit in controller.units] == pytest.approx([1 / 4, 1 / 4, 1 / 2])
