@@ -425,7 +425,6 @@ def test_a_stride_and_terms_of_the_loss() -> None:
         ({"rescue": "nvfp4"}, "rescue=nvfp4: takes no more time in fprop than sim_int4"),
         ({"rescue": "fp8_hybrid", "times": {"8": 1}}, "rescue=fp8_hybrid: takes no more time in fprop than sim_int4"),
         ({"rescue": "fp8_delayed"}, "rescue=fp8_delayed: can be the recipe of all operators alone"),
-        ({"rescue": ["bf16", "deepseek_v3"]}, "rescue=deepseek_v3: 0 has 32 inputs: the recipe deepseek_v3 needs"),
         ({"rescue": WORSE}, "rescue=worse: is slower than sim_int4 in fprop (times 2 and 1) and costs no less"),
         ({"rescue": "mxfp8", "against": "bf16"}, "rescue=mxfp8: cannot be asked for if operators have recipes"),
         ({"times": {"9": 1.0}}, "times.9=1.0: must be of 4, 8, 16 or a recipe"),

@@ -64,7 +64,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert json.loads(least.text()) == {
         "gnmr_plan": 2,
         "operators": {"a_proj": [2, 3]},
-        "targets": ["*_proj"],
+        "targets": None,
+        "exclude": [],
         "low": "int4",
         "fused": [],
         **{key: {} for key in ("pins", "recipes", "provenance", "times", "prices")},
