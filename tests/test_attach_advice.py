@@ -78,7 +78,7 @@ def test_a_recipe_that_is_simulated_unasked_is_told_once(how: dict[str, Any], to
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"targets": None}, "targets=None: must be a list of names"),
+        ({"targets": 3}, "targets=3: must be a list of names"),
         ({"low": ["int4"]}, r"low=\['int4'\]: must be one of"),
         ({"seed": "x"}, "seed=x: must be a whole number"),
         ({"options": [1]}, r"options=\[1\]: must map names"),
