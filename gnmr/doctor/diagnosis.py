@@ -344,6 +344,7 @@ class Diagnosis:
             "rescues": list(self.rescues),
             "times": self.times,
             "fused": list(self.fused),
+            "recipes_in_use": self.recipes_in_use() if self.chooses else [],
             "price_tokens": self.tokens,
             "pins": self.pins,
             "idle": dict(self.idle),

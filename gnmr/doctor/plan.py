@@ -147,14 +147,18 @@ class PinPlan:
         if all(self.pins.get(name) == self.pins.get(group[0]) for group in groups for name in group):
             return self
         times = times_of(self.operators, self.named_recipes(), self.times)
-        prices = {(name, gemm): own for name, by_gemm in self.prices.items() for gemm, own in by_gemm.items()}
+        free = (
+            {self.recovery or "bf16": 0.0} if any(self.recovery in own.values() for own in self.pins.values()) else {}
+        )
+        prices = {(name, gemm): free | own for name, by_gemm in self.prices.items() for gemm, own in by_gemm.items()}
         chosen = {(name, gemm): recipe for name, own in self.pins.items() for gemm, recipe in own.items()}
         budget = self.extra if self.budget is None else self.budget
         if budget and chosen.keys() <= prices.keys():
             found = choose(prices, times, self.low, budget, groups=groups)
         else:
             for items in ([(name, gemm) for name in group] for group in groups for gemm in GEMMS):
-                slowest = max((chosen.get(item, self.low) for item in items), key=lambda one: times[items[0]][one])
+                own = [chosen.get(item, self.low) for item in items]
+                slowest = max(own, key=lambda one: (times[items[0]][one], one != self.low))
                 chosen |= {item: slowest for item in items if slowest != self.low}
             found = as_choice(chosen, prices, times, self.low)
         after = self.expected

@@ -64,12 +64,11 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert json.loads(least.text()) == {
         "gnmr_plan": 2,
         "operators": {"a_proj": [2, 3]},
-        "targets": None,
-        "exclude": [],
         "low": "int4",
         "fused": [],
+        "exclude": [],
         **{key: {} for key in ("pins", "recipes", "provenance", "times", "prices")},
-        **dict.fromkeys(("recovery", "budget", "extra", "expected", "triggers")),
+        **dict.fromkeys(("targets", "recovery", "budget", "extra", "expected", "triggers")),
     }
     (tmp_path / "link.json").symlink_to(tmp_path / "plan.json")
     assert read_plan(str(tmp_path / "link.json")) == least, "a path that the user names may be a link"
