@@ -165,7 +165,9 @@ def watched(model: nn.Module, unit: str) -> nn.Module:
         for adapted in ("", "base_model.model."):  # what peft's own model puts in front
             with suppress(AttributeError):
                 return model.get_submodule(f"{wrapped}{adapted}{unit}".removesuffix(".base_layer"))
-    raise ValueError(f"unit {unit!r}: the model has no module of this name to observe")
+    raise ValueError(
+        f"unit {unit!r}: the model has no module of this name to observe; use unit='operator' or unit='block'"
+    )
 
 
 def adapters(model: nn.Module, unit: str, before: tuple[nn.Parameter, ...] = ()) -> tuple[nn.Parameter, ...]:

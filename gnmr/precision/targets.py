@@ -17,6 +17,7 @@ among them. Recipes pass over heads and routers, whatever pattern names them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,13 +73,12 @@ def role_by_name(name: str) -> str:
 def tied_to_embeddings(model: nn.Module, linears: Mapping[str, nn.Module]) -> dict[str, str]:
     """Return the embedding, by name, that each of these linears shares its weight with, of those that do."""
     embeddings = {name: module.weight for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
-    found = {}
+    found: dict[str, str] = {}
     for name, linear in linears.items():
-        weight = getattr(linear, "weight", None)
-        if isinstance(weight, Tensor):
-            weight = getattr(weight, "_data", weight)  # torchao's wrappers
-            tied = next((key for key, table in embeddings.items() if same_memory(table, weight)), None)
-            found |= {} if tied is None else {name: tied}
+        if isinstance(weight := getattr(linear, "weight", None), Tensor):
+            plain: Tensor = getattr(weight, "_data", weight)  # torchao's wrappers
+            if first := next((key for key, table in embeddings.items() if same_memory(table, plain)), ""):
+                found[name] = first
     return found
 
 
@@ -91,10 +91,11 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.data_ptr() == b.data_ptr()
 
 
-def widths(linear: nn.Module) -> tuple[int, int]:
+def widths(linear: Any) -> tuple[int, int]:
     """Return (outputs, inputs)."""
-    known = getattr(linear, "out_features", None), getattr(linear, "in_features", None)
-    outputs, inputs = known if all(isinstance(one, int) for one in known) else linear.weight.shape
+    if isinstance(getattr(linear, "out_features", None), int):
+        return linear.out_features, linear.in_features
+    outputs, inputs = linear.weight.shape
     return outputs, inputs
 
 

@@ -102,7 +102,7 @@ def test_adapters_are_saved_as_peft_loads_them(checkpoint: Path, tmp_path: Path)
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, PathLinear):
-                module.shared.high_precision = True
+                module.shared.switches.high_precision = True
         expected = model(input_ids=TOKENS).logits
         torch.testing.assert_close(theirs(input_ids=TOKENS).logits, expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(merged(input_ids=TOKENS).logits, expected, rtol=1e-4, atol=1e-5)
