@@ -72,7 +72,8 @@ class Diagnosis:
     """Recipes that a plan may keep a GEMM on, the fastest first; of two sides the other side's, none under a plan."""
     costs: Times
     """Time of every GEMM on the low recipe and the rescues; of two sides its arithmetic, twice where both are alike."""
-    targets: list[str]
+    targets: list[str] | None
+    exclude: list[str]
     times: dict[str, float] = field(default_factory=dict)
     """Relative times of GEMMs that the user gave."""
     fused: Sequence[str] = ()
@@ -291,6 +292,7 @@ class Diagnosis:
             recovery=self.recovery,
             recipes=self.recipes,
             targets=self.targets,
+            exclude=self.exclude,
             pins=chosen.pins,
             times=self.times,
             budget=None if self.against else budget,
@@ -342,6 +344,7 @@ class Diagnosis:
             "rescues": list(self.rescues),
             "times": self.times,
             "fused": list(self.fused),
+            "recipes_in_use": self.recipes_in_use() if self.chooses else [],
             "price_tokens": self.tokens,
             "pins": self.pins,
             "idle": dict(self.idle),

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gnmr.errors import one_of, require
 from gnmr.names import GEMMS
-from gnmr.precision.units import unit_of
 
 if TYPE_CHECKING:
     from gnmr.precision.recipes import Recipe
@@ -48,7 +47,7 @@ _PARTS = {
 }
 GAP = 1e-4
 """Nats above the smallest possible sum that a choice may be, as a share of what everything on the low recipe costs."""
-_SECONDS = 20
+_SECONDS = 5
 """After which the solver's best choice so far counts."""
 
 
@@ -200,6 +199,8 @@ def guess(
     `times` is in the order of the model's operators. A last block that does not fit as a whole gives those of its
     operators that do, so that budgets are equal.
     """
+    from gnmr.precision.units import unit_of
+
     one_of(GUESSES, guess=kind)
     blocks: dict[str, dict[str, None]] = {}
     for name, _ in times:

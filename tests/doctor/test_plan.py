@@ -57,18 +57,18 @@ def network(prefix: str = "") -> nn.Module:
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     plan = read_plan(written(tmp_path, PLAN))
     assert plan.operators["layers.1.down_proj"] == (16, 8) and plan.expected == (0.1, 0.02)
-    assert (plan.targets, plan.recipes, plan.budget, plan.triggers) == (["*_proj"], {}, 0.8, {"price": 0.001})
+    assert (plan.targets, plan.recipes, plan.budget, plan.triggers) == (None, {}, 0.8, {"price": 0.001})
     assert read_plan(written(tmp_path, plan.text())) == plan
     least = PinPlan(operators={"a_proj": (2, 3)}, low="int4", recovery=None)
     assert read_plan(written(tmp_path, least.text())) == least
     assert json.loads(least.text()) == {
         "gnmr_plan": 2,
         "operators": {"a_proj": [2, 3]},
-        "targets": ["*_proj"],
         "low": "int4",
         "fused": [],
+        "exclude": [],
         **{key: {} for key in ("pins", "recipes", "provenance", "times", "prices")},
-        **dict.fromkeys(("recovery", "budget", "extra", "expected", "triggers")),
+        **dict.fromkeys(("targets", "recovery", "budget", "extra", "expected", "triggers")),
     }
     (tmp_path / "link.json").symlink_to(tmp_path / "plan.json")
     assert read_plan(str(tmp_path / "link.json")) == least, "a path that the user names may be a link"
