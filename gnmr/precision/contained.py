@@ -76,6 +76,9 @@ class Contained(PathLinear):
     def matrix(self) -> Tensor:
         return matrix_of(self.weight, self.layout, self.place) if self._given is None else self._given[0]
 
+    def part(self, x: Tensor) -> Tensor:
+        return x if self.place is None else x[self.place]
+
     @property
     def given(self) -> tuple[Tensor, Tensor | None] | None:
         return self._given

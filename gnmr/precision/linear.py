@@ -157,6 +157,10 @@ class PathLinear(nn.Linear):
         """(O, I): the weight as the GEMMs read it, a view of the parameter `weight`."""
         return self.weight
 
+    def part(self, x: Tensor) -> Tensor:
+        """Return this operator's part of a tensor of the shape of `weight`, as a gradient."""
+        return x
+
     @property
     def given(self) -> tuple[Tensor, Tensor | None] | None:
         """Weight and bias of the pass that is under way, where they are not its own; see `gnmr.precision.contained`."""

@@ -94,9 +94,9 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
 
 def widths(linear: Any) -> tuple[int, int]:
     """Return (outputs, inputs)."""
-    known = getattr(linear, "out_features", None), getattr(linear, "in_features", None)
+    known: Any = getattr(linear, "out_features", None), getattr(linear, "in_features", None)
     outputs, inputs = linear.weight.shape if None in known else known
-    return outputs, inputs
+    return int(outputs), int(inputs)
 
 
 def exact(pattern: str) -> bool:
