@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.names import GEMMS, OPERANDS
+from gnmr.precision.adapters import release
 from gnmr.precision.compile import compile_blocks
+from gnmr.precision.contained import Contained, Owner
 from gnmr.precision.cost import Cost
 from gnmr.precision.formats import FORMATS, Format, KeepFormat
 from gnmr.precision.int8 import Int8Linear
@@ -221,8 +223,8 @@ class ConvertedModel:
         return {} if amax is None else {name: amax.counts[:, i].clone() for i, name in enumerate(OPERANDS)}
 
     def restore(self) -> None:
-        """Turns every operator back into the linear that it was; nothing is left to do the second time. Those of copies
-        of the model compute as plain linears from now on.
+        """Turns every operator back into what it was; nothing is left to do the second time. Those of copies of the
+        model compute as plain ones from now on.
 
         Weights that are kept as INT8 codes alone come back as codes times scale, in the dtype that they had.
         ValueError, before anything is done, for an operator that has become something else since (parametrized).
@@ -230,12 +232,17 @@ class ConvertedModel:
         if self.restored:
             return
         for operator in self.operators:
-            if isinstance(operator, PathLinear) and "plain_class" not in vars(type(operator)):
+            module = operator.module
+            if isinstance(module, PathLinear | Owner) and "plain_class" not in vars(type(module)):
                 raise ValueError(
-                    f"{operator.operator_name} has become a {type(operator).__name__} since: undo that first (of a "
+                    f"{operator.operator_name} has become a {type(module).__name__} since: undo that first (of a "
                     "parametrization torch.nn.utils.parametrize.remove_parametrizations)"
                 )
         for operator in self.operators:
+            if isinstance(operator, Contained):
+                if isinstance(operator.owner, Owner):
+                    release(operator.owner)
+                continue
             if not (isinstance(operator, PathLinear) and operator.converted):
                 continue
             if isinstance(operator, Int8Linear):

@@ -23,6 +23,16 @@ GraphLinear: TypeAlias = Callable[[Tensor, Tensor, Tensor | None, Tensor, torch.
 a linear that torch.compile takes into its graph (`compile.py`)."""
 
 
+class Widths(Protocol):
+    """A linear operator, as far as a recipe or a kernel asks whether it can run it."""
+
+    @property
+    def in_features(self) -> int: ...
+
+    @property
+    def out_features(self) -> int: ...
+
+
 class FaultInjection(Protocol):
     """Breaks the low path of one operator."""
 

@@ -33,7 +33,7 @@ USUAL = "*_proj"
 """What linears outside of blocks are called that are taken by default."""
 
 
-def roles_of(model: nn.Module, linears: Mapping[str, nn.Module]) -> dict[str, str]:
+def roles_of(model: nn.Module, linears: Mapping[str, Any]) -> dict[str, str]:
     """Return the role of each of these linears of `model`, by the names of its modules."""
     modules = dict(model.named_modules())
     tied = tied_to_embeddings(model, linears)
@@ -70,7 +70,7 @@ def role_by_name(name: str) -> str:
     return "router" if "router" in parts else ""
 
 
-def tied_to_embeddings(model: nn.Module, linears: Mapping[str, nn.Module]) -> dict[str, str]:
+def tied_to_embeddings(model: nn.Module, linears: Mapping[str, Any]) -> dict[str, str]:
     """Return the embedding, by name, that each of these linears shares its weight with, of those that do."""
     embeddings = {name: module.weight for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     found: dict[str, str] = {}
@@ -127,8 +127,8 @@ class Matching:
         found = {pattern: self.of(pattern) for pattern in patterns}
         if empty := [pattern for pattern, own in found.items() if not own]:
             raise ValueError(
-                f"{key} {empty}: no linear has such a name; this model has {kinds(self.names)} (what is no nn.Linear, "
-                "as GPT-2's Conv1D or experts in one tensor, can be a gnmr.Unit of your own)"
+                f"{key} {empty}: no linear has such a name; this model has {kinds(self.names)} (other layers "
+                "can be declared: gnmr.precision.adapters.register)"
             )
         return {name for own in found.values() for name in own}
 
@@ -166,8 +166,8 @@ def targeted(
         key = f"exclude {list(exclude)}" if exclude else "targets"
         raise ValueError(
             f"{key}: no linear is left to convert; this model has {kinds(roles)}, of which output heads, routers and "
-            "adapters stay in 16 bits (what is no nn.Linear, as GPT-2's Conv1D or experts in one tensor, can be a "
-            "gnmr.Unit of your own)"
+            "adapters stay in 16 bits (other layers can be declared: "
+            "gnmr.precision.adapters.register)"
         )
     return chosen
 
