@@ -14,7 +14,7 @@ READY := .venv/.ready
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo train test test-slow test-all attacks lint docs sweep report bench smollm2 gpu-check wheel clean
+.PHONY: help setup demo train test test-slow test-all test-libraries attacks lint docs sweep report bench smollm2 gpu-check wheel clean
 
 help:  ## this list
 	@echo "gnmr: runtime stability control for low-precision language model training"
@@ -63,6 +63,9 @@ test-all: $(READY)  ## every test once, some 10 minutes on two cores: make test 
 	$(MAKE) test ARGS="--cov=gnmr $(ARGS)"
 	$(MAKE) test-slow
 
+test-libraries: .libraries/.ready  ## the exports, read by the libraries that they are for (tests/libraries.txt): pytest ARGS
+	PYTHONPATH=.libraries $(BIN)/python -m pytest -m slow tests/doctor/test_export_libraries.py $(ARGS)
+
 attacks: $(READY)  ## attack runs: kills, damaged files, links, full disks (tests/test_attacks.py): ARGS
 	$(PYTEST) tests/test_attacks.py -m "slow or not slow" $(ARGS)
 
@@ -84,8 +87,14 @@ wheel: $(READY)  ## build sdist and wheel into DIST (dist/)
 	$(BIN)/python -m build --no-isolation --outdir "$(DIST)"
 
 clean:  ## remove .venv, dist/ and caches; runs/ stays
-	rm -rf .venv dist site .coverage .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .libraries dist site .coverage .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name .git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Wheels of Python alone, beside .venv: with their dependencies they would replace half of it.
+.libraries/.ready: tests/libraries.txt | $(READY)
+	@rm -rf .libraries
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .libraries -r tests/libraries.txt
+	@touch $@
 
 # torch comes first and by its exact version: any range would bring the newest build with its gigabytes.
 $(READY): pyproject.toml constraints.txt

@@ -3,6 +3,7 @@
     python benchmarks/plans.py forks OUT.jsonl --base RUN,RUN --low sim_e2m1,nvfp4 --orders 5
     python benchmarks/plans.py kl OUT.jsonl --base .cache/smollm2 --data wikitext2-test.txt --low nvfp4
     python benchmarks/plans.py table OUT.json ROWS.jsonl ...
+    python benchmarks/plans.py figure OUT.svg RECORD [--low nvfp4]
 
 `forks`: a fork continues a base for 40 steps in low precision with the pins of its arm. Its loss is the validation loss
 in BF16 afterwards. Forks of one base and data order share their data: they are a block, the unit of a paired test.
@@ -24,13 +25,18 @@ Claimed, and written down before anything was measured: (1) at +10% the plan clo
 alone at any budget; (4) on SmolLM2 it leaves less KL than BF16 pins of the same extra time at every budget.
 
 Every row is written when it is done, and what OUT.jsonl has already is not run again.
+
+`table`: from rows of `forks`, the fraction of the gap that each arm closes, and its paired t-test against the plan.
+
+`figure`: one low path of a record as a curve with 95% intervals: the KL left, of the rows of `kl`, or the fraction of
+the gap closed, of the JSON of `table`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +47,7 @@ import torch
 from scipy import stats
 from torch import nn
 
+import curve
 from gnmr.doctor.diagnose import diagnose
 from gnmr.doctor.diagnosis import Diagnosis
 from gnmr.doctor.knapsack import Choice, by_score, guess
@@ -62,8 +69,15 @@ BOUNDS = ("never", "always")
 RESCUES = ("mxfp8", "bf16")
 ARMS = ("plan", *RESCUES, "MSE", "random", "last", "last, bf16")
 BUDGETS = (0.03, 0.05, 0.1, 0.2, 0.3)
+DRAWN = {
+    "plan": "plan: MXFP8 and BF16",
+    "bf16": "plan: BF16 alone",
+    "random": "random to MXFP8",
+    "last, bf16": "last blocks to BF16",
+}
+"""Arms of the figure."""
 MEASURED = 16
-"""Validation sequences that a diagnosis reads, behind those that forks are validated on."""
+"""Validation sequences that a diagnosis reads; forks are validated on none of them."""
 
 
 @dataclass(frozen=True)
@@ -95,14 +109,22 @@ def diagnosed(forks: Forks, low: str) -> Diagnosis:
     config = forks.config(f"precision.low={low}", "precision.recovery=bf16", "controller.signal=always_low")
     parts = forks.parts(config)
     parts.converted.restore()
-    first, training = config.training.eval_sequences, config.training
+    training = config.training
     assert not isinstance(parts.corpus.val, Documents)
-    blocks = validation_sequences(parts.corpus.val, training.seq_len, first + MEASURED)[first:]
+    blocks = unseen(parts.corpus.val, training.seq_len, training.eval_sequences)
     batches = Batch.of_sequences(blocks).split(training.batch_size // 2)
     model = parts.model.float()
     return diagnose(
         model, lambda batch: (logits_of(model, batch), batch.targets), batches, recipe=low, rescue=RESCUES, confirm=99
     )
+
+
+def unseen(tokens: Any, length: int, validated: int) -> torch.Tensor:
+    """Return `MEASURED` sequences from between those that forks are validated on."""
+    both = validation_sequences(tokens, length, 2 * validated)
+    if len(both) < 2 * validated:
+        raise SystemExit(f"the validation text has {len(both)} sequences of {length} tokens, not {2 * validated}")
+    return both[1 :: 2 * max(1, validated // MEASURED)][:MEASURED]
 
 
 def run(cell: Cell, forks: Forks, found: Diagnosis | None, made: dict[str, Any]) -> dict[str, Any]:
@@ -128,13 +150,18 @@ def run(cell: Cell, forks: Forks, found: Diagnosis | None, made: dict[str, Any])
     }
 
 
-def recorded(out: Path) -> dict[Cell, dict[str, Any]]:
-    """Return the rows of an earlier call; a last line that was cut off is removed from the file."""
-    lines = out.read_text().splitlines(keepends=True) if out.exists() else []
-    if lines and not lines[-1].endswith("\n"):
-        out.write_text("".join(lines := lines[:-1]))
-    rows = [json.loads(line) for line in lines]
+def recorded(files: Iterable[Path]) -> dict[Cell, dict[str, Any]]:
+    """Return the rows of these files, without a last line that was cut off."""
+    lines = [line for file in files for line in file.read_text().splitlines(keepends=True)]
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
     return {Cell(*(row[key] for key in Cell.__dataclass_fields__)): row for row in rows}
+
+
+def resumed(out: Path) -> dict[Cell, dict[str, Any]]:
+    """Return the rows of an earlier call; a last line that was cut off is removed from the file."""
+    if out.exists() and (text := out.read_text()) and not text.endswith("\n"):
+        out.write_text(text[: text.rfind("\n") + 1])
+    return recorded([out] if out.exists() else [])
 
 
 def keep(out: Path, known: dict[Cell, dict[str, Any]], cell: Cell, row: dict[str, Any]) -> None:
@@ -145,21 +172,25 @@ def keep(out: Path, known: dict[Cell, dict[str, Any]], cell: Cell, row: dict[str
     print(f"{cell}: {row.get('loss', row.get('kl')):.4f} for +{row['extra']:.1%}", flush=True)
 
 
-def cells_of(bases: Sequence[str], lows: Sequence[str], orders: int, budgets: Sequence[float]) -> Iterator[list[Cell]]:
+def cells_of(bases: Sequence[str], asked: argparse.Namespace) -> Iterator[list[Cell]]:
     """Yield the bounds of a low path, then its other arms, block by block."""
-    for low in lows:
-        blocks = [(base, order) for order in range(orders) for base in bases]
+    budgets, arms = [float(word) for word in asked.budgets.split(",")], asked.arms.split(";")
+    for low in asked.low.split(","):
+        blocks = [(base, order) for order in range(asked.orders) for base in bases]
         yield [Cell(base, low, arm, 0.0, order) for base, order in blocks for arm in BOUNDS]
-        yield [Cell(b, low, arm, budget, o) for b, o in blocks for budget in budgets for arm in ARMS]
+        yield [Cell(b, low, arm, budget, o) for b, o in blocks for budget in budgets for arm in arms]
 
 
 def make_forks(asked: argparse.Namespace) -> None:
     """Run the cells that OUT.jsonl lacks."""
-    known, lows = recorded(asked.out), asked.low.split(",")
+    known = resumed(asked.out)
     forks = {made.base.name: made for made in (Forks(name, print) for name in asked.base.split(","))}
     found: dict[tuple[str, str], Diagnosis] = {}
     made: dict[str, Any] = {}
-    for cells in cells_of([*forks], lows, asked.orders, [float(word) for word in asked.budgets.split(",")]):
+    without_gap = set[str]()
+    for cells in cells_of([*forks], asked):
+        if cells[0].low in without_gap:
+            continue
         for cell in (cell for cell in cells if cell not in known):
             base = cell.base, cell.low
             if cell.arm not in BOUNDS and base not in found:
@@ -169,27 +200,33 @@ def make_forks(asked: argparse.Namespace) -> None:
         gaps = gaps[gaps.index.get_level_values("low") == cells[0].low]
         if len(gaps) > 1 and not stats.ttest_1samp(gaps, 0.0, alternative="greater").pvalue < 0.05:
             print(f"no gap (mean {gaps.mean():.4f} nats): no other arm of {cells[0].low} is run")
-            return
+            without_gap.add(cells[0].low)
 
 
 def measure_kl(asked: argparse.Namespace) -> None:
     """Measure the arms that OUT.jsonl lacks, on one checkpoint."""
-    known, subject = recorded(asked.out), load_subject(asked.base)
+    known, subject = resumed(asked.out), load_subject(asked.base)
     model = subject.model.float().eval()
     blocks = blocks_of(subject, asked.data, batches=8, held_out=asked.held_out)
     made: dict[str, np.ndarray] = {}
     for low in asked.low.split(","):
+        cells = [Cell(asked.base, low, "never", 0.0, 0), Cell(asked.base, low, "mxfp8", 0.334, 0)]
+        cells += [
+            Cell(asked.base, low, arm, float(word), 0)
+            for word in asked.budgets.split(",")
+            for arm in asked.arms.split(";")
+        ]
+        if all(cell in known for cell in cells):
+            continue
         found = diagnose(
             model, lambda batch: (logits_of(model, batch), batch.targets), blocks.batches, recipe=low, rescue=RESCUES
         )
         print(found.verdict(), flush=True)
-        cells = [Cell(asked.base, low, "never", 0.0, 0), Cell(asked.base, low, "mxfp8", 0.334, 0)]
-        cells += [Cell(asked.base, low, arm, float(word), 0) for word in asked.budgets.split(",") for arm in ARMS]
         for cell in (cell for cell in cells if cell not in known):
             choice = Choice({}, 0.0, 0.0, 0.0) if cell.arm == "never" else pins_of(cell, found)
             key = json.dumps([low, choice.pins], sort_keys=True)
             if key not in made:
-                spec = PathSpec(low=low, recovery="bf16", backend="simulated", pins=choice.pins)
+                spec = PathSpec(low=low, recovery="bf16", targets=found.targets, backend="simulated", pins=choice.pins)
                 made[key] = kl_left(model, blocks.held_out, spec)
             kl = made[key]
             row = {"kl": float(kl.mean()), "error": float(kl.std(ddof=1) / len(kl) ** 0.5), "kls": kl.tolist()}
@@ -226,34 +263,58 @@ def closed(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def table(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return, by low path, budget and arm, the mean fraction closed, half its 95% interval over blocks, and against the
-    plan of this budget the difference with its interval, the p-value of a paired t-test, and the smallest difference
-    that would have been found with a probability of 80%."""
+    """Return, by low path, budget and arm, the mean fraction closed over the blocks that have all arms of this budget,
+    and half the width of its 95% interval; against the plan the difference with its interval, the p-value of a paired
+    t-test, and the smallest difference that would have been found with a probability of 80%."""
     rows, frame = [], closed(frame)
     for (low, budget), own in frame[~frame.arm.isin(BOUNDS)].groupby(["low", "budget"]):
-        by_arm = own.pivot_table(index=["base", "order"], columns="arm", values="closed").dropna()
+        both = own.pivot_table(index=["base", "order"], columns="arm", values=["closed", "extra"]).dropna()
+        by_arm = both["closed"]
         for arm in (arm for arm in ARMS if arm in by_arm):
-            values, extra = by_arm[arm], own[own.arm == arm].extra.mean()
+            values, extra = by_arm[arm], both["extra"][arm].mean()
             row = {"low": low, "budget": budget, "arm": arm, "n": len(values), "extra": extra}
             row |= {"closed": values.mean(), "half_width": _half(values)}
             if arm != "plan" and "plan" in by_arm:
                 apart = by_arm["plan"] - values
                 power = float(stats.t.ppf(0.975, len(apart) - 1) + stats.t.ppf(0.8, len(apart) - 1))
                 row |= {"plan_more": apart.mean(), "plan_more_half_width": _half(apart)}
-                row |= {"p": float(stats.ttest_rel(by_arm["plan"], values).pvalue), "detectable": power * apart.sem()}
+                # Equal pins leave no difference, and a t-test of zeros has no p-value.
+                p = float(stats.ttest_1samp(apart, 0.0).pvalue) if apart.any() else 1.0
+                row |= {"p": p, "detectable": power * apart.sem()}
             rows.append({key: float(v) if isinstance(v, np.floating) else v for key, v in row.items()})
     return rows
 
 
 def _half(values: pd.Series) -> float:
-    """Half the width of a mean's 95% interval (t)."""
+    """Return half the width of the 95% interval of a mean (Student's t)."""
     return float(stats.t.ppf(0.975, len(values) - 1) * values.sem())
+
+
+def figure(record: Path, lows: Sequence[str]) -> str:
+    """Return the curve of a record of one low path; SystemExit if it has several of `lows`, or none."""
+    of_forks = record.suffix == ".json"
+    rows = pd.DataFrame(json.loads(record.read_text())["rows"] if of_forks else recorded([record]).values())
+    rows = rows[rows.low.isin(lows)].sort_values("extra")
+    if rows.low.nunique() != 1:
+        raise SystemExit(f"{record}: has {rows.low.nunique()} of these low paths; name one of it with --low")
+    if not of_forks:
+        rows = rows.assign(half_width=[_half(pd.Series(kls)) for kls in rows.kls])
+    value, low = "closed" if of_forks else "kl", rows.low.iloc[0].removeprefix("sim_").upper()
+    points = {arm: own[["extra", value, "half_width"]].to_numpy() for arm, own in rows.groupby("arm")}
+    start = np.zeros((1, 3)) if of_forks else points["never"]
+    return curve.svg(
+        {label: np.concatenate([start, points[arm]]) for arm, label in DRAWN.items()},
+        (1.0, "everything in BF16", True) if of_forks else (float(start[0, 1]), f"everything in {low}", False),
+        across="extra GEMM time",
+        up="Fraction of the loss gap closed" if of_forks else "KL divergence from the BF16 model, nats per token",
+        percent=of_forks,
+    )
 
 
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("forks", "kl", "table"))
+    parser.add_argument("what", choices=("forks", "kl", "table", "figure"))
     parser.add_argument("out", type=Path)
     parser.add_argument("rows", type=Path, nargs="*")
     parser.add_argument("--base", default="shipped", help="run folders, with commas between them")
@@ -262,12 +323,18 @@ def main() -> None:
     parser.add_argument("--data", type=Path)
     parser.add_argument("--held-out", type=int, default=8, help="batches of 4 blocks of 128 tokens")
     parser.add_argument("--budgets", default=",".join(map(str, BUDGETS)))
+    parser.add_argument("--arms", default=";".join(ARMS), help="with semicolons between them")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    if asked.what != "table":
+    if asked.what in ("forks", "kl"):
         (make_forks if asked.what == "forks" else measure_kl)(asked)
         return
-    frame = pd.DataFrame([row for file in asked.rows for row in recorded(file).values()])
+    if not asked.rows:
+        parser.error(f"{asked.what}: name the record to read")
+    if asked.what == "figure":
+        output.write_text(asked.out, figure(asked.rows[0], asked.low.split(",")), str(asked.out))
+        return
+    frame = pd.DataFrame(recorded(asked.rows).values())
     gaps = gaps_of(frame).groupby("low").agg(["mean", "sem", "size"])
     rows = table(frame)
     output.write_json(asked.out, header() | {"gaps": gaps.to_dict("index"), "rows": rows}, str(asked.out))

@@ -31,10 +31,24 @@ def by_end(names: Iterable[str]) -> dict[str, list[str]]:
     """
     found: dict[str, list[str]] = {}
     for name in names:
-        parts = name.split(".")
-        for i in range(len(parts)):
-            found.setdefault(".".join(parts[i:]), []).append(name)
+        for end in ends_of(name):
+            found.setdefault(end, []).append(name)
     return found
+
+
+def ends_of(name: str) -> list[str]:
+    """Return the ends of a dotted name, the longest first.
+
+    >>> ends_of("layers.1.up")
+    ['layers.1.up', '1.up', 'up']
+    """
+    parts = name.split(".")
+    return [".".join(parts[i:]) for i in range(len(parts))]
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Return True if the pattern, with * and ?, matches the dotted name or an end of it."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
 def select(names: Iterable[str], patterns: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -43,7 +57,7 @@ def select(names: Iterable[str], patterns: Sequence[str]) -> tuple[list[str], li
     ends, chosen, empty = by_end(names), set(), []
     for pattern in patterns:
         if set(pattern) & set("*?["):
-            found = [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")]
+            found = [name for name in names if matches(name, pattern)]
         else:
             found = ends.get(pattern, [])
         chosen.update(found)

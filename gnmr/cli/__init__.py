@@ -37,8 +37,9 @@ COMMANDS = {
     ),
     "diagnose": (
         "what a recipe costs a model, GEMM by GEMM, and what to keep in 16 bits",
-        "RUN_OR_CHECKPOINT recipe=nvfp4 budget=10% out=plan/",
+        "RUN_OR_CHECKPOINT recipe=nvfp4 budget=+10% out=plan/",
     ),
+    "export": ("a plan as Transformer Engine, Megatron-LM, torchao, torchtitan and others read it", "plan/"),
     "audit": (
         "is the recipe what you think it is: lists of names, precision in force, what the GEMMs really read",
         "RUN_OR_CHECKPOINT filter_fqns=[output,layers.1]",

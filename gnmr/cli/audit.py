@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from gnmr.doctor.plan import PinPlan
     from gnmr.lab.config import Config
     from gnmr.lab.evaluation.subjects import Subject
+    from gnmr.precision.spec import PathSpec
 
 SIDES = ("trainer", "rollout")
 _TEXT = """\
@@ -174,9 +175,7 @@ def _as_trained(subject: Subject, config: Config, lists: dict[str, list[str]]) -
         load_model(Path(subject.name) / "checkpoints", subject.model, subject.converted)
     for operator in subject.converted.operators:
         operator.switch(False)
-    lists |= {"targets": list(config.precision.targets)} | (
-        {"pins": list(config.precision.pins)} if config.precision.pins else {}
-    )
+    lists |= _lists_of(config.precision)
     return unused_recipes(list(config.precision.recipes), [config.precision.low, config.precision.recovery])
 
 
@@ -189,27 +188,34 @@ def _on_plan(subject: Subject, plan: PinPlan, lists: dict[str, list[str]], where
         spec = PathSpec(**plan.paths())
         plan.refuse_other(f"plan={where}", operator_shapes(subject.model, spec))
         subject.converted = convert(subject.model, spec)
-    lists |= {"targets": list(spec.targets)} | ({"pins": list(spec.pins)} if spec.pins else {})
+    lists |= _lists_of(spec)
+
+
+def _lists_of(spec: PathSpec) -> dict[str, list[str]]:
+    """Return the patterns that a spec names linears by, but for its default."""
+    return {key: list(own) for key in ("targets", "exclude", "pins") if (own := getattr(spec, key))}
 
 
 def _planned(subject: Subject, recipe: str, lists: dict[str, list[str]]) -> None:
     """Puts a checkpoint's linears on the recipe, less those that the lists leave out."""
-    from torch import nn
-
+    from gnmr.doctor.in_force import operators_of
     from gnmr.doctor.lists import entries_of
     from gnmr.precision import PathSpec, convert
-    from gnmr.precision.recipes import KEPT
+    from gnmr.precision.targets import KEPT
 
-    names = [name for name, module in subject.model.named_modules() if isinstance(module, nn.Linear)]
+    roles = {operator.name: operator.role for operator in operators_of(subject.model)}
+    names = list(roles)
     entries = [entry for which, own in lists.items() for entry in entries_of(which, own, names)]
     out = {name for entry in entries if not entry.converts for name in entry.names}
     chosen = {name for entry in entries if entry.converts for name in entry.names}
-    wanted = chosen if any(LISTS[which].converts for which in lists) else set(names)
-    targets = [n for n in names if n in wanted - out and n.rpartition(".")[2] not in KEPT]
-    if not targets:
+    named = any(LISTS[which].converts for which in lists)
+    targets = [name for name in names if name in chosen - out and roles[name] not in KEPT] if named else None
+    if targets == [] or out >= {*names}:
         raise UserError(f"recipe={recipe}: the lists leave no linear to convert")
+    exclude = [] if named else [name for name in names if name in out]
     with as_user_error():
-        subject.converted = convert(subject.model, PathSpec.of(recipe, None, targets=targets, backend="simulated"))
+        spec = PathSpec.of(recipe, None, targets=targets, exclude=exclude, backend="simulated")
+        subject.converted = convert(subject.model, spec)
 
 
 def _show(found: Audit, name: str, table: bool) -> None:

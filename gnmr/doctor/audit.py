@@ -30,6 +30,7 @@ from gnmr.doctor.operands import Measured
 from gnmr.errors import require
 from gnmr.names import GEMMS
 from gnmr.precision import RECIPES, Recipe
+from gnmr.precision.targets import KEPT
 from gnmr.precision.units import unit_of
 
 Found = Mapping[tuple[str, str, str], Measured]
@@ -259,7 +260,7 @@ def _odd(operators: Sequence[Operator]) -> Iterator[Finding]:
     for operator in operators:
         if not operator.role and operator.declared is not None and not operator.pinned:
             kinds.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", operator.name), []).append(operator)
-            blocks.setdefault(_block(operator.name), []).append(operator)
+            blocks.setdefault(unit_of(operator.name, "block"), []).append(operator)
     for own in kinds.values():
         signs: dict[tuple[str, ...], list[Operator]] = {}
         for operator in own:
@@ -268,16 +269,11 @@ def _odd(operators: Sequence[Operator]) -> Iterator[Finding]:
         for sign, few in signs.items():
             if few is usual or len(few) * 4 > len(own):
                 continue
-            alone = [o for o in few if any(other.low != o.low for other in blocks[_block(o.name)])]
+            alone = [o for o in few if any(other.low != o.low for other in blocks[unit_of(o.name, "block")])]
             if alone or any(o.low for o in few):
                 names = tuple(o.name for o in alone or few)
                 what = f"is in {sign[0]}, and the {len(usual)} others of its kind in {usual[0].words('fprop')}"
                 yield Finding("odd one out", names, what, "the same, or a list that says so")
-
-
-def _block(name: str) -> str:
-    found = re.match(r"(?:.*?\.)??\d+(?=\.|$)", name)
-    return found[0] if found else ""
 
 
 def _of_roles(operators: Sequence[Operator], entries: Sequence[Entry], found: Found) -> Iterator[Finding]:
@@ -292,7 +288,7 @@ def _of_roles(operators: Sequence[Operator], entries: Sequence[Entry], found: Fo
         if low and operator.tied and operator.shared:
             what = f"shares its weight with {operator.tied}, and is in {said}"
             yield Finding("tied head", (operator.name,), what, "16 bits: what is cast is the embedding too")
-        elif low and operator.role and operator.name not in chosen and not operator.tied:
+        elif low and operator.role in KEPT and operator.name not in chosen and not operator.tied:
             what = f"the {'output head' if operator.role == 'head' else 'router of experts'} is in {said}"
             yield Finding(operator.role, (operator.name,), what, "16 bits, as every published recipe has it")
 

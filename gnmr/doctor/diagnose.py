@@ -48,6 +48,7 @@ def diagnose(
     recovery: str | Recipe = "bf16",
     rescue: str | Recipe | Sequence[str | Recipe] | None = None,
     targets: Sequence[str] | None = None,
+    exclude: Sequence[str] = (),
     budget: float = 0.10,
     times: Mapping[str, float] | None = None,
     fused: Sequence[str] = (),
@@ -79,8 +80,8 @@ def diagnose(
         recovery: the path of higher precision, which all errors are against.
         rescue: recipes that the plan may keep a GEMM on. None: the recovery recipe; if that is bf16 and fprop of the
             low path reads 4 bits or fewer, mxfp8 too, as far as the model's widths allow it.
-        targets: patterns of the linears, as `PathSpec.targets`; None: `*_proj` (below peft's adapters too), or all
-            where there are none of this name. Output heads, gates and linears tied to an embedding stay in 16 bits.
+        targets, exclude: patterns of the linears, as in `PathSpec`; targets=None: those of the blocks. Output heads,
+            routers and linears tied to an embedding stay in 16 bits.
         budget: extra GEMM time that the plan may take, as a share of the time of all GEMMs on the low path; between two
             sides the share of the GEMMs' arithmetic that may be in one recipe on both.
         times: relative times of GEMMs by the bits of their widest operand, or by recipe, as `PathSpec.times`.
@@ -111,8 +112,9 @@ def diagnose(
     for kind in include:
         one_of(BESIDE, include=kind)
     cast = kv_cast_of(kv_cast)
-    _check_sides(recipe, recovery, against, gate, plan, {"rescue": rescue, "times": times, "fused": fused or None})
     named = _rescues_named(rescue)
+    said = ",".join(one if isinstance(one, str) else one.name for one in named)
+    _check_sides(recipe, recovery, against, gate, plan, {"rescue": said, "times": times, "fused": ",".join(fused)})
     require(times is None or isinstance(times, Mapping), "times", times, "must be {bits or recipe: relative time}")
     _check_model(model)
     low, low_parts = _side(recipe, "recipe")
@@ -126,7 +128,7 @@ def diagnose(
         spec = _spec_under(plan, where, model)
     else:
         own = {one.name: one for one in named if isinstance(one, Recipe)}
-        spec = _spec(model, low, high, targets, sides, recipes=own, times=dict(times or {}))
+        spec = _spec(low, high, sides, targets=targets, exclude=exclude, recipes=own, times=dict(times or {}))
     with as_it_was(model):
         with warnings.catch_warnings():
             if sides:  # they may be alike, and either may be the coarser
@@ -177,7 +179,7 @@ def _check_sides(
     several = isinstance(recipe, Mapping)
     if plan is not None:
         for key, given in {"against": against, "gate": gate, "recipe": recipe if several else None, **options}.items():
-            require(given is None, key, given, "cannot be asked for under plan=; leave one of them out")
+            require(given in (None, ""), key, given, "cannot be asked for under plan=; leave one of them out")
         require(recovery == "bf16", "recovery", recovery, "the plan says which; leave one of them out")
     if against is not None:
         require(recovery == "bf16", "recovery", recovery, "against= stands in its place; leave one of them out")
@@ -185,7 +187,7 @@ def _check_sides(
     if several or against is not None:
         for key in ("rescue", "times"):
             right = "cannot be asked for if operators have recipes of their own, or of two sides; leave it out"
-            require(options[key] is None, key, options[key], right)
+            require(not options[key], key, options[key], right)
     if gate is not None:
         number = isinstance(gate, int | float) and not isinstance(gate, bool)
         sound = number and 0 < gate < np.inf  # type: ignore[operator]
@@ -286,22 +288,12 @@ def _check_model(model: nn.Module) -> None:
     require(not torch.is_inference_mode_enabled(), "model", type(model).__name__, "has no gradients in inference mode")
 
 
-def _spec(
-    model: nn.Module,
-    recipe: str | Recipe,
-    recovery: str | Recipe,
-    targets: Sequence[str] | None,
-    sides: bool,
-    **more: Any,
-) -> PathSpec:
+def _spec(recipe: str | Recipe, recovery: str | Recipe, sides: bool, **more: Any) -> PathSpec:
     """The paths of a diagnosis, of two `sides` perhaps; `more`: other fields of the spec."""
     require(sides or recipe != recovery, "recipe", recipe, "is the recovery path too: there is nothing to diagnose")
     if recipe == recovery == "bf16":  # two formats otherwise, beside which no operator can have a recipe
         recipe = Recipe("16 bits", fprop=Gemm(), dgrad=Gemm(), wgrad=Gemm())
-    if targets is None:
-        names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-        targets = [one for one in ("*_proj", "*_proj.base_layer") if select(names, [one])[0]] or ["*"]
-    return PathSpec.of(recipe, recovery, targets=targets, backend="simulated", **more)
+    return PathSpec.of(recipe, recovery, backend="simulated", **more)
 
 
 def _spec_under(plan: PinPlan, where: str, model: nn.Module) -> PathSpec:

@@ -72,7 +72,8 @@ class Diagnosis:
     """Recipes that a plan may keep a GEMM on, the fastest first; of two sides the other side's, none under a plan."""
     costs: Times
     """Time of every GEMM on the low recipe and the rescues; of two sides its arithmetic, twice where both are alike."""
-    targets: list[str]
+    targets: list[str] | None
+    exclude: list[str]
     times: dict[str, float] = field(default_factory=dict)
     """Relative times of GEMMs that the user gave."""
     fused: Sequence[str] = ()
@@ -291,6 +292,7 @@ class Diagnosis:
             recovery=self.recovery,
             recipes=self.recipes,
             targets=self.targets,
+            exclude=self.exclude,
             pins=chosen.pins,
             times=self.times,
             budget=None if self.against else budget,

@@ -12,7 +12,6 @@ Modules are known by the names of their classes, so that nothing is imported tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -25,6 +24,7 @@ from gnmr.precision.formats import Format, KeepFormat
 from gnmr.precision.linear import PathLinear
 from gnmr.precision.recipes import Cast
 from gnmr.precision.scaling import TINY
+from gnmr.precision.targets import roles_of, tied_to_embeddings
 from gnmr.precision.units import operator_names
 
 READS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
@@ -102,7 +102,7 @@ class Operator:
     tied: str = ""
     """The embedding whose tensor its weight is, or lies in."""
     role: str = ""
-    """head, router, or nothing."""
+    """See `gnmr.precision.targets`."""
     shared: bool = field(default=True)
     """Whether a tied weight is the embedding's very parameter."""
 
@@ -144,13 +144,12 @@ def operators_of(model: nn.Module) -> list[Operator]:
     """Every linear of the model that holds a weight of its own, under its name without what wrappers add."""
     found = {name: module for name, module in model.named_modules() if _is_linear(module)}
     embeddings = {name: module.weight for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    tied, roles = tied_to_embeddings(model, found), roles_of(model, found)
     made = []
-    for name, module in zip(operator_names(list(found)), found.values(), strict=True):
-        one = _declared(name, module)
-        tied = next((key for key, weight in embeddings.items() if _same_memory(weight, one.weight)), "")
-        shared = bool(tied) and embeddings[tied] is module.weight
-        one = replace(one, tied=tied, shared=shared or not tied)
-        made.append(replace(one, role=_role(one, embeddings.values())))
+    for short, (name, module) in zip(operator_names(list(found)), found.items(), strict=True):
+        table = tied.get(name, "")
+        shared = not table or embeddings[table] is module.weight
+        made.append(replace(_declared(short, module), tied=table, shared=shared, role=roles[name]))
     return made
 
 
@@ -173,25 +172,6 @@ def _is_linear(module: nn.Module) -> bool:
 
 def _is_te(module: nn.Module) -> bool:
     return type(module).__module__.startswith("transformer_engine.") and type(module).__name__ == "Linear"
-
-
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    if a is b:
-        return True
-    if a.is_meta or b.is_meta or type(a) not in (Tensor, nn.Parameter) or a.numel() == 0:
-        return False
-    return a.shape == b.shape and a.data_ptr() == b.data_ptr()
-
-
-def _role(operator: Operator, embeddings: Iterable[Tensor]) -> str:
-    last, (outputs, inputs) = operator.name.rpartition(".")[2], operator.weight.shape
-    blockless = not any(part.isdigit() for part in operator.name.split("."))
-    if operator.tied or last == "lm_head" or (blockless and last in ("output", "embed_out")):
-        return "head"
-    if last == "router" or (last == "gate" and 2 * outputs <= inputs):  # else the gate of an MLP
-        return "router"
-    vocabularies = {weight.shape[0] for weight in embeddings if weight.shape[0] > weight.shape[1]}
-    return "head" if blockless and outputs in vocabularies else ""
 
 
 def _declared(name: str, module: nn.Module) -> Operator:

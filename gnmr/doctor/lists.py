@@ -106,6 +106,7 @@ LISTS: dict[str, Reading] = {
     "num_layers_at_start_in_bf16": Reading("Megatron-LM, miles", "first", _BF16, "megatron", always=_MEGATRON),
     "num_layers_at_end_in_bf16": Reading("Megatron-LM, miles", "last", _BF16, "megatron", always=_MEGATRON),
     "targets": Reading("gnmr", "end", "gnmr/names.py", converts=True),
+    "exclude": Reading("gnmr", "end", "gnmr/names.py"),
     "pins": Reading("gnmr", "end", "gnmr/names.py"),
 }
 """Every list that is known, under its key in the library; two readers of one key have their name before it."""

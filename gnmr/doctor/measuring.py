@@ -129,7 +129,7 @@ class Doctor:
         shapes = {o.operator_name: (o.in_features, o.out_features) for o in self.converted.operators}
         operators = {o.operator_name: shapes[o.operator_name] for o in kept}
         idle = {name: self._why(name) for name in shapes if name not in operators}
-        targets = self._targets(list(operators)) if idle else list(self.spec.targets)
+        narrow = self._targets(list(operators)) if idle else None
         in_use = samples[_IN_USE[estimate]]
         of_rescues = np.mean(rescued, axis=0)[..., times > 0]
         alone = {} if kls[0] is None else self._confirmed(kept, samples, confirm, first)
@@ -158,14 +158,15 @@ class Doctor:
             costs=self._costs(operators),
             fused=self._fused,
             groups=groups_of(operators, self._fused),
-            targets=targets or list(self.spec.targets),
+            targets=narrow or self.spec.targets,
+            exclude=[] if narrow else self.spec.exclude,
             recipes={
                 name: one.words() if isinstance(one, Recipe) else one
                 for name, one in self.spec.recipes.items()
                 if name not in RECIPES
             },
             idle=idle,
-            matched={} if targets else {name: shapes[name] for name in idle},
+            matched={} if narrow else {name: shapes[name] for name in idle},
             partly={name: int(n) for name, n in zip(shapes, times, strict=True) if 0 < n < len(ran)},
             against=self._against,
             sides=self._sides,
@@ -183,25 +184,29 @@ class Doctor:
             others = {one.extra: one for one in map(found.choice, CURVE) if one.pins and one.pins != plan.pins}
             curve = [others[extra] for extra in sorted(others)]
             choices |= {f"{one.extra}": [one] for one in curve}
+        plans = {repr(one.pins): one.pins for several in choices.values() for one in several}  # some are alike
+        if self._total is not None:
+            self._total = self._done + len(batches) * (1 + len(plans))
         high: list[float] = []
-        low: dict[str, list[list[float]]] = {name: [[] for _ in several] for name, several in choices.items()}
-        kls: dict[str, list[list[Any]]] = {name: [[] for _ in several] for name, several in choices.items()}
+        low: dict[str, list[float]] = {key: [] for key in plans}
+        kls: dict[str, list[Any]] = {key: [] for key in plans}
         for done, batch in enumerate(batches):
             place = before + done
             whole = self._forward(batch, place, recovering=True)
             high.append(whole.loss_value)
             refuse_not_finite(whole.worth, f"run of held-out batch {done + 1}", self.model)
-            for name, several in choices.items():
-                for i, choice in enumerate(several):
-                    with self._pinned(choice.pins):
-                        own = self._forward(batch, place, recovering=False)
-                    low[name][i].append(own.loss_value)
-                    kls[name][i].append(whole.kl_to(own))
+            for key, pins in plans.items():
+                with self._pinned(pins):
+                    own = self._forward(batch, place, recovering=False)
+                low[key].append(own.loss_value)
+                kls[key].append(whole.kl_to(own))
 
         def mean(name: str) -> tuple[list[Any], list[float]]:
             """(KLs of each batch, losses of each) of the mean over the draws of a guess."""
-            kl = [None if each[0] is None else np.mean(each, axis=0) for each in zip(*kls[name], strict=True)]
-            return kl, np.mean(low[name], axis=0).tolist()
+            keys = [repr(one.pins) for one in choices[name]]
+            each = zip(*(kls[key] for key in keys), strict=True)
+            kl = [None if draws[0] is None else np.mean(draws, axis=0) for draws in each]
+            return kl, np.mean([low[key] for key in keys], axis=0).tolist()
 
         left = {name: mean(name) for name in choices}
         of_all = Measured.of(left["all"][0], high, left["all"][1])
@@ -319,7 +324,7 @@ class Doctor:
         """Patterns that name these operators alone; None: there are none."""
         for targets in ([name.removeprefix("model.") for name in names], names):
             with suppress(ValueError):
-                if list(operator_shapes(self.model, replace(self.spec, targets=targets, pins={}))) == names:
+                if list(operator_shapes(self.model, replace(self.spec, targets=targets, exclude=[], pins={}))) == names:
                     return targets
         return None
 
@@ -381,6 +386,7 @@ class Doctor:
     def _refuse_worse(self, low: np.ndarray, rescued: np.ndarray) -> None:
         """ValueError for a rescue that is slower than the low path or another rescue and costs as many nats, by the
         first batch."""
+        assert isinstance(self.converted.low, Recipe)
         recipes = {self.spec.low: self.converted.low, **self._rescues}
         costs = dict(zip(recipes, [low.sum(), *rescued.sum(axis=1)], strict=True))
         time = {name: gemm_time(recipe, "fprop", self.spec.times) for name, recipe in recipes.items()}

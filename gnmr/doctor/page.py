@@ -232,16 +232,14 @@ def _curve(found: Diagnosis, left: Sequence[Left]) -> dict[str, object]:
         return kind, across, y(one.nats), *map(y, _ends(one)), with_half(one)
 
     points, labels = [], []
-    beside, lowest = x(plan.extra) + 8 * (len(kept) + 2), 12.0
+    beside = x(plan.extra) + 8 * (len(kept) + 2)
     for at, (choice, one) in enumerate(kept, 1):
         kind, across = ("plan", x(plan.extra)) if choice is plan else ("rule", x(choice.extra) + 8 * at)
-        down = min(max(y(one.nats), lowest), 332 - 21 * (len(kept) - at))
-        lowest = down + 21
         points.append(point(kind, across, one))
-        labels.append((kind, across, y(one.nats), beside, down, f"{choice.label} {short(one.nats)}"))
+        labels.append((kind, across, y(one.nats), beside, 21 * at - 9, f"{choice.label} {short(one.nats)}"))
     return {
-        "across": [(x(extra), f"{extra * 100:.4g}%") for extra in _ticks(0.0, right)],
-        "up": [(y(value), f"{value:.6g}") for value in _ticks(low, high)],
+        "across": [(x(extra), f"{extra * 100:.4g}%") for extra in ticks(0.0, right)],
+        "up": [(y(value), f"{value:.6g}") for value in ticks(low, high)],
         "lines": [(word, y(at), short(at)) for word, at in lines],
         "estimated": {name: path(points) for name, points in estimated.items()},
         "measured": path((extra, one.nats) for extra, one in own),
@@ -255,7 +253,7 @@ def _ends(one: Measured) -> tuple[float, float]:
     return one.nats - half, one.nats + half
 
 
-def _ticks(low: float, high: float) -> list[float]:
+def ticks(low: float, high: float) -> list[float]:
     """Return round numbers from low to high."""
     power = 10.0 ** math.floor(math.log10((high - low) / 5))
     step = power * next(one for one in (1, 2, 5, 10) if one * power * 5.001 >= high - low)

@@ -4,7 +4,7 @@
       "gnmr_plan": 2,
       "operators": {"layers.0.mlp.down_proj": [256, 64]},      the model: every operator that the plan is about, and its
                                                                numbers of inputs and outputs
-      "targets": ["*_proj"],                                   what chose them
+      "targets": null, "exclude": [],                          what chose them, as precision.targets and .exclude
       "low": "nvfp4", "recovery": "bf16", "recipes": {},       as precision.low, .recovery and .recipes
       "pins": {"layers.0.mlp.down_proj": {"fprop": "mxfp8"}},  recipes by operator and GEMM; all others are on low
       "times": {},                                             relative GEMM times, as precision.times
@@ -48,14 +48,14 @@ PLAN_FILE = "plan.json"
 MAX_PLAN = 1 << 24
 """Bytes: 10,000 operators take less than two."""
 _MOST_OPERATORS = 100_000
-_PLAIN = ("targets", "low", "recovery", "recipes", "pins", "times", "budget", "extra", "fused", "prices")
+_PLAIN = ("targets", "exclude", "low", "recovery", "recipes", "pins", "times", "budget", "extra", "fused", "prices")
 _BY_LINE = ("operators", "pins", "prices")
 """Written with an operator a line."""
 _KEYS = ("operators", *_PLAIN, "expected", "triggers", "provenance")
 _NEEDED = ("operators", "low", "recovery", "pins")
 IN_NATS = ("price", "pin_excess")
 """Signals whose threshold is in nats, as `triggers.price` is."""
-PATHS = ("low", "recovery", "recipes", "targets", "pins", "times")
+PATHS = ("low", "recovery", "recipes", "targets", "exclude", "pins", "times")
 """Fields of `PathSpec` that a plan says."""
 
 
@@ -69,7 +69,8 @@ class PinPlan:
     recovery: str | None
     pins: Pins = field(default_factory=dict)
     """Recipe by GEMM, by operator; others are on `low`."""
-    targets: list[str] = field(default_factory=lambda: ["*_proj"])
+    targets: list[str] | None = None
+    exclude: list[str] = field(default_factory=list)
     recipes: dict[str, Any] = field(default_factory=dict)
     times: dict[str, float] = field(default_factory=dict)
     """Relative GEMM times, as `PathSpec.times`."""

@@ -74,9 +74,9 @@ def _sentence(found: Diagnosis) -> str:
         return f"{cost}, and no GEMM alone costs anything"
     chosen = found.choice()
     if not chosen.pins:
-        return f"{cost}; no GEMM fits a budget of +{100 * found.budget:.3g}% GEMM time"
+        return f"{cost}; no GEMM fits a budget of {time(found, found.budget)}"
     return (
-        f"{cost}; keep {_pinned(found, chosen)} on {on_recipes(chosen.pins)}, {chosen.extra:+.1%} GEMM time, and "
+        f"{cost}; keep {_pinned(found, chosen)} on {on_recipes(chosen.pins)}, {time(found, chosen.extra)}, and "
         f"{_left(found, chosen)}{'; ' * bool(clause := rival(found))}{clause}"
     )
 
@@ -100,7 +100,7 @@ def _of_two_sides(found: Diagnosis) -> str:
     more = "" if gate is None else f", more than {gate:g}"
     chosen = found.choice()
     if not chosen.pins:
-        fits = f"no GEMM fits a budget of {found.budget:.3g} of the GEMM time"
+        fits = f"no GEMM fits a budget of {time(found, found.budget)}"
         return f"{start}{differ}{more}, and {fits if found.total > 0 else 'no GEMM alone makes it'}"
     return (
         f"{start}{differ}{more}; run {_pinned(found, chosen)} in one recipe on both sides (the trainer's in the "
@@ -143,6 +143,11 @@ def rival(found: Diagnosis) -> str:
 def label(name: str) -> str:
     """Return what a choice is called in tables; plans on one rescue alone have their own names."""
     return LABELS.get(name, name)
+
+
+def time(found: Diagnosis, extra: float) -> str:
+    """Return the extra time of a choice; of two sides the share that is alike on both."""
+    return f"+{100 * extra:.3g}% GEMM time" if found.chooses or found.pins else f"{100 * extra:.3g}% of the GEMM time"
 
 
 def on_recipes(pins: Pins) -> str:

@@ -130,14 +130,14 @@ class GnmrConverter(QuantizationConverter):
         if any(path.integer for path in recipes):
             raise UserError(f"GnmrConverter: low={spec.low}: recipes of integers are not supported under torchtitan")
         self._options = config.paths if plan is None else {"plan": plan}
-        self._targets = spec.targets if plan is not None or "targets" in config.paths else []
+        self._targets, self._exclude = spec.targets or [], spec.exclude
         self._recipes = bool(recipes)
 
     def convert(self, model_config: Any) -> Any:
         """The same config with other linears."""
         found = list(model_config.traverse(Linear.Config))
         names = [name for fqn, *_ in found for name in modules_of(fqn)]
-        wanted = set(chosen(names, self._targets, self._recipes))
+        wanted = set(chosen(names, self._targets, self._exclude, self._recipes))
         mine = [one for one in found if not wanted.isdisjoint(modules_of(one[0]))]
         if not mine:
             known = ", ".join(sorted({name.rpartition(".")[2] for name in names}))

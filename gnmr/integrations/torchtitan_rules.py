@@ -9,7 +9,7 @@ from typing import Any
 
 from gnmr.errors import UserError, install
 from gnmr.names import select
-from gnmr.precision.recipes import KEPT
+from gnmr.precision.targets import role_by_name
 
 SERIES = "0.3."
 """Of the versions that this was written for and tried with."""
@@ -94,11 +94,13 @@ def refuse(config: Any) -> None:
             raise UserError(f"GnmrTrainer: {why}")
 
 
-def chosen(names: Sequence[str], targets: Sequence[str], recipes: bool) -> list[str]:
+def chosen(names: Sequence[str], targets: Sequence[str], exclude: Sequence[str], recipes: bool) -> list[str]:
     """Of the names of a model's linears those that get two paths: what `targets` name, without any all in numbered
-    layers. Gates and heads are among them where formats name them alone: `recipes` pass over them."""
+    layers, and `exclude` does not. Gates and heads are among them where formats name them alone: `recipes` pass over
+    them."""
     found, _ = select(names, targets or ["layers.*"])
-    return [name for name in found if (targets and not recipes) or name.rpartition(".")[2] not in KEPT]
+    out = {*select(names, exclude)[0]}
+    return [name for name in found if name not in out and ((targets and not recipes) or not role_by_name(name))]
 
 
 def modules_of(fqn: str) -> list[str]:

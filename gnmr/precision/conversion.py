@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -10,18 +12,20 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
+from gnmr.errors import users_level
 from gnmr.names import GEMMS, by_end, select
 from gnmr.precision.cast_stats import AmaxHistory
 from gnmr.precision.converted import ConvertedModel
 from gnmr.precision.int8 import MOST_INPUTS, PER_ROW, Int8Linear
 from gnmr.precision.linear import PathLinear
 from gnmr.precision.reads import SHARDED, is_sharded
-from gnmr.precision.recipes import KEPT, ExecutionPath, Gemm, Recipe
+from gnmr.precision.recipes import ExecutionPath, Gemm, Recipe
 from gnmr.precision.resolve import Pair, as_run, named, pinned, recipes_of, resolve, routes, warn_without_effect
 from gnmr.precision.rounding import Rounding
 from gnmr.precision.shared import SharedState
 from gnmr.precision.spec import PathSpec
-from gnmr.precision.units import check_unit, grouped, operator_names, unwrapped
+from gnmr.precision.targets import roles_of, targeted
+from gnmr.precision.units import check_unit, grouped, operator_names
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ALIKE = ("torchtitan.models.common.linear.Linear",)
@@ -64,7 +68,7 @@ def convert(
     settings without effect, and where backend=auto falls back to simulation (`gnmr.precision.resolve`).
     """
     low, recovery = resolve(spec)
-    chosen = _chosen(model, spec, low, kept)
+    chosen, left_out = _chosen(model, spec, kept)
     names = operator_names(list(chosen))
     pins = _pins(names, spec)
     with_pins: dict[Pins, dict[str, nn.Linear]] = {(): chosen}  # low and recovery have to run in all of them
@@ -112,8 +116,17 @@ def convert(
     units = grouped(operators, spec.unit, routed)
     named_too = {name: recipe for name, recipe in recipes_of(spec).items() if name in spec.recipes}
     converted = ConvertedModel(
-        operators, units, *paths[()], shared, tuple(spec.recovers), times=spec.times, recipes=named_too
+        operators,
+        units,
+        *paths[()],
+        shared,
+        tuple(spec.recovers),
+        times=spec.times,
+        recipes=named_too,
+        left_out=dict(zip(operator_names(list(left_out)), left_out.values(), strict=True)),
     )
+    if left_out:
+        warnings.warn(left_out_line(converted.left_out), stacklevel=users_level())
     if store:
         converted.store(spec.weights)
     return converted
@@ -122,41 +135,46 @@ def convert(
 def operator_shapes(model: nn.Module, spec: PathSpec) -> dict[str, tuple[int, int]]:
     """(inputs, outputs) of each linear that `convert` would give two paths, by its operator's name. ValueError for
     patterns that name none."""
-    chosen = _chosen(model, spec, named(spec)[0])
+    chosen, _ = _chosen(model, spec)
     shapes = [(module.in_features, module.out_features) for module in chosen.values()]
     return dict(zip(operator_names(list(chosen)), shapes, strict=True))
 
 
-def _chosen(model: nn.Module, spec: PathSpec, low: ExecutionPath, kept: bool = False) -> dict[str, nn.Linear]:
-    """The linears that the targets name, those that recipes leave in 16 bits only if `kept`. ValueError for patterns
-    that name none."""
+def left_out_line(left_out: Mapping[str, str]) -> str:
+    """Return one line that names these operators, those of a kind once, each with why it stays in 16 bits."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name, why in left_out.items():
+        alike.setdefault((re.sub(r"\b\d+\b", "*", name), why), []).append(name)
+    told = (f"{own[0] if len(own) == 1 else f'{pattern} ({len(own)})'} {why}" for (pattern, why), own in alike.items())
+    return f"left in 16 bits: {'; '.join(told)}"
+
+
+def _chosen(model: nn.Module, spec: PathSpec, kept: bool = False) -> tuple[dict[str, nn.Linear], dict[str, str]]:
+    """Return the linears that get two paths, and why others that no target names exactly are left out.
+
+    Heads and routers are passed over by recipes, unless `kept`. Raises ValueError if a pattern names no linear, or if
+    none is left.
+    """
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    names, empty = _select(linears, spec.targets)
-    if empty:
-        kinds = sorted({name.rsplit(".", 1)[-1] for name in linears})
-        raise ValueError(
-            f"targets {empty}: no linear has such a name; this model has {', '.join(kinds) or 'none'} (what is no "
-            "nn.Linear, as GPT-2's Conv1D or experts in one tensor, can be a gnmr.Unit of your own)"
-        )
-    if isinstance(low, Recipe) and not kept:
-        names, empty = _select(_without_kept(model, linears), spec.targets)
-        if empty:
-            heads = sorted({name.rpartition(".")[2] for name in _select(linears, empty)[0]})
-            raise ValueError(
-                f"targets {empty}: recipes keep {', '.join(heads)} in 16 bits (output head and gates); name others"
-            )
-    return {name: linears[name] for name in names}
+    paths = [path for path in named(spec) if isinstance(path, Recipe)]
+    asked = targeted(roles_of(model, linears), spec.targets, spec.exclude, recipes=bool(paths) and not kept)
+    if len(paths) == 2:
+        paths[1] = paths[0].with_recovered(paths[1], spec.recovers)
+    chosen, left_out = {}, {}
+    for name, exactly in asked.items():
+        why = None if exactly else _unfit(linears[name], paths)
+        if why is None:
+            chosen[name] = linears[name]
+        else:
+            left_out[name] = why
+    return chosen or {name: linears[name] for name in asked}, left_out if chosen else {}
 
 
-def _select(linears: Iterable[str], patterns: Sequence[str]) -> tuple[list[str], list[str]]:
-    """As `gnmr.names.select`, of names without what wrappers add to them."""
-    names = list(linears)
-    short = [unwrapped(name) for name in names]
-    if len(set(short)) < len(short):
-        return select(names, patterns)
-    found, empty = select(short, patterns)
-    own = dict(zip(short, names, strict=True))
-    return [own[name] for name in found], empty
+def _unfit(module: nn.Linear, paths: Sequence[Recipe]) -> str | None:
+    """Return why a linear cannot have these paths, for its class or its widths; None: it can."""
+    if not isinstance(module, PathLinear) and _class_of(type(module), PathLinear) is None:
+        return f"is a {type(module).__name__}"
+    return next((why for recipe in paths if (why := cut_by(module, recipe)) is not None), None)
 
 
 def _pins(names: Sequence[str], spec: PathSpec) -> dict[str, Pins]:
@@ -211,16 +229,6 @@ def _route(operator: PathLinear, routes: dict[frozenset[str], Recipe]) -> None:
     runs = {"fprop", "dgrad", *(["wgrad"] if operator.weight.requires_grad else [])}
     operator.mixed = {gemms: recipe for gemms, recipe in routes.items() if gemms <= runs}
     operator.gemms = tuple(gemm for gemm in GEMMS if frozenset([gemm]) in operator.mixed)
-
-
-def _without_kept(model: nn.Module, linears: dict[str, nn.Linear]) -> dict[str, nn.Linear]:
-    """The linears without those that every recipe leaves in 16 bits: by name, and output heads tied to an embedding."""
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    return {
-        name: module
-        for (name, module), short in zip(linears.items(), operator_names(list(linears)), strict=True)
-        if short.rpartition(".")[2] not in KEPT and id(module.weight) not in embeddings
-    }
 
 
 def _class_of(cls: type[nn.Linear], kind: type[PathLinear]) -> type[PathLinear] | None:
@@ -281,14 +289,20 @@ def _gathered(model: nn.Module, name: str) -> bool:
 
 
 def check_widths(name: str, module: nn.Linear, recipe: Recipe) -> None:
-    """ValueError if a group of elements with one scale would be cut by the linear's widths."""
-    widths = {"inputs": module.in_features, "outputs": module.out_features}
-    for (kind, width), divisor in zip(widths.items(), recipe.divisors(), strict=True):
+    """Raises ValueError if the linear's widths do not fit the recipe."""
+    if (why := cut_by(module, recipe)) is not None:
+        raise ValueError(f"{name} {why}; use another recipe or width, or exclude it")
+
+
+def cut_by(module: nn.Linear, recipe: Recipe) -> str | None:
+    """Return which of the linear's widths the recipe cannot have, since it would cut a group of elements of MX or NVFP4
+    with one scale; None: it can have them. Tiles and blocks may be cut, as in DeepSeek-V3's own checkpoints."""
+    for kind, width, divisor in zip(
+        ("inputs", "outputs"), (module.in_features, module.out_features), recipe.divisors(), strict=True
+    ):
         if width % divisor:
-            raise ValueError(
-                f"{name} has {width} {kind}: the recipe {recipe.name} needs a multiple of {divisor}, the size of its "
-                "tiles; use another recipe or width, or leave it out of the targets"
-            )
+            return f"has {width} {kind}: the recipe {recipe.name} needs a multiple of {divisor}"
+    return None
 
 
 def _check_weights(weights: str, paths: Iterable[ExecutionPath | None], linears: dict[str, nn.Linear]) -> None:

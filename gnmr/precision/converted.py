@@ -47,6 +47,8 @@ class ConvertedModel:
     """Relative GEMM times (`PathSpec.times`)."""
     recipes: Mapping[str, Recipe] = field(default_factory=dict)
     """The recipes beside ours that they may name."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Linears that the targets name too and that stay as they are, with the reason (`gnmr.precision.conversion`)."""
     warmup_steps: int = 0
     """Steps from the first on in which operators in recovery compute in 16 bits; see `begin_step`."""
     restored: bool = False

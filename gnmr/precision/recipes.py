@@ -34,10 +34,11 @@ A scale is max|group| / format.max in float32. That of `mx` is this number round
 torchao, Transformer Engine and CUTLASS, so that no element saturates; NVIDIA's recipe (2506.08027) found training to
 need it. That of `mx_floor` is 2^(floor(log2 max|group|) - floor(log2 format.max)), the rule of the OCP specification,
 under which the largest elements of a group may saturate. A group that the tensor's edge cuts is smaller; along the
-widths of a linear `convert` refuses that. Those of `nv` are two, as in appendix C of 2509.25149, each step in float32:
-with encode = 448 * format.max / max|tensor|, which brings the largest group to E4M3's largest number, a group's E4M3
-number is max|group| * (encode / format.max), rounded to nearest, and its scale that number / encode, as Transformer
-Engine computes both. The largest elements saturate where it was rounded down.
+widths of a linear tiles and blocks may be cut, other groups not (`Recipe.divisors`). Those of `nv` are two, as in
+appendix C of 2509.25149, each step in float32: with encode = 448 * format.max / max|tensor|, which brings the largest
+group to E4M3's largest number, a group's E4M3 number is max|group| * (encode / format.max), rounded to nearest, and its
+scale that number / encode, as Transformer Engine computes both. The largest elements saturate where it was rounded
+down.
 
 Those of the variants are Transformer Engine's (`NVFP4BlockScaling`, read at d0067d0d). `nv_row`, its
 row_scaled_activation, takes max|tensor| over the line. Under `nv_4over6` encode = 256 * 6 / max|tensor|, which leaves
@@ -335,7 +336,8 @@ class Recipe:
         return replace(self, name=name, **{gemm: getattr(recipe, gemm) for gemm, recipe in taken.items()})
 
     def divisors(self) -> tuple[int, int]:
-        """What the numbers of inputs and of outputs of a linear must be multiples of, so that no group is cut."""
+        """What the numbers of inputs and of outputs of a linear must be multiples of: no group of MX or NVFP4, and none
+        that is rotated, may be cut. Tiles and blocks may."""
         # The two dimensions of each operand: is it tokens (None), inputs (0) or outputs (1)?
         dims = {"input": (None, 0), "weight": (1, 0), "grad_output": (None, 1)}
         contracted = {"fprop": 0, "dgrad": 1, "wgrad": None}
@@ -346,12 +348,12 @@ class Recipe:
                 if cast is None:
                     continue
                 along = dims[operand].index(contracted[gemm])
-                lengths = list(cast.group(along))
+                lengths = [1, 1] if cast.scale in ("tile", "block") else list(cast.group(along))
                 if cast.hadamard:
                     lengths[along] = max(lengths[along] or 1, HADAMARD)
                 for dim, length in zip(dims[operand], lengths, strict=True):
                     if dim is not None and length is not None:
-                        needed[dim] = max(needed[dim], length)  # 1, 16, 32 or 128: multiples of each other
+                        needed[dim] = max(needed[dim], length)  # 1, 16 or 32: multiples of each other
         return needed[0], needed[1]
 
 
@@ -367,10 +369,6 @@ def _recipe(name: str, words: vocabulary.Words) -> Recipe:
 
 
 RECIPES = {name: _recipe(name, words) for name, words in vocabulary.RECIPES.items()}
-
-KEPT = ("lm_head", "gate", "router")
-"""Linears of these names are left in 16 bits by every recipe: output head and gates of experts, from the list of
-DeepSeek-V3 (2412.19437, section 3.3.1: embedding, output head, MoE gates, normalization and attention operators)."""
 
 ExecutionPath: TypeAlias = Format | Recipe
 """What an operator does with its operands: of a format, one with a compressed saved input; of a recipe, casts."""

@@ -24,10 +24,15 @@ class PathSpec:
     routed."""
     recipes: dict[str, Any] = field(default_factory=dict)
     """Recipes of one's own, {name: {gemm: {operand: cast}}}, for low and recovery to name."""
-    targets: list[str] = field(default_factory=lambda: ["*_proj"])
+    targets: list[str] | None = None
     """Patterns of the linears to exchange, with * and ?, matched at the end of the dotted name: down_proj is every
-    layer's, layers.2.* is not layer 20's. Under recipes they pass over output heads, gates of experts and linears tied
-    to an embedding."""
+    layer's, layers.2.* is not layer 20's. null: every linear of the numbered blocks, and those outside of them that are
+    called *_proj; where there are no blocks, those that are called *_proj, or all if none is. Output heads, routers and
+    peft's adapters are not among them. Recipes pass over heads and routers, whatever names them
+    (gnmr/precision/targets.py). A linear whose widths or class do not fit is left out, with a warning, unless a pattern
+    without * and ? names it."""
+    exclude: list[str] = field(default_factory=list)
+    """Patterns of linears that are not exchanged, although targets name them."""
     unit: str = "operator"
     """What one decision moves: gemm (fprop, dgrad or wgrad of an operator, of those in recovers; under recipes),
     operator, expert (all its operators), layer (an attention, or an MLP with all its experts) or block (5.2); of the
@@ -79,8 +84,9 @@ class PathSpec:
         return cls(low=names[0] or "", recovery=names[1], recipes=own, **more)
 
     def __post_init__(self) -> None:
-        for name in ("targets", "recovers"):
-            object.__setattr__(self, name, listed(name, getattr(self, name)))
+        for name in ("targets", "exclude", "recovers"):
+            if name != "targets" or self.targets is not None:
+                object.__setattr__(self, name, listed(name, getattr(self, name)))
         whole(probe_tokens=self.probe_tokens, price_tokens=self.price_tokens)
         self._check_recipes()
         recipes = (*RECIPES, *self.recipes)
@@ -100,7 +106,8 @@ class PathSpec:
             require(key in ("4", "8", "16", *recipes), f"times.{key}", time, "must be of 4, 8, 16 or a recipe")
             positive(or_null=False, **{f"times.{key}": time})
         object.__setattr__(self, "times", times)
-        require(self.targets, "targets", self.targets, "needs at least one pattern")
+        some = self.targets is None or self.targets
+        require(some, "targets", self.targets, "needs at least one pattern; null is the default")
         one_of(UNITS, unit=self.unit)
         formats = all(path is None or path in FORMATS for path in (self.low, self.recovery))
         right = f"routes the GEMMs of recipes one by one, and low={self.low} is a format; use operator"

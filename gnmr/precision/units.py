@@ -6,7 +6,12 @@
     layer       an attention, or an MLP with all its experts       layers.3.mlp
     block       all of a transformer block                         layers.3
 
-A block is found by the first number in a name; what lies outside of any block (a converted head) is a unit by itself.
+A block is found by a number in a name: behind `block` or `blocks` if there is such a part (`block.3.layer.0` of T5,
+`layers.0.blocks.1` of Swin), else the first behind `layer`, `layers` or `h`, else the first. What lies outside of any
+block (a converted head) is a unit by itself. Within a block a layer is a module, or what a number follows (T5). The
+linears that a block holds itself, and BERT's `intermediate` and `output`, are its MLP: `layers.3.mlp` is the fc1 and
+fc2 of OPT, the linear1 and linear2 of nn.TransformerEncoderLayer. Those of an attention among them (`layers.3.q_proj`)
+are `layers.3.attention`.
 Mixed precision within a block can be inconsistent, so the paper's recipes (5.2) move whole blocks. A unit holds its
 converted operators only. The paper says only that a unit is a block; here what is routed is what is
 watched, so norms are not over a block's norms or a gate, which stay in 16 bits.
@@ -26,14 +31,13 @@ from gnmr.names import GEMMS
 from gnmr.precision.linear import PathLinear
 from gnmr.precision.recipes import ExecutionPath
 
-_NAMES = {
-    "gemm": r".*",
-    "operator": r".*",
-    "expert": r"(?:.*?\.)??experts\.\d+(?=\.)",
-    "layer": r"(?:.*?\.)??\d+\.[^.]+(?=\.|$)",
-    "block": r"(?:.*?\.)??\d+(?=\.|$)",
-}
-"""The beginning of an operator's name that names its unit."""
+_EXPERT = re.compile(r"(?:.*?\.)??experts\.(?:\w+_)?\d+(?=\.)")
+"""The beginning of the name of an expert's operator that names the expert."""
+_OF_ATTENTION = re.compile(
+    r"w?(?:[qkvo]|qkv|kqv)|(?:[qkvo]|qkv|kqv|out|in)_?proj|c_attn|query|key|value|query_key_value"
+)
+_OF_MLP = ("intermediate", "output")
+"""BERT's, beside its `attention`."""
 _LACKING = {
     "expert": "no operator is part of an expert (experts.5.up_proj)",
     "layer": "no operator lies in a numbered block (layers.3.mlp.up_proj)",
@@ -83,8 +87,53 @@ def module_of(unit: str) -> str:
 
 def unit_of(name: str, unit: str) -> str:
     """Return the unit of that kind to which the operator of this name belongs; of gemm the operator."""
-    found = re.match(_NAMES[unit], name)
-    return name if found is None else found[0]
+    return _unit_of(name, unit) or name
+
+
+def _unit_of(name: str, unit: str) -> str | None:
+    """Return the same; None if the operator is a unit by itself because it is part of none of that kind."""
+    if unit == "expert":
+        found = _EXPERT.match(name)
+        return None if found is None else found[0]
+    if unit == "block" and name.rpartition(".")[2].isdigit():  # a linear may stand for a block
+        return block_of(name) or name
+    return {"layer": layer_of, "block": block_of}.get(unit, str)(name)
+
+
+def block_of(name: str) -> str | None:
+    """Return the block that an operator is a part of; None: it is outside of any.
+
+    >>> block_of("decoder.block.3.layer.0.SelfAttention.q"), block_of("swin.layers.0.blocks.1.output.dense")
+    ('decoder.block.3', 'swin.layers.0.blocks.1')
+    >>> block_of("encoder.layers.encoder_layer_3.mlp.0"), block_of("lm_heads.0")
+    ('encoder.layers.encoder_layer_3', None)
+    """
+    parts = name.split(".")
+    for numbered in (r"\d+", r"\w+_\d+"):
+        places = [i for i, part in enumerate(parts[:-1]) if re.fullmatch(numbered, part)]
+        for before in (("block", "blocks"), ("layer", "layers", "h")):
+            known = [i for i in places if i and parts[i - 1] in before]
+            places = known[:1] or places
+        named = [i for i in places if i and not parts[i - 1].isdigit()]
+        if places:
+            return ".".join(parts[: (named or places)[0] + 1])
+    return None
+
+
+def layer_of(name: str) -> str | None:
+    """Return the attention, MLP or other layer that an operator is a part of; None: it is outside of any block.
+
+    >>> layer_of("decoder.block.3.layer.0.SelfAttention.q"), layer_of("layers.3.fc1"), layer_of("layers.3.mlp.gate")
+    ('decoder.block.3.layer.0', 'layers.3.mlp', 'layers.3.mlp')
+    """
+    if (block := block_of(name)) is None:
+        return None
+    child, *rest = name.removeprefix(f"{block}.").split(".")
+    if not rest and not child.isdigit():
+        return f"{block}.{'attention' if _OF_ATTENTION.fullmatch(child) else 'mlp'}"
+    if child in ("layer", "layers") and rest and rest[0].isdigit():
+        child = f"{child}.{rest[0]}"
+    return f"{block}.{'mlp' if child in _OF_MLP else child}"
 
 
 def unwrapped(name: str) -> str:
@@ -111,7 +160,7 @@ def operator_names(names: Sequence[str]) -> list[str]:
 
 def check_unit(names: Sequence[str], unit: str) -> None:
     """ValueError for a kind of unit that none of these names belongs to."""
-    if not any(re.match(_NAMES[unit], name) for name in names):
+    if all(_unit_of(name, unit) is None for name in names):
         raise ValueError(f"unit={unit!r}: {_LACKING[unit]}; they are {', '.join(names[:2])} ...")
 
 

@@ -8,9 +8,12 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import astuple
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pandas as pd
@@ -18,6 +21,7 @@ import pytest
 import torch
 
 from gnmr.lab.config.compose import compose
+from gnmr.lab.train.fork import Forks
 from gnmr.precision.cast import quantize
 from gnmr.precision.recipes import Cast
 
@@ -25,8 +29,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 if not BENCHMARKS.is_dir():
     pytest.skip("no checkout: benchmarks/ is not in the wheel", allow_module_level=True)
 
-sys.path.insert(0, str(BENCHMARKS))
-divergence, price, spend, step, timing = map(import_module, ("divergence", "price", "spend", "step", "timing"))
+sys.path[:0] = [str(BENCHMARKS), str(Path(__file__).parents[1] / "doctor")]
+divergence, plans, price, step, timing = map(import_module, ("divergence", "plans", "price", "step", "timing"))
 
 
 # ---- arms that take turns ----
@@ -183,37 +187,130 @@ def test_prices_against_single_kls(
     assert np.array_equal(resumed, cell.truth(blocks.batches, [3, 9])) and resumed[0].min() > 0
 
 
-# ---- forks of the shipped base ----
+# ---- what plans buy ----
+
+
+def rows_of(losses: dict[str, list[float]], low: str = "nvfp4", **more: Any) -> list[dict[str, Any]]:
+    """Rows of forks: the losses of every arm, by order."""
+    return [
+        {"base": "a", "low": low, "arm": arm, "budget": 0.1, "order": order, "loss": loss, "extra": 0.1, **more}
+        for arm, all_orders in losses.items()
+        for order, loss in enumerate(all_orders)
+    ]
+
+
+LOSSES = {"never": [3.0, 3.2, 3.1, 3.3], "always": [2.0, 2.2, 2.1, 2.3], "plan": [2.1, 2.4, 2.1]}
+LOSSES |= {"mxfp8": LOSSES["plan"], "bf16": [2.5, 2.6, 2.7, 2.8]}
+
+
+@pytest.mark.parametrize("arm", plans.ARMS)
+def test_every_arm_fills_the_budget_with_its_recipes(arm: str) -> None:
+    from plausible import diagnosis
+
+    found = diagnosis(6)
+    areas = {name: a * b for name, (a, b) in found.operators.items()}
+    time = {"mxfp8": 2, "bf16": 4}
+    for budget in (0.05, 0.1):
+        choice = plans.pins_of(plans.Cell("a", "nvfp4", arm, budget, 0), found)
+        assert {gemm for own in choice.pins.values() for gemm in own} == {"fprop"}
+        used = {recipe for own in choice.pins.values() for recipe in own.values()}
+        assert used - ({"bf16"} if arm == "plan" else set()) == ({"bf16"} if "bf16" in arm else {"mxfp8"})
+        more = sum(areas[name] * (time[own["fprop"]] - 1) for name, own in choice.pins.items())
+        assert choice.extra == pytest.approx(more / (3 * sum(areas.values()))) and choice.extra <= budget
+        next_one = min(area for name, area in areas.items() if name not in choice.pins)
+        assert budget - choice.extra < (3 if "bf16" in arm else 1) * next_one / (3 * sum(areas.values()))
+        assert plans.pins_of(plans.Cell("a", "nvfp4", "plan", budget, 0), found).after <= choice.after
+    orders = [list(plans.pins_of(plans.Cell("a", "nvfp4", arm, 0.1, order), found).pins) for order in (0, 1)]
+    assert (orders[0] != orders[1]) == (arm == "random")
+
+
+def test_the_fraction_closed_and_its_test_by_hand() -> None:
+    """In orders 0 to 2 the plan closes 90%, 80% and 100%, and BF16 50%, 60% and 40%. Order 3 lacks the plan."""
+    frame = pd.DataFrame(rows_of(LOSSES))
+    assert plans.closed(frame)[frame.arm == "plan"].closed.tolist() == pytest.approx([0.9, 0.8, 1.0])
+    plan, mxfp8, bf16 = plans.table(frame)
+    assert (plan["n"], plan["closed"], plan["half_width"]) == (3, pytest.approx(0.9), pytest.approx(0.24841, abs=1e-5))
+    assert "p" not in plan and bf16["closed"] == pytest.approx(0.5)
+    # Differences 0.4, 0.2, 0.6: t = 0.4 / (0.2 / sqrt 3) = 3.464, of which p = 1 - t / sqrt(t^2 + 2) at two degrees.
+    assert (bf16["plan_more"], bf16["p"]) == (pytest.approx(0.4), pytest.approx(1 - math.sqrt(12 / 14)))
+    assert bf16["plan_more_half_width"] == pytest.approx(4.30265 * 0.2 / math.sqrt(3), rel=1e-5)
+    assert bf16["detectable"] == pytest.approx((4.30265 + 1.06066) * 0.2 / math.sqrt(3), rel=1e-5)
+    assert (mxfp8["plan_more"], mxfp8["p"], mxfp8["detectable"]) == (0.0, 1.0, 0.0)  # the same pins
+
+
+def test_diagnosed_sequences_are_not_validated_on() -> None:
+    tokens = np.arange(20_000)
+    validated = plans.validation_sequences(tokens, 16, 64)[:, 0].tolist()
+    found = plans.unseen(tokens, 16, 64)[:, 0].tolist()
+    assert len(set(found)) == plans.MEASURED and not {*found} & {*validated}
+    with pytest.raises(SystemExit, match="not 128"):
+        plans.unseen(tokens[:1000], 16, 64)
+
+
+def test_forks_are_kept_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    from plausible import diagnosis
+
+    out, made = tmp_path / "forks.jsonl", list[str]()
+
+    def fork(_: Forks, config: Any, phases: Any) -> Any:
+        pins = config.precision.pins
+        kind = "always" if "*" in pins else f"{len(pins)} pins"
+        made.append(f"{config.precision.low} {kind} {config.fork.order}")
+        gap = 1.0 if config.precision.low == "nvfp4" else 0.0
+        loss = 3.0 - gap * (kind == "always") + config.fork.order / 100
+        return SimpleNamespace(validation={"low": SimpleNamespace(high=loss)}, extra_time=0.1, losses=[1.0])
+
+    monkeypatch.setattr(Forks, "__call__", fork)
+    monkeypatch.setattr(plans, "diagnosed", lambda _, low: diagnosis(4))
+    words = ["plans.py", "forks", str(out), "--orders", "2", "--budgets", "0.1", "--low", "mxfp4,nvfp4"]
+    monkeypatch.setattr(sys, "argv", words)
+    plans.main()
+    cells = [astuple(cell)[1:3] for cell in plans.recorded([out])]
+    both = ["never", "always"] * 2
+    assert cells == [("mxfp4", arm) for arm in both] + [("nvfp4", arm) for arm in (*both, *plans.ARMS, *plans.ARMS)]
+    assert "no other arm of mxfp4" in capsys.readouterr().out and made[1] == "mxfp4 always 0"
+    before = len(made)
+    out.write_text(out.read_text()[:-20])  # killed while it wrote
+    plans.main()
+    assert len(made) == before + 1 and len(out.read_text().splitlines()) == len(cells)
+
+    table = tmp_path / "table.json"
+    monkeypatch.setattr(sys, "argv", ["plans.py", "table", str(table), str(out), str(out)])
+    plans.main()
+    record = json.loads(table.read_text())
+    assert record["gaps"]["nvfp4"]["mean"] == pytest.approx(1.0) and [r["n"] for r in record["rows"]] == [2] * 7
+
+
+def test_a_figure_has_the_points_of_its_record(tmp_path: Path) -> None:
+    record = tmp_path / "table.json"
+    losses = {arm: LOSSES.get(arm, [2.5, 2.6, 2.7]) for arm in (*plans.BOUNDS, *plans.ARMS)}
+    table = plans.table(pd.DataFrame(rows_of(losses)))
+    record.write_text(json.dumps({"rows": [*table, *({**row, "low": "mxfp4"} for row in table)]}))
+    with pytest.raises(SystemExit, match="--low"):
+        plans.figure(record, ["nvfp4", "mxfp4"])
+    picture = ElementTree.fromstring(plans.figure(record, ["nvfp4"]))
+    texts = [text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert {*plans.DRAWN.values(), "extra GEMM time", "everything in BF16", "+10%", "100%"} <= {*texts}
+    told = [title.text for title in picture.iter("{http://www.w3.org/2000/svg}title")]
+    assert len(told) == 2 * len(plans.DRAWN) and "0.9 ± 0.25 at +10.0%" in told
 
 
 @pytest.mark.slow
-def test_forks_are_kept_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    out, made = tmp_path / "forks.jsonl", list[str]()
-
-    def run(cell: Any, scene: Any, base: Any) -> dict[str, Any]:
-        made.append(cell.arm)
-        spend.config_of(cell, scene, base)
-        loss = {"never": 3.0, "always": 2.0}.get(cell.arm, 2.5) + cell.order / 100
-        return {**spend.asdict(cell), "loss": loss, "spent": cell.budget}
-
-    monkeypatch.setattr(spend, "run", run)
-    monkeypatch.setattr(sys, "argv", ["spend.py", str(out), "quick", "--orders", "2"])
-    spend.main()
-    assert len(made) == 2 * 7 and made[:4] == ["never", "always"] * 2
-    out.write_text(out.read_text()[:-20])  # killed while it wrote
-    spend.main()
-    assert len(made) == 2 * 7 + 1 and len(out.read_text().splitlines()) == 2 * 7
-    assert "recovered" in capsys.readouterr().out
-
-
-def test_recovered_fractions_by_hand() -> None:
-    losses = {"never": (3.0, 3.2), "always": (2.0, 2.2), "price": (2.5, 2.45)}
-    rows = [
-        {"base": "a", "arm": arm, "budget": 0.1, "order": order, "loss": loss, "spent": 0.1}
-        for arm, both in losses.items()
-        for order, loss in enumerate(both)
-    ]
-    found: pd.DataFrame = spend.table(rows)
-    assert (
-        found.loc[("price", 0.1), "recovered"] == pytest.approx(0.625) and found.loc[("never", 0.1), "recovered"] == 0
-    )
+def test_the_kl_that_plans_leave_on_a_run(
+    train: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("training.steps=20", "training.dtype=float32", "model.num_layers=2", "model.intermediate_size=64")
+    run, out = train(tmp_path / "a", *words), tmp_path / "kl.jsonl"
+    asked = ["--base", str(run), "--low", "nvfp4", "--budgets", "0.1,0.2", "--held-out", "2"]
+    monkeypatch.setattr(sys, "argv", ["plans.py", "kl", str(out), *asked])
+    plans.main()
+    rows = {(cell.arm, cell.budget): row for cell, row in plans.recorded([out]).items()}
+    assert len(rows) == 2 + 2 * len(plans.ARMS) and "nvfp4 costs" in capsys.readouterr().out
+    assert all(0 <= row["extra"] <= row["budget"] and row["error"] < row["kl"] for row in rows.values())
+    assert rows["mxfp8", 0.334]["pins"] == 14 and rows["mxfp8", 0.334]["kl"] < rows["plan", 0.1]["kl"]
+    assert rows["plan", 0.2]["kl"] < rows["plan", 0.1]["kl"] < rows["never", 0.0]["kl"]
+    monkeypatch.setattr(plans, "diagnose", None)
+    plans.main()  # has all of it already
+    monkeypatch.setattr(sys, "argv", ["plans.py", "figure", str(tmp_path / "kl.svg"), str(out)])
+    plans.main()
+    assert "everything in NVFP4" in (tmp_path / "kl.svg").read_text()

@@ -21,7 +21,7 @@ from gnmr.lab.config.compose import compose
 pytestmark = pytest.mark.xdist_group("diagnose")
 
 SMALL = ("batches=3", "held_out=2", "batch_size=2", "device=cpu")
-WORDS = ("recipe=sim_e2m1", "budget=10%", *SMALL)
+WORDS = ("recipe=sim_e2m1", "budget=+20%", *SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -41,18 +41,17 @@ def digest(folder: Path) -> dict[str, bytes]:
 def test_a_run_and_its_plan(gnmr, run: Path) -> None:
     before = digest(run)
     ended = gnmr("diagnose", str(run), *WORDS, "out=plan", "html=page.html")
-    assert ended.code == 0 and ended.err == "", ended.err
+    assert ended.code == 0, ended.err
     assert digest(run) == before, "nothing is written into the run"
     assert {file.name for file in Path("plan").iterdir()} == {"plan.json", "diagnosis.json"}
-    assert "gnmr export plan for other libraries" in ended.out and max(map(len, ended.out.splitlines())) <= 80
+    assert "gnmr export plan for other libraries" in ended.out and "on bf16 (time 4)" in ended.out
     tree = json.loads(Path("plan/diagnosis.json").read_text())
     assert tree["command"].startswith(f"gnmr diagnose {run} recipe=sim_e2m1 ") and tree["machine"]["device"] == "cpu"
     assert (tree["subject"]["kind"], tree["block"], tree["batch_size"], len(tree["rows"])) == ("run", 16, 2, 21)
     plan = read_plan("plan/plan.json")
-    assert plan.low == "sim_e2m1" and plan.extra is not None and plan.extra <= 0.1 and plan.provenance["command"]
-    assert (
-        tree["rescues"] == ["mxfp8", "bf16"] and plan.prices and {"extra", "kl_left"} <= tree["choices"]["plan"].keys()
-    )
+    assert plan.low == "sim_e2m1" and plan.extra is not None and plan.extra <= 0.2 and plan.provenance["command"]
+    assert tree["rescues"] == ["bf16"], "mxfp8 has no groups of 48 inputs"
+    assert plan.prices and {"extra", "kl_left"} <= tree["choices"]["plan"].keys()
     assert tree["verdict"] in ended.out and "by gradient norm" in ended.out and "single values add up to" in ended.out
     page = Path("page.html").read_text()
     assert page.count('<i class="cell') == 7 and "layers.0.mlp.down_proj" in page
@@ -68,7 +67,7 @@ def test_two_sides_and_what_is_beside(gnmr, run: Path) -> None:
     few = ("batches=2", "held_out=1", "batch_size=2", "device=cpu", "confirm=2")
     words = ("recipe=sim_e2m1,*.v_proj:bf16", "against=fp8_hybrid", "gate=1e-9", "include=head,kv", "kv_cast=int8/row")
     ended = gnmr("diagnose", str(run), *words, *few, "out=sides", "html=page.html")
-    assert ended.code == 0 and ended.err == "", ended.err
+    assert ended.code == 0, ended.err
     assert "the gate does not hold: the rollout (sim_e2m1) and the trainer (fp8_hybrid) differ by " in ended.out
     assert "(bf16 | fp8_hybrid)" in ended.out and "next: " not in ended.out and "not written: plan.json" in ended.out
     assert {file.name for file in Path("sides").iterdir()} == {"diagnosis.json"}
@@ -102,7 +101,7 @@ def test_its_plan_is_trained(gnmr, run: Path, tiny_words: list[str]) -> None:
 def test_a_checkpoint_on_a_text(gnmr, checkpoint: Path, text_file: Path) -> None:
     before = digest(checkpoint)
     ended = gnmr("diagnose", str(checkpoint), f"data={text_file}", "recipe=int4", "tokens=2", "held_out=0", *SMALL[:1])
-    assert ended.code == 0 and ended.err == "", ended.err
+    assert ended.code == 0, ended.err
     assert "3 + 0 batches of 16 x 32 tokens" in ended.out and re.search(r"sim_int4 costs ", ended.out)
     assert ended.out.startswith("gnmr: recipe=int4 is a format: read as the recipe sim_int4, which casts everything")
     assert "self_attn.q_proj" in ended.out and digest(checkpoint) == before
@@ -149,9 +148,9 @@ def test_a_checkpoint_on_a_text(gnmr, checkpoint: Path, text_file: Path) -> None
         (["against=no"], "against=no: is no recipe"),
         (["against=fp8_hybrid,*.up_proj:no"], "against=no: is no recipe"),
         (["against=fp8_hybrid", "recovery=mxfp8"], "recovery=mxfp8: against= stands in its place"),
-        (["against=fp8_hybrid", "rescue=mxfp8"], "rescue=['mxfp8']: cannot be asked for if operators have recipes"),
+        (["against=fp8_hybrid", "rescue=mxfp8"], "rescue=mxfp8: cannot be asked for if operators have recipes"),
         (["against=fp8_hybrid", "plan=other.json"], "against: cannot be asked for under plan="),
-        (["rescue=mxfp8", "plan=other.json"], "rescue=['mxfp8']: cannot be asked for under plan="),
+        (["rescue=mxfp8", "plan=other.json"], "rescue=mxfp8: cannot be asked for under plan="),
         (["recovery=mxfp8", "plan=other.json"], "recovery: cannot be asked for under plan="),
         (["gate=0.003"], "gate=0.003: is between two sides; give against=RECIPE"),
         (["against=fp8_hybrid", "gate=nan"], "gate=nan: must be nats of KL a token, above 0"),

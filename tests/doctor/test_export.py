@@ -1,385 +1,340 @@
-"""Each target keeps the plan's operators in 16 bits and no others, by its own rule of names, said again here."""
+"""Each target runs every GEMM on the recipe that its export says, which is the plan's where the target can say it: read
+back from the files by the rule of the library, restated. test_export_libraries.py asks the libraries themselves."""
 
 from __future__ import annotations
 
-import fnmatch
 import json
+import math
 import re
-import tomllib
-from collections.abc import Callable
-from dataclasses import replace
-from itertools import permutations
-from typing import Any
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatch
+from itertools import product
+from pathlib import Path
 
 import pytest
 import yaml
+from exported import (
+    BF16,
+    EXPERTS,
+    LLAMA,
+    PINS,
+    SIZES,
+    Read,
+    by_megatron,
+    casts_of,
+    in_hf,
+    in_megatron,
+    in_te,
+    in_titan,
+    planned,
+    quantizers_read,
+    run,
+    stubbed,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
-from gnmr.doctor.export import TARGETS, Export, export, first_last
-from gnmr.doctor.plan import PinPlan
+from gnmr.cli import main
+from gnmr.doctor.export import TARGETS, Export, export
+from gnmr.doctor.export.job import mixes
+from gnmr.doctor.lists import entries_of
 from gnmr.errors import UserError
 from gnmr.names import GEMMS
+from gnmr.precision.recipes import RECIPES
 
-SIZES = {f"self_attn.{x}_proj": (16, 16) for x in "qkvo"}
-SIZES |= {"mlp.gate_proj": (16, 48), "mlp.up_proj": (16, 48), "mlp.down_proj": (48, 16)}
-LLAMA = {f"layers.{i}.{name}": shape for i in range(12) for name, shape in SIZES.items()}
-"""Twelve blocks: layers.1 is the beginning of layers.10."""
-WHOLE = list(GEMMS)
-TITAN = {"q_proj": "wq", "k_proj": "wk", "v_proj": "wv", "o_proj": "wo", "gate_proj": "w1", "up_proj": "w3"} | {
-    "down_proj": "w2"
-}
+NAMES = list(LLAMA)
+LOW = tuple(RECIPES["nvfp4"].words().values())
 
 
-def planned(pins: dict[str, list[str]], operators: dict[str, tuple[int, int]] = LLAMA, **more: Any) -> PinPlan:
-    return PinPlan(operators=operators, **({"low": "sim_e2m1", "recovery": "bf16"} | more), pins=pins)
+def by_te(found: Export, call: Callable[[str], str] = in_hf) -> Read:
+    with stubbed():
+        space = run(found, "qfactory.py")
+        return {name: quantizers_read(space["qfactory"], name=call(name)) for name in NAMES}
 
 
-def in_hf(name: str) -> str:
-    return f"model.{name}"
-
-
-LAYOUTS: dict[str, dict[str, str]] = {
-    "older": {"wq": "wq", "wk": "wk", "wv": "wv"},
-    "0.3": {"wq": "qkv_linear.wq", "wk": "qkv_linear.wkv", "wv": "qkv_linear.wkv"},
-    "0.3, fused": dict.fromkeys(("wq", "wk", "wv"), "qkv_linear.wqkv"),
-}
-"""What torchtitan's versions call the configs of queries, keys and values."""
-
-
-def in_titan(name: str, layout: str) -> str:
-    _, number, part, short = name.split(".")
-    own = LAYOUTS[layout].get(TITAN[short], TITAN[short])
-    return f"layers.{number}.{'attention' if part == 'self_attn' else 'feed_forward'}.{own}"
-
-
-def in_megatron(name: str) -> str:
-    _, number, part, *_, short = name.split(".")
-    fused = {"q_proj": "linear_qkv", "k_proj": "linear_qkv", "v_proj": "linear_qkv", "o_proj": "linear_proj"}
-    fused |= {"gate_proj": "linear_fc1", "up_proj": "linear_fc1", "down_proj": "linear_fc2"}
-    inside = ".experts" if "experts" in name else ""
-    return f"decoder.layers.{number}.{'self_attention' if part == 'self_attn' else 'mlp'}{inside}.{fused[short]}"
-
-
-# ---- what each target keeps in 16 bits, by its own rule ----
-
-
-def by_torchao(found: Export, names: list[str]) -> set[str]:
-    """torchao asks module_filter_fn(module, fqn) of each linear, and converts where it is true."""
-    space: dict[str, Any] = {}
-    exec(found.text, space)
-    ask: Callable[[Any, str], bool] = space["module_filter_fn"]
-    assert not ask(nn.Linear(16, 16), "lm_head")
-    converted = {name for name in names if ask(nn.Linear(16, 16), in_hf(name))}
-    assert converted == {n for n in names if ask(None, f"module.{in_hf(n).replace('layers', '_orig_mod.layers')}")}
-    return set(names) - converted
-
-
-WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "base_model.model.")
-
-
-@pytest.mark.parametrize("wraps", [*permutations(WRAPPERS, 1), *permutations(WRAPPERS, 2), WRAPPERS, WRAPPERS[::-1]])
-def test_torchaos_filter_looks_below_wrappers(wraps: tuple[str, ...]) -> None:
-    """Of the whole model, and of each block; peft's linears are a module further down."""
-    names = ["layers.0.self_attn.q_proj", "layers.10.mlp.up_proj", "layers.0.mlp.up_proj"]
-    plan = PinPlan(operators=dict.fromkeys(names, (16, 16)), low="nvfp4", recovery="bf16", pins={names[2]: ["fprop"]})
-    space: dict[str, Any] = {}
-    exec(export(plan, "torchao").text, space)
-    around, inner = "".join(wraps), "".join(wrap for wrap in wraps if wrap.startswith("_"))
-    for end in ("", ".base_layer"):
-        for name in map(in_hf, names):
-            at = name.replace("layers.", f"layers.{inner}").replace("self_attn.", f"self_attn.{inner}")
-            for called in (f"{around}{name}{end}", f"{at}{end}", f"{around}{at}{end}"):
-                assert space["module_filter_fn"](None, called) == (name != in_hf(names[2])), called
-    assert not space["module_filter_fn"](None, f"{around}lm_head")
-    assert not space["module_filter_fn"](None, f"{around}vision.model.layers.0.self_attn.q_proj")
-
-
-def listed(found: Export, key: str) -> list[str]:
-    """As TOML and as Python."""
-    space: dict[str, Any] = {}
-    exec(found.text, space)
-    assert tomllib.loads(found.text) == {key: space[key]}
-    return space[key]
-
-
-def by_torchtitan_float8(found: Export, names: list[str]) -> set[str]:
-    """torchtitan's module_filter_fn: not converted where any entry is a part of the name."""
-    entries = listed(found, "filter_fqns")
-    assert all(any(entry in head for entry in entries) for head in ("output", "lm_head"))
-    return in_every_layout(names, lambda fqn: any(entry in fqn for entry in entries))
-
-
-def by_torchtitan_nvfp4(found: Export, names: list[str]) -> set[str]:
-    """torchtitan's NVFP4LinearConverter: converted where the list is empty or any entry is a part of the name."""
-    entries = listed(found, "fqns")
-    assert entries and not any(entry in head for entry in entries for head in ("output", "lm_head"))
-    return in_every_layout(names, lambda fqn: not any(entry in fqn for entry in entries))
-
-
-def in_every_layout(names: list[str], kept: Callable[[str], bool]) -> set[str]:
-    """The operators that are kept, which are the same in all versions."""
-    found = [{name for name in names if kept(in_titan(name, layout))} for layout in LAYOUTS]
-    assert found[0] == found[1] == found[2]
-    return found[0]
-
-
-def by_megatron(found: Export, names: list[str]) -> set[str]:
-    """Megatron's RecipeConfig: the first matcher in order that is enabled and fits; an empty recipe is 16 bits."""
-    tree = yaml.safe_load(found.text)
-
-    def sixteen(path: str) -> bool:
-        for matcher in tree["matchers"].values():
-            assert matcher["type"] == "glob"
-            if matcher["enabled"] and fnmatch.fnmatch(path, matcher["pattern"]):
-                config = tree["configs"][matcher["config"]]
-                return config == {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": {}}
-        return False
-
-    assert not sixteen("output_layer")
-    return {name for name in names if sixteen(in_megatron(name))}
-
-
-def gemms_by_te_debug(found: Export, names: list[str]) -> dict[str, set[str]]:
-    """Transformer Engine's debug features: of the sections whose pattern fits, the GEMMs that are not quantized. The
-    pattern means the same by match, search and fullmatch."""
-    off: dict[str, set[str]] = {name: set() for name in names}
-    for section in (yaml.safe_load(found.text) or {}).values():
-        assert section["enabled"] is True
+def by_te_debug(found: Export) -> Read:
+    """Of the sections whose pattern fits, the GEMMs that are not quantized. The pattern means the same by match, search
+    and fullmatch."""
+    off: dict[str, set[str]] = {name: set() for name in NAMES}
+    for section in (yaml.safe_load(found.files["te_debug.yaml"]) or {}).values():
         ((feature, how),) = section["transformer_engine"].items()
         pattern = section["layers"]["layer_name_regex_pattern"]
-        for name in names:
+        for name in NAMES:
             fits = {bool(rule(pattern, in_hf(name))) for rule in (re.match, re.search, re.fullmatch)}
-            assert len(fits) == 1
-            if fits == {True} and how["enabled"]:
+            assert len(fits) == 1 and section["enabled"] and how["enabled"]
+            if fits == {True}:
                 off[name] |= set(how["gemms"] if feature == "DisableQuantizationGEMM" else GEMMS)
-    return off
-
-
-def by_te_debug(found: Export, names: list[str]) -> set[str]:
-    return {name for name, gemms in gemms_by_te_debug(found, names).items() if gemms}
-
-
-def by_ignore(found: Export, names: list[str]) -> set[str]:
-    """transformers' should_convert_module: a regular expression from the name's beginning to a dot or its end, or how
-    the name ends."""
-    entries = json.loads(found.text)
-
-    def kept(name: str) -> bool:
-        boundary = r"(?:(?<=\.)|(?=\.|$))"
-        return any(re.match(rf"(?:{entry}){boundary}", name) or name.endswith(entry) for entry in entries)
-
-    assert kept("lm_head")
-    return {name for name in names if kept(in_hf(name))}
-
-
-RULES: dict[str, Callable[[Export, list[str]], set[str]]] = {
-    "torchao": by_torchao,
-    "torchtitan_float8": by_torchtitan_float8,
-    "torchtitan_nvfp4": by_torchtitan_nvfp4,
-    "megatron": by_megatron,
-    "te_debug": by_te_debug,
-    "ignore": by_ignore,
-}
-
-
-def fused(names: set[str], target: str) -> set[str]:
-    """With the operators that the target has in one linear with them."""
-    called = {"megatron": in_megatron, "torchtitan_float8": in_fused_titan, "torchtitan_nvfp4": in_fused_titan}
-    call = called.get(target, in_hf)
-    own = {call(name) for name in names}
-    return {name for name in LLAMA if call(name) in own}
-
-
-def in_fused_titan(name: str) -> str:
-    return in_titan(name, "0.3, fused")
-
-
-PINS = [
-    {},
-    {"layers.1.mlp.down_proj": ["fprop"], "layers.10.mlp.down_proj": ["wgrad"]},
-    {name: WHOLE for name in LLAMA if name.startswith("layers.1.")},
-    {name: WHOLE for name in LLAMA if name.split(".")[1] in ("0", "10", "11")},
-    {name: ["fprop"] for name in LLAMA if "self_attn" in name and not name.startswith("layers.2.")},
-    {name: WHOLE for name in LLAMA if name != "layers.11.self_attn.o_proj"},
-    {"layers.1.self_attn.v_proj": WHOLE, "layers.11.mlp.down_proj": WHOLE},
-]
-
-
-def check(target: str, pins: dict[str, list[str]]) -> None:
-    plan, names = planned(pins), list(LLAMA)
-    if target == "torchtitan_nvfp4" and fused(set(pins), target) == set(names):
-        with pytest.raises(UserError, match="an empty fqns converts all"):
-            export(plan, target)
-        return
-    found = export(plan, target)
-    kept = RULES[target](found, names)
-    assert kept == set(found.kept) == fused(set(pins), target)
-
-
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("pins", PINS, ids=len)
-def test_a_target_keeps_what_the_plan_keeps(target: str, pins: dict[str, list[str]]) -> None:
-    check(target, pins)
-
-
-@pytest.mark.parametrize("target", TARGETS)
-@settings(max_examples=15, deadline=None)
-@given(
-    pins=st.dictionaries(
-        st.sampled_from(list(LLAMA)), st.sampled_from([["fprop"], ["dgrad", "wgrad"], WHOLE]), max_size=83
-    )
-)
-def test_of_any_pins(target: str, pins: dict[str, list[str]]) -> None:
-    check(target, pins)
-
-
-def test_transformer_engine_takes_gemms_by_themselves() -> None:
-    pins = {
-        "layers.1.mlp.down_proj": ["fprop"],
-        "layers.10.mlp.up_proj": ["dgrad", "wgrad"],
-        "layers.3.mlp.up_proj": WHOLE,
+    return {
+        name: tuple({} if g in own else words for g, words in zip(GEMMS, LOW, strict=True)) for name, own in off.items()
     }
-    found = export(planned(pins), "te_debug")
-    off = gemms_by_te_debug(found, list(LLAMA))
-    assert {name: sorted(gemms) for name, gemms in off.items() if gemms} == {n: sorted(own) for n, own in pins.items()}
-    assert found.notes == (), "nothing is lost"
 
 
-def test_first_and_last_blocks_have_flags_in_megatron() -> None:
-    def blocks(*numbers: int) -> PinPlan:
-        return planned({name: WHOLE for name in LLAMA if int(name.split(".")[1]) in numbers})
+def by_torchtitan(found: Export) -> Read:
+    """Converters one after another: any part of a name; of float8 all but what is left out."""
+    classes = {f"{kind}LinearConverter": Converter(kind) for kind in ("Float8", "MXFP8", "NVFP4")}
+    with stubbed(**{"torchtitan.components.quantization": classes}):
+        converters = run(found, "torchtitan_converters.py")["CONVERTERS"]
+    both: list[Read] = []
+    for fused in (True, False):
+        read: Read = {}
+        for name in NAMES:
+            fqn, own = in_titan(name, fused), [{}, {}, {}]
+            for kind, options in converters:
+                assert kind == "Float8" or options["fqns"], "an empty list means all"
+                if any(one in fqn for one in options.get("fqns", ())):
+                    assert not any(own), "converted twice"
+                    own = list(RECIPES[kind.lower()].words().values())
+                if kind == "Float8" and not any(one in fqn for one in options["filter_fqns"]):
+                    own = list(RECIPES["fp8_hybrid"].words().values())
+                    own[2] = own[2] if options["recipe_name"] == "rowwise" else {}
+            read[name] = tuple(own)
+        both.append(read)
+        for kind, options in converters:
+            for head in ("output", "lm_head"):
+                assert any(one in head for one in options.get("fqns", options.get("filter_fqns"))) == (kind == "Float8")
+    assert both[0] == both[1]
+    return both[0]
 
-    for plan, flags in (
-        (blocks(0, 1, 11), (2, 1)),
-        (blocks(10, 11), (0, 2)),
-        (blocks(0), (1, 0)),
-        (blocks(*range(12)), (12, 0)),
-        (blocks(0, 5), None),
-        (blocks(), None),
-        (planned(blocks(0).pins | {"layers.1.mlp.up_proj": WHOLE}), None),
-    ):
-        assert first_last(plan, tuple(plan.pins)) == flags
-        text = export(plan, "megatron").text
-        assert ("--first-last-layers-bf16" in text) == (flags is not None)
-        if flags is not None:
-            assert f"--num-layers-at-start-in-bf16 {flags[0]} --num-layers-at-end-in-bf16 {flags[1]}\n" in text
+
+class Converter:
+    def __init__(self, kind: str) -> None:
+        self.Config = lambda **options: (kind, options)
+
+
+def left_out(found: Export, which: str, texts: list[str]) -> Read:
+    """By the audit's own reading of that list."""
+    assert all(entry.names for entry in entries_of(which, texts, [*map(in_hf, NAMES), "lm_head"]))
+    kept = {name for entry in entries_of(which, texts, list(map(in_hf, NAMES))) for name in entry.names}
+    return {name: tuple({} if in_hf(name) in kept else words for words in LOW) for name in NAMES}
+
+
+def by_list(file: str, which: str) -> Callable[[Export], Read]:
+    return lambda found: left_out(found, which, yaml.safe_load(found.files[file])[which])
+
+
+def by_rl(found: Export) -> Read:
+    tree = yaml.safe_load(found.files["rl.yaml"])
+    read = [left_out(found, key, texts) for own in tree.values() for key, texts in own.items()]
+    assert all(one == read[0] for one in read) and len(read) == 5
+    return read[0]
+
+
+def by_modelopt(found: Export) -> Read:
+    """The last entry that fits a quantizer."""
+    config = run(found, "modelopt_quant_cfg.py")["CONFIG"]["quant_cfg"]
+    names = {(4, 3, 32): "e4m3/mx", (2, 1, 16): "e2m1/nv", (4, 3, 0): "e4m3/tensor"}
+
+    def cast(quantizer: str) -> str | None:
+        last = [one for one in config if fnmatch(quantizer, one["quantizer_name"])][-1]
+        own = last.get("cfg", {})
+        return names[*own["num_bits"], own.get("block_sizes", {}).get(-1, 0)] if last["enable"] else None
+
+    assert cast("lm_head.weight_quantizer") is None
+    read: Read = {}
+    for name in NAMES:
+        found_casts = {o: cast(f"{in_hf(name)}.{o}_quantizer") for o in ("input", "weight")}
+        read[name] = ({operand: one for operand, one in found_casts.items() if one},)
+    return read
+
+
+READ: dict[str, Callable[[Export], Read]] = {
+    "te": by_te,
+    "te_debug": by_te_debug,
+    "megatron": lambda found: by_megatron(found, NAMES, "nvfp4"),
+    "torchtitan": by_torchtitan,
+    "transformers": by_list("modules_to_not_convert.yaml", "modules_to_not_convert"),
+    "ignore": by_list("ignore.yaml", "ignore"),
+    "rl": by_rl,
+    "modelopt": by_modelopt,
+}
+EXACT = ("te", "modelopt")
+
+
+def check(target: str, pins: dict[str, dict[str, str]]) -> None:
+    plan = planned(pins)
+    found = export(plan, target)
+    gemms = TARGETS[target].gemms
+    read = {name: own[: len(gemms)] for name, own in READ[target](found).items()}
+    meant = casts_of(found.plan, gemms)
+    if target == "modelopt":  # blocks of weights are 1 x 16, which it says
+        meant = {n: tuple({o: c.replace("nv2d", "nv") for o, c in g.items()} for g in own) for n, own in meant.items()}
+    assert read == meant
+    assert target not in EXACT or casts_of(found.plan, gemms) == casts_of(plan, gemms)
+    for name, own in mixes(plan).items():  # nothing is in lower precision than in the plan
+        for gemm, planned_on, now in zip(GEMMS, own, mixes(found.plan)[name], strict=True):
+            assert gemm not in gemms or ("nvfp4", "mxfp8", "bf16").index(now) >= ("nvfp4", "mxfp8", "bf16").index(
+                planned_on
+            )
+    same = all(mixes(plan)[name] == mixes(found.plan)[name] for name in NAMES)
+    lines = "\n".join(next(iter(found.files.values())).splitlines()[: len(found.notes) + 1])
+    assert ("NOT as the plan says" in lines.replace("Megatron-LM NOT", "")) <= (not same)
+
+
+@pytest.mark.parametrize("target", READ)
+@pytest.mark.parametrize("pins", PINS, ids=len)
+def test_a_target_runs_what_its_export_says(target: str, pins: dict[str, dict[str, str]]) -> None:
+    check(target, pins)
+
+
+MIXED = st.dictionaries(
+    st.sampled_from(NAMES),
+    st.dictionaries(st.sampled_from(GEMMS), st.sampled_from(["mxfp8", "bf16"]), min_size=1),
+    max_size=40,
+)
+
+
+@pytest.mark.parametrize("target", READ)
+@settings(max_examples=8, deadline=None)
+@given(pins=MIXED)
+def test_of_any_pins(target: str, pins: dict[str, dict[str, str]]) -> None:
+    check(target, pins)
+
+
+@settings(max_examples=5, deadline=None)
+@given(pins=MIXED)
+@pytest.mark.parametrize("low", ["nvfp4", "fp8_hybrid", "mxfp8", "deepseek_v3"])
+def test_transformer_engine_by_megatrons_names_and_in_stages(low: str, pins: dict[str, dict[str, str]]) -> None:
+    """Where q, k and v, and gate and up, have one recipe; of a plan without prices that is the slowest of theirs."""
+    if low != "nvfp4":  # a rescue takes more time
+        pins = {name: dict.fromkeys(own, "bf16") for name, own in pins.items()}
+    plan = planned(pins, low=low)
+    found = export(plan, "te")
+    assert by_te(found) == casts_of(plan)
+    fused = casts_of(plan.regrouped(["qkv", "gate_up"]))
+    assert by_te(found, in_megatron) == by_te(found, in_te) == fused
+    for pp in (1, 2, 3, 12):
+        of_stages = export(plan, "megatron", pp)
+        with_flags = by_megatron(of_stages, NAMES, low, pp)
+        assert with_flags == fused, "pipeline stages count their own layers"
+        assert ("stages of" in "".join(of_stages.notes)) == (pp > 1)
+
+
+def test_what_is_no_linear_of_the_plan_is_kept_and_a_linear_has_a_name() -> None:
+    with stubbed():
+        ask = run(export(planned(PINS[1]), "te"), "qfactory.py")["qfactory"]
+        assert quantizers_read(ask, name="lm_head") == ({}, {}, {})
+        assert type(ask(None)).__name__ == "IdentityQuantizer"
+        for name in ("", "Layer_7", "Layer_7.fc1"):
+            with pytest.raises(ValueError, match="name_modules"):
+                quantizers_read(ask, name=name)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_transformer_engine_has_a_recipe_or_refuses_it(recipe: str) -> None:
+    """Delayed scales in all GEMMs alone; two operands in blocks, other formats and cast results not at all."""
+    plan = planned({}, low=recipe, recovery=None)
+    none = ("mxfp4", "_floor", "sim_", "llm_int8", "deepseek_v3_blocks", "row_scaled")
+    if any(word in recipe for word in none):
+        with pytest.raises(UserError, match=f"nothing like low={recipe}"):
+            export(plan, "te")
+    elif "delayed" in recipe:
+        assert "amax_history_len=" in export(plan, "te").files["qfactory.py"]
+        kept = export(planned({NAMES[0]: {"fprop": "bf16"}}, low=recipe), "te").plan.pins
+        assert kept == {NAMES[0]: BF16}, "a part of an operator cannot have them"
+    else:
+        assert by_te(export(plan, "te")) == casts_of(plan)
+
+
+def test_the_cost_of_what_cannot_be_said_is_in_the_first_lines() -> None:
+    """By hand: of twelve equal operators one GEMM on mxfp8 takes one unit more than 36, a linear in 16 bits nine."""
+    operators = dict.fromkeys(NAMES[:12], (128, 128))
+    pins = {"layers.0.self_attn.o_proj": {"fprop": "mxfp8"}}
+    for target, extra in (("rl", "25.0%"), ("te_debug", "8.3%"), ("torchao", "8.3%")):
+        head = next(iter(export(planned(pins, operators), target).files.values()))
+        assert f"extra GEMM time {extra}, of the plan 2.8%\n" in head, head
+    prices = {name: {"fprop": {"nvfp4": 0.5, "mxfp8": 0.25}} for name in operators}
+    found = export(planned(pins, operators, prices=prices, budget=0.1), "rl")
+    assert "extra GEMM time 0.0%, of the plan 2.8%; nats left by price 6, of the plan 5.75\n" in found.files["rl.yaml"]
+    head = export(planned(pins, operators), "te").files["qfactory.py"]
+    assert head.startswith("# Transformer Engine 2.20.2") and "# as the plan says" in head
+
+
+@settings(max_examples=10, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("target", ["rl", "torchao", "te_debug"])
+def test_with_prices_the_best_of_what_the_library_has_in_the_plans_time(target: str, data: st.DataObject) -> None:
+    """Against all choices. Where the plan can be said it stays."""
+    operators = {f"layers.0.{name}": SIZES[name] for name in ("self_attn.o_proj", "mlp.down_proj")}
+    operators["layers.1.mlp.down_proj"] = (256, 256)
+    nats = st.floats(1e-3, 1.0)
+    prices = {
+        n: {"fprop": {"nvfp4": (low := data.draw(nats)), "mxfp8": low * data.draw(st.floats(0, 1))}} for n in operators
+    }
+    pins = {name: {"fprop": data.draw(st.sampled_from(["mxfp8", "bf16"]))} for name in list(operators)[1:]}
+    plan = planned(pins, operators, prices=prices, budget=1.0)
+    found = export(plan, target).plan
+
+    def worth(recipes: Iterable[tuple[str, ...]]) -> tuple[float, float]:
+        """(time, nats)"""
+        pairs = list(zip(operators, recipes, strict=True))
+        time = sum(math.prod(operators[n]) * sum(UNITS[one] for one in mix) for n, mix in pairs)
+        return time, sum((prices[n]["fprop"] | {"bf16": 0.0})[mix[0]] for n, mix in pairs)
+
+    whole = [("nvfp4",) * 3, ("bf16",) * 3]
+    options = {"rl": whole, "torchao": [*whole, ("mxfp8",) * 3, ("mxfp8", "mxfp8", "bf16")]}
+    able = options.get(target) or [("nvfp4",) * 3, ("bf16", "nvfp4", "nvfp4")]
+    room = worth(mixes(plan).values())[0]
+    best = min(worth(one)[1] for one in product(able, repeat=3) if worth(one)[0] <= room)
+    time, left = worth(mixes(found).values())
+    sayable = all(mix in able for mix in mixes(plan).values())
+    assert found.pins == pins if sayable else (time <= room and left == pytest.approx(best, abs=1e-5))
+
+
+UNITS = {"nvfp4": 1, "mxfp8": 2, "bf16": 4}
+
+
+def test_widths_and_dims_that_a_library_refuses() -> None:
+    """NVFP4 of torchao and torchtitan has no widths that 128 does not divide: such a linear is in 16 bits."""
+    operators = {"layers.0.mlp.up_proj": (128, 256), "layers.0.mlp.down_proj": (192, 128)}
+    for target in ("torchao", "torchtitan"):
+        assert export(planned({}, operators), target).plan.pins == {"layers.0.mlp.down_proj": BF16}
+        with pytest.raises(UserError, match="nothing like low=nvfp4"):
+            export(planned({}, {"layers.0.mlp.down_proj": (192, 128)}), target)
 
 
 def test_other_models_keep_their_names_or_are_refused() -> None:
-    plan = planned({"encoder.0.up_proj": WHOLE}, {"encoder.0.up_proj": (16, 16), "encoder.1.up_proj": (16, 16)})
-    assert json.loads(export(plan, "ignore").text) == ["encoder.0.up_proj", "lm_head"]
-    for target, whose in (
-        ("torchtitan_float8", "torchtitan"),
-        ("torchtitan_nvfp4", "torchtitan"),
-        ("megatron", "Megatron"),
-    ):
-        with pytest.raises(UserError, match=f"^export: {whose}'s models have no linear such as encoder.0.up_proj$"):
+    plan = planned({"encoder.0.up_proj": BF16}, {"encoder.0.up_proj": (128, 128), "encoder.1.up_proj": (128, 128)})
+    assert yaml.safe_load(export(plan, "ignore").files["ignore.yaml"])["ignore"] == ["encoder.0.up_proj", "lm_head"]
+    assert "no names of Megatron-LM" in export(plan, "te").files["qfactory.py"]
+    for target in ("torchtitan", "megatron"):
+        with pytest.raises(UserError, match=r"no linear such as encoder.0.up_proj$"):
             export(plan, target)
-    of_hf = planned({"model.layers.0.mlp.up_proj": WHOLE}, {"model.layers.0.mlp.up_proj": (16, 16)})
-    assert json.loads(export(of_hf, "ignore").text)[0] == "model.layers.0.mlp.up_proj"
-    with pytest.raises(UserError, match=r"every operator is kept in 16 bits, and an empty fqns converts all"):
-        export(of_hf, "torchtitan_nvfp4")
-    with pytest.raises(UserError, match=r"^export=tf: must be one of torchao, torchtitan_float8"):
-        export(of_hf, "tf")
-    experts = {f"layers.0.mlp.experts.{i}.up_proj": (16, 16) for i in range(3)}
-    moe = export(planned({"layers.0.mlp.experts.1.up_proj": WHOLE}, experts), "megatron")
-    assert set(moe.kept) == set(experts) == by_megatron(moe, list(experts))
-    assert "all experts in one linear each: 2 operators more are kept" in moe.notes[1]
-    with pytest.raises(UserError, match=r"torchtitan's models have no linear such as layers.0.mlp.experts.0.up_proj"):
-        export(planned({}, experts), "torchtitan_float8")
+    moe = planned({"layers.0.mlp.experts.1.up_proj": BF16}, EXPERTS)
+    found = export(moe, "megatron")
+    assert {name for name in found.plan.pins if "down" in name} == set()
+    assert by_megatron(found, list(EXPERTS), "nvfp4") == casts_of(found.plan)
+    with pytest.raises(UserError, match=r"no linear such as layers.0.mlp.experts.0.gate_proj"):
+        export(moe, "torchtitan")
+    with pytest.raises(UserError, match="low=int4 is a format"):
+        export(planned({}, low="int4", recovery=None), "te")
 
 
-# ---- the packages themselves, where they are installed ----
+# ---- the command ----
 
 
-def network() -> nn.Module:
-    """A LLaMA's linears, called as Hugging Face does."""
-
-    def block() -> nn.ModuleDict:
-        parts: dict[str, nn.ModuleDict] = {"self_attn": nn.ModuleDict(), "mlp": nn.ModuleDict()}
-        for name, (inputs, outputs) in SIZES.items():
-            part, _, short = name.partition(".")
-            parts[part][short] = nn.Linear(inputs, outputs)
-        return nn.ModuleDict(parts)
-
-    layers = nn.ModuleList(block() for _ in range(12))
-    return nn.ModuleDict({"model": nn.ModuleDict({"layers": layers}), "lm_head": nn.Linear(16, 32)})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pins", PINS[:4], ids=len)
-def test_torchao_itself(pins: dict[str, list[str]]) -> None:
-    float8 = pytest.importorskip("torchao.float8", reason="torchao is not installed")
-    space: dict[str, Any] = {}
-    exec(export(planned(pins), "torchao").text, space)
-    model = float8.convert_to_float8_training(network(), module_filter_fn=space["module_filter_fn"])
-    plain = {name for name, module in model.named_modules() if type(module) is nn.Linear}
-    assert plain == {"lm_head", *map(in_hf, pins)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pins", PINS, ids=len)
-def test_transformers_and_accelerate_themselves(pins: dict[str, list[str]]) -> None:
-    utils = pytest.importorskip("transformers.quantizers.quantizers_utils", reason="transformers is not installed")
-    ao = pytest.importorskip("accelerate.utils.ao", reason="accelerate is not installed")
-    entries = json.loads(export(planned(pins), "ignore").text)
-    linears = {name: module for name, module in network().named_modules() if isinstance(module, nn.Linear)}
-    wanted = {"lm_head", *map(in_hf, pins)}
-    assert {name for name in linears if not utils.should_convert_module(name, entries)} == wanted
-    assert {name for name, module in linears.items() if not ao.filter_linear_layers(module, name, entries)} == wanted
-
-
-def test_megatron_itself() -> None:
-    config = pytest.importorskip("megatron.core.quantization.quant_config", reason="Megatron-LM is not installed")
-    tree = yaml.safe_load(export(planned(PINS[1]), "megatron").text)
-    recipe = config.RecipeConfig.from_config_dict(tree)
-    contexts = {name: config.MatchContext(in_megatron(name), int(name.split(".")[1])) for name in LLAMA}
-    assert {name for name in LLAMA if recipe.match_to_config_key(contexts[name]) == "bf16"} == set(PINS[1])
-
-
-def titan_config(fuse_qkv: bool) -> Any:
-    """The config of a LLaMA of twelve blocks, as torchtitan's registry makes it."""
-    attention = pytest.importorskip("torchtitan.models.common.attention", reason="torchtitan is not installed")
-    from torchtitan.models.llama3 import llama3_configs
-
-    config = llama3_configs["1B"](attn_backend="flex")
-    config.layers = config.layers[:12]
-    for layer in config.layers:
-        qkv = layer.attention.qkv_linear
-        if not fuse_qkv:
-            layer.attention.qkv_linear = attention.QKVLinear.Config(
-                head_dim=qkv.head_dim, wq=replace(qkv.wqkv), wkv=replace(qkv.wqkv)
-            )
-    return config
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fuse_qkv", [True, False])
-@pytest.mark.parametrize("pins", PINS, ids=len)
-def test_torchtitan_itself(pins: dict[str, list[str]], fuse_qkv: bool) -> None:
-    """Its converters of float8 and NVFP4; the latter's check for a GPU is left out."""
-    config, layout = titan_config(fuse_qkv), "0.3, fused" if fuse_qkv else "0.3"
-    from torchtitan.components.quantization import (
-        Float8Linear,
-        Float8LinearConverter,
-        NVFP4Linear,
-        NVFP4LinearConverter,
-    )
-    from torchtitan.models.common.linear import Linear
-
-    kept = fused(set(pins), "torchtitan_float8")
-    wanted = {"lm_head", *(in_titan(name, layout) for name in kept)}
-    entries = listed(export(planned(pins), "torchtitan_float8"), "filter_fqns")
-    Float8LinearConverter.Config(filter_fqns=entries, emulate=True).build().convert(config)
-    found = {fqn for fqn, one, *_ in config.traverse(Linear.Config) if not isinstance(one, Float8Linear.Config)}
-    assert found == wanted
-
-    config = titan_config(fuse_qkv)
-    converter = object.__new__(NVFP4LinearConverter)
-    entries = listed(export(planned(pins), "torchtitan_nvfp4"), "fqns")
-    converter.config = NVFP4LinearConverter.Config(fqns=entries)
-    converter.convert(config)
-    found = {fqn for fqn, one, *_ in config.traverse(Linear.Config) if not isinstance(one, NVFP4Linear.Config)}
-    assert found == wanted
+def test_the_command_writes_all_or_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "plan.json").write_text(planned(PINS[1]).text())
+    out = tmp_path / "out"
+    assert main(["export", str(tmp_path), f"out={out}"]) == 0
+    names = {path.name for path in out.iterdir()}
+    assert names == {name for target in TARGETS for name in export(planned(PINS[1]), target).files}
+    assert "NOT as the plan says" in capsys.readouterr().out
+    assert main(["export", str(tmp_path), f"out={tmp_path / 'pp'}", "to=megatron", "pp=3"]) == 0
+    assert {path.name for path in (tmp_path / "pp").iterdir()} == {"te_precision.yaml", "gnmr_megatron.py"}
+    (tmp_path / "blocked" / "rl.yaml").mkdir(parents=True)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "plan.json").write_text(json.dumps({"gnmr_plan": 1}))
+    bad = [
+        ([str(tmp_path), f"out={tmp_path / 'a' / 'b'}"], "out="),
+        ([str(tmp_path), f"out={tmp_path / 'new'}", "to=tf"], "to=tf"),
+        ([str(tmp_path), f"out={tmp_path / 'new'}", "to=megatron", "pp=5"], "pp=5"),
+        ([str(tmp_path), f"out={tmp_path / 'new'}", "pp=0"], "pp=0"),
+        ([str(tmp_path), f"out={tmp_path / 'blocked'}"], "rl.yaml"),
+        ([str(tmp_path / "old"), f"out={tmp_path / 'new'}"], "gnmr_plan=1"),
+    ]
+    capsys.readouterr()
+    for words, key in bad:
+        assert main(["export", *words]) == 2
+        error = capsys.readouterr().err
+        assert key in error and error.count("\n") == 1, error
+    assert not (tmp_path / "new").exists() and len(list((tmp_path / "blocked").iterdir())) == 1

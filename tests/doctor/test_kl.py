@@ -436,7 +436,7 @@ def test_errors_of_tokens_are_called_coherent_beyond_chance_alone() -> None:
 def test_words_of_two_sides() -> None:
     few: Any = {"batches": batches_of(2), "confirm": 1}
     tiny = diagnosed(Mixer(), against="bf16", budget=1e-6, held_out=(), **few)
-    assert tiny.verdict().endswith("no GEMM fits a budget of 1e-06 of the GEMM time") and not tiny.little
+    assert tiny.verdict().endswith("no GEMM fits a budget of 0.0001% of the GEMM time") and not tiny.little
     low = tiny.measured.kl
     held = [batches_of(1, size=1)[0]]
     found = diagnosed(Mixer(), against="bf16", gate=low / 10, held_out=held, **few)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from gnmr.lab.faults.faults import Fault, Injector
 from gnmr.measure.price import PRICES, PriceMeter, measure_prices
 from gnmr.precision import ConvertedModel, PathSpec, convert
+from gnmr.precision.recipes import RECIPES
 
 TOKENS, WIDTH = 96, 128
 
@@ -82,7 +83,7 @@ def measured(plan: ConvertedModel, model: nn.Module, batch: tuple[Tensor, Tensor
     return meter
 
 
-RECIPES = (
+NAMES = (
     "sim_e2m1",
     "sim_int4",
     "fp8_hybrid",
@@ -95,7 +96,7 @@ RECIPES = (
     "nvfp4_no_sr",
 )
 PATHS = [
-    *({"low": name, "recovery": "bf16", "backend": "simulated"} for name in RECIPES),
+    *({"low": name, "recovery": "bf16", "backend": "simulated"} for name in NAMES),
     {"low": "llm_int8", "recovery": "bf16"},
     {"low": "llm_int8_dgrad", "recovery": "bf16", "outlier_threshold": 6.0},
     {"low": "int4", "recovery": "bf16"},
@@ -150,6 +151,34 @@ def test_both_paths_are_priced_whatever_path_is_in_force() -> None:
     assert tuple(read) == PRICES
     torch.testing.assert_close(read["price"], (low["fprop"] - recovery["fprop"]) / 4)
     torch.testing.assert_close(read["price_wgrad"], low["wgrad"])
+
+
+@pytest.mark.parametrize("recovery", ["bf16", "sim_e4m3"])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_candidate_has_the_price_that_it_has_as_the_low_path(recovery: str, tokens: int) -> None:
+    """And the paths have the same prices to the bit as without it."""
+    batch, found = batch_of(), {}
+    names = ("fp8_hybrid", "sim_int4")
+    for low, candidates in (("sim_e2m1", names), ("sim_e2m1", ()), *((name, ()) for name in names)):
+        model = model_of()
+        plan = planned(model, low=low, recovery=recovery, backend="simulated")
+        for operator in plan.operators:
+            operator.switch(True)
+        given = {name: RECIPES[name] for name in candidates}
+        found[low, candidates] = measured(
+            plan, model, batch, names=PRICES, tokens=tokens, against_recovery=True, candidates=given
+        )
+    several, plain = found["sim_e2m1", names], found["sim_e2m1", ()]
+    for path in ("low", "recovery"):
+        for name, value in several.by_operator(path).items():
+            assert torch.equal(value, plain.by_operator(path)[name]) or value.isnan().all(), (path, name)
+    assert all(torch.equal(value, plain.read()[name]) for name, value in several.read().items())
+    for name in names:
+        expected, own = found[name, ()].by_operator(), several.by_operator(name)
+        assert own.keys() == {key for key in expected if key.startswith("fprop")}
+        for key, value in own.items():
+            torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=0, equal_nan=True)
+        assert (own["fprop"] > 0).all()
 
 
 def test_where_fprop_is_exact_the_price_is_what_the_weight_gradient_loses() -> None:

@@ -56,7 +56,23 @@ def backward(model: nn.Module, seed: int = 1) -> None:
         ("layers.3.self_attn.q_proj", None, "layers.3.self_attn", "layers.3"),
         ("layers.12.mlp.experts.5.up_proj", "layers.12.mlp.experts.5", "layers.12.mlp", "layers.12"),
         ("model.layers.0.moe.experts.31.w1", "model.layers.0.moe.experts.31", "model.layers.0.moe", "model.layers.0"),
-        ("transformer.h.7.fc", None, "transformer.h.7.fc", "transformer.h.7"),
+        ("encoder.block.1.layer.0.SelfAttention.q", None, "encoder.block.1.layer.0", "encoder.block.1"),  # T5
+        ("layers.0.blocks.1.attention.self.query", None, "layers.0.blocks.1.attention", "layers.0.blocks.1"),  # Swin
+        ("layers.0.blocks.1.output.dense", None, "layers.0.blocks.1.mlp", "layers.0.blocks.1"),
+        ("bert.encoder.layer.1.attention.output.dense", None, "bert.encoder.layer.1.attention", "bert.encoder.layer.1"),
+        ("bert.encoder.layer.1.intermediate.dense", None, "bert.encoder.layer.1.mlp", "bert.encoder.layer.1"),
+        ("decoder.layers.2.fc1", None, "decoder.layers.2.mlp", "decoder.layers.2"),  # OPT, Whisper
+        ("1.layers.0.linear2", None, "1.layers.0.mlp", "1.layers.0"),  # nn.TransformerEncoderLayer
+        ("encoder.layers.encoder_layer_3.mlp.0", None, *[f"encoder.layers.encoder_layer_3{x}" for x in (".mlp", "")]),
+        ("layers.0.0.to_qkv", None, "layers.0.0", "layers.0"),
+        ("layers.4.wq", None, "layers.4.attention", "layers.4"),
+        (
+            "block.1.layer.1.mlp.experts.expert_3.wi",
+            "block.1.layer.1.mlp.experts.expert_3",
+            "block.1.layer.1",
+            "block.1",
+        ),
+        ("lm_heads.0", None, None, "lm_heads.0"),
         ("lm_head", None, None, None),
         ("0", None, None, "0"),
         ("0.0", None, None, "0"),

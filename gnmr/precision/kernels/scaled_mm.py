@@ -55,7 +55,9 @@ def missing(recipe: Recipe, linears: dict[str, nn.Linear], device: torch.device 
     """
     if (unfit := _recipe_missing(recipe)) is not None:
         return f"{'it' if auto else f'the recipe {recipe.name}'} {unfit}"
-    if (lacking := _device_missing(device, recipe, auto) or width_missing(linears)) is not None:
+    tiles = any(_KINDS[cast.scale] != "tensor" for cast in recipe.casts)
+    unfit = width_missing(linears, TILE, "FP8 hardware in tiles") if tiles else width_missing(linears)
+    if (lacking := _device_missing(device, recipe, auto) or unfit) is not None:
         return lacking
     unseen = [cast for cast in recipe.casts if _KINDS[cast.scale] != "tensor"]
     if auto and unseen:

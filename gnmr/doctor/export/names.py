@@ -1,0 +1,108 @@
+"""Lists of the linears that a library leaves in 16 bits, and ModelOpt's of those that it quantizes."""
+
+from __future__ import annotations
+
+import re
+
+from gnmr.doctor.export.job import ONE_LINEAR, Job, Target, as_python, as_yaml, whole
+from gnmr.doctor.knapsack import FUSED
+from gnmr.doctor.lists import called
+from gnmr.names import Words
+
+_FPROP = ("fprop",)
+
+
+def transformers(job: Job) -> dict[str, str]:
+    """The list of `modules_to_not_convert`."""
+    return {"modules_to_not_convert.yaml": as_yaml({"modules_to_not_convert": [*job.kept, "lm_head"]})}
+
+
+def ignore(job: Job) -> dict[str, str]:
+    """The list of `ignore`."""
+    return {"ignore.yaml": as_yaml({"ignore": [*job.kept, "lm_head"]})}
+
+
+def rl(job: Job) -> dict[str, str]:
+    """What trainers and rollouts of reinforcement learning leave out, by library and key."""
+    patterns = [rf"(?:^|\.){re.escape(name)}$" for name in job.kept]
+    try:
+        fused = list(dict.fromkeys(called(name, "megatron") for name in job.kept))
+    except KeyError:
+        fused = []
+    tree = {
+        "nemo_rl": {"quantization_ignored_layer_kws": job.kept},
+        "verl": {"ignored_layers": job.kept},
+        "prime_rl": {"ignore_patterns": patterns},
+        "miles": {
+            "extra_high_precision_layers_hf": [f"{name}.weight" for name in job.kept],
+            "extra_high_precision_layers_megatron": [f"{name}.weight" for name in fused],
+        },
+    }
+    return {"rl.yaml": as_yaml(tree)}
+
+
+_MODELOPT = {
+    "e4m3/tensor": {"num_bits": (4, 3), "axis": None},
+    "e4m3/mx": {"num_bits": (4, 3), "block_sizes": {-1: 32, "type": "dynamic", "scale_bits": (8, 0)}},
+    "e2m1/mx": {"num_bits": (2, 1), "block_sizes": {-1: 32, "type": "dynamic", "scale_bits": (8, 0)}},
+    "e2m1/nv": {"num_bits": (2, 1), "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": (4, 3)}},
+}
+_MODELOPT["e2m1/nv2d"] = _MODELOPT["e2m1/nv"]
+
+
+def _in_modelopt(casts: Words, low: Words, shape: tuple[int, int]) -> bool:
+    own = casts["fprop"]
+    return not own or (len(own) == 2 and all(cast in _MODELOPT for cast in own.values()))
+
+
+def modelopt(job: Job) -> dict[str, str]:
+    """A Python file with the config of `mtq.quantize`."""
+    casts = {label: words["fprop"] for label, words in job.casts.items() if words["fprop"]}
+    attributes = {label: {operand: _MODELOPT[cast] for operand, cast in own.items()} for label, own in casts.items()}
+    linears = {name: label for name, label in job.labels.items() if label in casts}
+    text = "".join(f"    {label!r}: {own!r},\n" for label, own in attributes.items())
+    text = f"CASTS = {{\n{text}}}\nLINEARS = {as_python(linears)}\n" + _QUANT_CFG
+    return {"modelopt_quant_cfg.py": text}
+
+
+_QUANT_CFG = """
+# The last entry that fits a quantizer counts: everything off, then these linears.
+CONFIG = {"quant_cfg": [{"quantizer_name": "*", "enable": False}], "algorithm": "max"}
+for name, label in LINEARS.items():
+    for operand, cast in CASTS[label].items():
+        CONFIG["quant_cfg"].append({"quantizer_name": f"{name}.{operand}_quantizer", "cfg": cast, "enable": True})
+"""
+
+
+TRANSFORMERS = Target(
+    "transformers 5.23.0, modules_to_not_convert",
+    "a linear is on the format of the model's config or in 16 bits",
+    transformers,
+    whole,
+    gemms=_FPROP,
+    formats=False,
+)
+MODELOPT = Target(
+    "nvidia-modelopt 0.47.0, mtq.quantize(model, CONFIG)",
+    "fprop's operands, of NVFP4 in blocks of 1 x 16; backward is in 16 bits",
+    modelopt,
+    _in_modelopt,
+    gemms=_FPROP,
+)
+IGNORE = Target(
+    "compressed-tensors 0.20.0 and vLLM, ignore",
+    "a linear is on the scheme of its config or in 16 bits; " + ONE_LINEAR,
+    ignore,
+    whole,
+    fused=FUSED,
+    gemms=_FPROP,
+    formats=False,
+)
+RL = Target(
+    "NeMo-RL, verl, prime-rl and miles (August 2026)",
+    "trainer and rollout alike: a linear is on the low recipe or in 16 bits; " + ONE_LINEAR,
+    rl,
+    whole,
+    fused=FUSED,
+    formats=False,
+)

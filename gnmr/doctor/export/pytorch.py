@@ -1,0 +1,159 @@
+"""torchao and torchtitan: which of their conversions each linear has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from gnmr.doctor.export.job import UNWRAPPED, Job, Target, as_python, filled
+from gnmr.names import GEMMS, Words
+from gnmr.precision.recipes import RECIPES
+
+_TENSOR = {"input": "e4m3/tensor", "weight": "e4m3/tensor", "grad_output": "e5m2/tensor"}
+
+
+def _family(casts: Words, low: Words, shape: tuple[int, int]) -> str:
+    """What torchao has for an operator: bf16, float8, mxfp8 or nvfp4; "": nothing."""
+    if not any(casts.values()):
+        return "bf16"
+    if all(len(own) in (0, 2) and own.items() <= _TENSOR.items() for own in casts.values()):
+        return "float8"
+    if all(own == RECIPES["mxfp8"].words()[gemm] or (gemm == "wgrad" and not own) for gemm, own in casts.items()):
+        return "mxfp8"
+    return "nvfp4" if casts == RECIPES["nvfp4"].words() and not any(width % 128 for width in shape) else ""
+
+
+def _torchao(casts: Words, low: Words, shape: tuple[int, int]) -> bool:
+    return bool(_family(casts, low, shape))
+
+
+def _torchtitan(casts: Words, low: Words, shape: tuple[int, int]) -> bool:
+    """No MXFP8 with wgrad in 16 bits, and of float8 only its two recipes, whose scales are those of rows."""
+    kind = _family(casts, low, shape)
+    of_rows = casts["fprop"] and casts["dgrad"] and not any(width % 16 for width in shape)
+    return bool(kind) and (kind != "mxfp8" or bool(casts["wgrad"])) and (kind != "float8" or bool(of_rows))
+
+
+_TORCHAO = r"""import re
+from dataclasses import replace
+
+from torch import nn
+from torchao.float8 import CastConfig, Float8LinearConfig, ScalingType, convert_to_float8_training
+from torchao.quantization import quantize_
+
+
+def float8(fprop, dgrad, wgrad):
+    # One scale a tensor, E5M2 for gradients; a GEMM that is False stays in 16 bits.
+    def cast(on):
+        return CastConfig() if on else CastConfig(scaling_type=ScalingType.DISABLED)
+
+    return Float8LinearConfig(
+        cast_config_input=cast(fprop),
+        cast_config_weight=cast(fprop),
+        cast_config_grad_output=cast(dgrad),
+        cast_config_weight_for_grad_input=cast(dgrad),
+        cast_config_input_for_grad_weight=cast(wgrad),
+        cast_config_grad_output_for_grad_weight=cast(wgrad),
+    )
+
+
+def mxfp8(fprop, dgrad, wgrad):
+    from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig, MXFP8TrainingRecipe
+
+    return replace(MXFP8TrainingOpConfig.from_recipe(MXFP8TrainingRecipe.MXFP8_RCEIL), wgrad_with_hp=not wgrad)
+
+
+def nvfp4(fprop, dgrad, wgrad):
+    from torchao.prototype.moe_training.nvfp4_training.nvfp4_training import NVFP4TrainingConfig
+
+    return NVFP4TrainingConfig()
+
+
+CONFIGS = {
+[CONFIGS]}
+LINEARS = [LINEARS]
+
+[UNWRAPPED]
+
+def label_of(fqn):
+    return LINEARS.get(fqn) or LINEARS.get(unwrapped(fqn))
+
+
+def convert(model, **options):
+    # In place. `options` replace fields of the configs: emulate=True of float8.
+    for label, config in CONFIGS.items():
+        config = replace(config(), **options)
+        if isinstance(config, Float8LinearConfig):
+            convert_to_float8_training(model, config=config, module_filter_fn=lambda _, fqn: label_of(fqn) == label)
+        else:
+            quantize_(model, config, lambda module, fqn: isinstance(module, nn.Linear) and label_of(fqn) == label)
+    return model
+"""
+
+
+def torchao(job: Job) -> dict[str, str]:
+    """A Python file with `convert(model)`."""
+    used, configs = set(job.labels.values()), ""
+    for label, words in job.casts.items():
+        kind, on = _family(words, {}, (128, 128)), ", ".join(f"{gemm}={bool(words[gemm])}" for gemm in GEMMS)
+        configs += f'    "{label}": lambda: {kind}({on}),\n' * (kind != "bf16" and label in used)
+    linears = {name: label for name, label in job.labels.items() if label != "bf16"}
+    job.notes.append("convert(model) converts the model in place")
+    text = filled(_TORCHAO, CONFIGS=configs, LINEARS=as_python(linears), UNWRAPPED=UNWRAPPED)
+    return {"torchao_convert.py": text}
+
+
+def torchtitan(job: Job) -> dict[str, str]:
+    """A Python file with its converters. Raises UserError if names cannot be told apart by their parts."""
+    by_kind: dict[tuple[str, bool], list[str]] = {}
+    for name, label in job.labels.items():
+        words = job.casts[label]
+        name = name.removesuffix("wqkv")  # or wq and wkv
+        by_kind.setdefault((_family(words, {}, (128, 128)), bool(words["wgrad"])), []).append(name)
+    every, text = list(dict.fromkeys(name for names in by_kind.values() for name in names)), ""
+    classes = {"float8": "Float8LinearConverter", "mxfp8": "MXFP8LinearConverter", "nvfp4": "NVFP4LinearConverter"}
+    for (kind, wgrad), names in by_kind.items():
+        others = [name for name in every if name not in names]
+        if kind == "float8":
+            recipe = "rowwise" if wgrad else "rowwise_with_gw_hp"
+            listed = (
+                f'recipe_name="{recipe}", filter_fqns={as_python(["output", "lm_head", *_parts(others, names)], 2)}'
+            )
+            job.notes.append(f"NOT the plan's float8: {recipe} has a scale a row, a power of two, and E4M3 gradients")
+        elif kind != "bf16":
+            listed = f"fqns={as_python(_parts(names, others), 2)}"
+        if kind != "bf16":
+            text += f"    {classes[kind]}.Config(\n        {listed},\n    ),\n"
+    job.notes.append("model_registry(..., converters=CONVERTERS); model_compile_enabled is for the config to set")
+    head = f"from torchtitan.components.quantization import {', '.join(sorted(set(classes.values())))}\n\n"
+    return {"torchtitan_converters.py": f"{head}CONVERTERS = [\n{text}]\n"}
+
+
+def _parts(wanted: Sequence[str], others: Sequence[str]) -> list[str]:
+    """Texts of which one is part of each wanted name, and none of any other.
+
+    Of whole blocks and attentions that is `layers.1.`, whose dot keeps it from `layers.10.`; else the names.
+    """
+    found: dict[str, None] = {}
+    for name in wanted:
+        if not any(part in name for part in found):
+            block, inside = re.match(r"(layers\.\d+\.)(\w+\.)", name).groups()  # type: ignore[union-attr]
+            parts = (block, block + inside, name)
+            found[next(one for one in parts if not any(one in other for other in others))] = None
+    return list(found)
+
+
+TORCHAO = Target(
+    "torchao 0.18.0",
+    "float8 GEMM by GEMM; MXFP8 whole, or with wgrad in 16 bits; NVFP4 whole, of widths that 128 divides",
+    torchao,
+    _torchao,
+)
+TORCHTITAN = Target(
+    "torchtitan 0.3.0",
+    "one recipe a linear, and q, k and v are one; NVFP4 of widths that 128 divides; no experts",
+    torchtitan,
+    _torchtitan,
+    "torchtitan",
+    ("qkv",),
+)

@@ -1,0 +1,374 @@
+"""Which GEMMs a model's forward passes really run, and what share of their arithmetic some operators are.
+
+A linear that is called counts its rows times inputs times outputs, whatever kernels run inside. All other products are
+seen as PyTorch dispatches them, by the formulas of `torch.utils.flop_counter` and a few more (grouped products,
+recurrent kernels), and belong to the parameter that they read: fused experts, `Conv1D`, the `in_proj` of an attention,
+convolutions, recurrent layers, and a linear whose weight is read without a call. A product of two activations is an
+attention's own; those are counted apart, and no share is of them. A library's own kernel that is no product of
+PyTorch's is not seen.
+
+    found = count(model, lambda: model(batch))
+    found.line(["layers.0.mlp.up_proj", ...])    # covers 11.2% of the GEMMs' arithmetic; not: experts.gate_up_proj 59%
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from gnmr.precision.linear import PathLinear
+from gnmr.precision.units import operator_names
+
+_NAMED = 4
+"""Operators that a line names."""
+_LITTLE = 0.0005
+"""Shares below it are not named."""
+_SUMS = ("addmm", "baddbmm")
+"""Products whose first operand is added to the result."""
+_LOOKUPS = ("index", "index_select", "gather")
+"""What takes rows of a matrix for activations, and matrices of a 3-D parameter for weights."""
+
+
+class Product(NamedTuple):
+    """The operator whose weight a product reads."""
+
+    name: str
+    """As operators are called; of a parameter that is no `weight` its own: `layers.0.mlp.experts.down_proj`."""
+    kind: str
+    """Class of its module; of all linears `Linear`."""
+    called: bool = True
+    """False: a linear's weight was read without calling it."""
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What forward passes ran, in multiplications."""
+
+    products: Mapping[Product, int] = field(default_factory=dict)
+    attention: int = 0
+    """Products of two activations."""
+
+    @property
+    def whole(self) -> int:
+        """All products that read a weight."""
+        return sum(self.products.values())
+
+    def called(self) -> dict[str, int]:
+        """Return the multiplications of every linear that was called."""
+        return {one.name: number for one, number in self.products.items() if one.called and one.kind == "Linear"}
+
+    def share(self, names: Collection[str]) -> float:
+        """Return what the linears of these names are of `whole`; 0 where nothing ran."""
+        called = self.called()
+        return sum(called.get(name, 0) for name in set(names)) / (self.whole or 1)
+
+    def others(self, names: Collection[str]) -> dict[Product, float]:
+        """Return the shares of everything but the linears of these names, those that differ by a number alone in one;
+        the largest first."""
+        taken, found = set(names), Counter[Product]()
+        for one, number in self.products.items():
+            if not (one.name in taken and one.called):
+                found[one._replace(name=re.sub(r"(?<![^.])\d+(?![^.])", "*", one.name))] += number
+        return {one: number / self.whole for one, number in found.most_common()}
+
+    def missed(self, names: Iterable[str]) -> dict[str, str]:
+        """Return why, for those of these operators that were never called."""
+        called, read = self.called(), {one.name for one in self.products if not one.called}
+        return {
+            name: "its weight is read without calling it" if name in read else "it never ran"
+            for name in names
+            if name not in called
+        }
+
+    def line(self, names: Collection[str], verb: str = "covers") -> str:
+        """Return one line: the share of these operators, and what else there is with its share."""
+        others = {one: share for one, share in self.others(names).items() if share >= _LITTLE}
+        told = [f"{_short(one)} {percent(share)}" for one, share in list(others.items())[:_NAMED]]
+        rest = sum(list(others.values())[_NAMED:])
+        told += [f"{len(others) - _NAMED} more {percent(rest)}"] if rest else []
+        beside = self.attention / (self.whole + self.attention or 1)
+        apart = f" (beside these an attention's own products, {percent(beside)} of all)" if beside >= 0.1 else ""
+        left = f"; not: {', '.join(told)}" if told else ""
+        return f"{verb} {percent(self.share(names))} of the GEMMs' arithmetic{left}{apart}"
+
+
+def percent(share: float) -> str:
+    """Return 100%, 89%, 3.4% or 0.05%; 100% is all."""
+    digits = 0 if share >= 0.995 or share == 0 else 1 if share >= 0.01 else 2
+    found = f"{100 * share:.{digits}f}%"
+    return found if share == 1 or not found.startswith("100") else f"{100 * share:.2f}%"
+
+
+def _short(one: Product) -> str:
+    """`experts.down_proj (MixtralExperts)`, `mixer.dt_proj (read without a call)`, `q_proj`."""
+    parts = [part for part in one.name.split(".") if part != "*"]
+    if one.kind == "Linear" and one.called:
+        return parts[-1]
+    return f"{'.'.join(parts[-2:])} ({one.kind if one.called else 'read without a call'})".lstrip()
+
+
+class Counting(TorchDispatchMode):
+    """Counts what runs inside of `all`, or after `arm` in a loop's own passes. Reads no tensor's values."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, model: nn.Module, operators: Sequence[PathLinear] = ()) -> None:
+        """`operators`: those of a converted model, which need not all be modules of its."""
+        super().__init__()
+        self._model = model
+        self._products, self._attention = Counter[Product](), 0
+        found = {name: module for name, module in model.named_modules() if _is_linear(module)}
+        short = operator_names(list(found))
+        self._linears = {module: name for name, module in zip(short, found.values(), strict=True)}
+        self._linears |= {operator: operator.operator_name for operator in operators}
+        self._weights: dict[int, tuple[StorageWeakRef, Product]] = {}
+        self._sharded = any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+        self._inside = self._depth = 0
+        """Linears that are being called, and modules of a loop's own pass."""
+        self._open = False
+        """Whether everything is counted, be it inside a module or not (`all`)."""
+        self._handles: list[Any] = []
+
+    @property
+    def found(self) -> Coverage:
+        """What was counted so far."""
+        return Coverage(dict(self._products), self._attention)
+
+    # ---- which passes ----
+
+    @contextmanager
+    def all(self) -> Iterator[None]:
+        """Count everything inside, in eager mode and without the fast paths that go around modules."""
+        fast = torch.backends.mha.get_fastpath_enabled()
+        with ExitStack() as stack:
+            stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
+            torch.backends.mha.set_fastpath_enabled(False)
+            stack.callback(self.disarm)
+            self._hook(self._linears, self._before, self._after)
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            self._look()
+            self._open = True
+            stack.enter_context(self)
+            yield
+
+    def arm(self) -> None:
+        """Count the model's own passes with gradients from now on, whatever module is called first, until `disarm`.
+        Passes of a compiled model are not counted."""
+        self._hook(self._model.modules(), self._enter, self._leave)
+        self._hook(self._linears, self._before, self._after)
+
+    def disarm(self) -> None:
+        """Take all hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._open = False
+
+    def _hook(self, modules: Iterable[nn.Module], before: Callable[..., None], after: Callable[..., None]) -> None:
+        for module in modules:
+            self._handles.append(module.register_forward_pre_hook(_Hook(before), with_kwargs=True))
+            self._handles.append(module.register_forward_hook(_Hook(after), always_call=True))
+
+    def _enter(self, *_: object) -> None:
+        if self._depth == 0 and torch.is_grad_enabled() and not any(map(_is_compiled, self._model.modules())):
+            self._look()
+            self._open = True
+            self.__enter__()
+        self._depth += 1
+
+    def _leave(self, *_: object) -> None:
+        self._depth -= 1
+        if self._depth == 0 and self._open:
+            self._open = False
+            self.__exit__(None, None, None)
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        x = next(_tensors((args, kwargs)), None)
+        if x is not None and self._open and not self._inside:
+            self._products[Product(self._linears[module], "Linear")] += x.numel() // x.shape[-1] * _area(module)
+        self._inside += 1
+
+    def _after(self, *_: object) -> None:
+        self._inside -= 1
+
+    # ---- products ----
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        formula = _formula(func)
+        if formula is None and isinstance(func, OpOverload) and func is not torch.ops.prim.device.default:
+            with self:
+                whole = func.decompose(*args, **kwargs)
+            if whole is not NotImplemented:
+                return whole
+        out = func(*args, **kwargs)
+        if self._inside:
+            return out
+        if formula is not None:
+            self._count(formula(args, kwargs, out), [*_tensors((args, kwargs))][_opname(func) in _SUMS :])
+        elif (name := _opname(func)) != "embedding" and (name not in _LOOKUPS or args[0].dim() > 2):
+            self._follow(args, kwargs, out)
+        return out
+
+    def _count(self, number: int, operands: Sequence[Tensor]) -> None:
+        found = self._read(operands)
+        if found is None and self._sharded:  # FSDP2 has put other tensors in the parameters' places
+            self._look()
+            found = self._read(operands)
+        if found is None:
+            self._attention += number
+        else:
+            self._products[found] += number
+
+    def _read(self, operands: Iterable[Tensor]) -> Product | None:
+        known = (self._weights.get(key) for one in operands if (key := _storage(one)[0]))
+        return next((one[1] for one in known if one is not None), None)
+
+    def _follow(self, args: Any, kwargs: Any, out: Any) -> None:
+        """What is made of one parameter alone (a view, a cast) stands for it."""
+        operands = [one for one in _tensors((args, kwargs)) if one.is_floating_point()]
+        known = [self._weights.get(_storage(one)[0]) for one in operands]
+        if known and all(known):
+            assert known[0] is not None
+            for made in _tensors(out):
+                if (place := _storage(made))[1] is not None:
+                    self._weights.setdefault(place[0], (place[1], known[0][1]))
+
+    def _look(self) -> None:
+        """Learn where the parameters lie now."""
+        for path, module in self._model.named_modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                key, storage = _storage(parameter)
+                if storage is not None and parameter.dim() > 1:
+                    self._weights[key] = storage, self._named(path, module, name)
+
+    def _named(self, path: str, module: nn.Module, name: str) -> Product:
+        if module in self._linears:
+            return Product(self._linears[module], "Linear", called=False)
+        whole = operator_names([path])[0]
+        if name != "weight" and not isinstance(module, nn.RNNBase):
+            whole = f"{whole}.{name.removesuffix('_weight')}".lstrip(".")
+        return Product(whole, type(module).__name__)
+
+
+def count(model: nn.Module, run: Callable[[], object], operators: Sequence[PathLinear] = ()) -> Coverage:
+    """Return what `run` runs of the model, without gradients and in its own mode; what it draws and writes stays."""
+    counting = Counting(model, operators)
+    with torch.no_grad(), counting.all():
+        run()
+    return counting.found
+
+
+class _Hook:
+    """A hook that does nothing in a graph of torch.compile's, and of which a copy of the model has none."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._call(*args)
+
+    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
+        return _no_hook, ()
+
+
+def _no_hook() -> Callable[..., None]:
+    return _nothing
+
+
+def _nothing(*_: object) -> None:
+    """What a copy of a hook is."""
+
+
+def _is_linear(module: nn.Module) -> bool:
+    transformer_engine = type(module).__module__.startswith("transformer_engine.") and type(module).__name__ == "Linear"
+    return isinstance(module, nn.Linear) or transformer_engine
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+
+
+def _area(module: Any) -> int:
+    found: int = module.in_features * module.out_features
+    return found
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    """All tensors in it, from the left."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        yield from _tensors(tuple(tree.values()))
+    elif isinstance(tree, tuple | list):
+        for one in tree:
+            yield from _tensors(one)
+
+
+def _storage(x: Tensor) -> tuple[int, StorageWeakRef | None]:
+    """The storage of a tensor (of a DTensor's own part), under a number that is not given to another while it is known;
+    (0, None) of one without a storage."""
+    with suppress(NotImplementedError, RuntimeError):
+        found = StorageWeakRef(getattr(x, "_local_tensor", x).untyped_storage())
+        return found.cdata, found
+    return 0, None
+
+
+# ---- formulas ----
+
+
+def _formula(func: Any) -> Callable[[Any, Any, Any], int] | None:
+    """What says the multiplications of a forward product by (args, kwargs, result); None of anything else."""
+    name = _opname(func)
+    if "backward" in name:
+        return None
+    packet = func.overloadpacket if isinstance(func, OpOverload) else func
+    if (found := flop_registry.get(packet)) is not None:
+        return lambda args, kwargs, out: found(*args, **kwargs, out_val=out) // 2
+    return next((own for part, own in _FORMULAS.items() if part in name), None)
+
+
+def _opname(func: Any) -> str:
+    return func._opname if isinstance(func, OpOverload) else str(func)
+
+
+def _inner(args: Any, _kwargs: Any, out: Any) -> int:
+    """Of (..., K) x (..., K, N): as many as results, K each."""
+    return int(next(_tensors(out)).numel() * args[0].shape[-1])
+
+
+def _of_attention(args: Any, _kwargs: Any, _out: Any) -> int:
+    query, key, value = args[:3]
+    return int(prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1]))
+
+
+def _recurrent(args: Any, _kwargs: Any, _out: Any) -> int:
+    """A layer's, whose matrices are the next arguments, or all layers', in a list: a row goes through each of them."""
+    weights = args[1] if isinstance(args[1], list | tuple) else args[1:5]
+    return sum(w.numel() for w in weights if w.dim() == 2) * (args[0].numel() // args[0].shape[-1])
+
+
+_FORMULAS = {
+    "grouped_mm": _inner,
+    "_int_mm": _inner,
+    "_weight_int": _inner,
+    "mkldnn_rnn_layer": _recurrent,
+    "cudnn_rnn": _recurrent,
+    "miopen_rnn": _recurrent,
+    "_scaled_dot_product_flash_attention_for_cpu": _of_attention,
+    "_scaled_dot_product_fused_attention_overrideable": _of_attention,
+}
+"""By a part of the name, what `torch.utils.flop_counter` does not know."""

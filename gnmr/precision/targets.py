@@ -1,0 +1,203 @@
+"""Which linears of a model get two paths: one rule for `attach`, `diagnose` and `audit`.
+
+Every linear has a role, which its name, its widths and its place in the model decide:
+
+    head       an output head: tied to an embedding, called lm_head, or outside of the blocks with as many outputs as an
+               embedding has rows
+    router     what chooses experts: called router, or a gate that is narrow or stands beside experts
+    adapter    a part of one of peft's adapters, beside its base_layer
+    outside    any other linear that is not in a numbered block, in a model that has such blocks
+    ""         a linear of a block, and any other linear of a model without blocks
+
+The default targets are the linears of the blocks, and outside of the blocks those that are called `*_proj`. In a model
+without blocks they are those that are called `*_proj`, or all linears if none is. Heads, routers and adapters are never
+among them. Recipes pass over heads and routers, whatever pattern names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from gnmr.names import ends_of, matches
+from gnmr.precision.units import block_of, operator_names
+
+KEPT = ("head", "router")
+"""Roles that recipes leave in 16 bits, from the list of DeepSeek-V3 (2412.19437, section 3.3.1: embedding, output head,
+MoE gates, normalization and attention operators)."""
+_HEADS = ("lm_head", "lm_heads")
+USUAL = "*_proj"
+"""What linears outside of blocks are called that are taken by default."""
+
+
+def roles_of(model: nn.Module, linears: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Return the role of each of these linears of `model`, by the names of its modules."""
+    modules = dict(model.named_modules())
+    tied = tied_to_embeddings(model, linears)
+    tables = [module.weight for module in modules.values() if isinstance(module, nn.Embedding)]
+    vocabularies = {weight.shape[0] for weight in tables if weight.shape[0] > weight.shape[1]}
+    short = dict(zip(linears, operator_names(list(linears)), strict=True))
+    inside = {name: block_of(one) is not None for name, one in short.items()}
+    blocks = any(inside.values())
+    found = {}
+    for name, linear in linears.items():
+        outputs, inputs = widths(linear)
+        parts = short[name].split(".")
+        if name in tied or role_by_name(short[name]) == "head" or (not inside[name] and outputs in vocabularies):
+            role = "head"
+        elif role_by_name(short[name]) == "router" or _is_gate(parts, outputs, inputs, _parent(name, modules)):
+            role = "router"
+        elif _is_adapter(name, modules):
+            role = "adapter"
+        else:
+            role = "outside" if blocks and not inside[name] else ""
+        found[name] = role
+    return found
+
+
+def role_by_name(name: str) -> str:
+    """Return head or router if the name of an operator alone says so, else nothing.
+
+    >>> role_by_name("lm_head"), role_by_name("layers.0.mlp.router.layer"), role_by_name("layers.0.mlp.gate")
+    ('head', 'router', '')
+    """
+    parts = name.split(".")
+    if set(parts) & {*_HEADS} or (block_of(name) is None and parts[-1] in ("output", "embed_out")):
+        return "head"
+    return "router" if "router" in parts else ""
+
+
+def tied_to_embeddings(model: nn.Module, linears: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Return the embedding, by name, that each of these linears shares its weight with, of those that do."""
+    embeddings = {name: module.weight for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    found = {}
+    for name, linear in linears.items():
+        weight = getattr(linear, "weight", None)
+        if isinstance(weight, Tensor):
+            weight = getattr(weight, "_data", weight)  # torchao's wrappers
+            tied = next((key for key, table in embeddings.items() if same_memory(table, weight)), None)
+            found |= {} if tied is None else {name: tied}
+    return found
+
+
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Return True if both are one tensor, or two parameters in the same memory."""
+    if a is b:
+        return True
+    if a.is_meta or b.is_meta or type(a) not in (torch.Tensor, nn.Parameter) or a.numel() == 0:
+        return False
+    return a.shape == b.shape and a.data_ptr() == b.data_ptr()
+
+
+def widths(linear: nn.Module) -> tuple[int, int]:
+    """Return (outputs, inputs)."""
+    known = getattr(linear, "out_features", None), getattr(linear, "in_features", None)
+    outputs, inputs = known if all(isinstance(one, int) for one in known) else linear.weight.shape
+    return outputs, inputs
+
+
+def exact(pattern: str) -> bool:
+    """Return True if the pattern names linears as they are called, without * and ?."""
+    return not set(pattern) & set("*?[")
+
+
+class Matching:
+    """Names of linears, by patterns of the names that units have, or those of the modules: `q_proj` and
+    `q_proj.base_layer` are one linear of peft's."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = list(names)
+        self.called = dict(zip(self.names, operator_names(self.names), strict=True))
+        self._ends: dict[str, dict[str, None]] = {}  # a list may name each of thousands of experts
+        for both in self.called.items():
+            for end in (end for name in both for end in ends_of(name)):
+                self._ends.setdefault(end, {})[both[0]] = None
+
+    def of(self, pattern: str) -> list[str]:
+        """Return the names that match."""
+        if exact(pattern):
+            return list(self._ends.get(pattern, ()))
+        return [name for name, short in self.called.items() if matches(name, pattern) or matches(short, pattern)]
+
+    def of_all(self, key: str, patterns: Sequence[str]) -> set[str]:
+        """Return the names that match any. Raises ValueError if a pattern matches none; `key` is what they are."""
+        found = {pattern: self.of(pattern) for pattern in patterns}
+        if empty := [pattern for pattern, own in found.items() if not own]:
+            raise ValueError(
+                f"{key} {empty}: no linear has such a name; this model has {kinds(self.names)} (what is no nn.Linear, "
+                "as GPT-2's Conv1D or experts in one tensor, can be a gnmr.Unit of your own)"
+            )
+        return {name for own in found.values() for name in own}
+
+
+def targeted(
+    roles: Mapping[str, str], targets: Sequence[str] | None, exclude: Sequence[str], *, recipes: bool
+) -> dict[str, bool]:
+    """Return the names among those of `roles` that the targets choose and `exclude` does not, each with whether a
+    pattern without * and ? names it.
+
+    Args:
+        targets: patterns; None: the default (see above).
+        recipes: whether heads and routers are passed over, whatever pattern names them.
+
+    Raises ValueError if a pattern matches no linear, or only such as are passed over, and if nothing is left.
+    """
+    names = Matching(roles)
+    out = names.of_all("exclude", exclude)
+    if targets is None:
+        chosen = dict.fromkeys(_default(names, roles), False)
+    else:
+        names.of_all("targets", targets)
+        chosen, kept = {}, []
+        for pattern in targets:
+            own = [name for name in names.of(pattern) if not (recipes and roles[name] in KEPT)]
+            kept += [] if own else [pattern]
+            adapters = all(roles[name] == "adapter" for name in own)  # else * means what they adapt
+            for name in own:
+                if adapters or roles[name] != "adapter":
+                    chosen[name] = chosen.get(name, False) or exact(pattern)
+        if kept:
+            heads = kinds(names.of_all("targets", kept))
+            raise ValueError(f"targets {kept}: recipes keep {heads} in 16 bits (output head and gates); name others")
+    if not (chosen := {name: chosen[name] for name in roles if name in chosen and name not in out}):
+        key = f"exclude {list(exclude)}" if exclude else "targets"
+        raise ValueError(
+            f"{key}: no linear is left to convert; this model has {kinds(roles)}, of which output heads, routers and "
+            "adapters stay in 16 bits (what is no nn.Linear, as GPT-2's Conv1D or experts in one tensor, can be a "
+            "gnmr.Unit of your own)"
+        )
+    return chosen
+
+
+def _default(names: Matching, roles: Mapping[str, str]) -> list[str]:
+    some = [name for name, role in roles.items() if role in ("", "outside")]
+    blocks = "outside" in roles.values() or any(block_of(names.called[name]) is not None for name in some)
+    usual = {*names.of(USUAL)}
+    found = [name for name in some if name in usual or (blocks and roles[name] == "")]
+    return found or some
+
+
+def kinds(names: Iterable[str]) -> str:
+    """Return the last parts of the names, for a message."""
+    return ", ".join(sorted({name.rpartition(".")[2] for name in names})) or "none"
+
+
+def _parent(name: str, modules: Mapping[str, nn.Module]) -> nn.Module | None:
+    return modules.get(name.rpartition(".")[0])
+
+
+def _is_gate(parts: Sequence[str], outputs: int, inputs: int, parent: nn.Module | None) -> bool:
+    """Whether it is the gate of a mixture, or of its shared expert: the gate of an MLP is wide."""
+    narrow = 2 * outputs <= inputs
+    if "gate" in parts[-2:]:
+        return narrow or (parts[-1] == "gate" and hasattr(parent, "experts"))
+    return narrow and parts[-1] == "shared_expert_gate"
+
+
+def _is_adapter(name: str, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether one of the modules around it has a base_layer, in which it does not lie."""
+    parts = name.split(".")
+    around = (".".join(parts[:end]) for end in range(1, len(parts)))
+    return any(f"{one}.base_layer" in modules and not f"{name}.".startswith(f"{one}.base_layer.") for one in around)
