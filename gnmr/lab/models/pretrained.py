@@ -74,7 +74,7 @@ def open_config(checkpoint: str, where: str | None = None) -> Any:
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
         found = AutoConfig.from_pretrained(folder if folder.is_dir() else checkpoint, trust_remote_code=False)
-        if found.is_encoder_decoder or type(found) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        if getattr(found, "is_encoder_decoder", False) or type(found) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise _not_causal(found, where)
     if isinstance(layers := getattr(found, "num_hidden_layers", 0), int) and layers > MOST_LAYERS:
         raise UserError(f"{where}: config.json says {layers:,} layers, {MOST_LAYERS:,} are the most")
