@@ -61,7 +61,10 @@ PLAN_FILE = "plan.json"
 MAX_PLAN = 1 << 24
 """Bytes: 10,000 operators take less than two."""
 _MOST_OPERATORS, _MOST_NATS = 100_000, 1e30
-_PLAIN = tuple("targets exclude low recovery recipes pins times work rest budget extra fused prices".split())
+_PLAIN = (
+    *("targets", "exclude", "low", "recovery", "recipes", "pins", "times"),
+    *("work", "rest", "budget", "extra", "fused", "prices"),
+)
 _BY_LINE = ("operators", "pins", "work", "prices")
 """Written with an operator a line."""
 _KEYS = ("operators", *_PLAIN, "expected", "triggers", "provenance")
@@ -149,8 +152,9 @@ class PinPlan:
                 require(isinstance(by_recipe, dict) and self.low in by_recipe, key, by_recipe, right)
                 for recipe, nats in by_recipe.items():
                     one_of((*RECIPES, *self.recipes), **{key: recipe})
-                    within(-_MOST_NATS, _MOST_NATS, **{f"{key}.{recipe}": nats})
-  # type: ignore[arg-type]
+                    within(-_MOST_NATS, _MOST_NATS, **{f"{key}.{recipe}": nats})  # type: ignore[arg-type]
+
+    # type: ignore[arg-type]
     def _spec(self) -> PathSpec:
         return PathSpec(**{name: getattr(self, name) for name in PATHS})
 
