@@ -154,7 +154,6 @@ class PinPlan:
                     one_of((*RECIPES, *self.recipes), **{key: recipe})
                     within(-_MOST_NATS, _MOST_NATS, **{f"{key}.{recipe}": nats})  # type: ignore[arg-type]
 
-    # type: ignore[arg-type]
     def _spec(self) -> PathSpec:
         return PathSpec(**{name: getattr(self, name) for name in PATHS})
 
