@@ -268,12 +268,15 @@ def closed(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def table(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return, by low path, budget and arm, the mean fraction closed over the blocks that have all arms of this budget,
-    and half the width of its 95% interval; against the plan the difference with its interval, the p-value of a paired
-    t-test, and the smallest difference that would have been found with a probability of 80%."""
+    """Return, by low path, budget and arm, the mean fraction closed over the blocks that have the plan, and half the
+    width of its 95% interval; against the plan the difference with its interval, the p-value of a paired t-test, and
+    the smallest difference that would have been found with a probability of 80%. An arm that some of these blocks lack
+    is left out."""
     rows, frame = [], closed(frame)
     for (low, budget), own in frame[~frame.arm.isin(BOUNDS)].groupby(["low", "budget"]):
-        both = own.pivot_table(index=["base", "order"], columns="arm", values=["closed", "extra"]).dropna()
+        both = own.pivot_table(index=["base", "order"], columns="arm", values=["closed", "extra"])
+        if ("closed", "plan") in both:
+            both = both[both["closed", "plan"].notna()].dropna(axis=1)
         by_arm = both["closed"]
         for arm in (arm for arm in ARMS if arm in by_arm):
             values, extra = by_arm[arm], both["extra"][arm].mean()

@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
     blocks = torch.utils.data.DataLoader(library_blocks(number), batch_size=BATCH, shuffle=True)
     model, optimizer, blocks = accelerator.prepare(model, optimizer, blocks)
     controller = gnmr.attach(  # 1: after the adapters are there and the model is on its device
-        model, low="llm_int8", recovery="bf16", unit="block", observe="adapter", targets=["*_proj.base_layer"],
+        model, low="llm_int8", recovery="bf16", unit="block", observe="adapter",
         max_o=1, alpha=1.1, beta=1.2,
     )  # fmt: skip
 

@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> None:
             ddp_backend="gloo" if "WORLD_SIZE" in os.environ else None,
         )
         trainer = Trainer(model, args, train_dataset=Blocks(words.steps * BATCH * ACCUMULATION))
-        routing = {"unit": "block", "observe": "adapter", "targets": ["*_proj.base_layer"]}
+        routing = {"unit": "block", "observe": "adapter"}
         callback = GnmrCallback(trainer, low="llm_int8", recovery="bf16", max_o=1, alpha=1.1, beta=1.2, **routing)
         trainer.add_callback(callback)
         trainer.train()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import gnmr
 from gnmr.control.signals import SIGNALS
@@ -110,6 +113,24 @@ def test_a_mistake_does_not_cost_the_16_bit_weights() -> None:
         assert module.weight is weight and torch.equal(weight, values)
     gnmr.attach(model, max_o=2, **how)
     assert all(module.weight.dtype == torch.int8 for module in model)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, AveragedModel])
+@pytest.mark.parametrize("low", ["sim_e2m1", "fp8_delayed"])
+def test_a_copy_of_the_model_is_switched_with_it(copied: Callable[[nn.Module], nn.Module], low: str) -> None:
+    x, model = torch.randn(8, 16), net()
+    exact = model(x)
+    controller = gnmr.attach(model, low=low, recovery="bf16", targets=["?"])
+    average, pair = copied(model), copy.deepcopy((model, controller))
+    assert not torch.equal(average(x), exact)
+    with controller.converted.high_precision():
+        assert torch.equal(model(x), exact) and torch.equal(average(x), exact)
+        assert not torch.equal(pair[0](x), exact), "a copy of both is on its own"
+    assert not torch.equal(average(x), exact)
+    controller.detach()
+    assert torch.equal(model(x), exact) and torch.equal(average(x), exact)
+    assert not torch.equal(pair[0](x), exact) and pair[1].active == []
+    assert "detached" in str(controller) and "detached" not in str(pair[1])
 
 
 def test_units_are_called_alike_in_wrappers() -> None:

@@ -9,8 +9,11 @@ from torch import nn
 from gnmr.control import Controller, ControlSpec, OutputGradients, Unit
 from gnmr.control.norms import adapters
 from gnmr.control.ranks import Ranks
+from gnmr.control.unit import Slice
 from gnmr.precision import ConvertedModel
+from gnmr.precision.contained import Contained, bias_of
 from gnmr.precision.cost import nominal_bits
+from gnmr.precision.linear import PathLinear
 from gnmr.precision.units import PathUnit, module_of
 
 
@@ -27,6 +30,15 @@ def costs_of(converted: ConvertedModel, control: ControlSpec) -> tuple[list[floa
         raise ValueError("cost: no unit costs anything")
     pinned = [cost[unit.name] for unit in converted.units if not unit.routable]
     return [cost[name] / every for name in names], sum(pinned) / every
+
+
+def parameters_of(operator: PathLinear) -> list[nn.Parameter | Slice]:
+    """Return the operator's parameters, or of one that is contained in a module its parts of the module's."""
+    if not isinstance(operator, Contained):
+        return list(operator.parameters())
+    own = operator.weight, bias_of(operator.owner, operator.key)
+    found = [one for one in own if isinstance(one, nn.Parameter)]
+    return [one if operator.place is None else Slice(one, operator.place) for one in found]
 
 
 def units_of(
@@ -58,10 +70,10 @@ def units_of(
         )
         return more / 8 if more > 0 else 1.0
 
-    def parameters(unit: PathUnit) -> tuple[nn.Parameter, ...]:
+    def parameters(unit: PathUnit) -> tuple[nn.Parameter | Slice, ...]:
         if observe == "adapter" and model is not None:
             return adapters(model, module_of(unit.name), known.get(unit.name, ()))
-        return tuple(parameter for operator in unit.operators for parameter in operator.parameters())
+        return tuple(parameter for operator in unit.operators for parameter in parameters_of(operator))
 
     shares = converted.cost.of_units("gemm")[0] if costs is None else costs
     return [

@@ -18,7 +18,7 @@ class Linked:
     def __init__(
         self, model: nn.Module, modules: Iterable[nn.Module], read: Iterable[nn.Module], trained: bool = False
     ) -> None:
-        self._model, self._modules, self._read = model, dict.fromkeys(modules), list(read)
+        self._model, self._modules, self._read = model, dict.fromkeys(modules), list(dict.fromkeys(read))
         self._watches_trained = trained
         self.look()
 

@@ -195,7 +195,7 @@ def true_gap(
         # If one path leaves a parameter without gradient (an expert without tokens), the other's is the gap.
         gradients.append(
             [
-                [part_of(torch.zeros_like(p) if p.grad is None else p.grad, p, ranks).float() for p in group]
+                [part_of(torch.zeros_like(p.detach()) if p.grad is None else p.grad, p, ranks).float() for p in group]
                 for group in distinct.groups
             ]
         )

@@ -77,8 +77,9 @@ class Router:
         observe = self.spec.observe
         outside = dict.fromkeys(module_of(name) for name in self.names if observe != "parameters")
         around: list[nn.Module] = [watched(model, name) for name in outside]
-        read = around if observe == "adapter" else converted.operators
-        self._linked = Linked(model, [*converted.operators, *around], read, trained=observe == "adapter")
+        modules = [operator.module for operator in converted.operators]
+        read = around if observe == "adapter" else modules
+        self._linked = Linked(model, [*modules, *around], read, trained=observe == "adapter")
         needs = [name for name in controller.needs if name not in controller.measured.names]
         self._paths = PathSteps(converted, model, controller.ranks, needs, probe_tokens, price_tokens)
         controller.measured.sources.append(self._paths)

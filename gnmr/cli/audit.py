@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 SIDES = ("trainer", "rollout")
 _TEXT = """\
 RUN is a run folder: its newest checkpoint on its own low path, with its pins, on its own validation data. CHECKPOINT is
-a folder with a Hugging Face checkpoint of a LLaMA-like model, or its name on the hub, with data=FILE.txt; with recipe=
+a folder with a Hugging Face checkpoint of a causal model, or its name on the hub, with data=FILE.txt; with recipe=
 its linears are put on that recipe, less what the lists leave out, else they are audited as they are. Nothing is trained
 and nothing written but out=. A model that torchao or Transformer Engine converted lives in your own loop:
 
@@ -130,7 +130,7 @@ def _linears(place: str, config: Config | None) -> list[str]:
         with torch.device("meta"):
             model: nn.Module = models.build(config.model, config.data.vocab_size, config.training.seq_len)
     else:
-        model = pretrained.on_meta(checkpoint, torch.bfloat16, place)
+        model = pretrained.empty(checkpoint, torch.bfloat16, place)
     weights = {name: getattr(module, "weight", None) for name, module in model.named_modules()}
     embeddings = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     names = [name for name, weight in weights.items() if isinstance(weight, Tensor) and weight.dim() == 2]

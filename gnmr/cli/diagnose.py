@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _TEXT = """\
 RUN is a run folder (its newest checkpoint, by default on its own validation data); CHECKPOINT is a folder with a
-Hugging Face checkpoint of a LLaMA-like model (config.json, *.safetensors, tokenizer), or such a checkpoint's name on
+Hugging Face checkpoint of a causal model (config.json, *.safetensors, tokenizer), or such a checkpoint's name on
 the hub, with data=FILE.txt. Nothing is trained, and nothing written but what out= and html= name.
 
   gnmr diagnose runs/act_quant_stress/RUN recipe=nvfp4 rescue=mxfp8,bf16 budget=+10% out=plan/

@@ -11,12 +11,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gnmr.control.device import to_device, waits_for_nothing
 from gnmr.control.norms import Distinct, OutputGradients, UnitNorms
 from gnmr.control.ranks import Ranks
-from gnmr.control.unit import Unit
+from gnmr.control.unit import Slice, Unit
 
 EVIDENCE: dict[str, str] = {
     "norm": "2-norm of the unit's gradient after accumulation, before clipping; always there",
@@ -74,6 +74,14 @@ def without_zeros(evidence: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     }
 
 
+def _own(parameter: nn.Parameter | Slice, gradients: Mapping[int, Tensor]) -> Tensor | None:
+    """What `gradients` has by the parameter's id."""
+    if not isinstance(parameter, Slice):
+        return gradients.get(id(parameter))
+    whole = gradients.get(id(parameter.parameter))
+    return None if whole is None else parameter.of(whole)
+
+
 class MicroNorms:
     """Squared gradient norms of single micro-batches, from gradients that accumulate. Keeps one copy of them."""
 
@@ -94,7 +102,7 @@ class MicroNorms:
         for group, before in zip(self._groups, self._before, strict=True):
             square = torch.zeros((), dtype=torch.float64, device=group[0].device)
             for i, parameter in enumerate(group):
-                gradient = parameter.grad if gradients is None else gradients.get(id(parameter))
+                gradient = parameter.grad if gradients is None else _own(parameter, gradients)
                 if gradient is None:
                     continue
                 earlier = before[i]
@@ -133,12 +141,12 @@ class MicroNorms:
         self._sum, self.count = None, 0
 
 
-def of_shards(groups: Sequence[Sequence[Tensor]], ranks: Ranks | None) -> Ranks | None:
+def of_shards(groups: Sequence[Sequence[Tensor | Slice]], ranks: Ranks | None) -> Ranks | None:
     """`ranks` where they hold parts of these parameters."""
     return ranks if ranks is not None and any(ranks.is_sharded(p) for group in groups for p in group) else None
 
 
-def part_of(x: Tensor, of: Tensor, ranks: Ranks | None) -> Tensor:
+def part_of(x: Tensor, of: Tensor | Slice, ranks: Ranks | None) -> Tensor:
     """What this rank adds of `x`, a tensor of the parameter `of`: its part, nothing where another adds the same one."""
     if ranks is None:
         return x

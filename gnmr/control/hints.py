@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gnmr.control.decision import Decision
 from gnmr.control.device import HostPacket
-from gnmr.control.unit import Unit
+from gnmr.control.unit import Slice, Unit
 from gnmr.errors import users_level
 
 _STEPS = 10
@@ -190,7 +190,7 @@ class Hints:
         self._handles, self._left = {}, {}
 
     @torch.no_grad()
-    def _before(self, name: str, parameter: nn.Parameter, _gradient: Tensor) -> None:
+    def _before(self, name: str, parameter: nn.Parameter | Slice, _gradient: Tensor) -> None:
         """Before a gradient is added; `torch.autograd.grad` calls it too, but not `_after`."""
         gradient = parameter.grad
         if gradient is None or gradient.is_sparse:

@@ -28,10 +28,11 @@ from torch import Tensor, nn
 
 from gnmr.control.device import flags
 from gnmr.control.ranks import Ranks
+from gnmr.control.unit import Slice, identity
 from gnmr.errors import users_level
 
 
-def gradient_norms(parameters: Sequence[nn.Parameter]) -> Tensor:
+def gradient_norms(parameters: Sequence[nn.Parameter | Slice]) -> Tensor:
     """2-norm of each parameter's gradient, (P,) float64; accumulated in float32 (float64 if
     there are float64 gradients); 0 where there is no gradient.
 
@@ -62,14 +63,14 @@ class Distinct:
     Units may share all their parameters (the GEMMs of an operator).
     """
 
-    def __init__(self, groups: Iterable[Sequence[nn.Parameter]]) -> None:
-        known: dict[tuple[int, ...], int] = {}
-        self.groups: list[Sequence[nn.Parameter]] = []
+    def __init__(self, groups: Iterable[Sequence[nn.Parameter | Slice]]) -> None:
+        known: dict[tuple[object, ...], int] = {}
+        self.groups: list[Sequence[nn.Parameter | Slice]] = []
         self.first: list[int] = []
         """The place of each one's first occurrence."""
         places: list[int] = []
         for group in groups:
-            if (place := known.setdefault(tuple(map(id, group)), len(known))) == len(self.groups):
+            if (place := known.setdefault(tuple(map(identity, group)), len(known))) == len(self.groups):
                 self.groups.append(group)
                 self.first.append(len(places))
             places.append(place)
@@ -84,7 +85,7 @@ class Distinct:
 class UnitNorms:
     """Norms of units that own several parameters each; of one process, or with `ranks` a part of what several have."""
 
-    def __init__(self, groups: Sequence[Sequence[nn.Parameter]], ranks: Ranks | None = None) -> None:
+    def __init__(self, groups: Sequence[Sequence[nn.Parameter | Slice]], ranks: Ranks | None = None) -> None:
         self._ranks = ranks
         self._distinct = Distinct(groups)
         groups = self._distinct.groups
@@ -165,10 +166,14 @@ def watched(model: nn.Module, unit: str) -> nn.Module:
         for adapted in ("", "base_model.model."):  # what peft's own model puts in front
             with suppress(AttributeError):
                 return model.get_submodule(f"{wrapped}{adapted}{unit}".removesuffix(".base_layer"))
-    raise ValueError(f"unit {unit!r}: the model has no module of this name to observe")
+    raise ValueError(
+        f"unit {unit!r}: the model has no module of this name to observe; use unit='operator' or unit='block'"
+    )
 
 
-def adapters(model: nn.Module, unit: str, before: tuple[nn.Parameter, ...] = ()) -> tuple[nn.Parameter, ...]:
+def adapters(
+    model: nn.Module, unit: str, before: tuple[nn.Parameter | Slice, ...] = ()
+) -> tuple[nn.Parameter | Slice, ...]:
     """The trainable parameters below the unit's name, of its operators and of everything else there; where there is
     none now, those of `before`.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -23,13 +23,13 @@ class Ranks(Protocol):
     def tells_own(self) -> bool:
         """True if the loop tells each process's own gradients before they are reduced (`Controller.micro_step`)."""
 
-    def is_sharded(self, x: Tensor) -> bool:
+    def is_sharded(self, x: Any) -> bool:
         """Return True if each rank holds a part of `x`."""
 
     def local(self, x: Tensor) -> Tensor:
         """Return this rank's part of `x`."""
 
-    def counts(self, x: Tensor) -> bool:
+    def counts(self, x: Any) -> bool:
         """Return True if this rank's part is to be in a sum that holds each part once."""
 
     def sum(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -4,8 +4,72 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+
+class Slice:
+    """One slice along dimension 0 of a parameter: an expert's part of a tensor that holds the weights of several.
+
+    It stands for a parameter wherever gradients and weights of a unit are read. Of a DTensor it is what this rank holds
+    of the slice, which may be nothing.
+    """
+
+    def __init__(self, parameter: Tensor, index: int) -> None:
+        self.parameter, self.index = parameter, index
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Equal for equal slices."""
+        return id(self.parameter), self.index
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The slice of the parameter's gradient."""
+        return None if self.parameter.grad is None else self.of(self.parameter.grad)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.parameter.shape[1:]
+
+    @property
+    def ndim(self) -> int:
+        return self.parameter.ndim - 1
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def detach(self) -> Tensor:
+        return self.of(self.parameter.detach())
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return this slice of `x`, a tensor of the parameter's shape."""
+        if not hasattr(x, "placements") or any(how.is_partial() for how in x.placements):
+            return x if hasattr(x, "placements") else x[self.index]
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        sizes, offsets = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)  # type: ignore[attr-defined]
+        local: Tensor = x.to_local()  # type: ignore[attr-defined]
+        at = self.index - offsets[0]
+        return local[at] if 0 <= at < sizes[0] else local.flatten()[:0]
+
+    def __getattr__(self, name: str) -> Any:
+        """As the parameter: its dtype, device, whether it is trained, how it is sharded, its hooks."""
+        if name.startswith("__") or name in ("parameter", "index"):
+            raise AttributeError(name)
+        return getattr(self.parameter, name)
+
+
+def whole_of(parameter: nn.Parameter | Slice) -> Tensor:
+    """Return the parameter itself, or the one that a slice is part of."""
+    return parameter.parameter if isinstance(parameter, Slice) else parameter
+
+
+def identity(parameter: nn.Parameter | Slice) -> object:
+    """Return what is equal for two parameters, or two slices, exactly if they are the same."""
+    return parameter.key if isinstance(parameter, Slice) else id(parameter)
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,7 +82,7 @@ class Unit:
     """
 
     name: str
-    parameters: tuple[nn.Parameter, ...]
+    parameters: tuple[nn.Parameter | Slice, ...]
     switch: Callable[[bool], None] | None = None
     cost: float = 1.0
     """What its recovery costs, in any unit that is the same for all: what a budget counts."""
@@ -31,8 +95,8 @@ class Unit:
             given = given.parameters()
         elif isinstance(given, nn.Parameter):
             given = (given,)
-        found = tuple(dict.fromkeys(given)) if isinstance(given, Iterable) else (given,)
-        if wrong := [type(one).__name__ for one in found if not isinstance(one, nn.Parameter)]:
+        found = tuple({identity(one): one for one in given}.values()) if isinstance(given, Iterable) else (given,)
+        if wrong := [type(one).__name__ for one in found if not isinstance(one, nn.Parameter | Slice)]:
             raise ValueError(f"unit {self.name!r}: parameters must be nn.Parameters, not {wrong[0]}")
         if not found:
             raise ValueError(f"unit {self.name!r} has no parameters: there is no gradient to watch")

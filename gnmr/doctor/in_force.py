@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from gnmr.precision import Recipe
 from gnmr.precision.cast import over_scale, quantize, scale_of_each
+from gnmr.precision.contained import Contained, Owner, parameter_of
 from gnmr.precision.formats import Format, KeepFormat
 from gnmr.precision.linear import PathLinear
 from gnmr.precision.recipes import Cast
@@ -109,7 +110,7 @@ class Operator:
     @property
     def weight(self) -> Tensor:
         """(O, I), in high precision."""
-        return _plain(self.module.weight)
+        return self.module.matrix.detach() if isinstance(self.module, Contained) else _plain(self.module.weight)
 
     @property
     def bias(self) -> Tensor | None:
@@ -142,7 +143,14 @@ class Operator:
 
 def operators_of(model: nn.Module) -> list[Operator]:
     """Every linear of the model that holds a weight of its own, under its name without what wrappers add."""
-    found = {name: module for name, module in model.named_modules() if _is_linear(module)}
+    found: dict[str, nn.Module] = {}
+    inside: set[Tensor] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, Owner):
+            found |= {operator.operator_name: operator for operator in module.path_operators}
+            inside |= {parameter_of(module, operator.key) for operator in module.path_operators}
+        elif _is_linear(module) and module.weight not in inside:
+            found[name] = module
     embeddings = {name: module.weight for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     tied, roles = tied_to_embeddings(model, found), roles_of(model, found)
     made = []

@@ -150,7 +150,8 @@ def choose(
     if not options or (before <= kept if kept is not None else greedy.after - bound <= GAP * before):
         return greedy
     seconds, saved = (np.array([getattr(option, what) for _, option in options]) for what in ("time", "saved"))
-    seconds, room, unit = seconds / seconds.max(), room / seconds.max(), saved.max()
+    longest, unit = seconds.max() if seconds.max() > 0 else 1.0, saved.max()
+    seconds, room = seconds / longest, room / longest
     one_each = csr_array((np.ones(len(options)), ([at for at, _ in options], range(len(options)))))
     rules = [LinearConstraint(one_each, ub=1)]
     if room < seconds.sum():

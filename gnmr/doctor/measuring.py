@@ -370,7 +370,7 @@ class Doctor:
         self._read |= {o.operator_name for o, gradient in both if gradient is not None}
         ran = list(meter.rows)
         of_data = self._labels == "data" or whole.logits is None
-        norms = _norms_of(gradients) if of_data or place < _NORMED else None
+        norms = self._norms_of(gradients) if of_data or place < _NORMED else None
         del objective, gradients
         if not of_data and place < _NORMED:
             norms = self._norms(batch, place, norms)
@@ -460,7 +460,12 @@ class Doctor:
         loss = output_of(self._run(batch), f"run of batch {place + 1}").loss
         if loss is None or not loss.requires_grad:
             return drawn
-        return _norms_of(torch.autograd.grad(loss, self._weights, allow_unused=True))
+        return self._norms_of(torch.autograd.grad(loss, self._weights, allow_unused=True))
+
+    def _norms_of(self, gradients: Iterable[Tensor | None]) -> Tensor:
+        own = zip(self.converted.operators, gradients, strict=True)
+        norms = [0.0 if gradient is None else o.part(gradient).float().norm().double() for o, gradient in own]
+        return torch.stack([torch.as_tensor(norm, dtype=torch.float64) for norm in norms])
 
     @torch.no_grad()
     def _forward(
@@ -556,11 +561,6 @@ def _forward_row(
             interval = value, value
     both = interval[0], interval[1]
     return Row(name, "fprop", value, both, by_token=by_token, by_sequence=by_sequence, measured=measured)
-
-
-def _norms_of(gradients: Iterable[Tensor | None]) -> Tensor:
-    norms = [0.0 if gradient is None else gradient.float().norm().double() for gradient in gradients]
-    return torch.stack([torch.as_tensor(norm, dtype=torch.float64) for norm in norms])
 
 
 def _passes(batches: Iterable[Any], held_out: int, confirmed: int, rescues: int) -> int | None:

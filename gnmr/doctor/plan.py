@@ -35,9 +35,20 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gnmr.doctor.knapsack import FUSED, Pins, Shapes, as_choice, check_budget, choose, groups_of, times_of
+from gnmr.doctor.knapsack import (
+    FUSED,
+    Item,
+    Pins,
+    Prices,
+    Shapes,
+    as_choice,
+    check_budget,
+    choose,
+    groups_of,
+    times_of,
+)
 from gnmr.errors import UserError, nearest, one_of, require, share_of, within
-from gnmr.names import GEMMS, by_end, listed
+from gnmr.names import GEMMS, RECIPES, by_end, listed
 from gnmr.precision.spec import PathSpec
 from gnmr.records.untrusted import MAX_NAME, Damaged, bounded, content, first_line
 
@@ -49,21 +60,10 @@ PLAN_FILE = "plan.json"
 """What `gnmr diagnose` calls it in the folder of out=."""
 MAX_PLAN = 1 << 24
 """Bytes: 10,000 operators take less than two."""
-_MOST_OPERATORS = 100_000
+_MOST_OPERATORS, _MOST_NATS = 100_000, 1e30
 _PLAIN = (
-    "targets",
-    "exclude",
-    "low",
-    "recovery",
-    "recipes",
-    "pins",
-    "times",
-    "work",
-    "rest",
-    "budget",
-    "extra",
-    "fused",
-    "prices",
+    *("targets", "exclude", "low", "recovery", "recipes", "pins", "times"),
+    *("work", "rest", "budget", "extra", "fused", "prices"),
 )
 _BY_LINE = ("operators", "pins", "work", "prices")
 """Written with an operator a line."""
@@ -116,7 +116,7 @@ class PinPlan:
             whole = isinstance(shape, list | tuple) and len(shape) == 2 and all(map(_width, shape))
             require(whole, f"operators.{name}", shape, "must be [inputs, outputs], two whole numbers of at least 1")
         object.__setattr__(self, "operators", {name: tuple(shape) for name, shape in self.operators.items()})
-        object.__setattr__(self, "pins", dict(self._spec().pins))
+        object.__setattr__(self, "pins", self._spec().pinned)
         for key in ("pins", "prices", "work"):
             require(isinstance(getattr(self, key), dict), key, getattr(self, key), "must be {operator: ...}")
             if strange := [name for name in getattr(self, key) if name not in self.operators]:
@@ -148,9 +148,11 @@ class PinPlan:
             require(isinstance(by_gemm, dict), f"prices.{name}", by_gemm, "must be {GEMM: {recipe: nats}}")
             for gemm, by_recipe in by_gemm.items():
                 one_of(GEMMS, **{f"prices.{name}": gemm})
-                sound = isinstance(by_recipe, dict) and self.low in by_recipe and all(map(_number, by_recipe.values()))
-                right = f"must be {{recipe: nats}}, {self.low} among them"
-                require(sound, f"prices.{name}.{gemm}", by_recipe, right)
+                key, right = f"prices.{name}.{gemm}", f"must be {{recipe: nats}}, {self.low} among them"
+                require(isinstance(by_recipe, dict) and self.low in by_recipe, key, by_recipe, right)
+                for recipe, nats in by_recipe.items():
+                    one_of((*RECIPES, *self.recipes), **{key: recipe})
+                    within(-_MOST_NATS, _MOST_NATS, **{f"{key}.{recipe}": nats})  # type: ignore[arg-type]
 
     def _spec(self) -> PathSpec:
         return PathSpec(**{name: getattr(self, name) for name in PATHS})
@@ -177,14 +179,14 @@ class PinPlan:
         prices = {(name, gemm): free | own for name, by_gemm in self.prices.items() for gemm, own in by_gemm.items()}
         chosen = {(name, gemm): recipe for name, own in self.pins.items() for gemm, recipe in own.items()}
         budget = self.extra if self.budget is None else self.budget
-        if budget and chosen.keys() <= prices.keys():
+        if budget is not None and budget > 0 and _priced(chosen, prices):
             found = choose(prices, times, self.low, budget, groups=groups)
         else:
             for items in ([(name, gemm) for name in group] for group in groups for gemm in GEMMS):
                 own = [chosen.get(item, self.low) for item in items]
                 slowest = max(own, key=lambda one: (times[items[0]][one], one != self.low))
                 chosen |= {item: slowest for item in items if slowest != self.low}
-            found = as_choice(chosen, prices, times, self.low)
+            found = as_choice(chosen, prices if _priced(chosen, prices) else {}, times, self.low)
         after = self.expected
         if after is not None and found.before > 0:
             after = after[0], after[0] * found.after / found.before
@@ -192,12 +194,13 @@ class PinPlan:
 
     def named_recipes(self) -> list[Recipe]:
         """Return the recipes that it names, `low` first; of a plan of recipes."""
-        from gnmr.precision.recipes import RECIPES, Recipe
+        from gnmr.precision.recipes import RECIPES as OURS
+        from gnmr.precision.recipes import Recipe
 
         own = {name: one if isinstance(one, Recipe) else Recipe.of(name, one) for name, one in self.recipes.items()}
         names = dict.fromkeys([self.low, *(recipe for by_gemm in self.pins.values() for recipe in by_gemm.values())])
         names |= dict.fromkeys(one for own in self.prices.values() for by_recipe in own.values() for one in by_recipe)
-        return [(RECIPES | own)[name] for name in names]
+        return [(OURS | own)[name] for name in names]
 
     def area(self, name: str) -> int:
         """Return the multiplications of an operator: those that were counted, or of a token."""
@@ -334,8 +337,9 @@ def _name(key: str, name: object) -> None:
     )
 
 
-def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _priced(chosen: Mapping[Item, str], prices: Prices) -> bool:
+    """Whether each of these recipes has a price."""
+    return all(recipe in prices.get(item, ()) for item, recipe in chosen.items())
 
 
 def _width(value: object) -> bool:

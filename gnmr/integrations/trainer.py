@@ -279,7 +279,7 @@ def _check(trainer: Trainer, attached: bool) -> None:
 def _check_attached(trainer: Trainer, controller: Router) -> None:
     """UserError for a controller of another model, and where its signal needs micro-batches that are not there."""
     assert trainer.model is not None
-    if not set(trainer.model.modules()).issuperset(controller.converted.operators):
+    if not set(trainer.model.modules()).issuperset(operator.module for operator in controller.converted.operators):
         raise UserError("GnmrCallback: the controller is attached to another model than the Trainer's")
     if "micro_square" in controller.needs:
         accumulation, left = trainer.args.gradient_accumulation_steps, 0

@@ -100,9 +100,9 @@ def outliers(cast: Cast | None, rows: Tensor) -> Tensor | None:
     return (largest_magnitude(rows, (0,)).float() >= cast.outliers)[0]
 
 
-def weight_of(operator: PathLinear, dtype: torch.dtype) -> Tensor:
-    """(O, I) float32, as the GEMMs are given it: rounded to `dtype`."""
-    weight = operator.weight.detach()
+def weight_of(operator: PathLinear, dtype: torch.dtype, given: Tensor | None = None) -> Tensor:
+    """(O, I) float32, as the GEMMs are given it: rounded to `dtype`. `given`: what a pass had in the weight's place."""
+    weight = operator.matrix.detach() if given is None else given
     if not weight.is_floating_point():
         assert isinstance(operator, Int8Linear)
         return Integers(weight, operator.weight_scale).values(dtype).float()

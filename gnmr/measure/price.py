@@ -225,7 +225,11 @@ class PriceMeter:
             if isinstance(path, Recipe) and (kept := outliers(path.fprop.input, rows)) is not None
         }
         length = input.shape[-2] if input.dim() > 2 else 1
-        found = _Pass(operator, paths, rows[chosen].float(), inputs, columns, dtype, chosen, len(rows), length)
+        weight, bias = operator.given or (None, operator.bias)
+        given = None if weight is None else weight.detach()
+        found = _Pass(
+            operator, paths, given, bias, rows[chosen].float(), inputs, columns, dtype, chosen, len(rows), length
+        )
         output.register_hook(partial(self._measure, found))
 
     def _chosen(self, count: int, paths: Collection[ExecutionPath], device: torch.device) -> Tensor:
@@ -243,7 +247,7 @@ class PriceMeter:
         """Adds up one pass; `grad` (..., O) is the gradient of its output."""
         operator, x = found.operator, found.x
         grad_2d = grad.reshape(-1, grad.shape[-1]).to(found.dtype)
-        dy, weight = grad_2d[found.chosen].float(), weight_of(operator, found.dtype)
+        dy, weight = grad_2d[found.chosen].float(), weight_of(operator, found.dtype, found.weight)
         dx = dy @ weight
         gradient = dy.t() @ x if "wgrad" in self.gemms and operator.weight.requires_grad else None
         nothing = torch.zeros((), dtype=torch.float64, device=dy.device)
@@ -281,6 +285,9 @@ class _Pass:
 
     operator: PathLinear
     paths: dict[str, ExecutionPath]
+    weight: Tensor | None
+    """(O, I), where the pass was given one."""
+    bias: Tensor | None
     x: Tensor
     """(n, I) float32: the measured tokens of the input."""
     inputs: dict[str, dict[str, Tensor]]
@@ -342,18 +349,18 @@ def _fprop(found: _Pass, low: _Operands, high: _Operands, dy: Tensor, dx: Tensor
         sums["fprop_weight"], terms = _square(by_weight.sum(dim=1)), by_input + by_weight
     u, elements = terms.sum(dim=1), _square(terms)
     if low.result is not None or high.result is not None:
-        by_result = dy * (_result_error(found.operator, low) - _result_error(found.operator, high))
+        by_result = dy * (_result_error(found.bias, low) - _result_error(found.bias, high))
         u, elements = u + by_result.sum(dim=1), elements + _square(by_result)
     whole = len(found.chosen) == found.count
     sequence = _square(u.view(-1, found.length).sum(dim=1)) if whole else elements.new_full((), torch.nan)
     return sums | {"fprop": _square(u), "fprop_sequence": sequence, "fprop_elements": elements}
 
 
-def _result_error(operator: PathLinear, operands: _Operands) -> Tensor | float:
+def _result_error(bias: Tensor | None, operands: _Operands) -> Tensor | float:
     """What the cast of the result changes of it, (n, O)."""
     if operands.result is None:
         return 0.0
-    bias, weight = operator.bias, operands.weight.t()
+    weight = operands.weight.t()
     y = operands.x @ weight if bias is None else torch.addmm(bias.detach().float(), operands.x, weight)
     return result_in(y, operands.result) - y
 

@@ -1,4 +1,4 @@
-"""Exchanging linears by name pattern, in place: what becomes of them is the `ConvertedModel`."""
+"""Exchanging linear operators by name pattern, in place: what becomes of them is the `ConvertedModel`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from torch._subclasses import FakeTensor
 
 from gnmr.errors import users_level
 from gnmr.names import GEMMS, by_end, select
+from gnmr.precision.adapters import Found, contain, operators_in
 from gnmr.precision.cast_stats import AmaxHistory
+from gnmr.precision.contained import Owner
 from gnmr.precision.converted import ConvertedModel
 from gnmr.precision.int8 import MOST_INPUTS, PER_ROW, Int8Linear
 from gnmr.precision.linear import PathLinear
@@ -22,7 +24,7 @@ from gnmr.precision.reads import SHARDED, is_sharded
 from gnmr.precision.recipes import ExecutionPath, Gemm, Recipe
 from gnmr.precision.resolve import Pair, as_run, named, pinned, recipes_of, resolve, routes, warn_without_effect
 from gnmr.precision.rounding import Rounding
-from gnmr.precision.shared import SharedState
+from gnmr.precision.shared import SharedState, Widths
 from gnmr.precision.spec import PathSpec
 from gnmr.precision.targets import roles_of, targeted
 from gnmr.precision.units import check_unit, grouped, operator_names
@@ -47,7 +49,9 @@ def convert(
     shown: bool = True,
     kept: bool = False,
 ) -> ConvertedModel:
-    """Turn every `nn.Linear` whose name matches into a `PathLinear` on its low-cost path, in place.
+    """Turn every linear operator whose name matches into a `PathLinear` on its low-cost path, in place.
+
+    An operator is an `nn.Linear`, or what `gnmr.precision.adapters` finds in modules of other kinds.
 
     Modules, parameters, hooks and names stay the same objects, so an optimizer made before stays valid
     (`weights=instead` replaces frozen parameters). peft may wrap the modules before or after; its prefixes and suffixes
@@ -71,28 +75,28 @@ def convert(
     chosen, left_out = _chosen(model, spec, kept)
     names = operator_names(list(chosen))
     pins = _pins(names, spec)
-    with_pins: dict[Pins, dict[str, nn.Linear]] = {(): chosen}  # low and recovery have to run in all of them
+    with_pins: dict[Pins, dict[str, Found]] = {(): chosen}  # low and recovery have to run in all of them
     for name, own in zip(chosen, pins.values(), strict=True):
         if own:
             with_pins.setdefault(own, {})[name] = chosen[name]
     pairs = {own: pinned(spec, dict(own)) if own else (low, recovery) for own in with_pins}
-    linears: dict[ExecutionPath | None, dict[str, nn.Linear]] = {}
+    linears: dict[ExecutionPath | None, dict[str, Found]] = {}
     for own, pair in pairs.items():
         for path in pair:
             linears.setdefault(path, {}).update(with_pins[own])
     integer = any(isinstance(path, Recipe) and path.integer for path in linears)
     kind = Int8Linear if integer else PathLinear
-    for name, module in chosen.items():
-        _check_linear(name, module, model, kind)
-    for path, modules in linears.items():
+    for name, one in chosen.items():
+        _check_linear(name, one, model, kind)
+    for path, own_linears in linears.items():
         if isinstance(path, Recipe):
-            for name, module in modules.items():
-                check_widths(name, module, path)
+            for name, one in own_linears.items():
+                check_widths(name, one, path)
     check_unit(names, spec.unit)
     if integer:
         _check_weights(spec.weights, linears, chosen)
     warn_without_effect(spec, low, integer)
-    here, *others = {module.weight.device: None for module in chosen.values()}
+    here, *others = {one.weight.device: None for one in chosen.values()}
     if others:
         raise ValueError(f"targets: linears on several devices ({', '.join(map(str, [here, *others]))}); use one")
     run = as_run(linears, spec, device or here, shown)
@@ -109,8 +113,8 @@ def convert(
     routed = [gemm for gemm in GEMMS if frozenset([gemm]) in mixed[()]]
     shared = _shared_state(spec, list(run.values()), operators=len(chosen), seed=seed, here=here)
     operators = []
-    for index, (name, module) in enumerate(zip(names, chosen.values(), strict=True)):
-        operators.append(_exchanged(module, kind, name, index, paths[pins[name]], shared))
+    for index, (name, one) in enumerate(zip(names, chosen.values(), strict=True)):
+        operators.append(_exchanged(one, kind, name, index, paths[pins[name]], shared))
         operators[-1].pinned = tuple(gemm for gemm, _ in pins[name])
         _route(operators[-1], mixed[pins[name]])
     units = grouped(operators, spec.unit, routed)
@@ -133,10 +137,10 @@ def convert(
 
 
 def operator_shapes(model: nn.Module, spec: PathSpec) -> dict[str, tuple[int, int]]:
-    """(inputs, outputs) of each linear that `convert` would give two paths, by its operator's name. ValueError for
+    """(inputs, outputs) of each operator that `convert` would give two paths, by its operator's name. ValueError for
     patterns that name none."""
     chosen, _ = _chosen(model, spec)
-    shapes = [(module.in_features, module.out_features) for module in chosen.values()]
+    shapes = [(one.in_features, one.out_features) for one in chosen.values()]
     return dict(zip(operator_names(list(chosen)), shapes, strict=True))
 
 
@@ -149,13 +153,13 @@ def left_out_line(left_out: Mapping[str, str]) -> str:
     return f"left in 16 bits: {'; '.join(told)}"
 
 
-def _chosen(model: nn.Module, spec: PathSpec, kept: bool = False) -> tuple[dict[str, nn.Linear], dict[str, str]]:
-    """Return the linears that get two paths, and why others that no target names exactly are left out.
+def _chosen(model: nn.Module, spec: PathSpec, kept: bool = False) -> tuple[dict[str, Found], dict[str, str]]:
+    """Return the operators that get two paths, and why others that no target names exactly are left out.
 
     Heads and routers are passed over by recipes, unless `kept`. Raises ValueError if a pattern names no linear, or if
     none is left.
     """
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    linears = operators_in(model)
     paths = [path for path in named(spec) if isinstance(path, Recipe)]
     asked = targeted(roles_of(model, linears), spec.targets, spec.exclude, recipes=bool(paths) and not kept)
     if len(paths) == 2:
@@ -170,11 +174,12 @@ def _chosen(model: nn.Module, spec: PathSpec, kept: bool = False) -> tuple[dict[
     return chosen or {name: linears[name] for name in asked}, left_out if chosen else {}
 
 
-def _unfit(module: nn.Linear, paths: Sequence[Recipe]) -> str | None:
-    """Return why a linear cannot have these paths, for its class or its widths; None: it can."""
-    if not isinstance(module, PathLinear) and _class_of(type(module), PathLinear) is None:
-        return f"is a {type(module).__name__}"
-    return next((why for recipe in paths if (why := cut_by(module, recipe)) is not None), None)
+def _unfit(found: Found, paths: Sequence[Recipe]) -> str | None:
+    """Return why an operator cannot have these paths, for its class or its widths; None: it can."""
+    plain = found.forward is None and not isinstance(found.module, PathLinear)
+    if plain and _class_of(type(found.module), PathLinear) is None:
+        return f"is a {found.kind}"
+    return next((why for recipe in paths if (why := cut_by(found, recipe)) is not None), None)
 
 
 def _pins(names: Sequence[str], spec: PathSpec) -> dict[str, Pins]:
@@ -206,12 +211,16 @@ def _shared_state(
 
 
 def _exchanged(
-    module: nn.Linear, kind: type[PathLinear], name: str, index: int, paths: Pair, shared: SharedState
+    found: Found, kind: type[PathLinear], name: str, index: int, paths: Pair, shared: SharedState
 ) -> PathLinear:
-    """The same module, with two paths and on the low one."""
-    made = _class_of(type(module), kind)
-    assert made is not None
-    module.__class__ = made
+    """The same module, or an operator contained in it, with two paths and on the low one."""
+    module = found.module
+    if found.forward is not None:
+        module = contain(found, issubclass(kind, Int8Linear))
+    else:
+        made = _class_of(type(module), kind)
+        assert made is not None
+        module.__class__ = made
     assert isinstance(module, PathLinear)
     module.low, module.recovery = paths
     module.operator_name, module.index, module.pinned = name, index, ()
@@ -231,7 +240,7 @@ def _route(operator: PathLinear, routes: dict[frozenset[str], Recipe]) -> None:
     operator.gemms = tuple(gemm for gemm in GEMMS if frozenset([gemm]) in operator.mixed)
 
 
-def _class_of(cls: type[nn.Linear], kind: type[PathLinear]) -> type[PathLinear] | None:
+def _class_of(cls: type[nn.Module], kind: type[PathLinear]) -> type[PathLinear] | None:
     """What a linear of class `cls` becomes, where a plain one becomes a `kind`; None: it can have no paths."""
     if cls is nn.Linear:
         return kind
@@ -244,26 +253,29 @@ def _class_of(cls: type[nn.Linear], kind: type[PathLinear]) -> type[PathLinear] 
     return _WITH_PATHS[cls, kind]
 
 
-def _check_linear(name: str, module: nn.Linear, model: nn.Module, kind: type[PathLinear]) -> None:
-    """ValueError for a linear that cannot be given two paths, whatever they are."""
-    if isinstance(module, PathLinear) and module.converted:
+def _check_linear(name: str, found: Found, model: nn.Module, kind: type[PathLinear]) -> None:
+    """ValueError for an operator that cannot be given two paths, whatever they are."""
+    module, contained = found.module, found.forward is not None
+    if isinstance(module, Owner) or (isinstance(module, PathLinear) and module.converted):
         raise ValueError(f"{name} has two paths already (attached twice?): detach the first controller before")
-    if (made := _class_of(type(module), kind)) is None:
+    made = type(module) if contained else _class_of(type(module), kind)
+    if made is None:
         raise ValueError(
             f"{name} is a {type(module).__name__}: only a plain nn.Linear can be given two paths; name other "
-            "targets, or make it a gnmr.Unit of your own"
+            "targets, or declare it (gnmr.precision.adapters.register)"
         )
-    if made is not type(module) and type(module) is not nn.Linear and "forward" in vars(module):
+    exchanged = contained or made is not type(module)
+    if exchanged and type(module) is not nn.Linear and "forward" in vars(module):
         raise ValueError(
             f"{name}: its forward was wrapped as it was (torchtitan's Module.parallelize), so paths would never be in "
             "force; convert before, or have gnmr.integrations.torchtitan's converter build the model"
         )
-    weight = module.weight
-    shape, whole = tuple(weight.shape), (module.out_features, module.in_features)
-    if shape != whole:
+    weight = found.weight
+    shape, whole = tuple(weight.shape), (found.out_features, found.in_features)
+    if shape != whole and not contained:
         raise ValueError(f"{name} is sharded, its weight is {shape} in place of {whole}: shard no unit (FSDP, ZeRO-3)")
     if is_sharded(weight):
-        if not _gathered(model, name):
+        if not _gathered(model, found.path):
             raise ValueError(f"{name} has sharded parameters: its weight {SHARDED}")
     elif weight.dtype not in _DTYPES or type(weight) not in (nn.Parameter, Tensor, FakeTensor):
         raise ValueError(
@@ -288,29 +300,34 @@ def _gathered(model: nn.Module, name: str) -> bool:
     return any(isinstance(model.get_submodule(".".join(parts[:i])), FSDPModule) for i in range(len(parts) + 1))
 
 
-def check_widths(name: str, module: nn.Linear, recipe: Recipe) -> None:
-    """Raises ValueError if the linear's widths do not fit the recipe."""
-    if (why := cut_by(module, recipe)) is not None:
+def check_widths(name: str, one: Widths, recipe: Recipe) -> None:
+    """Raises ValueError if the operator's widths do not fit the recipe."""
+    if (why := cut_by(one, recipe)) is not None:
         raise ValueError(f"{name} {why}; use another recipe or width, or exclude it")
 
 
-def cut_by(module: nn.Linear, recipe: Recipe) -> str | None:
-    """Return which of the linear's widths the recipe cannot have, since it would cut a group of elements of MX or NVFP4
-    with one scale; None: it can have them. Tiles and blocks may be cut, as in DeepSeek-V3's own checkpoints."""
+def cut_by(one: Widths, recipe: Recipe) -> str | None:
+    """Return which of its widths the recipe cannot have, since it would cut a group of elements of MX or NVFP4 with one
+    scale; None: it can have them. Tiles and blocks may be cut, as in DeepSeek-V3's own checkpoints."""
     for kind, width, divisor in zip(
-        ("inputs", "outputs"), (module.in_features, module.out_features), recipe.divisors(), strict=True
+        ("inputs", "outputs"), (one.in_features, one.out_features), recipe.divisors(), strict=True
     ):
         if width % divisor:
             return f"has {width} {kind}: the recipe {recipe.name} needs a multiple of {divisor}"
     return None
 
 
-def _check_weights(weights: str, paths: Iterable[ExecutionPath | None], linears: dict[str, nn.Linear]) -> None:
+def _check_weights(weights: str, paths: Iterable[ExecutionPath | None], linears: dict[str, Found]) -> None:
     """ValueError where these linears' codes cannot be kept so, or their sums would not fit."""
     for name, linear in linears.items():
         if linear.in_features > MOST_INPUTS:
             raise ValueError(
                 f"{name} has {linear.in_features} inputs: int32 sums of INT8 products hold {MOST_INPUTS:,}"
+            )
+        if weights != "online" and linear.forward is not None:
+            raise ValueError(
+                f"weights={weights!r}: {name} is part of a {linear.kind}, and only an nn.Linear can keep codes in its "
+                "weight's place; use weights='online' or other targets"
             )
         if weights != "online" and linear.weight.requires_grad:
             raise ValueError(

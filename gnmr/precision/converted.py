@@ -11,14 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.names import GEMMS, OPERANDS
+from gnmr.precision.adapters import release
 from gnmr.precision.compile import compile_blocks
+from gnmr.precision.contained import Contained, Owner
 from gnmr.precision.cost import Cost
 from gnmr.precision.formats import FORMATS, Format, KeepFormat
 from gnmr.precision.int8 import Int8Linear
 from gnmr.precision.linear import PathLinear
 from gnmr.precision.recipes import RECIPES, ExecutionPath, Recipe, described
 from gnmr.precision.rounding import Mark, Rounding
-from gnmr.precision.shared import SharedState
+from gnmr.precision.shared import SharedState, Switches
 from gnmr.precision.table import as_text
 from gnmr.precision.units import PathUnit
 
@@ -82,14 +84,15 @@ class ConvertedModel:
     def high_precision(self) -> Iterator[None]:
         """Inside, every operator is a plain 16-bit linear, whatever its path (evaluation); nests.
 
-        A copy of the model (an average of its weights) stays on the paths that it was copied on.
+        So are those of a copy of the model (an average of its weights), which otherwise stays on the paths that it was
+        copied on.
         """
-        shared, before = self.shared, self.shared.high_precision
-        shared.high_precision = True
+        switches, before = self.shared.switches, self.shared.high_precision
+        switches.high_precision = True
         try:
             yield
         finally:
-            shared.high_precision = before
+            switches.high_precision = before or self.restored
 
     @property
     def casts_forward(self) -> bool:
@@ -220,7 +223,8 @@ class ConvertedModel:
         return {} if amax is None else {name: amax.counts[:, i].clone() for i, name in enumerate(OPERANDS)}
 
     def restore(self) -> None:
-        """Turns every operator back into the linear that it was; nothing is left to do the second time.
+        """Turns every operator back into what it was; nothing is left to do the second time. Those of copies of the
+        model compute as plain ones from now on.
 
         Weights that are kept as INT8 codes alone come back as codes times scale, in the dtype that they had.
         ValueError, before anything is done, for an operator that has become something else since (parametrized).
@@ -228,12 +232,17 @@ class ConvertedModel:
         if self.restored:
             return
         for operator in self.operators:
-            if isinstance(operator, PathLinear) and "plain_class" not in vars(type(operator)):
+            module = operator.module
+            if isinstance(module, PathLinear | Owner) and "plain_class" not in vars(type(module)):
                 raise ValueError(
-                    f"{operator.operator_name} has become a {type(operator).__name__} since: undo that first (of a "
+                    f"{operator.operator_name} has become a {type(module).__name__} since: undo that first (of a "
                     "parametrization torch.nn.utils.parametrize.remove_parametrizations)"
                 )
         for operator in self.operators:
+            if isinstance(operator, Contained):
+                if isinstance(operator.owner, Owner):
+                    release(operator.owner)
+                continue
             if not (isinstance(operator, PathLinear) and operator.converted):
                 continue
             if isinstance(operator, Int8Linear):
@@ -241,7 +250,13 @@ class ConvertedModel:
             for name in PathLinear.__annotations__:
                 delattr(operator, name)
             operator.__class__ = type(operator).plain_class  # type: ignore[assignment]
-        self.restored = True
+        self.restored = self.shared.switches.high_precision = True
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy of model and paths together, which are switched by themselves."""
+        self.__dict__.update(state)
+        before, self.shared.switches = self.shared.high_precision, Switches()
+        self.shared.switches.high_precision = before
 
     def check_converted(self) -> None:
         """RuntimeError after `restore`."""

@@ -32,7 +32,7 @@ Choosing them waits for the device, once for all readers of a tensor.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -50,6 +50,7 @@ from gnmr.precision.passes import Pass
 from gnmr.precision.reads import Place
 from gnmr.precision.recipes import Cast, Recipe
 from gnmr.precision.scaling import count_nonfinite, largest_magnitude, scale_of
+from gnmr.precision.shared import Widths
 
 _INT8 = FORMATS["int8"]
 PER_ROW = Cast(_INT8, "row")
@@ -119,7 +120,7 @@ def products(a: Tensor, b: Tensor, real: bool) -> Tensor:
     return sums
 
 
-def missing(recipe: Recipe, linears: dict[str, nn.Linear], device: torch.device) -> str | None:
+def missing(recipe: Recipe, linears: Mapping[str, Widths], device: torch.device) -> str | None:
     """Why `torch._int_mm` cannot run the recipe in these linears on `device`; None: it can.
 
     A GPU that this machine does not have can. The first time on a device it waits for it.

@@ -142,6 +142,30 @@ class PathLinear(nn.Linear):
     tally: Tensor | None
     """Leaf whose gradient are the counts of the casts in graphs."""
 
+    @property
+    def module(self) -> nn.Module:
+        """The module of the model that holds its weight: itself, but for one that is contained in another module."""
+        return self
+
+    @property
+    def kind(self) -> str:
+        """What kind of operator it is, for people."""
+        return "Linear"
+
+    @property
+    def matrix(self) -> Tensor:
+        """(O, I): the weight as the GEMMs read it, a view of the parameter `weight`."""
+        return self.weight
+
+    def part(self, x: Tensor) -> Tensor:
+        """Return this operator's part of a tensor of the shape of `weight`, as a gradient."""
+        return x
+
+    @property
+    def given(self) -> tuple[Tensor, Tensor | None] | None:
+        """Weight and bias of the pass that is under way, where they are not its own; see `gnmr.precision.contained`."""
+        return None
+
     def switch(self, recovering: bool, gemm: str | None = None) -> None:
         """Puts the operator, or one of its `gemms`, on the recovery (True) or low-cost path from its next forward pass
         on."""
@@ -230,7 +254,7 @@ class PathLinear(nn.Linear):
     def _on_path(self, input: Tensor, begun: Pass) -> Tensor:
         """`forward`, between graphs."""
         shared, path = self.shared, begun.path
-        weight: Tensor = self.weight
+        weight: Tensor = self.matrix
         bias: Tensor | None = self.bias
         keeps = torch.is_grad_enabled() and weight.requires_grad
         quantizes = isinstance(path, Recipe) or (shared.quantize_forward and not isinstance(path, KeepFormat))
@@ -266,7 +290,7 @@ class PathLinear(nn.Linear):
 
     def plain(self, input: Tensor) -> Tensor:
         """As `nn.Linear` (evaluation)."""
-        return F.linear(input, self.weight, self.bias)
+        return F.linear(input, self.matrix, self.bias)
 
     def _check(self, input: Tensor, weight: Tensor) -> None:
         """ValueError for what no path can compute with."""

@@ -17,7 +17,6 @@ from dataclasses import replace
 from itertools import chain, combinations
 
 import torch
-from torch import nn
 
 from gnmr.errors import users_level
 from gnmr.names import GEMMS, OPERANDS
@@ -25,6 +24,7 @@ from gnmr.precision import int8
 from gnmr.precision.formats import FORMATS, Format, RangeFormat
 from gnmr.precision.kernels import scaled_mm
 from gnmr.precision.recipes import RECIPES, SCALES, ExecutionPath, Recipe
+from gnmr.precision.shared import Widths
 from gnmr.precision.spec import PathSpec
 
 Pair = tuple[ExecutionPath, ExecutionPath | None]
@@ -117,7 +117,7 @@ def _coarser(low: ExecutionPath, recovery: ExecutionPath) -> str:
 
 
 def with_backend(
-    recipe: Recipe, backend: str, linears: dict[str, nn.Linear], device: torch.device, shown: bool = True
+    recipe: Recipe, backend: str, linears: Mapping[str, Widths], device: torch.device, shown: bool = True
 ) -> Recipe:
     """Return the recipe as `backend` will run it in these linears on `device`. Raises ValueError if it cannot.
 
@@ -148,7 +148,7 @@ def with_backend(
 
 
 def as_run(
-    linears: Mapping[ExecutionPath | None, dict[str, nn.Linear]],
+    linears: Mapping[ExecutionPath | None, Mapping[str, Widths]],
     spec: PathSpec,
     device: torch.device,
     shown: bool,
@@ -170,7 +170,7 @@ def routes(
     spec: PathSpec,
     low: ExecutionPath | None,
     recovery: ExecutionPath | None,
-    chosen: dict[str, nn.Linear],
+    chosen: Mapping[str, Widths],
     device: torch.device,
 ) -> dict[frozenset[str], Recipe]:
     """Return, for unit=gemm, the recipe of each set of GEMMs in recovery, as a backend runs it.

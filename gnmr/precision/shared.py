@@ -23,6 +23,16 @@ GraphLinear: TypeAlias = Callable[[Tensor, Tensor, Tensor | None, Tensor, torch.
 a linear that torch.compile takes into its graph (`compile.py`)."""
 
 
+class Widths(Protocol):
+    """A linear operator, as far as a recipe or a kernel asks whether it can run it."""
+
+    @property
+    def in_features(self) -> int: ...
+
+    @property
+    def out_features(self) -> int: ...
+
+
 class FaultInjection(Protocol):
     """Breaks the low path of one operator."""
 
@@ -71,6 +81,16 @@ class PriceObserver(Protocol):
         """Has the backward pass of this forward pass measured."""
 
 
+class Switches:
+    """What a converted model and its copies (an average of its weights) have in common: a copy is switched with it."""
+
+    def __init__(self) -> None:
+        self.high_precision = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Switches:
+        return self
+
+
 class SharedState:
     """Common to all operators of a converted model.
 
@@ -78,7 +98,8 @@ class SharedState:
     - `rounding`: what stochastic rounding draws (None: round to nearest);
     - `step`: the optimizer step that runs, from 1;
     - `no_side_effects`: while true, a pass must leave no trace in what faults and casts remember;
-    - `high_precision`: while true, every operator is a plain linear (evaluation is always on the 16-bit path);
+    - `high_precision`: while true, every operator is a plain linear (evaluation is always on the 16-bit path), as are
+      those of copies of the model;
     - `warmup`: in a warm-up in 16 bits, the path of operators in recovery in place of their own; else None;
     - `probe`: what measures the paths' errors, if anything does;
     - `prices`: what measures the paths' prices, if anything does;
@@ -99,13 +120,18 @@ class SharedState:
         self.rounding = rounding
         self.step = 1
         self.amax = amax
-        self.high_precision = False
+        self.switches = Switches()
         self.warmup: ExecutionPath | None = None
         self.no_side_effects = False
         self.probe: Observer | None = None
         self.prices: PriceObserver | None = None
         self.watch: Callable[[Any, Tensor, Tensor], None] | None = None
         self._last: Read | None = None
+
+    @property
+    def high_precision(self) -> bool:
+        """See above."""
+        return self.switches.high_precision
 
     @property
     def stays(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gnmr.errors import one_of, positive, require, whole
+from gnmr.errors import one_of, positive, require, whole, within
 from gnmr.names import BACKENDS, FORMATS, GEMMS, RECIPES, ROUNDINGS, SITES, UNITS, WEIGHTS, listed
 
 if TYPE_CHECKING:
@@ -88,6 +88,8 @@ class PathSpec:
             if name != "targets" or self.targets is not None:
                 object.__setattr__(self, name, listed(name, getattr(self, name)))
         whole(probe_tokens=self.probe_tokens, price_tokens=self.price_tokens)
+        for name, right in (("recipes", "{name: {gemm: {operand: cast}}}"), ("times", "{bits or recipe: time}")):
+            require(isinstance(getattr(self, name), Mapping), name, getattr(self, name), f"must be {right}")
         self._check_recipes()
         recipes = (*RECIPES, *self.recipes)
         choices = tuple(dict.fromkeys((*FORMATS, *recipes)))
@@ -104,7 +106,7 @@ class PathSpec:
         times = {str(key): time for key, time in self.times.items()}
         for key, time in times.items():
             require(key in ("4", "8", "16", *recipes), f"times.{key}", time, "must be of 4, 8, 16 or a recipe")
-            positive(or_null=False, **{f"times.{key}": time})
+            within(1e-9, 1e9, **{f"times.{key}": time})  # type: ignore[arg-type]
         object.__setattr__(self, "times", times)
         some = self.targets is None or self.targets
         require(some, "targets", self.targets, "needs at least one pattern; null is the default")

@@ -24,7 +24,7 @@ def rows(model: ConvertedModel) -> list[tuple[str, str, str, str]]:
     model.check_converted()
     groups: dict[tuple[str, ...], list[PathLinear]] = {}
     for operator in model.operators:
-        shape = f"Linear {operator.in_features} -> {operator.out_features}"
+        shape = f"{operator.kind} {operator.in_features} -> {operator.out_features}"
         row = re.sub(r"\b\d+\b", "*", operator.operator_name), shape, *_paths_of(operator, model)
         groups.setdefault(row, []).append(operator)
     kind = "units" if len(model.units) == len(model.operators) else "operators"

@@ -17,6 +17,7 @@ among them. Recipes pass over heads and routers, whatever pattern names them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ USUAL = "*_proj"
 """What linears outside of blocks are called that are taken by default."""
 
 
-def roles_of(model: nn.Module, linears: Mapping[str, nn.Module]) -> dict[str, str]:
+def roles_of(model: nn.Module, linears: Mapping[str, Any]) -> dict[str, str]:
     """Return the role of each of these linears of `model`, by the names of its modules."""
     modules = dict(model.named_modules())
     tied = tied_to_embeddings(model, linears)
@@ -69,16 +70,15 @@ def role_by_name(name: str) -> str:
     return "router" if "router" in parts else ""
 
 
-def tied_to_embeddings(model: nn.Module, linears: Mapping[str, nn.Module]) -> dict[str, str]:
+def tied_to_embeddings(model: nn.Module, linears: Mapping[str, Any]) -> dict[str, str]:
     """Return the embedding, by name, that each of these linears shares its weight with, of those that do."""
     embeddings = {name: module.weight for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
-    found = {}
+    found: dict[str, str] = {}
     for name, linear in linears.items():
-        weight = getattr(linear, "weight", None)
-        if isinstance(weight, Tensor):
-            weight = getattr(weight, "_data", weight)  # torchao's wrappers
-            tied = next((key for key, table in embeddings.items() if same_memory(table, weight)), None)
-            found |= {} if tied is None else {name: tied}
+        if isinstance(weight := getattr(linear, "weight", None), Tensor):
+            plain: Tensor = getattr(weight, "_data", weight)  # torchao's wrappers
+            if first := next((key for key, table in embeddings.items() if same_memory(table, plain)), ""):
+                found[name] = first
     return found
 
 
@@ -91,10 +91,11 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.data_ptr() == b.data_ptr()
 
 
-def widths(linear: nn.Module) -> tuple[int, int]:
+def widths(linear: Any) -> tuple[int, int]:
     """Return (outputs, inputs)."""
-    known = getattr(linear, "out_features", None), getattr(linear, "in_features", None)
-    outputs, inputs = known if all(isinstance(one, int) for one in known) else linear.weight.shape
+    if isinstance(getattr(linear, "out_features", None), int):
+        return linear.out_features, linear.in_features
+    outputs, inputs = linear.weight.shape
     return outputs, inputs
 
 
@@ -126,8 +127,8 @@ class Matching:
         found = {pattern: self.of(pattern) for pattern in patterns}
         if empty := [pattern for pattern, own in found.items() if not own]:
             raise ValueError(
-                f"{key} {empty}: no linear has such a name; this model has {kinds(self.names)} (what is no nn.Linear, "
-                "as GPT-2's Conv1D or experts in one tensor, can be a gnmr.Unit of your own)"
+                f"{key} {empty}: no linear has such a name; this model has {kinds(self.names)} (other layers "
+                "can be declared: gnmr.precision.adapters.register)"
             )
         return {name for own in found.values() for name in own}
 
@@ -165,8 +166,8 @@ def targeted(
         key = f"exclude {list(exclude)}" if exclude else "targets"
         raise ValueError(
             f"{key}: no linear is left to convert; this model has {kinds(roles)}, of which output heads, routers and "
-            "adapters stay in 16 bits (what is no nn.Linear, as GPT-2's Conv1D or experts in one tensor, can be a "
-            "gnmr.Unit of your own)"
+            "adapters stay in 16 bits (other layers can be declared: "
+            "gnmr.precision.adapters.register)"
         )
     return chosen
 

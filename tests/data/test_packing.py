@@ -93,6 +93,25 @@ def test_five_documents(five: Make, checkpoint: Path) -> None:
     assert "8.3% padding" in packing.summary
 
 
+def test_a_document_a_sequence(five: Make, checkpoint: Path) -> None:
+    """For models that would mix them: the pieces and targets are the same, and there are no positions."""
+    documents = build(five(), checkpoint)[0].train
+    assert isinstance(documents, Documents)
+    packed, _sequences = in_order(documents, 6)
+    batch, sequences = in_order(replace(documents, alone=True), 6)
+    assert batch.positions is None and batch.num_targets == packed.num_targets
+    assert batch.tokens.tolist() == [
+        [0, 10, 11, 12, 1, 1],
+        [0, 13, 14, 15, 16, 17],
+        [18, 19, 14, 1, 1, 1],
+        [0, 10, 11, 1, 1, 1],
+        [15, 16, 17, 1, 1, 1],
+        [0, 12, 13, 1, 1, 1],
+    ]
+    assert batch.targets[4].tolist() == [_, 17, 1, _, _, _]
+    assert "an example each" in sequences.packing.summary
+
+
 def test_loss_on_prompts_too_and_without_a_begin_token(five: Make, tmp_path: Path) -> None:
     """A begin token that the checkpoint names, but does not put before a text, is not put there."""
     checkpoint = word_checkpoint(tmp_path / "other", begin=False)

@@ -64,6 +64,14 @@ def test_it_is_the_best_of_all_choices(seed: int) -> None:
             assert together.pins.get(a) == together.pins.get(b)
 
 
+def test_a_recipe_that_takes_no_more_time_is_chosen_under_enough_nats_too() -> None:
+    item = ("layers.0.o", "fprop")
+    prices, times = {item: {"low": 0.5, "same": 0.1}}, {item: {"low": 1.0, "same": 1.0}}
+    for enough in (None, 0.2):
+        found = choose(prices, times, "low", None, enough=enough)
+        assert (found.pins, found.extra) == ({item[0]: {"fprop": "same"}}, 0)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_the_greedy_front_bounds_it_from_both_sides(seed: int) -> None:
     """At a point of the front no choice is better; between two of them none is better than the line that joins them."""

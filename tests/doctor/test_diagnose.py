@@ -243,7 +243,7 @@ class Idle(nn.Module):
         self.up_proj, self.down_proj = nn.Linear(32, 64), nn.Linear(64, 32)
         self.dt_proj, self.side_proj = nn.Linear(32, 32), nn.Linear(32, 256)
         self.lost_proj, self.some_proj = nn.Linear(32, 16), nn.Linear(32, 32)
-        self.out_proj = nn.Linear(32, 50)
+        self.out_proj = nn.Linear(32, 50)  # an output head, for its width
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         h = self.embed(tokens_BT)
@@ -274,7 +274,6 @@ def test_linears_that_never_run_are_named_and_left_out_of_all_shares(tmp_path) -
         "dt_proj": "they never run (their weights are read without calling them, so no path is in force)",
         "side_proj": "they never run",
         "lost_proj": "the loss does not depend on what they give",
-        "out_proj": "they never run (their weights are read without calling them, so no path is in force)",
     }
     assert found.idle == reasons == found.tree()["idle"] and found.partly == {"some_proj": 3}
     for text in (found.verdict(), "; ".join(totals(found)), page(found, "", {})):
@@ -303,7 +302,7 @@ def test_where_no_list_of_names_leaves_them_out_a_plan_holds_them_without_a_shar
     assert list(found.operators) == ["0"] and list(found.idle) == ["more.0"]
     plan = found.plan()
     assert plan.operators == {"0": (8, 8), "more.0": (8, 64)} and plan.extra == pytest.approx(1.0)
-    assert plan.targets == ["*"]
+    assert plan.targets is None
 
 
 def masked(model: nn.Module, reduction: str) -> Callable[[Batch], Tensor]:
@@ -417,7 +416,7 @@ def test_a_stride_and_terms_of_the_loss() -> None:
         ({"recipe": "nvfp5"}, "recipe=nvfp5: is no recipe: did you mean nvfp4?"),
         ({"recipe": "int2"}, "recipe=int2"),
         ({"recipe": "bf16"}, "recipe=bf16"),
-        ({"recipe": "deepseek_v3"}, "0 has 32 inputs"),
+        ({"recipe": "nvfp4", "model": nn.Sequential(nn.Linear(10, 10))}, "0 has 10 inputs"),
         ({"budget": -0.1}, "budget=-0.1: must be extra GEMM time"),
         ({"budget": "some"}, "budget=some: must be extra GEMM time"),
         ({"rescue": "mxfp9"}, "rescue=mxfp9: is no recipe: did you mean mxfp8?"),
@@ -425,7 +424,6 @@ def test_a_stride_and_terms_of_the_loss() -> None:
         ({"rescue": "nvfp4"}, "rescue=nvfp4: takes no more time in fprop than sim_int4"),
         ({"rescue": "fp8_hybrid", "times": {"8": 1}}, "rescue=fp8_hybrid: takes no more time in fprop than sim_int4"),
         ({"rescue": "fp8_delayed"}, "rescue=fp8_delayed: can be the recipe of all operators alone"),
-        ({"rescue": ["bf16", "deepseek_v3"]}, "rescue=deepseek_v3: 0 has 32 inputs: the recipe deepseek_v3 needs"),
         ({"rescue": WORSE}, "rescue=worse: is slower than sim_int4 in fprop (times 2 and 1) and costs no less"),
         ({"rescue": "mxfp8", "against": "bf16"}, "rescue=mxfp8: cannot be asked for if operators have recipes"),
         ({"times": {"9": 1.0}}, "times.9=1.0: must be of 4, 8, 16 or a recipe"),

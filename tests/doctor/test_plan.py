@@ -65,8 +65,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         "gnmr_plan": 2,
         "operators": {"a_proj": [2, 3]},
         "low": "int4",
-        "fused": [],
-        "exclude": [],
+        **{key: [] for key in ("exclude", "fused")},
         **{key: {} for key in ("pins", "recipes", "provenance", "times", "prices", "work")},
         "rest": 0,
         **dict.fromkeys(("targets", "recovery", "budget", "extra", "expected", "triggers")),
@@ -87,6 +86,11 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"fused": ["qvk"]}, "fused=qvk: must be one of qkv"),
     ({"prices": {"layers.2.down_proj": {}}}, "prices.layers.2.down_proj: is no operator of this plan"),
     ({"prices": {"layers.1.down_proj": {"fprop": {"bf16": 0}}}}, "must be {recipe: nats}, sim_e2m1 among them"),
+    ({"prices": {"layers.1.down_proj": {"fprop": {"sim_e2m1": 1, "fp9": 0}}}}, "down_proj.fprop=fp9: must be one of"),
+    ({"prices": {"layers.1.down_proj": {"fprop": {"sim_e2m1": 1e300}}}}, "fprop.sim_e2m1=1e+300: must be a number"),
+    ({"times": {"8": 1e300}}, "times.8=1e+300: must be a number"),
+    ({"times": []}, "times=[]: must be {bits or recipe: time}"),
+    ({"recipes": []}, "recipes=[]: must be {name:"),
     ({"low": "nvfp5"}, "low=nvfp5: must be one of int2"),
     ({"low": "int4"}, "low=int4 is a format"),
     ({"recovery": "int8"}, "recovery=int8: must be a recipe, as low=sim_e2m1 is"),
@@ -299,6 +303,10 @@ def test_fused_operators_get_one_recipe_and_the_plan_says_what_that_costs() -> N
     assert anew.regrouped(["gate_up"]) is anew
     wider = replace(plan, prices={}).regrouped(["gate_up"])
     assert set(wider.pins) == {*pins, names[1], names[3]} and wider.extra == pytest.approx(6 / 27)
+    unpriced = replace(plan, pins=pins | {names[0]: {"fprop": "mxfp8"}}).regrouped(["gate_up"])
+    assert unpriced.pins[names[0]] == unpriced.pins[names[1]] == {"fprop": "mxfp8"}
+    assert replace(plan, pins={names[0]: ["fprop"]}).pins == {names[0]: {"fprop": "bf16"}}
+    assert replace(plan, budget=None, extra=-0.1).regrouped(["gate_up"]).pins == wider.pins
 
 
 def test_its_trigger_is_the_threshold_of_a_signal_of_prices_that_has_none() -> None:

@@ -11,12 +11,15 @@ from typing import Any
 import peft
 import pytest
 import torch
+from architectures import ARCHITECTURES
 from safetensors.torch import load_file, save_file
 
 from gnmr.errors import UserError
 from gnmr.lab.config.model import AdapterConfig, ModelConfig
+from gnmr.lab.data.batch import Batch, model_inputs
 from gnmr.lab.models import Llama, pretrained
-from gnmr.lab.models.pretrained import add_adapter, as_hugging_face, empty, fingerprint, load, save
+from gnmr.lab.models.pretrained import add_adapter, as_hugging_face, empty, fingerprint, load, max_length, save
+from gnmr.lab.train.model import blocks_of
 from gnmr.precision import PathLinear, PathSpec, convert
 
 CPU = torch.device("cpu")
@@ -102,7 +105,7 @@ def test_adapters_are_saved_as_peft_loads_them(checkpoint: Path, tmp_path: Path)
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, PathLinear):
-                module.shared.high_precision = True
+                module.shared.switches.high_precision = True
         expected = model(input_ids=TOKENS).logits
         torch.testing.assert_close(theirs(input_ids=TOKENS).logits, expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(merged(input_ids=TOKENS).logits, expected, rtol=1e-4, atol=1e-5)
@@ -166,11 +169,59 @@ def test_what_cannot_be_loaded_is_told_in_one_line(damage: Callable, message: st
     assert message in damaged(damage, checkpoint)
 
 
-def test_a_model_of_another_family_is_refused(tmp_path: Path) -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
+SEPARATES = {
+    "gemma2": True,
+    "mixtral": True,
+    "gpt2": True,
+    "gpt_oss": False,
+    "mpt": False,
+    "bloom": False,
+    "opt": False,
+    "falcon": False,
+    "mamba": False,
+    "jamba": False,
+}
+"""Whether documents of a sequence do not see each other, by family."""
 
-    GPT2LMHeadModel(GPT2Config(vocab_size=61, n_positions=32, n_embd=16, n_layer=1, n_head=2)).save_pretrained(tmp_path)
-    assert "a gpt2 model, which is not LLaMA-like" in refused(str(tmp_path))
+
+@pytest.mark.parametrize("family", SEPARATES)
+def test_a_causal_model_of_any_family_is_read(family: str, tmp_path: Path) -> None:
+    theirs = ARCHITECTURES[family]().model
+    save(theirs, tmp_path / "hf", weights=theirs.state_dict())
+    before = torch.get_rng_state()
+    ours = load(str(tmp_path / "hf"), torch.float32, CPU)
+    assert torch.equal(torch.get_rng_state(), before), "it drew from the run"
+    with torch.no_grad():
+        expected = theirs.eval()(input_ids=TOKENS).logits
+        assert ours.training and torch.equal(ours.eval()(input_ids=TOKENS).logits, expected)
+    shapes = {name: p.shape for name, p in empty(str(tmp_path / "hf"), torch.float32).named_parameters()}
+    assert shapes == {name: p.shape for name, p in ours.named_parameters()}
+    assert len(blocks_of(ours)) == 2 and max_length(ours) >= 128
+    apart, other = torch.arange(16) % 8, TOKENS[:1].clone()
+    other[0, 0] += 1  # of the first document
+    with torch.no_grad():
+        first, second = (ours(**model_inputs(Batch(x, x, apart[None]))).logits for x in (TOKENS[:1], other))
+    assert torch.allclose(first[0, 8:], second[0, 8:], rtol=0, atol=1e-7) == ours.separates_documents
+    assert ours.separates_documents == SEPARATES[family]
+
+
+@pytest.mark.parametrize("family", ["bert", "t5"])
+def test_what_is_no_causal_language_model_is_refused(family: str, tmp_path: Path) -> None:
+    ARCHITECTURES[family]().model.save_pretrained(tmp_path)
+    assert f"a {family} model is no causal language model" in refused(str(tmp_path))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_linears_that_peft_takes_for_experts_are_refused(dropout: float) -> None:
+    model = ARCHITECTURES["qwen3_next"]().model
+    with pytest.raises(UserError, match=r"^model\.adapter\.targets=\['\*_proj'\]: peft [^\n]*$"):
+        add_adapter(model, AdapterConfig(rank=2, dropout=dropout), 0)
+
+
+def test_a_transposed_linear_is_adapted() -> None:
+    model = ARCHITECTURES["gpt2"]().model
+    add_adapter(model, AdapterConfig(rank=2, targets=["c_attn"]), 0)
+    assert len([name for name, p in model.named_parameters() if p.requires_grad]) == 2 * 2
 
 
 HEADS = {"layers.0.self_attn.rotary_emb.inv_freq": (4,), "layers.1.self_attn.masked_bias": (1,)}

@@ -91,7 +91,7 @@ def test_site_forward_reads_the_quantized_input_in_the_forward_pass_too(name: st
     assert torch.equal(low(x), expected)
     with torch.no_grad():
         assert torch.equal(low(x), expected), "without gradients too"
-        low.shared.high_precision = True
+        low.shared.switches.high_precision = True
         assert torch.equal(low(x), plain(x))
 
 

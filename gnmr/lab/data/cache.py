@@ -83,6 +83,8 @@ class Documents:
     """(documents, 2) int64: where a document ends in `tokens`, and how many of its tokens come before its first
     target."""
     end_token: int
+    alone: bool = False
+    """Whether a sequence holds one of them, of a model in which documents of a sequence would see each other."""
 
 
 @dataclass(frozen=True)

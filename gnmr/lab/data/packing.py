@@ -16,6 +16,7 @@ The paper leaves open:
 - A document of more than seq_len + 1 tokens is cut into pieces as a text is cut into sequences: a piece begins with the
   last target of the piece before, every token but the document's first is a target once, and no piece sees another. A
   piece without any target (a long prompt's) is left out; so no sequence is without one.
+- In a model that does not look at positions (`Documents.alone`) each piece is a sequence; there are no positions then.
 - The rest of a sequence is padding: the end token, positions from 0, no targets.
 """
 
@@ -62,7 +63,7 @@ class Packing:
                 f"training.seq_len={seq_len}: the {split} examples have {self.size} tokens, {least} are needed; "
                 "use more examples or a smaller training.seq_len"
             )
-        sequence = _best_fit(size[kept].tolist(), seq_len)
+        sequence = [*range(kept.sum())] if documents.alone else _best_fit(size[kept].tolist(), seq_len)
         self.num_sequences = max(sequence, default=-1) + 1
         order = np.argsort(sequence, kind="stable")
         self._pieces = np.stack([start[kept], size[kept], first[kept]], axis=1)[order]
@@ -77,6 +78,8 @@ class Packing:
         line = (
             f"{self.examples:,} examples in {self.num_sequences:,} sequences of {self._seq_len}, {padding:.1%} padding"
         )
+        if self._documents.alone:
+            line += " of an example each, because this model would mix those of a sequence"
         if self.cut:
             line += f"; {self.cut:,} longer than a sequence and cut"
         return line + (f", {self.left_out:,} pieces without any answer left out" if self.left_out else "")
@@ -98,7 +101,8 @@ class Packing:
                 positions[row, at : at + size] = np.arange(size)
                 at += size
             positions[row, at:] = np.arange(self._seq_len - at)
-        return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), torch.from_numpy(positions))
+        begun = None if self._documents.alone else torch.from_numpy(positions)
+        return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), begun)
 
 
 def _best_fit(sizes: list[int], capacity: int) -> list[int]:

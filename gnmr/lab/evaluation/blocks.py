@@ -17,6 +17,7 @@ from gnmr.lab.data.packing import packed_validation
 from gnmr.lab.data.rows import utf8
 from gnmr.lab.data.sequences import validation_sequences
 from gnmr.lab.evaluation.subjects import Subject, run_corpus
+from gnmr.lab.train.build import apart
 
 MOST_TEXT = 1 << 26
 """Bytes of a text that are read."""
@@ -85,7 +86,7 @@ def blocks_of(
 
 def _blocks(subject: Subject, data: Path | None, length: int, number: int) -> tuple[Batch, str]:
     """(at most so many blocks, none if there is none; what they are of, for messages)."""
-    tokens = _encoded(subject, data) if data is not None else run_corpus(Path(subject.name)).val
+    tokens = _encoded(subject, data) if data is not None else apart(run_corpus(Path(subject.name)), subject.model).val
     where = f"data={data}" if data is not None else f"{subject.name}: its validation data"
     if isinstance(tokens, Documents):
         return packed_validation(tokens, length, number), where

@@ -1,4 +1,4 @@
-"""What `gnmr diagnose` and `gnmr audit` load: a run of ours, or a Hugging Face checkpoint of a LLaMA-like model."""
+"""What `gnmr diagnose` and `gnmr audit` load: a run of ours, or a Hugging Face checkpoint of a causal model."""
 
 from __future__ import annotations
 
@@ -205,5 +205,5 @@ def _theirs(
     tokenizer = pretrained.open_tokenizer(checkpoint)
     if tokenizer.eos_token_id is None:
         raise UserError(f"{checkpoint}: its tokenizer has no end-of-text token: eos_token in tokenizer_config.json")
-    longest, vocab_size = int(model.config.max_position_embeddings), model.get_input_embeddings().num_embeddings
-    return Subject(name, model, Text(tokenizer, tokenizer.eos_token_id), longest, vocab_size, device, converted, facts)
+    text, longest = Text(tokenizer, tokenizer.eos_token_id), pretrained.max_length(model)
+    return Subject(name, model, text, longest, len(model.get_input_embeddings().weight), device, converted, facts)

@@ -1,9 +1,12 @@
 """Checkpoints in Hugging Face's layout: loaded, given LoRA adapters, and written.
 
-A checkpoint is a folder with config.json, safetensors weights and a tokenizer, or the name of one on the hub. What can
-be fine-tuned is the LLaMA family: a causal decoder whose blocks (`model.layers`) have the seven projections as linears
-of their own (llama, mistral, qwen2, ...). Models keep their own classes and names, so that a unit is called as in the
-checkpoint: `model.layers.3`.
+A checkpoint is a folder with config.json, safetensors weights and a tokenizer, or the name of one on the hub. Every
+causal language model of transformers is read: whether its logits are those of a causal one is tried, not looked up.
+Models keep their own classes, names and attention, so that a unit is called as in the checkpoint: `model.layers.3`.
+
+**Documents of a sequence** must not see each other. Positions that start anew tell a model of transformers where one
+begins, but not every family looks there (GPT-NeoX does, OPT and BLOOM do not, recurrent layers cannot). That is tried
+too; where they would be mixed, a sequence holds one document (`Documents.alone`).
 
 Checkpoints are not trusted: nothing that they bring is run. Python code (auto_map) is refused, weights are read from
 safetensors only, never from a pickle, and the tokenizer is data.
@@ -14,6 +17,7 @@ Needs transformers, and peft for adapters (the extra finetune), imported when fi
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import logging
 import re
@@ -32,14 +36,15 @@ from torch.nn import functional as F
 
 from gnmr.errors import UserError, install
 from gnmr.lab.config.model import AdapterConfig
+from gnmr.lab.data.batch import Batch, model_inputs
 from gnmr.lab.models.llama import Llama
 from gnmr.names import select
 from gnmr.precision import cpu_products
 from gnmr.records.disk import sha256
 from gnmr.records.untrusted import first_line
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 MOST_LAYERS = 1000  # that a config.json may ask for; the deepest known models have some 130
+MOST_TOKENS = 2**30  # of a model without a limit of its own (recurrent, ALiBi)
 _DTYPES = ("F64", "F32", "F16", "BF16")
 """What safetensors calls the dtypes that weights without a quantization_config may have."""
 _BUFFERS = (".inv_freq", ".masked_bias", ".attn.bias", ".attention.bias", ".position_ids", ".cos_cached", ".sin_cached")
@@ -53,7 +58,7 @@ def need(package: str, what: str) -> None:
 
 
 def open_config(checkpoint: str, where: str | None = None) -> Any:
-    """Return the `PretrainedConfig` of a checkpoint. Raises UserError if there is none that transformers knows.
+    """Return the `PretrainedConfig` of a checkpoint. Raises UserError unless it is a causal language model's.
 
     `where` names it in messages; None: as model.checkpoint.
     """
@@ -66,12 +71,21 @@ def open_config(checkpoint: str, where: str | None = None) -> Any:
     elif folder.exists() or folder.parent.is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", checkpoint):
         raise UserError(f"{where}: there is no such folder or hub name")
     with quiet(), _one_line(where, folder.is_dir()):
-        from transformers import AutoConfig
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
         found = AutoConfig.from_pretrained(folder if folder.is_dir() else checkpoint, trust_remote_code=False)
+        if getattr(found, "is_encoder_decoder", False) or type(found) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise _not_causal(found, where)
     if isinstance(layers := getattr(found, "num_hidden_layers", 0), int) and layers > MOST_LAYERS:
         raise UserError(f"{where}: config.json says {layers:,} layers, {MOST_LAYERS:,} are the most")
     return found
+
+
+def _not_causal(config: Any, where: str) -> UserError:
+    return UserError(
+        f"{where}: a {config.model_type} model is no causal language model, which is what the commands read; "
+        "gnmr.diagnose, gnmr.audit and gnmr.attach take any model in Python, with a loss of your own"
+    )
 
 
 def check_files(folder: Path) -> list[Path]:
@@ -118,25 +132,26 @@ def load(checkpoint: str, dtype: torch.dtype | str, device: torch.device, where:
 
     `dtype` is that of the weights, or "auto": their own. Nothing but safetensors is read. `where`: see `open_config`.
 
-    Raises UserError for a checkpoint that is missing, damaged, or none of a LLaMA-like causal model, and unless its
+    `model.separates_documents` says whether documents of a sequence do not see each other under `model_inputs`.
+
+    Raises UserError for a checkpoint that is missing, damaged, or none of a causal language model, and unless its
     weights are exactly those of the model that config.json describes.
     """
     where = where or f"model.checkpoint={checkpoint}"
-    shapes: Any = empty(checkpoint, torch.float32, where)  # refuses other families before their weights are read
+    config = open_config(checkpoint, where)
     folder = local(checkpoint, where)
     files = check_files(folder)
-    if getattr(shapes.config, "quantization_config", None) is None:
+    if getattr(config, "quantization_config", None) is None:
         whole = folder / "model.safetensors"  # is read in the place of all others
         _check_dtypes([whole] if whole in files else files, where)
     cpu_products.provide()
-    with quiet(), _one_line(where):
+    with quiet(), _one_line(where), torch.random.fork_rng(devices=[]):  # some families draw before they read
         from transformers import AutoModelForCausalLM
 
         found: Any = AutoModelForCausalLM.from_pretrained(
             str(folder),
             trust_remote_code=False,
             dtype=dtype,
-            attn_implementation="sdpa",
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are in the report, by name
@@ -145,7 +160,48 @@ def load(checkpoint: str, dtype: torch.dtype | str, device: torch.device, where:
     model, report = found
     _check_weights(report, where)
     model.config.use_cache = False
+    with quiet(), _one_line(where, what="cannot be run"):
+        reads = _reads(model.eval())
+    if reads & {6, 7}:
+        raise _not_causal(model.config, where)
+    model.separates_documents = _takes_positions(model) and not reads & {0, 1, 2, 3}
     return cast(nn.Module, model.train())
+
+
+def _reads(model: Any) -> set[int]:
+    """Return the places of 8 tokens, two documents of 4, that the logits at place 5 depend on.
+
+    By the derivative, which is exactly 0 for a token that is masked, whatever the rounding.
+    """
+    leaf = torch.empty(0)
+
+    def cut(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        nonlocal leaf
+        leaf = output.detach().requires_grad_()
+        return leaf
+
+    embeddings = model.get_input_embeddings()
+    tokens = torch.arange(8, device=embeddings.weight.device)[None]
+    positions = tokens % 4 if _takes_positions(model) else None
+    handle = embeddings.register_forward_hook(cut)
+    try:
+        with torch.enable_grad():
+            logits = model(**model_inputs(Batch(tokens % len(embeddings.weight), tokens, positions))).logits
+            (gradient,) = torch.autograd.grad(logits[0, 5].float().sum(), leaf)
+    finally:
+        handle.remove()
+    return {*(gradient[0].abs().amax(-1) > 0).nonzero().flatten().tolist()}
+
+
+def max_length(model: nn.Module) -> int:
+    """Return the most tokens that a checkpoint's model was made for; `MOST_TOKENS` where it does not say."""
+    own: Any = model.config.get_text_config()  # type: ignore[union-attr,operator]
+    found = (getattr(own, name, None) for name in ("max_position_embeddings", "max_seq_len", "context_length"))
+    return next((number for number in found if isinstance(number, int) and number > 0), MOST_TOKENS)
+
+
+def _takes_positions(model: Any) -> bool:
+    return "position_ids" in inspect.signature(model.forward).parameters
 
 
 def _check_dtypes(files: list[Path], where: str) -> None:
@@ -188,37 +244,26 @@ def _check_weights(report: Mapping[str, Any], where: str) -> None:
 def empty(checkpoint: str, dtype: torch.dtype, where: str | None = None) -> nn.Module:
     """Return the model that `load` returns, on the meta device: shapes without weights."""
     where = where or f"model.checkpoint={checkpoint}"
-    model: Any = on_meta(checkpoint, dtype, where)
-    layers = getattr(getattr(model, "model", None), "layers", None)
-    names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    if not isinstance(layers, nn.ModuleList) or (lacking := [name for name in PROJECTIONS if name not in names]):
-        lacks = "no model.layers" if not isinstance(layers, nn.ModuleList) else f"no linears {', '.join(lacking)}"
-        kind = model.config.model_type
-        raise UserError(f"{where}: a {kind} model, which is not LLaMA-like (it has {lacks}); use one of that family")
-    model.config.use_cache = False
-    return cast(nn.Module, model.train())
-
-
-def on_meta(checkpoint: str, dtype: torch.dtype, where: str) -> nn.Module:
-    """Return a model of any family on the meta device, as its config.json says."""
     config = open_config(checkpoint, where)
     with quiet(), _one_line(where), torch.device("meta"):
         from transformers import AutoModelForCausalLM
 
-        return cast(
-            nn.Module,
-            AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False),
-        )
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    model.config.use_cache = False
+    return cast(nn.Module, model.train())
 
 
 def add_adapter(model: nn.Module, adapter: AdapterConfig, seed: int) -> None:
     """Freeze the model and put LoRA adapters around the matching linears, in place (peft).
 
     A is drawn Kaiming-uniform from `seed`, B is 0, so the function is at first the model's own. Both are kept in FP32
-    and compute in the dtype of their input. Raises UserError for a pattern that matches no linear, and without peft.
+    and compute in the dtype of their input. Raises UserError for a pattern that matches no linear, without peft, and
+    for linears that peft cannot adapt: it takes some names for those of experts that transformers 5 has fused.
     """
     need("peft", f"model.adapter.rank={adapter.rank}")
-    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    from transformers.pytorch_utils import Conv1D
+
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
     chosen, nothing = select(linears, adapter.targets)
     if nothing:
         kinds = sorted({name.rpartition(".")[2] for name in linears})
@@ -231,7 +276,14 @@ def add_adapter(model: nn.Module, adapter: AdapterConfig, seed: int) -> None:
         lora = LoraConfig(
             r=rank, lora_alpha=scaling, lora_dropout=dropout, target_modules=chosen, task_type="CAUSAL_LM"
         )
-        model.add_adapter(lora)  # type: ignore[operator]
+        where = f"model.adapter.targets={adapter.targets}"
+        try:
+            model.add_adapter(lora)  # type: ignore[operator]
+        except Exception as error:  # of many types
+            raise UserError(f"{where}: peft cannot adapt them ({first_line(error)}); name others") from error
+    given = {name for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    if others := sorted(given ^ {*chosen}):
+        raise UserError(f"{where}: peft adapts other parameters in their place ({', '.join(others[:2])}); name others")
     for layer in model.modules():
         if hasattr(layer, "lora_A"):
             layer.cast_input_dtype_enabled = False  # type: ignore[assignment]
@@ -344,7 +396,7 @@ def tokenizer_of(tokenizer: Path | str) -> Any:
 
 
 @contextmanager
-def _one_line(where: str, local: bool = True) -> Iterator[None]:
+def _one_line(where: str, local: bool = True, what: str = "cannot be loaded") -> Iterator[None]:
     """Raise UserError in one line for whatever the libraries raise over an unusable checkpoint."""
     try:
         yield
@@ -356,7 +408,7 @@ def _one_line(where: str, local: bool = True) -> Iterator[None]:
                 f"{where}: brings Python code of its own (auto_map), which is never run; use a checkpoint of a model "
                 "that transformers has"
             ) from error
-        what = "cannot be loaded" if local else "cannot be read from the hub"
+        what = what if local else "cannot be read from the hub"
         remedy = "" if local else "; give a local folder, or check the network, HF_ENDPOINT and the token"
         raise UserError(f"{where}: {what} ({first_line(error)}){remedy}") from error
 

@@ -152,6 +152,7 @@ def build_parts(
             converted = with_paths(model, config)
         else:
             model, converted = pretrained_model(config, device)
+            corpus = apart(corpus, model)
             check_sizes(config, model, corpus.vocab_size)
         _count_work(config, model, converted, validation(config, corpus, 1))
         torch.manual_seed(training.seed)
@@ -280,6 +281,14 @@ def open_data(config: Config, say: Callable[[str], None], base: Base | None = No
     if config.model.checkpoint is None:
         return prepare(config.data if base is None else base.data(config.data), needed, say)
     return prepare_packed(config.data, needed, say, pretrained.local(config.model.checkpoint))
+
+
+def apart(corpus: TokenCorpus, model: nn.Module) -> TokenCorpus:
+    """Return the corpus with its documents in sequences of their own, if the checkpoint's `model` would mix them."""
+    train, val = corpus.train, corpus.val
+    if not isinstance(train, Documents) or not isinstance(val, Documents) or model.separates_documents:
+        return corpus
+    return replace(corpus, train=replace(train, alone=True), val=replace(val, alone=True))
 
 
 def tokens_of(split: TokenFile | Documents) -> np.ndarray | TokenFile:

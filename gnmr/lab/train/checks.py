@@ -9,6 +9,7 @@ from gnmr.distributed.torchrun import is_torchrun, started
 from gnmr.distributed.wrap import shards_of
 from gnmr.errors import UserError
 from gnmr.lab.config import Config
+from gnmr.lab.models import pretrained
 from gnmr.precision import ConvertedModel
 
 _ORACLE_PARAMETERS = 200_000_000
@@ -81,7 +82,7 @@ def check_watched(config: Config, converted: ConvertedModel) -> None:
 
 def check_sizes(config: Config, model: nn.Module, vocab_size: int) -> None:
     """Raises UserError for a block length or a vocabulary that a checkpoint's model cannot read."""
-    longest, length = int(model.config.max_position_embeddings), config.training.seq_len  # type: ignore[union-attr,arg-type]
+    longest, length = pretrained.max_length(model), config.training.seq_len
     if length > longest:
         raise UserError(f"training.seq_len={length}: the checkpoint was made for {longest} tokens at the most")
     rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]

@@ -116,5 +116,6 @@ def build_converted(
 
 
 def blocks_of(model: nn.Module) -> nn.ModuleList:
-    """Return the transformer blocks of a model of ours or of Hugging Face's."""
-    return model.layers if isinstance(model, models.Decoder) else model.model.layers  # type: ignore[return-value,union-attr]
+    """Return the blocks of a model of any family: of its lists of modules the one with the most parameters."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=lambda own: sum(p.numel() for p in own.parameters()), default=nn.ModuleList())

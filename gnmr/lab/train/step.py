@@ -31,6 +31,7 @@ from gnmr.attachment.repeat import Seen, Start
 from gnmr.control import Decision, HostPacket
 from gnmr.control.device import to_device
 from gnmr.control.norms import Distinct, UnitNorms, gradient_norms
+from gnmr.control.unit import Slice, identity, whole_of
 from gnmr.distributed.reduce import Ranks
 from gnmr.distributed.shards import is_sharded
 from gnmr.distributed.world import ALONE, World
@@ -151,8 +152,7 @@ class TrainStep:
         if "micro_square" in router.needs and world.size > 1:
             self._wrapped.keep_own()
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        in_units = {id(p) for unit in router.units for p in unit.parameters}
-        others = [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in in_units]
+        others = _others(model, router)
         # The units first, then every other parameter by itself: all norms of a step in one batched call.
         self._of_units = Distinct(unit.parameters for unit in router.units)
         groups = [*self._of_units.groups, *((p,) for _, p in others)]
@@ -162,7 +162,7 @@ class TrainStep:
         place = {id(p): len(self._of_units.groups) + i for i, (_, p) in enumerate(others)}
         self._monitored = {name: [place[id(p)] for p in own] for name, own in monitored(model, router, monitor).items()}
         position = {id(p): i for i, p in enumerate(model.parameters())}
-        places = [max(position[id(p)] for p in group) for group in groups]
+        places = [max(position[id(whole_of(p))] for p in group) for group in groups]
         # The backward pass runs from the last module to the first.
         self._backward_order = [(i, names[i]) for i in sorted(range(len(names)), key=lambda i: -places[i])]
 
@@ -397,12 +397,26 @@ def _named(group: str, values: dict[str, Tensor]) -> dict[str, Tensor]:
     return {f"{group}/{name}": value for name, value in values.items()}
 
 
+def _others(model: nn.Module, router: Router) -> list[tuple[str, nn.Parameter | Slice]]:
+    """The trained parameters that no unit has, and slices that no unit has of those that units have in part."""
+    in_units = {identity(p) for unit in router.units for p in unit.parameters}
+    in_part = {id(whole_of(p)) for unit in router.units for p in unit.parameters if isinstance(p, Slice)}
+    found: list[tuple[str, nn.Parameter | Slice]] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) in in_part:
+            parts = [Slice(parameter, i) for i in range(len(parameter))]
+            found += [(f"{name}.{part.index}", part) for part in parts if part.key not in in_units]
+        elif parameter.requires_grad and id(parameter) not in in_units:
+            found.append((name, parameter))
+    return found
+
+
 def monitored(model: nn.Module, router: Router, patterns: Sequence[str]) -> dict[str, list[nn.Parameter]]:
     """The trainable parameters of each module that matches and is no part of a unit, by the module's name.
 
     ValueError for a pattern that matches none.
     """
-    in_units = {id(p) for unit in router.units for p in unit.parameters}
+    in_units = {id(whole_of(p)) for unit in router.units for p in unit.parameters}
     owners: dict[str, list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in in_units:

@@ -25,10 +25,11 @@ A line is a row of the first operand or a column of the second; a group is 128 e
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from gnmr.names import GEMMS
@@ -37,6 +38,7 @@ from gnmr.precision.cast_stats import CastStats
 from gnmr.precision.formats import FloatFormat
 from gnmr.precision.kernels.simulated import Draw, GemmContext
 from gnmr.precision.recipes import TILE, Cast, Gemm, Recipe
+from gnmr.precision.shared import Widths
 
 MULTIPLE = 16
 """What the hardware wants every dimension of an eight-bit product to be a multiple of."""
@@ -47,7 +49,7 @@ _LEAST = {"tensor": ((8, 9), " or newer (Ada, Hopper)"), "tile": ((9, 0), " (Hop
 _TILE_CUDA = (12, 9)
 
 
-def missing(recipe: Recipe, linears: dict[str, nn.Linear], device: torch.device | None, auto: bool) -> str | None:
+def missing(recipe: Recipe, linears: Mapping[str, Widths], device: torch.device | None, auto: bool) -> str | None:
     """Why scaled_mm cannot run the recipe in these linears on `device`; None: it can.
 
     `device` None: one that has the hardware. `auto`: chosen automatically, so CPUs (which have it for tests) and
@@ -105,7 +107,7 @@ def _device_missing(device: torch.device | None, recipe: Recipe, auto: bool) -> 
 
 
 def width_missing(
-    linears: dict[str, nn.Linear], multiple: int = MULTIPLE, reader: str = "FP8 hardware", where: str = ""
+    linears: Mapping[str, Widths], multiple: int = MULTIPLE, reader: str = "FP8 hardware", where: str = ""
 ) -> str | None:
     """The first width of these linears that `reader` cannot read; None: it can read all."""
     for name, linear in linears.items():
