@@ -345,8 +345,9 @@ def _of_others(coverage: Coverage, operators: Sequence[Operator], recipe: Recipe
     share = sum(others.values())
     if share >= (_MUCH if recipe is not None or any(o.low for o in operators) else 0.5):
         kinds = ", ".join(dict.fromkeys(one.kind for one in others))
-        what = f"{percent(share)} of the GEMMs' arithmetic is no linear's ({kinds}), so no list or recipe reaches it"
-        yield Finding("not covered", tuple(one.name or one.kind for one in others), what, "linears in its place")
+        what = f"{percent(share)} of the GEMMs' arithmetic is no nn.Linear's ({kinds}) and in 16 bits"
+        right = "name it in the targets of gnmr.attach, register an adapter for it, or put linears in its place"
+        yield Finding("not covered", tuple(one.name or one.kind for one in others), what, right)
 
 
 def _experts(name: str) -> str:

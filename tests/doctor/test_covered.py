@@ -14,6 +14,7 @@ import gnmr
 from gnmr.doctor.plan import PinPlan
 
 K = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 X = [torch.randint(3, 320, (2, 16), generator=torch.Generator().manual_seed(i)) for i in range(2)]
 
 
@@ -30,11 +31,11 @@ def loss_by(model: nn.Module) -> Any:
 
 def test_experts_in_one_tensor_are_named_with_their_share() -> None:
     model = language_model("MixtralConfig", **K, num_key_value_heads=2, num_local_experts=4)
-    found = gnmr.diagnose(model, loss_by(model), X, recipe="nvfp4", targets=["*_proj"], confirm=1)
+    found = gnmr.diagnose(model, loss_by(model), X, recipe="nvfp4", targets=ATTENTION, confirm=1)
     said = "this covers 17.1% of the GEMMs' arithmetic; not: experts.gate_up_proj (MixtralExperts) 45.6%"
     assert said in found.verdict()
     assert found.tree()["covers"] == pytest.approx(0.171, abs=5e-4)
-    controller = gnmr.attach(model, low="fp8_hybrid", recovery="bf16", targets=["*_proj"], signal="always_low")
+    controller = gnmr.attach(model, low="fp8_hybrid", recovery="bf16", targets=ATTENTION, signal="always_low")
     audit = gnmr.audit(model, loss_by(model), X[0], recipe="fp8_hybrid")
     controller.detach()
     (finding,) = [one for one in audit.findings if one.kind == "not covered"]
@@ -47,7 +48,7 @@ def test_a_model_without_linears_in_its_blocks_is_not_sound(recipe: str | None) 
     model = language_model("GPT2Config", vocab_size=320, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
     audit = gnmr.audit(model, loss_by(model), X[0], recipe=recipe)
     (finding,) = [one for one in audit.findings if one.kind == "not covered"]
-    assert "82.8% of the GEMMs' arithmetic is no linear's (Conv1D)" in finding.what
+    assert "82.8% of the GEMMs' arithmetic is no nn.Linear's (Conv1D)" in finding.what
 
 
 def test_what_is_read_without_a_call_is_a_finding_though_it_is_frozen() -> None:
