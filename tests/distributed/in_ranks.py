@@ -15,12 +15,14 @@ from in_compressed import compress, differing_sets, sharded  # noqa: F401  for `
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import gnmr
 from gnmr.distributed import world
 from gnmr.distributed.shards import local
 from gnmr.precision import cpu_products
+from gnmr.precision.adapters import register
 
 
 def serve(rank: int, size: int, store: str, pipe: Any) -> None:
@@ -56,6 +58,61 @@ class Block(nn.Module):
 def net(dtype: str = "float32", width: int = 33) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(Block(width), Block(width)).to(getattr(torch, dtype))
+
+
+class Experts(nn.Module):
+    """A mixture of four experts, of which the data decide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, 32, 16) / 4), nn.Parameter(torch.randn(4, 32, 16) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen, found = (x[:, :2] > 0).long() @ torch.tensor([1, 2]), torch.zeros_like(x)
+        for i in range(4):
+            rows = (chosen == i).nonzero()[:, 0]
+            found = found.index_add(0, rows, F.linear(x[rows], self.up[i]).relu() @ self.down[i])
+        return found
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn, self.experts = nn.MultiheadAttention(16, 2, batch_first=True), Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.self_attn(x[None], x[None], x[None], need_weights=False)[0][0]
+        return x + self.experts(x)
+
+
+def mixture() -> nn.Sequential:
+    register(Experts, up="eoi", down="eio")
+    torch.manual_seed(0)
+    return nn.Sequential(Mixture(), Mixture())
+
+
+def experts(how: str = "alone", after: bool = False, steps: int = 4) -> dict[str, Any]:
+    """As `loop`, of a mixture of experts and attention."""
+    inner, (size, rank) = mixture(), (1, 0) if how == "alone" else (world.size(), world.rank())
+    model = inner if how == "alone" or not after else wrapped(inner, how)
+    options: dict[str, Any] = {"low": "fp8_hybrid", "recovery": "bf16", "backend": "simulated", "targets": ["*"]}
+    controller = gnmr.attach(model, max_o=2, alpha=1.001, beta=1.001, delta=3, **options)
+    model = model if how == "alone" or after else wrapped(inner, how)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    found: dict[str, Any] = {"names": controller.names, "sets": [], "norms": []}
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        mine = [torch.randn(12, 16, generator=generator) for _ in range(2)][rank::size]
+        for i, x in enumerate(mine):
+            if how == "fsdp":
+                model.set_requires_gradient_sync(i == len(mine) - 1)
+            ((model(x) - 2 * x).square().mean() / len(mine)).backward()
+        decision = controller.step()
+        found["sets"].append(controller.active)
+        found["norms"].append(decision.norm.tolist())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return found | {"weights": [whole(p) for p in inner.parameters()]}
 
 
 def shard(model: nn.Module, shape: tuple[int, ...] = (2,)) -> nn.Module:

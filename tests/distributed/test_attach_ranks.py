@@ -63,6 +63,16 @@ def test_two_ranks_are_one_process_with_two_micro_batches(pair: Pair, how: str, 
     assert ranks[0]["norms"] == ranks[1]["norms"] and ranks[0]["risks"] == ranks[1]["risks"]
 
 
+@pytest.mark.parametrize("after", [False, True])
+def test_experts_and_attention_in_two_ranks_are_those_of_one_process(pair: Pair, after: bool) -> None:
+    one, ranks = in_ranks.experts(), pair("experts", how="fsdp", after=after)
+    assert one["names"][:3] == ["0.self_attn.in_proj", "0.self_attn.out_proj", "0.experts.0.up"]
+    assert len({tuple(units) for units in one["sets"]}) > 1
+    for rank in ranks:
+        assert rank["sets"] == one["sets"] and equal(rank["weights"], one["weights"])
+        close(rank["norms"], one["norms"], 1e-6)
+
+
 MEASURED = ["gap_recovery", "mse", "input_std"]
 OPTIONS: list[dict[str, Any]] = [
     {"signal": "recovery_gap", "routing": "ranked", "record": MEASURED},

@@ -279,9 +279,9 @@ def test_linears_that_never_run_are_named_and_left_out_of_all_shares(tmp_path) -
     for text in (found.verdict(), "; ".join(totals(found)), page(found, "", {})):
         assert all(name in text for name in (*reasons, "only in some of the batches ran some_proj"))
     plan = found.plan()
-    every = 3 * (32 * 64 + 64 * 32 + 32 * 32)
-    more = {"mxfp8": 1, "bf16": 3}
-    spent = sum(math.prod(found.operators[name]) * more[own["fprop"]] for name, own in plan.pins.items())
+    every = sum(own["sim_int4"] for own in found.costs.values())
+    times = {name: found.costs[name, "fprop"] for name in plan.pins}
+    spent = sum(times[name][own["fprop"]] - times[name]["sim_int4"] for name, own in plan.pins.items())
     assert plan.extra == pytest.approx(spent / every)
     assert plan.operators == found.operators and plan.targets == list(found.operators) and plan.pins
     file = tmp_path / "plan.json"
