@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import math
 import warnings
 from collections.abc import Callable
 from functools import partial

@@ -164,7 +164,6 @@ def test_the_last_scores_are_made_once(tiny, tmp_path):
 
 
 BEFORE_THE_DATA = [
-    (["precision.low=deepseek_v3", "precision.recovery=bf16"], "deepseek_v3"),
     (["precision.low=fp8_hybrid", "precision.recovery=bf16", "precision.backend=int_mm"], "backend='int_mm'"),
     (["controller.signal=recovery_gap", "precision.recovery=null"], "needs both paths"),
     (["controller.signal=nothing"], "controller: "),
