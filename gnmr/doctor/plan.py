@@ -139,7 +139,7 @@ class PinPlan:
                 require(isinstance(by_recipe, dict) and self.low in by_recipe, key, by_recipe, right)
                 for recipe, nats in by_recipe.items():
                     one_of((*RECIPES, *self.recipes), **{key: recipe})
-                    within(-_MOST_NATS, _MOST_NATS, **{f"{key}.{recipe}": nats})
+                    within(-_MOST_NATS, _MOST_NATS, **{f"{key}.{recipe}": nats})  # type: ignore[arg-type]
 
     def _spec(self) -> PathSpec:
         return PathSpec(**{name: getattr(self, name) for name in PATHS})

@@ -106,7 +106,7 @@ class PathSpec:
         times = {str(key): time for key, time in self.times.items()}
         for key, time in times.items():
             require(key in ("4", "8", "16", *recipes), f"times.{key}", time, "must be of 4, 8, 16 or a recipe")
-            within(1e-9, 1e9, **{f"times.{key}": time})
+            within(1e-9, 1e9, **{f"times.{key}": time})  # type: ignore[arg-type]
         object.__setattr__(self, "times", times)
         some = self.targets is None or self.targets
         require(some, "targets", self.targets, "needs at least one pattern; null is the default")
