@@ -355,6 +355,7 @@ def test_the_command_writes_all_or_nothing(tmp_path: Path, capsys: pytest.Captur
         ([str(tmp_path), f"out={tmp_path / 'new'}", "to=tf"], "to=tf"),
         ([str(tmp_path), f"out={tmp_path / 'new'}", "to=megatron", "pp=5"], "pp=5"),
         ([str(tmp_path), f"out={tmp_path / 'new'}", "pp=0"], "pp=0"),
+        ([str(tmp_path), f"out={tmp_path / 'new'}", "to=te,rl", "pp=2"], "pp=2: is for to=megatron alone"),
         ([str(tmp_path), f"out={tmp_path / 'blocked'}"], "rl.yaml"),
         ([str(tmp_path / "old"), f"out={tmp_path / 'new'}"], "gnmr_plan=1"),
     ]
