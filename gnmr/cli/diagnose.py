@@ -18,6 +18,7 @@ from gnmr.doctor.knapsack import FUSED
 from gnmr.doctor.plan import PLAN_FILE, budget_of
 from gnmr.errors import UserError, as_user_error, printable, writing
 from gnmr.names import BESIDE, KV_CAST
+from gnmr.precision.spec import PathSpec
 from gnmr.records import output
 from gnmr.records.untrusted import exists
 
@@ -100,6 +101,7 @@ def main(argv: list[str]) -> int:
         for kind in asked.fused:
             checks.one_of(FUSED, fused=kind)
         own = {} if config is None else config.precision.recipes
+        PathSpec(low="bf16", recipes=own, times=asked.times or {})  # before anything is loaded
         if asked.rescue is not None:
             asked.rescue = [recipe_from("rescue", word, own) for word in asked.rescue]
         if asked.against is not None:
@@ -160,6 +162,8 @@ def _times(name: str, value: str) -> dict[str, float]:
         key, colon, time = part.partition(":")
         if not (key and colon) or not 0 < number(time) < math.inf:
             raise UserError(f"{name}={part}: must be BITS:TIME or RECIPE:TIME, a time above 0, as 8:1.8,mxfp8:1.9")
+        if key in found:
+            raise UserError(f"{name}={part}: {key} has a time already")
         found[key] = number(time)
     return found
 

@@ -35,11 +35,13 @@ def main(argv: list[str]) -> int:
     with as_user_error():
         for target in asked.to or ():
             one_of(TARGETS, to=target)
+    if asked.pp > 1 and asked.to and "megatron" not in asked.to:
+        raise UserError(f"pp={asked.pp}: is for to=megatron alone; leave it out")
     plan, files, lines = read_plan(place), dict[str, str](), list[str]()
     for target in asked.to or TARGETS:
         try:
             with as_user_error():
-                found = export(plan, target, asked.pp or 1)
+                found = export(plan, target, asked.pp)
         except UserError as error:
             if asked.to:
                 raise

@@ -118,6 +118,7 @@ def test_a_checkpoint_on_a_text(gnmr, checkpoint: Path, text_file: Path) -> None
         (["recipe=sim_e2m1", "rescue=nvfp4"], "rescue=nvfp4: takes no more time in fprop than sim_e2m1"),
         (["times=8"], "times=8: must be BITS:TIME or RECIPE:TIME, a time above 0"),
         (["times=8:0"], "times=8:0: must be BITS:TIME or RECIPE:TIME, a time above 0"),
+        (["times=8:2,8:3"], "times=8:3: 8 has a time already"),
         (["times=7:2"], "times.7=2.0: must be of 4, 8, 16 or a recipe"),
         (["fused=qkv,experts"], "fused=experts: this model has no such operators"),
         (["fused=mlp"], "fused=mlp: must be one of qkv, gate_up, experts"),

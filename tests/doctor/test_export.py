@@ -176,6 +176,29 @@ def test_a_target_runs_what_its_export_says(target: str, pins: dict[str, dict[st
     check(target, pins)
 
 
+@pytest.mark.parametrize("priced", [False, True])
+@pytest.mark.parametrize("target", READ)
+def test_linears_that_are_not_the_plans_stay_in_16_bits(target: str, priced: bool) -> None:
+    """A whole block, a part of an attention, and an MLP's operator were excluded; what a library has in one linear with
+    them stays in 16 bits too."""
+    out = {name for name in NAMES if name.startswith("layers.0.")} | {
+        "layers.3.self_attn.k_proj",
+        "layers.5.mlp.down_proj",
+    }
+    operators = {name: shape for name, shape in LLAMA.items() if name not in out}
+    pins = {"layers.4.mlp.down_proj": {"fprop": "mxfp8"}, "layers.7.self_attn.o_proj": BF16}
+    prices = {name: {gemm: {"nvfp4": 0.2, "mxfp8": 0.1} for gemm in GEMMS} for name in operators if priced}
+    found, gemms = export(planned(pins, operators, prices=prices, budget=0.5), target), TARGETS[target].gemms
+    meant = dict.fromkeys(NAMES, ({},) * len(gemms)) | casts_of(found.plan, gemms)
+    read = {name: own[: len(gemms)] for name, own in READ[target](found).items()}
+    assert json.dumps(read) == json.dumps(meant).replace(*("nv2d", "nv") if target == "modelopt" else ("", ""))
+    if target == "megatron":
+        staged = export(planned(pins, operators, prices=prices, budget=0.5), target, 3)
+        assert by_megatron(staged, NAMES, "nvfp4", 3) == meant
+    kept = all(read[name.replace("k_", "q_")][0] == {} for name in out)
+    assert kept == bool(TARGETS[target].fused)
+
+
 MIXED = st.dictionaries(
     st.sampled_from(NAMES),
     st.dictionaries(st.sampled_from(GEMMS), st.sampled_from(["mxfp8", "bf16"]), min_size=1),
@@ -237,7 +260,7 @@ def test_transformer_engine_has_a_recipe_or_refuses_it(recipe: str) -> None:
 
 def test_the_cost_of_what_cannot_be_said_is_in_the_first_lines() -> None:
     """By hand: of twelve equal operators one GEMM on mxfp8 takes one unit more than 36, a linear in 16 bits nine."""
-    operators = dict.fromkeys(NAMES[:12], (128, 128))
+    operators = dict.fromkeys([*NAMES[:11], "layers.1.mlp.down_proj"], (128, 128))
     pins = {"layers.0.self_attn.o_proj": {"fprop": "mxfp8"}}
     for target, extra in (("rl", "25.0%"), ("te_debug", "8.3%"), ("torchao", "8.3%")):
         head = next(iter(export(planned(pins, operators), target).files.values()))
@@ -301,6 +324,7 @@ def test_other_models_keep_their_names_or_are_refused() -> None:
     for target in ("torchtitan", "megatron"):
         with pytest.raises(UserError, match=r"no linear such as encoder.0.up_proj$"):
             export(plan, target)
+    assert "# NOT in it: linears that are not the plan's" in export(short, "ignore").files["ignore.yaml"]
     moe = planned({"layers.0.mlp.experts.1.up_proj": BF16}, EXPERTS)
     found = export(moe, "megatron")
     assert {name for name in found.plan.pins if "down" in name} == set()
@@ -331,6 +355,7 @@ def test_the_command_writes_all_or_nothing(tmp_path: Path, capsys: pytest.Captur
         ([str(tmp_path), f"out={tmp_path / 'new'}", "to=tf"], "to=tf"),
         ([str(tmp_path), f"out={tmp_path / 'new'}", "to=megatron", "pp=5"], "pp=5"),
         ([str(tmp_path), f"out={tmp_path / 'new'}", "pp=0"], "pp=0"),
+        ([str(tmp_path), f"out={tmp_path / 'new'}", "to=te,rl", "pp=2"], "pp=2: is for to=megatron alone"),
         ([str(tmp_path), f"out={tmp_path / 'blocked'}"], "rl.yaml"),
         ([str(tmp_path / "old"), f"out={tmp_path / 'new'}"], "gnmr_plan=1"),
     ]

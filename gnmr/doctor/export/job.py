@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from gnmr.doctor.knapsack import choose, times_of
+from gnmr.doctor.knapsack import choose, groups_of, times_of
 from gnmr.doctor.lists import called
 from gnmr.doctor.plan import PinPlan
 from gnmr.errors import UserError
@@ -49,7 +49,10 @@ class Job:
 
     def __init__(self, plan: PinPlan, target: Target, pp: int = 1) -> None:
         self.plan, self.pp, self.recipes = plan, pp, _recipes(plan)
-        named = _names(plan, target)
+        named, others = _names(plan.operators, target), _names(outside(plan), target)
+        ours = set(named.values())
+        self.outside = [name for name in dict.fromkeys(others.values()) if name not in ours]
+        """Linears of the model that are not the plan's, by the library's names: they stay in 16 bits."""
         self.labels = {named[name]: self.label(mix) for name, mix in mixes(plan).items()}
         """What each linear runs, by the library's name of it."""
         every = dict.fromkeys([(plan.low,) * len(GEMMS), *mixes(plan).values()])
@@ -59,10 +62,12 @@ class Job:
         """Of each label, the low recipe's first."""
         self.low = next(iter(self.casts))
         low = [self.casts[self.low][gemm] for gemm in target.gemms]
-        others = {label for label, own in self.casts.items() if [own[gemm] for gemm in target.gemms] != low}
-        self.kept = [name for name, label in self.labels.items() if label in others]
+        changed = {label for label, own in self.casts.items() if [own[gemm] for gemm in target.gemms] != low}
+        self.kept = [name for name, label in self.labels.items() if label in changed]
         """Linears that the target is not to have on the low recipe."""
         self.notes: list[str] = []
+        if not (target.formats or _all_llama(plan.operators)):
+            self.notes.append("NOT in it: linears that are not the plan's, which stay in 16 bits: name them too")
 
     def label(self, mix: Mix) -> str:
         """A name for these recipes, one for each set of casts."""
@@ -84,19 +89,54 @@ def hugging_face(names: Iterable[str]) -> dict[str, str]:
 'encoder.up_proj': 'encoder.up_proj'})
     """
     names = list(names)
-    llama = all(_LLAMA.fullmatch(name) for name in names)
+    llama = _all_llama(names)
     return {name: f"model.{name.removeprefix('model.')}" if llama else name for name in names}
 
 
 _LLAMA = re.compile(r"(?:model\.)?layers\.\d+\.(?:self_attn\.[qkvo]|mlp\.(?:experts\.\d+\.)?(?:gate|up|down))_proj")
 
 
-def _names(plan: PinPlan, target: Target) -> dict[str, str]:
+def _all_llama(names: Iterable[str]) -> bool:
+    return all(_LLAMA.fullmatch(name) for name in names)
+
+
+def outside(plan: PinPlan) -> list[str]:
+    """Return the linears of LLaMA's blocks, up to the plan's last one, that are none of its operators: excluded, not
+    among its targets, or of widths that its recipes do not have. Empty for other models, whose linears nobody knows.
+
+    A block of which the plan has no MLP is taken to have whatever MLPs other blocks have.
+
+    >>> names = [f"layers.0.{x}_proj" for x in ("self_attn.k", "self_attn.o", "mlp.up")]
+    >>> outside(PinPlan(operators=dict.fromkeys(names, (8, 8)), low="nvfp4", recovery=None))
+    ['layers.0.self_attn.q_proj', 'layers.0.self_attn.v_proj', 'layers.0.mlp.gate_proj', 'layers.0.mlp.down_proj']
+    """
+    if not _all_llama(plan.operators):
+        return []
+    before = "model." * next(iter(plan.operators)).startswith("model.")
+    parts = re.compile(r"(?:model\.)?layers\.(\d+)\.(?:self_attn|(mlp\.(?:experts\.\d+\.)?))?.*")
+    found = [one for name in plan.operators if (one := parts.fullmatch(name))]
+    mlps: dict[int, dict[str, None]] = {}
+    for one in found:
+        if one[2]:
+            mlps.setdefault(int(one[1]), {})[one[2]] = None
+    usual = dict.fromkeys(mlp for own in mlps.values() for mlp in own) or {"mlp.": None}
+    every = []
+    for block in range(1 + max(int(one[1]) for one in found)):
+        own = mlps.get(block, usual)
+        if any("experts" in mlp for mlp in own):
+            own |= dict.fromkeys(mlp for mlp in usual if "experts" in mlp)
+        every += [f"{before}layers.{block}.self_attn.{x}_proj" for x in "qkvo"]
+        every += [f"{before}layers.{block}.{mlp}{x}_proj" for mlp in own for x in ("gate", "up", "down")]
+    return [name for name in every if name not in plan.operators]
+
+
+def _names(operators: Iterable[str], target: Target) -> dict[str, str]:
     """Return what the library calls each operator. Raises UserError for one that its models do not have."""
-    named = hugging_face(plan.operators)
+    operators = list(operators)
+    named = hugging_face(operators)
     if not target.layout:
         return named
-    for name in plan.operators:
+    for name in operators:
         if not _LLAMA.fullmatch(name) or (".experts." in name and target.layout == "torchtitan"):
             raise UserError(f"export: {target.library} has no linear such as {name}")
     return {name: called(theirs, target.layout) for name, theirs in named.items()}
@@ -116,7 +156,11 @@ def read_of(mix: Mix, target: Target) -> dict[str, str]:
 
 def adapted(plan: PinPlan, target: Target) -> PinPlan:
     """Return the plan that the target can say. Raises UserError where it has not even the low recipe."""
-    named, recipes, worth = _names(plan, target), _recipes(plan), _Worth(plan, target)
+    named, recipes, worth = _names(plan.operators, target), _recipes(plan), _Worth(plan, target)
+    others = set(outside(plan))
+    fused = groups_of([*plan.operators, *others], target.fused) if others else []
+    kept = {named[name] for group in fused if others & {*group} for name in group if name in named}
+    sixteen = tuple("bf16" if gemm in target.gemms else plan.low for gemm in GEMMS)
     made = worth.plan.regrouped(target.fused) if target.fused else plan
     low = (plan.low,) * len(GEMMS)
 
@@ -141,13 +185,15 @@ def adapted(plan: PinPlan, target: Target) -> PinPlan:
     for name in plan.operators:
         groups.setdefault(named[name], []).append(name)
     options = {linear: able(frozenset(plan.operators[name] for name in names)) for linear, names in groups.items()}
+    options |= {linear: [sixteen] for linear in kept}  # a part of it stays in 16 bits
     if target.formats and not any(low in own for own in options.values()):
         raise UserError(f"export: {target.library} has nothing like low={plan.low} for these operators")
     own = {name: tuple(read_of(mix, target).get(gemm, plan.low) for gemm in GEMMS) for name, mix in mixes(made).items()}
     found = {
         linear: cheapest(frozenset(own[name] for name in names), frozenset(plan.operators[name] for name in names))
         for linear, names in groups.items()
-    }
+        if linear not in kept
+    } | dict.fromkeys(kept, sixteen)
     if made.prices and any(own[name] != found[named[name]] for name in own):
         found |= _solved(worth, groups, options, found)
     pins = {}

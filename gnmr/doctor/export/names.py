@@ -14,26 +14,27 @@ _FPROP = ("fprop",)
 
 def transformers(job: Job) -> dict[str, str]:
     """The list of `modules_to_not_convert`."""
-    return {"modules_to_not_convert.yaml": as_yaml({"modules_to_not_convert": [*job.kept, "lm_head"]})}
+    return {"modules_to_not_convert.yaml": as_yaml({"modules_to_not_convert": [*job.kept, *job.outside, "lm_head"]})}
 
 
 def ignore(job: Job) -> dict[str, str]:
     """The list of `ignore`."""
-    return {"ignore.yaml": as_yaml({"ignore": [*job.kept, "lm_head"]})}
+    return {"ignore.yaml": as_yaml({"ignore": [*job.kept, *job.outside, "lm_head"]})}
 
 
 def rl(job: Job) -> dict[str, str]:
     """What trainers and rollouts of reinforcement learning leave out, by library and key."""
-    for name in job.kept:
-        if swept := [other for other in job.labels if name in other and other not in job.kept]:
+    kept = [*job.kept, *job.outside]
+    for name in kept:
+        if swept := [other for other in job.labels if name in other and other not in kept]:
             job.notes.append(f"NOT for nemo_rl, where any part of a name counts: {name} would leave out {swept[0]} too")
-    fused = dict.fromkeys(called(name, "megatron") for name in job.kept)
+    fused = dict.fromkeys(called(name, "megatron") for name in kept)
     tree = {
-        "nemo_rl": {"quantization_ignored_layer_kws": job.kept},
-        "verl": {"ignored_layers": job.kept},
-        "prime_rl": {"ignore_patterns": [rf"(?:^|\.){re.escape(name)}$" for name in job.kept]},
+        "nemo_rl": {"quantization_ignored_layer_kws": kept},
+        "verl": {"ignored_layers": kept},
+        "prime_rl": {"ignore_patterns": [rf"(?:^|\.){re.escape(name)}$" for name in kept]},
         "miles": {
-            "extra_high_precision_layers_hf": [f"{name}.weight" for name in job.kept],
+            "extra_high_precision_layers_hf": [f"{name}.weight" for name in kept],
             "extra_high_precision_layers_megatron": [f"{name}.weight" for name in fused],
         },
     }

@@ -170,11 +170,11 @@ def megatron(job: Job) -> dict[str, str]:
     layers = 1 + max(int(name.split(".")[2]) for name in job.labels)
     require(layers % job.pp == 0, "pp", job.pp, f"must divide the model's {layers} layers")
     by_name: dict[str, list[str]] = {}
-    for name, label in job.labels.items():
+    for name, label in (job.labels | dict.fromkeys(job.outside, "bf16")).items():
         _, _, number, rest = name.split(".", 3)
         stage, local = divmod(int(number), layers // job.pp)
         by_name.setdefault(f"decoder.layers.{local}.{rest}", [job.low] * job.pp)[stage] = label
-    bits = {label: 4 if "e2m1" in str(words) else 8 for label, words in job.casts.items()}
+    bits = {"bf16": 8} | {label: 4 if "e2m1" in str(words) else 8 for label, words in job.casts.items()}
     stages, factories = dict[tuple[str, ...], str](), dict[str, str]()
     configs, matchers = dict[str, Any](), dict[str, Any]()
     for name, own in by_name.items():
@@ -214,6 +214,8 @@ def te_debug(job: Job) -> dict[str, str]:
     for name in job.kept:
         words, low = job.casts[job.labels[name]], job.casts[job.low]
         sets.setdefault(tuple(gemm for gemm in GEMMS if words[gemm] != low[gemm]), []).append(name)
+    if job.outside:
+        sets.setdefault(GEMMS, []).extend(job.outside)
     sections = {}
     for gemms, names in sets.items():
         whole = gemms == GEMMS
