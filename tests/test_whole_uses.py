@@ -38,9 +38,7 @@ def write(family: str, folder: Path) -> torch.nn.Module:
     return model
 
 
-@pytest.mark.parametrize(
-    "family", ["mixtral", "gemma2", "opt", pytest.param("gpt2", marks=pytest.mark.xfail(strict=True, reason="Conv1D"))]
-)
+@pytest.mark.parametrize("family", ["mixtral", "gemma2", "opt", "gpt2"])
 def test_from_the_command_line(
     family: str, gnmr: Callable, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
