@@ -445,6 +445,8 @@ class Router:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As `Controller.load_state_dict`. Raises ValueError if it belongs to other paths too, UserError if records go
         on (`attach(record=...)`) whose first steps are not there."""
+        if isinstance(state, Mapping):
+            self.converted.check_state(state.get("converted"))  # before the count, which is of as many operators
         before = self.converted.cost.work
         if self._counts_itself and isinstance(state, Mapping) and state.get("work") is not None:
             self._recount(self._work_of(state["work"]))  # the set in force is to fit the budget of then
