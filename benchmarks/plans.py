@@ -320,7 +320,7 @@ def figure(record: Path, lows: Sequence[str]) -> str:
 
 
 def solver() -> list[dict[str, Any]]:
-    """Return seconds and peak memory of `choose`, and how far it lies above the bound of the linear relaxation."""
+    """Return seconds and peak memory of `choose`, and what is left at the next step of the greedy front."""
     choose({}, {("a", "fprop"): {"low": 1.0}}, "low", 0.1)  # imports SciPy
     rows = []
     for number in (630, 10_000, 30_000):
@@ -336,7 +336,7 @@ def solver() -> list[dict[str, Any]]:
             found = choose(prices, times, "low", budget)
             row = {"gemms": number, "budget": budget, "seconds": time.perf_counter() - begin, "extra": found.extra}
             least = next(after for extra, after in front(prices, times, "low") if extra >= budget)
-            row |= {"left": found.after / found.before, "bound": least / found.before}
+            row |= {"left": found.after / found.before, "next_step": least / found.before}
             rows.append(row | {"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024})
     return rows
 

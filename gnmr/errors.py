@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from operator import attrgetter
 from traceback import walk_stack
@@ -40,6 +40,15 @@ def printable(text: object) -> str:
     """The text in one line, with control characters written out: an escape as \\x1b."""
     line = " ".join(str(text).split("\n"))
     return line if line.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+
+
+def first_few(names: Sequence[str], most: int = 4) -> str:
+    """Return the first names, and how many more there are.
+
+    >>> first_few(["a", "b", "c"], 2)
+    'a, b and 1 more'
+    """
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

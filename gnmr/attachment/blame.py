@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from gnmr.attachment.repeat import FORWARD, Again, Seen, Start, compiles, repeating
 from gnmr.control import Unit
 from gnmr.control.norms import UnitNorms, gradient_norms
-from gnmr.errors import positive
+from gnmr.errors import first_few, positive
 from gnmr.precision import ConvertedModel
 from gnmr.precision.linear import PathLinear
 
@@ -58,7 +58,7 @@ class Verdict:
     """What was seen, in words."""
 
     def __str__(self) -> str:
-        names = ", ".join(self.units[:4]) + (f" and {len(self.units) - 4} more" if len(self.units) > 4 else "")
+        names = first_few(self.units)
         of = f" ({names}{'' if self.complete else '; perhaps fewer'})" if self.units else ""
         return f"step {self.step}  to blame: {self.cause.replace('_', ' ')}{of}; {self.told}"
 

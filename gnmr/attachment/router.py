@@ -24,8 +24,8 @@ from gnmr.attachment.repeat import Start, true_gap
 from gnmr.control import Controller, ControlSpec, Decision, Evidence, HostPacket, OutputGradients, Unit
 from gnmr.control.norms import watched
 from gnmr.control.signals.blind import AlwaysLow
-from gnmr.errors import users_level
-from gnmr.measure.coverage import READ, Counting, Coverage, few, percent
+from gnmr.errors import first_few, users_level
+from gnmr.measure.coverage import READ, Counting, Coverage, percent
 from gnmr.names import GEMMS
 from gnmr.precision import ConvertedModel
 from gnmr.precision.conversion import tensor_parallel
@@ -191,8 +191,8 @@ class Router:
         if never:
             self._told_never = True
             yield (
-                f"{few(never)}: never ran: something reads the weight without calling the module (a fused projection, "
-                "F.linear), so its path is never in force; leave it out of the targets"
+                f"{first_few(never)}: never ran: something reads the weight without calling the module (a fused "
+                "projection, F.linear), so its path is never in force; leave it out of the targets"
             )
 
     def finish_step(

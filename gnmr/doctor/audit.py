@@ -27,8 +27,8 @@ from gnmr.doctor.in_force import READS, Operator, operators_of
 from gnmr.doctor.lists import LISTS, Entry, entries_of, fits_none, nearest_to, read_lists, repaired
 from gnmr.doctor.measuring import Progress
 from gnmr.doctor.operands import Measured
-from gnmr.errors import require
-from gnmr.measure.coverage import Coverage, percent
+from gnmr.errors import first_few, require
+from gnmr.measure.coverage import MUCH, Coverage, percent, routes
 from gnmr.names import GEMMS
 from gnmr.precision import RECIPES, Recipe
 from gnmr.precision.targets import KEPT
@@ -36,8 +36,6 @@ from gnmr.precision.units import unit_of
 
 Found = Mapping[tuple[str, str, str], Measured]
 """What was measured, by operator, GEMM and operand."""
-_MUCH = 0.01
-"""Share of the arithmetic beside the linears that is worth a finding."""
 _HEADS = ("lm_head", "output")
 """Two names of one thing: a list has often both."""
 _QKV = {"wq", "wk", "wv", "wkv", "wqkv", "qkv_linear"}
@@ -56,8 +54,7 @@ class Finding:
 
     def line(self) -> str:
         """One line."""
-        more = f" and {len(self.where) - 3} more" if len(self.where) > 3 else ""
-        return f"{self.kind}: {', '.join(self.where[:3])}{more}: {self.what}; right would be: {self.right}"
+        return f"{self.kind}: {first_few(self.where, 3)}: {self.what}; right would be: {self.right}"
 
 
 @dataclass(frozen=True)
@@ -98,8 +95,7 @@ class Audit:
         head = f"{len(rows)} linears, {low} in low precision"
         head += f", {len(rows)} of them measured in one batch" if self.dynamic else ", nothing measured"
         if idle := [row.operator for row in self.rows if row not in rows]:
-            more = f" and {len(idle) - 3} more" if len(idle) > 3 else ""
-            head += f"; {', '.join(idle[:3])}{more} did not run"
+            head += f"; {first_few(idle, 3)} did not run"
         names = [row.operator for row in rows if not low or any("/" in words for words in row.precision.values())]
         if self.coverage.others(names):
             head += f"; {self.coverage.line(names, 'low precision covers' if low else 'linears are')}"
@@ -340,10 +336,10 @@ def _of_others(coverage: Coverage, operators: Sequence[Operator], recipe: Recipe
     others = {
         one: share
         for one, share in coverage.others([o.name for o in operators]).items()
-        if one.kind != "Linear" and one.name.rpartition(".")[2] not in ("gate", "router") and "Router" not in one.kind
+        if one.kind != "Linear" and not routes(one)
     }
     share = sum(others.values())
-    if share >= (_MUCH if recipe is not None or any(o.low for o in operators) else 0.5):
+    if share >= (MUCH if recipe is not None or any(o.low for o in operators) else 0.5):
         kinds = ", ".join(dict.fromkeys(one.kind for one in others))
         what = f"{percent(share)} of the GEMMs' arithmetic is no nn.Linear's ({kinds}) and in 16 bits"
         right = "name it in the targets of gnmr.attach, register an adapter for it, or put linears in its place"

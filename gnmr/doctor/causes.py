@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gnmr.doctor.in_force import Grain
+from gnmr.errors import first_few
 
 TOLERANCE = 3.0
 """dB below what is possible that are no finding: other rules for scales (powers of two) and ties."""
@@ -144,7 +145,7 @@ def _outlier(x: Tensor, q: Tensor, grain: Grain, contracted: int) -> Cause | Non
         if now < then / 2:
             which = few.nonzero().flatten().tolist()
             what = "channel" if dim == 0 else "row"
-            names = ", ".join(map(str, which[:3])) + (f" and {len(which) - 3} more" if len(which) > 3 else "")
+            names = first_few([*map(str, which)], 3)
             times = float(peaks[few].max() / peaks.median())
             said = (
                 f"{what} {names} is {times:.3g} times the median one: all others have {now:.1f} dB, {then:.1f} without"

@@ -194,13 +194,12 @@ class PinPlan:
 
     def named_recipes(self) -> list[Recipe]:
         """Return the recipes that it names, `low` first; of a plan of recipes."""
-        from gnmr.precision.recipes import RECIPES as OURS
-        from gnmr.precision.recipes import Recipe
+        from gnmr.precision.resolve import recipes_of
 
-        own = {name: one if isinstance(one, Recipe) else Recipe.of(name, one) for name, one in self.recipes.items()}
         names = dict.fromkeys([self.low, *(recipe for by_gemm in self.pins.values() for recipe in by_gemm.values())])
         names |= dict.fromkeys(one for own in self.prices.values() for by_recipe in own.values() for one in by_recipe)
-        return [(OURS | own)[name] for name in names]
+        known = recipes_of(self._spec())
+        return [known[name] for name in names]
 
     def area(self, name: str) -> int:
         """Return the multiplications of an operator: those that were counted, or of a token."""

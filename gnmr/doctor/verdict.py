@@ -9,6 +9,7 @@ import numpy as np
 
 from gnmr.doctor.knapsack import Choice, Pins
 from gnmr.doctor.measured import nats
+from gnmr.errors import first_few
 
 if TYPE_CHECKING:
     from gnmr.doctor.diagnosis import Diagnosis
@@ -39,9 +40,9 @@ def left_out(found: Diagnosis) -> list[str]:
     by_reason: dict[str, list[str]] = {}
     for name, why in found.idle.items():
         by_reason.setdefault(why, []).append(name)
-    clauses = [f"left out, as {why}: {_named(names)}" for why, names in by_reason.items()]
+    clauses = [f"left out, as {why}: {first_few(names)}" for why, names in by_reason.items()]
     if found.partly:
-        clauses.append(f"only in some of the batches ran {_named(list(found.partly))}")
+        clauses.append(f"only in some of the batches ran {first_few(list(found.partly))}")
     if found.coverage.others(found.operators):
         clauses.append(found.coverage.line(found.operators, "this covers"))
     return clauses
@@ -51,7 +52,7 @@ def _sentence(found: Diagnosis) -> str:
     measured, name = found.measured, found.recipe
     under = "under the plan " if found.pins else ""
     if not measured.finite:
-        worst = f"fprop of {_named([row.operator for row in found.worst()[:_NAMED]])}"
+        worst = f"fprop of {first_few([row.operator for row in found.worst()[:_NAMED]])}"
         what = "the loss is" if measured.kl is None else "the predictions are"
         loss = "" if measured.kl is None else "loss "
         high = "" if measured.high is None else f" ({loss}{measured.high:.4f} on {found.recovery})"
@@ -115,7 +116,7 @@ def _pinned(found: Diagnosis, chosen: Choice) -> str:
     ordered = sorted(chosen.pins, key=lambda one: -found.prices[one, "fprop"][found.recipe])
     share = 1 - chosen.after / chosen.before
     named = [f"{name} ({' | '.join(found.sides[name])})" if name in found.sides else name for name in ordered]
-    return f"{_gemms(chosen.pins)} of {len(found.rows)} GEMMs ({share:.0%} of it: fprop of {_named(named)})"
+    return f"{_gemms(chosen.pins)} of {len(found.rows)} GEMMs ({share:.0%} of it: fprop of {first_few(named)})"
 
 
 def _left(found: Diagnosis, chosen: Choice) -> str:
@@ -162,8 +163,3 @@ def on_recipes(pins: Pins) -> str:
 
 def _gemms(pins: Pins) -> int:
     return sum(map(len, pins.values()))
-
-
-def _named(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more

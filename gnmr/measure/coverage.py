@@ -28,6 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from gnmr.errors import first_few
 from gnmr.precision.cost import Work
 from gnmr.precision.linear import PathLinear
 from gnmr.precision.units import operator_names
@@ -38,8 +39,8 @@ _LITTLE = 0.0005
 """Shares below it are not named."""
 READ = "its weight is read without calling it"
 """Why a linear may never be called."""
-_MUCH = 0.01
-"""Share of which something that is left out is worth a warning."""
+MUCH = 0.01
+"""Share of the arithmetic from which on what is left out is worth a warning, or a finding."""
 _SUMS = ("addmm", "baddbmm")
 """Products whose first operand is added to the result."""
 _LAYOUT = (
@@ -125,7 +126,7 @@ class Coverage:
         weight was read."""
         names = [operator.operator_name for operator in operators]
         read = [name for name, why in self.missed(names).items() if why == READ]
-        more = [f"never in low precision, as {READ}: {few(read)}"] if read else []
+        more = [f"never in low precision, as {READ}: {first_few(read)}"] if read else []
         return [self.line(names, verb), *more]
 
     def work(self, operators: Sequence[PathLinear], verb: str = "covers") -> Work:
@@ -141,17 +142,12 @@ class Coverage:
     def misses(self, operators: Sequence[PathLinear]) -> bool:
         """Return whether something within blocks is left out that is no router, of 1% of the arithmetic or more."""
         others = self.others([operator.operator_name for operator in operators])
-        inside = {one: share for one, share in others.items() if "*" in one.name and not _routes(one)}
-        return sum(inside.values()) >= _MUCH
+        inside = {one: share for one, share in others.items() if "*" in one.name and not routes(one)}
+        return sum(inside.values()) >= MUCH
 
 
-def few(names: Sequence[str]) -> str:
-    """Return the first names, and how many more."""
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
-
-
-def _routes(one: Product) -> bool:
+def routes(one: Product) -> bool:
+    """Return whether it is a router, by its name or class."""
     return one.name.rpartition(".")[2] in ("gate", "router") or "Router" in one.kind
 
 
