@@ -65,8 +65,8 @@ def test_the_page_and_marked_numbers_are_written(written: Path) -> None:
     page = (written.parent / "page.md").read_text()
     pairs = zip(PERPLEXITY["int4_int8"], PERPLEXITY["int4"], strict=True)
     difference = (math.prod(mine / theirs for mine, theirs in pairs) ** (1 / 3) - 1) * 100
-    assert f"|gnmr|{difference:+.1f}% (" in page and "against never, n 3, " in page
-    assert f"Loss: never {math.log(80 * 84 * 79) / 3:.4f}, always {math.log(40 * 41 * 40) / 3:.4f};" in page
+    assert f"|gnmr|{difference:+.1f}% (" in page and "n = 3" in page and "control: never" in page
+    assert f"Loss: never {math.log(80 * 84 * 79) / 3:.4f}, always {math.log(40 * 41 * 40) / 3:.4f}." in page
     assert (written.parent / "text.md").read_text() == (
         f"It ends <!--=one/gnmr/difference-->{difference:+.1f}%<!--/--> lower.\n"
     )

@@ -47,7 +47,19 @@ import yaml
 
 from gnmr.errors import UserError, nearest, writing
 from gnmr.lab.report.layout import NOTHING, as_markdown, interval_text, measure, percent, relative, whole_percent
-from gnmr.lab.report.statistics import NO_DIFFERENCE, Contrast, Family, Result, Share, judge, p_text, stat
+from gnmr.lab.report.statistics import (
+    BETTER,
+    EQUAL,
+    NO_DIFFERENCE,
+    WORSE,
+    Contrast,
+    Family,
+    Result,
+    Share,
+    judge,
+    p_text,
+    stat,
+)
 from gnmr.records import output
 from gnmr.records.untrusted import content, reading
 
@@ -55,8 +67,8 @@ _MOST_BYTES = 1 << 20
 _MARK = re.compile(r"(<!--=([^>\n]+?)-->)(.*?)(<!--/-->)")
 _SPENDS = {"sent": "numbers sent", "spent": "GEMM FLOPs recovered", "promoted": "unit-steps recovered"}
 """What an arm spends, by column; a claim shows the first one that its runs have."""
-_SHARED = {"against": "control"}
-"""What a column is called above the table, where all rows share its value."""
+_SHARED = {"against": "control:", **{name: f"{name}:" for name in _SPENDS.values()}}
+"""What a value that all rows share follows above the table, by column."""
 _COMPARABLE = ("experiment", "scale", "data", "tokens_per_step", "steps")
 """Columns in which all runs of a cell agree."""
 _HEAD = """\
@@ -250,7 +262,7 @@ class Tested:
         ends = dict.fromkeys(whole_percent(find(self.effects)) for find in (min, max)) if self.effects else {}
         runs = [row for of_arm in self.runs.values() for row in of_arm]
         known = [f"{len(runs)} runs of {' or '.join(sorted({str(row['steps']) for row in runs}))} steps"]
-        known += [f"{_SHARED.get(column, column)}: {value}" for column, (value,) in shared.items()]
+        known += [f"{_SHARED.get(column, f'{column} =')} {value}" for column, (value,) in shared.items()]
         known += [f"smallest effect: {' to '.join(ends)}"] if ends else []
         losses = ", ".join(f"{arm} {self.of_arm(arm)['loss']}" for arm in bounds)
         control = f"The positive control {'passes' if family.gate else 'fails'} (p = {p_text(family.p_gate)})"
@@ -266,8 +278,8 @@ class Tested:
         if not self.family.gate:
             return "The runs do not show that the low path costs anything, so no arm gets a verdict."
         counts = Counter(one.verdict for one in self.family.results)
-        found = [f"{count} {verdict}" for verdict, count in counts.most_common()]
-        return f"Verdicts of the tests: {', '.join(found)}."
+        found = [f"{counts[verdict]} {verdict}" for verdict in dict.fromkeys((BETTER, WORSE, EQUAL, *counts))]
+        return f"Verdicts of the tests: {', '.join(one for one in found if not one.startswith('0 '))}."
 
 
 def _texts_of(result: Result) -> dict[str, str]:
