@@ -65,11 +65,19 @@ def test_the_page_and_marked_numbers_are_written(written: Path) -> None:
     page = (written.parent / "page.md").read_text()
     pairs = zip(PERPLEXITY["int4_int8"], PERPLEXITY["int4"], strict=True)
     difference = (math.prod(mine / theirs for mine, theirs in pairs) ** (1 / 3) - 1) * 100
-    assert f"|gnmr|{difference:+.1f}% (" in page and "against never, n 3, " in page
-    assert f"Loss: never {math.log(80 * 84 * 79) / 3:.4f}, always {math.log(40 * 41 * 40) / 3:.4f};" in page
+    assert f"|gnmr|{difference:+.1f}% (" in page and "n = 3" in page and "control: never" in page
+    assert f"Loss: never {math.log(80 * 84 * 79) / 3:.4f}, always {math.log(40 * 41 * 40) / 3:.4f}." in page
+    assert "Does it help? Verdicts of the tests: 2 better." in page
     assert (written.parent / "text.md").read_text() == (
         f"It ends <!--=one/gnmr/difference-->{difference:+.1f}%<!--/--> lower.\n"
     )
+
+
+def test_no_verdict_is_said_if_the_positive_control_fails(written: Path) -> None:
+    rewrite(written, [one | ({"loss": math.log(80.0)} if one["arm"] == "int8" else {}) for one in rows()])
+    quiet(written)
+    page = (written.parent / "page.md").read_text()
+    assert "so no arm gets a verdict." in page and "The positive control fails" in page and "|better|" not in page
 
 
 def test_a_changed_number_is_found(written: Path) -> None:

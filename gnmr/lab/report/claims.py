@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -46,7 +47,19 @@ import yaml
 
 from gnmr.errors import UserError, nearest, writing
 from gnmr.lab.report.layout import NOTHING, as_markdown, interval_text, measure, percent, relative, whole_percent
-from gnmr.lab.report.statistics import NO_DIFFERENCE, Contrast, Family, Result, Share, judge, p_text, stat
+from gnmr.lab.report.statistics import (
+    BETTER,
+    EQUAL,
+    NO_DIFFERENCE,
+    WORSE,
+    Contrast,
+    Family,
+    Result,
+    Share,
+    judge,
+    p_text,
+    stat,
+)
 from gnmr.records import output
 from gnmr.records.untrusted import content, reading
 
@@ -54,20 +67,26 @@ _MOST_BYTES = 1 << 20
 _MARK = re.compile(r"(<!--=([^>\n]+?)-->)(.*?)(<!--/-->)")
 _SPENDS = {"sent": "numbers sent", "spent": "GEMM FLOPs recovered", "promoted": "unit-steps recovered"}
 """What an arm spends, by column; a claim shows the first one that its runs have."""
+_SHARED = {"against": "control:", **{name: f"{name}:" for name in _SPENDS.values()}}
+"""What a value that all rows share follows above the table, by column."""
 _COMPARABLE = ("experiment", "scale", "data", "tokens_per_step", "steps")
 """Columns in which all runs of a cell agree."""
 _HEAD = """\
-# Results
+# All tests
 
-Each claim of [claims.yaml](claims.yaml) is tested on the table of recorded runs
-([runs/results.parquet](../runs/README.md)). `gnmr report claims=docs/claims.yaml` writes this page; do not edit it.
+This page is for readers who check a number of [results and evidence](evidence.md). It has every statistical test of
+[claims.yaml](claims.yaml) on the [table of recorded runs](../runs/README.md). The command below writes it; do not edit.
 
-- *Loss*: validation loss at the end of a run, on the 16-bit path in every arm, in nats per token. The positive control
-  tests whether the second of the two bounds is better than the first. If it fails, no arm gets a verdict.
+    gnmr report claims=docs/claims.yaml
+
+- *Loss*: validation loss at the end of a run, in nats per token. Every arm is validated on the 16-bit path.
+- *Unit-steps recovered*: fraction of (unit, step) pairs on the recovery path.
+- *Positive control*: the test that the second of the two bounds is better than the first. If it fails, no arm gets a
+  verdict.
 - *Difference*: difference of perplexity to the control, with its 95% confidence interval.
-- *p*: Holm-adjusted over the claim. The verdict is - if no difference is shown.
-- *Gap closed*: share of the loss gap between the two bounds that the arm closes.
-- *Smallest effect*: difference to the control, as a share of the gap, that a test shows with 80% power.
+- *p*: p-value, Holm-adjusted over the claim. The verdict is "-" if no difference is shown.
+- *Gap recovered*: fraction of the loss gap between the two bounds that the arm recovers.
+- *Smallest effect*: the difference to the control that a test finds with 80% power, as a fraction of the gap.
 """
 
 Record = Mapping[str, Any]
@@ -231,7 +250,7 @@ class Tested:
                     spent: "" if again or one.arm in bounds else arm["spent"],
                     "difference": f"{test['difference']} {test['interval']}".strip(),
                     "p": test["p"],
-                    "gap closed": "" if again else arm["closed"],
+                    "gap recovered": "" if again else arm["closed"],
                     "verdict": one.verdict.replace(NO_DIFFERENCE, NOTHING),
                 }
             )
@@ -243,16 +262,24 @@ class Tested:
         ends = dict.fromkeys(whole_percent(find(self.effects)) for find in (min, max)) if self.effects else {}
         runs = [row for of_arm in self.runs.values() for row in of_arm]
         known = [f"{len(runs)} runs of {' or '.join(sorted({str(row['steps']) for row in runs}))} steps"]
-        known += [f"{column} {value}" for column, (value,) in shared.items()]
-        known += [f"smallest effect {' to '.join(ends)}"] if ends else []
+        known += [f"{_SHARED.get(column, f'{column} =')} {value}" for column, (value,) in shared.items()]
+        known += [f"smallest effect: {' to '.join(ends)}"] if ends else []
         losses = ", ".join(f"{arm} {self.of_arm(arm)['loss']}" for arm in bounds)
-        control = f"positive control {'' if family.gate else 'not '}shown (p = {p_text(family.p_gate)})"
+        control = f"The positive control {'passes' if family.gate else 'fails'} (p = {p_text(family.p_gate)})"
         texts = (
-            f"{self.claim.title}. {self.claim.asks}",
-            f"{', '.join(known)}. Loss: {losses}; {control}. {family.method_text()}",
+            f"{self.claim.title}. {self.claim.asks} {self._shown()}",
+            f"{', '.join(known)}. Loss: {losses}. {control}. {family.method_text()}",
         )
         paragraphs = [f"## {self.claim.name}", *map(as_markdown, texts)]
         return "\n\n".join([*paragraphs, "\n".join(f"|{'|'.join(cells)}|" for cells in table)]) + "\n"
+
+    def _shown(self) -> str:
+        """Return the sentence that says what the table shows."""
+        if not self.family.gate:
+            return "The runs do not show that the low path costs anything, so no arm gets a verdict."
+        counts = Counter(one.verdict for one in self.family.results)
+        found = [f"{counts[verdict]} {verdict}" for verdict in dict.fromkeys((BETTER, WORSE, EQUAL, *counts))]
+        return f"Verdicts of the tests: {', '.join(one for one in found if not one.startswith('0 '))}."
 
 
 def _texts_of(result: Result) -> dict[str, str]:
