@@ -8,7 +8,7 @@ arithmetic is next to nothing, so what is left is what every operator costs. Eac
 its own. Times are CPU seconds of one thread, which other work on the machine changes least. `peak` is the largest
 resident memory of the process up to the end of a part.
 
-Above --passes operators no pass runs: gradients are set by hand, and price and diagnose are left out. The plan is chosen
+Above --passes operators no pass runs: gradients are set by hand, and price and diagnose are left out. Plans are chosen
 from drawn prices.
 """
 
