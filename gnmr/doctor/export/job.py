@@ -194,6 +194,7 @@ def read_of(mix: Mix, target: Target) -> dict[str, str]:
 
 def adapted(plan: PinPlan, target: Target, layers: int | None = None) -> PinPlan:
     """Return the plan that the target can say. Raises UserError where it has not even the low recipe."""
+    _names(plan, (), target)  # refuses models that it does not have
     recipes, low = _recipes(plan), (plan.low,) * len(GEMMS)
     sixteen = tuple("bf16" if gemm in target.gemms else plan.low for gemm in GEMMS)
     known = {one.name: one for one in (*plan.named_recipes(), RECIPES["bf16"])}
