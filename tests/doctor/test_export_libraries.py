@@ -218,7 +218,7 @@ def stood_in() -> Iterator[None]:
     """Imports of libraries without their compiled parts."""
     pytest.importorskip("pulp", reason="they are not in .libraries: make test-libraries")
     import torch._dynamo
-    import torch._inductor.utils
+    import torch._inductor.compile_fx
     import torch.utils.flop_counter  # noqa: F401  before there is a Triton
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
@@ -307,8 +307,9 @@ KEPT = {"model.layers.0.mlp.experts.1.down_proj": {"fprop": "mxfp8"}, "model.lay
 """Pins of a mixture of experts."""
 
 
-def test_transformer_engines_grouped_linear(te: Any) -> None:
+def test_transformer_engines_grouped_linear(te: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own roles: one name for the weights of all experts."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     found = export(planned(KEPT, MOE, modules=IN_TENSORS), "te")
     factory, read = run(found, "qfactory.py")["qfactory"], casts_of(found.plan)
     for name in ("model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"):

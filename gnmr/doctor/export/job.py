@@ -246,7 +246,8 @@ def adapted(plan: PinPlan, target: Target, layers: int | None = None) -> PinPlan
     pins = {name: pins[name] for name in plan.operators if pins[name]}
     if pins == plan.pins:
         return plan
-    made = replace(plan, pins=pins, fused=[kind for kind in FUSED if kind in {*target.fused, *plan.fused}])
+    kinds = {*target.fused, *plan.fused} | ({target.experts} if any("*" in one for one in linears) else set())
+    made = replace(plan, pins=pins, fused=[kind for kind in FUSED if kind in kinds])
     choice = made.choice()
     expected = plan.expected
     if expected is not None:
