@@ -169,14 +169,11 @@ def _names(plan: PinPlan, names: Iterable[str], target: Target) -> dict[str, str
         other = next(name for name in plan.operators if not _LLAMA.fullmatch(name))
         raise UserError(f"export: {target.library} has no linear such as {other}")
     for name in names:
-        theirs = f"model.{name.removeprefix('model.')}" if llama else name
-        whole = target.fused_name(plan, name)
+        before, whole = "model." * (llama and not name.startswith("model.")), target.fused_name(plan, name)
         if target.layout:
-            named[name] = called(theirs, target.layout)
-        elif "*" in whole:  # all experts: the module, or one of its tensors
-            named[name] = theirs[: len(theirs) - len(name)] + whole.replace(".*", "")
-        else:
-            named[name] = theirs
+            named[name] = called(before + name, target.layout)
+        else:  # of all experts the module, or one of its tensors
+            named[name] = before + (whole.replace(".*", "") if "*" in whole else name)
     return named
 
 
