@@ -105,6 +105,20 @@ def test_rows_decide_on_time() -> None:
     assert chosen.after == pytest.approx(found.choice().after, rel=1e-4)
 
 
+def test_a_plan_names_the_modules_that_hold_its_operators() -> None:
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"emb": nn.Embedding(320, 64), "up_proj": conv1d(64, 64), "out_proj": nn.Linear(64, 64)})
+    model["lm_head"] = nn.Linear(64, 320)
+
+    def run(x: Tensor) -> Tensor:
+        out: Tensor = model["lm_head"](model["out_proj"](model["up_proj"](model["emb"](x)).relu()))
+        return out
+
+    found = gnmr.diagnose(model, run, X, confirm=0, targets=["*_proj"])
+    assert found.plan().modules == {"up_proj": "Conv1D"}
+
+
 @pytest.mark.parametrize("what", ["diagnose", "audit"])
 def test_reentrant_checkpointing_is_refused_in_one_line(what: str) -> None:
     torch.manual_seed(0)

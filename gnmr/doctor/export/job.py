@@ -142,12 +142,12 @@ def outside(plan: PinPlan, layers: int | None = None) -> list[str]:
     before = "model." * next(iter(plan.operators)).startswith("model.")
     found = [name.removeprefix("model.").split(".", 3) for name in plan.operators]
     mlps: dict[int, dict[str, None]] = {}
-    for _, block, part, rest in found:
+    for _, number, part, rest in found:
         if part == "mlp":
-            mlps.setdefault(int(block), {})[f"mlp.{rest.rpartition('.')[0]}".rstrip(".") + "."] = None
+            mlps.setdefault(int(number), {})[f"mlp.{rest.rpartition('.')[0]}".rstrip(".") + "."] = None
     usual = dict.fromkeys(mlp for own in mlps.values() for mlp in own) or {"mlp.": None}
     fused = any(name.endswith("gate_up_proj") for name in plan.operators)
-    last = 1 + max(int(block) for _, block, _, _ in found)
+    last = 1 + max(int(number) for _, number, _, _ in found)
     require(layers is None or layers >= last, "layers", layers, f"the plan has {last}")
     every = []
     for block in range(layers or last):
