@@ -62,7 +62,7 @@ def _parser() -> Parser:
         0.1,
     )
     parser.option("times", _times, "relative GEMM times by bits or recipe; default: 4:1,8:2,16:4")
-    parser.option("fused", names_of, "operators that have one recipe together: some of qkv,gate_up,experts", [])
+    parser.option("fused", names_of, "operators that have one recipe together: some of qkv,gate_up,experts,moe", [])
     parser.option("plan", optional, "a plan.json, or its folder: price what it leaves, under its own recipes")
     parser.option("batches", whole(2), "batches that are priced; default: 16 of a run, 8 of a checkpoint")
     parser.option(

@@ -1,4 +1,4 @@
-"""`gnmr export PLAN [to=TARGET,...] [out=FOLDER] [pp=N]`: a plan as other libraries read it."""
+"""`gnmr export PLAN [to=TARGET,...] [out=FOLDER] [pp=N] [layers=N]`: a plan as other libraries read it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ targets:
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code. Raises UserError before anything is written."""
     targets = "".join(f"  {name:13} {one.library}\n" for name, one in TARGETS.items())
-    parser = Parser("export", "PLAN [to=TARGET,...] [out=FOLDER] [pp=N]", _TEXT + targets, bare=False)
+    parser = Parser("export", "PLAN [to=TARGET,...] [out=FOLDER] [pp=N] [layers=N]", _TEXT + targets, bare=False)
     parser.option("to", names_of, "targets, with commas between; default: all that can run the plan's low recipe")
     parser.option("out", path, "folder for the files, made where there is none; default: PLAN's")
     parser.option("pp", whole(1), "pipeline stages, of equal length (megatron)", 1)
+    parser.option("layers", whole(1), "blocks of the model; default: the plan's, if it has no targets= and exclude=")
     asked, place = parser.of_one_place(argv, "plan.json, or its folder")
     out = asked.out or (Path(place) if Path(place).is_dir() else Path(place).parent)
     with as_user_error():
@@ -41,7 +42,7 @@ def main(argv: list[str]) -> int:
     for target in asked.to or TARGETS:
         try:
             with as_user_error():
-                found = export(plan, target, asked.pp)
+                found = export(plan, target, asked.pp, asked.layers)
         except UserError as error:
             if asked.to:
                 raise

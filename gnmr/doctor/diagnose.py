@@ -86,7 +86,7 @@ def diagnose(
             sides the share of the GEMMs' arithmetic that may be in one recipe on both.
         times: relative times of GEMMs by the bits of their widest operand, or by recipe, as `PathSpec.times`.
         fused: kinds of operators that have one recipe together, because a library runs them as one: qkv, gate_up,
-            experts.
+            experts (each projection of all experts), moe (all of their projections).
         held_out: other batches, on which the KL of the plan and of the usual guesses is measured.
         plan: pins in force, with the plan's own recipes and targets: what is measured is what they leave.
         against: the recipe or recipes of the other side, if two should agree: `recipe` is the rollout's, this the

@@ -94,6 +94,8 @@ class Diagnosis:
     in no share, budget or plan."""
     matched: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """(inputs, outputs) of those of them that `targets` name all the same, because no list of names leaves them out."""
+    modules: Mapping[str, str] = field(default_factory=dict)
+    """Classes of the modules that hold operators and are no nn.Linear, by the modules' names."""
     partly: Mapping[str, int] = field(default_factory=dict)
     """Operators that ran in some batches alone, and in how many."""
     held_out: Measured | None = None
@@ -302,9 +304,10 @@ class Diagnosis:
             recipes=self.recipes,
             targets=self.targets,
             exclude=self.exclude,
+            modules=dict(self.modules),
             pins=chosen.pins,
             times=self.times,
-            work=dict(self.work),
+            work=dict(self.work) | dict.fromkeys(self.matched if self.work else (), 0),
             rest=self.rest,
             budget=None if self.against else budget,
             extra=None if self.against else chosen.extra,

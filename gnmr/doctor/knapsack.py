@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -41,8 +41,9 @@ REST = ""
 """In place of an operator: all GEMMs of a model that are none of its operators'. They take time, and have no price."""
 GUESSES = ("last", "first", "first_last", "random")
 """Whole blocks from the end, from the beginning, from both in turn; operators at random."""
-FUSED = ("qkv", "gate_up", "experts")
-"""Operators that a library may run as one: q, k and v of an attention; gate and up of an MLP; one of all experts."""
+FUSED = ("qkv", "gate_up", "experts", "moe")
+"""Operators that a library may run as one: q, k and v of an attention; gate and up of an MLP; one of all experts; all
+of all experts."""
 _PARTS = {
     "qkv": (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("wq", "wk", "wv"), ("q", "k", "v")),
     "gate_up": (("gate_proj", "up_proj"), ("w1", "w3")),
@@ -101,8 +102,24 @@ def groups_of(operators: Iterable[str], fused: Iterable[str]) -> list[list[str]]
     """
     fused, groups = list(fused), dict[str, list[str]]()
     for name in operators:
-        groups.setdefault(_fused_name(name, fused), []).append(name)
+        groups.setdefault(fused_name(name, fused), []).append(name)
     return [own for own in groups.values() if len(own) > 1]
+
+
+def fused_name(name: str, fused: Collection[str]) -> str:
+    """Return what all operators are called that run as one with this one; its own name where these kinds have none.
+
+    >>> fused_name("0.experts.3.up_proj", ["experts"]), fused_name("0.experts.3.up_proj", ["moe"])
+    ('0.experts.*.up_proj', '0.experts.*')
+    """
+    if "moe" in fused or "experts" in fused:
+        name = re.sub(r"(?<=experts\.)\d+" + (r"\..+" if "moe" in fused else r"(?=\.)"), "*", name)
+    before, dot, leaf = name.rpartition(".")
+    for kind, several in _PARTS.items():
+        for parts in several if kind in fused else ():
+            if leaf in parts:
+                return f"{before}{dot}{'+'.join(parts)}"
+    return name
 
 
 def check_fused(operators: Iterable[str], fused: Iterable[str]) -> None:
@@ -386,15 +403,3 @@ def _in_order(
             chosen |= dict.fromkeys(items, rescue)
             spent += more
     return as_choice(chosen, prices, times, low)
-
-
-def _fused_name(name: str, fused: Sequence[str]) -> str:
-    """What all operators are called that run as one with this one."""
-    if "experts" in fused:
-        name = re.sub(r"(?<=experts\.)\d+(?=\.)", "*", name)
-    before, dot, leaf = name.rpartition(".")
-    for kind, several in _PARTS.items():
-        for parts in several if kind in fused else ():
-            if leaf in parts:
-                return f"{before}{dot}{'+'.join(parts)}"
-    return name

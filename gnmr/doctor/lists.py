@@ -138,7 +138,7 @@ LAYOUTS = {
         (r"self_attn\.[qkv]_proj$", "self_attention.linear_qkv"),
         (r"self_attn\.o_proj$", "self_attention.linear_proj"),
         (r"\.experts\.\d+\.", ".experts."),
-        (r"(?:gate|up)_proj$", "linear_fc1"),
+        (r"(?:gate|up|gate_up)_proj$", "linear_fc1"),
         (r"down_proj$", "linear_fc2"),
         (r"mlp\.gate$", "mlp.router"),
         (r"^lm_head$", "output_layer"),

@@ -24,9 +24,11 @@ from gnmr.measure.errors import Probe, measure_errors
 from gnmr.measure.price import PRICES, PriceMeter, measure_prices
 from gnmr.names import GEMMS, RECIPES
 from gnmr.precision import ConvertedModel, PathLinear, PathSpec, Recipe
+from gnmr.precision.contained import Contained
 from gnmr.precision.conversion import operator_shapes
 from gnmr.precision.cost import gemm_time
 from gnmr.precision.recipes import Gemm
+from gnmr.precision.units import unwrapped
 
 Progress = Callable[[int, int | None], None]
 """Called with (forward passes that are done, of how many; None: nobody knows). A priced batch counts as `PRICED`."""
@@ -173,6 +175,7 @@ class Doctor:
             },
             idle=idle,
             matched={} if narrow else {name: shapes[name] for name in idle},
+            modules=self._modules(),
             partly={name: int(n) for name, n in zip(shapes, times, strict=True) if 0 < n < len(ran)},
             against=self._against,
             sides=self._sides,
@@ -420,6 +423,12 @@ class Doctor:
         work = {name: every[name] * a * b for name, (a, b) in operators.items()}
         share = self._coverage.share(operators)
         return work, round(sum(work.values()) * (1 / share - 1)) if share else 0
+
+    def _modules(self) -> dict[str, str]:
+        """Return the class of each module that contains operators, by its name."""
+        held = {one.owner: one.kind for one in self.converted.operators if isinstance(one, Contained)}
+        named = ((unwrapped(name), held.get(module)) for name, module in self.model.named_modules())
+        return {name: kind for name, kind in named if kind}
 
     def _costs(self, operators: Shapes, work: Mapping[str, int], rest: int) -> Times:
         """The time of every GEMM on each recipe. Of two sides, either of which may be changed, a GEMM that is alike on

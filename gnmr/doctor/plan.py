@@ -5,6 +5,7 @@
       "operators": {"layers.0.mlp.down_proj": [256, 64]},      the model: every operator that the plan is about, and its
                                                                numbers of inputs and outputs
       "targets": null, "exclude": [],                          what chose them, as precision.targets and .exclude
+      "modules": {"layers.0.mlp.experts": "MixtralExperts"},   class of what holds operators and is no nn.Linear
       "low": "nvfp4", "recovery": "bf16", "recipes": {},       as precision.low, .recovery and .recipes
       "pins": {"layers.0.mlp.down_proj": {"fprop": "mxfp8"}},  recipes by operator and GEMM; all others are on low
       "times": {},                                             relative GEMM times, as precision.times
@@ -30,21 +31,20 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gnmr.doctor.knapsack import (
     FUSED,
+    Choice,
     Item,
     Pins,
-    Prices,
     Shapes,
+    Times,
     as_choice,
     check_budget,
-    choose,
-    groups_of,
     times_of,
 )
 from gnmr.errors import UserError, nearest, one_of, require, share_of, within
@@ -62,7 +62,7 @@ MAX_PLAN = 1 << 24
 """Bytes: 10,000 operators take less than two."""
 _MOST_OPERATORS, _MOST_NATS = 100_000, 1e30
 _PLAIN = (
-    *("targets", "exclude", "low", "recovery", "recipes", "pins", "times"),
+    *("targets", "exclude", "modules", "low", "recovery", "recipes", "pins", "times"),
     *("work", "rest", "budget", "extra", "fused", "prices"),
 )
 _BY_LINE = ("operators", "pins", "work", "prices")
@@ -87,6 +87,8 @@ class PinPlan:
     """Recipe by GEMM, by operator; others are on `low`."""
     targets: list[str] | None = None
     exclude: list[str] = field(default_factory=list)
+    modules: dict[str, str] = field(default_factory=dict)
+    """Classes of the modules that hold operators and are no nn.Linear, by the modules' names."""
     recipes: dict[str, Any] = field(default_factory=dict)
     times: dict[str, float] = field(default_factory=dict)
     """Relative GEMM times, as `PathSpec.times`."""
@@ -101,7 +103,7 @@ class PinPlan:
     fused: list[str] = field(default_factory=list)
     """Kinds of operators that have one recipe together (`knapsack.FUSED`)."""
     prices: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
-    """Nats a token by operator, GEMM and recipe, `low` among them: `regrouped` chooses by them."""
+    """Nats a token by operator, GEMM and recipe, `low` among them."""
     expected: tuple[float, float] | None = None
     """Nats a token that low precision costs without and with the pins."""
     triggers: dict[str, float | None] = field(default_factory=dict)
@@ -123,6 +125,10 @@ class PinPlan:
                 raise ValueError(
                     f"{key}.{strange[0]}: is no operator of this plan{nearest(strange[0], self.operators)}"
                 )
+        require(isinstance(self.modules, dict), "modules", self.modules, "must be {module: class}")
+        for name, kind in self.modules.items():
+            _name("modules", name)
+            _name(f"modules.{name}", kind)
         for key, number in {**{f"work.{name}": one for name, one in self.work.items()}, "rest": self.rest}.items():
             whole = type(number) is int and 0 <= number < 1 << 100
             require(whole, key, number, "must be a whole number of multiplications")
@@ -163,35 +169,6 @@ class PinPlan:
             "pins": {name.removeprefix("model."): gemms for name, gemms in self.pins.items()}
         }
 
-    def regrouped(self, fused: Iterable[str]) -> PinPlan:
-        """Return the plan with one recipe for all operators that run as one where these kinds (`FUSED`) are fused.
-
-        It is chosen anew, under the same budget, where the plan has the prices of its pins; else every GEMM of such
-        operators has the slowest recipe of theirs. A kind that this model does not have is left out.
-        """
-        groups = groups_of(self.operators, fused := [kind for kind in FUSED if kind in {*fused, *self.fused}])
-        if all(self.pins.get(name) == self.pins.get(group[0]) for group in groups for name in group):
-            return self
-        times = times_of(self.operators, self.named_recipes(), self.times, self.work, self.rest)
-        free = (
-            {self.recovery or "bf16": 0.0} if any(self.recovery in own.values() for own in self.pins.values()) else {}
-        )
-        prices = {(name, gemm): free | own for name, by_gemm in self.prices.items() for gemm, own in by_gemm.items()}
-        chosen = {(name, gemm): recipe for name, own in self.pins.items() for gemm, recipe in own.items()}
-        budget = self.extra if self.budget is None else self.budget
-        if budget is not None and budget > 0 and _priced(chosen, prices):
-            found = choose(prices, times, self.low, budget, groups=groups)
-        else:
-            for items in ([(name, gemm) for name in group] for group in groups for gemm in GEMMS):
-                own = [chosen.get(item, self.low) for item in items]
-                slowest = max(own, key=lambda one: (times[items[0]][one], one != self.low))
-                chosen |= {item: slowest for item in items if slowest != self.low}
-            found = as_choice(chosen, prices if _priced(chosen, prices) else {}, times, self.low)
-        after = self.expected
-        if after is not None and found.before > 0:
-            after = after[0], after[0] * found.after / found.before
-        return replace(self, pins=found.pins, extra=found.extra, fused=fused, expected=after)
-
     def named_recipes(self) -> list[Recipe]:
         """Return the recipes that it names, `low` first; of a plan of recipes."""
         from gnmr.precision.resolve import recipes_of
@@ -201,9 +178,31 @@ class PinPlan:
         known = recipes_of(self._spec())
         return [known[name] for name in names]
 
-    def area(self, name: str) -> int:
-        """Return the multiplications of an operator: those that were counted, or of a token."""
-        return self.work.get(name) or math.prod(self.operators[name])
+    def gemm_times(self) -> Times:
+        """Return the time of every GEMM on each recipe that it names, and in 16 bits (`times_of`)."""
+        return times_of(self.operators, self._recipes(), self.times, self.work, self.rest)
+
+    def nats(self) -> dict[Item, dict[str, float]]:
+        """Return the nats of every GEMM that has prices, on the same recipes: 0 on `recovery` and
+        in 16 bits, infinite on a recipe that was not measured."""
+        free = {one.name: 0.0 if one.name == self.recovery or not one.casts else math.inf for one in self._recipes()}
+        return {(name, gemm): free | own for name, by_gemm in self.prices.items() for gemm, own in by_gemm.items()}
+
+    def _recipes(self) -> list[Recipe]:
+        from gnmr.precision.recipes import RECIPES as RECIPES_OF
+
+        return [*self.named_recipes(), RECIPES_OF["bf16"]]
+
+    def choice(self) -> Choice:
+        """Return what its pins cost and save: by the rule of `choose`, whatever `extra` and `expected` say."""
+        chosen = {(name, gemm): recipe for name, own in self.pins.items() for gemm, recipe in own.items()}
+        return as_choice(chosen, self.nats(), self.gemm_times(), self.low)
+
+    def module_of(self, name: str) -> str | None:
+        """Return the one of `modules` that holds an operator; None: it is an nn.Linear."""
+        while name and name not in self.modules:
+            name = name.rpartition(".")[0]
+        return name or None
 
     def threshold(self, signal: object, options: Mapping[str, Any]) -> dict[str, float]:
         """For the options of a controller beside the pins: `threshold`, the plan's trigger, where the signal is one of
@@ -334,11 +333,6 @@ def _name(key: str, name: object) -> None:
     require(
         sound, key, repr(name)[:80], f"an operator's name is printable, of at most {MAX_NAME} characters, no pattern"
     )
-
-
-def _priced(chosen: Mapping[Item, str], prices: Prices) -> bool:
-    """Whether each of these recipes has a price."""
-    return all(recipe in prices.get(item, ()) for item, recipe in chosen.items())
 
 
 def _width(value: object) -> bool:

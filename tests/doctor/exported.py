@@ -23,6 +23,16 @@ SIZES |= {"mlp.gate_proj": (128, 256), "mlp.up_proj": (128, 256), "mlp.down_proj
 LLAMA = {f"layers.{i}.{name}": shape for i in range(12) for name, shape in SIZES.items()}
 """Twelve blocks: layers.1 is the beginning of layers.10."""
 EXPERTS = {f"layers.0.mlp.experts.{i}.{name}_proj": (128, 128) for i in range(3) for name in ("gate", "up", "down")}
+MOE = {f"model.layers.{i}.self_attn.{x}_proj": (128, 128) for i in range(2) for x in "qkvo"}
+MOE |= {
+    f"model.layers.{i}.mlp.experts.{n}.{x}": shape
+    for i in range(2)
+    for n in range(3)
+    for x, shape in (("gate_up_proj", (128, 256)), ("down_proj", (128, 128)))
+}
+"""A mixture of Hugging Face's: experts in one tensor."""
+IN_TENSORS = {f"model.layers.{i}.mlp.experts": "MixtralExperts" for i in range(2)}
+GPT2 = {f"transformer.h.{i}.{x}": (128, 128) for i in range(2) for x in ("attn.c_attn", "attn.c_proj", "mlp.c_fc")}
 TITAN = {"q_proj": "wq", "k_proj": "wk", "v_proj": "wv", "o_proj": "wo", "gate_proj": "w1", "up_proj": "w3"} | {
     "down_proj": "w2"
 }
@@ -72,8 +82,14 @@ def in_titan(name: str, fused: bool = True) -> str:
 
 
 def in_megatron(name: str, offset: int = 0) -> str:
-    _, number, part, *_, short = name.split(".")
-    fused = {"q_proj": "linear_qkv", "k_proj": "linear_qkv", "v_proj": "linear_qkv", "o_proj": "linear_proj"}
+    _, number, part, *_, short = name.removeprefix("model.").split(".")
+    fused = {
+        "gate_up_proj": "linear_fc1",
+        "q_proj": "linear_qkv",
+        "k_proj": "linear_qkv",
+        "v_proj": "linear_qkv",
+        "o_proj": "linear_proj",
+    }
     fused |= {"gate_proj": "linear_fc1", "up_proj": "linear_fc1", "down_proj": "linear_fc2"}
     inside = ".experts" if "experts" in name else ""
     attention = "self_attention" if part == "self_attn" else "mlp"
@@ -200,13 +216,18 @@ def by_megatron(found: Export, names: list[str], low: str, pp: int = 1) -> Read:
     tree, read = yaml.safe_load(found.files["te_precision.yaml"]), {}
     matchers = [one for one in tree["matchers"].values() if one["enabled"]]
     assert not any(fnmatch("output_layer", one["pattern"]) for one in matchers)
-    layers = (1 + max(int(name.split(".")[1]) for name in names)) // pp
+    number = {name: int(name.removeprefix("model.").split(".")[1]) for name in names}
+    layers = (1 + max(number.values())) // pp
     for rank in range(pp):
         with stubbed(rank):
             factories = run(found, "gnmr_megatron.py")
-            for name in (name for name in names if int(name.split(".")[1]) // layers == rank):
+            for name in (name for name in names if number[name] // layers == rank):
                 path = in_megatron(name, rank * layers)
-                fits = next((one["config"] for one in matchers if fnmatch(path, one["pattern"])), None)
+                alone = path.replace(".experts.", ".experts.local_experts.1.")
+                (fits,) = {
+                    next((one["config"] for one in matchers if fnmatch(called, one["pattern"])), None)
+                    for called in (path, alone)
+                }
                 recipe = None if fits is None else tree["configs"][fits]["training_recipe"]
                 read[name] = recipe_read(recipe, low, factories)
     return read

@@ -124,7 +124,8 @@ def test_groups_are_what_libraries_fuse() -> None:
     assert groups_of(names, ["gate_up"]) == [names[4:6], names[7:9]]
     assert groups_of(names, ["experts"]) == [[names[4], names[7]], [names[5], names[8]], [names[6], names[9]]]
     assert groups_of(names, ["gate_up", "experts"]) == [[names[4], names[5], names[7], names[8]], [names[6], names[9]]]
-    check_fused(names, ["qkv", "experts"])
+    assert groups_of(names, ["gate_up", "moe"]) == [names[4:]]
+    check_fused(names, ["qkv", "experts", "moe"])
     with pytest.raises(ValueError, match="fused=experts: this model has no such operators"):
         check_fused(names[:4], ["qkv", "experts"])
     with pytest.raises(ValueError, match="fused=qvk"):

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import gnmr
-from gnmr.doctor.plan import PinPlan
 
 K = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -100,8 +99,24 @@ def test_rows_decide_on_time() -> None:
     share = found.coverage.share(found.operators)
     assert found.rest == pytest.approx(sum(found.work.values()) * (1 - share) / share, rel=1e-6)
     plan = found.plan()
-    again = PinPlan(**{name: getattr(plan, name) for name in ("operators", "low", "recovery", "work", "rest")})
-    assert again.area(encoder) == found.work[encoder] and again.rest == found.rest
+    assert plan.gemm_times()[encoder, "fprop"]["nvfp4"] == found.work[encoder] and plan.rest == found.rest
+    chosen = plan.choice()
+    assert plan.pins and chosen.extra == pytest.approx(plan.extra, rel=1e-12), "operators that never ran take no time"
+    assert chosen.after == pytest.approx(found.choice().after, rel=1e-4)
+
+
+def test_a_plan_names_the_modules_that_hold_its_operators() -> None:
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"emb": nn.Embedding(320, 64), "up_proj": conv1d(64, 64), "out_proj": nn.Linear(64, 64)})
+    model["lm_head"] = nn.Linear(64, 320)
+
+    def run(x: Tensor) -> Tensor:
+        out: Tensor = model["lm_head"](model["out_proj"](model["up_proj"](model["emb"](x)).relu()))
+        return out
+
+    found = gnmr.diagnose(model, run, X, confirm=0, targets=["*_proj"])
+    assert found.plan().modules == {"up_proj": "Conv1D"}
 
 
 @pytest.mark.parametrize("what", ["diagnose", "audit"])

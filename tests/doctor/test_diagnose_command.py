@@ -121,7 +121,7 @@ def test_a_checkpoint_on_a_text(gnmr, checkpoint: Path, text_file: Path) -> None
         (["times=8:2,8:3"], "times=8:3: 8 has a time already"),
         (["times=7:2"], "times.7=2.0: must be of 4, 8, 16 or a recipe"),
         (["fused=qkv,experts"], "fused=experts: this model has no such operators"),
-        (["fused=mlp"], "fused=mlp: must be one of qkv, gate_up, experts"),
+        (["fused=mlp"], "fused=mlp: must be one of qkv, gate_up, experts, moe"),
         (["plan=old.json"], "plan=old.json: gnmr_plan=1: this version reads 2; have `gnmr diagnose` write it anew"),
         (["plan=nowhere.json"], "plan=nowhere.json: there is no such file"),
         (

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from fnmatch import fnmatch
 from itertools import product
 from pathlib import Path
@@ -16,7 +17,10 @@ import yaml
 from exported import (
     BF16,
     EXPERTS,
+    GPT2,
+    IN_TENSORS,
     LLAMA,
+    MOE,
     PINS,
     SIZES,
     Read,
@@ -223,7 +227,12 @@ def test_transformer_engine_by_megatrons_names_and_in_stages(low: str, pins: dic
     plan = planned(pins, low=low)
     found = export(plan, "te")
     assert by_te(found) == casts_of(plan)
-    fused = casts_of(plan.regrouped(["qkv", "gate_up"]))
+    order, own = (low, "mxfp8", "bf16"), mixes(plan)
+    alike = {name: [own[one] for one in NAMES if in_megatron(one) == in_megatron(name)] for name in NAMES}
+    slowest = {
+        name: [max(each, key=order.index) for each in zip(*several, strict=True)] for name, several in alike.items()
+    }
+    fused = casts_of(replace(plan, pins={name: dict(zip(GEMMS, each, strict=True)) for name, each in slowest.items()}))
     assert by_te(found, in_megatron) == by_te(found, in_te) == fused
     for pp in (1, 2, 3, 12):
         of_stages = export(plan, "megatron", pp)
@@ -270,6 +279,122 @@ def test_the_cost_of_what_cannot_be_said_is_in_the_first_lines() -> None:
     assert "extra GEMM time 0.0%, of the plan 2.8%; nats left by price 6, of the plan 5.75\n" in found.files["rl.yaml"]
     head = export(planned(pins, operators), "te").files["qfactory.py"]
     assert head.startswith("# Transformer Engine 2.20.2") and "# as the plan says" in head
+
+
+def test_extra_time_is_that_of_the_whole_model_as_in_the_plan() -> None:
+    """By hand: two operators of 100 multiplications and 50 of other GEMMs in 16 bits take 3 * (200 + 4 * 50), one GEMM
+    on mxfp8 100 more, an operator in 16 bits 900 more."""
+    operators = dict.fromkeys(("layers.0.self_attn.o_proj", "layers.0.mlp.down_proj"), (128, 128))
+    pins, work = {"layers.0.mlp.down_proj": {"fprop": "mxfp8"}}, dict.fromkeys(operators, 100)
+    plan = planned(pins, operators, work=work, rest=50, extra=100 / 1200)
+    assert plan.choice().extra == plan.extra
+    found = export(plan, "te")
+    assert found.plan is plan and "plan's recipe; extra GEMM time 8.3%\n" in found.files["qfactory.py"]
+    found = export(plan, "rl")
+    assert found.plan.extra == 900 / 1200
+    assert "extra GEMM time 75.0%, of the plan 8.3%\n" in found.files["rl.yaml"]
+
+
+def test_fused_operators_get_one_recipe_and_the_plan_says_what_that_costs() -> None:
+    shapes = {f"layers.{i}.mlp.{x}_proj": (32, 32) for i in range(3) for x in ("gate", "up", "down")}
+    names = list(shapes)
+    nats = dict(zip(names, (0.5, 0.1, 0.3, 0.02, 0.25, 0.01, 0.04, 0.03, 0.2), strict=True))
+    prices = {name: {"fprop": {"nvfp4": x, "mxfp8": x / 10, "bf16": 0.0}} for name, x in nats.items()}
+    pins = {name: {"fprop": "mxfp8"} for name in (names[0], names[2], names[4], names[8])}
+    plan = planned(pins, shapes, prices=prices, extra=4 / 27, expected=(1.45, 1.45 - 0.9 * 1.25))
+    anew = export(plan, "megatron").plan
+    assert set(anew.pins) == {names[0], names[1], names[2], names[8]} and "gate_up" in anew.fused
+    assert anew.expected == (1.45, pytest.approx(1.45 - 0.9 * 1.1)) and anew.extra == pytest.approx(4 / 27)
+    assert export(anew, "megatron").plan is anew
+    for unpriced in (replace(plan, prices={}), replace(plan, pins=pins | {names[4]: {"dgrad": "mxfp8"}})):
+        wider = export(unpriced, "megatron").plan
+        assert set(wider.pins) == {*pins, names[1], names[3]} and wider.extra == pytest.approx(6 / 27)
+        assert wider.pins[names[3]] == wider.pins[names[4]] == unpriced.pins[names[4]]
+
+
+@pytest.mark.parametrize("target", READ)
+def test_stages_and_lists_are_of_the_models_blocks_and_not_of_the_plans(target: str) -> None:
+    """Of a model of twelve blocks the last two were excluded."""
+    operators = {name: shape for name, shape in LLAMA.items() if not name.startswith(("layers.10.", "layers.11."))}
+    plan = planned({"layers.9.mlp.down_proj": BF16}, operators, exclude=["layers.10.*", "layers.11.*"])
+    gemms = TARGETS[target].gemms
+    meant = dict.fromkeys(NAMES, ({},) * len(gemms)) | casts_of(export(plan, target, layers=12).plan, gemms)
+    read = {name: own[: len(gemms)] for name, own in READ[target](export(plan, target, layers=12)).items()}
+    assert json.dumps(read) == json.dumps(meant).replace(*("nv2d", "nv") if target == "modelopt" else ("", ""))
+    warned = "export with layers=" in "".join(export(plan, target).notes)
+    assert warned == (target not in ("te", "torchao", "modelopt"))
+    with pytest.raises(ValueError, match="layers=9: the plan has 10"):
+        export(plan, target, layers=9)
+    if target == "megatron":
+        for pp in (2, 3, 6):
+            assert by_megatron(export(plan, target, pp, 12), NAMES, "nvfp4", pp) == meant
+        with pytest.raises(ValueError, match=r"pp=2: a plan of some linears .* add layers="):
+            export(plan, target, 2)
+
+
+@pytest.mark.parametrize("priced", [False, True])
+def test_all_experts_of_a_layer_are_alike_where_they_are_one_tensor(priced: bool) -> None:
+    one, other = "model.layers.0.mlp.experts.1.down_proj", "model.layers.1.self_attn.v_proj"
+    prices = {name: {"fprop": {"nvfp4": 0.1 + (name == one), "mxfp8": 0.05}} for name in MOE if priced}
+    more = {"modules": IN_TENSORS, "prices": prices, "budget": 0.5}
+    plan = planned({one: {"fprop": "mxfp8"}, other: BF16}, MOE, **more)
+    alike = [name for name in MOE if "layers.0.mlp.experts" in name and "down" in name]
+    for target in ("te", "te_debug", "megatron", "modelopt"):
+        found = export(plan, target)
+        mix = {json.dumps(found.plan.pins.get(name)) for name in alike}
+        assert len(mix) == 1 and ("mxfp8" in mix.pop() or priced or target == "te_debug")
+        assert "NOT as the plan says" in "".join(found.notes) and ("nats left" in "".join(found.notes)) == priced
+    with stubbed():
+        found = export(plan, "te")
+        ask = run(found, "qfactory.py")["qfactory"]
+        for name, own in casts_of(found.plan).items():
+            assert quantizers_read(ask, name=re.sub(r"(?<=experts)\.\d+", "", name)) == own
+        assert quantizers_read(ask, name="model.layers.0.mlp.gate") == ({}, {}, {})
+        fused = casts_of(export(found.plan, "megatron").plan)
+        for name, own in fused.items():
+            called = in_megatron(name)
+            alone = called.replace(".experts.", ".experts.local_experts.2.")
+            assert quantizers_read(ask, name=called) == quantizers_read(ask, name=alone) == own
+    found = export(plan, "megatron")
+    assert by_megatron(found, list(MOE), "nvfp4") == casts_of(found.plan)
+    found = export(plan, "te_debug")
+    for section in yaml.safe_load(found.files["te_debug.yaml"]).values():
+        pattern = section["layers"]["layer_name_regex_pattern"]
+        fits = bool(re.match(pattern, "model.layers.0.mlp.experts.down_proj"))
+        assert fits == (one in found.plan.pins and "GEMM" in str(section)), "DisableQuantizationGEMM"
+
+
+@pytest.mark.parametrize("target", ["transformers", "ignore", "rl"])
+@pytest.mark.parametrize("operators", [MOE, EXPERTS], ids=["tensor", "linears"])
+def test_lists_leave_out_all_experts_of_a_layer_or_none(target: str, operators: dict[str, tuple[int, int]]) -> None:
+    """By the audit's own reading of the lists; linears of their own go one by one where no engine fuses them."""
+    one = next(name for name in operators if "experts.1." in name)
+    modules = IN_TENSORS if operators is MOE else {}
+    found = export(planned({one: BF16}, operators, modules=modules), target)
+    single = target == "transformers" and operators is EXPERTS
+    assert set(found.plan.pins) == ({one} if single else {name for name in operators if "layers.0.mlp" in name})
+    tree = yaml.safe_load(next(iter(found.files.values())))
+    for which, texts in (pair for own in ([tree] if target != "rl" else tree.values()) for pair in own.items()):
+        names = [name if name.startswith("model.") else f"model.{name}" for name in operators]
+        if target == "transformers" and operators is MOE:
+            names = list(dict.fromkeys(re.sub(r"(?<=experts)\..*", "", name) for name in names))
+        kept = {name for entry in entries_of(which, texts, names) for name in entry.names}
+        meant = {name for name in names if "layers.0.mlp" in name and (not single or name.endswith(one))}
+        assert kept == meant, which
+
+
+def test_modules_that_a_library_does_not_convert_stay_in_16_bits() -> None:
+    plan = planned({"transformer.h.1.mlp.c_fc": {"fprop": "bf16"}}, GPT2, modules=dict.fromkeys(GPT2, "Conv1D"))
+    for target in ("te", "modelopt"):
+        assert export(plan, target).plan is plan
+    for target in ("torchao", "transformers", "ignore", "rl"):
+        with pytest.raises(UserError, match=r"has nothing like low=nvfp4|converts none of these operators"):
+            export(plan, target)
+    for target, number, kept in (("torchao", 12, "experts"), ("torchtitan", 12, "experts")):
+        found = export(planned({}, MOE, modules=IN_TENSORS), target)
+        assert f"NOT converted by it: {number} operators of experts" in "".join(found.notes)
+        assert set(found.plan.pins) == {name for name in MOE if kept in name}
+        assert "experts" not in "".join(found.files.values()).partition("\n\n")[2]
 
 
 @settings(max_examples=10, deadline=None)
@@ -329,7 +454,7 @@ def test_other_models_keep_their_names_or_are_refused() -> None:
     found = export(moe, "megatron")
     assert {name for name in found.plan.pins if "down" in name} == set()
     assert by_megatron(found, list(EXPERTS), "nvfp4") == casts_of(found.plan)
-    with pytest.raises(UserError, match=r"no linear such as layers.0.mlp.experts.0.gate_proj"):
+    with pytest.raises(UserError, match="nothing like low=nvfp4"):
         export(moe, "torchtitan")
     with pytest.raises(UserError, match="low=int4 is a format"):
         export(planned({}, low="int4", recovery=None), "te")
@@ -355,6 +480,7 @@ def test_the_command_writes_all_or_nothing(tmp_path: Path, capsys: pytest.Captur
         ([str(tmp_path), f"out={tmp_path / 'new'}", "to=tf"], "to=tf"),
         ([str(tmp_path), f"out={tmp_path / 'new'}", "to=megatron", "pp=5"], "pp=5"),
         ([str(tmp_path), f"out={tmp_path / 'new'}", "pp=0"], "pp=0"),
+        ([str(tmp_path), f"out={tmp_path / 'new'}", "to=rl", "layers=2"], "layers=2: the plan has 12"),
         ([str(tmp_path), f"out={tmp_path / 'new'}", "to=te,rl", "pp=2"], "pp=2: is for to=megatron alone"),
         ([str(tmp_path), f"out={tmp_path / 'blocked'}"], "rl.yaml"),
         ([str(tmp_path / "old"), f"out={tmp_path / 'new'}"], "gnmr_plan=1"),

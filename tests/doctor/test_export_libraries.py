@@ -19,7 +19,10 @@ import torch
 import yaml
 from exported import (
     BF16,
+    GPT2,
+    IN_TENSORS,
     LLAMA,
+    MOE,
     PINS,
     SIZES,
     Read,
@@ -215,7 +218,8 @@ def stood_in() -> Iterator[None]:
     """Imports of libraries without their compiled parts."""
     pytest.importorskip("pulp", reason="they are not in .libraries: make test-libraries")
     import torch._dynamo
-    import torch._inductor.utils  # noqa: F401  before there is a Triton
+    import torch._inductor.compile_fx
+    import torch.utils.flop_counter  # noqa: F401  before there is a Triton
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -241,7 +245,7 @@ def te(stood_in: None) -> Iterator[Any]:
         yield te
 
 
-def asked_of_te(factory: Callable[[Any], Any], name: str = "") -> tuple[Any, ...]:
+def asked_of_te(factory: Callable[[Any], Any], name: str = "", role: Any = None) -> tuple[Any, ...]:
     """The casts of a linear's GEMMs, by the quantizers that CustomRecipe's own state makes."""
     from transformer_engine.common.recipe import CustomRecipe
     from transformer_engine.pytorch.quantization import CustomRecipeState, QuantizerRole
@@ -252,7 +256,7 @@ def asked_of_te(factory: Callable[[Any], Any], name: str = "") -> tuple[Any, ...
         state = CustomRecipeState(CustomRecipe(qfactory=factory), roles=[role], **options)
         return state.make_quantizers()[0]
 
-    return quantizers_read(ask, QuantizerRole, name)
+    return quantizers_read(ask, role or QuantizerRole, name)
 
 
 @pytest.mark.parametrize("low", ["nvfp4", "fp8_hybrid", "deepseek_v3"])
@@ -299,10 +303,35 @@ def _roles(module: nn.Module) -> list[Any]:
     return [role for role in found if role is not None and role.module_type == "linear"]
 
 
+KEPT = {"model.layers.0.mlp.experts.1.down_proj": {"fprop": "mxfp8"}, "model.layers.1.self_attn.v_proj": BF16}
+"""Pins of a mixture of experts."""
+
+
+def test_transformer_engines_grouped_linear(te: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own roles: one name for the weights of all experts."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = export(planned(KEPT, MOE, modules=IN_TENSORS), "te")
+    factory, read = run(found, "qfactory.py")["qfactory"], casts_of(found.plan)
+    for name in ("model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"):
+        linear = te.GroupedLinear(3, 128, 128, bias=False, device="cpu", name=name)
+        roles = [*linear.get_quantizer_roles(fwd=True, num_quantizers=9)]
+        roles += linear.get_quantizer_roles(fwd=False, num_quantizers=6)
+        by_operand: dict[str, Any] = {role.tensor_type: role for role in roles if role is not None}
+        assert set(by_operand) == {"input", "weight", "grad_output"}
+
+        def role(tensor_type: str, own: dict[str, Any] = by_operand, **_: str) -> Any:
+            return own[tensor_type]
+
+        for number in range(3):
+            assert asked_of_te(factory, role=role) == read[name.replace("experts.", f"experts.{number}.")]
+
+
+@pytest.mark.parametrize("blocks", [12, 10])
 @pytest.mark.parametrize("pp", [1, 3])
 @of_pins
-def test_megatron(pins: Pins, pp: int, te: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its matchers, its parser of recipes and its custom recipes, in each stage of a pipeline."""
+def test_megatron(pins: Pins, pp: int, blocks: int, te: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its matchers, its parser of recipes and its custom recipes, in each stage of a pipeline; of twelve blocks the
+    last two may be excluded."""
     import megatron.core  # noqa: F401  before its extensions
     from megatron.core import parallel_state
     from megatron.core.extensions.transformer_engine import TEQuantizationParams
@@ -310,7 +339,9 @@ def test_megatron(pins: Pins, pp: int, te: Any, monkeypatch: pytest.MonkeyPatch)
     from megatron.core.quantization.quant_config import RecipeConfig
     from megatron.core.quantization.utils import get_quant_config_or_none
 
-    found, read = export(planned(pins), "megatron", pp), Read()
+    operators = {name: shape for name, shape in LLAMA.items() if int(name.split(".")[1]) < blocks}
+    plan = planned({name: own for name, own in pins.items() if name in operators}, operators)
+    found, read = export(plan, "megatron", pp, 12), Read()
     recipes = RecipeConfig.from_config_dict(yaml.safe_load(found.files["te_precision.yaml"]))
     module = ModuleType("gnmr_megatron")
     module.__dict__.update(run(found, "gnmr_megatron.py"))
@@ -326,8 +357,25 @@ def test_megatron(pins: Pins, pp: int, te: Any, monkeypatch: pytest.MonkeyPatch)
             own = [] if recipe is None else [recipe.fp8_quantization_recipe, recipe.fp4_quantization_recipe]
             named = None if recipe is None else {str(i): one for i, one in enumerate(own) if one}
             read[name] = recipe_read(named, "nvfp4", {})
-    assert read == casts_of(found.plan)
+    assert read == dict.fromkeys(NAMES, ({}, {}, {})) | casts_of(found.plan)
     assert get_quant_config_or_none("output_layer", recipes) is None
+
+
+def test_megatrons_experts(te: Any) -> None:
+    """Its matchers, over the names of grouped experts and of single ones."""
+    import megatron.core  # noqa: F401
+    from megatron.core.quantization.quant_config import RecipeConfig
+    from megatron.core.quantization.utils import get_quant_config_or_none
+
+    found = export(planned(KEPT, MOE, modules=IN_TENSORS), "megatron")
+    recipes = RecipeConfig.from_config_dict(yaml.safe_load(found.files["te_precision.yaml"]))
+    for name in MOE:
+        grouped = in_megatron(name)
+        for called in (grouped, grouped.replace(".experts.", ".experts.local_experts.2.")):
+            config = get_quant_config_or_none(called, recipes)
+            assert (config is None) == (name not in found.plan.pins), called
+    for other in ("decoder.layers.0.mlp.router", "decoder.layers.0.mlp.shared_experts.linear_fc2"):
+        assert get_quant_config_or_none(other, recipes) is None
 
 
 def titan_config(fuse_qkv: bool) -> Any:
@@ -393,6 +441,65 @@ def test_modelopt(pins: Pins, low: str, stood_in: None) -> None:
     assert read.pop("lm_head") == ({},)
     meant = {in_hf(name): own for name, own in casts_of(plan, ("fprop",)).items()}
     assert read == {n: ({o: c.replace("nv2d", "nv") for o, c in own.items()},) for n, (own,) in meant.items()}
+
+
+def mixture() -> nn.Module:
+    """Hugging Face's Mixtral with the shapes of `MOE`, without weights to speak of."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_local_experts": 3}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 32}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
+
+
+def test_experts_of_modelopt_and_its_conv1d(stood_in: None) -> None:
+    import modelopt.torch.quantization as mtq
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    casts = {(4, 3, 32): "e4m3/mx", (2, 1, 16): "e2m1/nv"}
+
+    def on(quantizer: Any) -> str | None:
+        return casts[*quantizer.num_bits, quantizer.block_sizes[-1]] if quantizer.is_enabled else None
+
+    def meant(plan: Any, name: str) -> tuple[str | None, ...]:
+        own = casts_of(plan, ("fprop",))[name][0]
+        return tuple(own.get(operand, "").replace("nv2d", "nv") or None for operand in ("input", "weight"))
+
+    found = export(planned(KEPT, MOE, modules=IN_TENSORS), "modelopt")
+    model = mtq.quantize(mixture(), run(found, "modelopt_quant_cfg.py")["CONFIG"])
+    for i in range(2):
+        experts = model.get_submodule(f"model.layers.{i}.mlp.experts")
+        for x in ("gate_up_proj", "down_proj"):
+            shared = on(getattr(experts, f"{x}_input_quantizer"))
+            for n, one in enumerate(getattr(experts, f"{x}_weight_quantizers")):
+                assert (shared, on(one)) == meant(found.plan, f"model.layers.{i}.mlp.experts.{n}.{x}")
+    value = model.get_submodule("model.layers.1.self_attn.v_proj")
+    assert not (value.input_quantizer.is_enabled or model.lm_head.weight_quantizer.is_enabled)
+
+    plan = planned({"transformer.h.1.mlp.c_fc": {"fprop": "bf16"}}, GPT2, modules=dict.fromkeys(GPT2, "Conv1D"))
+    model = GPT2LMHeadModel(GPT2Config(n_embd=128, n_layer=2, n_head=2, vocab_size=32))
+    model = mtq.quantize(model, run(export(plan, "modelopt"), "modelopt_quant_cfg.py")["CONFIG"])
+    for name in GPT2:
+        linear = model.get_submodule(name)
+        assert (on(linear.input_quantizer), on(linear.weight_quantizer)) == meant(plan, name), name
+
+
+def test_experts_in_lists_of_transformers_and_compressed_tensors(stood_in: None) -> None:
+    """transformers over the modules of a Mixtral; compressed-tensors over the linears that it is saved as, of which
+    vLLM asks for those of the first expert."""
+    utils = pytest.importorskip("transformers.quantizers.quantizers_utils", reason="transformers is not installed")
+    from compressed_tensors.utils.match import is_match
+
+    plan = planned(KEPT | {"model.layers.0.mlp.experts.1.down_proj": {"fprop": "bf16"}}, MOE, modules=IN_TENSORS)
+    (entries,) = yaml.safe_load(export(plan, "transformers").files["modules_to_not_convert.yaml"]).values()
+    model = mixture()
+    asked = [*linears(model), *(name for name, _ in model.named_modules() if name.endswith(".experts"))]
+    kept = {name for name in asked if not utils.should_convert_module(name, entries)}
+    assert kept == {"lm_head", "model.layers.0.mlp.experts", "model.layers.1.self_attn.v_proj"}
+    (ignored,) = yaml.safe_load(export(plan, "ignore").files["ignore.yaml"]).values()
+    for i in range(2):
+        for name in (f"model.layers.{i}.mlp.experts.{n}.{x}_proj" for n in (0, 2) for x in ("gate", "up", "down")):
+            assert is_match(name, nn.Linear(1, 1), "Linear", ignored) == (i == 1), name
+        assert not is_match(f"model.layers.{i}.mlp.gate", nn.Linear(1, 1), "Linear", ignored)
 
 
 @of_pins

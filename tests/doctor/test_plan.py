@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,6 +35,7 @@ PLAN: dict[str, Any] = {
     "budget": 0.8,
     "extra": 0.5 / 9 + 6 / 9,
     "fused": ["gate_up"],
+    "modules": {"layers.1.down_proj": "Conv1D"},
     "prices": {"layers.1.down_proj": {"fprop": {"sim_e2m1": 0.2, "fp8_hybrid": 0.01}}},
     "expected": {"before": 0.1, "after": 0.02},
     "triggers": {"price": 0.001},
@@ -66,7 +68,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         "operators": {"a_proj": [2, 3]},
         "low": "int4",
         **{key: [] for key in ("exclude", "fused")},
-        **{key: {} for key in ("pins", "recipes", "provenance", "times", "prices", "work")},
+        **{key: {} for key in ("modules", "pins", "recipes", "provenance", "times", "prices", "work")},
         "rest": 0,
         **dict.fromkeys(("targets", "recovery", "budget", "extra", "expected", "triggers")),
     }
@@ -288,25 +290,18 @@ def test_train_refuses_another_model_and_paths_beside_it(
     assert not (tmp_path / "runs").exists()
 
 
-def test_fused_operators_get_one_recipe_and_the_plan_says_what_that_costs() -> None:
-    shapes = {f"layers.{i}.mlp.{x}_proj": (32, 32) for i in range(3) for x in ("gate", "up", "down")}
-    names = list(shapes)
-    nats = dict(zip(names, (0.5, 0.1, 0.3, 0.02, 0.25, 0.01, 0.04, 0.03, 0.2), strict=True))
-    prices = {name: {"fprop": {"sim_e2m1": x, "fp8_hybrid": x / 10, "bf16": 0.0}} for name, x in nats.items()}
-    pins = {name: {"fprop": "fp8_hybrid"} for name in (names[0], names[2], names[4], names[8])}
-    plan = PinPlan(operators=shapes, low="sim_e2m1", recovery="bf16", pins=pins, extra=4 / 27, prices=prices)
-    plan = replace(plan, budget=4 / 27, expected=(1.45, 1.45 - 0.9 * 1.25))
-    assert plan.regrouped(["qkv"]) is plan, "this model has none"
-    anew = plan.regrouped(["gate_up"])
-    assert set(anew.pins) == {names[0], names[1], names[2], names[8]} and anew.fused == ["gate_up"]
-    assert anew.expected == (1.45, pytest.approx(1.45 - 0.9 * 1.1)) and anew.extra == pytest.approx(4 / 27)
-    assert anew.regrouped(["gate_up"]) is anew
-    wider = replace(plan, prices={}).regrouped(["gate_up"])
-    assert set(wider.pins) == {*pins, names[1], names[3]} and wider.extra == pytest.approx(6 / 27)
-    unpriced = replace(plan, pins=pins | {names[0]: {"fprop": "mxfp8"}}).regrouped(["gate_up"])
-    assert unpriced.pins[names[0]] == unpriced.pins[names[1]] == {"fprop": "mxfp8"}
-    assert replace(plan, pins={names[0]: ["fprop"]}).pins == {names[0]: {"fprop": "bf16"}}
-    assert replace(plan, budget=None, extra=-0.1).regrouped(["gate_up"]).pins == wider.pins
+def test_zero_is_the_price_of_what_costs_nothing_and_infinity_that_of_what_was_not_measured() -> None:
+    shapes = dict.fromkeys(("a_proj", "b_proj"), (4, 4))
+    prices = {name: {"fprop": {"sim_e2m1": 0.5}} for name in shapes}
+    plan = PinPlan(operators=shapes, low="sim_e2m1", recovery="fp8_hybrid", prices=prices)
+    known = {"sim_e2m1": 0.5, "bf16": 0.0}
+    assert plan.nats() == {(name, "fprop"): known for name in shapes}
+    kept = replace(plan, pins={"a_proj": {"fprop": "fp8_hybrid", "dgrad": "fp8_hybrid"}})
+    assert kept.nats()["b_proj", "fprop"] == known | {"fp8_hybrid": 0.0}
+    assert (kept.choice().before, kept.choice().after, kept.choice().extra) == (1.0, 0.5, pytest.approx(2 / 6))
+    other = replace(plan, pins={"a_proj": {"fprop": "mxfp8"}})
+    assert other.nats()["a_proj", "fprop"] == known | {"mxfp8": math.inf} and other.choice().after == math.inf
+    assert replace(plan, pins={"a_proj": ["fprop"]}).pins == {"a_proj": {"fprop": "fp8_hybrid"}}
 
 
 def test_its_trigger_is_the_threshold_of_a_signal_of_prices_that_has_none() -> None:

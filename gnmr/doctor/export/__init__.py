@@ -10,9 +10,10 @@
     ignore       the `ignore` of compressed-tensors and vLLM
     rl           what NeMo-RL, verl, prime-rl and miles leave out
 
-Where a library has one linear of several operators (`Target.fused`), or lacks a set of recipes, a plan with prices is
-solved anew in the time that it takes; of one without, an operator gets the cheapest set that the library has and that
-lowers no GEMM's precision.
+Where a library has one linear of several operators (`Target.fused`), all experts of a layer among them, or lacks a set
+of recipes, a plan with prices is solved anew in the time that it takes; of one without, an operator gets the cheapest
+set that the library has and that lowers no GEMM's precision. Operators in modules that a library does not convert
+(`Conv1D`, experts in one tensor: the plan's `modules`) stay in 16 bits.
 
 Names: a model whose operators are those of LLaMA's blocks (`layers.N.self_attn.q_proj`) is called as Hugging Face,
 torchtitan or Megatron call it; any other keeps its own names, and has none in the latter two.
@@ -43,15 +44,22 @@ class Export:
     """What the files' first lines say: what could not be said as the plan says it, and what it costs."""
 
 
-def export(plan: PinPlan, target: str, pp: int = 1) -> Export:
-    """Return the plan in the words of one of `TARGETS`; `pp`: pipeline stages of equal length (megatron).
+def export(plan: PinPlan, target: str, pp: int = 1, layers: int | None = None) -> Export:
+    """Return the plan in the words of one of `TARGETS`.
 
-    Raises UserError for operators, or a low recipe, that the target has no words for.
+    Args:
+        plan: the plan.
+        target: one of `TARGETS`.
+        pp: pipeline stages of equal length (megatron).
+        layers: blocks of the model, where the plan's `targets` or `exclude` may have left out the last of them.
+
+    Raises UserError for operators, or a low recipe, that the target has no words for, and ValueError for other
+    numbers of stages or blocks than the plan's.
     """
     one_of(TARGETS, to=target)
     one = TARGETS[target]
-    made = adapted(plan, one)
-    job = Job(made, one, pp)
+    made = adapted(plan, one, layers)
+    job = Job(made, one, pp, layers)
     bodies = one.write(job)
     notes = (*difference(plan, made, one), *job.notes, one.limits)
     counts = Counter(recipe for mix in mixes(made).values() for recipe in read_of(mix, one).values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -13,11 +14,12 @@ from typing import Any
 
 import yaml
 
-from gnmr.doctor.knapsack import choose, groups_of, times_of
+from gnmr.doctor.knapsack import FUSED, Item, choose, fused_name
 from gnmr.doctor.lists import called
 from gnmr.doctor.plan import PinPlan
-from gnmr.errors import UserError
+from gnmr.errors import UserError, require
 from gnmr.names import GEMMS, Words
+from gnmr.precision.cost import gemm_time
 from gnmr.precision.recipes import RECIPES
 
 Mix = tuple[str, ...]
@@ -38,23 +40,44 @@ class Target:
     """Whose names it has: one of `gnmr.doctor.lists.LAYOUTS`."""
     fused: tuple[str, ...] = ()
     """Operators that it has in one linear, or in one format: kinds of `gnmr.doctor.knapsack.FUSED`."""
+    experts: str = ""
+    """Which of these kinds experts in one tensor are for it; "": it does not convert them."""
+    modules: tuple[str, ...] = ()
+    """Classes besides `nn.Linear`, and experts, that it converts; "*": any."""
     gemms: tuple[str, ...] = GEMMS
     """Those that it speaks of."""
     formats: bool = True
     """Whether it names recipes, and not only what is left out."""
 
+    def fused_name(self, plan: PinPlan, name: str) -> str:
+        """Return what an operator's linear is called in the library, but for its layout of names."""
+        contained = self.experts and _kind(plan, name, self) == "experts"
+        return fused_name(name, (*self.fused, self.experts) if contained else self.fused)
+
+    def converts(self, plan: PinPlan, name: str) -> bool:
+        """Return whether it has an operator in low precision at all."""
+        kind = _kind(plan, name, self)
+        return not kind or "*" in self.modules or (bool(self.experts) if kind == "experts" else kind in self.modules)
+
 
 class Job:
     """A plan that a target can say, by the library's names."""
 
-    def __init__(self, plan: PinPlan, target: Target, pp: int = 1) -> None:
-        self.plan, self.pp, self.recipes = plan, pp, _recipes(plan)
-        named, others = _names(plan.operators, target), _names(outside(plan), target)
+    def __init__(self, plan: PinPlan, target: Target, pp: int = 1, layers: int | None = None) -> None:
+        self.plan, self.pp, self.layers, self.recipes = plan, pp, layers, _recipes(plan)
+        known, llama = layers or not (plan.targets or plan.exclude), _all_llama(plan.operators)
+        require(llama or not layers, "layers", layers, "is for a plan whose operators are those of LLaMA's blocks")
+        require(
+            known or pp == 1, "pp", pp, "a plan of some linears does not say how many blocks the model has: add layers="
+        )
+        named, others = _names(plan, plan.operators, target), _names(plan, outside(plan, layers), target)
         ours = set(named.values())
         self.outside = [name for name in dict.fromkeys(others.values()) if name not in ours]
         """Linears of the model that are not the plan's, by the library's names: they stay in 16 bits."""
         self.labels = {named[name]: self.label(mix) for name, mix in mixes(plan).items()}
         """What each linear runs, by the library's name of it."""
+        self.experts = {named[name] for name in plan.operators if "*" in target.fused_name(plan, name)}
+        """Those that are all experts of a layer."""
         every = dict.fromkeys([(plan.low,) * len(GEMMS), *mixes(plan).values()])
         self.casts = {
             self.label(mix): {g: self.recipes[n][g] for g, n in zip(GEMMS, mix, strict=True)} for mix in every
@@ -66,8 +89,13 @@ class Job:
         self.kept = [name for name, label in self.labels.items() if label in changed]
         """Linears that the target is not to have on the low recipe."""
         self.notes: list[str] = []
-        if not (target.formats or _all_llama(plan.operators)):
+        kinds = Counter(_kind(plan, name, target) for name in plan.operators if not target.converts(plan, name))
+        for kind, number in kinds.items():
+            self.notes.append(f"NOT converted by it: {number} operators of {kind}, which stay in 16 bits")
+        if not (target.formats or llama):
             self.notes.append("NOT in it: linears that are not the plan's, which stay in 16 bits: name them too")
+        elif not known and (target.layout or not target.formats):
+            self.notes.append("NOT in it: blocks behind the plan's last one, if the model has any: export with layers=")
 
     def label(self, mix: Mix) -> str:
         """A name for these recipes, one for each set of casts."""
@@ -81,30 +109,29 @@ def mixes(plan: PinPlan) -> dict[str, Mix]:
     return {name: tuple(plan.pins.get(name, {}).get(gemm, plan.low) for gemm in GEMMS) for name in plan.operators}
 
 
-def hugging_face(names: Iterable[str]) -> dict[str, str]:
-    """Each operator's name in Hugging Face's layout, where all are of LLaMA's blocks; else its own.
-
-    >>> hugging_face(["layers.0.mlp.up_proj"]), hugging_face(["layers.0.mlp.up_proj", "encoder.up_proj"])
-    ({'layers.0.mlp.up_proj': 'model.layers.0.mlp.up_proj'}, {'layers.0.mlp.up_proj': 'layers.0.mlp.up_proj', \
-'encoder.up_proj': 'encoder.up_proj'})
-    """
-    names = list(names)
-    llama = _all_llama(names)
-    return {name: f"model.{name.removeprefix('model.')}" if llama else name for name in names}
-
-
-_LLAMA = re.compile(r"(?:model\.)?layers\.\d+\.(?:self_attn\.[qkvo]|mlp\.(?:experts\.\d+\.)?(?:gate|up|down))_proj")
+_MLP = r"mlp\.(?:(?:gate|up|down)|experts\.\d+\.(?:gate|up|gate_up|down))"
+_LLAMA = re.compile(rf"(?:model\.)?layers\.\d+\.(?:self_attn\.[qkvo]|{_MLP})_proj")
+_EXPERT = re.compile(r"(.*\bexperts)\.\d+\..+")
 
 
 def _all_llama(names: Iterable[str]) -> bool:
     return all(_LLAMA.fullmatch(name) for name in names)
 
 
-def outside(plan: PinPlan) -> list[str]:
-    """Return the linears of LLaMA's blocks, up to the plan's last one, that are none of its operators: excluded, not
-    among its targets, or of widths that its recipes do not have. Empty for other models, whose linears nobody knows.
+def _kind(plan: PinPlan, name: str, target: Target) -> str:
+    """The class of the module that holds an operator; "": nn.Linear; experts: those in one tensor."""
+    expert, module = _EXPERT.fullmatch(name), plan.module_of(name)
+    if expert and (target.layout or expert[1] == module or any(one.endswith("experts") for one in plan.modules)):
+        return "experts"
+    return plan.modules[module] if module else ""
 
-    A block of which the plan has no MLP is taken to have whatever MLPs other blocks have.
+
+def outside(plan: PinPlan, layers: int | None = None) -> list[str]:
+    """Return the linears of LLaMA's blocks that are none of the plan's operators: excluded, not among its targets, of
+    widths that its recipes do not have, or routers. Empty for other models, whose linears nobody knows.
+
+    The model has so many `layers`; None: up to the plan's last one. A block of which the plan has no MLP is taken to
+    have whatever MLPs other blocks have.
 
     >>> names = [f"layers.0.{x}_proj" for x in ("self_attn.k", "self_attn.o", "mlp.up")]
     >>> outside(PinPlan(operators=dict.fromkeys(names, (8, 8)), low="nvfp4", recovery=None))
@@ -113,33 +140,41 @@ def outside(plan: PinPlan) -> list[str]:
     if not _all_llama(plan.operators):
         return []
     before = "model." * next(iter(plan.operators)).startswith("model.")
-    parts = re.compile(r"(?:model\.)?layers\.(\d+)\.(?:self_attn|(mlp\.(?:experts\.\d+\.)?))?.*")
-    found = [one for name in plan.operators if (one := parts.fullmatch(name))]
+    found = [name.removeprefix("model.").split(".", 3) for name in plan.operators]
     mlps: dict[int, dict[str, None]] = {}
-    for one in found:
-        if one[2]:
-            mlps.setdefault(int(one[1]), {})[one[2]] = None
+    for _, number, part, rest in found:
+        if part == "mlp":
+            mlps.setdefault(int(number), {})[f"mlp.{rest.rpartition('.')[0]}".rstrip(".") + "."] = None
     usual = dict.fromkeys(mlp for own in mlps.values() for mlp in own) or {"mlp.": None}
+    fused = any(name.endswith("gate_up_proj") for name in plan.operators)
+    last = 1 + max(int(number) for _, number, _, _ in found)
+    require(layers is None or layers >= last, "layers", layers, f"the plan has {last}")
     every = []
-    for block in range(1 + max(int(one[1]) for one in found)):
+    for block in range(layers or last):
         own = mlps.get(block, usual)
+        every += [f"{before}layers.{block}.self_attn.{x}_proj" for x in "qkvo"]
         if any("experts" in mlp for mlp in own):
             own |= dict.fromkeys(mlp for mlp in usual if "experts" in mlp)
-        every += [f"{before}layers.{block}.self_attn.{x}_proj" for x in "qkvo"]
-        every += [f"{before}layers.{block}.{mlp}{x}_proj" for mlp in own for x in ("gate", "up", "down")]
+            every.append(f"{before}layers.{block}.mlp.gate")
+        for mlp in own:
+            parts = ("gate_up", "down") if fused and "experts" in mlp else ("gate", "up", "down")
+            every += [f"{before}layers.{block}.{mlp}{x}_proj" for x in parts]
     return [name for name in every if name not in plan.operators]
 
 
-def _names(operators: Iterable[str], target: Target) -> dict[str, str]:
-    """Return what the library calls each operator. Raises UserError for one that its models do not have."""
-    operators = list(operators)
-    named = hugging_face(operators)
-    if not target.layout:
-        return named
-    for name in operators:
-        if not _LLAMA.fullmatch(name) or (".experts." in name and target.layout == "torchtitan"):
-            raise UserError(f"export: {target.library} has no linear such as {name}")
-    return {name: called(theirs, target.layout) for name, theirs in named.items()}
+def _names(plan: PinPlan, names: Iterable[str], target: Target) -> dict[str, str]:
+    """Return what the library calls each operator. Raises UserError for one of the plan that its models do not have."""
+    llama, named = _all_llama(plan.operators), {}
+    if target.layout and not llama:
+        other = next(name for name in plan.operators if not _LLAMA.fullmatch(name))
+        raise UserError(f"export: {target.library} has no linear such as {other}")
+    for name in names:
+        before, whole = "model." * (llama and not name.startswith("model.")), target.fused_name(plan, name)
+        if target.layout:
+            named[name] = called(before + name, target.layout)
+        else:  # of all experts the module, or one of its tensors
+            named[name] = before + (whole.replace(".*", "") if "*" in whole else name)
+    return named
 
 
 def _recipes(plan: PinPlan) -> dict[str, Words]:
@@ -154,15 +189,13 @@ def read_of(mix: Mix, target: Target) -> dict[str, str]:
     return {gemm: name for gemm, name in zip(GEMMS, mix, strict=True) if gemm in target.gemms}
 
 
-def adapted(plan: PinPlan, target: Target) -> PinPlan:
+def adapted(plan: PinPlan, target: Target, layers: int | None = None) -> PinPlan:
     """Return the plan that the target can say. Raises UserError where it has not even the low recipe."""
-    named, recipes, worth = _names(plan.operators, target), _recipes(plan), _Worth(plan, target)
-    others = set(outside(plan))
-    fused = groups_of([*plan.operators, *others], target.fused) if others else []
-    kept = {named[name] for group in fused if others & {*group} for name in group if name in named}
+    _names(plan, (), target)  # refuses models that it does not have
+    recipes, low = _recipes(plan), (plan.low,) * len(GEMMS)
     sixteen = tuple("bf16" if gemm in target.gemms else plan.low for gemm in GEMMS)
-    made = worth.plan.regrouped(target.fused) if target.fused else plan
-    low = (plan.low,) * len(GEMMS)
+    known = {one.name: one for one in (*plan.named_recipes(), RECIPES["bf16"])}
+    relative = {gemm: {name: gemm_time(one, gemm, plan.times, known) for name, one in known.items()} for gemm in GEMMS}
 
     @cache
     def able(shapes: frozenset[tuple[int, int]]) -> list[Mix]:
@@ -176,88 +209,79 @@ def adapted(plan: PinPlan, target: Target) -> PinPlan:
         """The one in which no GEMM is in lower precision than in any of the wanted ones."""
 
         def serves(gemm: str, name: str, other: str) -> bool:
-            return name == other or not recipes[name][gemm] or worth.times[gemm][name] > worth.times[gemm][other]
+            return name == other or not recipes[name][gemm] or relative[gemm][name] > relative[gemm][other]
+
+        def time(mix: Mix) -> float:
+            return sum(relative[gemm][name] for gemm, name in read_of(mix, target).items())
 
         every = [mix for mix in able(shapes) if all(all(map(serves, GEMMS, mix, other)) for other in wanted)]
-        return min(every, key=lambda mix: (worth.time(mix), mix not in wanted))
+        return min(every, key=lambda mix: (time(mix), mix not in wanted))
 
-    groups: dict[str, list[str]] = {}
+    linears: dict[str, list[str]] = {}
     for name in plan.operators:
-        groups.setdefault(named[name], []).append(name)
-    options = {linear: able(frozenset(plan.operators[name] for name in names)) for linear, names in groups.items()}
-    options |= {linear: [sixteen] for linear in kept}  # a part of it stays in 16 bits
+        linears.setdefault(target.fused_name(plan, name), []).append(name)
+    kept = {target.fused_name(plan, name) for name in outside(plan, layers)}  # a part of it stays in 16 bits
+    kept |= {one for one, names in linears.items() if not target.converts(plan, names[0])}
+    shapes = {one: frozenset(plan.operators[name] for name in names) for one, names in linears.items()}
+    options = {one: [sixteen] if one in kept else able(shapes[one]) for one in linears}
     if target.formats and not any(low in own for own in options.values()):
         raise UserError(f"export: {target.library} has nothing like low={plan.low} for these operators")
-    own = {name: tuple(read_of(mix, target).get(gemm, plan.low) for gemm in GEMMS) for name, mix in mixes(made).items()}
+    if not any(target.converts(plan, name) for name in plan.operators):
+        raise UserError(f"export: {target.library} converts none of these operators")
+    own = {name: tuple(read_of(mix, target).get(gemm, plan.low) for gemm in GEMMS) for name, mix in mixes(plan).items()}
     found = {
-        linear: cheapest(frozenset(own[name] for name in names), frozenset(plan.operators[name] for name in names))
-        for linear, names in groups.items()
-        if linear not in kept
-    } | dict.fromkeys(kept, sixteen)
-    if made.prices and any(own[name] != found[named[name]] for name in own):
-        found |= _solved(worth, groups, options, found)
+        one: sixteen if one in kept else cheapest(frozenset(own[name] for name in names), shapes[one])
+        for one, names in linears.items()
+    }
+    if plan.prices and any(own[name] != found[one] for one, names in linears.items() for name in names):
+        found |= _solved(plan, target, linears, options, found)
     pins = {}
-    for name, old in mixes(made).items():
-        new = dict(zip(GEMMS, old, strict=True)) | read_of(found[named[name]], target)
-        pins[name] = {gemm: recipe for gemm, recipe in new.items() if recipe != plan.low}
-    pins = {name: own for name, own in pins.items() if own}
-    return made if pins == made.pins else replace(made, pins=pins)
-
-
-class _Worth:
-    """Time and nats of the GEMMs that a target speaks of."""
-
-    def __init__(self, plan: PinPlan, target: Target) -> None:
-        recipes = _recipes(plan)
-        free = {name: 0.0 for name, words in recipes.items() if name == plan.recovery or not any(words.values())}
-        prices = {name: {gemm: free | own for gemm, own in by_gemm.items()} for name, by_gemm in plan.prices.items()}
-        self.plan, self.target = replace(plan, prices=prices), target
-        """With the prices of recipes that cost nothing."""
-        self.times: dict[str, dict[str, float]] = {}
-        for (_, gemm), own in times_of({"": (1, 1)}, (*plan.named_recipes(), RECIPES["bf16"]), plan.times).items():
-            self.times[gemm] = dict(own)
-
-    def time(self, mix: Mix, names: Iterable[str] | None = None) -> float:
-        """Of an operator on these recipes: a token and weight; with `names` a token of these operators."""
-        area = 1 if names is None else sum(map(self.plan.area, names))
-        return area * sum(self.times[gemm][recipe] for gemm, recipe in read_of(mix, self.target).items())
-
-    def nats(self, mix: Mix, names: Iterable[str]) -> float:
-        """Of these operators on these recipes; infinite for recipes that were not measured."""
-        read, prices = read_of(mix, self.target), self.plan.prices
-        known = [(prices.get(name, {}).get(gemm), recipe) for name in names for gemm, recipe in read.items()]
-        return sum(own.get(recipe, math.inf) for own, recipe in known if own)
-
-    def of(self, plan: PinPlan) -> tuple[float, float]:
-        """(extra time, nats left) of a plan of the same model."""
-        low, every = (plan.low,) * len(GEMMS), mixes(plan).items()
-        now = sum(self.time(mix, [name]) for name, mix in every)
-        return now / self.time(low, plan.operators) - 1, sum(self.nats(mix, [name]) for name, mix in every)
+    for one, names in linears.items():
+        for name in names:
+            new = plan.pins.get(name, {}) | read_of(found[one], target)
+            pins[name] = {gemm: new[gemm] for gemm in GEMMS if new.get(gemm, plan.low) != plan.low}
+    pins = {name: pins[name] for name in plan.operators if pins[name]}
+    if pins == plan.pins:
+        return plan
+    kinds = {*target.fused, *plan.fused} | ({target.experts} if any("*" in one for one in linears) else set())
+    made = replace(plan, pins=pins, fused=[kind for kind in FUSED if kind in kinds])
+    choice = made.choice()
+    expected = plan.expected
+    if expected is not None:
+        left = choice.after / choice.before if choice.before > 0 else math.inf
+        expected = (expected[0], expected[0] * left) if math.isfinite(left) else None
+    return replace(made, extra=choice.extra, expected=expected)
 
 
 def _solved(
-    worth: _Worth,
-    groups: Mapping[str, Sequence[str]],
+    plan: PinPlan,
+    target: Target,
+    linears: Mapping[str, Sequence[str]],
     able: Mapping[str, Sequence[Mix]],
     cheapest: Mapping[str, Mix],
 ) -> dict[str, Mix]:
     """Return the sets of recipes that leave the fewest nats in the time that the plan takes, of linears that may be on
     the low one; none where the plan has pins without prices."""
-    plan, low = worth.plan, (worth.plan.low,) * len(GEMMS)
-    if any(gemm not in plan.prices.get(name, {}) for name, own in plan.pins.items() for gemm in own):
+    low, prices, times = (plan.low,) * len(GEMMS), plan.nats(), plan.gemm_times()
+    if any((name, gemm) not in prices for name, own in plan.pins.items() for gemm in own):
         return {}
-    free = [linear for linear in groups if low in able[linear]]
-    fixed = sum(
-        worth.time(cheapest[one], own) - worth.time(low, own) for one, own in groups.items() if low not in able[one]
+
+    def total(what: Mapping[Item, Mapping[str, float]], mix: Mix, names: Iterable[str]) -> float:
+        items = [((name, gemm), recipe) for gemm, recipe in read_of(mix, target).items() for name in names]
+        return sum(what[item][recipe] for item, recipe in items if item in what)
+
+    free = [one for one in linears if low in able[one]]
+    room = sum(total(times, mix, [name]) - total(times, low, [name]) for name, mix in mixes(plan).items())
+    room -= sum(
+        total(times, cheapest[one], own) - total(times, low, own) for one, own in linears.items() if one not in free
     )
-    room = worth.of(plan)[0] * worth.time(low, plan.operators) - fixed
     if room <= 0:
         return dict.fromkeys(free, low)
     words = {mix: json.dumps(mix) for own in able.values() for mix in own}
-    prices = {(one, ""): {words[mix]: worth.nats(mix, groups[one]) for mix in able[one]} for one in free}
-    times = {(one, ""): {words[mix]: worth.time(mix, groups[one]) for mix in able[one]} for one in free}
-    share = room / sum(own[words[low]] for own in times.values())
-    pins = choose(prices, times, words[low], share).pins
+    of_prices = {(one, ""): {words[mix]: total(prices, mix, linears[one]) for mix in able[one]} for one in free}
+    of_times = {(one, ""): {words[mix]: total(times, mix, linears[one]) for mix in able[one]} for one in free}
+    share = room / sum(own[words[low]] for own in of_times.values())
+    pins = choose(of_prices, of_times, words[low], share).pins
     return {one: tuple(json.loads(pins[one][""])) if one in pins else low for one in free}
 
 
@@ -269,14 +293,14 @@ def difference(plan: PinPlan, made: PinPlan, target: Target) -> tuple[str, ...]:
     lines = []
     if left := sum(gemm not in target.gemms for pins in plan.pins.values() for gemm in pins):
         lines.append(f"NOT in it: {left} pins of other GEMMs than {' and '.join(target.gemms)}")
+    now, planned = made.choice(), plan.choice()
+    extra = f"extra GEMM time {now.extra:.1%}"
     if not others:
-        return (*lines, "as the plan says: every GEMM that it speaks of is on the plan's recipe")
-    worth = _Worth(plan, target)
-    (extra, nats), (planned, before) = worth.of(made), worth.of(plan)
+        return (*lines, f"as the plan says: every GEMM that it speaks of is on the plan's recipe; {extra}")
     line = f"NOT as the plan says: {others} of {len(pairs) * len(target.gemms)} GEMMs are on another recipe; "
-    line += f"extra GEMM time {extra:.1%}, of the plan {planned:.1%}"
+    line += f"{extra}, of the plan {planned.extra:.1%}"
     if plan.prices:
-        line += f"; nats left by price {nats:.3g}, of the plan {before:.3g}"
+        line += f"; nats left by price {now.after:.3g}, of the plan {planned.after:.3g}"
     return (*lines, line)
 
 
@@ -290,7 +314,7 @@ def whole(casts: Words, low: Words, shape: tuple[int, int]) -> bool:
     return not any(casts.values()) or all(own == low[gemm] for gemm, own in casts.items())
 
 
-ONE_LINEAR = "q, k and v are one linear for it, gate and up too, and all experts: they have one recipe"
+ONE_LINEAR = "q, k and v are one linear for it, gate and up too, and all experts of a layer: they have one recipe"
 UNWRAPPED = r"""
 def unwrapped(name):
     # Below what wraps the model or its blocks: DDP, FSDP, compile, checkpointing, peft.

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 
 from gnmr.doctor.export.job import ONE_LINEAR, Job, Target, as_python, as_yaml, whole
-from gnmr.doctor.knapsack import FUSED
 from gnmr.doctor.lists import called
 from gnmr.names import Words
 
 _FPROP = ("fprop",)
+_IN_ENGINES = ("qkv", "gate_up", "moe")
+"""What vLLM and SGLang fuse; all experts of a layer, of all projections, have one scheme there."""
 
 
 def transformers(job: Job) -> dict[str, str]:
@@ -19,7 +20,8 @@ def transformers(job: Job) -> dict[str, str]:
 
 def ignore(job: Job) -> dict[str, str]:
     """The list of `ignore`."""
-    return {"ignore.yaml": as_yaml({"ignore": [*job.kept, *job.outside, "lm_head"]})}
+    entries = [rf"re:{re.escape(name)}\b" if _all_experts(name) else name for name in (*job.kept, *job.outside)]
+    return {"ignore.yaml": as_yaml({"ignore": [*entries, "lm_head"]})}
 
 
 def rl(job: Job) -> dict[str, str]:
@@ -29,16 +31,22 @@ def rl(job: Job) -> dict[str, str]:
         if swept := [other for other in job.labels if name in other and other not in kept]:
             job.notes.append(f"NOT for nemo_rl, where any part of a name counts: {name} would leave out {swept[0]} too")
     fused = dict.fromkeys(called(name, "megatron") for name in kept)
+    ends = {name: "." if _all_experts(name) else ".weight" for name in (*kept, *fused)}
     tree = {
         "nemo_rl": {"quantization_ignored_layer_kws": kept},
         "verl": {"ignored_layers": kept},
-        "prime_rl": {"ignore_patterns": [rf"(?:^|\.){re.escape(name)}$" for name in kept]},
+        "prime_rl": {"ignore_patterns": [rf"(?:^|\.){re.escape(name)}(?![^.])" for name in kept]},
         "miles": {
-            "extra_high_precision_layers_hf": [f"{name}.weight" for name in kept],
-            "extra_high_precision_layers_megatron": [f"{name}.weight" for name in fused],
+            "extra_high_precision_layers_hf": [f"{name}{ends[name]}" for name in kept],
+            "extra_high_precision_layers_megatron": [f"{name}{ends[name]}" for name in fused],
         },
     }
     return {"rl.yaml": as_yaml(tree)}
+
+
+def _all_experts(name: str) -> bool:
+    """Whether a name stands for all experts of a layer."""
+    return name.endswith("experts")
 
 
 _MODELOPT = {
@@ -61,7 +69,8 @@ def modelopt(job: Job) -> dict[str, str]:
     attributes = {label: {operand: _MODELOPT[cast] for operand, cast in own.items()} for label, own in casts.items()}
     linears = {name: label for name, label in job.labels.items() if label in casts}
     text = "".join(f"    {label!r}: {own!r},\n" for label, own in attributes.items())
-    text = f"CASTS = {{\n{text}}}\nLINEARS = {as_python(linears)}\n" + _QUANT_CFG
+    text = f"CASTS = {{\n{text}}}\nLINEARS = {as_python(linears)}\n"
+    text += f"EXPERTS = {as_python([name for name in linears if name in job.experts])}\n" + _QUANT_CFG
     return {"modelopt_quant_cfg.py": text}
 
 
@@ -70,23 +79,28 @@ _QUANT_CFG = """
 CONFIG = {"quant_cfg": [{"quantizer_name": "*", "enable": False}], "algorithm": "max"}
 for name, label in LINEARS.items():
     for operand, cast in CASTS[label].items():
-        CONFIG["quant_cfg"].append({"quantizer_name": f"{name}.{operand}_quantizer", "cfg": cast, "enable": True})
+        # Of experts in one tensor there is a quantizer for the input of all, and one for the weight of each.
+        quantizer = f"{name}_{operand}_quantizer*" if name in EXPERTS else f"{name}.{operand}_quantizer"
+        CONFIG["quant_cfg"].append({"quantizer_name": quantizer, "cfg": cast, "enable": True})
 """
 
 
 TRANSFORMERS = Target(
     "transformers 5.23.0, modules_to_not_convert",
-    "a linear is on the format of the model's config or in 16 bits",
+    "a linear is on the format of the model's config or in 16 bits, and so are all experts of a layer",
     transformers,
     whole,
+    experts="moe",
     gemms=_FPROP,
     formats=False,
 )
 MODELOPT = Target(
     "nvidia-modelopt 0.47.0, mtq.quantize(model, CONFIG)",
-    "fprop's operands, of NVFP4 in blocks of 1 x 16; backward is in 16 bits",
+    "fprop's operands, of NVFP4 in blocks of 1 x 16; all experts in one tensor alike; backward is in 16 bits",
     modelopt,
     _in_modelopt,
+    experts="experts",
+    modules=("Conv1D",),
     gemms=_FPROP,
 )
 IGNORE = Target(
@@ -94,7 +108,8 @@ IGNORE = Target(
     "a linear is on the scheme of its config or in 16 bits; " + ONE_LINEAR,
     ignore,
     whole,
-    fused=FUSED,
+    fused=_IN_ENGINES,
+    experts="moe",
     gemms=_FPROP,
     formats=False,
 )
@@ -103,6 +118,7 @@ RL = Target(
     "trainer and rollout alike: a linear is on the low recipe or in 16 bits; " + ONE_LINEAR,
     rl,
     whole,
-    fused=FUSED,
+    fused=_IN_ENGINES,
+    experts="moe",
     formats=False,
 )

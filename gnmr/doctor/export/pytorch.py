@@ -109,9 +109,13 @@ def torchtitan(job: Job) -> dict[str, str]:
     by_kind: dict[tuple[str, bool], list[str]] = {}
     for name, label in job.labels.items():
         words = job.casts[label]
+        if ".experts." in name:
+            continue  # no linear of its models, so no converter here takes it
         name = name.removesuffix("wqkv")  # or wq and wkv
         by_kind.setdefault((_family(words, {}, (128, 128)), bool(words["wgrad"])), []).append(name)
-    by_kind["bf16", False] = by_kind.get(("bf16", False), []) + [name.removesuffix("wqkv") for name in job.outside]
+    by_kind["bf16", False] = by_kind.get(("bf16", False), []) + [
+        name.removesuffix("wqkv") for name in job.outside if ".experts." not in name
+    ]
     every, text = list(dict.fromkeys(name for names in by_kind.values() for name in names)), ""
     classes = {"float8": "Float8LinearConverter", "mxfp8": "MXFP8LinearConverter", "nvfp4": "NVFP4LinearConverter"}
     for (kind, wgrad), names in by_kind.items():

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from gnmr.doctor.export.job import (
-    ONE_LINEAR,
     UNWRAPPED,
     Job,
     Mix,
@@ -19,7 +18,6 @@ from gnmr.doctor.export.job import (
     each,
     filled,
 )
-from gnmr.doctor.knapsack import FUSED
 from gnmr.errors import UserError, require
 from gnmr.names import GEMMS, Words
 from gnmr.precision.recipes import RECIPES
@@ -100,6 +98,7 @@ def label_of(name):
     fused = re.sub(r"self_attention\.(?:layernorm_)?(?:linear_)?qkv$", "self_attention.linear_qkv", name)
     fused = re.sub(r"self_attention\.proj$", "self_attention.linear_proj", fused)
     fused = re.sub(r"layernorm_mlp\.fc([12])$", r"mlp.linear_fc\1", fused)
+    fused = re.sub(r"\.experts\.local_experts\.\d+\.", ".experts.", fused)
     fused = re.sub(r"^(?:model\.|decoder\.)?layers\.", "decoder.layers.", fused)
     return LINEARS.get(name) or LINEARS.get(f"model.{name}") or FUSED.get(fused, "bf16")
 
@@ -136,11 +135,11 @@ def te(job: Job) -> dict[str, str]:
     """A quantizer factory for CustomRecipe, in both namings."""
     fused, casts = dict[str, str](), dict(job.casts)
     try:
-        plan = adapted(job.plan, MEGATRON)
+        plan = adapted(job.plan, MEGATRON, job.layers)
     except UserError:
         job.notes.append("it has no names of Megatron-LM: the operators are not those of LLaMA's blocks")
     else:
-        other = Job(plan, MEGATRON)
+        other = Job(plan, MEGATRON, layers=job.layers)
         fused, casts = other.labels, casts | other.casts
         job.notes += [f"by the names of Megatron-LM {line}" for line in difference(job.plan, plan, MEGATRON)]
     job.notes.append("te.autocast(recipe=CustomRecipe(qfactory=qfactory)), behind name_modules(model)")
@@ -165,13 +164,15 @@ def by_stage(labels, role):
 def megatron(job: Job) -> dict[str, str]:
     """YAML with a matcher for each linear that is not on the low recipe, and the factories that it names.
 
-    Raises UserError if the stages have not all the same number of layers.
+    Raises ValueError if the stages have not all the same number of layers.
     """
-    layers = 1 + max(int(name.split(".")[2]) for name in job.labels)
+    linears = job.labels | {name: "bf16" for name in job.outside if not name.endswith(".router")}
+    layers = 1 + max(int(name.split(".")[2]) for name in linears)
     require(layers % job.pp == 0, "pp", job.pp, f"must divide the model's {layers} layers")
     by_name: dict[str, list[str]] = {}
-    for name, label in (job.labels | dict.fromkeys(job.outside, "bf16")).items():
+    for name, label in linears.items():
         _, _, number, rest = name.split(".", 3)
+        rest = rest.replace("experts.", "experts.*")  # grouped, or one by one: experts.local_experts.3.linear_fc1
         stage, local = divmod(int(number), layers // job.pp)
         by_name.setdefault(f"decoder.layers.{local}.{rest}", [job.low] * job.pp)[stage] = label
     bits = {"bf16": 8} | {label: 4 if "e2m1" in str(words) else 8 for label, words in job.casts.items()}
@@ -189,7 +190,12 @@ def megatron(job: Job) -> dict[str, str]:
             fp = f"fp{min(bits[label] for label in own)}"
             recipe = {f"{fp}_quantization_recipe": "custom", "custom_recipe_factory": f"gnmr_megatron.{config}"}
         configs[config] = {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": recipe}
-        matchers[name.replace(".", "_")] = {"type": "glob", "enabled": True, "pattern": f"*{name}", "config": config}
+        matchers[name.replace("*", "").replace(".", "_")] = {
+            "type": "glob",
+            "enabled": True,
+            "pattern": f"*{name}",
+            "config": config,
+        }
     flags = _FLAGS.get(job.low, ("", "", ""))[2]
     if not flags:
         fp = f"fp{bits[job.low]}"
@@ -228,17 +234,30 @@ def te_debug(job: Job) -> dict[str, str]:
     return {"te_debug.yaml": as_yaml(sections)}
 
 
-MEGATRON = Target("Megatron-LM (d98e8a64, core 0.16.1)", ONE_LINEAR, megatron, _te, "megatron", FUSED)
+MEGATRON = Target(
+    "Megatron-LM (d98e8a64, core 0.16.1)",
+    "q, k and v are one linear for it, gate and up too, and each of these of all experts: they have one recipe",
+    megatron,
+    _te,
+    "megatron",
+    ("qkv", "gate_up", "experts"),
+    "experts",
+)
 TE = Target(
     "Transformer Engine 2.20.2, CustomRecipe",
-    "by the names of Hugging Face every operator has its own recipes; results of GEMMs are not cast",
+    "by the names of Hugging Face every operator has its own recipes, all experts in one tensor the same (a "
+    "GroupedLinear of its name); results of GEMMs are not cast",
     te,
     _te,
+    experts="experts",
+    modules=("*",),
 )
 TE_DEBUG = Target(
     "Transformer Engine 2.20.2, debug features",
     "a GEMM is on the recipe of autocast or in 16 bits; names are Hugging Face's",
     te_debug,
     each,
+    experts="experts",
+    modules=("*",),
     formats=False,
 )
