@@ -23,6 +23,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from torch.nn import functional as F
 HERE = Path(__file__).resolve().parents[1]
 
 
-def attached_step(counted: bool, batch: int = 2, length: int = 128, **sizes: int) -> tuple[Any, Callable[[], float]]:
+def attached_step(counted: bool, batch: int = 2, length: int = 128, **sizes: Any) -> tuple[Any, Callable[[], float]]:
     """Return a LLaMA of `gnmr train` (model=llama with these sizes) with gnmr attached, and its training step, which
     returns the loss."""
     import gnmr
@@ -42,7 +43,7 @@ def attached_step(counted: bool, batch: int = 2, length: int = 128, **sizes: int
     if not counted:
         from gnmr.measure.coverage import Counting
 
-        Counting.arm = lambda _: None  # type: ignore[method-assign]
+        Counting.arm = lambda self: None  # type: ignore[method-assign]
     model = models.build(ModelConfig(**sizes), 4096, length)
     model.init_weights(torch.Generator().manual_seed(0))
     controller = gnmr.attach(model, low="int4", recovery="int8", max_o=4)
@@ -102,9 +103,10 @@ def main() -> None:
     for name, checkout in checkouts.items():
         command = [sys.executable, __file__, "--serve", name]
         environment = os.environ | {"PYTHONPATH": str(checkout.resolve())}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        children[name] = subprocess.Popen(command, env=environment, text=True, **pipes)  # type: ignore[call-overload]
-    arms = {name: lambda name=name: turn(name) for name in checkouts}  # type: ignore[misc]
+        children[name] = subprocess.Popen(
+            command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+    arms = {name: partial(turn, name) for name in checkouts}
     seconds = alternate(arms, range(-3, asked.rounds), lambda: total[0])
     for child in children.values():
         child.communicate()

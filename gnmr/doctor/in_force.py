@@ -155,8 +155,8 @@ def operators_of(model: nn.Module) -> list[Operator]:
             within.setdefault(one.path, []).append(one)
     inside = {one.weight for own in within.values() for one in own}
     for name, module in model.named_modules():
-        made = {(o.key, o.place): o for o in module.path_operators} if isinstance(module, Owner) else {}
-        found |= {one.name: made.get((one.key, one.place), one) for one in within.get(name, ())}
+        own = {(o.key, o.place): o for o in module.path_operators} if isinstance(module, Owner) else {}
+        found |= {one.name: own.get((one.key, one.place), one) for one in within.get(name, ())}
         if _is_linear(module) and module.weight not in inside:
             found[name] = module
     embeddings = {name: module.weight for name, module in model.named_modules() if isinstance(module, nn.Embedding)}

@@ -110,7 +110,7 @@ def test_targets_and_exclude(gnmr, train: Callable[..., Path], run: Path, tiny_w
     assert (config.precision.targets, config.precision.exclude) == (plan.targets, plan.exclude)
 
     own = train(
-        Path("own"), "training.steps=1", "precision.targets=[*_proj]", "precision.exclude=[q_proj,k_proj,v_proj]"
+        Path("own"), "training.steps=1", "precision.targets=['*_proj']", "precision.exclude=[q_proj,k_proj,v_proj]"
     )
     for given, left in (((), ["o_proj", "gate_proj", "up_proj", "down_proj"]), (("exclude=*.mlp.*",), QKVO)):
         ended = gnmr("diagnose", str(own), *given, *words)
