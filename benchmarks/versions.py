@@ -1,9 +1,10 @@
 """How long a step of a LLaMA with gnmr attached takes at two commits, and what the count of its GEMMs adds to it.
 
     git worktree add ../before COMMIT
-    python benchmarks/versions.py OUT.json --before ../before --rounds 60
+    python benchmarks/versions.py OUT.json --before ../before --starts 3
 
-Each arm is a process of its own with one thread, and its seconds are CPU time. The processes take turns, step by step:
+Each arm is a process of its own with one thread, and its seconds are CPU time. The processes take turns, step by step,
+and are started several times, because where a process lies in memory changes its speed by a percent:
 
     before      gnmr of the other checkout
     again       the same once more: what two equal arms differ by
@@ -27,10 +28,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
 HERE = Path(__file__).resolve().parents[1]
+WARM_UP = 3
+"""Steps after each start that are in no median; the first of them counts the GEMMs."""
 
 
 def attached_step(counted: bool, batch: int = 2, length: int = 128, **sizes: Any) -> tuple[Any, Callable[[], float]]:
@@ -84,40 +88,46 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--before", type=Path, required=True, help="a checkout of the other commit")
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument(
+        "--starts", type=int, default=3, help="how often the processes are started, each for all rounds"
+    )
     asked = parser.parse_args()
     checkouts = {"before": asked.before, "again": asked.before, "now": HERE, "uncounted": HERE}
-    children: dict[str, subprocess.Popen[str]] = {}
-    replies: dict[str, list[tuple[float, str, int]]] = {name: [] for name in checkouts}
+    replies: dict[str, list[tuple[str, ...]]] = {name: [] for name in checkouts}
     total = [0.0]
 
-    def turn(name: str) -> None:
-        child = children[name]
+    def turn(name: str, child: subprocess.Popen[str]) -> None:
         assert child.stdin is not None and child.stdout is not None
         child.stdin.write("\n")
         child.stdin.flush()
-        seconds, loss, left = child.stdout.readline().split()
-        replies[name].append((float(seconds), loss, int(left)))
-        total[0] += float(seconds)
+        replies[name].append(tuple(child.stdout.readline().split()))
+        total[0] += float(replies[name][-1][0])
 
-    for name, checkout in checkouts.items():
-        command = [sys.executable, __file__, "--serve", name]
-        environment = os.environ | {"PYTHONPATH": str(checkout.resolve())}
-        children[name] = subprocess.Popen(
-            command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-    arms = {name: partial(turn, name) for name in checkouts}
-    seconds = alternate(arms, range(-3, asked.rounds), lambda: total[0])
-    for child in children.values():
-        child.communicate()
+    every = []
+    for _ in range(asked.starts):
+        children = {name: _start(name, checkout) for name, checkout in checkouts.items()}
+        arms = {name: partial(turn, name, child) for name, child in children.items()}
+        every.append(alternate(arms, range(-WARM_UP, asked.rounds), lambda: total[0]))
+        for child in children.values():
+            child.communicate()
+    seconds = {name: np.concatenate([one[name] for one in every]) for name in checkouts}
     commits = {name: _commit(checkout) for name, checkout in checkouts.items()}
     rows: list[dict[str, Any]] = []
     for name, values in seconds.items():
-        said = {"arm": name, "commit": commits[name], "first": replies[name][0][0], "hooks": replies[name][-1][2]}
-        said["loss"] = float.fromhex(replies[name][-1][1])
-        rows.append(said | {"seconds": spread(values), "ratio": spread(values / seconds["before"])})
+        first = [float(reply[0]) for reply in replies[name][:: WARM_UP + asked.rounds]]
+        _, loss, left = replies[name][-1]
+        said = {"arm": name, "commit": commits[name], "hooks": int(left), "loss": float.fromhex(loss)}
+        said |= {"first": spread(first), "seconds": spread(values), "ratio": spread(values / seconds["before"])}
+        rows.append(said)
     rows.append({"arm": "now / uncounted", "ratio": spread(seconds["now"] / seconds["uncounted"])})
     write(asked.out, rows)
+
+
+def _start(name: str, checkout: Path) -> subprocess.Popen[str]:
+    environment = os.environ | {"PYTHONPATH": str(checkout.resolve())}
+    command = [sys.executable, __file__, "--serve", name]
+    return subprocess.Popen(command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 def _commit(checkout: Path) -> str:
