@@ -221,6 +221,14 @@ def test_own_signals_and_recipes_have_names_in_the_config(tmp_path):
     assert json.loads((tmp_path / "a" / "header.json").read_text())["recoverable"] is True
 
 
+def test_runs_of_one_name_that_differ_in_what_they_exclude_are_two_arms(tmp_path):
+    for seed, exclude in enumerate(([], ["3"], ["3"])):
+        loop(tmp_path / f"mine-s{seed}", steps=1, seed=seed, exclude=exclude)
+    (comparison,) = compare(load(tmp_path / f"mine-s{seed}") for seed in range(3))
+    assert sorted(arm.seeds for arm in comparison.arms) == [[0], [1, 2]]
+    assert len({arm.label for arm in comparison.arms}) == 2
+
+
 def test_a_trigger_that_the_loop_found_is_in_its_records(tmp_path):
     """Of a loop that goes on from a checkpoint too; the report holds risks against it."""
     folder, model = tmp_path / "study" / "mine-s0", net()

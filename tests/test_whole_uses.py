@@ -1,4 +1,4 @@
-"""Diagnose, plan, train under the plan, audit: three families from the command line, an encoder-decoder in Python."""
+"""Diagnose, plan, train under the plan, audit: four families from the command line, encoder-decoders in Python."""
 
 from __future__ import annotations
 
@@ -65,13 +65,41 @@ def test_from_the_command_line(
     assert ended.code == 0, ended.err
 
 
-def test_an_encoder_decoder_in_python(tmp_path: Path) -> None:
-    model, _, loss = ARCHITECTURES["t5"]()
+def multiplications(model: torch.nn.Module, loss: Callable, batch: torch.Tensor) -> dict[str, int]:
+    """Rows times inputs times outputs of every linear and convolution that `loss` calls, by hooks."""
+    found: dict[str, int] = {}
+
+    def hook(name: str) -> Callable:
+        return lambda module, _, output: found.update({name: output.numel() * module.weight[0].numel()})
+
+    kinds = torch.nn.Linear, torch.nn.Conv1d
+    handles = [one.register_forward_hook(hook(name)) for name, one in model.named_modules() if isinstance(one, kinds)]
+    loss(batch)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("family", ["t5", "whisper"])
+def test_an_encoder_decoder_in_python(family: str) -> None:
+    """The encoder reads more rows than the decoder, so its GEMMs take more of the plan's time."""
+    model, _, loss = ARCHITECTURES[family]()
     generator = torch.Generator().manual_seed(2)
-    batches = [torch.randint(3, 320, (2, 48), generator=generator) for _ in range(4)]
-    found = package.diagnose(model, loss, batches[:2], recipe="nvfp4", confirm=2)
+    sounds = [torch.randn(2, 16, 128, generator=generator) for _ in range(2)]
+    texts = [torch.randint(3, 320, (2, 48), generator=generator) for _ in range(2)]
+    batches = texts if family == "t5" else sounds
+    counted = multiplications(model, loss, batches[0])
+    found = package.diagnose(model, loss, batches, recipe="nvfp4", confirm=2)
     plan = found.plan(0.1)
-    assert plan.pins
+    assert plan.pins and plan.operators.keys() < counted.keys()
+    rows = {name: counted[name] // (inputs * outputs) for name, (inputs, outputs) in plan.operators.items()}
+    assert set(rows.values()) == ({96, 16} if family == "t5" else {128, 16})
+    time = {"nvfp4": 1, "mxfp8": 2, "bf16": 4}
+    rest = sum(number for name, number in counted.items() if name not in plan.operators)
+    low = 3 * sum(counted[name] for name in plan.operators) + 3 * time["bf16"] * rest
+    more = sum(counted[name] * (time[recipe] - 1) for name, own in plan.pins.items() for recipe in own.values())
+    assert plan.extra == pytest.approx(more / low, rel=1e-6) and 0 < more / low <= 0.1
+
     controller = package.attach(model.train(), plan=plan, signal="always_low")
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
     losses = []
@@ -83,5 +111,7 @@ def test_an_encoder_decoder_in_python(tmp_path: Path) -> None:
         optimizer.zero_grad()
         losses.append(float(own.detach()))
     assert losses[-1] < losses[0]
-    assert package.audit(model, loss, batches[0]).sound
+    audit = package.audit(model, loss, batches[0])
+    assert [one.kind for one in audit.findings] == ([] if family == "t5" else ["not covered"]), "its convolutions"
+    assert f"low precision covers {100 * (1 - rest / sum(counted.values())):.1f}%" in audit.verdict()
     controller.detach()

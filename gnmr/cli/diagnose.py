@@ -36,7 +36,7 @@ the hub, with data=FILE.txt. Nothing is trained, and nothing written but what ou
 
   gnmr diagnose runs/act_quant_stress/RUN recipe=nvfp4 rescue=mxfp8,bf16 budget=+10% out=plan/
   gnmr train experiment=act_quant_stress plan=plan/plan.json
-  gnmr diagnose my_llama/ data=text.txt recipe=fp8_hybrid html=page.html
+  gnmr diagnose my_llama/ data=text.txt recipe=fp8_hybrid exclude=*.o_proj,layers.0.* html=page.html
   gnmr diagnose my_llama/ data=text.txt plan=plan/plan.json
   gnmr diagnose my_llama/ data=prompts.txt recipe=nvfp4 against=fp8_hybrid gate=0.003
   gnmr diagnose my_llama/ data=prompts.txt recipe=fp8_hybrid against=fp8_hybrid,*.down_proj:bf16
@@ -52,6 +52,12 @@ def _parser() -> Parser:
     parser.option("recovery", text, "the path of higher precision, which errors are against: a recipe", "bf16")
     parser.option(
         "rescue", names_of, "recipes a plan may keep a GEMM on; default: recovery=, and mxfp8 if recipe= has 4 bits"
+    )
+    parser.option(
+        "targets", names_of, "patterns of the linears, as precision.targets; default: the run's, or the blocks'"
+    )
+    parser.option(
+        "exclude", names_of, "patterns of linears that stay in 16 bits, as precision.exclude; default: the run's"
     )
     parser.option("against", text, "the trainer's recipe, where recipe= is the rollout's: what makes the two differ")
     parser.option("gate", _nats, "KL a token, in nats, by which the two sides may differ")
@@ -89,13 +95,16 @@ def main(argv: list[str]) -> int:
     _check_places(asked)
     if config is not None and config.model.adapter.rank:
         raise UserError(f"{place}: has adapters beside its weights; merge them (peft), and diagnose the checkpoint")
-    other = next((key for key in ("against", "gate") if getattr(asked, key) is not None), None)
+    other = next((key for key in ("targets", "exclude", "against", "gate") if getattr(asked, key) is not None), None)
     if asked.plan is not None and (other or asked.recovery != "bf16"):
         raise UserError(f"{other or 'recovery'}: cannot be asked for under plan=; leave one of them out")
     if asked.against is not None and asked.recovery != "bf16":
         raise UserError(f"recovery={asked.recovery}: against= stands in its place; leave one of them out")
     parts = {key: _parted(asked, key) for key in ("recipe", "against")}
     plan, low = paths_of(asked, config, "nvfp4")
+    if config is not None and plan is None:
+        for key in ("targets", "exclude"):
+            setattr(asked, key, getattr(config.precision, key) if getattr(asked, key) is None else getattr(asked, key))
     with as_user_error():
         recipe_of("recovery", asked.recovery)
         for kind in asked.fused:
@@ -219,6 +228,8 @@ def _diagnosed(subject: Subject, blocks: Blocks, asked: Namespace, plan: PinPlan
             recipe=low or "nvfp4",
             recovery=asked.recovery,
             rescue=asked.rescue,
+            targets=asked.targets,
+            exclude=asked.exclude or (),
             budget=asked.budget,
             times=asked.times,
             fused=asked.fused,

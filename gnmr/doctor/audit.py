@@ -31,10 +31,11 @@ from gnmr.errors import first_few, require
 from gnmr.measure.coverage import MUCH, Coverage, percent, routes
 from gnmr.names import GEMMS
 from gnmr.precision import RECIPES, Recipe
+from gnmr.precision.adapters import Found
 from gnmr.precision.targets import KEPT
 from gnmr.precision.units import unit_of
 
-Found = Mapping[tuple[str, str, str], Measured]
+Measurements = Mapping[tuple[str, str, str], Measured]
 """What was measured, by operator, GEMM and operand."""
 _HEADS = ("lm_head", "output")
 """Two names of one thing: a list has often both."""
@@ -93,7 +94,8 @@ class Audit:
         rows = [row for row in self.rows if row.ran] if self.dynamic else self.rows
         low = sum(any("/" in words for words in row.precision.values()) for row in rows)
         head = f"{len(rows)} linears, {low} in low precision"
-        head += f", {len(rows)} of them measured in one batch" if self.dynamic else ", nothing measured"
+        measured = sum(bool(row.measured) for row in rows)
+        head += f", {measured} of them measured in one batch" if self.dynamic else ", nothing measured"
         if idle := [row.operator for row in self.rows if row not in rows]:
             head += f"; {first_few(idle, 3)} did not run"
         names = [row.operator for row in rows if not low or any("/" in words for words in row.precision.values())]
@@ -201,7 +203,7 @@ def _of_conversion(
     entries: Sequence[Entry],
     texts: Mapping[str, Sequence[str]],
     recipe: Recipe | None,
-    found: Found,
+    found: Measurements,
 ) -> Iterator[Finding]:
     """Lists that were not applied, operators that were left out, and other recipes than what was asked for."""
     out: dict[str, Entry] = {}
@@ -215,6 +217,7 @@ def _of_conversion(
     listed = any(which != "pins" for which in texts)
     not_applied: dict[str, list[Operator]] = {}
     missing: list[str] = []
+    within: list[str] = []
     any_low = False
     for operator in operators:
         low, name = _low(operator, found), operator.name
@@ -224,8 +227,11 @@ def _of_conversion(
         elif low and selects and name not in chosen:
             not_applied.setdefault("no entry names it", []).append(operator)
         wanted = name in chosen or (name not in out and not selects)
-        if wanted and not low and not operator.role and (recipe is not None or listed):
+        if wanted and not low and not operator.role:
             missing.append(name)
+            within += [name] if isinstance(operator.module, Found) else []
+    if recipe is None and not listed:  # some linears may be left out on purpose; of these nobody may have thought
+        missing = within if any_low else []
     for why, several in not_applied.items():
         what = f"{why}, and it is in {several[0].words('fprop')}"
         right = "16 bits; hand the list to the conversion itself"
@@ -284,7 +290,7 @@ def _odd(operators: Sequence[Operator]) -> Iterator[Finding]:
                 yield Finding("odd one out", names, what, "the same, or a list that says so")
 
 
-def _of_roles(operators: Sequence[Operator], entries: Sequence[Entry], found: Found) -> Iterator[Finding]:
+def _of_roles(operators: Sequence[Operator], entries: Sequence[Entry], found: Measurements) -> Iterator[Finding]:
     """Output heads and routers in low precision, and tied heads."""
     chosen = {name for entry in entries if entry.converts for name in entry.meant}
     for operator in operators:
@@ -301,7 +307,7 @@ def _of_roles(operators: Sequence[Operator], entries: Sequence[Entry], found: Fo
             yield Finding(operator.role, (operator.name,), what, "16 bits, as every published recipe has it")
 
 
-def _of_parameters(model: nn.Module, found: Found) -> Iterator[Finding]:
+def _of_parameters(model: nn.Module, found: Measurements) -> Iterator[Finding]:
     """Norms, embeddings and other parameters of one byte an element; where a GEMM met NaN or Inf, parameters that hold
     any."""
     if met_not_finite(found) and (wrong := list(not_finite(model))):
@@ -332,7 +338,7 @@ def _of_idle(operators: Sequence[Operator], ran: set[str], read: set[str]) -> It
 
 
 def _of_others(coverage: Coverage, operators: Sequence[Operator], recipe: Recipe | None) -> Iterator[Finding]:
-    """GEMMs that are no linears', where the model is to be in low precision, or they are most of it."""
+    """GEMMs of no linear operator, where the model is to be in low precision, or they are most of it."""
     others = {
         one: share
         for one, share in coverage.others([o.name for o in operators]).items()
@@ -341,8 +347,8 @@ def _of_others(coverage: Coverage, operators: Sequence[Operator], recipe: Recipe
     share = sum(others.values())
     if share >= (MUCH if recipe is not None or any(o.low for o in operators) else 0.5):
         kinds = ", ".join(dict.fromkeys(one.kind for one in others))
-        what = f"{percent(share)} of the GEMMs' arithmetic is no nn.Linear's ({kinds}) and in 16 bits"
-        right = "name it in the targets of gnmr.attach, register an adapter for it, or put linears in its place"
+        what = f"{percent(share)} of the GEMMs' arithmetic is in no linear operator ({kinds}) and in 16 bits"
+        right = "put linears in its place, or declare its products (gnmr.precision.adapters.register)"
         yield Finding("not covered", tuple(one.name or one.kind for one in others), what, right)
 
 
@@ -359,7 +365,7 @@ def unused_recipes(declared: Sequence[str], named: Sequence[str | None]) -> list
     return [Finding("unused recipe", (name,), what, right) for name in declared if name not in named]
 
 
-def _of_passes(operators: Sequence[Operator], found: Found) -> Iterator[Finding]:
+def _of_passes(operators: Sequence[Operator], found: Measurements) -> Iterator[Finding]:
     """The causes, those of one kind and one operand in one line."""
     alike: dict[tuple[str, str, str], list[tuple[str, Cause]]] = {}
     for (name, gemm, operand), one in found.items():
@@ -371,14 +377,14 @@ def _of_passes(operators: Sequence[Operator], found: Found) -> Iterator[Finding]
         yield Finding(kind, tuple(where for where, _ in several), text, right)
 
 
-def _low(operator: Operator, found: Found) -> bool:
+def _low(operator: Operator, found: Measurements) -> bool:
     """Whether the operator is in low precision: as it says, or where it says nothing as its output shows."""
     if operator.low is not None:
         return operator.low
     return any(one.noise > 0 and one.snr < 45 for (name, *_), one in found.items() if name == operator.name)
 
 
-def _row(operator: Operator, found: Found, ran: set[str], dynamic: bool) -> Row:
+def _row(operator: Operator, found: Measurements, ran: set[str], dynamic: bool) -> Row:
     measured = {
         gemm: {
             operand: (one.snr, one.best)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,10 +16,12 @@ from gnmr.doctor.in_force import Operator
 from gnmr.doctor.measuring import Progress
 from gnmr.doctor.operands import Measured, watching
 from gnmr.errors import require
-from gnmr.measure.coverage import Coverage, count
+from gnmr.measure.coverage import Coverage, Product, count
 from gnmr.precision import PathLinear
+from gnmr.precision.adapters import Found
 from gnmr.precision.reads import is_sharded
 from gnmr.precision.shared import SharedState
+from gnmr.precision.units import operator_names
 
 
 def met_not_finite(found: Mapping[tuple[str, str, str], Measured]) -> bool:
@@ -32,7 +36,8 @@ def measured_pass(
     progress: Progress | None,
 ) -> tuple[dict[tuple[str, str, str], Measured], set[str], set[str], Coverage]:
     """Return (what was measured, the operators that ran, those whose weight has a gradient or was read without a call)
-    in one forward and backward pass, and what the model runs in another forward pass; nothing of any without a loss."""
+    in one forward and backward pass, and what the model runs in another forward pass; nothing of any without a loss.
+    Operators within modules that nothing was converted of are known by the latter alone."""
     if loss_of_batch is None:
         return {}, set(), set(), Coverage()
     refuse_meta(model)
@@ -50,7 +55,8 @@ def measured_pass(
     with as_it_was(model), _quiet(operators), watching(operators, report) as watch:
         torch.manual_seed(0)
         loss = scalar(loss_of_batch(batch), "loss_of_batch", bool(trained))
-        require(watch.ran, "loss_of_batch", "...", "its loss does not run the linears of this model")
+        right = "its loss does not run the linears of this model"
+        require(watch.ran or any(isinstance(o.module, Found) for o in operators), "loss_of_batch", "...", right)
         if not met_not_finite(watch.found):
             refuse_not_finite(float(loss.detach()), "loss_of_batch", model)
         if trained:
@@ -62,9 +68,29 @@ def measured_pass(
         del loss
         torch.manual_seed(0)
         own = [operator.module for operator in operators if isinstance(operator.module, PathLinear)]
-        coverage = count(model, lambda: loss_of_batch(batch), [one for one in own if one.converted])
+        counted = count(model, lambda: loss_of_batch(batch), [one for one in own if one.converted])
+    coverage = _by_operator(counted, operators)
+    ran = watch.ran | {o.name for o in operators if isinstance(o.module, Found) and o.name in coverage.called()}
+    require(ran, "loss_of_batch", "...", right)
     names = {o.name for o in operators if id(o.module.weight) in read}
-    return watch.found, watch.ran, names | {one.name for one in coverage.products if not one.called}, coverage
+    return watch.found, ran, names | {one.name for one in coverage.products if not one.called}, coverage
+
+
+def _by_operator(coverage: Coverage, operators: Sequence[Operator]) -> Coverage:
+    """The same with the products of operators that nothing was converted of as those of linears that were called.
+    Operators of one tensor share them evenly."""
+    within: dict[str, list[str]] = {}
+    for operator in operators:
+        if isinstance(operator.module, Found):
+            (name,) = operator_names([replace(operator.module, place=None).name])
+            within.setdefault(name, []).append(operator.name)
+    products = Counter[Product]()
+    for one, number in coverage.products.items():
+        if own := within.get(one.name):
+            products.update({Product(name, "Linear"): (number + i) // len(own) for i, name in enumerate(own)})
+        else:
+            products[one] += number
+    return replace(coverage, products=dict(products))
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from gnmr.doctor.plan import PinPlan, read_plan
 from gnmr.errors import nearest, one_of, require, whole
 from gnmr.names import BESIDE, FORMATS, KV_CAST, RECIPES, listed, select
 from gnmr.precision import ConvertedModel, PathLinear, PathSpec, Recipe, convert
+from gnmr.precision.adapters import operators_in
 from gnmr.precision.conversion import check_widths, operator_shapes
 from gnmr.precision.cost import gemm_time
 from gnmr.precision.recipes import RECIPES as RECIPES_OF
@@ -114,7 +115,8 @@ def diagnose(
     cast = kv_cast_of(kv_cast)
     named = _rescues_named(rescue)
     said = ",".join(one if isinstance(one, str) else one.name for one in named)
-    _check_sides(recipe, recovery, against, gate, plan, {"rescue": said, "times": times, "fused": ",".join(fused)})
+    options = {"rescue": said, "times": times, "fused": ",".join(fused), "targets": targets, "exclude": exclude or None}
+    _check_sides(recipe, recovery, against, gate, plan, options)
     require(times is None or isinstance(times, Mapping), "times", times, "must be {bits or recipe: relative time}")
     _check_model(model)
     low, low_parts = _side(recipe, "recipe")
@@ -282,8 +284,8 @@ def recipe_named(name: str, others: Iterable[str] = (), key: str = "recipe") -> 
 
 def _check_model(model: nn.Module) -> None:
     require(isinstance(model, nn.Module), "model", type(model).__name__, "must be an nn.Module")
-    linears = any(isinstance(module, nn.Linear) for module in model.modules())
-    require(linears, "model", type(model).__name__, "has no nn.Linear, so no GEMM that a recipe would cast")
+    right = "has no linear operator, so no GEMM that a recipe would cast (others: gnmr.precision.adapters.register)"
+    require(operators_in(model), "model", type(model).__name__, right)
     refuse_meta(model)
     require(not torch.is_inference_mode_enabled(), "model", type(model).__name__, "has no gradients in inference mode")
 

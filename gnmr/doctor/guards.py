@@ -44,7 +44,7 @@ def refuse_meta(model: nn.Module) -> None:
 
 def scalar(loss: object, where: str, trained: bool = True) -> Tensor:
     """Return the loss as a tensor (). Raises ValueError if it is not one number, or `trained` and without gradient."""
-    right = "must be one number with a gradient; has the batch its targets?"
+    right = "must be one number with a gradient; has the batch its targets, and is no checkpointing reentrant?"
     if not isinstance(loss, Tensor):
         raise ValueError(f"{where}={type(loss).__name__}: {right}")
     require(loss.numel() == 1, where, f"a tensor {tuple(loss.shape)}", right)

@@ -6,6 +6,7 @@
     Transformer Engine      its linears: its autocast decides while it runs, so nothing is declared
     another's               any other subclass of nn.Linear: nothing is declared
     plain                   nn.Linear: the dtype of its tensors, 16 or 32 bits
+    Conv1D, ...             an operator within a module that an adapter knows, which nothing was converted of: the same
 
 Modules are known by the names of their classes, so that nothing is imported that the model did not bring.
 """
@@ -19,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.precision import Recipe
+from gnmr.precision.adapters import Found, operators_in
 from gnmr.precision.cast import over_scale, quantize, scale_of_each
-from gnmr.precision.contained import Contained, Owner, parameter_of
+from gnmr.precision.contained import Contained, Owner, matrix_of
 from gnmr.precision.formats import Format, KeepFormat
 from gnmr.precision.linear import PathLinear
 from gnmr.precision.recipes import Cast
@@ -93,7 +95,8 @@ class Operator:
     """A linear and the precision in force in it."""
 
     name: str
-    module: nn.Module
+    module: nn.Module | Found
+    """`Found`: a product within another module's forward, which no hook sees."""
     kind: str
     declared: Declared | None
     """None: the module does not say."""
@@ -110,6 +113,8 @@ class Operator:
     @property
     def weight(self) -> Tensor:
         """(O, I), in high precision."""
+        if isinstance(self.module, Found):
+            return matrix_of(_plain(self.module.weight), self.module.layout, self.module.place)
         return self.module.matrix.detach() if isinstance(self.module, Contained) else _plain(self.module.weight)
 
     @property
@@ -142,14 +147,17 @@ class Operator:
 
 
 def operators_of(model: nn.Module) -> list[Operator]:
-    """Every linear of the model that holds a weight of its own, under its name without what wrappers add."""
-    found: dict[str, nn.Module] = {}
-    inside: set[Tensor] = set()
+    """Every linear operator of the model, converted or not, under its name without what wrappers add."""
+    found: dict[str, nn.Module | Found] = {}
+    within: dict[str, list[Found]] = {}
+    for one in operators_in(model).values():
+        if one.forward is not None:
+            within.setdefault(one.path, []).append(one)
+    inside = {one.weight for own in within.values() for one in own}
     for name, module in model.named_modules():
-        if isinstance(module, Owner):
-            found |= {operator.operator_name: operator for operator in module.path_operators}
-            inside |= {parameter_of(module, operator.key) for operator in module.path_operators}
-        elif _is_linear(module) and module.weight not in inside:
+        own = {(o.key, o.place): o for o in module.path_operators} if isinstance(module, Owner) else {}
+        found |= {one.name: own.get((one.key, one.place), one) for one in within.get(name, ())}
+        if _is_linear(module) and module.weight not in inside:
             found[name] = module
     embeddings = {name: module.weight for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     tied, roles = tied_to_embeddings(model, found), roles_of(model, found)
@@ -182,9 +190,9 @@ def _is_te(module: nn.Module) -> bool:
     return type(module).__module__.startswith("transformer_engine.") and type(module).__name__ == "Linear"
 
 
-def _declared(name: str, module: nn.Module) -> Operator:
+def _declared(name: str, module: nn.Module | Found) -> Operator:
     weight: Any = module.weight
-    kind = type(module).__name__
+    kind = module.kind if isinstance(module, Found) else type(module).__name__
     if isinstance(module, PathLinear) and module.converted:
         return _of_ours(name, module)
     if _wrapped(weight):
@@ -197,6 +205,8 @@ def _declared(name: str, module: nn.Module) -> Operator:
         return Operator(name, module, "torchao float8", _float8(module.config))
     if kind == "MXFP8Linear" and hasattr(module, "wgrad_with_hp"):
         return Operator(name, module, "torchao mx", _mx(module))
+    if isinstance(module, Found):
+        return Operator(name, module, kind, dict.fromkeys(CONTRACTS))
     if type(module) is nn.Linear or kind in ("NonDynamicallyQuantizableLinear", "ParametrizedLinear"):
         return Operator(name, module, "plain", dict.fromkeys(CONTRACTS))
     return Operator(name, module, "Transformer Engine" if _is_te(module) else kind, None)

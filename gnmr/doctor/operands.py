@@ -247,7 +247,7 @@ class Watch(TorchDispatchMode):
 def watching(operators: Sequence[Operator], progress: Callable[[int], None]) -> Iterator[Watch]:
     """Inside, forward and backward passes of the operators are measured; their hooks are taken away afterwards."""
     watch = Watch(progress)
-    by_module = {operator.module: operator for operator in operators}
+    by_module = {operator.module: operator for operator in operators if isinstance(operator.module, nn.Module)}
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         x = args[0] if args else next((value for value in kwargs.values() if isinstance(value, Tensor)), None)

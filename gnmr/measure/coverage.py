@@ -161,6 +161,8 @@ def percent(share: float) -> str:
 def _short(one: Product) -> str:
     """`experts.down_proj (MixtralExperts)`, `mixer.dt_proj (read without a call)`, `mlp.up_proj`."""
     name = ".".join([part for part in one.name.split(".") if part != "*"][-2:])
+    if not name:  # a layer of an nn.Sequential
+        return one.kind
     if one.kind == "Linear" and one.called:
         return name
     return f"{name} ({one.kind if one.called else 'read without a call'})".lstrip()

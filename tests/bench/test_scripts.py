@@ -23,6 +23,7 @@ import torch
 
 from gnmr.lab.config.compose import compose
 from gnmr.lab.train.fork import Forks
+from gnmr.measure.coverage import Counting
 from gnmr.precision.cast import quantize
 from gnmr.precision.recipes import Cast
 
@@ -31,7 +32,9 @@ if not BENCHMARKS.is_dir():
     pytest.skip("no checkout: benchmarks/ is not in the wheel", allow_module_level=True)
 
 sys.path[:0] = [str(BENCHMARKS), str(Path(__file__).parents[1] / "doctor")]
-divergence, plans, price, step, timing = map(import_module, ("divergence", "plans", "price", "step", "timing"))
+divergence, plans, price, step, timing, versions = map(
+    import_module, ("divergence", "plans", "price", "step", "timing", "versions")
+)
 
 
 # ---- arms that take turns ----
@@ -55,6 +58,16 @@ def test_the_interval_of_a_median_narrows_with_n() -> None:
     few, many = (timing.spread(draws[:n]) for n in (20, 1000))
     assert few["low"] <= few["median"] <= few["high"] and abs(many["median"] - 1.0) < 0.02
     assert many["high"] - many["low"] < 0.5 * (few["high"] - few["low"])
+
+
+def test_the_count_of_gemms_leaves_no_hook_behind_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Counting, "arm", Counting.arm)  # which the arm `uncounted` replaces
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 1, "num_heads": 2}
+    model, step = versions.attached_step(True, 1, 16, **sizes)
+    armed, loss = versions.hooks(model), step()
+    other, uncounted = versions.attached_step(False, 1, 16, **sizes)
+    assert armed > versions.hooks(model) == versions.hooks(other)
+    assert loss == uncounted()
 
 
 def test_the_cpu_clock_is_for_the_cpu_alone() -> None:

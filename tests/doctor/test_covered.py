@@ -11,6 +11,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import gnmr
+from gnmr.doctor.plan import PinPlan
+from gnmr.precision import adapters
 
 K = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -35,19 +37,74 @@ def test_experts_in_one_tensor_are_named_with_their_share() -> None:
     assert said in found.verdict()
     assert found.tree()["covers"] == pytest.approx(0.171, abs=5e-4)
     controller = gnmr.attach(model, low="fp8_hybrid", recovery="bf16", targets=ATTENTION, signal="always_low")
-    audit = gnmr.audit(model, loss_by(model), X[0], recipe="fp8_hybrid")
+    for recipe in ("fp8_hybrid", None):
+        audit = gnmr.audit(model, loss_by(model), X[0], recipe=recipe)
+        (finding,) = audit.findings
+        assert finding.kind == "not converted" and len(finding.where) == 2 * 4 * 2
+        assert "model.layers.1.mlp.experts.3.gate_up_proj" in finding.where
+        said = "25 linears, 8 in low precision, 9 of them measured in one batch; low precision covers 17.1%"
+        assert audit.verdict().startswith(said) and "experts.gate_up_proj 45.6%" in audit.verdict()
     controller.detach()
-    (finding,) = [one for one in audit.findings if one.kind == "not covered"]
-    assert "68.3% of the GEMMs' arithmetic" in finding.what and "model.layers.*.mlp.experts.down_proj" in finding.where
-    assert "low precision covers 17.1%" in audit.verdict() and not audit.sound
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", None])
-def test_a_model_without_linears_in_its_blocks_is_not_sound(recipe: str | None) -> None:
+def test_operators_within_modules_that_were_never_converted(recipe: str | None) -> None:
     model = language_model("GPT2Config", vocab_size=320, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
     audit = gnmr.audit(model, loss_by(model), X[0], recipe=recipe)
-    (finding,) = [one for one in audit.findings if one.kind == "not covered"]
-    assert "82.8% of the GEMMs' arithmetic is no nn.Linear's (Conv1D)" in finding.what
+    assert audit.verdict().startswith("9 linears, 0 in low precision, 1 of them measured in one batch: ")
+    assert [(one.kind, len(one.where)) for one in audit.findings] == ([("not converted", 8)] if recipe else [])
+    rows = {row.operator: row for row in audit.rows}
+    assert rows["transformer.h.1.mlp.c_fc"].kind == "Conv1D" and rows["transformer.h.1.mlp.c_fc"].ran
+    assert set(rows["transformer.h.0.attn.c_attn"].precision.values()) == {"fp32"}
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", None])
+def test_most_of_the_arithmetic_in_no_operator_is_not_sound(recipe: str | None) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"table": nn.Embedding(64, 64), "net": nn.LSTM(64, 64, 2), "head": nn.Linear(64, 64)})
+
+    def loss(x: Tensor) -> Tensor:
+        hidden = model["net"](model["table"](x % 64))[0]
+        return F.cross_entropy(model["head"](hidden).flatten(0, 1), x.flatten() % 64)
+
+    (finding,) = [one for one in gnmr.audit(model, loss, X[0], recipe=recipe).findings if one.kind == "not covered"]
+    assert "94.1% of the GEMMs' arithmetic is in no linear operator (LSTM)" in finding.what
+
+
+class Product(nn.Module):
+    """A layer of somebody's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(64, 64) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.matrix
+
+
+@pytest.mark.parametrize("kind", ["own", "Conv1D", "attention"])
+def test_a_model_without_an_nn_linear(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "_ADAPTERS", [*adapters._ADAPTERS])
+    adapters.register(Product, matrix="io")
+    torch.manual_seed(0)
+    layer: nn.Module = Product()
+    if kind == "Conv1D":
+        layer = pytest.importorskip("transformers").pytorch_utils.Conv1D(64, 64)
+    elif kind == "attention":
+        layer = nn.MultiheadAttention(64, 4, batch_first=True)
+    model = nn.ModuleDict({"table": nn.Embedding(320, 64), "layer": layer})
+
+    def loss(x: Tensor) -> Tensor:
+        hidden = model["table"](x)
+        found = layer(hidden, hidden, hidden)[0] if kind == "attention" else layer(hidden)
+        return F.cross_entropy((found @ model["table"].weight.t()).flatten(0, 1), x.flatten())
+
+    audit = gnmr.audit(model, loss, X[0], recipe="nvfp4")
+    assert [one.kind for one in audit.findings] == ["not converted", "not covered"], "the table is the head too"
+    found = gnmr.diagnose(model, loss, X, recipe="nvfp4", confirm=0)
+    names = {"own": ["layer.matrix"], "Conv1D": ["layer"], "attention": ["layer.in_proj", "layer.out_proj"]}
+    assert list(found.operators) == names[kind] == [row.operator for row in audit.rows]
+    assert all(row.ran for row in audit.rows)
 
 
 def test_what_is_read_without_a_call_is_a_finding_though_it_is_frozen() -> None:
@@ -129,5 +186,11 @@ def test_reentrant_checkpointing_is_refused_in_one_line(what: str) -> None:
         hidden = checkpoint(lambda h: model["up_proj"](h).relu(), model["emb"](x), use_reentrant=True)
         return F.cross_entropy(model["lm_head"](model["out_proj"](hidden)).flatten(0, 1), x.flatten())
 
-    with pytest.raises(ValueError, match="use use_reentrant=False"):
-        gnmr.diagnose(model, loss, X) if what == "diagnose" else gnmr.audit(model, loss, X[0])
+    def whole(x: Tensor) -> Tensor:
+        """Reads whole numbers alone, so that nothing of the checkpoint has a gradient."""
+        logits = checkpoint(lambda x: model["lm_head"](model["up_proj"](model["emb"](x))), x, use_reentrant=True)
+        return F.cross_entropy(logits.flatten(0, 1), x.flatten())
+
+    for own, says in ((loss, "use use_reentrant=False"), (whole, "is no checkpointing reentrant")):
+        with pytest.raises(ValueError, match=says):
+            gnmr.diagnose(model, own, X) if what == "diagnose" else gnmr.audit(model, own, X[0])

@@ -21,6 +21,7 @@ from gnmr.lab.config.compose import compose
 pytestmark = pytest.mark.xdist_group("diagnose")
 
 SMALL = ("batches=3", "held_out=2", "batch_size=2", "device=cpu")
+QKVO = ["q_proj", "k_proj", "v_proj", "o_proj"]
 WORDS = ("recipe=sim_e2m1", "budget=+20%", *SMALL)
 
 
@@ -97,6 +98,26 @@ def test_its_plan_is_trained(gnmr, run: Path, tiny_words: list[str]) -> None:
     assert compose(["plan=plan/plan.json"]).controller.options == {}
 
 
+def test_targets_and_exclude(gnmr, train: Callable[..., Path], run: Path, tiny_words: list[str]) -> None:
+    """Given as words, or those of the run; the plan takes them along."""
+    words = ("recipe=sim_e2m1", "batches=2", "held_out=0", "confirm=0", "batch_size=2", "device=cpu", "out=plan")
+    ended = gnmr("diagnose", str(run), "targets=*.mlp.*,q_proj", "exclude=[down_proj]", *words)
+    assert ended.code == 0, ended.err
+    plan = read_plan("plan")
+    assert (plan.targets, plan.exclude) == (["*.mlp.*", "q_proj"], ["down_proj"])
+    assert {name.rpartition(".")[2] for name in plan.operators} == {"q_proj", "gate_proj", "up_proj"}
+    config = compose(["plan=plan", *tiny_words])
+    assert (config.precision.targets, config.precision.exclude) == (plan.targets, plan.exclude)
+
+    own = train(
+        Path("own"), "training.steps=1", "precision.targets=['*_proj']", "precision.exclude=[q_proj,k_proj,v_proj]"
+    )
+    for given, left in (((), ["o_proj", "gate_proj", "up_proj", "down_proj"]), (("exclude=*.mlp.*",), QKVO)):
+        ended = gnmr("diagnose", str(own), *given, *words)
+        assert ended.code == 0, ended.err
+        assert [name.rpartition(".")[2] for name in read_plan("plan").operators] == left
+
+
 @pytest.mark.slow
 def test_a_checkpoint_on_a_text(gnmr, checkpoint: Path, text_file: Path) -> None:
     before = digest(checkpoint)
@@ -148,6 +169,13 @@ def test_a_checkpoint_on_a_text(gnmr, checkpoint: Path, text_file: Path) -> None
         (["against=fp8_hybrid", "plan=other.json"], "against: cannot be asked for under plan="),
         (["rescue=mxfp8", "plan=other.json"], "rescue=mxfp8: cannot be asked for under plan="),
         (["recovery=mxfp8", "plan=other.json"], "recovery: cannot be asked for under plan="),
+        (["targets=up_proj,lost"], "targets ['lost']: no linear has such a name"),
+        (["targets=[]"], "targets=[]: needs at least one pattern"),
+        (["targets=lm_head"], "targets ['lm_head']: recipes keep lm_head in 16 bits"),
+        (["exclude=lost"], "exclude ['lost']: no linear has such a name"),
+        (["exclude=*"], "exclude ['*']: no linear is left to convert"),
+        (["exclude=up_proj", "plan=other.json"], "exclude: cannot be asked for under plan="),
+        (["targets=up_proj", "plan=other.json"], "targets: cannot be asked for under plan="),
         (["gate=0.003"], "gate=0.003: is between two sides; give against=RECIPE"),
         (["against=fp8_hybrid", "gate=nan"], "gate=nan: must be nats of KL a token, above 0"),
         (["against=fp8_hybrid", "gate=1e-20"], "gate=1e-20: is below what rounding of this model makes"),

@@ -167,6 +167,48 @@ def test_an_arm_with_pins_is_not_the_static_low_path(runs: Recorded) -> None:
     assert comparison.low(pinned) is low and comparison.low(low) is low
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("exclude", ["o_proj"]),
+        ("targets", ["down_proj"]),
+        ("group", 256),
+        ("backend", "scaled_mm"),
+        ("weights", "instead"),
+        ("outlier_threshold", 6.0),
+    ],
+)
+def test_an_arm_has_a_baseline_with_the_same_operators_and_casts(runs: Recorded, key: str, value: object) -> None:
+    other = {f"precision__{key}": value}
+    runs.add("int4", 3.0)
+    runs.add("int4_int8", 2.9, **other)
+    (alone,) = (arm for arm in runs.comparisons()[0].arms if arm.routed)
+    assert runs.comparisons()[0].low(alone) is None
+    runs.add("int4", 2.95, **other)
+    runs.add("bf16", 2.8)
+    (comparison,) = runs.comparisons()
+    (routed,) = (arm for arm in comparison.arms if arm.routed)
+    low = comparison.low(routed)
+    assert len(comparison.arms) == 4 and low is not None and low.settings[f"precision.{key}"] == value
+
+
+def test_a_random_arm_may_price_other_tokens(runs: Recorded) -> None:
+    runs.add("int4_int8", 2.9, controller__signal="price", precision__price_tokens=4)
+    runs.add("int4_int8", 2.9, controller__signal="random")
+    (comparison,) = runs.comparisons()
+    (priced,) = (arm for arm in comparison.arms if arm.signal == "price")
+    assert (random := comparison.random(priced)) is not None and random.signal == "random"
+
+
+def test_compressed_arms_have_a_baseline_of_the_same_compression(runs: Recorded) -> None:
+    greedy = {"compression__name": "greedylore", "compression__rank": 2, "precision__low": "bf16"}
+    runs.add("bf16", 3.0, controller__signal="always_low", compression__refresh_every=200, **greedy)
+    runs.add("bf16", 2.9, controller__signal="price", compression__refresh_every=50, **greedy)
+    (comparison,) = runs.comparisons()
+    (routed,) = (arm for arm in comparison.arms if arm.signal == "price")
+    assert comparison.low(routed) is None
+
+
 def test_failed_and_unfinished_cells_are_named_and_not_averaged(write_run: Write, comparisons: Callable) -> None:
     write_run(arm="int4", seed=0, val_ppl=40.0)
     write_run(arm="int4", seed=1, val_ppl=42.0)

@@ -330,4 +330,9 @@ def identity(config: Config) -> dict[str, Any]:
 
 def config_hash(config: Config) -> str:
     """Eight hex digits over `identity`: equal for two seeds of one arm, different for two arms."""
-    return hashlib.sha256(json.dumps(identity(config), sort_keys=True).encode()).hexdigest()[:8]
+    return hash_of(identity(config))
+
+
+def hash_of(settings: dict[str, Any]) -> str:
+    """Return eight hex digits over the flat keys that decide a run's numbers."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:8]

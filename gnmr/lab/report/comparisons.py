@@ -20,10 +20,13 @@ from gnmr.lab.report.runs import Run
 from gnmr.lab.report.statistics import Family, Losses, Result, Share, adjusted, gap_closed, judge, paired
 
 _WHAT_AN_ARM_IS = ("precision.", "controller.", "compression.", "records.", "arm")
-_QUANTIZER = ("precision.site", "precision.rounding", "precision.targets")
-"""Keys of what a path does besides its format."""
+_QUANTIZER = tuple(
+    f"precision.{key}"
+    for key in ("site", "rounding", "group", "targets", "exclude", "backend", "weights", "outlier_threshold")
+)
+"""Keys of what a path does besides its format, and of the operators that have it."""
 _MODEL = ("model.", "training.dtype", "training.eval_sequences")
-_ROUTING = ("controller.", "records.", "precision.probe_tokens")
+_ROUTING = ("controller.", "records.", "precision.probe_tokens", "precision.price_tokens")
 _SCALES = ("cpu", "60m", "130m", "350m", "1.3b", "3b")
 _GIVEN = ("controller.budget", "controller.cost")
 SAME_BUDGET = 0.1
@@ -215,9 +218,12 @@ class Comparison:
     def _on(self, arm: Arm, place: int) -> Callable[[Arm], bool]:
         """Whether another arm is the static one on the arm's low (0) or recovery (1) path."""
         wanted = self.formats(arm)[place]
-        keys = ("faults.", *_QUANTIZER) if place == 0 else _QUANTIZER if arm.bits(wanted) != 16 else ()
-        keys = *keys, f"precision.recipes.{wanted}."
-        return lambda other: wanted is not None and other.always == wanted and same(arm, other, keys)
+        keys = {f"precision.recipes.{wanted}."} | ({*_QUANTIZER} if place == 0 or arm.bits(wanted) != 16 else set())
+        if place == 0:
+            keys |= {"faults."} | ({"compression."} if arm.compression else set())
+        if arm.sixteen_bit:
+            keys -= {"precision.group"}  # which integer formats alone can have
+        return lambda other: wanted is not None and other.always == wanted and same(arm, other, tuple(keys))
 
     def _bound(self, arm: Arm, fits: Callable[[Arm], bool]) -> Arm | None:
         """The static arm that fits, of the same model and optimizer.

@@ -196,9 +196,9 @@ def load(folder: Path) -> Run:
         with reading(folder / "config.yaml"):
             settings = {"controller.hold": 1} | _settings(config.flatten(tree))
             arm = str(header.get("arm") or (name["arm"] if name else folder.name))
-            digest = name["hash"] if name else "unknown"
             seed = settings.pop("training.seed", None)
             seed = int(seed if seed is not None else header.get("seed") or (name["seed"] if name else 0))
+            digest = name["hash"] if name else config.hash_of(settings)
     experiment = settings.get("experiment_name") or header.get("experiment") or "custom"
     scale = settings.get("scale_name") or header.get("scale") or "custom"
     settings = {key: text(value) if isinstance(value, str) else value for key, value in settings.items()}
