@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import random
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -391,7 +390,9 @@ def _in_order(
 def _fused_name(name: str, fused: Sequence[str]) -> str:
     """What all operators are called that run as one with this one."""
     if "experts" in fused:
-        name = re.sub(r"(?<=experts\.)\d+(?=\.)", "*", name)
+        from gnmr.precision.units import of_any_expert
+
+        name = of_any_expert(name)
     before, dot, leaf = name.rpartition(".")
     for kind, several in _PARTS.items():
         for parts in several if kind in fused else ():
