@@ -217,7 +217,8 @@ def stood_in() -> Iterator[None]:
     """Imports of libraries without their compiled parts."""
     pytest.importorskip("pulp", reason="they are not in .libraries: make test-libraries")
     import torch._dynamo
-    import torch._inductor.utils  # before there is a Triton
+    import torch._inductor.runtime.triton_heuristics  # before there is a Triton
+    import torch._inductor.utils
     import torch.utils.flop_counter  # noqa: F401
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
