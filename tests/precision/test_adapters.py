@@ -421,16 +421,6 @@ def test_experts_of_transformers(kind: str) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
-def test_a_mixture_under_a_controller() -> None:
-    model = mixture("Mixtral")
-    controller = gnmr.attach(model, low="fp8_hybrid", recovery="bf16", max_o=2, unit="expert", signal="price")
-    assert sum(".experts." in name for name in controller.names) == 8
-    of_tokens(model)
-    controller.step()
-    assert "16 units" in repr(controller) or len(controller.names) == 16
-    controller.detach()
-
-
 @pytest.mark.parametrize("first", ["peft", "attach"])
 def test_lora_over_experts_runs_as_the_sum_of_both(first: str) -> None:
     """peft's target_parameters: the low path casts W + BA, and A and B get the gradient of that."""
@@ -470,6 +460,12 @@ def test_lora_over_experts_runs_as_the_sum_of_both(first: str) -> None:
     converted.restore()
     assert {type(owner).__name__ for owner in owners} == {"MixtralExperts"}
     assert not any(isinstance(module, Owner) for module in adapted.modules())
+    watching: dict[str, Any] = {"low": "fp8_hybrid", "recovery": "bf16", "max_o": 1, "observe": "adapter"}
+    with pytest.raises(ValueError, match=r"unit '.*\.mlp\.experts\.0\.gate_up_proj': the model has no module"):
+        gnmr.attach(adapted, **watching, targets=EXPERTS)
+    controller = gnmr.attach(adapted, **watching, targets=EXPERTS, unit="layer")
+    adapted(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    assert controller.names == ["model.layers.0.mlp", "model.layers.1.mlp"] and controller.step().observed.all()
 
 
 class OneWeight(nn.Module):
