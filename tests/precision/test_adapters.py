@@ -40,7 +40,7 @@ class Experts(nn.Module):
             ends = torch.tensor(sizes).cumsum(0).to(torch.int32)
             h = F.grouped_mm(x, self.up.transpose(-2, -1), offs=ends).relu()
             rows = torch.arange(E).repeat_interleave(torch.tensor(sizes))
-            return F.grouped_mm(h, self.down.transpose(-2, -1), offs=ends) + self.down_bias[rows]
+            return torch._grouped_mm(h, mat2=self.down.transpose(-2, -1), offs=ends) + self.down_bias[rows]
         if self.how == "bmm":
             h = torch.bmm(x.view(E, -1, D), self.up).relu()
             return (torch.bmm(h, self.down) + self.down_bias[:, None]).flatten(0, 1)
