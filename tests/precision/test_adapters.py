@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -414,6 +415,22 @@ def test_experts_of_transformers(kind: str) -> None:
         assert not torch.equal(low[-1][0], plain[0])
     for ours, theirs in zip(*low, strict=True):  # sums over a token's experts have another order
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_experts_of_transformers_that_know_no_config() -> None:
+    modeling = pytest.importorskip("transformers.models.step3p7.modeling_step3p7")
+    sizes = {"num_local_experts": E, "hidden_size": D, "moe_intermediate_size": H, "hidden_act": "silu"}
+    model = nn.ModuleDict({"experts": modeling.Step3p7Experts(SimpleNamespace(**sizes))})
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    chosen, weights = torch.arange(2 * T).view(T, 2) % 3, torch.rand(T, 2)
+    plain = gradients(model, lambda: model["experts"](inputs(), chosen, weights).square().mean())
+    for low in ("bf16", "fp8_hybrid"):
+        converted = convert(model, PathSpec.of(low, None, targets=["*"]))
+        found = gradients(model, lambda: model["experts"](inputs(), chosen, weights).square().mean())
+        assert equal(found, plain) is (low == "bf16")
+        assert all(operator.read is not None for operator in converted.operators)
+        converted.restore()
 
 
 @pytest.mark.parametrize("first", ["peft", "attach"])
