@@ -85,6 +85,31 @@ CAUSAL: dict[str, Callable[[], tf.PretrainedConfig]] = {
         chunk_size=16,
         **ENDS,
     ),
+    "llama4": causal(
+        "Llama4Text", **SMALL_HEADS, num_local_experts=4, intermediate_size_mlp=128, interleave_moe_layer_step=2
+    ),
+    "jetmoe": causal(
+        "JetMoe",
+        vocab_size=320,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_key_value_heads=2,
+        kv_channels=16,
+        intermediate_size=128,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        **ENDS,
+    ),
+    "dbrx": causal(
+        "Dbrx",
+        vocab_size=320,
+        d_model=64,
+        n_heads=4,
+        n_layers=2,
+        attn_config={"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
+        ffn_config={"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+        **ENDS,
+    ),
     "gpt2": causal("GPT2", **GPT2_NAMES),
     "gpt_neo": causal(
         "GPTNeo",

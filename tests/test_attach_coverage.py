@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -160,3 +161,64 @@ def test_experts_of_a_layer_cost_alike() -> None:
     model["more"](model["experts"][0](torch.randn(6, 8))).sum().backward()
     controller.step()
     assert [unit.cost for unit in controller.units] == pytest.approx([1 / 4, 1 / 4, 1 / 2])
+
+
+COULD_NOT = "attach could not count what a compiled model runs"
+
+
+def compiled_outside(model: Model) -> Callable[[Tensor], Tensor]:
+    return torch.compile(model, backend="eager")
+
+
+def compiled_in_place(model: Model) -> Callable[[Tensor], Tensor]:
+    model.layers[0].compile(backend="eager")
+    return model
+
+
+def compiled_in_part(model: Model) -> Callable[[Tensor], Tensor]:
+    """Its head is called eagerly, and so counted."""
+    layers = torch.compile(nn.Sequential(model.table, *model.layers), backend="eager")
+    return lambda tokens: model.head(layers(tokens)).sum()
+
+
+def forward_compiled(model: Model) -> Callable[[Tensor], Tensor]:
+    """Dynamo passes over it while a mode counts."""
+    model.forward = torch.compile(model.forward, backend="eager")  # type: ignore[method-assign]
+    return model
+
+
+def loss_compiled(model: Model) -> Callable[[Tensor], Tensor]:
+    scaled = torch.compile(lambda loss: 2 * loss, backend="eager")
+    return lambda tokens: scaled(model(tokens))
+
+
+@pytest.mark.parametrize(
+    ("compiled", "counts"),
+    [
+        (compiled_outside, False),
+        (compiled_in_place, False),
+        (compiled_in_part, False),
+        (forward_compiled, True),
+        (loss_compiled, True),
+    ],
+)
+def test_compiled_passes_are_counted_right_or_it_is_said(
+    compiled: Callable[[Model], Callable[[Tensor], Tensor]], counts: bool
+) -> None:
+    torch._dynamo.reset()
+    model = Model()
+    controller = attach(model, low="int4", recovery="int8", targets=["*"], signal="always_low")  # the head too
+    run, said = compiled(model), []
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            run(TOKENS).backward()
+            controller.step()
+        said += [str(one.message) for one in told if str(one.message).startswith("attach")]
+    if counts:
+        assert controller.coverage is not None and controller.coverage.called()["head"] == 64 * HEAD
+        assert controller.coverage.share(controller.names) == pytest.approx(1 - 2 * 64 / (2 * BLOCK + HEAD))
+        assert all(line.startswith("attach covers") for line in said)
+    else:
+        assert controller.coverage is None and [line for line in said if line.startswith(COULD_NOT)] == said != []
+        assert len(said) == 1

@@ -58,11 +58,11 @@ class Router:
     recorded_elsewhere = False
     """By another process."""
     coverage: Coverage | None = None
-    """What the model ran in the first step, of which costs and what is spent are shares; None before, and of a compiled
-    model."""
+    """What the model ran in the first step, of which costs and what is spent are shares; None before, and where passes
+    were compiled and not seen."""
     _detached = _checked_batches = False
     _counting: Counting | None = None
-    _counts_itself = _told_never = False
+    _counts_itself = _told_never = _uncounted = False
 
     def __init__(
         self,
@@ -184,6 +184,12 @@ class Router:
     def _of_first_step(self, never: Sequence[str]) -> Iterator[str]:
         """Say, once, what is left out, and which operators never run, though their weights are read."""
         found, operators = self.coverage, self.converted.operators
+        if self._uncounted:
+            self._uncounted = False
+            yield (
+                "attach could not count what a compiled model runs: costs and budgets are shares of its own operators, "
+                "a token through each; take the first step before torch.compile"
+            )
         if found is not None and self.t == 1:
             never = [name for name, why in found.missed(o.operator_name for o in operators).items() if why == READ]
             if found.misses(operators):
@@ -250,14 +256,18 @@ class Router:
         if counting is None:
             return
         counting.disarm()
-        work, ranks = counting.found.work(self.converted.operators), self.controller.ranks
+        found, operators, ranks = counting.found, self.converted.operators, self.controller.ranks
+        work, missed = found.work(operators), found.missed(operator.operator_name for operator in operators)
+        counted = zip(operators, work.operators, strict=True)
+        unseen = any(not number and missed.get(one.operator_name) != READ for one, number in counted)
+        parts = torch.tensor([*work.operators, work.rest, unseen and counting.compiled], dtype=torch.float64)
         if ranks is not None and self.controller.measured.together:
-            parts = torch.tensor([*work.operators, work.rest], dtype=torch.float64, device=self.controller.device)
-            *counts, rest = map(int, ranks.sum({"work": parts})["work"].tolist())
-            work = work._replace(operators=tuple(counts), rest=rest)
-        if sum(work.operators):
-            self.coverage = counting.found
-            self._recount(work)
+            parts = ranks.sum({"work": parts.to(self.controller.device)})["work"]
+        *counts, rest, uncounted = map(int, parts.tolist())
+        self._uncounted = uncounted > 0
+        if sum(counts) and not uncounted:
+            self.coverage = found
+            self._recount(work._replace(operators=tuple(counts), rest=rest))
 
     def _recount(self, work: Work | None) -> None:
         self.converted.cost.count(work)

@@ -167,7 +167,8 @@ def watched(model: nn.Module, unit: str) -> nn.Module:
             with suppress(AttributeError):
                 return model.get_submodule(f"{wrapped}{adapted}{unit}".removesuffix(".base_layer"))
     raise ValueError(
-        f"unit {unit!r}: the model has no module of this name to observe; use unit='operator' or unit='block'"
+        f"unit {unit!r}: the model has no module of this name to observe; use a kind of unit that is a module: "
+        "operator, layer or block"
     )
 
 

@@ -33,7 +33,7 @@ from gnmr.names import GEMMS
 from gnmr.precision import RECIPES, Recipe
 from gnmr.precision.adapters import Found
 from gnmr.precision.targets import KEPT
-from gnmr.precision.units import unit_of
+from gnmr.precision.units import of_any_expert, unit_of
 
 Measurements = Mapping[tuple[str, str, str], Measured]
 """What was measured, by operator, GEMM and operand."""
@@ -326,8 +326,8 @@ def _of_parameters(model: nn.Module, found: Measurements) -> Iterator[Finding]:
 def _of_idle(operators: Sequence[Operator], ran: set[str], read: set[str]) -> Iterator[Finding]:
     """Linears that may be in low precision and did not run. An expert that no token reached, where others of its kind
     ran, is none."""
-    experts = {_experts(name) for name in ran} - {""}
-    idle = [o.name for o in operators if o.name not in ran and o.low is not False and _experts(o.name) not in experts]
+    reached = {of_any_expert(name) for name in ran}
+    idle = [o.name for o in operators if of_any_expert(o.name) not in reached and o.low is not False]
     kernel = "its weight has a gradient, and it is never called (F.linear, a fused kernel): no precision is in force"
     for other, what, right in (
         (True, kernel, "call the module"),
@@ -350,12 +350,6 @@ def _of_others(coverage: Coverage, operators: Sequence[Operator], recipe: Recipe
         what = f"{percent(share)} of the GEMMs' arithmetic is in no linear operator ({kinds}) and in 16 bits"
         right = "put linears in its place, or declare its products (gnmr.precision.adapters.register)"
         yield Finding("not covered", tuple(one.name or one.kind for one in others), what, right)
-
-
-def _experts(name: str) -> str:
-    """What an expert is one of; nothing where the operator is part of none."""
-    expert = unit_of(name, "expert")
-    return "" if expert == name else expert.rpartition(".")[0]
 
 
 def unused_recipes(declared: Sequence[str], named: Sequence[str | None]) -> list[Finding]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import random
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -113,7 +112,11 @@ def fused_name(name: str, fused: Collection[str]) -> str:
     ('0.experts.*.up_proj', '0.experts.*')
     """
     if "moe" in fused or "experts" in fused:
-        name = re.sub(r"(?<=experts\.)\d+" + (r"\..+" if "moe" in fused else r"(?=\.)"), "*", name)
+        from gnmr.precision.units import of_any_expert
+
+        name = of_any_expert(name)
+        if "moe" in fused and (start := name.find(".*.")) > 0:
+            name = name[: start + 2]
     before, dot, leaf = name.rpartition(".")
     for kind, several in _PARTS.items():
         for parts in several if kind in fused else ():

@@ -31,7 +31,7 @@ from torch.utils.flop_counter import flop_registry
 from gnmr.errors import first_few
 from gnmr.precision.cost import Work
 from gnmr.precision.linear import PathLinear
-from gnmr.precision.units import operator_names
+from gnmr.precision.units import of_any_expert, operator_names
 
 _NAMED = 4
 """Operators that a line names."""
@@ -133,7 +133,7 @@ class Coverage:
         """Return the same for the cost of a converted model. Experts of one layer count alike: one batch does not tell
         which of them the next tokens reach."""
         called, alike = self.called(), dict[str, list[int]]()
-        kinds = [re.sub(r"(?<=experts\.)\d+(?=\.|$)", "*", operator.operator_name) for operator in operators]
+        kinds = [of_any_expert(operator.operator_name) for operator in operators]
         for kind, operator in zip(kinds, operators, strict=True):
             alike.setdefault(kind, []).append(called.get(operator.operator_name, 0))
         counts = tuple(round(sum(alike[kind]) / len(alike[kind])) for kind in kinds)
@@ -189,6 +189,7 @@ class Counting(TorchDispatchMode):
         self._open = False
         """Whether everything is counted, be it inside a module or not (`all`)."""
         self._handles: list[Any] = []
+        self._compiled = _frames_compiled()
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """A copy of a model or a controller counts nothing."""
@@ -198,6 +199,11 @@ class Counting(TorchDispatchMode):
     def found(self) -> Coverage:
         """What was counted so far."""
         return Coverage(dict(self._products), self._attention)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether passes may have been missed, since a module of the model or something else was compiled."""
+        return _frames_compiled() != self._compiled or any(map(_is_compiled, self._model.modules()))
 
     # ---- which passes ----
 
@@ -355,6 +361,11 @@ def _is_linear(module: nn.Module) -> bool:
 
 def _is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+
+
+def _frames_compiled() -> int:
+    """How many functions torch.compile has looked at in this process."""
+    return int(torch._dynamo.utils.counters["frames"]["total"])
 
 
 def _area(module: Any) -> int:

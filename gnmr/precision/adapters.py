@@ -35,6 +35,7 @@ from gnmr.precision.contained import (
     owner_class,
     parameter_of,
 )
+from gnmr.precision.units import operator_names
 
 LAYOUTS = ("oi", "io", "eoi", "eio")
 Layouts: TypeAlias = Mapping[str, str]
@@ -67,8 +68,9 @@ def register(
 ) -> None:
     """Declare the linear operators in modules of the class `kind` and its subclasses.
 
-    An operator is called by its module and its parameter: `layers.0.mlp.experts.3.w1` for the fourth expert's part of
-    `w1`, `self_attn.in_proj` for `in_proj_weight`; a parameter called `weight` gives its operator the module's name.
+    An operator is called by its module and its parameter: `self_attn.in_proj` for `in_proj_weight`; a parameter called
+    `weight` gives its operator the module's name. The fourth expert's part of `w1` is `layers.0.mlp.experts.3.w1`,
+    whether the module is `layers.0.mlp` or `layers.0.mlp.experts`.
     The bias of `w1` is `w1_bias`, that of `in_proj_weight` is `in_proj_bias`, if the module has them.
 
     Args:
@@ -116,7 +118,9 @@ class Found:
     @property
     def name(self) -> str:
         label = self.key.removesuffix("weight").rstrip("._")
-        return ".".join(str(part) for part in (self.path, self.place, label) if part not in ("", None))
+        named = operator_names([self.path])[0].endswith("experts")  # peft puts base_layer behind it
+        stack = "experts" if self.place is not None and not named else ""
+        return ".".join(str(part) for part in (self.path, stack, self.place, label) if part not in ("", None))
 
     @property
     def weight(self) -> Tensor:
@@ -225,7 +229,8 @@ def _eager_or_grouped(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The implementation that the config names, if its products can be seen, else the eager one."""
     made: Any = type(module)
     forward = made.plain_class.forward
-    if getattr(module.config, "_experts_implementation", None) not in (None, "eager", "grouped_mm"):
+    config = getattr(module, "config", None)
+    if getattr(config, "_experts_implementation", None) not in (None, "eager", "grouped_mm"):
         forward = inspect.unwrap(forward)
     return forward(module, *args, **kwargs)
 

@@ -225,7 +225,7 @@ class Calls(TorchFunctionMode):
         kwargs = kwargs or {}
         if any(id(one) in self._known for one in (*args, *kwargs.values())):
             name = getattr(func, "__name__", "").partition(".")[0]
-            if (handle := _HANDLES.get(name)) is not None:
+            if args and (handle := _HANDLES.get(name)) is not None:
                 found = handle(self, func, args, kwargs)
                 if found is not NotImplemented:
                     return found
@@ -324,8 +324,8 @@ class Calls(TorchFunctionMode):
 
     def _grouped(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Rows (T, I), sorted by expert, times (E, I, O): each expert's by itself. Waits for the device."""
-        given = dict(zip(("input", "weight", "offs"), args, strict=False)) | kwargs
-        x, held, ends = given["input"], self._of(args[1]), given.get("offs")
+        given = dict(zip(("mat_a", "mat_b", "offs"), args, strict=False)) | kwargs
+        x, held, ends = args[0], self._of(given.get("mat_b", given.get("mat2"))), given.get("offs")
         if held is None or not held.transposed or not held.stacked or x.dim() != 2 or not isinstance(ends, Tensor):
             return NotImplemented
         if given.get("bias") is not None or given.get("out_dtype") not in (None, x.dtype):

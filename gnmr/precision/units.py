@@ -31,8 +31,8 @@ from gnmr.names import GEMMS
 from gnmr.precision.linear import PathLinear
 from gnmr.precision.recipes import ExecutionPath
 
-_EXPERT = re.compile(r"(?:.*?\.)??experts\.(?:\w+_)?\d+(?=\.)")
-"""The beginning of the name of an expert's operator that names the expert."""
+_EXPERT = re.compile(r"(?:.*?[._])??experts\.(?:\w+_)?(\d+)(?=\.|$)")
+"""The beginning of the name of an expert's operator that names the expert, with its number."""
 _OF_ATTENTION = re.compile(
     r"w?(?:[qkvo]|qkv|kqv)|(?:[qkvo]|qkv|kqv|out|in)_?proj|c_attn|query|key|value|query_key_value"
 )
@@ -47,6 +47,8 @@ _WRAPPERS = re.compile(
     r"^(?:(?:module|_orig_mod|_checkpoint_wrapped_module)\.)+|(?<=\.)(?:_orig_mod|_checkpoint_wrapped_module)\."
 )
 """What DistributedDataParallel, torch.compile and checkpoint_wrapper put into names."""
+_BASE_LAYERS = re.compile(r"(?:\.base_layer)+(?=\.|$)")
+"""What peft puts into names: behind a linear's, and before that of an expert."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +100,16 @@ def _unit_of(name: str, unit: str) -> str | None:
     if unit == "block" and name.rpartition(".")[2].isdigit():  # a linear may stand for a block
         return block_of(name) or name
     return {"layer": layer_of, "block": block_of}.get(unit, str)(name)
+
+
+def of_any_expert(name: str) -> str:
+    """Return the name of an operator with * for the number of its expert; the name itself if it is part of none.
+
+    >>> of_any_expert("layers.0.mlp.experts.5.up_proj"), of_any_expert("layers.0.mlp.gate_proj")
+    ('layers.0.mlp.experts.*.up_proj', 'layers.0.mlp.gate_proj')
+    """
+    found = _EXPERT.match(name)
+    return name if found is None else f"{name[: found.start(1)]}*{name[found.end(1) :]}"
 
 
 def block_of(name: str) -> str | None:
@@ -154,7 +166,7 @@ def operator_names(names: Sequence[str]) -> list[str]:
     >>> operator_names(["module._orig_mod.layers.3.self_attn.q_proj"])
     ['layers.3.self_attn.q_proj']
     """
-    short = [unwrapped(name).removeprefix("base_model.model.").removesuffix(".base_layer") for name in names]
+    short = [_BASE_LAYERS.sub("", unwrapped(name).removeprefix("base_model.model.")) for name in names]
     return short if len(set(short)) == len(short) else list(names)
 
 

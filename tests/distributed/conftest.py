@@ -28,11 +28,11 @@ def started(size: int, folder: Path) -> Iterator[Callable[..., list[Any]]]:
     def call(name: str, **options: Any) -> list[Any]:
         for pipe in pipes:
             pipe.send((name, options))
-        answers = []
-        for pipe in pipes:
-            assert pipe.poll(120), f"{name}: no answer"
-            answers.append(pipe.recv())
-        return [answer for _, answer in answers]  # an error as its line
+        for _ in range(360):  # half an hour: beside other work it takes long, and a process that ended says so at once
+            if all(pipe.poll(5 / size) for pipe in pipes):
+                return [pipe.recv()[1] for pipe in pipes]  # an error as its line
+            assert all(worker.is_alive() for worker in workers), f"{name}: a process ended without an answer"
+        raise AssertionError(f"{name}: no answer")
 
     yield call
     for pipe in pipes:

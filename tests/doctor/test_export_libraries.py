@@ -37,10 +37,12 @@ from exported import (
     stubbed,
 )
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from gnmr.doctor.export import export
 from gnmr.precision import PathSpec, convert
 from gnmr.precision.recipes import RECIPES
+from gnmr.precision.units import unit_of
 
 pytestmark = pytest.mark.slow
 NAMES = list(LLAMA)
@@ -219,6 +221,7 @@ def stood_in() -> Iterator[None]:
     pytest.importorskip("pulp", reason="they are not in .libraries: make test-libraries")
     import torch._dynamo
     import torch._inductor.compile_fx
+    import torch._inductor.runtime.triton_heuristics
     import torch.utils.flop_counter  # noqa: F401  before there is a Triton
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
@@ -419,6 +422,54 @@ def test_torchtitan(pins: Pins, fuse_qkv: bool, low: str, stood_in: None, monkey
         read[fqn] = words(fprop=recipe, dgrad=recipe, wgrad=exact != "DISABLED" and recipe)
     assert read.pop("lm_head", read.pop("output", None)) == ({}, {}, {})
     assert read == {in_titan(name, fuse_qkv): own for name, own in casts_of(found.plan).items()}
+
+
+@pytest.mark.parametrize("low", ["bf16", "fp8_hybrid", "mxfp8"])
+def test_experts_of_torchtitan_are_the_same_linears_one_by_one(low: str, stood_in: None) -> None:
+    from torchtitan.models.common.moe import GroupedExperts
+
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"inner_experts": GroupedExperts.Config(dim=32, hidden_dim=64, num_experts=4).build()})
+    experts, keys = model["inner_experts"], ["w1_EFD", "w2_EDF", "w3_EFD"]
+    alike = nn.ModuleDict({key: nn.ModuleList() for key in keys})
+    for key in keys:
+        nn.init.normal_(getattr(experts, key), std=0.1)
+        for matrix in getattr(experts, key).detach():
+            alike[key].append(nn.Linear(*matrix.T.shape, bias=False, dtype=torch.bfloat16))
+            alike[key][-1].weight.data.copy_(matrix)
+    x, sizes = torch.randn(24, 32), torch.tensor([7, 0, 12, 5])
+
+    def one_by_one() -> Tensor:
+        w1, w2, w3 = alike.values()
+        parts = x.bfloat16().split(sizes.tolist())
+        found = [w2[i](F.silu(w1[i](part)) * w3[i](part)) for i, part in enumerate(parts) if len(part)]
+        return torch.cat(found).float()
+
+    def results() -> list[Tensor]:
+        model.zero_grad()
+        out = experts(x, sizes)
+        out.square().mean().backward()
+        return [out.detach(), *(getattr(experts, key).grad for key in keys)]
+
+    plain = results()
+    converted = convert(model, PathSpec.of(low, None, targets=["*"]))
+    assert [one.operator_name for one in converted.operators][:4] == [
+        *(f"inner_experts.0.{key}" for key in keys),
+        "inner_experts.1.w1_EFD",
+    ]
+    assert unit_of("inner_experts.0.w1_EFD", "expert") == "inner_experts.0"
+    found = results()
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True)) is (low == "bf16")
+    convert(alike, PathSpec.of(low, None, targets=["*"]))
+    expected = one_by_one()
+    expected.square().mean().backward()
+    assert torch.equal(found[0], expected)
+    for gradient, linears in zip(found[1:], alike.values(), strict=True):
+        wanted = [torch.zeros_like(one.weight) if one.weight.grad is None else one.weight.grad for one in linears]
+        assert torch.equal(gradient, torch.stack(wanted).float())
+    assert list(model.state_dict()) == [f"inner_experts.{key}" for key in keys]
+    converted.restore()
+    assert type(experts) is GroupedExperts
 
 
 @of_pins

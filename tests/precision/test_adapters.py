@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 import gnmr
 from gnmr.control import Unit
-from gnmr.control.norms import UnitNorms
 from gnmr.precision import ConvertedModel, PathSpec, adapters, convert
 from gnmr.precision.adapters import operators_in, register
 from gnmr.precision.contained import Owner
@@ -40,7 +40,7 @@ class Experts(nn.Module):
             ends = torch.tensor(sizes).cumsum(0).to(torch.int32)
             h = F.grouped_mm(x, self.up.transpose(-2, -1), offs=ends).relu()
             rows = torch.arange(E).repeat_interleave(torch.tensor(sizes))
-            return F.grouped_mm(h, self.down.transpose(-2, -1), offs=ends) + self.down_bias[rows]
+            return torch._grouped_mm(h, mat2=self.down.transpose(-2, -1), offs=ends) + self.down_bias[rows]
         if self.how == "bmm":
             h = torch.bmm(x.view(E, -1, D), self.up).relu()
             return (torch.bmm(h, self.down) + self.down_bias[:, None]).flatten(0, 1)
@@ -377,32 +377,22 @@ def test_slices_stand_for_parameters() -> None:
     from gnmr.control.unit import Slice
 
     weight = nn.Parameter(torch.randn(E, H, D))
-    weight.grad = torch.randn(E, H, D)
-    units = [Unit(f"experts.{i}", (Slice(weight, i), Slice(weight, i))) for i in range(E)]
-    assert all(len(unit.parameters) == 1 for unit in units)
-    norms, observed = UnitNorms([unit.parameters for unit in units])()
-    assert observed.all() and torch.allclose(norms, weight.grad.flatten(1).norm(dim=1).double())
-    assert units[0].parameters[0].requires_grad and units[0].parameters[0].numel() == H * D
+    (one,) = Unit("experts.1", (Slice(weight, 1), Slice(weight, 1))).parameters
+    assert one.requires_grad and one.numel() == H * D and torch.equal(one.detach(), weight[1])
 
 
 # ---- transformers ----
 
+EXPERTS = ["*.experts.*"]
 TOKENS = torch.randint(3, 96, (2, 16), generator=torch.Generator().manual_seed(0))
 
 
-def language_model(kind: str, **more: Any) -> nn.Module:
+def mixture(kind: str, **more: Any) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    if kind == "GPT2":
-        config = transformers.GPT2Config(
-            vocab_size=96, n_embd=64, n_layer=2, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, bos_token_id=0
-        )
-    else:
-        usual = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
-        experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0}
-        config = getattr(transformers, f"{kind}Config")(
-            **usual, **experts, num_attention_heads=4, num_key_value_heads=2
-        )
+    usual = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0}
+    config = getattr(transformers, f"{kind}Config")(**usual, **experts, num_attention_heads=4, num_key_value_heads=2)
     found: nn.Module = transformers.AutoModelForCausalLM.from_config(config, **more)
     return found.train()
 
@@ -411,49 +401,90 @@ def of_tokens(model: nn.Module) -> list[Tensor]:
     return gradients(model, lambda: model(input_ids=TOKENS, labels=TOKENS).loss)
 
 
-@LOW
-def test_conv1d_is_a_transposed_linear(low: str, recovery: str | None) -> None:
-    model = language_model("GPT2")
-    linears = copy.deepcopy(model)
-    for name, module in list(linears.named_modules()):
-        if type(module).__name__ == "Conv1D":
-            linear = nn.Linear(module.nx, module.nf)
-            linear.weight = nn.Parameter(module.weight.detach().t().clone())
-            linear.bias = module.bias
-            linears.set_submodule(name, linear)
-    converted = convert(model, PathSpec.of(low, recovery, targets=["c_*"]))
-    convert(linears, PathSpec.of(low, recovery, targets=["c_*"]))
-    assert converted.operators[0].operator_name == "transformer.h.0.attn.c_attn" and len(converted.operators) == 8
-    ours, theirs = of_tokens(model), of_tokens(linears)
-    assert all(
-        torch.equal(a, b if a.shape == b.shape and torch.equal(a, b) else b.t())
-        for a, b in zip(ours, theirs, strict=True)
-    )
-
-
 @pytest.mark.parametrize("kind", ["Mixtral", "GptOss"])
 def test_experts_of_transformers(kind: str) -> None:
     low = []
     for how in ("eager", "grouped_mm"):
-        model = language_model(kind, experts_implementation=how)
+        model = mixture(kind, experts_implementation=how)
         plain = of_tokens(model)
-        converted = convert(model, PathSpec.of("bf16", None, targets=["*.experts.*"]))
-        assert converted.operators[0].operator_name == "model.layers.0.mlp.experts.0.gate_up_proj"
-        assert len(converted.operators) == 2 * 4 * 2
+        converted = convert(model, PathSpec.of("bf16", None, targets=EXPERTS))
         assert equal(of_tokens(model), plain)
         converted.restore()
-        convert(model, PathSpec.of("fp8_hybrid", None, targets=["*.experts.*"]))
+        convert(model, PathSpec.of("fp8_hybrid", None, targets=EXPERTS))
         low.append(of_tokens(model))
         assert not torch.equal(low[-1][0], plain[0])
     for ours, theirs in zip(*low, strict=True):  # sums over a token's experts have another order
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
-def test_a_mixture_under_a_controller() -> None:
-    model = language_model("Mixtral")
+def test_experts_of_transformers_that_know_no_config() -> None:
+    modeling = pytest.importorskip("transformers.models.step3p7.modeling_step3p7")
+    sizes = {"num_local_experts": E, "hidden_size": D, "moe_intermediate_size": H, "hidden_act": "silu"}
+    model = nn.ModuleDict({"experts": modeling.Step3p7Experts(SimpleNamespace(**sizes))})
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    chosen, weights = torch.arange(2 * T).view(T, 2) % 3, torch.rand(T, 2)
+    plain = gradients(model, lambda: model["experts"](inputs(), chosen, weights).square().mean())
+    for low in ("bf16", "fp8_hybrid"):
+        converted = convert(model, PathSpec.of(low, None, targets=["*"]))
+        found = gradients(model, lambda: model["experts"](inputs(), chosen, weights).square().mean())
+        assert equal(found, plain) is (low == "bf16")
+        assert all(operator.read is not None for operator in converted.operators)
+        converted.restore()
+
+
+@pytest.mark.parametrize("first", ["peft", "attach"])
+def test_lora_over_experts_runs_as_the_sum_of_both(first: str) -> None:
+    """peft's target_parameters: the low path casts W + BA, and A and B get the gradient of that."""
+    peft = pytest.importorskip("peft")
+    model = mixture("Mixtral", experts_implementation="eager")
+    summed, sums = copy.deepcopy(model), {}
+    spec = PathSpec.of("fp8_hybrid", "bf16", targets=EXPERTS)
+    parameters = ["experts.gate_up_proj", "experts.down_proj"]
+    config = peft.LoraConfig(r=2, target_parameters=parameters, init_lora_weights=False)
+    converted = None if first == "peft" else convert(model, spec)
+    adapted = peft.get_peft_model(model, config)
+    converted = converted or convert(adapted, spec)
+    names = [
+        f"model.layers.{i}.mlp.experts.{e}.{w}_proj" for i in (0, 1) for e in range(4) for w in ("gate_up", "down")
+    ]
+    assert [operator.operator_name for operator in converted.operators] == names
+
+    def keep(experts: nn.Module, _args: object) -> None:
+        for name in ("gate_up_proj", "down_proj"):
+            sums[experts, name] = getattr(experts, name)  # as peft's parametrization caches it
+            sums[experts, name].retain_grad()
+
+    owners = [module for module in adapted.modules() if isinstance(module, Owner)]
+    handles = [owner.register_forward_pre_hook(keep) for owner in owners]
+    found = gradients(adapted, lambda: adapted(input_ids=TOKENS, labels=TOKENS).loss)
+    assert len(found) == 1 + 2 * 2 * 2 and all(gradient.norm() > 0 for gradient in found)
+    for layer, owner in zip(summed.model.layers, owners, strict=True):
+        for name in ("gate_up_proj", "down_proj"):
+            setattr(layer.mlp.experts, name, nn.Parameter(sums[owner, name].detach().clone()))
+    convert(summed, spec)
+    assert torch.equal(of_tokens(summed)[0], found[0])
+    for layer, owner in zip(summed.model.layers, owners, strict=True):
+        for name in ("gate_up_proj", "down_proj"):
+            assert torch.equal(getattr(layer.mlp.experts, name).grad, sums[owner, name].grad)
+    for handle in handles:
+        handle.remove()
+    converted.restore()
+    assert {type(owner).__name__ for owner in owners} == {"MixtralExperts"}
+    assert not any(isinstance(module, Owner) for module in adapted.modules())
+    watching: dict[str, Any] = {"low": "fp8_hybrid", "recovery": "bf16", "max_o": 1, "observe": "adapter"}
+    with pytest.raises(ValueError, match=r"unit '.*\.mlp\.experts\.0\.gate_up_proj': the model has no module"):
+        gnmr.attach(adapted, **watching, targets=EXPERTS)
+    controller = gnmr.attach(adapted, **watching, targets=EXPERTS, unit="layer")
+    adapted(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    assert controller.names == ["model.layers.0.mlp", "model.layers.1.mlp"] and controller.step().observed.all()
+
+
+def test_experts_are_named_as_such_whatever_their_module_is_called() -> None:
+    mlp = experts()["experts"]
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"mlp": mlp})])})
     controller = gnmr.attach(model, low="fp8_hybrid", recovery="bf16", max_o=2, unit="expert", signal="price")
-    assert sum(".experts." in name for name in controller.names) == 8
-    of_tokens(model)
+    assert controller.names == [f"layers.0.mlp.experts.{i}" for i in range(E)]
+    loss(mlp, [7, 0, 12, 5]).backward()
     controller.step()
-    assert "16 units" in repr(controller) or len(controller.names) == 16
-    controller.detach()
+    assert len({unit.cost for unit in controller.units}) == 1, "one batch does not tell which the next tokens reach"
