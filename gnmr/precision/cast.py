@@ -35,7 +35,7 @@ Reference: TypeAlias = Callable[[Tensor], Tensor] | None
 """Makes of max|x| the magnitude that becomes the format's largest (delayed scales, and of two levels the tensor's);
 None: that very one."""
 
-_AT_ONCE = 2**19
+_AT_ONCE = 2**18
 """Elements that each thread of a CPU takes at a time, so that they stay in its cache between the dozen passes."""
 _MOST = 2**26
 """Elements that any other device takes at a time: the work buffers are 8 bytes for each."""
