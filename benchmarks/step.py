@@ -1,6 +1,6 @@
 """How long a training step takes under one choice of paths or controller against another, on CPUs or on one CUDA GPU.
 
-    python benchmarks/step.py OUT.json --only linear casts --size 2048 768 768
+    python benchmarks/step.py OUT.json --only linear --only casts --size 2048 768 768
     python benchmarks/step.py OUT.json --only controller --clock cpu training.threads=1
     python benchmarks/step.py OUT.json --only paths --arms '^(bf16|int4|nvfp4)$' model=llama_350m data=stdlib
 
@@ -249,15 +249,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("overrides", nargs="*", help="overrides of the config, as for gnmr train")
-    parts = {**PARTS, "linear": {}, "casts": {}}
-    parser.add_argument("--only", choices=parts, nargs="+", default=("controller", "paths"), metavar="PART")
+    parser.add_argument(
+        "--only",
+        choices=(*PARTS, "linear", "casts"),
+        action="append",
+        help="a part, or several; else controller, paths",
+    )
     parser.add_argument("--size", type=int, nargs=3, default=(2048, 768, 768), metavar=("TOKENS", "INPUTS", "OUTPUTS"))
     parser.add_argument("--arms", metavar="REGEX", default="", help="only the arms whose names match (re.search)")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     asked = parser.parse_intermixed_args()
     torch._dynamo.config.recompile_limit = 64  # compiled arms share the code of one block
-    rows = [row for part in asked.only for row in (measure if part in PARTS else peers)(part, asked)]
+    rows = [
+        row
+        for part in asked.only or ("controller", "paths")
+        for row in (measure if part in PARTS else peers)(part, asked)
+    ]
     write(asked.out, rows)
 
 
