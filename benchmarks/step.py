@@ -1,12 +1,15 @@
 """How long a training step takes under one choice of paths or controller against another, on CPUs or on one CUDA GPU.
 
-    python benchmarks/step.py OUT.json --only controller --rounds 40
+    python benchmarks/step.py OUT.json --only linear --only casts --size 2048 768 768
     python benchmarks/step.py OUT.json --only controller --clock cpu training.threads=1
     python benchmarks/step.py OUT.json --only paths --arms '^(bf16|int4|nvfp4)$' model=llama_350m data=stdlib
 
-An arm is words behind `gnmr train`; overrides that hold for all arms stand behind the options. The arms of a part take
-turns, and each is compared with the part's first one:
+The arms of a part take turns, and each is compared with the part's first one. An arm is words behind `gnmr train`;
+overrides that hold for all arms stand behind the options. In `linear` and `casts` the arms are libraries, on random
+numbers of `--size` (compressed-tensors from the folder that `make test-libraries` fills: PYTHONPATH=.libraries):
 
+    linear       forward and backward of one linear under our recipes and torchao's emulation, against BF16 and FP32
+    casts        one cast of its input by us, torchao and compressed-tensors, with the share of values equal to ours
     controller   a bare loop over the low path; the router with thresholds that no unit reaches; each signal
     paths        every format and recipe against BF16, with the bytes kept for backward and the peak memory of a GPU
     compiled     BF16 and FP8 under torch.compile, and the controller on them; minutes of compilation
@@ -22,14 +25,17 @@ from __future__ import annotations
 import argparse
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from gnmr.control import Controller
 from gnmr.control.norms import UnitNorms
@@ -40,7 +46,10 @@ from gnmr.lab.train import rows
 from gnmr.lab.train.build import Parts, assemble, first_batch, train_step
 from gnmr.lab.train.step import loss_of, objective_of
 from gnmr.names import FORMATS, RECIPES
+from gnmr.precision import PathSpec, convert, cpu_products
+from gnmr.precision.cast import quantize
 from gnmr.precision.cost import Cost
+from gnmr.precision.recipes import Cast
 from gnmr.records.rows import event_rows, unit_rows
 from timing import alternate, clock_of, spread, write
 
@@ -55,6 +64,9 @@ def static(low: str, *words: str) -> tuple[str, ...]:
     return (f"precision.low={low}", "precision.recovery=null", "controller.warmup_frac=0", *words)
 
 
+PEERED = ("fp8_hybrid", "mxfp8", "nvfp4")
+CASTS = ("e4m3/tensor", "e4m3/mx", "e2m1/mx", "e2m1/nv")
+"""What other libraries have too."""
 EAGER, COMPILED = "training.compile=false", "training.compile=true"
 PARTS: dict[str, dict[str, tuple[str, ...]]] = {
     "controller": {
@@ -190,22 +202,134 @@ def measure(part: str, asked: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
+def our_cast(word: str, x: Tensor) -> Tensor:
+    """Return `x` in our cast of that word along the columns."""
+    return quantize(x, Cast.of(word), 1)[0]
+
+
+def torchao_linear(recipe: str, linear: nn.Linear) -> Callable[[Tensor], Tensor]:
+    """Return torchao's emulation of `recipe` with that weight."""
+    from torchao.float8.config import CastConfig, Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear
+    from torchao.prototype.moe_training.mxfp8_linear import _to_mxfp8_then_scaled_mm
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+    if recipe == "fp8_hybrid":
+        gradients = CastConfig(target_dtype=torch.float8_e5m2)
+        return Float8Linear.from_float(linear, Float8LinearConfig(emulate=True, cast_config_grad_output=gradients))
+    how = KernelPreference.EMULATED, ScaleCalculationMode.RCEIL
+    return lambda x: _to_mxfp8_then_scaled_mm(x, linear.weight, *how)
+
+
+def torchao_cast(word: str, x: Tensor) -> Tensor:
+    """Return `x` in torchao's cast of that word along the columns."""
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+
+    if word == "e4m3/tensor":
+        return hp_tensor_to_float8_dynamic(x, torch.float8_e4m3fn, None).to_original_precision()
+    if word == "e2m1/nv":
+        whole = per_tensor_amax_to_scale(x.abs().amax().float())
+        return NVFP4Tensor.to_nvfp4(x, per_tensor_scale=whole).dequantize(x.dtype)
+    kind = torch.float8_e4m3fn if word == "e4m3/mx" else torch.float4_e2m1fn_x2
+    return MXTensor.to_mx(x, kind, 32, ScaleCalculationMode.RCEIL).dequantize(x.dtype)
+
+
+def compressed_tensors_cast(word: str, x: Tensor) -> Tensor:
+    """Return `x` in compressed-tensors' cast of that word along the columns, with scales of `x` itself."""
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+    from compressed_tensors.quantization.utils.helpers import compute_dynamic_scales_and_zp, generate_gparam
+
+    strategy, size, dtype = {
+        "tensor": ("tensor", None, None),
+        "mx": ("group", 32, torch.uint8),
+        "nv": ("tensor_group", 16, torch.float8_e4m3fn),
+    }[word.split("/")[1]]
+    how = {"strategy": strategy, "group_size": size, "scale_dtype": dtype, "zp_dtype": dtype}
+    dynamic = "local" if size == 16 else True
+    args = QuantizationArgs(num_bits=8 if "e4m3" in word else 4, type="float", dynamic=dynamic, **how)
+    whole = generate_gparam(*torch.aminmax(x)) if size == 16 else None
+    return fake_quantize(x, *compute_dynamic_scales_and_zp(x, args, None, whole), args, global_scale=whole)
+
+
+def linear_steps(size: tuple[int, int, int], missing: list[str]) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield the arms of `linear`: forward and backward of a linear, by name."""
+    tokens, inputs, outputs = size
+    wide = torch.randn(tokens, inputs), torch.randn(tokens, outputs)
+
+    def step(
+        run: Callable[[Tensor], Tensor], model: nn.Module, end: Callable[[], object], x: Tensor, dy: Tensor
+    ) -> None:
+        run(x.detach().requires_grad_()).backward(dy)
+        model.zero_grad()
+        end()
+
+    for arm in ("BF16", "FP32", *(f"{recipe}, {whose}" for recipe in PEERED for whose in ("ours", "torchao"))):
+        recipe, _, whose = arm.partition(", ")
+        dtype = torch.float32 if arm == "FP32" else torch.bfloat16
+        model = nn.Sequential(nn.Linear(inputs, outputs, bias=False, dtype=dtype))
+        run: Callable[[Tensor], Tensor] = model
+        ends: list[Callable[[], object]] = [model.zero_grad]
+        if whose == "ours":
+            ends.append(convert(model, PathSpec(low=recipe, recovery=None, backend="simulated"), shown=False).end_step)
+        elif whose in missing or arm == "nvfp4, torchao":  # whose NVFP4 is Triton's
+            continue
+        elif whose:
+            run = torchao_linear(recipe, model[0])
+        yield arm, partial(step, run, ends, *(one.to(dtype) for one in wide))
+
+
+def peers(part: str, asked: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the seconds of every arm of `linear` or `casts`, and their ratios to BF16 and FP32, or to our cast."""
+    cpu_products.provide()
+    torch.manual_seed(0)
+    x, makers = torch.randn(asked.size[:2]), {"ours": our_cast, "torchao": torchao_cast}
+    makers["compressed-tensors"] = compressed_tensors_cast
+    missing = [name for name in makers if name != "ours" and find_spec(name.replace("-", "_")) is None]
+    casts = {f"{w}, {whose}": partial(makers[whose], w) for w in CASTS for whose in makers if whose not in missing}
+    steps: dict[str, Callable[[], object]] = {arm: partial(cast, x.bfloat16()) for arm, cast in casts.items()}
+    if part == "linear":
+        steps = dict(linear_steps(asked.size, missing))
+    seconds = alternate(steps, range(-2, asked.rounds), clock_of(x.device, asked.clock))
+    rows: list[dict[str, Any]] = [{"part": part, "arm": name, "refused": "is not installed"} for name in missing]
+    for arm, values in seconds.items():
+        ours = f"{arm.split(',')[0]}, ours"
+        firsts = ("BF16", "FP32") if part == "linear" else (ours,)
+        row = {"part": part, "arm": arm, "seconds": spread(values), "threads": torch.get_num_threads()}
+        row |= {f"ratio to {first}": spread(values / seconds[first]) for first in firsts}
+        if part == "casts":
+            pairs = [(casts[arm](one), casts[ours](one)) for one in (x.bfloat16(), x)]
+            row["equal in BF16"], row["equal in FP32"] = (float((a == b).double().mean()) for a, b in pairs)
+        rows.append(row)
+    return rows
+
+
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("overrides", nargs="*", help="overrides of the config, as for gnmr train")
-    parser.add_argument("--only", choices=[*PARTS, "share"], help="one part; without it controller and paths")
+    parser.add_argument(
+        "--only",
+        choices=(*PARTS, "linear", "casts", "share"),
+        action="append",
+        help="a part, or several; without it controller and paths",
+    )
+    parser.add_argument("--size", type=int, nargs=3, default=(2048, 768, 768), metavar=("TOKENS", "INPUTS", "OUTPUTS"))
     parser.add_argument("--arms", metavar="REGEX", default="", help="only the arms whose names match (re.search)")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     asked = parser.parse_intermixed_args()
     torch._dynamo.config.recompile_limit = 64  # compiled arms share the code of one block
-    if asked.only == "share":
+    if asked.only == ["share"]:
         write(asked.out, share(asked))
         return
-    found = [row for part in ([asked.only] if asked.only else ["controller", "paths"]) for row in measure(part, asked)]
-    write(asked.out, found)
+    measured = dict.fromkeys(PARTS, measure) | {"linear": peers, "casts": peers}
+    write(asked.out, [row for part in asked.only or ("controller", "paths") for row in measured[part](part, asked)])
 
 
 if __name__ == "__main__":

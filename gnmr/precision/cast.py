@@ -68,13 +68,11 @@ def quantize(
     `contraction_dim`: the dimension of x that its GEMM contracts, for `tile`, `mx` and `nv`. Without a `reference` a
     delayed scale is that of the tensor.
     """
-    # One function above 60 lines: its pieces share scratch memory, which parts of it would have to hand to each other.
-    source = x
+    given = x
     if cast.hadamard:
         x = rotated(x, contraction_dim)  # a new tensor, on which the values are written
     rows, columns = x.shape
     group = cast.group(contraction_dim)
-    one_scale = group == (None, None)
     height, width = group[0] or 1, group[1] or columns
     cut = -rows % height or -columns % width
     padded = F.pad(x, (0, -columns % width, 0, -rows % height)) if cut else x
@@ -85,60 +83,56 @@ def quantize(
     # Pieces of one size: a short last one would cost its dozen calls for little.
     pieces = padded.numel() / (_AT_ONCE * torch.get_num_threads() if on_cpu else _MOST)
     at_once = math.ceil(len(groups) / max(1, round(pieces) if on_cpu else math.ceil(pieces)))
+
+    def split(whole: Tensor) -> Sequence[Tensor]:
+        return (whole,) if at_once >= len(whole) else whole.split(at_once)
+
+    parts, one_scale = split(groups), group == (None, None)
+    found = [largest_magnitude(part, (0, 1, 2, 3) if one_scale else (1, 3)) for part in parts]
+    largest = (found[0] if len(found) == 1 else torch.cat(found)).float()
+    if one_scale and len(found) > 1:
+        largest = largest_of(largest, (0,))
+    finite = largest_if_finite(largest)
+    scale = scale_under(cast, largest, reference, finite, x.dtype, contraction_dim, parts)
+    inverse = _inverse(scale) if cast.power_of_two or cast.two_levels else None
+    limit, saturated = None, torch.zeros((), dtype=torch.int64, device=x.device)
+    if saturates := _may_saturate(cast):
+        limit = _limit(scale, cast)
+        # Looked at first where that waits for nothing; of two levels, groups whose scale is 0 have to be clamped.
+        saturates = cast.two_levels or not on_cpu or bool((largest > limit).any())
+    by_part = [
+        [of_all] * len(parts) if of_all is None or one_scale else split(of_all) for of_all in (scale, inverse, limit)
+    ]
+
     wide = torch.empty_like(values[:at_once], dtype=torch.float32)
     scratch = torch.empty_like(wide, dtype=torch.int32)
-    noise = noise_room = None
+    noise: Sequence[Tensor | None] = [None] * len(parts)
     if cast.stochastic and generator is not None:
-        noise, noise_room = random_bits(groups, generator).split(at_once), torch.empty_like(wide)
-    may_saturate = _may_saturate(cast)
-    each, saturated = [], []  # of the pieces: their groups' largest magnitudes; how many elements saturate
-    # Of the pieces, where scales need to be seen all together: the scales, by what to multiply, the limits.
-    known: list[tuple[Tensor, ...]] | None = None
-    finite: Tensor | None = None
-    if one_scale:
-        each.append(largest_magnitude(groups, (0, 1, 2, 3)).float())
-        scale = scale_under(cast, each[0], reference)
-        if cast.scale == "delayed" and on_cpu:  # where looking first waits for nothing
-            may_saturate = bool(each[0] > _limit(scale, cast))
-            saturated.append(torch.zeros(1, dtype=torch.int64))
-    elif cast.two_levels:
-        found = [largest_magnitude(piece, (1, 3)) for piece in groups.split(at_once)]
-        each.append((found[0] if len(found) == 1 else torch.cat(found)).float())
-        finite = largest_if_finite(each[0])
-        scale = scale_under(cast, each[0], reference, finite, x.dtype, contraction_dim, groups.split(at_once))
-        parts = scale, _inverse(scale), _limit(scale, cast)
-        known = list(zip(*(part.split(at_once) for part in parts), strict=True))
-    for number, (piece, out) in enumerate(zip(groups.split(at_once), values.split(at_once), strict=True)):
+        noise, noise_room = split(random_bits(groups, generator)), torch.empty_like(wide)
+    for part, out, steps, scale, inverse, limit in zip(parts, split(values), noise, *by_part, strict=True):
+        worked, room = wide[: len(part)], scratch[: len(part)]
         # Copied first: mixed-dtype arithmetic is slow on CPUs.
-        worked = wide[: len(piece)].copy_(piece)
-        room = scratch[: len(piece)]
-        magnitudes = room.view(torch.float32)
-        if may_saturate or not (one_scale or known):
-            torch.abs(worked, out=magnitudes)
-        inverse = limit = None
-        if known is not None:
-            scale, inverse, limit = known[number]
-        elif not one_scale:
-            each.append(largest_of(magnitudes, (1, 3)))
-            scale = scale_under(cast, each[-1], dtype=x.dtype)
-        if may_saturate:
+        source = part if part.dtype == torch.float32 else worked.copy_(part)
+        if saturates:
+            magnitudes = torch.abs(source, out=room.view(torch.float32))
             # 1.0 or 0.0: on CPUs much faster than bool.
-            beyond = torch.gt(magnitudes, _limit(scale, cast) if limit is None else limit, out=magnitudes)
-            saturated.append(beyond.flatten(1).sum(dim=1))
-        over_scale(worked, scale, cast, out=worked, inverse=inverse)
-        if may_saturate:
+            beyond = torch.gt(magnitudes, limit, out=magnitudes)
+            saturated += beyond.sum((1, 2, 3)).sum(dtype=torch.int64)
+        over_scale(source, scale, cast, out=worked, inverse=inverse)
+        if saturates:
             worked.clamp_(-cast.format.max, cast.format.max)
-        steps = None
-        if noise is not None and noise_room is not None:
-            steps = noise_room[: len(piece)].copy_(noise[number]).add_(0.5)
-        out.copy_(cast.format.round(worked, room, steps).mul_(scale))
-    largest = each[0] if len(each) == 1 else torch.cat(each)
+        if steps is not None:
+            steps = noise_room[: len(part)].copy_(steps).add_(0.5)
+        rounded = cast.format.round(worked, room, steps)
+        if out.dtype == torch.float32:
+            torch.mul(rounded, scale, out=out)
+        else:
+            out.copy_(rounded.mul_(scale))
     values = values.view(padded.shape)
     if cut:  # a copy: a view would hold the padding too
         values = values[:rows, :columns].clone(memory_format=torch.contiguous_format)
-    over = torch.cat(saturated).sum(dtype=torch.int64) if saturated else None
-    nonfinite = count_nonfinite(source, largest) if finite is None else None
-    return values, CastStats(largest, over, nonfinite)
+    nonfinite = count_nonfinite(given) if finite is None else None
+    return values, CastStats(largest, saturated if _may_saturate(cast) else None, nonfinite)
 
 
 def rotated(x: Tensor, contraction_dim: int, back: bool = False) -> Tensor:

@@ -83,6 +83,9 @@ def row_scale(rows: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
 
 def largest_magnitude(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     """max|x| over `dims`, which stay as dimensions of size 1; NaN where there is a NaN."""
+    few = dims[-1] == x.dim() - 1 and 1 < x.shape[-1] < 64
+    if few and x.element_size() == 2:  # CPUs compare so few neighbors one by one, in 32 bits three times as fast
+        return largest_of(x.float().abs_(), dims).to(x.dtype)
     return largest_of(x.abs(), dims)
 
 
@@ -91,7 +94,10 @@ def largest_of(magnitudes: Tensor, dims: tuple[int, ...]) -> Tensor:
     # Over as few dimensions as there are, which is faster too.
     dims = tuple(dim for dim in dims if magnitudes.shape[dim] > 1) or dims
     # Their bits are ordered as they are, with NaN above all: on CPUs integers are compared much faster.
-    return magnitudes.view(_BITS[magnitudes.element_size()]).amax(dims, keepdim=True).view(magnitudes.dtype)
+    bits = magnitudes.view(_BITS[magnitudes.element_size()])
+    if dims == (1, 3):  # of squares: not the neighbors first, which CPUs compare one by one
+        bits, dims = bits.amax(1, keepdim=True), (3,)
+    return bits.amax(dims, keepdim=True).view(magnitudes.dtype)
 
 
 def scale_of(largest: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
@@ -111,7 +117,7 @@ def largest_if_finite(magnitudes: Tensor) -> Tensor | None:
     would wait."""
     if magnitudes.device.type != "cpu" or magnitudes.numel() == 0:
         return None
-    found = largest_of(magnitudes.flatten(), (0,)).view(())
+    found = magnitudes.amax()
     return found if math.isfinite(found.item()) else None
 
 

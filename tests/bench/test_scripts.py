@@ -89,6 +89,15 @@ def test_steps(tiny_words: list[str], tmp_path: Path, monkeypatch: pytest.Monkey
     assert all(row["saved_bytes"] == row["saved_bytes_predicted"] for row in saved.values())
     assert 0.25 < saved["int4"]["saved_bytes"] / saved["bf16"]["saved_bytes"] < 0.4
     assert [row["arm"] for row in found if "ratio" in row] == ["bf16", "int4", "int8", "deepseek_v3"]
+    pytest.importorskip("torchao.float8")
+    timed = [row for row in rows("--only", "linear", "--only", "casts", "--size", "64", "32", "32") if "seconds" in row]
+    arms = [row["arm"] for row in timed if row["part"] == "linear"]
+    theirs = {"fp8_hybrid, torchao", "mxfp8, torchao"}
+    assert set(arms) == {"BF16", "FP32", *(f"{recipe}, ours" for recipe in step.PEERED), *theirs}
+    assert {row["arm"]: row["equal in BF16"] for row in timed if row["arm"].endswith("/mx, torchao")} == {
+        "e4m3/mx, torchao": 1.0,
+        "e2m1/mx, torchao": 1.0,
+    }
 
 
 def test_arms_under_torch_compile_compose() -> None:
