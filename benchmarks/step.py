@@ -261,12 +261,10 @@ def linear_steps(size: tuple[int, int, int], missing: list[str]) -> Iterator[tup
     tokens, inputs, outputs = size
     wide = torch.randn(tokens, inputs), torch.randn(tokens, outputs)
 
-    def step(
-        run: Callable[[Tensor], Tensor], model: nn.Module, end: Callable[[], object], x: Tensor, dy: Tensor
-    ) -> None:
+    def step(run: Callable[[Tensor], Tensor], ends: list[Callable[[], object]], x: Tensor, dy: Tensor) -> None:
         run(x.detach().requires_grad_()).backward(dy)
-        model.zero_grad()
-        end()
+        for end in ends:
+            end()
 
     for arm in ("BF16", "FP32", *(f"{recipe}, {whose}" for recipe in PEERED for whose in ("ours", "torchao"))):
         recipe, _, whose = arm.partition(", ")
