@@ -91,6 +91,13 @@ def test_no_link_is_dead(page: Path) -> None:
             assert anchor in anchors(target), f"{name_of(page)}: {link}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_no_formula_is_lost_as_a_tag(page: Path) -> None:
+    """Outside of code the site reads <dy, e> as HTML and shows nothing."""
+    text = re.sub(r"(?ms)^```.*?^```|^    [^\n]*|`[^`]*`|<!--.*?-->", "", page.read_text())
+    assert not re.findall(r"<[A-Za-z/][^\n]*", text)
+
+
 # ---- commands ----
 
 
