@@ -104,14 +104,16 @@ class JsonLines(AppendFile):
 
     def __init__(self, path: Path, fields: Iterable[str]) -> None:
         super().__init__(path)
-        self._fields = tuple(fields)
+        self._fields = dict.fromkeys(fields)
 
     def write(self, rows: list[dict[str, Any]]) -> None:
         """Append rows, their keys in the order of `fields`. A missing or unknown key is a defect of ours."""
         lines = []
         for row in rows:
-            assert row.keys() == set(self._fields), f"{self.path.name}: keys {sorted(row.keys() ^ set(self._fields))}"
-            ordered = {key: row[key] for key in self._fields}
+            assert row.keys() == self._fields.keys(), (
+                f"{self.path.name}: keys {sorted(row.keys() ^ self._fields.keys())}"
+            )
+            ordered = row if [*row] == [*self._fields] else {key: row[key] for key in self._fields}
             try:
                 text = _JSON.encode(ordered)
             except ValueError:  # NaN or Inf

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from gnmr.records.schema import unit_schema
 from gnmr.records.untrusted import MAX_NAME, MAX_ROW, Damaged, bounded, content, opened, reading
@@ -153,7 +152,7 @@ def read_units(folder: Path) -> pa.Table:
         table.validate(full=True)
         if gaps := [name for name in names if table[name].null_count]:
             raise ValueError(f"column {gaps[0]!r:.60} has gaps")
-        if (first := pc.min(table["step"]).as_py()) < 1:
+        if (first := table["step"].to_numpy().min()) < 1:
             raise ValueError(f"step {first}: steps count from 1")
         check_units(table["unit"].unify_dictionaries().chunk(0).dictionary.to_pylist())
         check_names(names)

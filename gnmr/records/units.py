@@ -8,7 +8,7 @@ pyarrow yields all batches before it and then raises an error, and polars raises
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -32,34 +32,53 @@ class UnitStream:
     def __init__(self, folder: Path) -> None:
         self._path = folder / UNITS
         self.file: AppendFile | None = AppendFile(self._path) if self._path.exists() else None
-        self._schema: pa.Schema | None = None
+        self._units: list[str] | None = None
+        self._message, self._columns = bytearray(), list[np.ndarray]()
+        """The message of a batch of as many rows as the last one, and its columns, into which a step is written."""
 
     def write(self, rows: UnitRows) -> None:
         """Append the observed units of a step as one record batch; does nothing if there are none."""
-        seen = np.flatnonzero(rows.observed)
+        seen, first, begin = np.flatnonzero(rows.observed), self._units is None, b""
         if not len(seen):
             return
-        first = self._schema is None
         if first:
-            self._schema, self._names = unit_schema(list(rows.columns)), pa.array(rows.units, pa.string())
-        assert self._schema is not None and self._names.to_pylist() == rows.units, "a run's units stay"
-        arrays = [
-            pa.array(np.full(len(seen), rows.step, np.int32)),
-            pa.DictionaryArray.from_arrays(pa.array(seen.astype(np.int32)), self._names),
-            *(pa.array(values[seen].astype(np.float64)) for values in (rows.norm, *rows.columns.values(), rows.risk)),
-            pa.array(rows.active[seen].astype(bool)),
-            pa.array(rows.lock[seen].astype(np.int32)),
-        ]
-        batch = pa.RecordBatch.from_arrays(arrays, schema=self._schema)
-        if first and self._is_new(batch):
-            sink = pa.BufferOutputStream()
-            with pa.ipc.new_stream(sink, self._schema) as stream:
-                stream.write_batch(batch)
-            data = sink.getvalue().slice(0, sink.getvalue().size - _END_OF_STREAM)
-        else:
-            data = batch.serialize()
+            self._units = rows.units
+            self._schema, self._names = unit_schema(list(rows.columns)), _strings(rows.units)
+        assert rows.units is self._units or rows.units == self._units, "a run's units stay"
+        if first or len(self._columns[0]) != len(seen):
+            batch = self._prepare(len(seen))
+            begin = self._begin(batch) if first and self._is_new(batch) else b""
+        values = [rows.step, seen, *(each[seen] for each in (rows.norm, *rows.columns.values(), rows.risk))]
+        values += [np.packbits(rows.active[seen], bitorder="little"), rows.lock[seen]]
+        for column, new in zip(self._columns, values, strict=True):
+            column[...] = new
         assert self.file is not None
-        self.file.append(data.to_pybytes())
+        self.file.append(begin + self._message)
+
+    def _prepare(self, number: int) -> pa.RecordBatch:
+        """Return a batch of `number` rows of zeros, and keep its message, which those of steps differ from in their
+        columns alone: each follows on the one before, filled up to 8 bytes (the Arrow IPC format)."""
+        arrays, zeros = [], list[np.ndarray]()
+        for kind in self._schema.types:
+            coded = pa.types.is_dictionary(kind)
+            of = np.dtype(np.int32 if coded else kind.to_pandas_dtype())
+            zeros.append(np.zeros(-(-number // 8), np.uint8) if of == np.bool_ else np.zeros(number, of))
+            column = _array(pa.int32() if coded else kind, number, zeros[-1])
+            arrays.append(pa.DictionaryArray.from_arrays(column, self._names) if coded else column)
+        batch = pa.RecordBatch.from_arrays(arrays, schema=self._schema)
+        self._message, self._columns = bytearray(batch.serialize()), []
+        at = len(self._message) - sum(-(-each.nbytes // 8) * 8 for each in zeros)
+        for each in zeros:
+            self._columns.append(np.ndarray(each.shape, each.dtype, self._message, at))
+            at += -(-each.nbytes // 8) * 8
+        return batch
+
+    def _begin(self, batch: pa.RecordBatch) -> bytes:
+        """Return what stands before the first batch: the schema and the units' names."""
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, self._schema) as stream:
+            stream.write_batch(batch)
+        return sink.getvalue().to_pybytes()[: -len(self._message) - _END_OF_STREAM]
 
     def _is_new(self, batch: pa.RecordBatch) -> bool:
         """Open the file and return True if it is empty. Raises RunFailed if it has other units or columns."""
@@ -76,6 +95,17 @@ class UnitStream:
         """Close the file, if there is one."""
         if self.file is not None:
             self.file.close()
+
+
+def _array(kind: pa.DataType, number: int, *buffers: np.ndarray | bytes) -> pa.Array:
+    """Return an array of these buffers. `pa.array` would import pandas, which takes longer than a step."""
+    return pa.Array.from_buffers(kind, number, [None, *map(pa.py_buffer, buffers)])
+
+
+def _strings(words: Sequence[str]) -> pa.Array:
+    texts = [word.encode() for word in words]
+    ends = np.cumsum([0, *map(len, texts)]).astype(np.int32)
+    return _array(pa.string(), len(words), ends, b"".join(texts))
 
 
 def cut_units(folder: Path, last_step: int) -> None:
