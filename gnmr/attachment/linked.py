@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import is_
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -31,21 +32,19 @@ class Linked:
             for part in filter(None, names[module].split(".")):
                 found[id(at), part] = at._modules, part, at._modules[part]
                 at = at.get_submodule(part)
-        read: dict[int, dict[str, Any]] = {}
-        for module in {below: None for one in self._read for below in one.modules()}:
-            for where in (module._modules, module._parameters):
-                found |= {(id(where), name): (where, name, value) for name, value in where.items()}
-                read[id(where)] = where
+        below = {module: None for one in self._read for module in one.modules()}
+        self._there = [
+            (where, [*where.values()]) for module in below for where in (module._modules, module._parameters)
+        ]
         self._links = list(found.values())
-        self._sizes = [(where, len(where)) for where in read.values()]
-        there = (value for where in read.values() for value in where.values() if isinstance(value, nn.Parameter))
+        there = (value for _, values in self._there for value in values if isinstance(value, nn.Parameter))
         self._trained = [(one, one.requires_grad) for one in there] if self._watches_trained else []
 
     def changed(self) -> bool:
         """Whether anything was exchanged, added, frozen or made trainable since the last look."""
         return (
             any(where.get(name) is not found for where, name, found in self._links)
-            or any(len(where) != size for where, size in self._sizes)
+            or any(len(where) != len(found) or not all(map(is_, where.values(), found)) for where, found in self._there)
             or any(parameter.requires_grad != trained for parameter, trained in self._trained)
         )
 

@@ -165,7 +165,9 @@ class Router:
 
     def micro_step(self, fraction: float | None = None, gradients: Mapping[int, Tensor] | None = None) -> None:
         """As `Controller.micro_step`."""
-        self.follow()
+        self._check_attached()
+        if self.controller.measured.micro is not None:
+            self.follow()
         if self._counting is not None:
             self._counting.disarm()
         self.controller.micro_step(fraction, gradients)
@@ -209,7 +211,7 @@ class Router:
         Args:
             grad_scale, evidence, norms, sums: see `Controller.measure`.
             between: brings the packet of the decision to the host. A loop may add numbers of its own to it, take its
-                optimizer's step before, and decide again (`choose_again`, `retry`) after it.
+                optimizer's step before, and observe again (`choose_again`, `retry`) after it.
         """
         host = between(self.decide(grad_scale, evidence, norms=norms, sums=sums))
         self._check_attached()

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gnmr.control.evidence import missing
@@ -59,9 +58,7 @@ def warn_of_cap(units: Sequence[Unit], signal: Signal, max_o: int) -> None:
         )
 
 
-def budget_left(
-    units: Sequence[Unit], share: float, whole_cost: float | None, pinned: float, device: torch.device
-) -> Budget:
+def budget_left(units: Sequence[Unit], share: float, whole_cost: float | None, pinned: float) -> Budget:
     """Return the budget of `Controller`. Raises ValueError if a cost is invalid, or nothing is left of the budget."""
     costs = [float(unit.cost) for unit in units]
     if wrong := [unit.name for unit, cost in zip(units, costs, strict=True) if not 0 <= cost < math.inf]:
@@ -74,7 +71,7 @@ def budget_left(
     if routed and left * (1 + 1e-9) < min(routed):
         pins = f" beside pins, which take {pinned:.3g}" if pinned else ""
         raise ValueError(f"budget={share:g}: is too small for any unit{pins}; the cheapest takes {min(routed):.3g}")
-    return Budget.of(left, [cost / every for cost in costs], device)
+    return Budget.of(left, [cost / every for cost in costs])
 
 
 def judged(signal: Signal, evidence: Evidence, step: int) -> tuple[Tensor, Sequence[Tensor]]:
@@ -107,7 +104,7 @@ def check_state(state: Any, units: Sequence[Unit], spec: ControlSpec, budget: Bu
             raise ValueError(f"state: {name} must be {len(units)} whole numbers or flags, one a unit")
         if (wrong := values[(values < least) | (values > most)]).numel():
             raise ValueError(f"state: {name} holds {wrong[0].item()}: must lie between {least} and {most} here")
-    active = state["active"].cpu().bool()
+    active = state["active"].cpu().bool().numpy()
     if foreign := [unit.name for unit, on in zip(units, active, strict=True) if on and not unit.recoverable]:
         raise ValueError(f"state: {foreign[0]} is on the recovery path, and has none here")
     if not isinstance(state["signal"], Mapping):
@@ -119,5 +116,5 @@ def check_state(state: Any, units: Sequence[Unit], spec: ControlSpec, budget: Bu
             f"state: {number} units are on the recovery path, max_o={spec.max_o} allows {spec.max_o}: load it into "
             f"a controller with max_o={number} or more"
         )
-    if not bool(may(active.to(torch.device("cpu") if budget is None else budget.cost.device), spec.max_o, budget)):
+    if not may(active, spec.max_o, budget):
         raise ValueError("state: the units on the recovery path cost more than the budget allows here")

@@ -21,10 +21,10 @@ from torch import Tensor
 from gnmr.control.calibration import Trigger
 from gnmr.control.checks import budget_left, check_signal, check_state, judged, unit_names, warn_of_cap
 from gnmr.control.decision import Decision, Event, Switches, few
-from gnmr.control.device import HostPacket, all_finite, flags
+from gnmr.control.device import HostPacket, all_finite
 from gnmr.control.evidence import PATH_EVIDENCE, PRICE_EVIDENCE, Measured, missing, without_zeros
 from gnmr.control.hints import Hints
-from gnmr.control.policy import Budget, Choice
+from gnmr.control.policy import Budget
 from gnmr.control.ranks import Ranks
 from gnmr.control.routing import Routed, Routing
 from gnmr.control.signals import BlindSignal, Context, Evidence, SignalBase, build_signal
@@ -98,8 +98,8 @@ class Controller:
         self._recoverable = np.array([unit.recoverable for unit in units])
         budget = None
         if spec.budget is not None:
-            budget = budget_left(units, spec.budget, whole_cost, pinned, self.device)
-        self._routing = Routing(spec, torch.from_numpy(self._recoverable).to(self.device), budget)
+            budget = budget_left(units, spec.budget, whole_cost, pinned)
+        self._routing, self._keep = Routing(spec, self._recoverable, budget), False
         self._switches = Switches(units, spec)
         self._pending: list[Event] = []
         self._agreement: Tensor | None = None  # of the step that is being observed
@@ -213,7 +213,7 @@ class Controller:
         self.units = [replace(unit, cost=cost) for unit, cost in zip(self.units, costs, strict=True)]
         self.pinned = pinned
         if self.spec.budget is not None:
-            self._routing.budget = Budget.of(self.spec.budget - pinned, costs, self.device)
+            self._routing.budget = Budget.of(self.spec.budget - pinned, costs)
             if isinstance(self.signal, SignalBase):
                 self.signal.context = replace(self.signal.context, spend=tuple(costs))
 
@@ -275,15 +275,15 @@ class Controller:
         reads = getattr(self.signal, "reads", None)
         return bool(set(self.record) & {*PATH_EVIDENCE, *PRICE_EVIDENCE}) or reads is None or reads(self.t + 1)
 
-    def mark(self) -> tuple[int, Routed, Mapping[str, Tensor]]:
+    def mark(self) -> tuple[int, Mapping[str, Tensor]]:
         """Return what `observe` changes, for `undo`. Copies nothing of our signals; does not wait."""
         state = self.signal.state_dict()
         signal = state if isinstance(self.signal, SignalBase) else deepcopy(state)
-        return self.t, self._routing.now, signal
+        return self.t, signal
 
-    def undo(self, mark: tuple[int, Routed, Mapping[str, Tensor]]) -> None:
+    def undo(self, mark: tuple[int, Mapping[str, Tensor]]) -> None:
         """Take back an `observe` whose packet was not applied: the step begins again."""
-        self.t, self._routing.now, signal = mark
+        self.t, signal = mark
         self.signal.load_state_dict(dict(signal))
 
     def promote(self, names: Iterable[str]) -> bool:
@@ -291,20 +291,21 @@ class Controller:
 
         Returns False, and changes nothing, if they are more than max_o or the budget allow, or one has no recovery
         path. They are locked like any unit that was over its threshold; the events (cause "retry") come with the next
-        decision. Waits for the device. Raises KeyError for a name that is no unit's.
+        decision. Raises KeyError for a name that is no unit's.
         """
         places = {name: i for i, name in enumerate(self.names)}
-        wanted = flags([i in {places[name] for name in names} for i in range(len(self.units))], self.device)
+        wanted = np.zeros(len(self.units), dtype=bool)
+        wanted[[places[name] for name in names]] = True
         if (chosen := self._routing.promoted(wanted)) is None:
             return False
         events, full = list[Event](), self._switches.full(self._switches.active)
-        self._switches.move(chosen.cpu().numpy(), self.t + 1, None, events)
+        self._switches.move(chosen, self.t + 1, None, events)
         self._pending += [replace(one, cause="retry" if one.event == "promote" else full) for one in events]
         return True
 
     @torch.no_grad()
     def observe(self, evidence: Evidence, keep: bool = False) -> HostPacket:
-        """Return risk and choice of this step, (U,) each, as a packet for the host. Does not wait for the device.
+        """Return what `apply` chooses from, (U,) each, as a packet for the host. Does not wait for the device.
 
         For loops that send other numbers to the host in the same transfer (`HostPacket.add`), for replay and for
         foreign norms; hand `to_host()` of it to `apply`. `evidence`: norm (U,) float64, observed (U,) bool and what
@@ -314,43 +315,46 @@ class Controller:
         evidence = without_zeros(evidence)
         norm, observed = evidence["norm"], evidence["observed"]
         risk, columns = judged(self.signal, evidence, self.t + 1)
-        if not all_finite(risk):
+        if not all_finite(risk := risk.double()):
             risk = torch.where(risk.isnan(), torch.inf, risk)  # a risk that is no number
+        self._keep = keep
         self.t += 1
-        choice = self._routing.choose(risk, observed, self.t, 0.0 if self.spec.ranked else self.trigger, keep)
         agreement = {} if self._agreement is None else {"agreement": self._agreement}
         return HostPacket(
             agreement
-            | {"norm": norm.double(), "observed": observed.bool(), "risk": risk.double()}
-            | choice._asdict()
+            | {"norm": norm.double(), "observed": observed.bool(), "risk": risk}
             | {f"column/{name}": values.double() for name, values in zip(self.signal.columns, columns, strict=True)}
             | {f"evidence/{name}": evidence[name].double() for name in self.record}
         )
 
     def apply(self, host: Mapping[str, np.ndarray]) -> Decision:
-        """Switch the units as `observe` chose; `host` holds the arrays of its packet, and may hold others.
+        """Choose the units (`gnmr.control.policy`) and switch them; `host` holds the arrays of the packet of `observe`,
+        and may hold others.
 
         Raises what `Ranks.check` does, and switches nothing, if ranks disagree."""
         self._agreement = None
         if self.ranks is not None and "agreement" in host:
             self.ranks.check(host["agreement"], self.t)
+        trigger = 0.0 if self.spec.ranked else self.trigger
+        choice = self._routing.choose(host["risk"], host["observed"], self.t, trigger, self._keep)
         decision = Decision(
             step=self.t,
             units=self.names,
-            **{name: host[name] for name in ("norm", "observed", "risk", *Choice._fields)},
+            **{name: host[name] for name in ("norm", "observed", "risk")},
+            **choice._asdict(),
             columns={name: host[f"column/{name}"] for name in self.signal.columns},
             evidence={name: host[f"evidence/{name}"] for name in self.record},
             in_force=self._switches.active,
             thresholds=tuple(None if x is None else x * self.trigger for x in self.signal.thresholds(self.t)),
             events=self._pending,
-            trigger=0.0 if self.spec.ranked else self.trigger,
+            trigger=trigger,
         )
         self._pending = []
         try:
             self._switches.move(decision.active, self.t, decision, decision.events)
         except BaseException:
             self._pending = decision.events
-            self._routing.back_to(flags(self._switches.active.tolist(), self.device))
+            self._routing.back_to(self._switches.active)
             raise
         self._trigger.learn(decision.step, decision.risk, decision.observed & self._recoverable)
         return decision
@@ -362,7 +366,7 @@ class Controller:
             "units": list(self.names),
             "t": self.t,
             "active": torch.from_numpy(self._switches.active.copy()),
-            "lock": self._routing.now.lock,
+            "lock": torch.from_numpy(self._routing.now.lock.copy()),
             "signal": self.signal.state_dict(),
         }
 
@@ -391,6 +395,6 @@ class Controller:
             raise
         self.t = int(state["t"])
         self._trigger.load_state_dict(state, max(self.t, self.spec.warmup_steps) + 1)
-        lock = state["lock"].to(self.device, torch.int64, copy=True)
-        self._routing.now = Routed(lock, flags(active.tolist(), self.device), self._routing.now.risk)
+        lock = state["lock"].cpu().numpy().astype(np.int64)
+        self._routing.now = Routed(lock, active, self._routing.now.risk)
         self._pending = []

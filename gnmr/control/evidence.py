@@ -64,10 +64,9 @@ def without_zeros(evidence: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     well; `weight_std` is measured without a gradient. Does not wait for the device.
     """
     norm, observed = evidence["norm"], evidence["observed"]
-    there = norm != 0  # NaN is there
-    if waits_for_nothing(there) and bool(there.all()):
+    if waits_for_nothing(norm) and norm.detach().numpy().all():
         return evidence
-    zeros = observed & ~there
+    zeros = observed & (norm == 0)
     return {
         name: values if name in ("norm", "weight_std") else values.masked_fill(zeros, 0)
         for name, values in evidence.items()

@@ -1,4 +1,5 @@
-"""Algorithm 2 (section 3): which units run on the recovery path in the next step. A pure function of tensors.
+"""Algorithm 2 (section 3): which units run on the recovery path in the next step. A pure function of
+arrays on the host.
 
     C_t = {b : R[b,t] > 1} + {b : Lock_b > 0}                candidates
     A_t = the max_o candidates with the largest R[b,t]
@@ -22,88 +23,86 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
-from gnmr.control.device import waits_for_nothing
+import numpy as np
 
 
 class Budget(NamedTuple):
     """What the units of a set may cost together, and what each costs, in any unit that is the same for all."""
 
     most: float
-    cost: Tensor
+    cost: np.ndarray
     """(U,) float64, 0 or more."""
-    kinds: int
-    """How many different costs there are."""
 
     @classmethod
-    def of(cls, most: float, costs: Sequence[float], device: torch.device) -> Budget:
+    def of(cls, most: float, costs: Sequence[float]) -> Budget:
         """A budget is kept up to rounding: sums of costs may exceed it by a part in a billion."""
-        return cls(most * (1 + 1e-9), torch.tensor(costs, dtype=torch.float64, device=device), len(set(costs)))
+        return cls(most * (1 + 1e-9), np.array(costs, dtype=np.float64))
 
 
 class Choice(NamedTuple):
-    """What `decide` returns; tensors over the U units, in unit order unless said otherwise."""
+    """What `decide` returns; arrays over the U units, in unit order unless said otherwise."""
 
-    candidate: Tensor
+    candidate: np.ndarray
     """(U,) bool, C_t."""
-    active: Tensor
+    active: np.ndarray
     """(U,) bool, A_t: in force during step t + 1."""
-    lock: Tensor
+    lock: np.ndarray
     """(U,) int64, locks after the decision."""
-    rank: Tensor
+    rank: np.ndarray
     """(U,) int64, place of each unit by risk (under a budget by risk per cost), 0 the riskiest; units that are no
     candidates come last."""
 
 
 _UNOBSERVED, _NO_CANDIDATE = -1.0, -2.0  # below every risk, which is 0 or more
-_TINY, _LARGEST = torch.finfo(torch.float64).tiny, torch.finfo(torch.float64).max
+_TINY, _LARGEST = np.finfo(np.float64).tiny, np.finfo(np.float64).max
 
 
 def decide(
-    risk: Tensor,
-    observed: Tensor,
-    recoverable: Tensor,
-    lock: Tensor,
+    risk: np.ndarray,
+    observed: np.ndarray,
+    recoverable: np.ndarray,
+    lock: np.ndarray,
     max_o: int,
     t_lock: int,
     trigger: float = 1.0,
     budget: Budget | None = None,
 ) -> Choice:
-    """One step of Algorithm 2.
+    """Take one step of Algorithm 2.
 
     `risk` (U,) float64, Inf for a non-finite norm, never NaN; `observed` and `recoverable` (U,) bool; `lock` (U,)
     int64. A unit is over threshold where R > `trigger`: 1 in the paper; 0 makes every unit with a risk a candidate,
-    so that the max_o largest risks are always taken (the ranked signals of table 11). Does not wait for the device.
+    so that the max_o largest risks are always taken (the ranked signals of table 11).
     """
     over = (risk > trigger) & observed & recoverable
     candidate = over | ((lock > 0) & recoverable)
-    if waits_for_nothing(candidate) and not candidate.numpy().any():
-        return Choice(candidate, candidate, torch.zeros_like(lock), torch.arange(len(lock)))
+    rank = np.arange(len(lock))
+    if not candidate.any():
+        return Choice(candidate, candidate, np.zeros_like(lock), rank)
     if budget is not None:
-        risk = (risk / budget.cost.clamp(min=_TINY)).clamp(max=_LARGEST).where(risk.isfinite(), risk)
-    key = torch.where(observed, risk, _UNOBSERVED)
-    key = torch.where(candidate, key, _NO_CANDIDATE)
-    order = torch.sort(key, descending=True, stable=True).indices
-    rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        with np.errstate(over="ignore"):
+            worth = np.minimum(risk / np.maximum(budget.cost, _TINY), _LARGEST)
+        risk = np.where(np.isfinite(risk), worth, risk)
+    key = np.where(candidate, np.where(observed, risk, _UNOBSERVED), _NO_CANDIDATE)
+    order = np.argsort(-key, kind="stable")
+    rank[order] = rank.copy()
     active = candidate & (rank < max_o) if budget is None else _filled(candidate, order, max_o, budget)
-    kept = torch.where(over, t_lock, (lock - 1).clamp(min=0))
-    return Choice(candidate, active, torch.where(active, kept, 0), rank)
+    kept = np.where(over, t_lock, np.maximum(lock - 1, 0))
+    return Choice(candidate, active, np.where(active, kept, 0), rank)
 
 
-def _filled(candidate: Tensor, order: Tensor, max_o: int, budget: Budget) -> Tensor:
-    """(U,) bool: the candidates in that order, each that fits the budget beside those before it, max_o at the most."""
-    taken, cost = candidate[order], budget.cost[order]
-    for _ in range(budget.kinds):
-        over = taken & (torch.where(taken, cost, 0.0).cumsum(0) > budget.most)
-        # The first unit that does not fit, and none behind it that costs as much or more: so each round ends a cost.
-        taken = taken & ~(over & (cost >= cost[over.int().argmax()]))
-    taken = taken & (taken.cumsum(0) <= max_o)
-    return torch.zeros_like(candidate).scatter_(0, order, taken)
+def _filled(candidate: np.ndarray, order: np.ndarray, max_o: int, budget: Budget) -> np.ndarray:
+    """(U,) bool: the candidates in that order, each that fits the budget beside those before it, at most max_o."""
+    taken, spent = list[int](), 0.0
+    for unit in order[: np.count_nonzero(candidate)].tolist():
+        if len(taken) < max_o and spent + budget.cost[unit] <= budget.most:
+            taken.append(unit)
+            spent += budget.cost[unit]
+    active = np.zeros_like(candidate)
+    active[taken] = True
+    return active
 
 
-def may(chosen: Tensor, max_o: int, budget: Budget | None) -> Tensor:
-    """Return whether these units (U,) bool may be on the recovery path at once: a scalar bool on the device."""
-    fits = chosen.sum() <= max_o
-    return fits if budget is None else fits & (torch.where(chosen, budget.cost, 0.0).sum() <= budget.most)
+def may(chosen: np.ndarray, max_o: int, budget: Budget | None) -> bool:
+    """Return whether these units (U,) bool may be on the recovery path at once."""
+    fits = budget is None or budget.cost[chosen].sum() <= budget.most
+    return bool(fits and np.count_nonzero(chosen) <= max_o)

@@ -104,8 +104,8 @@ class Cumulative(_Remembered):
         if not (all_finite(value) if finite is None else finite):
             entered = entered & value.isfinite()
         self.count = self.count + entered
-        n = self.count.double().clamp(1.0, self.longest)
-        self.mean = torch.where(entered, self.mean + (value - self.mean) / n, self.mean)
+        n = self.count if self.longest == math.inf else self.count.double().clamp(max=self.longest)
+        self.mean = torch.where(entered, self.mean + (value - self.mean) / n, self.mean)  # n is 0 for none of `entered`
 
 
 class Ema(Cumulative):
