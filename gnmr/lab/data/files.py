@@ -121,8 +121,8 @@ def library_files(tell: Callable[[str], None] = lambda _: None) -> LocalFiles:
     names = []
     for folder, children, files in os.walk(root):  # with pruning: site-packages may be larger than the library by far
         children[:] = [child for child in children if child not in _NOT_LIBRARY]
-        paths = (Path(folder, file) for file in files)
-        names += [path.relative_to(root).as_posix() for path in paths if path.suffix == ".py" and path.is_file()]
+        below, sources = Path(folder).relative_to(root), (file for file in files if os.path.splitext(file)[1] == ".py")
+        names += [(below / file).as_posix() for file in sources if os.path.isfile(os.path.join(folder, file))]
     if not names:
         raise UserError(f"{where}: {root} holds no .py files; use data.name=text data.path=FOLDER")
     splits: dict[str, list[str]] = {TRAIN: [], VALIDATION: []}
@@ -138,7 +138,9 @@ def _identity(folder: Path, splits: dict[str, list[str]], where: str, tell: Call
     for split, names in splits.items():
         for name in names:
             tell(f"comparing {where} with the token cache: {named([name])}")
-            seen.update(os.fsencode(f"{split}\0{name}\0{sha256((folder / name).resolve())}\0"))
+            path = folder / name
+            digest = sha256(path.resolve() if path.is_symlink() else path)
+            seen.update(os.fsencode(f"{split}\0{name}\0{digest}\0"))
     return seen.hexdigest()
 
 
