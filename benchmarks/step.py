@@ -10,6 +10,8 @@ turns, and each is compared with the part's first one:
     controller   a bare loop over the low path; the router with thresholds that no unit reaches; each signal
     paths        every format and recipe against BF16, with the bytes kept for backward and the peak memory of a GPU
     compiled     BF16 and FP8 under torch.compile, and the controller on them; minutes of compilation
+    share        the step of `gnmr train` with its records: what norms, decision and records take of it, timed where it
+                 runs, over the median step of the bare loop (on CPUs)
 
 An arm that this model or machine cannot run is a row with `refused`. `--clock cpu training.threads=1` counts the CPU
 time of one thread, which other work on the machine changes least.
@@ -19,17 +21,27 @@ from __future__ import annotations
 
 import argparse
 import re
+import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import torch
 
+from gnmr.control import Controller
+from gnmr.control.norms import UnitNorms
 from gnmr.errors import UserError
 from gnmr.lab.config.compose import compose
+from gnmr.lab.records.recorder import Recorder
+from gnmr.lab.train import rows
 from gnmr.lab.train.build import Parts, assemble, first_batch, train_step
 from gnmr.lab.train.step import loss_of, objective_of
 from gnmr.names import FORMATS, RECIPES
+from gnmr.precision.cost import Cost
+from gnmr.records.rows import event_rows, unit_rows
 from timing import alternate, clock_of, spread, write
 
 SIGNALS = ("gnmr_delta", "price", "mse", "grad_norm", "oracle")
@@ -89,6 +101,58 @@ def run_step(parts: Parts) -> Callable[[], Any]:
     return lambda: take_step(batch, parts.config.optim.lr)
 
 
+INSIDE = (
+    (UnitNorms, "__call__", "norms"),
+    *((Controller, name, "decision") for name in ("measure", "observe", "apply")),
+    *((Cost, name, "records") for name in ("saved_bytes", "predicted_bytes", "spent")),
+)
+"""(owner, function, part) of what a step has because of the controller and its records."""
+
+
+def share(asked: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the share of a step that each part of controller and records takes, and that of all of them."""
+    config = compose([*asked.overrides, "records.wandb=off", "records.live=off"])
+    clock, taken = clock_of(torch.device("cpu"), asked.clock), dict[str, list[float]]()
+
+    def timed(part: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any, **named: Any) -> Any:
+            began = clock()
+            try:
+                return work(*given, **named)
+            finally:
+                taken[part][-1] += clock() - began
+
+        return run
+
+    with tempfile.TemporaryDirectory(prefix="gnmr-step-") as folder, ExitStack() as stack:
+        parts = assemble(config, Path(folder), print)
+        bare, take_step, counters = bare_step(parts), run_step(parts), rows.Counters()
+        recorder = stack.enter_context(Recorder(rows.run_info(parts, "step"), config.records, None))
+        recorder.start("", {}, {})
+        for owner, name, part in INSIDE:
+            stack.enter_context(patch.object(owner, name, timed(part, getattr(owner, name))))
+
+        def record(result: Any) -> None:
+            recorder.step(rows.step_row(result, counters, 0.0), unit_rows(result.decision))
+            recorder.events(event_rows(result.decision))
+
+        record = timed("records", record)
+
+        def controlled() -> None:
+            for part in ("norms", "decision", "records"):
+                taken.setdefault(part, []).append(0.0)
+            counters.step += 1
+            record(take_step())
+
+        seconds = alternate({BARE: bare, "with records": controlled}, range(-2, asked.rounds), clock)
+    usual = float(np.median(seconds[BARE]))
+    shares = {part: np.array(each[2:]) / usual for part, each in taken.items()}
+    shares["all"] = np.sum(list(shares.values()), axis=0)
+    return [{"part": "share", "arm": BARE, "seconds": spread(seconds[BARE])}] + [
+        {"part": "share", "arm": part, "share": spread(values)} for part, values in shares.items()
+    ]
+
+
 def memory(step: Callable[[], Any], device: torch.device) -> dict[str, Any]:
     """Take a step and return the bytes that it kept for backward, and a GPU's peak above what was allocated before."""
     before = 0
@@ -105,7 +169,7 @@ def memory(step: Callable[[], Any], device: torch.device) -> dict[str, Any]:
 def measure(part: str, asked: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the seconds of the part's first arm, the ratio of every other arm to it, and what each arm keeps."""
     steps: dict[str, Callable[[], object]] = {}
-    rows: list[dict[str, Any]] = []
+    found: list[dict[str, Any]] = []
     device = torch.device("cpu")
     for arm, words in PARTS[part].items():
         if not re.search(asked.arms, arm):
@@ -113,17 +177,17 @@ def measure(part: str, asked: argparse.Namespace) -> list[dict[str, Any]]:
         try:
             parts = assemble(compose([*asked.overrides, *words]), Path(), print)
         except UserError as error:
-            rows.append({"part": part, "arm": arm, "refused": str(error)})
+            found.append({"part": part, "arm": arm, "refused": str(error)})
             continue
         device, step = parts.device, bare_step(parts) if arm == BARE else run_step(parts)
         if part == "paths":
-            rows.append({"part": part, "arm": arm, **memory(step, device)})
+            found.append({"part": part, "arm": arm, **memory(step, device)})
         steps[arm] = step
     seconds = alternate(steps, range(-2, asked.rounds), clock_of(device, asked.clock))
     first = next(iter(seconds.values()), None)
     for arm, values in seconds.items():
-        rows.append({"part": part, "arm": arm, "seconds": spread(values), "ratio": spread(values / first)})
-    return rows
+        found.append({"part": part, "arm": arm, "seconds": spread(values), "ratio": spread(values / first)})
+    return found
 
 
 def main() -> None:
@@ -131,14 +195,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("overrides", nargs="*", help="overrides of the config, as for gnmr train")
-    parser.add_argument("--only", choices=PARTS, help="one part; without it controller and paths")
+    parser.add_argument("--only", choices=[*PARTS, "share"], help="one part; without it controller and paths")
     parser.add_argument("--arms", metavar="REGEX", default="", help="only the arms whose names match (re.search)")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     asked = parser.parse_intermixed_args()
     torch._dynamo.config.recompile_limit = 64  # compiled arms share the code of one block
-    rows = [row for part in ([asked.only] if asked.only else ["controller", "paths"]) for row in measure(part, asked)]
-    write(asked.out, rows)
+    if asked.only == "share":
+        write(asked.out, share(asked))
+        return
+    found = [row for part in ([asked.only] if asked.only else ["controller", "paths"]) for row in measure(part, asked)]
+    write(asked.out, found)
 
 
 if __name__ == "__main__":
