@@ -104,5 +104,5 @@ def _filled(candidate: np.ndarray, order: np.ndarray, max_o: int, budget: Budget
 
 def may(chosen: np.ndarray, max_o: int, budget: Budget | None) -> bool:
     """Return whether these units (U,) bool may be on the recovery path at once."""
-    fits = np.count_nonzero(chosen) <= max_o
-    return fits and (budget is None or bool(budget.cost[chosen].sum() <= budget.most))
+    fits = budget is None or budget.cost[chosen].sum() <= budget.most
+    return bool(fits and np.count_nonzero(chosen) <= max_o)

@@ -32,8 +32,8 @@ if not BENCHMARKS.is_dir():
     pytest.skip("no checkout: benchmarks/ is not in the wheel", allow_module_level=True)
 
 sys.path[:0] = [str(BENCHMARKS), str(Path(__file__).parents[1] / "doctor")]
-divergence, plans, price, step, timing, versions = map(
-    import_module, ("divergence", "plans", "price", "step", "timing", "versions")
+divergence, growth, plans, price, step, timing, versions = map(
+    import_module, ("divergence", "growth", "plans", "price", "step", "timing", "versions")
 )
 
 
@@ -83,6 +83,8 @@ def test_steps(tiny_words: list[str], tmp_path: Path, monkeypatch: pytest.Monkey
         found: list[dict[str, Any]] = json.loads((tmp_path / "out.json").read_text())["rows"]
         return found
 
+    shares = {row["arm"]: row["share"]["median"] for row in rows("--only", "share") if "share" in row}
+    assert shares.keys() == {"norms", "decision", "records", "all"} and min(shares.values()) > 0
     assert [row["arm"] for row in rows("--only", "controller")] == ["no controller", "monitoring", *step.SIGNALS]
     found = rows("--only", "paths", "--arms", "^(bf16|int4|int8|deepseek_v3)$", "--clock", "cpu")
     saved = {row["arm"]: row for row in found if "saved_bytes" in row}
@@ -98,6 +100,15 @@ def test_steps(tiny_words: list[str], tmp_path: Path, monkeypatch: pytest.Monkey
         "e4m3/mx, torchao": 1.0,
         "e2m1/mx, torchao": 1.0,
     }
+
+
+@pytest.mark.slow
+def test_parts_of_growth() -> None:
+    run, by_hand = (
+        {row["part"]: row["seconds"] for row in growth.grown(4, passes_run)} for passes_run in (True, False)
+    )
+    assert min(run.values()) >= 0 and "diagnose, 2 batches" in run
+    assert by_hand.keys() < run.keys() and "controller.step(), recording" in by_hand
 
 
 def test_arms_under_torch_compile_compose() -> None:

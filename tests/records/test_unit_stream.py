@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,34 @@ def test_what_is_written_is_read_by_pyarrow_too(written: Path, unit_rows: Make) 
     assert [rows.step for rows in again] == [1, 2, 3, 4, 5, 6] and not again[2].observed[1]
     for name in ("norm", "risk", "active", "lock"):
         np.testing.assert_array_equal(getattr(again[4], name), getattr(unit_rows(5), name))
+
+
+@pytest.mark.parametrize("number", [1, 3, 8, 13, 64])
+def test_the_bytes_are_those_of_pyarrows_writer(number: int, tmp_path: Path, unit_rows: Make) -> None:
+    names, sink = [f"layers.{i}.\u00fc" for i in range(number)], pa.BufferOutputStream()
+    steps = [unit_rows(step, names, observed=np.arange(number) % 4 != step) for step in (1, 2, 9, 10)]
+    steps = [rows for rows in steps if rows.observed.any()]
+    stream, schema = UnitStream(tmp_path), unit_schema(["gnmr", "delta_gnmr"])
+    with pa.ipc.new_stream(sink, schema) as theirs:
+        for rows in steps:
+            stream.write(rows)
+            seen = np.flatnonzero(rows.observed)
+            numbers = [rows.norm, *rows.columns.values(), rows.risk, rows.active, rows.lock.astype(np.int32)]
+            unit = pa.DictionaryArray.from_arrays(pa.array(seen.astype(np.int32)), pa.array(names))
+            first = [pa.array(np.full(len(seen), rows.step, np.int32)), unit]
+            theirs.write_batch(pa.record_batch([*first, *(pa.array(each[seen]) for each in numbers)], schema=schema))
+    assert (tmp_path / UNITS).read_bytes() == sink.getvalue().to_pybytes()[:-8], "all but the end-of-stream marker"
+
+
+def test_a_run_does_not_import_pandas(tmp_path: Path) -> None:
+    """`pa.array` does, which takes longer than a step."""
+    script = (
+        "import sys, pathlib, numpy as np; from gnmr.records.units import UnitStream, UnitRows;"
+        "x = np.ones(2); rows = UnitRows(1, ['a', 'b'], x > 0, x, {}, x, x > 0, x.astype(int));"
+        "UnitStream(pathlib.Path(sys.argv[1])).write(rows); print('pandas' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
 
 
 def test_it_is_readable_while_the_run_goes_on_and_in_two_parts(tmp_path: Path, written: Path, unit_rows: Make) -> None:

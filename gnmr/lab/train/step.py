@@ -5,8 +5,8 @@
                        between choice and transfer: gradient transform -> clip -> optimizer, selected by "loss and all
                        gradients are finite"
 
-Nothing waits for the device until the one transfer at the end, which brings the loss, the norms and the controller's
-choice to the host together. If they show a loss that is not finite, or a spike, the step is run again to see what is to
+Nothing waits for the device until the one transfer at the end, which brings the loss, the norms and the units'
+risks to the host together. If they show a loss that is not finite, or a spike, the step is run again to see what is to
 blame (`gnmr.lab.train.retry`).
 """
 
