@@ -66,7 +66,7 @@ def test_what_is_not_done_says_so(two, gnmr):
 
 def test_older_ones_are_counted(two, gnmr):
     out = gnmr("runs", "last=1").out
-    assert "study/new" in out and "study/old" not in out and "1 older ones are not shown: last=null" in out
+    assert "study/new" in out and "study/old" not in out and "1 older run hidden; last=null shows all" in out
     assert "study/old" in gnmr("runs", "last=null").out
 
 

@@ -290,13 +290,13 @@ def _write(found: Diagnosis, origin: dict[str, Any], asked: Namespace, plan: Pin
     lines: list[str] = []
     if asked.out is not None and found.sides:
         lines.append(f"not written: {PLAN_FILE}, which cannot say that some operators have recipes of their own")
-    elif asked.out is not None and plan is None:
+    elif plan is None and not found.sides:
         subject = origin["subject"]["name"]
         made = {"subject": subject, "command": origin["command"], "commit": f"{origin['commit']}"}
         files[PLAN_FILE] = found.plan(provenance=made).text()
     if asked.html is not None:
         title = f"{found.recipe} on {origin['subject']['name']}"
-        output.write_text(asked.html, page(found, title, origin), f"html={asked.html}")
+        output.write_text(asked.html, page(found, title, origin, files.get(PLAN_FILE)), f"html={asked.html}")
         lines.append(f"page: {asked.html}")
     if asked.out is not None:
         with writing(f"out={asked.out}"):

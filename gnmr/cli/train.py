@@ -19,7 +19,7 @@ from omegaconf import DictConfig, open_dict
 from gnmr.cli.parser import runs
 from gnmr.console import activation, say, shown_command
 from gnmr.distributed.torchrun import is_first, started
-from gnmr.errors import RunFailed, UserError, as_user_error
+from gnmr.errors import RunFailed, UserError, as_user_error, plural
 from gnmr.lab.config import Config, ControllerConfig
 from gnmr.lab.config.base_run import typed
 from gnmr.lab.config.compose import conf_dir, load_composed, register
@@ -129,7 +129,7 @@ def run_cell(composed: DictConfig) -> None:
             _tell_next(config)
         return
     if settings.mode != RunMode.MULTIRUN and config.records.live != "off":
-        tell(f"{run_folder(config)}: {config.total_steps:,} steps; loading PyTorch")
+        tell(f"{run_folder(config)}: {plural(config.total_steps, 'step')}; loading PyTorch")
 
     if config.plan is not None:
         from gnmr.lab.train.build import check_plan

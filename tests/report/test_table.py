@@ -12,7 +12,7 @@ import pytest
 from recorded import Recorded, notes, row
 from scipy import stats
 
-from gnmr.lab.report.headline import headline
+from gnmr.lab.report.headline import _AGAINST, headline
 from gnmr.lab.report.layout import measure
 from gnmr.lab.report.statistics import Stat
 from gnmr.lab.report.table import arm_table
@@ -111,13 +111,14 @@ def test_sentence_and_table_say_the_same(runs: Recorded, noise: float) -> None:
     runs.add("int4_int8", *losses["price"], promoted=0.01, summary=spent, **price)
     (comparison,) = runs.comparisons()
     told, sentence = row(arm_table(comparison), "int4_int8-price"), headline(comparison).sentence
-    assert (told["spent"], told["extra time"]) == ("8.0%", "24.0%")
+    assert (told["GEMM FLOPs recovered"], told["extra time"]) == ("8.0%", "24.0%")
     if told["verdict"] == "no verdict":
         assert sentence.endswith("the arms between them are not judged.")
     else:
         verdict, _, p = told["vs random (p)"].rpartition(" ")
-        assert "at 8.0% of GEMM FLOPs" in sentence and told["gap closed"].partition(" ")[0] in sentence
-        assert sentence.endswith(f"against random with the same budget: {verdict} (p = {p.strip('()')}).")
+        assert f"closed {told['gap closed'].partition(' ')[0]} with 8.0% of the GEMM FLOPs" in sentence
+        assert f"(p = {told['p (Holm)']})" in sentence and _AGAINST[verdict].rpartition(" ")[2] in sentence
+        assert sentence.endswith(f" random with the same budget (p = {p.strip('()')}).")
 
 
 @pytest.mark.parametrize("share, meets", [(0.0091, True), (0.0111, True), (0.0089, False), (0.0112, False)])

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gnmr.console import NARROW, Picture, print_plain, shared
-from gnmr.errors import unread
+from gnmr.errors import plural, unread
 from gnmr.records.disk import no_link
 from gnmr.records.schema import UnitRows
 
@@ -257,8 +257,8 @@ def recovery_figures(summary: dict[str, Any]) -> list[tuple[str, str | None]]:
     older version left the figure out."""
     over = summary.get("over_frac") or {}
     return [
-        ("unit-steps on the recovery path", _or_none(summary.get("promotion_frac"), "{:.2%}")),
-        ("GEMMs on the recovery path", _or_none(summary.get("spent_gemm_frac"), "{:.2%}")),
+        ("unit-steps recovered", _or_none(summary.get("promotion_frac"), "{:.2%}")),
+        ("GEMM FLOPs recovered", _or_none(summary.get("spent_gemm_frac"), "{:.2%}")),
         ("numbers sent, of dense", _or_none(summary.get("numbers_sent_frac"), "{:.2%}")),
         ("steps at max_o", _or_none(summary.get("hit_max_o_frac"), "{:.2%}")),
         *((f"unit-steps over {name}'s threshold", _or_none(share, "{:.2%}")) for name, share in over.items()),
@@ -292,12 +292,12 @@ def _summary_table(summary: dict[str, Any]) -> Table:
 
 def _opening(info: RunInfo) -> str:
     resumed = f" from step {info.start_step + 1}" if info.start_step else ""
-    steps = f"{info.total_steps} steps{resumed} of {info.tokens_per_step:,} tokens"
+    steps = f"{plural(info.total_steps, 'step')}{resumed} of {info.tokens_per_step:,} tokens"
     return f"{info.name}: {steps}, {_size_text(info)}, records in {info.folder}"
 
 
 def _size_text(info: RunInfo) -> str:
-    return f"{_si(info.num_parameters)} parameters, {info.num_units} units, {info.device}"
+    return f"{_si(info.num_parameters)} parameters, {plural(info.num_units, 'unit')}, {info.device}"
 
 
 def _or_none(value: float | None, pattern: str) -> str | None:
