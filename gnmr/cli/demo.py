@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _TEXT = """\
 Continues the small trained model that comes with the package in low precision, in five ways (arms): never recovering;
 recovering 10% of the GEMM FLOPs at random, by the paper's controller (GNMR) or by price; and recovering everything. It
-takes about a minute on two idle cores. The runs are those of `gnmr train -m sweep=demo`; finished runs are not repeated.
+takes about a minute on two idle cores. The runs are those of `gnmr train -m sweep=demo`; finished ones are kept.
 """
 _ARMS = ("never", "random", "gnmr", "price", "everything")
 """Names in conf/sweep/demo.yaml."""
@@ -110,6 +110,7 @@ def _watched(configs: Sequence[Config]) -> Iterator[None]:
     total = sum(config.total_steps for config in configs)
 
     def watch(show: Callable[[int, int | None], None]) -> None:
+        show(0, total)
         while not over.wait(_LOOK_S):
             if made := sum(last_step(run_folder(config)) for config in configs):
                 show(made, total)
@@ -131,7 +132,7 @@ def _print_result(folders: list[Path], folder: Path, orders: int) -> None:
     console = for_tables()
     print_plain(console, "")
     report(folders, folder / "report", console)
-    limits = f"One model, {plural(orders, 'order')} of the data: no evidence about other models or longer runs. See docs/evidence.md."
-    print_plain(console, limits, by_words=console.is_terminal)
+    limits = f"One model, {plural(orders, 'order')} of the data: no evidence about other models or longer runs."
+    print_plain(console, f"{limits} See docs/evidence.md.", by_words=console.is_terminal)
     for line in (*activation(), f"next: {shown_command('report', folder, '--all')}"):
         print_plain(console, line)

@@ -126,7 +126,7 @@ def test_a_checkpoint_on_a_text(gnmr, checkpoint: Path, text_file: Path) -> None
         (["plan=nowhere.json"], "plan=nowhere.json: there is no such file"),
         (
             ["plan=other.json"],
-            "plan: is the plan of another model: of 1 operators; this one, of 7, has no layers.0.up_proj",
+            "plan: was made for another model (1 operator, here 7; no layers.0.up_proj here)",
         ),
         (["plan=other.json", "recipe=int4"], "recipe: the plan says which; leave one of them out"),
         (["batches=90000"], "needs 90002: batches=90000 and 2 held out, of 1 each; use more text, or a smaller block"),

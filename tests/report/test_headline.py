@@ -47,8 +47,8 @@ def test_one_seed_is_too_few() -> None:
 def test_nothing_beside_it() -> None:
     found = told(int4_int8=[45])
     assert found.sentence == (
-        "int4_int8-gnmr ended at perplexity 45.00, with 10.0% of the unit-steps on the recovery path. Without a 16-bit arm "
-        "the cost of low precision is not known."
+        "int4_int8-gnmr ended at perplexity 45.00, with 10.0% of the unit-steps on the recovery path. Without a 16-bit "
+        "arm the cost of low precision is not known."
     )
     assert [(figure.label, figure.value) for figure in found.figures] == [
         ("validation loss", f"{np.log(45):.4f}"),

@@ -70,9 +70,9 @@ def fault_table(comparison: Comparison) -> Table:
             windows = str(sum(len(one.windows) for one in found))
             table.rows.append([arm.label, str(len(found)), windows, recall, precision, delay, alarms])
     table.notes = [
-        "A window is detected if its unit's risk exceeds the trigger between its first step and the step after its last. "
-        "Precision: the share of (unit, step) pairs over the trigger that lie in a window. False alarms: pairs over the "
-        "trigger outside all windows, per 1,000 such pairs. Delay: the median."
+        "A window is detected if its unit's risk exceeds the trigger between its first step and the step after its "
+        "last. Precision: the share of (unit, step) pairs over the trigger that lie in a window. False alarms: pairs "
+        "over the trigger outside all windows, per 1,000 such pairs. Delay: the median."
     ]
     return table
 
@@ -152,9 +152,7 @@ def _notes(comparison: Comparison, columns: list[str]) -> list[str]:
     if f"{comparison.spend_of}\nrecovered" in columns:
         notes.append(f"{comparison.spend_of} recovered: the share of the {comparison.spend_of} on the recovery path.")
     if "extra time" in columns:
-        notes.append(
-            "Extra time: the GEMM time that pins and recovery add, as a share of the time with all GEMMs on the low recipe."
-        )
+        notes.append("Extra time: the GEMM time that pins and recovery add to that of all GEMMs on the low recipe.")
     return notes
 
 
