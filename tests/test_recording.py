@@ -201,7 +201,7 @@ def test_a_copy_records_nothing(tmp_path):
 
 def test_what_cannot_be_logged(tmp_path):
     controller = gnmr.attach(net(), targets=["?"], max_o=2, record=tmp_path / "a")
-    with pytest.raises(ValueError, match="there is no step yet"):
+    with pytest.raises(ValueError, match=r"call it after step\(\)"):
         controller.log(loss=1.0)
     controller = loop(tmp_path / "b", steps=1, finish=False)
     with pytest.raises(ValueError, match="accuracy is not known: use one of loss, lr, tokens, val_loss"):

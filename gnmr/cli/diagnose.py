@@ -47,14 +47,16 @@ NUMBERS = "diagnosis.json"
 def _parser() -> Parser:
     parser = Parser("diagnose", "RUN|CHECKPOINT [key=value ...]", _TEXT, bare=False)
     parser.option(
-        "recipe", text, "the low path: a recipe, or one of precision.recipes of the run; int8: sim_int8; default: nvfp4"
+        "recipe",
+        text,
+        "the low path: a recipe, or one of precision.recipes of the run; int8 means sim_int8; default: nvfp4",
     )
     parser.option("recovery", text, "the path of higher precision, which errors are against: a recipe", "bf16")
     parser.option(
         "rescue", names_of, "recipes a plan may keep a GEMM on; default: recovery=, and mxfp8 if recipe= has 4 bits"
     )
     parser.option("against", text, "the trainer's recipe, where recipe= is the rollout's: what makes the two differ")
-    parser.option("gate", _nats, "KL a token, in nats, by which the two sides may differ")
+    parser.option("gate", _nats, "KL per token, in nats, by which the two sides may differ")
     parser.option(
         "budget",
         lambda _name, value: budget_of(value),
@@ -68,13 +70,13 @@ def _parser() -> Parser:
     parser.option(
         "held_out", whole(0), "batches on which the plan and the usual guesses are measured; default: a quarter as many"
     )
-    parser.option("confirm", whole(0), "so many of the highest of either estimate are measured alone", 20)
+    parser.option("confirm", whole(0), "measure the N highest of either estimate individually", 20)
     parser.option("include", _kinds, "what else is measured, each alone and off the plan: some of head,router,kv", [])
     parser.option("kv_cast", _kv_cast, "of keys and values, if include= has kv", KV_CAST)
     parser.option(
         "labels", one_of("model", "data"), "of the backward pass: drawn from the model, or the data's", "model"
     )
-    parser.option("tokens", whole(1), "one token in so many is priced", 1)
+    parser.option("tokens", whole(1), "price every Nth token", 1)
     parser.option("dtype", one_of("float32", "own"), "what the model computes in besides its casts", "float32")
     add_options(parser, "a batch")
     parser.option("out", path, f"a folder for {PLAN_FILE} and {NUMBERS}")
@@ -151,7 +153,7 @@ def _parted(asked: Namespace, key: str) -> dict[str, str | Recipe]:
 def _nats(name: str, value: str) -> float:
     """Above 0."""
     if not 0 < (nats := number(value)) < math.inf:
-        raise UserError(f"{name}={value}: must be nats of KL a token, above 0 (0.003)")
+        raise UserError(f"{name}={value}: must be nats of KL per token, above 0 (0.003)")
     return nats
 
 

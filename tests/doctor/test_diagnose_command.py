@@ -149,7 +149,7 @@ def test_a_checkpoint_on_a_text(gnmr, checkpoint: Path, text_file: Path) -> None
         (["rescue=mxfp8", "plan=other.json"], "rescue=mxfp8: cannot be asked for under plan="),
         (["recovery=mxfp8", "plan=other.json"], "recovery: cannot be asked for under plan="),
         (["gate=0.003"], "gate=0.003: is between two sides; give against=RECIPE"),
-        (["against=fp8_hybrid", "gate=nan"], "gate=nan: must be nats of KL a token, above 0"),
+        (["against=fp8_hybrid", "gate=nan"], "gate=nan: must be nats of KL per token, above 0"),
         (["against=fp8_hybrid", "gate=1e-20"], "gate=1e-20: is below what rounding of this model makes"),
         (["include=head,tail"], "include=tail: must be one of head, router, kv"),
         (["include=router"], "include=router: this model has none"),
