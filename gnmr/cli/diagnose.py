@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from gnmr import errors as checks
 from gnmr.cli.parser import Parser, names_of, number, one_of, optional, path, recipe_of, text, whole
 from gnmr.cli.subject import add_options, asked_of, blocks_for, memory_bound, paths_of, recipe_from
-from gnmr.console import for_tables, print_plain, say, showing
+from gnmr.console import activation, for_tables, print_plain, say, showing, shown_command
 from gnmr.doctor.knapsack import FUSED
 from gnmr.doctor.plan import PLAN_FILE, budget_of
 from gnmr.errors import UserError, as_user_error, printable, writing
@@ -276,9 +276,10 @@ def _show(found: Diagnosis, plan: PinPlan | None, asked: Namespace) -> None:
     elif found.against or found.sides:
         return
     elif asked.out is not None:
-        ways = f"gnmr train plan={asked.out}, gnmr.attach(model, plan={str(asked.out)!r})"
-        ways += f", or gnmr export {asked.out} for other libraries"
-        print_plain(console, f"next: {ways}", by_words)
+        ways = f"{shown_command('train', f'plan={asked.out}')}, gnmr.attach(model, plan={str(asked.out)!r})"
+        ways += f", or {shown_command('export', asked.out)} for other libraries"
+        for line in (*activation(), f"next: {ways}"):
+            print_plain(console, printable(line), by_words)
     elif plan is None and not found.little:
         print_plain(console, "next: out=FOLDER writes the plan, html=FILE all of this as a page", by_words)
 

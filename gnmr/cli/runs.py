@@ -107,7 +107,7 @@ def _table(rows: list[_Row], root: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 0))
     table.add_column(f"run, below {printable(root)}", overflow="fold")
     table.add_column("status", no_wrap=True)
-    for name in ("steps", "ppl", "GEMM FLOPs\nrecovered", "written"):
+    for name in ("steps", "ppl", "GEMM\nFLOPs", "written"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*_cells(row, root))

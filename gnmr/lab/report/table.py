@@ -25,8 +25,7 @@ from gnmr.lab.report.statistics import Result, p_text, stat
 
 _OPTIONAL = (
     "diff. [95% CI]",
-    "p (Holm)",
-    "verdict",
+    "verdict (p)",
     "gap closed",
     "vs random (p)",
     "GEMM FLOPs\nrecovered",
@@ -89,17 +88,14 @@ def run_table(runs: Iterable[Run], root: Path) -> Table:
 
 def _row(comparison: Comparison, arm: Arm) -> list[str]:
     test, random = comparison.tests.get(arm.label), comparison.random_tests.get(arm.label)
-    against_random = NOTHING
-    if random is not None:
-        against_random = random.verdict if random.p is None else f"{random.verdict} ({p_text(random.p)})"
     kept = [run for run in arm.done if arm.routed and run.events]
     promotions = stat(sum(event.get("event") == "promote" for event in run.events) for run in kept)
     return [
         arm.label,
         f"{len(arm.done)} of {len(comparison.seeds)}",
         measure(arm.stat("final_val_loss"), 4),
-        *([NOTHING] * 4 if test is None else _test(test)),
-        against_random,
+        *([NOTHING] * 3 if test is None else _test(test)),
+        NOTHING if random is None else _verdict(random),
         percent(comparison.spend(arm)) if comparison.spend_of == "GEMM FLOPs" else NOTHING,
         percent(comparison.spend(arm)) if comparison.spend_of == "unit-steps" else NOTHING,
         percent(arm.mean("spent_extra_time") or None) if arm.routed else NOTHING,
@@ -109,7 +105,7 @@ def _row(comparison: Comparison, arm: Arm) -> list[str]:
 
 
 def _test(test: Result) -> list[str]:
-    """Return difference, p, verdict and share of the gap."""
+    """Return difference, verdict with its p, and share of the gap."""
 
     def between(ends: tuple[float, float] | None, show: Callable[[float], str]) -> str:
         return "" if ends is None else f" [{interval_text(ends, show, ', ')}]"
@@ -121,7 +117,11 @@ def _test(test: Result) -> list[str]:
         difference = relative(test.difference.estimate) + between(test.difference.interval, relative)
     if test.closed is not None:
         closed = whole_percent(test.closed.value) + between(test.closed.interval, whole_percent)
-    return [difference, p_text(test.p), test.verdict, closed]
+    return [difference, _verdict(test), closed]
+
+
+def _verdict(test: Result) -> str:
+    return test.verdict if test.p is None else f"{test.verdict} ({p_text(test.p)})"
 
 
 def _notes(comparison: Comparison, columns: list[str]) -> list[str]:
