@@ -171,7 +171,7 @@ function drawLoss() {
   $("loss").hidden = !names.length;
   if (!names.length) return;
   $("loss-controls").replaceChildren(...covered ? [toggle([`minus ${loss.to}`, "as it is"], relative ? 0 : 1, place => { relativeChosen = !place; zooms = {}; drawLoss(); })] : []);
-  const without = loss.without > 0 ? ` Not shown, as there is no such arm for ${loss.without === 1 ? "it" : "them"}: ${loss.without} arm${loss.without === 1 ? "" : "s"}.` : "";
+  const without = loss.without > 0 ? ` ${loss.without} arm${loss.without === 1 ? " has" : "s have"} no such reference and ${loss.without === 1 ? "is" : "are"} not shown.` : "";
   const what = relative ? `Difference to ${loss.to} with the same seed: 0 is 16 bits, below is better.${without}` : covered ? "" : "There is no 16-bit arm with the same seeds, so the losses are shown as they are.";
   $("loss-plots").replaceChildren(); $("loss-multiples").replaceChildren(); $("loss-legend").replaceChildren();
   if (many) {
