@@ -51,6 +51,16 @@ def first_few(names: Sequence[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def plural(number: int, noun: str) -> str:
+    """Return the number with its noun.
+
+    >>> plural(1, "batch"), plural(2_000, "batch"), plural(2, "arm")
+    ('1 batch', '2,000 batches', '2 arms')
+    """
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{ending}"
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """What an unknown word may have been meant to be, as the end of a message."""
     known = list(known)

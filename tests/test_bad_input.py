@@ -194,6 +194,7 @@ def test_a_config_of_ones_own_that_is_no_yaml(gnmr, tmp_path):
         (["report", "photo.jpg"], "photo.jpg"),
         (["runs", "runs_dir=runs"], "runs: unknown option 'runs_dir=runs': use one of last"),
         (["train", "--cfg", "jobs"], "(gnmr train --hydra-help)"),
+        (["train", "--experiment", "act_quant_stress"], "train: --experiment act_quant_stress: write experiment=act_"),
         (["diagnose", "photo.jpg"], "photo.jpg"),
     ],
 )
@@ -265,6 +266,7 @@ def test_replay_of_a_bad_file(rows, line, gnmr, tmp_path):
     [
         (["nowhere"], "nowhere: there is no such file or run folder"),
         (["empty_folder"], "no recorded norms in this folder"),
+        (["study"], "study: holds 2 runs; name one, such as study/a"),
         (["norms.csv", "alfa=1"], "unknown key 'alfa=1': did you mean alpha?"),
         (["norms.csv", "alpha"], "replay: alpha: one run folder or file at a time"),
         (["norms.csv", "alpha={"], "alpha={: "),
@@ -275,6 +277,9 @@ def test_replay_of_a_bad_file(rows, line, gnmr, tmp_path):
 )
 def test_replay_with_bad_words(words, line, gnmr, place):
     (place / "norms.csv").write_text(HEAD + "1,a,1\n")
+    for name in ("a", "b"):
+        (place / "study" / name).mkdir(parents=True)
+        (place / "study" / name / "units.arrows").touch()
     before = listing(place)
     assert line in gnmr("replay", *words).mistake
     assert listing(place) == before

@@ -60,7 +60,7 @@ def spent(file, gnmr) -> Callable[..., float]:
     def run(*words: str, source: Path = file) -> float:
         outcome = gnmr("replay", str(source), *words)
         assert outcome.code == 0, outcome.err
-        (told,) = (line for line in outcome.out.splitlines() if line.startswith("unit-steps on the recovery path"))
+        (told,) = (line for line in outcome.out.splitlines() if line.startswith("unit-steps recovered"))
         return float(told.split()[-1].rstrip("%")) / 100
 
     return run
@@ -95,7 +95,7 @@ def test_of_a_run(train, gnmr, tmp_path):
     assert use == f"use: gnmr train ... {' '.join(overrides)}"
     assert name == "mse" and float(share) == pytest.approx(0.05, rel=0.1)
     again = gnmr("replay", str(folder), *overrides)
-    (told,) = (line.split() for line in again.out.splitlines() if line.startswith("unit-steps on the recovery path"))
+    (told,) = (line.split() for line in again.out.splitlines() if line.startswith("unit-steps recovered"))
     assert told[-2] == f"{float(share):.2%}", "of the replay; the run's own stands behind it"
 
 

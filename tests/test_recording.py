@@ -66,13 +66,13 @@ def test_it_is_a_run_to_whoever_reads_records(done):
 
 
 def test_the_report_and_replay_read_it(done, gnmr, tmp_path):
-    outcome = gnmr("report", str(done), f"out={tmp_path / 'out'}")
+    outcome = gnmr("report", str(done), f"out={tmp_path / 'out'}", "--all")
     assert (outcome.code, outcome.err) == (0, "") and "routed" in outcome.out
     assert "Training loops of your own, 6 steps; their records do not say on which data." in outcome.out
     page = (tmp_path / "out" / "report.html").read_text()
     assert "<dd>1,088 parameters</dd>" in page and "<dd>6 steps</dd>" in page
     own = gnmr("replay", str(done))  # under the loop's own settings: the sets are the loop's
-    (told,) = (line.split()[-2:] for line in own.out.splitlines() if line.startswith("unit-steps on the recovery"))
+    (told,) = (line.split()[-2:] for line in own.out.splitlines() if line.startswith("unit-steps recovered"))
     assert own.code == 0 and told[0] == told[1] != "0.00%"
     replayed = gnmr("replay", str(done / "units.arrows"), "alpha=1.05", "beta=1.05", "max_o=2")
     assert replayed.code == 0 and "units" in replayed.out
@@ -201,7 +201,7 @@ def test_a_copy_records_nothing(tmp_path):
 
 def test_what_cannot_be_logged(tmp_path):
     controller = gnmr.attach(net(), targets=["?"], max_o=2, record=tmp_path / "a")
-    with pytest.raises(ValueError, match="there is no step yet"):
+    with pytest.raises(ValueError, match=r"call it after step\(\)"):
         controller.log(loss=1.0)
     controller = loop(tmp_path / "b", steps=1, finish=False)
     with pytest.raises(ValueError, match="accuracy is not known: use one of loss, lr, tokens, val_loss"):

@@ -220,7 +220,7 @@ def test_a_folder_whose_name_reads_like_a_setting(gnmr, tmp_path, monkeypatch):
         "replay": {
             "steps": "2",
             "units": "1",
-            "unit-steps on the recovery path": "0.00%",
+            "unit-steps recovered": "0.00%",
             "steps at max_o": "0.00%",
             "unit-steps over gnmr's threshold": "0.00%",
             "unit-steps over delta_gnmr's threshold": "0.00%",
@@ -251,6 +251,6 @@ def test_a_static_run_can_be_asked_what_if(train, gnmr, tmp_path):
     run = train(tmp_path / "run", "precision.recovery=null")
     outcome = gnmr("replay", str(run), f"out={tmp_path / 'out.jsonl'}")
     assert outcome.code == 0 and any(line["active"] for line in decisions(tmp_path / "out.jsonl"))
-    both = [column["unit-steps on the recovery path"] for column in told(outcome).values()]
+    both = [column["unit-steps recovered"] for column in told(outcome).values()]
     assert both[0] > "0.00%" and both[1] == "0.00%"
     assert {row["num_active"] for row in read_jsonl(run / "steps.jsonl")} == {0}

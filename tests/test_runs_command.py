@@ -10,6 +10,7 @@ import pytest
 
 from gnmr.cli import runs as runs_command
 from gnmr.cli.parser import Parser, runs, settings_and_places
+from gnmr.cli.train import _apart
 from gnmr.console import Terminal
 from gnmr.errors import UserError
 from gnmr.lab.config.compose import compose
@@ -66,7 +67,7 @@ def test_what_is_not_done_says_so(two, gnmr):
 
 def test_older_ones_are_counted(two, gnmr):
     out = gnmr("runs", "last=1").out
-    assert "study/new" in out and "study/old" not in out and "1 older ones are not shown: last=null" in out
+    assert "study/new" in out and "study/old" not in out and "1 older run hidden; last=null shows all" in out
     assert "study/old" in gnmr("runs", "last=null").out
 
 
@@ -100,6 +101,26 @@ def test_a_smoke_run_is_the_latest_of_none_else(two, gnmr):
 def test_smoke_runs_have_a_folder_of_their_own():
     assert str(run_folder(compose(["debug=smoke", "experiment=fork_base"]))).startswith("runs/smoke/fork_base/")
     assert str(run_folder(compose(["debug=smoke", "runs_dir=mine"]))).startswith("mine/custom/")
+
+
+@pytest.mark.parametrize(
+    ("words", "below"),
+    [
+        (["training.steps=20"], "runs/smoke/act_quant_stress"),
+        (["training.steps=100"], "runs/act_quant_stress"),
+        (["training.steps=20", "runs_dir=mine"], "mine/act_quant_stress"),
+        (["training.steps=20", "debug=smoke"], "runs/smoke/act_quant_stress"),
+        ([], "runs/act_quant_stress"),
+    ],
+)
+def test_a_trial_stays_out_of_its_experiments_folder(words, below):
+    words = ["experiment=act_quant_stress", *words]
+    assert run_folder(_apart(compose(words), words)).parent == Path(below)
+
+
+def test_a_short_fork_is_no_trial():
+    words = ["experiment=fork", "training.steps=40"]
+    assert run_folder(_apart(compose(words), words)).parent == Path("runs/fork")
 
 
 def test_a_base_can_be_the_latest_run(two, gnmr):

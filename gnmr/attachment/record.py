@@ -123,7 +123,7 @@ class Recording:
     def log(self, **figures: float) -> None:
         """Add figures to the last step. Raises ValueError before the first step and for unknown figures."""
         if self._row is None or self._writer is None:
-            raise ValueError("log: there is no step yet; call it behind step()")
+            raise ValueError("log(): call it after step(), which has not run yet")
         for name, value in figures.items():
             if name not in FIGURES:
                 raise ValueError(f"log: {name} is not known: use one of {', '.join(FIGURES)}")

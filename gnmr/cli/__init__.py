@@ -28,9 +28,9 @@ from gnmr.errors import (
 
 COMMANDS = {
     "train": ("train a model under the controller; with -m a sweep over arms and seeds", "experiment=act_quant_stress"),
-    "demo": ("a minute: what low precision costs, and what recovery gets back", ""),
-    "runs": ("which runs there are, how they ended, their perplexity and what they spent", ""),
-    "report": ("a table and a page of finished (or running) runs", "runs/act_quant_stress"),
+    "demo": ("a minute: what low precision costs, and how much of it recovery recovers", ""),
+    "runs": ("which runs there are, how they ended, their perplexity and the GEMM FLOPs they recovered", ""),
+    "report": ("what runs show: a sentence, a table and a page; finished or running", "runs/act_quant_stress"),
     "replay": (
         "run the controller over recorded norms, without training",
         "RUN_OR_CSV alpha=2.0 beta=1.5 max_o=4 out=decisions.jsonl",
@@ -58,7 +58,7 @@ usage: gnmr COMMAND [...]        gnmr COMMAND --help explains each
 
   --help, --version
 
-`latest` in place of a run's folder is the one of runs/ that was written last.
+`latest` in place of a run's folder is the run below runs/ that was written last, trials in runs/smoke/ aside.
 
 exit codes: 0 done; 1 a run FAILED, or an audit has findings; 2 a mistake in what was asked for;
             128 + signal (130, 143, 138, 129) after Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP, at which a run saves a

@@ -1,4 +1,4 @@
-"""`gnmr demo`: a minute of forks; what low precision costs, and what each way of recovering gets back of it."""
+"""`gnmr demo`: a minute of forks; what low precision costs, and what each way of recovering recovers of it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gnmr.cli.parser import Parser, path, whole
-from gnmr.console import Terminal, activation, for_tables, print_plain, showing, shown_command
-from gnmr.errors import RunFailed, UserError, printable
+from gnmr.console import activation, for_tables, print_plain, showing, shown_command
+from gnmr.errors import RunFailed, UserError, plural
 
 if TYPE_CHECKING:
     from gnmr.lab.config import Config
 
 _TEXT = """\
-Forks of the small trained model that comes with the package, all on the same low path: never recovering; recovering a
-tenth of the arithmetic at random, by the paper's controller (GNMR) or by price; and recovering everything. About a
-minute on two idle cores. The runs are those of `gnmr train -m sweep=demo`; what is done already is not run again.
+Continues the small trained model that comes with the package in low precision, in five ways (arms): never recovering;
+recovering 10% of the GEMM FLOPs at random, by the paper's controller (GNMR) or by price; and recovering everything. It
+takes about a minute on two idle cores. The runs are those of `gnmr train -m sweep=demo`; finished ones are kept.
 """
 _ARMS = ("never", "random", "gnmr", "price", "everything")
 """Names in conf/sweep/demo.yaml."""
@@ -33,9 +33,7 @@ _LOOK_S = 0.5
 def main(argv: list[str]) -> int:
     """The command; returns its exit code."""
     parser = Parser("demo", "[orders=3] [runs_dir=runs]", _TEXT, keys=True)
-    parser.option(
-        "orders", whole(1), "orders of the data, each a run of every arm; three are the least that can show", 3
-    )
+    parser.option("orders", whole(1), "orders of the data: every arm runs once on each; a test needs three", 3)
     parser.option("runs_dir", path, "where the runs and the report go, in its folder demo/", Path("runs"))
     given = parser.parse(argv)
     if given.words or given.orders is None:
@@ -47,7 +45,9 @@ def main(argv: list[str]) -> int:
     from gnmr.lab.train.folder import run_folder
 
     began = time.monotonic()
-    opening = f"gnmr demo: {len(_ARMS)} arms, {given.orders} orders of the data: about a minute on two idle cores"
+    opening = (
+        f"gnmr demo: {len(_ARMS)} arms, {plural(given.orders, 'order')} of the data: about a minute on two idle cores"
+    )
     print_plain(console := for_tables(), opening, by_words=console.is_terminal)
     cells = list(_cells(given.orders, given.runs_dir.expanduser()))
     _run([(words, config) for words, config in cells if not (run_folder(config) / "DONE").exists()])
@@ -110,6 +110,7 @@ def _watched(configs: Sequence[Config]) -> Iterator[None]:
     total = sum(config.total_steps for config in configs)
 
     def watch(show: Callable[[int, int | None], None]) -> None:
+        show(0, total)
         while not over.wait(_LOOK_S):
             if made := sum(last_step(run_folder(config)) for config in configs):
                 show(made, total)
@@ -125,22 +126,13 @@ def _watched(configs: Sequence[Config]) -> Iterator[None]:
 
 
 def _print_result(folders: list[Path], folder: Path, orders: int) -> None:
-    """Print the sentence and the table of `gnmr report`, and write its files."""
+    """Print and write what `gnmr report` does of these runs, with what it is no evidence for."""
     from gnmr.lab.report import report
-    from gnmr.lab.report.comparisons import compare
-    from gnmr.lab.report.headline import headline
-    from gnmr.lab.report.runs import load
-    from gnmr.lab.report.table import arm_tables
 
-    report(folders, folder / "report", Terminal(file=io.StringIO()))
     console = for_tables()
-    (comparison,) = compare(map(load, folders))
-    print_plain(console, f"\n{headline(comparison).sentence}\n", by_words=console.is_terminal)
-    for table in arm_tables([comparison]):
-        table.print(console)
-    of = f"{orders} order{'s' * (orders > 1)} of the data"
-    limits = f"One model, {of}: no evidence about other models or longer runs. See docs/evidence.md."
-    print_plain(console, limits, by_words=console.is_terminal)
-    print_plain(console, printable(f"page: {folder / 'report' / 'report.html'}"))
-    for line in (*activation(), shown_command("report", folder)):
+    print_plain(console, "")
+    report(folders, folder / "report", console)
+    limits = f"One model, {plural(orders, 'order')} of the data: no evidence about other models or longer runs."
+    print_plain(console, f"{limits} See docs/evidence.md.", by_words=console.is_terminal)
+    for line in (*activation(), f"next: {shown_command('report', folder, '--all')}"):
         print_plain(console, line)

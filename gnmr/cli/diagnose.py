@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from gnmr import errors as checks
 from gnmr.cli.parser import Parser, names_of, number, one_of, optional, path, recipe_of, text, whole
 from gnmr.cli.subject import add_options, asked_of, blocks_for, memory_bound, paths_of, recipe_from
-from gnmr.console import for_tables, print_plain, say, showing
+from gnmr.console import activation, for_tables, print_plain, say, showing, shown_command
 from gnmr.doctor.knapsack import FUSED
 from gnmr.doctor.plan import PLAN_FILE, budget_of
 from gnmr.errors import UserError, as_user_error, printable, writing
@@ -47,7 +47,9 @@ NUMBERS = "diagnosis.json"
 def _parser() -> Parser:
     parser = Parser("diagnose", "RUN|CHECKPOINT [key=value ...]", _TEXT, bare=False)
     parser.option(
-        "recipe", text, "the low path: a recipe, or one of precision.recipes of the run; int8: sim_int8; default: nvfp4"
+        "recipe",
+        text,
+        "the low path: a recipe, or one of precision.recipes of the run; int8 means sim_int8; default: nvfp4",
     )
     parser.option("recovery", text, "the path of higher precision, which errors are against: a recipe", "bf16")
     parser.option(
@@ -60,7 +62,7 @@ def _parser() -> Parser:
         "exclude", names_of, "patterns of linears that stay in 16 bits, as precision.exclude; default: the run's"
     )
     parser.option("against", text, "the trainer's recipe, where recipe= is the rollout's: what makes the two differ")
-    parser.option("gate", _nats, "KL a token, in nats, by which the two sides may differ")
+    parser.option("gate", _nats, "KL per token, in nats, by which the two sides may differ")
     parser.option(
         "budget",
         lambda _name, value: budget_of(value),
@@ -74,13 +76,13 @@ def _parser() -> Parser:
     parser.option(
         "held_out", whole(0), "batches on which the plan and the usual guesses are measured; default: a quarter as many"
     )
-    parser.option("confirm", whole(0), "so many of the highest of either estimate are measured alone", 20)
+    parser.option("confirm", whole(0), "measure the N highest of either estimate individually", 20)
     parser.option("include", _kinds, "what else is measured, each alone and off the plan: some of head,router,kv", [])
     parser.option("kv_cast", _kv_cast, "of keys and values, if include= has kv", KV_CAST)
     parser.option(
         "labels", one_of("model", "data"), "of the backward pass: drawn from the model, or the data's", "model"
     )
-    parser.option("tokens", whole(1), "one token in so many is priced", 1)
+    parser.option("tokens", whole(1), "price every Nth token", 1)
     parser.option("dtype", one_of("float32", "own"), "what the model computes in besides its casts", "float32")
     add_options(parser, "a batch")
     parser.option("out", path, f"a folder for {PLAN_FILE} and {NUMBERS}")
@@ -160,7 +162,7 @@ def _parted(asked: Namespace, key: str) -> dict[str, str | Recipe]:
 def _nats(name: str, value: str) -> float:
     """Above 0."""
     if not 0 < (nats := number(value)) < math.inf:
-        raise UserError(f"{name}={value}: must be nats of KL a token, above 0 (0.003)")
+        raise UserError(f"{name}={value}: must be nats of KL per token, above 0 (0.003)")
     return nats
 
 
@@ -285,9 +287,10 @@ def _show(found: Diagnosis, plan: PinPlan | None, asked: Namespace) -> None:
     elif found.against or found.sides:
         return
     elif asked.out is not None:
-        ways = f"gnmr train plan={asked.out}, gnmr.attach(model, plan={str(asked.out)!r})"
-        ways += f", or gnmr export {asked.out} for other libraries"
-        print_plain(console, f"next: {ways}", by_words)
+        ways = f"{shown_command('train', f'plan={asked.out}')}, gnmr.attach(model, plan={str(asked.out)!r})"
+        ways += f", or {shown_command('export', asked.out)} for other libraries"
+        for line in (*activation(), f"next: {ways}"):
+            print_plain(console, printable(line), by_words)
     elif plan is None and not found.little:
         print_plain(console, "next: out=FOLDER writes the plan, html=FILE all of this as a page", by_words)
 
@@ -301,13 +304,13 @@ def _write(found: Diagnosis, origin: dict[str, Any], asked: Namespace, plan: Pin
     lines: list[str] = []
     if asked.out is not None and found.sides:
         lines.append(f"not written: {PLAN_FILE}, which cannot say that some operators have recipes of their own")
-    elif asked.out is not None and plan is None:
+    elif plan is None and not found.sides:
         subject = origin["subject"]["name"]
         made = {"subject": subject, "command": origin["command"], "commit": f"{origin['commit']}"}
         files[PLAN_FILE] = found.plan(provenance=made).text()
     if asked.html is not None:
         title = f"{found.recipe} on {origin['subject']['name']}"
-        output.write_text(asked.html, page(found, title, origin), f"html={asked.html}")
+        output.write_text(asked.html, page(found, title, origin, files.get(PLAN_FILE)), f"html={asked.html}")
         lines.append(f"page: {asked.html}")
     if asked.out is not None:
         with writing(f"out={asked.out}"):

@@ -1,4 +1,4 @@
-"""`gnmr runs [FOLDER...]`: which runs there are, how they ended, their perplexity and what they spent."""
+"""`gnmr runs [FOLDER...]`: which runs there are, how they ended, their perplexity and the GEMM FLOPs they recovered."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.text import Text
 
 from gnmr.cli.parser import Parser, whole
 from gnmr.console import NARROW, for_tables, print_plain
-from gnmr.errors import UserError, printable
+from gnmr.errors import UserError, plural, printable
 from gnmr.lab.records.find import LATEST, changed, find_runs
 from gnmr.lab.sweep import last_step
 from gnmr.records.reader import read_json, read_jsonl
@@ -46,7 +46,7 @@ class _Row:
 def main(argv: list[str]) -> int:
     """The command; returns its exit code. UserError where there is no run."""
     parser = Parser("runs", "[FOLDER...] [last=N]", _TEXT)
-    parser.option("last", whole(1), "so many runs, the newest; null: all", 30)
+    parser.option("last", whole(1), "show the newest N runs; null: all of them", 30)
     given = parser.parse(argv)
     folders = [Path(word) for word in given.words] or [Path("runs")]
     if not given.words and not folders[0].is_dir():
@@ -55,9 +55,9 @@ def main(argv: list[str]) -> int:
     shown = found[-given.last :] if given.last else found
     console = for_tables()
     table = _narrow if console.width < NARROW else _table
-    console.print(table([_row(folder) for folder in shown], os.path.commonpath(folders)))
+    console.print(table([_row(folder) for folder in shown], os.path.commonpath(folders) or "."))
     if left_out := len(found) - len(shown):
-        print_plain(console, f"{left_out} older ones are not shown: last=null")
+        print_plain(console, f"{plural(left_out, 'older run')} hidden; last=null shows all")
     return 0
 
 
@@ -107,7 +107,7 @@ def _table(rows: list[_Row], root: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 0))
     table.add_column(f"run, below {printable(root)}", overflow="fold")
     table.add_column("status", no_wrap=True)
-    for name in ("steps", "ppl", "spent", "written"):
+    for name in ("steps", "ppl", "GEMM\nFLOPs", "written"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*_cells(row, root))
@@ -119,6 +119,6 @@ def _narrow(rows: list[_Row], root: str) -> Group:
     lines = [Text(f"runs below {printable(root)}", "bold")]
     for row in rows:
         name, status, steps, ppl, spent, when = _cells(row, root)
-        figures = f", {steps} steps, ppl {ppl}, spent {spent}"
+        figures = f", {steps} steps, ppl {ppl}, GEMM FLOPs recovered {spent}"
         lines += [name, Text.assemble("  ", status, figures), Text(f"  {when}", "dim")]
     return Group(*lines)

@@ -10,6 +10,7 @@ import shlex
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import NoReturn
@@ -19,11 +20,12 @@ from omegaconf import DictConfig, open_dict
 from gnmr.cli.parser import runs
 from gnmr.console import activation, say, shown_command
 from gnmr.distributed.torchrun import is_first, started
-from gnmr.errors import RunFailed, UserError, as_user_error
+from gnmr.errors import RunFailed, UserError, as_user_error, plural
 from gnmr.lab.config import Config, ControllerConfig
 from gnmr.lab.config.base_run import typed
 from gnmr.lab.config.compose import conf_dir, load_composed, register
 from gnmr.lab.config.text_checks import place
+from gnmr.lab.records.find import SMOKE, TRIAL
 from gnmr.lab.stopping import never_at_once
 from gnmr.lab.sweep import finished
 from gnmr.records.untrusted import MAX_DEPTH
@@ -63,7 +65,8 @@ def _refuse_flags(words: list[str]) -> None:
 
     parser = get_args_parser()
     parser.error = refuse  # type: ignore[method-assign]
-    parser.parse_args(words)
+    if again := parser.parse_args(words).experimental_rerun:  # what --experiment abbreviates
+        refuse(f"--experiment {again}: write experiment={again}")
 
 
 def _hydra(words: list[str]) -> None:
@@ -114,6 +117,7 @@ def run_cell(composed: DictConfig) -> None:
         if settings.mode == RunMode.MULTIRUN and composed.records.live == "auto":
             composed.records.live = "log"  # the sweep has a line for each cell
     config = load_composed(composed, settings.overrides.task)
+    config = _apart(config, settings.overrides.task)
     if settings.mode != RunMode.MULTIRUN and settings.sweeper.get("params"):
         say("this is one run; the sweep's arms and seeds need -m: gnmr train -m ...")
     with as_user_error():
@@ -129,7 +133,7 @@ def run_cell(composed: DictConfig) -> None:
             _tell_next(config)
         return
     if settings.mode != RunMode.MULTIRUN and config.records.live != "off":
-        tell(f"{run_folder(config)}: {config.total_steps:,} steps; loading PyTorch")
+        tell(f"{run_folder(config)}: {plural(config.total_steps, 'step')}; loading PyTorch")
 
     if config.plan is not None:
         from gnmr.lab.train.build import check_plan
@@ -142,6 +146,15 @@ def run_cell(composed: DictConfig) -> None:
     folder = _train(config, command)
     if settings.mode == RunMode.MULTIRUN:
         say(f"#{settings.job.num} {finished(folder)}")
+
+
+def _apart(config: Config, words: Sequence[str]) -> Config:
+    """Keep a trial, of few steps that the `words` ask for, out of its experiment's folder; a fork always has few."""
+    given, below = typed(words), Path(config.runs_dir)
+    asked = "training.steps" in given and config.training.steps < TRIAL and config.base is None
+    if not asked or given & {"runs_dir", "run_dir"} or below.name == SMOKE:
+        return config
+    return replace(config, runs_dir=str(below / SMOKE))
 
 
 def _train(config: Config, command: str) -> Path:

@@ -94,10 +94,10 @@ def diagnose(
             trainer's. It takes the place of `recovery`, and needs logits.
         gate: KL a token that two sides may differ by. The plan is then the cheapest that is expected to keep it.
         labels: of the backward pass: "model" draws them from its own predictions; "data" takes the targets or the loss.
-        confirm: the so many highest of either estimate have their KL measured.
+        confirm: measure the KL of the N highest of either estimate.
         include: what else is measured, each alone and off the plan: head, router, kv (`gnmr.doctor.beside`).
         kv_cast: of the cache of keys and values, a number format and what shares a scale.
-        tokens: one token in so many is priced; with more than 1 there is no estimate by sequence.
+        tokens: price every Nth token; with more than 1 there is no estimate by sequence.
         terms: of a batch, how many terms the mean loss has that `run` gives; None: as many as tokens. A model that says
             one thing of a whole text has one a text.
         progress: see `Progress`.
@@ -193,7 +193,7 @@ def _check_sides(
     if gate is not None:
         number = isinstance(gate, int | float) and not isinstance(gate, bool)
         sound = number and 0 < gate < np.inf  # type: ignore[operator]
-        require(sound, "gate", gate, "must be nats of KL a token, a number above 0")
+        require(sound, "gate", gate, "must be nats of KL per token, a number above 0")
         require(against is not None, "gate", gate, "is between two sides; give against=RECIPE, the trainer's")
 
 

@@ -287,7 +287,7 @@ class Diagnosis:
             "sum": f"{self.total:.6g} nats of all GEMMs alone; expected is that times {self.calibration or 1.0:.4g}",
         }
         if found.kl is not None:
-            said["kl"] = f"{found.kl:.6g} nats a token with everything low"
+            said["kl"] = f"{found.kl:.6g} nats per token with everything low"
         if found.cost is not None:
             said["loss"] = f"{found.cost:+.6g} nats, {found.high:.6g} -> {found.low:.6g}"
         if budget is None and self.gate is None:

@@ -117,7 +117,7 @@ def resampled(batches: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def intervals(samples: np.ndarray) -> np.ndarray:
-    """(2, U): the 95 % interval of the mean of (B, U) over batches, by bootstrap."""
+    """(2, U): the 95% interval of the mean of (B, U) over batches, by bootstrap."""
     ends: np.ndarray = np.percentile(resampled(len(samples), np.random.default_rng(0)) @ samples, [2.5, 97.5], axis=0)
     return ends
 

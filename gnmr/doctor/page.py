@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -17,7 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from gnmr.doctor.diagnosis import CURVE, Diagnosis
 from gnmr.doctor.measured import Measured, Row, nats
 from gnmr.doctor.verdict import label, left_out
-from gnmr.errors import printable
+from gnmr.errors import plural, printable
 
 TOP = 10
 """GEMMs that are named."""
@@ -146,7 +147,7 @@ def totals(found: Diagnosis) -> list[str]:
     def left_text(one: Measured) -> str:
         rise = f"; loss {one.high:.4f} to {one.low:.4f}, {loss(one)}" if one.high is not None else ""
         value = f"{with_half(one)} nats of KL" if one.kl is not None else "no KL, as there are no logits"
-        return f"{value}{rise}; {one.batches} batches"
+        return f"{value}{rise}; {plural(one.batches, 'batch')}"
 
     summed = f"single values add up to {nats(found.total)} nats"
     if found.interaction is not None:
@@ -169,7 +170,8 @@ def totals(found: Diagnosis) -> list[str]:
     stable = found.stability()
     halves = f"rank correlation of one half of the batches with the other: {stable.halves:.2f}"
     if not found.pins:
-        halves += f"; the same {stable.top} operators are on top in {stable.same:.0%} of bootstrap draws"
+        same = "the same operator is" if stable.top == 1 else f"the same {stable.top} operators are"
+        halves += f"; {same} on top in {stable.same:.0%} of bootstrap draws"
     lines.append(halves)
     for gemm in ("dgrad", "wgrad"):
         worst = [row for row in found.worst(gemm)[:3] if row.value > 0]
@@ -178,8 +180,8 @@ def totals(found: Diagnosis) -> list[str]:
     return [*lines, *left_out(found)]
 
 
-def page(found: Diagnosis, title: str, origin: Mapping[str, object]) -> str:
-    """Return the page; `origin` says where its numbers come from."""
+def page(found: Diagnosis, title: str, origin: Mapping[str, Any], plan: str | None = None) -> str:
+    """Return the page; `origin` says where its numbers come from, `plan` is the text of plan.json."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
@@ -197,8 +199,40 @@ def page(found: Diagnosis, title: str, origin: Mapping[str, object]) -> str:
         rows={(row.operator, row.gemm): row for row in found.rows},
         coherent={row.operator for row in found.coherent},
         totals=totals(found),
-        origin=origin,
+        plan_text=plan,
+        card=_card(found, origin),
+        origin=_origin(origin),
+        command=origin.get("command") or "gnmr.diagnose",
     )
+
+
+def _card(found: Diagnosis, origin: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return what was diagnosed, on what data and machine, as names and texts."""
+    subject, machine = (origin.get(key) or {} for key in ("subject", "machine"))
+    number, measured = subject.get("parameters"), plural(found.measured.batches, "batch")
+    parameters = None if number is None else f"{number:,} parameters"
+    held_out = "" if found.held_out is None else f" + {found.held_out.batches} held out"
+    cores = machine.get("cores") and plural(machine["cores"], "core")
+    of = f" of {origin['batch_size']} x {origin['block']} tokens" if {"batch_size", "block"} <= origin.keys() else ""
+    sides = "trainer" if found.against else "against"
+    card = {
+        "subject": [subject.get("name")],
+        "model": [subject.get("model"), parameters, subject.get("dtype")],
+        "recipe": [f"{found.recipe}, {sides} {found.recovery}"],
+        "data": [origin.get("data"), f"{measured}{held_out}{of}"],
+        "machine": [machine.get("device"), machine.get("cpu"), cores],
+    }
+    return [(what, ", ".join(map(str, known))) for what, parts in card.items() if (known := [p for p in parts if p])]
+
+
+def _origin(origin: Mapping[str, Any]) -> list[str]:
+    """Return the rest of what repeating it takes, the command aside."""
+    subject = origin.get("subject") or {}
+    known = {key: subject.get(key) for key in ("arm", "config", "seed", "step")}
+    known |= {key: origin.get(key) for key in ("commit", "gnmr", "torch")} | {"computed in": origin.get("computes_in")}
+    seconds = origin.get("seconds")
+    known["took"] = None if seconds is None else f"{seconds:.0f} s"
+    return [f"{what} {value}" for what, value in known.items() if value is not None]
 
 
 def _curve(found: Diagnosis, left: Sequence[Left]) -> dict[str, object]:

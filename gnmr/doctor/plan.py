@@ -47,7 +47,7 @@ from gnmr.doctor.knapsack import (
     check_budget,
     times_of,
 )
-from gnmr.errors import UserError, nearest, one_of, require, share_of, within
+from gnmr.errors import UserError, nearest, one_of, plural, require, share_of, within
 from gnmr.names import GEMMS, RECIPES, by_end, listed
 from gnmr.precision.spec import PathSpec
 from gnmr.records.untrusted import MAX_NAME, Damaged, bounded, content, first_line
@@ -235,12 +235,12 @@ class PinPlan:
         for name in (*ours, *theirs):
             if ours.get(name) == theirs.get(name):
                 continue
-            how = f"has no {name}" if name in ours else f"has {name} too"
+            how = f"no {name} here" if name in ours else f"{name} only here"
             if name in ours and name in theirs:
-                (a, b), (c, d) = theirs[name], ours[name]
-                how = f"has a {name} of {a} -> {b}, the plan's is of {c} -> {d}"
+                (a, b), (c, d) = ours[name], theirs[name]
+                how = f"{name} is {a} -> {b} there, {c} -> {d} here"
             raise UserError(
-                f"{where}: is the plan of another model: of {len(ours)} operators; this one, of {len(theirs)}, {how}"
+                f"{where}: was made for another model ({plural(len(ours), 'operator')}, here {len(theirs)}; {how})"
             )
         ends = by_end(operators)
         for name in _bare(self.pins):

@@ -9,7 +9,7 @@ import numpy as np
 
 from gnmr.doctor.knapsack import Choice, Pins
 from gnmr.doctor.measured import nats
-from gnmr.errors import first_few
+from gnmr.errors import first_few, plural
 
 if TYPE_CHECKING:
     from gnmr.doctor.diagnosis import Diagnosis
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _NAMED = 4
 """Operators that a verdict names."""
 LITTLE = 0.01
-"""Nats a token: below it nothing has to be kept."""
+"""Nats per token, below which nothing has to be kept."""
 LABELS = {
     "plan": "the plan, by price",
     "last": "last blocks",
@@ -60,10 +60,10 @@ def _sentence(found: Diagnosis) -> str:
     if found.against:
         return _of_two_sides(found)
     start = f"nothing {'more ' if found.pins else ''}has to be kept: " if found.little else ""
-    unit = "nats" if measured.kl is None else "nats of KL a token"
+    unit = "nats" if measured.kl is None else "nats of KL per token"
     if not measured.shown:
         return (
-            f"{start}{under}{name} costs nothing here that {measured.batches} batches can show "
+            f"{start}{under}{name} costs nothing here that {plural(measured.batches, 'batch')} can show "
             f"({measured.nats:+.2g} ± {measured.noise:.1g} {unit}, by estimate {found.total:.2g})"
             f"{'' if start else ': more batches would tell'}"
         )
@@ -79,7 +79,7 @@ def _sentence(found: Diagnosis) -> str:
     if not chosen.pins:
         return f"{cost}; no GEMM fits a budget of {time(found, found.budget)}"
     return (
-        f"{cost}; keep {_pinned(found, chosen)} on {on_recipes(chosen.pins)}, {time(found, chosen.extra)}, and "
+        f"{cost}; keeping {_pinned(found, chosen)} on {on_recipes(chosen.pins)}, for {time(found, chosen.extra)}, "
         f"{_left(found, chosen)}{'; ' * bool(clause := rival(found))}{clause}"
     )
 
@@ -91,7 +91,7 @@ def _of_two_sides(found: Diagnosis) -> str:
     width = f" ± {nats(measured.noise)}" if measured.noise > 0 else ""
     differ = (
         f"the rollout ({found.recipe}) and the trainer ({found.recovery}) differ by {nats(measured.nats)}{width} nats "
-        "of KL a token"
+        "of KL per token"
     )
     if measured.nats <= (found.limit or 0.0):
         return f"{'the gate holds: ' * (gate is not None)}{differ}, no more than rounding makes"
@@ -107,7 +107,7 @@ def _of_two_sides(found: Diagnosis) -> str:
         return f"{start}{differ}{more}, and {fits if found.total > 0 else 'no GEMM alone makes it'}"
     return (
         f"{start}{differ}{more}; run {_pinned(found, chosen)} in one recipe on both sides (the trainer's in the "
-        f"rollout, or the rollout's in the trainer), and {_left(found, chosen)}"
+        f"rollout, or the rollout's in the trainer), which {_left(found, chosen)}"
     )
 
 
@@ -116,15 +116,15 @@ def _pinned(found: Diagnosis, chosen: Choice) -> str:
     ordered = sorted(chosen.pins, key=lambda one: -found.prices[one, "fprop"][found.recipe])
     share = 1 - chosen.after / chosen.before
     named = [f"{name} ({' | '.join(found.sides[name])})" if name in found.sides else name for name in ordered]
-    return f"{_gemms(chosen.pins)} of {len(found.rows)} GEMMs ({share:.0%} of it: fprop of {first_few(named)})"
+    return f"{_gemms(chosen.pins)} of {len(found.rows)} GEMMs ({share:.0%} of the cost: fprop of {first_few(named)})"
 
 
 def _left(found: Diagnosis, chosen: Choice) -> str:
-    """What is left under the plan: measured on held-out batches, or what is expected."""
+    """Say what the plan leaves: measured on held-out batches, or as expected."""
     if (left := found.left.get("plan")) is not None and left.finite:
         width = f" ± {nats(left.noise)}" if np.isfinite(left.noise) else ""
-        return f"{nats(left.nats)}{width} nats are left on other batches"
-    return f"{nats(found.expected(chosen)[1])} nats are expected to be left"
+        return f"leaves {nats(left.nats)}{width} nats on other batches"
+    return f"should leave {nats(found.expected(chosen)[1])} nats"
 
 
 def rival(found: Diagnosis) -> str:
@@ -132,7 +132,7 @@ def rival(found: Diagnosis) -> str:
     if found.pins or found.held_out is None or not found.apart:
         return ""
     several = found.held_out.batches > 1
-    batches = f"{found.held_out.batches} held-out batch{'es' * several}"
+    batches = plural(found.held_out.batches, "held-out batch")
     few = f"{batches} {'are' if several else 'is'} too few to tell the choices apart"
     best = min(found.apart, key=lambda name: found.left[name].nats)
     more, noise = found.apart[best]

@@ -27,7 +27,7 @@ def finished(folder: Path) -> str:
         if (sent := summary.get("numbers_sent_frac")) is not None:  # the cost of recovery with compressed gradients
             told.append(f"sent {sent:.1%}")
         elif (spent := summary["spent_gemm_frac"]) is not None:
-            told.append(f"spent {spent:.1%}")
+            told.append(f"GEMM FLOPs recovered {spent:.1%}")
         told.append(str(timedelta(seconds=round(summary["wall_time_s"]))))
     return "  ".join(told)
 

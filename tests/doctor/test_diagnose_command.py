@@ -147,7 +147,7 @@ def test_a_checkpoint_on_a_text(gnmr, checkpoint: Path, text_file: Path) -> None
         (["plan=nowhere.json"], "plan=nowhere.json: there is no such file"),
         (
             ["plan=other.json"],
-            "plan: is the plan of another model: of 1 operators; this one, of 7, has no layers.0.up_proj",
+            "plan: was made for another model (1 operator, here 7; no layers.0.up_proj here)",
         ),
         (["plan=other.json", "recipe=int4"], "recipe: the plan says which; leave one of them out"),
         (["batches=90000"], "needs 90002: batches=90000 and 2 held out, of 1 each; use more text, or a smaller block"),
@@ -177,7 +177,7 @@ def test_a_checkpoint_on_a_text(gnmr, checkpoint: Path, text_file: Path) -> None
         (["exclude=up_proj", "plan=other.json"], "exclude: cannot be asked for under plan="),
         (["targets=up_proj", "plan=other.json"], "targets: cannot be asked for under plan="),
         (["gate=0.003"], "gate=0.003: is between two sides; give against=RECIPE"),
-        (["against=fp8_hybrid", "gate=nan"], "gate=nan: must be nats of KL a token, above 0"),
+        (["against=fp8_hybrid", "gate=nan"], "gate=nan: must be nats of KL per token, above 0"),
         (["against=fp8_hybrid", "gate=1e-20"], "gate=1e-20: is below what rounding of this model makes"),
         (["include=head,tail"], "include=tail: must be one of head, router, kv"),
         (["include=router"], "include=router: this model has none"),

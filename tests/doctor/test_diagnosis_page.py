@@ -162,3 +162,19 @@ def test_what_was_measured_beside_the_plan_is_shown_but_not_ranked() -> None:
     assert "All 17 operators" in html and html.count('<i class="cell') == 17
     assert View(found).largest == found.worst()[0].value and View(found).top == found.worst()[:10]
     assert any("each alone: " in line for line in totals(found))
+
+
+def test_it_has_the_reports_header_and_says_in_words_where_its_numbers_come_from() -> None:
+    """No mapping of Python's, no time with nine decimals; the plan stands on it as a file to copy."""
+    found, machine = diagnosis(4), {"device": "cpu", "cpu": "Test CPU", "cores": 1}
+    origin = {"subject": {"name": "mine", "parameters": 1_000_000}, "machine": machine, "seconds": 151.798907935}
+    plan = found.plan(provenance={"command": "gnmr diagnose <mine>"}).text()
+    html = page(found, "", {**origin, "commit": "abc", "command": "gnmr diagnose mine"}, plan)
+    text = " ".join(text_of(html).split())
+    assert "<h1>gnmr diagnose</h1>" in html and unescape(html).count(plan) == 1
+    assert "subject mine model 1,000,000 parameters recipe nvfp4, against bf16" in text
+    assert "machine cpu, Test CPU, 1 core " in text and "commit abc · took 152 s · gnmr diagnose mine" in text
+    links = set(re.findall(r'href="#(\w+)"', html))
+    assert links == {"map", "budget", "gemms", "plan", "totals"} <= set(re.findall(r'id="(\w+)"', html))
+    without = page(found, "", origin)
+    assert "plan.json" not in without and "#plan" not in without

@@ -166,7 +166,7 @@ def test_a_diagnosis_measures_what_plain_passes_say() -> None:
     assert found.left["plan"].kl == pytest.approx(float(left.mean()), rel=1e-3)
     assert found.interaction == pytest.approx(found.measured.kl - found.total) and found.limit < 1e-9
     assert [share for share, _ in found.curve] == sorted(share for share, _ in found.curve) and len(found.curve) > 2
-    assert "nats of KL a token" in found.verdict() and found.labels == "model" and found.estimate == "sequence"
+    assert "nats of KL per token" in found.verdict() and found.labels == "model" and found.estimate == "sequence"
 
 
 def test_what_run_may_return() -> None:
@@ -440,7 +440,7 @@ def test_words_of_two_sides() -> None:
     low = tiny.measured.kl
     held = [batches_of(1, size=1)[0]]
     found = diagnosed(Mixer(), against="bf16", gate=low / 10, held_out=held, **few)
-    assert "nan" not in found.verdict() and " nats are left on other batches" in found.verdict()
+    assert "nan" not in found.verdict() and " nats on other batches" in found.verdict()
     assert found.plan().budget is None and found.plan(0.2).extra is None and not found.little
     assert diagnosed(Mixer(), against="bf16", gate=low * 10, held_out=(), **few).little
     with pytest.raises(ValueError, match=r"^against=bf16: is about a KL"):

@@ -221,12 +221,12 @@ def test_attach_refuses_another_model_and_paths_beside_it(tmp_path: Path) -> Non
     del less["layers"][1]["down_proj"]
     twice = nn.ModuleDict({"layers": network()["layers"], "other": network()})
     for model, line in (
-        (other, r"of 3 operators; this one, of 3, has a layers.1.up_proj of 8 -> 12, the plan's is of 8 -> 16"),
-        (more, r"this one, of 4, has layers.0.down_proj too"),
-        (less, r"this one, of 2, has no layers.1.down_proj"),
-        (twice, r"this one, of 6, has other.layers.0.up_proj too"),
+        (other, r"3 operators, here 3; layers.1.up_proj is 8 -> 16 there, 8 -> 12 here"),
+        (more, r"3 operators, here 4; layers.0.down_proj only here"),
+        (less, r"3 operators, here 2; no layers.1.down_proj here"),
+        (twice, r"3 operators, here 6; other.layers.0.up_proj only here"),
     ):
-        with pytest.raises(UserError, match=f"^plan={file}: is the plan of another model: .*{line}"):
+        with pytest.raises(UserError, match=rf"^plan={file}: was made for another model \({line}\)"):
             gnmr.attach(model, plan=file)
         assert not any(isinstance(module, PathLinear) for module in model.modules())
 
@@ -284,7 +284,7 @@ def test_train_refuses_another_model_and_paths_beside_it(
         line = f"{word}: plan={file} says which precision; leave one of them out"
         assert gnmr("train", *tiny_words, f"plan={file}", word).mistake == line
     words = [*tiny_words, f"plan={file}", "model.num_layers=2"]
-    line = f"plan={file}: is the plan of another model: of 7 operators; this one, of 14, has layers.1.self_attn.q_proj"
+    line = f"plan={file}: was made for another model (7 operators, here 14; layers.1.self_attn.q_proj only here)"
     assert gnmr("train", *words).mistake.startswith(line)
     assert gnmr("train", *tiny_words, "plan=nowhere.json").mistake == "plan=nowhere.json: there is no such file"
     assert not (tmp_path / "runs").exists()

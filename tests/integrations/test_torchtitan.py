@@ -184,7 +184,7 @@ def test_a_plan_says_paths_and_pins(titan: Any, tmp_path: Path) -> None:
     controller = attached("plan")
     assert set(controller.names) == set(operators)
     assert [one.operator_name for one in controller.converted.operators if one.pinned == ("fprop",)] == [*pins]
-    with pytest.raises(titan.UserError, match=r"plan: is the plan of another model: of 6 operators; this one, of 5"):
+    with pytest.raises(titan.UserError, match=r"plan: was made for another model \(6 operators, here 5; "):
         attached("other")
 
 

@@ -83,8 +83,9 @@ def test_plain_lines_without_a_terminal(args: tuple[Any, ...], mode: str) -> Non
     assert lines[-1] == "next: gnmr report runs/x"
 
 
-def picture(width: int, rows: Any, row: dict[str, Any], events: list[dict[str, Any]]) -> str:
-    console = Console(force_terminal=True, file=io.StringIO(), width=width, _environ={"TERM": "xterm"})
+def picture(width: int, rows: Any, row: dict[str, Any], events: list[dict[str, Any]], height: int = 40) -> str:
+    size: dict[str, Any] = {"width": width, "height": height, "_environ": {"TERM": "xterm"}}
+    console = Console(force_terminal=True, file=io.StringIO(), **size)
     view = View("auto", 20, console)
     view._info = INFO
     for loss in (4.0, 3.0, 2.0):
@@ -131,6 +132,13 @@ def test_all_who_are_in_recovery_are_shown_or_counted(step_row: Make) -> None:
     )
     text = picture(80, rows(30, 30), step_row(1), [])
     assert len(re.findall("^● layers", text, re.MULTILINE)) == 16 and "● and 14 more in recovery" in text
+    for width in (80, 50):
+        text = picture(
+            width, rows(30, 30), step_row(1), [{"step": 1, "unit": "layers.3", "event": "release"}], height=24
+        )
+        assert len(text.splitlines()) < 24 and "● and 23 more in recovery" in text
+        text = picture(width, rows(30, 20), step_row(1), [], height=24)
+        assert len(text.splitlines()) < 24 and "layers.0 " in text, "the riskiest that may come stay in sight"
 
 
 def test_off_only_says_what_it_is_told(args: tuple[Any, ...]) -> None:

@@ -151,4 +151,4 @@ def row(table: Table, name: str) -> dict[str, str]:
 
 
 def notes(table: Table) -> str:
-    return "\n".join(table.notes)
+    return "\n".join([*table.warnings, *table.notes])

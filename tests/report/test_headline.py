@@ -20,37 +20,39 @@ def told(**arms: list[float]) -> Headline:
 
 def test_what_was_shown() -> None:
     found = told(int4=[50, 51.2, 52], int4_int8=[45, 46, 46.8], int8=[40, 41.1, 41.6], bf16=[39, 40, 40.5])
-    assert found.sentence.startswith("Low precision cost +28.2% of perplexity (int4 against bf16, n = 3).")
-    assert "Of the way from int4 to int8, int4_int8-gnmr got back 48% at 10.0% of unit-steps." in found.sentence
-    assert found.sentence.endswith(
-        "int4_int8-gnmr is significantly better than int4; there is no random arm with that spend."
+    assert found.sentence.startswith("Low precision raised the perplexity by 28.2% (int4 against bf16, n = 3).")
+    assert (
+        "Of the loss gap between int4 and int8, int4_int8-gnmr closed 48% with 10.0% of the unit-steps."
+        in found.sentence
     )
+    assert "int4_int8-gnmr is significantly better than int4 (p = " in found.sentence
+    assert found.sentence.endswith("); no random arm has the same budget.")
     assert [figure.value for figure in found.figures] == ["+28.2%", "48%", "10.0%"]
-    assert "of the way from int4 to int8, 95% interval" in found.figures[1].detail
+    assert "of the gap between int4 and int8, 95% interval" in found.figures[1].detail
 
 
 def test_a_gap_that_is_not_shown_is_not_shared() -> None:
     found = told(int4=[50, 40, 52], int4_int8=[45, 46, 47], int8=[41, 49, 44])
-    assert "No significant cost of low precision was found" in found.sentence
+    assert "Low precision did not change the perplexity significantly" in found.sentence
     assert "the arms between them are not judged" in found.sentence
-    assert found.figures[1].value == "-" and "not significantly better" in found.figures[1].detail
+    assert [figure.label for figure in found.figures] == ["cost of low precision", "unit-steps recovered"]
 
 
 def test_one_seed_is_too_few() -> None:
     found = told(int4=[50], int4_int8=[45], int8=[40])
-    assert "n = 1: too few for a test" in found.sentence and found.sentence.endswith("Too few seeds for a test.")
+    assert "n = 1; a test needs 3 seeds)." in found.sentence and found.sentence.endswith("A test needs 3 seeds.")
     assert found.figures[1].value == "47%"
 
 
 def test_nothing_beside_it() -> None:
     found = told(int4_int8=[45])
     assert found.sentence == (
-        "int4_int8-gnmr ended at perplexity 45.00, with 10.0% of unit-steps on the recovery path. Without a 16-bit arm "
-        "the cost of low precision is not known."
+        "int4_int8-gnmr ended at perplexity 45.00, with 10.0% of the unit-steps on the recovery path. Without a 16-bit "
+        "arm the cost of low precision is not known."
     )
     assert [(figure.label, figure.value) for figure in found.figures] == [
         ("validation loss", f"{np.log(45):.4f}"),
-        ("spend", "10.0%"),
+        ("unit-steps recovered", "10.0%"),
     ]
 
 

@@ -81,8 +81,8 @@ def test_the_table_judges_a_run_by_its_own_trigger(tmp_path: Path) -> None:
         run = fake_run(tmp_path / str(factor), made=made, windows=windows, settings={"controller.trigger": factor})
         (found[factor],) = (row[2:] for row in fault_table(compare([run])[0]).rows)
     assert found == {
-        1.0: ["2", "50.0 ± -%", "50.0 ± -%", "1.0 ± -", "71.43 ± -"],
-        1.6: ["2", "0.0 ± -%", "-", "-", "0.00 ± -"],
+        1.0: ["2", "50.0%", "50.0%", "1.0", "71.43"],
+        1.6: ["2", "0.0%", "-", "-", "0.00"],
     }
     assert fault_table(compare([fake_run(tmp_path / "none", made=made)])[0]).rows == []
 

@@ -12,7 +12,7 @@ import pytest
 from recorded import Recorded, notes, row
 from scipy import stats
 
-from gnmr.lab.report.headline import headline
+from gnmr.lab.report.headline import _AGAINST, headline
 from gnmr.lab.report.layout import measure
 from gnmr.lab.report.statistics import Stat
 from gnmr.lab.report.table import arm_table
@@ -53,9 +53,9 @@ def test_all_arms_between_two_bounds_stand_in_one_model(runs: Recorded) -> None:
     sd = math.sqrt((left**2).sum() / 4)
     table = arm_table(runs.comparisons()[0])
     told = row(table, "int4_int8-gnmr")
-    assert told["p (Holm)"] == f"{2 * stats.t.sf(0.02 / (sd * math.sqrt(2 / 3)), 4):.3f}"
+    assert told["verdict (p)"].endswith(f" ({2 * stats.t.sf(0.02 / (sd * math.sqrt(2 / 3)), 4):.3f})")
     assert told[DIFFERENCE].startswith("-2.0%") and told["gap closed"].startswith("20% [")
-    assert row(table, "int8")["verdict"] == "better" and row(table, "int8")["gap closed"] == "-"
+    assert row(table, "int8")["verdict (p)"].startswith("better (") and row(table, "int8")["gap closed"] == "-"
     assert "int8 against int4" in notes(table)
 
 
@@ -65,8 +65,8 @@ def test_diverged_runs_stand_in_the_table(runs: Recorded) -> None:
     runs.add("int8", None)
     runs.runs[-1].reason = "disk full after step 7"
     told = row(arm_table(runs.comparisons()[0]), "int4_int8-gnmr")
-    assert (told[DIFFERENCE], told["verdict"]) == ("diverged 0 : 5", "better")
-    assert told["p (Holm)"] == f"{4 * 6 / math.comb(12, 5):.3f}" == "0.030", "Fisher: 2 C(6, 5) / C(12, 5), doubled"
+    assert (told[DIFFERENCE], told["verdict (p)"]) == ("diverged 0 : 5", "better (0.030)")
+    assert f"{4 * 6 / math.comb(12, 5):.3f}" == "0.030", "Fisher: 2 C(6, 5) / C(12, 5), doubled"
 
 
 def test_arms_are_tested_against_random_at_their_budget(runs: Recorded) -> None:
@@ -111,13 +111,15 @@ def test_sentence_and_table_say_the_same(runs: Recorded, noise: float) -> None:
     runs.add("int4_int8", *losses["price"], promoted=0.01, summary=spent, **price)
     (comparison,) = runs.comparisons()
     told, sentence = row(arm_table(comparison), "int4_int8-price"), headline(comparison).sentence
-    assert (told["spent"], told["extra time"]) == ("8.0%", "24.0%")
-    if told["verdict"] == "no verdict":
+    assert (told["GEMM FLOPs recovered"], told["extra time"]) == ("8.0%", "24.0%")
+    if told["verdict (p)"] == "no verdict":
         assert sentence.endswith("the arms between them are not judged.")
     else:
         verdict, _, p = told["vs random (p)"].rpartition(" ")
-        assert "at 8.0% of GEMM FLOPs" in sentence and told["gap closed"].partition(" ")[0] in sentence
-        assert sentence.endswith(f"against random with the same budget: {verdict} (p = {p.strip('()')}).")
+        assert f"closed {told['gap closed'].partition(' ')[0]} with 8.0% of the GEMM FLOPs" in sentence
+        own = told["verdict (p)"].rpartition(" ")[2].strip("()")
+        assert f"(p = {own})" in sentence and _AGAINST[verdict].rpartition(" ")[2] in sentence
+        assert sentence.endswith(f" random with the same budget (p = {p.strip('()')}).")
 
 
 @pytest.mark.parametrize("share, meets", [(0.0091, True), (0.0111, True), (0.0089, False), (0.0112, False)])

@@ -10,7 +10,7 @@ the noise itself, the same in every step, so the ratio is all the less sensitive
 
 Source: arXiv 2309.13681 defines the per-coordinate ratio; the unit form and the decay are ours, and arXiv 2606.00539
 ranks it without a threshold (table 11). Needs micro_square: two or more micro-batches a step, and one pass over a copy
-of the gradients for each (its table 11: 28 % more step time, 7 % more memory).
+of the gradients for each (its table 11: 28% more step time, 7% more memory).
 """
 
 from __future__ import annotations

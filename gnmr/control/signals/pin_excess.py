@@ -12,7 +12,7 @@ takes the place of the cheapest pin at the first measurement that shows it, if i
 of the evidence, nothing has to be set aside for either. A rise that stays is followed: the cut mean grows by at most
 log up times 1 - decay a measurement, and when it has caught up the transient ends as a pin.
 
-Source: ours. Of the log price's variance 96 % was between units (docs/price.md): a pin has most of it.
+Source: ours. Of the log price's variance 96% was between units (docs/price.md): a pin has most of it.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ USUAL: dict[str, dict[str, float]] = {
     "nan": {"magnitude": 1.0, "rows_frac": 0.001, "rate": 0.5, "duration": 3},
     "inf": {"magnitude": 1.0, "rows_frac": 0.001, "rate": 0.5, "duration": 3},
 }
-"""Each kind of fault, and what is null of it in the config. In int4 a scale_up of 8 zeroes all below 57 % of a row's
+"""Each kind of fault, and what is null of it in the config. In int4 a scale_up of 8 zeroes all below 57% of a row's
 largest value; e4m3 needs some 1e4 for as much. Under nan and inf the optimizer skips steps: their windows are
 shorter than training.max_nonfinite_streak, or a run whose low path nobody recovers would end there."""
 

@@ -12,7 +12,9 @@ from gnmr.errors import UserError
 LATEST = "latest"
 """The word for the run below runs/ whose records were written last, wherever a run's folder is named."""
 SMOKE = "smoke"
-"""The folder of runs/ with the runs of debug=smoke: trials, of which none is the latest while there is another run."""
+"""The folder of runs/ with trials: runs of debug=smoke, and of fewer than `TRIAL` steps that the command line asks for.
+None of them is the latest run while there is another one."""
+TRIAL = 100
 _RECORDS = ("DONE", "FAILED", "summary.json", "steps.jsonl", "eval.jsonl", "header.json")
 
 
@@ -49,7 +51,7 @@ def changed(run: Path) -> float:
 
 
 def named(place: str, root: str | Path = "runs") -> str:
-    """The place, or the latest run below `root` for the word `latest`. UserError where there is none."""
+    """Return the place, or for the word `latest` the latest run below `root`. Raises UserError if there is none."""
     if place != LATEST or os.path.lexists(place):
         return place
     if not Path(root).is_dir():

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gnmr.console import NARROW, Picture, print_plain, shared
-from gnmr.errors import unread
+from gnmr.errors import plural, unread
 from gnmr.records.disk import no_link
 from gnmr.records.schema import UnitRows
 
@@ -30,6 +30,8 @@ LOG = "log.txt"
 _REFRESHES_PER_SECOND = 4
 _UNITS_SHOWN = 8
 _MOST_SHOWN = 16  # in recovery; the others are counted
+_OTHER_LINES = 17
+"""Lines of the picture, on a narrow terminal, besides the units in recovery."""
 _COLUMNS_SHOWN = 3  # of the signal; more do not fit
 
 
@@ -196,7 +198,7 @@ class View:
         if row:
             parts.append(self._figures(info, row, 2 if narrow else 3))
         if units is not None and units.observed.any():
-            parts.append(_unit_table(units, self._moves, narrow))
+            parts.append(_unit_table(units, self._moves, narrow, self._console.height))
         return Group(*parts)
 
     def _figures(self, info: RunInfo, row: dict[str, Any], beside: int) -> Table:
@@ -209,8 +211,8 @@ class View:
             "lr": f"{row['lr']:.2e}",
             "grad norm": f"{row['grad_norm_pre_clip']:.3g}",
             "tokens/s": _si(pace),
-            "saved": _bytes(row["saved_bytes"]),
-            "predicted": _bytes(row["saved_bytes_predicted"]),
+            "saved tensors": _bytes(row["saved_bytes"]),
+            "by Eq. 5": _bytes(row["saved_bytes_predicted"]),
             "skipped": str(row["nonfinite_total"]),
         }
         if info.num_units:
@@ -230,13 +232,17 @@ class View:
         return grid
 
 
-def _unit_table(rows: UnitRows, moves: dict[str, str], narrow: bool) -> Table:
-    """Return the units in recovery and then the others, riskiest first; marks show which units come and leave next."""
+def _unit_table(rows: UnitRows, moves: dict[str, str], narrow: bool, height: int) -> Table:
+    """Return the units in recovery and then the others, riskiest first; marks show which units come and leave next.
+
+    On a low terminal fewer units in recovery are listed, so that the riskiest others stay on it.
+    """
     risk = np.where(rows.observed, np.nan_to_num(rows.risk, nan=-1.0, posinf=np.inf), -np.inf)
     order = [i for i in np.argsort(-risk, kind="stable") if rows.observed[i] or rows.active[i]]
     inside = [i for i in order if rows.active[i]]
     others = sorted(set(order) - set(inside), key=lambda i: (moves.get(rows.units[i]) != "promote", order.index(i)))
-    shown = [*inside[:_MOST_SHOWN], *others[: max(_UNITS_SHOWN - len(inside), 2)]]
+    most = max(min(_MOST_SHOWN, height - _OTHER_LINES), 2)
+    shown = [*inside[:most], *others[: max(_UNITS_SHOWN - len(inside), 2)]]
     table = Table(box=box.SIMPLE_HEAD, expand=True, padding=(0, 1, 0, 0), show_edge=False)
     table.add_column("● in recovery ▲ comes ▽ leaves", ratio=1, no_wrap=True, overflow="ellipsis")
     columns = {} if narrow else {"norm": rows.norm} | dict(list(rows.columns.items())[:_COLUMNS_SHOWN])
@@ -247,7 +253,7 @@ def _unit_table(rows: UnitRows, moves: dict[str, str], narrow: bool) -> Table:
         mark = {"promote": "▲", "release": "▽"}.get(moves.get(name, ""), "●" if active else " ")
         numbers = [f"{values[i]:.3g}" for values in (*columns.values(), rows.risk)]
         table.add_row(Text(f"{mark} {name}", "bold cyan" if active else ""), *numbers, str(int(rows.lock[i]) or ""))
-    if hidden := len(inside[_MOST_SHOWN:]):
+    if hidden := len(inside[most:]):
         table.add_row(Text(f"● and {hidden} more in recovery", "bold cyan"))
     return table
 
@@ -257,8 +263,8 @@ def recovery_figures(summary: dict[str, Any]) -> list[tuple[str, str | None]]:
     older version left the figure out."""
     over = summary.get("over_frac") or {}
     return [
-        ("unit-steps on the recovery path", _or_none(summary.get("promotion_frac"), "{:.2%}")),
-        ("GEMMs on the recovery path", _or_none(summary.get("spent_gemm_frac"), "{:.2%}")),
+        ("unit-steps recovered", _or_none(summary.get("promotion_frac"), "{:.2%}")),
+        ("GEMM FLOPs recovered", _or_none(summary.get("spent_gemm_frac"), "{:.2%}")),
         ("numbers sent, of dense", _or_none(summary.get("numbers_sent_frac"), "{:.2%}")),
         ("steps at max_o", _or_none(summary.get("hit_max_o_frac"), "{:.2%}")),
         *((f"unit-steps over {name}'s threshold", _or_none(share, "{:.2%}")) for name, share in over.items()),
@@ -292,12 +298,12 @@ def _summary_table(summary: dict[str, Any]) -> Table:
 
 def _opening(info: RunInfo) -> str:
     resumed = f" from step {info.start_step + 1}" if info.start_step else ""
-    steps = f"{info.total_steps} steps{resumed} of {info.tokens_per_step:,} tokens"
+    steps = f"{plural(info.total_steps, 'step')}{resumed} of {info.tokens_per_step:,} tokens"
     return f"{info.name}: {steps}, {_size_text(info)}, records in {info.folder}"
 
 
 def _size_text(info: RunInfo) -> str:
-    return f"{_si(info.num_parameters)} parameters, {info.num_units} units, {info.device}"
+    return f"{_si(info.num_parameters)} parameters, {plural(info.num_units, 'unit')}, {info.device}"
 
 
 def _or_none(value: float | None, pattern: str) -> str | None:

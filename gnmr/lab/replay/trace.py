@@ -20,7 +20,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from gnmr.control.evidence import EVIDENCE
-from gnmr.errors import UserError
+from gnmr.errors import UserError, plural
 from gnmr.lab.config import ControllerConfig, load, one_line, read_tree
 from gnmr.lab.config import read as read_config
 from gnmr.records.reader import check_units, read_json, read_jsonl, read_units
@@ -72,6 +72,9 @@ def read_norms(path: Path) -> Norms:
             return _dense(path, _read_file(path), [])
     table, header = read_units(path), read_json(path / "header.json") or {}
     if table.num_rows == 0:
+        inside = [] if exists(path / "config.yaml") else sorted(one.parent for one in path.glob("*/units.arrows"))
+        if inside:
+            raise UserError(f"{path}: holds {plural(len(inside), 'run')}; name one, such as {inside[0]}")
         raise UserError(f"{path}: no recorded norms in this folder (units.arrows is missing or empty)")
     with reading(path / "header.json"):
         units, pinned = (check_units(header.get(key) or []) for key in ("units", "pinned"))

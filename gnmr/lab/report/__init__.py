@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from gnmr.console import print_plain
-from gnmr.errors import UserError, printable, writing
+from gnmr.errors import UserError, plural, printable, writing
 from gnmr.lab.records.find import find_runs
 from gnmr.lab.report.comparisons import compare, refuse_rivals
 from gnmr.lab.report.headline import headline
@@ -29,14 +29,16 @@ def report(
     *,
     strict: bool = False,
     html: Path | None = None,
+    everything: bool = False,
 ) -> None:
-    """Print the table of each comparison, and write it to `out`/report.md and the page to `html`.
+    """Print the sentence and the arms of the largest comparison; write all to `out`/report.md and the page `html`.
 
     Args:
         paths: run folders, or folders above run folders.
         out: by default report/ in the path, or in the common parent of several.
         strict: refuse runs of one experiment and scale that cannot be compared.
         html: by default `out`/report.html.
+        everything: print all comparisons, tables and notes.
 
     Raises `UserError` if a path is missing or holds no run, and if a file cannot be written.
     """
@@ -49,7 +51,7 @@ def report(
         with _leaving_out(place, left_out, UserError):
             runs.append(load(place).check())
 
-    def make(runs: list[Run]) -> tuple[list[str], list[Table], str]:
+    def make(runs: list[Run]) -> tuple[list[tuple[str, str]], list[Table], str]:
         from gnmr.lab.report.page import render_page
 
         if not runs:
@@ -57,7 +59,7 @@ def report(
         comparisons = compare(runs)
         if strict:
             refuse_rivals(comparisons)
-        sentences = [f"**{as_markdown(c.name)}.** {as_markdown(headline(c).sentence)}\n" for c in comparisons]
+        sentences = [(one.name, headline(one).sentence) for one in comparisons]
         return sentences, arm_tables(comparisons), render_page(comparisons, runs, page.parent)
 
     try:
@@ -78,12 +80,21 @@ def report(
             with writing(place):
                 place.mkdir(parents=True, exist_ok=True)
         lost = [as_markdown(f"Left out: {place}: {why}") + "\n" for place, why in left_out.items()]
-        parts = ["# Report\n", *sentences, *(table.markdown() for table in (*tables, run_table(runs, root))), *lost]
+        leads = [f"**{as_markdown(name)}.** {as_markdown(sentence)}\n" for name, sentence in sentences]
+        tables.append(run_table(runs, root))
+        parts = ["# Report\n", *leads, *(table.markdown() for table in tables), *lost]
         output.write_text(folder / "report.md", "\n".join(parts), follow=False)
         output.write_text(page, html_text, follow=html is not None)
     finally:
-        for table in tables:
-            table.print(console)
+        several = len(sentences) > 1 and everything
+        for name, sentence in sentences if everything else sentences[:1]:
+            lead = printable(f"{name}: {sentence}" if several else sentence)
+            print_plain(console, f"{lead}\n", by_words=console.is_terminal)
+        for table in tables if everything else tables[:1]:
+            table.print(console, notes=everything)
+    if not everything:
+        more = f", and {plural(len(sentences) - 1, 'other comparison')}" if len(sentences) > 1 else ""
+        print_plain(console, f"All tables and notes{more}: --all", by_words=console.is_terminal)
     for line in (f"Report: {folder / 'report.md'}", f"Page: {page}"):
         print_plain(console, printable(line))
 

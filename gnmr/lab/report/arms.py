@@ -96,13 +96,6 @@ class Arm:
         return None if found is None else found.mean
 
     @property
-    def spend(self) -> float | None:
-        """Mean share of the GEMM FLOPs on the recovery path; `promoted` if that was not recorded, and for compressed
-        gradients, whose recovery is no GEMM."""
-        found = None if self.compression else self.mean("spent_gemm_frac")
-        return self.promoted if found is None else found
-
-    @property
     def always(self) -> str | None:
         """The one format that every unit has throughout, in static arms and under `always_low` and `always_high`.
 

@@ -105,6 +105,22 @@ class Comparison:
         return sorted({run.seed for run in self.runs})
 
     @property
+    def spend_of(self) -> str:
+        """What `spend` is a share of: the GEMM FLOPs if every finished routed arm recorded them, else the unit-steps.
+
+        With compressed gradients recovery is not a GEMM.
+        """
+        routed = [arm for arm in self.arms if arm.routed and arm.done]
+        known = [arm.compression is None and arm.mean("spent_gemm_frac") is not None for arm in routed]
+        return "GEMM FLOPs" if known and all(known) else "unit-steps"
+
+    def spend(self, arm: Arm) -> float | None:
+        """The mean share of `spend_of` that the arm put on the recovery path; None for a static arm."""
+        if not arm.routed:
+            return None
+        return arm.mean("spent_gemm_frac") if self.spend_of == "GEMM FLOPs" else arm.promoted
+
+    @property
     def values(self) -> dict[str, Losses]:
         """The losses of the arms by label."""
         return {arm.label: arm.losses for arm in self.arms}
@@ -258,7 +274,7 @@ class Comparison:
 
 
 def compare(runs: Iterable[Run]) -> list[Comparison]:
-    """Runs in their comparisons: by experiment, the largest first, then by scale and size."""
+    """Runs in their comparisons: those of most runs first, then by experiment, scale and size."""
     groups: dict[Kind, dict[tuple[str, str], list[Run]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:
         sizes = run.settings.get("training.seq_len"), run.tokens_per_step, run.planned_steps
@@ -293,7 +309,7 @@ def _order(comparison: Comparison) -> tuple[object, ...]:
     kind = comparison.kind
     place = _SCALES.index(kind.scale) if kind.scale in _SCALES else len(_SCALES)
     size = (kind.tokens_per_step or 0) * (kind.steps or 0)
-    return kind.experiment, -len(comparison.runs), place, kind.scale, size, f"{kind.fingerprint} {kind.base}"
+    return -len(comparison.runs), kind.experiment, place, kind.scale, size, f"{kind.fingerprint} {kind.base}"
 
 
 def _arm(name: str, runs: list[Run]) -> Arm:

@@ -1,4 +1,4 @@
-"""A comparison in one sentence and three figures: the cost of low precision, the share recovered, and the spend.
+"""A comparison in one sentence and its figures: the cost of low precision, the share recovered, and the spend.
 
 The sentence says no more than the tests of the table (`Comparison.tests`) have shown.
 """
@@ -9,14 +9,20 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from gnmr.errors import plural
 from gnmr.lab.report.arms import Arm
 from gnmr.lab.report.comparisons import Bounds, Comparison
-from gnmr.lab.report.layout import NOTHING, interval_text, percent, relative, size, whole_percent
-from gnmr.lab.report.statistics import BETTER, EQUAL, FEWEST, LEVEL, WORSE, p_text, paired
+from gnmr.lab.report.layout import interval_text, percent, relative, size, whole_percent
+from gnmr.lab.report.statistics import BETTER, EQUAL, FEWEST, LEVEL, NO_DIFFERENCE, WORSE, Result, p_text, paired
 
-_COST, _BACK, _SPEND = "cost of low precision", "share got back", "spend"
 _MOST_NAMED = 4
 """Arms that the sentence names one by one."""
+_AGAINST = {
+    BETTER: "significantly better than",
+    WORSE: "significantly worse than",
+    EQUAL: "equal to",
+    NO_DIFFERENCE: "not significantly different from",
+}
 
 
 class Figure(NamedTuple):
@@ -28,7 +34,7 @@ class Figure(NamedTuple):
 
 
 class Headline(NamedTuple):
-    """The sentence and the figures; of a single arm its loss and its spend."""
+    """The sentence, and the figures that are known; of a single arm its loss and its spend."""
 
     sentence: str
     figures: tuple[Figure, ...]
@@ -48,7 +54,8 @@ def headline(comparison: Comparison) -> Headline:
     cost, cost_sentence = _cost(comparison, between)
     back, back_sentence = _back(comparison, between, best, routed)
     sentence = " ".join(filter(None, [cost_sentence or _endings(comparison), back_sentence]))
-    return Headline(sentence, (cost, back, _spend(comparison, routed)), best.label if best else None)
+    figures = tuple(figure for figure in (cost, back, _spend(comparison, routed)) if figure is not None)
+    return Headline(sentence, figures, best.label if best else None)
 
 
 def _routed(arms: Sequence[Arm]) -> list[Arm]:
@@ -60,52 +67,53 @@ def _share(comparison: Comparison, arm: Arm, unknown: float) -> float:
     return unknown if closed is None else closed.value
 
 
-def _cost(comparison: Comparison, between: Bounds | None) -> tuple[Figure, str]:
+def _cost(comparison: Comparison, between: Bounds | None) -> tuple[Figure | None, str]:
     low = between.low if between is not None else next((arm for arm in comparison.arms if arm.always is not None), None)
     reference = None if low is None else comparison.reference(low) or (between.high if between else None)
     if low is None or reference is None or reference is low:
-        return Figure(_COST, NOTHING, "not known: no arm on the low path alone and in 16 bits to compare"), ""
+        return None, ""
     what = "low precision" if low.compression is None else "compression"
     change = paired(comparison.values, low.label, reference.label)
     label, arms = f"cost of {what}", f"{comparison.names[low.label]} against {comparison.names[reference.label]}"
     if any(change.diverged):
-        lost = f"{change.diverged[0]} of {change.n} runs diverged"
+        lost = f"{change.diverged[0]} of {plural(change.n, 'run')} diverged"
         return Figure(label, lost, arms), f"In low precision {lost} ({arms}: {change.diverged[1]})."
     if change.difference is None:
-        return Figure(label, NOTHING, f"{arms}: no {comparison.replicate} in common"), ""
-    value, of = relative(change.difference.estimate), f"({arms}, n = {change.n}"
+        return None, ""
+    value, of = relative(change.difference.estimate), f"{arms}, n = {change.n}"
     ends = change.difference.interval if change.n >= FEWEST else None
     interval = f", 95% interval {' to '.join(map(relative, ends))}" if ends else ""
-    figure = Figure(label, value, f"perplexity, {arms}, n = {change.n}{interval}")
+    figure = Figure(label, value, f"perplexity, {of}{interval}")
     shown = change.p is not None and change.p < LEVEL
     if between is not None and between.family.tested and reference is between.high:
         shown = between.family.gate
     if change.n < FEWEST:
-        return figure, f"{what.capitalize()} changed the perplexity by {value} {of}: too few for a test)."
+        few = f"a test needs {FEWEST} {comparison.replicate}s"
+        return figure, f"{what.capitalize()} changed the perplexity by {value} ({of}; {few})."
     if not shown:
-        return figure, f"No significant cost of {what} was found: {value} of perplexity {of})."
-    cost = "cost" if change.direction > 0 else "was no worse:"
-    return figure, f"{what.capitalize()} {cost} {value} of perplexity {of})."
+        return figure, f"{what.capitalize()} did not change the perplexity significantly ({value}, {of})."
+    changed = "raised" if change.direction > 0 else "lowered"
+    return figure, f"{what.capitalize()} {changed} the perplexity by {value.lstrip('+-')} ({of})."
 
 
 def _back(
     comparison: Comparison, between: Bounds | None, best: Arm | None, routed: Sequence[Arm]
-) -> tuple[Figure, str]:
+) -> tuple[Figure | None, str]:
     """`best`: the arm that closes most of the gap; `routed`: the arms between the bounds, the best first."""
     if between is None or best is None:
-        return Figure(_BACK, NOTHING, "no static arms to measure between" if routed else "no arm routes"), ""
+        return None, ""
     names, family = comparison.names, between.family
     low, high = names[between.low.label], names[between.high.label]
     if family.tested and not family.gate:
         why = f"{high} is not significantly better than {low} (p = {p_text(family.p_gate)})"
-        return Figure(_BACK, NOTHING, f"no gap to share: {why}"), f"Since {why}, the arms between them are not judged."
+        return None, f"Since {why}, the arms between them are not judged."
     if (closed := comparison.tests[best.label].closed) is None:
-        return Figure(_BACK, NOTHING, f"no gap between {low} and {high}, or runs diverged"), ""
+        return None, f"There is no loss gap between {low} and {high} to close, or their runs diverged."
     of = f" (the most of {len(routed)} arms)" if len(routed) > 1 else ""
     interval = ""
     if closed.interval is not None and family.tested:
         interval = f", 95% interval {interval_text(closed.interval, whole_percent)}%"
-    detail = f"{names[best.label]}{of}, of the way from {low} to {high}{interval}"
+    detail = f"{names[best.label]}{of}, of the gap between {low} and {high}{interval}"
     named = list(routed)
     if len(named) > _MOST_NAMED:
         random = comparison.nearest_random(best)
@@ -114,30 +122,40 @@ def _back(
     for arm in named:
         share = _share(comparison, arm, math.nan)
         got = "diverged" if math.isnan(share) else whole_percent(share)
-        more = f"{of if len(named) < len(routed) else ''} got back" if arm is best else ""
-        parts.append(f"{names[arm.label]}{more} {got} at {_spent(arm)}")
-    sentence = f"Of the way from {low} to {high}, {'; '.join(parts)}. {_verdict(comparison, between, best)}"
-    return Figure(_BACK, whole_percent(closed.value), detail), sentence
+        if arm is best:
+            got = f"{of if len(named) < len(routed) else ''} closed {got}".strip()
+        at = f" of the {comparison.spend_of}" if arm is best else ""
+        spend = comparison.spend(arm)
+        parts.append(f"{names[arm.label]} {got}" + ("" if spend is None else f" with {percent(spend)}{at}"))
+    sentence = f"Of the loss gap between {low} and {high}, {', '.join(parts)}. {_verdict(comparison, between, best)}"
+    return Figure("gap closed", whole_percent(closed.value), detail), sentence
 
 
 def _verdict(comparison: Comparison, between: Bounds, best: Arm) -> str:
+    """Say what the table's tests show of the best arm, against the arm that never recovers and against random."""
     if not between.family.tested:
-        return f"Too few {comparison.replicate}s for a test."
-    low = comparison.names[between.low.label]
-    words = {BETTER: "significantly better than", WORSE: "significantly worse than", EQUAL: "equal to"}
-    against_low = words.get(comparison.tests[best.label].verdict, "not significantly different from")
-    random = "" if best.signal == "random" else "; there is no random arm with that spend"
-    if (test := comparison.random_tests.get(best.label)) is not None:
-        p = "" if test.p is None else f" (p = {p_text(test.p)})"
-        random = f"; against random with the same budget: {test.verdict}{p}"
-    return f"{comparison.names[best.label]} is {against_low} {low}{random}."
+        return f"A test needs {FEWEST} {comparison.replicate}s."
+    test, random = comparison.tests[best.label], comparison.random_tests.get(best.label)
+    words = _AGAINST.get(test.verdict, _AGAINST[NO_DIFFERENCE])
+    verdict = f"{comparison.names[best.label]} is {words} {comparison.names[between.low.label]}{_p(test)}"
+    if random is None:
+        return verdict + ("." if best.signal == "random" else "; no random arm has the same budget.")
+    if random.verdict not in _AGAINST:
+        return f"{verdict}; it has too few {comparison.replicate}s in common with random of the same budget."
+    again = _AGAINST[random.verdict]
+    against = again.rpartition(" ")[2] if again == words else again  # better than never and than random
+    return f"{verdict} and {against} random with the same budget{_p(random)}."
 
 
-def _spend(comparison: Comparison, routed: Sequence[Arm]) -> Figure:
-    arm = next((one for one in routed if one.spend is not None), None)
+def _p(test: Result) -> str:
+    return "" if test.p is None else f" (p = {p_text(test.p)})"
+
+
+def _spend(comparison: Comparison, routed: Sequence[Arm]) -> Figure | None:
+    arm = next((one for one in routed if comparison.spend(one) is not None), None)
     if arm is None:
-        return Figure(_SPEND, NOTHING, "no arm routes")
-    parts = [f"{_spent(arm).removeprefix(percent(arm.spend)).strip()}, {comparison.names[arm.label]}"]
+        return None
+    parts = [comparison.names[arm.label]]
     saved = [None if one is None else one.mean("saved_bytes_mean") for one in (arm, comparison.low(arm))]
     if saved[0] is not None and saved[1] is not None:
         more, how = saved[0] - saved[1], "measured"
@@ -147,7 +165,7 @@ def _spend(comparison: Comparison, routed: Sequence[Arm]) -> Figure:
         parts.append(f"{size(more)} more saved for backward, {how}")
     if (sent := arm.mean("numbers_sent_frac")) is not None:
         parts.append(f"sends {percent(sent)} of the numbers")
-    return Figure(_SPEND, percent(arm.spend), "; ".join(parts))
+    return Figure(f"{comparison.spend_of} recovered", percent(comparison.spend(arm)), "; ".join(parts))
 
 
 def _lone(comparison: Comparison) -> Headline:
@@ -159,34 +177,28 @@ def _lone(comparison: Comparison) -> Headline:
         figures.append(Figure("validation loss", f"{loss.mean:.4f}", f"{detail}, n = {loss.n}"))
     elif train and math.isfinite(mean := sum(train) / len(train)):
         figures.append(Figure("training loss", f"{mean:.4f}", f"of the last step, {name}, n = {len(train)}"))
-    if (spend := _spend(comparison, _routed([arm]))).value != NOTHING:
+    if (spend := _spend(comparison, _routed([arm]))) is not None:
         figures.append(spend)
     return Headline(_endings(comparison), tuple(figures))
 
 
 def _endings(comparison: Comparison) -> str:
     """Return how the runs ended, for arms that cannot be compared."""
-    endings = [_ended(arm, comparison.names[arm.label]) for arm in comparison.arms[:_MOST_NAMED]]
+    endings = [_ended(comparison, arm) for arm in comparison.arms[:_MOST_NAMED]]
     if (more := len(comparison.arms) - _MOST_NAMED) > 0:
-        endings.append(f"and {more} more arms")
+        endings.append(f"and {plural(more, 'more arm')}")
     if all(arm.sixteen_bit for arm in comparison.arms):
         return f"{'; '.join(endings)}. Nothing was in low precision."
     return f"{'; '.join(endings)}. Without a 16-bit arm the cost of low precision is not known."
 
 
-def _ended(arm: Arm, name: str) -> str:
-    ppl, at = arm.stat("final_val_ppl"), ""
-    if arm.always is None and arm.promoted is not None:
-        at = f", with {_spent(arm)} on the recovery path"
+def _ended(comparison: Comparison, arm: Arm) -> str:
+    ppl, at, name = arm.stat("final_val_ppl"), "", comparison.names[arm.label]
+    if arm.always is None and (spend := comparison.spend(arm)) is not None:
+        at = f", with {percent(spend)} of the {comparison.spend_of} on the recovery path"
     if ppl is not None:
         return f"{name} ended at perplexity {ppl.mean:.2f}{at}"
     if diverged := sum(map(math.isinf, arm.losses.values())):
-        return f"{name}: {diverged} of {len(arm.runs)} runs diverged{at}"
+        return f"{name}: {diverged} of {plural(len(arm.runs), 'run')} diverged{at}"
     run = arm.first
     return f"{name} is {'unfinished' if run.status == 'running' else run.status} after step {run.last_step:,}"
-
-
-def _spent(arm: Arm) -> str:
-    """Return `Arm.spend` and what it is a share of."""
-    of = "unit-steps" if arm.compression or arm.mean("spent_gemm_frac") is None else "GEMM FLOPs"
-    return f"{percent(arm.spend)} of {of}"

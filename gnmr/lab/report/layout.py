@@ -20,22 +20,27 @@ NOTHING = "-"
 
 @dataclass
 class Table:
-    """Cells as text; the first column is the rows' name. Notes stand below, one line each."""
+    """Cells as text; the first column is the rows' name. Lines below say what these rows lack, then what they mean."""
 
     title: str
     columns: list[str]
     rows: list[list[str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    """What is missing, failed or cannot be compared: printed wherever the table is."""
 
     def without_empty(self, optional: Iterable[str]) -> Table:
         """Return the table without those of the optional columns in which no row has anything."""
         columns = [(heading, *cells) for heading, *cells in zip(self.columns, *self.rows, strict=True)]
         keep = [column for column in columns if column[0] not in optional or {*column[1:]} - {NOTHING}]
         headings, *rows = map(list, zip(*keep, strict=True))
-        return Table(self.title, headings, rows, self.notes)
+        return Table(self.title, headings, rows, self.notes, self.warnings)
 
-    def print(self, console: Console) -> None:
-        """On a narrow terminal the rows' names are wrapped, and columns that do not fit follow in a table below."""
+    def print(self, console: Console, notes: bool = True) -> None:
+        """Print the table with its warnings and, unless told not to, its notes.
+
+        On a narrow terminal the rows' names are wrapped, and columns that do not fit follow in a table below.
+        """
         console.print(Text(printable(self.title), style="bold"))
         for places in self._blocks(console.width):
             table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
@@ -45,8 +50,8 @@ class Table:
             for row in self.rows:
                 table.add_row(*[_shown(row[place]) for place in places])
             console.print(table)
-        for note in self.notes:
-            console.print(Text(printable(note)))
+        for line in (*self.warnings, *(self.notes if notes else ())):
+            console.print(Text(printable(line)))
         console.print()
 
     def _blocks(self, width: int) -> list[list[int]]:
@@ -65,8 +70,8 @@ class Table:
         """Title, rows and notes as Markdown."""
         ruler = " | ".join(["---", *["---:"] * (len(self.columns) - 1)])
         lines = [f"### {as_markdown(self.title)}", "", _row(self.columns), f"| {ruler} |", *map(_row, self.rows)]
-        if self.notes:
-            lines += ["", *[f"- {as_markdown(note)}" for note in self.notes]]
+        if below := [*self.warnings, *self.notes]:
+            lines += ["", *[f"- {as_markdown(line)}" for line in below]]
         return "\n".join(lines) + "\n"
 
 
@@ -85,11 +90,11 @@ def _shown(text: str) -> Text:
 
 
 def measure(value: Stat | None, digits: int, unit: str = "") -> str:
-    """Mean ± sample standard deviation, the latter - where there is none."""
+    """Mean ± sample standard deviation, which a single value does not have."""
     if value is None:
         return NOTHING
-    spread = NOTHING if value.sd is None else f"{value.sd:.{digits}f}"
-    return f"{value.mean:.{digits}f} ± {spread}{unit}"
+    spread = "" if value.sd is None else f" ± {value.sd:.{digits}f}"
+    return f"{value.mean:.{digits}f}{spread}{unit}"
 
 
 def counted(what: str, things: Iterable[object]) -> str:

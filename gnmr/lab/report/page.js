@@ -38,7 +38,7 @@ function toggle(labels, chosen, act) {
   return el("span", { class: "toggle" }, ...labels.map((label, place) => el("button", { "aria-pressed": place === chosen, onclick: () => act(place) }, label)));
 }
 function originOf({ seeds, commits, machines, commands }) {
-  return el("div", { class: "origin" }, `seed ${seeds.join(", ")} · commit ${commits.join(", ")} · ${machines.join("; ")} · `, el("code", {}, commands.join("\n")));
+  return el("div", { class: "origin" }, `seed${seeds.length > 1 ? "s" : ""} ${seeds.join(", ")} · commit ${commits.join(", ")} · ${machines.join("; ")} · `, el("code", {}, commands.join("\n")));
 }
 function tableOf(title, columns, rows) {
   return el("div", {}, el("h3", {}, title), el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ...columns.map(name => el("th", {}, name)))),
@@ -171,7 +171,7 @@ function drawLoss() {
   $("loss").hidden = !names.length;
   if (!names.length) return;
   $("loss-controls").replaceChildren(...covered ? [toggle([`minus ${loss.to}`, "as it is"], relative ? 0 : 1, place => { relativeChosen = !place; zooms = {}; drawLoss(); })] : []);
-  const without = loss.without > 0 ? ` Without such an arm, and not shown: ${loss.without}.` : "";
+  const without = loss.without > 0 ? ` ${loss.without} arm${loss.without === 1 ? " has" : "s have"} no such reference and ${loss.without === 1 ? "is" : "are"} not shown.` : "";
   const what = relative ? `Difference to ${loss.to} with the same seed: 0 is 16 bits, below is better.${without}` : covered ? "" : "There is no 16-bit arm with the same seeds, so the losses are shown as they are.";
   $("loss-plots").replaceChildren(); $("loss-multiples").replaceChildren(); $("loss-legend").replaceChildren();
   if (many) {
@@ -296,8 +296,8 @@ function drawMap(m) {
   order.forEach((unit, row) => { if (row % apart === 0) plot.above.append(svg("text", { class: "unit-name", x: left - 7, y: py(row + .5) + 3.5, "text-anchor": "end", "font-size": narrow() ? 9 : 10.5 }, briefly(m.units[unit]))); });
   $("map-lead").textContent = `Every unit by step. A cell is blank below the ${m.limit_name}; the strip below a row is its time on the recovery path. ` +
     (byCost ? `The units with the highest mean ${m.cost_name} come first. ` : "") + "Hover over a cell for its values; click a row to open its unit.";
-  $("map-order").replaceChildren(toggle(["by cost", "by place"], byCost ? 0 : 1, place => { byCost = !place; drawMap(m); }));
-  $("risk-key").textContent = `risk: blank below the ${m.limit_name}, orange to red above it, strongest from 4 times on`;
+  $("map-order").replaceChildren(toggle([`by ${m.cost_name}`, "by place"], byCost ? 0 : 1, place => { byCost = !place; drawMap(m); }));
+  $("risk-key").textContent = `risk: blank below the ${m.limit_name}, orange to red above it, strongest at 4x or more`;
   $("recovery-key").hidden = !peak; $("fault-key").hidden = !m.faults.length; $("verdict-key").hidden = !m.verdicts.length;
   $("verdicts").replaceChildren(...m.verdicts.length ? [tableOf("Blamed for spikes", ["step", "to blame", "units"], m.verdicts.map(([step, cause, names]) => [whole(step), cause, names || "-"]))] : []);
   $("map-notes").textContent = (m.values.risk.some(value => value > m.limit) ? "" : `No unit was ever above the ${m.limit_name}. `) + (m.routed && !peak ? "No unit was ever on the recovery path. " : "") +

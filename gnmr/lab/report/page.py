@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from gnmr.errors import plural
 from gnmr.lab.records.find import changed
 from gnmr.lab.report.comparisons import Comparison
 from gnmr.lab.report.headline import headline
@@ -106,19 +107,18 @@ def _card(comparison: Comparison) -> list[tuple[str, str]]:
     done = sum(len(arm.done) for arm in comparison.arms)
     times = sorted(time for one in comparison.runs if (time := changed(one.folder)))
     dates = dict.fromkeys(datetime.fromtimestamp(time, tz=UTC).date().isoformat() for time in (*times[:1], *times[-1:]))
-    machines = sorted({one.machine for one in comparison.runs})
-    training = f"{count(run.last_step)} steps"
+    training = plural(run.last_step, "step")
     if run.scale != OWN:
         data = run.data.get("name") or "data"
-        training = f"{count(kind.steps)} steps of {count(kind.tokens_per_step)} tokens, {data}"
+        steps = "unknown steps" if kind.steps is None else plural(kind.steps, "step")
+        training = f"{steps} of {count(kind.tokens_per_step)} tokens, {data}"
     card = [
         ("experiment", kind.experiment),
         ("model", _model(run) + (f", base {kind.base}" if kind.base else "")),
         ("training", training),
-        ("arms", f"{len(comparison.arms)}, {done} of {len(comparison.runs)} runs done"),
+        ("arms", f"{len(comparison.arms)}, {done} of {plural(len(comparison.runs), 'run')} done"),
         (what, seeds),
         ("date", " to ".join(dates)),
-        ("machine", machines[0] + (f" and {len(machines) - 1} more" if len(machines) > 1 else "")),
     ]
     return [pair for pair in card if pair[1]]
 
@@ -134,7 +134,8 @@ def _model(run: Run) -> str:
         known = {} if name == "pretrained" else {"layers": "num_layers", "width": "hidden_size"}
         shape = {what: get(f"model.{key}") for what, key in known.items()}
     size = [f"{shape[key]} {what}" for key, what in (("layers", "layers"), ("width", "wide")) if shape.get(key)]
-    return ", ".join([name, *size, *parameters, f"scale {run.scale}"])
+    scale = [] if run.base else [f"scale {run.scale}"]  # a fork's is its base's
+    return ", ".join([name, *size, *parameters, *scale])
 
 
 def _losses(comparison: Comparison) -> Tree:

@@ -25,11 +25,11 @@ from gnmr.lab.report.statistics import Result, p_text, stat
 
 _OPTIONAL = (
     "diff. [95% CI]",
-    "p (Holm)",
-    "verdict",
+    "verdict (p)",
     "gap closed",
     "vs random (p)",
-    "spent",
+    "GEMM FLOPs\nrecovered",
+    "unit-steps\nrecovered",
     "extra time",
     "promotions",
     "sent",
@@ -46,7 +46,7 @@ def arm_table(comparison: Comparison) -> Table:
     """Return the arms side by side."""
     rows = [_row(comparison, arm) for arm in comparison.arms]
     table = Table(comparison.name, ["arm", "seeds", "val loss", *_OPTIONAL], rows).without_empty(_OPTIONAL)
-    table.notes = _notes(comparison, table.columns)
+    table.notes, table.warnings = _notes(comparison, table.columns), _warnings(comparison)
     return table
 
 
@@ -69,9 +69,9 @@ def fault_table(comparison: Comparison) -> Table:
             windows = str(sum(len(one.windows) for one in found))
             table.rows.append([arm.label, str(len(found)), windows, recall, precision, delay, alarms])
     table.notes = [
-        "A window is caught where its unit's risk is over the trigger from its first step to one after its last. "
-        "Precision: unit-steps over the trigger that lie in a window; false alarms: those that do not, per 1,000 "
-        "unit-steps outside. Delay: median."
+        "A window is detected if its unit's risk exceeds the trigger between its first step and the step after its "
+        "last. Precision: the share of (unit, step) pairs over the trigger that lie in a window. False alarms: pairs "
+        "over the trigger outside all windows, per 1,000 such pairs. Delay: the median."
     ]
     return table
 
@@ -88,18 +88,16 @@ def run_table(runs: Iterable[Run], root: Path) -> Table:
 
 def _row(comparison: Comparison, arm: Arm) -> list[str]:
     test, random = comparison.tests.get(arm.label), comparison.random_tests.get(arm.label)
-    against_random = NOTHING
-    if random is not None:
-        against_random = random.verdict if random.p is None else f"{random.verdict} ({p_text(random.p)})"
     kept = [run for run in arm.done if arm.routed and run.events]
     promotions = stat(sum(event.get("event") == "promote" for event in run.events) for run in kept)
     return [
         arm.label,
         f"{len(arm.done)} of {len(comparison.seeds)}",
         measure(arm.stat("final_val_loss"), 4),
-        *([NOTHING] * 4 if test is None else _test(test)),
-        against_random,
-        percent(arm.spend) if arm.routed else NOTHING,
+        *([NOTHING] * 3 if test is None else _test(test)),
+        NOTHING if random is None else _verdict(random),
+        percent(comparison.spend(arm)) if comparison.spend_of == "GEMM FLOPs" else NOTHING,
+        percent(comparison.spend(arm)) if comparison.spend_of == "unit-steps" else NOTHING,
         percent(arm.mean("spent_extra_time") or None) if arm.routed else NOTHING,
         NOTHING if promotions is None else f"{promotions.mean:,.0f}",
         percent(arm.mean("numbers_sent_frac")),
@@ -107,7 +105,7 @@ def _row(comparison: Comparison, arm: Arm) -> list[str]:
 
 
 def _test(test: Result) -> list[str]:
-    """Return difference, p, verdict and share of the gap."""
+    """Return difference, verdict with its p, and share of the gap."""
 
     def between(ends: tuple[float, float] | None, show: Callable[[float], str]) -> str:
         return "" if ends is None else f" [{interval_text(ends, show, ', ')}]"
@@ -119,11 +117,15 @@ def _test(test: Result) -> list[str]:
         difference = relative(test.difference.estimate) + between(test.difference.interval, relative)
     if test.closed is not None:
         closed = whole_percent(test.closed.value) + between(test.closed.interval, whole_percent)
-    return [difference, p_text(test.p), test.verdict, closed]
+    return [difference, _verdict(test), closed]
+
+
+def _verdict(test: Result) -> str:
+    return test.verdict if test.p is None else f"{test.verdict} ({p_text(test.p)})"
 
 
 def _notes(comparison: Comparison, columns: list[str]) -> list[str]:
-    """Return on what the arms were trained, what is missing, what the columns mean and how the tests were made."""
+    """Return on what the arms were trained, what the columns mean and how the tests were made."""
     kind, data, runs = comparison.kind, comparison.runs[0].data, comparison.runs
     if kind.steps is None and kind.fingerprint is None:
         steps = sorted({count(run.summary.get("steps")) for run in runs})
@@ -134,31 +136,37 @@ def _notes(comparison: Comparison, columns: list[str]) -> list[str]:
             f"{data.get('name', 'unknown')} {short(kind.fingerprint)}, commit "
             f"{', '.join(sorted({run.commit for run in runs}))}."
         ]
-    if apart := comparison.apart():
-        differ = ", ".join(f"{what} ({mine} here, {', '.join(there)} there)" for what, (mine, there) in apart.items())
-        notes.append(f"Not comparable with the other runs of this experiment and scale: they differ in {differ}.")
-    notes += [state for arm in comparison.arms if (state := _state(comparison, arm))]
-    notes.append("± is the sample standard deviation over the finished seeds.")
+    if any(len(arm.done) > 1 for arm in comparison.arms):
+        notes.append("± is the sample standard deviation over the finished seeds.")
     if "diff. [95% CI]" in columns:
         names = dict.fromkeys(low.label for arm in comparison.arms if (low := comparison.low(arm)) is not None)
         notes.append(
-            f"The difference is that of the perplexity to {' or '.join(names)} with the same seed; below 0 is better. "
+            f"The difference in perplexity is that to {' or '.join(names)} with the same seed; below 0 is better. "
             "p is Holm-adjusted over the arms."
         )
     for one in comparison.bounds:
         if one.between:
             notes += [one.family.control_text(), *([one.family.method_text(True)] if one.family.tested else [])]
     if "gap closed" in columns:
-        notes.append("Gap closed: share of the loss gap between the two bounds that the arm closes.")
-    if "spent" in columns:
-        notes.append("Spent: share of the GEMM FLOPs on the recovery path, or of the unit-steps if that is unknown.")
+        notes.append("Gap closed: the share of the loss gap between the two bounds that the arm closes.")
+    if f"{comparison.spend_of}\nrecovered" in columns:
+        notes.append(f"{comparison.spend_of} recovered: the share of the {comparison.spend_of} on the recovery path.")
     if "extra time" in columns:
-        notes.append("Extra time: what pins and recovery add to the relative time of all GEMMs on the low recipe.")
-    if len(machines := sorted({run.machine for run in runs})) > 1:
-        notes.append(f"The runs are from several machines: {'; '.join(machines)}.")
-    if keys := comparison.differing_settings():
-        notes.append(f"The arms differ in more than their precision and controller: {', '.join(keys)}.")
+        notes.append("Extra time: the GEMM time that pins and recovery add to that of all GEMMs on the low recipe.")
     return notes
+
+
+def _warnings(comparison: Comparison) -> list[str]:
+    """Return what is missing of the arms, and what makes them hard to compare."""
+    found = [state for arm in comparison.arms if (state := _state(comparison, arm))]
+    if apart := comparison.apart():
+        differ = ", ".join(f"{what} ({mine} here, {', '.join(there)} there)" for what, (mine, there) in apart.items())
+        found.append(f"Not comparable with the other runs of this experiment and scale: they differ in {differ}.")
+    if len(machines := sorted({run.machine for run in comparison.runs})) > 1:
+        found.append(f"The runs are from several machines: {'; '.join(machines)}.")
+    if keys := comparison.differing_settings():
+        found.append(f"The arms differ in more than their precision and controller: {', '.join(keys)}.")
+    return found
 
 
 def _state(comparison: Comparison, arm: Arm) -> str:

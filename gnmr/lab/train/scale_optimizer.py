@@ -11,7 +11,7 @@ runs down each column. The rms is at least 1e-8, so a gradient of zeros gives no
 correction, since u does not depend on the scale of m.
 
 Defaults (paper and public code): lr 1e-3 (2e-4 at 1B), momentum 0.9, AdamW with 0.9, 0.999, 1e-8 at the same rate,
-warm-up over 10 %, cosine to 10 %.
+warm-up over 10%, cosine to 10%.
 
 A head tied to the token embedding is a head (momentum, rms along the rows): its gradient is the head's
 in nearly every element. Learned positions are an embedding. Updates are formed in float32 and rounded once.
