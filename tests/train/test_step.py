@@ -9,7 +9,7 @@ import torch
 from everything import Waits, same_bits
 from torch.nn import functional as F
 
-from gnmr.control import device, evidence, policy
+from gnmr.control import device, evidence
 from gnmr.lab.train.build import train_step
 from gnmr.lab.train.loss import evaluate, loss_of
 from gnmr.lab.train.step import TrainStep
@@ -152,7 +152,7 @@ def test_the_set_of_a_step_is_in_force_in_the_next(words, train, tmp_path, monke
     "words", [[], ["optim.clip_norm=0.1", "training.accumulation=2", "precision.rounding=stochastic"]]
 )
 def test_a_step_waits_once(words, assembled, blocks_of, step_of, monkeypatch):
-    for module in (device, evidence, policy):  # as on a GPU
+    for module in (device, evidence):  # as on a GPU
         monkeypatch.setattr(module, "waits_for_nothing", lambda x: False)
     parts = assembled(*words)
     step = step_of(parts)
