@@ -41,7 +41,7 @@ class TrainingConfig:
     activation_checkpointing: bool = False
     """Recompute each block's forward pass during the backward pass."""
     compile: bool = False
-    """Use torch.compile for each block. Converted linears run between its graphs, inside them under recipes with unit=block."""
+    """Use torch.compile for each block. Converted linears run between its graphs, or inside under unit=block."""
     export_hf: bool = False
     """Write the final model to hf/ in the run folder, in the layout of Hugging Face. It works for llama and pretrained,
     and needs the extra finetune."""
