@@ -237,8 +237,7 @@ def read_tree(path: Path) -> dict[str, Any]:
     """Return config.yaml as it is written. Nothing in it is resolved, imported or looked up.
 
     Raises `Damaged` for anything but a mapping of plain values. A saved config is resolved, so an interpolation (`${`)
-    does
-    not come from the run, and neither do aliases and tags.
+    does not come from the run, and neither do aliases and tags.
     """
     with reading(path):
         tree = _plain_yaml(content(path, MAX_CONFIG))

@@ -46,8 +46,7 @@ def with_base(composed: DictConfig, words: Sequence[str]) -> None:
     """Merge the settings of a fork's base into the composed config, except those that command-line words set.
 
     A group that a word chooses (`model=gpt`) is left to the user as a whole. Raises UserError for an invalid base, and
-    if
-    the base names a file that the user has not named.
+    if the base names a file that the user has not named.
     """
     if (base := composed.get("base")) is None:
         return

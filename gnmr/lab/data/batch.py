@@ -55,10 +55,8 @@ def model_inputs(batch: Batch) -> dict[str, Any]:
     """Return the keyword arguments of a causal language model of transformers, such that documents stay separate.
 
     If positions restart, transformers 5 builds the block-diagonal causal mask. It does so only without an attention
-    mask
-    and without a cache of keys and values: hence `use_cache=False`. It inspects the positions once per forward pass,
-    with
-    or without documents in them, and waits for a GPU there.
+    mask and without a cache of keys and values: hence `use_cache=False`. It inspects the positions once per forward
+    pass, with or without documents in them, and waits for a GPU there.
     """
     inputs: dict[str, Any] = {"input_ids": batch.tokens, "use_cache": False}
     return inputs if batch.positions is None else inputs | {"position_ids": batch.positions}

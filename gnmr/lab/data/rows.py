@@ -58,8 +58,7 @@ def utf8(raw: bytes, where: str) -> str:
     """Return the text of a file or a row, without its byte order mark.
 
     Raises UserError, which begins with `where`, for another encoding, compressed data, and binary data. UTF-16 and
-    UTF-32
-    text of some languages is valid UTF-8 by chance, with a control character at every second position.
+    UTF-32 text of some languages is valid UTF-8 by chance, with a control character at every second position.
     """
     body = raw.removeprefix(codecs.BOM_UTF8)
     try:

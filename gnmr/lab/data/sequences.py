@@ -37,8 +37,7 @@ class SequenceOrder:
     """Draws the numbers of `num_sequences` sequences in random order, each once per epoch.
 
     The order of an epoch depends only on the seed, the epoch and `num_sequences`. A `branch` begins at its position, in
-    the
-    order of its seed.
+    the order of its seed.
     """
 
     def __init__(self, num_sequences: int, seed: int, branch: Branch | None = None) -> None:
@@ -117,8 +116,7 @@ class TrainSequences(SequenceOrder):
     """Training sequences in random order, each once per epoch.
 
     `tokens` are (n,) unsigned integers, in memory or in a file. See `SequenceOrder` for `branch`. Raises UserError if
-    there
-    is less than one sequence.
+    there is less than one sequence.
     """
 
     def __init__(self, tokens: np.ndarray | TokenFile, seq_len: int, seed: int, branch: Branch | None = None) -> None:

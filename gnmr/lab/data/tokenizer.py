@@ -87,8 +87,7 @@ def load(content: bytes, where: str, end: str | None = None) -> Tokenizer:
     """Return the tokenizer of a tokenizer.json, without truncation and padding. Errors refer to it as `where`.
 
     Control tokens in a text count as text, see `encode`. `end` is the name of the end token. If it is None, it is one
-    of
-    `ACCEPTED_ENDS`.
+    of `ACCEPTED_ENDS`.
     """
     from tokenizers import Tokenizer
 
@@ -144,8 +143,7 @@ def encode(
     """Return the encodings of `texts` without special tokens. Raises UserError if the tokenizer cannot encode a text.
 
     A control token in a text is encoded as text. Some vocabularies contain it as a word or a piece (WordLevel,
-    Unigram).
-    The text is then split after the token's first character.
+    Unigram). The text is then split after the token's first character.
     """
     from tokenizers import Encoding
 

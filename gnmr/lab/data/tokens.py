@@ -62,8 +62,7 @@ def prepare_packed(
     """Return the tokenized examples (`Documents`), from the cache or newly built, like `prepare`.
 
     `checkpoint` is a folder with a tokenizer.json. `data.tokenizer`, such a file or folder, takes precedence. The
-    document
-    that reaches the limit is kept complete.
+    document that reaches the limit is kept complete.
     """
     if config.tokenizer is None and checkpoint is None:
         raise UserError(f"data.tokenizer=null: {config.name} needs a tokenizer.json or a checkpoint's folder here")
@@ -119,8 +118,7 @@ def _training_text(corpus: Corpus, most: int, progress: Progress) -> Iterator[st
 class Progress:
     """Reports the state of long work to `say`: at most one line every 2 seconds, and at least one every 4 seconds.
 
-    In its `with` block, a thread repeats the last line until the next one, because training the tokenizer is one
-    long
+    In its `with` block, a thread repeats the last line until the next one, because training the tokenizer is one long
     call into a library.
     """
 

@@ -38,8 +38,7 @@ class Rotary(nn.Module):
     """Rotary position embedding in the convention of Hugging Face: channel i of a head rotates with channel i + K/2.
 
     The tables are not buffers. They are computed in FP32 at the first use and then rounded to the activations' dtype.
-    So
-    `model.to(bfloat16)` cannot round the angles, and a model that was built on the meta device needs no repair.
+    So `model.to(bfloat16)` cannot round the angles, and a model that was built on the meta device needs no repair.
     """
 
     def __init__(self, head_width: int, max_seq_len: int, theta: float) -> None:
@@ -161,8 +160,7 @@ class Decoder(nn.Module):
     """Base class of all models: embedding, blocks, norm, head, initialization.
 
     `layers` is an `nn.ModuleList` of blocks. Set `activation_checkpointing` to recompute each block's forward pass
-    during
-    backward. The parameters have the constructors' defaults until `init_weights` or `load_state_dict`.
+    during backward. The parameters have the constructors' defaults until `init_weights` or `load_state_dict`.
     """
 
     layers: nn.ModuleList
@@ -220,10 +218,8 @@ class Decoder(nn.Module):
         """Draw linears and embeddings from normal(0, init_std), or with `residual_std` for o_proj and down_proj.
 
         Gains are set to one and biases to zero. Draws are FP32, in module order, on the generator's device (None: the
-        CPU's
-        default generator). They are then rounded to the weights' dtype, so one seed gives one model for all dtypes and
-        devices.
-        On the meta device nothing happens.
+        CPU's default generator). They are then rounded to the weights' dtype, so one seed gives one model for all
+        dtypes and devices. On the meta device nothing happens.
         """
         device = "cpu" if generator is None else generator.device
         for name, parameter in self.named_parameters():

@@ -8,12 +8,10 @@ token:
     w_e = p_e / sum of the chosen p             `normalized` (GShard, arXiv 2006.16668, Mixtral)
     w_e = p_e                                   otherwise (Switch Transformer, arXiv 2101.03961)
 
-**Capacity is unlimited, and no token is dropped.** The N k assignments are sorted by expert, so that the rows of
-an
+**Capacity is unlimited, and no token is dropped.** The N k assignments are sorted by expert, so that the rows of an
 expert are one slice and each of its linears is one GEMM. Experts are modules with plain linears
 (`layers.N.mlp.experts.E.up_proj`), so each expert can be a separate unit. The router (`layers.N.mlp.router`) is a
-linear
-of a separate type that no `*_proj` matches. It is stored in the run's dtype and computed in FP32.
+linear of a separate type that no `*_proj` matches. It is stored in the run's dtype and computed in FP32.
 
 **An expert without tokens** gets no gradient in that pass. The `.grad` of its parameters stays None (after
 `zero_grad(set_to_none=True)`), so its units are not observed in that step.
@@ -97,8 +95,7 @@ class MoEMLP(nn.Module):
         rows_RD = _Dispatch.apply(x_ND, token_R, place_Nk)
         slices = rows_RD.split(_lengths(count_E, len(order_R)))
         # An expert without rows is called too, so that its linears record an empty pass. Its output stays outside of
-        # the graph,
-        # so no gradient reaches it.
+        # the graph, so no gradient reaches it.
         outputs = [expert(rows) for expert, rows in zip(self.experts, slices, strict=True)]
         y_ND = _Combine.apply(torch.cat([y for y in outputs if len(y) > 0]), weight_Nk, order_R, token_R, place_Nk)
         return y_ND.view_as(x_BTD), Routing(count_E / len(order_R), balance_loss)
@@ -173,8 +170,7 @@ class MoE(GPT):
         """Return load statistics of each layer.
 
         They are the largest and smallest share of the assignments of an expert, the entropy of the shares (nats; log E
-        for an
-        even load), and the unweighted balancing loss.
+        for an even load), and the unweighted balancing loss.
         """
         return {
             f"layers.{index}.mlp.{name}": value

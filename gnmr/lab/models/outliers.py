@@ -38,10 +38,8 @@ def add_outlier_channels(model: Decoder, number: int, gain: float, generator: to
     """Scale `number` channels of every source above by `gain` > 0, in place. Call it once, after `init_weights`.
 
     `generator` (None: the CPU's default generator) draws the channels of each source in module order, so they depend
-    only
-    on its seed and the architecture. In FP32 the weights are exact up to rounding; call this before a cast to BF16.
-    Raises
-    UserError, with nothing changed, if `number` exceeds the narrowest source.
+    only on its seed and the architecture. In FP32 the weights are exact up to rounding; call this before a cast to
+    BF16. Raises UserError, with nothing changed, if `number` exceeds the narrowest source.
     """
     OutlierWindow(model, number, gain, 1, 1, generator).begin_step(1)
 
@@ -51,8 +49,7 @@ class OutlierWindow:
 
     Call `begin_step` before each step, in every process. Both switches preserve the model's function up to rounding. If
     `gain` is a power of two, as recommended, they preserve it bit for bit, even in BF16. The optimizer's moments are
-    not
-    changed. Its updates to a divided column during the window are multiplied by `gain` at the end of the window.
+    not changed. Its updates to a divided column during the window are multiplied by `gain` at the end of the window.
     """
 
     def __init__(

@@ -132,9 +132,8 @@ def load(checkpoint: str, dtype: torch.dtype | str, device: torch.device, where:
     """Return the model of a checkpoint on `device`, in training mode, with every weight trainable.
 
     `dtype` is the dtype of the weights, or "auto" to keep the checkpoint's. Only safetensors are read. See
-    `open_config`
-    for `where`. `model.separates_documents` is True if documents of a sequence do not attend to each other under
-    `model_inputs`.
+    `open_config` for `where`. `model.separates_documents` is True if documents of a sequence do not attend to each
+    other under `model_inputs`.
 
     Raises UserError if the checkpoint is missing, damaged, or not a causal language model, and unless its weights are
     exactly the weights of the model that config.json describes.
@@ -259,10 +258,8 @@ def add_adapter(model: nn.Module, adapter: AdapterConfig, seed: int) -> None:
     """Freeze the model and add LoRA adapters (peft) to the matching linears, in place.
 
     A is drawn Kaiming-uniform from `seed` and B is 0, so the function is initially unchanged. Both are stored in FP32
-    and
-    compute in the dtype of their input. Raises UserError without peft, if a pattern matches no linear, and for linears
-    that
-    peft cannot adapt: it mistakes some names for experts that transformers 5 has fused.
+    and compute in the dtype of their input. Raises UserError without peft, if a pattern matches no linear, and for
+    linears that peft cannot adapt: it mistakes some names for experts that transformers 5 has fused.
     """
     need("peft", f"model.adapter.rank={adapter.rank}")
     from transformers.pytorch_utils import Conv1D
@@ -300,8 +297,7 @@ class _AdapterLinear(nn.Linear):
     """A linear with FP32 weights that computes in the dtype of its input.
 
     At the paper's learning rate (2e-5), most updates are smaller than the resolution of a BF16 weight. If it computed
-    in
-    FP32, as peft does, backward would keep a 32-bit copy of every input.
+    in FP32, as peft does, backward would keep a 32-bit copy of every input.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -341,7 +337,7 @@ def save(
 
 
 def as_hugging_face(model: Llama, weights: Mapping[str, Tensor] | None = None) -> Any:
-    """Return a `LlamaForCausalLM` with the weights of `model` or `weights`, and equal logits up to the order of sums."""
+    """Return a `LlamaForCausalLM` with the weights of `model` or `weights`. Logits are equal up to rounding."""
     need("transformers", "Hugging Face's layout")
     own = model.config
     named = dict(model.named_parameters()) if weights is None else weights

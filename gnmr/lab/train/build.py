@@ -274,8 +274,7 @@ def open_data(config: Config, say: Callable[[str], None], base: Base | None = No
     """Open the corpus of the config.
 
     The corpus is a stream of tokens. A pretrained model gets documents in the tokens of its tokenizer. A fork gets the
-    data
-    of `base`, which is `base_of(config)` by default. Raises UserError if the corpus is shorter than a block.
+    data of `base`, which is `base_of(config)` by default. Raises UserError if the corpus is shorter than a block.
     """
     if base is None:
         base = base_of(config)

@@ -105,8 +105,7 @@ class Checkpointer:
         """Write the checkpoint of `step` and delete all but the newest `keep`. Waits for the device.
 
         Raises RunFailed if the checkpoint cannot be written or a value in it is not finite. The partial checkpoint is
-        then
-        removed, and earlier checkpoints stay.
+        then removed, and earlier checkpoints stay.
         """
         with self._world.agreed():
             if (where := self._nonfinite()) is not None:

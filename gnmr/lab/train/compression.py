@@ -65,8 +65,7 @@ def compressed_router(
     """Return a router whose units are the compressed matrices; the operators of the model keep their paths.
 
     The cost of a unit is its share of the additional numbers that are sent if all units are recovered. Raises UserError
-    if
-    the controller does not fit, or if its evidence is measured on operators.
+    if the controller does not fit, or if its evidence is measured on operators.
     """
     training, units = config.training, compressed.units()
     whole = sum(unit.cost for unit in units)

@@ -82,8 +82,7 @@ class Base:
         """Return the position at which the fork continues in the data. Raises UserError for other data than the base's.
 
         The shipped base is an exception. It may be forked on the library of another Python version under the same
-        tokenizer,
-        from the beginning of that data.
+        tokenizer, from the beginning of that data.
         """
         if fingerprint == self.fingerprint:
             return Branch(self.config.training.seed, self.position["epoch"], self.position["position"], order)

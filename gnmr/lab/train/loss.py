@@ -22,8 +22,7 @@ def loss_of(model: nn.Module, batch: Tensor | Batch, call: Callable[..., Any] | 
     """Return the mean next-token cross-entropy over the targets of `batch` in FP32, a scalar on the device.
 
     `batch` is a block (B, T + 1) or packed documents, which do not attend to each other. `call` is called instead of
-    the
-    model (`Wrapped.call`).
+    the model (`Wrapped.call`).
     """
     block = batch if isinstance(batch, Batch) else Batch.of_sequences(batch)
     return F.cross_entropy(logits_of(model, block, call).float().flatten(0, 1), block.targets.flatten())
@@ -98,8 +97,7 @@ class Draws:
     Stochastic rounding always draws from (seed, step, micro-batch, operator). With parallel=none, dropout draws in the
     order of the micro-batches, from PyTorch's generators, which checkpoints contain. With any other `parallel`, dropout
     draws from (seed, step, index of the micro-batch in the step), whichever process runs it. Call `begin_step` before
-    the
-    first micro-batch of a step.
+    the first micro-batch of a step.
     """
 
     def __init__(self, seed: int, converted: ConvertedModel, device: torch.device) -> None:

@@ -18,8 +18,7 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
     """Return the learning rate of step `step` (from 1).
 
     The rate rises linearly from 0 to the peak over the warm-up. It then follows a cosine to `min_lr_frac` of the peak
-    at
-    step `steps`, where it stays.
+    at step `steps`, where it stays.
     """
     warmup = round(config.warmup_frac * steps)
     if step <= warmup:

@@ -46,8 +46,7 @@ def look_again(
     """Find the cause of a spike or a non-finite loss, and return the final step and the verdict.
 
     A non-finite step is retried with the blamed units on the recovery path. After a spike, the optimizer takes the
-    update
-    that was postponed.
+    update that was postponed.
     """
     router, number = step.router, step.router.t
     loss, norm = float(taken.host["loss"]), float(taken.host["grad_norm"])

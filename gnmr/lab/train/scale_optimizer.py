@@ -41,10 +41,8 @@ class SCALE(torch.optim.Optimizer):
 
     If the attribute `found_inf` (float scalar on the device, see `optim.skip_where`) is set and not 0, a step leaves
     weights and state unchanged. A step never waits for the device. Each rank updates its own shard of a sharded
-    parameter
-    (FSDP2 shards by rows). For a sharded embedding, one collective sums the squares over ranks. State has the
-    parameters'
-    dtype. Every parameter has a `step`, because checkpoints need state for every parameter.
+    parameter (FSDP2 shards by rows). For a sharded embedding, one collective sums the squares over ranks. State has the
+    parameters' dtype. Every parameter has a `step`, because checkpoints need state for every parameter.
     """
 
     def __init__(

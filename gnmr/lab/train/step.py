@@ -183,8 +183,7 @@ class TrainStep:
         """Take one step at learning rate `lr` on `micro_batches`, each (B, T + 1) int64 or a `Batch`, on the device.
 
         The gradient is the gradient of the mean over all targets of the step. Waits for the device once, and more often
-        if the
-        step spikes or is not finite.
+        if the step spikes or is not finite.
         """
         router, levels = self.router, (NO_LEVEL, NO_LEVEL)
         if self.levels is not None and self._wrapped.repeatable:

@@ -85,8 +85,7 @@ def tensor_norms(parameters: Sequence[nn.Parameter], order: float = 2.0) -> Tens
     """Return the norm of each parameter's gradient, (P,) float64, accumulated in float32.
 
     The norm is 0 for a missing gradient, and NaN propagates. `order` is 2 or Inf. For sharded parameters, one
-    collective
-    computes the norms of the complete gradients, which are equal on all ranks.
+    collective computes the norms of the complete gradients, which are equal on all ranks.
     """
     return norms_of([p.grad for p in parameters], parameters, order)
 
@@ -132,10 +131,9 @@ class AGC(Transform):
         G_u <- G_u min(1, clip max(||W_u||, floor) / max(||G_u||, 1e-6))
 
     A unit u is a row of a matrix (one output of a linear, one token of an embedding). A parameter with one dimension is
-    one
-    unit. Because of the floor, zero weights can change. As in the paper, the final linear layer (a parameter below a
-    module
-    `lm_head`) is not clipped. A head that is tied to the embedding is clipped as an embedding. There is no state.
+    one unit. Because of the floor, zero weights can change. As in the paper, the final linear layer (a parameter below
+    a module `lm_head`) is not clipped. A head that is tied to the embedding is clipped as an embedding. There is no
+    state.
     """
 
     def __init__(
@@ -190,10 +188,8 @@ class GradientStabilizer(Transform):
         g <- m^ / (sqrt(v^) + eps) * g / R
 
     The resulting norm is about 1 while R is steady, so the optimizer must be invariant to the gradient's scale. gamma1
-    and
-    gamma2 are the paper's; bias correction and eps follow the public code. As there, a tensor with no gradient or an
-    exact
-    zero gradient is skipped: t counts the gradients that entered m and v.
+    and gamma2 are the paper's; bias correction and eps follow the public code. As there, a tensor with no gradient or
+    an exact zero gradient is skipped: t counts the gradients that entered m and v.
     """
 
     def __init__(
@@ -233,13 +229,11 @@ class StableSPAM(GradientStabilizer):
         elements with |g| > T^ become g T^ / max|g|
 
     AdaGN applies `GradientStabilizer` to the result, with its own rates. Every `reset_every` steps, Adam's moments and
-    step
-    count are set to zero. This includes skipped steps, so that the bias correction fits the new moments.
+    step count are set to zero. This includes skipped steps, so that the bias correction fits the new moments.
 
     The defaults are the defaults of the public code for 4 bits. Its BF16 runs use gamma1 0.85, gamma2 0.99999 and
     reset_every 500. t counts the gradients of a tensor and is never reset. The public code divides by Adam's step
-    count,
-    which a reset sets to 1. T^ is then several hundred times too large, and nothing is clipped.
+    count, which a reset sets to 1. T^ is then several hundred times too large, and nothing is clipped.
 
     Raises ValueError at the first call unless the optimizer is torch's Adam or AdamW.
     """
@@ -291,11 +285,9 @@ class SkipStep(Transform):
         skip  where  loss - mean > sigmas std   or   ||g|| - mean > sigmas std
 
     mean and std (n - 1 in the denominator) are computed over the last `window` steps, excluding the current one; ||g||
-    is
-    the global norm. Nothing is skipped before `min_values` steps were seen, including the current one. As in the
-    source, a
-    skipped value enters the window too. Otherwise, a permanent change of the loss level would stop all updates. A
-    non-finite value never enters, because it would invalidate the statistics for `window` steps.
+    is the global norm. Nothing is skipped before `min_values` steps were seen, including the current one. As in the
+    source, a skipped value enters the window too. Otherwise, a permanent change of the loss level would stop all
+    updates. A non-finite value never enters, because it would invalidate the statistics for `window` steps.
     """
 
     def __init__(
