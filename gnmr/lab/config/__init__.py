@@ -149,7 +149,7 @@ class Config:
 # hash excludes them. It includes records.units_every, which determines what can be replayed. The folder's name contains
 # the seed next to the hash.
 _OUTSIDE_THE_HASH = (
-    "plan",  # paths contain the plan's content
+    "plan",  # precision.* contains the plan's content
     "parallel",
     "run_dir",
     "runs_dir",

@@ -41,8 +41,7 @@ class ControllerConfig(Rules):
     """Largest number of units on the recovery path after the warm-up. If null, only the budget limits it."""
     budget: Any = None
     """Limit on the cost of the units on the recovery path, as a fraction of recovering everything: in (0, 1], or 10%.
-    Units are selected by risk per cost, and max_o applies too unless it is null. If the budget is null, it has no
-    effect."""
+    Units are selected by risk per cost, and max_o applies too unless it is null. Null switches the budget off."""
     cost: str = "gemm"
     """The budget's unit of cost: gemm (FLOPs), bytes (extra bytes, Eq. 5), or a CSV file with measured times. The CSV
     file has the columns unit and cost."""

@@ -13,7 +13,7 @@ class DataConfig:
     """Corpus, tokenizer and their cache."""
 
     name: str = "stdlib"
-    """The corpus. stdlib (this Python's library sources), c4, gsm8k (from the hub, or a local copy in its layout), text
+    """The corpus: stdlib (this Python's library sources), c4, gsm8k (from the hub, or a local copy in its layout), text
     (local files) or instructions (local files of prompts and answers)."""
     path: str | None = None
     """File or folder for text and instructions. For other corpora, a local copy, or null to read from the hub."""

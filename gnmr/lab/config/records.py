@@ -65,7 +65,7 @@ class RecordsConfig:
     wandb_every: int = 10
     """Steps between points of a unit's lines in W&B and its table rows. Losses are sent every step."""
     wandb_units: int | None = 64
-    """Number of units with lines in W&B, chosen by promotions. If null, all units have lines."""
+    """Number of units with lines in W&B: the most promoted ones. If null, all units have lines."""
 
     @as_user_error("records.")
     def __post_init__(self) -> None:

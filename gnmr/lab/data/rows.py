@@ -1,7 +1,7 @@
 """Rows of .jsonl, .json, their .gz, and .parquet files, numbered so that messages can name a malformed row.
 
-Memory is bounded by the largest unit that is read at a time: a line, a file with one JSON value, or a batch of rows of
-a Parquet file.
+Memory is bounded: only one line, one file with a single JSON value, or one batch of a Parquet file's rows is held at a
+time.
 """
 
 from __future__ import annotations

@@ -52,13 +52,11 @@ class FaultSchedule:
             converted: The model whose operators are hit.
             fault: The fault.
             targets: Patterns of the units or their operators, as in `convert`. A fault hits the operators of a unit
-                that match,
-                or all of them if the unit matches, at the same time.
+                that match, or all of them if the unit matches, at the same time.
             steps: Steps of the run.
             windows: (first step, number of steps) of each window, in which every target is hit.
             rate: Expected windows per 1,000 unit-steps of the targets. Windows are drawn separately for each unit, and
-                the
-                windows of a unit do not overlap.
+                the windows of a unit do not overlap.
             duration: Steps of each drawn window; the last window ends with the run.
             seed: Seed of the drawn windows and of the randomness in all windows.
 
@@ -67,8 +65,7 @@ class FaultSchedule:
 
         Raises:
             ValueError: The low path leaves the input in 16 bits, a target matches no unit, a window exceeds the run or
-                overlaps
-                another one, or `rate` is invalid.
+                overlaps another one, or `rate` is invalid.
         """
         low = converted.low
         if isinstance(low, KeepFormat) or (isinstance(low, Recipe) and not (low.fprop.input or low.wgrad.input)):

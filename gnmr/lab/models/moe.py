@@ -8,8 +8,8 @@ token:
     w_e = p_e / sum of the chosen p             `normalized` (GShard, arXiv 2006.16668, Mixtral)
     w_e = p_e                                   otherwise (Switch Transformer, arXiv 2101.03961)
 
-**Capacity is unlimited, and no token is dropped.** The N k assignments are sorted by expert, so that the rows of an
-expert are one slice and each of its linears is one GEMM. Experts are modules with plain linears
+**Capacity is unlimited, and no token is dropped.** The N k assignments are sorted by expert. The rows of an expert are
+then one slice, and each of its linears is one GEMM. Experts are modules with plain linears
 (`layers.N.mlp.experts.E.up_proj`), so each expert can be a separate unit. The router (`layers.N.mlp.router`) is a
 linear of a separate type that no `*_proj` matches. It is stored in the run's dtype and computed in FP32.
 

@@ -1,8 +1,8 @@
 """Outlier channels that do not change the model's function.
 
 Large trained models have a few activation channels that are many times larger than the rest, which makes 4-bit
-activations hard. A model of a few million parameters that is trained for minutes has none. This module adds them: for
-an activation that a linear reads, it multiplies a channel by `gain` at its source and divides the column that reads it.
+activations hard. A model of a few million parameters that is trained for minutes has none. This module adds them to
+activations that linears read. It multiplies a channel by `gain` at its source and divides the column that reads it.
 
     source                              read by
     input_layernorm                     q_proj, k_proj, v_proj
@@ -13,7 +13,7 @@ an activation that a linear reads, it multiplies a channel by `gain` at its sour
 
 The final norm of a tied head (gpt, moe) is excluded, because dividing the head would change the embedding. The up/down
 pair of gpt and moe is excluded, because GELU(gain * x) is not gain * GELU(x). In moe, the router's logits are equal up
-to rounding, so a token whose choice of experts depends on the last bit may go to other experts.
+to rounding. If the choice of a token's experts depends on the last bit, the token may go to others.
 
 At initialization the logits stay the same up to rounding, and bit-identical if `gain` is a power of two. Activations
 and gradients change, so training differs from the first step on.

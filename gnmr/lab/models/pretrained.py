@@ -135,8 +135,8 @@ def load(checkpoint: str, dtype: torch.dtype | str, device: torch.device, where:
     `open_config` for `where`. `model.separates_documents` is True if documents of a sequence do not attend to each
     other under `model_inputs`.
 
-    Raises UserError if the checkpoint is missing, damaged, or not a causal language model, and unless its weights are
-    exactly the weights of the model that config.json describes.
+    Raises UserError if the checkpoint is missing, damaged, or not a causal language model. Its weights must be exactly
+    the weights of the model that config.json describes.
     """
     where = where or f"model.checkpoint={checkpoint}"
     config = open_config(checkpoint, where)
@@ -258,8 +258,8 @@ def add_adapter(model: nn.Module, adapter: AdapterConfig, seed: int) -> None:
     """Freeze the model and add LoRA adapters (peft) to the matching linears, in place.
 
     A is drawn Kaiming-uniform from `seed` and B is 0, so the function is initially unchanged. Both are stored in FP32
-    and compute in the dtype of their input. Raises UserError without peft, if a pattern matches no linear, and for
-    linears that peft cannot adapt: it mistakes some names for experts that transformers 5 has fused.
+    and compute in the dtype of their input. Raises UserError without peft, if a pattern matches no linear, and if peft
+    cannot adapt a linear. It mistakes some names for experts that transformers 5 has fused.
     """
     need("peft", f"model.adapter.rank={adapter.rank}")
     from transformers.pytorch_utils import Conv1D

@@ -88,7 +88,7 @@ def portable_config(config: Config, folder: Path) -> dict[str, Any]:
     """
     tree = to_dict(config)
     tree["run_dir"], tree["runs_dir"] = None, Config.runs_dir
-    tree["plan"] = None  # paths contain the plan's content
+    tree["plan"] = None  # precision.* contains the plan's content
     cache = tree["data"]["cache_dir"]
     tree["data"]["cache_dir"] = DataConfig.cache_dir if cache == os.environ.get("GNMR_CACHE") else _cache(cache, folder)
     if tree["scores"]["data"] is not None:

@@ -10,11 +10,12 @@ reads one-hot tokens: its inputs are the tokens and its outputs the channels. So
 channels) is taken along each column. The rms is at least 1e-8, so a zero gradient gives no update. Momentum needs no
 bias correction, since u does not depend on the scale of m.
 
-Defaults (paper and public code): lr 1e-3 (2e-4 at 1B), momentum 0.9, AdamW with 0.9, 0.999, 1e-8 at the same rate,
-warm-up over 10%, cosine to 10%.
+Defaults (paper and public code): lr 1e-3 (2e-4 at 1B), momentum 0.9, warm-up over 10%, cosine to 10%. AdamW uses 0.9,
+0.999, 1e-8 and the same learning rate.
 
-A head tied to the token embedding is treated as a head (momentum, rms along the rows), because nearly every element of
-its gradient comes from the head. Learned positions are an embedding. Updates are computed in float32 and rounded once.
+A head tied to the token embedding is treated as a head (momentum, rms along the rows). The reason is that nearly every
+element of its gradient comes from the head. Learned positions are an embedding. Updates are computed in float32 and
+rounded once.
 """
 
 from __future__ import annotations

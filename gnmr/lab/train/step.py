@@ -153,8 +153,7 @@ class TrainStep:
             wrapped: The model as the processes run it.
             stop: Signals that this process received. All processes learn of them in the same step (`StepResult.stop`).
             draws: Seeds the random numbers of each micro-batch; the caller calls `begin_step`. If None, micro-batches
-                draw in
-                turn.
+                draw in turn.
         """
         self.model, self.router, self.optimizer = model, router, optimizer
         self.clip_norm, self.measure_saved, self.transform = clip_norm, measure_saved, transform

@@ -132,8 +132,8 @@ class AGC(Transform):
 
     A unit u is a row of a matrix (one output of a linear, one token of an embedding). A parameter with one dimension is
     one unit. Because of the floor, zero weights can change. As in the paper, the final linear layer (a parameter below
-    a module `lm_head`) is not clipped. A head that is tied to the embedding is clipped as an embedding. There is no
-    state.
+    a module `lm_head`) is not clipped. A head that is tied to the embedding is clipped as an embedding. The transform
+    has no state.
     """
 
     def __init__(
@@ -187,9 +187,9 @@ class GradientStabilizer(Transform):
         m^ = m / (1 - gamma1^t);            v^ = v / (1 - gamma2^t)
         g <- m^ / (sqrt(v^) + eps) * g / R
 
-    The resulting norm is about 1 while R is steady, so the optimizer must be invariant to the gradient's scale. gamma1
-    and gamma2 are the paper's; bias correction and eps follow the public code. As there, a tensor with no gradient or
-    an exact zero gradient is skipped: t counts the gradients that entered m and v.
+    The resulting norm is about 1 while R is steady, so the optimizer must be invariant to the gradient's scale. The
+    values of gamma1 and gamma2 are the paper's; bias correction and eps follow the public code. As there, a tensor with
+    no gradient or an exact zero gradient is skipped: t counts the gradients that entered m and v.
     """
 
     def __init__(
