@@ -51,7 +51,7 @@ class OptimConfig:
         require(not adam or not self.options, "options", self.options, "adamw has none")
         if not adam:
             object.__setattr__(self, "options", {"momentum": 0.9} | self.options)
-        # The bounds are far beyond useful values and within the range of FP32: all factors of a step are finite and nonzero.
+        # The bounds are far beyond useful values and within FP32's range: all factors of a step are finite and nonzero.
         within(1e-30, 1e3, **fields(self, "lr", "eps"))
         sound = len(self.betas) == 2 and all(0 <= beta <= 0.999999 for beta in self.betas)
         require(sound, "betas", self.betas, "two numbers from 0 to 0.999999")

@@ -1,8 +1,11 @@
 """Faults in the low path of chosen units and steps (`schedule.py`): the ground truth for evaluating detection.
 
-A fault changes how rows (tokens) of an operator's input are quantized: scale = max|row| / format.max and codes = Q(row
-/ scale). For a format, this is the compressed copy. For a recipe, these are the casts of the input in every GEMM that
-reads it (fprop and wgrad). There, max is taken over the elements that share a scale.
+A fault changes how rows (tokens) of an operator's input are quantized:
+
+    scale = max|row| / format.max;  codes = Q(row / scale)
+
+For a format, this is the compressed copy. For a recipe, these are the casts of the input in every GEMM that reads it
+(fprop and wgrad). There, max is taken over the elements that share a scale. The kinds of faults are:
 
     scale_up      scale * magnitude: small values underflow to zero
     scale_down    scale / magnitude: large values saturate at the format's largest one
