@@ -8,23 +8,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 _insist = True
-"""Whether a second signal ends this process at once."""
+"""True if a second signal ends this process at once."""
 _came = False
-"""Whether one was collected."""
+"""True if a signal was collected."""
 
 
 def ending() -> list[signal.Signals]:
-    """The signals besides Ctrl-C that end a run well: SIGTERM, SIGUSR1 (Slurm's warning before the time limit) and
-    SIGHUP (the terminal is closed). What was ignored when the process began (nohup) stays so."""
+    """Return the signals besides Ctrl-C that end a run gracefully.
+
+    They are SIGTERM, SIGUSR1 (Slurm's warning before the time limit) and SIGHUP (the terminal is closed). SIGUSR1 and
+    SIGHUP are left out if they were ignored when the process began (nohup).
+    """
     others = [one for one in (signal.SIGUSR1, signal.SIGHUP) if signal.getsignal(one) is not signal.SIG_IGN]
     return [signal.SIGTERM, *others]
 
 
 @contextmanager
 def handled(numbers: list[signal.Signals], handler: Callable[[int, object], None]) -> Iterator[Callable[[], None]]:
-    """Has `handler` called at these signals; yields what sets the handlers back that were there before.
+    """Call `handler` at these signals, and yield a function that restores the previous handlers.
 
-    Only the main thread can set handlers: in another one, nothing is set.
+    Only the main thread can set handlers. In another thread, nothing is set.
     """
     if threading.current_thread() is not threading.main_thread():
         numbers = []
@@ -42,7 +45,7 @@ def handled(numbers: list[signal.Signals], handler: Callable[[int, object], None
 
 @contextmanager
 def signals_collected(then: Callable[[], None] | None = None) -> Iterator[list[int]]:
-    """Collects Ctrl-C or one of `ending` and calls `then`; a second one of any kind acts as usual."""
+    """Collect Ctrl-C or a signal of `ending` and call `then`. A second signal of any kind acts as usual."""
     received: list[int] = []
 
     def note(number: int, _frame: object) -> None:
@@ -59,17 +62,17 @@ def signals_collected(then: Callable[[], None] | None = None) -> Iterator[list[i
 
 
 def expected() -> bool:
-    """Whether a signal that comes now says nothing new: this process ends already, and no second one is to hurry it."""
+    """Return True if a signal can be ignored: this process is ending, and a second signal must not hurry it."""
     return _came and not _insist
 
 
 def ends() -> None:
-    """This process ends by itself, by an error: the signal with which others end it says nothing new."""
+    """Mark that this process is ending with an error, so that a signal with which others end it is expected."""
     global _came
     _came = True
 
 
 def never_at_once() -> None:
-    """Makes a second signal have no effect: a worker may get one from its sweep and one from its job."""
+    """Disable the effect of a second signal, because a worker may get one from its sweep and one from its job."""
     global _insist
     _insist = False

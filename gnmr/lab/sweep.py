@@ -1,7 +1,8 @@
-"""How far a run of a sweep is, and the line that it leaves.
+"""The progress of a run in a sweep, and the line that reports its end.
 
-Hydra's own sweeper makes the cells: the product of the values under `hydra.sweeper.params` and on the command line. A
-cell whose folder holds DONE is skipped, so the same command continues a sweep. Arms: `gnmr.lab.config.compose`.
+Hydra's sweeper creates the cells: the product of the values under `hydra.sweeper.params` and on the command line. A
+cell whose folder contains DONE is skipped, so the same command continues a sweep. See `gnmr.lab.config.compose` for
+arms.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
-_TAIL_BYTES = 1 << 16  # holds a row of steps.jsonl many times over
+_TAIL_BYTES = 1 << 16  # much longer than a row of steps.jsonl
 
 
 def finished(folder: Path) -> str:
     """Return one line about a run that is done: its folder, perplexity, spend and time."""
-    from gnmr.records.reader import read_json  # with pyarrow, which only this needs
+    from gnmr.records.reader import read_json  # imported here, because it imports pyarrow
 
     told = [folder.name]
-    with suppress(OSError, ValueError, KeyError, TypeError):  # records that cannot be read: the report says which
+    with suppress(OSError, ValueError, KeyError, TypeError):  # the report names records that cannot be read
         summary = read_json(folder / "summary.json") or {}
         if (perplexity := summary["final_val_ppl"]) is not None:
             told.append(f"ppl {perplexity:.2f}")
@@ -33,7 +34,7 @@ def finished(folder: Path) -> str:
 
 
 def last_step(folder: Path) -> int:
-    """Return the step of the last whole row of steps.jsonl, read from its end; 0 if there is none."""
+    """Return the step of the last complete row of steps.jsonl, read from its end, or 0 if there is none."""
     try:
         with (folder / "steps.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))

@@ -1,9 +1,8 @@
 """The schema of `conf/`: one frozen dataclass per section, merged strictly.
 
-Hydra composes the YAML tree; these files say which keys exist, their types, and which values make sense. An unknown
-key fails while Hydra composes (the schema is in struct mode, so `+key=1` fails too); a senseless value fails in
-`__post_init__`, before anything is created on disk. torch is not imported here, but for recipes that a config
-declares itself.
+Hydra composes the YAML tree. These files define the keys, their types, and the valid values. An unknown key fails while
+Hydra composes, because the schema is in struct mode; so does `+key=1`. An invalid value fails in `__post_init__`,
+before anything is created on disk. torch is imported here only for recipes that a config declares.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from gnmr.records.untrusted import MAX_CONFIG, MAX_DEPTH, Damaged, bounded, cont
 
 @dataclass(frozen=True)
 class Config:
-    """One run."""
+    """The config of one run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -45,8 +44,8 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)
     base: str | None = None
-    """Run that this one is forked from: a folder with a checkpoint, RUN or RUN/checkpoints/step-..., or shipped, which
-    comes with the package; null: none, the run begins with new weights."""
+    """The run to fork: a folder with a checkpoint, RUN or RUN/checkpoints/step-..., or `shipped` (part of the package).
+    If null, the run begins with new weights."""
     fork: ForkConfig = field(default_factory=ForkConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     records: RecordsConfig = field(default_factory=RecordsConfig)
@@ -54,16 +53,16 @@ class Config:
     experiment_name: str = "custom"
     """First folder of the run's path."""
     scale_name: str = "custom"
-    """Name of the scale; the report puts the paper's figures beside runs of the paper's scales."""
+    """Name of the scale. For the paper's scales, the report shows the published figures next to the run's."""
     arm: str | None = None
-    """Name of the arm; null: from precision.name and controller.name."""
+    """Name of the arm. If null, it is derived from precision.name and controller.name."""
     run_dir: str | None = None
-    """Run folder; null: `runs_dir/<experiment>/<arm>-<hash>-s<seed>`."""
+    """Run folder. If null, it is `runs_dir/<experiment>/<arm>-<hash>-s<seed>`."""
     runs_dir: str = "runs"
     plan: str | None = None
-    """plan.json of `gnmr diagnose` (gnmr/doctor/plan.py): says precision.low, recovery, recipes, targets and pins."""
+    """plan.json of `gnmr diagnose` (gnmr/doctor/plan.py), which sets low, recovery, recipes, targets and pins."""
     parallel: str = "none"
-    """How several processes train the model: ddp, fsdp (FSDP2) or hsdp; none: one process (docs/distributed.md)."""
+    """Data parallelism: none (one process), ddp, fsdp (FSDP2) or hsdp (docs/distributed.md)."""
     compression: CompressionConfig = field(default_factory=CompressionConfig)
 
     @as_user_error()
@@ -119,7 +118,7 @@ class Config:
 
     @property
     def total_steps(self) -> int:
-        """Steps of the run: training.steps and, of a fork, the healing behind them."""
+        """Steps of the run: training.steps, plus the healing steps of a fork."""
         return self.training.steps + self.fork.heal
 
     def _check_places(self) -> None:
@@ -129,13 +128,13 @@ class Config:
         places = ("base", "plan", "run_dir", "runs_dir", "model.checkpoint", "data.path", "data.tokenizer")
         for key, value in fields(self, *places, "data.cache_dir", "scores.data").items():
             place(key, value, homeless=key == "data.cache_dir")
-        longest = LONGEST_NAME - len(f"-00000000-s{self.training.seed}")  # beside it in the folder's name
+        longest = LONGEST_NAME - len(f"-00000000-s{self.training.seed}")  # the folder's name also contains these
         length = len(self.arm_name.encode())
         require(length <= longest, "arm", f"{self.arm_name[:20]}...", f"has {length} bytes, {longest} at the most")
 
     @property
     def arm_name(self) -> str:
-        """What the arm is called in run folders and reports: `arm`, or its paths, controller and what else differs."""
+        """The arm's name in run folders and reports: `arm`, or the names of paths, controller and other differences."""
         if self.arm is not None:
             return self.arm
         parts = [str(self.precision.name)]
@@ -146,11 +145,11 @@ class Config:
         return "-".join(parts)
 
 
-# Keys that say where a run is kept, how it is watched or how it is continued. They do not change its numbers, so they
-# stay out of the hash (records.units_every stays in: it decides what is there to replay). The seed stands beside the
-# hash in the folder's name.
+# These keys say where a run is kept, how it is watched or how it is continued. They do not change its numbers, so the
+# hash excludes them. It includes records.units_every, which determines what can be replayed. The folder's name contains
+# the seed next to the hash.
 _OUTSIDE_THE_HASH = (
-    "plan",  # what it says stands in paths
+    "plan",  # precision.* contains the plan's content
     "parallel",
     "run_dir",
     "runs_dir",
@@ -174,12 +173,12 @@ _OUTSIDE_THE_HASH = (
 )
 
 
-@cache  # making it takes as long as all the rest of `load`
+@cache  # building the schema takes as long as the rest of `load`
 def schema() -> DictConfig:
-    """The empty schema for Hydra: typed (so an unknown key is refused) and writable. Not to be changed by its readers.
+    """Return the empty schema for Hydra, which is typed (so it refuses unknown keys) and writable. Do not modify it.
 
-    OmegaConf makes frozen dataclasses read-only, which would forbid every override; the objects that `load` returns
-    are frozen all the same.
+    OmegaConf makes frozen dataclasses read-only, which would forbid every override. The objects that `load` returns are
+    frozen nevertheless.
     """
     node = OmegaConf.structured(Config)
 
@@ -199,9 +198,9 @@ def schema() -> DictConfig:
         node.optim.options,
         node.optim.transform.options,
     ):
-        OmegaConf.set_struct(free, False)  # checked where they are used: their keys need no +
-    node.precision.name = node.controller.name = None  # of what is chosen, which need not be the defaults
-    for key in USUAL["none"]:  # of the kind
+        OmegaConf.set_struct(free, False)  # these are checked where they are used, and their keys need no +
+    node.precision.name = node.controller.name = None  # derived from the chosen values, which may not be the defaults
+    for key in USUAL["none"]:  # the defaults depend on the kind
         node.faults[key] = None
     return node
 
@@ -209,10 +208,10 @@ def schema() -> DictConfig:
 def load(composed: DictConfig | dict[str, Any]) -> Config:
     """Return the strictly typed, frozen `Config` of a composed or saved tree.
 
-    Raises `UserError` for an unknown key, a value of the wrong type or one that makes no sense.
+    Raises `UserError` for an unknown key, a value of the wrong type or an invalid value.
     """
     try:
-        # As plain containers: a key that `+` forced into a typed node would otherwise pass as the node's own.
+        # Convert to plain containers, because a key that `+` forced into a typed node would otherwise be accepted.
         plain = OmegaConf.to_container(OmegaConf.create(composed), resolve=True, throw_on_missing=True)
         config = OmegaConf.to_object(OmegaConf.merge(schema(), plain))
     except OmegaConfBaseException as error:
@@ -222,7 +221,7 @@ def load(composed: DictConfig | dict[str, Any]) -> Config:
 
 
 def read(path: Path) -> Config:
-    """The config that a run saved. UserError, naming the file, for anything that cannot be one."""
+    """Return the config that a run saved. Raises UserError, which names the file, if it is invalid."""
     try:
         tree = read_tree(path)
         if tree.get("own_loop") is True:  # gnmr/attachment/record.py
@@ -237,8 +236,8 @@ def read(path: Path) -> Config:
 def read_tree(path: Path) -> dict[str, Any]:
     """Return config.yaml as it is written. Nothing in it is resolved, imported or looked up.
 
-    `Damaged` for anything but a mapping of plain values: a saved config is resolved, so an interpolation (`${`) is not
-    the run's, and neither are aliases or tags.
+    Raises `Damaged` for anything but a mapping of plain values. A saved config is resolved, so an interpolation (`${`)
+    does not come from the run, and neither do aliases and tags.
     """
     with reading(path):
         tree = _plain_yaml(content(path, MAX_CONFIG))
@@ -267,13 +266,13 @@ def _with_texts_as_keys(tree: Any) -> Any:
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """Reads numbers as OmegaConf, which wrote them."""
+    """Parses numbers like OmegaConf, which wrote them."""
 
     yaml_implicit_resolvers = get_yaml_loader().yaml_implicit_resolvers
 
 
 def from_words(words: Sequence[str]) -> DictConfig:
-    """key=value words as a tree; UserError names the one that is no YAML."""
+    """Return key=value words as a tree. Raises UserError, which names the word, for invalid YAML."""
     for word in words:
         try:
             OmegaConf.from_dotlist([word])
@@ -283,8 +282,10 @@ def from_words(words: Sequence[str]) -> DictConfig:
 
 
 def one_line(error: Exception) -> str:
-    """Return the message of a Hydra or OmegaConf error in one line, with the full key and, for an unknown key, the one
-    that was probably meant."""
+    """Return the message of a Hydra or OmegaConf error in one line, with the full key.
+
+    For an unknown key, the message suggests the most similar key.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     text = lines[0]
     if text.endswith("raised while composing config:") and len(lines) > 1:
@@ -292,7 +293,7 @@ def one_line(error: Exception) -> str:
     full_key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), None)
     if full_key and full_key not in text:
         text = f"{text} (key {full_key})"
-    # Under a debugger or a tracer OmegaConf makes an error its own cause.
+    # Under a debugger or a tracer, OmegaConf sets an error as its own cause.
     if isinstance(error.__cause__, OmegaConfBaseException) and error.__cause__ is not error:
         return f"{text.rstrip('.')}: {one_line(error.__cause__)}"
     inner = error if hasattr(error, "parent_node") else error.__context__
@@ -308,12 +309,12 @@ def one_line(error: Exception) -> str:
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """As nested plain dictionaries, for YAML."""
+    """Return the config as nested plain dictionaries, for YAML."""
     return asdict(config)
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}; lists are leaves."""
+    """Turn {"a": {"b": 1}} into {"a.b": 1}. Lists are leaves."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
@@ -324,15 +325,15 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """The flat keys that decide a run's numbers, the seed aside."""
+    """Return the flat keys that determine a run's numbers, except the seed."""
     return {key: value for key, value in flatten(to_dict(config)).items() if key not in _OUTSIDE_THE_HASH}
 
 
 def config_hash(config: Config) -> str:
-    """Eight hex digits over `identity`: equal for two seeds of one arm, different for two arms."""
+    """Return eight hex digits over `identity`: equal for two seeds of an arm, different for two arms."""
     return hash_of(identity(config))
 
 
 def hash_of(settings: dict[str, Any]) -> str:
-    """Return eight hex digits over the flat keys that decide a run's numbers."""
+    """Return eight hex digits over the flat keys that determine a run's numbers."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:8]

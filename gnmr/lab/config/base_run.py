@@ -1,4 +1,4 @@
-"""The base of a fork as its config names it: where it is, and what the fork takes of it."""
+"""The base of a fork as the config names it: its location, and the settings that the fork inherits."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from gnmr.lab.config import Config, flatten, read, to_dict
 from gnmr.records.untrusted import Damaged, exists, text
 
 SHIPPED = "shipped"
-"""The `base` that comes with the package; a folder of that name is ./shipped."""
+"""The `base` that is part of the package. A folder with this name is ./shipped."""
 _BATCH = ("training.seq_len", "training.batch_size", "training.accumulation", "training.dtype")
 FROM_BASE = ("model", "data", "optim", *_BATCH)
 """Keys in which a fork and its base agree: model, data, optimizer with its schedule, and the batch."""
 OF_THE_ARM = ("data.cache_dir", "optim.transform", "optim.clip_norm")
-"""Of those, what an arm chooses for itself."""
+"""Exceptions to `FROM_BASE`, which an arm chooses."""
 PATHS = ("data.path", "data.tokenizer")
-"""Never taken from a base, which somebody else may have made: they name files of this machine."""
+"""Keys that are never taken from a base, because they name files of this machine and the base may be untrusted."""
 
 
 def agreed(flat: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of a flat config in which a fork and its base agree; the schedule's length is a number."""
+    """Return the keys of a flat config in which a fork and its base agree. The schedule's length is a number."""
     found = {key: value for key, value in flat.items() if covers(FROM_BASE, key) and not covers(OF_THE_ARM, key)}
     if found.get("optim.schedule_steps") is None:
         found["optim.schedule_steps"] = flat["training.steps"]
@@ -33,21 +33,20 @@ def agreed(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def typed(words: Sequence[str]) -> set[str]:
-    """Return the keys and groups that these words of a command line set."""
+    """Return the keys and groups that these command-line words set."""
     return {word.lstrip("+~").partition("=")[0] for word in words}
 
 
 def covers(names: Iterable[str], key: str) -> bool:
-    """Return whether the key is one of these keys or lies in one of these groups."""
+    """Return True if the key is one of these keys or lies in one of these groups."""
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
 def with_base(composed: DictConfig, words: Sequence[str]) -> None:
-    """Put what the base of a fork says into what Hydra composed, where these words of the command line do not.
+    """Merge the settings of a fork's base into the composed config, except those that command-line words set.
 
-    A group that a word chooses (`model=gpt`) is the user's as a whole.
-
-    Raises UserError for a base that is none, and where it names a file that nobody else has named.
+    A group that a word chooses (`model=gpt`) is left to the user as a whole. Raises UserError for an invalid base, and
+    if the base names a file that the user has not named.
     """
     if (base := composed.get("base")) is None:
         return
@@ -62,7 +61,7 @@ def with_base(composed: DictConfig, words: Sequence[str]) -> None:
 
 
 def place_of_base(base: str) -> tuple[Path, Path]:
-    """(run folder, folder with its checkpoints or the one checkpoint that was named). UserError where it is none."""
+    """Return (run folder, folder with its checkpoints or the named one). Raises UserError for an invalid base."""
     folder = Path(__file__).parents[1] / "bases" / SHIPPED if base == SHIPPED else Path(base).expanduser()
     step = re.fullmatch(r"step-\d{8}", folder.name) and folder.parent.name == "checkpoints"
     run, checkpoints = (folder.parents[1], folder) if step else (folder, folder / "checkpoints")
@@ -73,7 +72,7 @@ def place_of_base(base: str) -> tuple[Path, Path]:
 
 
 def read_base(base: str) -> Config:
-    """The config of a fork's base. UserError for what is none, and for a run that cannot be forked."""
+    """Return the config of a fork's base. Raises UserError if the base is invalid or cannot be forked."""
     run, _ = place_of_base(base)
     try:
         config = read(run / "config.yaml")

@@ -1,4 +1,4 @@
-"""The config from words of the command line, by Hydra; and its errors in one line that says what would be right."""
+"""Compose the config from command-line words with Hydra, and report errors in one line with the remedy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def conf_dir() -> Path:
 
 
 def register() -> None:
-    """Tell Hydra the schema that conf/config.yaml names, the sizes, and what `${names:arms}` is in a sweep."""
+    """Register the schema of conf/config.yaml, the model sizes, and the resolver `${names:arms}` with Hydra."""
     from hydra.core.config_store import ConfigStore
 
     for name, size in OmegaConf.load(conf_dir() / "sizes.yaml").items():
@@ -53,7 +53,7 @@ def compose(overrides: list[str]) -> Config:
 
 
 def composed_tree(overrides: list[str], hydra: bool = True) -> Any:
-    """Return what Hydra composes of these words; `hydra`: with its own settings."""
+    """Compose these words with Hydra. With `hydra`, the result contains Hydra's own settings."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
 
@@ -63,7 +63,7 @@ def composed_tree(overrides: list[str], hydra: bool = True) -> Any:
 
 
 def load_composed(composed: DictConfig, words: Sequence[str]) -> Config:
-    """Return the config of what Hydra composed of these words, with the sweep's arm, the plan and a fork's base."""
+    """Return the config of a composed tree, after applying the sweep's arm, the plan and a fork's base."""
     apply_arm(composed, words)
     with_plan(composed, words)
     with_base(composed, words)
@@ -71,11 +71,10 @@ def load_composed(composed: DictConfig, words: Sequence[str]) -> Config:
 
 
 def apply_arm(composed: DictConfig, words: Sequence[str]) -> None:
-    """Put the words of the chosen arm into what Hydra composed of these words, which win over the arm's.
+    """Apply the words of the chosen arm to the composed config. Command-line words take precedence.
 
-    An arm is several keys that change together. A sweep names its arms under `arms`, and `arm=NAME` chooses one.
-
-    Raises UserError for an arm that the sweep does not have, and for words of an arm that the config does not take.
+    An arm is several keys that change together. A sweep names its arms under `arms`, and `arm=NAME` chooses one. Raises
+    UserError for an unknown arm, and for words of an arm that are invalid.
     """
     arms, arm = composed.arms, composed.arm
     with open_dict(composed):
@@ -97,10 +96,9 @@ def apply_arm(composed: DictConfig, words: Sequence[str]) -> None:
 
 
 def with_plan(composed: DictConfig, words: Sequence[str]) -> None:
-    """Put the precision of `plan=plan.json` into what Hydra composed of these words of the command line, and the plan's
-    threshold where the controller's signal is a price.
+    """Apply the precision of `plan=plan.json` to the composed config, and its threshold if the signal is a price.
 
-    Raises UserError for a plan that cannot be read, and for words that say what a plan says.
+    Raises UserError for a plan that cannot be read, and for command-line words that set what the plan sets.
     """
     if (path := composed.get("plan")) is None:
         return
@@ -119,14 +117,14 @@ def with_plan(composed: DictConfig, words: Sequence[str]) -> None:
 
 
 def mistake(error: Exception) -> str | None:
-    """Return one line for an error of Hydra's in composing a command line or making a folder; None for any other."""
+    """Return one line for an error that Hydra raised while composing or creating a folder, or None for other errors."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     modules = [module for frame in frames if (module := str(frame.f_globals["__name__"])) not in ("pathlib", "os")]
-    by_hydra = modules[-1].startswith(("hydra.", "yaml.")) and frames[-1].f_code.co_name != "return_value"  # a job's
+    by_hydra = modules[-1].startswith(("hydra.", "yaml.")) and frames[-1].f_code.co_name != "return_value"  # not a job
     if isinstance(error, yaml.MarkedYAMLError) and by_hydra:
         mark = error.problem_mark or error.context_mark
         return f"{mark.name}, line {mark.line + 1}: {error.problem}" if mark else one_line(error)
-    if isinstance(error, OSError) and not isinstance(error, HydraException):  # Hydra's missing file is both
+    if isinstance(error, OSError) and not isinstance(error, HydraException):  # Hydra's missing file has both types
         return f"{error.filename}: {error.strerror}" if by_hydra else None
     if not isinstance(error, HydraException | OmegaConfBaseException) and not (by_hydra and type(error) is ValueError):
         return None
@@ -146,6 +144,6 @@ def mistake(error: Exception) -> str | None:
 
 
 def choices_of(group: str) -> list[str]:
-    """Return the choices of a group of `conf/`, those of its folders too (`paper/table1`)."""
+    """Return the choices of a group of `conf/`, including those in subfolders (`paper/table1`)."""
     folder = conf_dir() / group
     return sorted(file.relative_to(folder).with_suffix("").as_posix() for file in folder.rglob("*.yaml"))

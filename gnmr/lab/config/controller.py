@@ -1,4 +1,4 @@
-"""controller.*: signal, routing and thresholds of a run, whose lengths are fractions of it."""
+"""controller.*: signal, routing and thresholds. Lengths are fractions of the run."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ _LONGEST_TABLE = 1 << 24
 
 @dataclass(frozen=True, kw_only=True)
 class ControllerConfig(Rules):
-    """Algorithms 1 and 2 (gnmr/control). The keys that are not here are those of `ControlSpec`."""
+    """The controller of Algorithms 1 and 2 (gnmr/control). `ControlSpec` documents the inherited keys."""
 
     name: str | None = None
-    """Part of the arm's name; null: the signal, gnmr for gnmr_delta, and -ranked."""
+    """Part of the arm's name. If null, it is the signal (gnmr for gnmr_delta), with -ranked for ranked routing."""
     signal: str = "gnmr_delta"
-    """The risk signal: one of docs/signals.md, or package.module:Class for one of your own."""
+    """The risk signal: one of docs/signals.md, or package.module:Class for a custom signal."""
     alpha: float | None = 1.5
-    """Threshold of GNMR; null switches it off."""
+    """Threshold of GNMR. Null switches it off."""
     beta: float | None = 1.3
-    """Threshold of dGNMR; null switches it off."""
+    """Threshold of dGNMR. Null switches it off."""
     alpha_init: float | None = None
-    """Threshold of GNMR during the first init_frac of the steps; null: alpha throughout (section 3, two stages)."""
+    """Threshold of GNMR during the first init_frac of the steps (section 3, two stages). If null, alpha applies."""
     beta_init: float | None = None
-    """Threshold of dGNMR during the first init_frac of the steps; null: beta throughout."""
+    """Threshold of dGNMR during the first init_frac of the steps. If null, beta applies."""
     init_frac: float = 0.025
-    """Length of the first stage as a share of training.steps; without effect unless an *_init is set."""
+    """Length of the first stage as a fraction of training.steps. It has no effect unless an *_init is set."""
     warmup_frac: float = 0.0
-    """High-fidelity warm-up: share of training.steps with every unit on warmup_path before control starts."""
+    """High-fidelity warm-up: fraction of training.steps with every unit on warmup_path before control starts."""
     max_o: int | None = 4
-    """Most units on the recovery path at once, once control has started; null: the budget alone."""
+    """Largest number of units on the recovery path after the warm-up. If null, only the budget limits it."""
     budget: Any = None
-    """Share of what recovery of everything costs that the units on the recovery path may cost together, above 0 and at
-    most 1, or 10%; null: no budget. Filled by risk per cost; max_o holds too (null: the budget alone)."""
+    """Limit on the cost of the units on the recovery path, as a fraction of recovering everything: in (0, 1], or 10%.
+    Units are selected by risk per cost, and max_o applies too unless it is null. Null switches the budget off."""
     cost: str = "gemm"
-    """What the budget counts: gemm (arithmetic), bytes (extra bytes, Eq. 5), or a CSV file with the columns unit and
-    cost (measured times)."""
+    """The budget's unit of cost: gemm (FLOPs), bytes (extra bytes, Eq. 5), or a CSV file with measured times. The CSV
+    file has the columns unit and cost."""
 
     @as_user_error("controller.")
     def __post_init__(self) -> None:
@@ -64,12 +64,12 @@ class ControllerConfig(Rules):
             object.__setattr__(self, "budget", share_of(self.budget))
             share(budget=self.budget)
         place("cost", self.cost)
-        self._spec(1, "gemm")  # checks all the rest
+        self._spec(1, "gemm")  # this checks the other keys
 
     def _check_signal(self) -> None:
         module, colon, cls = self.signal.partition(":")
         sound = bool(self.signal) and (not colon or all(part.isidentifier() for part in (*module.split("."), cls)))
-        storable("signal", self.signal)  # before the name of the controller is made of it
+        storable("signal", self.signal)  # check before the controller's name is derived from it
         require(sound, "signal", self.signal, "give the name, or package.module:Class")
         folder_name("signal", cls or module)
         for key in ("alpha", "beta", "delta"):
@@ -82,11 +82,11 @@ class ControllerConfig(Rules):
         return NO_CAP if self.max_o is None else self.max_o
 
     def warmup_steps(self, steps: int) -> int:
-        """Return the length of the warm-up of a run of `steps` steps."""
+        """Return the length of the warm-up in a run of `steps` steps."""
         return round(self.warmup_frac * steps)
 
     def spec(self, steps: int) -> ControlSpec:
-        """Return what this is for a run of `steps` steps: fractions of the run become steps."""
+        """Return the spec for a run of `steps` steps, in which fractions of the run become steps."""
         measured = self.budget is not None and self.cost not in COSTS
         return self._spec(steps, _table(Path(self.cost)) if measured else self.cost)
 
@@ -106,7 +106,7 @@ class ControllerConfig(Rules):
         )
 
     def unread(self) -> dict[str, str]:
-        """Return the keys that choose nothing as the others stand, and the setting that makes it so."""
+        """Return the keys that have no effect with the other settings, each with the setting that disables it."""
         found: dict[str, str] = {}
         if self.signal != "gnmr_delta":
             keys = ("alpha", "alpha_init", "beta", "beta_init", "delta", "eps")
@@ -117,13 +117,13 @@ class ControllerConfig(Rules):
             found["cost"] = "budget=null"
         if self.routing == "ranked":
             found["trigger"] = "routing=ranked"
-            if self.options.get("active_frac") is None:  # with it most risks are 0, and locked units fill up
+            if self.options.get("active_frac") is None:  # with it, most risks are 0 and locked units fill up the set
                 found["t_lock"] = "routing=ranked"
         return found
 
 
 def _table(path: Path) -> dict[str, float]:
-    """Return {unit: cost} of a CSV file. Raises ValueError, one line, if it is no such file."""
+    """Return {unit: cost} of a CSV file. Raises ValueError with one line if the file is invalid."""
     what = f"cost={path}: must be gemm, bytes or a CSV file with the columns unit and cost"
     try:
         with opened(Path(os.path.realpath(path))) as file:

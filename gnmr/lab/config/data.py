@@ -13,34 +13,34 @@ class DataConfig:
     """Corpus, tokenizer and their cache."""
 
     name: str = "stdlib"
-    """stdlib (this Python's own library sources), c4, gsm8k (hub, or local in its layout), text (local files) or
-    instructions (local files of prompts and answers)."""
+    """The corpus: stdlib (this Python's library sources), c4, gsm8k (from the hub, or a local copy in its layout), text
+    (local files) or instructions (local files of prompts and answers)."""
     path: str | None = None
-    """File or folder for text and instructions; for the others a local copy, or null to read from the hub."""
+    """File or folder for text and instructions. For other corpora, a local copy, or null to read from the hub."""
     text_column: str = "text"
     """Column that holds the text in .jsonl, .json.gz and .parquet files."""
     prompt_column: str = "prompt"
-    """Column that holds the prompt; of instructions."""
+    """Column that holds the prompt (instructions)."""
     response_column: str = "response"
-    """Column that holds the answer; of instructions."""
+    """Column that holds the answer (instructions)."""
     input_column: str | None = None
-    """Column of a text that follows the prompt where it is not blank (Alpaca's "input"); of instructions."""
+    """Column of a text that follows the prompt if it is not blank, as Alpaca's "input" (instructions)."""
     answers_only: bool = True
-    """Loss on the answers alone; false: on prompts too. Plain text has no prompts."""
+    """Compute the loss on answers only; false includes prompts. Plain text has no prompts."""
     vocab_size: int = 4096
-    """Largest vocabulary of the byte-level BPE; a tiny corpus may give a smaller one."""
+    """Largest vocabulary of the byte-level BPE. A tiny corpus may give a smaller one."""
     tokenizer: str | None = None
-    """A tokenizer.json to use instead of training one; for fine-tuning, instead of the checkpoint's: a folder too."""
+    """A tokenizer.json to use instead of training one. In fine-tuning, it (or its folder) replaces the checkpoint's."""
     tokenizer_bytes: int = 50_000_000
-    """Text that the tokenizer is trained on at the most, bytes of UTF-8."""
+    """Largest amount of text that the tokenizer is trained on, in bytes of UTF-8."""
     max_tokens: int | None = None
-    """Training tokens to prepare at the most; null: the whole corpus, for the hub what the run needs."""
+    """Largest number of training tokens to prepare. If null, the whole corpus, or from the hub what the run needs."""
     cache_dir: str = "~/.cache/gnmr"
-    """Where tokenizers and token files are kept."""
+    """Folder of tokenizers and token files."""
 
     @as_user_error("data.")
     def __post_init__(self) -> None:
-        if self.cache_dir == os.environ.get("GNMR_CACHE") == "":  # an empty variable counts as none
+        if self.cache_dir == os.environ.get("GNMR_CACHE") == "":  # an empty variable counts as unset
             object.__setattr__(self, "cache_dir", DataConfig.cache_dir)
         one_of(("stdlib", "c4", "text", "gsm8k", "instructions"), name=self.name)
         local = self.name in ("text", "instructions")
@@ -50,7 +50,7 @@ class DataConfig:
             self.path,
             f"data.name={self.name} needs a file or folder{'' if local else ', or null'}",
         )
-        fits = 257 <= self.vocab_size <= 2**24  # its trainer reserves room for each entry, and aborts without it
+        fits = 257 <= self.vocab_size <= 2**24  # the trainer reserves memory for each entry and aborts if it fails
         require(fits, "vocab_size", self.vocab_size, "byte-level BPE needs 257 or more, 16,777,216 at most")
         whole(tokenizer_bytes=self.tokenizer_bytes)
         whole(or_null=True, max_tokens=self.max_tokens)

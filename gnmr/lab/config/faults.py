@@ -16,9 +16,9 @@ USUAL: dict[str, dict[str, float]] = {
     "nan": {"magnitude": 1.0, "rows_frac": 0.001, "rate": 0.5, "duration": 3},
     "inf": {"magnitude": 1.0, "rows_frac": 0.001, "rate": 0.5, "duration": 3},
 }
-"""Each kind of fault, and what is null of it in the config. In int4 a scale_up of 8 zeroes all below 57% of a row's
-largest value; e4m3 needs some 1e4 for as much. Under nan and inf the optimizer skips steps: their windows are
-shorter than training.max_nonfinite_streak, or a run whose low path nobody recovers would end there."""
+"""The defaults of each kind of fault, which replace null in the config. In int4, a scale_up of 8 sets all values below
+57% of a row's largest value to zero; e4m3 needs about 1e4 for this effect. Under nan and inf the optimizer skips steps.
+Their windows are shorter than training.max_nonfinite_streak, so that a run without recovery does not end there."""
 
 
 @dataclass(frozen=True)
@@ -26,24 +26,24 @@ class FaultsConfig:
     """Faults in the low-cost path of chosen units at known times (gnmr/lab/faults/faults.py)."""
 
     kind: str = "none"
-    """What fails; none: nothing."""
+    """The kind of fault, or none."""
     magnitude: float | None = None
-    """How much: the factor on the scale, the noise in grid steps; bit_flip, nan and inf have none. Null, here and in
-    rows_frac, rate and duration: what is `USUAL` for the kind."""
+    """Strength: the factor on the scale, or the noise in grid steps. bit_flip, nan and inf have no strength. Null
+    selects the default of the kind (`USUAL`), here and in rows_frac, rate and duration."""
     rows_frac: float | None = None
     """Fraction of the rows (tokens) of a unit's input that are hit."""
     targets: list[str] = field(default_factory=lambda: ["*"])
-    """Patterns of the units, or of their operators, that may be hit, as precision.targets."""
+    """Patterns of the units, or of their operators, that may be hit, as in precision.targets."""
     windows: list[list[int]] = field(default_factory=list)
-    """[[first step, number of steps], ...] in which every target is hit; empty: drawn from rate."""
+    """[[first step, number of steps], ...] in which every target is hit. If empty, windows are drawn from rate."""
     rate: float | None = None
-    """Windows per 1,000 unit-steps, drawn for each target by itself; without effect where windows are given."""
+    """Windows per 1,000 unit-steps, drawn for each target separately. It has no effect if windows are given."""
     duration: int | None = None
     """Steps of a drawn window."""
     history: int = 16
-    """Steps that stale_scale looks back."""
+    """Number of steps that stale_scale looks back."""
     seed: int | None = None
-    """Draws the windows and what is random in them; null: training.seed."""
+    """Seed of the windows and of the randomness in them. If null, it is training.seed."""
 
     @as_user_error("faults.")
     def __post_init__(self) -> None:

@@ -14,11 +14,11 @@ class OutlierConfig:
     """Function-preserving outlier channels (gnmr/lab/models/outliers.py)."""
 
     number: int = 0
-    """Channels per norm, per v/o pair and per up/down pair that are scaled; 0 switches it off."""
+    """Number of scaled channels per norm, per v/o pair and per up/down pair. 0 switches them off."""
     gain: float = 1.0
     """Factor on the chosen channels; the weights that read them are divided by it. A power of two is exact in BF16."""
     window: list[int] = field(default_factory=list)
-    """First and last step of a window outside of which there are none; empty: from the start and for good."""
+    """First and last step of the window in which the channels exist. If empty, they exist in all steps."""
 
     @as_user_error("model.outlier_channels.")
     def __post_init__(self) -> None:
@@ -30,18 +30,18 @@ class OutlierConfig:
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """The experts of model=moe (gnmr/lab/models/moe.py); each is an MLP of model.intermediate_size."""
+    """The experts of model=moe (gnmr/lab/models/moe.py). Each is an MLP of width model.intermediate_size."""
 
     number: int = 0
-    """Experts in every layer; 0 in the other models, which have one MLP."""
+    """Experts in every layer. It is 0 in the other models, which have one MLP."""
     top_k: int = 2
-    """Experts that every token goes to."""
+    """Number of experts that process each token."""
     normalized: bool = True
-    """A token's gate weights are divided by their sum; false: they stay parts of the softmax over all experts."""
+    """Divide a token's gate weights by their sum. If false, they remain parts of the softmax over all experts."""
     balance_coef: float = 0.01
-    """Weight of the load-balancing loss in training; without effect where the routing is fixed."""
+    """Weight of the load-balancing loss in training. It has no effect if the routing is fixed."""
     routing_seed: int | None = None
-    """Fixes the routing: a hash of the token, the layer and this seed chooses the experts; null: the gate does."""
+    """Seed of a fixed routing, in which a hash of token, layer and seed chooses the experts. If null, the gate does."""
 
     @as_user_error("model.experts.")
     def __post_init__(self) -> None:
@@ -54,16 +54,16 @@ class ExpertsConfig:
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """LoRA adapters around the linears of model=pretrained, whose own weights are then frozen (E.3; peft)."""
+    """LoRA adapters around the linears of model=pretrained, whose weights are then frozen (E.3; peft)."""
 
     rank: int = 0
-    """Rank of the adapters; 0: none, every weight is trained."""
+    """Rank of the adapters. With 0, there are no adapters and every weight is trained."""
     scaling: int = 16
-    """lora_alpha: what an adapter adds is multiplied by scaling / rank."""
+    """lora_alpha: the output of an adapter is multiplied by scaling / rank."""
     dropout: float = 0.05
     """Dropout on the adapters' inputs in training."""
     targets: list[str] = field(default_factory=lambda: ["*_proj"])
-    """Patterns of the linears that get one, as precision.targets."""
+    """Patterns of the linears that get an adapter, as in precision.targets."""
 
     @as_user_error("model.adapter.")
     def __post_init__(self) -> None:
@@ -76,27 +76,27 @@ class AdapterConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Architecture only; precision is `precision`'s and `training.dtype`'s."""
+    """The architecture. Precision is set by `precision` and `training.dtype`."""
 
     name: str = "llama"
-    """llama, gpt or moe, or pretrained: a checkpoint in Hugging Face's layout, which says the sizes itself."""
+    """llama, gpt, moe, or pretrained: a checkpoint in the layout of Hugging Face, which determines the sizes."""
     checkpoint: str | None = None
-    """pretrained: a folder with config.json, weights and tokenizer, or the name of one on the hub."""
+    """pretrained: a folder with config.json, weights and tokenizer, or a name on the hub."""
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     hidden_size: int = 256
     intermediate_size: int = 704
-    """Width of the MLP; in moe of each expert's."""
+    """Width of the MLP, or of each expert in moe."""
     num_layers: int = 4
     num_heads: int = 4
     num_kv_heads: int | None = None
-    """Key/value heads (grouped-query attention); null: as many as num_heads."""
+    """Key/value heads (grouped-query attention). If null, there are num_heads of them."""
     norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     """Base of the rotary embedding (llama)."""
     init_std: float = 0.02
-    """Standard deviation of the normal initialisation."""
+    """Standard deviation of the normal initialization."""
     tied_head: bool = False
-    """llama: the head is the embedding, as it always is in gpt and moe."""
+    """llama: use the embedding as the head, as gpt and moe always do."""
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     outlier_channels: OutlierConfig = field(default_factory=OutlierConfig)
 
@@ -105,7 +105,7 @@ class ModelConfig:
         one_of(("llama", "gpt", "moe", "pretrained"), name=self.name)
         self._check_pretrained()
         whole(**fields(self, "hidden_size", "intermediate_size", "num_layers", "num_heads"))
-        most = 50_000 // max(self.experts.number, 1)  # each linear is built by itself
+        most = 50_000 // max(self.experts.number, 1)  # each linear is built separately
         require(self.num_layers <= most, "num_layers", self.num_layers, f"{most:,} layers are the most")
         heads, kv_heads, llama = self.num_heads, self.num_kv_heads, self.name == "llama"
         width, rest = divmod(self.hidden_size, heads)

@@ -1,4 +1,4 @@
-"""optim.*: the optimizer, its schedule and what stands before it."""
+"""optim.*: the optimizer, its schedule and the gradient transform."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class TransformConfig:
     """A gradient transform before the optimizer (gnmr/lab/train/transforms)."""
 
     name: str | None = None
-    """One of gnmr/lab/train/transforms; null: none."""
+    """A transform of gnmr/lab/train/transforms, or null for none."""
     options: dict[str, Any] = field(default_factory=dict)
-    """What the transform's constructor takes; its published defaults where nothing is said."""
+    """Keyword arguments of the transform's constructor. The defaults are the published ones."""
 
 
 @dataclass(frozen=True)
@@ -25,23 +25,22 @@ class OptimConfig:
     name: str = "adamw"
     """adamw or scale."""
     options: dict[str, Any] = field(default_factory=dict)
-    """What the optimizer's constructor takes besides the keys below; adamw has none. scale has momentum, of
-    the head's gradient (0.9)."""
+    """Further arguments of the optimizer. adamw has none; scale has momentum, of the head's gradient (0.9)."""
     transform: TransformConfig = field(default_factory=TransformConfig)
     lr: float = 1e-3
-    """Peak rate, 1e-30 to 1000."""
+    """Peak learning rate, 1e-30 to 1000."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     eps: float = 1e-8
     weight_decay: float = 0.0
     warmup_frac: float = 0.1
-    """Linear warm-up, share of the schedule."""
+    """Linear warm-up as a fraction of the schedule."""
     min_lr_frac: float = 0.1
-    """Rate at the end of the cosine, share of the peak."""
+    """Learning rate at the end of the cosine as a fraction of the peak."""
     schedule_steps: int | None = None
-    """Length of the schedule, steps; null: training.steps. A longer one leaves the run in the middle of the cosine, to
-    be forked from; behind its end the rate stays where it ended."""
+    """Length of the schedule in steps. If null, it is training.steps. A longer schedule leaves the run in the middle of
+    the cosine, to be forked. After the end of the schedule, the rate stays constant."""
     clip_norm: float | None = None
-    """Largest global gradient norm; null: no clipping. The controller reads the norms before it."""
+    """Largest global gradient norm, or null for no clipping. The controller reads the norms before clipping."""
 
     @as_user_error("optim.")
     def __post_init__(self) -> None:
@@ -52,7 +51,7 @@ class OptimConfig:
         require(not adam or not self.options, "options", self.options, "adamw has none")
         if not adam:
             object.__setattr__(self, "options", {"momentum": 0.9} | self.options)
-        # Far beyond what is ever meant, and within what 32 bits hold: a step's factors are finite and none is 0.
+        # The bounds are far beyond useful values and within FP32's range: all factors of a step are finite and nonzero.
         within(1e-30, 1e3, **fields(self, "lr", "eps"))
         sound = len(self.betas) == 2 and all(0 <= beta <= 0.999999 for beta in self.betas)
         require(sound, "betas", self.betas, "two numbers from 0 to 0.999999")

@@ -1,4 +1,4 @@
-"""precision.*: the two execution paths (`gnmr.precision.spec`) and what this choice is called."""
+"""precision.*: the two execution paths (`gnmr.precision.spec`) and the name of this choice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class PrecisionConfig(PathSpec):
     """The two execution paths of a unit (gnmr/precision)."""
 
     name: str | None = None
-    """Part of the arm's name; null: `<low>_<recovery>`, and `_pins` where there are any."""
+    """Part of the arm's name. If null, it is `<low>_<recovery>`, with `_pins` if there are pins."""
 
     _SECTION = "precision."
 

@@ -1,4 +1,4 @@
-"""records.* and scores.*: what is written, shown and scored."""
+"""records.* and scores.*: records, live views and scores of a run."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from gnmr.names import TASKS
 
 @dataclass(frozen=True)
 class ScoresConfig:
-    """Language tasks that the model is scored on in training (gnmr/lab/evaluation); no number of the run changes."""
+    """Language tasks that score the model during training (gnmr/lab/evaluation). They do not change its numbers."""
 
     tasks: list[str] = field(default_factory=list)
-    """Some of gsm8k, mmlu, hellaswag, wikitext2, at the run's end; empty: none. Needs the extra finetune."""
+    """Some of gsm8k, mmlu, hellaswag, wikitext2, scored at the end of the run. They need the extra finetune."""
     every: int | None = None
-    """Steps between scorings before that; null: at the end only."""
+    """Steps between further scorings. If null, the model is scored only at the end."""
     limit: int | None = None
-    """Items of a task at the most, of mmlu of each subject; null: all."""
+    """Largest number of items per task, or per subject of mmlu. If null, all items are used."""
     shots: int | None = None
-    """Examples in the prompts of gsm8k and mmlu; null: 5."""
+    """Examples in the prompts of gsm8k and mmlu. If null, there are 5."""
     data: str | None = None
-    """Folder of task definitions for lm-eval (its include_path), in place of its own; null: lm-eval's own."""
+    """Folder of task definitions for lm-eval (its include_path). If null, the definitions of lm-eval are used."""
     path: str = "16bit"
-    """Path in force while scoring: 16bit, or low: the run's low-cost path."""
+    """Path in force while scoring: 16bit, or low for the run's low-cost path."""
     batch_size: int = 8
-    """Inputs a pass."""
+    """Inputs per forward pass."""
 
     @as_user_error("scores.")
     def __post_init__(self) -> None:
@@ -39,33 +39,33 @@ class ScoresConfig:
 
 @dataclass(frozen=True)
 class RecordsConfig:
-    """What is written and shown; nothing here changes the numbers of a run."""
+    """Records and live views. Nothing here changes the numbers of a run."""
 
     units_every: int = 1
     """Steps between rows of units.arrows."""
     evidence: list[str] = field(default_factory=list)
-    """Evidence that units.arrows keeps besides what the signal shows (docs/signals.md): replay and calibration of
-    other signals need theirs. Each costs what measuring it costs."""
+    """Evidence in units.arrows in addition to the signal's (docs/signals.md). Replay and calibration of other signals
+    need their evidence. Measuring it has a cost."""
     monitor: list[str] = field(default_factory=list)
-    """Modules outside of the units whose gradient norms steps.jsonl keeps, as precision.targets: what a recipe leaves
-    in 16 bits is watched and never routed. It costs nothing."""
+    """Modules outside of the units whose gradient norms go to steps.jsonl, as in precision.targets. Modules that a
+    recipe leaves in 16 bits can be monitored but never routed. Monitoring costs nothing."""
     verdicts: bool = True
-    """A step that spikes or is not finite is run again, to say what is to blame (docs/blame.md)."""
+    """Run a step that spikes or is not finite again, to determine the cause (docs/blame.md)."""
     check_every: int = 100
-    """Steps between digests of the weights in steps.jsonl, in which several processes are held against each other."""
+    """Steps between digests of the weights in steps.jsonl, which are compared across several processes."""
     live: str = "auto"
-    """auto: a live view on a terminal, else plain lines, in a sweep log; plain; log: the plain lines to log.txt in the
-    run's folder; off."""
+    """How progress is shown: auto, plain, log or off. auto: a live view on a terminal, plain lines elsewhere, log in a
+    sweep. log: plain lines to log.txt in the run folder."""
     plain_every: int = 20
     """Steps between plain lines."""
     wandb: str = "auto"
-    """auto: online where the user is logged in, else offline; online; offline; off."""
+    """auto: online if the user is logged in, else offline; online; offline; off."""
     wandb_project: str | None = None
-    """NAME or ENTITY/NAME; null: the environment's WANDB_PROJECT, else gnmr."""
+    """NAME or ENTITY/NAME. If null, it is WANDB_PROJECT of the environment, else gnmr."""
     wandb_every: int = 10
-    """Steps between the points of a unit's lines in W&B, and its rows in the table (losses go every step)."""
+    """Steps between points of a unit's lines in W&B and its table rows. Losses are sent every step."""
     wandb_units: int | None = 64
-    """Units that have lines in W&B, the most promoted ones; null: all."""
+    """Number of units with lines in W&B: the most promoted ones. If null, all units have lines."""
 
     @as_user_error("records.")
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What a text must be to name a file or a folder, or to be written down; ValueError in one line that names the key."""
+"""Checks of texts that name files or folders or are stored. They raise ValueError in one line that names the key."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from unicodedata import category
 from gnmr.errors import require
 
 LONGEST_NAME = 255
-"""Bytes of a file's name, on the file systems of today."""
+"""Largest length of a file name in bytes, on current file systems."""
 _LONGEST_PATH = 3072
-"""Bytes of a folder's path: Linux takes 4096, and our own files are to lie below it."""
+"""Largest length of a folder's path in bytes. Linux allows 4096, and the run's files lie below the folder."""
 
 
 def folder_name(key: str, value: str | None) -> None:
-    """Can be part of a folder's name, or is None."""
+    """Check that a text can be part of a folder's name, or is None."""
     if value is None:
         return
     _nameable(key, value)
@@ -25,7 +25,10 @@ def folder_name(key: str, value: str | None) -> None:
 
 
 def place(key: str, value: str | None, homeless: bool = False) -> None:
-    """Can be the path of a file or folder, or is None. homeless: ~ may be no folder, as nothing is read there."""
+    """Check that a text can be the path of a file or folder, or is None.
+
+    With `homeless`, ~ may not exist, because nothing is read there.
+    """
     if value is None:
         return
     _nameable(key, value)
@@ -50,7 +53,7 @@ def _nameable(key: str, value: str) -> None:
 
 
 def storable(key: str, value: Any) -> None:
-    """Can be written as UTF-8 and as integers of 64 bits; of a container, all that it holds."""
+    """Check that a value, and all contents of a container, can be written as UTF-8 and as 64-bit integers."""
     if isinstance(value, dict):
         for name, one in value.items():
             storable(key, name)

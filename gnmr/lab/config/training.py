@@ -1,4 +1,4 @@
-"""training.*, fork.* and compression.*: length, batch, device and checkpoints; healing; what workers send."""
+"""training.*, fork.* and compression.*: length, batch, device, checkpoints, healing, and compressed gradients."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from gnmr.errors import as_user_error, fields, one_of, require, whole
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Length, batch, precision of the weights, checkpoints."""
+    """Length, batch, dtype of the weights, and checkpoints."""
 
     steps: int = 600
     seq_len: int = 256
-    """Tokens in a block."""
+    """Tokens per block."""
     batch_size: int = 8
-    """Blocks in a micro-batch."""
+    """Blocks per micro-batch."""
     accumulation: int = 1
-    """Micro-batches in a step; tokens a step = seq_len * batch_size * accumulation."""
+    """Micro-batches per step. A step has seq_len * batch_size * accumulation tokens."""
     seed: int = 0
-    """Initialisation, data order and stochastic rounding."""
+    """Seed of initialization, data order and stochastic rounding."""
     dtype: str = "bfloat16"
-    """Weights, gradients and optimizer state: bfloat16 (the paper) or float32."""
+    """Dtype of weights, gradients and optimizer state: bfloat16 (the paper) or float32."""
     device: str = "auto"
-    """auto (cuda where there is one, else cpu), cpu or cuda."""
+    """auto (cuda if available, else cpu), cpu or cuda."""
     threads: int | None = None
-    """CPU threads; null: as many as PyTorch chooses, in a joblib sweep cores / jobs. Losses are equal to the last bit
-    for equal thread counts."""
+    """CPU threads. If null, PyTorch chooses; in a joblib sweep, cores / jobs. Losses are bit-identical only for equal
+    thread counts."""
     eval_every: int = 100
-    """Steps between evaluations; the last step is always evaluated."""
+    """Steps between evaluations. The last step is always evaluated."""
     eval_sequences: int = 64
-    """Validation blocks, the same in every arm."""
+    """Validation blocks, which are the same for all arms."""
     checkpoint_every: int = 100
-    """Steps between checkpoints; the last step is always saved."""
+    """Steps between checkpoints. The last step is always saved."""
     keep_checkpoints: int = 2
     resume: str = "auto"
-    """auto: continue from the newest checkpoint of the run folder; never: refuse a folder that holds a run."""
+    """auto: continue from the newest checkpoint of the run folder. never: refuse a folder that holds a run."""
     max_nonfinite_streak: int = 10
-    """Skipped steps in a row (non-finite loss or gradient) after which the run ends FAILED."""
+    """Number of consecutive skipped steps (non-finite loss or gradient) after which the run ends as FAILED."""
     activation_checkpointing: bool = False
-    """Recompute each block's forward during backward."""
+    """Recompute each block's forward pass during the backward pass."""
     compile: bool = False
-    """torch.compile for each block; converted linears are in its graphs under recipes with unit=block, else between."""
+    """Use torch.compile for each block. Converted linears run between its graphs, or inside under unit=block."""
     export_hf: bool = False
-    """At the end the model is also written to the run folder's hf/, in Hugging Face's layout (llama and pretrained;
-    needs the extra finetune)."""
+    """Write the final model to hf/ in the run folder, in the layout of Hugging Face. It works for llama and pretrained,
+    and needs the extra finetune."""
 
     @as_user_error("training.")
     def __post_init__(self) -> None:
@@ -59,19 +59,19 @@ class TrainingConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Of an optimizer step, all its micro-batches together."""
+        """Tokens of an optimizer step, over all its micro-batches."""
         return self.seq_len * self.batch_size * self.accumulation
 
 
 @dataclass(frozen=True)
 class ForkConfig:
-    """Of a run with a `base` (gnmr/lab/train/fork.py)."""
+    """Settings of a run with a `base` (gnmr/lab/train/fork.py)."""
 
     heal: int = 0
     """Steps in 16 bits after the training.steps steps of the arm."""
     order: int = 0
-    """Which continuation of the data: 0 is the base's own, any other draws what is left of the epoch anew. A key like
-    a seed: outside of the hash, and training.seed is the same number."""
+    """Continuation of the data: 0 is the order of the base, other values draw a new order for the rest of the epoch.
+    The key works like a seed: it is not part of the hash, and training.seed equals it."""
 
     @as_user_error("fork.")
     def __post_init__(self) -> None:
@@ -81,22 +81,21 @@ class ForkConfig:
 
 @dataclass(frozen=True)
 class CompressionConfig:
-    """Low-rank gradients in place of whole ones (docs/compressed.md)."""
+    """Low-rank gradients instead of full gradients (docs/compressed.md)."""
 
     name: str = "none"
-    """none; greedylore: a low path whose recovery is the dense mean, so the controller routes gradients and not
-    operators."""
+    """none or greedylore. greedylore is a low path whose recovery is the dense mean; gradients are routed."""
     rank: int = 32
-    """Rows that are sent of a weight's gradient, the shorter side read first."""
+    """Number of rows that are sent of a weight's gradient, oriented with its shorter side first."""
     refresh_every: int = 200
-    """Steps between two bases, each a dense step."""
+    """Steps between two bases. A new basis needs a dense step."""
     dense_steps: int = 1000
-    """Steps at the start in which gradients are sent whole."""
+    """Number of initial steps in which full gradients are sent."""
     targets: list[str] = field(default_factory=lambda: ["*_proj"])
     """Patterns of the modules whose weights are compressed. Embedding and head never are."""
     workers: int | None = None
-    """Data parallel workers. null: the processes of parallel=ddp; in one process that many virtual workers, which
-    leave what as many processes do."""
+    """Data-parallel workers. If null, the processes of parallel=ddp. In one process, this number of virtual workers
+    gives the same result as the same number of processes."""
 
     @as_user_error("compression.")
     def __post_init__(self) -> None:

@@ -1,5 +1,5 @@
-"""Corpora -> tokens -> sequences. Importing this package costs neither torch nor datasets.
+"""Corpora -> tokens -> sequences. Importing this package imports neither torch nor datasets.
 
-`tokens.prepare` and `packing.prepare_packed` make a `cache.TokenCorpus`; `sequences.TrainSequences` and
-`packing.PackedSequences` read it.
+`tokens.prepare` and `tokens.prepare_packed` create a `cache.TokenCorpus`, which `sequences.TrainSequences` and
+`packing.PackedSequences` read.
 """

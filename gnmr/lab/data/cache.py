@@ -6,8 +6,8 @@
         train.documents.bin, val.documents.bin    of examples: the borders of `Documents`, raw little-endian int64
         meta.json             vocabulary, end token, dtype, and size and checksum of each file
 
-A folder is built under a hidden name and renamed when it is complete. A killed build leaves its hidden folder, which is
-removed a day later. Of two concurrent builds the second uses the first one's folder.
+A folder is built under a hidden name and renamed when it is complete. If a build is killed, its hidden folder is
+removed after a day. If two builds run concurrently, the second uses the folder of the first.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ ABANDONED_AFTER = 24 * 3600.0  # seconds without a write
 
 
 class Corrupt(Exception):
-    """Says why a token folder cannot be used."""
+    """The reason why a token folder cannot be used."""
 
 
 class TokenFile:
-    """Reads token ids (n,) of a file, unsigned integers, by `tokens[start:stop]`.
+    """Token ids (n,) in a file, unsigned integers, read as `tokens[start:stop]`.
 
-    The file is not memory-mapped: a mapped file that shrinks ends the process (SIGBUS).
+    The file is not memory-mapped, because a mapped file that shrinks ends the process (SIGBUS).
     """
 
     def __init__(self, file: Path, dtype: str) -> None:
@@ -75,16 +75,15 @@ class TokenFile:
 
 @dataclass(frozen=True)
 class Documents:
-    """Tokenized examples of a split; `gnmr.lab.data.packing` makes sequences of them."""
+    """Tokenized examples of a split, which `gnmr.lab.data.packing` packs into sequences."""
 
     tokens: np.ndarray | TokenFile
-    """Token ids (n,), uint16 or uint32, the documents one after the other."""
+    """Token ids (n,), uint16 or uint32, of the concatenated documents."""
     borders: np.ndarray
-    """(documents, 2) int64: where a document ends in `tokens`, and how many of its tokens come before its first
-    target."""
+    """(documents, 2) int64: each document's end in `tokens`, and the number of its tokens before the first target."""
     end_token: int
     alone: bool = False
-    """Whether a sequence holds one of them, of a model in which documents of a sequence would see each other."""
+    """Put one document into each sequence, because the model would mix documents of a sequence."""
 
 
 @dataclass(frozen=True)
@@ -92,14 +91,14 @@ class TokenCorpus:
     """A tokenized corpus."""
 
     train: TokenFile | Documents
-    """Token ids (n,), uint16 or uint32; documents in order, the end token after each."""
+    """Token ids (n,), uint16 or uint32: documents in order, each followed by the end token."""
     val: TokenFile | Documents
     """Tokens of documents that are not in `train`."""
     vocab_size: int
-    """Largest token id + 1; a model may have more."""
+    """Largest token id + 1. A model may have more."""
     end_token: int
     fingerprint: str
-    """sha256 over the other files of the folder: equal fingerprints, equal data."""
+    """The sha256 over the other files of the folder. Equal fingerprints mean equal data."""
     tokenizer_path: Path
     folder: Path
 
@@ -107,8 +106,8 @@ class TokenCorpus:
 def open_folder(folder: Path) -> TokenCorpus:
     """Return the verified corpus in `folder`.
 
-    No symbolic link is followed: others may write into a shared cache. Raises FileNotFoundError if there is no folder,
-    and `Corrupt` if it is damaged.
+    No symbolic link is followed, because others may write into a shared cache. Raises FileNotFoundError if there is no
+    folder, and `Corrupt` if it is damaged.
     """
     if not os.path.lexists(folder):
         raise FileNotFoundError(folder)
@@ -138,9 +137,9 @@ def open_folder(folder: Path) -> TokenCorpus:
 
 
 def open_or_build(folder: Path, build: Callable[[Path], None], say: Callable[[str], None]) -> TokenCorpus:
-    """Return the verified corpus in `folder`; if it is missing or damaged, `build(new folder)` makes it first.
+    """Return the verified corpus in `folder`. If it is missing or damaged, `build(new folder)` creates it first.
 
-    Raises UserError if the cache cannot be written. After an error nothing is left behind.
+    Raises UserError if the cache cannot be written. No files remain after an error.
     """
     try:
         return open_folder(folder)
@@ -151,23 +150,23 @@ def open_or_build(folder: Path, build: Callable[[Path], None], say: Callable[[st
     cache, hidden = folder.parent, f".{folder.name}-"
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        for left in cache.glob(f"{hidden}*"):  # the remains of killed builds
-            with suppress(OSError):  # another process may finish or sweep at the same time
+        for left in cache.glob(f"{hidden}*"):  # folders of killed builds
+            with suppress(OSError):  # another process may finish or clean up at the same time
                 newest = max(path.lstat().st_mtime for path in (left, *left.rglob("*")))
                 if time.time() - newest > ABANDONED_AFTER:
                     shutil.rmtree(left, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix=hidden, dir=cache, ignore_cleanup_errors=True) as temporary:
             new = Path(temporary, "new")
-            new.mkdir()  # the temporary folder's own permissions would lock out other users of a shared cache
+            new.mkdir()  # the permissions of the temporary folder would exclude other users of a shared cache
             build(new)
             try:
-                return open_folder(folder)  # another process has built it meanwhile
+                return open_folder(folder)  # another process has built it in the meantime
             except (FileNotFoundError, Corrupt):
                 with suppress(FileNotFoundError):
                     folder.rename(Path(temporary, "old"))
             try:
                 new.rename(folder)
-            except OSError:  # another process was faster after all
+            except OSError:  # another process was faster
                 if not folder.is_dir():
                     raise
         return open_folder(folder)
@@ -181,7 +180,7 @@ def open_or_build(folder: Path, build: Callable[[Path], None], say: Callable[[st
 
 
 def seal(folder: Path, vocab_size: int, end_token: int, dtype: np.dtype) -> None:
-    """Write meta.json, with the sizes and checksums of the files in `folder`; this ends a build."""
+    """Complete a build: write meta.json with the sizes and checksums of the files in `folder`."""
     files = {file.name: _recorded(file) for file in sorted(folder.iterdir())}
     meta = {"vocab_size": vocab_size, "end_token": end_token, "dtype": dtype.str, "files": files}
     (folder / META).write_text(json.dumps(meta | {"fingerprint": _fingerprint(meta)}, indent=1) + "\n")

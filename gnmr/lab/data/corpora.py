@@ -1,16 +1,17 @@
-"""Corpora: where their documents and examples are read from, and which are for validation.
+"""Corpora: the sources of their documents and examples, and the validation split.
 
 An example is a prompt, which is read, and an answer, which is learned. A document of plain text is an answer without a
-prompt. gsm8k has the form of lm-evaluation-harness' task, so that a model is scored as it was trained; the answer is
-the whole solution. instructions are the user's rows. Rows with a blank answer are skipped and counted.
+prompt. Examples of gsm8k have the format of the task in lm-evaluation-harness, so that a model is scored on the format
+that it was trained on. The answer is the whole solution. Examples of instructions are the user's rows. Rows with a
+blank answer are skipped and counted.
 
-A corpus on this machine is identified by what its files hold, so opening it reads them once (one to two seconds per
-GB); a data set on the hub is identified by its name. `datasets` is imported when rows must be read, not before.
+A local corpus is identified by the contents of its files, so opening it reads them once (one to two seconds per GB). A
+data set on the hub is identified by its name. `datasets` is imported only when rows are read.
 
-The split never depends on the order in which anything runs. The names of files decide if they can
-(`gnmr/lab/data/files.py`); else every 20th document is for validation. Fewer than 20 documents give the last 5% of
-their text; it is cut before tokenization, so that the tokenizer never sees it. Fewer than 20 rows of prompts and
-answers give the last one.
+The split never depends on the order of execution. File names determine it if possible (`gnmr/lab/data/files.py`).
+Otherwise every 20th document is for validation. With fewer than 20 documents, validation is the last 5% of their text.
+It is split off before tokenization, so that the tokenizer never sees it. With fewer than 20 rows of prompts and
+answers, validation is the last row.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from gnmr.lab.data.files import HUBS, ONE_IN, TRAIN, VALIDATION, library_files, 
 from gnmr.lab.data.rows import LARGEST, Row, named, opened, read_rows, utf8
 from gnmr.records.untrusted import first_line
 
-PROMPTED = ("gsm8k", "instructions")  # data.name of prompts and answers
+PROMPTED = ("gsm8k", "instructions")  # values of data.name with prompts and answers
 HUB_TIMEOUT = 10.0  # seconds to wait for the hub
-COLUMN_WITHIN = 1000  # the text's column must appear within so many rows
+COLUMN_WITHIN = 1000  # the text column must appear within this number of rows
 
 
 @dataclass(frozen=True)
@@ -40,19 +41,19 @@ class Example:
     """A prompt and its answer, as text."""
 
     prompt: str
-    """Read, not learned; empty for plain text."""
+    """Read but not learned. Empty for plain text."""
     answer: str
-    """Learned; appended to the prompt without white space of ours."""
+    """Learned. It is appended to the prompt without additional white space."""
 
 
 class Skipped:
-    """Counts what a corpus leaves out while it is read."""
+    """Counts the items that a corpus skips while it is read."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, str], int] = {}
 
     def note(self, what: str, place: str, number: int) -> None:
-        """Note `number` of `what` ("row{s} without text") in a file or split, which may be read again, or in part."""
+        """Record `number` items ("row{s} without text") of a file or split, which may be read again or in part."""
         self._counts[what, place] = max(number, self._counts.get((what, place), 0))
 
     def __str__(self) -> str:
@@ -65,32 +66,32 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Examples that can be read any number of times, a split at a time."""
+    """Examples that can be read any number of times, one split at a time."""
 
     where: str
-    """The key and value that chose it, as messages name it."""
+    """The key and value that select the corpus, for messages."""
     summary: str
     """What is read, for the progress line."""
     identity: str
-    """Changes with anything that changes the examples."""
+    """Changes whenever the examples change."""
     read: Callable[[str], Iterator[Example]]
-    """Split ("train" or "validation") -> its examples, no answer blank. Raises UserError for what cannot be read."""
+    """Split ("train" or "validation") -> its examples with non-blank answers. Raises UserError for unreadable data."""
     streamed: bool = False
-    """From the hub: of unknown length, so a limit is needed."""
+    """Read from the hub: the length is unknown, so a limit is needed."""
     skipped: Skipped = field(default_factory=Skipped)
-    """What `read` has left out so far."""
+    """The items that `read` has skipped so far."""
 
 
 def open_corpus(config: DataConfig, tell: Callable[[str], None] = lambda _: None) -> Corpus:
-    """Return the corpus that `config` names. Raises UserError if there is none. `tell` hears of the progress."""
+    """Return the corpus that `config` names, and report progress to `tell`. Raises UserError if there is none."""
     skipped, prompted = Skipped(), config.name in PROMPTED
     rows: Callable[[str], Iterator[Row]]
     texts: Callable[[str], Iterator[str]]
     if config.path is None and config.name in HUBS:
         hub = HUBS[config.name]
         where, summary, source = f"data.name={config.name}", f"{hub.name} {hub.config}", f"{hub.name}/{hub.config}"
-        by_name, streamed = not prompted, config.name == "c4"  # the others are small
-        # gsm8k's other split is the test split.
+        by_name, streamed = not prompted, config.name == "c4"  # the other data sets are small
+        # The other split of gsm8k is the test split.
         rows = lambda split: hub_rows(config.name, TRAIN if prompted else split)
         texts = lambda split: _texts(config, rows(split), f"{hub.name} on the hub: {split}", skipped)
     else:
@@ -126,7 +127,7 @@ def hub_rows(name: str, split: str) -> Iterator[Row]:
     """Yield the rows of a split of the data set that data.name=`name` reads from the hub."""
     hub = HUBS[name]
     try:
-        # One request without retries: the library itself tries for half a minute, a line of noise each time.
+        # Send one request without retries, because the library retries for half a minute and logs each attempt.
         import datasets
         from huggingface_hub import HfApi
 
@@ -136,12 +137,12 @@ def hub_rows(name: str, split: str) -> Iterator[Row]:
         rows = datasets.load_dataset(hub.name, hub.config, split=split, streaming=True)
         for number, cells in enumerate(rows, start=1):
             yield Row(f"{hub.name} on the hub: row {number}", cells)
-    except Exception as error:  # network, gzip, JSON, Arrow: many libraries, no common base
+    except Exception as error:  # network, gzip, JSON, Arrow: many libraries without a common base class
         raise UserError(
             f"data.name={name}: {hub.name} cannot be read from the hub ({first_line(error)}); check the network, "
             f"HF_ENDPOINT and the proxy, or download its {hub.config}/{hub.files} and pass data.path=FOLDER"
         ) from error
-    finally:  # Arrow's threads of a stream that outlives its reader may abort Python at exit (apache/arrow#45214)
+    finally:  # Arrow threads of a stream that outlives its reader may abort Python at exit (apache/arrow#45214)
         gc.collect()
 
 
@@ -164,9 +165,9 @@ def _texts_of(config: DataConfig, file: Path, skipped: Skipped) -> Iterator[str]
 
 
 def _texts(config: DataConfig, rows: Iterable[Row], where: str, skipped: Skipped) -> Iterator[str]:
-    """Yield the text of each row and count the rows without one.
+    """Yield the text of each row and count the rows without text.
 
-    Raises UserError unless one of the first rows has the text's column.
+    Raises UserError unless one of the first rows has the text column.
     """
     column, seen, lacking, row = config.text_column, False, 0, None
     for number, row in enumerate(rows, start=1):
@@ -183,9 +184,9 @@ def _texts(config: DataConfig, rows: Iterable[Row], where: str, skipped: Skipped
 
 
 def every_twentieth(examples: Iterator[Example], by_text: bool) -> Iterator[tuple[str, Example]]:
-    """Yield (split, example): every 20th is for validation.
+    """Yield (split, example), where every 20th example is for validation.
 
-    Of fewer than 20 the last one is for validation, or by `text` the last 5% of the characters of all.
+    If there are fewer than 20, the last one is for validation, or with `by_text` the last 5% of all characters.
     """
     head = list(islice(examples, ONE_IN))
     if len(head) < ONE_IN and by_text:
@@ -216,7 +217,7 @@ def _instruction(row: Row, config: DataConfig) -> Example:
 
 
 def _spaced(before: str, text: str) -> str:
-    """Put a blank line before `text`, unless it is blank or there is white space between the two already."""
+    """Put a blank line before `text`, unless it is blank or white space already separates the texts."""
     if not before or not text.strip() or before[-1].isspace() or text[0].isspace():
         return text
     return f"\n\n{text}"

@@ -1,12 +1,12 @@
-"""Files that a corpus is read from: which there are, which are for validation, and what identifies them.
+"""The files of a corpus: which files are read, which are for validation, and what identifies them.
 
-Below data.path:
+Rules for files below data.path:
 - Files with "validation" (or valid, val) in their name or folder are the validation split. If a file is named train,
-  all other files (test, dev) are left out.
-- Files of gsm8k with "test" in their name belong to neither split: models are scored by them.
-- Without validation files the documents are split instead of the files.
+  all other files (test, dev) are skipped.
+- Files of gsm8k with "test" in their name belong to neither split, because they are used for scoring.
+- Without validation files, the documents are split instead of the files.
 
-Of the standard library the hash of a file's relative path decides (5% are for validation).
+For the standard library, the hash of a file's relative path determines the split (5% are for validation).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TRAIN, VALIDATION = "train", "validation"
 ONE_IN = 20  # one document in 20 is for validation
 
 _SUPPORTED = (".txt", ".txt.gz", ".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
-_METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")  # of the library datasets
+_METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")  # written by datasets
 _RECORDS = {
     "a run": {"config.yaml", "header.json"},
     "token cache": {"meta.json", "train.bin"},
@@ -37,7 +37,7 @@ _RECORDS = {
     "a checkpoint in parts": {"config.json", "model.safetensors.index.json"},
     "an adapter": {"adapter_config.json"},
 }
-"""What a program keeps in a folder with these files, which is no corpus."""
+"""Kinds of folders, recognized by these files, that are not part of a corpus."""
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _IS_VALIDATION = re.compile(r"validation|(?<![a-z])val(id)?(?![a-z])", re.IGNORECASE)
 _IS_TRAIN = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.IGNORECASE)
@@ -65,27 +65,27 @@ class LocalFiles:
     """Files of a corpus and their splits."""
 
     where: str
-    """The key and value that chose them, as messages name it."""
+    """The key and value that select the files, for messages."""
     splits: dict[str, list[Path]]
-    """{"train": files, "validation": files}, sorted; no validation files: what the files hold is split."""
+    """{"train": files, "validation": files}, sorted. Without validation files, the contents of the files are split."""
     summary: str
     identity: str
-    """Changes with the name or the content of a file that is read, and with its split."""
+    """Changes with the name, content or split of any file."""
 
     @property
     def by_name(self) -> bool:
-        """Return True if the names of the files decide the split."""
+        """Return True if the file names determine the split."""
         return bool(self.splits[VALIDATION])
 
     def of(self, split: str) -> list[Path]:
-        """Return the files of a split; all that are read if names do not decide."""
+        """Return the files of a split, or all files if names do not determine it."""
         return self.splits[split if self.by_name else TRAIN]
 
 
 def local_files(config: DataConfig, tell: Callable[[str], None] = lambda _: None) -> LocalFiles:
-    """Return the files below data.path and their splits. All that they hold is read, and hashed.
+    """Return the files below data.path and their splits, and report progress to `tell`. All files are read and hashed.
 
-    Raises UserError if there are none to train on. `tell` hears of the progress.
+    Raises UserError if there are no training files.
     """
     assert config.path is not None
     where, path = f"data.path={config.path}", user_path("data.path", config.path)
@@ -119,7 +119,7 @@ def library_files(tell: Callable[[str], None] = lambda _: None) -> LocalFiles:
     """Return the source files of this Python's standard library and their splits."""
     where, root = "data.name=stdlib", Path(sysconfig.get_paths()["stdlib"])
     names = []
-    for folder, children, files in os.walk(root):  # with pruning: site-packages may be larger than the library by far
+    for folder, children, files in os.walk(root):  # pruned, because site-packages may be far larger than the library
         children[:] = [child for child in children if child not in _NOT_LIBRARY]
         below, sources = Path(folder).relative_to(root), (file for file in files if os.path.splitext(file)[1] == ".py")
         names += [(below / file).as_posix() for file in sources if os.path.isfile(os.path.join(folder, file))]
@@ -145,19 +145,19 @@ def _identity(folder: Path, splits: dict[str, list[str]], where: str, tell: Call
 
 
 def user_path(key: str, text: str) -> Path:
-    """Return the path that the user gave as `key`. Raises UserError for one that no file or folder can have."""
+    """Return the path that the user gave as `key`. Raises UserError for an invalid path."""
     try:
         path = Path(text).expanduser()
         path.exists()
         return path
-    except RuntimeError as error:  # ~ without HOME, or of an unknown user
+    except RuntimeError as error:  # ~ without HOME, or for an unknown user
         raise UserError(f"{key}={text}: {error} Give a whole path") from error
     except OSError as error:
         raise UserError(f"{key}={text}: {error.strerror or error}") from error
 
 
 def _below(path: Path, where: str) -> tuple[list[str], list[str]]:
-    """Return the sorted relative names of the files that can be read, and the names of what else is there."""
+    """Return the sorted relative names of the readable files, and the names of the other entries."""
     if path.is_file():
         if not is_supported(path):
             raise UserError(f"{where}: cannot read this kind of file; supported are {', '.join(_SUPPORTED)}")
@@ -195,7 +195,7 @@ def _not_read(names: list[str]) -> str:
 
 
 def _records(folder: Path) -> str | None:
-    """Return what a folder is if a program keeps its own records or weights there; None if it may hold a corpus."""
+    """Return the kind of a folder in which a program keeps records or weights, or None if it may hold a corpus."""
     if folder.is_symlink():
         return "a link to a folder"
     names = {*os.listdir(folder)}
@@ -203,14 +203,14 @@ def _records(folder: Path) -> str | None:
 
 
 def is_supported(file: Path) -> bool:
-    """Return True if the name has an ending of a file that can be read."""
+    """Return True if the file name has a supported extension."""
     return file.name.lower().endswith(_SUPPORTED)
 
 
 def _split_files(names: list[str], where: str) -> dict[str, list[str]]:
-    """Return the names by split; no validation names: the documents are split instead of the files."""
+    """Return the names by split. Without validation names, the documents are split instead of the files."""
     if len(names) == 1:
-        return {TRAIN: names, VALIDATION: []}  # a file alone is the corpus, whatever its name says
+        return {TRAIN: names, VALIDATION: []}  # a single file is the corpus, whatever its name
     validation = [name for name in names if _IS_VALIDATION.search(name)]
     rest = [name for name in names if name not in validation]
     train = [name for name in rest if _IS_TRAIN.search(name)] or rest

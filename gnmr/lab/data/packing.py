@@ -1,22 +1,22 @@
-"""Pack examples into sequences of seq_len tokens whose documents do not see each other; only answers are targets.
+"""Pack examples into sequences of seq_len tokens whose documents do not attend to each other. Only answers are targets.
 
-A document is [begin token] prompt answer [end token]; the begin token stands there if the checkpoint's tokenizer puts
-one before a text itself. Prompt and answer are encoded as one text, as the model will read and write it; a token that
-holds any of the answer belongs to the answer.
+A document is [begin token] prompt answer [end token]. The begin token is present if the checkpoint's tokenizer puts one
+before a text. Prompt and answer are encoded as one text, in the form that the model will read and write. A token that
+contains any of the answer belongs to the answer.
 
     document     <s>  2   +   2   =   4  </s>      prompt "2 + 2 =", answer " 4"
-    inputs       <s>  2   +   2   =   4            the end token is a target alone,
-    targets       _   _   _   _   4  </s>          the first token none
+    inputs       <s>  2   +   2   =   4            the end token is only a target,
+    targets       _   _   _   _   4  </s>          the first token only an input
     positions     0   1   2   3   4   5
 
-The paper leaves open:
-- Best fit in the order of the corpus: a document goes into the sequence with the least room that holds it, of equal
-  ones into the one that had this room first, else into a new sequence. The documents' lengths and seq_len alone decide,
-  so a resumed run packs the same sequences.
-- A document of more than seq_len + 1 tokens is cut into pieces as a text is cut into sequences: a piece begins with the
-  last target of the piece before, every token but the document's first is a target once, and no piece sees another. A
-  piece without any target (a long prompt's) is left out; so no sequence is without one.
-- In a model that does not look at positions (`Documents.alone`) each piece is a sequence; there are no positions then.
+The paper does not specify the following choices:
+- Best fit in the order of the corpus: a document goes into the sequence with the least sufficient room. Ties go to the
+  sequence that reached this room first. If no sequence has room, a new one begins. The packing depends only on the
+  documents' lengths and seq_len, so a resumed run packs the same sequences.
+- A document of more than seq_len + 1 tokens is cut into pieces. A piece begins with the last target of the previous
+  piece, so every token but the document's first is a target once. Pieces do not attend to each other. A piece without
+  targets (from a long prompt) is skipped, so every sequence has a target.
+- If a model ignores positions (`Documents.alone`), each piece is a sequence, and there are no positions.
 - The rest of a sequence is padding: the end token, positions from 0, no targets.
 """
 
@@ -36,7 +36,7 @@ from gnmr.lab.data.sequences import SequenceOrder
 
 
 class Packing:
-    """Assigns the pieces of documents to sequences by the rule above."""
+    """Assigns the pieces of documents to sequences by the rules above."""
 
     def __init__(self, documents: Documents, seq_len: int, split: str = "training", least: int = 0) -> None:
         """Pack `documents`. Raises UserError if the examples of `split` have fewer than `least` inputs."""
@@ -45,19 +45,19 @@ class Packing:
         targets = np.maximum(ends - begins - 1, 0)
         counts = -(-targets // seq_len)
         owner = np.repeat(np.arange(len(ends)), counts)
-        place = np.arange(len(owner)) - np.repeat(counts.cumsum() - counts, counts)  # of a piece in its document
+        place = np.arange(len(owner)) - np.repeat(counts.cumsum() - counts, counts)  # index of a piece in its document
         start = begins[owner] + place * seq_len
         size = np.minimum(seq_len, targets[owner] - place * seq_len)
         first = np.asarray(documents.borders[:, 1])[owner] + begins[owner]  # the first token with loss
         kept = start + size >= first
 
         self.cut = int((counts > 1).sum())
-        """Documents in more than one piece."""
+        """Number of documents in more than one piece."""
         self.left_out = int((~kept).sum())
-        """Pieces without a target."""
+        """Number of pieces without a target."""
         self.examples = len(np.unique(owner[kept]))
         self.size = int(size[kept].sum())
-        """Inputs that are no padding."""
+        """Number of inputs that are not padding."""
         if self.size < least:
             raise UserError(
                 f"training.seq_len={seq_len}: the {split} examples have {self.size} tokens, {least} are needed; "
@@ -85,7 +85,7 @@ class Packing:
         return line + (f", {self.left_out:,} pieces without any answer left out" if self.left_out else "")
 
     def batch(self, sequences: Iterable[int]) -> Batch:
-        """Return the sequences of these numbers, on the CPU."""
+        """Return the sequences with these numbers, on the CPU."""
         sequences = list(sequences)
         shape = len(sequences), self._seq_len
         inputs = np.full(shape, self._documents.end_token, dtype=np.int64)
@@ -95,7 +95,7 @@ class Packing:
             at = 0
             for start, size, first in self._pieces[self._bounds[sequence] : self._bounds[sequence + 1]].tolist():
                 ids = self._documents.tokens[start : start + size + 1]
-                without = max(first - start - 1, 0)  # inputs before the one whose target is the first with loss
+                without = max(first - start - 1, 0)  # inputs before the first one whose target has a loss
                 inputs[row, at : at + size] = ids[:-1]
                 targets[row, at + without : at + size] = ids[1 + without :]
                 positions[row, at : at + size] = np.arange(size)
@@ -106,11 +106,11 @@ class Packing:
 
 
 def _best_fit(sizes: list[int], capacity: int) -> list[int]:
-    """Return the sequence of each piece; sequences are numbered in the order in which they are opened."""
+    """Return the sequence of each piece. Sequences are numbered in the order in which they are opened."""
     chosen: list[int] = []
     number = 0
-    waiting: dict[int, deque[int]] = {}  # room -> sequences that have it, in the order in which they came to have it
-    rooms: list[int] = []  # the keys of `waiting`, sorted
+    waiting: dict[int, deque[int]] = {}  # room -> sequences with this room, in the order in which they reached it
+    rooms: list[int] = []  # the sorted keys of `waiting`
     for size in sizes:
         at = bisect_left(rooms, size)
         if at == len(rooms):
@@ -130,9 +130,9 @@ def _best_fit(sizes: list[int], capacity: int) -> list[int]:
 
 
 class PackedSequences(SequenceOrder):
-    """Sequences of packed training examples in random order, each once an epoch; used as `TrainSequences` is.
+    """Sequences of packed training examples in random order, each once per epoch; used like `TrainSequences`.
 
-    Raises UserError for fewer tokens than one sequence holds.
+    Raises UserError if there are fewer tokens than one sequence holds.
     """
 
     def __init__(self, documents: Documents, seq_len: int, seed: int) -> None:
@@ -141,12 +141,12 @@ class PackedSequences(SequenceOrder):
         self._seq_len = seq_len
 
     def next(self, n: int) -> Batch:
-        """Return the next n sequences, on the CPU; crosses epoch borders."""
+        """Return the next n sequences on the CPU, across epoch boundaries."""
         return self.packing.batch(self.take(n, self._seq_len))
 
 
 def packed_validation(documents: Documents, seq_len: int, n: int) -> Batch:
-    """Return min(n, available) padded sequences on the CPU, spread evenly; the same in every run of a corpus.
+    """Return min(n, available) padded sequences on the CPU, evenly spaced and equal in every run of a corpus.
 
     Raises UserError if there is no target.
     """

@@ -1,6 +1,7 @@
-"""Rows of .jsonl, .json, their .gz, and .parquet files, numbered so that messages can name a malformed one.
+"""Rows of .jsonl, .json, their .gz, and .parquet files, numbered so that messages can name a malformed row.
 
-Memory is bounded: a line, a file that is one JSON value, or a batch of a Parquet file's rows is held at a time.
+Memory is bounded: only one line, one file with a single JSON value, or one batch of a Parquet file's rows is held at a
+time.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from typing import Any, BinaryIO
 from gnmr.errors import UserError
 from gnmr.records.untrusted import first_line
 
-LARGEST = 2**32  # bytes of what is held whole: a line, a JSON list, a .txt
-PARQUET_ROWS = 1000  # decoded together
-LOOKED_AT = 2**16  # bytes in which control characters are counted
+LARGEST = 2**32  # bytes of a unit that is read as a whole: a line, a JSON list, a .txt
+PARQUET_ROWS = 1000  # number of rows that are decoded together
+LOOKED_AT = 2**16  # size in bytes of the blocks in which control characters are counted
 _CONTROLS = bytes({*range(32)} - {*b"\t\n\v\f\r\b\x1b"})
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a file, by the names of its columns."""
+    """A row of a file, with cells by column name."""
 
     where: str
-    """File and number, as messages name them."""
+    """File and row number, for messages."""
     cells: dict[str, Any]
 
     def text(self, column: str, key: str | None = None, optional: bool = False) -> str:
-        """Return the text in `column`, which `key` names. Raises UserError if there is none."""
+        """Return the text in `column`, which `key` names. Raises UserError if there is no text."""
         if column not in self.cells:
             known = f"{key} must be one of" if key is not None else "it has"
             raise UserError(f"{self.where}: no column {column!r}; {known} {named(self.cells)}")
@@ -43,12 +44,12 @@ class Row:
         if not isinstance(value, str):
             kind = "nothing" if value is None else type(value).__name__
             raise UserError(f"{self.where}: column {column!r} holds {kind}; it needs text")
-        # JSON can escape half of a character, which becomes U+FFFD.
+        # JSON can escape half of a surrogate pair, which becomes U+FFFD.
         return value.encode("utf-16", errors="surrogatepass").decode("utf-16", errors="replace")
 
 
 def named(columns: Iterable[str]) -> str:
-    """Return at most ten names of columns or files for a message, long ones cut, odd ones quoted."""
+    """Return at most ten names of columns or files for a message. Long names are cut, unprintable ones quoted."""
     names = [name if name.isprintable() else repr(name) for name in (f"{name:.60}" for name in columns)]
     return ", ".join(names[:10]) + ", ..." * (len(names) > 10)
 
@@ -56,8 +57,8 @@ def named(columns: Iterable[str]) -> str:
 def utf8(raw: bytes, where: str) -> str:
     """Return the text of a file or a row, without its byte order mark.
 
-    Raises UserError, which begins with `where`, for another encoding, for what is compressed, and for what is no text.
-    UTF-16 and UTF-32 of some languages are UTF-8 by chance, with a control character in every second place.
+    Raises UserError, which begins with `where`, for another encoding, compressed data, and binary data. UTF-16 and
+    UTF-32 text of some languages is valid UTF-8 by chance, with a control character at every second position.
     """
     body = raw.removeprefix(codecs.BOM_UTF8)
     try:
@@ -80,10 +81,10 @@ def opened(file: Path) -> BinaryIO:
 
 
 def read_rows(file: Path, least: int = 1) -> Iterator[Row]:
-    """Yield the rows of a .jsonl, .json or .parquet file or of a .gz of the former; a .json may be one list.
+    """Yield the rows of a .jsonl, .json or .parquet file, or of a .gz of the former two. A .json file may be one list.
 
-    A row's number is its line's if a row is a line. Raises UserError in one line for what is malformed, and for fewer
-    rows than `least`.
+    If each row is a line, the row number is the line number. Raises UserError with one line for malformed data, and for
+    fewer rows than `least`.
     """
     found = 0
     try:
@@ -94,7 +95,7 @@ def read_rows(file: Path, least: int = 1) -> Iterator[Row]:
             yield Row(f"{file}: row {number}", cells)
     except UserError:
         raise
-    except Exception as error:  # gzip, JSON, Arrow: many libraries, no common base
+    except Exception as error:  # gzip, JSON, Arrow: many libraries without a common base class
         raise UserError(f"{file}: cannot be read ({first_line(error)})") from error
     if found < least:
         raise UserError(f"{file}: holds no rows")
@@ -117,7 +118,7 @@ def _json(file: Path) -> Iterator[tuple[int, Any]]:
             if len(line) > LARGEST:
                 raise UserError(f"{file}: row {number} has more than {LARGEST} bytes")
             text = utf8(line, f"{file}: row {number}").strip()
-            if first and (text.startswith("[") or text == "{"):  # a list, or an object that begins in a line alone
+            if first and (text.startswith("[") or text == "{"):  # a list, or an object that begins on a separate line
                 rest = stream.read(LARGEST + 1)
                 if len(rest) > LARGEST:
                     raise UserError(f"{file}: JSON of more than {LARGEST} bytes must have a row a line")
@@ -132,7 +133,7 @@ def _json(file: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _values(text: str) -> Iterator[Any]:
-    """Yield the items of the list that `text` is, or the objects that follow one another in it."""
+    """Yield the items of the list in `text`, or its consecutive objects."""
     if text.startswith("["):
         yield from json.loads(text)
         return

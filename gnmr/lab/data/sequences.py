@@ -1,7 +1,7 @@
-"""Token files as sequences of seq_len + 1 tokens, in a random order whose place a checkpoint restores.
+"""Token files as sequences of seq_len + 1 tokens, in a random order whose position a checkpoint restores.
 
-Sequence i holds tokens[i * seq_len : (i + 1) * seq_len + 1]; its last token is the next sequence's first, so that every
-token but the first is a target exactly once an epoch.
+Sequence i holds tokens[i * seq_len : (i + 1) * seq_len + 1]. Its last token is the first token of the next sequence, so
+every token but the first is a target exactly once per epoch.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ import torch
 from gnmr.errors import UserError
 from gnmr.lab.data.cache import TokenFile
 
-MOST_EPOCHS = 10_000  # in one batch: every epoch draws an order
+MOST_EPOCHS = 10_000  # in one batch, because every epoch draws an order
 
 
 @dataclass(frozen=True)
 class Branch:
-    """The place where the order of a fork leaves its base's, and the continuation that it takes."""
+    """The position where a fork leaves the order of its base, and the continuation that it takes."""
 
     seed: int
-    """Of the base, in the place of the fork's own."""
+    """Seed of the base, which replaces the fork's seed."""
     epoch: int
     position: int
     order: int
-    """0: the base's own. Any other draws the rest of this epoch, and the epochs behind it, anew."""
+    """0 continues the order of the base. Other values draw a new order for the rest of the epoch and later epochs."""
 
 
 class SequenceOrder:
-    """Draws the numbers of `num_sequences` sequences in random order, each once an epoch.
+    """Draws the numbers of `num_sequences` sequences in random order, each once per epoch.
 
-    The order of an epoch depends on the seed, the epoch and `num_sequences` alone. A `branch` begins at its place, in
+    The order of an epoch depends only on the seed, the epoch and `num_sequences`. A `branch` begins at its position, in
     the order of its seed.
     """
 
@@ -48,7 +48,7 @@ class SequenceOrder:
         self._place(self._branch.epoch, self._branch.position)
 
     def take(self, n: int, seq_len: int) -> list[int]:
-        """Return the numbers of the next n sequences of `seq_len` tokens; crosses epoch borders.
+        """Return the numbers of the next n sequences of `seq_len` tokens, across epoch boundaries.
 
         Raises UserError if `check` does, before an order is drawn.
         """
@@ -113,10 +113,10 @@ class SequenceOrder:
 
 
 class TrainSequences(SequenceOrder):
-    """Training sequences in random order, each once an epoch.
+    """Training sequences in random order, each once per epoch.
 
-    tokens: (n,) unsigned integers, in memory or in a file. `branch` as in `SequenceOrder`. Raises UserError if there is
-    not one sequence.
+    `tokens` are (n,) unsigned integers, in memory or in a file. See `SequenceOrder` for `branch`. Raises UserError if
+    there is less than one sequence.
     """
 
     def __init__(self, tokens: np.ndarray | TokenFile, seq_len: int, seed: int, branch: Branch | None = None) -> None:
@@ -125,14 +125,14 @@ class TrainSequences(SequenceOrder):
         self._seq_len = seq_len
 
     def next(self, n: int) -> torch.Tensor:
-        """Return the next n sequences, (n, seq_len + 1) int64 on the CPU: inputs are [:, :-1], targets [:, 1:]."""
+        """Return the next n sequences, (n, seq_len + 1) int64 on the CPU. Inputs are [:, :-1], targets [:, 1:]."""
         return _gather(self._tokens, self.take(n, self._seq_len), self._seq_len)
 
 
 def validation_sequences(tokens: np.ndarray | TokenFile, seq_len: int, n: int) -> torch.Tensor:
-    """Return (min(n, available), seq_len + 1) int64, spread evenly over `tokens`; the same in every run of a corpus.
+    """Return (min(n, available), seq_len + 1) int64, evenly spaced in `tokens` and equal in every run of a corpus.
 
-    Raises UserError if there is not one sequence.
+    Raises UserError if there is less than one sequence.
     """
     available = _num_sequences(tokens, seq_len, "validation")
     count = min(n, available)

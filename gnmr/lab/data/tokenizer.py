@@ -1,7 +1,7 @@
-"""The tokenizer: a byte-level BPE trained on training documents, a tokenizer.json of the user's, or a checkpoint's.
+"""The tokenizer: a byte-level BPE trained on training documents, a user's tokenizer.json, or a checkpoint's.
 
-A checkpoint's tokenizer is its tokenizer.json, which holds everything but the name of the end token; that is in
-tokenizer_config.json or special_tokens_map.json. transformers is not needed to read them.
+A checkpoint's tokenizer is its tokenizer.json, which contains everything but the name of the end token. That name is in
+tokenizer_config.json or special_tokens_map.json. transformers is not needed to read these files.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ LONGEST_WORD = 1000  # bytes; longer words (or runs of blanks) are split while t
 
 
 def train(documents: Iterator[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE of at most `vocab_size` entries; the end token has id 0. Same text, same tokenizer."""
+    """Train a byte-level BPE of at most `vocab_size` entries, deterministically. The end token has id 0."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    # Training time grows with the square of a word's length, so long ones are split; encoding does not split them.
+    # Training time grows with the square of a word's length, so long words are split here. Encoding does not split
+    # them.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.FixedLength(LONGEST_WORD)])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,
         special_tokens=[END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # every byte, so that no text is unknown
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # include every byte, so that no text is unknown
         show_progress=False,
     )
     tokenizer.train_from_iterator(documents, trainer)
@@ -49,9 +50,10 @@ def train(documents: Iterator[str], vocab_size: int) -> Tokenizer:
 
 
 def read(path: Path, where: str) -> tuple[bytes, str | None]:
-    """Return the content of a tokenizer.json, and the name of the end token if the checkpoint's folder gives it.
+    """Return the content of a tokenizer.json, and the name of the end token if the checkpoint's folder contains it.
 
-    path: a tokenizer.json, or the folder of a checkpoint of transformers. Raises UserError, which begins with `where`.
+    `path` is a tokenizer.json, or the folder of a checkpoint of transformers. Raises UserError, which begins with
+    `where`.
     """
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
@@ -82,10 +84,10 @@ def _named_end(file: Path) -> str | None:
 
 
 def load(content: bytes, where: str, end: str | None = None) -> Tokenizer:
-    """Return the tokenizer of a tokenizer.json, without its truncation and padding; `where` names it in errors.
+    """Return the tokenizer of a tokenizer.json, without truncation and padding. Errors refer to it as `where`.
 
-    Control tokens that are written out in a text count as text, see `encode`.
-    end: the name of its end token; None: one of `ACCEPTED_ENDS`.
+    Control tokens in a text count as text, see `encode`. `end` is the name of the end token. If it is None, it is one
+    of `ACCEPTED_ENDS`.
     """
     from tokenizers import Tokenizer
 
@@ -103,15 +105,15 @@ def load(content: bytes, where: str, end: str | None = None) -> Tokenizer:
 
 
 def end_token(tokenizer: Tokenizer, end: str | None = None) -> int:
-    """Return the id of the token that stands after each document; `end` as in `load`."""
+    """Return the id of the token that follows each document. See `load` for `end`."""
     ends = ACCEPTED_ENDS if end is None else (end,)
     return next(number for end in ends if (number := tokenizer.token_to_id(end)) is not None)
 
 
 def begin_token(tokenizer: Tokenizer) -> int | None:
-    """Return the id of the token that the tokenizer itself puts before a text, if it does.
+    """Return the id of the token that the tokenizer puts before a text, or None.
 
-    A "bos_token" that a checkpoint names does not count: GPT-2 and others name one that their training never used.
+    A "bos_token" that a checkpoint names does not count, because GPT-2 and others name one that training never used.
     """
     encoding = tokenizer.encode("a")
     return encoding.ids[0] if encoding.special_tokens_mask[:1] == [1] else None
@@ -119,15 +121,15 @@ def begin_token(tokenizer: Tokenizer) -> int | None:
 
 @dataclass(frozen=True)
 class Controls:
-    """The control tokens of a tokenizer, which stand for no text: its special tokens and its end token."""
+    """The control tokens of a tokenizer, which do not represent text: its special tokens and its end token."""
 
     written: re.Pattern[str]
-    """Any of them as it looks in a text."""
+    """Matches any of them in a text."""
     ids: frozenset[int]
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, end: int) -> Controls:
-        """Return those of `tokenizer` whose names have at least two characters."""
+        """Return the control tokens of `tokenizer` whose names have at least two characters."""
         special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         named = {number: tokenizer.id_to_token(number) or "" for number in (*special, end)}
         long = {number: name for number, name in named.items() if len(name) > 1}
@@ -138,10 +140,10 @@ class Controls:
 def encode(
     tokenizer: Tokenizer, texts: list[str], where: str, controls: Controls, offsets: bool = True
 ) -> list[Encoding]:
-    """Return the encodings of `texts`, without special tokens. Raises UserError if the tokenizer cannot encode one.
+    """Return the encodings of `texts` without special tokens. Raises UserError if the tokenizer cannot encode a text.
 
-    A control token that is written out in a text is encoded as text. Some vocabularies hold it as a word or a piece
-    (WordLevel, Unigram); there the text is cut behind the token's first character.
+    A control token in a text is encoded as text. Some vocabularies contain it as a word or a piece (WordLevel,
+    Unigram). The text is then split after the token's first character.
     """
     from tokenizers import Encoding
 
@@ -159,5 +161,5 @@ def encode(
 
 
 def vocab_size(tokenizer: Tokenizer) -> int:
-    """Return the largest id + 1: a user's tokenizer may leave ids out."""
+    """Return the largest id + 1, because a user's tokenizer may skip ids."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1

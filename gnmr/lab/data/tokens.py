@@ -1,6 +1,6 @@
-"""A corpus as token files: tokenized once, then read from the cache.
+"""A corpus as token files, which are tokenized once and then read from the cache.
 
-The cache folder's key covers everything that decides its content: the documents, the tokenizer and the limit.
+The key of the cache folder covers everything that determines its content: the documents, the tokenizer and the limit.
 """
 
 from __future__ import annotations
@@ -30,21 +30,23 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 CACHE_VERSION = 3  # increment it when documents, examples, splits or tokenization change
-LIMITED_VAL_TOKENS = 2_000_000  # where the training tokens are limited, validation ends here
-PIECE = 1_000_000  # most characters encoded as one string; longer documents are encoded in pieces
-BATCH = 2_000_000  # characters encoded in one call, about a second on one core
-SAY_EVERY = 2.0  # seconds between two lines about work that reports itself
-SILENCE = 4.0  # seconds after which the last line is said again, with the time that the work has taken
+LIMITED_VAL_TOKENS = 2_000_000  # number of validation tokens if training tokens are limited
+PIECE = 1_000_000  # maximum characters encoded as one string; longer documents are encoded in pieces
+BATCH = 2_000_000  # characters encoded per call, which takes about a second on one core
+SAY_EVERY = 2.0  # minimum seconds between two progress lines
+SILENCE = 4.0  # seconds after which the last line is repeated with the elapsed time
 
 
 def prepare(config: DataConfig, needed_tokens: int, say: Callable[[str], None]) -> TokenCorpus:
-    """Return the tokens of the corpus, from the cache or built now.
+    """Return the tokens of the corpus, from the cache or newly built.
 
     Args:
-        needed_tokens: training tokens that the run reads; limits a corpus from the hub unless `max_tokens` does.
-        say: receives progress lines, some of them from another thread.
+        config: Selects the corpus and the tokenizer.
+        needed_tokens: Training tokens that the run reads. They limit a corpus from the hub unless `max_tokens` does.
+        say: Receives progress lines, some of them from another thread.
 
-    Raises UserError, in one line, if the corpus or the tokenizer cannot be used.
+    Raises:
+        UserError: With one line, if the corpus or the tokenizer cannot be used.
     """
     if config.name == "stdlib" and config.path is not None:
         say(f"data.path={config.path} has no effect: data.name=stdlib reads this Python's library, text a path")
@@ -57,10 +59,10 @@ def prepare(config: DataConfig, needed_tokens: int, say: Callable[[str], None]) 
 def prepare_packed(
     config: DataConfig, needed_tokens: int, say: Callable[[str], None], checkpoint: Path | None = None
 ) -> TokenCorpus:
-    """Return the tokenized examples (`Documents`), from the cache or built now; as `prepare`.
+    """Return the tokenized examples (`Documents`), from the cache or newly built, like `prepare`.
 
-    `checkpoint` is a folder with a tokenizer.json; `data.tokenizer`, such a file or folder, comes first. The document
-    that reaches the limit is kept whole.
+    `checkpoint` is a folder with a tokenizer.json. `data.tokenizer`, such a file or folder, takes precedence. The
+    document that reaches the limit is kept complete.
     """
     if config.tokenizer is None and checkpoint is None:
         raise UserError(f"data.tokenizer=null: {config.name} needs a tokenizer.json or a checkpoint's folder here")
@@ -94,7 +96,7 @@ def _prepared(
             (folder / cache.TOKENIZER).write_bytes(content or tokenizer.to_str(pretty=True).encode())
             encoder = Encoder(tokenizer, where, bpe.end_token(tokenizer, end), limit, packed, config.answers_only)
             written = encoder.write(folder, corpus, progress)
-            if open_corpus(config, progress).identity != corpus.identity:  # its tokens would get the name of others
+            if open_corpus(config, progress).identity != corpus.identity:  # the tokens would get another corpus's key
                 raise UserError(f"{corpus.where}: changed while it was read; run the command again")
             progress.begin(f"{written}, vocabulary {bpe.vocab_size(tokenizer):,}{corpus.skipped}")
 
@@ -102,7 +104,7 @@ def _prepared(
 
 
 def _training_text(corpus: Corpus, most: int, progress: Progress) -> Iterator[str]:
-    """Yield the text of training documents, up to `most` bytes of UTF-8 in all."""
+    """Yield the text of training documents, up to `most` bytes of UTF-8 in total."""
     left = most
     for example in corpus.read(TRAIN):
         raw = example.answer.encode()
@@ -114,10 +116,10 @@ def _training_text(corpus: Corpus, most: int, progress: Progress) -> Iterator[st
 
 
 class Progress:
-    """Called with the state of long work; passes it to `say`: at most one line in 2 seconds, at least one in 4.
+    """Reports the state of long work to `say`: at most one line every 2 seconds, and at least one every 4 seconds.
 
-    Within its `with` block a thread repeats the last line while nothing else is said: training the tokenizer is one
-    long call into a library.
+    In its `with` block, a thread repeats the last line until the next one, because training the tokenizer is one long
+    call into a library.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -127,13 +129,13 @@ class Progress:
         self._ended = threading.Event()
 
     def begin(self, text: str) -> None:
-        """Say that a new kind of work begins."""
+        """Report that a new kind of work begins."""
         self._begun = self._said = time.monotonic()
         self._text = text
         self._say(text)
 
     def __call__(self, text: str) -> None:
-        """Note the state of the work; it is said if the last line is old enough."""
+        """Update the state of the work, and report it if the last line is old enough."""
         self._text = text
         if time.monotonic() - self._said >= SAY_EVERY:
             self._said = time.monotonic()
@@ -162,21 +164,20 @@ class Encoder:
     where: str
     """Names the tokenizer in errors."""
     end: int
-    """Stands after each document."""
+    """The token after each document."""
     limit: int | None
-    """Most training tokens; validation ends at `LIMITED_VAL_TOKENS` then."""
+    """Largest number of training tokens. If it is set, validation ends at `LIMITED_VAL_TOKENS`."""
     packed: bool
-    """Documents begin with the token that the tokenizer puts there, the one that reaches the limit is kept whole, and
-    the files of `cache.DOCUMENTS` are written."""
+    """Write documents with the tokenizer's begin token and the files of `cache.DOCUMENTS`. The last one is complete."""
     answers_only: bool
-    """With `packed`: the tokens of a prompt are no targets."""
+    """With `packed`, the tokens of a prompt are not targets."""
 
     def write(self, folder: Path, corpus: Corpus, progress: Progress) -> str:
-        """Write the files of both splits and meta.json; return the numbers of documents and tokens, to be said."""
-        # Else each process forked later (data loaders, W&B) would print a warning about Rust threads.
+        """Write the files of both splits and meta.json, and return the numbers of documents and tokens as text."""
+        # Otherwise each process that is forked later (data loaders, W&B) would print a warning about Rust threads.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         begin = bpe.begin_token(self.tokenizer) if self.packed else None
-        vocab_size = max(bpe.vocab_size(self.tokenizer), -1 if begin is None else begin + 1)  # it may be outside of it
+        vocab_size = max(bpe.vocab_size(self.tokenizer), -1 if begin is None else begin + 1)  # begin may lie outside
         dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
         kind, found = "examples" if self.packed else "documents", []
         validation = None if self.limit is None else LIMITED_VAL_TOKENS
@@ -207,9 +208,9 @@ class Encoder:
         return ", ".join(found)
 
     def _encoded(self, corpus: Corpus, split: str) -> Iterator[tuple[list[int], int, bool]]:
-        """Yield (token ids, tokens of the prompt, whether they end their example); encodes some examples at a time.
+        """Yield (token ids, tokens of the prompt, whether they end their example), encoding several examples at a time.
 
-        A long text without a prompt comes in pieces.
+        A long text without a prompt is split into pieces.
         """
         controls = bpe.Controls.of(self.tokenizer, self.end)
         batch: list[tuple[str, int, bool]] = []
@@ -234,14 +235,14 @@ class Encoder:
         texts = [text for text, _, _ in batch]
         encodings = bpe.encode(self.tokenizer, texts, self.where, controls, offsets=with_prompts)
         for encoding, (_, prompt, is_last) in zip(encodings, batch, strict=True):
-            if prompt:  # a token that holds any of the answer belongs to the answer
+            if prompt:  # a token that contains any of the answer belongs to the answer
                 stops = (place for place, (_, stop) in enumerate(encoding.offsets) if stop > prompt)
                 prompt = next(stops, len(encoding))
             yield encoding.ids, prompt, is_last
 
 
 def pieces(text: str) -> Iterator[tuple[str, bool]]:
-    """Yield the pieces of a document, and whether each is the last."""
+    """Yield the pieces of a document, each with True if it is the last."""
     start = 0
     while len(text) - start > PIECE:
         stop = text.rfind("\n", start, start + PIECE) + 1 or start + PIECE

@@ -1,1 +1,1 @@
-"""Models as `gnmr diagnose` and `gnmr audit` load them (`subjects`, `blocks`), and `scores` of runs by lm-eval."""
+"""Models that `gnmr diagnose` and `gnmr audit` load (`subjects`, `blocks`), and `scores` of runs with lm-eval."""

@@ -1,4 +1,4 @@
-"""Blocks of tokens for a subject, drawn into batches: what `gnmr diagnose` reads."""
+"""Batches of token blocks for a subject, which `gnmr diagnose` reads."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from gnmr.lab.evaluation.subjects import Subject, run_corpus
 from gnmr.lab.train.build import apart
 
 MOST_TEXT = 1 << 26
-"""Bytes of a text that are read."""
+"""Largest number of bytes of a text that is read."""
 TOKENS = 1024
-"""Of a run's batch, where nobody says how many blocks it has; a checkpoint's has half of it."""
+"""Default tokens per batch of a run. A batch of a checkpoint has half of it."""
 LONGEST = 128
-"""Tokens of a block of a checkpoint of others, where nobody says how many: an estimate by sequence gets one sample of
-each, so that many short ones tell more than a few long ones."""
+"""Default tokens per block of a Hugging Face checkpoint. An estimate by sequence gets one sample per sequence, so many
+short sequences are more informative than a few long ones."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Batches of equal size, none of whose blocks is in two of them."""
+    """Disjoint batches of equal size."""
 
     batches: list[Batch]
     held_out: list[Batch]
     length: int
-    """Tokens of a block."""
+    """Tokens per block."""
     size: int
-    """Blocks of a batch."""
+    """Blocks per batch."""
 
 
 def blocks_of(
@@ -49,14 +49,20 @@ def blocks_of(
     length: int | None = None,
     size: int | None = None,
 ) -> Blocks:
-    """`batches` and `held_out` of them, spread over the text and then drawn, the same in every call.
+    """Return `batches` and `held_out` batches of blocks that are spread over the text and then permuted.
+
+    The result is the same in every call.
 
     Args:
-        data: a file of text, in the subject's own tokens; None: the validation data of a run.
-        length: tokens of a block; None: as the run was trained, of a checkpoint of others `LONGEST` at the most.
-        size: blocks of a batch; None: as many as make `TOKENS`, fewer where the text is short.
+        subject: The model; it determines the tokenizer and the longest block.
+        data: A text file in the subject's tokens, or None for the validation data of a run.
+        batches: The number of batches.
+        held_out: The number of further batches, which share no block with the former.
+        length: Tokens per block. By default the run's training length, or for a checkpoint at most `LONGEST`.
+        size: Blocks per batch. By default enough for `TOKENS`, or fewer if the text is short.
 
-    UserError for a text that is missing or too short, blocks that are too long, and a checkpoint without a text.
+    Raises:
+        UserError: The text is missing or too short, a block is too long, or a checkpoint has no text.
     """
     run = subject.facts["kind"] == "run"
     if data is None and not run:
@@ -85,7 +91,7 @@ def blocks_of(
 
 
 def _blocks(subject: Subject, data: Path | None, length: int, number: int) -> tuple[Batch, str]:
-    """(at most so many blocks, none if there is none; what they are of, for messages)."""
+    """Return at most `number` blocks, which may be none, and their source for messages."""
     tokens = _encoded(subject, data) if data is not None else apart(run_corpus(Path(subject.name)), subject.model).val
     where = f"data={data}" if data is not None else f"{subject.name}: its validation data"
     if isinstance(tokens, Documents):
@@ -96,9 +102,9 @@ def _blocks(subject: Subject, data: Path | None, length: int, number: int) -> tu
 
 
 def _encoded(subject: Subject, data: Path) -> np.ndarray:
-    """The file's tokens."""
+    """Return the file's tokens."""
     try:
-        if not data.is_file():  # a pipe would be waited for
+        if not data.is_file():  # reading a pipe would block
             raise UserError(f"data={data}: {'is no file' if data.exists() else 'there is no such file'}")
         with data.open("rb") as file:
             raw = file.read(MOST_TEXT)
@@ -108,7 +114,7 @@ def _encoded(subject: Subject, data: Path) -> np.ndarray:
         warnings.warn(f"data={data}: {MOST_TEXT / 2**20:.0f} MiB of it are read, the first", stacklevel=2)
         ends = codecs.getincrementaldecoder("utf-8")("ignore")
         ends.decode(raw[-3:])
-        raw = raw[: len(raw) - len(ends.getstate()[0])]  # without a part of a character
+        raw = raw[: len(raw) - len(ends.getstate()[0])]  # drop a partial character
     ids = np.array(subject.text.plain(utf8(raw, f"data={data}:"), subject.name), dtype=np.int64)
     if len(ids) and int(ids.max()) >= subject.vocab_size:
         raise UserError(f"{subject.name}: its tokenizer has token {int(ids.max())}, the model {subject.vocab_size}")

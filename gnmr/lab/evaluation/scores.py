@@ -1,7 +1,7 @@
-"""Scores of a run's model on language tasks, by lm-eval's own class for Hugging Face models and its own tasks.
+"""Scores of a run's model on language tasks, with lm-eval's class for Hugging Face models and its tasks.
 
-The live model is scored, on its 16-bit or its low path, so that no copy is made and sharded weights stay sharded. A
-finished run is scored by lm-eval itself, on what `training.export_hf=true` leaves:
+The live model is scored on its 16-bit or its low path, so that no copy is made and sharded weights stay sharded. A
+finished run is scored by lm-eval on the folder that `training.export_hf=true` writes:
 
     lm_eval --model hf --model_args pretrained=RUN/hf --tasks hellaswag,wikitext
 """
@@ -29,18 +29,18 @@ from gnmr.precision import Recipe
 THEIRS = {"gsm8k": "gsm8k", "mmlu": "mmlu", "hellaswag": "hellaswag", "wikitext2": "wikitext"}
 """lm-eval's name of each of `gnmr.names.TASKS`."""
 FOLDERS = {"mmlu": "mmlu/default"}
-"""Where lm-eval's definition of a task lies below its tasks, if not under the task's name."""
+"""Folder of lm-eval's definition of a task, if it differs from the task's name."""
 SHOTS = {"gsm8k": 5, "mmlu": 5}
-"""Examples in a prompt where scores.shots is null."""
+"""Default number of examples in a prompt, if scores.shots is null."""
 BLOCK = 2048
-"""Tokens of a block of token_perplexity, if the model's context is not shorter."""
+"""Tokens per block of token_perplexity, unless the model's context is shorter."""
 
 
 class RunScorer:
-    """Scores the model of a run as it is after a step, on the tasks and the path of `scores.*`."""
+    """Scores the current model of a run on the tasks and the path of `scores.*`."""
 
     def check(self, parts: Parts) -> None:
-        """Raises UserError for scores that this run cannot have; the rows of the tasks are fetched from the hub."""
+        """Raise UserError if this run cannot be scored. The rows of the tasks are fetched from the hub."""
         config = parts.config.scores
         for package in ("lm_eval", "transformers"):
             pretrained.need(package, f"scores.tasks={config.tasks}")
@@ -54,9 +54,9 @@ class RunScorer:
                 _loaded(parts, name)
 
     def score(self, parts: Parts, step: int, say: Callable[[str], None]) -> dict[str, Any]:
-        """Return a row of `SCORE_FIELDS`. The model and the random number generators are afterwards as they were.
+        """Return a row of `SCORE_FIELDS`. The model and the random number generators are unchanged afterwards.
 
-        Raises RunFailed if there are no scores; the checkpoint of `step` is saved by then.
+        Raises RunFailed if scoring fails; the checkpoint of `step` is saved by then.
         """
         config, converted, model = parts.config.scores, parts.converted, parts.model
         coded = any(not operator.weight.is_floating_point() for operator in converted.operators)
@@ -78,7 +78,7 @@ class RunScorer:
 
 
 class _Live:
-    """The live model as lm-eval's class for Hugging Face models calls one."""
+    """Adapts the live model to the interface that lm-eval's class for Hugging Face models calls."""
 
     def __init__(self, parts: Parts) -> None:
         self._model: Any = parts.model
@@ -93,7 +93,7 @@ class _Live:
         return SimpleNamespace(logits=self._model(input_ids))
 
     def generate(self, input_ids: Tensor, max_length: int, stopping_criteria: Any, **options: Any) -> Tensor:
-        """Return greedy answers. Our own models have no cache, and no mask: their rows must have no padding."""
+        """Return greedy answers. Our models have neither a cache nor a mask, so their rows must have no padding."""
         if self._theirs:
             options |= {"max_length": max_length, "stopping_criteria": stopping_criteria}
             return self._model.generate(input_ids=input_ids, **options)
@@ -115,16 +115,16 @@ def _tokenizer(parts: Parts) -> Any:
 
 
 def _loaded(parts: Parts, name: str) -> tuple[Any, Any]:
-    """Return lm-eval's manager of this task alone, and the task. Raises UserError if its rows cannot be read."""
+    """Return lm-eval's manager of only this task, and the task. Raises UserError if its rows cannot be read."""
     import lm_eval.tasks
 
     data, theirs = parts.config.scores.data, THEIRS[name]
     try:
         shipped = Path(lm_eval.tasks.__file__).parent / FOLDERS.get(name, theirs)
         where = shipped if data is None else Path(data).expanduser().resolve(strict=True)
-        manager = lm_eval.tasks.TaskManager(include_path=str(where), include_defaults=False)  # all take 10 s to read
+        manager = lm_eval.tasks.TaskManager(include_path=str(where), include_defaults=False)  # defaults take 10 s
         return manager, lm_eval.tasks.get_task_dict([theirs], manager)
-    except Exception as error:  # datasets, the hub's client, HTTP: many libraries, no common base
+    except Exception as error:  # datasets, the hub's client, HTTP: many libraries without a common base class
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         source = f"scores.data={data}" if data is not None else "the hub (check the network, HF_ENDPOINT and the proxy)"
         raise UserError(f"scores.tasks: {name} cannot be read from {source}: {reason}") from error
@@ -157,9 +157,9 @@ def _scored(parts: Parts, name: str) -> dict[str, Any]:
 
 
 def token_perplexity(lm: Any, pages: list[str]) -> float:
-    """Return the perplexity a token, as GPTQ and later work have it: blocks of the whole text, each read by itself.
+    """Return the perplexity per token as in GPTQ and later work: separate blocks of the whole text.
 
-    The text is the rows of wikitext-2-raw-v1, which are lines, joined by two newlines. Every token of a block but its
+    The text is the rows of wikitext-2-raw-v1, which are lines, joined by two newlines. Every token of a block but the
     first is scored.
     """
     lines = "\n".join(pages).removesuffix("\n").split("\n")
@@ -173,7 +173,7 @@ def token_perplexity(lm: Any, pages: list[str]) -> float:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Restore the global random number generators, which lm-eval seeds, and keep lm-eval's log quiet."""
+    """Restore the global random number generators, which lm-eval seeds, and silence lm-eval's log."""
     python, numpy, log = random.getstate(), np.random.get_state(), logging.getLogger("lm_eval")
     level = log.level
     log.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""What `gnmr diagnose` and `gnmr audit` load: a run of ours, or a Hugging Face checkpoint of a causal model."""
+"""The models that `gnmr diagnose` and `gnmr audit` load: a run, or a Hugging Face checkpoint of a causal model."""
 
 from __future__ import annotations
 
@@ -30,21 +30,23 @@ from gnmr.records.untrusted import exists, reading
 
 @dataclass(frozen=True)
 class Text:
-    """A tokenizer, of the library tokenizers or of transformers."""
+    """A tokenizer of the library tokenizers or of transformers."""
 
     tokenizer: Any
     eos: int
     """The token that ends a text."""
     ours: bool = False
-    """Whether it is one of gnmr.lab.data, whose end token separates documents."""
+    """True for a tokenizer of gnmr.lab.data, whose end token separates documents."""
 
     def plain(self, text: str, where: str) -> list[int]:
-        """Return token ids of a text in which control tokens count as text, as in training; `where` names the
-        tokenizer."""
+        """Return the token ids of a text in which control tokens count as text, as in training.
+
+        Errors name the tokenizer as `where`.
+        """
         own = self.tokenizer if self.ours else getattr(self.tokenizer, "backend_tokenizer", None)
-        if own is None:  # one of transformers in Python
+        if own is None:  # a Python tokenizer of transformers
             return list(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
-        own = type(own).from_str(own.to_str())  # transformers changes its own at each call
+        own = type(own).from_str(own.to_str())  # transformers modifies its tokenizer at each call
         own.no_truncation()
         own.no_padding()
         return list(bpe.encode(own, [text], where, bpe.Controls.of(own, self.eos))[0].ids)
@@ -58,20 +60,20 @@ class Subject:
     model: nn.Module
     text: Text
     max_length: int
-    """The most tokens of one pass."""
+    """Largest number of tokens in one pass."""
     vocab_size: int
     device: torch.device
     converted: ConvertedModel | None = None
-    """The converted operators of the model, where there are any."""
+    """The converted operators of the model, if it has any."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """For records: kind, model, dtype, ..."""
+    """Facts for records: kind, model, dtype, ..."""
 
 
 def load_subject(path: str, device: str = "auto") -> Subject:
-    """Return the model at `path`: a run folder of ours, or a checkpoint folder or hub name of Hugging Face's.
+    """Return the model at `path`: a run folder, a checkpoint folder, or a hub name of Hugging Face.
 
-    `device` is auto, cpu or cuda. Raises UserError for whatever cannot be loaded. Folders are not trusted
-    (`gnmr.records.untrusted`): no link below one is followed, and of checkpoints only safetensors and data are read.
+    `device` is auto, cpu or cuda. Raises UserError if the model cannot be loaded. Folders are not trusted
+    (`gnmr.records.untrusted`): no links below them are followed, and only safetensors and data of checkpoints are read.
     """
     with as_user_error():
         one_of(("auto", "cpu", "cuda"), device=device)
@@ -91,7 +93,7 @@ def load_subject(path: str, device: str = "auto") -> Subject:
     return _checkpoint(path, where)
 
 
-# ---- runs of ours ----
+# ---- runs ----
 
 
 def _run(folder: Path, device: torch.device) -> Subject:
@@ -113,7 +115,7 @@ def _run(folder: Path, device: torch.device) -> Subject:
 
 
 def _fine_tuned(folder: Path, config: Config, device: torch.device) -> Subject:
-    """A run that began from a checkpoint: the checkpoint with the weights that were trained."""
+    """Load the checkpoint that a run began from, with the weights that the run trained."""
     checkpoint = config.model.checkpoint
     assert checkpoint is not None
     base, now = _header(folder).get("checkpoint"), pretrained.fingerprint(checkpoint)
@@ -145,13 +147,13 @@ def _header(folder: Path) -> dict[str, Any]:
 
 
 def run_corpus(folder: Path) -> cache.TokenCorpus:
-    """The token folder that a run was trained on. UserError where it is missing or damaged."""
+    """Return the token folder that a run was trained on. Raises UserError if it is missing or damaged."""
     with reading(folder):
         return _corpus(folder, read(folder / "config.yaml"))
 
 
 def _corpus(folder: Path, config: Config) -> cache.TokenCorpus:
-    """The token folder that the run was trained on, by the fingerprint in its header."""
+    """Find the token folder that the run was trained on by the fingerprint in its header."""
     try:
         fingerprint = _header(folder)["data"]["fingerprint"]
     except (KeyError, TypeError) as error:
@@ -173,7 +175,7 @@ def _corpus(folder: Path, config: Config) -> cache.TokenCorpus:
 
 
 def _seen_from(folder: Path, place: str) -> list[Path]:
-    """Where a token cache may be that config.yaml names: as seen from the run's folder, or from the working folder."""
+    """Return the possible paths of a token cache in config.yaml: relative to the run's folder or the working folder."""
     try:
         path = Path(place).expanduser()
     except RuntimeError:  # no home folder
@@ -185,7 +187,7 @@ def _seen_from(folder: Path, place: str) -> list[Path]:
 
 
 def _checkpoint(name: str, device: torch.device) -> Subject:
-    pretrained.open_tokenizer(name)  # missing more often than the weights, which take minutes to load
+    pretrained.open_tokenizer(name)  # check first: it is missing more often than the weights, which load for minutes
     model = pretrained.load(name, "auto", device, where=name)
     facts = {"kind": "checkpoint", "model": model.config.model_type}  # type: ignore[union-attr]
     facts |= {"parameters": sum(p.numel() for p in model.parameters())}
@@ -201,7 +203,7 @@ def _theirs(
     converted: ConvertedModel | None,
     facts: dict[str, Any],
 ) -> Subject:
-    """A model of Hugging Face's with the tokenizer of `checkpoint`. Raises UserError without one."""
+    """Return a Hugging Face model with the tokenizer of `checkpoint`. Raises UserError if there is no tokenizer."""
     tokenizer = pretrained.open_tokenizer(checkpoint)
     if tokenizer.eos_token_id is None:
         raise UserError(f"{checkpoint}: its tokenizer has no end-of-text token: eos_token in tokenizer_config.json")

@@ -1,1 +1,1 @@
-"""Faults on purpose, in the low path of chosen units."""
+"""Deliberate faults in the low path of chosen units."""

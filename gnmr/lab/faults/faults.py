@@ -1,31 +1,34 @@
-"""Faults in the low path of chosen units, in chosen steps (`schedule.py`): the truth that detection is held against.
+"""Faults in the low path of chosen units and steps (`schedule.py`): the ground truth for evaluating detection.
 
-A fault changes how rows (tokens) of an operator's input are quantized, scale = max|row| / format.max and codes =
-Q(row / scale). Of a format that is the compressed copy; of a recipe the casts of the input, in every GEMM that reads
-them (fprop and wgrad), and max is over whatever elements share a scale there.
+A fault changes how rows (tokens) of an operator's input are quantized:
+
+    scale = max|row| / format.max;  codes = Q(row / scale)
+
+For a format, this is the compressed copy. For a recipe, these are the casts of the input in every GEMM that reads it
+(fprop and wgrad). There, max is taken over the elements that share a scale. The kinds of faults are:
 
     scale_up      scale * magnitude: small values underflow to zero
     scale_down    scale / magnitude: large values saturate at the format's largest one
-    stale_scale   one scale for the tensor, from the largest magnitude of the `history` steps before this one (delayed
-                  scaling), / magnitude: saturates when activations grew
+    stale_scale   one scale for the tensor, from the largest magnitude of the `history` previous steps (delayed
+                  scaling), / magnitude: saturates if activations have grown
     noise         up to +-magnitude steps of the grid, uniform, added before rounding
     bit_flip      one random bit of one random code of the row
-    nan, inf      the scale that is stored is NaN, Inf: with site "saved" it shows in the unit's weight gradient, with
-                  "forward" and under a recipe that casts fprop's input in the loss already
+    nan, inf      the stored scale is NaN or Inf: with site "saved" it appears in the unit's weight gradient, with
+                  "forward" and under a recipe that casts the input of fprop already in the loss
 
-Values beyond the format's largest one are clamped to it. A row with a NaN or an Inf does not come back finite. A unit
-on its recovery path is not hit, nor is another reader of the same tensor; evaluation is exact as ever.
+Values beyond the format's largest one are clamped to it. A row with a NaN or an Inf stays non-finite. A unit on its
+recovery path is not hit, nor is another reader of the same tensor. Evaluation is always exact.
 
-Where a recipe's scale is that of several tokens (a tensor, a block, wgrad's tiles and mx groups), the
-rows that are hit are cast under the broken scale and the others under the sound one, so that `rows_frac` means the same
-everywhere; of a rotated input (wgrad of nvfp4) the rows are those of the rotated one, and a broken cast rounds
-to nearest; `stale_scale` is the cast's own rule on the remembered magnitude, so a power of two under mx. The codes of
-`scaled_mm` have one scale a group: unless all its rows are hit it stays the sound one, to which the broken rows are
-rounded once more. An operator in recovery is not hit in the GEMMs either that it leaves to the low recipe; one whose
-GEMMs are routed one by one (unit=gemm) is hit in those that are on the low path.
+Some scales of a recipe cover several tokens (a tensor, a block, the tiles and mx groups of wgrad). The hit rows are
+then cast with the broken scale and the other rows with the intact scale, so `rows_frac` has the same meaning
+everywhere. For a rotated input (wgrad of nvfp4), the rows are the rows after the rotation, and a broken cast rounds to
+nearest. `stale_scale` applies the rule of the cast to the remembered magnitude, so its scale is a power of two under
+mx. The codes of `scaled_mm` have one scale per group. Unless all rows of a group are hit, it stays the intact scale, to
+which the broken rows are rounded once more. An operator in recovery is not hit in any GEMM, even one that it leaves to
+the low recipe. If the GEMMs of an operator are routed individually (unit=gemm), those on the low path are hit.
 
-What is random depends on the schedule's seed, the step and the operator alone (and on the kind of device): resuming and
-recomputing meet the same faults, and the micro-batches of a step the same rows.
+Randomness depends only on the schedule's seed, the step and the operator (and on the kind of device). Resumed and
+recomputed steps meet the same faults, and the micro-batches of a step have the same hit rows.
 """
 
 from __future__ import annotations
@@ -46,15 +49,15 @@ KINDS = ("scale_up", "scale_down", "stale_scale", "noise", "bit_flip", "nan", "i
 
 @dataclass(frozen=True)
 class Fault:
-    """What breaks. ValueError for a senseless value."""
+    """A kind of fault and its strength. Raises ValueError for an invalid value."""
 
     kind: str
     magnitude: float = 1.0
-    """See above; bit_flip, nan and inf have none."""
+    """Strength, see the module docstring. bit_flip, nan and inf have none."""
     rows_frac: float = 1.0
-    """Fraction of the rows (tokens) that are hit; at least one of a tensor's rows is."""
+    """Fraction of the rows (tokens) that are hit. At least one row of a tensor is hit."""
     history: int = 16
-    """Steps that stale_scale looks back."""
+    """Number of steps that stale_scale looks back."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -74,9 +77,10 @@ class Fault:
         stochastic: bool = False,
         largest: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As `scaling.compress`, broken: (packed (N, row_bytes) uint8, scale (N, 1)) of `rows` (N, D).
+        """Compress `rows` (N, D) like `scaling.compress`, but with the fault. Does not wait for the device.
 
-        `largest`: the magnitude (scalar) from which stale_scale takes its scale. Does not wait for the device.
+        Returns (packed (N, row_bytes) uint8, scale (N, 1)). `largest` is the magnitude (scalar) from which stale_scale
+        takes its scale.
         """
         scaled = rows.to(torch.float32, copy=True)
         hit = self._order(len(rows), generator)[: self._hits(len(rows))]
@@ -103,16 +107,17 @@ class Fault:
         generator: torch.Generator,
         largest: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, CastStats]:
-        """As `casting.quantize`, broken: values and scales, (N, D) float32, of `x` (N, D), and statistics.
+        """Quantize `x` (N, D) like `casting.quantize`, but with the fault. Does not wait for the device.
 
-        `reference`: of delayed scales, see `casting`; `largest` as above. Does not wait for the device.
+        Returns values and scales, (N, D) float32, and statistics. See `casting` for the `reference` of delayed scales,
+        and `compress` for `largest`.
         """
         fmt, count, nonfinite = cast.format, len(x), (~x.isfinite()).sum()
         hit = self._order(count, generator)[: self._hits(count)]
         if cast.hadamard:
             x = rotated(x, contraction_dim)
         scale, groups = scale_of_each(x, cast, contraction_dim, reference)
-        lost = scale.isnan()  # they share a scale with an Inf or NaN, fault or no fault
+        lost = scale.isnan()  # these share a scale with an Inf or NaN, independent of the fault
         scale[hit] = self._scale(scale[hit], None if largest is None else scale_under(cast, largest))
 
         wide = x.float()
@@ -136,11 +141,11 @@ class Fault:
         return max(1, round(self.rows_frac * count))
 
     def _order(self, count: int, generator: torch.Generator) -> Tensor:
-        """The rows, those first that are hit."""
+        """Return a permutation of the rows that begins with the hit rows."""
         return torch.randperm(count, generator=generator, device=generator.device)
 
     def _scale(self, sound: Tensor, stale: Tensor | None) -> Tensor:
-        """What becomes of the float32 scales of the hit rows; `stale`: the scale (scalar) of the steps before."""
+        """Return the broken float32 scales of the hit rows. `stale` is the scale (scalar) of the previous steps."""
         broken = sound
         if self.kind == "scale_up":
             broken = sound * self.magnitude
@@ -160,7 +165,7 @@ class Fault:
 
 
 def _flipped(codes: Tensor, bits: int, generator: torch.Generator) -> Tensor:
-    """`codes` (N, D) of that many bits, one random bit of one random code of each row flipped."""
+    """Return `codes` (N, D) of `bits` bits with one random bit of one random code flipped in each row."""
     rows, width = codes.shape
     column = torch.randint(width, (rows, 1), generator=generator, device=codes.device)
     bit = torch.randint(bits, (rows, 1), generator=generator, device=codes.device)
@@ -169,33 +174,34 @@ def _flipped(codes: Tensor, bits: int, generator: torch.Generator) -> Tensor:
 
 
 class Injector:
-    """A fault in one operator's low path. The schedule arms it for a step; the operator asks it."""
+    """A fault in one operator's low path. The schedule arms it for a step, and the operator queries it."""
 
     def __init__(self, fault: Fault, history: Tensor | None) -> None:
         self._fault, self._history = fault, history
         self._seed: int | None = None
 
     def arm(self, seed: int | None) -> None:
-        """For the steps until the next call; None: not armed."""
+        """Arm the fault with `seed` until the next call, or disarm it if `seed` is None."""
         self._seed = seed
 
     def for_step(self, input: Tensor, remember: bool = True) -> Injector | None:
-        """Return the fault if it is armed. Takes note of the size of `input` where the fault needs it."""
+        """Return the fault if it is armed. If the fault needs a history, record the largest magnitude of `input`."""
         if remember and self._history is not None:
-            # Once more for a micro-batch, or for a recomputed forward pass. One bad step must not spoil the history.
+            # This may run several times per step: per micro-batch and per recomputation. Non-finite values must not
+            # enter.
             largest = input.detach().abs().amax().double().nan_to_num_(nan=0.0, posinf=0.0)
             self._history[0] = torch.maximum(self._history[0], largest)
         return None if self._seed is None else self
 
     def compress(self, input: Tensor, fmt: Format, stochastic: bool) -> tuple[Tensor, Tensor]:
-        """Return the broken copy of `input` (..., D); the same each time it is asked for in a step."""
+        """Return the broken copy of `input` (..., D), which is the same in every call of a step."""
         rows = input.detach().reshape(-1, input.shape[-1])
         return self._fault.compress(rows, fmt, self._generator(rows), stochastic, self._largest_before())
 
     def quantize(
         self, x: Tensor, cast: Cast, contraction_dim: int, reference: Reference
     ) -> tuple[Tensor, Tensor, CastStats]:
-        """Return the broken cast of `x` (N, D), see `Fault.quantize`; it hits the same rows each time in a step."""
+        """Return the broken cast of `x` (N, D), see `Fault.quantize`. It hits the same rows in every call of a step."""
         return self._fault.quantize(x, cast, contraction_dim, reference, self._generator(x), self._largest_before())
 
     def _generator(self, x: Tensor) -> torch.Generator:
@@ -203,7 +209,7 @@ class Injector:
         return torch.Generator(x.device).manual_seed(self._seed)
 
     def _largest_before(self) -> Tensor | None:
-        """Of the steps before; without any, of this one."""
+        """Return the largest magnitude of the previous steps, or of the current step if there are none."""
         if self._history is None:
             return None
         before = self._history[1:].amax()

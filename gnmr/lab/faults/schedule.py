@@ -1,4 +1,4 @@
-"""When a fault hits which units of a converted model: windows of steps, known for the whole run from its start."""
+"""Schedule of faults: windows of steps in which units of a converted model are hit, known when the run starts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gnmr.precision.units import module_of
 
 @dataclass(frozen=True)
 class Window:
-    """A fault of one unit, in the operators of it that are targets: steps `start` to `end`, both included."""
+    """A fault of one unit, in its targeted operators, during the steps `start` to `end`, inclusive."""
 
     unit: str
     start: int
@@ -32,7 +32,7 @@ class Window:
 
 
 class FaultSchedule:
-    """When `fault` hits which units, known for the whole run from its start. Call `begin_step` each step."""
+    """The windows in which `fault` hits units, known when the run starts. Call `begin_step` in each step."""
 
     def __init__(
         self,
@@ -46,20 +46,26 @@ class FaultSchedule:
         duration: int = 1,
         seed: int = 0,
     ) -> None:
-        """Steps count from 1. `windows` says when, or else `rate`.
+        """Take the given `windows`, or draw windows with `rate`. Steps count from 1.
 
         Args:
-            targets: patterns of the units or of their operators, as `convert`'s. A fault hits operators: all those of
-                a unit that match, or whose unit does, at the same time.
+            converted: The model whose operators are hit.
+            fault: The fault.
+            targets: Patterns of the units or their operators, as in `convert`. A fault hits the operators of a unit
+                that match, or all of them if the unit matches, at the same time.
+            steps: Steps of the run.
             windows: (first step, number of steps) of each window, in which every target is hit.
-            rate: expected windows per 1,000 unit-steps of the targets, each of `duration` steps (the last one ends with
-                the run); drawn for each unit by itself, those of a unit do not overlap.
-            seed: of the drawn windows and of everything random within them.
+            rate: Expected windows per 1,000 unit-steps of the targets. Windows are drawn separately for each unit, and
+                the windows of a unit do not overlap.
+            duration: Steps of each drawn window; the last window ends with the run.
+            seed: Seed of the drawn windows and of the randomness in all windows.
 
-        With unit=gemm a fault hits an operator's low-path casts of its input, so its `fprop` and its `wgrad`.
+        With unit=gemm, a fault hits the casts of an operator's input on the low path, in `fprop` and `wgrad`. Warns if
+        no drawn window falls into the run.
 
-        Raises ValueError for a low path that leaves the input in 16 bits, a target that matches no unit, a window
-        beyond the run or over another, and an invalid `rate`. Warns if no drawn window falls into the run.
+        Raises:
+            ValueError: The low path leaves the input in 16 bits, a target matches no unit, a window exceeds the run or
+                overlaps another one, or `rate` is invalid.
         """
         low = converted.low
         if isinstance(low, KeepFormat) or (isinstance(low, Recipe) and not (low.fprop.input or low.wgrad.input)):
@@ -67,7 +73,7 @@ class FaultSchedule:
         if isinstance(low, RangeFormat):
             raise ValueError(f"the low path is {low.name}: faults break a scale, and ranges have none; use group=null")
         self._seed, self._num_units, self._step = seed, len(converted.units), 0
-        self._group = _targeted(converted, targets)  # of each operator that may be hit, by its place in the model
+        self._group = _targeted(converted, targets)  # {index of an operator that may be hit: its group}
         self._members = _members(converted, self._group)
         self._spans: dict[int, list[tuple[int, int]]] = {}
         for i in sorted(self._members):
@@ -84,21 +90,21 @@ class FaultSchedule:
             warnings.warn(f"rate={rate}: no window falls into the {steps} steps of this run", stacklevel=2)
 
         self._history = None
-        if fault.kind == "stale_scale":  # row 0 is the current step's
+        if fault.kind == "stale_scale":  # row 0 belongs to the current step
             device = converted.operators[0].weight.device
             self._history = torch.zeros(len(self._group), 1 + fault.history, dtype=torch.float64, device=device)
         self._injectors: list[Injector] = []
         for k, i in enumerate(self._group):
             self._injectors.append(Injector(fault, None if self._history is None else self._history[k]))
-            if converted.operators[i].pinned != GEMMS:  # else it is never on the low path, which alone fails
+            if converted.operators[i].pinned != GEMMS:  # a pinned operator never runs on the low path
                 converted.operators[i].fault = self._injectors[-1]
 
     def _hit(self, step: int) -> set[int]:
-        """The groups of operators in whose windows `step` lies."""
+        """Return the groups of operators that have a window at `step`."""
         return {i for i, spans in self._spans.items() if any(start <= step <= end for start, end in spans)}
 
     def at(self, step: int) -> np.ndarray:
-        """Return (num_units,) bool: the units in whose windows `step` lies, whatever path they run on."""
+        """Return (num_units,) bool: the units that have a window at `step`, on either path."""
         hit = np.zeros(self._num_units, dtype=bool)
         hit[[unit for i in self._hit(step) for unit in self._members[i]]] = True
         return hit
@@ -114,13 +120,15 @@ class FaultSchedule:
             injector.arm(int(numbers.generate_state(1, np.uint64)[0]) if own in armed else None)
 
     def end_step(self, take_largest: Callable[[Tensor], None]) -> None:
-        """Call after each step of several processes: what stale_scale saw in it is what any of them saw.
-        `take_largest` puts the largest over them into a tensor."""
+        """Call after each step of several processes, to share what stale_scale has recorded.
+
+        `take_largest` reduces a tensor to its maximum over the processes, in place.
+        """
         if self._history is not None:
             take_largest(self._history[:, 0])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The sizes that stale_scale remembers; empty for every other kind."""
+        """Return the magnitudes that stale_scale remembers. The state is empty for other kinds."""
         return {} if self._history is None else {"history": self._history.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -129,10 +137,10 @@ class FaultSchedule:
 
 
 def _targeted(converted: ConvertedModel, targets: Sequence[str]) -> dict[int, int]:
-    """Return {operator: its unit, or with unit=gemm itself} of those that the patterns name, or whose unit they name.
+    """Return {operator: its unit, or with unit=gemm the operator} of the operators that match, or whose unit matches.
 
-    Raises ValueError for a pattern that names none, and where a single GEMM is named: a fault hits all that read the
-    input.
+    Raises ValueError for a pattern without a match. A single GEMM cannot be a target, because a fault hits all GEMMs
+    that read the input.
     """
     by_gemm = any(one.gemm is not None for one in converted.units)
     names = [module_of(one.name) if by_gemm else one.name for one in converted.units]
@@ -152,8 +160,11 @@ def _targeted(converted: ConvertedModel, targets: Sequence[str]) -> dict[int, in
 
 
 def _members(converted: ConvertedModel, group_of: dict[int, int]) -> dict[int, list[int]]:
-    """The units of each group of operators that are hit together, by their places: itself, with unit=gemm the GEMMs
-    that read the operator's input. ValueError where those are not routed."""
+    """Return the units of each group of operators that are hit together, by index.
+
+    A group is one unit, or with unit=gemm the GEMMs that read the operator's input. Raises ValueError if these GEMMs
+    are not routed.
+    """
     found: dict[int, list[int]] = {}
     for i, unit in enumerate(converted.units):
         index, low = unit.operators[0].index, unit.operators[0].low
@@ -170,7 +181,7 @@ def _members(converted: ConvertedModel, group_of: dict[int, int]) -> dict[int, l
 
 
 def _checked(windows: Sequence[Sequence[int]], steps: int) -> list[tuple[int, int]]:
-    """(start, end) of each, ascending."""
+    """Return (start, end) of each window in ascending order."""
     spans: list[tuple[int, int]] = []
     for start, length in sorted(map(tuple, windows)):
         if start < 1 or length < 1 or start + length - 1 > steps:
@@ -182,7 +193,7 @@ def _checked(windows: Sequence[Sequence[int]], steps: int) -> list[tuple[int, in
 
 
 def _drawn(rate: float, duration: int, steps: int, generator: np.random.Generator) -> list[tuple[int, int]]:
-    """(start, end) of each, ascending; from one start to the next it takes 1000 / rate steps on average."""
+    """Draw (start, end) of each window in ascending order, with 1000 / rate steps between starts on average."""
     if not (rate > 0 and duration >= 1 and rate * duration <= 1000):
         raise ValueError(f"rate={rate}, duration={duration}: their product must be above 0 and at most 1000")
     spans: list[tuple[int, int]] = []

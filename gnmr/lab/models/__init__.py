@@ -1,10 +1,10 @@
-"""Architecture only: llama, gpt, moe, and outlier channels; precision paths are put in from outside.
+"""Model architectures: llama, gpt, moe, and outlier channels. Precision paths are added from outside.
 
 model = models.build(config.model, vocab_size, seq_len)
 model.init_weights(torch.Generator().manual_seed(seed))
-add_outlier_channels(model, number, gain, generator)    # where asked for
+add_outlier_channels(model, number, gain, generator)    # optional
 logits_BTV = model(tokens_BT)
-model.auxiliary_loss        # where it is not None, training adds it to the cross-entropy of these logits
+model.auxiliary_loss        # unless None, training adds it to the cross-entropy of these logits
 """
 
 from gnmr.lab.config import ModelConfig
@@ -19,7 +19,7 @@ __all__ = ["GPT", "Decoder", "Llama", "MoE", "OutlierWindow", "add_outlier_chann
 
 
 def build(config: ModelConfig, vocab_size: int, max_seq_len: int) -> Decoder:
-    """The model of `config.name` on the current default device and dtype (`with torch.device("meta")` costs nothing).
+    """Build the model of `config.name` on the default device and dtype (at no cost under `torch.device("meta")`).
 
     Its weights are undefined until `init_weights` or `load_state_dict`.
     """
@@ -28,5 +28,5 @@ def build(config: ModelConfig, vocab_size: int, max_seq_len: int) -> Decoder:
 
 
 def parameter_count(model: Decoder) -> int:
-    """All parameters, embeddings and head included; a tied head counts once."""
+    """Return the number of all parameters, including embeddings and head. A tied head counts once."""
     return sum(parameter.numel() for parameter in model.parameters())

@@ -1,7 +1,7 @@
-"""GPT: LayerNorm, learned positions, GELU (GPT-2's tanh form), biases, head tied to the embedding.
+"""GPT: LayerNorm, learned positions, GELU (the tanh form of GPT-2), biases, and a head tied to the embedding.
 
-GPT-2's architecture under LLaMA's module names, with queries, keys and values as three linears, so that one list of
-name patterns serves both models.
+This is the architecture of GPT-2 with the module names of LLaMA. Queries, keys and values are three linears, so that
+one list of name patterns serves both models.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gnmr.lab.models.layers import GELUMLP, Attention, Block, Decoder
 
 
 class GPT(Decoder):
-    """tokens_BT int64 -> logits_BTV in the weights' dtype; T is at most `max_seq_len`. Does not wait for the device."""
+    """tokens_BT int64 -> logits_BTV in the weights' dtype, for T up to `max_seq_len`. Does not wait for the device."""
 
     def __init__(self, config: ModelConfig, vocab_size: int, max_seq_len: int) -> None:
         super().__init__(config, vocab_size, max_seq_len)
@@ -26,7 +26,7 @@ class GPT(Decoder):
         self.norm = nn.LayerNorm(width, eps)
 
     def block(self, index: int) -> Block:
-        """The block of layer `index`."""
+        """Return the block of layer `index`."""
         width, eps = self.config.hidden_size, self.config.norm_eps
         attn, mlp = Attention(self.config, bias=True), GELUMLP(self.config)
         return Block(nn.LayerNorm(width, eps), attn, nn.LayerNorm(width, eps), mlp)
@@ -35,7 +35,7 @@ class GPT(Decoder):
         return self.embed_tokens(tokens_BT) + self.embed_positions.weight[: tokens_BT.shape[1]], None
 
     def head(self, x_BTD: Tensor) -> Tensor:
-        # No module of its own: a shared parameter would come apart when a model built on the meta device is made real.
+        # The head is not a module: a model built on the meta device would lose the tie when it is materialized.
         return F.linear(x_BTD, self.embed_tokens.weight)
 
     def residual_std(self) -> float:

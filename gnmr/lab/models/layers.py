@@ -1,7 +1,7 @@
-"""Layers of the models, and the decoder that joins them.
+"""Layers of the models, and the decoder that combines them.
 
-Every linear is an `nn.Linear` called as a module, and linears that read the same activation get the same tensor object,
-so that exchanged linears can share one saved copy of it.
+Every linear is an `nn.Linear` that is called as a module. Linears that read the same activation get the same tensor
+object, so that converted linears can share one saved copy of it.
 
 Shape suffixes
     B batch             T sequence          D hidden width      V vocabulary
@@ -21,7 +21,7 @@ from gnmr.lab.config import ModelConfig
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension; the statistics are FP32 whatever the dtype, as in Hugging Face."""
+    """x / rms(x) * weight over the last dimension. As in Hugging Face, the statistics are FP32 for every dtype."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -29,16 +29,16 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """x_BTD -> (B, T, D), same dtype."""
-        # The gain stands outside: rounded like Hugging Face's, and a third faster in backward on a CPU.
+        """Map x_BTD to (B, T, D) of the same dtype."""
+        # The gain is applied outside: it rounds like Hugging Face, and its backward pass is a third faster on a CPU.
         return F.rms_norm(x_BTD, self.weight.shape, None, self.eps) * self.weight
 
 
 class Rotary(nn.Module):
-    """Rotary position embedding in Hugging Face's convention: channel i of a head turns with channel i + K/2.
+    """Rotary position embedding in the convention of Hugging Face: channel i of a head rotates with channel i + K/2.
 
-    The tables are no buffers: they are computed in FP32 when first asked for, then rounded to the activations' dtype.
-    So `model.to(bfloat16)` cannot round the angles themselves, and a model built on the meta device needs no repair.
+    The tables are not buffers. They are computed in FP32 at the first use and then rounded to the activations' dtype.
+    So `model.to(bfloat16)` cannot round the angles, and a model that was built on the meta device needs no repair.
     """
 
     def __init__(self, head_width: int, max_seq_len: int, theta: float) -> None:
@@ -47,10 +47,12 @@ class Rotary(nn.Module):
         self._tables: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Tables for the positions of x: cos_T1K and sin_T1K, of x's dtype and device; sin is negative in its first
-        half, so that `rotate` needs no negation."""
+        """Return cos_T1K and sin_T1K for the positions of x, in x's dtype and on its device.
+
+        sin is negative in its first half, so that `rotate` needs no negation.
+        """
         if self._tables is None or self._tables[0].dtype != x_BTD.dtype or self._tables[0].device != x_BTD.device:
-            with torch.inference_mode(False), torch.no_grad():  # a first call may be evaluation's
+            with torch.inference_mode(False), torch.no_grad():  # the first call may be in an evaluation
                 self._tables = self._compute(x_BTD.dtype, x_BTD.device)
         cos_S1K, sin_S1K = self._tables
         return cos_S1K[: x_BTD.shape[1]], sin_S1K[: x_BTD.shape[1]]
@@ -64,14 +66,14 @@ class Rotary(nn.Module):
 
 
 def rotate(x_BTHK: Tensor, cos_T1K: Tensor, sin_T1K: Tensor) -> Tensor:
-    """Turns the pairs (i, i + K/2) by their position's angle; the roll exchanges the two halves."""
+    """Rotate the pairs (i, i + K/2) by their position's angle. The roll exchanges the two halves."""
     return x_BTHK * cos_T1K + x_BTHK.roll(x_BTHK.shape[-1] // 2, -1) * sin_T1K
 
 
 def causal_attention(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor) -> Tensor:
-    """The attention core, y_BTHK in the dtype of q_BTHK; G key/value heads serve H query heads.
+    """Return the attention output y_BTHK in the dtype of q_BTHK. G key/value heads serve H query heads.
 
-    On CPUs it runs in FP32 whatever the dtype: PyTorch's 16-bit kernels are slower there, most of all in backward.
+    CPUs compute in FP32 for every dtype, because PyTorch's 16-bit kernels are slower there, especially in backward.
     """
     dtype = q_BTHK.dtype
     if q_BTHK.device.type == "cpu":
@@ -87,7 +89,7 @@ def causal_attention(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention; grouped queries where `num_kv_heads` is smaller than `num_heads`."""
+    """Causal self-attention, with grouped queries if `num_kv_heads` is smaller than `num_heads`."""
 
     def __init__(self, config: ModelConfig, bias: bool) -> None:
         super().__init__()
@@ -100,7 +102,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=bias)
 
     def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        """x_BTD -> (B, T, D); `rotary` holds the tables of `Rotary`, None leaves queries and keys as they are."""
+        """Map x_BTD to (B, T, D). If `rotary` (the tables of `Rotary`) is None, queries and keys are not rotated."""
         B, T, _ = x_BTD.shape
         q_BTHK = self.q_proj(x_BTD).view(B, T, self.num_heads, self.head_width)
         k_BTGK = self.k_proj(x_BTD).view(B, T, self.num_kv_heads, self.head_width)
@@ -112,7 +114,7 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)), no biases."""
+    """down(silu(gate(x)) * up(x)), without biases."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -121,12 +123,12 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """x_BTD -> (B, T, D), same dtype."""
+        """Map x_BTD to (B, T, D) of the same dtype."""
         return self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
 
 
 class GELUMLP(nn.Module):
-    """down(gelu(up(x))) with biases; GELU is GPT-2's tanh form (`gelu_new` in Hugging Face), not the exact one."""
+    """down(gelu(up(x))) with biases. GELU is the tanh form of GPT-2 (`gelu_new` in Hugging Face), not the exact one."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -134,12 +136,12 @@ class GELUMLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """x_BTD -> (B, T, D), same dtype."""
+        """Map x_BTD to (B, T, D) of the same dtype."""
         return self.down_proj(F.gelu(self.up_proj(x_BTD), approximate="tanh"))
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm and beside a residual."""
+    """Attention and MLP, each with a norm before it and a residual connection."""
 
     def __init__(self, input_layernorm: nn.Module, attn: Attention, post_layernorm: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
@@ -149,22 +151,22 @@ class Block(nn.Module):
         self.mlp = mlp
 
     def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """x_BTD -> (B, T, D), same dtype; `rotary` as `Attention`'s."""
+        """Map x_BTD to (B, T, D) of the same dtype. See `Attention` for `rotary`."""
         x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), rotary)
         return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
 
 
 class Decoder(nn.Module):
-    """Base of all models: embedding, blocks, norm, head, initialisation.
+    """Base class of all models: embedding, blocks, norm, head, initialization.
 
-    `layers` is an `nn.ModuleList` of blocks. Set `activation_checkpointing` to recompute each block's forward during
-    backward. The parameters are the constructor's defaults, meaningless until `init_weights` or `load_state_dict`.
+    `layers` is an `nn.ModuleList` of blocks. Set `activation_checkpointing` to recompute each block's forward pass
+    during backward. The parameters have the constructors' defaults until `init_weights` or `load_state_dict`.
     """
 
     layers: nn.ModuleList
     norm: nn.Module
     auxiliary_loss: Tensor | None = None
-    """Scalar that training adds to the loss of the last forward pass, or None; never part of a perplexity."""
+    """Scalar that training adds to the loss of the last forward pass, or None. It is never part of a perplexity."""
 
     def __init__(self, config: ModelConfig, vocab_size: int, max_seq_len: int) -> None:
         super().__init__()
@@ -173,31 +175,31 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(vocab_size, config.hidden_size)
 
     def embed(self, tokens_BT: Tensor) -> tuple[Tensor, Any]:
-        """x_BTD, and the blocks' second argument: a rotary model's tables, else None."""
+        """Return x_BTD and the second argument of the blocks: the tables of a rotary model, else None."""
         raise NotImplementedError
 
     def head(self, x_BTD: Tensor) -> Tensor:
-        """logits_BTV."""
+        """Return logits_BTV."""
         raise NotImplementedError
 
     def residual_std(self) -> float:
-        """Standard deviation at initialisation of the projections that write to the residual stream."""
+        """Return the initial standard deviation of the projections that write to the residual stream."""
         return self.config.init_std
 
     def statistics(self) -> dict[str, Tensor]:
-        """Values of the last forward pass to record: scalars on the device by name, the same names each time."""
+        """Return values of the last forward pass to record: scalars on the device, with the same names each time."""
         return {}
 
     def experts(self) -> list[nn.Module]:
-        """Modules that a forward pass may give no token, and so no gradient."""
+        """Return the modules that a forward pass may give no token, and so no gradient."""
         return []
 
     def reached(self) -> Tensor:
-        """(E,) bool: which of the `experts` the last forward pass gave a token."""
+        """Return (E,) bool: the `experts` that received a token in the last forward pass."""
         raise NotImplementedError
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """tokens_BT (int64) -> logits_BTV in the weights' dtype. ValueError where T exceeds `max_seq_len`."""
+        """Map tokens_BT (int64) to logits_BTV in the weights' dtype. Raises ValueError if T exceeds `max_seq_len`."""
         if tokens_BT.shape[1] > self.max_seq_len:
             raise ValueError(f"sequence of {tokens_BT.shape[1]} tokens: the model was built for {self.max_seq_len}")
         x_BTD, beside = self.embed(tokens_BT)
@@ -206,18 +208,18 @@ class Decoder(nn.Module):
         return self.head(self.norm(x_BTD))
 
     def through(self, block: nn.Module, x_BTD: Tensor, beside: Any) -> Any:
-        """Runs the block; under `activation_checkpointing` backward recomputes it."""
+        """Run the block. With `activation_checkpointing`, backward recomputes it."""
         if self.activation_checkpointing:
             return checkpoint(block, x_BTD, beside, use_reentrant=False)
         return block(x_BTD, beside)
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Linears and embeddings normal(0, init_std), gains one, biases zero; `residual_std` for o_proj and down_proj.
+        """Draw linears and embeddings from normal(0, init_std), or with `residual_std` for o_proj and down_proj.
 
-        Draws are FP32, on the generator's device (None: the CPU's default generator), in module order, and are then
-        rounded to the weights' dtype: one seed gives one model, whatever its dtype and device. On the meta device
-        nothing happens.
+        Gains are set to one and biases to zero. Draws are FP32, in module order, on the generator's device (None: the
+        CPU's default generator). They are then rounded to the weights' dtype, so one seed gives one model for all
+        dtypes and devices. On the meta device nothing happens.
         """
         device = "cpu" if generator is None else generator.device
         for name, parameter in self.named_parameters():

@@ -1,6 +1,6 @@
-"""LLaMA: RMSNorm, rotary positions, SwiGLU, a head of its own (`tied_head`: the embedding), no biases.
+"""LLaMA: RMSNorm, rotary positions, SwiGLU, a separate head (or the embedding with `tied_head`), no biases.
 
-Parameters are named as in Hugging Face's LlamaForCausalLM without its leading "model.", and the logits are equal.
+Parameters have the names of Hugging Face's LlamaForCausalLM without its leading "model.", and the logits are equal.
 """
 
 from __future__ import annotations

@@ -1,36 +1,38 @@
-"""MoE: the GPT of `gpt.py` with a mixture of experts in place of every MLP.
+"""MoE: the GPT of `gpt.py` with a mixture of experts instead of every MLP.
 
-A router gives each token a probability for every expert, and the token goes through the k experts of the largest:
+A router gives each token a probability for every expert. The k experts with the largest probabilities process the
+token:
 
-    p = softmax(W_r x)                          FP32 whatever the dtype
+    p = softmax(W_r x)                          FP32 for every dtype
     y = sum over the chosen e of w_e expert_e(x)
     w_e = p_e / sum of the chosen p             `normalized` (GShard, arXiv 2006.16668, Mixtral)
     w_e = p_e                                   otherwise (Switch Transformer, arXiv 2101.03961)
 
-**No capacity, no dropped token.** The N k assignments are sorted by expert, so that each expert's rows are one slice
-and each of its linears one GEMM. Experts are modules with plain linears (`layers.N.mlp.experts.E.up_proj`): each can be
-a unit of its own. The router (`layers.N.mlp.router`) is a linear of its own type that no `*_proj` matches: stored in
-the run's dtype, computed in FP32.
+**Capacity is unlimited, and no token is dropped.** The N k assignments are sorted by expert. The rows of an expert are
+then one slice, and each of its linears is one GEMM. Experts are modules with plain linears
+(`layers.N.mlp.experts.E.up_proj`), so each expert can be a separate unit. The router (`layers.N.mlp.router`) is a
+linear of a separate type that no `*_proj` matches. It is stored in the run's dtype and computed in FP32.
 
-**An expert without a token** gets no gradient in that pass: its parameters' `.grad` stays None (after
-`zero_grad(set_to_none=True)`), and so its units are not observed in that step.
+**An expert without tokens** gets no gradient in that pass. The `.grad` of its parameters stays None (after
+`zero_grad(set_to_none=True)`), so its units are not observed in that step.
 
-**Load balancing** (Switch Transformer, Eqs. 4 to 6, for k choices as in Megatron): per layer and forward pass
+**Load balancing** (Switch Transformer, Eqs. 4 to 6, for k choices as in Megatron) adds, per layer and forward pass,
 
     L = E sum_e f_e P_e         f_e: share of the N k assignments that went to e;  P_e: mean of p_e over the N tokens
 
-which is 1 for an even load and E where one expert gets everything. The gradient flows through P alone. Training adds
-`balance_coef` times the sum over the layers (`auxiliary_loss`); reported losses leave it out.
+L is 1 for an even load, and E if one expert receives all tokens. The gradient flows only through P. Training adds
+`balance_coef` times the sum over the layers (`auxiliary_loss`), which reported losses exclude.
 
 **Fixed routing** (`routing_seed`): a hash of the token's id, the layer and the seed chooses the experts (hash layers,
-Roller et al., arXiv 2106.04426), so arms with different weights send every token to the same experts. The weights
-w_e are still the gate's, over the experts chosen; the balancing loss, which could change nothing, is not added.
+Roller et al., arXiv 2106.04426). Arms with different weights then send every token to the same experts. The weights w_e
+still come from the gate, over the chosen experts. The balancing loss has no effect here and is not added.
 
-**The host** needs the slices' lengths: on a GPU it waits once a layer. A grouped GEMM on stacked weights would save the
-wait, but then experts could not be switched one by one. Under torch.compile the mixture runs between the graphs.
+**Synchronization:** the host needs the slices' lengths, so on a GPU it waits once per layer. A grouped GEMM on stacked
+weights would avoid the wait, but experts could not be switched individually. Under torch.compile, the mixture runs
+between the graphs.
 
-Shape suffixes, besides those of `layers.py`
-    N tokens of the batch, B T      E experts       k experts a token goes to       R rows after dispatch, N k
+Shape suffixes, in addition to those of `layers.py`
+    N tokens of the batch, B T      E experts       k experts per token             R rows after dispatch, N k
 """
 
 from __future__ import annotations
@@ -48,22 +50,22 @@ from gnmr.lab.models.layers import GELUMLP, Attention, Block
 
 
 class Routing(NamedTuple):
-    """Where the tokens of one forward pass went in one layer."""
+    """The assignments of one forward pass in one layer."""
 
     share_E: Tensor
-    """Share of the assignments that each expert got, FP32; no gradient."""
+    """Share of the assignments of each expert, FP32, without gradient."""
     balance_loss: Tensor
-    """L above, a scalar in FP32, with its graph."""
+    """L of the module docstring, a scalar in FP32, with its graph."""
 
 
 class Router(nn.Linear):
-    """x_ND -> logits_NE, computed in FP32 whatever the dtype of x and of the weight, under autocast too; no bias."""
+    """x_ND -> logits_NE without bias, computed in FP32 for every dtype of x and the weight, even under autocast."""
 
     def __init__(self, width: int, num_experts: int) -> None:
         super().__init__(width, num_experts, bias=False)
 
     def forward(self, input: Tensor) -> Tensor:
-        """x_ND -> logits_NE float32."""
+        """Map x_ND to logits_NE float32."""
         kind = input.device.type
         with torch.autocast(kind, enabled=False) if kind != "meta" else nullcontext():
             return F.linear(input.float(), self.weight.float())
@@ -82,7 +84,7 @@ class MoEMLP(nn.Module):
 
     @torch.compiler.disable
     def forward(self, x_BTD: Tensor, tokens_BT: Tensor | None = None) -> tuple[Tensor, Routing]:
-        """x_BTD -> (y_BTD, Routing). On a GPU waits once, for the number of tokens of each expert."""
+        """Map x_BTD to (y_BTD, Routing). On a GPU, wait once for the number of tokens of each expert."""
         x_ND = x_BTD.flatten(0, 1)
         weight_Nk, expert_Nk, count_E, balance_loss = self.route(x_ND, tokens_BT)
         order_R = expert_Nk.flatten().argsort(stable=True)
@@ -92,7 +94,7 @@ class MoEMLP(nn.Module):
 
         rows_RD = _Dispatch.apply(x_ND, token_R, place_Nk)
         slices = rows_RD.split(_lengths(count_E, len(order_R)))
-        # An expert without rows is called too, so that its linears record an empty pass; its output stays outside of
+        # An expert without rows is called too, so that its linears record an empty pass. Its output stays outside of
         # the graph, so no gradient reaches it.
         outputs = [expert(rows) for expert, rows in zip(self.experts, slices, strict=True)]
         y_ND = _Combine.apply(torch.cat([y for y in outputs if len(y) > 0]), weight_Nk, order_R, token_R, place_Nk)
@@ -108,7 +110,7 @@ class MoEMLP(nn.Module):
             scores_NE = hashed_scores(tokens_BT.flatten(), num_experts, self.seed)
         expert_Nk = scores_NE.topk(self.top_k, dim=-1).indices
         p_NE = _softmax(logits_NE)
-        if self.normalized:  # p_e / sum of the chosen p, but without a sum that can underflow
+        if self.normalized:  # p_e / sum of the chosen p, without a sum that can underflow
             weight_Nk = _softmax(logits_NE.gather(-1, expert_Nk))
         else:
             weight_Nk = p_NE.gather(-1, expert_Nk)
@@ -132,7 +134,7 @@ class MoEBlock(Block):
 
 
 class MoE(GPT):
-    """GPT with mixtures of experts. `routings` holds where the last forward pass sent its tokens, layer by layer."""
+    """GPT with mixtures of experts. `routings` holds the assignments of the last forward pass, layer by layer."""
 
     def __init__(self, config: ModelConfig, vocab_size: int, max_seq_len: int) -> None:
         super().__init__(config, vocab_size, max_seq_len)
@@ -165,8 +167,11 @@ class MoE(GPT):
 
     @torch.no_grad()
     def statistics(self) -> dict[str, Tensor]:
-        """Return of each layer the largest and smallest share of the assignments that an expert got, the entropy of the
-        shares (nats; log E where they are even) and the balancing loss without its weight."""
+        """Return load statistics of each layer.
+
+        They are the largest and smallest share of the assignments of an expert, the entropy of the shares (nats; log E
+        for an even load), and the unweighted balancing loss.
+        """
         return {
             f"layers.{index}.mlp.{name}": value
             for index, (share_E, balance_loss) in enumerate(self.routings)
@@ -186,14 +191,14 @@ class MoE(GPT):
         return torch.cat([routing.share_E for routing in self.routings]) > 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy: without the graph of the last step."""
+        """Return the state for pickle and deepcopy, without the graph of the last step."""
         return {**self.__dict__, "routings": []}
 
 
 def hashed_scores(tokens_N: Tensor, num_experts: int, seed: int) -> Tensor:
-    """Return (N, E) int64: a score of every expert for every token id, by the id, the expert and `seed` alone.
+    """Return (N, E) int64: a score of every expert for every token id, which depends only on the id, expert and `seed`.
 
-    It is a bijective mix of 32 bits, so no two experts ever score the same for a token.
+    It is a bijective mix of 32 bits, so no two experts have the same score for a token.
     """
     mask = 0xFFFFFFFF
     key_NE = tokens_N.unsqueeze(1) * num_experts + torch.arange(num_experts, device=tokens_N.device)
@@ -204,7 +209,7 @@ def hashed_scores(tokens_N: Tensor, num_experts: int, seed: int) -> Tensor:
 
 
 def _lengths(count_E: Tensor, total: int) -> list[int]:
-    """Return the rows of every expert, on the host: waits for the device. On the meta device they are even."""
+    """Return the rows of every expert on the host, waiting for the device. On the meta device they are even."""
     if count_E.is_meta:
         number = len(count_E)
         return [total // number + (expert < total % number) for expert in range(number)]
@@ -212,12 +217,12 @@ def _lengths(count_E: Tensor, total: int) -> list[int]:
 
 
 def _softmax(x_NE: Tensor) -> Tensor:
-    """Return the softmax of each row, down the columns of the transpose: a CPU is ten times faster there."""
+    """Return the softmax of each row, computed on the columns of the transpose: ten times faster on a CPU."""
     return x_NE.t().softmax(dim=0).t()
 
 
 def _refuse_twice() -> None:
-    """Raise RuntimeError in a backward pass whose own derivative is asked for."""
+    """Raise RuntimeError in a backward pass that is itself differentiated."""
     if torch.is_grad_enabled():
         raise RuntimeError("the mixture of experts has no second derivatives (create_graph=True)")
 
@@ -225,9 +230,9 @@ def _refuse_twice() -> None:
 class _Dispatch(torch.autograd.Function):
     """x_ND -> rows_RD, each token once for each of its experts, grouped by expert.
 
-    Row r is assignment order_R[r], which is one of token_R[r]; assignment (n, j) is row place_Nk[n, j]. Backward is a
-    sum over each token's bag of k rows: what autograd would do, adding rows by index, is slow on a CPU and has no fixed
-    order on several threads.
+    Row r is assignment order_R[r] of token token_R[r], and assignment (n, j) is row place_Nk[n, j]. Backward sums each
+    token's bag of k rows. Autograd would add rows by index, which is slow on a CPU and has no fixed order with several
+    threads.
     """
 
     @staticmethod
@@ -243,7 +248,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """rows_RD -> y_ND, the sum of each token's k rows by weight_Nk; the way back of `_Dispatch`."""
+    """rows_RD -> y_ND, the sum of each token's k rows by weight_Nk; reverses `_Dispatch`."""
 
     @staticmethod
     def forward(
@@ -258,9 +263,9 @@ class _Combine(torch.autograd.Function):
         rows_RD, weight_Nk, order_R, token_R, place_Nk = ctx.saved_tensors
         grad_ND = grads[0].contiguous()
         weight_R1 = weight_Nk.flatten().index_select(0, order_R).to(rows_RD.dtype).unsqueeze(1)
-        # Bags of one: a row times its weight as it is read.
+        # Bags of size one multiply each row by its weight while it is read.
         grad_RD = F.embedding_bag(token_R.unsqueeze(1), grad_ND, mode="sum", per_sample_weights=weight_R1)
-        # What autograd would call: each token's gradient times each of its rows.
+        # This is the function that autograd would call: each token's gradient times each of its rows.
         k, row_R = place_Nk.shape[1], place_Nk.flatten()
         assignment_R = torch.arange(len(row_R), device=row_R.device)
         grad_weight_R = torch.ops.aten._embedding_bag_per_sample_weights_backward(

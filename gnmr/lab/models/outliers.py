@@ -1,8 +1,8 @@
-"""Outlier channels that leave the model's function as it is.
+"""Outlier channels that do not change the model's function.
 
-Large trained models have a few activation channels many times larger than the rest, which is what makes 4-bit
-activations hard; a model of a few million parameters trained for minutes has none. They can be put in by hand: where
-an activation enters a linear, multiply a channel by `gain` at its source and divide the column that reads it.
+Large trained models have a few activation channels that are many times larger than the rest, which makes 4-bit
+activations hard. A model of a few million parameters that is trained for minutes has none. This module adds them to
+activations that linears read. It multiplies a channel by `gain` at its source and divides the column that reads it.
 
     source                              read by
     input_layernorm                     q_proj, k_proj, v_proj
@@ -11,12 +11,12 @@ an activation enters a linear, multiply a channel by `gain` at its source and di
     v_proj                              o_proj: attention mixes positions, never channels
     up_proj (llama)                     down_proj: SwiGLU is linear in up
 
-Left out: the final norm of a tied head (gpt, moe), which cannot be divided without changing the embedding; and the
-up/down pair of gpt and moe, because GELU(gain * x) is not gain * GELU(x). In moe the logits of the router are equal
-to rounding, so a token whose choice of experts depends on the last bit may go elsewhere.
+The final norm of a tied head (gpt, moe) is excluded, because dividing the head would change the embedding. The up/down
+pair of gpt and moe is excluded, because GELU(gain * x) is not gain * GELU(x). In moe, the router's logits are equal up
+to rounding. If the choice of a token's experts depends on the last bit, the token may go to others.
 
-At initialisation the logits stay the same (to rounding; to the last bit where `gain` is a power of two);
-activations and gradients change, so training takes another course from the first step on.
+At initialization the logits stay the same up to rounding, and bit-identical if `gain` is a power of two. Activations
+and gradients change, so training differs from the first step on.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from gnmr.lab.models.moe import MoEMLP
 
 
 def add_outlier_channels(model: Decoder, number: int, gain: float, generator: torch.Generator | None = None) -> None:
-    """Scale `number` channels of every source above by `gain` > 0, in place; call it once, after `init_weights`.
+    """Scale `number` channels of every source above by `gain` > 0, in place. Call it once, after `init_weights`.
 
-    The channels of each source are drawn by `generator` (None: the CPU's default one) in module order, so they depend
-    on its seed and the architecture alone. In FP32 the weights are exact to rounding; do it before a cast to BF16.
-    Raises UserError, with nothing changed, if `number` exceeds the narrowest source.
+    `generator` (None: the CPU's default generator) draws the channels of each source in module order, so they depend
+    only on its seed and the architecture. In FP32 the weights are exact up to rounding; call this before a cast to
+    BF16. Raises UserError, with nothing changed, if `number` exceeds the narrowest source.
     """
     OutlierWindow(model, number, gain, 1, 1, generator).begin_step(1)
 
 
 class OutlierWindow:
-    """Outlier channels in the live weights during the steps `start` to `stop`, both included; steps count from 1.
+    """Outlier channels in the live weights during the steps `start` to `stop`, inclusive. Steps count from 1.
 
-    Call `begin_step` before each step, in every process. The model's function stays as it is at both switches: to
-    rounding, and to the last bit, BF16 included, where `gain` is a power of two, which is what to use. The optimizer's
-    moments are left alone: what it adds to a divided column during the window is multiplied by `gain` at its end.
+    Call `begin_step` before each step, in every process. Both switches preserve the model's function up to rounding. If
+    `gain` is a power of two, as recommended, they preserve it bit for bit, even in BF16. The optimizer's moments are
+    not changed. Its updates to a divided column during the window are multiplied by `gain` at the end of the window.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class OutlierWindow:
         stop: int,
         generator: torch.Generator | None = None,
     ) -> None:
-        """Draw the channels and leave the weights alone.
+        """Draw the channels without changing the weights.
 
-        Raises UserError for too many channels and a window that ends before it begins.
+        Raises UserError for too many channels and for a window that ends before it begins.
         """
         if not 1 <= start <= stop:
             raise UserError(f"outlier channels from step {start} to {stop}: needs 1 <= start <= stop")
@@ -76,10 +76,10 @@ class OutlierWindow:
         self._channels = [torch.randperm(w, generator=generator, device=device)[:number].cpu() for w in widths]
         self._model, self._gain, self.start, self.stop = model, gain, start, stop
         self.on = False
-        """The weights hold the outlier channels now."""
+        """True while the weights contain the outlier channels."""
 
     def begin_step(self, step: int) -> None:
-        """Switch them on or off at the borders of the window; only these two steps may wait for the device."""
+        """Switch the channels on or off at the borders of the window. Only these two steps may wait for the device."""
         wanted = self.start <= step <= self.stop
         if wanted != self.on:
             self._scale(self._gain if wanted else 1 / self._gain)
@@ -90,10 +90,10 @@ class OutlierWindow:
         for (source, readers, heads), chosen in zip(_pairs(self._model), self._channels, strict=True):
             scale = torch.ones(_weight(source).shape[0], device="cpu")
             scale[chosen] = gain
-            for parameter in source.parameters():  # a norm's gain and bias, a linear's rows and bias
+            for parameter in source.parameters():  # a norm's gain and bias, or a linear's rows and bias
                 rows = scale.to(parameter.device).view(-1, *[1] * (parameter.dim() - 1)).expand(parameter.shape)
                 local(parameter).mul_(part(rows, parameter))
-            # With grouped queries one channel of v feeds the same column of every query head of its group.
+            # With grouped queries, one channel of v feeds the same column of every query head of its group.
             columns = scale.view(heads[0], -1).repeat_interleave(heads[1], dim=0).flatten()
             for reader in readers:
                 of_columns = columns.to(reader.weight.device).expand(reader.weight.shape)
@@ -106,17 +106,17 @@ class OutlierWindow:
         return [name for name in found if isinstance(self._model.get_submodule(name), nn.Linear)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain numbers (JSON will do): whether it is on, and which channels of each source."""
+        """Return plain numbers, which JSON can store: whether the channels are on, and the channels of each source."""
         return {"on": self.on, "channels": [channels.tolist() for channels in self._channels]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Leave the weights alone: they must be those of the time of `state_dict`."""
+        """Restore the state without changing the weights, which must be the weights at the time of `state_dict`."""
         self.on = state["on"]
         self._channels = [torch.tensor(channels, dtype=torch.int64) for channels in state["channels"]]
 
 
 def _pairs(model: Decoder) -> Iterator[tuple[nn.Module, list[nn.Linear], tuple[int, int]]]:
-    """Yield (source, linears that read it, heads of the source and how often each of them is read)."""
+    """Yield (source, linears that read it, (heads of the source, number of reads of each head))."""
     for block in cast("list[Block]", model.layers):
         attn, mlp = block.self_attn, block.mlp
         yield block.input_layernorm, [attn.q_proj, attn.k_proj, attn.v_proj], (1, 1)

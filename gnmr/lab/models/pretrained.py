@@ -1,17 +1,17 @@
-"""Checkpoints in Hugging Face's layout: loaded, given LoRA adapters, and written.
+"""Checkpoints in the layout of Hugging Face: load them, add LoRA adapters, and write them.
 
 A checkpoint is a folder with config.json, safetensors weights and a tokenizer, or the name of one on the hub. Every
-causal language model of transformers is read: whether its logits are those of a causal one is tried, not looked up.
-Models keep their own classes, names and attention, so that a unit is called as in the checkpoint: `model.layers.3`.
+causal language model of transformers is accepted; a test on the logits verifies that it is causal. Models keep their
+classes, names and attention, so a unit has its name in the checkpoint: `model.layers.3`.
 
-**Documents of a sequence** must not see each other. Positions that start anew tell a model of transformers where one
-begins, but not every family looks there (GPT-NeoX does, OPT and BLOOM do not, recurrent layers cannot). That is tried
-too; where they would be mixed, a sequence holds one document (`Documents.alone`).
+**Documents of a sequence** must not attend to each other. Positions that restart mark the documents for a model of
+transformers, but not every family uses them: GPT-NeoX does, OPT and BLOOM do not, and recurrent layers cannot. This is
+tested too. If documents would be mixed, a sequence holds one document (`Documents.alone`).
 
-Checkpoints are not trusted: nothing that they bring is run. Python code (auto_map) is refused, weights are read from
-safetensors only, never from a pickle, and the tokenizer is data.
+Checkpoints are not trusted, and no code of theirs is run. Python code (auto_map) is refused. Weights are read only from
+safetensors, never from a pickle, and the tokenizer is data.
 
-Needs transformers, and peft for adapters (the extra finetune), imported when first used.
+transformers, and peft for adapters, are needed (the extra finetune) and imported at the first use.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from gnmr.precision import cpu_products
 from gnmr.records.disk import sha256
 from gnmr.records.untrusted import first_line
 
-MOST_LAYERS = 1000  # that a config.json may ask for; the deepest known models have some 130
-MOST_TOKENS = 2**30  # of a model without a limit of its own (recurrent, ALiBi)
+MOST_LAYERS = 1000  # upper limit for config.json; the deepest known models have about 130
+MOST_TOKENS = 2**30  # for a model without a length limit (recurrent, ALiBi)
 _DTYPES = ("F64", "F32", "F16", "BF16")
-"""What safetensors calls the dtypes that weights without a quantization_config may have."""
+"""The dtypes, as named by safetensors, of weights without a quantization_config."""
 _BUFFERS = (".inv_freq", ".masked_bias", ".attn.bias", ".attention.bias", ".position_ids", ".cos_cached", ".sin_cached")
-"""Ends of the names of buffers that a model makes itself and that older versions wrote into checkpoints."""
+"""Name endings of buffers that a model computes and that older versions wrote into checkpoints."""
 
 
 def need(package: str, what: str) -> None:
@@ -58,9 +58,9 @@ def need(package: str, what: str) -> None:
 
 
 def open_config(checkpoint: str, where: str | None = None) -> Any:
-    """Return the `PretrainedConfig` of a checkpoint. Raises UserError unless it is a causal language model's.
+    """Return the `PretrainedConfig` of a checkpoint. Raises UserError unless it is a causal language model.
 
-    `where` names it in messages; None: as model.checkpoint.
+    Messages name the checkpoint as `where`, by default as model.checkpoint.
     """
     where = where or f"model.checkpoint={checkpoint}"
     need("transformers", where)
@@ -89,7 +89,7 @@ def _not_causal(config: Any, where: str) -> UserError:
 
 
 def check_files(folder: Path) -> list[Path]:
-    """Return the files of weights. Raises UserError for weights that are missing or cut off, naming the file."""
+    """Return the weight files. Raises UserError, which names the file, for missing or truncated weights."""
     from safetensors import safe_open
 
     file = folder / "model.safetensors.index.json"
@@ -99,7 +99,7 @@ def check_files(folder: Path) -> list[Path]:
         for file in files:
             with safe_open(file, framework="pt"):
                 pass
-    except Exception as error:  # OSError, SafetensorError, and whatever an index may lack
+    except Exception as error:  # OSError, SafetensorError, and errors of an incomplete index
         raise UserError(f"{file}: is missing, truncated or cannot be read ({first_line(error)})") from error
     if not files:
         raise UserError(f"{folder}: holds no *.safetensors")
@@ -107,9 +107,10 @@ def check_files(folder: Path) -> list[Path]:
 
 
 def local(checkpoint: str, where: str | None = None) -> Path:
-    """Return the folder of a checkpoint; one on the hub is fetched (config, safetensors, tokenizer) into its own cache.
+    """Return the folder of a checkpoint. Files of a hub checkpoint are fetched into the hub's cache.
 
-    Raises UserError if it cannot be reached. `where`: see `open_config`.
+    These are config, safetensors and tokenizer. Raises UserError if the hub cannot be reached. See `open_config` for
+    `where`.
     """
     where = where or f"model.checkpoint={checkpoint}"
     open_config(checkpoint, where)
@@ -121,28 +122,28 @@ def local(checkpoint: str, where: str | None = None) -> Path:
 
 @cache
 def _fetched(name: str) -> Path:
-    """Fetch once a process, so that the fingerprint is that of the weights that are loaded."""
+    """Fetch once per process, so that the fingerprint is the fingerprint of the loaded weights."""
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "tokenizer*"]))
 
 
 def load(checkpoint: str, dtype: torch.dtype | str, device: torch.device, where: str | None = None) -> nn.Module:
-    """Return the model of a checkpoint on `device`, in training mode, every weight trainable.
+    """Return the model of a checkpoint on `device`, in training mode, with every weight trainable.
 
-    `dtype` is that of the weights, or "auto": their own. Nothing but safetensors is read. `where`: see `open_config`.
+    `dtype` is the dtype of the weights, or "auto" to keep the checkpoint's. Only safetensors are read. See
+    `open_config` for `where`. `model.separates_documents` is True if documents of a sequence do not attend to each
+    other under `model_inputs`.
 
-    `model.separates_documents` says whether documents of a sequence do not see each other under `model_inputs`.
-
-    Raises UserError for a checkpoint that is missing, damaged, or none of a causal language model, and unless its
-    weights are exactly those of the model that config.json describes.
+    Raises UserError if the checkpoint is missing, damaged, or not a causal language model. Its weights must be exactly
+    the weights of the model that config.json describes.
     """
     where = where or f"model.checkpoint={checkpoint}"
     config = open_config(checkpoint, where)
     folder = local(checkpoint, where)
     files = check_files(folder)
     if getattr(config, "quantization_config", None) is None:
-        whole = folder / "model.safetensors"  # is read in the place of all others
+        whole = folder / "model.safetensors"  # transformers reads it instead of all other files
         _check_dtypes([whole] if whole in files else files, where)
     cpu_products.provide()
     with quiet(), _one_line(where), torch.random.fork_rng(devices=[]):  # some families draw before they read
@@ -154,7 +155,7 @@ def load(checkpoint: str, dtype: torch.dtype | str, device: torch.device, where:
             dtype=dtype,
             use_safetensors=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are in the report, by name
+            ignore_mismatched_sizes=True,  # the report lists them by name
             device_map={"": str(device)},
         )
     model, report = found
@@ -169,9 +170,9 @@ def load(checkpoint: str, dtype: torch.dtype | str, device: torch.device, where:
 
 
 def _reads(model: Any) -> set[int]:
-    """Return the places of 8 tokens, two documents of 4, that the logits at place 5 depend on.
+    """Return which of 8 tokens, two documents of 4, the logits at position 5 depend on.
 
-    By the derivative, which is exactly 0 for a token that is masked, whatever the rounding.
+    The test uses the derivative, which is exactly 0 for a masked token, independent of rounding.
     """
     leaf = torch.empty(0)
 
@@ -194,7 +195,7 @@ def _reads(model: Any) -> set[int]:
 
 
 def max_length(model: nn.Module) -> int:
-    """Return the most tokens that a checkpoint's model was made for; `MOST_TOKENS` where it does not say."""
+    """Return the largest number of tokens that a checkpoint's model supports, or `MOST_TOKENS` if it is unspecified."""
     own: Any = model.config.get_text_config()  # type: ignore[union-attr,operator]
     found = (getattr(own, name, None) for name in ("max_position_embeddings", "max_seq_len", "context_length"))
     return next((number for number in found if isinstance(number, int) and number > 0), MOST_TOKENS)
@@ -205,7 +206,7 @@ def _takes_positions(model: Any) -> bool:
 
 
 def _check_dtypes(files: list[Path], where: str) -> None:
-    """Raise UserError for integers and formats below 16 bits: without their scales they are other numbers."""
+    """Raise UserError for integers and formats below 16 bits, because their values are invalid without scales."""
     from safetensors import safe_open
 
     for file in files:
@@ -220,9 +221,9 @@ def _check_dtypes(files: list[Path], where: str) -> None:
 
 
 def _check_weights(report: Mapping[str, Any], where: str) -> None:
-    """Raise UserError unless the files and the model have the same weights, by transformers' report of the loading.
+    """Raise UserError unless files and model have the same weights, according to the loading report of transformers.
 
-    Weights that a class leaves out on purpose are no part of the report.
+    The report does not contain weights that a class omits on purpose.
     """
     shapes = {
         name: f"{name} is {[*there]} in the file, {[*here]} by config.json"
@@ -242,7 +243,7 @@ def _check_weights(report: Mapping[str, Any], where: str) -> None:
 
 
 def empty(checkpoint: str, dtype: torch.dtype, where: str | None = None) -> nn.Module:
-    """Return the model that `load` returns, on the meta device: shapes without weights."""
+    """Return the model that `load` returns on the meta device: shapes without weights."""
     where = where or f"model.checkpoint={checkpoint}"
     config = open_config(checkpoint, where)
     with quiet(), _one_line(where), torch.device("meta"):
@@ -254,11 +255,11 @@ def empty(checkpoint: str, dtype: torch.dtype, where: str | None = None) -> nn.M
 
 
 def add_adapter(model: nn.Module, adapter: AdapterConfig, seed: int) -> None:
-    """Freeze the model and put LoRA adapters around the matching linears, in place (peft).
+    """Freeze the model and add LoRA adapters (peft) to the matching linears, in place.
 
-    A is drawn Kaiming-uniform from `seed`, B is 0, so the function is at first the model's own. Both are kept in FP32
-    and compute in the dtype of their input. Raises UserError for a pattern that matches no linear, without peft, and
-    for linears that peft cannot adapt: it takes some names for those of experts that transformers 5 has fused.
+    A is drawn Kaiming-uniform from `seed` and B is 0, so the function is initially unchanged. Both are stored in FP32
+    and compute in the dtype of their input. Raises UserError without peft, if a pattern matches no linear, and if peft
+    cannot adapt a linear. It mistakes some names for experts that transformers 5 has fused.
     """
     need("peft", f"model.adapter.rank={adapter.rank}")
     from transformers.pytorch_utils import Conv1D
@@ -279,7 +280,7 @@ def add_adapter(model: nn.Module, adapter: AdapterConfig, seed: int) -> None:
         where = f"model.adapter.targets={adapter.targets}"
         try:
             model.add_adapter(lora)  # type: ignore[operator]
-        except Exception as error:  # of many types
+        except Exception as error:  # peft raises many types
             raise UserError(f"{where}: peft cannot adapt them ({first_line(error)}); name others") from error
     given = {name for name, module in model.named_modules() if hasattr(module, "lora_A")}
     if others := sorted(given ^ {*chosen}):
@@ -293,10 +294,10 @@ def add_adapter(model: nn.Module, adapter: AdapterConfig, seed: int) -> None:
 
 
 class _AdapterLinear(nn.Linear):
-    """A linear with FP32 weights that computes in its input's dtype.
+    """A linear with FP32 weights that computes in the dtype of its input.
 
-    At the paper's rate (2e-5) most updates are smaller than a BF16 weight can show; and in FP32, as peft would compute,
-    backward would keep a copy of every input in 32 bits.
+    At the paper's learning rate (2e-5), most updates are smaller than the resolution of a BF16 weight. If it computed
+    in FP32, as peft does, backward would keep a 32-bit copy of every input.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -304,7 +305,7 @@ class _AdapterLinear(nn.Linear):
 
 
 def fingerprint(checkpoint: str) -> str:
-    """Return a sha256 over config and weight files, of a hub name over what `local` fetched (1 to 2 s per GB)."""
+    """Return a sha256 over config and weight files; of a hub name, over the files from `local` (1 to 2 s per GB)."""
     mine = ("config.json", "model.safetensors.index.json")
     files = sorted(p for p in local(checkpoint).iterdir() if p.name in mine or p.suffix == ".safetensors")
     return hashlib.sha256("".join(f"{p.name} {sha256(p.resolve())}\n" for p in files).encode()).hexdigest()
@@ -316,11 +317,11 @@ def save(
     tokenizer: Path | str | None = None,
     weights: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write `model` in Hugging Face's layout to `folder`, beside first and then renamed.
+    """Write `model` to `folder` in the layout of Hugging Face, under a temporary name that is then renamed.
 
-    A model of ours (`Llama`) is written as `LlamaForCausalLM`; one with adapters as peft has them (adapter_config.json,
-    adapter_model.safetensors) without its base. `tokenizer`: our tokenizer.json, or the checkpoint it came from.
-    `weights`: in the place of the model's own, of which this process may have parts; of adapters theirs.
+    A `Llama` is written as `LlamaForCausalLM`. A model with adapters is written without its base, as peft does
+    (adapter_config.json, adapter_model.safetensors). `tokenizer` is our tokenizer.json, or the name of the original
+    checkpoint. `weights` replace the model's weights, or those of its adapters, if this process has only parts of them.
     """
     beside = folder.with_name(f".{folder.name}.writing")
     shutil.rmtree(beside, ignore_errors=True)
@@ -336,13 +337,13 @@ def save(
 
 
 def as_hugging_face(model: Llama, weights: Mapping[str, Tensor] | None = None) -> Any:
-    """Return `LlamaForCausalLM` with the weights of `model`, or with these; equal logits up to the order of sums."""
+    """Return a `LlamaForCausalLM` with the weights of `model` or `weights`. Logits are equal up to rounding."""
     need("transformers", "Hugging Face's layout")
     own = model.config
     named = dict(model.named_parameters()) if weights is None else weights
     weight = named["embed_tokens.weight"]
     renamed = {name if name.startswith("lm_head") else f"model.{name}": p for name, p in named.items()}
-    with quiet(), torch.random.fork_rng(devices=[]):  # its initialisation draws
+    with quiet(), torch.random.fork_rng(devices=[]):  # the initialization draws random numbers
         from transformers import LlamaConfig, LlamaForCausalLM
 
         shape = LlamaConfig(
@@ -361,19 +362,19 @@ def as_hugging_face(model: Llama, weights: Mapping[str, Tensor] | None = None) -
         )
         theirs = LlamaForCausalLM._from_config(shape, attn_implementation="sdpa")
         theirs.to(device=weight.device, dtype=weight.dtype)
-        theirs.load_state_dict(renamed, strict=not own.tied_head)  # a tied head is no weight of its own here
+        theirs.load_state_dict(renamed, strict=not own.tied_head)  # a tied head is not a separate weight here
     return theirs.train(model.training)
 
 
 def open_tokenizer(checkpoint: str) -> Any:
-    """Return the tokenizer of a checkpoint, as transformers has it. Raises UserError if there is none."""
+    """Return the tokenizer of a checkpoint as a transformers object. Raises UserError if there is no tokenizer."""
     folder = Path(checkpoint).expanduser()
     if folder.is_dir() and not (folder / "tokenizer.json").is_file():
         pieces = folder / "tokenizer.model"
         if not pieces.is_file():
             raise UserError(f"{folder}: holds no tokenizer (tokenizer.json or tokenizer.model)")
         with pieces.open("rb") as file:
-            of_sentencepiece = file.read(1) == b"\n"  # a protocol buffer; a file of tiktoken's begins with text
+            of_sentencepiece = file.read(1) == b"\n"  # a protocol buffer; a tiktoken file begins with text
         if of_sentencepiece and find_spec("sentencepiece") is None:
             raise UserError(f"{pieces}: needs sentencepiece, missing here; pip install sentencepiece protobuf")
     with quiet(), _one_line(checkpoint, folder.is_dir()):
@@ -383,7 +384,7 @@ def open_tokenizer(checkpoint: str) -> Any:
 
 
 def tokenizer_of(tokenizer: Path | str) -> Any:
-    """Return the tokenizer of a checkpoint, or of our own tokenizer.json."""
+    """Return the tokenizer of a checkpoint, or of our tokenizer.json."""
     if isinstance(tokenizer, str):
         return open_tokenizer(tokenizer)
     from transformers import PreTrainedTokenizerFast
@@ -397,12 +398,12 @@ def tokenizer_of(tokenizer: Path | str) -> Any:
 
 @contextmanager
 def _one_line(where: str, local: bool = True, what: str = "cannot be loaded") -> Iterator[None]:
-    """Raise UserError in one line for whatever the libraries raise over an unusable checkpoint."""
+    """Raise UserError with one line for any error of the libraries about an unusable checkpoint."""
     try:
         yield
     except UserError:
         raise
-    except Exception as error:  # they have no common type: OSError, ValueError, SafetensorError, ...
+    except Exception as error:  # they share no type: OSError, ValueError, SafetensorError, ...
         if "trust_remote_code" in str(error):
             raise UserError(
                 f"{where}: brings Python code of its own (auto_map), which is never run; use a checkpoint of a model "
@@ -415,7 +416,7 @@ def _one_line(where: str, local: bool = True, what: str = "cannot be loaded") ->
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hide notes and progress bars of the libraries."""
+    """Hide log messages and progress bars of the libraries."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

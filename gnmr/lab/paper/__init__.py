@@ -1,1 +1,1 @@
-"""The reproduction of the paper: its published figures as data (published.yaml), and theorem 1 as numbers."""
+"""Reproduction of the paper: its published figures as data (published.yaml), and theorem 1 in numbers."""

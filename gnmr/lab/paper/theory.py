@@ -1,14 +1,14 @@
-"""What recovering a unit gains in one step: theorem 1 and corollary 1 (the paper's section 7), measured.
+"""The gain of recovering a unit in one step: theorem 1 and corollary 1 (the paper's section 7), measured.
 
-Routing changes one term of a step's bound, the squared error of the gradient. With g the 16-bit gradient and A the set
-of units on the recovery path
+Routing changes one term of a step's bound, the squared error of the gradient. Let g be the 16-bit gradient and A the
+set of units on the recovery path:
 
     error(A) = sum_b ||g_b(A) - g_b||^2         gap_b = ||g_low,b - g_b||^2 - ||g_high,b - g_b||^2
     error(none) - error(A) = sum of gap_b over b in A
 
-so the best set of at most max_o units is the max_o largest positive gaps. This is exact if a unit's error depends on
-its own path alone: with `site=saved`, whose forward pass and input gradients are exact. With `site=forward`, and under
-recipes, which cast in the forward pass too, units disturb each other.
+So the best set of at most max_o units has the max_o largest positive gaps. This is exact if a unit's error depends only
+on its own path: with `site=saved`, whose forward pass and input gradients are exact. With `site=forward`, and under
+recipes, which also cast in the forward pass, units affect each other.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ ESTIMATE, NORM, ORACLE = "gap estimate", "gradient norm", "oracle signal"
 
 @dataclass(frozen=True)
 class Gaps:
-    """U units on one batch, on which every path was run."""
+    """Measurements of U units on one batch, which was run on every path."""
 
     names: list[str]
     gap_U: np.ndarray
-    """Float64, gap_b as above."""
+    """gap_b of the module docstring, float64."""
     scores: dict[str, np.ndarray]
-    """What else could rank the units, (U,) float64 each."""
+    """Other scores that could rank the units, (U,) float64 each."""
     none: float
     """error(A) of the empty set."""
     square: float
     """Squared norm of the 16-bit gradient of all units."""
     error: Callable[[Collection[int]], float]
-    """error(A), measured in another forward and backward pass; A as indices of units."""
+    """error(A), measured in another forward and backward pass. A holds indices of units."""
 
     def best(self, score_U: np.ndarray, max_o: int) -> list[int]:
-        """The max_o units with the largest positive scores, the largest first."""
+        """Return the max_o units with the largest positive scores, in descending order."""
         return [int(unit) for unit in np.argsort(-score_U, kind="stable")[:max_o] if score_U[unit] > 0]
 
 
 def measure(model: nn.Module, converted: ConvertedModel, backward: Callable[[], None]) -> Gaps:
-    """Runs `backward` (forward and backward pass of one batch) in 16 bits, on the low and on the recovery path.
+    """Run `backward` (forward and backward pass of one batch) in 16 bits, on the low path and on the recovery path.
 
-    Paths, probe, the generator of stochastic rounding and what casts remember are afterwards as they were; gradients
-    are cleared. A parameter without gradient (of an expert that no token reached) has gradient 0.
+    Paths, probe, the generator of stochastic rounding and the state of casts are restored, and gradients are cleared. A
+    parameter without a gradient (of an expert that no token reached) has gradient 0.
     """
 
     def gradients(recovering: Collection[int]) -> list[Tensor]:

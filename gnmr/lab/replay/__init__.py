@@ -1,1 +1,1 @@
-"""The controller over recorded norms: what it would have chosen, without training."""
+"""The controller on recorded norms: the decisions it would have made, without training."""

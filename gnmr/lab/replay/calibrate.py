@@ -1,7 +1,7 @@
-"""`gnmr replay RUN... calibrate=SHARE`: the thresholds at which a signal spends a wanted recovery budget.
+"""`gnmr replay RUN... calibrate=SHARE`: the thresholds at which a signal spends a given recovery budget.
 
-Recorded evidence is taken as it is. In a real run recovery changes the gradients that follow, so the share that results
-there differs somewhat; a comparison has to state it.
+Recorded evidence is used unchanged. In a real run, recovery changes the subsequent gradients, so the resulting share
+differs somewhat. A comparison has to state that share.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ _ROUNDS = 30
 
 @dataclass(frozen=True)
 class Calibration:
-    """What spends the wanted budget."""
+    """The settings that spend the wanted budget."""
 
     signal: str
     overrides: list[str]
-    """For `gnmr train`."""
+    """Overrides for `gnmr train`."""
     share: float
-    """The share of unit-steps on the recovery path that it gives on these records."""
+    """Fraction of unit-steps on the recovery path with these settings on the records."""
 
 
 def calibrate(recorded: Sequence[Norms], settings: ControllerConfig, wanted: float) -> Calibration:
-    """Find the trigger (the option active_frac, of signals that have one) that promotes `wanted` of the unit-steps.
+    """Find the trigger, or the option active_frac of signals that have it, that promotes `wanted` of the unit-steps.
 
     The share is the mean over the records. It rises with the option and falls with the trigger, so bisection on a log
-    scale finds it. Raises UserError if no value gives it to within a tenth: because of the cap, or for a signal that
-    never or always triggers.
+    scale finds it. Raises UserError if no value gives the share to within a tenth. The cause is the cap, or a signal
+    that never or always triggers.
     """
     name = settings.signal
     if settings.routing == "ranked":
@@ -59,7 +59,7 @@ def calibrate(recorded: Sequence[Norms], settings: ControllerConfig, wanted: flo
 
     low, high = (1e-9, 1.0) if by_share else (1e-9, 1e9)
     best, distance = low, math.inf
-    with warnings.catch_warnings():  # the search goes to shares that a fixed set cannot give
+    with warnings.catch_warnings():  # the search visits shares that a fixed set cannot reach
         warnings.simplefilter("ignore")
         for _ in range(_ROUNDS):
             middle = math.sqrt(low * high)
@@ -72,7 +72,7 @@ def calibrate(recorded: Sequence[Norms], settings: ControllerConfig, wanted: flo
                 high = middle
             else:
                 low = middle
-        value = float(f"{best:.6g}")  # as it is printed
+        value = float(f"{best:.6g}")  # the value as it is printed
         share = promoted(value)
     if abs(share - wanted) > 0.1 * wanted:
         most = min(settings.cap / len(recorded[0].units), 1.0)
@@ -85,7 +85,7 @@ def calibrate(recorded: Sequence[Norms], settings: ControllerConfig, wanted: flo
 
 
 def write_arms(folder: Path, found: Sequence[tuple[Calibration, float]]) -> None:
-    """Write each as an arm of folder/sweep/calibrated.yaml, under its signal's name and its share."""
+    """Write each calibration as an arm of folder/sweep/calibrated.yaml, named after its signal and share."""
     arms = {}
     for one, wanted in found:
         name = f"{one.signal.rpartition(':')[2]}-{wanted:g}"

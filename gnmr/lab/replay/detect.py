@@ -1,7 +1,7 @@
-"""`gnmr replay RUN... detect=SHARE`: which signals would have caught the faults of recorded runs, and how soon.
+"""`gnmr replay RUN... detect=SHARE`: which signals would have detected the faults of recorded runs, and how soon.
 
-Every signal reads the same recorded evidence of runs whose faults are known (faults.kind). In each run it gets the
-trigger at which it raises false alarms in SHARE of the unit-steps outside the faults. Nothing is routed here.
+Every signal reads the same recorded evidence of runs with known faults (faults.kind). In each run, its trigger is set
+for a false alarm rate of SHARE of the unit-steps outside the faults. Nothing is routed here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gnmr.lab.report.runs import UnitMatrices
 
 @dataclass(frozen=True)
 class FaultyRun:
-    """A run with known faults and what was recorded of it."""
+    """A run with known faults, and its records."""
 
     folder: Path
     norms: Norms
@@ -33,7 +33,7 @@ class FaultyRun:
 
 
 def detections(name: str, runs: Sequence[FaultyRun], share: float) -> Detection:
-    """Return what a signal detected in all runs together."""
+    """Return the detections of a signal in all runs together."""
     found = []
     for run in runs:
         options = run.settings.options if name == run.settings.signal else {}
@@ -53,7 +53,7 @@ def detections(name: str, runs: Sequence[FaultyRun], share: float) -> Detection:
 
 
 def _trigger(run: FaultyRun, risk: np.ndarray, share: float) -> float:
-    """Return the least trigger with false alarms in at most `share` of the unit-steps outside the windows."""
+    """Return the smallest trigger with false alarms in at most `share` of the unit-steps outside the windows."""
     outside = run.norms.observed.copy()
     for window in run.windows:
         outside[window.start - 1 : window.end + GRACE, run.norms.units.index(window.unit)] = False
@@ -68,7 +68,7 @@ def as_tree(found: dict[str, Detection]) -> dict[str, dict[str, Any]]:
 
 
 def table(found: dict[str, Detection]) -> Table:
-    """Return recall, precision and median delay of each signal, then its recall by kind of fault."""
+    """Return a table with recall, precision and median delay of each signal, and its recall by kind of fault."""
     kinds = sorted({window.kind for one in found.values() for window in one.windows})
     shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in ("signal", "recall", "precision", "delay", *kinds):

@@ -1,4 +1,4 @@
-"""The controller over recorded evidence, step by step, under settings of the command line."""
+"""The controller on recorded evidence, step by step, with settings from the command line."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from gnmr.records.untrusted import exists
 
 
 def settings_of(path: Path, words: Sequence[str], trust: bool) -> ControllerConfig:
-    """Return the controller's settings of a run or a file, with key=value words in place of the run's own.
+    """Return the controller's settings of a run or a file, with key=value words replacing the run's values.
 
-    Raises UserError for an invalid word, and for a signal to import that the folder names and the user does not trust.
+    Raises UserError for an invalid word. It is also raised for a signal to import that the folder names, unless the
+    user trusts it.
     """
     own = own_loop_of(path)
     if own is None:
@@ -43,7 +44,7 @@ def settings_of(path: Path, words: Sequence[str], trust: bool) -> ControllerConf
 
 
 def with_words(own: ControllerConfig, words: Sequence[str]) -> ControllerConfig:
-    """Return the settings with the words over `own`, checked as strictly as `gnmr train` checks its own."""
+    """Return `own` updated by the words, which are checked as strictly as in `gnmr train`."""
     known = sorted({field.name for field in fields(ControllerConfig)} - {"name"})
     for word in words:
         key, _, value = word.partition("=")
@@ -54,7 +55,7 @@ def with_words(own: ControllerConfig, words: Sequence[str]) -> ControllerConfig:
     try:
         values = from_words(words)
         if values.get("signal", own.signal) != own.signal:
-            own = replace(own, options={})  # another signal's options are not this one's
+            own = replace(own, options={})  # options belong to their signal
         tree = load(OmegaConf.create({"controller": OmegaConf.merge(asdict(own), values)}))
     except (OmegaConfBaseException, YAMLError) as error:
         raise UserError(f"replay: {one_line(error)}") from error
@@ -64,12 +65,12 @@ def with_words(own: ControllerConfig, words: Sequence[str]) -> ControllerConfig:
 def replay(norms: Norms, settings: ControllerConfig) -> Iterator[Decision]:
     """Yield the decision of every step, in order.
 
-    What a run's verdicts did to its sets is done again under `nonfinite="find"`: units are promoted in a step that was
-    tried again, and the set stays where no unit was to blame.
+    With `nonfinite="find"`, the effects of a run's verdicts on its sets are repeated. Units are promoted in a step that
+    was retried, and the set stays unchanged if no unit was to blame.
     """
 
     def ignore(_recovering: bool) -> None:
-        """There is no operator to switch."""
+        """Do nothing, because no operator exists."""
 
     extra = norms.cost or (1.0,) * len(norms.units)
     spend = norms.spend or (1.0,) * len(norms.units)
@@ -79,7 +80,7 @@ def replay(norms: Norms, settings: ControllerConfig) -> Iterator[Decision]:
         for name, cost, more in zip(norms.units, spend, extra, strict=True)
     ]
     with as_user_error("replay: "):
-        spec = replace(settings, cost="gemm").spec(norms.steps)  # what units cost was recorded
+        spec = replace(settings, cost="gemm").spec(norms.steps)  # the records contain the cost of units
         whole = 1.0 if norms.spend else None
         pinned = norms.spend_pinned
         controller = Controller(units, spec, steps=norms.steps, seed=norms.seed, whole_cost=whole, pinned=pinned)
@@ -105,7 +106,7 @@ def replay(norms: Norms, settings: ControllerConfig) -> Iterator[Decision]:
 
 
 class Totals:
-    """What a replay amounts to."""
+    """Totals of a replay."""
 
     def __init__(self, norms: Norms, settings: ControllerConfig) -> None:
         self.num_units, self.max_o = len(norms.units), settings.cap
@@ -125,7 +126,7 @@ class Totals:
             self._spent += self._pinned + float(self._spend[decision.in_force].sum())
 
     def summary(self) -> dict[str, Any]:
-        """Return the figures by their names in summary.json; None for the GEMMs if their costs were not recorded."""
+        """Return the figures by their names in summary.json. The GEMM fraction is None if costs were not recorded."""
         unit_steps = self.steps * self.num_units
         return {
             "steps": self.steps,

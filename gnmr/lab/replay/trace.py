@@ -1,8 +1,8 @@
-"""Recorded evidence as matrices, of a run folder or of a CSV, Parquet or Arrow file.
+"""Recorded evidence as matrices, from a run folder or from a CSV, Parquet or Arrow file.
 
-A file has the columns step (from 1), unit and norm (`nan` and `inf` allowed); further columns are further evidence. A
-missing row is a unit that was not observed in that step. Ties are ranked in the order of the run's units; in a file, in
-the order of the units' first rows.
+A file has the columns step (from 1), unit and norm (`nan` and `inf` allowed). Further columns are further evidence. A
+missing row means that the unit was not observed in that step. Ties are ranked in the order of the run's units, or in a
+file in the order of the units' first rows.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from gnmr.records.reader import check_units, read_json, read_jsonl, read_units
 from gnmr.records.untrusted import Damaged, exists, opened, reading
 
 MOST_GAPS = 1000
-"""Steps of which one is recorded at least (records.units_every); a hundred more may be missing."""
+"""Largest interval between recorded steps (records.units_every); a hundred more may be missing."""
 MAX_CELLS = 1 << 28
-"""Steps by units: 2 GB; 1e6 steps of 84 units are a third."""
+"""Limit on steps times units: 2 GB. 1e6 steps of 84 units are a third of it."""
 
 
 @dataclass(frozen=True)
@@ -40,27 +40,26 @@ class Norms:
     norm: np.ndarray  # (T, U) float64
     observed: np.ndarray  # (T, U) bool
     more: dict[str, np.ndarray] = field(default_factory=dict)
-    """(T, U) float64 each: what was recorded besides the norms, by its name in gnmr.control.evidence."""
+    """Evidence besides the norms, (T, U) float64 each, by its name in gnmr.control.evidence."""
     cost: tuple[float, ...] | None = None
-    """Extra bytes of each unit's recovery (Eq. 5); None if unknown, and then all are equal."""
+    """Extra bytes of each unit's recovery (Eq. 5). If unknown, it is None, and all units are equal."""
     spend: tuple[float, ...] | None = None
-    """What each unit takes of a budget, as a share; None if unknown, and then all are equal."""
+    """Cost of each unit as a share of a budget. If unknown, it is None, and all units are equal."""
     spend_pinned: float = 0.0
-    """What pins take of it."""
+    """Cost of the pins as a share of a budget."""
     pinned: frozenset[str] = frozenset()
-    """Units that pins left nothing to recover: never routed."""
+    """Units that are never routed, because pins left nothing to recover."""
     settings: ControllerConfig = field(default_factory=ControllerConfig)
-    """The run's own; the defaults for a file."""
+    """The run's settings, or the defaults for a file."""
     steps: int = 0
-    """Length of the run, to which shares of its steps refer."""
+    """Length of the run, to which fractions of its steps refer."""
     seed: int = 0
     every: int = 1
-    """Steps between two recorded ones; in the others no unit counts as observed."""
+    """Interval between recorded steps. In the other steps no unit counts as observed."""
     retried: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    """By step the units that were promoted in it because the loss was not finite by their low paths; its evidence is
-    that of the step tried again."""
+    """Units promoted by step, because their low paths made the loss non-finite. Evidence is from the retried step."""
     blameless: frozenset[int] = frozenset()
-    """Steps whose loss was not finite by no unit's low path: set and locks stayed."""
+    """Steps in which no unit's low path caused the non-finite loss: set and locks stayed unchanged."""
 
 
 def read_norms(path: Path) -> Norms:
@@ -105,9 +104,9 @@ def read_norms(path: Path) -> Norms:
 
 
 def own_loop_of(path: Path) -> ControllerConfig | None:
-    """Return the settings of the controller that recorded this folder in a loop of the user's own (`gnmr.attach`).
+    """Return the controller's settings of a folder that `gnmr.attach` recorded in a custom loop, else None.
 
-    Two-stage thresholds are those of the second stage. Returns None for any other place.
+    For two-stage thresholds, the second stage is returned.
     """
     if not exists(path / "config.yaml"):
         return None
@@ -127,7 +126,7 @@ def own_loop_of(path: Path) -> ControllerConfig | None:
 
 
 def refuse_gaps(path: Path, norms: Norms, what: str) -> None:
-    """Raise UserError if steps are missing: shares of unit-steps and windows would be of another run."""
+    """Raise UserError if steps are missing, because shares of unit-steps and windows would be wrong."""
     if norms.every > 1:
         raise UserError(f"{path}: {what} needs every step, records.units_every={norms.every} kept one in as many")
 
@@ -143,7 +142,7 @@ def _verdicts(path: Path, units: list[str]) -> tuple[dict[int, tuple[str, ...]],
             retried[row["step"]] = (*retried.get(row["step"], ()), row["unit"])
         elif row.get("event") == "verdict" and row.get("cause") != "precision":
             blameless.add(row["step"])
-    if blameless:  # a verdict on a spike that is finite changes nothing
+    if blameless:  # a verdict on a finite spike changes nothing
         steps = read_jsonl(path / "steps.jsonl")
         finite = {row["step"] for row in steps if isinstance(row.get("loss"), float) and math.isfinite(row["loss"])}
         blameless -= finite
@@ -151,7 +150,7 @@ def _verdicts(path: Path, units: list[str]) -> tuple[dict[int, tuple[str, ...]],
 
 
 def _dense(path: Path, table: pa.Table, order: list[str]) -> Norms:
-    """Return the rows as matrices; units stand as in `order`, and further ones behind."""
+    """Return the rows as matrices. Units have the order of `order`, followed by further units."""
     for name in ("step", "unit", "norm"):
         if (count := table.column_names.count(name)) != 1:
             there = f"stands there {count} times" if count else "is missing"

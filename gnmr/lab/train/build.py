@@ -1,4 +1,4 @@
-"""Build a run from its config: data, model, paths, controller, optimizer. Nothing is written to the run folder."""
+"""Build the parts of a run from its config. Nothing is written to the run folder."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ from gnmr.precision import ConvertedModel
 from gnmr.precision.conversion import operator_shapes
 from gnmr.records.disk import sha256
 
-_THREADS = torch.get_num_threads()  # before a run of this process sets its own
+_THREADS = torch.get_num_threads()  # read before a run in this process sets its own number
 
 
 @dataclass
 class Parts:
-    """What a run is made of."""
+    """The parts of a run."""
 
     config: Config
     folder: Path
@@ -62,25 +62,25 @@ class Parts:
     optimizer: torch.optim.Optimizer
     transform: Transform | None = None
     stress: list[Stress] = field(default_factory=list)
-    """Outlier channels of a window, then injected faults: changes of the model before a step."""
+    """Model changes that happen before a step: a window of outlier channels, then injected faults."""
     faults: FaultSchedule | None = None
     checkpoint: str | None = None
     """Fingerprint of the weights that a pretrained model starts from."""
     base: Base | None = None
-    """What a fork goes on from."""
+    """The base run, if this run is a fork."""
     branch: Branch | None = None
-    """Where a fork's data goes on."""
+    """The position in the data at which a fork continues."""
     world: World = ALONE
-    """The processes that train it."""
+    """The processes that train the model."""
     wrapped: Wrapped | None = None
-    """The model as they run it."""
+    """The model as the processes run it."""
     draws: Draws | None = None
-    """Seeds each micro-batch's random numbers; None: they are drawn in turn."""
+    """Seeds the random numbers of each micro-batch. If None, micro-batches draw them in turn."""
     compressed: GreedyLore | None = None
-    """Sends the gradients, if they are compressed."""
+    """Sends the gradients if they are compressed."""
 
     def learning_rate(self, step: int) -> float:
-        """Return the rate of step `step` (from 1); of a fork as its base would have gone on."""
+        """Return the learning rate of step `step`, counted from 1. A fork continues the schedule of its base."""
         config = self.config
         if self.base is not None:
             return learning_rate(self.base.step + step, self.base.schedule_steps, config.optim)
@@ -88,31 +88,31 @@ class Parts:
 
 
 class Blocks(Stateful, Protocol):
-    """Training data in an order that can be saved."""
+    """Training data in an order that can be saved and restored."""
 
     def next(self, n: int) -> Tensor | Batch:
-        """The next n blocks, in the run's order."""
+        """Return the next n blocks in the run's order."""
         ...
 
     def check(self, n: int, seq_len: int) -> None:
-        """Raise UserError for n blocks that cannot be held."""
+        """Raise UserError if n blocks are too many for the memory or the corpus."""
         ...
 
 
 def assemble(config: Config, folder: Path, say: Callable[[str], None], world: World = ALONE) -> Parts:
-    """Return the parts of a run at its start. The same config and seed give the same weights and order."""
+    """Return the parts of a new run. The same config and seed give the same weights and data order."""
     with world.agreed():
         device = device_of(config.training.device)
         refuse_run(config, device)
         base = base_of(config)
         _check_shapes(config, device)
     if world.size > 1:
-        world.from_first(lambda: open_data(config, say, base) and None)  # the other ranks find what it makes
+        world.from_first(lambda: open_data(config, say, base) and None)  # the other ranks then find the prepared data
     with world.agreed():
         corpus = open_data(config, say, base)
         refuse_run(config, device, corpus.vocab_size)
         branch = None if base is None else base.branch(config.fork.order, corpus.fingerprint, say)
-        blocks = training_blocks(config, corpus, branch)  # refuses a corpus that is shorter than a block
+        blocks = training_blocks(config, corpus, branch)  # raises UserError if the corpus is shorter than a block
         blocks.check(config.training.batch_size, config.training.seq_len)
         validation(config, corpus, 1)
     world.same("the fingerprint of the data", corpus.fingerprint)
@@ -120,7 +120,7 @@ def assemble(config: Config, folder: Path, say: Callable[[str], None], world: Wo
 
 
 def base_of(config: Config) -> Base | None:
-    """Return the base that the run is forked from. Raises UserError if it has another model, data or optimizer."""
+    """Return the base that the run is forked from. Raises UserError if its model, data or optimizer differs."""
     if config.base is None:
         return None
     base = open_base(config.base)
@@ -139,15 +139,15 @@ def build_parts(
     keep: bool = False,
     world: World = ALONE,
 ) -> Parts:
-    """Return what `assemble` returns, of data that is open; `keep`: hold the base's state in memory for the next."""
+    """Build the parts of a run whose data is open. With `keep`, the base's state stays in memory for the next fork."""
     training, stress = config.training, list[Stress]()
     device = device_of(training.device)
     with world.agreed():
         refuse_compression(config, world.size)
         torch.set_num_threads(_THREADS if training.threads is None else training.threads)
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # recipes ask for FP32 accumulation
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # recipes specify FP32 accumulation
         if config.model.checkpoint is None:
-            born = config if base is None else base.config  # outlier channels are drawn with the weights
+            born = config if base is None else base.config  # outlier channels are drawn together with the weights
             model: nn.Module = new_model(config, corpus.vocab_size, device, stress, born.training.seed)
             converted = with_paths(model, config)
         else:
@@ -172,9 +172,9 @@ def build_parts(
         stress.append(faults)
     partly = isinstance(model, models.Decoder) and bool(model.experts())
     wrapped = wrap(model, blocks_of(model), config.parallel, world, device, compressed, partly)
-    controller.follow()  # FSDP2 has exchanged the parameters
+    controller.follow()  # FSDP2 has replaced the parameters
     if converted.shared.amax is not None:
-        converted.shared.amax.come(wrapped.workers)  # virtual workers too
+        converted.shared.amax.come(wrapped.workers)  # this includes virtual workers
     optimizer, transform = build_optim(model, config)
     if base is not None:
         base.load_into(model, optimizer, keep)
@@ -202,13 +202,15 @@ def build_parts(
 
 
 def _count_work(config: Config, model: nn.Module, converted: ConvertedModel, block: Tensor | Batch) -> None:
-    """Count what the model as it was drawn or loaded runs on this block, which leaves no trace: costs and what is spent
-    are shares of that. A run that is resumed counts the same again."""
+    """Count the work of the newly drawn or loaded model on this block, without side effects.
+
+    Costs are shares of this count. A resumed run counts the same again.
+    """
     modes = [(module, module.training) for module in model.modules()]
     device = device_of(config.training.device)
     try:
         model.eval()
-        with converted.no_side_effects():  # on the paths: what is converted is what is called there
+        with converted.no_side_effects():  # count on the paths, because converted linears are called only there
             found = count(model, lambda: loss_of(model, block.to(device)), converted.operators)
     finally:
         for module, mode in modes:
@@ -217,7 +219,7 @@ def _count_work(config: Config, model: nn.Module, converted: ConvertedModel, blo
 
 
 def check_plan(config: Config) -> None:
-    """UserError where the run's model is not the one that `config.plan` is of. Reads no weights."""
+    """Raise UserError if `config.plan` was made for another model. No weights are read."""
     assert config.plan is not None
     refuse_run(config, device_of(config.training.device))
     with as_user_error("paths: "):
@@ -226,9 +228,9 @@ def check_plan(config: Config) -> None:
 
 
 def _check_shapes(config: Config, device: torch.device) -> None:
-    """UserError, before the data is made, for paths, controller, optimizer or faults that do not fit the model.
+    """Raise UserError if paths, controller, optimizer or faults do not fit the model.
 
-    Checks that need weights, and all warnings, are left to `assemble`.
+    This runs before the data is prepared. Checks that need weights, and all warnings, are left to `assemble`.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -236,14 +238,14 @@ def _check_shapes(config: Config, device: torch.device) -> None:
         converted = with_paths(model, config, device)
         build_optim(model, config)
         build_faults(config, converted)
-        cold = replace(config.controller, warmup_frac=0.0)  # a warm-up switches units
+        cold = replace(config.controller, warmup_frac=0.0)  # a warm-up would switch units
         try:
             _controller(
                 replace(config, controller=cold), model, converted, None, build_compression(config, model, ALONE)
             )
         except UserError:
             raise
-        except Exception:  # a signal may read weights, which are not there yet: `assemble` will raise it
+        except Exception:  # a signal may read weights, which do not exist yet; `assemble` raises the error again
             return
 
 
@@ -254,7 +256,7 @@ def _controller(
     ranks: Ranks | None = None,
     compressed: GreedyLore | None = None,
 ) -> Router:
-    """The controller of the config. UserError where it does not fit this run or its evidence is not available."""
+    """Return the controller of the config. Raises UserError if it does not fit, or its evidence is unavailable."""
     if compressed is not None:
         return compressed_router(compressed, converted, model, config, ranks)
     training, record = config.training, config.records.evidence
@@ -269,10 +271,10 @@ def _controller(
 
 
 def open_data(config: Config, say: Callable[[str], None], base: Base | None = None) -> TokenCorpus:
-    """The corpus of the config: one stream of tokens, for a pretrained model documents in its own tokens, for a fork
-    what its base read (`base_of` where none is given).
+    """Open the corpus of the config.
 
-    UserError where it is shorter than a block.
+    The corpus is a stream of tokens. A pretrained model gets documents in the tokens of its tokenizer. A fork gets the
+    data of `base`, which is `base_of(config)` by default. Raises UserError if the corpus is shorter than a block.
     """
     if base is None:
         base = base_of(config)
@@ -284,7 +286,7 @@ def open_data(config: Config, say: Callable[[str], None], base: Base | None = No
 
 
 def apart(corpus: TokenCorpus, model: nn.Module) -> TokenCorpus:
-    """Return the corpus with its documents in sequences of their own, if the checkpoint's `model` would mix them."""
+    """Give each document its own sequence if the checkpoint's `model` cannot separate documents in a sequence."""
     train, val = corpus.train, corpus.val
     if not isinstance(train, Documents) or not isinstance(val, Documents) or model.separates_documents:
         return corpus
@@ -292,17 +294,17 @@ def apart(corpus: TokenCorpus, model: nn.Module) -> TokenCorpus:
 
 
 def tokens_of(split: TokenFile | Documents) -> np.ndarray | TokenFile:
-    """The token ids of a split."""
+    """Return the token ids of a split."""
     return split.tokens if isinstance(split, Documents) else split
 
 
 def tokenizer_digest(corpus: TokenCorpus) -> str:
-    """sha256 of the corpus' tokenizer.json."""
+    """Return the sha256 of the corpus's tokenizer.json."""
     return sha256(corpus.tokenizer_path)
 
 
 def training_blocks(config: Config, corpus: TokenCorpus, branch: Branch | None = None) -> Blocks:
-    """Return the blocks in the order of `training.seed`, or of a fork in its `branch`."""
+    """Return the blocks in the order of `training.seed`, or in the order of a fork's `branch`."""
     training = config.training
     if isinstance(corpus.train, Documents):
         return PackedSequences(corpus.train, training.seq_len, training.seed)
@@ -310,21 +312,21 @@ def training_blocks(config: Config, corpus: TokenCorpus, branch: Branch | None =
 
 
 def validation(config: Config, corpus: TokenCorpus, n: int) -> Tensor | Batch:
-    """The first `n` validation blocks, the same in every arm and seed."""
+    """Return the first `n` validation blocks, which are the same for all arms and seeds."""
     if isinstance(corpus.val, Documents):
         return packed_validation(corpus.val, config.training.seq_len, n)
     return validation_sequences(corpus.val, config.training.seq_len, n)
 
 
 def build_optim(model: nn.Module, config: Config) -> tuple[torch.optim.Optimizer, Transform | None]:
-    """The optimizer and the gradient transform of the config. UserError for unknown options."""
+    """Build the optimizer and the gradient transform of the config. Raises UserError for an unknown option."""
     optimizer = build_optimizer(model, config.optim)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     return optimizer, build_transform(config.optim.transform.name, config.optim.transform.options, named)
 
 
 def build_faults(config: Config, converted: ConvertedModel) -> FaultSchedule | None:
-    """The schedule of the config's `faults`, None without one. UserError for units and windows that the run lacks."""
+    """Build the fault schedule, or return None if faults are off. Raises UserError for unknown units or windows."""
     faults, training = config.faults, config.training
     if faults.kind == "none":
         return None
@@ -349,8 +351,7 @@ def train_step(
     levels: Levels | None = None,
     stop: Sequence[int] = (),
 ) -> TrainStep:
-    """The step of a run, which benchmarks use too; `controller`: in the place of the run's own; `levels`, `stop`: see
-    there."""
+    """Build the step of a run; benchmarks call this too. `controller` replaces the run's own router."""
     config = parts.config
     return TrainStep(
         parts.model,
@@ -369,14 +370,14 @@ def train_step(
 
 
 def first_batch(parts: Parts) -> list[Tensor | Batch]:
-    """The micro-batches of the run's first step, on its device."""
+    """Return the micro-batches of the run's first step, on its device."""
     training = parts.config.training
     blocks = training_blocks(parts.config, parts.corpus, parts.branch)
     return [blocks.next(training.batch_size).to(parts.device) for _ in range(training.accumulation)]
 
 
 def device_of(wanted: str) -> torch.device:
-    """The device of `training.device`; UserError for cuda where there is none."""
+    """Return the device of `training.device`. Raises UserError if it is cuda and no CUDA device is available."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UserError("training.device=cuda: PyTorch sees no CUDA device here; use auto or cpu")
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")

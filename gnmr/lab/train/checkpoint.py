@@ -1,10 +1,10 @@
-"""Checkpoints: written beside and renamed, verified when read.
+"""Checkpoints that are written atomically and verified when they are read.
 
     checkpoints/step-00000100/              torch.distributed.checkpoint files, meta.json and meta.sha256
-    checkpoints/step-00000100.corrupt/      one that was set aside
+    checkpoints/step-00000100.corrupt/      a corrupt checkpoint that was renamed
 
-Everything is written and synced under another name first, so a folder with its final name is complete. Any other folder
-is corrupt, and the checkpoint before it is used.
+All files are written and synced under a temporary name first, so a folder with its final name is complete. If a folder
+is corrupt nevertheless, the previous checkpoint is used.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ from gnmr.records.disk import sync_folder
 
 
 class Stateful(Protocol):
-    """Has state that a checkpoint keeps."""
+    """An object whose state a checkpoint contains."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return tensors and plain values that `torch.save` keeps."""
+        """Return tensors and plain values that `torch.save` can store."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state`. May raise ValueError if it belongs to something else."""
+        """Restore `state`. May raise ValueError if the state belongs to another object."""
         ...
 
 
@@ -78,17 +78,20 @@ class Checkpointer:
         *,
         world: World = ALONE,
     ) -> None:
-        """`world`: the processes that save and load together, each its own part; rank 0 handles the folders."""
+        """Keep the newest `keep` checkpoints of the run `owner`; a checkpoint of another owner is refused.
+
+        The processes of `world` save and load together, each its own part. Rank 0 handles the folders.
+        """
         self._world = world
         self.folder, self.owner, self.keep = folder, owner, keep
         self._model, self._optimizer, self._controller = model, optimizer, controller
         self._extras = dict(extras or {})
-        self._whole: Meta | None = None  # the one that `newest` found
+        self._whole: Meta | None = None  # meta.json of the checkpoint that `newest` found
 
     def _state(self) -> dict[str, Any]:
         controller = self._controller.state_dict()
         state = _training_state(self._model, self._optimizer) | {
-            # Names and the step count go to meta.json, with the host's numbers.
+            # Names and the step count go to meta.json with the host state.
             "controller": {k: v for k, v in controller.items() if k not in ("units", "t", "converted")},
             "plan": controller["converted"],
             "rng": {"cpu": torch.get_rng_state()},
@@ -101,8 +104,8 @@ class Checkpointer:
     def save(self, step: int, host: dict[str, Any]) -> None:
         """Write the checkpoint of `step` and delete all but the newest `keep`. Waits for the device.
 
-        Raises RunFailed if it cannot be written or if a number in it is not finite; what was written of it is removed,
-        and the earlier ones stay.
+        Raises RunFailed if the checkpoint cannot be written or a value in it is not finite. The partial checkpoint is
+        then removed, and earlier checkpoints stay.
         """
         with self._world.agreed():
             if (where := self._nonfinite()) is not None:
@@ -117,7 +120,7 @@ class Checkpointer:
                 dcp.save(self._state(), checkpoint_id=beside)
             self._world.from_first(lambda: self._put(meta, beside, final))
         except (OSError, CheckpointException) as error:
-            # A full disk is not always reported as such: the zip writer raises its own errors for short files.
+            # A full disk is not always reported as an OSError: the zip writer raises its own errors for short files.
             run = self.folder.parent
             full = run.is_dir() and shutil.disk_usage(run).free < 2**20
             if self._world.first:
@@ -128,7 +131,7 @@ class Checkpointer:
 
     def _begin(self, beside: Path) -> None:
         shutil.rmtree(beside, ignore_errors=True)
-        self.folder.mkdir(exist_ok=True)  # not its parent: a run folder that was removed stays so
+        self.folder.mkdir(exist_ok=True)  # no parents: a run folder that was removed is not created again
         beside.mkdir()
 
     def _put(self, meta: Meta, beside: Path, final: Path) -> None:
@@ -138,7 +141,7 @@ class Checkpointer:
         sync_folder(self.folder)
 
     def _nonfinite(self) -> str | None:
-        """Return the first trained weight or optimizer state with a number that is not finite."""
+        """Return the name of the first trained weight or optimizer state that is not finite."""
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
                 held: dict[str, Any] = {name: parameter.detach()}
@@ -150,15 +153,15 @@ class Checkpointer:
         return None
 
     def newest(self) -> int | None:
-        """Return the step of the newest whole checkpoint, and remove what a killed run left half-written.
+        """Return the step of the newest complete checkpoint, and remove partial files of a killed run.
 
-        A newer one that is corrupt is renamed, with a warning. Raises UserError if every one is corrupt.
+        A newer checkpoint that is corrupt is renamed with a warning. Raises UserError if all checkpoints are corrupt.
         """
         self._whole = self._world.from_first(self._newest)
         return None if self._whole is None else int(self._whole["step"])
 
     def _newest(self) -> Meta | None:
-        """Return its meta.json. Raises UserError, before anything is changed, if it belongs to another run."""
+        """Return meta.json of the newest complete checkpoint. Raises UserError before any change if it is foreign."""
         steps = steps_in(self.folder)
         whole, corrupt = newest_whole(self.folder, steps) if steps else (None, {})
         if whole is not None:
@@ -181,7 +184,7 @@ class Checkpointer:
             shutil.rmtree(self.folder / f"step-{old:08d}", ignore_errors=True)
 
     def load(self, step: int) -> dict[str, Any]:
-        """Restore everything and return the host's numbers. Raises UserError for a corrupt or foreign checkpoint."""
+        """Restore everything and return the host state. Raises UserError for a corrupt or foreign checkpoint."""
         path = self.folder / f"step-{step:08d}"
         meta, self._whole = self._whole, None
         if meta is None or meta["step"] != step:
@@ -203,7 +206,7 @@ class Checkpointer:
         return dict(host)
 
     def _check(self, meta: Meta) -> None:
-        """Raises UserError for the checkpoint of another run."""
+        """Raise UserError if the checkpoint belongs to another run."""
         owner, path = meta["owner"], self.folder / f"step-{meta['step']:08d}"
         if owner != self.owner or meta["units"] != self._controller.names:
             raise UserError(f"checkpoint {path} belongs to another run ({owner}, this one is {self.owner}): {ANEW}")
@@ -211,31 +214,32 @@ class Checkpointer:
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint that is whole."""
+    """A complete checkpoint."""
 
     path: Path
     meta: Meta
 
     @property
     def step(self) -> int:
-        """The step after which it was taken."""
+        """The step after which the checkpoint was saved."""
         return int(self.meta["step"])
 
     @property
     def host(self) -> dict[str, Any]:
-        """The host's numbers, as `Checkpointer.save` was given them."""
+        """The host state that was passed to `Checkpointer.save`."""
         return dict(self.meta["host"])
 
     @property
     def sha256(self) -> str:
-        """The digest of meta.json, which names the sha256 of every other file."""
+        """The sha256 of meta.json, which contains the sha256 of every other file."""
         return hashlib.sha256((self.path / META).read_bytes()).hexdigest()
 
 
 def find(folder: Path) -> Found:
-    """Return the newest whole checkpoint in `folder`, or `folder` itself if it is one (step-...).
+    """Return the newest complete checkpoint in `folder`, or `folder` if it is a checkpoint (step-...).
 
-    The folder is not changed. A warning names newer ones that are corrupt. Raises UserError if no checkpoint is whole.
+    The folder is not changed. A warning names newer checkpoints that are corrupt. Raises UserError if no checkpoint is
+    complete.
     """
     steps = steps_in(folder)
     if re.fullmatch(NAME, folder.name):
@@ -249,7 +253,7 @@ def find(folder: Path) -> Found:
 
 
 def load_training(found: Found, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load weights and optimizer state. Raises UserError for a checkpoint of another model or optimizer."""
+    """Load weights and optimizer state. Raises UserError if the model or optimizer differs."""
     state = _training_state(model, optimizer)
     with fitting(found.path, "model"):
         read(found.path, found.meta, state)
@@ -257,9 +261,9 @@ def load_training(found: Found, model: nn.Module, optimizer: torch.optim.Optimiz
 
 
 def load_model(folder: Path, model: nn.Module, converted: ConvertedModel | None = None) -> int:
-    """Load the weights of the checkpoint that `find` returns, and the state of `converted`; return its step.
+    """Load the weights and the state of `converted` from the checkpoint that `find` returns, and return its step.
 
-    Raises UserError if no checkpoint is whole or if it belongs to another model.
+    Raises UserError if no checkpoint is complete or if it belongs to another model.
     """
     found, options = find(folder), _trained(model)
     state: dict[str, Any] = {"model": get_model_state_dict(model, options=options)}
@@ -274,9 +278,9 @@ def load_model(folder: Path, model: nn.Module, converted: ConvertedModel | None 
 
 
 def gathered(model: nn.Module) -> dict[str, Tensor] | None:
-    """Return the trained weights of a sharded model, whole and on the CPU, in rank 0, and none in the others.
+    """Gather the trained weights of a sharded model on the CPU of rank 0; the other ranks get an empty dict.
 
-    All ranks call it. Returns None if every rank has whole weights.
+    All ranks must call this. Returns None if every rank has complete weights.
     """
     if not any(is_sharded(parameter) for parameter in model.parameters()):
         return None
@@ -298,7 +302,7 @@ def _set_training_state(model: nn.Module, optimizer: torch.optim.Optimizer, stat
 
 
 def _trained(model: nn.Module) -> StateDictOptions:
-    """Frozen weights are no part of a checkpoint: they are those of the checkpoint that the run began from."""
+    """Exclude frozen weights, which the checkpoint that the run started from contains."""
     return StateDictOptions(
         ignore_frozen_params=True, strict=all(parameter.requires_grad for parameter in model.parameters())
     )

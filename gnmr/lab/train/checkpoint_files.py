@@ -1,7 +1,7 @@
-"""The files of a checkpoint: verified before they are used, and read without running code.
+"""The files of a checkpoint, which are verified before use and read without running code.
 
-PyTorch stores its index and plain values as pickles. They are read by unpicklers that admit a few classes and no
-function, so that a checkpoint from elsewhere runs no code.
+PyTorch stores its index and plain values as pickles. Restricted unpicklers read them: they admit a few classes and no
+functions, so a checkpoint from an untrusted source cannot run code.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gnmr.errors import UserError
 from gnmr.records.disk import no_link, sha256, sync_folder
 
 Meta = dict[str, Any]
-"""meta.json: the host's numbers, the run that the checkpoint belongs to, and the sha256 of every other file."""
+"""meta.json: the host state, the run that owns the checkpoint, and the sha256 of every other file."""
 META = "meta.json"
 NAME = r"step-(\d{8})"
 ANEW = "start again in another run_dir"
@@ -48,19 +48,19 @@ _INDEX_NAMES = {
 
 
 class Corrupt(ValueError):
-    """A checkpoint whose files differ from those that were written."""
+    """Files of a checkpoint differ from the files that were written."""
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Return the steps of the complete checkpoints, ascending."""
+    """Return the steps of the complete checkpoints in ascending order."""
     names = (re.fullmatch(NAME, p.name) for p in folder.glob("step-*"))
     return sorted(int(name[1]) for name in names if name)
 
 
 def newest_whole(folder: Path, steps: Sequence[int]) -> tuple[Meta, dict[Path, Corrupt]]:
-    """Return meta.json of the newest of these checkpoints that is whole, and why each newer one is not.
+    """Return meta.json of the newest complete checkpoint, and the error of each newer one.
 
-    Raises UserError if none is whole.
+    Raises UserError if none is complete.
     """
     corrupt: dict[Path, Corrupt] = {}
     for step in sorted(steps, reverse=True):
@@ -77,7 +77,7 @@ def newest_whole(folder: Path, steps: Sequence[int]) -> tuple[Meta, dict[Path, C
 
 
 def _verified(path: Path) -> Meta:
-    """Return meta.json of a checkpoint that holds exactly the files that it names."""
+    """Return meta.json of a checkpoint after checking that the folder holds exactly the files that it names."""
     try:
         text, named = ((path / name).read_bytes() for name in (META, _META_SUM))
         if named != _sum_line(text):
@@ -99,7 +99,7 @@ def _verified(path: Path) -> Meta:
 
 
 def write_meta(folder: Path, meta: Meta) -> None:
-    """Write meta.json of the files that are there and its checksum, and sync them to the disk."""
+    """Write meta.json of the files in `folder` and its checksum, and sync both to disk."""
     text = json.dumps(meta | {"files": {p.name: sha256(p) for p in sorted(folder.iterdir())}}, indent=1).encode()
     for name, data in ((META, text), (_META_SUM, _sum_line(text))):
         with (folder / name).open("xb") as file:
@@ -120,13 +120,13 @@ def read(path: Path, meta: Meta, state: dict[str, Any]) -> None:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """Return what one rank raised, of an error that dcp collected from all of them."""
+    """Return the error of the first failed rank if `error` is one that dcp collected from all ranks."""
     return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
 
 
 @contextmanager
 def fitting(path: Path, whose: str) -> Iterator[None]:
-    """Raises UserError if the block cannot load the checkpoint's state into what it belongs to."""
+    """Raise UserError if the block cannot load the checkpoint's state."""
     kinds = (CheckpointException, OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError)
     try:
         yield
@@ -136,7 +136,7 @@ def fitting(path: Path, whose: str) -> Iterator[None]:
 
 
 class _Index(pickle.Unpickler):
-    """Reads `.metadata` and admits only the classes that PyTorch makes it of."""
+    """Unpickles `.metadata` and admits only the classes that PyTorch stores in it."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the class, function or dtype that the pickle names. Raises UnpicklingError if it is not admitted."""
@@ -147,14 +147,14 @@ class _Index(pickle.Unpickler):
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads a checkpoint's own files, its index with `_Index`."""
+    """Reads only files that meta.json names, and the index with `_Index`."""
 
     def __init__(self, path: Path, files: Mapping[str, str]) -> None:
         super().__init__(path)
         self._folder, self._files = path, files
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> dcp_metadata.Metadata:
-        """Return the index. Raises ValueError if it is not one of these files."""
+        """Return the index. Raises ValueError if it is invalid or names other files."""
         with open(self._folder / _INDEX, "rb", opener=no_link) as file:
             found = _Index(file).load()
         if not isinstance(found, dcp_metadata.Metadata) or not isinstance(found.storage_data, dict):
@@ -169,7 +169,7 @@ class _Planner(dcp.DefaultLoadPlanner):
     """Reads plain values with `weights_only`, so that a pickle cannot call functions."""
 
     def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
-        """Load the value as the default does, after it was read with `weights_only` and packed anew."""
+        """Read the value with `weights_only`, serialize it again, and load that as the default planner does."""
         plain = BytesIO()
         torch.save(torch.load(value, weights_only=True), plain)
         plain.seek(0)

@@ -1,4 +1,4 @@
-"""What a run cannot have: combinations of settings, model and processes that are refused by name."""
+"""Checks that refuse combinations of settings, model and processes, and name the setting."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ORACLE_PARAMETERS = 200_000_000
 
 
 def refuse_processes(config: Config) -> None:
-    """Raises UserError if the processes that were started do not fit `parallel` or cannot take this run."""
+    """Raise UserError if the number of processes does not fit `parallel` or this run."""
     kind, size = config.parallel, started()
     if kind == "none" and size > 1:
         raise UserError(f"parallel=none: here are {size} processes; use parallel=ddp, fsdp or hsdp")
@@ -43,7 +43,7 @@ def _refuse_batches(config: Config, size: int) -> None:
 
 
 def refuse_compression(config: Config, size: int) -> None:
-    """Raises UserError for compressed gradients that `size` processes of this run cannot have."""
+    """Raise UserError if `size` processes of this run cannot compress gradients as configured."""
     asked, kind, accumulation = config.compression, config.parallel, config.training.accumulation
     key = f"compression.name={asked.name}"
     if asked.name == "none":
@@ -65,7 +65,7 @@ def refuse_compression(config: Config, size: int) -> None:
 
 
 def check_watched(config: Config, converted: ConvertedModel) -> None:
-    """Raises UserError if all converted weights are frozen and the controller or the low path needs their gradients."""
+    """Raise UserError if all converted weights are frozen and the controller or low path needs their gradients."""
     if not converted.frozen:
         return
     if config.controller.observe == "parameters":
@@ -81,7 +81,7 @@ def check_watched(config: Config, converted: ConvertedModel) -> None:
 
 
 def check_sizes(config: Config, model: nn.Module, vocab_size: int) -> None:
-    """Raises UserError for a block length or a vocabulary that a checkpoint's model cannot read."""
+    """Raise UserError if a checkpoint's model cannot read this block length or vocabulary."""
     longest, length = pretrained.max_length(model), config.training.seq_len
     if length > longest:
         raise UserError(f"training.seq_len={length}: the checkpoint was made for {longest} tokens at the most")
@@ -94,7 +94,7 @@ def check_sizes(config: Config, model: nn.Module, vocab_size: int) -> None:
 
 
 def check_evidence(config: Config, needs: tuple[str, ...], converted: ConvertedModel, model: nn.Module) -> None:
-    """Raises UserError for evidence that this run cannot measure."""
+    """Raise UserError if this run cannot measure the required evidence."""
     accumulation = config.training.accumulation
 
     def key(*names: str) -> str:

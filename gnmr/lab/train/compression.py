@@ -1,4 +1,4 @@
-"""Compressed gradients in a run: the object that sends them, and its controller."""
+"""Gradient compression in a run: the compressor and its controller."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GAPS = ("gap_low", "gap_recovery")
 
 
 def build_compression(config: Config, model: nn.Module, world: World) -> GreedyLore | None:
-    """Return what sends the gradients; None without compression. Raises UserError if it does not fit the model."""
+    """Return the gradient compressor, or None without compression. Raises UserError if it does not fit the model."""
     asked = config.compression
     if asked.name == "none":
         return None
@@ -36,8 +36,10 @@ def build_compression(config: Config, model: nn.Module, world: World) -> GreedyL
 
 
 class HeldBack:
-    """The evidence of compressed matrices, a `gnmr.control.evidence.Source`: gap_low is `GreedyLore.gap`, gap_recovery
-    is 0, because a dense mean holds nothing back."""
+    """The evidence of compressed matrices, a `gnmr.control.evidence.Source`.
+
+    `gap_low` is `GreedyLore.gap`. `gap_recovery` is 0, because a dense mean is exact.
+    """
 
     names = GAPS
 
@@ -45,24 +47,26 @@ class HeldBack:
         self._compressed = compressed
 
     def parts(self, ranks: Ranks, device: torch.device) -> dict[str, Tensor]:
-        """Return this rank's terms of sums over ranks."""
+        """Return this rank's terms of the sums over ranks."""
         return {"gap": self._compressed.gap()}
 
     def read(self, grad_scale: float, sums: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-        """Return the step's evidence, (U,) each."""
+        """Return the step's evidence; each tensor has shape (U,)."""
         gap = self._compressed.gap() if sums is None else sums["gap"]
         return {"gap_low": gap / grad_scale**2, "gap_recovery": torch.zeros_like(gap)}
 
     def reset(self) -> None:
-        """Keep everything: the next step's gap replaces this one's."""
+        """Keep everything, because the next step's gap replaces this one."""
 
 
 def compressed_router(
     compressed: GreedyLore, converted: ConvertedModel, model: nn.Module, config: Config, ranks: Ranks | None
 ) -> Router:
-    """Return the router of the config, whose units are the compressed matrices; the model's operators stay on the paths
-    that they have. Costs are shares of the numbers that recovery of everything sends more. Raises UserError if it does
-    not fit, or its evidence is measured of operators."""
+    """Return a router whose units are the compressed matrices; the operators of the model keep their paths.
+
+    The cost of a unit is its share of the additional numbers that are sent if all units are recovered. Raises UserError
+    if the controller does not fit, or if its evidence is measured on operators.
+    """
     training, units = config.training, compressed.units()
     whole = sum(unit.cost for unit in units)
     with as_user_error("controller: "):

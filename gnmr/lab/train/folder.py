@@ -1,4 +1,4 @@
-"""A run's folder: its place, the run it belongs to, and its lock. Needs no torch."""
+"""A run's folder: its path, its owner, and its lock. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gnmr.records.disk import check_tree
 
 
 def run_folder(config: Config) -> Path:
-    """`run_dir`, else runs_dir/<experiment>/<arm>-<hash>-s<seed>."""
+    """Return `run_dir` if it is set, else runs_dir/<experiment>/<arm>-<hash>-s<seed>."""
     if config.run_dir is not None:
         return Path(config.run_dir).expanduser()
     name = f"{config.arm_name}-{config_hash(config)}-s{config.training.seed}"
@@ -23,13 +23,13 @@ def run_folder(config: Config) -> Path:
 
 
 def check_folder(folder: Path, config: Config) -> None:
-    """UserError if the folder holds another run, any run while training.resume=never, or links."""
+    """Raise UserError if the folder holds another run, links, or any run while training.resume=never."""
     if folder.is_dir():
         with writing(folder):
-            check_tree(folder, skip=("wandb",))  # W&B links to its own files
+            check_tree(folder, skip=("wandb",))  # W&B creates links to its own files
     saved = folder / "config.yaml"
     if not saved.exists():
-        # A run's lock is its first file: it identifies a run that was killed before it wrote its config.
+        # The lock is a run's first file. It identifies a run that was killed before it wrote its config.
         foreign = not folder.is_dir() or (any(folder.iterdir()) and not (folder / ".lock").exists())
         if folder.exists() and foreign:
             raise UserError(f"run_dir={folder}: is no run folder; choose an empty folder or a new one")
@@ -55,12 +55,12 @@ def check_folder(folder: Path, config: Config) -> None:
 
 
 def unexported(config: Config, folder: Path) -> bool:
-    """Whether training.export_hf asks for a folder hf/ that is not there yet."""
+    """Return True if training.export_hf asks for a folder hf/ that does not exist yet."""
     return config.training.export_hf and not (folder / "hf").is_dir()
 
 
 def done_already(config: Config, say: Callable[[str], None]) -> bool:
-    """Whether nothing is left to do of this run, which is said. UserError as `check_folder`."""
+    """Return True, and report it, if the run is complete. Raises UserError like `check_folder`."""
     folder = run_folder(config)
     check_folder(folder, config)
     if not (folder / "DONE").exists() or unexported(config, folder):
@@ -70,7 +70,7 @@ def done_already(config: Config, say: Callable[[str], None]) -> bool:
 
 
 def say_done(config: Config, folder: Path, say: Callable[[str], None]) -> None:
-    """Says that a run is DONE, and how it is scored if it has no scores and some are asked for."""
+    """Report that a run is DONE, and how to score it if requested scores are missing."""
     say(f"{folder} is done: skipped")
     if config.scores.tasks and not (folder / "scores.jsonl").exists():
         say("scores.tasks: it is done without scores; export it (training.export_hf=true) and score hf/ with lm_eval")
@@ -78,10 +78,10 @@ def say_done(config: Config, folder: Path, say: Callable[[str], None]) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Makes the folder and locks it for this process; the lock ends with the process."""
+    """Create the folder and lock it until the process ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        TemporaryFile(dir=folder).close()  # .lock may exist already in a folder that cannot be written
+        TemporaryFile(dir=folder).close()  # .lock may exist already in a folder that is not writable
         lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror}); choose another run_dir") from error

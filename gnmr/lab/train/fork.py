@@ -1,12 +1,12 @@
-"""Forks in one process: many arms from one base, thousands of times, without a run folder.
+"""Forks in one process: many arms from one base, without run folders.
 
-    forks = Forks("shipped")                                        # or a run's folder: checked and read once
+    forks = Forks("shipped")                                        # or a run folder, checked and read once
     config = forks.config("precision.low=sim_e2m1", "training.steps=40", "fork.order=1")
     result = forks(config)
     result.losses, result.validation["low"].high                    # nats
 
-Every fork has parts of its own and begins from the base's weights, moments, place in the data and rate: it is the run
-that `gnmr train experiment=fork` makes of the same config, to the last bit, whatever was forked before it.
+Every fork has separate parts. It starts from the base's weights, optimizer moments, data position and learning rate. It
+equals the run of `gnmr train experiment=fork` with the same config bit for bit, whatever was forked before.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from gnmr.lab.train.fork_base import open_base
 from gnmr.lab.train.loop import Steps, heals, phase, validated
 
 PHASES = ("base", "low", "healed")
-"""When a fork is validated: before its first step, after training.steps, after fork.heal more."""
+"""When a fork is validated: before its first step, after training.steps, and after fork.heal more steps."""
 
 
 @dataclass(frozen=True)
 class Validation:
-    """Losses over the validation blocks, nats."""
+    """Losses over the validation blocks, in nats."""
 
     high: float
     """On the 16-bit path."""
@@ -43,44 +43,46 @@ class Validation:
 
 @dataclass(frozen=True)
 class ForkResult:
-    """What a fork left."""
+    """The results of a fork."""
 
     losses: list[float]
-    """Training loss of each step, the healing's too, nats."""
+    """Training loss of each step in nats, including the healing steps."""
     validation: dict[str, Validation]
-    """By phase (`PHASES`)."""
+    """Validation losses by phase (`PHASES`)."""
     promotion_frac: float
-    """Active unit-steps over all unit-steps of the arm's steps."""
+    """Fraction of the (unit, step) pairs of the arm's steps in which the unit is active."""
     spent: float
-    """Share of the GEMMs' arithmetic on the recovery path (`ConvertedModel.cost.spent`), mean over the arm's steps."""
+    """Fraction of GEMM FLOPs on the recovery path (`ConvertedModel.cost.spent`), mean over the arm's steps."""
     extra_time: float
-    """Extra time of the GEMMs (`ConvertedModel.cost.spent`), mean over the arm's steps."""
+    """Extra GEMM time (`ConvertedModel.cost.spent`), mean over the arm's steps."""
     sent: float = 1.0
-    """Numbers that a worker sent of its gradients over those that it has, mean over the arm's steps."""
+    """Fraction of its gradient elements that a worker sent, mean over the arm's steps."""
 
 
 @dataclass
 class Forks:
-    """Forks of one base. Calling it with a config makes one."""
+    """Forks of one base. Call the object with a config to run a fork."""
 
     base_name: str | Path = SHIPPED
-    """The base: `shipped`, or a run's folder (gnmr/lab/train/fork_base.py)."""
+    """The base: `shipped`, or a run folder (gnmr/lab/train/fork_base.py)."""
     say: Callable[[str], None] = lambda _: None
-    """Gets a line where the data has to be prepared first."""
+    """Called with a line of text if the data must be prepared first."""
     _corpora: dict[Any, Any] = field(default_factory=dict, repr=False)
     _before: dict[Any, Validation] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        """UserError for whatever cannot be forked."""
+        """Open the base. Raises UserError if it cannot be forked."""
         self.base = open_base(str(self.base_name))
 
     def config(self, *words: str) -> Config:
-        """The config of `gnmr train experiment=fork base=... WORDS`. Takes a tenth of a second: for arms that differ in
-        a key, `dataclasses.replace` is faster."""
+        """Return the config of `gnmr train experiment=fork base=... WORDS`.
+
+        A call takes a tenth of a second. For arms that differ in one key, `dataclasses.replace` is faster.
+        """
         return compose(["experiment=fork", f"base={self.base.name}", *words])
 
     def parts(self, config: Config) -> Parts:
-        """New parts at the base's state. UserError where the config has another model, data, optimizer or batch."""
+        """Build new parts in the base's state. Raises UserError if model, data, optimizer or batch differs."""
         config = replace(config, base=self.base.name)
         self.base.check(config)
         corpus = self._corpus(config)
@@ -94,11 +96,12 @@ class Forks:
         prepare: Callable[[Parts], None] | None = None,
         phases: Sequence[str] = PHASES,
     ) -> ForkResult:
-        """Makes a fork. UserError as `parts`; RunFailed for a loss that is not finite.
+        """Run a fork. Raises UserError like `parts`, and RunFailed if a loss is not finite.
 
         Args:
-            prepare: gets the parts before the first step, to change paths or controller by hand.
-            phases: when to validate; the base's values are kept for the next fork of the same paths.
+            config: The fork's config, usually from `config`.
+            prepare: Called with the parts before the first step, to change paths or the controller.
+            phases: When to validate. The base's losses are kept for later forks with the same paths.
         """
         parts = self.parts(config)
         held_out = self._held_out(config, parts.corpus)

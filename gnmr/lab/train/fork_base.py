@@ -1,9 +1,9 @@
-"""The base of a fork: a run's folder with a checkpoint, which anybody may have made.
+"""The base of a fork: a run folder with a checkpoint, which may come from an untrusted source.
 
 RUN/config.yaml                      model, data, optimizer and batch, which the fork shares
 RUN/header.json                      fingerprint of the data
-RUN/checkpoints/step-.../            weights, moments, position in the data
-gnmr/lab/bases/shipped/                  the same, and tokenizer.json
+RUN/checkpoints/step-.../            weights, optimizer moments, position in the data
+gnmr/lab/bases/shipped/                  the same files, and tokenizer.json
 """
 
 from __future__ import annotations
@@ -27,40 +27,41 @@ from gnmr.records.reader import read_json
 from gnmr.records.untrusted import reading, text
 
 SHIPPED_SHA256 = "6b6959e9992e2abf94e11605137fc14c231a924024a51f62288a4ee57420b4f3"
-"""Of the shipped base's meta.json, which names the sha256 of its other files."""
+"""The sha256 of the shipped base's meta.json, which contains the sha256 of its other files."""
 
 
 @dataclass
 class Base:
-    """A trained run that others are forked from."""
+    """A trained run that can be forked."""
 
     name: str
-    """As the fork's config gives it."""
+    """The name in the fork's config."""
     config: Config
     found: Found
     fingerprint: str
-    """Of its data."""
+    """Fingerprint of the data."""
     position: dict[str, int]
-    """Epoch and place in it of the next block."""
+    """Epoch of the next block and its place in the epoch."""
     tokenizer: Path | None = None
-    """Of the shipped base, whose corpus another Python has otherwise."""
+    """Tokenizer of the shipped base, whose corpus differs under another Python."""
     _kept: tuple[dict[str, Any], dict[str, Any]] | None = None
-    """State of model and optimizer."""
+    """State of the model and the optimizer."""
 
     @property
     def step(self) -> int:
-        """Its age: the step after which its checkpoint was taken."""
+        """The step after which the checkpoint was saved."""
         return self.found.step
 
     @property
     def schedule_steps(self) -> int:
-        """Length of its learning-rate schedule."""
+        """Length of the learning-rate schedule."""
         return self.config.optim.schedule_steps or self.config.training.steps
 
     def check(self, config: Config) -> None:
-        """UserError, naming the first key, where the fork `config` has another model, data, optimizer or batch.
+        """Raise UserError naming the first key in which model, data, optimizer or batch of the fork `config` differ.
 
-        The base's batch may be cut into other micro-batches: the blocks of a step stay the same, in their order.
+        The fork may split the base's batch into other micro-batches: a step still has the same blocks in the same
+        order.
         """
         theirs, ours = agreed(flatten(to_dict(self.config))), agreed(flatten(to_dict(config)))
         if self.config.training.tokens_per_step == config.training.tokens_per_step:
@@ -74,14 +75,14 @@ class Base:
                 raise UserError(f"{key}={here}: the base {self.name} has {there}, and a fork goes on under the same")
 
     def data(self, data: DataConfig) -> DataConfig:
-        """What to open for a fork whose config says `data`."""
+        """Return the config of the data to open for a fork whose config has `data`."""
         return data if self.tokenizer is None else replace(data, tokenizer=str(self.tokenizer))
 
     def branch(self, order: int, fingerprint: str, say: Callable[[str], None]) -> Branch:
-        """Where the fork goes on in data of this fingerprint. UserError for other data than the base's.
+        """Return the position at which the fork continues in the data. Raises UserError for other data than the base's.
 
-        The shipped base is forked on other data too: the library of another Python under the same tokenizer, from its
-        beginning.
+        The shipped base is an exception. It may be forked on the library of another Python version under the same
+        tokenizer, from the beginning of that data.
         """
         if fingerprint == self.fingerprint:
             return Branch(self.config.training.seed, self.position["epoch"], self.position["position"], order)
@@ -92,7 +93,7 @@ class Base:
         return Branch(self.config.training.seed, 0, 0, order)
 
     def load_into(self, model: nn.Module, optimizer: torch.optim.Optimizer, keep: bool = False) -> None:
-        """Load weights and moments; with `keep` later calls copy them from memory.
+        """Load weights and moments. With `keep`, later calls copy them from memory.
 
         Raises UserError if they do not fit.
         """
@@ -107,7 +108,7 @@ class Base:
 
 
 def open_base(name: str) -> Base:
-    """The base of that name: a folder, or `shipped`. UserError, one line, for whatever cannot be forked."""
+    """Open the base `name`, a folder or `shipped`. Raises UserError with one line if it cannot be forked."""
     run, checkpoints = place_of_base(name)
     config = read_base(name)
     try:

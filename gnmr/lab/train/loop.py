@@ -1,6 +1,6 @@
-"""The steps of a run, and what is due between them: records, validation, checkpoints, scores.
+"""The steps of a run, and the records, validation, checkpoints and scores between them.
 
-A fork's last steps heal: they are steps in 16 bits, whatever the paths; no unit is routed in them.
+The last steps of a fork heal: they run in 16 bits, whatever the paths, and no unit is routed.
 """
 
 from __future__ import annotations
@@ -32,24 +32,23 @@ from gnmr.records.rows import event_rows, unit_rows
 
 
 class Steps:
-    """Calling it with a step's number, from 1 on and each in its turn, takes that step."""
+    """Takes the steps of a run. Call it with the step number, from 1 in ascending order."""
 
     def __init__(self, parts: Parts, blocks: Blocks, levels: Levels | None = None, stop: Sequence[int] = ()) -> None:
-        """`levels`: of the steps before, for verdicts on steps that spike; None: none are wanted. `stop`: see
-        `TrainStep`."""
+        """Take `levels` and `stop` as `TrainStep` does."""
         self._parts, self._blocks, self._stop = parts, blocks, stop
         self._routed = train_step(parts, levels=levels, stop=stop)
         self._healing: TrainStep | None = None
 
     def __call__(self, step: int) -> StepResult:
-        """Takes one step, its batch from the blocks; waits for the device once."""
+        """Take one step on the next batch. Waits for the device once."""
         parts, training = self._parts, self._parts.config.training
         for stress in parts.stress:
             stress.begin_step(step)
         if parts.draws is not None:
             parts.draws.begin_step(step)
         micro_batches = [self._blocks.next(training.batch_size) for _ in range(training.accumulation)]
-        for i in range(parts.world.rank, training.accumulation, parts.world.size):  # the others are other processes'
+        for i in range(parts.world.rank, training.accumulation, parts.world.size):  # only this process's micro-batches
             micro_batches[i] = micro_batches[i].to(parts.device)
         lr = parts.learning_rate(step)
         result = self._heal(micro_batches, lr) if heals(parts, step) else self._routed(micro_batches, lr)
@@ -58,19 +57,19 @@ class Steps:
         return result
 
     def _heal(self, micro_batches: list[Tensor | Batch], lr: float) -> StepResult:
-        if self._healing is None:  # not before: it begins a step of the converted model
+        if self._healing is None:  # not earlier, because building it begins a step of the converted model
             self._healing = train_step(self._parts, _unrouted(self._parts), stop=self._stop)
         with self._parts.converted.high_precision():
             return self._healing(micro_batches, lr)
 
 
 def heals(parts: Parts, step: int) -> bool:
-    """Whether the step is one of a fork's healing."""
+    """Return True if the step belongs to a fork's healing."""
     return step > parts.config.training.steps
 
 
 def _unrouted(parts: Parts) -> Router:
-    """Return a router of the same units that routes none of them."""
+    """Return a router that has the same units and routes none of them."""
     units = [Unit(unit.name, unit.parameters, None) for unit in units_of(parts.converted)]
     ranks = parts.router.controller.ranks
     spec, steps = ControlSpec(signal="always_low"), parts.config.total_steps
@@ -78,7 +77,10 @@ def _unrouted(parts: Parts) -> Router:
 
 
 def phase(parts: Parts, step: int) -> str | None:
-    """What an evaluation after this step is of a fork: base, low (the end of training.steps) or healed; else None."""
+    """Return the phase of a fork that an evaluation after this step belongs to, or None.
+
+    The phase is base, low (the end of training.steps) or healed.
+    """
     config = parts.config
     if parts.base is None:
         return None
@@ -87,9 +89,9 @@ def phase(parts: Parts, step: int) -> str | None:
 
 
 def validated(parts: Parts, held_out: Tensor | Batch, step: int) -> dict[str, Any]:
-    """The figures of `records.schema.EVAL_FIELDS`: validation losses after `step`, of a fork on both paths.
+    """Return the fields `records.schema.EVAL_FIELDS`: validation losses after `step`, for a fork on both paths.
 
-    RunFailed for one that is not finite. Waits for the device.
+    Raises RunFailed if a loss is not finite. Waits for the device.
     """
     batch_size = parts.config.training.batch_size
     if parts.draws is not None:
@@ -109,23 +111,23 @@ def validated(parts: Parts, held_out: Tensor | Batch, step: int) -> dict[str, An
 
 
 class Scorer(Protocol):
-    """Scores a run's model on the tasks of `scores.*` (`gnmr.lab.evaluation.scores` has one)."""
+    """Scores a run's model on the tasks of `scores.*` (implemented in `gnmr.lab.evaluation.scores`)."""
 
     def check(self, parts: Parts) -> None:
-        """UserError for scores that this run cannot have; called before the run begins."""
+        """Raise UserError if this run cannot be scored; called before the run begins."""
         ...
 
     def score(self, parts: Parts, step: int, say: Callable[[str], None]) -> dict[str, Any]:
-        """A row of `records.schema.SCORE_FIELDS`. RunFailed where it cannot be had.
+        """Return a row of `records.schema.SCORE_FIELDS`. Raises RunFailed if scoring fails.
 
-        The model and the generators of random numbers are afterwards as they were.
+        The model and the random number generators are unchanged afterwards.
         """
         ...
 
 
 @dataclass
 class Loop:
-    """Calling it trains until the end, or until a signal arrives."""
+    """The training loop. Call it to train until the end or until a signal arrives."""
 
     parts: Parts
     blocks: Blocks
@@ -134,19 +136,19 @@ class Loop:
     checkpointer: Checkpointer
     recorder: Recorder | Silent
     levels: Levels = field(default_factory=Levels)
-    """Loss and gradient norm of the last steps."""
+    """Loss and gradient norm of the most recent steps."""
     scorer: Scorer | None = None
-    """Needed where scores.tasks asks for any."""
+    """Required if scores.tasks is not empty."""
 
     def __post_init__(self) -> None:
         counters = self.counters
         self._streak_began = counters.step + 1 - counters.nonfinite_streak
         self._streak_unit = "a step before the resumption"
         self.stopped: int | None = None
-        """The signal that ended it."""
+        """The signal that ended the loop."""
 
     def __call__(self, stop: list[int]) -> tuple[str, str | None]:
-        """Steps until the end, or until `stop` holds a signal: ("done", None) or ("interrupted", why)."""
+        """Train until the end or until `stop` holds a signal; return ("done", None) or ("interrupted", reason)."""
         training, counters, total = self.parts.config.training, self.counters, self.parts.config.total_steps
         take_step = Steps(self.parts, self.blocks, self.levels if self.parts.config.records.verdicts else None, stop)
         if counters.step == 0 and self.parts.base is not None:
@@ -163,7 +165,7 @@ class Loop:
                 self._save()
             if self._score_is_due():
                 self.score()
-                told = self.parts.world.gather(next(iter(stop), None))  # the checkpoint is there
+                told = self.parts.world.gather(next(iter(stop), None))  # the checkpoint is saved already
                 self.stopped = next((number for number in told if number is not None), None)
             if self.stopped and not last:
                 name = signal.Signals(self.stopped).name
@@ -171,16 +173,16 @@ class Loop:
         return "done", None
 
     def score(self) -> None:
-        """Scores after the step, unless the records have them already: the run was ended after them."""
+        """Score after the current step, unless an earlier process of this run has recorded the scores."""
         parts, step = self.parts, self.counters.step
         if self.scorer is None:
             return
         there = parts.world.from_first(lambda: {row["step"] for row in read_jsonl(parts.folder / "scores.jsonl")})
-        if step not in there:  # every process scores: shards are gathered in passes
+        if step not in there:  # every process scores, because forward passes gather shards
             self.recorder.scores(self.scorer.score(parts, step, self.recorder.say))
 
     def _step(self, take_step: Steps) -> StepResult:
-        """One step and its records; RunFailed after too many steps in a row that were not finite."""
+        """Take one step and record it. Raises RunFailed after too many consecutive non-finite steps."""
         training, counters = self.parts.config.training, self.counters
         began = time.perf_counter()
         step = counters.step + 1
@@ -207,7 +209,7 @@ class Loop:
         return result
 
     def _weights_digest(self) -> str | None:
-        """Return `shards.digest` every `records.check_every` steps of several processes."""
+        """Return `shards.digest` every `records.check_every` steps if there are several processes, else None."""
         world, step = self.parts.world, self.counters.step
         if world.size == 1 or step % self.parts.config.records.check_every:
             return None
@@ -225,7 +227,7 @@ class Loop:
         self.checkpointer.save(self.counters.step, host)
 
     def _score_is_due(self) -> bool:
-        """Between the first and the last step; the last one's scores come after the export."""
+        """Return True if scores are due before the last step, which is scored after the export."""
         step, every = self.counters.step, self.parts.config.scores.every
         tasks, steps = self.parts.config.scores.tasks, self.parts.config.total_steps
         return bool(tasks) and every is not None and 0 < step < steps and step % every == 0

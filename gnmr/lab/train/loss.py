@@ -1,4 +1,4 @@
-"""The loss of a model on a batch, its mean over many, and what the passes of a micro-batch draw."""
+"""The loss on a batch, its mean over batches, and the random numbers of a micro-batch."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from gnmr.precision import ConvertedModel
 
 
 def loss_of(model: nn.Module, batch: Tensor | Batch, call: Callable[..., Any] | None = None) -> Tensor:
-    """Mean next-token cross-entropy over the targets of `batch`, a block (B, T + 1) or packed documents, in FP32.
+    """Return the mean next-token cross-entropy over the targets of `batch` in FP32, a scalar on the device.
 
-    A scalar on the device. Documents that share a block do not see each other. `call`: what is called in the model's
-    place (`Wrapped.call`).
+    `batch` is a block (B, T + 1) or packed documents, which do not attend to each other. `call` is called instead of
+    the model (`Wrapped.call`).
     """
     block = batch if isinstance(batch, Batch) else Batch.of_sequences(batch)
     return F.cross_entropy(logits_of(model, block, call).float().flatten(0, 1), block.targets.flatten())
 
 
 def logits_of(model: nn.Module, block: Batch, call: Callable[..., Any] | None = None) -> Tensor:
-    """Logits of the next token at each position of `block`, (B, T, V). `call`: as of `loss_of`."""
+    """Return the next-token logits at each position of `block`, (B, T, V). See `loss_of` for `call`."""
     call = model if call is None else call
     if isinstance(model, Decoder):
         assert block.positions is None, "models of ours read one document a block"
@@ -40,26 +40,27 @@ def logits_of(model: nn.Module, block: Batch, call: Callable[..., Any] | None = 
 
 
 def num_targets(batch: Tensor | Batch) -> int:
-    """Tokens over which `loss_of` takes the mean."""
+    """Return the number of tokens over which `loss_of` averages."""
     return batch.num_targets if isinstance(batch, Batch) else batch[:, 1:].numel()
 
 
 def objective_of(model: nn.Module, loss: Tensor) -> Tensor:
-    """What backward starts from: `loss` of the last forward pass and what the model adds to it in training."""
+    """Return the loss for the backward pass: `loss` plus the model's auxiliary loss, if it has one."""
     auxiliary = model.auxiliary_loss if isinstance(model, Decoder) else None
     return loss if auxiliary is None else loss + auxiliary
 
 
 def statistics_of(model: nn.Module) -> dict[str, Tensor]:
-    """`Decoder.statistics`; nothing of a model that is not ours."""
+    """Return `Decoder.statistics`, or nothing for a Hugging Face model."""
     return model.statistics() if isinstance(model, Decoder) else {}
 
 
 class Experts:
-    """Which experts of a model had tokens in a step, in this process and, by a sum, in any.
+    """Tracks which experts of a model received tokens in a step, in this process and in all processes.
 
-    FSDP2 gives experts without a token gradients of zeros, so that all ranks reduce the same parameters. AdamW would
-    step by them. In one process such an expert has no gradient, and its weights and moments stay as they are.
+    FSDP2 gives experts without tokens zero gradients, so that all ranks reduce the same parameters. AdamW would update
+    these experts. In a single process an expert without tokens has no gradient, so its weights and moments do not
+    change.
     """
 
     def __init__(self, model: Decoder) -> None:
@@ -72,12 +73,12 @@ class Experts:
         self._reached.append(self._model.reached())
 
     def take(self) -> Tensor:
-        """Return in how many passes of the step each expert had a token here, (E,) float64; the next step begins."""
+        """Return the number of passes in which each expert had a token in this process, (E,) float64, and reset it."""
         reached, self._reached = self._reached, []
         return torch.stack(reached).sum(dim=0).double()
 
     def drop(self, reached: Tensor) -> None:
-        """Drop the gradients of experts without a token; `reached` is the sum of `take` over ranks. Waits."""
+        """Drop the gradients of experts without tokens; `reached` is the sum of `take()` over ranks. Waits."""
         for passes, parameters in zip(reached.tolist(), self._parameters, strict=True):
             if not passes:
                 for parameter in parameters:
@@ -85,18 +86,18 @@ class Experts:
 
 
 def divisors(micro_batches: Sequence[Tensor | Batch]) -> list[float]:
-    """What each micro-batch's mean loss is divided by: their number where all have as many targets."""
+    """Return the divisor of each micro-batch's mean loss, which is their number if all have equal target counts."""
     counts = [num_targets(batch) for batch in micro_batches]
     return [sum(counts) / count for count in counts]
 
 
 class Draws:
-    """Random numbers of a step that do not depend on how many processes take it: dropout and stochastic rounding.
+    """Random numbers for dropout and stochastic rounding that do not depend on the number of processes.
 
-    Stochastic rounding draws from (seed, step, micro-batch, operator) in every run. Dropout of a run of parallel=none
-    draws in the order of its micro-batches, from PyTorch's generators, which its checkpoints keep. Under any other
-    `parallel` a micro-batch's dropout draws from (seed, step, its number in the step) alone, whichever process has it.
-    Call `begin_step` before a step's first micro-batch.
+    Stochastic rounding always draws from (seed, step, micro-batch, operator). With parallel=none, dropout draws in the
+    order of the micro-batches, from PyTorch's generators, which checkpoints contain. With any other `parallel`, dropout
+    draws from (seed, step, index of the micro-batch in the step), whichever process runs it. Call `begin_step` before
+    the first micro-batch of a step.
     """
 
     def __init__(self, seed: int, converted: ConvertedModel, device: torch.device) -> None:
@@ -105,13 +106,15 @@ class Draws:
         self._step = 0
 
     def begin_step(self, step: int) -> None:
-        """The next micro-batches are those of step `step` (from 1)."""
+        """Set the step (from 1) that the next micro-batches belong to."""
         self._step = step
 
     @contextmanager
     def of(self, number: int, *, evaluation: bool = False) -> Iterator[None]:
-        """Around the passes of micro-batch `number` (from 0) of the step, or of an `evaluation` behind it: PyTorch's
-        generators and stochastic rounding draw its own numbers, and are afterwards as they were."""
+        """Seed PyTorch's generators and stochastic rounding for the passes of a micro-batch, then restore them.
+
+        `number` is the index of the micro-batch in the step, from 0, or in an `evaluation` after the step.
+        """
         words = [self._seed, self._step, number, int(evaluation)]
         seeds = np.random.SeedSequence(words).generate_state(1, np.uint64).tolist()
         rounding = self._converted.shared.rounding
@@ -131,15 +134,17 @@ def evaluate(
     world: World = ALONE,
     draws: Draws | None = None,
 ) -> float:
-    """Mean cross-entropy over the targets of `blocks` on the 16-bit path, or with every operator on the `low` one,
-    nats. Waits for the device. Of several processes each takes some of the batches."""
+    """Return the mean cross-entropy over the targets of `blocks` in nats. Waits for the device.
+
+    Every operator runs on the 16-bit path, or on the low path if `low` is true. Several processes share the batches.
+    """
     was_training = model.training
     model.eval()
     batches = list(blocks.split(batch_size))
     with converted.on_low_path() if low else converted.high_precision():
         total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
         for i in range(world.rank, len(batches) + -len(batches) % world.size, world.size):
-            batch = batches[i] if i < len(batches) else batches[0]  # shards are gathered in passes: all take as many
+            batch = batches[i] if i < len(batches) else batches[0]  # passes gather shards: all ranks run equally many
             with nullcontext() if draws is None else draws.of(i, evaluation=True):
                 loss = loss_of(model, batch.to(total.device)).double() * num_targets(batch)
             total += loss if i < len(batches) else 0.0

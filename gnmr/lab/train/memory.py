@@ -1,10 +1,10 @@
-"""A lower bound of a run's memory, by arithmetic alone: a run that cannot fit is refused before anything is built.
+"""A lower bound of a run's memory by arithmetic, which refuses a run that cannot fit before anything is built.
 
     weights + optimizer state + the tokens of a step + the larger of gradients and logits
 
-Activations that are kept for backward are not counted: a run that passes may still not fit, and a run that may fit is
-never refused. The loss of a micro-batch holds its logits in FP32 twice, before and after the softmax. A model of ours
-is drawn in FP32 on the CPU.
+Activations that are kept for the backward pass are not counted. A run that passes may still not fit, but a run that
+fits is never refused. The loss of a micro-batch holds its logits in FP32 twice, before and after the softmax. The
+weights of a new model are drawn in FP32 on the CPU.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from gnmr.errors import UserError
 from gnmr.lab.config import Config, ModelConfig
 
 _BYTES = 257
-"""Vocabulary of a byte-level BPE that merged nothing."""
+"""Vocabulary size of a byte-level BPE without merges."""
 
 
 def parameters(model: ModelConfig, vocab_size: int, seq_len: int) -> int:
-    """Return the parameter count of a model of ours, as `models.parameter_count` does of a built one."""
+    """Return the parameter count of a new model, which equals `models.parameter_count` of the built model."""
     width, inner, layers = model.hidden_size, model.intermediate_size, model.num_layers
     if model.name == "llama":
         kv_width = (model.num_kv_heads or model.num_heads) * (width // model.num_heads)
@@ -37,13 +37,13 @@ def parameters(model: ModelConfig, vocab_size: int, seq_len: int) -> int:
 
 
 def needs_of(config: Config, vocab_size: int) -> list[tuple[int, str, str]]:
-    """Return (bytes, what needs them, the settings that decide it) of a run on its device."""
+    """Return (bytes, purpose, the settings that determine it) for each part of a run's device memory."""
     training, model = config.training, config.model
     batch = f"training.batch_size={training.batch_size}, training.seq_len={training.seq_len}"
-    tokens, weights = training.batch_size * training.seq_len, 0  # a checkpoint tells its own
+    tokens, weights = training.batch_size * training.seq_len, 0  # a checkpoint's size is not known here
     if model.checkpoint is None:
         weights = parameters(model, vocab_size, training.seq_len) * (2 if training.dtype == "bfloat16" else 4)
-    gradients = 0 if model.name == "moe" else weights  # an expert without a token has none
+    gradients = 0 if model.name == "moe" else weights  # an expert without tokens has no gradient
     return [
         (weights, "weights", _sizes(model)),
         (2 * weights if config.optim.name == "adamw" else 0, "optimizer state", _sizes(model)),
@@ -60,9 +60,9 @@ def _sizes(model: ModelConfig) -> str:
 
 
 def refuse_run(config: Config, device: torch.device, vocab_size: int | None = None) -> None:
-    """Raises UserError for a run that cannot fit here.
+    """Raise UserError if the run cannot fit into the memory of this machine.
 
-    vocab_size: the tokenizer's size, once it is known; it may be smaller than data.vocab_size.
+    Pass `vocab_size` once the tokenizer's size is known; it may be smaller than data.vocab_size.
     """
     ours = config.model.checkpoint is None
     known = vocab_size or (_BYTES if config.data.tokenizer is None and ours else 1)
@@ -101,9 +101,9 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
-    """Return the largest resident size since the reset (Linux), or on CUDA the most that PyTorch allocated.
+    """Return the largest resident size since the reset (Linux), or the most memory that PyTorch allocated on CUDA.
 
-    Memory of cells that this process ran before may still count. Returns None if the system does not report it.
+    Memory of earlier cells in this process may still count. Returns None if the system does not report it.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

@@ -1,4 +1,4 @@
-"""The model of a run: its weights, its two paths, and the adapters and outlier channels that the config asks for."""
+"""The model of a run: its weights, its two paths, adapters, and outlier channels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gnmr.precision import ConvertedModel, convert
 
 
 class Stress(Stateful, Protocol):
-    """A disturbance of known place and time."""
+    """A disturbance at a known place and time."""
 
     def begin_step(self, step: int) -> None:
         """Switch the disturbance on or off for step `step` (from 1)."""
@@ -26,9 +26,9 @@ class Stress(Stateful, Protocol):
 
 
 def empty_model(config: Config) -> tuple[nn.Module, int]:
-    """Return the run's model on the meta device and its vocabulary's size; no weights are read.
+    """Return the run's model on the meta device and its vocabulary size. No weights are read.
 
-    A model of ours gets the vocabulary that data.* asks for.
+    A new model has the vocabulary size of data.*.
     """
     dtype = getattr(torch, config.training.dtype)
     if config.model.checkpoint is None:
@@ -43,9 +43,9 @@ def empty_model(config: Config) -> tuple[nn.Module, int]:
 
 
 def new_model(config: Config, vocab_size: int, device: torch.device, stress: list[Stress], seed: int) -> models.Decoder:
-    """Return a model of ours as `seed` draws it; a window of outlier channels is added to `stress`."""
+    """Return a new model with weights drawn from `seed`. A window of outlier channels is added to `stress`."""
     training = config.training
-    # Drawn on the CPU in FP32, so that device and dtype do not change the initialisation.
+    # Weights are drawn on the CPU in FP32, so that device and dtype do not change the initialization.
     generator = torch.Generator().manual_seed(seed)
     model = models.build(config.model, vocab_size, training.seq_len)
     model.init_weights(generator)
@@ -56,9 +56,9 @@ def new_model(config: Config, vocab_size: int, device: torch.device, stress: lis
 
 
 def _outliers(config: Config, model: models.Decoder, generator: torch.Generator) -> list[Stress]:
-    """Give the model its outlier channels, or return the window of steps in which it has them.
+    """Add outlier channels to the model, or return the window of steps in which it has them.
 
-    Raises UserError for channels that do not fit the model and a window that does not fit the run.
+    Raises UserError if the channels do not fit the model or the window does not fit the run.
     """
     training, outliers = config.training, config.model.outlier_channels
     if outliers.number == 0:
@@ -90,14 +90,14 @@ def pretrained_model(config: Config, device: torch.device) -> tuple[nn.Module, C
 
 
 def with_paths(model: nn.Module, config: Config, device: torch.device | None = None) -> ConvertedModel:
-    """Give `model` its two paths and, if the config asks for adapters, freeze it and add them.
+    """Give `model` its two paths. If the config has adapters, freeze the model and add them.
 
-    `device`: see `gnmr.precision.conversion`. Raises UserError for paths that it cannot have.
+    Raises UserError if the model cannot have these paths. See `gnmr.precision.conversion` for `device`.
     """
     adapter, seed = config.model.adapter, config.training.seed
     if adapter.rank:
         model.requires_grad_(False)
-    # Before the adapters: how a path treats a weight may depend on whether it is trained.
+    # Convert before adding adapters: how a path handles a weight may depend on whether it is trained.
     converted = build_converted(model, config.precision, seed, device)
     if adapter.rank:
         pretrained.add_adapter(model, adapter, seed)
@@ -110,12 +110,12 @@ def with_paths(model: nn.Module, config: Config, device: torch.device | None = N
 def build_converted(
     model: nn.Module, paths: PrecisionConfig, seed: int, device: torch.device | None = None
 ) -> ConvertedModel:
-    """Give the model's linears the paths of the config. Raises UserError as `gnmr.precision.conversion`."""
+    """Give the model's linears the paths of the config. Raises UserError like `gnmr.precision.conversion`."""
     with as_user_error("paths: "):
         return convert(model, paths, seed=seed, device=device)
 
 
 def blocks_of(model: nn.Module) -> nn.ModuleList:
-    """Return the blocks of a model of any family: of its lists of modules the one with the most parameters."""
+    """Return the transformer blocks of any model: the module list with the most parameters."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return max(lists, key=lambda own: sum(p.numel() for p in own.parameters()), default=nn.ModuleList())

@@ -1,4 +1,4 @@
-"""AdamW, its learning-rate schedule, and clipping."""
+"""AdamW, its learning-rate schedule, and gradient clipping."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from gnmr.lab.train.transforms import check_options
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
-    """Rate of step `step` (from 1): linear from 0 to the peak over the warm-up, then cosine to min_lr_frac of it at
-    step `steps`, where it stays."""
+    """Return the learning rate of step `step` (from 1).
+
+    The rate rises linearly from 0 to the peak over the warm-up. It then follows a cosine to `min_lr_frac` of the peak
+    at step `steps`, where it stays.
+    """
     warmup = round(config.warmup_frac * steps)
     if step <= warmup:
         return config.lr * step / warmup
@@ -26,10 +29,10 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """The optimizer of the config, state in the parameters' dtype. Norm gains and biases (1-D) are not decayed.
+    """Build the optimizer of the config, with state in the parameters' dtype. Norm gains and biases (1-D) do not decay.
 
-    AdamW is the fused one: its kernel skips the update where a flag on the device says so (`skip_where`). UserError
-    for options that SCALE does not have.
+    AdamW is fused, because its kernel can skip the update by a flag on the device (`skip_where`). Raises UserError for
+    options that SCALE does not have.
     """
     if config.name == "scale":
         with as_user_error("optim.options."):
@@ -42,7 +45,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     optimizer = torch.optim.AdamW(
         [g for g in groups if g["params"]], lr=config.lr, betas=(first, second), eps=config.eps, fused=True
     )
-    # As its first step would, but for all parameters: a checkpoint needs state of experts without a token so far, too.
+    # The first step would create this state only for parameters with gradients. A checkpoint needs it for all experts.
     for p in (*matrices, *vectors):
         step = torch.zeros((), dtype=torch.float32, device=p.device)
         optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
@@ -50,17 +53,17 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
 
 
 def skip_where(optimizer: torch.optim.Optimizer, nonfinite: Tensor) -> None:
-    """Makes the next `optimizer.step()` change nothing where `nonfinite` (a bool scalar on the device) is true.
+    """Make the next `optimizer.step()` change nothing if `nonfinite` (a bool scalar on the device) is true.
 
-    The fused kernel selects on the device: nothing waits, and nothing is multiplied with a NaN.
+    The fused kernel selects on the device: there is no synchronization, and nothing is multiplied by NaN.
     """
     optimizer.grad_scale = None  # type: ignore[attr-defined]
     optimizer.found_inf = nonfinite.to(torch.float32)  # type: ignore[attr-defined]
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scales all gradients to a global norm of at most `max_norm`; `norm` is their present one (scalar tensor)."""
+    """Scale all gradients to a global norm of at most `max_norm`; `norm` is the current norm (scalar tensor)."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if gradients:
-        torch._foreach_mul_(gradients, scale.float())  # rounded to bf16 it could exceed the bound
+        torch._foreach_mul_(gradients, scale.float())  # a scale rounded to bf16 could exceed the bound

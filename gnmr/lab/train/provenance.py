@@ -1,8 +1,8 @@
-"""Where a number comes from: commit, machine, command and config, and nothing personal that repeating it does not need.
+"""Provenance of a result: commit, machine, command and config, without personal data that a repetition does not need.
 
-Host and user are left out. A path below the working folder is written relative to it, one below the home folder with
-~. Any other path stays whole where the command reads it (data.path, model.checkpoint, ...), so that the command runs as
-it is written; of the program and of a place that is written to, the last part is kept.
+Host and user are omitted. A path below the working folder is written relative to it, and a path below the home folder
+with ~. Other paths stay complete if the command reads them (data.path, model.checkpoint), so that the command still
+works. Only the last component is kept of the program's path and of output paths.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from gnmr.lab.config import Config, DataConfig, to_dict
 from gnmr.records.rows import versions
 
 _ABSOLUTE = re.compile(r"(?<![^=,\[({'\"])/[^,\])}'\"]*")
-"""A path from the root, where a word or a value in it begins."""
+"""An absolute path at the beginning of a word or of a value in it."""
 _WRITTEN = ("run", "run_dir", "runs_dir", "data.cache_dir", "out", "html", "hydra.run.dir", "hydra.sweep.dir")
-"""Keys of places that a command writes to."""
+"""Keys of paths that a command writes to."""
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Processor, cores, CPU threads in use, the device's name, and how its CPU multiplies 16-bit tensors."""
+    """Return processor, cores, CPU threads, the device's name, and how the CPU multiplies 16-bit tensors."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return {**versions()["machine"], "cores": os.cpu_count(), "device": name}
 
 
 @cache
 def commit() -> str | None:
-    """Commit of the checkout that the package is imported from, with -dirty if it is changed; None if installed."""
+    """Return the commit of the checkout, with -dirty if it has changes, or None for an installed package."""
     root = Path(gnmr.__file__).parent.parent
     if not (root / ".git").exists():
         return None
@@ -48,10 +48,12 @@ def commit() -> str | None:
 
 
 def place(path: str, from_here: bool = True) -> str:
-    """A path as seen from the working folder (unless `from_here` is false) or the home folder where it lies below one
-    of them; else as it is."""
+    """Return a path relative to the working folder or the home folder if it lies below one of them, else unchanged.
+
+    If `from_here` is false, only the home folder is considered.
+    """
     for find, start in ((Path.cwd, ""), (Path.home, "~/"))[not from_here :]:
-        with suppress(OSError, RuntimeError):  # the folder is gone; no HOME, and nobody's entry in passwd
+        with suppress(OSError, RuntimeError):  # the folder is gone, or there is no HOME and no passwd entry
             folder = find()
             if folder != folder.parent and Path(path).is_relative_to(folder):
                 below = str(Path(path).relative_to(folder))
@@ -60,10 +62,10 @@ def place(path: str, from_here: bool = True) -> str:
 
 
 def portable_command(command: str) -> str:
-    """The command without what its absolute paths tell of the machine; it runs where it ran before."""
+    """Return the command with its absolute paths shortened; it still runs on the machine where it ran before."""
     try:
         words = shlex.split(command)
-    except ValueError:  # a quotation mark that is not closed
+    except ValueError:  # an unclosed quotation mark
         words = command.split()
 
     def told(number: int, word: str) -> str:
@@ -86,7 +88,7 @@ def portable_config(config: Config, folder: Path) -> dict[str, Any]:
     """
     tree = to_dict(config)
     tree["run_dir"], tree["runs_dir"] = None, Config.runs_dir
-    tree["plan"] = None  # what it says stands in paths
+    tree["plan"] = None  # precision.* contains the plan's content
     cache = tree["data"]["cache_dir"]
     tree["data"]["cache_dir"] = DataConfig.cache_dir if cache == os.environ.get("GNMR_CACHE") else _cache(cache, folder)
     if tree["scores"]["data"] is not None:
@@ -95,7 +97,7 @@ def portable_config(config: Config, folder: Path) -> dict[str, Any]:
 
 
 def _cache(path: str, folder: Path) -> str:
-    """A path as seen from `folder` where both lie below the working folder; else from the home folder, or whole."""
+    """Return a path relative to `folder` if both lie below the working folder, else as `place` without it."""
     if path.startswith("~"):
         return path
     with suppress(OSError):

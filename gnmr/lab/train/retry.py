@@ -1,6 +1,6 @@
-"""What a run does after a step that spikes or is not finite: it says what is to blame, and tries the step again.
+"""What a run does after a spike or a non-finite step: find the cause and retry the step.
 
-The optimizer has left the weights alone then, by a selection on the device, so this is still before its step.
+The optimizer has not changed the weights at this point, because the step was masked on the device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def looks_again(step: TrainStep, taken: Taken, levels: tuple[Level, Level]) -> bool:
-    """Return True if something is to blame for, and it can be looked for."""
+    """Return True if the step needs a verdict and its cause can be determined."""
     converted, host = step.router.converted, taken.host
     if converted.shared.high_precision:
         return False
@@ -43,8 +43,11 @@ def look_again(
     levels: tuple[Level, Level],
     start: Start,
 ) -> tuple[Taken, Verdict]:
-    """Return (the step as it counts, what is to blame): it is tried again with the units to blame on the recovery path,
-    or the optimizer takes the step that it was put off in."""
+    """Find the cause of a spike or a non-finite loss, and return the final step and the verdict.
+
+    A non-finite step is retried with the blamed units on the recovery path. After a spike, the optimizer takes the
+    update that was postponed.
+    """
     router, number = step.router, step.router.t
     loss, norm = float(taken.host["loss"]), float(taken.host["grad_norm"])
     again = Again(router.converted, start, lambda: step.mean_loss(micro_batches), lambda: step.seen(micro_batches))
@@ -66,16 +69,16 @@ def look_again(
 
 
 def keep_set(step: TrainStep, taken: Taken) -> None:
-    """Leave the set as it is after a loss that is not finite, of several workers, which look for no blame."""
+    """Keep the active set after a non-finite loss if several workers train, because they do not search for a cause."""
     if not math.isfinite(taken.host["loss"]) and step.router.spec.nonfinite == "find":
         taken.to_host(step.router.choose_again(keep=True))
 
 
 @torch.no_grad()
 def nonfinite_place(model: nn.Module, world: World, micro_batches: Sequence[Tensor | Batch]) -> str:
-    """Return where the first number that is not finite appeared in a step whose loss is not finite.
+    """Return where the first non-finite number appeared in a step whose loss is not finite.
 
-    All ranks return the same name; each has `micro_batches` of its own. Waits for the device.
+    All ranks return the same name; each passes its own `micro_batches`. Waits for the device.
     """
     for found in (lambda: _weight(model), lambda: _output(model, micro_batches)):
         if (name := next((one for one in world.gather(found()) if one is not None), None)) is not None:
@@ -84,7 +87,7 @@ def nonfinite_place(model: nn.Module, world: World, micro_batches: Sequence[Tens
 
 
 def _weight(model: nn.Module) -> str | None:
-    """Return the first parameter that is not finite in this process's part of it."""
+    """Return the first parameter whose part in this process is not finite."""
     for name, parameter in model.named_parameters():
         if not local(parameter).isfinite().all():
             return f"{name} (weights)"

@@ -1,4 +1,4 @@
-"""A run's records as `gnmr.records.schema` wants them: rows of a step and of faults, and the header."""
+"""Records of a run in the format of `gnmr.records.schema`: step rows, fault rows, and the header."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gnmr.records import rows as records
 
 @dataclass
 class Counters:
-    """Host state of a run besides the controller; saved in every checkpoint."""
+    """Host state of a run besides the controller; every checkpoint contains it."""
 
     step: int = 0
     tokens: int = 0
@@ -29,7 +29,7 @@ class Counters:
 
 
 def run_info(parts: Parts, name: str, start_step: int = 0) -> RunInfo:
-    """What the views show of this run, which continues after `start_step`."""
+    """Return what the views show of this run, which continues after `start_step`."""
     config = parts.config
     return RunInfo(
         name=name,
@@ -48,7 +48,7 @@ def run_info(parts: Parts, name: str, start_step: int = 0) -> RunInfo:
 def step_row(
     result: StepResult, counters: Counters, seconds: float, healing: bool = False, weights_digest: str | None = None
 ) -> dict[str, Any]:
-    """A row of `records.schema.STEP_FIELDS`; `healing`: of a step that routed nothing."""
+    """Return a row of `records.schema.STEP_FIELDS`. Set `healing` for a step without routing."""
     spent, sent = result.spent or (None, None, None), result.sent or (None, None)
     return records.step_row(
         result.decision,
@@ -79,13 +79,13 @@ def step_row(
 
 
 def verdict_row(verdict: Verdict) -> dict[str, Any]:
-    """A row of `records.schema.EVENT_FIELDS`."""
+    """Return a row of `records.schema.EVENT_FIELDS`."""
     units = " ".join(verdict.units) or None
     return {"step": verdict.step, "unit": units, "event": "verdict", "cause": verdict.cause, "risk": None}
 
 
 def fault_rows(parts: Parts) -> list[dict[str, Any]]:
-    """Rows of `records.schema.FAULT_FIELDS` by first step; outlier channels have one for each unit that they touch."""
+    """Return rows of `records.schema.FAULT_FIELDS` by first step, for outlier channels one row per affected unit."""
     windows = [] if parts.faults is None else list(parts.faults.windows)
     gain = parts.config.model.outlier_channels.gain
     for stress in parts.stress:
@@ -98,8 +98,7 @@ def fault_rows(parts: Parts) -> list[dict[str, Any]]:
 
 
 def _shape(model: nn.Module) -> dict[str, int]:
-    """Layers and width of the model that is trained, which a checkpoint decides itself; what it does not say is left
-    out."""
+    """Return layers and width of the trained model, which a checkpoint determines. Unknown values are omitted."""
     own: Any = getattr(model, "config", None)
     own = own.get_text_config() if hasattr(own, "get_text_config") else own
     names = {"num_hidden_layers": "layers", "num_layers": "layers", "hidden_size": "width"}
@@ -107,7 +106,7 @@ def _shape(model: nn.Module) -> dict[str, int]:
 
 
 def header(parts: Parts, command: str) -> dict[str, Any]:
-    """header.json: versions, machine, command, data and units of the run."""
+    """Return header.json: versions, machine, command, data and units of the run."""
     config, corpus = parts.config, parts.corpus
     return {
         **records.versions(),

@@ -1,6 +1,6 @@
 """One run from config to DONE: assemble the parts, then call the `Loop`.
 
-Every mistake in the config is reported before the run folder is made or changed.
+Every error in the config is reported before the run folder is created or changed.
 """
 
 from __future__ import annotations
@@ -48,16 +48,19 @@ def run(
     scorer: Scorer | None = None,
     world: World = ALONE,
 ) -> Path:
-    """Train one run, or continue it, and return its folder; a run that is DONE is left as it is.
+    """Train or continue one run, and return its folder. A run that is DONE is not changed.
 
     Args:
-        command: the command that repeats this run, for its header; None: this process's own words.
-        scorer: needed if scores.tasks asks for any.
-        world: the processes that take the steps together, each of which calls this; rank 0 writes.
+        config: The config of the run.
+        say: Called with each line of progress.
+        command: The command that repeats this run, for its header. By default, the command line of this process.
+        scorer: Required if scores.tasks is not empty.
+        world: The processes that take the steps together. Each of them calls this function; rank 0 writes.
 
-    Raises `UserError` before the first record is written or changed, `RunFailed` (the folder is marked FAILED) if
-    training cannot go on, and `SystemExit(128 + signal)` after Ctrl-C or a signal of `stopping.ending` once a
-    checkpoint is saved.
+    Raises:
+        UserError: Before the first record is written or changed.
+        RunFailed: Training cannot continue; the folder is marked FAILED.
+        SystemExit: With 128 + signal after Ctrl-C or a signal of `stopping.ending`, once a checkpoint is saved.
     """
     folder = run_folder(config)
 
@@ -84,7 +87,7 @@ def run(
             scorer.check(parts)
     with ExitStack() as stack:
         world.from_first(lambda: stack.enter_context(locked(folder)))
-        if world.from_first(finished):  # again: another process may have ended this run meanwhile
+        if world.from_first(finished):  # check again: another process may have finished this run meanwhile
             if unexported(config, folder):
                 checkpointer = _checkpointer(parts)
                 if (newest := checkpointer.newest()) != config.total_steps:
@@ -105,13 +108,13 @@ def _checkpointer(parts: Parts) -> Checkpointer:
 
 
 def _owner(parts: Parts) -> str:
-    """Name the run that a checkpoint belongs to: config, seed, data, base, workers and backend.
+    """Return a string that identifies the run: config, seed, data, base, workers and backend.
 
     A run does not continue under another backend, which rounds differently.
     """
     config, converted = parts.config, parts.converted
     owner = f"{config_hash(config)}-s{config.training.seed} on data {parts.corpus.fingerprint[:12]}"
-    if parts.checkpoint is not None:  # frozen weights are in no checkpoint of ours
+    if parts.checkpoint is not None:  # our checkpoints do not contain frozen weights
         owner += f" from checkpoint {parts.checkpoint[:12]}"
     if parts.base is not None:
         owner += f" from base {parts.base.found.sha256[:12]}"
@@ -122,7 +125,7 @@ def _owner(parts: Parts) -> str:
 
 
 def _check_begun(parts: Parts) -> None:
-    """Raises UserError if the folder's run began on other data, from another checkpoint or another base."""
+    """Raise UserError if the folder's run began with other data, another checkpoint or another base."""
     config, folder = parts.config, parts.folder
     header = read_json(folder / "header.json")
     if header is None:
@@ -215,7 +218,7 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
 
 
 def _begin(recorder: Recorder | Silent, parts: Parts, command: str, *, anew: bool) -> None:
-    """Begin the records; `anew`: without a checkpoint."""
+    """Begin the records. Set `anew` if there is no checkpoint."""
     if anew:
         recorder.say(str(parts.converted), narrow=brief(parts.converted))
         if parts.compressed is not None:
@@ -228,10 +231,10 @@ def _begin(recorder: Recorder | Silent, parts: Parts, command: str, *, anew: boo
 
 
 def _restored(host: dict[str, Any], step: int, blocks: Blocks, folder: Path) -> Counters:
-    """Restore counters and the position in the data. Raises UserError for values that do not fit together."""
+    """Restore counters and the position in the data. Raises UserError for inconsistent values."""
     try:
         counters = Counters(**host["counters"])
-        blocks.load_state_dict(host["blocks"])  # writes nothing
+        blocks.load_state_dict(host["blocks"])  # this writes no files
         sound = all(type(number) is int and number >= 0 for number in asdict(counters).values())
         if not sound or counters.step != step or "records" not in host:
             raise ValueError("its numbers do not fit together")
@@ -243,7 +246,7 @@ def _restored(host: dict[str, Any], step: int, blocks: Blocks, folder: Path) -> 
 
 
 def export(parts: Parts) -> None:
-    """Write adapter/ (peft's layout), or hf/ (Hugging Face's) if training.export_hf asks for it."""
+    """Write adapter/ (the layout of peft), or hf/ (the layout of Hugging Face) if training.export_hf is true."""
     config, model, folder = parts.config, parts.model, parts.folder
     if not (config.model.adapter.rank or config.training.export_hf):
         return
@@ -259,7 +262,7 @@ def export(parts: Parts) -> None:
 
 
 def _extras(parts: Parts) -> dict[str, Stateful]:
-    """Return what the next step depends on besides model, optimizer, controller and converted model."""
+    """Return the state that the next step depends on besides model, optimizer, controller and converted model."""
     extras: dict[str, Stateful] = {f"stress_{i}": stress for i, stress in enumerate(parts.stress)}
     if parts.transform is not None:
         extras["transform"] = parts.transform
@@ -269,7 +272,7 @@ def _extras(parts: Parts) -> dict[str, Stateful]:
 
 
 def _failure(error: BaseException, step: int) -> UserError | RunFailed | None:
-    """Return why the run ended after `step` steps, in one line; None for a defect of ours."""
+    """Return in one line why the run ended after `step` steps, or None if the error is a defect of gnmr."""
     if isinstance(error, (UserError, RunFailed)):
         return error
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -292,6 +295,6 @@ def _out_of_memory(error: BaseException) -> bool:
 
 
 def _exit(number: int, _frame: object) -> None:
-    """Handle a signal by SystemExit, as Ctrl-C is KeyboardInterrupt, so that records are closed on the way out."""
+    """Raise SystemExit for a signal, as Ctrl-C raises KeyboardInterrupt, so that the records are closed."""
     if not expected():
         raise SystemExit(128 + number)

@@ -1,20 +1,21 @@
-"""SCALE, stochastic column-normalized last-layer momentum (arXiv 2506.16659): SGD with the least that it needs.
+"""SCALE, stochastic column-normalized last-layer momentum (arXiv 2506.16659): SGD with minimal additional state.
 
     matrices:     u = g / rms(g over the inputs of each output)              no state
     head:         m <- momentum m + (1 - momentum) g;  u = m / rms(m ...)    the only first moment
     W <- (1 - lr weight_decay) W - lr u
     one dimension (norm gains, biases): AdamW
 
-An output of a linear is a row of its weight (out, in), so the rms runs along the row. An embedding is a linear that
-reads one-hot tokens: its inputs are the tokens, its outputs the channels, so the rms of its weight (tokens, channels)
-runs down each column. The rms is at least 1e-8, so a gradient of zeros gives no update. Momentum needs no bias
-correction, since u does not depend on the scale of m.
+An output of a linear is a row of its weight (out, in), so the rms is taken along the row. An embedding is a linear that
+reads one-hot tokens: its inputs are the tokens and its outputs the channels. So the rms of its weight (tokens,
+channels) is taken along each column. The rms is at least 1e-8, so a zero gradient gives no update. Momentum needs no
+bias correction, since u does not depend on the scale of m.
 
-Defaults (paper and public code): lr 1e-3 (2e-4 at 1B), momentum 0.9, AdamW with 0.9, 0.999, 1e-8 at the same rate,
-warm-up over 10%, cosine to 10%.
+Defaults (paper and public code): lr 1e-3 (2e-4 at 1B), momentum 0.9, warm-up over 10%, cosine to 10%. AdamW uses 0.9,
+0.999, 1e-8 and the same learning rate.
 
-A head tied to the token embedding is a head (momentum, rms along the rows): its gradient is the head's
-in nearly every element. Learned positions are an embedding. Updates are formed in float32 and rounded once.
+A head tied to the token embedding is treated as a head (momentum, rms along the rows). The reason is that nearly every
+element of its gradient comes from the head. Learned positions are an embedding. Updates are computed in float32 and
+rounded once.
 """
 
 from __future__ import annotations
@@ -34,13 +35,15 @@ from gnmr.lab.config import OptimConfig
 
 
 class SCALE(torch.optim.Optimizer):
-    """The update above. A group's `momentum` is 0 but for the head; its `output_dim` says which dimension of a matrix
-    counts the outputs (0: linear, 1: embedding). Parameters with one dimension go through torch's fused AdamW kernel.
+    """The SCALE optimizer of this module's docstring.
 
-    Where the attribute `found_inf` (float scalar on the device, see `optim.skip_where`) is set and not 0,
-    a step leaves weights and state as they are. Never waits for the device. Of sharded parameters (FSDP2: by rows) each
-    rank steps its own; of an embedding the squares are summed over ranks, a collective each.
-    State has the parameters' dtype; every parameter has a `step`, because checkpoints want some state of each.
+    `momentum` is 0 in all parameter groups except the head. `output_dim` is the dimension of a matrix that indexes its
+    outputs (0: linear, 1: embedding). Parameters with one dimension use torch's fused AdamW kernel.
+
+    If the attribute `found_inf` (float scalar on the device, see `optim.skip_where`) is set and not 0, a step leaves
+    weights and state unchanged. A step never waits for the device. Each rank updates its own shard of a sharded
+    parameter (FSDP2 shards by rows). For a sharded embedding, one collective sums the squares over ranks. State has the
+    parameters' dtype. Every parameter has a `step`, because checkpoints need state for every parameter.
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class SCALE(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step; return the closure's loss, if there is one."""
+        """Take one step and return the closure's loss, if there is a closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -118,7 +121,7 @@ class SCALE(torch.optim.Optimizer):
             direction = torch.lerp(kept.float(), direction, 1 - group["momentum"])
             self._replace(kept, direction)
         inputs = [d for d in range(p.ndim) if d != group["output_dim"]]
-        if group["output_dim"] and is_sharded(p):  # by rows, which are the inputs here
+        if group["output_dim"] and is_sharded(p):  # sharded by rows, which are the inputs of an embedding
             own = direction if counts(p) else direction[:0]
             squares = own.square().sum(inputs, keepdim=True, dtype=torch.float64)
             mean = (Ranks().sum({"squares": squares})["squares"] * (p.shape[1] / p.numel())).float()
@@ -133,10 +136,10 @@ class SCALE(torch.optim.Optimizer):
 
 
 def build_scale(model: nn.Module, config: OptimConfig, *, momentum: float = 0.9) -> SCALE:
-    """Return SCALE over the trainable parameters of `model`; norm gains and biases (1-D) are not decayed.
+    """Return SCALE over the trainable parameters of `model`. Norm gains and biases (1-D) are not decayed.
 
-    `momentum`: of the head, the module `lm_head`, else the token embedding `embed_tokens`, to which it is tied then.
-    Raises ValueError for an invalid momentum.
+    `momentum` applies to the head: the module `lm_head`, or the tied token embedding `embed_tokens` without it. Raises
+    ValueError for an invalid momentum.
     """
     fraction(momentum=momentum)
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -159,7 +162,7 @@ def build_scale(model: nn.Module, config: OptimConfig, *, momentum: float = 0.9)
         eps=config.eps,
         weight_decay=config.weight_decay,
     )
-    # For all parameters: a checkpoint needs state of experts without a token so far, too.
+    # All parameters need state, because a checkpoint includes experts that have received no token so far.
     for group in optimizer.param_groups:
         for p in group["params"]:
             optimizer.state[p] = optimizer._first_state(p, group)

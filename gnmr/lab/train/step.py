@@ -5,9 +5,9 @@
                        between choice and transfer: gradient transform -> clip -> optimizer, selected by "loss and all
                        gradients are finite"
 
-Nothing waits for the device until the one transfer at the end, which brings the loss, the norms and the units'
-risks to the host together. If they show a loss that is not finite, or a spike, the step is run again to see what is to
-blame (`gnmr.lab.train.retry`).
+Nothing waits for the device until the single transfer at the end, which brings the loss, the norms and the risks of the
+units to the host. If the loss spikes or is not finite, the step is run again to find the cause
+(`gnmr.lab.train.retry`).
 """
 
 from __future__ import annotations
@@ -47,80 +47,80 @@ from gnmr.precision.cost import Spent
 from gnmr.precision.units import module_of
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-"""The signals that end a run well (`stopping`)."""
+"""The signals that end a run gracefully (`stopping`)."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step left on the host."""
+    """The results of a step on the host."""
 
     loss: float
-    """Mean cross-entropy over the step's tokens, nats."""
+    """Mean cross-entropy over the step's tokens, in nats."""
     grad_norm_pre_clip: float
     """Global 2-norm of the gradient before clipping."""
     skipped: bool
-    """The optimizer did not step: the loss or a gradient was not finite, or the transform asked for it."""
+    """True if the optimizer did not step: the loss or a gradient was not finite, or the transform requested it."""
     nonfinite_unit: str | None
-    """Where the first non-finite number was found, see `gnmr.lab.train.retry`; None in a finite step."""
+    """Where the first non-finite number was found, see `gnmr.lab.train.retry`. None in a finite step."""
     saved_bytes: int | None
-    """Read from the graph, largest micro-batch; None under activation checkpointing."""
+    """Saved tensors read from the graph, of the largest micro-batch. None under activation checkpointing."""
     saved_bytes_predicted: int | None
     lr: float
-    """The rate that the optimizer took."""
+    """The learning rate of the optimizer."""
     decision: Decision
     statistics: dict[str, float]
-    """What the model tells of its forward passes (`Decoder.statistics`), mean of the micro-batches."""
+    """Statistics of the model's forward passes (`Decoder.statistics`), mean over the micro-batches."""
     monitored: dict[str, float]
-    """Gradient norms of the modules that are watched besides the units."""
+    """Gradient norms of the monitored modules outside of the units."""
     spent: Spent | None
-    """`ConvertedModel.cost.spent` of the step; None where no path was in force (a fork's healing)."""
+    """`ConvertedModel.cost.spent` of the step. None if no path was in force (a fork's healing)."""
     saturation: dict[str, list[int]]
-    """Saturated elements, and Inf or NaN, by operand (`ConvertedModel.saturation`); empty for formats."""
+    """Saturated elements and Inf or NaN by operand (`ConvertedModel.saturation`). Empty for formats."""
     stop: int | None = None
-    """The signal that came to one of several processes, see `TrainStep`."""
+    """The signal that one of several processes received, see `TrainStep`."""
     slowest_rank: int | None = None
-    """Which of several processes the others waited for."""
+    """The rank that the other processes waited for."""
     sent: tuple[int, float] | None = None
-    """Numbers that each worker sent of its gradients, and their share of all, where they are compressed."""
+    """How many numbers each worker sent and their share of its gradient, if gradients are compressed."""
     verdict: Verdict | None = None
-    """What is to blame, of a step that spiked or was not finite at first; the other fields are those of its retry."""
+    """The cause of a spike or of a non-finite first attempt. The other fields describe the retried step."""
 
 
 @dataclass
 class Taken:
-    """A step whose passes are over, before the controller's choice is in force. Tensors are on the device."""
+    """A step after its passes and before the controller's choice takes effect. Tensors are on the device."""
 
     loss: Tensor
     norms: Tensor
-    """Of all groups of parameters (`TrainStep`)."""
+    """Norms of all groups of parameters (`TrainStep`)."""
     of_units: tuple[Tensor, Tensor]
     """(norm, observed) of the units."""
     statistics: dict[str, Tensor]
     saturation: dict[str, Tensor]
     evidence: dict[str, Tensor]
     sums: dict[str, Tensor] | None
-    """Over ranks, of several processes."""
+    """Sums over ranks if there are several processes."""
     saved: int | None
     predicted: int | None
     spent: Spent | None
     own: dict[str, Tensor] = field(default_factory=dict)
-    """What the packet holds besides the controller's own."""
+    """Contents of the packet besides the controller's."""
     host: dict[str, np.ndarray] = field(default_factory=dict)
     """The packet on the host."""
     skip: Tensor | None = None
-    """Without the spike, which only puts the optimizer off."""
+    """Whether to skip the update for other reasons than a spike, which only postpones it."""
     gradients: list[Tensor | None] = field(default_factory=list)
-    """As the optimizer reads them, of a step that it may have been put off in; else none."""
+    """Gradients as the optimizer reads them, in a step whose update may be postponed; else empty."""
 
     def to_host(self, packet: HostPacket) -> None:
-        """Bring the controller's choice, and what goes along, to the host. Waits for the device."""
+        """Transfer the controller's choice and the step's values to the host. Waits for the device."""
         for name, value in self.own.items():
             packet.add(name, value)
         self.host = packet.to_host()
 
 
 class TrainStep:
-    """The fixed parts of a step: model, router, optimizer. Calling it takes one step."""
+    """The fixed parts of a step: model, router, optimizer. Call it to take one step."""
 
     def __init__(
         self,
@@ -138,11 +138,23 @@ class TrainStep:
         stop: Sequence[int] = (),
         draws: Draws | None = None,
     ) -> None:
-        """`monitor`: patterns of modules outside of the units whose norms every result shall hold. `levels`: of the
-        steps before; given, a step that spikes or is not finite gets a verdict. `world`, `wrapped`: the processes that
-        take the step together, each some of its micro-batches, and the model as they run it. `stop`: signals that came
-        to this process; of several processes all learn of them in the same step (`StepResult.stop`). `draws`: what
-        gives each micro-batch random numbers of its own, begun for the step by the caller; None: they draw in turn."""
+        """Set up the step.
+
+        Args:
+            model: The model to train.
+            router: Routes the units of the model.
+            optimizer: Updates the parameters; it must support `skip_where`.
+            clip_norm: Largest global gradient norm, or None for no clipping.
+            measure_saved: Measure the bytes of saved tensors.
+            transform: Changes the gradients before clipping.
+            monitor: Patterns of modules outside of the units whose gradient norms every result contains.
+            levels: Loss and gradient norm of earlier steps. If given, a spike or a non-finite step gets a verdict.
+            world: The processes that take the step together, each with some of its micro-batches.
+            wrapped: The model as the processes run it.
+            stop: Signals that this process received. All processes learn of them in the same step (`StepResult.stop`).
+            draws: Seeds the random numbers of each micro-batch; the caller calls `begin_step`. If None, micro-batches
+                draw in turn.
+        """
         self.model, self.router, self.optimizer = model, router, optimizer
         self.clip_norm, self.measure_saved, self.transform = clip_norm, measure_saved, transform
         self.levels, self.world, self._stop, self._draws = levels, world, stop, draws
@@ -153,7 +165,7 @@ class TrainStep:
             self._wrapped.keep_own()
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         others = _others(model, router)
-        # The units first, then every other parameter by itself: all norms of a step in one batched call.
+        # The units come first, then every other parameter separately: one batched call returns all norms of a step.
         self._of_units = Distinct(unit.parameters for unit in router.units)
         groups = [*self._of_units.groups, *((p,) for _, p in others)]
         names = [module_of(router.names[i]) for i in self._of_units.first]
@@ -167,10 +179,10 @@ class TrainStep:
         self._backward_order = [(i, names[i]) for i in sorted(range(len(names)), key=lambda i: -places[i])]
 
     def __call__(self, micro_batches: Sequence[Tensor | Batch], lr: float) -> StepResult:
-        """Take one step at rate `lr` on `micro_batches`, each (B, T + 1) int64 or a `Batch`, on the device.
+        """Take one step at learning rate `lr` on `micro_batches`, each (B, T + 1) int64 or a `Batch`, on the device.
 
-        The gradient is that of the mean over all targets of the step. Waits for the device once; more often in a step
-        that spikes or is not finite.
+        The gradient is the gradient of the mean over all targets of the step. Waits for the device once, and more often
+        if the step spikes or is not finite.
         """
         router, levels = self.router, (NO_LEVEL, NO_LEVEL)
         if self.levels is not None and self._wrapped.repeatable:
@@ -227,7 +239,7 @@ class TrainStep:
         )
 
     def passes(self, micro_batches: Sequence[Tensor | Batch]) -> Taken:
-        """Run the step's passes and take the norms of all gradients, over all ranks."""
+        """Run the step's passes and compute the norms of all gradients over all ranks."""
         evidence: dict[str, Tensor] = {}
         if "true_gap" in self.router.needs:
             evidence["true_gap"] = self.router.true_gap(partial(self._rehearse, micro_batches))
@@ -250,8 +262,10 @@ class TrainStep:
         return Taken(loss, norms, of_units, statistics, saturation, evidence, sums, saved, predicted, spent)
 
     def update(self, taken: Taken, packet: HostPacket, lr: float, levels: tuple[Level, Level]) -> None:
-        """Take the optimizer's step, unless the loss or the gradient norm is not finite or above its level, and bring
-        the packet to the host."""
+        """Update the weights and transfer the packet to the host.
+
+        The update is masked if the loss or the gradient norm is not finite or above its level.
+        """
         loss, grad_norm = taken.loss, taken.norms.square().sum().sqrt()
         nonfinite = ~(loss.isfinite() & grad_norm.isfinite())
         skip, now = nonfinite, grad_norm
@@ -260,7 +274,7 @@ class TrainStep:
             asked = self.transform(context)
             skip = nonfinite if asked is None else nonfinite | asked
         if self.clip_norm is not None:
-            if self.transform is not None:  # over all shards, which is one collective more
+            if self.transform is not None:  # over all shards, which costs one more collective
                 norms_of = tensor_norms if any(map(is_sharded, self.parameters)) else gradient_norms
                 now = norms_of(self.parameters).square().sum().sqrt()
             clip_gradients(self.parameters, now, self.clip_norm)
@@ -278,7 +292,7 @@ class TrainStep:
         taken.to_host(packet)
 
     def make_up(self, taken: Taken) -> None:
-        """Take the optimizer's step that a spike put off."""
+        """Take the optimizer's step that a spike postponed."""
         if taken.gradients:
             assert taken.skip is not None
             for parameter, gradient in zip(self.parameters, taken.gradients, strict=True):
@@ -291,7 +305,7 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
 
     def _summed(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the sums of these and of all else that a step sums over ranks: one collective."""
+        """Return the sums over ranks of `parts` and of the step's other values, with one collective."""
         assert self.router.controller.ranks is not None
         world, device = self.world, self.parameters[0].device
         squares, present, plain = self._norms.parts()
@@ -309,8 +323,7 @@ class TrainStep:
     def _backward(
         self, micro_batches: Sequence[Tensor | Batch]
     ) -> tuple[Tensor, dict[str, Tensor], int | None, int | None, Spent | None]:
-        """Return (mean loss, mean statistics of the model, saved bytes, predicted bytes, what was spent); the gradients
-        stay."""
+        """Run the passes; return (mean loss, mean statistics, saved bytes, predicted bytes, spent). Gradients stay."""
         total: Tensor | None = None
         statistics: dict[str, Tensor] = {}
         converted, saved, predicted = self.router.converted, None, None
@@ -338,26 +351,26 @@ class TrainStep:
                 self.router.micro_step(1 / divisor if packed else None)
             else:
                 self.router.micro_step(self._wrapped.workers / divisor, self._wrapped.own if last else None)
-            part = loss.detach() * (len(micro_batches) / divisor)  # of as many targets as the others: the loss itself
+            part = loss.detach() * (len(micro_batches) / divisor)  # equals the loss if all target counts are equal
             total = part if total is None else total + part
         assert total is not None, "a step needs at least one micro-batch"
-        if not self.measure_saved:  # activation checkpointing: what is kept shows in the recomputed passes alone
+        if not self.measure_saved:  # under activation checkpointing only the recomputed passes show saved tensors
             spent = converted.cost.spent()
         if converted.shared.high_precision:
             spent = None
         return total / len(micro_batches), statistics, saved, predicted, spent
 
     def _drawing(self, number: int) -> AbstractContextManager[None]:
-        """Around the passes of micro-batch `number` of the step."""
+        """Provide the random numbers of micro-batch `number` of the step."""
         return nullcontext() if self._draws is None else self._draws.of(number)
 
     def _own(self, micro_batches: Sequence[Tensor | Batch]) -> list[tuple[Tensor | Batch, float]]:
-        """Return this process's micro-batches of the step's, each with what its loss is divided by."""
+        """Return this process's micro-batches of the step, each with the divisor of its loss."""
         pairs = list(zip(micro_batches, divisors(micro_batches), strict=True))
         return pairs[self.world.rank :: self.world.size]
 
     def seen(self, micro_batches: Sequence[Tensor | Batch]) -> Seen:
-        """Run the passes alone and return what they show, on the host; leaves no gradients."""
+        """Run only the passes and return their results on the host. No gradients remain."""
         loss = self._rehearse(micro_batches)
         norms, _ = self._norms()
         self.optimizer.zero_grad(set_to_none=True)
@@ -366,7 +379,7 @@ class TrainStep:
         return Seen(float(host["loss"]), float(host["norm"]), host["units"])
 
     def mean_loss(self, micro_batches: Sequence[Tensor | Batch]) -> Tensor:
-        """Run the forward passes alone."""
+        """Run only the forward passes and return the mean loss."""
         parts: list[Tensor] = []
         for i, (block, divisor) in enumerate(zip(micro_batches, divisors(micro_batches), strict=True)):
             with self._drawing(i):
@@ -374,9 +387,9 @@ class TrainStep:
         return torch.stack(parts).sum()
 
     def _rehearse(self, micro_batches: Sequence[Tensor | Batch]) -> Tensor:
-        """Run this process's passes; nothing of them is measured. Return its part of the mean loss; gradients stay."""
+        """Run this process's passes without measuring, and return its part of the mean loss. Gradients stay."""
         own, total = self._own(micro_batches), torch.zeros((), device=self.parameters[0].device)
-        workers = self._wrapped.workers if self.world.size > 1 else 1  # ranks take the mean of gradients
+        workers = self._wrapped.workers if self.world.size > 1 else 1  # ranks average gradients
         for i, (block, divisor) in enumerate(own):
             number, last = self.world.rank + i * self.world.size, i == len(own) - 1
             with self._drawing(number), self._wrapped.accumulating(last):
@@ -390,7 +403,7 @@ class TrainStep:
         if not math.isfinite(loss):
             return nonfinite_place(self.model, self.world, [batch for batch, _ in self._own(micro_batches)])
         names = (name for i, name in self._backward_order if not math.isfinite(norms[i]))
-        return next(names, "gradient norm")  # every norm is finite, their sum of squares is not
+        return next(names, "gradient norm")  # all norms are finite, but their sum of squares is not
 
 
 def _named(group: str, values: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -398,7 +411,7 @@ def _named(group: str, values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _others(model: nn.Module, router: Router) -> list[tuple[str, nn.Parameter | Slice]]:
-    """The trained parameters that no unit has, and slices that no unit has of those that units have in part."""
+    """Return the trained parameters outside of the units, and free slices of parameters that are partly in units."""
     in_units = {identity(p) for unit in router.units for p in unit.parameters}
     in_part = {id(whole_of(p)) for unit in router.units for p in unit.parameters if isinstance(p, Slice)}
     found: list[tuple[str, nn.Parameter | Slice]] = []
@@ -412,9 +425,9 @@ def _others(model: nn.Module, router: Router) -> list[tuple[str, nn.Parameter | 
 
 
 def monitored(model: nn.Module, router: Router, patterns: Sequence[str]) -> dict[str, list[nn.Parameter]]:
-    """The trainable parameters of each module that matches and is no part of a unit, by the module's name.
+    """Return the trainable parameters of each matching module that is not part of a unit, by the module's name.
 
-    ValueError for a pattern that matches none.
+    Raises ValueError if a pattern matches no module.
     """
     in_units = {id(whole_of(p)) for unit in router.units for p in unit.parameters}
     owners: dict[str, list[nn.Parameter]] = {}

@@ -1,15 +1,15 @@
-"""Gradient transforms: stabilizers that change the gradient before the optimizer, the baselines of routing.
+"""Gradient transforms: stabilizers that change the gradient before the optimizer, as baselines for routing.
 
-`optim.transform.name` chooses one, `optim.transform.options` holds the keyword arguments of its class. A transform runs
-between backward and the optimizer: it may change the gradients and skip the update. It switches no path; the controller
-reads the gradients before it.
+`optim.transform.name` selects a transform, and `optim.transform.options` holds the keyword arguments of its class. A
+transform runs between the backward pass and the optimizer. It may change the gradients and skip the update. It does not
+switch paths; the controller reads the gradients before the transform.
 
-Of a model whose parameters are sharded (FSDP2) each rank changes its own parts, by numbers of the whole: `tensor_norms`
-sums over ranks, and whoever goes through elements takes `local` ones.
+If parameters are sharded (FSDP2), each rank changes its own shards, using statistics of the complete parameters.
+`tensor_norms` sums over ranks, and code that processes elements uses `local` tensors.
 
-Two rules hold for all of them. Nothing waits for the device: decisions are tensors. And a step whose loss or gradient
-is not finite changes no state: new state is *selected* (`Transform.remember`), never multiplied by a flag, because
-0 * NaN = NaN. What such a step leaves in `.grad` does not matter: the caller skips the update.
+Two rules hold for all transforms. First, nothing waits for the device: decisions are tensors. Second, a step whose loss
+or gradient is not finite changes no state. New state is *selected* (`Transform.remember`), never multiplied by a flag,
+because 0 * NaN = NaN. The contents of `.grad` do not matter after such a step, because the caller skips the update.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from gnmr.errors import UserError, as_user_error, fraction, positive, require, w
 
 @dataclass(frozen=True)
 class StepContext:
-    """A step, besides its gradients. Tensors are scalars on the parameters' device."""
+    """The values of a step besides its gradients. Tensors are scalars on the parameters' device."""
 
     step: int
     """Number of the step, from 1. Skipped steps count."""
     loss: Tensor
-    """Mean loss of the step, nats."""
+    """Mean loss of the step, in nats."""
     grad_norm: Tensor
     """Global 2-norm of the gradients before any transform, float64."""
     nonfinite: Tensor
-    """bool: the loss or a gradient is not finite, the update will be skipped."""
+    """bool: the loss or a gradient is not finite, and the update will be skipped."""
     optimizer: torch.optim.Optimizer
 
 
 class Transform(ABC):
-    """A change of the gradients before the optimizer reads them; keyword arguments of a subclass are its options.
+    """A change of the gradients before the optimizer reads them. Keyword arguments of a subclass are its options.
 
-    `state` holds tensors of fixed names and shapes: everything that the next step depends on besides the options.
+    `state` holds tensors with fixed names and shapes: everything that the next step depends on besides the options.
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Raises UserError if no parameter is trainable. A parameter under several names (tied) counts once."""
+        """Raise UserError if no parameter is trainable. A parameter under several names (tied) counts once."""
         self.parameters = list({id(p): p for _, p in named_parameters if p.requires_grad}.values())
         if not self.parameters:
             raise UserError("a gradient transform needs at least one trainable parameter")
@@ -59,9 +59,9 @@ class Transform(ABC):
 
     @abstractmethod
     def __call__(self, context: StepContext) -> Tensor | None:
-        """Change the gradients in place; return a bool scalar "skip this update", or None for never.
+        """Change the gradients in place and return a bool scalar "skip this update", or None to never skip.
 
-        Parameters without a gradient are skipped. Does not wait for the device.
+        Parameters without a gradient are left out. Does not wait for the device.
         """
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -82,15 +82,16 @@ class Transform(ABC):
 
 
 def tensor_norms(parameters: Sequence[nn.Parameter], order: float = 2.0) -> Tensor:
-    """Norm of each parameter's gradient, (P,) float64, accumulated in float32; 0 where there is none. NaN passes.
+    """Return the norm of each parameter's gradient, (P,) float64, accumulated in float32.
 
-    `order` is 2 or Inf. Where parameters are sharded: of the whole ones, the same on every rank, by one collective.
+    The norm is 0 for a missing gradient, and NaN propagates. `order` is 2 or Inf. For sharded parameters, one
+    collective computes the norms of the complete gradients, which are equal on all ranks.
     """
     return norms_of([p.grad for p in parameters], parameters, order)
 
 
 def norms_of(tensors: Sequence[Tensor | None], parameters: Sequence[nn.Parameter], order: float = 2.0) -> Tensor:
-    """`tensor_norms` of these, each of its parameter's shape and in the same shards."""
+    """Return the `tensor_norms` of `tensors`, which have the shapes and shards of `parameters`."""
     there = [None if one is None or local(one).numel() == 0 else local(one) for one in tensors]
     norms = iter(
         torch._foreach_norm([one for one in there if one is not None], order, dtype=torch.float32)
@@ -109,27 +110,30 @@ def norms_of(tensors: Sequence[Tensor | None], parameters: Sequence[nn.Parameter
 
 
 def scale_gradient(gradient: Tensor, factor: Tensor) -> None:
-    """gradient <- factor * gradient, rounded once: the product of a bf16 gradient is formed in float32. Of one that is
-    sharded this rank's part, by one factor or one for each of its rows."""
+    """Compute gradient <- factor * gradient with one rounding: the product of a bf16 gradient is formed in float32.
+
+    Only this rank's shard of a sharded gradient is scaled, by one factor or by one factor per row.
+    """
     own = local(gradient)
     own.copy_(own.float().mul_(factor))
 
 
 def scale_gradients(parameters: Sequence[nn.Parameter], factors: Tensor) -> None:
-    """Scale each parameter's gradient in place by its factor of `factors`, (P,)."""
+    """Scale each parameter's gradient in place by its factor in `factors`, (P,)."""
     for parameter, factor in zip(parameters, factors.float().unbind(), strict=True):
         if parameter.grad is not None:
             scale_gradient(parameter.grad, factor)
 
 
 class AGC(Transform):
-    """Adaptive gradient clipping (Brock et al., arXiv 2102.06171): bounds each unit's gradient by its weights.
+    """Adaptive gradient clipping (Brock et al., arXiv 2102.06171), which bounds each unit's gradient by its weights.
 
         G_u <- G_u min(1, clip max(||W_u||, floor) / max(||G_u||, 1e-6))
 
-    A unit u is a row of a matrix (one output of a linear, one token of an embedding); a parameter with one dimension is
-    one unit. The floor lets weights at zero leave it. As in the paper, the final linear layer (a parameter below a
-    module `lm_head`) is not clipped; a head that is tied to the embedding is clipped as an embedding. No state.
+    A unit u is a row of a matrix (one output of a linear, one token of an embedding). A parameter with one dimension is
+    one unit. Because of the floor, zero weights can change. As in the paper, the final linear layer (a parameter below
+    a module `lm_head`) is not clipped. A head that is tied to the embedding is clipped as an embedding. The transform
+    has no state.
     """
 
     def __init__(
@@ -157,9 +161,9 @@ class AGC(Transform):
 
 
 def _unit_norms(tensors: Sequence[Tensor | None], parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Norm of each row of these, keeping dimensions; of the whole where there is one dimension. float32.
+    """Return the norm of each row of `tensors`, keeping dimensions, or of the whole tensor if it is 1-D. float32.
 
-    FSDP2 shards by rows, so each rank has those of its own; of one dimension they are summed over ranks.
+    FSDP2 shards by rows, so each rank has complete rows. Norms of 1-D tensors are summed over ranks.
     """
     of_whole = {}
     if vectors := [i for i, p in enumerate(parameters) if p.ndim == 1 and is_sharded(p)]:
@@ -175,7 +179,7 @@ def _unit_norms(tensors: Sequence[Tensor | None], parameters: Sequence[nn.Parame
 
 
 class GradientStabilizer(Transform):
-    """GradientStabilizer (arXiv 2502.17055v4): keeps a gradient's direction, replaces its norm by a stable one.
+    """GradientStabilizer (arXiv 2502.17055v4): keeps a gradient's direction and replaces its norm by a stable one.
 
     For each tensor, with R = ||g||:
 
@@ -183,9 +187,9 @@ class GradientStabilizer(Transform):
         m^ = m / (1 - gamma1^t);            v^ = v / (1 - gamma2^t)
         g <- m^ / (sqrt(v^) + eps) * g / R
 
-    The norm handed on is about 1 while R is steady, so the optimizer must not care for the gradient's scale. gamma1 and
-    gamma2 are the paper's; bias correction and eps are the public code's. As there, a tensor with no gradient or an
-    exactly zero one is passed over: t counts the gradients that entered m and v.
+    The resulting norm is about 1 while R is steady, so the optimizer must be invariant to the gradient's scale. The
+    values of gamma1 and gamma2 are the paper's; bias correction and eps follow the public code. As there, a tensor with
+    no gradient or an exact zero gradient is skipped: t counts the gradients that entered m and v.
     """
 
     def __init__(
@@ -224,12 +228,12 @@ class StableSPAM(GradientStabilizer):
         T <- theta T + (1 - theta) max|g|;   T^ = T / (1 - theta^t)
         elements with |g| > T^ become g T^ / max|g|
 
-    AdaGN: `GradientStabilizer` on the result, with its own rates. Every `reset_every` steps Adam's moments and its
-    step count are zeroed, also in a skipped step, so that the bias correction fits the new moments.
+    AdaGN applies `GradientStabilizer` to the result, with its own rates. Every `reset_every` steps, Adam's moments and
+    step count are set to zero. This includes skipped steps, so that the bias correction fits the new moments.
 
-    The defaults are those of the public code for 4 bits (its BF16 runs take gamma1 0.85, gamma2 0.99999, reset_every
-    500). t counts the gradients of a tensor and is never reset. The public code divides by Adam's step count, which a
-    reset sets back to 1: T^ comes out several hundred times too large then and nothing is clipped.
+    The defaults are the defaults of the public code for 4 bits. Its BF16 runs use gamma1 0.85, gamma2 0.99999 and
+    reset_every 500. t counts the gradients of a tensor and is never reset. The public code divides by Adam's step
+    count, which a reset sets to 1. T^ is then several hundred times too large, and nothing is clipped.
 
     Raises ValueError at the first call unless the optimizer is torch's Adam or AdamW.
     """
@@ -276,14 +280,14 @@ class StableSPAM(GradientStabilizer):
 
 
 class SkipStep(Transform):
-    """OLMo-core's skip-step optimizer: leaves out updates that look like spikes.
+    """OLMo-core's skip-step optimizer, which skips updates that look like spikes.
 
         skip  where  loss - mean > sigmas std   or   ||g|| - mean > sigmas std
 
-    mean and std (n - 1 in the denominator) are those of the last `window` steps, the present one not among them; ||g||
-    is the global norm. Nothing is skipped before `min_values` steps were seen, the present one included. As in the
-    source, a value that was skipped enters the window too; otherwise no update would be made any more once the level of
-    the loss moves for good. A value that is not finite never enters: it would blind the window for `window` steps.
+    mean and std (n - 1 in the denominator) are computed over the last `window` steps, excluding the current one; ||g||
+    is the global norm. Nothing is skipped before `min_values` steps were seen, including the current one. As in the
+    source, a skipped value enters the window too. Otherwise, a permanent change of the loss level would stop all
+    updates. A non-finite value never enters, because it would invalidate the statistics for `window` steps.
     """
 
     def __init__(
@@ -305,7 +309,7 @@ class SkipStep(Transform):
         )
         self.window, self.min_values, self.sigmas = window, min_values, sigmas
         device = self.parameters[0].device
-        # A ring: the value of the n-th step that entered (from 0) lies at place n mod window. Rows: loss, norm.
+        # A ring buffer: the value of the n-th step that entered (from 0) is at index n mod window. Rows: loss, norm.
         self.state = {
             "values": torch.zeros(2, window, dtype=torch.float64, device=device),
             "count": torch.zeros((), dtype=torch.int64, device=device),
@@ -318,7 +322,7 @@ class SkipStep(Transform):
         now = torch.stack([context.loss.detach().double(), context.grad_norm.double()])
         filled = self._places < count
         n = filled.sum()
-        mean = values.sum(dim=1) / n  # places not filled hold zeros
+        mean = values.sum(dim=1) / n  # empty places hold zeros
         variance = torch.where(filled, (values - mean[:, None]).square(), 0.0).sum(dim=1) / (n - 1)
         spike = (now - mean > self.sigmas * variance.sqrt()).any()
         skip = spike & (count + 1 >= self.min_values) & ~context.nonfinite
@@ -338,9 +342,9 @@ TRANSFORMS: dict[str, type[Transform]] = {
 def build_transform(
     name: str | None, options: Mapping[str, Any], named_parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> Transform | None:
-    """Return the transform `name` over the trainable parameters, or None for None.
+    """Return the transform `name` over the trainable parameters, or None if `name` is None.
 
-    Raises UserError for an unknown name or option (listing the right ones) or an invalid value.
+    Raises UserError for an unknown name or option, listing the known ones, and for an invalid value.
     """
     if name is None:
         if options:
@@ -356,7 +360,7 @@ def build_transform(
 
 
 def check_options(make: Callable[..., object], name: str, options: Mapping[str, Any]) -> None:
-    """ValueError for an option that is no keyword-only argument of `make`, the constructor of what is called `name`."""
+    """Raise ValueError for an option that is not a keyword-only argument of `make`, the constructor of `name`."""
     parameters = inspect.signature(make).parameters.values()
     known = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
     for option in options:
