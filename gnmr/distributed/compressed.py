@@ -82,9 +82,10 @@ class _Matrix:
 
 
 def _matrices(model: nn.Module, spec: GreedyLoreSpec, targets: Sequence[str]) -> dict[str, _Matrix]:
-    """Return what is compressed by parameter name: the trained weights of the modules that `targets` select.
+    """Return the trained weights of the modules that `targets` select, by parameter name.
 
-    Raises ValueError for an embedding, a head, a weight that is no matrix or is sharded, and a rank that saves nothing.
+    Raises ValueError if a weight is an embedding or a head, is not a matrix, or is sharded, or if the rank saves
+    nothing.
     """
     modules = dict(model.named_modules())
     chosen, empty = select(modules, listed("targets", targets))
