@@ -1,7 +1,7 @@
-"""Errors that a user sees, the checks of options that raise them, and what a message says beside them.
+"""Define the errors that a user sees, the checks of options that raise them, and hints for their messages.
 
-`UserError` is a mistake in what was asked for: one line, exit code 2, nothing half-written.
-`RunFailed` is a run that could not go on: one line, exit code 1, the run folder marked FAILED.
+`UserError` is a mistake in a request: one line, exit code 2, nothing half-written.
+`RunFailed` is a run that could not continue: one line, exit code 1, the run folder marked FAILED.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from traceback import walk_stack
 from typing import Any
 
 MAX_LINE = 1500
-"""Characters of a line that ends a command: some quote what a file holds."""
+"""Maximum characters of a line that ends a command; some quote the content of a file."""
 
 
 class UserError(ValueError):
-    """What was wrong, where, and what would be right, in one printable line."""
+    """A mistake, its place and the remedy, in one printable line."""
 
     def __init__(self, line: object) -> None:
         super().__init__(printable(line)[:MAX_LINE])
 
 
 class RunFailed(RuntimeError):
-    """Why a training run ended, and at which step it began; one printable line."""
+    """The reason why a training run ended, and the step at which it began; one printable line."""
 
     def __init__(self, line: object) -> None:
         super().__init__(printable(line)[:MAX_LINE])
 
 
 def printable(text: object) -> str:
-    """The text in one line, with control characters written out: an escape as \\x1b."""
+    r"""Return the text in one line, with control characters written out: an escape as \x1b."""
     line = " ".join(str(text).split("\n"))
     return line if line.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
 
@@ -52,7 +52,7 @@ def first_few(names: Sequence[str], most: int = 4) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """What an unknown word may have been meant to be, as the end of a message."""
+    """Return a guess at the meaning of an unknown word, as the end of a message."""
     known = list(known)
     close = guess(word.partition("=")[0], known)
     return f": did you mean {close}?" if close else f": use one of {', '.join(known)}"
@@ -60,7 +60,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 @contextmanager
 def as_user_error(start: str = "") -> Iterator[None]:
-    """For a block, or a function that it decorates: a ValueError becomes a UserError whose line begins with `start`."""
+    """Turn a ValueError of a block or a decorated function into a UserError whose line begins with `start`."""
     try:
         yield
     except UserError:
@@ -71,7 +71,7 @@ def as_user_error(start: str = "") -> Iterator[None]:
 
 @contextmanager
 def writing(what: object) -> Iterator[None]:
-    """UserError where `what`, which the user named, cannot be written."""
+    """Raise UserError if `what`, which the user named, cannot be written."""
     try:
         yield
     except OSError as error:
@@ -79,12 +79,11 @@ def writing(what: object) -> Iterator[None]:
 
 
 _BETWEEN = ("gnmr", "torch", "contextlib", "weakref")
-"""Packages of ours, and those that call what they decorate."""
+"""Our packages, and packages that call functions that they decorate."""
 
 
 def guess(word: str, known: Iterable[str]) -> str | None:
-    """Return the first known word that has this one as its first part (fp8: fp8_hybrid), else the nearest one; None
-    where no word is near."""
+    """Return the first known word that begins with this one (fp8: fp8_hybrid), else the nearest, or None."""
     from difflib import get_close_matches
 
     known = list(known)
@@ -93,15 +92,15 @@ def guess(word: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown word; empty where no known word is near."""
+    """Return the end of a message about an unknown word; empty if no known word is near."""
     close = guess(str(word), known)
     return f"; did you mean {close}?" if close else ""
 
 
 def users_level() -> int:
-    """The `stacklevel` at which a warning that is given here shows the line that called into this package.
+    """Return the `stacklevel` at which a warning shows the line that called into this package.
 
-    1, which is ours, under a command: it shows warnings of ours as a line without a place (`gnmr.cli`).
+    Under a command it is 1, our own line: commands show our warnings without a place (`gnmr.cli`).
     """
     for level, (frame, _) in enumerate(walk_stack(sys._getframe(1)), 1):
         name = frame.f_globals.get("__name__", "")
@@ -113,16 +112,16 @@ def users_level() -> int:
 
 
 _SHOWN = 500
-"""Characters of a value that a message repeats."""
+"""Maximum characters of a value that a message repeats."""
 
 
 def fields(of: object, *names: str) -> dict[str, Any]:
-    """Attributes by their names, which may be dotted."""
+    """Return attributes by their names, which may be dotted."""
     return {name: attrgetter(name)(of) for name in names}
 
 
 def require(sound: object, name: str, value: object, right: str) -> None:
-    """`sound`: whether the value is right; `right` says what would be."""
+    """Raise ValueError unless the value is `sound`; `right` says what it should be."""
     if not sound:
         shown = str(value)
         shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}... ({len(shown):,} characters)"
@@ -130,7 +129,7 @@ def require(sound: object, name: str, value: object, right: str) -> None:
 
 
 def one_of(choices: Iterable[str], /, **options: object) -> None:
-    """One of `choices`."""
+    """Require one of `choices`."""
     known = tuple(choices)
     for name, value in options.items():
         if value not in known:
@@ -138,14 +137,14 @@ def one_of(choices: Iterable[str], /, **options: object) -> None:
 
 
 def positive(*, or_null: bool = False, **options: object) -> None:
-    """A finite number above 0; `or_null`: or None."""
+    """Require a finite number above 0, or None with `or_null`."""
     right = "must be a positive number" + (" or null" if or_null else "")
     for name, value in options.items():
         require(_number(value) > 0 or (or_null and value is None), name, value, right)
 
 
 def whole(least: int = 1, /, *, or_null: bool = False, **options: object) -> None:
-    """A whole number of at least `least`; `or_null`: or None."""
+    """Require a whole number of at least `least`, or None with `or_null`."""
     right = f"must be a whole number of at least {least}" + (", or null" if or_null else "")
     for name, value in options.items():
         sound = isinstance(value, int) and not isinstance(value, bool) and value >= least
@@ -153,32 +152,32 @@ def whole(least: int = 1, /, *, or_null: bool = False, **options: object) -> Non
 
 
 def within(least: float, most: float, /, *, or_null: bool = False, **options: object) -> None:
-    """A number from `least` to `most`, both included; `or_null`: or None."""
+    """Require a number from `least` to `most`, both included, or None with `or_null`."""
     right = f"must be a number from {least:g} to {most:g}" + (" or null" if or_null else "")
     for name, value in options.items():
         require(least <= _number(value) <= most or (or_null and value is None), name, value, right)
 
 
 def fraction(**options: object) -> None:
-    """A number from 0 to 1, 1 left out."""
+    """Require a number of at least 0 and less than 1."""
     for name, value in options.items():
         require(0 <= _number(value) < 1, name, value, "must be a number, at least 0 and less than 1")
 
 
 def share(**options: object) -> None:
-    """A number above 0, at most 1."""
+    """Require a number above 0 and at most 1."""
     for name, value in options.items():
         require(0 < _number(value) <= 1, name, value, "must be a share above 0, at most 1")
 
 
 def _number(value: object) -> float:
-    """The value; NaN, of which no comparison is true, where it is no finite number."""
+    """Return the value; NaN, for which no comparison is true, if it is not a finite number."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if number and -math.inf < value < math.inf else math.nan  # type: ignore[operator,return-value]
 
 
 def share_of(given: object) -> object:
-    """0.1 of "10%"; anything else as it is."""
+    """Return 0.1 for "10%", and any other value unchanged."""
     if isinstance(given, str) and given.endswith("%"):
         with suppress(ValueError):
             return float(given[:-1]) / 100

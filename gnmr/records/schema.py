@@ -35,7 +35,7 @@ import numpy as np
 import pyarrow as pa
 
 OWN = "own"
-"""The scale of a loop of one's own (gnmr/attachment/record.py)."""
+"""The scale of a user's own loop (gnmr/attachment/record.py)."""
 
 STEP_FIELDS: dict[str, str] = {
     "step": "number of the step, from 1",
