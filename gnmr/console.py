@@ -118,7 +118,7 @@ def for_tables() -> Terminal:
 
 
 def tracked(items: Iterable[_T], what: str, total: int | None = None) -> Iterable[_T]:
-    """Yield the items, with a progress bar on standard error if that is a terminal; `total` is needed without a length."""
+    """Yield the items, with a progress bar on standard error if that is a terminal; `total` counts them."""
     console = Console(stderr=True)
     return track(items, what, total=total, console=console, transient=True, disable=not console.is_terminal)
 

@@ -185,7 +185,7 @@ def share_of(given: object) -> object:
 
 
 def install(extra: str) -> str:
-    """The command that installs an extra. gnmr is on no package index, so it needs the checkout."""
+    """Return the command that installs an extra. gnmr is on no package index, so the command needs the checkout."""
     return f"pip install -e '.[{extra}]' in gnmr's checkout"
 
 
@@ -194,7 +194,7 @@ def install(extra: str) -> str:
 
 
 class Unwritable(BrokenPipeError):
-    """Output takes nothing more for another reason than a reader that left: the disk is full, the file is closed."""
+    """Output cannot be written although its reader is there: the disk is full, or the file is closed."""
 
 
 def lost(error: OSError) -> BrokenPipeError:
@@ -205,8 +205,7 @@ def lost(error: OSError) -> BrokenPipeError:
 
 
 class _Stream(io.FileIO):
-    """Standard output, whose errors are those of a pipe without a reader; or standard error, which says nothing of
-    them: there is nobody to tell."""
+    """Standard output whose errors are those of a pipe without a reader, or standard error that ignores its errors."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "w", closefd=False)
@@ -226,9 +225,9 @@ _replaced: list[Any] = []
 
 
 def open_streams() -> None:
-    """Make all prints of this process fail alike, as `gnmr.console.Terminal` does; a closed stream goes nowhere.
+    """Make all prints of this process fail alike, as `gnmr.console.Terminal` does; a closed stream is discarded.
 
-    Leaves streams alone that are no files, as those of a notebook or a test.
+    Streams that are not files, as those of a notebook or a test, are left alone.
     """
     for name in ("stdout", "stderr"):
         old = getattr(sys, name)
@@ -247,7 +246,7 @@ def open_streams() -> None:
 
 
 def why_unwritable(error: Unwritable) -> str:
-    """Return the line that says so."""
+    """Return the message of this error."""
     return f"standard output: cannot be written ({error.strerror or error})"
 
 

@@ -1,41 +1,42 @@
-"""Measure what the paths do to a unit's operands, during its own passes.
+"""Measure the errors that the paths make in a unit's operands, during its own passes.
 
 Formats. The weight gradient is a sum over tokens t, dW = sum_t dy_t^T x_t. A path that keeps Q(x_t) instead of x_t
 changes it by
 
     D = sum_t dy_t^T (Q(x_t) - x_t)        ||D||^2 = sum_t ||dy_t||^2 ||x_t - Q(x_t)||^2 + terms of pairs of tokens
 
-Where the errors of different tokens are uncorrelated and have mean zero, the pairs cancel in expectation. What is left
-is `gap_low` (and, with the other path's Q, `gap_recovery`): the gap of corollary 1 from what backward holds anyway. The
-error's norms are taken in forward, one float32 a token, and meet the norms of grad_output in backward.
+If the errors of different tokens are uncorrelated and have mean zero, the pairs cancel in expectation. The remaining
+sum is `gap_low` (and, with the other path's Q, `gap_recovery`): the gap of corollary 1 from tensors that backward holds
+anyway. The error's norms are taken in forward, one float32 per token, and multiply the norms of grad_output in
+backward.
 
     gap_low, gap_recovery   the sum above for Q of the low, of the recovery path (0 where that path is bf16)
     mse                     mean of (x - Q_low(x))^2
     input_std               standard deviation of the elements of x
 
-Of a unit of several operators: the gaps are sums over them (squared norms of gradients of different weights add up),
-the means and deviations those of all their elements together. Of the GEMMs of an operator (unit=gemm) the gaps are
-those of `wgrad`, mse is that of `fprop`, 0 for the others; input_std is that of each.
+For a unit of several operators, the gaps are sums over them, because squared norms of gradients of different weights
+add up. The means and deviations are those of all their elements together. For the GEMMs of an operator (unit=gemm), the
+gaps belong to `wgrad` and mse to `fprop`; they are 0 for the other GEMMs. input_std is the same for all three.
 
-x is the operand as `wgrad` is given it (under autocast: after the cast), Q(x) the compressed copy brought back to its
-dtype. The low path is described whatever path the unit ran on, a fault in it included.
+x is the operand as `wgrad` is given it (under autocast: after the cast). Q(x) is the compressed copy converted back to
+its dtype. The low path is described whatever path the unit ran on, including a fault in the low path.
 
 Recipes. `wgrad` reads Qx(x_t) and Qg(dy_t), its casts of input and grad_output: errors of two operands, to first order
 
     gap_low, gap_recovery   sum_t ||dy_t||^2 ||x_t - Qx(x_t)||^2 + ||dy_t - Qg(dy_t)||^2 ||x_t||^2 of either recipe
     mse                     of Q = the low recipe's cast of fprop's input
 
-dy is the one that came back, with all that casts elsewhere did to it, in this operator's fprop too; no sum above has
-anything else of them. So recovery that leaves wgrad to the low recipe has a gap of 0. A weight's error is not in the
-sums either (it is the same for all tokens), nor is the rounding of wgrad's result.
-An operand that wgrad keeps has no error, even where fprop casts it: what that does is in dy.
+dy is the gradient that came back, with the effects of casts elsewhere, also in this operator's fprop. The sums contain
+no other trace of those casts, so a recovery path that leaves wgrad to the low recipe has a gap of 0. The sums also omit
+a weight's error, which is the same for all tokens, and the rounding of wgrad's result. An operand that wgrad keeps has
+no error, even if fprop casts it: the effect of that cast is in dy.
 
-A cast takes the scale that a run under its recipe would have taken, delayed ones too, and leaves no trace in what is
-counted and remembered; readers of a tensor share it. A stride saves casts only where each token has its own scales.
+A cast takes the scale that a run under its recipe would have taken, also a delayed one, and changes no counter or
+history. Readers of a tensor share it. A stride saves casts only if each token has its own scales.
 
-With stochastic rounding, of formats and of casts, the probe rounds to nearest, whatever the copy that
-backward reads: so it draws nothing from the run's generator, and a unit's numbers do not depend on the path that it
-runs on. The stochastic copy's expected gap is larger, about twice where the remainders are uniform.
+With stochastic rounding, of formats or casts, the probe rounds to nearest, whatever the copy that backward reads. It
+therefore draws nothing from the run's generator, and a unit's numbers do not depend on the path that it runs on. The
+stochastic copy has a larger expected gap, about twice as large if the remainders are uniform.
 """
 
 from __future__ import annotations

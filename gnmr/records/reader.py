@@ -99,7 +99,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 def open_units(path: Path) -> Iterator[tuple[pa.RecordBatch, int]]:
     """Yield each record batch of an Arrow IPC stream and the offset of the byte after it.
 
-    A message that the file ends in is left out. Raises `Damaged` for anything else that is no such stream.
+    A message that the file cuts short is left out. Raises `Damaged` if the file is not such a stream.
     """
     with opened(path) as file:
         data = pa.py_buffer(file.read())

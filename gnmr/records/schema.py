@@ -118,10 +118,9 @@ FAULT_FIELDS: dict[str, str] = {
 def unit_schema(columns: Sequence[str]) -> pa.Schema:
     """Return the schema of one row per observed unit and recorded step.
 
-    `columns` are the signal's statistics and recorded evidence.
-
-    norm, columns and risk belong to this step's gradient, active says whether the unit was on the recovery path during
-    this step (in a warm-up: on controller.warmup_path), lock is its lock after the step's decision.
+    `columns` are the signal's statistics and recorded evidence. norm, columns and risk belong to this step's gradient.
+    active is True if the unit was on the recovery path during this step (in a warm-up: on controller.warmup_path). lock
+    is its lock after the step's decision.
     """
     return pa.schema(
         [
