@@ -53,7 +53,7 @@ class Picture(Live):
     _kept: ClassVar[list[Any]] = []
 
     def start(self, refresh: bool = False) -> None:
-        with suppress(BrokenPipeError):  # the terminal is gone: nothing to show is no failure, here and below
+        with suppress(BrokenPipeError):  # the terminal is gone, which is not a failure, here and below
             super().start(refresh)
         self._kept.extend((sys.stdout, sys.stderr))
 

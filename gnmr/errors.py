@@ -242,7 +242,7 @@ def open_streams() -> None:
             how = {"encoding": old.encoding, "errors": old.errors, "line_buffering": old.line_buffering}
             whole: Any = raw if isinstance(buffer, io.FileIO) else io.BufferedWriter(raw)  # PYTHONUNBUFFERED
             setattr(sys, name, io.TextIOWrapper(whole, **how, write_through=old.write_through))
-            logging.raiseExceptions = False  # a line of a log that cannot be written is no defect
+            logging.raiseExceptions = False  # an unwritable line of a log is not a bug
 
 
 def why_unwritable(error: Unwritable) -> str:
@@ -252,5 +252,5 @@ def why_unwritable(error: Unwritable) -> str:
 
 def unread() -> None:
     """Send standard output to the null device: its reader has left, and closing it would raise again."""
-    with suppress(OSError, ValueError):  # it is no file
+    with suppress(OSError, ValueError):  # standard output may not be a file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

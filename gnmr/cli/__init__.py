@@ -1,6 +1,6 @@
 """Run the command line: words in, exit code out. Nothing heavy is imported before a command needs it.
 
-`--help` lists the exit codes. 1 is also a defect of ours (with its traceback), and 141 means that the reader left.
+`--help` lists the exit codes. 1 is also a bug in gnmr (with its traceback), and 141 means that the reader left.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _warn(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Show a warning of ours in one line, and others as Python does."""
+    """Show a warning of this package in one line, and others as Python does."""
     if filename.startswith(os.path.dirname(os.path.dirname(__file__))):
         text = f"gnmr: warning: {printable(message)}\n"
     else:

@@ -79,7 +79,6 @@ def main(argv: list[str]) -> int:
 
 
 def _write(asked: Namespace, subject: str, argv: list[str], tree: dict[str, Any]) -> None:
-    """Write the file of out=."""
     from gnmr.lab.train.provenance import commit, portable_command
 
     if asked.out is not None:

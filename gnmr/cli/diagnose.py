@@ -158,7 +158,6 @@ def _parted(asked: Namespace, key: str) -> dict[str, str | Recipe]:
 
 
 def _nats(name: str, value: str) -> float:
-    """Read a number of nats above 0."""
     if not 0 < (nats := number(value)) < math.inf:
         raise UserError(f"{name}={value}: must be nats of KL a token, above 0 (0.003)")
     return nats
@@ -178,7 +177,6 @@ def _times(name: str, value: str) -> dict[str, float]:
 
 
 def _kinds(name: str, value: str) -> list[str]:
-    """Read some of `BESIDE`."""
     kinds = names_of(name, value)
     for kind in kinds:
         checks.one_of(BESIDE, **{name: kind})
@@ -186,7 +184,6 @@ def _kinds(name: str, value: str) -> list[str]:
 
 
 def _kv_cast(_name: str, value: str) -> str:
-    """Read a cast that a cache can have."""
     if value != KV_CAST:  # only other casts need PyTorch
         from gnmr.doctor.beside import kv_cast_of
 

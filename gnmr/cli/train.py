@@ -189,8 +189,8 @@ def refuse_sizes(config: Config, words: Sequence[str]) -> None:
 def warn_of_unread(controller: ControllerConfig, words: Sequence[str]) -> None:
     """Warn of settings of the controller that have no effect.
 
-    Checked are the `words` of the command line, and a trigger or a lock that is not 1, wherever it was set. alpha and
-    beta may come from files that know nothing of the signal.
+    Only the `words` of the command line are checked, and a trigger or a lock that is not 1, wherever it was set. The
+    reason is that alpha and beta may come from files that know nothing of the signal.
     """
     given = typed(words)
     for key, why in controller.unread().items():

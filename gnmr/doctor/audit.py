@@ -1,10 +1,10 @@
 """Check with `gnmr.audit` that the recipe in force is the one that was meant.
 
-Some apparent instabilities of low precision are silent mistakes. The head was converted too, a list of names was never
-applied, a pattern matched too many names, or a scale was wrong by a factor of two. An audit reads the precision that is
-in force (`in_force`) and compares it with lists of names (`lists`). In one forward and backward pass it measures the
-operands that the GEMMs really read (`operands`). Every finding says what is wrong, where, and what would be right. A
-sound model has no findings.
+Some apparent instabilities of low precision are silent mistakes: the head was converted too, a list of names was never
+applied, a pattern matched too many names, or a scale was off by a factor of 2. An audit reads the precision in force
+(`in_force`) and compares it with lists of names (`lists`). It measures the operands that the GEMMs really read in one
+forward and backward pass (`operands`). Every finding names the problem, its place, and the remedy. A sound model has no
+findings.
 
 **Related work**: torchao's SQNR and Transformer Engine's debug statistics measure the casts that a user names, and
 msProbe compares two runs. None of them reports which list was not applied or which scale is wrong.

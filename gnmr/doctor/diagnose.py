@@ -1,13 +1,13 @@
 """Measure with `gnmr.diagnose` what low precision costs a model, and which recipe each GEMM should run on.
 
-The cost is the KL divergence per token between two versions of the model: one with every operator on the recovery path,
-and one with some operators on the low path. On each batch, one forward and backward pass gives two estimates of the KL
-of every operator alone (`gnmr.measure.price`). Its labels are drawn by the model itself. The estimates cover the low
-recipe and the recipes on which a plan may keep a GEMM. Another forward pass measures the KL of all operators together.
+The cost is a KL divergence per token. It compares the model with every operator on the recovery path to the same model
+with some operators on the low path. On each batch, one forward and backward pass gives two estimates of the KL of every
+operator alone (`gnmr.measure.price`). Its labels are drawn by the model itself. The estimates cover the low recipe and
+the recipes on which a plan may keep a GEMM. Another forward pass measures the KL of all operators together.
 
-For the operators that are highest by either estimate, the KL is then measured, with one forward pass per batch each.
-Held-out batches give the KL that remains under the plan, under plans with only one other recipe, and under the usual
-guesses at the same cost. Nothing is trained, and the model is restored.
+The KL of the operators that are highest by either estimate is then measured, with one forward pass per batch each.
+Held-out batches give the KL that remains under the plan and under other choices: plans with only one other recipe, and
+the usual guesses at the same cost. Nothing is trained, and the model is restored.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def _check_sides(
     plan: PinPlan | str | PathLike[str] | None,
     options: Mapping[str, object],
 ) -> None:
-    """Raise ValueError for incompatible options; `options` are those of a choice among recipes."""
+    """Raise ValueError if options are incompatible; `options` are those of a choice among recipes."""
     several = isinstance(recipe, Mapping)
     if plan is not None:
         for key, given in {"against": against, "gate": gate, "recipe": recipe if several else None, **options}.items():

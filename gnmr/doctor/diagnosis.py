@@ -288,8 +288,8 @@ class Diagnosis:
     def plan(self, budget: float | None = None, provenance: Mapping[str, str] | None = None) -> PinPlan:
         """Return plan.json under a budget of extra GEMM time (None: this diagnosis's).
 
-        Raises ValueError if the budget is not a positive share, or if a plan cannot express the result: the diagnosis
-        was made under a plan, or operators have separate recipes.
+        Raises ValueError if the budget is not a positive share. It also does so for a diagnosis under a plan or with
+        separate recipes of operators, which a plan cannot express.
         """
         if self.sides:
             raise ValueError(f"plan: {next(iter(self.sides))} has a recipe of its own, which a plan cannot say")

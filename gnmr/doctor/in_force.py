@@ -230,7 +230,6 @@ def _of_ours(name: str, module: PathLinear) -> Operator:
 
 
 def _float8(config: Any) -> Declared:
-    """Read torchao's `Float8LinearConfig`."""
     given = {
         ("fprop", "input"): config.cast_config_input,
         ("fprop", "weight"): config.cast_config_weight,

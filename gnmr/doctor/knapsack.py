@@ -3,11 +3,11 @@
 An item is (operator, GEMM). On each recipe it costs nats per token and time; without a pin it runs on the low recipe. A
 budget is of extra time: the additional time of the pins, as a share of the time of everything on the low recipe.
 
-`choose` is a multiple-choice knapsack. It picks one recipe for each item, or for each group of items that a library
-runs as one, and minimizes the sum of the prices under the budget. `front` is the greedy solution on the lower convex
-hull of each item's (time, price). At the time of each of its steps no choice is better. Between two steps no choice is
-below the line that joins them, which is the linear relaxation of the knapsack (Sinha and Zoltners, 1979). If the
-greedy choice is further than `GAP` from that line, SciPy's `milp` (HiGHS) solves the knapsack exactly.
+`choose` is a multiple-choice knapsack. It picks one recipe for each item, or for each group that a library runs as one,
+and minimizes the sum of the prices under the budget. `front` is the greedy solution on the lower convex hull of each
+item's (time, price). At the time of each of its steps no choice is better. Between two steps no choice is below the
+line that joins them, which is the linear relaxation of the knapsack (Sinha and Zoltners, 1979). If the greedy choice is
+further than `GAP` from that line, SciPy's `milp` (HiGHS) solves the knapsack exactly.
 """
 
 from __future__ import annotations

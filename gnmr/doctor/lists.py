@@ -1,8 +1,8 @@
 """Match lists of names that select the linears in low precision, by the rules of the library that reads each list.
 
-`LISTS` has one row per list. The rules were read in the libraries' sources of August 2026 (each row names its source)
-and in the wheels of torchao 0.18, torchtitan 0.3, transformers 5.23, compressed-tensors 0.20 and nvidia-modelopt 0.47.
-Other criteria of a library are ignored: widths that do not fit its blocks, and classes of modules.
+`LISTS` has one row per list. The rules were read in the libraries' sources of August 2026; each row names its source.
+They were also read in the wheels of torchao 0.18, torchtitan 0.3, transformers 5.23, compressed-tensors 0.20 and
+nvidia-modelopt 0.47. Other criteria of a library are ignored: widths that do not fit its blocks, and module classes.
 """
 
 from __future__ import annotations

@@ -211,7 +211,7 @@ class GnmrTrainer(Trainer):
         logger.info("gnmr: %r", self.controller)
 
     def train(self) -> None:
-        """Train as torchtitan does. Raises UserError if a checkpoint has no state of ours."""
+        """Train as torchtitan does. Raises UserError if a checkpoint lacks the controller's state."""
         try:
             super().train()
         except CheckpointException as error:

@@ -101,7 +101,7 @@ class GnmrCallback(TrainerCallback):
         """Verdict on the last step that spiked or was not finite."""
         alone = trainer.accelerator.num_processes == 1  # each process would judge its own loss
         self._levels = Levels() if verdicts and alone else None
-        self._passes: list[tuple[tuple[Any, ...], dict[str, Any], torch.Tensor]] = []  # of this step: what they got
+        self._passes: list[tuple[tuple[Any, ...], dict[str, Any], torch.Tensor]] = []  # args, kwargs, loss
         self._losses_of_step: list[torch.Tensor] = []
         """Losses of its micro-batches, whose sum is the step's loss."""
         self._options = None if controller is not None else options
