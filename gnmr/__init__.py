@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 def loader(package: str, homes: dict[str, tuple[str, ...]]) -> Callable[[str], Any]:
-    """A `__getattr__` for the package's `__init__.py`; `homes`: {module below it: names that it holds}."""
+    """Return a `__getattr__` for a package's `__init__.py`; `homes` has the names in each module below the package."""
     where = {name: module for module, names in homes.items() for name in names}
 
     def load(name: str) -> Any:

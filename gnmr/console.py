@@ -1,4 +1,4 @@
-"""Printing to the terminal."""
+"""Print to the terminal."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ from rich.text import Text
 from gnmr.errors import Unwritable, lost, unread, why_unwritable
 
 NARROW = 64
-"""Columns of a terminal below which tables have fewer columns, or more lines."""
+"""Number of columns below which tables have fewer columns, or more lines."""
 
 _T = TypeVar("_T")
 
 
 class Terminal(Console):
-    """rich's console; a reader that leaves (gnmr report | head), a terminal that is closed or a full disk is a
-    BrokenPipeError, as for `print`, and no exit."""
+    """A rich console that raises BrokenPipeError, as `print` does, instead of ending the process.
+
+    The error means that the reader left (gnmr report | head), the terminal was closed, or the disk is full.
+    """
 
     def on_broken_pipe(self) -> None:
-        """rich would end the process, which a run would take for a signal."""
+        """Raise the error: rich would end the process, which a run would take for a signal."""
         raise sys.exception() or BrokenPipeError
 
     def _check_buffer(self) -> None:
@@ -42,7 +44,7 @@ class Terminal(Console):
 
 
 class Picture(Live):
-    """rich's live display. While it runs, it replaces standard output and error.
+    """A rich live display that replaces standard output and error while it runs.
 
     The replacements are kept alive: another thread may still print to them when the display ends, and CPython's `print`
     holds no reference to its stream.
@@ -51,7 +53,7 @@ class Picture(Live):
     _kept: ClassVar[list[Any]] = []
 
     def start(self, refresh: bool = False) -> None:
-        with suppress(BrokenPipeError):  # the terminal is gone: nothing to show is no failure, here and below
+        with suppress(BrokenPipeError):  # the terminal is gone, which is not a failure, here and below
             super().start(refresh)
         self._kept.extend((sys.stdout, sys.stderr))
 
@@ -66,14 +68,14 @@ class Picture(Live):
 
 @cache
 def shared() -> Terminal:
-    """The one console of this process for lines and live displays, which would otherwise overwrite each other."""
+    """Return this process's only console for lines and live displays, which would otherwise overwrite each other."""
     return Terminal()
 
 
 def say(text: str, by_words: bool = False) -> None:
-    """Prints lines above the live display. That nobody can read them is no failure: the records are in files.
+    """Print lines above the live display; a lost reader is not a failure, because the records are in files.
 
-    by_words: a terminal that is too narrow breaks the line between words, for what nobody copies.
+    With by_words, lines break between words on a narrow terminal; use it for text that nobody copies.
     """
     try:
         print_plain(shared(), text, by_words and shared().is_terminal)
@@ -85,8 +87,10 @@ def say(text: str, by_words: bool = False) -> None:
 
 
 def print_plain(console: Console, text: str, by_words: bool = False) -> None:
-    """The text as it is: no markup, no emoji. Without `by_words` no line break of ours, with it none inside
-    a word, however long: a path stays whole."""
+    """Print the text without markup or emoji.
+
+    Without `by_words` no line break is added. With it, none is added inside a word, however long: a path stays whole.
+    """
     if by_words:
         lines = (wrap(line, console.width, break_long_words=False, break_on_hyphens=False) for line in text.split("\n"))
         text = "\n".join("\n".join(line) for line in lines)
@@ -94,37 +98,37 @@ def print_plain(console: Console, text: str, by_words: bool = False) -> None:
 
 
 def shown_command(*words: object) -> str:
-    """Return a command of ours as it is typed: gnmr and these words."""
+    """Return a gnmr command as it is typed, from its words."""
     return shlex.join(["gnmr", *map(str, words)])
 
 
 def activation() -> list[str]:
-    """Return the line that has to come before a command of ours is typed; none where a shell finds it already."""
+    """Return the line to type before a gnmr command; nothing if a shell finds the command already."""
     script = Path(sys.prefix, "bin", "activate")
     if which("gnmr") or sys.prefix == sys.base_prefix or not script.exists():
         return []
-    with suppress(ValueError, OSError):  # not below the working folder, or that is gone
+    with suppress(ValueError, OSError):  # not below the working folder, or that folder is gone
         script = script.relative_to(Path.cwd())
     return [f"first: source {shlex.quote(str(script))}"]
 
 
 def for_tables() -> Terminal:
-    """Standard output; 100 columns wide where it is no terminal."""
+    """Return a console on standard output, 100 columns wide if it is not a terminal."""
     return Terminal(width=None if sys.stdout.isatty() else 100)
 
 
 def tracked(items: Iterable[_T], what: str, total: int | None = None) -> Iterable[_T]:
-    """The items, with a progress bar on standard error while that is a terminal; `total` of them, where they have no
-    length."""
+    """Yield the items, with a progress bar on standard error if that is a terminal; `total` counts them."""
     console = Console(stderr=True)
     return track(items, what, total=total, console=console, transient=True, disable=not console.is_terminal)
 
 
 @contextmanager
 def showing(doing: str, of: str) -> Iterator[Callable[[int, int | None], None]]:
-    """Show a bar with the time left on a terminal's standard error, and anywhere else a line every ten seconds.
+    """Show a bar with the remaining time on a terminal's standard error, and elsewhere a line every ten seconds.
 
-    Yields what is to be called with how many are done and how many there are. doing, of: `diagnosing`, `batches`.
+    Yields a function of the finished and the total number. `doing` and `of` are words such as `diagnosing` and
+    `batches`.
     """
     console = Console(stderr=True)
     if console.is_terminal:
@@ -138,7 +142,7 @@ def showing(doing: str, of: str) -> Iterator[Callable[[int, int | None], None]]:
     def print_line(done: int, total: int | None) -> None:
         nonlocal printed, first
         now = time.monotonic()
-        first = first if first[0] else (done, now)  # what is before it, as preparing data, is no measure of the rest
+        first = first if first[0] else (done, now)  # earlier work, as preparing data, is no measure of the rest
         if total is not None and done < total and now - printed >= 10:
             printed = now
             since = done - first[0]

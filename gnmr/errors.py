@@ -1,7 +1,7 @@
-"""Errors that a user sees, the checks of options that raise them, and what a message says beside them.
+"""Define the errors that a user sees, the checks of options that raise them, and hints for their messages.
 
-`UserError` is a mistake in what was asked for: one line, exit code 2, nothing half-written.
-`RunFailed` is a run that could not go on: one line, exit code 1, the run folder marked FAILED.
+`UserError` is a mistake in a request: one line, exit code 2, nothing half-written.
+`RunFailed` is a run that could not continue: one line, exit code 1, the run folder marked FAILED.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from traceback import walk_stack
 from typing import Any
 
 MAX_LINE = 1500
-"""Characters of a line that ends a command: some quote what a file holds."""
+"""Maximum characters of a line that ends a command; some quote the content of a file."""
 
 
 class UserError(ValueError):
-    """What was wrong, where, and what would be right, in one printable line."""
+    """A mistake, its place and the remedy, in one printable line."""
 
     def __init__(self, line: object) -> None:
         super().__init__(printable(line)[:MAX_LINE])
 
 
 class RunFailed(RuntimeError):
-    """Why a training run ended, and at which step it began; one printable line."""
+    """The reason why a training run ended, and the step at which it began; one printable line."""
 
     def __init__(self, line: object) -> None:
         super().__init__(printable(line)[:MAX_LINE])
 
 
 def printable(text: object) -> str:
-    """The text in one line, with control characters written out: an escape as \\x1b."""
+    r"""Return the text in one line, with control characters written out: an escape as \x1b."""
     line = " ".join(str(text).split("\n"))
     return line if line.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
 
@@ -62,7 +62,7 @@ def plural(number: int, noun: str) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """What an unknown word may have been meant to be, as the end of a message."""
+    """Return a guess at the meaning of an unknown word, as the end of a message."""
     known = list(known)
     close = guess(word.partition("=")[0], known)
     return f": did you mean {close}?" if close else f": use one of {', '.join(known)}"
@@ -70,7 +70,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 @contextmanager
 def as_user_error(start: str = "") -> Iterator[None]:
-    """For a block, or a function that it decorates: a ValueError becomes a UserError whose line begins with `start`."""
+    """Turn a ValueError of a block or a decorated function into a UserError whose line begins with `start`."""
     try:
         yield
     except UserError:
@@ -81,7 +81,7 @@ def as_user_error(start: str = "") -> Iterator[None]:
 
 @contextmanager
 def writing(what: object) -> Iterator[None]:
-    """UserError where `what`, which the user named, cannot be written."""
+    """Raise UserError if `what`, which the user named, cannot be written."""
     try:
         yield
     except OSError as error:
@@ -89,12 +89,11 @@ def writing(what: object) -> Iterator[None]:
 
 
 _BETWEEN = ("gnmr", "torch", "contextlib", "weakref")
-"""Packages of ours, and those that call what they decorate."""
+"""Our packages, and packages that call functions that they decorate."""
 
 
 def guess(word: str, known: Iterable[str]) -> str | None:
-    """Return the first known word that has this one as its first part (fp8: fp8_hybrid), else the nearest one; None
-    where no word is near."""
+    """Return the first known word that begins with this one (fp8: fp8_hybrid), else the nearest, or None."""
     from difflib import get_close_matches
 
     known = list(known)
@@ -103,15 +102,15 @@ def guess(word: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown word; empty where no known word is near."""
+    """Return the end of a message about an unknown word; empty if no known word is near."""
     close = guess(str(word), known)
     return f"; did you mean {close}?" if close else ""
 
 
 def users_level() -> int:
-    """The `stacklevel` at which a warning that is given here shows the line that called into this package.
+    """Return the `stacklevel` at which a warning shows the line that called into this package.
 
-    1, which is ours, under a command: it shows warnings of ours as a line without a place (`gnmr.cli`).
+    Under a command it is 1, our own line: commands show our warnings without a place (`gnmr.cli`).
     """
     for level, (frame, _) in enumerate(walk_stack(sys._getframe(1)), 1):
         name = frame.f_globals.get("__name__", "")
@@ -123,16 +122,16 @@ def users_level() -> int:
 
 
 _SHOWN = 500
-"""Characters of a value that a message repeats."""
+"""Maximum characters of a value that a message repeats."""
 
 
 def fields(of: object, *names: str) -> dict[str, Any]:
-    """Attributes by their names, which may be dotted."""
+    """Return attributes by their names, which may be dotted."""
     return {name: attrgetter(name)(of) for name in names}
 
 
 def require(sound: object, name: str, value: object, right: str) -> None:
-    """`sound`: whether the value is right; `right` says what would be."""
+    """Raise ValueError unless the value is `sound`; `right` says what it should be."""
     if not sound:
         shown = str(value)
         shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}... ({len(shown):,} characters)"
@@ -140,7 +139,7 @@ def require(sound: object, name: str, value: object, right: str) -> None:
 
 
 def one_of(choices: Iterable[str], /, **options: object) -> None:
-    """One of `choices`."""
+    """Require one of `choices`."""
     known = tuple(choices)
     for name, value in options.items():
         if value not in known:
@@ -148,14 +147,14 @@ def one_of(choices: Iterable[str], /, **options: object) -> None:
 
 
 def positive(*, or_null: bool = False, **options: object) -> None:
-    """A finite number above 0; `or_null`: or None."""
+    """Require a finite number above 0, or None with `or_null`."""
     right = "must be a positive number" + (" or null" if or_null else "")
     for name, value in options.items():
         require(_number(value) > 0 or (or_null and value is None), name, value, right)
 
 
 def whole(least: int = 1, /, *, or_null: bool = False, **options: object) -> None:
-    """A whole number of at least `least`; `or_null`: or None."""
+    """Require a whole number of at least `least`, or None with `or_null`."""
     right = f"must be a whole number of at least {least}" + (", or null" if or_null else "")
     for name, value in options.items():
         sound = isinstance(value, int) and not isinstance(value, bool) and value >= least
@@ -163,32 +162,32 @@ def whole(least: int = 1, /, *, or_null: bool = False, **options: object) -> Non
 
 
 def within(least: float, most: float, /, *, or_null: bool = False, **options: object) -> None:
-    """A number from `least` to `most`, both included; `or_null`: or None."""
+    """Require a number from `least` to `most`, both included, or None with `or_null`."""
     right = f"must be a number from {least:g} to {most:g}" + (" or null" if or_null else "")
     for name, value in options.items():
         require(least <= _number(value) <= most or (or_null and value is None), name, value, right)
 
 
 def fraction(**options: object) -> None:
-    """A number from 0 to 1, 1 left out."""
+    """Require a number of at least 0 and less than 1."""
     for name, value in options.items():
         require(0 <= _number(value) < 1, name, value, "must be a number, at least 0 and less than 1")
 
 
 def share(**options: object) -> None:
-    """A number above 0, at most 1."""
+    """Require a number above 0 and at most 1."""
     for name, value in options.items():
         require(0 < _number(value) <= 1, name, value, "must be a share above 0, at most 1")
 
 
 def _number(value: object) -> float:
-    """The value; NaN, of which no comparison is true, where it is no finite number."""
+    """Return the value; NaN, for which no comparison is true, if it is not a finite number."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if number and -math.inf < value < math.inf else math.nan  # type: ignore[operator,return-value]
 
 
 def share_of(given: object) -> object:
-    """0.1 of "10%"; anything else as it is."""
+    """Return 0.1 for "10%", and any other value unchanged."""
     if isinstance(given, str) and given.endswith("%"):
         with suppress(ValueError):
             return float(given[:-1]) / 100
@@ -196,7 +195,7 @@ def share_of(given: object) -> object:
 
 
 def install(extra: str) -> str:
-    """The command that installs an extra. gnmr is on no package index, so it needs the checkout."""
+    """Return the command that installs an extra. gnmr is on no package index, so the command needs the checkout."""
     return f"pip install -e '.[{extra}]' in gnmr's checkout"
 
 
@@ -205,7 +204,7 @@ def install(extra: str) -> str:
 
 
 class Unwritable(BrokenPipeError):
-    """Output takes nothing more for another reason than a reader that left: the disk is full, the file is closed."""
+    """Output cannot be written although its reader is there: the disk is full, or the file is closed."""
 
 
 def lost(error: OSError) -> BrokenPipeError:
@@ -216,8 +215,7 @@ def lost(error: OSError) -> BrokenPipeError:
 
 
 class _Stream(io.FileIO):
-    """Standard output, whose errors are those of a pipe without a reader; or standard error, which says nothing of
-    them: there is nobody to tell."""
+    """Standard output whose errors are those of a pipe without a reader, or standard error that ignores its errors."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "w", closefd=False)
@@ -237,9 +235,9 @@ _replaced: list[Any] = []
 
 
 def open_streams() -> None:
-    """Make all prints of this process fail alike, as `gnmr.console.Terminal` does; a closed stream goes nowhere.
+    """Make all prints of this process fail alike, as `gnmr.console.Terminal` does; a closed stream is discarded.
 
-    Leaves streams alone that are no files, as those of a notebook or a test.
+    Streams that are not files, as those of a notebook or a test, are left alone.
     """
     for name in ("stdout", "stderr"):
         old = getattr(sys, name)
@@ -254,15 +252,15 @@ def open_streams() -> None:
             how = {"encoding": old.encoding, "errors": old.errors, "line_buffering": old.line_buffering}
             whole: Any = raw if isinstance(buffer, io.FileIO) else io.BufferedWriter(raw)  # PYTHONUNBUFFERED
             setattr(sys, name, io.TextIOWrapper(whole, **how, write_through=old.write_through))
-            logging.raiseExceptions = False  # a line of a log that cannot be written is no defect
+            logging.raiseExceptions = False  # an unwritable line of a log is not a bug
 
 
 def why_unwritable(error: Unwritable) -> str:
-    """Return the line that says so."""
+    """Return the message of this error."""
     return f"standard output: cannot be written ({error.strerror or error})"
 
 
 def unread() -> None:
     """Send standard output to the null device: its reader has left, and closing it would raise again."""
-    with suppress(OSError, ValueError):  # it is no file
+    with suppress(OSError, ValueError):  # standard output may not be a file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,6 +1,6 @@
-"""Names that config, precision, reports and tests share, and the selection of modules by patterns.
+"""Define the names that config, precision, reports and tests share, and select modules by patterns.
 
-A number format or a recipe is added here: `gnmr.precision.formats` makes the format of a name (`int5`, `e3m3`), and
+New number formats and recipes are added here. `gnmr.precision.formats` makes the format of a name (`int5`, `e3m3`), and
 `gnmr.precision.recipes` the recipe of its words.
 """
 
@@ -10,13 +10,13 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 BESIDE = ("head", "router", "kv")
-"""What `gnmr diagnose` measures beside the operators that a plan is about (`gnmr.doctor.beside`)."""
+"""Parts that `gnmr diagnose` can measure besides the operators of a plan (`gnmr.doctor.beside`)."""
 KV_CAST = "e4m3/tensor"
-"""Of keys and values, where nobody says another."""
+"""Default cast of keys and values."""
 
 
 def listed(what: str, given: object) -> list[str]:
-    """`given` as a list of names; a single name is allowed. ValueError for anything else."""
+    """Return `given` as a list of names; a single name is allowed. Raises ValueError for any other value."""
     names = [given] if isinstance(given, str) else given
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{what}={given!r}: must be a list of names")
@@ -24,7 +24,7 @@ def listed(what: str, given: object) -> list[str]:
 
 
 def by_end(names: Iterable[str]) -> dict[str, list[str]]:
-    """The dotted `names` by each of their ends: what a pattern without * and ? selects, without trying every name.
+    """Group the dotted `names` by each of their ends, which a pattern without * and ? selects.
 
     >>> by_end(["layers.1.up", "layers.2.up"])["up"]
     ['layers.1.up', 'layers.2.up']
@@ -52,7 +52,7 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def select(names: Iterable[str], patterns: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(the dotted `names` that match one of `patterns`, in their order; the patterns that match none)."""
+    """Return the dotted `names` that match a pattern, in their order, and the patterns that match none."""
     names = list(names)
     ends, chosen, empty = by_end(names), set(), []
     for pattern in patterns:
@@ -70,23 +70,23 @@ FORMATS = ("int2", "int3", "int4", "int8", "e2m1", "e2m3", "e3m2", "e4m3", "e5m2
 GEMMS = ("fprop", "dgrad", "wgrad")
 OPERANDS = ("input", "weight", "grad_output", "result")
 UNITS = ("gemm", "operator", "expert", "layer", "block")
-"""What changes its path together: one GEMM of an operator, or operators (gnmr/precision/units.py)."""
+"""Kinds of units that change path together: one GEMM of an operator, or operators (gnmr/precision/units.py)."""
 SITES = ("saved", "forward")
-"""What a format quantizes: what backward keeps, or what the forward pass reads too."""
+"""Tensors that a format quantizes: those kept for backward, or also those that the forward pass reads."""
 ROUNDINGS = ("nearest", "stochastic")
 BACKENDS = ("auto", "simulated", "scaled_mm", "int_mm")
-"""What runs a recipe (gnmr/precision/resolve.py)."""
+"""Implementations of recipes (gnmr/precision/resolve.py)."""
 TASKS = ("gsm8k", "mmlu", "hellaswag", "wikitext2")
-"""What a model is scored on (gnmr/lab/evaluation/tasks.py)."""
+"""Scoring tasks (gnmr/lab/evaluation/tasks.py)."""
 WEIGHTS = ("online", "instead")
-"""Where the INT8 codes of weights are (gnmr/precision/int8.py)."""
+"""How INT8 codes of weights are kept (gnmr/precision/int8.py)."""
 
 Words = dict[str, dict[str, str]]
-"""{gemm: {operand: cast}}; what is left out is kept as it is."""
+"""{gemm: {operand: cast}}; a missing operand is not cast."""
 
 
 def _alike(forward: str, backward: str, weight: str | None = None) -> Words:
-    """Operands alike in all GEMMs, results kept."""
+    """Cast operands alike in all GEMMs, and keep results."""
     weight = weight or forward
     return {
         "fprop": {"input": forward, "weight": weight},
@@ -98,7 +98,7 @@ def _alike(forward: str, backward: str, weight: str | None = None) -> Words:
 def _nvfp4(
     weight: str = "e2m1/nv2d", hadamard: str = "/hadamard", stochastic: str = "/stochastic", input: str = "e2m1/nv"
 ) -> Words:
-    """NVIDIA's recipe, without one of its parts, or with other scales."""
+    """Return NVIDIA's recipe, without one of its parts, or with other scales."""
     return {
         "fprop": {"input": input, "weight": weight},
         "dgrad": {"weight": weight, "grad_output": f"e2m1/nv{stochastic}"},
@@ -107,7 +107,7 @@ def _nvfp4(
 
 
 def _everywhere(cast: str) -> Words:
-    """Operands and results."""
+    """Cast operands and results."""
     return {gemm: {**operands, "result": cast} for gemm, operands in _alike(cast, cast).items()}
 
 

@@ -1,6 +1,6 @@
-"""The command line: words in, exit code out. Nothing heavy is imported before a command needs it.
+"""Run the command line: words in, exit code out. Nothing heavy is imported before a command needs it.
 
-Exit codes: those of `--help`; 1 is a defect of ours too (with its traceback), and 141 that the reader left.
+`--help` lists the exit codes. 1 is also a bug in gnmr (with its traceback), and 141 means that the reader left.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ COMMANDS = {
         "RUN_OR_CHECKPOINT filter_fqns=[output,layers.1]",
     ),
 }
-"""What each does, and an example's words. Each is a module of this package: `main(words)` returns the exit code."""
+"""Purpose and example of each command, which is a module of this package: `main(words)` returns the exit code."""
 _LINES = "\n".join(
     f"  {name:8} {what}\n           gnmr {name} {words}".rstrip() for name, (what, words) in COMMANDS.items()
 )
@@ -67,9 +67,9 @@ exit codes: 0 done; 1 a run FAILED, or an audit has findings; 2 a mistake in wha
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point of the console script and of `python -m gnmr`; returns the exit code."""
+    """Run the console script or `python -m gnmr`, and return the exit code."""
     if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="replace")  # ? for a letter that ASCII or Latin-1 has not
+        sys.stdout.reconfigure(errors="replace")  # ? replaces a letter that ASCII or Latin-1 lacks
     open_streams()
     try:
         code = _main(list(sys.argv[1:] if argv is None else argv))
@@ -130,7 +130,7 @@ def _warn(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """One line for a warning of ours; others as Python shows them."""
+    """Show a warning of this package in one line, and others as Python does."""
     if filename.startswith(os.path.dirname(os.path.dirname(__file__))):
         text = f"gnmr: warning: {printable(message)}\n"
     else:

@@ -1,4 +1,4 @@
-"""`gnmr audit RUN|CHECKPOINT [key=value ...]`: is the recipe what you think it is?"""
+"""`gnmr audit RUN|CHECKPOINT [key=value ...]`: check that the recipe in force is the one that was meant."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """The command; returns its exit code. UserError in one line, before anything is loaded where that is possible."""
+    """Run the command and return its exit code. Raises UserError in one line, if possible before anything is loaded."""
     parser = _parser()
     asked, place, config = asked_of(parser, argv, "audit")
     if asked.out is not None:
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
     if config is not None and asked.plan is not None:
         raise UserError(f"plan={asked.plan}: {place} is a run, and is audited under its own; use a checkpoint")
     found, subject = _audited(asked, place, config)
-    try:  # written before it is shown: whoever reads that may have left
+    try:  # written before it is shown, because the reader may have left
         _write(asked, subject.name, argv, found.tree())
     finally:
         _show(found, subject.name, asked.table)
@@ -79,7 +79,6 @@ def main(argv: list[str]) -> int:
 
 
 def _write(asked: Namespace, subject: str, argv: list[str], tree: dict[str, Any]) -> None:
-    """Writes out=."""
     from gnmr.lab.train.provenance import commit, portable_command
 
     if asked.out is not None:
@@ -88,13 +87,13 @@ def _write(asked: Namespace, subject: str, argv: list[str], tree: dict[str, Any]
 
 
 def _given(asked: Namespace, start: str = "") -> dict[str, list[str]]:
-    """The lists that were given, under keys that begin so."""
+    """Return the given lists whose keys begin with `start`."""
     found = {name: getattr(asked, f"{start}{name}", None) for name in LISTS}
     return {name: own for name, own in found.items() if own is not None}
 
 
 def _compare(asked: Namespace, place: str, config: Config | None, argv: list[str]) -> int:
-    """The lists of two sides, held against the names of the model's linears; returns the exit code."""
+    """Compare the lists of two sides over the names of the model's linears; return the exit code."""
     from gnmr.doctor.sides import compare
 
     other = [
@@ -117,7 +116,7 @@ def _compare(asked: Namespace, place: str, config: Config | None, argv: list[str
 
 
 def _linears(place: str, config: Config | None) -> list[str]:
-    """The names of a model's linears and routers in Hugging Face's layout, from its config alone."""
+    """Return the names of a model's linears and routers in Hugging Face's layout, from its config alone."""
     import torch
     from torch import Tensor, nn
 
@@ -165,7 +164,7 @@ def _audited(asked: Namespace, place: str, config: Config | None) -> tuple[Audit
 
 
 def _as_trained(subject: Subject, config: Config, lists: dict[str, list[str]]) -> list[Finding]:
-    """Puts a run's model on its low path and adds its own lists; what its config declares in vain."""
+    """Put a run's model on its low path and add its lists; return findings on unused declarations in its config."""
     from gnmr.doctor.audit import unused_recipes
     from gnmr.lab.train.checkpoint import load_model
     from gnmr.lab.train.model import build_converted
@@ -180,7 +179,7 @@ def _as_trained(subject: Subject, config: Config, lists: dict[str, list[str]]) -
 
 
 def _on_plan(subject: Subject, plan: PinPlan, lists: dict[str, list[str]], where: str) -> None:
-    """Puts a checkpoint's linears on the paths of a plan.json, and adds its pins to the lists."""
+    """Put a checkpoint's linears on the paths of a plan.json, and add its pins to the lists."""
     from gnmr.precision import PathSpec, convert
     from gnmr.precision.conversion import operator_shapes
 
@@ -192,12 +191,12 @@ def _on_plan(subject: Subject, plan: PinPlan, lists: dict[str, list[str]], where
 
 
 def _lists_of(spec: PathSpec) -> dict[str, list[str]]:
-    """Return the patterns that a spec names linears by, but for its default."""
+    """Return the patterns by which a spec names linears, except its defaults."""
     return {key: list(own) for key in ("targets", "exclude", "pins") if (own := getattr(spec, key))}
 
 
 def _planned(subject: Subject, recipe: str, lists: dict[str, list[str]]) -> None:
-    """Puts a checkpoint's linears on the recipe, less those that the lists leave out."""
+    """Put a checkpoint's linears on the recipe, except those that the lists leave out."""
     from gnmr.doctor.in_force import operators_of
     from gnmr.doctor.lists import entries_of
     from gnmr.precision import PathSpec, convert
@@ -228,7 +227,7 @@ def _show(found: Audit, name: str, table: bool) -> None:
 
 
 def _table(found: Audit) -> Any:
-    """Operators: what is in force, and dB measured / possible of each operand."""
+    """Return a table of the operators: the precision in force, and measured / possible dB of each operand."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -256,7 +255,7 @@ def _db(measured: float, possible: float | None) -> str:
 
 
 def _finite(tree: Any) -> Any:
-    """JSON has no infinity: written as text."""
+    """Replace infinities by text, because JSON has none."""
     if isinstance(tree, dict):
         return {key: _finite(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):

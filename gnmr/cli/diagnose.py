@@ -1,4 +1,4 @@
-"""`gnmr diagnose RUN|CHECKPOINT [key=value ...]`: what a recipe costs a model, and which GEMMs to keep on another."""
+"""`gnmr diagnose RUN|CHECKPOINT [key=value ...]`: measure what a recipe costs, and plan the exceptions to it."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """The command; returns its exit code. UserError in one line, before anything is loaded where that is possible."""
+    """Run the command and return its exit code. Raises UserError in one line, if possible before anything is loaded."""
     parser = _parser()
     asked, place, config = asked_of(parser, argv, "diagnose")
     _check_places(asked)
@@ -134,7 +134,7 @@ def main(argv: list[str]) -> int:
     origin = _origin(subject, asked, blocks, shlex.join(["gnmr", "diagnose", *argv]), time.perf_counter() - began)
     lines: list[str] = []
     try:
-        lines = _write(found, origin, asked, plan)  # before it is shown: whoever reads that may have left
+        lines = _write(found, origin, asked, plan)  # before it is shown, because the reader may have left
     finally:
         _show(found, plan, asked)
     for line in lines:
@@ -143,7 +143,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parted(asked: Namespace, key: str) -> dict[str, str | Recipe]:
-    """{pattern of operators: recipe} of a word such as fp8_hybrid,*.down_proj:bf16, of which the first part stays."""
+    """Return {pattern: recipe} of a word such as fp8_hybrid,*.down_proj:bf16, and keep only its first part."""
     first, *parts = (getattr(asked, key) or "").split(",")
     found: dict[str, str | Recipe] = {}
     for part in parts:
@@ -160,14 +160,13 @@ def _parted(asked: Namespace, key: str) -> dict[str, str | Recipe]:
 
 
 def _nats(name: str, value: str) -> float:
-    """Above 0."""
     if not 0 < (nats := number(value)) < math.inf:
         raise UserError(f"{name}={value}: must be nats of KL per token, above 0 (0.003)")
     return nats
 
 
 def _times(name: str, value: str) -> dict[str, float]:
-    """{bits or recipe: relative time} of 8:1.8,mxfp8:1.9."""
+    """Read {bits or recipe: relative time} from 8:1.8,mxfp8:1.9."""
     found = {}
     for part in value.split(","):
         key, colon, time = part.partition(":")
@@ -180,7 +179,6 @@ def _times(name: str, value: str) -> dict[str, float]:
 
 
 def _kinds(name: str, value: str) -> list[str]:
-    """Some of `BESIDE`."""
     kinds = names_of(name, value)
     for kind in kinds:
         checks.one_of(BESIDE, **{name: kind})
@@ -188,8 +186,7 @@ def _kinds(name: str, value: str) -> list[str]:
 
 
 def _kv_cast(_name: str, value: str) -> str:
-    """A cast that a cache can have."""
-    if value != KV_CAST:  # PyTorch is imported for another alone
+    if value != KV_CAST:  # only other casts need PyTorch
         from gnmr.doctor.beside import kv_cast_of
 
         kv_cast_of(value)
@@ -197,7 +194,7 @@ def _kv_cast(_name: str, value: str) -> str:
 
 
 def _check_places(asked: Namespace) -> None:
-    """UserError for places that could not be written, before anything is computed."""
+    """Raise UserError if an output path cannot be written, before anything is computed."""
     if asked.html is not None:
         output.check(asked.html, f"html={asked.html}")
     if (out := asked.out) is None:
@@ -249,7 +246,7 @@ def _diagnosed(subject: Subject, blocks: Blocks, asked: Namespace, plan: PinPlan
 
 
 def _origin(subject: Subject, asked: Namespace, blocks: Blocks, command: str, seconds: float) -> dict[str, Any]:
-    """Where the numbers come from."""
+    """Return the provenance of the numbers."""
     import torch
 
     import gnmr
@@ -296,8 +293,10 @@ def _show(found: Diagnosis, plan: PinPlan | None, asked: Namespace) -> None:
 
 
 def _write(found: Diagnosis, origin: dict[str, Any], asked: Namespace, plan: PinPlan | None) -> list[str]:
-    """The files of out= and html=, each replaced as a whole, when all of them are known. Returns what to say of them,
-    and prints nothing."""
+    """Write the files of out= and html= and return the lines about them, without printing.
+
+    Each file is replaced as a whole once the content of all files is known.
+    """
     from gnmr.doctor.page import page
 
     files: dict[str, str] = {}

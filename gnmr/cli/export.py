@@ -1,4 +1,4 @@
-"""`gnmr export PLAN [to=TARGET,...] [out=FOLDER] [pp=N] [layers=N]`: a plan as other libraries read it."""
+"""`gnmr export PLAN [to=TARGET,...] [out=FOLDER] [pp=N] [layers=N]`: write a plan for other libraries."""
 
 from __future__ import annotations
 

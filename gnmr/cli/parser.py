@@ -1,4 +1,4 @@
-"""Words of a command line: argparse, whose options may be written `name=VALUE` too and whose mistakes are one line."""
+"""Parse the words of a command line: argparse with options as `name=VALUE` too, and mistakes in one line."""
 
 from __future__ import annotations
 
@@ -17,22 +17,29 @@ from gnmr.errors import UserError, as_user_error, install, nearest
 from gnmr.lab.records.find import named
 
 Read = Callable[[str, str], Any]
-"""Name and text of an option -> its value; ValueError where the text makes none."""
+"""(name, text) of an option -> its value; raises ValueError if the text is invalid."""
 
 
 def needs(command: str, *packages: str) -> None:
-    """UserError where a package of the extra `finetune` is missing."""
+    """Raise UserError if a package of the extra `finetune` is missing."""
     if missing := [name for name in packages if find_spec(name) is None]:
         raise UserError(f"{command}: {', '.join(missing)} not installed: {install('finetune')}")
 
 
 class Parser(argparse.ArgumentParser):
-    """The options of one command. What is no option is left in `words`: places and keys of the config."""
+    """The options of one command. Other words are left in `words`: places and keys of the config."""
 
     def __init__(self, command: str, usage: str, text: str, keys: bool = False, bare: bool = True) -> None:
-        """usage: what stands behind `gnmr <command>`. text: what `--help` says below the options. keys: whether
-        `words` may be key=value too, which the command itself reads. bare: whether the command runs without any word;
-        if not, `parse` prints the help and ends with exit code 2."""
+        """Prepare the parser of a command.
+
+        Args:
+            command: the name after `gnmr`.
+            usage: the words after `gnmr <command>`.
+            text: the text that `--help` shows below the options.
+            keys: True if `words` may also be key=value, which the command itself reads.
+            bare: True if the command runs without any word; otherwise `parse` prints the help and ends with exit code
+                2.
+        """
         super().__init__(
             prog=f"gnmr {command}",
             usage=f"gnmr {command} {usage}",
@@ -47,18 +54,18 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("words", nargs="*", help=argparse.SUPPRESS)
 
     def option(self, name: str, read: Read, about: str, default: Any = None) -> None:
-        """`--name VALUE` or `name=VALUE`."""
+        """Add `--name VALUE` or `name=VALUE`."""
         self._reads[name] = read
         about = f"{about} (default: {default})" if default else about
         self.add_argument(f"--{name}", default=default, help=about)
 
     def flag(self, name: str, about: str) -> None:
-        """`--name`."""
+        """Add `--name`."""
         self._flags.append(name)
         self.add_argument(f"--{name}", action="store_true", help=about)
 
     def parse(self, argv: list[str]) -> argparse.Namespace:
-        """UserError for an unknown option and for a value that makes no sense."""
+        """Parse the words. Raises UserError for an unknown option or an invalid value."""
         if not (argv or self._bare):
             self.print_help()
             raise SystemExit(2)
@@ -76,23 +83,23 @@ class Parser(argparse.ArgumentParser):
         return given
 
     def of_one_place(self, argv: list[str], what: str) -> tuple[argparse.Namespace, str]:
-        """As `parse`, and the one place that stands beside the options; `what` it should be, for the message."""
+        """Parse the words, and return the one place besides the options; `what` describes it in messages."""
         asked = self.parse(argv)
         if len(asked.words) != 1:
             self.error(f"name one {what}")
         return asked, named(asked.words[0])
 
     def print_help(self, file: Any = None) -> None:
-        """argparse's, which would say nothing of output that cannot be written."""
+        """Print the help; unlike argparse, raise if output cannot be written."""
         print(self.format_help(), end="", file=file)
 
     @property
     def names(self) -> list[str]:
-        """Of the options and flags."""
+        """Return the names of the options and flags."""
         return [*self._reads, *self._flags]
 
     def error(self, message: str) -> NoReturn:
-        """UserError with the message."""
+        """Raise UserError with the message."""
         raise UserError(f"{self._command}: {message} (gnmr {self._command} --help)")
 
     def _unknown(self, word: str) -> NoReturn:
@@ -106,34 +113,36 @@ class Parser(argparse.ArgumentParser):
 
 
 def settings_and_places(words: list[str]) -> tuple[list[str], list[str]]:
-    """key=value words, and the others; a file whose name has a = in it is a place, and so are `latest` and what has a
-    folder before its =."""
+    """Separate key=value words from places.
+
+    A place is `latest`, an existing file whose name contains a =, or a path with a folder before its =.
+    """
     settings = [word for word in words if re.match(r"[^/=]*=", word) and not os.path.lexists(word)]
     return settings, [named(word) for word in words if word not in settings]
 
 
 def text(_name: str, value: str) -> str:
-    """As it is written."""
+    """Return the text unchanged."""
     return value
 
 
 def optional(_name: str, value: str) -> str | None:
-    """As it is written; null: None."""
+    """Return the text unchanged, or None for null."""
     return None if value == "null" else value
 
 
 def path(_name: str, value: str) -> Path:
-    """A file or folder."""
+    """Read a file or folder."""
     return Path(value)
 
 
 def runs(_name: str, value: str) -> str:
-    """Run folders, with commas between; `latest` is one."""
+    """Read run folders, separated by commas; `latest` is one."""
     return ",".join(map(named, value.split(",")))
 
 
 def whole(least: int) -> Read:
-    """A whole number of at least `least`; null: None."""
+    """Return a reader of whole numbers of at least `least`, and of null as None."""
 
     def read(name: str, value: str) -> int | None:
         if value == "null":
@@ -146,7 +155,7 @@ def whole(least: int) -> Read:
 
 
 def one_of(*choices: str) -> Read:
-    """One of the choices."""
+    """Return a reader of one of the choices."""
 
     def read(name: str, value: str) -> str:
         checks.one_of(choices, **{name: value})
@@ -156,13 +165,13 @@ def one_of(*choices: str) -> Read:
 
 
 def names_of(_name: str, value: str) -> list[str]:
-    """[a,b] or a,b."""
+    """Read names from [a,b] or a,b."""
     inner = value[1:-1] if value.startswith("[") and value.endswith("]") else value
     return [one.strip(" '\"") for one in inner.split(",")] if inner.strip() else []
 
 
 def recipe_of(key: str, word: str, others: Iterable[str] = ()) -> str:
-    """The recipe that a word names, which is said where the word is a format's. ValueError: see `recipe_named`."""
+    """Return the recipe that a word names, and report it for a format. Raises ValueError as `recipe_named`."""
     from gnmr.console import say
     from gnmr.doctor.diagnose import recipe_named
 
@@ -173,7 +182,7 @@ def recipe_of(key: str, word: str, others: Iterable[str] = ()) -> str:
 
 
 def number(value: str) -> float:
-    """NaN for a text that is none."""
+    """Return the number, or NaN for other text."""
     try:
         return float(value)
     except ValueError:
@@ -181,12 +190,12 @@ def number(value: str) -> float:
 
 
 def fraction(name: str, value: str) -> float:
-    """Of the unit-steps."""
+    """Read a share of the unit-steps."""
     if not 0 < (share := number(value)) <= 1:
         raise UserError(f"{name}={value}: must be a share of the unit-steps above 0, at most 1")
     return share
 
 
 def fractions(name: str, value: str) -> tuple[float, ...]:
-    """One or several, with commas between."""
+    """Read one or several shares, separated by commas."""
     return tuple(fraction(name, one) for one in value.split(","))

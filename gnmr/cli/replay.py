@@ -1,4 +1,4 @@
-"""`gnmr replay FILE [key=value ...]`: the controller over recorded norms, without training."""
+"""`gnmr replay FILE [key=value ...]`: run the controller over recorded norms, without training."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _replay(place: Path, words: list[str], given: Any) -> int:
 
 
 def _show(totals: Totals, place: Path) -> None:
-    """Print the figures under the names of `gnmr train`, for a run folder beside the run's own."""
+    """Print the figures under the names of `gnmr train`, next to the run's own for a run folder."""
     found = {"replay": _figures(totals.summary(), totals.num_units)}
     if own := read_json(place / "summary.json") if place.is_dir() else None:
         with reading(place / "summary.json"):

@@ -1,4 +1,4 @@
-"""What `gnmr diagnose` and `gnmr audit` have in common: which model they look at, its paths, and its batches."""
+"""Share the model, its paths and its batches between `gnmr diagnose` and `gnmr audit`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def asked_of(parser: Parser, argv: list[str], command: str) -> tuple[Namespace, 
 def paths_of(
     asked: Namespace, config: Config | None, default: str | None = None
 ) -> tuple[PinPlan | None, str | Recipe | None]:
-    """Return (the plan, the recipe), the latter by its name where it is none of the run's own; at most one of both."""
+    """Return (the plan, the recipe), at most one of them; a recipe that the run does not define is given by name."""
     from gnmr.doctor.plan import read_plan
 
     own: dict[str, Any] = {} if config is None else dict(config.precision.recipes)
@@ -61,7 +61,7 @@ def paths_of(
 
 
 def recipe_from(key: str, word: str, own: Mapping[str, Any]) -> str | Recipe:
-    """Return the recipe that a word names, as a `Recipe` if it is one of the run's `own`. ValueError for neither."""
+    """Return the recipe that a word names, as a `Recipe` if the run defines it. Raises ValueError if it is unknown."""
     from gnmr.precision import Recipe
 
     name = recipe_of(key, word, own)
@@ -78,7 +78,7 @@ def blocks_for(subject: Subject, asked: Namespace, batches: int, held_out: int) 
 
 @contextmanager
 def memory_bound(right: str) -> Iterator[None]:
-    """Raises UserError, which says what is `right`, if the block runs out of memory."""
+    """Raise UserError with the remedy `right` if the block runs out of memory."""
     import torch
 
     try:

@@ -1,4 +1,4 @@
-"""`gnmr train`: Hydra composes the config, then one run, or a sweep of runs with Hydra's own sweeper and launchers.
+"""`gnmr train`: Hydra composes the config, then runs one cell, or a sweep with its own sweeper and launchers.
 
 Hydra's own flags keep working. Mistakes end in one line with exit code 2.
 """
@@ -34,10 +34,10 @@ from gnmr.records.untrusted import MAX_DEPTH
 def main(argv: list[str]) -> int:
     """Run the command; raises what Hydra and the runs raise."""
     # oneDNN builds a kernel for every number of rows and keeps 1,024 of them; the experts of a mixture meet
-    # thousands. Read when torch multiplies for the first time.
+    # thousands of numbers. torch reads this variable at its first multiplication.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")
-    # DDP's warning, one a process, that its search for unused parameters finds none (gnmr/distributed/wrap.py). Read
-    # when torch is imported.
+    # Silence DDP's warning, one per process, that its search for unused parameters finds none
+    # (gnmr/distributed/wrap.py). torch reads this variable when it is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     words = [f"base={runs('base', word[5:])}" if word.startswith("base=") else word for word in argv]
     words.sort(key=lambda word: word.startswith("-") or not ("=" in word or word.startswith("~")))  # Hydra's parser
@@ -57,7 +57,7 @@ def _depth(word: str) -> int:
 
 
 def _refuse_flags(words: list[str]) -> None:
-    """Raise UserError for what Hydra's parser does not take; by itself it would print all its flags first."""
+    """Raise UserError for words that Hydra's parser refuses; on its own it would first print all its flags."""
     from hydra._internal.utils import get_args_parser
 
     def refuse(message: str) -> NoReturn:
@@ -86,12 +86,14 @@ def _hydra(words: list[str]) -> None:
 
 
 _failures: list[Exception] = []
-"""What one run raised. It is not raised through Hydra, which would print all overrides beside it."""
+"""The exception of a run. Hydra would print all overrides with it, so it is not raised through Hydra."""
 
 
 def cell(composed: DictConfig) -> None:
-    """Run one composed config. A cell of a sweep leaves a line of its own and fails alone: Hydra raises its error when
-    all cells have ended."""
+    """Run one composed config.
+
+    A failed cell of a sweep prints its own line and does not stop the others; Hydra raises its error after all cells.
+    """
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
@@ -158,29 +160,29 @@ def _apart(config: Config, words: Sequence[str]) -> Config:
 
 
 def _train(config: Config, command: str) -> Path:
-    """The run, by this process or as one of several; its folder."""
+    """Run the config in this process alone or as one of several, and return its folder."""
     from gnmr.distributed.world import joined
     from gnmr.lab.evaluation.scores import RunScorer
     from gnmr.lab.train.build import device_of
     from gnmr.lab.train.run import run
 
     if started() > 1:
-        never_at_once()  # what started this process sends a signal twice, and the terminal may have sent it too
+        never_at_once()  # the launcher sends a signal twice, and the terminal may have sent it too
     with joined(device_of(config.training.device).type == "cuda") as world:
         try:
             return run(config, say if world.first else _silent, command=command, scorer=RunScorer(), world=world)
         except (UserError, RunFailed) as error:
             if world.first or "another process" in str(error):
                 raise
-            raise SystemExit(2 if isinstance(error, UserError) else 1) from error  # rank 0 tells it
+            raise SystemExit(2 if isinstance(error, UserError) else 1) from error  # rank 0 reports it
 
 
 def _silent(_: str) -> None:
-    """In the place of `say` in other processes than the first."""
+    """Replace `say` in processes other than the first."""
 
 
 def _tell_next(config: Config) -> None:
-    """What there is to do with a run that is done."""
+    """Print the next possible commands after a finished run."""
     from gnmr.lab.train.folder import run_folder
 
     number = config.training.seed + 1
@@ -189,7 +191,7 @@ def _tell_next(config: Config) -> None:
 
 
 def refuse_sizes(config: Config, words: Sequence[str]) -> None:
-    """Raise UserError for words on model=pretrained that its checkpoint says itself."""
+    """Raise UserError for words on model=pretrained that its checkpoint sets itself."""
     if config.model.checkpoint is None:
         return
     for key in typed(words):
@@ -200,8 +202,8 @@ def refuse_sizes(config: Config, words: Sequence[str]) -> None:
 def warn_of_unread(controller: ControllerConfig, words: Sequence[str]) -> None:
     """Warn of settings of the controller that have no effect.
 
-    These are settings among the `words` of the command line, and a trigger or a lock that is not 1 wherever it was
-    set: alpha and beta are set by files that know nothing of the signal.
+    Only the `words` of the command line are checked, and a trigger or a lock that is not 1, wherever it was set. The
+    reason is that alpha and beta may come from files that know nothing of the signal.
     """
     given = typed(words)
     for key, why in controller.unread().items():

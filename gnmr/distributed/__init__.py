@@ -1,1 +1,1 @@
-"""Several processes that train one model: what they share of a step, and what wraps a model for them."""
+"""Train one model with several processes: wrap the model, and share sums and decisions of a step."""

@@ -1,7 +1,7 @@
 """GreedyLore (arXiv 2507.08784): low-rank gradients with error feedback as a low path, their dense mean as recovery.
 
-Data parallel workers send the mean of their gradients through a network. Of a weight's gradient, m rows by n columns
-with m <= n (a tall one is read transposed), worker i sends r rows in place of m. In step t, from 0:
+Data parallel workers send the mean of their gradients through a network. A weight's gradient has m rows and n columns
+with m <= n (a tall one is read transposed), and worker i sends r rows instead of m. In step t, from 0:
 
 | step | what worker i does |
 |---|---|
@@ -10,9 +10,9 @@ with m <= n (a tall one is read transposed), worker i sends r rows in place of m
 | else, low path | H_i = G_i + E_i; P (m x r): columns of U; sends R_i = P' H_i; E_i = H_i - P R_i; gets P mean(R) |
 | else, recovery | sends H_i; E_i = 0 |
 
-The columns are the r with the largest (mean_i U' H_i xi)^2. xi is a normal vector that all workers draw alike, so a
-worker sends m more numbers to choose them. Recovery sends H_i and not G_i, so nothing that was held back
-is lost. (The refresh drops E_i, as in the paper.)
+The columns are the r with the largest (mean_i U' H_i xi)^2. All workers draw the same normal vector xi, so a worker
+sends m more numbers to choose the columns. Recovery sends H_i and not G_i, so no held-back part is lost. (The refresh
+drops E_i, as in the paper.)
 
 Every matrix is a unit of a `Controller`. Workers decide from sums that are the same everywhere. Each computes U itself,
 so all of them need processors of one kind.
@@ -82,9 +82,10 @@ class _Matrix:
 
 
 def _matrices(model: nn.Module, spec: GreedyLoreSpec, targets: Sequence[str]) -> dict[str, _Matrix]:
-    """Return what is compressed by parameter name: the trained weights of the modules that `targets` select.
+    """Return the trained weights of the modules that `targets` select, by parameter name.
 
-    Raises ValueError for an embedding, a head, a weight that is no matrix or is sharded, and a rank that saves nothing.
+    Raises ValueError if a weight is an embedding or a head, is not a matrix, or is sharded, or if the rank saves
+    nothing.
     """
     modules = dict(model.named_modules())
     chosen, empty = select(modules, listed("targets", targets))
@@ -288,7 +289,7 @@ class GreedyLore:
         self._fresh[name] = torch.linalg.svd(self._wide(name, mean).nan_to_num(0, 0, 0), full_matrices=False).U
 
     def _chosen(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return P, (rows, rank), of what is on the low path. The size of the one collective does not depend on it."""
+        """Return P (rows, rank) of each matrix on the low path. The one collective has the same size for any set."""
         names, first = list(sums), next(iter(sums.values()))
         flags = torch.tensor([name in self._recovered for name in names], dtype=first.dtype)
         parts = [to_device(flags, first.device).expand(len(first), -1)]
@@ -335,7 +336,7 @@ class GreedyLore:
         return torch.stack([self._squares.get(name, nothing) for name in self.matrices]) / self.workers.size
 
     def state_dict(self) -> dict[str, Any]:
-        """Return t, the bases, and what each worker here holds back: each rank saves its own. Copies nothing."""
+        """Return t, the bases, and the E of each worker here, without copies; each rank saves its own."""
         here = self.workers.here
         state = {"t": self.t, "sent_total": self.sent_total, "workers": self.workers.size, "bases": dict(self._bases)}
         for row, worker in enumerate(range(here.start, here.stop)):

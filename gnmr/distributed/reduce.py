@@ -1,11 +1,11 @@
-"""What the processes of a run share of a step: one sum over ranks, in float64.
+"""Share one sum over ranks per step, in float64, between the processes of a run.
 
-Every rank decides for itself, from the same bits: all ranks get the same result of one all-reduce, though two of them
-may round differently. Two guards go along in it, numbers of which the sum s and the sum of squares s2 over W ranks tell
-whether all are equal (s^2 = W s2):
+Every rank decides for itself from the same bits. All ranks get the same result of one all-reduce, although two ranks
+may round differently. The sum also carries two guards. All W ranks have equal numbers if the sum s and the sum of
+squares s2 satisfy s^2 = W s2:
 
-    digest   20 bits of step, units, settings and the set in force: equal, or ranks have gone apart
-    plain    sum of squares of the gradients that every rank has whole: unequal where they were not reduced yet
+    digest   20 bits of step, units, settings and the set in force: equal, or ranks have diverged
+    plain    sum of squares of the gradients that every rank has whole: unequal if they were not reduced yet
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from gnmr.distributed import shards, world
 from gnmr.errors import RunFailed
 
 _EQUAL = 1e-6
-"""Relative variance up to which gradients of two ranks are called equal: other processors round otherwise."""
+"""Relative variance below which gradients of two ranks count as equal, because other processors round differently."""
 
 
 def lost(error: BaseException) -> bool:
-    """Whether a collective, ours or that of a wrapped model, did not reach another process."""
+    """Return True if a collective, ours or the wrapped model's, did not reach another process."""
     if not isinstance(error, RuntimeError) or isinstance(error, RunFailed) or world.size() == 1:
         return False
     kinds = tuple(getattr(torch.distributed, name) for name in ("DistBackendError", "DistNetworkError"))
@@ -36,7 +36,7 @@ def lost(error: BaseException) -> bool:
 
 @contextmanager
 def reaching() -> Iterator[None]:
-    """RunFailed, in one line, where another process is gone."""
+    """Raise RunFailed, in one line, if another process is gone."""
     try:
         yield
     except RuntimeError as error:
@@ -50,37 +50,39 @@ class Ranks:
     """The processes of torch.distributed's default group, as a controller sees them (`gnmr.control.ranks`)."""
 
     def __init__(self, share: float | None = None, tells_own: bool = False) -> None:
-        """`share`: what part of the step's loss a rank's own is, of which its backward pass starts; None: 1 / size, for
-        losses that DDP and FSDP take the mean of. `tells_own`: see `gnmr.control.ranks`."""
+        """Set the part of the step's loss that one rank's loss is, from which its backward pass starts.
+
+        With share=None it is 1 / size, for losses that DDP and FSDP average. For `tells_own`, see `gnmr.control.ranks`.
+        """
         self._share, self.tells_own = share, tells_own
 
     @property
     def size(self) -> int:
-        """How many there are now."""
+        """Return the current number of ranks."""
         return world.size()
 
     @property
     def share(self) -> float:
-        """What part of the step's loss each one's own is."""
+        """Return the part of the step's loss that each rank's loss is."""
         return 1 / self.size if self._share is None else self._share
 
     def is_sharded(self, x: Tensor) -> bool:
-        """Whether ranks hold parts of it."""
+        """Return True if ranks hold parts of the tensor."""
         return shards.is_sharded(x)
 
     def local(self, x: Tensor) -> Tensor:
-        """This rank's part of it."""
+        """Return this rank's part of the tensor."""
         return shards.local(x)
 
     def counts(self, x: Tensor) -> bool:
-        """Whether this rank's part is to be in the sum."""
+        """Return True if this rank's part enters the sum."""
         return shards.counts(x)
 
     @torch.no_grad()
     def sum(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The sums over ranks, float64 in the shapes that came in: one collective. Does not wait for the device.
+        """Return the sums over ranks by one collective, float64 in the given shapes, without waiting for the device.
 
-        RunFailed where another process is gone.
+        Raises RunFailed if another process is gone.
         """
         packed = torch.cat([part.reshape(-1).to(torch.float64) for part in parts.values()])
         if self.size > 1:
@@ -91,7 +93,7 @@ class Ranks:
         return {name: sums[i].reshape(part.shape) for i, (name, part) in enumerate(parts.items())}
 
     def take_largest(self, x: Tensor) -> None:
-        """Puts the largest over ranks of each number in its place: one collective. RunFailed as `sum`."""
+        """Replace each number by the largest over ranks, by one collective. Raises RunFailed as `sum` does."""
         if self.size > 1:
             largest = x.contiguous()
             with reaching():
@@ -99,13 +101,13 @@ class Ranks:
             x.copy_(largest)
 
     def agreement(self, settings: Sequence[object], active: np.ndarray, plain: Tensor) -> Tensor:
-        """(4,) float64, a part for `sum`: both guards. `settings`: what has to be equal besides the set in force."""
+        """Return both guards, (4,) float64, a part for `sum`; `settings` must be equal besides the set in force."""
         digest = zlib.crc32(repr(settings).encode() + np.packbits(active).tobytes()) & 0xFFFFF
         own = to_device(torch.tensor([digest, digest**2], dtype=torch.float64), plain.device)
         return torch.cat([own, torch.stack([plain, plain.square()])])
 
     def check(self, agreement: np.ndarray, step: int) -> None:
-        """RunFailed where the summed `agreement` says that ranks differ."""
+        """Raise RunFailed if the summed `agreement` shows that ranks differ."""
         digest, digests, plain, squares = agreement.tolist()
         if int(digest) ** 2 != self.size * int(digests):  # whole numbers up to 2^53: exact for 8,192 ranks
             raise RunFailed(

@@ -1,4 +1,4 @@
-"""What torchrun, or any launcher that sets its variables, tells this process. Imports no torch."""
+"""Read the variables of torchrun, or of any launcher that sets them, without importing torch."""
 
 from __future__ import annotations
 

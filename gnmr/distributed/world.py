@@ -1,4 +1,4 @@
-"""Which processes train together: those of torch.distributed's default group, else this one alone."""
+"""Find the processes that train together: torch.distributed's default group, or this process alone."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ def _grouped() -> bool:
 
 
 def size() -> int:
-    """How many processes there are now: a controller may be made before its group is."""
+    """Return the current number of processes; a controller may be made before its group."""
     return torch.distributed.get_world_size() if _grouped() else 1
 
 
 def rank() -> int:
-    """Which of them this one is, from 0."""
+    """Return the rank of this process, from 0."""
     return torch.distributed.get_rank() if _grouped() else 0
 
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a run, each with one of its own; what is said here waits for all of them."""
+    """The processes of a run; every method waits for all of them."""
 
     rank: int = 0
     size: int = 1
 
     @property
     def first(self) -> bool:
-        """Whether this one writes and prints."""
+        """Return True if this process writes and prints."""
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """What every rank has, by rank; small host values."""
+        """Return the values of all ranks, by rank; for small host values."""
         if self.size == 1:
             return [value]
         found: list[T | None] = [None] * self.size
@@ -53,9 +53,9 @@ class World:
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """A block that every rank gets through, or none: where one raises, the first such error is raised in all.
+        """Run a block on every rank or fail on all: the first error of any rank is raised on all ranks.
 
-        No collective may stand in it.
+        The block must not contain a collective.
         """
         if self.size == 1:
             yield
@@ -73,7 +73,7 @@ class World:
             raise UserError(others[0][1]) if others[0][0] else RunFailed(others[0][1])
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """What `make` returns in rank 0, where alone it is called; what it raises is raised in all."""
+        """Return the result of `make`, which only rank 0 calls; its error is raised on all ranks."""
         if self.size == 1:
             return make()
         found: list[Any] = [None]
@@ -92,7 +92,7 @@ class World:
         return cast(T, value)
 
     def same(self, what: str, value: str) -> None:
-        """UserError where ranks have different values."""
+        """Raise UserError if ranks have different values."""
         found = self.gather(value)
         for other, theirs in enumerate(found):
             if theirs != found[0]:
@@ -104,9 +104,9 @@ ALONE = World()
 
 @contextmanager
 def joined(cuda: bool) -> Iterator[World]:
-    """The processes that were started together, as one world; `ALONE` where this is one.
+    """Join the processes that were started together into one world; `ALONE` if there is one.
 
-    Warnings are rank 0's. UserError where they do not find each other.
+    Only rank 0 shows warnings. Raises UserError if the rendezvous fails.
     """
     if started() == 1:
         yield ALONE
@@ -115,7 +115,7 @@ def joined(cuda: bool) -> Iterator[World]:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     try:
         store, own, number = next(torch.distributed.rendezvous("env://"))
-        # torchrun's store lives on when it restarts, with the addresses of processes that are gone.
+        # torchrun's store survives a restart, with the addresses of processes that are gone.
         store = torch.distributed.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         torch.distributed.init_process_group(backend, store=store, rank=own, world_size=number)

@@ -1,7 +1,7 @@
-"""A model as several processes run it: DistributedDataParallel, FSDP2, or both (HSDP); or as it is.
+"""Wrap a model for several processes: DistributedDataParallel, FSDP2, or both (HSDP); or leave it as it is.
 
-Whatever wraps it takes the mean over ranks of their gradients, so each starts backward from its part of the step's loss
-times their number. What is compressed (`gnmr.distributed.compressed`) is so on the way.
+Every wrapper averages gradients over ranks, so each rank starts backward from its part of the step's loss times the
+number of ranks. Gradients are compressed (`gnmr.distributed.compressed`) during the reduction.
 """
 
 from __future__ import annotations
@@ -22,41 +22,40 @@ from gnmr.errors import UserError
 
 
 class Wrapped:
-    """A model of one process: called, it is the model."""
+    """A model of one process; the call is the model's own."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.call: Callable[..., Any] = model
-        """What a training pass calls."""
+        """The callable of a training pass."""
         self.arrived = 0.0
-        """When this rank came to the last point of a step up to which it waited for no other; 0: not yet."""
+        """Time at which this rank last reached a step's final point without waiting for another rank; 0: not yet."""
         self.workers = 1
-        """Over how many workers gradients are a mean."""
+        """Number of workers over which gradients are averaged."""
         self.compressed: GreedyLore | None = None
         self.own: dict[int, Tensor] | None = None
-        """What this process's last backward pass left of each parameter before it was reduced, by the parameter's id;
-        None: it is not kept (`keep_own`)."""
+        """This process's gradient of each parameter before its reduction, by the parameter's id; None: not kept."""
         self.fills = False
-        """Whether what no process used has a gradient of zeros, and not none."""
+        """True if parameters that no process used have a gradient of zeros instead of none."""
 
     @property
     def repeatable(self) -> bool:
-        """Whether passes of the bare model in this process alone give the step's gradients."""
+        """Return True if passes of the bare model in this process alone give the step's gradients."""
         return self.workers == 1
 
     def keep_own(self) -> None:
-        """From now on `own` is kept, where DDP reduces: one copy of the gradients more."""
+        """Keep `own` from now on if DDP reduces, at the cost of one more copy of the gradients."""
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
-        """Around the forward and backward pass of a micro-batch: gradients are reduced in the `last` alone."""
+        """Enclose the forward and backward pass of a micro-batch; gradients are reduced only in the `last`."""
         return nullcontext()
 
     def after(self, last: bool) -> None:
-        """Behind the backward pass of each micro-batch of this process."""
+        """Follow the backward pass of each micro-batch of this process."""
 
 
 class _Virtual(Wrapped):
-    """One process that plays all workers: micro-batch i is worker i modulo their number's."""
+    """One process that plays all workers: micro-batch i belongs to worker i modulo their number."""
 
     def __init__(self, model: nn.Module, compressed: GreedyLore) -> None:
         super().__init__(model)
@@ -65,7 +64,7 @@ class _Virtual(Wrapped):
         self._number = 0
 
     def after(self, last: bool) -> None:
-        """Takes the gradients of the micro-batch; behind the last one of a step leaves the compressed means."""
+        """Take the gradients of the micro-batch; after the last one of a step, leave the compressed means."""
         named = [(name, one) for name, one in self.model.named_parameters() if one.requires_grad]
         if self._number < self.workers:
             self._of_worker.append([one.grad for _, one in named])
@@ -85,7 +84,7 @@ class _Virtual(Wrapped):
 
 
 class _DDP(Wrapped):
-    """The inner model keeps its names; `arrived`: its own gradients were there."""
+    """A DDP model whose inner model keeps its names; `arrived` is the time at which its own gradients were ready."""
 
     def __init__(self, model: nn.Module, device: torch.device, size: int, compressed: GreedyLore | None) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -95,9 +94,9 @@ class _DDP(Wrapped):
         self.workers, self.compressed = size, compressed
         ids = [torch.cuda.current_device()] if device.type == "cuda" else None
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of 2.13; what takes its place came with it
-            # Without the search DDP puts its buckets in another order after the first step of each start, and three or
-            # more ranks then round their sums otherwise: a run that went on would not be the same to the last bit.
+            warnings.simplefilter("ignore", FutureWarning)  # of 2.13, which also brought the replacement
+            # Without the search, DDP reorders its buckets after the first step of each start. Three or more ranks then
+            # round their sums differently, and a resumed run would not be equal to the last bit.
             self.call = self._outer = DistributedDataParallel(
                 model, device_ids=ids, broadcast_buffers=False, find_unused_parameters=True
             )
@@ -119,7 +118,7 @@ class _DDP(Wrapped):
 
 
 class _FSDP(Wrapped):
-    """`arrived`: its first forward pass began; all-gathers of every layer keep the ranks together from there on."""
+    """An FSDP2 model; `arrived` is the start of its first forward pass, after which all-gathers keep ranks together."""
 
     def __init__(self, model: nn.Module, blocks: Iterable[nn.Module], mesh: Any, partly: bool) -> None:
         from torch.distributed.fsdp import fully_shard
@@ -156,10 +155,18 @@ def wrap(
     compressed: GreedyLore | None = None,
     partly: bool = False,
 ) -> Wrapped:
-    """The model as `world` runs it, by `parallel` (none, ddp, fsdp, hsdp); parameters may be others afterwards (FSDP2).
+    """Return the model as `world` runs it, wrapped by `kind` (none, ddp, fsdp, hsdp).
 
-    `compressed`: in one process with virtual workers, else of DDP's. `partly`: whether a pass may leave out parts of
-    the model, in some processes others than in the next. UserError where this PyTorch's FSDP2 cannot have that.
+    FSDP2 may replace the parameters. Raises UserError if this PyTorch's FSDP2 does not support `partly`.
+
+    Args:
+        model: the model of this process.
+        blocks: the modules that FSDP2 shards one by one.
+        kind: the wrapper; one process is never wrapped.
+        world: the processes of the run.
+        device: the device of this process.
+        compressed: compresses gradients, between virtual workers in one process or between the ranks of DDP.
+        partly: True if a pass may leave out parts of the model that another process uses.
     """
     if world.size == 1 or kind == "none":
         return Wrapped(model) if compressed is None else _Virtual(model, compressed)
@@ -176,6 +183,6 @@ def wrap(
 
 
 def shards_of(size: int) -> int:
-    """Of how many processes one copy of the model is in HSDP: those of a machine; on one machine half of them."""
+    """Return how many processes share one copy of the model in HSDP: those of a machine, or half of a single one's."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     return local if local < size else size // 2

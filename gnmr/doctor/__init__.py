@@ -1,1 +1,1 @@
-"""What low precision costs a model, what to keep in 16 bits, and the same choice written for other libraries."""
+"""Measure what low precision costs a model, plan what to keep in 16 bits, and export the plan to other libraries."""

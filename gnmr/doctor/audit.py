@@ -1,13 +1,13 @@
-"""`gnmr.audit`: is the recipe what you think it is?
+"""Check with `gnmr.audit` that the recipe in force is the one that was meant.
 
-Some of what is called an instability of low precision is a mistake that says nothing: the head was converted too, a
-list of names was never applied, a text matched more names than it says, a scale was wrong by two. An audit reads what
-is in force (`in_force`), holds lists of names against it (`lists`), and measures in one forward and backward pass what
-the GEMMs really read (`operands`). Every finding says what is wrong, where, and what would be right; silence is the
-verdict of a sound model.
+Some apparent instabilities of low precision are silent mistakes: the head was converted too, a list of names was never
+applied, a pattern matched too many names, or a scale was off by a factor of 2. An audit reads the precision in force
+(`in_force`) and compares it with lists of names (`lists`). It measures the operands that the GEMMs really read in one
+forward and backward pass (`operands`). Every finding names the problem, its place, and the remedy. A sound model has no
+findings.
 
-**Related work**: torchao's SQNR and Transformer Engine's debug statistics measure casts that one asks for; msProbe
-compares two runs. None says of a converted model which list was not applied or which scale is wrong.
+**Related work**: torchao's SQNR and Transformer Engine's debug statistics measure the casts that a user names, and
+msProbe compares two runs. None of them reports which list was not applied or which scale is wrong.
 """
 
 from __future__ import annotations
@@ -36,61 +36,61 @@ from gnmr.precision.targets import KEPT
 from gnmr.precision.units import of_any_expert, unit_of
 
 Measurements = Mapping[tuple[str, str, str], Measured]
-"""What was measured, by operator, GEMM and operand."""
+"""Measurements by (operator, GEMM, operand)."""
 _HEADS = ("lm_head", "output")
-"""Two names of one thing: a list has often both."""
+"""Two names of the output head; a list often has both."""
 _QKV = {"wq", "wk", "wv", "wkv", "wqkv", "qkv_linear"}
-"""What torchtitan's versions call the linears of an attention's queries, keys and values."""
+"""Names that torchtitan's versions give the linears of an attention's queries, keys and values."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is not as one would think."""
+    """One problem that the audit found."""
 
     kind: str
     where: tuple[str, ...]
-    """Operators, with GEMM and operand where it is of one: `layers.0.mlp.up_proj fprop input`; entries of lists."""
+    """Operators, with GEMM and operand if it is about one (`layers.0.mlp.up_proj fprop input`), or entries of lists."""
     what: str
     right: str
 
     def line(self) -> str:
-        """One line."""
+        """Return the finding in one line."""
         return f"{self.kind}: {first_few(self.where, 3)}: {self.what}; right would be: {self.right}"
 
 
 @dataclass(frozen=True)
 class Row:
-    """An operator: what is in force, and what was measured."""
+    """The precision in force in one operator, and its measurements."""
 
     operator: str
     kind: str
-    """gnmr, plain, torchao float8, torchao mx, Transformer Engine, or a class."""
+    """gnmr, plain, torchao float8, torchao mx, Transformer Engine, or the name of a class."""
     precision: dict[str, str]
-    """Of each GEMM."""
+    """Precision of each GEMM, in words."""
     measured: dict[str, dict[str, tuple[float, float | None]]]
-    """By GEMM and operand: (dB, dB that were possible); inf: never quantized; output: of fprop."""
+    """(measured dB, possible dB) by GEMM and operand, with fprop's output. Infinite: never quantized."""
     ran: bool
     note: str = ""
 
 
 @dataclass(frozen=True)
 class Audit:
-    """What an audit found."""
+    """The result of an audit."""
 
     findings: tuple[Finding, ...]
     rows: tuple[Row, ...]
     dynamic: bool
-    """Whether a batch was run."""
+    """True if a batch was run."""
     coverage: Coverage = field(default_factory=Coverage)
-    """What the model runs in it."""
+    """Products that the model ran in that batch."""
 
     @property
     def sound(self) -> bool:
-        """Whether there is nothing to say."""
+        """Return True if there are no findings."""
         return not self.findings
 
     def verdict(self) -> str:
-        """One sentence."""
+        """Return the verdict in one sentence."""
         rows = [row for row in self.rows if row.ran] if self.dynamic else self.rows
         low = sum(any("/" in words for words in row.precision.values()) for row in rows)
         head = f"{len(rows)} linears, {low} in low precision"
@@ -104,7 +104,7 @@ class Audit:
         return f"{head}: " + ("sound" if self.sound else f"{len(self.findings)} findings")
 
     def tree(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the audit as a tree for JSON."""
         return {
             "verdict": self.verdict(),
             "covers": self.coverage.share([row.operator for row in self.rows if row.ran]),
@@ -122,20 +122,21 @@ def audit(
     lists: Mapping[str, Sequence[str] | str] | None = None,
     progress: Progress | None = None,
 ) -> Audit:
-    """What is in force in the model's linears, against what it should be.
+    """Compare the precision in force in the model's linears with the intended precision.
 
     Args:
-        model: converted by `gnmr.attach`, torchao (float8 and MX training) or Transformer Engine, or plain. It runs in
-            evaluation mode, without torch.compile, and is afterwards as it was: weights, gradients, modes, random
-            numbers, delayed scales. A controller with observe=input_grad counts its backward pass: audit behind a step,
-            and `controller.discard()`.
-        loss_of_batch: the loss of a batch by `model`, one number with a gradient; None: nothing is run.
-        batch: what it is given.
-        recipe: what every linear should be on but the output head, routers and those that a list leaves out.
-        lists: {list: its entries} of `gnmr.doctor.lists.LISTS`, as {"filter_fqns": ["output", "layers.1."]}.
-        progress: called with (passes of linears that are done, of about how many).
+        model: a plain model, or one converted by `gnmr.attach`, torchao (float8 and MX training) or Transformer Engine.
+            It runs in evaluation mode and without torch.compile. The audit restores weights, gradients, modes, random
+            numbers and delayed scales. A controller with observe=input_grad counts the backward pass of the audit: call
+            `audit` after a step, then `controller.discard()`.
+        loss_of_batch: returns the loss of a batch by `model`, one number with a gradient. None: nothing is run.
+        batch: the argument of `loss_of_batch`.
+        recipe: the intended recipe of all linears except the output head, routers and linears that a list leaves out.
+        lists: entries by list (`gnmr.doctor.lists.LISTS`), for example {"filter_fqns": ["output", "layers.1."]}.
+        progress: called with the number of passes of linears that are done and the approximate total.
 
-    ValueError, in one line, for what makes no sense.
+    Raises:
+        ValueError: an argument is invalid; the message is one line.
     """
     require(isinstance(model, nn.Module), "model", type(model).__name__, "must be an nn.Module")
     texts = read_lists(lists)
@@ -159,11 +160,11 @@ def audit(
     )
 
 
-# ---- what is said ----
+# ---- findings ----
 
 
 def _of_lists(entries: Sequence[Entry], model: nn.Module, operators: Sequence[Operator]) -> Iterator[Finding]:
-    """Entries that match nothing, and those that match more than they say."""
+    """Yield entries that match nothing, and entries that match more names than they seem to."""
     names = [operator.name for operator in operators]
     others = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
     for entry in entries:
@@ -183,7 +184,7 @@ def _of_lists(entries: Sequence[Entry], model: nn.Module, operators: Sequence[Op
 
 
 def _alias(entry: Entry, entries: Sequence[Entry]) -> bool:
-    """Whether another entry of the same list says the same under another name: a list for several versions."""
+    """Return True if another entry of the list has the same meaning under a name of another library version."""
     parts = entry.text.strip(".").split(".")
     numbers = [part for part in parts if part.isdigit()]
     for other in entries:
@@ -205,7 +206,7 @@ def _of_conversion(
     recipe: Recipe | None,
     found: Measurements,
 ) -> Iterator[Finding]:
-    """Lists that were not applied, operators that were left out, and other recipes than what was asked for."""
+    """Yield lists that were not applied, operators that were left out, and recipes other than the intended one."""
     out: dict[str, Entry] = {}
     chosen: dict[str, Entry] = {}
     for entry in entries:
@@ -230,7 +231,7 @@ def _of_conversion(
         if wanted and not low and not operator.role:
             missing.append(name)
             within += [name] if isinstance(operator.module, Found) else []
-    if recipe is None and not listed:  # some linears may be left out on purpose; of these nobody may have thought
+    if recipe is None and not listed:  # some may be left out on purpose
         missing = within if any_low else []
     for why, several in not_applied.items():
         what = f"{why}, and it is in {several[0].words('fprop')}"
@@ -250,7 +251,7 @@ def _of_conversion(
 
 
 def _of_recipe(operators: Sequence[Operator], recipe: Recipe) -> Iterator[Finding]:
-    """GEMMs on another recipe than this."""
+    """Yield GEMMs that are not on this recipe."""
     other: dict[tuple[str, str, str], list[str]] = {}
     for operator in operators:
         for gemm in GEMMS if operator.low else ():
@@ -263,12 +264,12 @@ def _of_recipe(operators: Sequence[Operator], recipe: Recipe) -> Iterator[Findin
 
 
 def _word(cast: Any) -> str:
-    """Format and scale, without what is done beside."""
+    """Return the format and scale of a cast, without its other options."""
     return "16 bits" if cast is None else "/".join(str(cast).replace("/axis", "/row").split("/")[:2])
 
 
 def _odd(operators: Sequence[Operator]) -> Iterator[Finding]:
-    """One of many operators of a kind that is in another precision, in a block that is otherwise as the others are."""
+    """Yield the few operators of a kind that differ in precision from the rest of their kind and of their block."""
     kinds: dict[str, list[Operator]] = {}
     blocks: dict[str, list[Operator]] = {}
     for operator in operators:
@@ -291,7 +292,7 @@ def _odd(operators: Sequence[Operator]) -> Iterator[Finding]:
 
 
 def _of_roles(operators: Sequence[Operator], entries: Sequence[Entry], found: Measurements) -> Iterator[Finding]:
-    """Output heads and routers in low precision, and tied heads."""
+    """Yield output heads and routers in low precision, and tied heads that are cast or no longer shared."""
     chosen = {name for entry in entries if entry.converts for name in entry.meant}
     for operator in operators:
         low, said = _low(operator, found), operator.words("fprop")
@@ -308,8 +309,7 @@ def _of_roles(operators: Sequence[Operator], entries: Sequence[Entry], found: Me
 
 
 def _of_parameters(model: nn.Module, found: Measurements) -> Iterator[Finding]:
-    """Norms, embeddings and other parameters of one byte an element; where a GEMM met NaN or Inf, parameters that hold
-    any."""
+    """Yield non-finite parameters, if a GEMM read NaN or Inf, and one-byte parameters outside linears."""
     if met_not_finite(found) and (wrong := list(not_finite(model))):
         what = f"{wrong[0][1]} of its {wrong[0][2]} elements are not finite{' (the first)' if len(wrong) > 1 else ''}"
         yield Finding("not finite", tuple(name for name, _, _ in wrong), what, "weights from before the loss was NaN")
@@ -324,8 +324,10 @@ def _of_parameters(model: nn.Module, found: Measurements) -> Iterator[Finding]:
 
 
 def _of_idle(operators: Sequence[Operator], ran: set[str], read: set[str]) -> Iterator[Finding]:
-    """Linears that may be in low precision and did not run. An expert that no token reached, where others of its kind
-    ran, is none."""
+    """Yield linears that may be in low precision and did not run.
+
+    An expert that no token reached is not reported if other experts of its kind ran.
+    """
     reached = {of_any_expert(name) for name in ran}
     idle = [o.name for o in operators if of_any_expert(o.name) not in reached and o.low is not False]
     kernel = "its weight has a gradient, and it is never called (F.linear, a fused kernel): no precision is in force"
@@ -338,7 +340,7 @@ def _of_idle(operators: Sequence[Operator], ran: set[str], read: set[str]) -> It
 
 
 def _of_others(coverage: Coverage, operators: Sequence[Operator], recipe: Recipe | None) -> Iterator[Finding]:
-    """GEMMs of no linear operator, where the model is to be in low precision, or they are most of it."""
+    """Yield the share of GEMMs outside linear operators if the model is in low precision or they are most of it."""
     others = {
         one: share
         for one, share in coverage.others([o.name for o in operators]).items()
@@ -353,14 +355,14 @@ def _of_others(coverage: Coverage, operators: Sequence[Operator], recipe: Recipe
 
 
 def unused_recipes(declared: Sequence[str], named: Sequence[str | None]) -> list[Finding]:
-    """Recipes that were declared and that no path names."""
+    """Return a finding for each declared recipe that no path names."""
     right = f"one of {', '.join(name for name in named if name)}, or a path that names it"
     what = "is declared, and no path is on it"
     return [Finding("unused recipe", (name,), what, right) for name in declared if name not in named]
 
 
 def _of_passes(operators: Sequence[Operator], found: Measurements) -> Iterator[Finding]:
-    """The causes, those of one kind and one operand in one line."""
+    """Yield the causes that were measured; those of one kind and operand share one finding."""
     alike: dict[tuple[str, str, str], list[tuple[str, Cause]]] = {}
     for (name, gemm, operand), one in found.items():
         for cause in one.causes:
@@ -372,7 +374,7 @@ def _of_passes(operators: Sequence[Operator], found: Measurements) -> Iterator[F
 
 
 def _low(operator: Operator, found: Measurements) -> bool:
-    """Whether the operator is in low precision: as it says, or where it says nothing as its output shows."""
+    """Return True if the operator declares low precision, or declares nothing and its output shows it."""
     if operator.low is not None:
         return operator.low
     return any(one.noise > 0 and one.snr < 45 for (name, *_), one in found.items() if name == operator.name)

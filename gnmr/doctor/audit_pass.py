@@ -1,4 +1,4 @@
-"""The one forward and backward pass of an audit, which leaves no trace in the model."""
+"""Run the forward and backward pass of an audit without leaving a trace in the model."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from gnmr.precision.units import operator_names
 
 
 def met_not_finite(found: Mapping[tuple[str, str, str], Measured]) -> bool:
+    """Return True if any operand or output was not finite."""
     return any(cause.kind == "not finite" for one in found.values() for cause in one.causes)
 
 
@@ -35,9 +36,13 @@ def measured_pass(
     batch: Any,
     progress: Progress | None,
 ) -> tuple[dict[tuple[str, str, str], Measured], set[str], set[str], Coverage]:
-    """Return (what was measured, the operators that ran, those whose weight has a gradient or was read without a call)
-    in one forward and backward pass, and what the model runs in another forward pass; nothing of any without a loss.
-    Operators within modules that nothing was converted of are known by the latter alone."""
+    """Measure one forward and backward pass, and count the model's products in another forward pass.
+
+    Returns:
+        The measurements; the names of the operators that ran; the names of those whose weight has a gradient or was
+        read without a call; and the products that the model ran. All are empty without a loss. Unconverted operators
+        within modules (`Found`) are known from the counted products alone.
+    """
     if loss_of_batch is None:
         return {}, set(), set(), Coverage()
     refuse_meta(model)
@@ -77,8 +82,10 @@ def measured_pass(
 
 
 def _by_operator(coverage: Coverage, operators: Sequence[Operator]) -> Coverage:
-    """The same with the products of operators that nothing was converted of as those of linears that were called.
-    Operators of one tensor share them evenly."""
+    """Return the coverage with products of unconverted inner operators counted as called linears.
+
+    Operators that lie in one tensor share its products evenly.
+    """
     within: dict[str, list[str]] = {}
     for operator in operators:
         if isinstance(operator.module, Found):
@@ -95,7 +102,7 @@ def _by_operator(coverage: Coverage, operators: Sequence[Operator]) -> Coverage:
 
 @contextmanager
 def _quiet(operators: Sequence[Operator]) -> Iterator[None]:
-    """Inside, passes of converted operators leave no trace in delayed scales, probes and generators."""
+    """Keep passes of converted operators from changing delayed scales, probes and generators."""
     own = [operator.module for operator in operators if isinstance(operator.module, PathLinear)]
     shared: dict[int, SharedState] = {id(module.shared): module.shared for module in own}
     kept = [(module, module.read, module._node) for module in own]

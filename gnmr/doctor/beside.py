@@ -1,10 +1,9 @@
-"""What else low precision may be put on, beside the operators that a plan is about: the output head, routers, and the
-cache of keys and values.
+"""Measure low precision in parts that no plan covers: the output head, routers, and the cache of keys and values.
 
-    head, router    linears that every recipe leaves in 16 bits, on the low path
-    kv              the keys and values that attention reads (`scaled_dot_product_attention`), in a cast of their own.
-                    No GEMM reads them in low precision: their error is an inner product with the gradient,
-                    u = <dk, Q(k) - k>, summed over heads, by token and by sequence as in `gnmr.measure.price`
+- head, router: linears that every recipe leaves in 16 bits, on the low path.
+- kv: the keys and values that attention reads (`scaled_dot_product_attention`), under a separate cast. No GEMM reads
+  them in low precision. Their error is an inner product with the gradient, u = <dk, Q(k) - k>. It is summed over heads,
+  by token and by sequence as in `gnmr.measure.price`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from gnmr.precision.recipes import Cast, Gemm
 
 
 def kv_cast_of(word: str) -> Cast:
-    """Return the cast of a cache. ValueError for a word that is none, and for one that needs a history."""
+    """Return the cast of a cache. Raises ValueError if the word names no cast, or one that needs a history."""
     require(isinstance(word, str), "kv_cast", word, f"must be a cast, as {KV_CAST}")
     try:
         cast = Cast.of(word)
@@ -42,10 +41,10 @@ def kv_cast_of(word: str) -> Cast:
 
 
 class Beside:
-    """The things of `BESIDE` (gnmr.names) that are asked for; each is measured alone, all else on the recovery path."""
+    """The parts (`BESIDE` in gnmr.names) to measure, each alone with everything else on the recovery path."""
 
     def __init__(self, model: nn.Module, kinds: Sequence[str], low: Recipe, kv_cast: Cast) -> None:
-        """Raises ValueError for a kind that the model does not have."""
+        """Convert the linears of these kinds. Raises ValueError if the model has none of a kind."""
         self.converted: ConvertedModel | None = None
         self._meter: PriceMeter | None = None
         roles = {one.name: one.role for one in operators_of(model)}
@@ -68,17 +67,17 @@ class Beside:
 
     @property
     def weights(self) -> list[Tensor]:
-        """Of the linears: what backward must reach, so that all are measured."""
+        """Return the weights of the linears, which backward must reach so that all are measured."""
         return [] if self.converted is None else [operator.weight for operator in self.converted.operators]
 
     def restore(self) -> None:
-        """Make the linears what they were."""
+        """Undo the conversion of the linears."""
         if self.converted is not None:
             self.converted.restore()
 
     @contextmanager
     def running(self, alone: str | None = None) -> Iterator[None]:
-        """Inside, all is on the recovery path but for the one `alone`."""
+        """Keep everything on the recovery path except the part `alone`."""
         if self.converted is not None:
             for operator in self.converted.operators:
                 operator.switch(operator.operator_name != alone)
@@ -89,7 +88,7 @@ class Beside:
 
     @contextmanager
     def priced(self, place: int) -> Iterator[None]:
-        """Inside, the backward pass of batch `place` is measured."""
+        """Measure the backward pass of batch `place`."""
         if self._meter is not None:
             self._meter.begin_step(place)
             self._meter.enabled = True
@@ -101,8 +100,10 @@ class Beside:
                 self._meter.enabled = False
 
     def take(self, loss_tokens: int) -> dict[str, tuple[float, float]]:
-        """Return {name: (nats by token, by sequence)} of the backward passes since the last call; `loss_tokens` are in
-        the mean of their loss."""
+        """Return and reset {name: (nats by token, nats by sequence)} of the backward passes since the last call.
+
+        `loss_tokens` is the number of tokens in the mean of their loss.
+        """
         found: dict[str, tuple[float, float]] = {}
         if self._meter is not None:
             self._meter.loss_tokens = loss_tokens
@@ -118,7 +119,7 @@ class Beside:
 
 
 class KVCache(TorchFunctionMode):
-    """Inside `running`, keys and values that attention reads are watched, or one of them is cast."""
+    """A mode that watches the keys and values that attention reads, or casts one of them, inside `running`."""
 
     def __init__(self, model: nn.Module, cast: Cast) -> None:
         super().__init__()
@@ -132,12 +133,12 @@ class KVCache(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
         for operand in ("key", "value"):
-            module = self._inside[-1] if self._inside else ""  # called by the model itself, or by `run`
+            module = self._inside[-1] if self._inside else ""  # "": called by the model itself, or by `run`
             given[operand] = self._read(f"{module}.{operand[0]}_cache".lstrip("."), given[operand])
         return func(given.pop("query"), given.pop("key"), given.pop("value"), *args[3:], **given)
 
     def _read(self, name: str, x: Tensor) -> Tensor:
-        """What attention reads in the place of `x` (B, ..., T, D)."""
+        """Return the tensor that attention reads in place of `x` (B, ..., T, D)."""
         if name == self._alone:
             return self._stored(x)
         if torch.is_grad_enabled() and x.requires_grad:
@@ -158,7 +159,7 @@ class KVCache(TorchFunctionMode):
 
     @contextmanager
     def running(self, alone: str | None = None) -> Iterator[None]:
-        """Inside, the mode is on, and the cache `alone` is cast."""
+        """Turn the mode on, and cast the cache `alone`."""
         self._alone = alone
         with ExitStack() as stack:
             for name, module in self._model.named_modules():
@@ -177,7 +178,7 @@ class KVCache(TorchFunctionMode):
         self._inside.pop()
 
     def take(self, loss_tokens: int) -> dict[str, tuple[float, float]]:
-        """As `Beside.take`. Raises ValueError where attention was not seen."""
+        """Return the numbers of `Beside.take`. Raises ValueError if no attention was seen."""
         require(self._sums, "include", "kv", "this model's attention is not PyTorch's scaled_dot_product_attention")
         found = {}
         for name, parts in self._sums.items():
@@ -189,5 +190,5 @@ class KVCache(TorchFunctionMode):
 
 
 def _by_token(x: Tensor) -> Tensor:
-    """(B, ..., T, D), or (T, D) of one sequence -> (B, T, ..., D): a token's head is a row."""
+    """Reshape (B, ..., T, D), or (T, D) of one sequence, to (B, T, ..., D), so that each head of a token is a row."""
     return (x if x.dim() > 2 else x[None]).movedim(-2, 1)

@@ -1,11 +1,11 @@
-"""Why the signal-to-noise ratio of an operand or an output is poor.
+"""Explain why the signal-to-noise ratio of an operand or an output is poor.
 
-Of two poor ratios alike the causes differ, and are told apart by casting again:
+Equally poor ratios can have different causes. Further casts distinguish them:
 
     scale        q is a multiple of the ideal cast, or the cast under a scale that is k times the right one
-    saturated    without the elements at the largest value that q has, the ratio is as it could be
-    outlier      the ratio is as it could be, and a few channels (or, under scales of several tokens, tokens) cost all
-                 others half of their decibels: what these had if the few were zero
+    saturated    without the elements at the largest value of q, the ratio is as good as it can be
+    outlier      the ratio is as good as it can be, and a few channels cost all others half of the decibels that they
+                 would have if the few were zero (under scales of several tokens, also a few tokens)
     noise        none of these
 """
 
@@ -21,18 +21,18 @@ from gnmr.doctor.in_force import Grain
 from gnmr.errors import first_few
 
 TOLERANCE = 3.0
-"""dB below what is possible that are no finding: other rules for scales (powers of two) and ties."""
+"""Allowed distance from the possible ratio, in dB, for other scale rules (powers of two) and ties."""
 PRODUCT = 30.0
-"""dB to which an output has to be the product of its operands."""
+"""Minimum ratio, in dB, between an output and the product of its operands."""
 _FEW = 256
-"""Elements below which stochastic rounding is too noisy for `TOLERANCE`: it is doubled."""
+"""Number of elements below which stochastic rounding is noisy, so that `TOLERANCE` is doubled."""
 _RISEN = 8.0
-"""Times the median channel's magnitude from where on one is an outlier's candidate."""
+"""Multiple of the median channel's magnitude above which a channel may be an outlier."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """What is wrong with one operand or output."""
+    """The problem of one operand or output, and its remedy."""
 
     kind: str
     text: str
@@ -40,7 +40,7 @@ class Cause:
 
 
 def decibels(signal: float, noise: float) -> float:
-    """10 log10(signal / noise)."""
+    """Return 10 log10(signal / noise)."""
     if not math.isfinite(signal + noise):
         return -math.inf
     if signal == 0:
@@ -49,12 +49,12 @@ def decibels(signal: float, noise: float) -> float:
 
 
 def energy(x: Tensor) -> float:
-    """The sum of squares, in float64."""
+    """Return the sum of squares, computed in float64."""
     return float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
 
 
 def explained(x: Tensor, q: Tensor, grain: Grain | None, contracted: int, ideal: Tensor | None) -> Cause | None:
-    """What is wrong with `q`, as a GEMM reads the tensor `x` (N, D) that is cast in `grain`; None: nothing."""
+    """Return the problem of `q`, which a GEMM reads for the tensor `x` (N, D) cast in `grain`, or None."""
     x, q = x.float(), q.float()
     signal, noise = energy(x), energy(q - x)
     if not math.isfinite(signal):
@@ -85,7 +85,7 @@ def _undeclared(x: Tensor, q: Tensor, signal: float, noise: float) -> Cause:
 
 
 def _poor(x: Tensor, q: Tensor, grain: Grain, contracted: int, ideal: Tensor) -> Cause:
-    """Why the noise of q is far above that of the ideal cast."""
+    """Return the reason why the noise of q is far above that of the ideal cast."""
     signal, noise, possible = energy(x), energy(q - x), energy(ideal - x)
     head = f"{decibels(signal, noise):.1f} dB where {grain} can give {decibels(signal, possible):.1f}"
     enough = possible * 10 ** (TOLERANCE / 10)
@@ -120,7 +120,7 @@ def _poor(x: Tensor, q: Tensor, grain: Grain, contracted: int, ideal: Tensor) ->
 
 
 def _gain(x: Tensor, q: Tensor, dim: int | None) -> Tensor:
-    """The factor by which q is nearest to x, of all or of each row or column; 1 where there are zeros alone."""
+    """Return the factor between x and q by least squares, for all, each row or each column; 1 for zeros."""
     x, q = x.double(), q.double()
     own, both = x.square(), x * q
     own, both = (own.sum(), both.sum()) if dim is None else (own.sum(dim, keepdim=True), both.sum(dim, keepdim=True))
@@ -129,7 +129,7 @@ def _gain(x: Tensor, q: Tensor, dim: int | None) -> Tensor:
 
 
 def _outlier(x: Tensor, q: Tensor, grain: Grain, contracted: int) -> Cause | None:
-    """Channels, or tokens, that cost the others half of their decibels."""
+    """Return a cause if a few channels or tokens cost the others half of their decibels."""
     dims = [0] if x.shape[1] > 4 else []
     if grain.cast.scale in ("tensor", "delayed", "block") and x.shape[0] > 4:
         dims.append(1)
@@ -155,7 +155,7 @@ def _outlier(x: Tensor, q: Tensor, grain: Grain, contracted: int) -> Cause | Non
 
 
 def of_output(exact: Tensor, y: Tensor, ideal: Tensor | None, bias: Tensor | None) -> Cause | None:
-    """What is wrong with an output that should be `exact`; `ideal`: what could be had."""
+    """Return the problem of an output that should be `exact`, or None; `ideal` is the best possible output."""
     exact, y = exact.float(), y.float()
     signal, noise = energy(exact), energy(y - exact)
     if not math.isfinite(noise):
@@ -164,7 +164,7 @@ def of_output(exact: Tensor, y: Tensor, ideal: Tensor | None, bias: Tensor | Non
     if signal == 0:
         return None
     floor = signal * 10 ** (-PRODUCT / 10)
-    if ideal is None:  # nothing is declared: a multiple alone is wrong
+    if ideal is None:  # nothing is declared, so only a wrong multiple is a problem
         floor = signal * 0.1
     possible = max(floor, 0.0 if ideal is None else energy(ideal.float() - exact) * 10 ** (TOLERANCE / 10))
     if noise <= possible:

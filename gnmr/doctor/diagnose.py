@@ -1,11 +1,13 @@
-"""`gnmr.diagnose`: what low precision costs a model as it is, GEMM by GEMM, and on which recipe each GEMM should run.
+"""Measure with `gnmr.diagnose` what low precision costs a model, and which recipe each GEMM should run on.
 
-What is measured is the KL divergence a token between the model with every operator on the recovery path and the same
-model with some on the low path. Of each batch one forward and backward pass, on labels that the model draws itself,
-gives two estimates of the KL of every operator alone (`gnmr.measure.price`), on the low recipe and on those that a
-plan may keep it on, and one forward pass the KL of all. The highest of either estimate are then measured, one forward
-pass a batch each. Other batches give the KL that is left by the plan, by plans with one recipe besides the low one, and
-by the usual guesses at the same cost. Nothing is trained, and the model is afterwards what it was.
+The cost is a KL divergence per token. It compares the model with every operator on the recovery path to the same model
+with some operators on the low path. On each batch, one forward and backward pass gives two estimates of the KL of every
+operator alone (`gnmr.measure.price`). Its labels are drawn by the model itself. The estimates cover the low recipe and
+the recipes on which a plan may keep a GEMM. Another forward pass measures the KL of all operators together.
+
+The KL of the operators that are highest by either estimate is then measured, with one forward pass per batch each.
+Held-out batches give the KL that remains under the plan and under other choices: plans with only one other recipe, and
+the usual guesses at the same cost. Nothing is trained, and the model is restored.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from gnmr.precision.recipes import Gemm
 Side = Mapping[str, "str | Recipe"]
 """The recipes of one side: {pattern of operators: recipe}."""
 CHEAPER = "mxfp8"
-"""What a plan may keep a GEMM of 4 bits on besides bf16, if nothing else is said."""
+"""Recipe besides bf16 on which a plan may keep a GEMM of 4 bits by default."""
 
 
 def diagnose(
@@ -68,42 +70,45 @@ def diagnose(
     """Measure what every GEMM of the model's linears costs under `recipe`.
 
     Args:
-        model: with its weights, on its device and in its dtype; in float32 small KLs are not hidden by rounding. It
-            runs in evaluation mode, and is afterwards as it was to the bit: weights, gradients, modes, random numbers;
-            after an error too.
-        run: runs `model` on a batch. It returns the logits (..., V); or these and the targets (...), in which -100
-            leaves a position out; or an output of transformers, which has `logits` and perhaps `loss`, and of which
-            every position counts, padding too; or the mean loss in nats alone, one number with a gradient, for models
-            without logits: then no KL is measured.
-        batches: two at least; the more, the narrower the intervals.
-        recipe: the low path; `int8` stands for `sim_int8`, and so on; or several, {pattern of operators: recipe}, of
-            which "*" is that of all others and the last that matches counts. Numbers are simulated, whatever runs here.
-        recovery: the path of higher precision, which all errors are against.
-        rescue: recipes that the plan may keep a GEMM on. None: the recovery recipe; if that is bf16 and fprop of the
-            low path reads 4 bits or fewer, mxfp8 too, as far as the model's widths allow it.
-        targets, exclude: patterns of the linears, as in `PathSpec`; targets=None: those of the blocks. Output heads,
-            routers and linears tied to an embedding stay in 16 bits.
-        budget: extra GEMM time that the plan may take, as a share of the time of all GEMMs on the low path; between two
-            sides the share of the GEMMs' arithmetic that may be in one recipe on both.
+        model: a model with weights, on its device and in its dtype. In float32, rounding does not hide small KLs. It
+            runs in evaluation mode. Weights, gradients, modes and random numbers are restored to the bit, also after an
+            error.
+        run: runs `model` on a batch. It returns one of the following: the logits (..., V); the logits and the targets
+            (...), in which -100 excludes a position; an output of transformers with `logits` and perhaps `loss`, of
+            which every position counts, padding too; or, for a model without logits, the mean loss in nats, one number
+            with a gradient. In the last case no KL is measured.
+        batches: at least two; more batches give narrower intervals.
+        recipe: the low path, where `int8` stands for `sim_int8`, and so on. Several recipes are given as {pattern of
+            operators: recipe}: "*" is the recipe of all others, and the last pattern that matches counts. Casts are
+            simulated on any hardware.
+        recovery: the path of higher precision, against which all errors are measured.
+        rescue: recipes on which the plan may keep a GEMM. None: the recovery recipe, and also mxfp8 if recovery is
+            bf16, fprop of the low path reads at most 4 bits, and the model's widths allow it.
+        targets: patterns of the linears, as in `PathSpec`. None: those of the blocks. Output heads, routers and linears
+            that are tied to an embedding stay in 16 bits.
+        exclude: patterns of linears to leave out.
+        budget: extra GEMM time that the plan may take, as a share of the time of all GEMMs on the low path. Between two
+            sides, it is the share of the GEMMs' arithmetic that may be in one recipe on both.
         times: relative times of GEMMs by the bits of their widest operand, or by recipe, as `PathSpec.times`.
-        fused: kinds of operators that have one recipe together, because a library runs them as one: qkv, gate_up,
-            experts (each projection of all experts), moe (all of their projections).
+        fused: kinds of operators that share one recipe because a library runs them as one: qkv, gate_up, experts (each
+            projection of all experts), moe (all of their projections).
         held_out: other batches, on which the KL of the plan and of the usual guesses is measured.
-        plan: pins in force, with the plan's own recipes and targets: what is measured is what they leave.
-        against: the recipe or recipes of the other side, if two should agree: `recipe` is the rollout's, this the
-            trainer's. It takes the place of `recovery`, and needs logits.
-        gate: KL a token that two sides may differ by. The plan is then the cheapest that is expected to keep it.
-        labels: of the backward pass: "model" draws them from its own predictions; "data" takes the targets or the loss.
-        confirm: measure the KL of the N highest of either estimate.
-        include: what else is measured, each alone and off the plan: head, router, kv (`gnmr.doctor.beside`).
-        kv_cast: of the cache of keys and values, a number format and what shares a scale.
-        tokens: price every Nth token; with more than 1 there is no estimate by sequence.
-        terms: of a batch, how many terms the mean loss has that `run` gives; None: as many as tokens. A model that says
-            one thing of a whole text has one a text.
+        plan: a plan whose pins, recipes and targets are in force; the cost that remains under it is measured.
+        against: the recipe or recipes of the trainer, if two sides should agree; `recipe` is then the rollout's. It
+            replaces `recovery`, and needs logits.
+        gate: KL per token by which two sides may differ. The plan is then the cheapest one expected to keep it.
+        labels: labels of the backward pass. "model" draws them from the model's predictions; "data" uses the targets or
+            the loss.
+        confirm: number of operators, highest by either estimate, whose KL is measured.
+        include: parts to measure alone and outside the plan: head, router, kv (`gnmr.doctor.beside`).
+        kv_cast: cast of the cache of keys and values: a number format and the group that shares a scale.
+        tokens: price one token in every `tokens`; above 1, there is no estimate by sequence.
+        terms: returns the number of terms in the mean loss of a batch. None: one term per token. A model that makes one
+            prediction per text has one term per text.
         progress: see `Progress`.
 
     Raises:
-        ValueError: in one line, for what makes no sense; the model is then as it was.
+        ValueError: an argument is invalid; the message is one line, and the model is restored.
     """
     check_budget(budget)
     whole(tokens=tokens)
@@ -133,7 +138,7 @@ def diagnose(
         spec = _spec(low, high, sides, targets=targets, exclude=exclude, recipes=own, times=dict(times or {}))
     with as_it_was(model):
         with warnings.catch_warnings():
-            if sides:  # they may be alike, and either may be the coarser
+            if sides:  # two sides may be alike, and either may be the coarser
                 warnings.simplefilter("ignore")
             converted = convert(model, spec)
         beside = None
@@ -177,7 +182,7 @@ def _check_sides(
     plan: PinPlan | str | PathLike[str] | None,
     options: Mapping[str, object],
 ) -> None:
-    """ValueError for options that do not go together; `options`: those of a choice among recipes."""
+    """Raise ValueError if options are incompatible; `options` are those of a choice among recipes."""
     several = isinstance(recipe, Mapping)
     if plan is not None:
         for key, given in {"against": against, "gate": gate, "recipe": recipe if several else None, **options}.items():
@@ -193,12 +198,12 @@ def _check_sides(
     if gate is not None:
         number = isinstance(gate, int | float) and not isinstance(gate, bool)
         sound = number and 0 < gate < np.inf  # type: ignore[operator]
-        require(sound, "gate", gate, "must be nats of KL per token, a number above 0")
+        require(sound, "gate", gate, "must be nats of KL a token, a number above 0")
         require(against is not None, "gate", gate, "is between two sides; give against=RECIPE, the trainer's")
 
 
 def _side(given: str | Recipe | Side, key: str) -> tuple[str | Recipe, dict[str, Recipe]]:
-    """(the recipe of all operators, {pattern: recipe of some}), each of which is known."""
+    """Return (recipe of all operators, {pattern: recipe of some}), and check that each is known."""
     if not isinstance(given, Mapping):
         return _known(given, key), {}
     require("*" in given, key, list(given), 'has no "*", which says the recipe of all other operators')
@@ -214,7 +219,7 @@ def _side(given: str | Recipe | Side, key: str) -> tuple[str | Recipe, dict[str,
 
 
 def _rescues_named(given: str | Recipe | Sequence[str | Recipe] | None) -> list[str | Recipe]:
-    """Return what `rescue` names, each of which is known."""
+    """Return the recipes that `rescue` names, and check that each is known."""
     several = [given] if isinstance(given, str | Recipe) else given
     if several is None:
         return []
@@ -223,8 +228,10 @@ def _rescues_named(given: str | Recipe | Sequence[str | Recipe] | None) -> list[
 
 
 def _rescues(converted: ConvertedModel, named: Sequence[str | Recipe], times: Mapping[str, float]) -> dict[str, Recipe]:
-    """Return the recipes, by name, that a plan may keep a GEMM on, the fastest first: those that were asked for, or
-    what this model can have of the default."""
+    """Return, by name and fastest first, the recipes on which a plan may keep a GEMM.
+
+    These are the recipes that were asked for, or the default recipes that this model can have.
+    """
     low, recovery = converted.low, converted.recovery
     assert isinstance(low, Recipe) and isinstance(recovery, Recipe)
     found = {} if named else {recovery.name: recovery}
@@ -248,7 +255,7 @@ def _rescues(converted: ConvertedModel, named: Sequence[str | Recipe], times: Ma
 
 
 def _known(given: object, key: str) -> str | Recipe:
-    """A recipe, or the name of one."""
+    """Return a recipe, or the checked name of one."""
     require(isinstance(given, str | Recipe), key, given, "must be the name of a recipe, or a Recipe")
     return recipe_named(given, key=key) if isinstance(given, str) else given  # type: ignore[return-value]
 
@@ -256,7 +263,7 @@ def _known(given: object, key: str) -> str | Recipe:
 def _divided(
     converted: ConvertedModel, low: Mapping[str, Recipe], high: Mapping[str, Recipe]
 ) -> dict[str, tuple[str, str]]:
-    """Give some operators recipes of their own; returns {operator: (its low path, its recovery path)} of those."""
+    """Give operators that match a pattern their recipes; return {operator: (low recipe, recovery recipe)} of those."""
     names = [operator.operator_name for operator in converted.operators]
     touched: dict[str, PathLinear] = {}
     for key, parts in (("low", low), ("recovery", high)):
@@ -272,7 +279,7 @@ def _divided(
 
 
 def recipe_named(name: str, others: Iterable[str] = (), key: str = "recipe") -> str:
-    """The recipe of a name: itself, or of a format the recipe that casts everything to it. ValueError for neither."""
+    """Return `name`, or the recipe that casts everything to the format `name`. Raises ValueError if it is unknown."""
     known = (*RECIPES, *others)
     if name not in known and f"sim_{name}" in RECIPES:
         return f"sim_{name}"
@@ -291,15 +298,15 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _spec(recipe: str | Recipe, recovery: str | Recipe, sides: bool, **more: Any) -> PathSpec:
-    """The paths of a diagnosis, of two `sides` perhaps; `more`: other fields of the spec."""
+    """Return the paths of a diagnosis, perhaps of two `sides`; `more` holds other fields of the spec."""
     require(sides or recipe != recovery, "recipe", recipe, "is the recovery path too: there is nothing to diagnose")
-    if recipe == recovery == "bf16":  # two formats otherwise, beside which no operator can have a recipe
+    if recipe == recovery == "bf16":  # these would be two formats, next to which no operator can have a recipe
         recipe = Recipe("16 bits", fprop=Gemm(), dgrad=Gemm(), wgrad=Gemm())
     return PathSpec.of(recipe, recovery, backend="simulated", **more)
 
 
 def _spec_under(plan: PinPlan, where: str, model: nn.Module) -> PathSpec:
-    """The paths of a diagnosis under a plan, which `where` names. UserError for a plan of another model."""
+    """Return the paths of a diagnosis under a plan. Raises UserError if the plan (`where`) is of another model."""
     require(plan.low not in FORMATS, "plan", plan.low, "its low path is a format; recipes alone can be diagnosed")
     spec = PathSpec(backend="simulated", **(plan.paths() | {"recovery": plan.recovery or "bf16"}))
     plan.refuse_other(where, operator_shapes(model, spec))

@@ -1,13 +1,13 @@
-"""What `gnmr.diagnose` found: what every GEMM costs, with intervals, what was measured of all, a verdict, a plan.
+"""Hold the results of `gnmr.diagnose`: the cost of every GEMM with intervals, the total, a verdict and a plan.
 
-Two rankings, not one. What `fprop` costs is in nats of KL a token, of the model without and with it in low precision;
-`dgrad` and `wgrad` change the next step, and have the squared error of the gradient that they give, relative to that
-gradient (docs/price.md). A plan is chosen by the former alone. Where the model gave a loss and no logits, nats are
-those by which the loss rises.
+There are two rankings. The cost of `fprop` is the KL in nats per token between the model without and with this GEMM in
+low precision. `dgrad` and `wgrad` change the next step, and their score is the squared error of the gradient that they
+give, relative to that gradient (docs/price.md). A plan is chosen by fprop alone. If the model gave a loss and no
+logits, the nats are the increase of the loss.
 
-The highest fprops are measured one by one; the others are estimates to second order. `interaction` is the KL of
-everything low less the sum of all: a failure that only the assembled model shows. `calibration` is the one over the
-other; expected costs are the values times that, and so assume that it is the same for all operators.
+The KL of the most expensive fprops is measured one by one; the others are second-order estimates. `interaction` is the
+KL of everything in low precision minus the sum of all: a failure that only the assembled model shows. `calibration` is
+the ratio of the two. Expected costs are the values times this ratio, which assumes the same ratio for all operators.
 """
 
 from __future__ import annotations
@@ -30,130 +30,135 @@ from gnmr.measure.coverage import Coverage
 
 _SPLITS = 100
 CURVE = (0.03, 0.05, 0.1, 0.2, 0.3)
-"""Budgets of plans whose KL is measured too."""
+"""Budgets of further plans whose KL is measured."""
 RANDOM_DRAWS = 2
-"""Of the guess `random`, whose numbers are the mean of them."""
+"""Number of random draws whose mean is the guess `random`."""
 
 
 @dataclass(frozen=True)
 class Stability:
-    """Whether other batches would give the same order of the operators, by what their fprop costs."""
+    """How stable the order of the operators by the cost of fprop is under another draw of batches."""
 
     top: int
-    """Operators in the top set: as many as the plan pins, by price per cost."""
+    """Number of operators in the top set by price per cost, equal to the number that the plan pins."""
     same: float
-    """Share of bootstrap draws in which it is the same set."""
+    """Share of bootstrap draws in which the top set is the same."""
     overlap: float
-    """Mean share of it that stays."""
+    """Mean share of the top set that stays."""
     halves: float
-    """Spearman's correlation between the prices of two halves of the batches, the mean of many splits."""
+    """Spearman correlation between the prices of two halves of the batches, averaged over many splits."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Diagnosis:
-    """See the module. Numbers are means over batches."""
+    """The results of a diagnosis (see the module). Numbers are means over batches."""
 
     recipe: str
     recovery: str
     operators: dict[str, tuple[int, int]]
-    """(inputs, outputs) of each, in the model's order."""
+    """(inputs, outputs) of each operator, in the model's order."""
     rows: tuple[Row, ...]
     """Every GEMM of every operator, in the model's order."""
     samples: np.ndarray
-    """(B, U): nats that an operator's fprop costs on the low recipe, by the estimate in use, of each batch."""
+    """(B, U): nats that each operator's fprop costs on the low recipe in each batch, by the estimate in use."""
     measured: Measured
-    """On the batches of the prices."""
+    """KL and loss on the batches of the prices."""
     scores: dict[str, dict[str, float]]
-    """`mse` (of the input's cast) and `gradient norm` (of the weight) by operator."""
+    """`mse` (of the input's cast) and `gradient norm` (of the weight), each by operator."""
     budget: float
     tokens: int
-    """One token in so many was priced."""
+    """One token in every `tokens` was priced."""
     pins: Pins
-    """Of the plan that was in force."""
+    """Pins of the plan that was in force."""
     rescues: tuple[str, ...]
-    """Recipes that a plan may keep a GEMM on, the fastest first; of two sides the other side's, none under a plan."""
+    """Recipes that a plan may keep a GEMM on, fastest first. With two sides, the other side's; under a plan, none."""
     costs: Times
-    """Time of every GEMM on the low recipe and the rescues; of two sides its arithmetic, twice where both are alike."""
+    """Time of every GEMM on the low recipe and the rescues. With two sides, its arithmetic, doubled if both agree."""
     targets: list[str] | None
     exclude: list[str] = field(default_factory=list)
     work: Mapping[str, int] = field(default_factory=dict)
-    """Multiplications of each operator's fprop in all batches,"""
+    """Multiplications of each operator's fprop in all batches."""
     rest: int = 0
-    """and those of all other GEMMs of the model."""
+    """Multiplications of all other GEMMs of the model."""
     coverage: Coverage = field(default_factory=Coverage)
-    """What the model ran in the first batch."""
+    """Products that the model ran in the first batch."""
     times: dict[str, float] = field(default_factory=dict)
     """Relative times of GEMMs that the user gave."""
     fused: Sequence[str] = ()
-    """Kinds of operators that have one recipe together,"""
+    """Kinds of operators that share one recipe."""
     groups: Sequence[Sequence[str]] = ()
-    """and those operators."""
+    """Operators of these kinds that share one recipe."""
     recipes: dict[str, Any] = field(default_factory=dict)
     idle: Mapping[str, str] = field(default_factory=dict)
-    """Operators that ran in no batch, or without an effect on the loss, and which of these: they have no price and are
-    in no share, budget or plan."""
+    """Operators that ran in no batch or without an effect on the loss, with the reason.
+
+    They have no price, and no share, budget or plan contains them.
+    """
     matched: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """(inputs, outputs) of those of them that `targets` name all the same, because no list of names leaves them out."""
+    """(inputs, outputs) of those idle operators that `targets` still match, because no list of names excludes them."""
     modules: Mapping[str, str] = field(default_factory=dict)
-    """Classes of the modules that hold operators and are no nn.Linear, by the modules' names."""
+    """Classes of the modules that hold operators and are not nn.Linear, by module name."""
     partly: Mapping[str, int] = field(default_factory=dict)
-    """Operators that ran in some batches alone, and in how many."""
+    """Operators that ran only in some batches, with the number of batches."""
     held_out: Measured | None = None
     left: Mapping[str, Measured] = field(default_factory=dict)
-    """What is left on the held-out batches: under the `plan` of this budget, and under each of the `alternatives`."""
+    """Cost that remains on the held-out batches under the `plan` of this budget and each of the `alternatives`."""
     apart: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Nats that each of these leaves more than the plan, and half the width of that interval, paired."""
+    """Extra nats that each alternative leaves compared with the plan, and half the width of the paired interval."""
     curve: tuple[tuple[float, Measured], ...] = ()
-    """(extra time, what is left on the held-out batches) of plans of other budgets."""
+    """(extra time, cost that remains on the held-out batches) of plans of other budgets."""
     beside: tuple[Row, ...] = ()
-    """The output head, routers and caches of keys and values that were asked for, each alone; in no sum or plan."""
+    """The output head, routers and caches that were asked for, each measured alone and in no sum or plan."""
     limit: float | None = None
-    """KL that rounding in the model's own dtype makes, nats a token."""
+    """KL from rounding in the model's own dtype, nats per token."""
     against: bool = False
-    """Whether two sides are compared: `recipe` is the rollout's, `recovery` the trainer's."""
+    """True if two sides are compared; `recipe` is then the rollout's and `recovery` the trainer's."""
     sides: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """(recipe of the rollout, of the trainer) of operators that have their own."""
+    """(rollout recipe, trainer recipe) of operators that have separate recipes."""
     gate: float | None = None
-    """KL that two sides may differ by."""
+    """KL per token by which two sides may differ."""
     labels: str = "data"
-    """Of the backward pass: `model`, drawn from its own predictions, or `data`."""
+    """Labels of the backward pass: `model` (drawn from its predictions) or `data`."""
     estimate: str = "token"
-    """Which estimate of fprop is in use: `token` or `sequence`."""
+    """Estimate of fprop in use: `token` or `sequence`."""
 
     # ---- totals ----
 
     @cached_property
     def prices(self) -> Prices:
-        """Nats of every fprop on the low recipe and the rescues; no other GEMM has any."""
+        """Return the nats of every fprop on the low recipe and the rescues; no other GEMM has prices."""
         forward = (row for row in self.rows if row.gemm == "fprop")
         return {(row.operator, row.gemm): {self.recipe: row.value, **row.rescued} for row in forward}
 
     @property
     def total(self) -> float:
-        """Nats a token of all operators' fprop, each alone, added up."""
+        """Return the sum over operators of the nats per token that each fprop costs alone."""
         return float(sum(own[self.recipe] for own in self.prices.values()))
 
     @property
     def calibration(self) -> float | None:
-        """What everything low costs over `total`; None where that is not above its noise, or nothing costs anything."""
+        """Return the cost of everything low over `total`; None if the cost is within its noise or `total` is 0."""
         found = self.measured
         return found.nats / self.total if found.shown and found.finite and self.total > 0 else None
 
     @property
     def interaction(self) -> float | None:
-        """KL of everything low less `total`; None without a KL."""
+        """Return the KL of everything low minus `total`; None without a KL."""
         return None if self.measured.kl is None else self.measured.kl - self.total
 
     @property
     def interacts(self) -> bool:
-        """Whether the interaction is large: more than half of the KL of everything low, and beyond its noise."""
+        """Return True if the interaction exceeds its noise and half of the KL of everything low."""
         size = abs(self.interaction or 0.0)
         return bool(size > self.measured.nats / 2 and size > self.measured.noise and not self.little)
 
     @property
     def coherent(self) -> list[Row]:
-        """fprop whose two estimates are more than a factor of 2 apart, and further than chance puts
-        those of so many sequences of independent tokens: there the products of two tokens matter."""
+        """Return the fprops for which products of two tokens matter.
+
+        The two estimates of such an fprop differ by more than a factor of 2. They also differ by more than chance
+        explains for this number of sequences of independent tokens.
+        """
         number = max(self.measured.sequences, self.measured.batches)
         low, high = (special.chdtri(number, chance) / number for chance in (0.999, 0.001))
         low, high = min(low, 0.5), max(high, 2.0)
@@ -162,37 +167,46 @@ class Diagnosis:
 
     @property
     def little(self) -> bool:
-        """Whether nothing has to be kept: less than `LITTLE`, or of two sides than the gate or the detection limit, by
-        what was measured, or where that shows nothing by the sum of all and the upper end of what was measured."""
+        """Return True if the model needs no pins because its cost is below a bound.
+
+        The bound is `LITTLE`; with two sides it is the gate or the detection limit. The cost is the measured one. If
+        the measurement shows nothing, it is the larger of `total` and the upper end of the measured interval.
+        """
         found = self.measured
         bound = self.gate or ((self.limit or 0.0) if self.against else LITTLE)
         return bool((found.nats if found.shown else max(self.total, found.nats + found.noise)) < bound)
 
     def left_by_time(self, rescue: str | None = None) -> list[tuple[float, float]]:
-        """Return (extra time, nats left by the values) on the plan's way from no pin to all that save something;
-        `rescue`: with pins to this recipe alone."""
+        """Return (extra time, nats left by the values) from no pin to all useful pins.
+
+        With `rescue`, pins are to this recipe alone.
+        """
         return front(self._prices_on(rescue), self.costs, self.recipe, self.groups)
 
     def worst(self, gemm: str = "fprop") -> list[Row]:
-        """Return one GEMM of all operators, the largest value first."""
+        """Return the rows of one GEMM of all operators, the largest value first."""
         return sorted((row for row in self.rows if row.gemm == gemm), key=lambda row: row.value, reverse=True)
 
     # ---- choices ----
 
     @property
     def chooses(self) -> bool:
-        """Whether it recommends recipes, of which each takes its own time: not of two sides or under a plan."""
+        """Return True if the diagnosis recommends recipes with different times: not with two sides or under a plan."""
         return not (self.pins or self.against or self.sides)
 
     @property
     def singles(self) -> tuple[str, ...]:
-        """Several rescues, of which each alone is compared with the plan."""
+        """Return the rescues whose single-recipe plans are compared with the plan, if there are several."""
         return self.rescues if len(self.rescues) > 1 else ()
 
     def choice(self, budget: float | None = None, rescue: str | None = None, *, free: bool = False) -> Choice:
-        """Return the plan that leaves the fewest nats under the budget of extra time (None: this diagnosis's), among
-        the rescues or on one `rescue` alone. With a gate and no budget it is the cheapest that is expected to keep the
-        gate. `free`: as if no library ran operators as one.
+        """Return the plan that leaves the fewest nats under a budget of extra time.
+
+        Args:
+            budget: share of extra GEMM time. None: this diagnosis's budget, or with a gate no budget; the plan is then
+                the cheapest one expected to keep the gate.
+            rescue: the only recipe to pin to. None: all rescues.
+            free: ignore that a library runs operators as one.
 
         Raises ValueError under a plan's pins.
         """
@@ -216,10 +230,10 @@ class Diagnosis:
 
     @cached_property
     def alternatives(self) -> dict[str, list[Choice]]:
-        """Other choices of the same extra time: plans on each of several rescues alone, and the usual guesses.
+        """Return other choices of the same extra time: plans on each of several rescues alone, and the usual guesses.
 
-        These take fprop of the operators of the last blocks, the first, both ends, random ones (`RANDOM_DRAWS`), or
-        those of the largest `scores`, on the rescue that leaves the fewest nats by the values.
+        The guesses pin fprop of the last blocks, the first blocks, both ends, random operators (`RANDOM_DRAWS`), or the
+        operators with the largest `scores`. They use the rescue that leaves the fewest nats by the values.
         """
         budget = self.budget if self.gate is None else max(self.choice().extra, 1e-9)
         found = {f"{rescue} alone": [self.choice(budget, rescue)] for rescue in self.singles}
@@ -239,8 +253,10 @@ class Diagnosis:
         return found
 
     def compared(self) -> dict[str, dict[str, float | None]]:
-        """Return what the plan and the alternatives leave, by the values and measured, and their extra time; nothing
-        under a plan's pins."""
+        """Return the extra time of the plan and the alternatives, and the nats that they leave, by value and measured.
+
+        The result is empty under a plan's pins.
+        """
         choices = {} if self.pins else {"plan": [self.choice()], **self.alternatives}
         return {
             name: {
@@ -254,7 +270,7 @@ class Diagnosis:
         }
 
     def recipes_in_use(self) -> list[tuple[str, float, int]]:
-        """Return (recipe, relative time of its fprop, GEMMs) of the plan, the low recipe first."""
+        """Return (recipe, relative time of its fprop, number of GEMMs) of the plan, the low recipe first."""
         kept = Counter(recipe for own in (self.pins or self.choice().pins).values() for recipe in own.values())
         (first, _), own = next(iter(self.costs.items()))
         area = self.work.get(first) or math.prod(self.operators[first])
@@ -265,20 +281,20 @@ class Diagnosis:
         ]
 
     def expected(self, choice: Choice) -> tuple[float, float]:
-        """Nats a token without and with the pins: the values times `calibration`, where there is one."""
+        """Return the expected nats per token without and with the pins: the values times `calibration`, if known."""
         factor = self.calibration or 1.0
         return max(0.0, factor * choice.before), max(0.0, factor * choice.after)
 
     def plan(self, budget: float | None = None, provenance: Mapping[str, str] | None = None) -> PinPlan:
-        """Return plan.json under that budget of extra GEMM time (None: this diagnosis's).
+        """Return plan.json under a budget of extra GEMM time (None: this diagnosis's).
 
-        Raises ValueError for no share, and for a diagnosis that was made under a plan, or of operators with recipes of
-        their own, which a plan cannot say.
+        Raises ValueError if the budget is not a positive share. It also does so for a diagnosis under a plan or with
+        separate recipes of operators, which a plan cannot express.
         """
         if self.sides:
             raise ValueError(f"plan: {next(iter(self.sides))} has a recipe of its own, which a plan cannot say")
         chosen = self.choice(budget)
-        # By token, as the controller's signal measures it.
+        # Prices by token, as the controller's signal measures them.
         by_token = {row.operator: row.by_token or row.value for row in self.rows if row.gemm == "fprop"}
         pinned = [by_token[name] for name in chosen.pins if by_token[name] > 0]
         found = self.measured
@@ -319,7 +335,7 @@ class Diagnosis:
         )
 
     def stability(self) -> Stability:
-        """Tell how far another draw of batches would have given the same top set and order."""
+        """Estimate by bootstrap and split halves how often another draw of batches gives the same top set and order."""
         areas = np.array([self.work.get(name) or a * b for name, (a, b) in self.operators.items()], dtype=float)
         top = max(1, len(self.pins or self.choice().pins))
         rng = np.random.default_rng(0)
@@ -334,11 +350,11 @@ class Diagnosis:
         return Stability(top, float((kept == top).mean()), float(kept.mean() / top), float(np.mean(halves)))
 
     def verdict(self) -> str:
-        """One sentence, with what it is not about."""
+        """Return the verdict in one sentence, with its limits."""
         return verdict(self)
 
     def tree(self) -> dict[str, Any]:
-        """All numbers, fit for JSON."""
+        """Return all numbers as a tree for JSON."""
         return {
             "recipe": self.recipe,
             "recovery": self.recovery,
@@ -375,7 +391,7 @@ class Diagnosis:
 
 
 def _top(values: np.ndarray, k: int) -> np.ndarray:
-    """(N, U) bool: the k largest of each row."""
+    """Return an (N, U) bool mask of the k largest values in each row."""
     order = np.argsort(-values, axis=1, kind="stable")
     found = np.zeros(values.shape, dtype=bool)
     np.put_along_axis(found, order[:, :k], True, axis=1)
@@ -383,7 +399,7 @@ def _top(values: np.ndarray, k: int) -> np.ndarray:
 
 
 def _spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """Of two series without many ties; 1 where one has no spread."""
+    """Return Spearman's correlation of two series without many ties; 1 if either is constant."""
     first, second = (np.argsort(np.argsort(x)).astype(float) for x in (a, b))
     if len(a) < 2 or any(np.ptp(x) == 0 for x in (a, b)):
         return 1.0

@@ -1,4 +1,4 @@
-"""Guards around a diagnosis or an audit: the model is afterwards as it was, and a loss without use is refused."""
+"""Guard a diagnosis or an audit: restore the model afterwards, and refuse an unusable loss."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @contextmanager
 def as_it_was(model: nn.Module) -> Iterator[None]:
-    """Inside, evaluation mode with gradients and without PyTorch's fast path around the linears of a
-    `nn.TransformerEncoder`; modes, what is trained, and PyTorch's random numbers are restored."""
+    """Run in evaluation mode with gradients, and restore the model and PyTorch's random numbers afterwards.
+
+    PyTorch's fast path around the linears of a `nn.TransformerEncoder` is disabled inside. Restored are the modes of
+    all modules and `requires_grad` of all parameters.
+    """
     fast = torch.backends.mha.get_fastpath_enabled()
     modes = [(module, module.training) for module in model.modules()]
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
@@ -37,13 +40,13 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
 
 
 def refuse_meta(model: nn.Module) -> None:
-    """Raises ValueError for a model without its weights."""
+    """Raise ValueError if the model has parameters on the meta device."""
     meta = any(parameter.is_meta for parameter in model.parameters())
     require(not meta, "model", type(model).__name__, "has parameters on the meta device; give it its weights")
 
 
 def scalar(loss: object, where: str, trained: bool = True) -> Tensor:
-    """Return the loss as a tensor (). Raises ValueError if it is not one number, or `trained` and without gradient."""
+    """Return the loss as a tensor (). Raises ValueError if it is not one number, or lacks a gradient if `trained`."""
     right = "must be one number with a gradient; has the batch its targets, and is no checkpointing reentrant?"
     if not isinstance(loss, Tensor):
         raise ValueError(f"{where}={type(loss).__name__}: {right}")
@@ -53,7 +56,7 @@ def scalar(loss: object, where: str, trained: bool = True) -> Tensor:
 
 
 def refuse_reentrant(loss: Tensor) -> None:
-    """ValueError for a loss behind activation checkpointing whose passes autograd does not see."""
+    """Raise ValueError if activation checkpointing hides passes from autograd (reentrant)."""
     seen, ahead = set[Any](), [loss.grad_fn]
     while ahead:
         node = ahead.pop()
@@ -66,7 +69,7 @@ def refuse_reentrant(loss: Tensor) -> None:
 
 
 def not_finite(model: nn.Module) -> Iterator[tuple[str, int, int]]:
-    """(name, elements that are NaN or Inf, all elements) of each parameter that holds such."""
+    """Yield (name, number of NaN or Inf elements, number of all elements) of each parameter that has any."""
     for name, parameter in model.named_parameters():
         plain = type(parameter) is nn.Parameter and parameter.dtype in _DTYPES
         if plain and (number := int((~parameter.isfinite()).sum())):
@@ -74,7 +77,7 @@ def not_finite(model: nn.Module) -> Iterator[tuple[str, int, int]]:
 
 
 def refuse_not_finite(value: float, where: str, model: nn.Module) -> None:
-    """ValueError for a loss that is not finite, which names the first parameter that is not."""
+    """Raise ValueError if the loss is not finite; the message names the first non-finite parameter."""
     if math.isfinite(value):
         return
     right = "is not finite; has it any targets?"
@@ -87,13 +90,15 @@ def refuse_not_finite(value: float, where: str, model: nn.Module) -> None:
 def refuse_constant(
     loss: Tensor, weights: Sequence[Tensor], gradients: Sequence[Tensor | None], where: str, of: str
 ) -> None:
-    """ValueError for a loss that no weight changes, be there gradients of zeros, or of what rounding left. `of`: what
-    the weights are of."""
+    """Raise ValueError if no weight changes the loss: gradients are zeros or rounding errors.
+
+    `of` says in the message which weights these are.
+    """
     both = zip(gradients, weights, strict=True)
     there = [(g.coalesce().values() if g.is_sparse else g, w) for g, w in both if g is not None]
     if not there:
         return
-    # What a weight as large as itself, or as 1, changes of the loss; less than its last digit is none.
+    # How far a change as large as the weight (at least 1) moves the loss; below its last digit it moves nothing.
     reach = torch.stack([g.float().norm() * w.float().norm().clamp(min=1) for g, w in there]).max()
     value, constant = float(loss.detach()), torch.finfo(torch.float32).eps
     zero = f"every gradient that reaches {of} is 0, so the loss is constant"

@@ -1,4 +1,4 @@
-"""Which precision is in force in each linear of a model, as the module itself says: operator by operator, GEMM by GEMM.
+"""Read which precision is in force in each linear of a model: operator by operator, GEMM by GEMM.
 
     gnmr                    `PathLinear`: the path in force, a recipe or a format
     torchao float8          `Float8Linear`, and weights under `Float8TrainingOpConfig`
@@ -6,9 +6,9 @@
     Transformer Engine      its linears: its autocast decides while it runs, so nothing is declared
     another's               any other subclass of nn.Linear: nothing is declared
     plain                   nn.Linear: the dtype of its tensors, 16 or 32 bits
-    Conv1D, ...             an operator within a module that an adapter knows, which nothing was converted of: the same
+    Conv1D, ...             an unconverted operator within a module that an adapter knows: the same as plain
 
-Modules are known by the names of their classes, so that nothing is imported that the model did not bring.
+Modules are recognized by class name, so that nothing is imported that the model did not import.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gnmr.precision.targets import roles_of, tied_to_embeddings
 from gnmr.precision.units import operator_names
 
 READS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
-"""The operands of each GEMM."""
+"""The two operands of each GEMM."""
 CONTRACTS = {
     ("fprop", "input"): 1,
     ("fprop", "weight"): 1,
@@ -50,16 +50,18 @@ class Grain:
 
     cast: Cast
     along: bool = False
-    """Whether one scale is for all that is contracted with each other (torchao's axiswise), be it a column."""
+    """True if all elements that are contracted with each other share a scale (torchao's axiswise), also in a column."""
     powers: bool = False
-    """Whether scales are rounded up to powers of two: then a group's largest element is no longer exact."""
+    """True if scales are rounded up to powers of two: a group's largest element is then no longer exact."""
 
     def __str__(self) -> str:
         return f"{self.cast.format.name}/axis" if self.along else str(self.cast)
 
     def ideal(self, x: Tensor, contracted: int, generator: torch.Generator | None = None) -> Tensor:
-        """`x` (N, D) cast under the scales of its own magnitudes: what this format can give here. Of a cast with
-        `hadamard`, of an x that was rotated already."""
+        """Return `x` (N, D) cast with scales from its own magnitudes, the best that this format can give.
+
+        For a cast with `hadamard`, `x` must be rotated already.
+        """
         if self.along and contracted == 0:
             return replace(self, along=False).ideal(x.t().contiguous(), 1, generator).t()
         if self.powers:
@@ -67,7 +69,7 @@ class Grain:
         return quantize(x, self._bare, contracted, None, generator)[0]
 
     def under(self, x: Tensor, contracted: int, factor: float) -> Tensor:
-        """The same under `factor` times these scales, rounded to nearest: what is beyond the format saturates."""
+        """Return the same cast with scales times `factor`, rounded to nearest; values beyond the format saturate."""
         if self.along and contracted == 0:
             return replace(self, along=False).under(x.t().contiguous(), 1, factor).t()
         fmt, bare = self.cast.format, self._bare
@@ -77,7 +79,7 @@ class Grain:
             return fmt.round((x.float() / scale).clamp_(-fmt.max, fmt.max)).mul_(scale).to(x.dtype)
         scale = torch.where(scale == 0, scale, (scale * factor).clamp_(min=TINY))
         scaled = x.float() / scale
-        if bare.two_levels:  # a group below the smallest scale has 0
+        if bare.two_levels:  # a group below the smallest scale becomes 0
             scaled = torch.where(scale == 0, 0, over_scale(x.float(), scale, bare))
         return fmt.round(scaled.clamp_(-fmt.max, fmt.max)).mul_(scale)
 
@@ -87,7 +89,7 @@ class Grain:
 
 
 Declared: TypeAlias = dict[tuple[str, str], Grain | None]
-"""(GEMM, operand) -> its cast; None: kept as it is."""
+"""The cast of each (GEMM, operand); None: not cast."""
 
 
 @dataclass(frozen=True)
@@ -99,45 +101,45 @@ class Operator:
     """`Found`: a product within another module's forward, which no hook sees."""
     kind: str
     declared: Declared | None
-    """None: the module does not say."""
+    """None: the module declares nothing."""
     result: Grain | None = None
-    """Of fprop."""
+    """Cast of fprop's result."""
     pinned: tuple[str, ...] = ()
     tied: str = ""
-    """The embedding whose tensor its weight is, or lies in."""
+    """The embedding whose tensor is or contains its weight."""
     role: str = ""
     """See `gnmr.precision.targets`."""
     shared: bool = field(default=True)
-    """Whether a tied weight is the embedding's very parameter."""
+    """True if a tied weight is the same parameter as the embedding."""
 
     @property
     def weight(self) -> Tensor:
-        """(O, I), in high precision."""
+        """Return the weight (O, I) in high precision."""
         if isinstance(self.module, Found):
             return matrix_of(_plain(self.module.weight), self.module.layout, self.module.place)
         return self.module.matrix.detach() if isinstance(self.module, Contained) else _plain(self.module.weight)
 
     @property
     def bias(self) -> Tensor | None:
-        """(O,) float32."""
+        """Return the bias (O,) in float32, or None."""
         bias = getattr(self.module, "bias", None)
         return _plain(bias).float() if isinstance(bias, Tensor) and bias.numel() else None
 
     @property
     def low(self) -> bool | None:
-        """Whether any operand is cast; None: the module does not say."""
+        """Return True if any operand is cast; None if the module declares nothing."""
         return None if self.declared is None else any(self.declared.values())
 
     def grain(self, gemm: str, operand: str) -> Grain | None:
-        """Return the cast of one operand; None: it is kept, or nothing is declared."""
+        """Return the cast of one operand; None if it is not cast or nothing is declared."""
         return (self.declared or {}).get((gemm, operand))
 
     def multiplies_codes(self, gemm: str) -> bool:
-        """Whether scales are applied to sums of this GEMM, so that its operands cannot be held against tensors."""
+        """Return True if scales apply to sums of this GEMM, so that its operands cannot be compared with tensors."""
         return any(grain.cast.codes for operand in READS[gemm] if (grain := self.grain(gemm, operand)) is not None)
 
     def words(self, gemm: str) -> str:
-        """Its operands in one GEMM: `e4m3/tensor x e4m3/tensor`."""
+        """Describe its operands in one GEMM: `e4m3/tensor x e4m3/tensor`."""
         if self.declared is None:
             return "not said"
         sixteen = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
@@ -147,7 +149,7 @@ class Operator:
 
 
 def operators_of(model: nn.Module) -> list[Operator]:
-    """Every linear operator of the model, converted or not, under its name without what wrappers add."""
+    """Return every linear operator of the model, converted or not, by its name without wrapper prefixes."""
     found: dict[str, nn.Module | Found] = {}
     within: dict[str, list[Found]] = {}
     for one in operators_in(model).values():
@@ -170,7 +172,7 @@ def operators_of(model: nn.Module) -> list[Operator]:
 
 
 def _plain(parameter: Any) -> Tensor:
-    """A parameter without torchao's wrapper."""
+    """Return a parameter without torchao's wrapper."""
     found: Tensor = (parameter._data if _wrapped(parameter) else parameter).detach()
     return found
 
@@ -228,7 +230,6 @@ def _of_ours(name: str, module: PathLinear) -> Operator:
 
 
 def _float8(config: Any) -> Declared:
-    """Of torchao's `Float8LinearConfig`."""
     given = {
         ("fprop", "input"): config.cast_config_input,
         ("fprop", "weight"): config.cast_config_weight,
@@ -248,7 +249,7 @@ def _float8(config: Any) -> Declared:
 
 
 def _mx(given: Any) -> Declared:
-    """Of torchao's MXFP8 as `given` (its config or module) says: 32 elements along what is contracted."""
+    """Read torchao's MXFP8 config or module, which has 32 elements per scale along the contraction."""
     rule = getattr(given, "scale_calculation_mode", None)
     cast = Cast.of("e4m3/mx_floor" if getattr(rule, "name", None) == "FLOOR" else "e4m3/mx")
     assert cast is not None

@@ -1,13 +1,13 @@
-"""Which recipe every GEMM runs on under a budget of time, and what the usual rules choose at the same cost.
+"""Choose the recipe of every GEMM under a time budget, and make the choices of simple rules at the same cost.
 
-An item is (operator, GEMM). It costs some nats a token and some time on each recipe; without a pin it is on the low
-one. A budget is of extra time: what the pins take more than everything on the low recipe takes, as a share of that.
+An item is (operator, GEMM). On each recipe it costs nats per token and time; without a pin it runs on the low recipe. A
+budget is of extra time: the additional time of the pins, as a share of the time of everything on the low recipe.
 
-`choose` is a multiple-choice knapsack: one recipe for each item, or for each group of items that a library runs as one,
-so that the sum of the prices is smallest under the budget. `front` is the greedy solution on the lower convex hull of
-each item's (time, price): no choice is better at the time of any of its steps, and between two of them none is below
-the line that joins them, which is the linear relaxation of the knapsack (Sinha and Zoltners, 1979). Where the greedy
-choice is further than `GAP` from that line, SciPy's `milp` (HiGHS) solves the knapsack itself.
+`choose` is a multiple-choice knapsack. It picks one recipe for each item, or for each group that a library runs as one,
+and minimizes the sum of the prices under the budget. `front` is the greedy solution on the lower convex hull of each
+item's (time, price). At the time of each of its steps no choice is better. Between two steps no choice is below the
+line that joins them, which is the linear relaxation of the knapsack (Sinha and Zoltners, 1979). If the greedy choice is
+further than `GAP` from that line, SciPy's `milp` (HiGHS) solves the knapsack exactly.
 """
 
 from __future__ import annotations
@@ -30,41 +30,42 @@ Shapes = Mapping[str, tuple[int, int]]
 Item = tuple[str, str]
 """(operator, GEMM)"""
 Prices = Mapping[Item, Mapping[str, float]]
-"""Nats a token of an item on each recipe that it may have; an item without prices stays on the low recipe."""
+"""Nats per token of an item on each recipe that it may have; an item without prices stays on the low recipe."""
 Times = Mapping[Item, Mapping[str, float]]
 """Time of every item on each recipe, in any unit."""
 Pins = dict[str, dict[str, str]]
 """The recipe of each GEMM of an operator that is not on the low one."""
 
 REST = ""
-"""In place of an operator: all GEMMs of a model that are none of its operators'. They take time, and have no price."""
+"""Stands for an operator: all GEMMs of a model outside its operators. They take time, and have no price."""
 GUESSES = ("last", "first", "first_last", "random")
-"""Whole blocks from the end, from the beginning, from both in turn; operators at random."""
+"""Whole blocks from the end, from the beginning, or from both ends in turn; or operators at random."""
 FUSED = ("qkv", "gate_up", "experts", "moe")
-"""Operators that a library may run as one: q, k and v of an attention; gate and up of an MLP; one of all experts; all
-of all experts."""
+"""Operators that a library may run as one: q, k and v of an attention; gate and up of an MLP; one projection of all
+experts; all projections of all experts.
+"""
 _PARTS = {
     "qkv": (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("wq", "wk", "wv"), ("q", "k", "v")),
     "gate_up": (("gate_proj", "up_proj"), ("w1", "w3")),
 }
 GAP = 1e-4
-"""Nats above the smallest possible sum that a choice may be, as a share of what everything on the low recipe costs."""
+"""Allowed excess of a choice over the smallest possible sum, as a share of the cost of everything on the low recipe."""
 _SECONDS = 5
-"""After which the solver's best choice so far counts."""
+"""Time limit of the solver, after which its best choice so far counts."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The pins of a choice, and what they cost and save."""
+    """The pins of a choice, with their cost in time and their savings."""
 
     pins: Pins
-    """In the order of the times."""
+    """Pins in the order of the times."""
     extra: float
-    """Time that they take more than the low recipe does, as a share of what everything takes on that."""
+    """Extra time of the pins, as a share of the time of everything on the low recipe."""
     before: float
-    """Nats a token of all items on the low recipe."""
+    """Nats per token of all items on the low recipe."""
     after: float
-    """Nats a token with the pins."""
+    """Nats per token with the pins."""
 
 
 def times_of(
@@ -74,10 +75,14 @@ def times_of(
     work: Mapping[str, float] | None = None,
     rest: float = 0,
 ) -> Times:
-    """Return the time of every GEMM on each recipe: its multiplications, times the recipe's (`gemm_time`).
+    """Return the time of every GEMM on each recipe: its multiplications times the recipe's time (`gemm_time`).
 
-    `work`: multiplications of operators; of others inputs times outputs. `rest`: those of all other GEMMs of the model,
-    which stay in 16 bits and are an item of their own, `REST`. The first recipe is the low one.
+    Args:
+        shapes: (inputs, outputs) of each operator.
+        recipes: recipes to time; the first is the low one.
+        times: relative times, as `PathSpec.times`.
+        work: multiplications by operator; an operator without an entry counts inputs times outputs.
+        rest: multiplications of all other GEMMs of the model, which stay in 16 bits as the separate item `REST`.
     """
     from gnmr.precision.cost import TIMES, gemm_time
 
@@ -94,7 +99,7 @@ def times_of(
 
 
 def groups_of(operators: Iterable[str], fused: Iterable[str]) -> list[list[str]]:
-    """Return the operators that run as one where a library fuses these kinds (`FUSED`); those of one are left out.
+    """Return the groups of operators that run as one if a library fuses these kinds (`FUSED`), without groups of one.
 
     >>> groups_of(["0.q_proj", "0.k_proj", "0.v_proj", "0.o_proj", "1.q_proj"], ["qkv"])
     [['0.q_proj', '0.k_proj', '0.v_proj']]
@@ -106,7 +111,7 @@ def groups_of(operators: Iterable[str], fused: Iterable[str]) -> list[list[str]]
 
 
 def fused_name(name: str, fused: Collection[str]) -> str:
-    """Return what all operators are called that run as one with this one; its own name where these kinds have none.
+    """Return the common name of the operators that run as one with this operator; its own name if there are none.
 
     >>> fused_name("0.experts.3.up_proj", ["experts"]), fused_name("0.experts.3.up_proj", ["moe"])
     ('0.experts.*.up_proj', '0.experts.*')
@@ -126,7 +131,7 @@ def fused_name(name: str, fused: Collection[str]) -> str:
 
 
 def check_fused(operators: Iterable[str], fused: Iterable[str]) -> None:
-    """ValueError for a kind that is unknown, or of which these operators have none."""
+    """Raise ValueError if a kind is unknown, or if none of these operators is of that kind."""
     operators = list(operators)
     for kind in fused:
         one_of(FUSED, fused=kind)
@@ -143,24 +148,24 @@ def choose(
     enough: float | None = None,
     groups: Iterable[Sequence[str]] = (),
 ) -> Choice:
-    """Choose the recipes that leave the fewest nats under a budget of extra time (None: without bounds).
+    """Choose the recipes that leave the fewest nats under a budget of extra time (None: unlimited).
 
     Args:
-        prices: of the low recipe and of those that an item may be pinned to.
-        times: of every item on the same recipes.
+        prices: nats of the low recipe and of the recipes that an item may be pinned to.
+        times: time of every item on the same recipes.
         low: name of the low recipe.
         budget: share of the time that everything takes on the low recipe.
-        enough: nats that may be left: then the cheapest choice that leaves no more, if the budget allows one.
-        groups: operators that have the same recipe in each of their GEMMs.
+        enough: nats that may be left. The result is the cheapest choice that leaves at most this, if the budget allows.
+        groups: operators that share the recipe of each of their GEMMs.
 
-    Raises ValueError for a budget that is not above 0.
+    Raises ValueError if the budget is not above 0.
     """
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array
 
     check_budget(budget)
-    room = math.inf if budget is None else budget * _time_of_low(times, low) * (1 + 1e-9)  # met to the last digit
+    room = math.inf if budget is None else budget * _time_of_low(times, low) * (1 + 1e-9)  # tolerance for rounding
     bundles = _bundles(prices, times, low, groups)
     before = math.fsum(bundle.low for bundle in bundles)
     quick, bound = _greedy(bundles, room, enough)
@@ -202,11 +207,11 @@ def as_choice(chosen: Mapping[Item, str], prices: Prices, times: Times, low: str
 
 
 def front(prices: Prices, times: Times, low: str, groups: Iterable[Sequence[str]] = ()) -> list[tuple[float, float]]:
-    """Return (extra time, nats left) after each step of the greedy choice, from no pin to all that save something."""
+    """Return (extra time, nats left) after each step of the greedy choice, from no pin to all that save nats."""
     bundles = _bundles(prices, times, low, groups)
     whole, spent = _time_of_low(times, low), 0.0
     steps = _steps(bundles)
-    # From the end: one that alone is Inf has no difference to the sum.
+    # Add from the end, because an infinite price has no difference to the sum.
     least = math.fsum(min((o.price for o in bundle.options), default=bundle.low) for bundle in bundles)
     left, points = least, [0.0] * (len(steps) + 1)
     for at in range(len(steps), -1, -1):
@@ -230,10 +235,10 @@ def guess(
     gemms: Sequence[str] = GEMMS,
     seed: int = 0,
 ) -> Choice:
-    """Make one of `GUESSES` at the same extra time: `gemms` of the operators on `rescue`, in the order of the guess.
+    """Pin `gemms` of operators to `rescue` in the order of one of `GUESSES`, within the budget of extra time.
 
-    `times` is in the order of the model's operators. A last block that does not fit as a whole gives those of its
-    operators that do, so that budgets are equal.
+    `times` is in the order of the model's operators. If the last block does not fit as a whole, those of its operators
+    that fit are pinned, so that all guesses use the same budget.
     """
     from gnmr.precision.units import unit_of
 
@@ -263,7 +268,7 @@ def by_score(
     *,
     gemms: Sequence[str] = GEMMS,
 ) -> Choice:
-    """Choose operators by any score of theirs (mse, gradient norm), the highest first, at the same cost; see `guess`.
+    """Pin operators in descending order of a score (mse, gradient norm), within the budget; see `guess`.
 
     Operators without a score, or with NaN, come last.
     """
@@ -273,43 +278,43 @@ def by_score(
 
 
 def check_budget(value: object, key: str = "budget") -> None:
-    """ValueError for a budget that is no share above 0; None is one without bounds."""
+    """Raise ValueError if a budget is not a share above 0; None means unlimited."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     sound = value is None or (number and 0 < value < math.inf)  # type: ignore[operator]
     require(sound, key, value, "must be extra GEMM time, a share above 0 (0.1 is 10%)")
 
 
 class _Option(NamedTuple):
-    """A recipe of a bundle beside the low one."""
+    """A recipe of a bundle other than the low one."""
 
     recipe: str
     time: float
-    """More than on the low recipe."""
+    """Extra time over the low recipe."""
     price: float
     saved: float
-    """Nats less than on the low recipe."""
+    """Nats saved compared with the low recipe."""
 
 
 class _Bundle(NamedTuple):
-    """Items that have one recipe."""
+    """Items that share one recipe."""
 
     items: list[Item]
     low: float
     """Nats on the low recipe."""
     options: list[_Option]
-    """Those that save something and that no other one beats in both; the fastest first."""
+    """Options that save nats and that no other option beats in both time and price; the fastest first."""
 
 
 class _Step(NamedTuple):
-    """From one point of a bundle's convex hull to the next."""
+    """A step from one point of a bundle's convex hull to the next."""
 
     bundle: int
     at: int
-    """Which step of its bundle."""
+    """Index of the step in its bundle."""
     option: _Option
     time: float
     more: float
-    """Nats that it saves more than the step before."""
+    """Nats that it saves compared with the step before."""
     steepness: float
     """`more` per `time`."""
 
@@ -321,7 +326,7 @@ def _bundles(prices: Prices, times: Times, low: str, groups: Iterable[Sequence[s
         if (name, gemm) in prices:
             together.setdefault((group_of.get(name, name), gemm), []).append((name, gemm))
     finite = [value for own in prices.values() for value in own.values() if math.isfinite(value)]
-    # Stands for Inf: more than everything else together, and small enough for a solver.
+    # Replaces Inf: larger than the sum of everything else, and small enough for a solver.
     beyond = 10 * math.fsum(map(abs, finite)) + 1e-9
     bundles = []
     for items in together.values():
@@ -340,12 +345,12 @@ def _bundles(prices: Prices, times: Times, low: str, groups: Iterable[Sequence[s
 
 
 def _steps(bundles: Sequence[_Bundle]) -> list[_Step]:
-    """Steps along all convex hulls, the most nats per time first. Those of one bundle are in their order."""
+    """Return the steps along all convex hulls, by descending nats per time. Steps of one bundle keep their order."""
     steps = []
     for at, bundle in enumerate(bundles):
         hull = [_Option("", 0.0, bundle.low, 0.0)]
         for option in bundle.options:
-            # A point that this one is reached from more steeply than it was itself is not on the hull.
+            # A point is not on the hull if the step from it is at least as steep as the step to it.
             while len(hull) > 1 and _steepness(hull[-1], option) >= _steepness(hull[-2], hull[-1]):
                 hull.pop()
             hull.append(option)
@@ -355,13 +360,15 @@ def _steps(bundles: Sequence[_Bundle]) -> list[_Step]:
 
 
 def _steepness(old: _Option, new: _Option) -> float:
-    """Nats saved per time from one to the other."""
+    """Return the nats saved per time from one option to the other."""
     return (old.price - new.price) / time if (time := new.time - old.time) > 0 else math.inf
 
 
 def _greedy(bundles: Sequence[_Bundle], room: float, enough: float | None) -> tuple[dict[int, _Option], float]:
-    """Take the steps in their order, each if the room still holds it and the steps of its bundle before it were taken,
-    while more than `enough` nats are left. Also returns nats below which no choice of that room can be."""
+    """Take the steps in order while more than `enough` nats are left, and bound the nats of any choice.
+
+    A step is taken if it fits the room and the earlier steps of its bundle were taken.
+    """
     taken: dict[int, _Option] = {}
     number = dict.fromkeys(range(len(bundles)), 0)
     spent, left, bound = 0.0, math.fsum(bundle.low for bundle in bundles), None
@@ -395,7 +402,7 @@ def _in_order(
     budget: float,
     gemms: Sequence[str],
 ) -> Choice:
-    """Pin `gemms` of the operators in this order, each operator if the budget still holds it."""
+    """Pin `gemms` of the operators in this order; an operator that exceeds the budget is skipped."""
     check_budget(budget)
     room, spent = budget * _time_of_low(times, low) * (1 + 1e-9), 0.0
     chosen: dict[Item, str] = {}

@@ -1,8 +1,8 @@
-"""Lists of names that say which linears are in low precision: what they match, as the library that reads them does.
+"""Match lists of names that select the linears in low precision, by the rules of the library that reads each list.
 
-`LISTS` has one row a list. The rules were read in the libraries' sources of August 2026 (the row says where) and in the
-wheels of torchao 0.18, torchtitan 0.3, transformers 5.23, compressed-tensors 0.20 and nvidia-modelopt 0.47. What a
-library does beside its list is left out: widths that do not fit its blocks, and classes of modules.
+`LISTS` has one row per list. The rules were read in the libraries' sources of August 2026; each row names its source.
+They were also read in the wheels of torchao 0.18, torchtitan 0.3, transformers 5.23, compressed-tensors 0.20 and
+nvidia-modelopt 0.47. Other criteria of a library are ignored: widths that do not fit its blocks, and module classes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RULES = {
     "first": "how many of the first blocks",
     "last": "how many of the last blocks",
 }
-"""What an entry means, by the name of its rule."""
+"""The meaning of an entry, by rule."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class Reading:
     library: str
     rule: str
     source: str
-    """Where the rule was read: repository and file."""
+    """Repository and file where the rule was read."""
     layout: str = ""
-    """Whose names of modules it is held against, where they are not the checkpoint's: see `LAYOUTS`."""
+    """The layout of module names that entries are matched against, if it is not the checkpoint's; see `LAYOUTS`."""
     converts: bool = False
-    """Whether it names what is converted; if not, what is left out."""
+    """True if the list names linears to convert; False if it names linears to leave out."""
     always: tuple[str, ...] = ()
-    """Parts of names of weights that the library leaves out by itself."""
+    """Parts of weight names that the library always leaves out."""
 
 
 _VLLM = "vllm-project/vllm vllm/model_executor/layers/quantization/"
@@ -109,7 +109,7 @@ LISTS: dict[str, Reading] = {
     "exclude": Reading("gnmr", "end", "gnmr/names.py"),
     "pins": Reading("gnmr", "end", "gnmr/names.py"),
 }
-"""Every list that is known, under its key in the library; two readers of one key have their name before it."""
+"""Every known list, by its key in the library; if two libraries share a key, their names precede it."""
 
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -117,7 +117,7 @@ FUSED = {
     "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }
-"""Linears that vLLM and SGLang build of several of the checkpoint."""
+"""Linears that vLLM and SGLang build from several linears of the checkpoint."""
 LAYOUTS = {
     "": (),
     "engine": (
@@ -144,43 +144,43 @@ LAYOUTS = {
         (r"^lm_head$", "output_layer"),
     ),
 }
-"""Names of modules, made of the checkpoint's by these substitutions, in this order."""
+"""Substitutions, in this order, that make module names from the checkpoint's names."""
 _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry of a list, and what it matches."""
+    """One entry of a list, and the names that it matches."""
 
     which: str
-    """The list's name: one of `LISTS`."""
+    """Name of the list, one of `LISTS`."""
     text: str
     meant: tuple[str, ...]
     """Names that it matches as whole words between dots."""
     swept: tuple[str, ...]
-    """Names that it matches in the midst of a word: layers.10 by layers.1."""
+    """Names that it matches within a word: layers.10 by layers.1."""
 
     @property
     def converts(self) -> bool:
-        """Whether what it matches is converted, and not left out."""
+        """Return True if the matched linears are converted, False if they are left out."""
         return LISTS[self.which].converts or (LISTS[self.which].rule == "quantizer" and self.text.endswith(":on"))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All that it matches."""
+        """Return all names that it matches."""
         return self.meant + self.swept
 
     @property
     def trap(self) -> bool:
-        """Whether it matches more than it seems to: whole words and parts of others, or the beginning of a number."""
+        """Return True if it matches more than it seems to: parts of names besides whole words, or within a number."""
         cut = any(_cuts_number(self.text, name) for name in self.swept)
         return bool(self.swept) and (bool(self.meant) or cut)
 
 
 def read_lists(lists: Mapping[str, Sequence[object] | str | int] | None, side: str = "") -> dict[str, list[str]]:
-    """Return the lists, each of texts; `side` stands before their keys in a message.
+    """Return the lists, each as texts; `side` precedes their keys in messages.
 
-    Raises ValueError if a list is unknown, or if an entry cannot be one.
+    Raises ValueError if a list is unknown, or if an entry is invalid.
     """
     found: dict[str, list[str]] = {}
     for which, given in (lists or {}).items():
@@ -215,7 +215,7 @@ def _of_config(key: str, entry: object) -> object:
 
 
 def _pattern(text: str, rule: str) -> str | None:
-    """Return the regular expression that a text is under this rule; None: it is none."""
+    """Return the regular expression in a text under this rule, or None."""
     if rule in ("search", "start"):
         return text
     return text[3:] if rule in ("re:", "words") and text.startswith("re:") else None
@@ -223,7 +223,7 @@ def _pattern(text: str, rule: str) -> str | None:
 
 @cache
 def called(name: str, layout: str) -> str:
-    """Return the name that a linear of a checkpoint has in one of `LAYOUTS`; a name that is not Hugging Face's stays.
+    """Return the name of a checkpoint's linear in one of `LAYOUTS`; names that are not Hugging Face's are unchanged.
 
     >>> called("model.layers.0.mlp.up_proj", "engine"), called("model.layers.0.mlp.up_proj", "megatron")
     ('model.layers.0.mlp.gate_up_proj', 'decoder.layers.0.mlp.linear_fc1')
@@ -235,7 +235,7 @@ def called(name: str, layout: str) -> str:
 
 
 def entries_of(which: str, texts: Iterable[str], names: Sequence[str]) -> list[Entry]:
-    """Return what each entry of a list matches of the `names`, which are a checkpoint's or the model's own."""
+    """Return the matches of each entry of a list among `names`, which are a checkpoint's or the model's own."""
     own, found, texts = LISTS[which], [], list(texts)
     blocks = {name: int(number[1]) for name in names if (number := re.search(r"\b(?:layers?|h)\.(\d+)\.", name))}
     total = 1 + max(blocks.values(), default=-1)
@@ -253,7 +253,7 @@ def entries_of(which: str, texts: Iterable[str], names: Sequence[str]) -> list[E
 
 
 def _reads(own: Reading, text: str, name: str) -> bool:
-    """Return whether an entry of this list means the linear; an engine that fuses linears knows it by both names."""
+    """Return True if an entry of this list matches the linear; an engine that fuses linears knows both names."""
     built = called(name, own.layout)
     if own.layout != "engine":
         return matches(text, built, own.rule)
@@ -265,7 +265,7 @@ def _reads(own: Reading, text: str, name: str) -> bool:
 
 
 def matches(text: str, name: str, rule: str) -> bool:
-    """Whether an entry means a name, by the rule of its library.
+    """Return True if an entry matches a name by the rule of its library.
 
     >>> matches("layers.1", "layers.10.mlp.up_proj", "part"), matches("layers.1", "layers.10.mlp.up_proj", "start")
     (True, False)
@@ -290,14 +290,16 @@ def matches(text: str, name: str, rule: str) -> bool:
 
 
 def fits_none(entry: Entry, names: Iterable[str]) -> bool:
-    """Return whether an entry fits none of the names, be it that a later one of `quant_cfg` decides on them."""
+    """Return True if an entry fits none of the names, even where a later entry of `quant_cfg` overrides it."""
     late = LISTS[entry.which].rule == "quantizer" and any(matches(entry.text, name, "quantizer") for name in names)
     return not (entry.names or late)
 
 
 def _decides(texts: Sequence[str], name: str) -> str | None:
-    """Return the entry of `quant_cfg` that decides on a linear: the last that fits each quantizer, and the first of
-    these that turns one on. None: none fits, and ModelOpt's quantizers are on."""
+    """Return the entry of `quant_cfg` that decides on a linear, or None if none fits and ModelOpt's quantizers are on.
+
+    The last entry that fits decides on each quantizer; the first of these that turns one on decides on the linear.
+    """
     last = [next((text for text in reversed(texts) if _fits(text, name, one)), None) for one in ("weight", "input")]
     on = [text for text in last if text is not None and text.endswith(":on")]
     return on[0] if on else None if None in last else last[0]
@@ -308,7 +310,7 @@ def _fits(text: str, name: str, operand: str) -> bool:
 
 
 def nearest_to(text: str, names: Sequence[str]) -> str | None:
-    """The name, end or part of a name that `text` may have been meant to be; None: nothing is like it."""
+    """Return the name, end or part of a name that `text` probably meant; None if nothing is similar."""
     words: dict[str, None] = {}
     for name in names:
         parts = name.split(".")
@@ -323,7 +325,7 @@ def nearest_to(text: str, names: Sequence[str]) -> str | None:
 
 
 def repaired(entry: Entry, names: Sequence[str]) -> str | None:
-    """The entry as it would mean the whole words alone; None: no such text is known."""
+    """Return a text that matches only the whole words of the entry; None if no such text is known."""
     for text in (f"{entry.text}.", f".{entry.text}", f".{entry.text}.", f"{entry.text.rstrip('*')}.*"):
         try:
             now = entries_of(entry.which, [text], names)[0].names
@@ -335,7 +337,7 @@ def repaired(entry: Entry, names: Sequence[str]) -> str | None:
 
 
 def _whole(text: str, name: str, rule: str) -> bool:
-    """Whether a text that matches a name does so between dots."""
+    """Return True if the match of a text in a name begins and ends at dots."""
     if rule in ("part", "weight", "any"):
         return _between_dots(text, f"{name}.weight") or (rule == "any" and fnmatchcase(name, text))
     if rule == "search":
@@ -349,12 +351,12 @@ def _whole(text: str, name: str, rule: str) -> bool:
 
 
 def _at_dot(name: str, place: int) -> bool:
-    """Whether a dot, or an end of the name, is at this place between two of its letters."""
+    """Return True if a dot or an end of the name is next to this position."""
     return place in (0, len(name)) or "." in name[place - 1 : place + 1]
 
 
 def _between_dots(text: str, name: str) -> bool:
-    """Whether the text stands in the name with a dot, or nothing, on both of its sides.
+    """Return True if the text occurs in the name with a dot or nothing on both sides.
 
     >>> _between_dots("layers.1", "layers.1.mlp"), _between_dots("layers.1", "layers.10.mlp")
     (True, False)
@@ -365,7 +367,7 @@ def _between_dots(text: str, name: str) -> bool:
 
 
 def _cuts_number(text: str, name: str) -> bool:
-    """Whether a text that ends in a digit stands before another digit in the name, or begins within a number."""
+    """Return True if the text ends before another digit of a number in the name, or begins within a number."""
     bare = text.rstrip("*")
     after = bare[-1:].isdigit() and bool(re.search(re.escape(bare) + r"\d", name))
     return after or (bare[:1].isdigit() and bool(re.search(r"\d" + re.escape(bare), name)))

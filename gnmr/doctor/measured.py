@@ -1,4 +1,4 @@
-"""What a diagnosis measures: a row of every GEMM, the model on two paths, and the intervals of both."""
+"""Hold the measurements of a diagnosis: a row per GEMM, the model on two paths, and the intervals of both."""
 
 from __future__ import annotations
 
@@ -10,59 +10,67 @@ import numpy as np
 from scipy import special
 
 DRAWS = 1000
-"""Of a bootstrap."""
+"""Number of bootstrap draws."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One GEMM of one operator on the low path, the mean over batches."""
+    """One GEMM of one operator on the low path, averaged over batches."""
 
     operator: str
     gemm: str
     value: float
-    """fprop: nats a token, measured or else the estimate in use. dgrad, wgrad: ||d||^2 / ||g||^2, the relative squared
-    error of the gradient."""
+    """fprop: nats per token, measured or else the estimate in use.
+
+    dgrad, wgrad: ||d||^2 / ||g||^2, the relative squared error of the gradient.
+    """
     interval: tuple[float, float]
-    """95%, by bootstrap over the batches, or of the measurement over sequences."""
+    """95% interval, by bootstrap over the batches, or of the measurement over sequences."""
     by_token: float | None = None
-    """Of fprop the estimate from squares by token, nats."""
+    """For fprop, the estimate in nats from squares by token."""
     by_sequence: float | None = None
-    """From squares of sums over a sequence; None: not all tokens were priced."""
+    """Estimate from squares of sums over a sequence; None: not all tokens were priced."""
     measured: float | None = None
     """KL with this operator alone on the low path."""
     input: float | None = None
-    """Of fprop: the price of the input's cast alone, by token."""
+    """For fprop, the price by token of the input's cast alone."""
     weight: float | None = None
-    """Of fprop: of the weight's."""
+    """For fprop, the price by token of the weight's cast alone."""
     bias: float | None = None
-    """Of dgrad and wgrad: `<g, d> / ||g||^2`."""
+    """For dgrad and wgrad: `<g, d> / ||g||^2`."""
     rescued: dict[str, float] = field(default_factory=dict)
-    """Of fprop the estimate in use on each recipe that a plan may keep it on, nats."""
+    """For fprop, the nats by the estimate in use on each recipe that a plan may keep it on."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The model on two paths, on the same batches."""
+    """The model on two paths, measured on the same batches."""
 
     batches: int
     kl: float | None
-    """KL(high || low), nats a token: the mean over sequences of that a token; None: there were no logits."""
+    """KL(high || low), nats per token: the mean over sequences of the KL per token; None: there were no logits."""
     kl_error: float
     """Standard error of its mean over sequences."""
     sequences: int
     high: float | None
-    """Mean loss with every operator on the recovery path, nats a token; None: there were no targets."""
+    """Mean loss with every operator on the recovery path, nats per token; None: there were no targets."""
     low: float | None
     """Mean loss on the other path."""
     error: float
-    """Standard error of the mean difference of losses, paired by batch; NaN of one batch."""
+    """Standard error of the mean difference of losses, paired by batch; NaN for one batch."""
 
     @staticmethod
     def of(kls: Sequence[np.ndarray | None], high: Sequence[float], low: Sequence[float]) -> Measured:
-        """Of each batch the KL of each sequence (S,), or None, and the losses, NaN where there is none."""
+        """Return the means of the batches.
+
+        Args:
+            kls: for each batch, the KL of each sequence (S,), or None.
+            high: losses on the recovery path; NaN if there is none.
+            low: losses on the low path.
+        """
         before, after = np.array(high), np.array(low)
         each = None if kls[0] is None else np.concatenate([kl for kl in kls if kl is not None])
-        with np.errstate(invalid="ignore"):  # a low path whose loss is Inf
+        with np.errstate(invalid="ignore"):  # the low path's loss may be Inf
             error = _standard_error(after - before)
             kl_error = float("nan") if each is None else _standard_error(each)
         known = not np.isnan(before).any()
@@ -78,53 +86,55 @@ class Measured:
 
     @property
     def cost(self) -> float | None:
-        """By how much the loss rises, nats a token."""
+        """Return the loss increase in nats per token; None without losses."""
         return None if self.high is None or self.low is None else self.low - self.high
 
     @property
     def nats(self) -> float:
-        """What the low path costs, nats a token: the KL, or where there is none the rise of the loss."""
+        """Return the cost of the low path in nats per token: the KL, or the loss increase if there is no KL."""
         return self.kl if self.kl is not None else self.cost or 0.0
 
     @property
     def noise(self) -> float:
-        """Half the width of the 95% interval (t) of `nats`."""
+        """Return half the width of the 95% interval (t) of `nats`."""
         return self.loss_noise if self.kl is None else _half_width(self.sequences, self.kl_error)
 
     @property
     def loss_noise(self) -> float:
-        """Half the width of the 95% interval (t) of `cost`."""
+        """Return half the width of the 95% interval (t) of `cost`."""
         return _half_width(self.batches, self.error)
 
     @property
     def shown(self) -> bool:
-        """Whether low precision costs something that these batches can show."""
+        """Return True if the cost of low precision exceeds the noise of these batches."""
         return self.nats > self.noise
 
     @property
     def finite(self) -> bool:
-        """Whether the low path computes numbers at all."""
+        """Return True if the low path gives finite numbers."""
         return bool(np.isfinite(self.nats) and (self.low is None or np.isfinite(self.low)))
 
     def tree(self) -> dict[str, float | None]:
-        """Return all numbers, fit for JSON."""
+        """Return all numbers as a tree for JSON."""
         return {**vars(self), "cost": self.cost, "noise": self.noise, "loss_noise": self.loss_noise}
 
 
 def resampled(batches: int, rng: np.random.Generator) -> np.ndarray:
-    """(DRAWS, batches): weights of each batch in the mean of a bootstrap draw."""
+    """Return (DRAWS, batches) weights of the batches in the mean of each bootstrap draw."""
     return rng.multinomial(batches, [1 / batches] * batches, size=DRAWS) / batches
 
 
 def intervals(samples: np.ndarray) -> np.ndarray:
-    """(2, U): the 95% interval of the mean of (B, U) over batches, by bootstrap."""
+    """Return the (2, U) ends of the bootstrap 95% interval of the mean of `samples` (B, U) over batches."""
     ends: np.ndarray = np.percentile(resampled(len(samples), np.random.default_rng(0)) @ samples, [2.5, 97.5], axis=0)
     return ends
 
 
 def paired(guess: tuple[list[Any], list[float]], plan: tuple[list[Any], list[float]]) -> tuple[float, float]:
-    """(nats that a guess leaves more than the plan, half the width of the 95% interval), of their KLs by batch and
-    losses, paired."""
+    """Return the extra nats that a guess leaves compared with the plan, and half the width of the paired 95% interval.
+
+    Each argument is (KLs by batch, losses by batch).
+    """
     if guess[0][0] is None:
         apart = np.array(guess[1]) - np.array(plan[1])
     else:
@@ -138,12 +148,12 @@ def _standard_error(values: np.ndarray) -> float:
 
 
 def _half_width(number: int, error: float) -> float:
-    """Half the width of a mean's 95% interval (t)."""
+    """Return half the width of a mean's 95% interval (t)."""
     return float(special.stdtrit(number - 1, 0.975)) * error if number > 1 else float("nan")
 
 
 def nats(value: float) -> str:
-    """With three digits that count: 0.101, 0.00123.
+    """Format a number with three significant digits: 0.101, 0.00123.
 
     >>> nats(0.1012), nats(0.001234), nats(3.2), nats(0.0)
     ('0.101', '0.00123', '3.200', '0')

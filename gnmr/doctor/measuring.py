@@ -1,4 +1,4 @@
-"""The passes of a diagnosis: what is measured of a converted model, batch by batch."""
+"""Run the passes of a diagnosis, and measure a converted model batch by batch."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ from gnmr.precision.recipes import Gemm
 from gnmr.precision.units import unwrapped
 
 Progress = Callable[[int, int | None], None]
-"""Called with (forward passes that are done, of how many; None: nobody knows). A priced batch counts as `PRICED`."""
+"""Called with the number of finished forward passes and the total (None: unknown); a priced batch is `PRICED`."""
 
 PRICED = 8
-"""Forward passes that a priced batch takes as long as: its backward pass and its casts are the most of it."""
+"""Forward passes that take as long as a priced batch, most of whose time is its backward pass and casts."""
 CONFIRMED = 2
-"""Batches on which single KLs are measured."""
+"""Number of batches on which single KLs are measured."""
 _NORMED = 2
-"""Batches of which the gradients' norms are taken, on the data's labels."""
+"""Number of batches on which gradient norms are measured, on the data's labels."""
 _LOW = ("fprop", "fprop_sequence", "fprop_input", "fprop_weight", "dgrad", "wgrad", "dgrad_bias", "wgrad_bias")
 _IN_USE = {"token": "fprop", "sequence": "fprop_sequence"}
-"""What an estimate is called among them."""
+"""Name of each estimate among them."""
 _NUMBERS = (*_LOW, "mse", "norm")
-"""What is measured of every operator in a batch: prices, mse of the input, norm of the gradient."""
+"""Numbers per operator and batch: prices, mse of the input, norm of the gradient."""
 
 
 class Doctor:
-    """A converted model and what is measured of it."""
+    """A converted model and its measurements."""
 
     def __init__(
         self,
@@ -68,8 +68,12 @@ class Doctor:
         asked: bool,
         fused: Sequence[str],
     ) -> None:
-        """`against`, `sides`: as of `Diagnosis`; `pins`: of the plan in force; `rescues`: what a plan may keep a GEMM
-        on, by name, which the user `asked` for or not; the others as of `gnmr.diagnose`."""
+        """Prepare the meters of a converted model.
+
+        `against` and `sides` are those of `Diagnosis`. `pins` are the pins of the plan in force. `rescues` are the
+        recipes, by name, on which a plan may keep a GEMM; `asked` is True if the user named them. The other arguments
+        are those of `gnmr.diagnose`.
+        """
         self.converted, self.model, self.spec, self.tokens, self.gate = converted, model, spec, tokens, gate
         self._run, self._labels, self._terms = run, labels, terms
         self._against, self._sides, self.beside = against, sides, beside
@@ -78,7 +82,7 @@ class Doctor:
         self._weights = [operator.weight for operator in converted.operators]
         self._pins = {name.removeprefix("model."): own for name, own in pins.items()}
         self._rescues, self._asked, self._fused = rescues, asked, fused
-        for operator in converted.operators:  # its passes' scores are those of what forward computes, without pins
+        for operator in converted.operators:  # scores come from what forward computes, without pins
             recovery = operator.recovery if operator.operator_name in sides else converted.recovery
             assert isinstance(recovery, Recipe)
             operator.recovery = replace(recovery, dgrad=Gemm(), wgrad=Gemm())
@@ -93,9 +97,9 @@ class Doctor:
         self._draw = torch.Generator(self._weights[0].device).manual_seed(0)
         self._called: set[str] = set()
         self._read: set[str] = set()
-        """Operators that were called in any batch, and those whose weight had a gradient."""
+        """Operators that were called in any batch, and operators whose weight had a gradient."""
         self._beside: list[dict[str, tuple[float, float]]] = []
-        """What it measured of each batch."""
+        """Measurements of `beside` in each batch."""
         self._coverage = Coverage()
         self._done = 0
         self._total: int | None = None
@@ -104,7 +108,7 @@ class Doctor:
     def diagnosis(
         self, batches: Iterable[Any], held_out: Sequence[Any], budget: float, confirm: int, progress: Progress
     ) -> Diagnosis:
-        """All of it."""
+        """Measure everything, and return the diagnosis."""
         self._tell = progress
         confirmed = min(2 * confirm, len(self.converted.operators))
         self._total = _passes(batches, len(held_out), confirmed, len(self._rescues))
@@ -183,7 +187,7 @@ class Doctor:
         return self._held_out(found, held_out, len(high)) if held_out else found
 
     def _held_out(self, found: Diagnosis, batches: Sequence[Any], before: int) -> Diagnosis:
-        """The same with what other batches say, which come after `before`: of everything low, the plan, the guesses."""
+        """Add the cost of everything low, the plan and the guesses on held-out batches, numbered from `before`."""
         choices: dict[str, list[Choice]] = {"all": [Choice({}, 0.0, 0.0, 0.0)]}
         guesses = {} if found.pins else found.alternatives
         curve: list[Choice] = []
@@ -211,7 +215,7 @@ class Doctor:
                 kls[key].append(whole.kl_to(own))
 
         def mean(name: str) -> tuple[list[Any], list[float]]:
-            """(KLs of each batch, losses of each) of the mean over the draws of a guess."""
+            """Return (KLs by batch, losses by batch), averaged over the draws of a guess."""
             keys = [repr(one.pins) for one in choices[name]]
             each = zip(*(kls[key] for key in keys), strict=True)
             kl = [None if draws[0] is None else np.mean(draws, axis=0) for draws in each]
@@ -233,19 +237,19 @@ class Doctor:
     def _confirmed(
         self, operators: Sequence[PathLinear], samples: Mapping[str, np.ndarray], number: int, batches: Sequence[Any]
     ) -> dict[str, list[np.ndarray]]:
-        """As `_alone`, of the `number` operators that are highest by each estimate."""
+        """Measure alone (`_alone`) the `number` operators that are highest by each estimate."""
         chosen: dict[str, PathLinear | None] = {}
         for name in ("fprop", "fprop_sequence"):
             values = samples[name].mean(axis=0)
             if np.isfinite(values).all():
                 order = np.argsort(-values, kind="stable")[:number]
                 chosen |= {operators[i].operator_name: operators[i] for i in order if values[i] > 0}
-        if chosen and self._total is not None:  # both estimates may name the same
+        if chosen and self._total is not None:  # both estimates may name the same operators
             self._total -= len(batches) * (min(2 * number, len(self.converted.operators)) - len(chosen))
         return self._alone(chosen, batches)
 
     def _alone(self, chosen: Mapping[str, PathLinear | None], batches: Sequence[Any]) -> dict[str, list[np.ndarray]]:
-        """{name: KL (S,) of each sequence with this alone in low precision, by batch}; None: a thing `beside`."""
+        """Return {name: KLs (S,) by batch} with each operator alone in low precision; None: a part of `beside`."""
         found: dict[str, list[np.ndarray]] = {name: [] for name in chosen}
         for place, batch in enumerate(batches if chosen else ()):
             whole = self._forward(batch, place, recovering=True)
@@ -263,8 +267,10 @@ class Doctor:
         rescued: np.ndarray,
         batches: Sequence[Any],
     ) -> None:
-        """Put what is measured in place of what is estimated of rescues, (rescues, U), for operators whose predictions
-        are not finite: nothing of second order is known of them."""
+        """Replace the rescue estimates (rescues, U) by measurements for operators with non-finite predictions.
+
+        Second-order estimates are invalid for these operators.
+        """
         lost = {i: one for i, one in enumerate(operators) if not np.isfinite(alone.get(one.operator_name, [0.0])).all()}
         for own, rescue in zip(rescued, self._rescues, strict=True):
             if own.any():
@@ -275,8 +281,10 @@ class Doctor:
                     own[i] = kl if np.isfinite(kl) else np.inf
 
     def _rows_beside(self, number: int, batches: Sequence[Any], drawn: bool) -> tuple[Row, ...]:
-        """Of each thing beside its estimates, by sequence if labels were `drawn`, and of the `number` highest its KL
-        alone."""
+        """Return the rows of the parts of `beside`, and measure the KL of the `number` highest alone.
+
+        The value is the estimate by sequence if labels were `drawn`, else by token.
+        """
         if not self._beside:
             return ()
         names = dict.fromkeys(name for one in self._beside for name in one)  # some may not run in every batch
@@ -295,7 +303,7 @@ class Doctor:
 
     @torch.no_grad()
     def _limit(self, batch: Any) -> float | None:
-        """KL that rounding makes: of the model against itself with each operator's output one rounding apart."""
+        """Return the KL from rounding: the model against itself with each operator's output moved by one rounding."""
         draw = torch.Generator(self._weights[0].device).manual_seed(0)
 
         def apart(_operator: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
@@ -325,7 +333,7 @@ class Doctor:
         return limit
 
     def _why(self, name: str) -> str:
-        """Why an operator has no price."""
+        """Return the reason why an operator has no price."""
         if name in self._called:
             return "the loss does not depend on what they give"
         if name in self._read:
@@ -333,7 +341,7 @@ class Doctor:
         return "they never run"
 
     def _targets(self, names: list[str]) -> list[str] | None:
-        """Patterns that name these operators alone; None: there are none."""
+        """Return patterns that match these operators alone; None if there are none."""
         for targets in ([name.removeprefix("model.") for name in names], names):
             with suppress(ValueError):
                 if list(operator_shapes(self.model, replace(self.spec, targets=targets, exclude=[], pins={}))) == names:
@@ -343,8 +351,12 @@ class Doctor:
     def _priced(
         self, batch: Any, place: int
     ) -> tuple[float, np.ndarray, np.ndarray, list[int], float, np.ndarray | None]:
-        """(loss of the recovery path, (names, U) numbers, those of the rescues, rows of the operators, loss and KLs of
-        all low) of a batch."""
+        """Measure one batch.
+
+        Returns:
+            The loss of the recovery path; (names, U) numbers; the estimates of the rescues; the rows of each operator;
+            and the loss and KLs of everything low.
+        """
         meter, where, mark = self._meter, f"run of batch {place + 1}", self.converted.mark()
         self._put(True)
         for operator in self.converted.operators:
@@ -382,23 +394,22 @@ class Doctor:
         rescued = self._rescued()
         numbers = self._numbers(norms, place)
         self.converted.end_step()
-        self.converted.back_to(mark)  # all passes of a batch have the same delayed scales: those of its own tensors
+        self.converted.back_to(mark)  # all passes of a batch use the same delayed scales
         low = self._forward(batch, place, recovering=False)
         self._advance(PRICED - 1)
         return whole.loss_value, numbers, rescued, ran, low.loss_value, whole.kl_to(low)
 
     def _rescued(self) -> np.ndarray:
-        """(by token and by sequence, rescues, U): the meter's estimates of fprop on each rescue."""
+        """Return the meter's estimates of fprop on each rescue, (by token and by sequence, rescues, U)."""
         found = np.zeros((2, len(self._rescues), len(self.converted.operators)))
         for at, name in enumerate(self._rescues):
-            if (candidate := f"rescue {name}") in self._meter.candidates:  # else it is what errors are against
+            if (candidate := f"rescue {name}") in self._meter.candidates:  # else it is the reference of all errors
                 own = self._meter.by_operator(candidate)
                 found[:, at] = torch.stack([own[one] for one in _IN_USE.values()]).cpu().numpy()
         return found
 
     def _refuse_worse(self, low: np.ndarray, rescued: np.ndarray) -> None:
-        """ValueError for a rescue that is slower than the low path or another rescue and costs as many nats, by the
-        first batch."""
+        """Raise ValueError if a rescue is slower than another path and costs as many nats on the first batch."""
         assert isinstance(self.converted.low, Recipe)
         recipes = {self.spec.low: self.converted.low, **self._rescues}
         costs = dict(zip(recipes, [low.sum(), *rescued.sum(axis=1)], strict=True))
@@ -410,15 +421,17 @@ class Doctor:
                 require(False, "rescue", name, right)
 
     def _labels_of_rescues(self) -> list[str]:
-        """What the recipes that a plan may keep a GEMM on are called; of two sides it is the other side's."""
+        """Return the names of the recipes that a plan may keep a GEMM on; with two sides, the other side's."""
         if not (self._against or self._sides):
             return list(self._rescues)
         high = self.spec.recovery
         return [high if high and high != self.spec.low else "the other side's"]
 
     def _work(self, operators: Shapes, rows: np.ndarray, names: list[str]) -> tuple[dict[str, int], int]:
-        """(multiplications of each operator in all batches, those of all other GEMMs by their share of the first one);
-        `rows`: (B, U) of the operators with these `names`."""
+        """Return the multiplications of each operator in all batches, and those of all other GEMMs.
+
+        The latter follow from their share in the first batch. `rows` is (B, U), of the operators with these `names`.
+        """
         every = dict(zip(names, rows.sum(axis=0).tolist(), strict=True))
         work = {name: every[name] * a * b for name, (a, b) in operators.items()}
         share = self._coverage.share(operators)
@@ -431,8 +444,10 @@ class Doctor:
         return {name: kind for name, kind in named if kind}
 
     def _costs(self, operators: Shapes, work: Mapping[str, int], rest: int) -> Times:
-        """The time of every GEMM on each recipe. Of two sides, either of which may be changed, a GEMM that is alike on
-        both costs its arithmetic."""
+        """Return the time of every GEMM on each recipe.
+
+        With two sides, either may be changed, so a GEMM that is alike on both costs its arithmetic.
+        """
         if not (self._against or self._sides):
             assert isinstance(self.converted.low, Recipe)
             return times_of(operators, [self.converted.low, *self._rescues.values()], self.spec.times, work, rest)
@@ -445,7 +460,7 @@ class Doctor:
         return found | ({(REST, gemm): {self.spec.low: float(rest)} for gemm in GEMMS} if rest else {})
 
     def _numbers(self, norms: Tensor | None, place: int) -> np.ndarray:
-        """(names, U): what the meter and the probe have of a batch, which are empty then."""
+        """Return the (names, U) numbers of a batch from the meter and the probe, and reset both."""
         low = self._meter.by_operator()
         if self.tokens > 1:
             low["fprop_sequence"] = low["fprop"]
@@ -462,7 +477,7 @@ class Doctor:
         return numbers
 
     def _norms(self, batch: Any, place: int, drawn: Tensor | None) -> Tensor | None:
-        """Norms of the weights' gradients on the data's labels, (U,) float64; without such labels those `drawn`."""
+        """Return the weights' gradient norms on the data's labels, (U,) float64; without such labels, `drawn`."""
         self.converted.end_step()
         self._put(True)
         torch.manual_seed(place)
@@ -480,7 +495,7 @@ class Doctor:
     def _forward(
         self, batch: Any, place: int, *, recovering: bool, low: PathLinear | None = None, beside: str | None = None
     ) -> Output:
-        """A forward pass with every operator on one path, but for one that is on the `low` path, or one `beside`."""
+        """Run a forward pass with every operator on one path, except the operator `low` or the part `beside`."""
         self._put(recovering)
         if low is not None:
             low.switch(False)
@@ -504,7 +519,7 @@ class Doctor:
 
     @contextmanager
     def _pinned(self, pins: Pins) -> Iterator[None]:
-        """Inside, the low path has these GEMMs on other recipes: a rescue, or the operator's own recovery."""
+        """Put these GEMMs of the low path on other recipes: a rescue, or the operator's own recovery recipe."""
         before = [operator.low for operator in self.converted.operators]
         try:
             for operator in self.converted.operators:
@@ -558,8 +573,10 @@ def _forward_row(
     by_sequence: float | None,
     kls: Sequence[np.ndarray] | None,
 ) -> Row:
-    """The row of an fprop: its value is the mean of the KLs that were measured, if any were; Inf where it alone makes
-    the predictions NaN or Inf."""
+    """Return the row of an fprop: its value is the mean of its measured KLs, if there are any.
+
+    The value is Inf if this fprop alone makes the predictions NaN or Inf.
+    """
     measured = None
     if kls:
         single = Measured.of(kls, [np.nan], [np.nan])
@@ -573,7 +590,7 @@ def _forward_row(
 
 
 def _passes(batches: Iterable[Any], held_out: int, confirmed: int, rescues: int) -> int | None:
-    """Forward passes in all, at the most; None where nobody knows how many batches there are."""
+    """Return an upper bound on the number of forward passes; None if the number of batches is unknown."""
     if not isinstance(batches, Sized):
         return None
     choices = 3 + rescues * (rescues > 1) + len(GUESSES) - 1 + RANDOM_DRAWS + 2 + len(CURVE)

@@ -1,17 +1,15 @@
-"""What the GEMMs of linears really read, in one forward and backward pass: their signal-to-noise ratios.
-`causes` says what is to blame where these are poor.
+"""Measure the signal-to-noise ratios of the operands that the GEMMs of linears really read.
 
-Nothing of a recipe is believed. A dispatch mode sees each product of matrices (`aten.mm`, `addmm`, `linear`) that runs
-within a linear, forward or backward, whoever made its operands: our kernels, torchao's `Float8TrainingTensor` and
-`MXTensor` (taken back to high precision by their own method), plain tensors. An operand is held against the tensor that
-the linear was given, in the operand's dtype:
+One forward and backward pass is measured; `causes` explains poor ratios. No recipe is trusted. A dispatch mode sees
+each product of matrices (`aten.mm`, `addmm`, `linear`) that runs within a linear, forward or backward. The operands may
+come from our kernels, from torchao's `Float8TrainingTensor` and `MXTensor` (converted back to high precision by their
+own method), or be plain tensors. An operand is compared, in its dtype, with the tensor that the linear was given:
 
     measured    ||x||^2 / ||q - x||^2, of q as the GEMM reads it; infinite: never quantized
     possible    the same of an ideal cast of that very x: the declared format under scales of its own magnitudes
 
-Operators whose GEMMs run elsewhere (codes of integers, Transformer Engine) are judged by their outputs against an
-exact linear on the same inputs, beside that of an ideal cast where a recipe is declared; of their backward passes
-nothing is said.
+GEMMs of some operators run elsewhere (integer codes, Transformer Engine). Their outputs are compared with an exact
+linear on the same inputs, and with an ideal cast if a recipe is declared. Their backward passes are not judged.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from gnmr.precision.cast import rotated
 from gnmr.precision.recipes import HADAMARD
 
 _ROWS = 256
-"""By which an operand is recognised."""
+"""Number of rows by which an operand is recognized."""
 
 
 @dataclass
@@ -45,17 +43,17 @@ class Measured:
     possible: float | None = None
     """Noise of the ideal cast; None: nothing is declared."""
     by: str = "gemm"
-    """gemm: seen where a GEMM read it; output: of a linear whose GEMM was not seen."""
+    """gemm: seen as a GEMM read it; output: of a linear whose GEMM was not seen."""
     causes: list[Cause] = field(default_factory=list)
 
     @property
     def snr(self) -> float:
-        """dB; inf: never quantized; nan: nothing but zeros."""
+        """Return the ratio in dB; inf if never quantized, NaN if there are only zeros."""
         return decibels(self.signal, self.noise)
 
     @property
     def best(self) -> float | None:
-        """dB that were possible."""
+        """Return the possible ratio in dB."""
         return None if self.possible is None else decibels(self.signal, self.possible)
 
     def add(self, x: Tensor, q: Tensor, ideal: Tensor | None) -> None:
@@ -75,18 +73,18 @@ class _Pass:
     grad: Tensor | None = None
     seen: set[str] = field(default_factory=set)
     operands: tuple[Tensor, Tensor] | None = None
-    """Of fprop, as its GEMM read them."""
+    """The operands of fprop, as its GEMM read them."""
 
 
 class Watch(TorchDispatchMode):
-    """Inside, what the linears' GEMMs read is measured; use `watching`."""
+    """A mode that measures the operands of the linears' GEMMs; use `watching`."""
 
     def __init__(self, progress: Callable[[int], None]) -> None:
-        """progress: called with the forward and backward passes of linears that are done."""
+        """Call `progress` with the number of finished forward and backward passes of linears."""
         super().__init__()
         self._progress, self._done = progress, 0
         self.found: dict[tuple[str, str, str], Measured] = {}
-        """By operator, GEMM and operand."""
+        """Measurements by operator, GEMM and operand."""
         self.ran: set[str] = set()
         self._now: _Pass | None = None
         self._busy = False
@@ -101,12 +99,12 @@ class Watch(TorchDispatchMode):
         return result
 
     def before(self, operator: Operator, x: Tensor) -> None:
-        """A forward pass of `operator` on `x` begins."""
+        """Begin a forward pass of `operator` on `x`."""
         rows = x.detach().reshape(-1, x.shape[-1])
         self._now = _Pass(operator, rows) if rows.numel() else None
 
     def after(self, output: Any) -> None:
-        """It ends, with this output."""
+        """End the forward pass with this output."""
         now, self._now = self._now, None
         output = output[0] if isinstance(output, tuple) else output
         if now is None:
@@ -131,7 +129,7 @@ class Watch(TorchDispatchMode):
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """Inside, products are our own."""
+        """Mark products inside as our own, so that they are not measured."""
         before, self._busy = self._busy, True
         try:
             with torch.no_grad():
@@ -142,7 +140,7 @@ class Watch(TorchDispatchMode):
     # ---- operands ----
 
     def _gemm(self, now: _Pass, a: Tensor, b: Tensor) -> None:
-        """A product a (M, K) times b (K, N) while `now` runs: one of its GEMMs, or another's."""
+        """Match a product of a (M, K) and b (K, N) while `now` runs with one of its GEMMs, or with none."""
         gemms = ("fprop",) if now.grad is None else ("dgrad", "wgrad")
         best: tuple[float, str, dict[str, Tensor]] | None = None
         for gemm in gemms:
@@ -167,14 +165,14 @@ class Watch(TorchDispatchMode):
             self._now = None
 
     def _fits(self, now: _Pass, gemm: str, operand: str, q: Tensor) -> bool:
-        """Whether a tensor has the shape of this operand; a rotated one may be filled up."""
+        """Return True if a tensor has the shape of this operand; a rotated one may be padded."""
         have, want = tuple(q.shape), tuple(self._reference(now, operand).shape)
         if gemm == "wgrad" and have[0] == -(-want[0] // HADAMARD) * HADAMARD:
             return have[1] == want[1]
         return have == want
 
     def _likeness(self, now: _Pass, gemm: str, operand: str, q: Tensor) -> float:
-        """The cosine of q and the tensor that it should be; 1 where q is not finite, 0 for zeros."""
+        """Return the cosine between q and its reference tensor; 1 if q is not finite, 0 for zeros."""
         x = self._turned(now, gemm, operand)
         if x.shape != q.shape:
             return 0.0
@@ -186,13 +184,13 @@ class Watch(TorchDispatchMode):
         return abs(float(a @ b)) / norms if norms else 0.0
 
     def _reference(self, now: _Pass, operand: str) -> Tensor:
-        """The tensor that the operator was given, (N, D)."""
+        """Return the tensor (N, D) that the operator was given."""
         found = {"weight": now.operator.weight, "input": now.x, "grad_output": now.grad}[operand]
         assert found is not None
         return found
 
     def _turned(self, now: _Pass, gemm: str, operand: str) -> Tensor:
-        """The same, rotated where that is declared."""
+        """Return the reference, rotated if that is declared."""
         x, grain = self._reference(now, operand), now.operator.grain(gemm, operand)
         return rotated(x, CONTRACTS[gemm, operand]) if grain is not None and grain.cast.hadamard else x
 
@@ -216,7 +214,7 @@ class Watch(TorchDispatchMode):
     # ---- outputs ----
 
     def _output(self, now: _Pass, y: Tensor) -> None:
-        """The output against the product of the operands that were seen, or of the tensors that were given."""
+        """Compare the output with the product of the seen operands, or of the given tensors."""
         operator = now.operator
         bias = operator.bias
         x, weight = now.x.float(), operator.weight.float()
@@ -245,7 +243,7 @@ class Watch(TorchDispatchMode):
 
 @contextmanager
 def watching(operators: Sequence[Operator], progress: Callable[[int], None]) -> Iterator[Watch]:
-    """Inside, forward and backward passes of the operators are measured; their hooks are taken away afterwards."""
+    """Measure forward and backward passes of the operators, and remove the hooks afterwards."""
     watch = Watch(progress)
     by_module = {operator.module: operator for operator in operators if isinstance(operator.module, nn.Module)}
 
@@ -264,7 +262,7 @@ def watching(operators: Sequence[Operator], progress: Callable[[int], None]) -> 
 
 
 def _pair(func: Any, args: Any) -> tuple[Tensor, Tensor] | None:
-    """(a (M, K), b (K, N)) of a product of two matrices; None of anything else."""
+    """Return (a (M, K), b (K, N)) of a product of two matrices; None for any other function."""
     name = func.name().partition("::")[2].partition(".")[0] if hasattr(func, "name") else ""
     if name == "mm":
         return args[0], args[1]
@@ -276,7 +274,7 @@ def _pair(func: Any, args: Any) -> tuple[Tensor, Tensor] | None:
 
 
 def _as_operands(gemm: str, a: Tensor, b: Tensor) -> list[dict[str, Tensor]]:
-    """What the two factors are if the product is this GEMM; wgrad may be written either way round."""
+    """Return the operands that the two factors are if the product is this GEMM; wgrad has two orders."""
     if gemm == "fprop":
         return [{"input": a, "weight": b.t()}]
     if gemm == "dgrad":
@@ -285,7 +283,7 @@ def _as_operands(gemm: str, a: Tensor, b: Tensor) -> list[dict[str, Tensor]]:
 
 
 def _values(q: Any) -> Tensor:
-    """What a tensor of torchao's stands for, in high precision; another as it is."""
+    """Return the high-precision values of a torchao tensor; other tensors are unchanged."""
     for method in ("to_original_precision", "dequantize"):
         if type(q) is not Tensor and hasattr(type(q), method) and type(q).__module__.startswith("torchao."):
             found: Tensor = getattr(q, method)()

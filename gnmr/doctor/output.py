@@ -1,4 +1,4 @@
-"""What a function that runs a model gives: logits, targets, a loss, or some of them."""
+"""Read the output of a function that runs a model: logits, targets, a loss, or some of them."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ _RIGHT = "must be logits (..., V), these and targets (...), an output with logit
 
 @dataclass(frozen=True)
 class Output:
-    """Of one batch: S sequences of T tokens."""
+    """The output of one batch of S sequences with T tokens."""
 
     logits: Tensor | None
-    """(S, T, V) or (S, V); None: of a loss alone."""
+    """(S, T, V) or (S, V); None: there is only a loss."""
     targets: Tensor | None
-    """(S, T) or (S,) int64, `IGNORED` where a position does not count."""
+    """(S, T) or (S,) int64, `IGNORED` at positions that do not count."""
     loss: Tensor | None
-    """The mean over positions that count, nats."""
+    """Mean over positions that count, in nats."""
 
     @property
     def loss_value(self) -> float:
-        """NaN where there is none."""
+        """Return the loss, or NaN without one."""
         return math.nan if self.loss is None else float(self.loss.detach())
 
     @property
     def worth(self) -> float:
-        """A number that is finite if the output is: the loss, or without one the mean of the logits."""
+        """Return a number that is finite if the output is: the loss, or without one the mean of the logits."""
         if self.loss is not None:
             return self.loss_value
         assert self.logits is not None
         return float(self.logits.detach().float().mean())
 
     def objective(self, labels: str, generator: torch.Generator, where: str) -> tuple[Tensor, int | None]:
-        """Return (what backward starts from, how many terms its mean has; None: only the caller knows).
+        """Return the scalar to differentiate and the number of terms in its mean (None: only the caller knows).
 
-        `labels`: "model" draws them from the logits; without these the loss has to serve.
+        With labels="model", labels are drawn from the logits; without logits, the loss is used.
         """
         if self.logits is None or labels == "data":
             right = "has no loss to take the data's labels from; use labels='model', or give the targets"
@@ -58,7 +58,7 @@ class Output:
         return F.cross_entropy(self.logits.flatten(0, -2).float(), drawn), int((drawn != IGNORED).sum())
 
     def kl_to(self, low: Output) -> np.ndarray | None:
-        """KL a token of each sequence against the same batch's `low` output, (S,); None without logits."""
+        """Return the KL per token of each sequence against the same batch's `low` output, (S,); None without logits."""
         if self.logits is None or low.logits is None:
             return None
         found: np.ndarray = divergence(self._log_p, low.logits, self.targets).cpu().numpy()
@@ -66,15 +66,20 @@ class Output:
 
     @cached_property
     def _log_p(self) -> Tensor:
-        """(S, T, V) float32, made once for all that it is compared with."""
+        """Return log-probabilities (S, T, V) in float32, computed once for all comparisons."""
         assert self.logits is not None
         return F.log_softmax(self.logits.detach().float(), dim=-1)
 
 
 def output_of(found: Any, where: str, trained: bool = True) -> Output:
-    """Return the `Output` in what a function gave. `where` names it; `trained`: it must have a gradient.
+    """Return the `Output` in the result of a function.
 
-    Raises ValueError for anything else.
+    Args:
+        found: the result.
+        where: its name in messages.
+        trained: True if it must have a gradient.
+
+    Raises ValueError if the result is of another kind.
     """
     logits, targets, loss = None, None, None
     if isinstance(found, Tensor) and found.numel() == 1:

@@ -1,4 +1,4 @@
-"""plan.json: the recipe of every GEMM of a model, and what that costs and saves.
+"""Read and write plan.json: the recipe of every GEMM of a model, with its cost and its savings.
 
     {
       "gnmr_plan": 2,
@@ -20,9 +20,9 @@
       "provenance": {"checkpoint": "..."}                      where it comes from, texts
     }
 
-A file is anybody's: its size is bounded, unknown keys are refused, and nothing in it is run. Operators are called as in
-the model that was looked at; one of the same operators in another layout (`model.layers.0` for `layers.0`) is the same
-model.
+A file may come from anyone: its size is bounded, unknown keys are refused, and nothing in it is run. Operators have the
+names of the model that was diagnosed. A model with the same operators in another layout (`model.layers.0` for
+`layers.0`) is the same model.
 """
 
 from __future__ import annotations
@@ -57,57 +57,57 @@ if TYPE_CHECKING:
 
 VERSION = 2
 PLAN_FILE = "plan.json"
-"""What `gnmr diagnose` calls it in the folder of out=."""
+"""Name of the file that `gnmr diagnose` writes into the folder of out=."""
 MAX_PLAN = 1 << 24
-"""Bytes: 10,000 operators take less than two."""
+"""Limit in bytes; 10,000 operators take less than two million."""
 _MOST_OPERATORS, _MOST_NATS = 100_000, 1e30
 _PLAIN = (
     *("targets", "exclude", "modules", "low", "recovery", "recipes", "pins", "times"),
     *("work", "rest", "budget", "extra", "fused", "prices"),
 )
 _BY_LINE = ("operators", "pins", "work", "prices")
-"""Written with an operator a line."""
+"""Keys that are written with one operator per line."""
 _KEYS = ("operators", *_PLAIN, "expected", "triggers", "provenance")
 _NEEDED = ("operators", "low", "recovery", "pins")
 IN_NATS = ("price", "pin_excess")
 """Signals whose threshold is in nats, as `triggers.price` is."""
 PATHS = ("low", "recovery", "recipes", "targets", "exclude", "pins", "times")
-"""Fields of `PathSpec` that a plan says."""
+"""Fields of `PathSpec` that a plan sets."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PinPlan:
-    """What plan.json holds. ValueError, naming the key, for what makes no sense."""
+    """The content of plan.json. Raises ValueError, naming the key, if a value is invalid."""
 
     operators: dict[str, tuple[int, int]]
     """(inputs, outputs) of every operator that the plan is about, by its name."""
     low: str
     recovery: str | None
     pins: Pins = field(default_factory=dict)
-    """Recipe by GEMM, by operator; others are on `low`."""
+    """Recipe by operator and GEMM; all others are on `low`."""
     targets: list[str] | None = None
     exclude: list[str] = field(default_factory=list)
     modules: dict[str, str] = field(default_factory=dict)
-    """Classes of the modules that hold operators and are no nn.Linear, by the modules' names."""
+    """Classes of the modules that hold operators and are not nn.Linear, by module name."""
     recipes: dict[str, Any] = field(default_factory=dict)
     times: dict[str, float] = field(default_factory=dict)
     """Relative GEMM times, as `PathSpec.times`."""
     work: dict[str, int] = field(default_factory=dict)
-    """Multiplications of operators, by which times and shares count; of those that it lacks inputs times outputs."""
+    """Multiplications by operator, which weight times and shares; if missing, inputs times outputs."""
     rest: int = 0
-    """Those of all other GEMMs of the model, which stay in 16 bits."""
+    """Multiplications of all other GEMMs of the model, which stay in 16 bits."""
     budget: float | None = None
     """Extra GEMM time that the pins were allowed, as a share of the time of everything on `low`."""
     extra: float | None = None
-    """What they take of it."""
+    """Extra GEMM time that the pins take, as the same share."""
     fused: list[str] = field(default_factory=list)
-    """Kinds of operators that have one recipe together (`knapsack.FUSED`)."""
+    """Kinds of operators that share one recipe (`knapsack.FUSED`)."""
     prices: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
-    """Nats a token by operator, GEMM and recipe, `low` among them."""
+    """Nats per token by operator, GEMM and recipe, `low` among them."""
     expected: tuple[float, float] | None = None
-    """Nats a token that low precision costs without and with the pins."""
+    """Nats per token that low precision costs without and with the pins."""
     triggers: dict[str, float | None] = field(default_factory=dict)
-    """Thresholds for the controller: `price`, nats above 0. What costs as much as the cheapest pin is worth one."""
+    """Thresholds for the controller: `price`, nats above 0, the price of the cheapest pin."""
     provenance: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -164,13 +164,13 @@ class PinPlan:
         return PathSpec(**{name: getattr(self, name) for name in PATHS})
 
     def paths(self) -> dict[str, Any]:
-        """The fields of `PathSpec` that it says. Pins are by the end of the names, so that they fit both layouts."""
+        """Return the fields of `PathSpec` that it sets. Pins are by the end of names, so that they fit both layouts."""
         return {name: getattr(self, name) for name in PATHS} | {
             "pins": {name.removeprefix("model."): gemms for name, gemms in self.pins.items()}
         }
 
     def named_recipes(self) -> list[Recipe]:
-        """Return the recipes that it names, `low` first; of a plan of recipes."""
+        """Return the recipes that it names, `low` first, for a plan of recipes."""
         from gnmr.precision.resolve import recipes_of
 
         names = dict.fromkeys([self.low, *(recipe for by_gemm in self.pins.values() for recipe in by_gemm.values())])
@@ -183,8 +183,10 @@ class PinPlan:
         return times_of(self.operators, self._recipes(), self.times, self.work, self.rest)
 
     def nats(self) -> dict[Item, dict[str, float]]:
-        """Return the nats of every GEMM that has prices, on the same recipes: 0 on `recovery` and
-        in 16 bits, infinite on a recipe that was not measured."""
+        """Return the nats of every priced GEMM on the same recipes.
+
+        They are 0 on `recovery` and in 16 bits, and infinite on a recipe that was not measured.
+        """
         free = {one.name: 0.0 if one.name == self.recovery or not one.casts else math.inf for one in self._recipes()}
         return {(name, gemm): free | own for name, by_gemm in self.prices.items() for gemm, own in by_gemm.items()}
 
@@ -194,25 +196,27 @@ class PinPlan:
         return [*self.named_recipes(), RECIPES_OF["bf16"]]
 
     def choice(self) -> Choice:
-        """Return what its pins cost and save: by the rule of `choose`, whatever `extra` and `expected` say."""
+        """Return the cost and savings of its pins by the rule of `choose`, whatever `extra` and `expected` say."""
         chosen = {(name, gemm): recipe for name, own in self.pins.items() for gemm, recipe in own.items()}
         return as_choice(chosen, self.nats(), self.gemm_times(), self.low)
 
     def module_of(self, name: str) -> str | None:
-        """Return the one of `modules` that holds an operator; None: it is an nn.Linear."""
+        """Return the one of `modules` that holds an operator; None if the operator is an nn.Linear."""
         while name and name not in self.modules:
             name = name.rpartition(".")[0]
         return name or None
 
     def threshold(self, signal: object, options: Mapping[str, Any]) -> dict[str, float]:
-        """For the options of a controller beside the pins: `threshold`, the plan's trigger, where the signal is one of
-        prices (`IN_NATS`) and `options` have no threshold; else nothing."""
+        """Return the option `threshold` for a controller beyond the pins, or an empty dict.
+
+        It is the plan's trigger if the signal is one of prices (`IN_NATS`) and `options` have no threshold.
+        """
         trigger = self.triggers.get("price")
         of_price = signal in IN_NATS and options.get("evidence", "price") == "price"
         return {"threshold": trigger} if trigger and of_price and "threshold" not in options else {}
 
     def text(self) -> str:
-        """The file's."""
+        """Return the text of the file."""
         before, after = self.expected or (None, None)
         tree = {
             "gnmr_plan": VERSION,
@@ -222,7 +226,6 @@ class PinPlan:
             "triggers": self.triggers or None,
             "provenance": self.provenance,
         }
-        # An operator a line.
         lines = [
             f"  {json.dumps(key)}: " + (_lines(value) if key in _BY_LINE else json.dumps(value))
             for key, value in tree.items()
@@ -230,7 +233,7 @@ class PinPlan:
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
     def refuse_other(self, where: object, operators: Shapes) -> None:
-        """UserError where a model of these operators is not the one that the plan is of. `where` names the plan."""
+        """Raise UserError if a model of these operators is not the plan's model. `where` names the plan."""
         ours, theirs = _bare(self.operators), _bare(operators)
         for name in (*ours, *theirs):
             if ours.get(name) == theirs.get(name):
@@ -249,7 +252,7 @@ class PinPlan:
 
 
 def budget_of(word: str) -> float:
-    """Return the extra GEMM time that a word says, as a share: +10%, 10% or 0.1. ValueError: see `check_budget`."""
+    """Return the extra GEMM time in a word (+10%, 10% or 0.1) as a share. Raises ValueError if it is not above 0."""
     try:
         value = float(share_of(word.removeprefix("+")))  # type: ignore[arg-type]
     except ValueError:
@@ -259,11 +262,13 @@ def budget_of(word: str) -> float:
 
 
 def read_plan(path: str | PathLike[str]) -> PinPlan:
-    """The plan that a file holds, or `PLAN_FILE` in a folder. UserError, one line that names file and key, for anything
-    that is none."""
+    """Return the plan in a file, or in `PLAN_FILE` of a folder.
+
+    Raises UserError, one line that names file and key, if it is not a valid plan.
+    """
     try:
         file = Path(path).expanduser().resolve()
-        if file.is_dir():  # what out= of `gnmr diagnose` was given
+        if file.is_dir():  # the out= folder of `gnmr diagnose`
             path, file = Path(path) / PLAN_FILE, file / PLAN_FILE
         raw = content(file, MAX_PLAN)
     except FileNotFoundError as error:
@@ -308,7 +313,7 @@ def _parsed(tree: Any) -> PinPlan:
 
 
 def _known(what: str, tree: object, keys: Iterable[str]) -> None:
-    """UserError for another mapping than of these keys."""
+    """Raise UserError if this is not a mapping with some of these keys."""
     keys = list(keys)
     require(isinstance(tree, dict), what, tree, f"must be {{{', '.join(keys)}}}")
     assert isinstance(tree, dict)
@@ -340,7 +345,7 @@ def _width(value: object) -> bool:
 
 
 def _bare(by_name: Mapping[str, Any]) -> dict[str, Any]:
-    """By names as in our own models."""
+    """Return the mapping under the names of our own models."""
     return {name.removeprefix("model."): value for name, value in by_name.items()}
 
 

@@ -1,7 +1,7 @@
-"""A trainer and a rollout engine that should quantize alike: which linears their lists treat differently.
+"""Compare the lists of a trainer and a rollout engine: which linears do they quantize differently?
 
-Everything is decided by names: each side's lists are read as their libraries read them (`gnmr.doctor.lists`), so that
-neither weights nor these libraries are needed.
+Everything is decided by names. Each side's lists are read by the rules of their libraries (`gnmr.doctor.lists`), so
+that neither weights nor these libraries are needed.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from gnmr.doctor.audit import Finding
 from gnmr.doctor.lists import LISTS, Entry, called, entries_of, fits_none, matches, nearest_to, read_lists, repaired
 
 Lists: TypeAlias = Mapping[str, Sequence[object] | str | int]
-"""{key of `gnmr.doctor.lists.LISTS`: its entries}."""
+"""Entries by key of `gnmr.doctor.lists.LISTS`."""
 Entries: TypeAlias = Mapping[str, Sequence[Entry]]
 _PAIR = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 
 
 @dataclass(frozen=True)
 class Treatment:
-    """What one side does with a linear."""
+    """The treatment of a linear by one side."""
 
     low: bool
     why: str
-    """The entry that did it, or that there is none."""
+    """The entry that decides, or that there is none."""
     remedy: str = ""
-    """How this side would do the opposite; empty: it cannot."""
+    """How this side would do the opposite; empty if it cannot."""
 
     def __str__(self) -> str:
         return f"{'low precision' if self.low else '16 bits'} ({self.why})"
@@ -36,29 +36,29 @@ class Treatment:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two sides do with each linear."""
+    """The treatment of each linear by two sides."""
 
     trainer: dict[str, Treatment]
     rollout: dict[str, Treatment]
     findings: tuple[Finding, ...]
-    """Linears that the sides treat differently, and linears that an engine fuses and of which a list names a part."""
+    """Linears that the sides treat differently, and fused linears of which a list names only a part."""
     notes: tuple[Finding, ...]
-    """Entries that match nothing, in lists of which others do."""
+    """Entries that match nothing, in lists with other entries that match."""
 
     @property
     def sound(self) -> bool:
-        """Whether both sides treat every linear alike."""
+        """Return True if both sides treat every linear alike."""
         return not self.findings
 
     def verdict(self) -> str:
-        """Return one sentence."""
+        """Return the verdict in one sentence."""
         low = [sum(one.low for one in side.values()) for side in (self.trainer, self.rollout)]
         unlike = sum(one.low != self.rollout[name].low for name, one in self.trainer.items())
         head = f"{len(self.trainer)} linears, {low[0]} quantized by the trainer and {low[1]} by the rollout"
         return f"{head}: " + ("both sides agree" if self.sound else f"{unlike} are treated differently")
 
     def tree(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return the comparison as a tree for JSON."""
         return {
             "verdict": self.verdict(),
             "findings": [asdict(one) | {"line": one.line()} for one in self.findings],
@@ -71,14 +71,14 @@ class Comparison:
 
 
 def compare(names: Sequence[str], *, trainer: Lists, rollout: Lists) -> Comparison:
-    """Return which linears the two sides treat differently, and which entry did it.
+    """Return which linears the two sides treat differently, and which entry is responsible.
 
     Args:
         names: the model's linears under the names of its checkpoint in Hugging Face's layout, with routers and head.
         trainer: the lists of the side that trains, {key: entries}; an empty list leaves nothing out.
         rollout: the lists of the side that generates.
 
-    Raises ValueError, in one line, if a list is unknown, if an entry cannot be one, or if a whole list matches nothing.
+    Raises ValueError, in one line, if a list is unknown, if an entry is invalid, or if a whole list matches nothing.
     """
     if not names:
         raise ValueError("names=[]: must name the linears of the model")
@@ -100,7 +100,7 @@ def compare(names: Sequence[str], *, trainer: Lists, rollout: Lists) -> Comparis
 
 
 def _treated(side: str, entries: Entries, names: Sequence[str]) -> dict[str, Treatment]:
-    """Return what a side does with each linear."""
+    """Return how a side treats each linear."""
     kept: dict[str, Treatment] = {}
     chosen: dict[str, Treatment] = {}
     for which, own in entries.items():
@@ -121,7 +121,7 @@ def _treated(side: str, entries: Entries, names: Sequence[str]) -> dict[str, Tre
 
 
 def _how(entry: Entry, name: str) -> str:
-    """Return the entry, with what its text does not show: the name that the engine builds, a hit within a word."""
+    """Return the entry, and if its text does not show it, the engine's name or a match within a word."""
     own = LISTS[entry.which]
     built = called(name, own.layout)
     direct = entry.text == name if own.rule == "any" else matches(entry.text, name, own.rule)
@@ -131,7 +131,7 @@ def _how(entry: Entry, name: str) -> str:
 
 
 def _differences(trainer: Mapping[str, Treatment], rollout: Mapping[str, Treatment]) -> Iterator[Finding]:
-    """Yield the linears that are quantized on one side, in one finding where the entries are the same."""
+    """Yield the linears that only one side quantizes; those with the same entries share a finding."""
     alike: dict[tuple[str, str], list[str]] = {}
     for name, one in trainer.items():
         if one.low != rollout[name].low:
@@ -153,7 +153,7 @@ def _numberless(one: object) -> str:
 
 
 def _split(side: str, entries: Entries, names: Sequence[str]) -> Iterator[Finding]:
-    """Yield the linears that an engine builds of several, where a list leaves out some of these."""
+    """Yield the linears that an engine builds from several, if a list leaves out only some of these."""
     parts: dict[str, list[str]] = {}
     for name in names:
         parts.setdefault(called(name, "engine"), []).append(name)
@@ -162,7 +162,7 @@ def _split(side: str, entries: Entries, names: Sequence[str]) -> Iterator[Findin
             continue
         texts, torn = {entry.text for entry in own}, dict[str, list[str]]()
         hit = {name for entry in own for name in entry.names}
-        if LISTS[which].rule == "any":  # whole names come first, and one of an expert leaves out all experts
+        if LISTS[which].rule == "any":  # whole names come first, and one projection of an expert leaves out all experts
             hit &= {text for text in texts if ".experts." not in text}
         for built, several in parts.items():
             inside = [name for name in several if name in hit]
@@ -175,7 +175,7 @@ def _split(side: str, entries: Entries, names: Sequence[str]) -> Iterator[Findin
 
 
 def _matchless(side: str, entries: Entries, names: Sequence[str]) -> Iterator[Finding]:
-    """Yield the entries that match nothing. Raises ValueError if no entry of a list does."""
+    """Yield the entries that match nothing. Raises ValueError if no entry of a list matches."""
     for which, own in entries.items():
         if LISTS[which].rule in ("first", "last"):
             continue
@@ -192,7 +192,7 @@ def _matchless(side: str, entries: Entries, names: Sequence[str]) -> Iterator[Fi
 
 
 def _right(entry: Entry, names: Sequence[str]) -> str:
-    """Return what may have been meant by an entry that matches nothing."""
+    """Return the likely intention of an entry that matches nothing."""
     rule = LISTS[entry.which].rule
     if set(entry.text) & set("*?") and not entry.text.startswith("re:") and rule in ("exact", "re:", "part", "weight"):
         return "* is no wildcard in this list" + (", use re: and a regular expression" if rule == "re:" else "")

@@ -1,10 +1,10 @@
-"""The controller in a Lightning `Trainer`.
+"""Run the controller in a Lightning `Trainer`.
 
     trainer = L.Trainer(callbacks=[GnmrCallback(low="sim_int8", recovery="bf16", max_o=4, alpha=1.5, beta=1.3)])
     trainer.fit(module, blocks)
 
-`on_before_optimizer_step` comes once an optimizer step: after the last micro-batch's backward pass, when gradients are
-unscaled and, in several processes, reduced, and before Lightning clips them.
+`on_before_optimizer_step` is called once per optimizer step, after the last micro-batch's backward pass. Gradients are
+then unscaled, reduced over processes, and not yet clipped.
 """
 
 from __future__ import annotations
@@ -33,31 +33,32 @@ except ImportError as error:
 
 
 class GnmrCallback(Callback):
-    """Routes the units of a LightningModule while it is fitted; one callback for one Trainer.
+    """Route the units of a LightningModule while it is fitted; one callback for one Trainer.
 
-    - The model is attached when fitting begins, on its device and in its processes, and detached when it ends (after an
-      error midway it is not: `callback.detach()`).
-    - Norms are those of the accumulated gradient, unscaled, before clipping. Waits for the device once a step.
-    - `Tally.figures` stand in the Trainer's log every `log_every_n_steps`, over the steps since the last entry.
+    - The model is attached when fitting begins, on its device and in its processes, and detached when it ends. After an
+      error midway it is not detached: call `callback.detach()`.
+    - Norms are those of the accumulated gradient, unscaled, before clipping. The callback waits for the device once a
+    step. - The Trainer's log has `Tally.figures` every `log_every_n_steps`, over the steps since the last entry.
     - Validation is on the 16-bit path.
-    - Checkpoints hold the controller's state, and `fit(ckpt_path=...)` goes on with it; one that has none, or one that
-      does not fit, is a `UserError`.
-    - A batch for which `training_step` returns None decides nothing.
+    - Checkpoints hold the controller's state, and `fit(ckpt_path=...)` restores it. Raises UserError if a checkpoint
+    has no
+      state or one that does not fit.
+    - A batch for which `training_step` returns None leads to no decision.
 
-    Refused with a `UserError`: manual optimization and LBFGS (their hook comes after clipping, or more than once a
-    step), and strategies other than one device, DDP and `ModelParallelStrategy` (FSDP2; not tried).
+    Raises UserError for manual optimization and LBFGS, whose hook comes after clipping or more than once a step.
+    Supported strategies are one device, DDP and `ModelParallelStrategy` (FSDP2; not tried); others raise UserError.
     """
 
     def __init__(self, **options: Any) -> None:
-        """`options` of `gnmr.attach`. TypeError for an unknown one."""
+        """Check the `options` of `gnmr.attach`. Raises TypeError if one is unknown."""
         check_options(options)
         self.controller: Router | None = None
         """None before fitting begins."""
         self.decision: Decision | None = None
-        """Of the last step, for callbacks that come after this one."""
+        """Decision of the last step, for callbacks that come after this one."""
         self._options = options
         self._saved: dict[str, Any] | None = None
-        """Of the checkpoint that is resumed."""
+        """State of the checkpoint that is resumed."""
         self._attached = False
         self._last: dict[str, Any] = {}
         """The controller's state when it was detached."""
@@ -69,11 +70,11 @@ class GnmrCallback(Callback):
     # ---- a fit ----
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forgets the checkpoint of an earlier fit."""
+        """Forget the checkpoint of an earlier fit."""
         self._saved = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attaches, and takes over the state of a checkpoint that is there already."""
+        """Attach the model, and restore the state of a checkpoint that was loaded before."""
         _check(trainer, pl_module)
         self.detach()  # of a fit that did not end
         self.controller, self._attached = attach(pl_module, **self._options), True
@@ -82,7 +83,7 @@ class GnmrCallback(Callback):
             self._load(self._saved)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Everything is restored by now. UserError for a checkpoint that had nothing for us."""
+        """Raise UserError if a restored checkpoint had no state of this callback."""
         if trainer.ckpt_path is not None and self._saved is None:
             self.detach()
             raise UserError(
@@ -90,15 +91,15 @@ class GnmrCallback(Callback):
             )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Detaches."""
+        """Detach the model."""
         self.detach()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leaves the 16-bit path where validation failed."""
+        """Leave the 16-bit path if validation failed."""
         self._in_16_bits.close()
 
     def detach(self) -> None:
-        """Gives the module its plain linears back; the state stays for checkpoints."""
+        """Restore the module's plain linears; the state stays for checkpoints."""
         self._in_16_bits.close()
         if self.controller is not None and self._attached:
             self._last = self.controller.state_dict()
@@ -108,7 +109,7 @@ class GnmrCallback(Callback):
     # ---- a step ----
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A micro-batch is over."""
+        """End a micro-batch."""
         if self.controller is not None:
             self.controller.micro_step()
             self._passes += 1
@@ -116,14 +117,14 @@ class GnmrCallback(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Norms, decision, switches; waits for the device."""
+        """Read norms, decide and switch; waits for the device."""
         if self.controller is None:
             return
         if not self._passes:  # training_step returned None
             self.controller.discard()
             return
         self._passes, self._stepped = 0, True
-        # A fused optimizer unscales by itself, later.
+        # A fused optimizer unscales later, inside its step.
         scaled = trainer.scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
         self.decision = self.controller.step(grad_scale=trainer.scaler.get_scale() if scaled else 1.0)
         self._tally.add(self.decision, self.controller.spec.max_o)
@@ -134,7 +135,7 @@ class GnmrCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Puts the loss of a step's last micro-batch and the rate into the records, where they are kept."""
+        """Record the loss of a step's last micro-batch and the learning rate, if records are kept."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if self._stepped and self.controller is not None and self.controller.records and loss is not None:
             rate = trainer.optimizers[0].param_groups[0]["lr"]
@@ -142,25 +143,27 @@ class GnmrCallback(Callback):
         self._stepped = False
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """To the 16-bit path."""
+        """Switch to the 16-bit path."""
         if self.controller is not None and trainer.state.fn == TrainerFn.FITTING:
             self._in_16_bits.enter_context(self.controller.converted.high_precision())
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Back to the paths in force."""
+        """Return to the paths in force."""
         self._in_16_bits.close()
 
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
-        """The controller's state; after `detach` the last one that it had."""
+        """Return the controller's state; after `detach`, its last one."""
         if self.controller is None:
             return {}
         return {"controller": self.controller.state_dict() if self._attached else self._last}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Of a checkpoint: Lightning restores before a fit begins or, under some strategies, after. UserError where it
-        does not fit."""
+        """Take the state of a checkpoint. Raises UserError if it does not fit.
+
+        Lightning restores before a fit begins or, under some strategies, after it.
+        """
         self._saved = state_dict
         if self._attached:
             self._load(state_dict)
@@ -176,7 +179,7 @@ class GnmrCallback(Callback):
 
 
 def _check(trainer: Trainer, module: LightningModule) -> None:
-    """UserError for what would give wrong norms or sets."""
+    """Raise UserError if norms or sets would be wrong under this Trainer."""
     strategy = trainer.strategy
     known = isinstance(strategy, (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy))
     if not known or isinstance(strategy, DeepSpeedStrategy):

@@ -1,4 +1,4 @@
-"""What the integrations share: figures for another library's log, checks of options, errors of a checkpoint."""
+"""Share figures for another library's log, checks of options, and checkpoint errors between the integrations."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Tally:
     steps: int = 0
     promotions: int = 0
     unit_steps: int = 0
-    """On the recovery path."""
+    """Unit-steps on the recovery path."""
     hits: int = 0
-    """Steps with max_o units on it."""
+    """Steps with max_o units on the recovery path."""
     max_risk: float = 0.0
     verdicts: Counter[str] = field(default_factory=Counter)
-    """By cause."""
+    """Number of verdicts by cause."""
 
     def add(self, decision: Decision, max_o: int) -> None:
         """Count a step."""
@@ -57,17 +57,17 @@ class Tally:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raises TypeError for a word that is no option of `gnmr.attach`, and ValueError for an invalid value."""
+    """Raise TypeError if an option of `gnmr.attach` is unknown, and ValueError if a value is invalid."""
     asked = {name: value for name, value in options.items() if name not in ("plan", "steps", "seed", "record")}
     specs_of(asked.pop("paths", None), asked.pop("control", None), asked)
 
 
 @contextmanager
 def resuming(what: object) -> Iterator[None]:
-    """Raises UserError if the block cannot load a controller's state from `what`."""
+    """Raise UserError if the block cannot load a controller's state from `what`."""
     try:
         yield
-    except UserError:  # of the records
+    except UserError:  # raised by the records
         raise
     except (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, UnpicklingError) as error:
         reason = str(error).strip().partition("\n")[0]

@@ -1,4 +1,4 @@
-"""The controller over Transformer Engine's layers, by its debug features (package `nvdlfw-inspect`).
+"""Run the controller over Transformer Engine's layers through its debug features (package `nvdlfw-inspect`).
 
     # debug.yaml: which layers are routed, and which of their GEMMs (all three where nothing is said)
     routed:
@@ -17,10 +17,10 @@
     optimizer.step()
     debug_api.step()
 
-Before each forward pass a layer of Transformer Engine asks every debug feature that its config names whether a GEMM is
-in FP8 (`fp8_gemm_enabled`). `GnmrRouting` answers: not while the controller has the layer on the recovery path. Where
-two features answer for a layer, Transformer Engine takes FP8 if one of them does: name no other one there. What is
-cached of weights belongs to the answer: leave `is_first_microbatch` alone, and keep weights in 16 or 32 bits.
+Before each forward pass, a layer of Transformer Engine asks every debug feature in its config whether a GEMM is in FP8
+(`fp8_gemm_enabled`). `GnmrRouting` answers no while the controller has the layer on the recovery path. If two features
+answer for a layer, Transformer Engine takes FP8 if one of them does, so name no other feature there. Cached weights
+depend on the answer: leave `is_first_microbatch` alone, and keep weights in 16 or 32 bits.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NAMESPACE = "transformer_engine"
 
 
 class GnmrRouting:
-    """The debug feature: which layers are in high precision. `nvdlfw_inspect` makes the one that there is."""
+    """The debug feature that keeps layers in high precision; `nvdlfw_inspect` makes the only instance."""
 
     def __init__(self) -> None:
         self._recovering: dict[str, bool] = {}
@@ -55,7 +55,7 @@ class GnmrRouting:
         self._switched: Counter[str] = Counter()
 
     def parse_config_and_api(self, config: Mapping[str, Any], **call: Any) -> tuple[bool, dict[str, Any] | None]:
-        """(whether this call is for us, its config). UserError for an unknown GEMM or key."""
+        """Return (True if the call is for this feature, its config). Raises UserError for an unknown GEMM or key."""
         gemms = config.get("gemms", GEMMS)
         for wrong in (*(set(config) - {"enabled", "gemms"}), *(set(gemms) - set(GEMMS))):
             raise UserError(f"GnmrRouting: {wrong!r} is unknown; it takes gemms, some of {', '.join(GEMMS)}")
@@ -63,13 +63,15 @@ class GnmrRouting:
 
     @api_method
     def fp8_gemm_enabled(self, config: Mapping[str, Any], layer_name: str, gemm: str, iteration: int) -> bool:
-        """What Transformer Engine asks. No second number beside the flag: it has to ask again in the next iteration."""
+        """Answer Transformer Engine. Without a second number besides the flag, it asks again in the next iteration."""
         self._asked.add(layer_name)
         return not self._recovering.get(layer_name, False)
 
     def switch(self, layer_name: str, recovering: bool) -> None:
-        """Of a unit. Warns once where Transformer Engine never asked for the layer: not of the first two times, which
-        may be those of a controller that is made and of a state that it loads."""
+        """Switch a unit, and warn once if Transformer Engine never asked for the layer.
+
+        The first two switches may come from a new controller and from a state that it loads, so they do not warn.
+        """
         self._switched[layer_name] += 1
         if self._switched[layer_name] > 2 and layer_name not in self._asked:
             warnings.warn(
@@ -82,15 +84,16 @@ class GnmrRouting:
 
 
 def register() -> None:
-    """Makes the feature known; before every `debug_api.initialize`, whose `end_debug` forgets it."""
+    """Register the feature before every `debug_api.initialize`, because `end_debug` forgets it."""
     Registry.register_feature(namespace=NAMESPACE)(GnmrRouting)
 
 
 def units(model: nn.Module) -> list[Unit]:
-    """The layers of `model` that the debug config gives to `GnmrRouting`, under Transformer Engine's names, in order.
+    """Return the layers of `model` that the debug config gives to `GnmrRouting`, in order, by the library's names.
 
-    A LayerNormMLP is two units (`.fc1`, `.fc2`), a GroupedLinear one for each GEMM (`.gemm_0` ...). Norms are those of
-    their weights and biases. UserError before `register` and `debug_api.initialize`, and where no layer is routed.
+    A LayerNormMLP is two units (`.fc1`, `.fc2`), and a GroupedLinear one unit per GEMM (`.gemm_0` ...). Norms are those
+    of their weights and biases. Raises UserError before `register` and `debug_api.initialize`, and if no layer is
+    routed.
     """
     there = Registry.data.get(NAMESPACE)
     feature = there.features.get(GnmrRouting.__name__) if there is not None else None
@@ -113,7 +116,7 @@ def units(model: nn.Module) -> list[Unit]:
 
 
 def _layers(module: nn.Module) -> Iterator[tuple[str, tuple[nn.Parameter, ...]]]:
-    """What Transformer Engine calls the GEMMs of a module, and their parameters; nothing for a module of others'."""
+    """Yield Transformer Engine's name of each GEMM of a module and its parameters; nothing for other modules."""
     name, own = getattr(module, "name", None), dict(module.named_parameters(recurse=False))
     if not isinstance(name, str):
         return

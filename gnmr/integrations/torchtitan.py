@@ -1,4 +1,4 @@
-"""The controller in torchtitan's Trainer (0.3): a converter of the model's config, and a Trainer that routes.
+"""Run the controller in torchtitan's Trainer (0.3): a converter of the model's config, and a Trainer that routes.
 
     # my_configs.py: torchrun ... -m torchtitan.train --module my_configs --config llama3_8b_routed
     def llama3_8b_routed() -> GnmrTrainer.Config:
@@ -7,9 +7,10 @@
         config.model_spec = model_registry("8B", converters=[paths])
         return config
 
-The converter exchanges the configs of linears, as torchtitan's own for float8 do, so that parallelize, activation
-checkpointing, torch.compile and FSDP2 come to linears that will have two paths. They get them (`gnmr.attach`) when the
-Trainer has built and initialised the model. Norms are read behind the step's last backward pass, before clipping.
+The converter replaces the configs of linears, as torchtitan's own float8 converter does. Parallelize, activation
+checkpointing, torch.compile and FSDP2 therefore see the linears that will have two paths. The linears get the paths
+(`gnmr.attach`) after the Trainer has built and initialized the model. Norms are read after the step's last backward
+pass, before clipping.
 """
 
 from __future__ import annotations
@@ -60,27 +61,27 @@ except ImportError as error:
 
 HEADS = ("lm_head", "output")
 STATE = "gnmr"
-"""The controller's part of a checkpoint."""
+"""Key of the controller's part of a checkpoint."""
 
 
 @dataclass(frozen=True)
 class Routing:
-    """What the converter leaves with the linears for the Trainer."""
+    """Information that the converter leaves with the linears for the Trainer."""
 
     options: dict[str, Any]
-    """Of `gnmr.attach`."""
+    """Options of `gnmr.attach`."""
     names: tuple[str, ...]
-    """The configs that it exchanged."""
+    """Names of the replaced configs."""
 
 
 class RoutedLinear(PathLinear, Linear):
-    """torchtitan's linear that `GnmrTrainer` gives two paths."""
+    """A torchtitan linear that `GnmrTrainer` gives two paths."""
 
     plain_class = Linear
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
-        """In place of `Linear.Config`."""
+        """The replacement of `Linear.Config`."""
 
         _routing: object = None
 
@@ -88,7 +89,7 @@ class RoutedLinear(PathLinear, Linear):
         Linear.__init__(self, config)
 
     def forward(self, input: Tensor) -> Tensor:
-        """As `PathLinear`. UserError where no controller was attached."""
+        """Compute as `PathLinear`. Raises UserError if no controller was attached."""
         if not isinstance(self, RoutedLinear):  # it was: `Module.parallelize` keeps this very function
             return F.linear(input, self.weight, self.bias)
         if not self.converted:
@@ -100,9 +101,9 @@ class RoutedLinear(PathLinear, Linear):
 
 
 class GnmrConverter(QuantizationConverter):
-    """Marks the linears that get two paths: one of `model_registry`'s converters.
+    """Mark the linears that get two paths: one of `model_registry`'s converters.
 
-    UserError for paths without sense, targets that name none, and a linear that is not torchtitan's plain one
+    Raises UserError if the paths are invalid, if a target matches nothing, or if a linear is not torchtitan's plain one
     (converted to float8, or fused with collectives).
     """
 
@@ -111,9 +112,9 @@ class GnmrConverter(QuantizationConverter):
         """Either `paths` or a `plan`."""
 
         paths: dict[str, Any] = field(default_factory=dict)
-        """Fields of `gnmr.PathSpec`; without targets all linears in numbered layers, but gates."""
+        """Fields of `gnmr.PathSpec`; without targets, all linears in numbered layers except gates."""
         plan: str | None = None
-        """plan.json of `gnmr diagnose`, which says the paths."""
+        """A plan.json of `gnmr diagnose`, which sets the paths."""
 
     def __init__(self, config: Config) -> None:
         known = [one.name for one in fields(PathSpec)]
@@ -134,7 +135,7 @@ class GnmrConverter(QuantizationConverter):
         self._recipes = bool(recipes)
 
     def convert(self, model_config: Any) -> Any:
-        """The same config with other linears."""
+        """Return the config with the marked linears replaced."""
         found = list(model_config.traverse(Linear.Config))
         names = [name for fqn, *_ in found for name in modules_of(fqn)]
         wanted = set(chosen(names, self._targets, self._exclude, self._recipes))
@@ -166,28 +167,30 @@ class GnmrConverter(QuantizationConverter):
 class GnmrTrainer(Trainer):
     """torchtitan's Trainer with a controller.
 
-    - Norms are those of the whole step's gradient, over all ranks, before clipping; waits for the device once a step.
-    - Decisions are the same in every rank of data parallelism (FSDP2; HSDP is not tried).
-    - `Tally.figures` go to TensorBoard and W&B with torchtitan's own numbers, over the steps since the last ones.
-    - With `gnmr.record=FOLDER` the first rank keeps records of loss, rate and tokens too; a run that goes on from a
-      checkpoint goes on in them. One all-reduce of the loss a step.
-    - Validation is on the 16-bit path. MFU is not told: part of the GEMMs are not BF16's.
-    - Checkpoints hold the controller's state, and a run that goes on takes it over. One that has none is a `UserError`;
-      checkpoint.exclude_from_loading=["gnmr"] begins anew with it.
+    - Norms are those of the whole step's gradient, over all ranks, before clipping. It waits for the device once a
+    step. - Decisions are the same in every rank of data parallelism (FSDP2; HSDP is not tried).
+    - `Tally.figures` go to TensorBoard and W&B with torchtitan's numbers, over the steps since the last ones.
+    - With `gnmr.record=FOLDER` the first rank records loss, rate and tokens too, with one all-reduce of the loss per
+    step.
+      A run that resumes from a checkpoint continues these records.
+    - Validation is on the 16-bit path. MFU is not reported, because part of the GEMMs are not BF16.
+    - Checkpoints hold the controller's state, and a resumed run restores it. A checkpoint without a state raises
+    UserError;
+      checkpoint.exclude_from_loading=["gnmr"] starts with a new state.
 
-    UserError for what `torchtitan_rules.refuse` names, a model without `GnmrConverter`, with another converter of
-    precision or with LoRA's, and blocks that are compiled with paths which do not go into graphs.
+    Raises UserError for all that `torchtitan_rules.refuse` names, and for a model without `GnmrConverter`. A model with
+    another precision converter or LoRA's, and compiled blocks with paths that do not go into graphs, are refused too.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
-        """Its sections and ours."""
+        """torchtitan's sections, and ours."""
 
         gnmr: ControlSection = field(default_factory=ControlSection)
 
     controller: Router
     decision: Decision | None = None
-    """Of the last step."""
+    """Decision of the last step."""
 
     def __init__(self, config: Config) -> None:
         refuse(config)
@@ -208,7 +211,7 @@ class GnmrTrainer(Trainer):
         logger.info("gnmr: %r", self.controller)
 
     def train(self) -> None:
-        """As torchtitan's. UserError for a checkpoint without our state."""
+        """Train as torchtitan does. Raises UserError if a checkpoint lacks the controller's state."""
         try:
             super().train()
         except CheckpointException as error:
@@ -222,7 +225,7 @@ class GnmrTrainer(Trainer):
             self.controller.finish()
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
-        """As torchtitan's, with our figures behind its own."""
+        """Run torchtitan's step, then log our figures after its own."""
         self._passes, self._losses = 0, []
         super().train_step(data_iterator)
         if self.metrics_processor.should_log(self.step):
@@ -232,7 +235,7 @@ class GnmrTrainer(Trainer):
             self._tally = Tally()
 
     def forward_backward_step(self, **passes: Any) -> Tensor:
-        """As torchtitan's; behind the step's last, norms, decision and switches."""
+        """Run torchtitan's pass; after the step's last pass, read norms, decide and switch."""
         loss: Tensor = super().forward_backward_step(**passes)
         self.controller.micro_step()
         self._losses.append(loss.detach().clone())
@@ -245,7 +248,7 @@ class GnmrTrainer(Trainer):
         return loss
 
     def _record(self) -> None:
-        """The step's figures; each loss is a part of that of all ranks."""
+        """Record the step's figures; the losses are this rank's parts of the loss of all ranks."""
         total = Ranks().sum({"loss": torch.stack(self._losses).sum()})["loss"].item()
         if self.controller.records:
             rate = next(iter(self.optimizers)).param_groups[0]["lr"]
@@ -257,13 +260,13 @@ class GnmrTrainer(Trainer):
 
 
 def routed(config: Trainer.Config, **control: Any) -> GnmrTrainer.Config:
-    """The config of a torchtitan run, for `GnmrTrainer`; `control`: fields of `ControlSection`."""
+    """Return the config of a torchtitan run for `GnmrTrainer`; `control` holds fields of `ControlSection`."""
     own = {one.name: getattr(config, one.name) for one in fields(config) if one.init}
     return GnmrTrainer.Config(**own, gnmr=ControlSection(**control))
 
 
 def _routing_of(model_config: Any) -> Routing:
-    """What the converter left. UserError where there was none, or another one came behind it."""
+    """Return what the converter left. Raises UserError if no converter ran, or if another one came after it."""
     if has_quantization(model_config):
         raise UserError(
             "GnmrTrainer: the model has linears or experts of torchtitan's own low precision (float8, MX, NVFP4); take "
@@ -284,7 +287,7 @@ def _routing_of(model_config: Any) -> Routing:
 
 
 def _attached(model: nn.Module, routing: Routing, config: GnmrTrainer.Config) -> Router:
-    """The model's controller. Linears that the targets leave out after all are plain ones."""
+    """Return the model's controller. Linears that the targets leave out become plain."""
     options = dict(routing.options)
     if "plan" not in options:
         names = [unwrapped(name) for name, module in model.named_modules() if isinstance(module, RoutedLinear)]
@@ -300,7 +303,7 @@ def _attached(model: nn.Module, routing: Routing, config: GnmrTrainer.Config) ->
 
 
 class _State(Stateful):
-    """The controller's state in torchtitan's checkpoints: one text of bytes, the same in every rank."""
+    """The controller's state in torchtitan's checkpoints: one string of bytes, the same in every rank."""
 
     def __init__(self, controller: Router) -> None:
         self._controller = controller
@@ -313,7 +316,7 @@ class _State(Stateful):
         return {"controller": file.getvalue()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """UserError for one that does not fit."""
+        """Restore the state. Raises UserError if it does not fit."""
         with resuming("the checkpoint"):
             saved = torch.load(io.BytesIO(state["controller"]), map_location="cpu", weights_only=True)
             self._controller.load_state_dict(saved)

@@ -1,4 +1,4 @@
-"""What torchtitan's integration is asked for and what it refuses, said without torchtitan."""
+"""Define the options and the restrictions of torchtitan's integration without importing torchtitan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gnmr.names import select
 from gnmr.precision.targets import role_by_name
 
 SERIES = "0.3."
-"""Of the versions that this was written for and tried with."""
+"""Prefix of the versions that this was written for and tried with."""
 _DEGREES = {
     "tensor_parallel_degree": "of a shard a path would take scales and gradients by itself",
     "pipeline_parallel_degree": "a rank sees the units of its own stages alone",
@@ -22,7 +22,7 @@ _DEGREES = {
 
 
 def check_version() -> None:
-    """UserError where torchtitan is not installed, or is another than this was written for."""
+    """Raise UserError if torchtitan is not installed or has another version."""
     try:
         found = version("torchtitan")
     except PackageNotFoundError as error:
@@ -36,39 +36,39 @@ def check_version() -> None:
 
 @dataclass(kw_only=True, slots=True)
 class ControlSection:
-    """The section `gnmr` of a Trainer's config: what is in `gnmr.ControlSpec` under the same names."""
+    """The section `gnmr` of a Trainer's config: fields of `gnmr.ControlSpec` under the same names."""
 
     signal: str = "gnmr_delta"
-    """Gives each unit's risk (docs/signals.md)."""
+    """Signal of each unit's risk (docs/signals.md)."""
     max_o: int = 4
-    """Most units on the recovery path at once."""
+    """Maximum number of units on the recovery path at once."""
     budget: float | None = None
-    """What they may cost together, a share of what recovery of everything costs."""
+    """Their maximum total cost, as a share of the cost of recovery of everything."""
     routing: str = "thresholded"
-    """thresholded, or ranked."""
+    """thresholded or ranked."""
     alpha: float | None = 1.5
     """Threshold of GNMR."""
     beta: float | None = 1.3
     """Threshold of dGNMR."""
     warmup_steps: int = 0
-    """Steps in which every unit is on the recovery path."""
+    """Number of steps in which every unit is on the recovery path."""
     calibrate: float | None = None
-    """Share of the unit-steps that shall be over the threshold, which is learnt of the first 100 steps."""
+    """Intended share of unit-steps above the threshold, which is learned from the first 100 steps."""
     seed: int = 0
-    """Of signals that draw, and of stochastic rounding."""
+    """Seed of signals that draw, and of stochastic rounding."""
     options: dict[str, float] = field(default_factory=dict)
     """Options of the signal."""
     record: str = ""
-    """Folder for the records of the run, which `gnmr report` reads; empty: none are kept."""
+    """Folder for the records of the run, which `gnmr report` reads; empty: no records."""
 
     def named(self) -> dict[str, Any]:
-        """For `gnmr.attach`."""
+        """Return the options of `gnmr.attach`."""
         names = [one.name for one in fields(self) if one.name != "calibrate" and (one.name != "record" or self.record)]
         return {name: getattr(self, name) for name in names}
 
 
 def refuse(config: Any) -> None:
-    """UserError for a Trainer's config under which norms or sets would be wrong, or a switch would do nothing."""
+    """Raise UserError for a config under which norms or sets would be wrong, or a switch would have no effect."""
     parallelism, training = config.parallelism, config.training
     for name, why in _DEGREES.items():
         if (degree := getattr(parallelism, name)) > 1:
@@ -95,16 +95,18 @@ def refuse(config: Any) -> None:
 
 
 def chosen(names: Sequence[str], targets: Sequence[str], exclude: Sequence[str], recipes: bool) -> list[str]:
-    """Of the names of a model's linears those that get two paths: what `targets` name, without any all in numbered
-    layers, and `exclude` does not. Gates and heads are among them where formats name them alone: `recipes` pass over
-    them."""
+    """Return the names of the linears that get two paths.
+
+    These match `targets` (by default all in numbered layers) and do not match `exclude`. Gates and heads are included
+    only if targets name them and the paths are formats: `recipes` skip them.
+    """
     found, _ = select(names, targets or ["layers.*"])
     out = {*select(names, exclude)[0]}
     return [name for name in found if name not in out and ((targets and not recipes) or not role_by_name(name))]
 
 
 def modules_of(fqn: str) -> list[str]:
-    """The modules that the config of this name builds: torchtitan has one config for the keys' and the values' linear.
+    """Return the modules that the config of this name builds; keys' and values' linears share one config.
 
     >>> modules_of("layers.0.attention.qkv_linear.wkv"), modules_of("layers.0.attention.wo")
     (['layers.0.attention.qkv_linear.wk', 'layers.0.attention.qkv_linear.wv'], ['layers.0.attention.wo'])
@@ -114,7 +116,7 @@ def modules_of(fqn: str) -> list[str]:
 
 
 def refuse_compiled(why: str | None, measures: Iterable[str]) -> None:
-    """UserError where torchtitan compiles each block as one graph, and the paths do not go into it."""
+    """Raise UserError if torchtitan compiles each block as one graph that cannot contain the paths."""
     if why is None and (names := ", ".join(measures)):
         why = f"the signal measures {names} between graphs"
     if why is not None:

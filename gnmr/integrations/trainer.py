@@ -1,14 +1,17 @@
-"""The controller in a Hugging Face `Trainer`.
+"""Run the controller in a Hugging Face `Trainer`.
 
     trainer = Trainer(model, args, train_dataset=blocks)
     trainer.add_callback(GnmrCallback(trainer, low="sim_int8", recovery="bf16", unit="block", observe="adapter"))
     trainer.train()
 
 A Trainer has no event between the last backward pass of a step and clipping: `on_pre_optimizer_step` comes after both.
-The callback therefore wraps methods of this one Trainer, which its documentation offers for overriding: `training_step`
-(forward and backward of a micro-batch; norms are read when the step's last one returns), `prediction_step` (evaluation
-is on the 16-bit path), `log` (figures are added to the Trainer's own entries) and `train` (to know which checkpoint is
-resumed). Subclasses that override these work.
+The callback therefore wraps methods of this one Trainer that its documentation offers for overriding. Subclasses that
+override these methods work.
+
+- `training_step`: forward and backward of a micro-batch; norms are read when the step's last one returns.
+- `prediction_step`: evaluation is on the 16-bit path.
+- `log`: figures are added to the Trainer's own entries.
+- `train`: shows which checkpoint is resumed.
 """
 
 from __future__ import annotations
@@ -39,25 +42,26 @@ except ImportError as error:
 
 _LOG = logging.getLogger(__name__)
 ALONE_OR_DDP = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_XPU")
-"""Accelerate's words for one process, and for several that DDP keeps equal."""
+"""Accelerate's names for one process, and for several that DDP keeps equal."""
 STATE_FILE = "gnmr.pt"
-"""The controller's state in a checkpoint of the Trainer."""
+"""File of the controller's state in a checkpoint of the Trainer."""
 
 
 class GnmrCallback(TrainerCallback):
-    """Routes the units of the Trainer's model while it trains; one callback for one Trainer.
+    """Route the units of the Trainer's model while it trains; one callback for one Trainer.
 
     - Norms are those of the accumulated gradient, unscaled (FP16), before clipping. The callback waits for the device
-      once an optimizer step, under FP16's loss scale twice.
+      once per optimizer step, and twice under FP16's loss scale.
     - Every entry of the Trainer's log that has a loss gets `Tally.figures` over the steps since the last one.
-    - Checkpoints hold the controller's state (`STATE_FILE`, written beside and renamed), and resuming loads it.
+    - Checkpoints hold the controller's state (`STATE_FILE`, written atomically), and resuming loads it.
     - With `record=FOLDER` the records have the loss, rate and evaluations of the Trainer.
-    - A step whose loss is not finite, or 6 standard deviations above the mean of the 128 before, is run again to find
-      what is to blame (docs/blame.md): a warning of the logger `gnmr.integrations.trainer`, and `verdict`. If the low
-      path of some units makes the loss non-finite, they are put on the recovery path and the step is tried again.
-      `verdicts=False` turns it off; in several processes there are none.
+    - A step is run again to find the cause (docs/blame.md) if its loss is not finite, or is 6 standard deviations above
+    the
+      mean of the 128 losses before. The cause is a warning of the logger `gnmr.integrations.trainer`, and `verdict`. If
+      the low path of some units makes the loss non-finite, they are put on the recovery path and the step is tried
+      again. `verdicts=False` turns this off; several processes never do it.
 
-    In several processes (torchrun, DDP) all have the same set. Raises UserError for several devices in one process,
+    With several processes (torchrun, DDP) all have the same set. Raises UserError for several devices in one process,
     FSDP, DeepSpeed, tensor parallelism, `auto_find_batch_size` and hyperparameter search.
     """
 
@@ -69,11 +73,12 @@ class GnmrCallback(TrainerCallback):
         verdicts: bool = True,
         **options: Any,
     ) -> None:
-        """Either `controller`, which the caller attached and detaches, or `options` of `gnmr.attach`.
+        """Use a `controller` that the caller attaches and detaches, or `options` of `gnmr.attach`.
 
-        With options the model is attached when training begins and detached when it ends (not after an error midway:
-        `callback.controller.detach()`). Add the callback to the Trainer afterwards. Raises TypeError for an unknown
-        option, UserError for a Trainer that is missing or not supported.
+        With options, the model is attached when training begins and detached when it ends. After an error midway it is
+        not
+        detached: call `callback.controller.detach()`. Add the callback to the Trainer afterwards. Raises TypeError if
+        an option is unknown, and UserError if the Trainer is missing or not supported.
         """
         if not isinstance(trainer, Trainer):
             what = "is missing" if trainer is None else f"must be the Trainer, not a {type(trainer).__name__}"
@@ -89,16 +94,16 @@ class GnmrCallback(TrainerCallback):
         _check(trainer, attached=controller is not None)
         self.trainer = trainer
         self.controller = controller
-        """None before training begins, if the callback attaches it itself."""
+        """None before training begins, if the callback attaches it."""
         self.decision: Decision | None = None
-        """Of the last step, for callbacks that come after this one."""
+        """Decision of the last step, for callbacks that come after this one."""
         self.verdict: Verdict | None = None
-        """On the last step that spiked or was not finite."""
+        """Verdict on the last step that spiked or was not finite."""
         alone = trainer.accelerator.num_processes == 1  # each process would judge its own loss
         self._levels = Levels() if verdicts and alone else None
-        self._passes: list[tuple[tuple[Any, ...], dict[str, Any], torch.Tensor]] = []  # of this step: what they got
+        self._passes: list[tuple[tuple[Any, ...], dict[str, Any], torch.Tensor]] = []  # args, kwargs, loss
         self._losses_of_step: list[torch.Tensor] = []
-        """Of its micro-batches; they add up to the step's."""
+        """Losses of its micro-batches, whose sum is the step's loss."""
         self._options = None if controller is not None else options
         self._running = False
         self._resume_from: str | None = None
@@ -128,7 +133,7 @@ class GnmrCallback(TrainerCallback):
                 scale = 1.0 if accelerator.scaler is None else accelerator.scaler.get_scale()
                 if self._levels is not None:
                     loss = self._blamed(training_step, self._levels, scale)
-                    self._losses_of_step = [of for *_, of in self._passes]  # of the second try, where there was one
+                    self._losses_of_step = [of for *_, of in self._passes]  # of the second try, if there was one
                     self._passes.clear()
                 self.decision = self.controller.step(grad_scale=scale)
                 self._tally.add(self.decision, self.controller.spec.max_o)
@@ -137,13 +142,13 @@ class GnmrCallback(TrainerCallback):
         return loss
 
     def _record(self, loss: float) -> None:
-        """Of the step that was just taken, where records are kept; of several processes the first one's loss."""
+        """Record the step just taken, if records are kept; of several processes, the first one's loss."""
         controller, scheduler = self.controller, self.trainer.lr_scheduler
         if controller is not None and controller.records:
             controller.log(loss=loss, **({} if scheduler is None else {"lr": float(scheduler.get_last_lr()[0])}))
 
     def _blamed(self, training_step: Callable[..., torch.Tensor], levels: Levels, scale: float) -> torch.Tensor:
-        """The loss of the step's last micro-batch; the step is tried again where that helps. Waits for the device."""
+        """Return the loss of the step's last micro-batch, trying the step again if that helps. Waits for the device."""
         controller, passes = self.controller, self._passes
         assert controller is not None
         total, level = float(torch.stack([loss for *_, loss in passes]).sum()), levels.now()[0]
@@ -166,7 +171,7 @@ class GnmrCallback(TrainerCallback):
         return passes[-1][2]
 
     def _losses(self, training_step: Callable[..., torch.Tensor]) -> Iterator[torch.Tensor]:
-        """What backward started from in each micro-batch, anew."""
+        """Yield again the loss from which backward starts in each micro-batch."""
         accelerator = self.trainer.accelerator
         for args, kwargs, _ in self._passes:
             found: list[torch.Tensor] = []
@@ -195,7 +200,7 @@ class GnmrCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Attaches, where that is the callback's to do, and takes over the state of a resumed checkpoint."""
+        """Attach the model if that is the callback's task, and restore the state of a resumed checkpoint."""
         if state.is_hyper_param_search:
             raise UserError("GnmrCallback: hyperparameter search is not supported; train each setting by itself")
         if self._options is not None:
@@ -216,13 +221,13 @@ class GnmrCallback(TrainerCallback):
         self._losses_of_step.clear()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Puts the controller's state into the checkpoint just written; into one of the model alone nothing."""
+        """Save the controller's state in the checkpoint just written, unless it holds only the model."""
         if self.controller is not None and args.should_save and not args.save_only_model:
             folder = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
             _save(self.controller, folder, state.global_step)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Puts the evaluation into the records, where they are kept and a step was taken."""
+        """Record the evaluation, if records are kept and a step was taken."""
         loss, controller = (kwargs.get("metrics") or {}).get("eval_loss"), self.controller
         if self._running and controller is not None and controller.records and self.decision and loss is not None:
             controller.log(val_loss=float(loss))
@@ -230,7 +235,7 @@ class GnmrCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Detaches, where the callback attached; says what was pointless in this training."""
+        """Detach the model if the callback attached it, and warn of settings without effect."""
         self._running = False
         if self._options is not None and self.controller is not None:
             self.controller.detach()
@@ -249,7 +254,7 @@ def _save(controller: Router, folder: Path, step: int) -> None:
 
 
 def _load(controller: Router, folder: Path, step: int) -> None:
-    """Take over what `_save` wrote. Raises UserError for a missing or unreadable file, other units, paths or step."""
+    """Load the state that `_save` wrote. Raises UserError if the file is missing or unreadable, or does not fit."""
     file = folder / STATE_FILE
     if not file.exists():
         raise UserError(f"{folder} has no {STATE_FILE}: it was saved without GnmrCallback; resume it without")
@@ -261,7 +266,7 @@ def _load(controller: Router, folder: Path, step: int) -> None:
 
 
 def _check(trainer: Trainer, attached: bool) -> None:
-    """UserError for what would give wrong norms or sets."""
+    """Raise UserError if norms or sets would be wrong under this Trainer."""
     accelerator, args = trainer.accelerator, trainer.args
     kind = getattr(accelerator.distributed_type, "value", accelerator.distributed_type)
     if kind not in ALONE_OR_DDP or args.n_gpu > 1:
@@ -277,7 +282,7 @@ def _check(trainer: Trainer, attached: bool) -> None:
 
 
 def _check_attached(trainer: Trainer, controller: Router) -> None:
-    """UserError for a controller of another model, and where its signal needs micro-batches that are not there."""
+    """Raise UserError if the controller is of another model, or if its signal needs more micro-batches."""
     assert trainer.model is not None
     if not set(trainer.model.modules()).issuperset(operator.module for operator in controller.converted.operators):
         raise UserError("GnmrCallback: the controller is attached to another model than the Trainer's")

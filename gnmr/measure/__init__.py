@@ -1,1 +1,1 @@
-"""What an error of low precision costs: errors of a path, and prices of GEMMs."""
+"""Measure the cost of low precision: the errors of a path and the prices of GEMMs."""

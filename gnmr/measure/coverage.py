@@ -1,11 +1,10 @@
-"""Which GEMMs a model's forward passes really run, and what share of their arithmetic some operators are.
+"""Count the GEMMs that a model's forward passes really run, and the share of some operators in their arithmetic.
 
-A linear that is called counts its rows times inputs times outputs, whatever kernels run inside. All other products are
-seen as PyTorch dispatches them, by the formulas of `torch.utils.flop_counter` and a few more (grouped products,
-recurrent kernels), and belong to the parameter that they read: fused experts, `Conv1D`, the `in_proj` of an attention,
-convolutions, recurrent layers, and a linear whose weight is read without a call. A product of two activations is an
-attention's own; those are counted apart, and no share is of them. A library's own kernel that is no product of
-PyTorch's is not seen.
+A linear that is called counts rows times inputs times outputs, whatever kernels run inside. All other products are
+counted as PyTorch dispatches them, by the formulas of `torch.utils.flop_counter` and a few more (grouped products,
+recurrent kernels). They belong to the parameter that they read: fused experts, `Conv1D`, the `in_proj` of an attention,
+convolutions, recurrent layers, and a linear whose weight is read without a call. Products of two activations belong to
+attention; they are counted separately and enter no share. A library's kernel that is not a PyTorch product is not seen.
 
     found = count(model, lambda: model(batch))
     found.line(["layers.0.mlp.up_proj", ...])    # covers 11.2% of the GEMMs' arithmetic; not: experts.gate_up_proj 59%
@@ -34,13 +33,13 @@ from gnmr.precision.linear import PathLinear
 from gnmr.precision.units import of_any_expert, operator_names
 
 _NAMED = 4
-"""Operators that a line names."""
+"""Number of operators that a line names."""
 _LITTLE = 0.0005
-"""Shares below it are not named."""
+"""Shares below this one are not named."""
 READ = "its weight is read without calling it"
-"""Why a linear may never be called."""
+"""A reason why a linear may never be called."""
 MUCH = 0.01
-"""Share of the arithmetic from which on what is left out is worth a warning, or a finding."""
+"""Share of the arithmetic above which an omission is worth a warning or a finding."""
 _SUMS = ("addmm", "baddbmm")
 """Products whose first operand is added to the result."""
 _LAYOUT = (
@@ -55,25 +54,25 @@ _LAYOUT = (
     "dim",
     "layout",
 )
-"""Beginnings of questions for the layout of a tensor."""
+"""Prefixes of operations that query the layout of a tensor."""
 _LOOKUPS = ("index", "index_select", "gather")
-"""What takes rows of a matrix for activations, and matrices of a 3-D parameter for weights."""
+"""Operations that take rows of a matrix as activations, and matrices of a 3-D parameter as weights."""
 
 
 class Product(NamedTuple):
     """The operator whose weight a product reads."""
 
     name: str
-    """As operators are called; of a parameter that is no `weight` its own: `layers.0.mlp.experts.down_proj`."""
+    """Name of the operator, or of a parameter that is not a `weight`: `layers.0.mlp.experts.down_proj`."""
     kind: str
-    """Class of its module; of all linears `Linear`."""
+    """Class of its module; `Linear` for all linears."""
     called: bool = True
     """False: a linear's weight was read without calling it."""
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """What forward passes ran, in multiplications."""
+    """The products of forward passes, in multiplications."""
 
     products: Mapping[Product, int] = field(default_factory=dict)
     attention: int = 0
@@ -81,7 +80,7 @@ class Coverage:
 
     @property
     def whole(self) -> int:
-        """All products that read a weight."""
+        """Return all products that read a weight."""
         return sum(self.products.values())
 
     def called(self) -> dict[str, int]:
@@ -89,13 +88,15 @@ class Coverage:
         return {one.name: number for one, number in self.products.items() if one.called and one.kind == "Linear"}
 
     def share(self, names: Collection[str]) -> float:
-        """Return what the linears of these names are of `whole`; 0 where nothing ran."""
+        """Return the share of the linears of these names in `whole`; 0 if nothing ran."""
         called = self.called()
         return sum(called.get(name, 0) for name in set(names)) / (self.whole or 1)
 
     def others(self, names: Collection[str]) -> dict[Product, float]:
-        """Return the shares of everything but the linears of these names, those that differ by a number alone in one;
-        the largest first."""
+        """Return the shares of everything except the linears of these names, the largest first.
+
+        Products whose names differ only by a number are added up.
+        """
         taken, found = set(names), Counter[Product]()
         for one, number in self.products.items():
             if not (one.name in taken and one.called):
@@ -103,12 +104,12 @@ class Coverage:
         return {one: number / self.whole for one, number in found.most_common()}
 
     def missed(self, names: Iterable[str]) -> dict[str, str]:
-        """Return why, for those of these operators that were never called."""
+        """Return the reason for each of these operators that was never called."""
         called, read = self.called(), {one.name for one in self.products if not one.called}
         return {name: READ if name in read else "it never ran" for name in names if name not in called}
 
     def line(self, names: Collection[str], verb: str = "covers") -> str:
-        """Return one line: the share of these operators, and what else there is with its share."""
+        """Return one line: the share of these operators, and the other products with their shares."""
         alike: dict[str, float] = {}
         for one, share in self.others(names).items():
             alike[_short(one)] = alike.get(_short(one), 0.0) + share
@@ -122,16 +123,17 @@ class Coverage:
         return f"{verb} {percent(self.share(names))} of the GEMMs' arithmetic{left}{apart}"
 
     def told(self, operators: Sequence[PathLinear], verb: str = "covers") -> list[str]:
-        """Return lines on a converted model: its share, and which of its operators were never called though their
-        weight was read."""
+        """Return lines on a converted model: its share, and operators whose weight was read without a call."""
         names = [operator.operator_name for operator in operators]
         read = [name for name, why in self.missed(names).items() if why == READ]
         more = [f"never in low precision, as {READ}: {first_few(read)}"] if read else []
         return [self.line(names, verb), *more]
 
     def work(self, operators: Sequence[PathLinear], verb: str = "covers") -> Work:
-        """Return the same for the cost of a converted model. Experts of one layer count alike: one batch does not tell
-        which of them the next tokens reach."""
+        """Return the multiplications of a converted model for its cost.
+
+        Experts of one layer count alike, because one batch does not show which of them the next tokens reach.
+        """
         called, alike = self.called(), dict[str, list[int]]()
         kinds = [of_any_expert(operator.operator_name) for operator in operators]
         for kind, operator in zip(kinds, operators, strict=True):
@@ -140,26 +142,26 @@ class Coverage:
         return Work(counts, max(0, self.whole - sum(counts)), tuple(self.told(operators, verb)))
 
     def misses(self, operators: Sequence[PathLinear]) -> bool:
-        """Return whether something within blocks is left out that is no router, of 1% of the arithmetic or more."""
+        """Return True if at least 1% of the arithmetic within blocks is left out, not counting routers."""
         others = self.others([operator.operator_name for operator in operators])
         inside = {one: share for one, share in others.items() if "*" in one.name and not routes(one)}
         return sum(inside.values()) >= MUCH
 
 
 def routes(one: Product) -> bool:
-    """Return whether it is a router, by its name or class."""
+    """Return True if it is a router, by its name or class."""
     return one.name.rpartition(".")[2] in ("gate", "router") or "Router" in one.kind
 
 
 def percent(share: float) -> str:
-    """Return 100%, 89%, 3.4% or 0.05%; 100% is all."""
+    """Format a share as 100%, 89%, 3.4% or 0.05%; only the whole is 100%."""
     digits = 0 if share >= 0.995 or share == 0 else 1 if share >= 0.01 else 2
     found = f"{100 * share:.{digits}f}%"
     return found if share == 1 or not found.startswith("100") else f"{100 * share:.2f}%"
 
 
 def _short(one: Product) -> str:
-    """`experts.down_proj (MixtralExperts)`, `mixer.dt_proj (read without a call)`, `mlp.up_proj`."""
+    """Return a short name: `experts.down_proj (MixtralExperts)`, `dt_proj (read without a call)`, `mlp.up_proj`."""
     name = ".".join([part for part in one.name.split(".") if part != "*"][-2:])
     if not name:  # a layer of an nn.Sequential
         return one.kind
@@ -169,12 +171,12 @@ def _short(one: Product) -> str:
 
 
 class Counting(TorchDispatchMode):
-    """Counts what runs inside of `all`, or after `arm` in a loop's own passes. Reads no tensor's values."""
+    """Count the products inside `all`, or after `arm` in a loop's own passes, without reading values of tensors."""
 
     supports_higher_order_operators = True
 
     def __init__(self, model: nn.Module, operators: Sequence[PathLinear] = ()) -> None:
-        """`operators`: those of a converted model, which need not all be modules of its."""
+        """Prepare to count; `operators` are those of a converted model, which need not all be its modules."""
         super().__init__()
         self._model = model
         self._products, self._attention = Counter[Product](), 0
@@ -185,24 +187,24 @@ class Counting(TorchDispatchMode):
         self._weights: dict[int, tuple[StorageWeakRef, Product]] = {}
         self._sharded = any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
         self._inside = self._depth = 0
-        """Linears that are being called, and modules of a loop's own pass."""
+        """Number of linears that are being called, and of modules of a loop's own pass."""
         self._open = False
-        """Whether everything is counted, be it inside a module or not (`all`)."""
+        """True if everything is counted, inside a module or not (`all`)."""
         self._handles: list[Any] = []
         self._compiled = _frames_compiled()
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """A copy of a model or a controller counts nothing."""
+        """Return nothing for a copy of a model or a controller, which counts nothing."""
         return type(None), ()
 
     @property
     def found(self) -> Coverage:
-        """What was counted so far."""
+        """Return the coverage counted so far."""
         return Coverage(dict(self._products), self._attention)
 
     @property
     def compiled(self) -> bool:
-        """Whether passes may have been missed, since a module of the model or something else was compiled."""
+        """Return True if passes may have been missed because something was compiled."""
         return _frames_compiled() != self._compiled or any(map(_is_compiled, self._model.modules()))
 
     # ---- which passes ----
@@ -224,12 +226,14 @@ class Counting(TorchDispatchMode):
 
     def arm(self) -> None:
         """Count the model's own passes with gradients from now on, whatever module is called first, until `disarm`.
-        Passes of a compiled model are not counted."""
+
+        Passes of a compiled model are not counted.
+        """
         self._hook(self._model.modules(), self._enter, self._leave)
         self._hook(self._linears, self._before, self._after)
 
     def disarm(self) -> None:
-        """Take all hooks away."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -298,7 +302,7 @@ class Counting(TorchDispatchMode):
         return next((one[1] for one in known if one is not None), None)
 
     def _follow(self, args: Any, kwargs: Any, out: Any) -> None:
-        """What is made of one parameter alone (a view, a cast) stands for it."""
+        """Let the result of operations on one parameter alone (a view, a cast) stand for the parameter."""
         operands = [one for one in _tensors((args, kwargs)) if one.is_floating_point()]
         known = [self._weights.get(_storage(one)[0]) for one in operands]
         if known and all(known):
@@ -308,7 +312,7 @@ class Counting(TorchDispatchMode):
                     self._weights.setdefault(place[0], (place[1], known[0][1]))
 
     def _look(self) -> None:
-        """Learn where the parameters lie now."""
+        """Record where the parameters lie now."""
         for path, module in self._model.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
                 key, storage = _storage(parameter)
@@ -325,7 +329,10 @@ class Counting(TorchDispatchMode):
 
 
 def count(model: nn.Module, run: Callable[[], object], operators: Sequence[PathLinear] = ()) -> Coverage:
-    """Return what `run` runs of the model, without gradients and in its own mode; what it draws and writes stays."""
+    """Return the products of `run` in the model, without gradients and in the model's mode.
+
+    Random numbers that it draws and values that it writes are not restored.
+    """
     counting = Counting(model, operators)
     with torch.no_grad(), counting.all():
         run()
@@ -333,7 +340,7 @@ def count(model: nn.Module, run: Callable[[], object], operators: Sequence[PathL
 
 
 class _Hook:
-    """A hook that does nothing in a graph of torch.compile's, and of which a copy of the model has none."""
+    """A hook that does nothing in a graph of torch.compile, and that copies of the model lack."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
@@ -351,7 +358,7 @@ def _no_hook() -> Callable[..., None]:
 
 
 def _nothing(*_: object) -> None:
-    """What a copy of a hook is."""
+    """Replace a hook in a copy."""
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -364,12 +371,12 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _frames_compiled() -> int:
-    """How many functions torch.compile has looked at in this process."""
+    """Return how many functions torch.compile has looked at in this process."""
     return int(torch._dynamo.utils.counters["frames"]["total"])
 
 
 def _area(module: Any) -> int:
-    """Multiplications a row, in the pass that is about to begin."""
+    """Return the multiplications per row in the pass that is about to begin."""
     if isinstance(module, PathLinear) and module.given is not None:
         return module.given[0].numel()
     widths = getattr(module, "in_features", None), getattr(module, "out_features", None)
@@ -377,7 +384,7 @@ def _area(module: Any) -> int:
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    """All tensors in it, from the left."""
+    """Yield all tensors in a tree, from left to right."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, dict):
@@ -388,8 +395,10 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _storage(x: Tensor) -> tuple[int, StorageWeakRef | None]:
-    """The storage of a tensor (of a DTensor's own part), under a number that is not given to another while it is known;
-    (0, None) of one without a storage."""
+    """Return the storage of a tensor (of a DTensor's own part) and its number, unique while the storage is known.
+
+    Returns (0, None) for a tensor without a storage.
+    """
     with suppress(NotImplementedError, RuntimeError):
         found = StorageWeakRef(getattr(x, "_local_tensor", x).untyped_storage())
         return found.cdata, found
@@ -400,7 +409,7 @@ def _storage(x: Tensor) -> tuple[int, StorageWeakRef | None]:
 
 
 def _formula(func: Any) -> Callable[[Any, Any, Any], int] | None:
-    """What says the multiplications of a forward product by (args, kwargs, result); None of anything else."""
+    """Return a function of (args, kwargs, result) that counts a forward product; None for other functions."""
     name = _opname(func)
     if "backward" in name:
         return None
@@ -415,7 +424,7 @@ def _opname(func: Any) -> str:
 
 
 def _inner(args: Any, _kwargs: Any, out: Any) -> int:
-    """Of (..., K) x (..., K, N): as many as results, K each."""
+    """Count (..., K) x (..., K, N): K multiplications per element of the result."""
     return int(next(_tensors(out)).numel() * args[0].shape[-1])
 
 
@@ -425,7 +434,10 @@ def _of_attention(args: Any, _kwargs: Any, _out: Any) -> int:
 
 
 def _recurrent(args: Any, _kwargs: Any, _out: Any) -> int:
-    """A layer's, whose matrices are the next arguments, or all layers', in a list: a row goes through each of them."""
+    """Count a recurrent layer, whose matrices are the next arguments, or all layers, with matrices in a list.
+
+    Each row passes through each matrix.
+    """
     weights = args[1] if isinstance(args[1], list | tuple) else args[1:5]
     return sum(w.numel() for w in weights if w.dim() == 2) * (args[0].numel() // args[0].shape[-1])
 
@@ -440,4 +452,4 @@ _FORMULAS = {
     "_scaled_dot_product_flash_attention_for_cpu": _of_attention,
     "_scaled_dot_product_fused_attention_overrideable": _of_attention,
 }
-"""By a part of the name, what `torch.utils.flop_counter` does not know."""
+"""Formulas, by a part of the name, that `torch.utils.flop_counter` lacks."""

@@ -1,41 +1,42 @@
-"""Measure what the paths do to a unit's operands, during its own passes.
+"""Measure the errors that the paths make in a unit's operands, during its own passes.
 
 Formats. The weight gradient is a sum over tokens t, dW = sum_t dy_t^T x_t. A path that keeps Q(x_t) instead of x_t
 changes it by
 
     D = sum_t dy_t^T (Q(x_t) - x_t)        ||D||^2 = sum_t ||dy_t||^2 ||x_t - Q(x_t)||^2 + terms of pairs of tokens
 
-Where the errors of different tokens are uncorrelated and have mean zero, the pairs cancel in expectation. What is left
-is `gap_low` (and, with the other path's Q, `gap_recovery`): the gap of corollary 1 from what backward holds anyway. The
-error's norms are taken in forward, one float32 a token, and meet the norms of grad_output in backward.
+If the errors of different tokens are uncorrelated and have mean zero, the pairs cancel in expectation. The remaining
+sum is `gap_low` (and, with the other path's Q, `gap_recovery`): the gap of corollary 1 from tensors that backward holds
+anyway. The error's norms are taken in forward, one float32 per token, and multiply the norms of grad_output in
+backward.
 
     gap_low, gap_recovery   the sum above for Q of the low, of the recovery path (0 where that path is bf16)
     mse                     mean of (x - Q_low(x))^2
     input_std               standard deviation of the elements of x
 
-Of a unit of several operators: the gaps are sums over them (squared norms of gradients of different weights add up),
-the means and deviations those of all their elements together. Of the GEMMs of an operator (unit=gemm) the gaps are
-those of `wgrad`, mse is that of `fprop`, 0 for the others; input_std is that of each.
+For a unit of several operators, the gaps are sums over them, because squared norms of gradients of different weights
+add up. The means and deviations are those of all their elements together. For the GEMMs of an operator (unit=gemm), the
+gaps belong to `wgrad` and mse to `fprop`; they are 0 for the other GEMMs. input_std is the same for all three.
 
-x is the operand as `wgrad` is given it (under autocast: after the cast), Q(x) the compressed copy brought back to its
-dtype. The low path is described whatever path the unit ran on, a fault in it included.
+x is the operand as `wgrad` is given it (under autocast: after the cast). Q(x) is the compressed copy converted back to
+its dtype. The low path is described whatever path the unit ran on, including a fault in the low path.
 
 Recipes. `wgrad` reads Qx(x_t) and Qg(dy_t), its casts of input and grad_output: errors of two operands, to first order
 
     gap_low, gap_recovery   sum_t ||dy_t||^2 ||x_t - Qx(x_t)||^2 + ||dy_t - Qg(dy_t)||^2 ||x_t||^2 of either recipe
     mse                     of Q = the low recipe's cast of fprop's input
 
-dy is the one that came back, with all that casts elsewhere did to it, in this operator's fprop too; no sum above has
-anything else of them. So recovery that leaves wgrad to the low recipe has a gap of 0. A weight's error is not in the
-sums either (it is the same for all tokens), nor is the rounding of wgrad's result.
-An operand that wgrad keeps has no error, even where fprop casts it: what that does is in dy.
+dy is the gradient that came back, with the effects of casts elsewhere, also in this operator's fprop. The sums contain
+no other trace of those casts, so a recovery path that leaves wgrad to the low recipe has a gap of 0. The sums also omit
+a weight's error, which is the same for all tokens, and the rounding of wgrad's result. An operand that wgrad keeps has
+no error, even if fprop casts it: the effect of that cast is in dy.
 
-A cast takes the scale that a run under its recipe would have taken, delayed ones too, and leaves no trace in what is
-counted and remembered; readers of a tensor share it. A stride saves casts only where each token has its own scales.
+A cast takes the scale that a run under its recipe would have taken, also a delayed one, and changes no counter or
+history. Readers of a tensor share it. A stride saves casts only if each token has its own scales.
 
-With stochastic rounding, of formats and of casts, the probe rounds to nearest, whatever the copy that
-backward reads: so it draws nothing from the run's generator, and a unit's numbers do not depend on the path that it
-runs on. The stochastic copy's expected gap is larger, about twice where the remainders are uniform.
+With stochastic rounding, of formats or casts, the probe rounds to nearest, whatever the copy that backward reads. It
+therefore draws nothing from the run's generator, and a unit's numbers do not depend on the path that it runs on. The
+stochastic copy has a larger expected gap, about twice as large if the remainders are uniform.
 """
 
 from __future__ import annotations
@@ -62,16 +63,18 @@ from gnmr.precision.shared import Casts, FaultInjection
 
 STATISTICS = ("gap_low", "gap_recovery", "mse", "input_std")
 _GEMM = {"gap_low": "wgrad", "gap_recovery": "wgrad", "mse": "fprop"}
-"""The GEMM whose operands a statistic is of."""
+"""The GEMM whose operands a statistic describes."""
 _SUMS = ("gap_low", "gap_recovery", "square_error", "x", "x_square", "elements")
 
 
 def measure_errors(model: ConvertedModel, names: Collection[str], tokens: int = 1) -> Probe:
-    """Start measuring the statistics `names` of every `tokens`-th row (see `Probe`), in place of an earlier probe.
+    """Start measuring the statistics `names` of every `tokens`-th row (see `Probe`), replacing an earlier probe.
 
-    `model.shared.probe = None` ends it. Warns of a gap where both recipes have the same wgrad: it is 0. Raises
-    ValueError for an unknown name, a stride below 1, a gap to the recovery path of a model without one, and where every
-    weight is frozen: statistics are measured in the weight gradient's backward pass.
+    `model.shared.probe = None` ends it. Warns if a gap is 0 because both recipes have the same wgrad.
+
+    Raises:
+        ValueError: a name is unknown, the stride is below 1, the model has no recovery path for a gap to it, or every
+            weight is frozen. Statistics are measured in the weight gradient's backward pass.
     """
     model.check_converted()
     low, recovery = model.low, model.recovery
@@ -84,7 +87,7 @@ def measure_errors(model: ConvertedModel, names: Collection[str], tokens: int = 
             said = "gap_recovery: both paths have the same wgrad, so no unit has a gap"
             warnings.warn(said, stacklevel=users_level())
     found = Probe(model, names, tokens)
-    model.shared.forget()  # and what an earlier probe measured of the last tensor
+    model.shared.forget()  # and the measurements of an earlier probe of the last tensor
     model.shared.probe = found
     return found
 
@@ -92,12 +95,15 @@ def measure_errors(model: ConvertedModel, names: Collection[str], tokens: int = 
 class Probe:
     """Sums of the statistics over all backward passes since the last `reset`.
 
-    Set `enabled` to False in steps whose numbers are not read: they cost nothing then.
+    Set `enabled` to False in steps whose numbers are not read: such steps cost nothing.
     """
 
     def __init__(self, model: ConvertedModel, names: Collection[str], tokens: int) -> None:
-        """`tokens`: the rows 0, tokens, 2 tokens, ... of each (flattened) input are measured. A stride that does not
-        divide the sequence's length meets every position."""
+        """Prepare the sums.
+
+        Rows 0, tokens, 2 tokens, ... of each (flattened) input are measured. A stride that does not divide the
+        sequence's length reaches every position.
+        """
         unknown = [name for name in names if name not in STATISTICS]
         if unknown or not names:
             raise ValueError(f"probe {unknown}: use some of {', '.join(STATISTICS)}")
@@ -110,16 +116,16 @@ class Probe:
         self._sums = {name: torch.zeros(groups, dtype=torch.float64, device=device) for name in _SUMS}
 
     def parts(self, share: float) -> Tensor:
-        """What a rank adds to the sums of all, float64; `share`: what part of the step's loss its own is. A copy."""
+        """Return a copy of this rank's part of the sums, float64; `share` is its part of the step's loss."""
         factor = {name: share**2 if name.startswith("gap") else 1.0 for name in _SUMS}
         return torch.stack([self._sums[name] * factor[name] for name in _SUMS])
 
     def read(self, summed: Tensor | None = None) -> dict[str, Tensor]:
-        """{name: (num_units,) float64} on the device, in the model's order. Does not wait for it.
+        """Return {name: (num_units,) float64} on the device, in the model's order, without waiting for the device.
 
-        The gaps are sums, scaled up from the measured rows to all; the others are means of all that was measured, over
-        all micro-batches. 0 for a unit that was not measured; NaN or Inf for one whose input or grad_output was not
-        finite. `summed`: of `parts` over all ranks.
+        The gaps are sums, scaled up from the measured rows to all rows. The other statistics are means over all
+        measured elements of all micro-batches. A unit that was not measured has 0, and a unit whose input or
+        grad_output was not finite has NaN or Inf. `summed` is the sum of `parts` over all ranks.
         """
         sums = self._sums if summed is None else dict(zip(_SUMS, summed, strict=True))
 
@@ -135,7 +141,7 @@ class Probe:
         return {name: self._by_unit(values[name], _GEMM.get(name)) for name in self.names}
 
     def reset(self) -> None:
-        """Forgets everything measured so far."""
+        """Forget everything measured so far."""
         for values in self._sums.values():
             values.zero_()
 
@@ -148,10 +154,10 @@ class Probe:
         fault: FaultInjection | None,
         copy: tuple[Tensor, ...],
     ) -> Measured:
-        """Measures `input`, which was `read`: x is it after autocast's cast, `copy` what backward will read,
-        `fault` one in force.
+        """Measure `input`, which was `read`.
 
-        Readers of the same tensor share all of it but a fault's. It has a row at least.
+        `x` is the input after autocast's cast, `copy` the copy that backward will read, and `fault` a fault in force.
+        Readers of the same tensor share all measurements except a fault's. The input has at least one row.
         """
         rows = x.detach().reshape(-1, x.shape[-1])
         sampled = rows[:: self.tokens]
@@ -159,7 +165,7 @@ class Probe:
         low, recovery = operator.low, operator.recovery
         assert isinstance(low, Format) and (recovery is None or isinstance(recovery, Format))
         if "gap_low" in self.names or "mse" in self.names:
-            if fault is not None:  # whole, for a sample would not have the same rows hit
+            if fault is not None:  # a whole tensor: a sample would have other rows hit
                 whole = (
                     fault.compress(input, low, operator.shared.rounding is not None) if operator.recovering else copy
                 )
@@ -182,9 +188,9 @@ class Probe:
         context: GemmContext,
         made: Casts,
     ) -> Measured:
-        """As `measure`, of an operator whose paths are recipes; `rows` (T, D) are its input.
+        """Measure an operator whose paths are recipes, as `measure` does; `rows` (T, D) are its input.
 
-        `context` is under way and has `made` casts of them.
+        `context` is under way and has `made` casts of the rows.
         """
 
         def dry_run_of(recipe: Recipe, fault: FaultInjection | None) -> tuple[GemmContext, Casts]:
@@ -228,7 +234,7 @@ class Probe:
         contraction_dim: int,
         made: Casts,
     ) -> Tensor:
-        """Of a cast of the input, once for all its readers where it is not an operator's own."""
+        """Return the error of a cast of the input, computed once for all readers unless only this operator has it."""
         known: dict[Any, Tensor] = {} if dry_run.fault is not None else read.measured
         key = None if cast is None else (type(dry_run), dry_run.key(cast, contraction_dim))
         if key not in known:
@@ -251,7 +257,7 @@ class Probe:
             and cast is not None
             and cast.group(contraction_dim)[0] == 1
             and not (cast.two_levels or cast.hadamard)  # each token has its own scales
-            and dry_run.fault is None  # which hits a share of all rows
+            and dry_run.fault is None  # a fault hits a share of all rows
             and dry_run.key(cast, contraction_dim) not in made
         ):
             return dry_run.values(dry_run.cast(operand, rows[:: self.tokens], cast, contraction_dim))
@@ -261,7 +267,7 @@ class Probe:
         return dry_run.values(found, self.tokens)
 
     def _input(self, read: Read, sampled: Tensor) -> dict[str, Tensor]:
-        """What input_std needs, once for all readers of the tensor."""
+        """Return the sums for input_std, once for all readers of the tensor."""
         if "input_std" not in self.names:
             return {}
         if "input" not in read.measured:
@@ -275,12 +281,12 @@ class Probe:
         return {"square_error": errors.sum(dtype=torch.float64)} if "mse" in self.names else {}
 
     def _error(self, operator: PathLinear, read: Read, input: Tensor, sampled: Tensor, fmt: Format) -> Tensor:
-        """Of a path without a fault, once for all readers of the tensor."""
+        """Return the error of a path without a fault, once for all readers of the tensor."""
         if fmt.name not in read.measured:
             if isinstance(fmt, KeepFormat):
                 copy: tuple[Tensor, ...] = ()
             elif self.tokens == 1 and operator.shared.rounding is None:
-                copy = read.copy_of(input, fmt)  # made already, or of use to the next reader
+                copy = read.copy_of(input, fmt)  # made already, or useful to the next reader
             else:
                 copy = compress(input.detach().reshape(-1, input.shape[-1])[:: self.tokens], fmt)
             read.measured[fmt.name] = _compare(sampled, copy, fmt)
@@ -288,18 +294,18 @@ class Probe:
 
 
 def _compare(rows: Tensor, copy: tuple[Tensor, ...], fmt: Format) -> Tensor:
-    """As `_between`, of a compressed copy."""
+    """Return the errors of a compressed copy, as `_between`."""
     kept = rows if isinstance(fmt, KeepFormat) else decompress(copy[0], copy[1], fmt, rows.shape[1], rows.dtype)
     return _between(rows, kept)
 
 
 def _between(rows: Tensor, kept: Tensor) -> Tensor:
-    """(measured rows,) float32: ||x_t - Q(x_t)||^2 of rows and what became of them."""
+    """Return ||x_t - Q(x_t)||^2 of rows and their casts, (measured rows,) float32."""
     return (rows.float() - kept.float()).square_().sum(dim=1)
 
 
 def _squares(x: Tensor, dim: int | None = None) -> Tensor:
-    """Squared norms in float64, accumulated in float32 (float64 for float64)."""
+    """Return squared norms in float64, accumulated in float32 (float64 for float64)."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     return torch.linalg.vector_norm(x, dim=dim, dtype=wide).double().square_()
 
@@ -311,19 +317,21 @@ class Measured:
     probe: Probe
     unit: int
     errors: dict[str, Tensor]
-    """By gap: (measured rows,) float32."""
+    """Errors by gap, (measured rows,) float32."""
     sums: dict[str, Tensor]
     elements: int
     scale: float
-    """All rows over the measured ones."""
+    """Number of all rows over the measured rows."""
     dry_runs: dict[str, GemmContext] = field(default_factory=dict)
-    """Of recipes, by the gap for whose cast of grad_output each stands."""
+    """For recipes, the dry run by gap whose cast of grad_output it stands for."""
     square: Tensor | None = None
-    """And (measured rows,) float64: ||x_t||^2."""
+    """||x_t||^2 for recipes, (measured rows,) float64."""
 
     def add(self, grad_2d: Tensor, context: GemmContext | None = None, made: Casts | None = None) -> None:
-        """Adds it to the probe's sums; `grad_2d` (rows, out_features) is the grad_output of that pass, of which under
-        recipes `context` has `made` casts."""
+        """Add the pass to the probe's sums.
+
+        `grad_2d` (rows, out_features) is the grad_output of the pass. For recipes, `context` has `made` casts of it.
+        """
         totals, sampled = self.probe._sums, grad_2d[:: self.probe.tokens]
         if self.errors:
             square = _squares(sampled, 1)

@@ -1,10 +1,10 @@
-"""The KL divergence between two predictions of a model, and labels that a model draws itself.
+"""Compute the KL divergence between two predictions of a model, and labels drawn from the model.
 
     KL(p || q) = sum_v p_v (log p_v - log q_v) = sum_v p_v (exp(d_v) - 1 - d_v)        d = log q - log p
 
-The second form holds because p and q both add up to 1. All its terms are at least 0 and of second order in d, so that
-rounding of float32 logits, about 1e-6, adds about 1e-12 nats: a KL of 1e-6 can be read. Rounding of the model that made
-the logits is another matter: in BF16 it makes a KL of about 1e-3 by itself (`gnmr diagnose` measures it).
+The second form holds because p and q both add up to 1. All its terms are at least 0 and of second order in d. Rounding
+of float32 logits, about 1e-6, therefore adds about 1e-12 nats, and a KL of 1e-6 can be read. Rounding inside the model
+matters more: in BF16 it alone makes a KL of about 1e-3 (`gnmr diagnose` measures it).
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 IGNORED = -100
-"""A target without loss, as of `F.cross_entropy`; its position is in no KL either."""
+"""A target without loss, as in `F.cross_entropy`; its position is in no KL either."""
 _ROWS = 128
-"""Positions that are worked on together: a vocabulary may have 200,000 tokens."""
+"""Number of positions that are computed together: a vocabulary may have 200,000 tokens."""
 
 
 @torch.no_grad()
 def divergence(log_p: Tensor, low: Tensor, targets: Tensor | None = None) -> Tensor:
-    """Return KL(p || q) a token of each sequence, (S,) float64, nats; q = softmax(low).
+    """Return KL(p || q) per token of each sequence, (S,) float64, in nats, with q = softmax(low).
 
     Args:
         log_p: log-probabilities (S, T, V) float32, as of `log_softmax`, or (S, V) of sequences of one token each.
         low: logits of the same shape.
-        targets: (S, T) or (S,) int64; where they are `IGNORED` the position does not count.
+        targets: (S, T) or (S,) int64; positions with `IGNORED` do not count.
 
-    Sequences without a position that counts are left out. NaN or Inf where logits are not finite.
+    Sequences without a position that counts are left out. The KL is NaN or Inf if logits are not finite.
     """
     width = log_p.shape[-1]
     parts = zip(log_p.reshape(-1, width).split(_ROWS), low.reshape(-1, width).split(_ROWS), strict=True)
@@ -41,7 +41,7 @@ def divergence(log_p: Tensor, low: Tensor, targets: Tensor | None = None) -> Ten
 
 
 def _of_positions(log_p: Tensor, low: Tensor) -> Tensor:
-    """(N, V) -> (N,) float64."""
+    """Return the KL of each position, (N, V) -> (N,) float64."""
     apart = F.log_softmax(low, dim=1) - log_p
     return torch.expm1(apart).sub_(apart).mul_(log_p.exp()).sum(dim=1).double()
 
@@ -50,7 +50,7 @@ def _of_positions(log_p: Tensor, low: Tensor) -> Tensor:
 def draw_labels(logits: Tensor, generator: torch.Generator, targets: Tensor | None = None) -> Tensor:
     """Return a label of each position, drawn from softmax(logits): (..., V) -> (...) int64.
 
-    `targets` (...) int64: `IGNORED` where they are, so that the loss has the same terms as the data's.
+    Labels are `IGNORED` where `targets` (...) int64 are, so that the loss has the same terms as on the data.
     """
     width = logits.shape[-1]
     found = []

@@ -1,4 +1,4 @@
-"""What the GEMMs of an operator read on a path, of the tokens that are measured, whatever path is in force."""
+"""Compute the operands that the GEMMs of an operator read on any path, for the measured tokens."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from gnmr.precision.shared import FaultInjection
 def inputs_on(
     operator: PathLinear, path: ExecutionPath, gemms: Collection[str], rows: Tensor, chosen: Tensor
 ) -> dict[str, Tensor]:
-    """By GEMM that the path does not leave exact: the measured tokens of the input `rows` (T, I) as that reads them,
-    (n, I) float32."""
+    """Return by GEMM the measured tokens of the input `rows` (T, I) as the GEMM reads them, (n, I) float32.
+
+    GEMMs that the path leaves exact are missing.
+    """
     some, found = rows[chosen], {}
     for gemm, dim in (("fprop", 1), ("wgrad", 0)):
         if gemm not in gemms:
@@ -33,7 +35,7 @@ def inputs_on(
         elif (own := getattr(path, gemm)).casts:
             cast = own.input
             found[gemm] = some.float() if cast is None else _cast(operator, "input", rows, some, cast, dim)
-            if cast is not None and cast.hadamard and gemm == "fprop":  # of which the terms of the sums are looked at
+            if cast is not None and cast.hadamard and gemm == "fprop":  # sums are over terms without rotation
                 found[gemm] = rotated(found[gemm], 1, back=True)
     return found
 
@@ -46,7 +48,10 @@ def broken_inputs(
     sound: dict[str, Tensor],
     chosen: Tensor,
 ) -> dict[str, Tensor]:
-    """As `inputs_on`, under a fault: of whole tensors, for in a sample other rows were hit. `sound`: without it."""
+    """Return the operands of `inputs_on` under a fault; `sound` are those without it.
+
+    Whole tensors are read, because the fault would hit other rows in a sample.
+    """
     if isinstance(path, Format):
         if isinstance(path, KeepFormat):
             return sound
@@ -62,7 +67,7 @@ def broken_inputs(
 
 
 def _reference(operator: PathLinear, operand: str, cast: Cast) -> Reference:
-    """Where a delayed scale comes from."""
+    """Return the source of a delayed scale."""
     amax = operator.shared.amax
     if cast.scale != "delayed" or amax is None or amax.history is None:
         return None
@@ -78,7 +83,7 @@ def _cast(
     dim: int,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Of a tensor (T, D) the rows `some` (n, D) in `cast`, with the scales that they have in the whole, float32."""
+    """Return the rows `some` (n, D) of a tensor (T, D) in `cast`, float32, with their scales in the whole tensor."""
     reference, kept = _reference(operator, operand, cast), outliers(cast, whole)
     if kept is not None:
         whole, some, own = whole.masked_fill(kept, 0), some.masked_fill(kept, 0), some
@@ -89,19 +94,22 @@ def _cast(
 
 
 def _scale_of_whole(largest: Tensor, delayed: Reference, _largest_of_some: Tensor) -> Tensor:
-    """A `Reference`: the magnitude of a whole tensor, of which some rows are cast."""
+    """Return the magnitude of a whole tensor of which some rows are cast (a `Reference`)."""
     return largest if delayed is None else delayed(largest)
 
 
 def outliers(cast: Cast | None, rows: Tensor) -> Tensor | None:
-    """(I,) bool: columns of the input that stay in 16 bits; None: there cannot be any."""
+    """Return the columns of the input that stay in 16 bits, (I,) bool; None if there cannot be any."""
     if cast is None or cast.outliers is None:
         return None
     return (largest_magnitude(rows, (0,)).float() >= cast.outliers)[0]
 
 
 def weight_of(operator: PathLinear, dtype: torch.dtype, given: Tensor | None = None) -> Tensor:
-    """(O, I) float32, as the GEMMs are given it: rounded to `dtype`. `given`: what a pass had in the weight's place."""
+    """Return the weight (O, I) as the GEMMs are given it, rounded to `dtype`, in float32.
+
+    `given` is the tensor that a pass used instead of the weight.
+    """
     weight = operator.matrix.detach() if given is None else given
     if not weight.is_floating_point():
         assert isinstance(operator, Int8Linear)
@@ -110,22 +118,22 @@ def weight_of(operator: PathLinear, dtype: torch.dtype, given: Tensor | None = N
 
 
 class Casts:
-    """What the backward GEMMs, and of the weight all, read on a path, float32."""
+    """The operands of the backward GEMMs, and the weight of all GEMMs, as a path reads them, float32."""
 
     def __init__(
         self, operator: PathLinear, path: ExecutionPath, weight: Tensor, grad_2d: Tensor, dy: Tensor, *, seed: int
     ) -> None:
-        """`seed`: of what stochastic casts draw; the run's own generator is left alone."""
+        """Prepare the casts; stochastic casts draw from `seed`, not from the run's own generator."""
         self._operator, self._path, self._weight, self._seed = operator, path, weight, seed
         self._whole, self._dy = grad_2d, dy
         self._known: dict[tuple[Cast, int | None], Tensor] = {}
 
     def of(self, gemm: str) -> Gemm:
-        """What is cast besides the input; a format casts nothing else."""
+        """Return the casts of a GEMM besides the input's; a format has none."""
         return getattr(self._path, gemm) if isinstance(self._path, Recipe) else Gemm()
 
     def weight(self, gemm: str) -> Tensor:
-        """(O, I)."""
+        """Return the weight (O, I)."""
         cast, dim = self.of(gemm).weight, 1 if gemm == "fprop" else 0
         if cast is None or not self._operator.weight.is_floating_point():
             return self._weight
@@ -137,7 +145,7 @@ class Casts:
         return self._known[key]
 
     def grad_output(self, gemm: str, dim: int) -> Tensor:
-        """(n, O)."""
+        """Return the gradient (n, O)."""
         cast = self.of(gemm).grad_output
         if cast is None:
             return self._dy
@@ -146,5 +154,5 @@ class Casts:
 
 
 def result_in(product: Tensor, cast: Cast | None) -> Tensor:
-    """A GEMM's result in `cast`."""
+    """Return a GEMM's result in `cast`."""
     return product if cast is None else quantize(product, cast, 1)[0]

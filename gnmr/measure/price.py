@@ -1,8 +1,8 @@
-"""The price of a path: what each GEMM of each operator costs on it, measured in the passes of training.
+"""Measure the price of a path: the cost of each GEMM of each operator on it, from the passes of training.
 
-`fprop`, in nats. On a path an operator gives y_t + D_t in place of y_t at token t. dy_t is the gradient of the mean
-loss over T tokens with respect to y_t. To second order, with the empirical Fisher matrix in place of the Hessian, the
-mean loss is higher by
+`fprop`, in nats. On a path an operator gives y_t + D_t instead of y_t at token t. dy_t is the gradient of the mean loss
+over T tokens with respect to y_t. To second order, with the empirical Fisher matrix for the Hessian, the mean loss
+increases by
 
     price_fprop = T/2 * sum_t u_t^2        u_t = <dy_t, D_t>
 
@@ -11,10 +11,10 @@ With Q the path's casts and W the weight (O, I)
     u_t = <dy_t W, Q(x_t) - x_t>                 the input's error
         + <dy_t (Q(W) - W), Q(x_t)>              the weight's error
 
-so it needs one product dy W, which dgrad makes too, and one dy (Q(W) - W), of the tokens that are measured. With labels
-that the model draws itself in place of the data's, the expectation of the price is the KL divergence per token between
-the model without and with the error, to second order, but for the products of two tokens. Two more forms are summed of
-the same inner products:
+This needs one product dy W, which dgrad computes too, and one dy (Q(W) - W), for the measured tokens. Let the model
+draw the labels itself. The expectation of the price is then, to second order, the KL divergence per token between the
+model without and with the error, except for the products of two tokens. Two more sums of the same inner products are
+taken:
 
     sequence    T/2 * sum over sequences of (sum_t u_t)^2: with drawn labels the KL with the products of two tokens of a
                 sequence, which matter where the error is coherent over tokens. One sample a sequence, so it is noisier.
@@ -22,19 +22,19 @@ the same inner products:
     elements    squares of the elements of the inner products one by one: where errors are large they grow together, and
                 the square of their sum loses the order of the operators; the sum of their squares keeps it
 
-Errors are against the exact product. With `against_recovery` the low path's are against the recovery path's result:
-Q(x), Q(W) of that path stand in the place of x and W. So are those of `candidates`: recipes that no operator is on, of
-which the same backward pass gives the price of fprop.
+Errors are relative to the exact product. With `against_recovery`, errors of the low path are relative to the recovery
+path's result, so Q(x) and Q(W) of that path replace x and W. The same holds for `candidates`: recipes that no operator
+is on, whose fprop is priced by the same backward pass.
 
-`dgrad` and `wgrad` change the next step, not the loss now. Their price is the squared error of the gradient that they
-give, relative to that gradient, ||d||^2 / ||g||^2, and its bias <g, d> / ||g||^2; both without unit. For dgrad g is
-dy W, for wgrad dy^T x of the measured tokens. An operator that several tokens reach only in part (an expert) has the
-loss's T all the same: the largest number of rows of any operator of the step, or `loss_tokens`.
+`dgrad` and `wgrad` change the next step, not the current loss. Their price is the squared error of the gradient that
+they give, relative to that gradient, ||d||^2 / ||g||^2. Their bias is <g, d> / ||g||^2. Both have no unit. For dgrad, g
+is dy W; for wgrad, it is dy^T x of the measured tokens. An operator that only some tokens reach (an expert) has the T
+of the loss: the largest number of rows of any operator of the step, or `loss_tokens`.
 
-What is measured is the path's own numbers, whatever path is in force and whatever kernels run it: the casts of
-`gnmr.precision.cast`, in float32, with the scales that the whole tensors have, delayed scales as they are, a fault that
-is in force in the low path. dy is the one that came back. One token in `tokens` is measured, or one group of tokens
-where some share a scale; which ones depends on the step's number alone.
+The measured numbers are those of the path itself, whatever path is in force and whatever kernels run it. They use the
+casts of `gnmr.precision.cast` in float32, with the scales of whole tensors, current delayed scales, and a fault in
+force on the low path. dy is the gradient that came back. One token in `tokens` is measured, or one group of tokens if
+some share a scale. The choice depends only on the step's number.
 
 Prior art: second-order sensitivities and Fisher-weighted quantization error (HAWQ; FIT, ICLR 2023), ModelOpt's
 AutoQuantize, which sums (grad_output * output error)^2 for inference. docs/price.md derives it.
@@ -61,13 +61,13 @@ from gnmr.precision.scaling import TINY
 
 PATHS = ("low", "recovery")
 _FPROP = ("fprop", "fprop_sequence", "fprop_elements", "fprop_input", "fprop_weight")
-"""`fprop_input`, `fprop_weight`: of each operand's error alone."""
+"""`fprop_input`, `fprop_weight`: the error of one operand alone."""
 _OF_PATH = (*_FPROP, "dgrad", "dgrad_bias", "wgrad", "wgrad_bias")
 """Sums of each path."""
 _SHARED = ("dgrad_square", "wgrad_square")
 
 PRICES = (*(f"price_{gemm}{path}" for path in ("", "_recovery") for gemm in GEMMS), "price")
-"""What is measured, as `gnmr.control.evidence` describes it."""
+"""Prices that can be measured, as `gnmr.control.evidence` describes them."""
 
 
 def measure_prices(
@@ -78,13 +78,17 @@ def measure_prices(
     against_recovery: bool = False,
     candidates: Mapping[str, Recipe] | None = None,
 ) -> PriceMeter:
-    """Start measuring the prices `names` of every `tokens`-th token (see `PriceMeter`), in place of an earlier meter.
+    """Start measuring the prices `names` of every `tokens`-th token (see `PriceMeter`), replacing an earlier meter.
 
-    `against_recovery`: errors of the low path's fprop are against the recovery path's result; those of the fprop of
-    `candidates`, which have other names than the paths, are too.
+    Args:
+        model: a converted model.
+        names: some of `PRICES`.
+        tokens: one token in every `tokens` is measured.
+        against_recovery: measure errors of the low path's fprop against the recovery path's result.
+        candidates: recipes under names other than the paths', whose fprop is priced against the recovery path too.
 
-    `model.shared.prices = None` ends it. Raises ValueError for an unknown name, a stride below 1, and a price of the
-    recovery path of a model without one.
+    `model.shared.prices = None` ends it. Raises ValueError if a name is unknown, if the stride is below 1, or if the
+    model has no recovery path for a price of it.
     """
     model.check_converted()
     of_recovery = [name for name in names if name == "price" or name.endswith("recovery") or against_recovery]
@@ -97,7 +101,7 @@ def measure_prices(
 class PriceMeter:
     """Sums over all backward passes since the last `reset`.
 
-    Set `enabled` to False in steps whose prices are not read: they cost nothing then.
+    Set `enabled` to False in steps whose prices are not read: such steps cost nothing.
     """
 
     def __init__(
@@ -108,8 +112,10 @@ class PriceMeter:
         against_recovery: bool = False,
         candidates: Mapping[str, Recipe] | None = None,
     ) -> None:
-        """`names`: of `PRICES`; `price` is of both paths. Of a unit that is a GEMM that GEMM's price is measured, 0 for
-        the others. `tokens`: one token in so many is measured. `candidates`: see `measure_prices`."""
+        """Prepare the sums; the arguments are those of `measure_prices`.
+
+        `price` needs both paths. If a unit is a GEMM, the price of that GEMM is measured, and is 0 for the others.
+        """
         unknown = [name for name in names if name not in PRICES]
         if unknown or not names:
             raise ValueError(f"price {unknown}: use some of {', '.join(PRICES)}")
@@ -119,7 +125,7 @@ class PriceMeter:
         self._against_recovery = against_recovery
         operators, units = model.operators, model.units
         self.loss_tokens: int | None = None
-        """Tokens in the mean of a step's loss; None: rows of the operator with the most."""
+        """Tokens in the mean of a step's loss; None: the largest number of rows of any operator."""
         self._step = 0
         self._operators = list(operators)
         self._place = {operator.index: i for i, operator in enumerate(operators)}
@@ -131,47 +137,52 @@ class PriceMeter:
         saving = "fprop" if any(_casts_fprop(path, operators[0]) for path in paths_of) else "wgrad"
         asked = {(name.split("_")[1], PATHS[name.endswith("recovery")]) for name in names if name != "price"}
         self._asked = asked | ({(saving, path) for path in PATHS} if "price" in names else set())
-        """(GEMM, path)."""
+        """(GEMM, path) of each price."""
         self.gemms = {gemm for gemm, _ in self._asked}
         self.paths = [path for path in PATHS if any(path == one for _, one in self._asked) or against_recovery]
         self._saving = saving
-        """The GEMM of which `price` is."""
+        """The GEMM that `price` is about."""
         self.candidates = {name: Recipe(name, fprop=recipe.fprop) for name, recipe in (candidates or {}).items()}
         self._columns = [(path, name) for path in PATHS for name in _OF_PATH]
         self._columns += [(path, name) for path in self.candidates for name in _FPROP]
         self._columns += [("", name) for name in _SHARED]
-        """(path, candidate or neither, name) of each sum."""
+        """(path or candidate, name) of each sum; "" for sums of neither."""
         self._sums = torch.zeros(len(self._operators), len(self._columns), dtype=torch.float64, device=device)
         self.rows = [0] * len(self._operators)
-        """Of each operator, those that were not measured too."""
+        """Rows of each operator, including those that were not measured."""
 
     @property
     def operators(self) -> list[str]:
-        """Names, in the order of `by_operator`."""
+        """Return the names, in the order of `by_operator`."""
         return [operator.operator_name for operator in self._operators]
 
     def begin_step(self, step: int) -> None:
-        """Step `step` begins: it says which tokens are measured."""
+        """Begin step `step`, which determines the measured tokens."""
         self._step = step
 
     def reset(self) -> None:
-        """Forgets everything measured so far."""
+        """Forget everything measured so far."""
         self._sums.zero_()
         self.rows = [0] * len(self._operators)
 
     def parts(self, share: float) -> Tensor:
-        """What a rank adds to the sums of all, (num_operators, columns) float64; `share`: what part of the step's loss
-        its own is. A copy. `rows` add up by themselves."""
+        """Return a copy of this rank's part of the sums, (num_operators, columns) float64.
+
+        `share` is the rank's part of the step's loss. `rows` add up without a factor.
+        """
         return self._sums * share**2
 
     def by_operator(self, path: str = "low", summed: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
-        """{name: (num_operators,) float64} on the device: `fprop`, `fprop_sequence`, `fprop_elements`, `fprop_input`,
-        `fprop_weight` in nats, `dgrad`, `wgrad` (||d||^2/||g||^2) and their `_bias` (<g, d>/||g||^2). `path`: low,
-        recovery, or a candidate, which has those of fprop alone.
+        """Return {name: (num_operators,) float64} on the device, without waiting for it.
 
-        `fprop_sequence` is NaN if tokens were left out, for then the products of two of them are unknown. 0 for an
-        operator that was not measured; NaN or Inf for one whose operands were not finite. `summed`: of `parts` and of
-        `rows` over all ranks. Does not wait for the device.
+        The names are `fprop`, `fprop_sequence`, `fprop_elements`, `fprop_input` and `fprop_weight` in nats, `dgrad` and
+        `wgrad` (||d||^2/||g||^2), and their `_bias` (<g, d>/||g||^2). An operator that was not measured has 0; an
+        operator whose operands were not finite has NaN or Inf. `fprop_sequence` is NaN if tokens were left out, because
+        their products are unknown.
+
+        Args:
+            path: low, recovery, or a candidate, which has only the names of fprop.
+            summed: sums of `parts` and of `rows` over all ranks.
         """
         totals, rows = (self._sums, None) if summed is None else summed
         sums = {name: totals[:, at] for at, (of, name) in enumerate(self._columns) if of in (path, "")}
@@ -184,8 +195,10 @@ class PriceMeter:
         return found
 
     def read(self, grad_scale: float = 1.0, summed: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
-        """{name: (num_units,) float64} on the device, in the model's order. `grad_scale`: the loss scale that the
-        gradients carry; `summed`: as `by_operator`. Does not wait for the device."""
+        """Return {name: (num_units,) float64} on the device, in the model's order, without waiting for it.
+
+        `grad_scale` is the loss scale in the gradients; `summed` is that of `by_operator`.
+        """
         found, both = {}, {path: self.by_operator(path, summed) for path in self.paths}
         for gemm, path in self._asked:
             value = self._of_units(both[path][gemm], gemm)
@@ -200,14 +213,14 @@ class PriceMeter:
         return {name: found[name] for name in self.names}
 
     def _of_units(self, values: Tensor, gemm: str) -> Tensor:
-        """(num_units,): the sums of a GEMM's (num_operators,)."""
+        """Return the sums by unit, (num_units,), of a GEMM's values (num_operators,)."""
         groups = values.new_zeros(self._by_unit.num_groups).index_add_(0, self._group, values)
         return self._by_unit(groups, gemm)
 
     def watch(self, operator: PathLinear, input: Tensor, output: Tensor) -> None:
-        """Has the backward pass of this forward pass measured. Keeps the measured tokens of `input` until then.
+        """Measure the backward pass of this forward pass, and keep the measured tokens of `input` until then.
 
-        Without a graph, or without rows, there is nothing to measure.
+        There is nothing to measure without a graph or without rows.
         """
         if not output.requires_grad or input.numel() == 0 or operator.index not in self._place:
             return
@@ -233,10 +246,10 @@ class PriceMeter:
         output.register_hook(partial(self._measure, found))
 
     def _chosen(self, count: int, paths: Collection[ExecutionPath], device: torch.device) -> Tensor:
-        """Indices of the tokens that are measured, of `count`: groups of tokens that share a scale stay together."""
+        """Return the indices of the measured tokens among `count`; tokens that share a scale stay together."""
         length = min(count, max((_group_rows(path) for path in paths), default=1))
         stride = min(self.tokens, -(-count // length))
-        # A hash of the step's number: no period of the data meets the same tokens again and again.
+        # A hash of the step's number, so that no period of the data meets the same tokens repeatedly.
         first = (self._step * 2654435761 >> 8) % stride
         starts = torch.arange(first * length, count, stride * length, device=device)
         indices = (starts[:, None] + torch.arange(length, device=device)).flatten()
@@ -244,7 +257,7 @@ class PriceMeter:
 
     @torch.no_grad()
     def _measure(self, found: _Pass, grad: Tensor) -> None:
-        """Adds up one pass; `grad` (..., O) is the gradient of its output."""
+        """Add up one pass; `grad` (..., O) is the gradient of its output."""
         operator, x = found.operator, found.x
         grad_2d = grad.reshape(-1, grad.shape[-1]).to(found.dtype)
         dy, weight = grad_2d[found.chosen].float(), weight_of(operator, found.dtype, found.weight)
@@ -286,26 +299,26 @@ class _Pass:
     operator: PathLinear
     paths: dict[str, ExecutionPath]
     weight: Tensor | None
-    """(O, I), where the pass was given one."""
+    """(O, I), if the pass was given one."""
     bias: Tensor | None
     x: Tensor
-    """(n, I) float32: the measured tokens of the input."""
+    """The measured tokens of the input, (n, I) float32."""
     inputs: dict[str, dict[str, Tensor]]
-    """By path and GEMM: them as that reads them, float32."""
+    """These tokens by path and GEMM as that reads them, float32."""
     columns: dict[str, Tensor]
-    """By path: (I,) bool, columns of input and weight that fprop leaves in 16 bits (outliers)."""
+    """By path, the columns of input and weight that fprop leaves in 16 bits (outliers), (I,) bool."""
     dtype: torch.dtype
-    """What the GEMMs compute in."""
+    """Dtype in which the GEMMs compute."""
     chosen: Tensor
-    """(n,): their rows."""
+    """Indices of the measured tokens, (n,)."""
     count: int
-    """All rows."""
+    """Number of all rows."""
     length: int
-    """Rows of a sequence."""
+    """Number of rows per sequence."""
 
 
 class _Operands(NamedTuple):
-    """What fprop reads on a path, float32, and the cast of its result."""
+    """The operands of fprop on a path, float32, and the cast of its result."""
 
     x: Tensor
     """(n, I)"""
@@ -315,14 +328,14 @@ class _Operands(NamedTuple):
 
 
 def _casts_fprop(path: ExecutionPath | None, operator: PathLinear) -> bool:
-    """Whether fprop is not exact on that path."""
+    """Return True if fprop is not exact on that path."""
     if isinstance(path, Recipe):
         return bool(path.fprop.casts)
     return path is not None and not isinstance(path, KeepFormat) and operator.shared.quantize_forward
 
 
 def _group_rows(path: ExecutionPath) -> int:
-    """Tokens that share a scale, 1 where that is each token's own or the tensor's."""
+    """Return the number of tokens that share a scale; 1 if the scale is per token or per tensor."""
     if isinstance(path, Format):
         return 1
     casts = [(path.fprop.input, 1), (path.wgrad.input, 0), (path.dgrad.grad_output, 1), (path.wgrad.grad_output, 0)]
@@ -330,7 +343,7 @@ def _group_rows(path: ExecutionPath) -> int:
 
 
 def _fprop_operands(found: _Pass, path: str, casts: Casts, exact: _Operands) -> _Operands:
-    """What fprop reads on `path`: `exact` itself where that casts nothing."""
+    """Return the operands of fprop on `path`: `exact` itself if nothing is cast."""
     if (x := found.inputs[path].get("fprop")) is None:
         return exact
     weight, columns = casts.weight("fprop"), found.columns.get(path)
@@ -340,7 +353,7 @@ def _fprop_operands(found: _Pass, path: str, casts: Casts, exact: _Operands) -> 
 
 
 def _fprop(found: _Pass, low: _Operands, high: _Operands, dy: Tensor, dx: Tensor) -> dict[str, Tensor]:
-    """Sums of the error that `low` makes against `high`, see the module; dx is dy times the weight of `high`."""
+    """Return sums of the error of `low` against `high` (see the module); dx is dy times the weight of `high`."""
     by_input = dx * (low.x - high.x)
     sums = {"fprop_input": _square(by_input.sum(dim=1))}
     terms = by_input
@@ -357,7 +370,7 @@ def _fprop(found: _Pass, low: _Operands, high: _Operands, dy: Tensor, dx: Tensor
 
 
 def _result_error(bias: Tensor | None, operands: _Operands) -> Tensor | float:
-    """What the cast of the result changes of it, (n, O)."""
+    """Return the change of the result by its cast, (n, O)."""
     if operands.result is None:
         return 0.0
     weight = operands.weight.t()
@@ -366,11 +379,11 @@ def _result_error(bias: Tensor | None, operands: _Operands) -> Tensor | float:
 
 
 def _relative(gemm: str, low: Tensor, exact: Tensor) -> dict[str, Tensor]:
-    """||low - exact||^2 and <exact, low - exact>."""
+    """Return ||low - exact||^2 and <exact, low - exact>."""
     error = low - exact
     return {gemm: _square(error), f"{gemm}_bias": (exact * error).sum(dtype=torch.float64)}
 
 
 def _square(x: Tensor) -> Tensor:
-    """The squared norm, accumulated in float32, as float64."""
+    """Return the squared norm, accumulated in float32, as float64."""
     return torch.linalg.vector_norm(x).double().square_()

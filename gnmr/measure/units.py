@@ -13,16 +13,16 @@ from gnmr.precision.units import PathUnit
 
 
 class ByUnit:
-    """From numbers of groups of operators, in which they are measured and added up, to those of units.
+    """Map numbers of groups of operators, in which they are measured and added up, to numbers of units.
 
-    A group is what the units have in common: the operators of a unit, with unit=gemm those of all its GEMMs. An
-    operator without a unit is a group by itself, whose numbers are nobody's.
+    A group is shared by units: the operators of a unit, or with unit=gemm those of all its GEMMs. An operator without a
+    unit is a separate group, whose numbers belong to no unit.
     """
 
     def __init__(self, units: Sequence[PathUnit], operators: Sequence[PathLinear]) -> None:
         groups = list(dict.fromkeys([*(unit.operators for unit in units), *((o,) for o in operators)]))
         self.group: dict[int, int] = {}
-        """Of each operator, by their places."""
+        """The group of each operator, by their indices."""
         for place, group in enumerate(groups):
             for operator in group:
                 self.group.setdefault(operator.index, place)
@@ -37,7 +37,7 @@ class ByUnit:
         }
 
     def __call__(self, values: Tensor, gemm: str | None) -> Tensor:
-        """(groups,) -> (units,); `gemm`: whose operands the numbers are of; None: of all."""
+        """Map (groups,) to (units,); `gemm` is the GEMM whose operands the numbers describe, None for all GEMMs."""
         found = values if self._places is None else values[self._places]
         if gemm is None or not self._gemms:
             return found

@@ -15,7 +15,7 @@ from gnmr.errors import UserError
 
 
 def no_link(path: str, flags: int) -> int:
-    """Open a file for `open(opener=...)`. Raises OSError for a link and, when reading, for what is no regular file."""
+    """Open a file for `open(opener=...)`. Raises OSError for a link and, when reading, unless it is a regular file."""
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     if flags & os.O_ACCMODE == os.O_RDONLY and not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

@@ -48,7 +48,7 @@ class AppendFile:
     """A file that only grows. Every piece is flushed to the operating system; `sync` brings it to the disk."""
 
     def __init__(self, path: Path) -> None:
-        """Append to what is there. Raises OSError for a link."""
+        """Open the file to append to it. Raises OSError for a link."""
         self.path = path
         self._file: BinaryIO = open(path, "ab", opener=no_link)  # noqa: SIM115 (open until `close`)
         self._bytes = os.fstat(self._file.fileno()).st_size
@@ -67,7 +67,7 @@ class AppendFile:
             os.fsync(self._file.fileno())
 
     def in_place(self) -> bool:
-        """Return True if the file at the path is still this one and as long as what was written."""
+        """Return True if the path still leads to this file and its length is the number of written bytes."""
         try:
             there = os.lstat(self.path)
         except OSError:
@@ -107,7 +107,7 @@ class JsonLines(AppendFile):
         self._fields = dict.fromkeys(fields)
 
     def write(self, rows: list[dict[str, Any]]) -> None:
-        """Append rows, their keys in the order of `fields`. A missing or unknown key is a defect of ours."""
+        """Append rows, their keys in the order of `fields`. A missing or unknown key is a bug in gnmr."""
         lines = []
         for row in rows:
             assert row.keys() == self._fields.keys(), (

@@ -44,7 +44,7 @@ def replacing(path: Path, what: object = None, follow: bool = True) -> Iterator[
 
 
 def check(path: Path, what: object = None, follow: bool = True) -> None:
-    """Raise UserError for a path that `replacing` would refuse; called before there is anything to write."""
+    """Raise UserError if `replacing` would refuse the path; called before there is anything to write."""
     what = path if what is None else what
     with writing(what):
         if _is_device(path, what, follow):

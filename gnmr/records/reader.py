@@ -1,7 +1,7 @@
 """Read a run folder back, also while the run is going or after it was killed.
 
-The folder may come from somebody else (`gnmr.records.untrusted`): `Damaged` in one line is raised for what is no
-regular file, is too large, or is no row.
+The folder may come from somebody else (`gnmr.records.untrusted`). `Damaged`, in one line, is raised if a file is not a
+regular file, is too large, or has an invalid row.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_UNITS = 2**16 - 1
 """The report's maps count them in 16 bits; a mixture of 64 experts in 60 layers has 12,000."""
 _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _SEVERAL = {"events.jsonl": 0, "faults.jsonl": -MAX_STEP}
-"""Least distance between the steps of two rows; in the other files a step stands once."""
+"""Least distance between the steps of two rows; in the other files a step occurs once."""
 
 
 def decode(value: Any) -> Any:
@@ -99,7 +99,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 def open_units(path: Path) -> Iterator[tuple[pa.RecordBatch, int]]:
     """Yield each record batch of an Arrow IPC stream and the offset of the byte after it.
 
-    A message that the file ends in is left out. Raises `Damaged` for anything else that is no such stream.
+    A message that the file cuts short is left out. Raises `Damaged` if the file is not such a stream.
     """
     with opened(path) as file:
         data = pa.py_buffer(file.read())
@@ -160,14 +160,14 @@ def read_units(folder: Path) -> pa.Table:
 
 
 def check_units(units: object) -> list[str]:
-    """Return the names of the units. Raises ValueError for anything but a list of so many short texts."""
+    """Return the names of the units. Raises ValueError unless they are a list of at most `MAX_UNITS` short texts."""
     if not isinstance(units, list) or len(units) > MAX_UNITS:
         raise ValueError(f"units: not a list of at most {MAX_UNITS:,} names")
     return check_names(units)
 
 
 def check_names(names: list[Any]) -> list[str]:
-    """Return the names. Raises ValueError for one that is no short printable text."""
+    """Return the names. Raises ValueError if one is not a short printable text."""
     for name in names:
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
             raise ValueError(f"{name!r:.60}: not a name of at most {MAX_NAME} characters")
@@ -175,7 +175,7 @@ def check_names(names: list[Any]) -> list[str]:
 
 
 def calibrated_trigger(header: Mapping[str, Any]) -> tuple[int, float] | None:
-    """Return the step after which a loop of the user's own calibrated its trigger, and the trigger; None if none."""
+    """Return the step after which a user's own loop calibrated its trigger, and the trigger; None if there is none."""
     match header.get("calibrated"):
         case {"after_step": int(step), "trigger": float(trigger)} if 0 <= step <= MAX_STEP and 0 < trigger < math.inf:
             return step, trigger

@@ -35,7 +35,7 @@ import numpy as np
 import pyarrow as pa
 
 OWN = "own"
-"""The scale of a loop of one's own (gnmr/attachment/record.py)."""
+"""The scale of a user's own loop (gnmr/attachment/record.py)."""
 
 STEP_FIELDS: dict[str, str] = {
     "step": "number of the step, from 1",
@@ -118,10 +118,9 @@ FAULT_FIELDS: dict[str, str] = {
 def unit_schema(columns: Sequence[str]) -> pa.Schema:
     """Return the schema of one row per observed unit and recorded step.
 
-    `columns` are the signal's statistics and recorded evidence.
-
-    norm, columns and risk belong to this step's gradient, active says whether the unit was on the recovery path during
-    this step (in a warm-up: on controller.warmup_path), lock is its lock after the step's decision.
+    `columns` are the signal's statistics and recorded evidence. norm, columns and risk belong to this step's gradient.
+    active is True if the unit was on the recovery path during this step (in a warm-up: on controller.warmup_path). lock
+    is its lock after the step's decision.
     """
     return pa.schema(
         [

@@ -29,7 +29,7 @@ class _Monitored:
 
 
 class _Steps:
-    """What is counted of the rows of steps.jsonl, row by row."""
+    """Totals over the rows of steps.jsonl."""
 
     def __init__(self, max_o: int) -> None:
         self.max_o = max_o

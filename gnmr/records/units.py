@@ -56,8 +56,11 @@ class UnitStream:
         self.file.append(begin + self._message)
 
     def _prepare(self, number: int) -> pa.RecordBatch:
-        """Return a batch of `number` rows of zeros, and keep its message, which those of steps differ from in their
-        columns alone: each follows on the one before, filled up to 8 bytes (the Arrow IPC format)."""
+        """Return a batch of `number` rows of zeros, and keep its message as a template.
+
+        Messages of steps differ from it only in their columns, which follow each other, padded to 8 bytes (the Arrow
+        IPC format).
+        """
         arrays, zeros = [], list[np.ndarray]()
         for kind in self._schema.types:
             coded = pa.types.is_dictionary(kind)
@@ -122,7 +125,7 @@ def cut_units(folder: Path, last_step: int) -> None:
 
 
 def recorded_units(folder: Path) -> Iterator[UnitRows]:
-    """Yield what `UnitStream.write` was given, step by step, with NaN for a unit that was not observed."""
+    """Yield the rows given to `UnitStream.write`, step by step, with NaN for a unit that was not observed."""
     if not (folder / UNITS).exists():
         return
     for batch, _ in open_units(folder / UNITS):

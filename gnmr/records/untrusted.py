@@ -31,7 +31,7 @@ MAX_NAME = 300
 
 
 class Damaged(UserError):
-    """A file is not what it should be; a report leaves out the run that it belongs to."""
+    """A file is invalid; a report leaves out the run that it belongs to."""
 
 
 def opened(path: Path, most: int = MAX_FILE) -> BinaryIO:

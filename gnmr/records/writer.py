@@ -24,10 +24,9 @@ _ENDS = ("DONE", "FAILED", "summary.json")
 
 
 class RunWriter:
-    """Owns the record files of a run folder. Rows are flushed as they are made and synced before each checkpoint.
+    """Own the record files of a run folder. Rows are flushed as they are made and synced before each checkpoint.
 
-    A write that fails raises `RunFailed`, as does a file that is no longer in its place. The records up to there stay
-    readable.
+    A failed write raises `RunFailed`, as does a file that was moved or replaced. The earlier records stay readable.
     """
 
     def __init__(self, folder: Path, resume_step: int | None, counted: dict[str, list[int]] | None = None) -> None:

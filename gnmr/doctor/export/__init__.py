@@ -1,6 +1,6 @@
-"""A plan in the words of other libraries: what runs each GEMM on its recipe, or says in its first lines what it cannot.
+"""Write a plan for other libraries, and state in the first lines of each file what the library cannot do.
 
-    te           Transformer Engine: a quantizer factory, every GEMM by itself
+    te           Transformer Engine: a quantizer factory, each GEMM separately
     te_debug     its debug features: which GEMMs are not quantized
     megatron     Megatron-LM: YAML of --te-precision-config-file and the factories that it names
     torchao      a function that converts: float8 GEMM by GEMM, MXFP8 and NVFP4 by linear
@@ -10,13 +10,13 @@
     ignore       the `ignore` of compressed-tensors and vLLM
     rl           what NeMo-RL, verl, prime-rl and miles leave out
 
-Where a library has one linear of several operators (`Target.fused`), all experts of a layer among them, or lacks a set
-of recipes, a plan with prices is solved anew in the time that it takes; of one without, an operator gets the cheapest
-set that the library has and that lowers no GEMM's precision. Operators in modules that a library does not convert
+A library may have one linear for several operators (`Target.fused`), including all experts of a layer, or may lack a
+set of recipes. A plan with prices is then solved again within its own extra time. Without prices, an operator gets the
+cheapest set of the library that lowers no GEMM's precision. Operators in modules that a library does not convert
 (`Conv1D`, experts in one tensor: the plan's `modules`) stay in 16 bits.
 
-Names: a model whose operators are those of LLaMA's blocks (`layers.N.self_attn.q_proj`) is called as Hugging Face,
-torchtitan or Megatron call it; any other keeps its own names, and has none in the latter two.
+A model with the operators of LLaMA's blocks (`layers.N.self_attn.q_proj`) gets the names of Hugging Face, torchtitan or
+Megatron. Any other model keeps its names, and cannot be exported to the latter two.
 """
 
 from __future__ import annotations
@@ -37,24 +37,25 @@ class Export:
     """A plan for another library."""
 
     files: dict[str, str]
-    """Texts by their usual names."""
+    """Texts by their usual file names."""
     plan: PinPlan
-    """What the library then runs: the plan, or the nearest that it has words for."""
+    """The plan that the library then runs: the given plan, or the nearest that the library can express."""
     notes: tuple[str, ...]
-    """What the files' first lines say: what could not be said as the plan says it, and what it costs."""
+    """First lines of the files: the differences from the plan, and their cost."""
 
 
 def export(plan: PinPlan, target: str, pp: int = 1, layers: int | None = None) -> Export:
-    """Return the plan in the words of one of `TARGETS`.
+    """Write a plan for one of `TARGETS`.
 
     Args:
         plan: the plan.
         target: one of `TARGETS`.
         pp: pipeline stages of equal length (megatron).
-        layers: blocks of the model, where the plan's `targets` or `exclude` may have left out the last of them.
+        layers: number of blocks of the model; needed if the plan's `targets` or `exclude` may omit the last blocks.
 
-    Raises UserError for operators, or a low recipe, that the target has no words for, and ValueError for other
-    numbers of stages or blocks than the plan's.
+    Raises:
+        UserError: the target cannot express an operator or the low recipe.
+        ValueError: the number of stages or blocks does not fit the plan.
     """
     one_of(TARGETS, to=target)
     one = TARGETS[target]
@@ -80,4 +81,4 @@ TARGETS = {
     "ignore": IGNORE,
     "rl": RL,
 }
-"""By the word of `to=`."""
+"""Targets by the value of `to=`."""

@@ -1,4 +1,4 @@
-"""What a target can say of a plan: the nearest plan that it has words for, in the library's names."""
+"""Find the nearest plan that a target can express, in the library's names."""
 
 from __future__ import annotations
 
@@ -28,40 +28,40 @@ Mix = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Target:
-    """What a library can say, and how it is written."""
+    """The abilities of a library, and the function that writes its files."""
 
     library: str
-    """With the version whose source was read."""
+    """Name, with the version whose source was read."""
     limits: str
     write: Callable[[Job], dict[str, str]]
     can: Callable[[Words, Words, tuple[int, int]], bool]
-    """Whether it runs an operator of these casts beside the low recipe's, and of (inputs, outputs)."""
+    """Returns True if it runs an operator with (casts, casts of the low recipe, (inputs, outputs))."""
     layout: str = ""
-    """Whose names it has: one of `gnmr.doctor.lists.LAYOUTS`."""
+    """Layout of its names, one of `gnmr.doctor.lists.LAYOUTS`."""
     fused: tuple[str, ...] = ()
-    """Operators that it has in one linear, or in one format: kinds of `gnmr.doctor.knapsack.FUSED`."""
+    """Kinds of operators (`gnmr.doctor.knapsack.FUSED`) that share one linear or one format."""
     experts: str = ""
-    """Which of these kinds experts in one tensor are for it; "": it does not convert them."""
+    """The kind to which experts in one tensor belong; "": it does not convert them."""
     modules: tuple[str, ...] = ()
-    """Classes besides `nn.Linear`, and experts, that it converts; "*": any."""
+    """Classes besides `nn.Linear` and experts that it converts; "*": any."""
     gemms: tuple[str, ...] = GEMMS
-    """Those that it speaks of."""
+    """GEMMs that it can configure."""
     formats: bool = True
-    """Whether it names recipes, and not only what is left out."""
+    """True if it names recipes, False if it only names linears to leave out."""
 
     def fused_name(self, plan: PinPlan, name: str) -> str:
-        """Return what an operator's linear is called in the library, but for its layout of names."""
+        """Return the name of an operator's linear in the library, except for its layout of names."""
         contained = self.experts and _kind(plan, name, self) == "experts"
         return fused_name(name, (*self.fused, self.experts) if contained else self.fused)
 
     def converts(self, plan: PinPlan, name: str) -> bool:
-        """Return whether it has an operator in low precision at all."""
+        """Return True if it can run an operator in low precision."""
         kind = _kind(plan, name, self)
         return not kind or "*" in self.modules or (bool(self.experts) if kind == "experts" else kind in self.modules)
 
 
 class Job:
-    """A plan that a target can say, by the library's names."""
+    """A plan that a target can express, by the library's names."""
 
     def __init__(self, plan: PinPlan, target: Target, pp: int = 1, layers: int | None = None) -> None:
         self.plan, self.pp, self.layers, self.recipes = plan, pp, layers, _recipes(plan)
@@ -73,21 +73,21 @@ class Job:
         named, others = _names(plan, plan.operators, target), _names(plan, outside(plan, layers), target)
         ours = set(named.values())
         self.outside = [name for name in dict.fromkeys(others.values()) if name not in ours]
-        """Linears of the model that are not the plan's, by the library's names: they stay in 16 bits."""
+        """Linears of the model outside the plan, by the library's names; they stay in 16 bits."""
         self.labels = {named[name]: self.label(mix) for name, mix in mixes(plan).items()}
-        """What each linear runs, by the library's name of it."""
+        """Label of the recipes of each linear, by the library's name."""
         self.experts = {named[name] for name in plan.operators if "*" in target.fused_name(plan, name)}
-        """Those that are all experts of a layer."""
+        """Linears that contain all experts of a layer."""
         every = dict.fromkeys([(plan.low,) * len(GEMMS), *mixes(plan).values()])
         self.casts = {
             self.label(mix): {g: self.recipes[n][g] for g, n in zip(GEMMS, mix, strict=True)} for mix in every
         }
-        """Of each label, the low recipe's first."""
+        """Casts of each label, the low recipe's first."""
         self.low = next(iter(self.casts))
         low = [self.casts[self.low][gemm] for gemm in target.gemms]
         changed = {label for label, own in self.casts.items() if [own[gemm] for gemm in target.gemms] != low}
         self.kept = [name for name, label in self.labels.items() if label in changed]
-        """Linears that the target is not to have on the low recipe."""
+        """Linears that the target must not run on the low recipe."""
         self.notes: list[str] = []
         kinds = Counter(_kind(plan, name, target) for name in plan.operators if not target.converts(plan, name))
         for kind, number in kinds.items():
@@ -98,7 +98,7 @@ class Job:
             self.notes.append("NOT in it: blocks behind the plan's last one, if the model has any: export with layers=")
 
     def label(self, mix: Mix) -> str:
-        """A name for these recipes, one for each set of casts."""
+        """Return a name for these recipes, one for each set of casts."""
         mix = tuple(name if self.recipes[name][gemm] else "bf16" for gemm, name in zip(GEMMS, mix, strict=True))
         parts = [mix[0]] if len(set(mix)) == 1 else [f"{g}_{name}" for g, name in zip(GEMMS, mix, strict=True)]
         return "_".join(parts).replace("-", "__")
@@ -119,7 +119,7 @@ def _all_llama(names: Iterable[str]) -> bool:
 
 
 def _kind(plan: PinPlan, name: str, target: Target) -> str:
-    """The class of the module that holds an operator; "": nn.Linear; experts: those in one tensor."""
+    """Return the class of the module that holds an operator: "" for nn.Linear, "experts" for experts in one tensor."""
     expert, module = _EXPERT.fullmatch(name), plan.module_of(name)
     if expert and (target.layout or expert[1] == module or any(one.endswith("experts") for one in plan.modules)):
         return "experts"
@@ -127,11 +127,11 @@ def _kind(plan: PinPlan, name: str, target: Target) -> str:
 
 
 def outside(plan: PinPlan, layers: int | None = None) -> list[str]:
-    """Return the linears of LLaMA's blocks that are none of the plan's operators: excluded, not among its targets, of
-    widths that its recipes do not have, or routers. Empty for other models, whose linears nobody knows.
+    """Return the linears of LLaMA's blocks that are not operators of the plan, in a model of `layers` blocks.
 
-    The model has so many `layers`; None: up to the plan's last one. A block of which the plan has no MLP is taken to
-    have whatever MLPs other blocks have.
+    They are excluded, not among its targets, of widths that its recipes do not have, or routers. The result is empty
+    for other models, whose linears are unknown. With layers=None, blocks up to the plan's last one count. A block
+    without an MLP in the plan is assumed to have the MLPs of the other blocks.
 
     >>> names = [f"layers.0.{x}_proj" for x in ("self_attn.k", "self_attn.o", "mlp.up")]
     >>> outside(PinPlan(operators=dict.fromkeys(names, (8, 8)), low="nvfp4", recovery=None))
@@ -163,7 +163,7 @@ def outside(plan: PinPlan, layers: int | None = None) -> list[str]:
 
 
 def _names(plan: PinPlan, names: Iterable[str], target: Target) -> dict[str, str]:
-    """Return what the library calls each operator. Raises UserError for one of the plan that its models do not have."""
+    """Return the library's name of each operator. Raises UserError if its models lack an operator of the plan."""
     llama, named = _all_llama(plan.operators), {}
     if target.layout and not llama:
         other = next(name for name in plan.operators if not _LLAMA.fullmatch(name))
@@ -172,26 +172,26 @@ def _names(plan: PinPlan, names: Iterable[str], target: Target) -> dict[str, str
         before, whole = "model." * (llama and not name.startswith("model.")), target.fused_name(plan, name)
         if target.layout:
             named[name] = called(before + name, target.layout)
-        else:  # of all experts the module, or one of its tensors
+        else:  # all experts have the name of the module, or of one of its tensors
             named[name] = before + (whole.replace(".*", "") if "*" in whole else name)
     return named
 
 
 def _recipes(plan: PinPlan) -> dict[str, Words]:
-    """The casts of the recipes that a plan names, and of bf16. Raises UserError for a format."""
+    """Return the casts of the recipes that a plan names, and of bf16. Raises UserError if low is a format."""
     if plan.low not in (*RECIPES, *plan.recipes):
         raise UserError(f"export: low={plan.low} is a format of saved activations, for which no library has a word")
     return {one.name: one.words() for one in (*plan.named_recipes(), RECIPES["bf16"])}
 
 
 def read_of(mix: Mix, target: Target) -> dict[str, str]:
-    """The recipe of each GEMM that a target speaks of."""
+    """Return the recipe of each GEMM that a target can configure."""
     return {gemm: name for gemm, name in zip(GEMMS, mix, strict=True) if gemm in target.gemms}
 
 
 def adapted(plan: PinPlan, target: Target, layers: int | None = None) -> PinPlan:
-    """Return the plan that the target can say. Raises UserError where it has not even the low recipe."""
-    _names(plan, (), target)  # refuses models that it does not have
+    """Return the plan that the target can express. Raises UserError if the target lacks the low recipe."""
+    _names(plan, (), target)  # refuses models that the library does not have
     recipes, low = _recipes(plan), (plan.low,) * len(GEMMS)
     sixteen = tuple("bf16" if gemm in target.gemms else plan.low for gemm in GEMMS)
     known = {one.name: one for one in (*plan.named_recipes(), RECIPES["bf16"])}
@@ -199,14 +199,14 @@ def adapted(plan: PinPlan, target: Target, layers: int | None = None) -> PinPlan
 
     @cache
     def able(shapes: frozenset[tuple[int, int]]) -> list[Mix]:
-        """The sets of recipes that the target has for operators of these shapes."""
+        """Return the sets of recipes that the target has for operators of these shapes."""
         each = [list(recipes) if gemm in target.gemms else [plan.low] for gemm in GEMMS]
         casts = {mix: {g: recipes[name][g] for g, name in read_of(mix, target).items()} for mix in product(*each)}
         return [mix for mix in casts if all(target.can(casts[mix], recipes[plan.low], shape) for shape in shapes)]
 
     @cache
     def cheapest(wanted: frozenset[Mix], shapes: frozenset[tuple[int, int]]) -> Mix:
-        """The one in which no GEMM is in lower precision than in any of the wanted ones."""
+        """Return the cheapest set in which no GEMM has lower precision than in any wanted set."""
 
         def serves(gemm: str, name: str, other: str) -> bool:
             return name == other or not recipes[name][gemm] or relative[gemm][name] > relative[gemm][other]
@@ -260,8 +260,10 @@ def _solved(
     able: Mapping[str, Sequence[Mix]],
     cheapest: Mapping[str, Mix],
 ) -> dict[str, Mix]:
-    """Return the sets of recipes that leave the fewest nats in the time that the plan takes, of linears that may be on
-    the low one; none where the plan has pins without prices."""
+    """Return the sets of recipes that leave the fewest nats in the plan's time, for linears that may be low.
+
+    The result is empty if the plan has pins without prices.
+    """
     low, prices, times = (plan.low,) * len(GEMMS), plan.nats(), plan.gemm_times()
     if any((name, gemm) not in prices for name, own in plan.pins.items() for gemm in own):
         return {}
@@ -286,7 +288,7 @@ def _solved(
 
 
 def difference(plan: PinPlan, made: PinPlan, target: Target) -> tuple[str, ...]:
-    """Return what is not as the plan says it, and what that costs."""
+    """Return the differences from the plan, and their cost."""
     theirs = mixes(made)
     pairs = [(read_of(mix, target), read_of(theirs[name], target)) for name, mix in mixes(plan).items()]
     others = sum(ours[gemm] != now[gemm] for ours, now in pairs for gemm in ours)
@@ -305,12 +307,12 @@ def difference(plan: PinPlan, made: PinPlan, target: Target) -> tuple[str, ...]:
 
 
 def each(casts: Words, low: Words, shape: tuple[int, int]) -> bool:
-    """Every GEMM on the low recipe or in 16 bits."""
+    """Return True if every GEMM is on the low recipe or in 16 bits."""
     return all(own in ({}, low[gemm]) for gemm, own in casts.items())
 
 
 def whole(casts: Words, low: Words, shape: tuple[int, int]) -> bool:
-    """All on the low recipe, or all in 16 bits."""
+    """Return True if all GEMMs are on the low recipe, or all are in 16 bits."""
     return not any(casts.values()) or all(own == low[gemm] for gemm, own in casts.items())
 
 
@@ -324,19 +326,20 @@ def unwrapped(name):
 
 
 def filled(template: str, **parts: str) -> str:
-    """The template with its [NAME] replaced."""
+    """Return the template with each [NAME] replaced."""
     for name, text in parts.items():
         template = template.replace(f"[{name}]", text)
     return template
 
 
 def as_yaml(tree: Mapping[str, Any]) -> str:
+    """Return the tree as YAML, with keys in their order."""
     text: str = yaml.safe_dump(dict(tree), sort_keys=False, default_flow_style=False)
     return text
 
 
 def as_python(tree: Mapping[str, Any] | Sequence[str], indent: int = 0) -> str:
-    """Python, an entry a line."""
+    """Return the tree as Python source, one entry per line."""
     ends, inner = ("{}" if isinstance(tree, Mapping) else "[]"), "    " * (indent + 1)
     items = (
         [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in tree.items()]

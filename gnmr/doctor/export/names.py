@@ -1,4 +1,4 @@
-"""Lists of the linears that a library leaves in 16 bits, and ModelOpt's of those that it quantizes."""
+"""Write lists of the linears that a library leaves in 16 bits, and ModelOpt's list of those that it quantizes."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from gnmr.names import Words
 
 _FPROP = ("fprop",)
 _IN_ENGINES = ("qkv", "gate_up", "moe")
-"""What vLLM and SGLang fuse; all experts of a layer, of all projections, have one scheme there."""
+"""Kinds that vLLM and SGLang fuse; all experts of a layer, with all projections, share one scheme there."""
 
 
 def transformers(job: Job) -> dict[str, str]:
-    """The list of `modules_to_not_convert`."""
+    """Write the list `modules_to_not_convert`."""
     return {"modules_to_not_convert.yaml": as_yaml({"modules_to_not_convert": [*job.kept, *job.outside, "lm_head"]})}
 
 
 def ignore(job: Job) -> dict[str, str]:
-    """The list of `ignore`."""
+    """Write the list `ignore`."""
     entries = [rf"re:{re.escape(name)}\b" if _all_experts(name) else name for name in (*job.kept, *job.outside)]
     return {"ignore.yaml": as_yaml({"ignore": [*entries, "lm_head"]})}
 
 
 def rl(job: Job) -> dict[str, str]:
-    """What trainers and rollouts of reinforcement learning leave out, by library and key."""
+    """Write the lists of reinforcement-learning trainers and rollouts, by library and key."""
     kept = [*job.kept, *job.outside]
     for name in kept:
         if swept := [other for other in job.labels if name in other and other not in kept]:
@@ -45,7 +45,7 @@ def rl(job: Job) -> dict[str, str]:
 
 
 def _all_experts(name: str) -> bool:
-    """Whether a name stands for all experts of a layer."""
+    """Return True if a name stands for all experts of a layer."""
     return name.endswith("experts")
 
 
@@ -64,7 +64,7 @@ def _in_modelopt(casts: Words, low: Words, shape: tuple[int, int]) -> bool:
 
 
 def modelopt(job: Job) -> dict[str, str]:
-    """A Python file with the config of `mtq.quantize`."""
+    """Write a Python file with the config of `mtq.quantize`."""
     casts = {label: words["fprop"] for label, words in job.casts.items() if words["fprop"]}
     attributes = {label: {operand: _MODELOPT[cast] for operand, cast in own.items()} for label, own in casts.items()}
     linears = {name: label for name, label in job.labels.items() if label in casts}

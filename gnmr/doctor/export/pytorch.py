@@ -1,4 +1,4 @@
-"""torchao and torchtitan: which of their conversions each linear has."""
+"""Write the conversions of each linear for torchao and torchtitan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TENSOR = {"input": "e4m3/tensor", "weight": "e4m3/tensor", "grad_output": "e5m2
 
 
 def _family(casts: Words, low: Words, shape: tuple[int, int]) -> str:
-    """What torchao has for an operator: bf16, float8, mxfp8 or nvfp4; "": nothing."""
+    """Return torchao's conversion of an operator: bf16, float8, mxfp8 or nvfp4; "" if it has none."""
     if not any(casts.values()):
         return "bf16"
     if all(len(own) in (0, 2) and own.items() <= _TENSOR.items() for own in casts.values()):
@@ -29,7 +29,7 @@ def _torchao(casts: Words, low: Words, shape: tuple[int, int]) -> bool:
 
 
 def _torchtitan(casts: Words, low: Words, shape: tuple[int, int]) -> bool:
-    """No MXFP8 with wgrad in 16 bits, and of float8 only its two recipes, whose scales are those of rows."""
+    """Return True if torchtitan has it: MXFP8 only with low wgrad, float8 only with row scales (two recipes)."""
     kind = _family(casts, low, shape)
     of_rows = casts["fprop"] and casts["dgrad"] and not any(width % 16 for width in shape)
     return bool(kind) and (kind != "mxfp8" or bool(casts["wgrad"])) and (kind != "float8" or bool(of_rows))
@@ -93,7 +93,7 @@ def convert(model, **options):
 
 
 def torchao(job: Job) -> dict[str, str]:
-    """A Python file with `convert(model)`."""
+    """Write a Python file with `convert(model)`."""
     used, configs = set(job.labels.values()), ""
     for label, words in job.casts.items():
         kind, on = _family(words, {}, (128, 128)), ", ".join(f"{gemm}={bool(words[gemm])}" for gemm in GEMMS)
@@ -105,7 +105,7 @@ def torchao(job: Job) -> dict[str, str]:
 
 
 def torchtitan(job: Job) -> dict[str, str]:
-    """A Python file with its converters. Raises UserError if names cannot be told apart by their parts."""
+    """Write a Python file with its converters. Raises UserError if parts of names do not separate the linears."""
     by_kind: dict[tuple[str, bool], list[str]] = {}
     for name, label in job.labels.items():
         words = job.casts[label]
@@ -136,9 +136,9 @@ def torchtitan(job: Job) -> dict[str, str]:
 
 
 def _parts(wanted: Sequence[str], others: Sequence[str]) -> list[str]:
-    """Texts of which one is part of each wanted name, and none of any other.
+    """Return texts such that each wanted name contains one of them, and no other name contains any.
 
-    Of whole blocks and attentions that is `layers.1.`, whose dot keeps it from `layers.10.`; else the names.
+    For whole blocks and attentions the text is `layers.1.`, whose dot excludes `layers.10.`; otherwise it is the name.
     """
     found: dict[str, None] = {}
     for name in wanted:

@@ -1,4 +1,4 @@
-"""Transformer Engine and Megatron-LM: which quantizer each operand of a linear has."""
+"""Write the quantizer of each operand of a linear for Transformer Engine and Megatron-LM."""
 
 from __future__ import annotations
 
@@ -43,11 +43,15 @@ for _history, _steps in (("", 16), ("/1024", 1024)):
         _TE[f"{_number}/delayed{_history}"] = f"DelayedScalingRequest(Format.HYBRID, amax_history_len={_steps})"
 """The quantizer of each cast."""
 _SLOTS = {"input": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "grad_output": ("dgrad", "wgrad")}
-"""Which GEMMs read an operand's rowwise and its columnwise copy."""
+"""The GEMMs that read an operand's rowwise and its columnwise copy."""
 
 
 def _te(casts: Words, low: Words, shape: tuple[int, int]) -> bool:
-    """Two operands of one kind in each GEMM, not both in blocks; row scales in fprop alone, delayed ones in all."""
+    """Return True if Transformer Engine runs these casts.
+
+    The two operands of a GEMM have one kind of quantizer, and are not both in blocks. Row scales occur only in fprop,
+    and delayed scales in all GEMMs or none.
+    """
     if "delayed" in str(casts):
         return casts in (RECIPES["fp8_delayed"].words(), RECIPES["fp8_delayed_1024"].words())
     for gemm, own in casts.items():
@@ -120,7 +124,7 @@ def name_modules(model):
 
 
 def _quantizers(labels: Mapping[str, Words]) -> str:
-    """Python that has `quantizer(label, role)` for these labels."""
+    """Return Python source that defines `quantizer(label, role)` for these labels."""
     kept: Words = {gemm: {} for gemm in GEMMS}
     casts = {
         label: {operand: [words[gemm].get(operand, "bf16") for gemm in gemms] for operand, gemms in _SLOTS.items()}
@@ -132,7 +136,7 @@ def _quantizers(labels: Mapping[str, Words]) -> str:
 
 
 def te(job: Job) -> dict[str, str]:
-    """A quantizer factory for CustomRecipe, in both namings."""
+    """Write a quantizer factory for CustomRecipe, with the names of Hugging Face and of Megatron-LM."""
     fused, casts = dict[str, str](), dict(job.casts)
     try:
         plan = adapted(job.plan, MEGATRON, job.layers)
@@ -151,7 +155,7 @@ _FLAGS = {
     "nvfp4": ("fp4_quantization_recipe", "nvfp4", "--fp4-format e2m1 --fp4-recipe nvfp4"),
     "mxfp8": ("fp8_quantization_recipe", "mxfp8", "--fp8-format e4m3 --fp8-recipe mxfp8"),
 }
-"""What Megatron-LM has by itself: key and value of its YAML, and the flags of a whole model."""
+"""Recipes that Megatron-LM has built in: key and value of its YAML, and the flags of a whole model."""
 _BY_STAGE = """
 
 def by_stage(labels, role):
@@ -162,9 +166,9 @@ def by_stage(labels, role):
 
 
 def megatron(job: Job) -> dict[str, str]:
-    """YAML with a matcher for each linear that is not on the low recipe, and the factories that it names.
+    """Write YAML with a matcher for each linear that is not on the low recipe, and the factories that it names.
 
-    Raises ValueError if the stages have not all the same number of layers.
+    Raises ValueError if the stages do not all have the same number of layers.
     """
     linears = job.labels | {name: "bf16" for name in job.outside if not name.endswith(".router")}
     layers = 1 + max(int(name.split(".")[2]) for name in linears)
@@ -215,7 +219,7 @@ def megatron(job: Job) -> dict[str, str]:
 
 
 def te_debug(job: Job) -> dict[str, str]:
-    """YAML of DisableQuantizationGEMM and DisableQuantizationLayer, a section for each set of GEMMs."""
+    """Write YAML of DisableQuantizationGEMM and DisableQuantizationLayer, a section for each set of GEMMs."""
     sets: dict[Mix, list[str]] = {}
     for name in job.kept:
         words, low = job.casts[job.labels[name]], job.casts[job.low]
