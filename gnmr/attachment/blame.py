@@ -253,10 +253,7 @@ def _same(one: Seen, other: Seen, most: float) -> bool:
 
 
 def _gone(levels: tuple[Level, Level], before: Seen, now: Seen, better: Seen | None = None) -> bool:
-    """Return True if each spike in loss and norm is `Level.gone`; False if nothing spiked.
-
-    With `better`, `Level.removed` decides instead.
-    """
+    """Return True if each spike is `Level.gone` (given `better`: `Level.removed`), False if nothing spiked."""
     of_each = zip(levels, before[:2], now[:2], (None, None) if better is None else better[:2], strict=True)
     spiked = [
         level.gone(a, b) if least is None else level.removed(a, b, least)
@@ -382,10 +379,7 @@ def explain_step(
 
 
 def _parts(given: object, backward: bool) -> Iterator[Tensor]:
-    """Return the losses that `loss_of_batch` gave.
-
-    Raises ValueError if one is not a loss, or has no graph for `backward`.
-    """
+    """Return the losses of `loss_of_batch`. Raises ValueError if one is not a loss, or has no graph for `backward`."""
     if not isinstance(given, Iterable):
         raise ValueError(f"loss_of_batch: gave a {type(given).__name__}, not the loss that backward started from")
     for part in [given] if isinstance(given, Tensor) else given:

@@ -82,10 +82,7 @@ class Recording:
         return type(None), ()
 
     def step(self, decision: Decision, spent: Spent, calibrated: float | None = None) -> None:
-        """Record a step of the controller.
-
-        `spent` is `ConvertedModel.cost.spent`, and `calibrated` the trigger that was found in this step or before.
-        """
+        """Record a step; `spent` is `ConvertedModel.cost.spent`, `calibrated` the trigger found so far."""
         if self._writer is None:
             raise UserError(
                 f"record={self._folder}: holds the records of a run; choose another folder, or load the controller's "
@@ -144,10 +141,7 @@ class Recording:
         return {"counted": self._writer.sync(), "row": row, "counters": counters}
 
     def resume(self, step: int, state: Mapping[str, Any]) -> None:
-        """Resume after `step`, with the result of `state` at that step.
-
-        Raises UserError, before anything changes, if earlier steps are missing in the folder.
-        """
+        """Resume after `step` with `state`'s result. Raises UserError, first of all, if earlier steps are missing."""
         if step == self._step and self._writer is not None:
             return
         if step and self._writer is not None and not self._step:

@@ -163,10 +163,7 @@ def compiles() -> bool:
 
 @contextmanager
 def repeating(converted: ConvertedModel, model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restore paths, faults, generators and buffers after this context.
-
-    The caller takes care of gradients and of meters (`Router.unmeasured`).
-    """
+    """Restore paths, faults, generators and buffers afterwards, but not gradients and meters (`Router.unmeasured`)."""
     ran = [(operator, operator.read, operator._node) for operator in converted.operators]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with converted.no_side_effects(), torch.random.fork_rng([device] if device.type == "cuda" else []):

@@ -58,10 +58,7 @@ class Router:
     recorded_elsewhere = False
     """Whether another process records."""
     coverage: Coverage | None = None
-    """GEMMs that the model ran in the first step, of which costs are shares.
-
-    None before, and if passes were compiled and therefore not seen.
-    """
+    """GEMMs that the model ran in the first step, the base of cost shares; None before, and if compiled."""
     _detached = _checked_batches = False
     _counting: Counting | None = None
     _counts_itself = _told_never = _uncounted = False

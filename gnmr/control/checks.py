@@ -1,7 +1,4 @@
-"""Checks of a controller's arguments, of its steps, and of a state to load.
-
-Each ValueError says in one line how to fix the problem.
-"""
+"""Checks of a controller's arguments, steps and states; each ValueError says in one line how to fix the problem."""
 
 from __future__ import annotations
 

@@ -54,10 +54,7 @@ class HostPacket:
 
     @torch.no_grad()
     def to_host(self) -> dict[str, np.ndarray]:
-        """Return copies on the host in the tensors' shapes. Waits for the device once.
-
-        bool and int64 tensors keep their dtype; all others become float64.
-        """
+        """Return copies on the host; bool and int64 keep their dtype, others become float64. Waits once."""
         if all(map(waits_for_nothing, self.tensors.values())):
             return {name: _kept(tensor).numpy().copy() for name, tensor in self.tensors.items()}
         host = torch.cat([tensor.reshape(-1).to(torch.float64) for tensor in self.tensors.values()]).cpu().numpy()

@@ -74,7 +74,6 @@ def without_zeros(evidence: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
 
 def _own(parameter: nn.Parameter | Slice, gradients: Mapping[int, Tensor]) -> Tensor | None:
-    """Return the entry of `gradients` for the parameter's id."""
     if not isinstance(parameter, Slice):
         return gradients.get(id(parameter))
     whole = gradients.get(id(parameter.parameter))
@@ -129,10 +128,7 @@ class MicroNorms:
         return torch.cat([self._distinct.of_each(total), torch.full_like(total[:1], count)])
 
     def take(self) -> Tensor:
-        """Return the step's mean (U,) and start a new step.
-
-        Raises ValueError if fewer than two micro-batches were added.
-        """
+        """Return the step's mean (U,) and start a new step. Raises ValueError after fewer than two micro-batches."""
         count, total = self.count, self._sum
         self.reset()
         if count < 2 or total is None:

@@ -203,7 +203,6 @@ class Hints:
             self._left[name] = torch.linalg.vector_norm(gradient)
 
     def _after(self, name: str, _parameter: Tensor) -> None:
-        """Run after a gradient was added."""
         self.trained = True
         for handle in self._handles.pop(name, ()):
             handle.remove()

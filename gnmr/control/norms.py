@@ -43,7 +43,6 @@ def gradient_norms(parameters: Sequence[nn.Parameter | Slice]) -> Tensor:
 
 
 def _norms_of(gradients: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """Return `gradient_norms` of these gradients."""
     there = [gradient for gradient in gradients if gradient is not None]
     if not there:
         return torch.zeros(len(gradients), dtype=torch.float64, device=device)
@@ -58,10 +57,7 @@ def _norms_of(gradients: Sequence[Tensor | None], device: torch.device) -> Tenso
 
 
 class Distinct:
-    """The distinct groups among groups of parameters, in order, so that work for equal groups is done once.
-
-    Units may share all their parameters (the GEMMs of an operator).
-    """
+    """The distinct groups among groups of parameters, in order; units may share all (the GEMMs of an operator)."""
 
     def __init__(self, groups: Iterable[Sequence[nn.Parameter | Slice]]) -> None:
         known: dict[tuple[object, ...], int] = {}
@@ -138,7 +134,6 @@ class UnitNorms:
         return self._distinct.of_each(squares), self._distinct.of_each(self._observed(gradients)).double(), plain
 
     def _gradients(self) -> list[Tensor | None]:
-        """Return this process's own gradients."""
         if self._local is None:
             return [p.grad for p in self._parameters]
         return [None if p.grad is None else self._local(p.grad) for p in self._parameters]
@@ -164,10 +159,7 @@ class UnitNorms:
 
 
 def watched(model: nn.Module, unit: str) -> nn.Module:
-    """Return the module in which, or at whose output, a unit is monitored.
-
-    Raises ValueError if the model has no module of this name.
-    """
+    """Return the module at which a unit is monitored. Raises ValueError if the model has no module of this name."""
     for wrapped in ("", "module."):  # DistributedDataParallel
         for adapted in ("", "base_model.model."):  # prefix of peft's model
             with suppress(AttributeError):
@@ -211,10 +203,7 @@ class OutputGradients:
     """
 
     def __init__(self, model: nn.Module, units: Sequence[str]) -> None:
-        """Monitor the modules of these names until `close`; several units may share one.
-
-        Raises ValueError if a module does not exist or never runs.
-        """
+        """Hook the modules of these names until `close`. Raises ValueError if one does not exist or never runs."""
         modules = [watched(model, unit) for unit in units]
         for unit, module in zip(units, modules, strict=True):
             if type(module).forward is nn.Module.forward:

@@ -44,10 +44,7 @@ class Routing:
         return choice
 
     def promoted(self, wanted: np.ndarray) -> np.ndarray | None:
-        """Lock the units `wanted` (U,) bool and return the set in which they replace the least risky ones.
-
-        Returns None, and changes nothing, if they do not fit.
-        """
+        """Lock the units `wanted` and return the set in which they replace the least risky; None if they do not fit."""
         now = self.now
         stay = np.where(now.chosen, np.maximum(np.nan_to_num(now.risk, posinf=1.0), TINY), 0.0)
         choice = self._decide(np.where(wanted, np.inf, stay), wanted | now.chosen, 0.0)

@@ -127,10 +127,7 @@ class ControlSpec(Rules):
     units have `Unit.cost`.
     """
     warmup_steps: int = 0
-    """High-precision warm-up: in these first steps every recoverable unit is on `warmup_path`.
-
-    The history builds up, and nothing is decided.
-    """
+    """High-precision warm-up: first steps with every recoverable unit on `warmup_path` and without decisions."""
 
     def __post_init__(self) -> None:
         for name in ("max_o", "t_lock", "hold", "delta"):

@@ -141,10 +141,7 @@ class Found:
 
 
 def operators_in(model: nn.Module) -> dict[str, Found]:
-    """Return all linear operators of the model by name, in module order.
-
-    Raises ValueError if the parameters of a module do not match its adapter.
-    """
+    """Return all linear operators by name, in module order. Raises ValueError if a module and its adapter disagree."""
     found: dict[str, Found] = {}
     inside: set[nn.Module] = set()
     for path, module in model.named_modules():

@@ -250,10 +250,7 @@ def scale_under(
 def over_scale(
     x: Tensor, scale: Tensor, cast: Cast, out: Tensor | None = None, inverse: Tensor | None = None
 ) -> Tensor:
-    """Divide the float32 `x` by its scales as the cast defines it, into `out` if given.
-
-    `inverse` is `_inverse` of the scales, if it is known already.
-    """
+    """Divide the float32 `x` by its scales as the cast defines it. `inverse`: `_inverse` of the scales, if known."""
     if cast.power_of_two or cast.two_levels:
         # Multiply by a power of two: the same number, and much faster for small groups. For two levels this is the
         # published rule, and a group of scale 0 must become 0, not NaN.

@@ -61,10 +61,7 @@ def compile_blocks(model: ConvertedModel, blocks: Iterable[nn.Module], **options
 
 
 def into_graphs(model: ConvertedModel, blocks: Iterable[nn.Module]) -> str | None:
-    """Prepare the operators as `compile_blocks` does, for a library that compiles the blocks itself.
-
-    Call it before the first pass of the blocks.
-    """
+    """Prepare the operators for a library that compiles the blocks itself; call it before their first pass."""
     model.check_converted()
     why = _missing(model.low, model.recovery)
     together = {unit_of(operator.operator_name, "block") for operator in model.operators}

@@ -144,10 +144,7 @@ def convert(
 
 
 def operator_shapes(model: nn.Module, spec: PathSpec) -> dict[str, tuple[int, int]]:
-    """Return (inputs, outputs) of each operator that `convert` would give two paths, by operator name.
-
-    Raises ValueError if a pattern matches no linear.
-    """
+    """Return each operator's (inputs, outputs), by its name. Raises ValueError if a pattern matches no linear."""
     chosen, _ = _chosen(model, spec)
     shapes = [(one.in_features, one.out_features) for one in chosen.values()]
     return dict(zip(operator_names(list(chosen)), shapes, strict=True))

@@ -58,8 +58,6 @@ def _is_half(operands: tuple[Tensor, ...]) -> bool:
 
 
 def _product(plain: Any) -> Callable[..., Tensor]:
-    """Return the functional kernel that replaces PyTorch's `plain`."""
-
     def product(keys: Any, *operands: Tensor, **scales: Any) -> Tensor:
         if not _is_half(operands):
             return plain.call_boxed(keys, *operands, **scales)
@@ -70,10 +68,7 @@ def _product(plain: Any) -> Callable[..., Tensor]:
 
 
 def _written(plain: Any, out_kernel: Any) -> Callable[..., Tensor]:
-    """Return the kernel that writes to `out`, which compiled graphs call.
-
-    PyTorch's own kernel resizes an `out` of another shape.
-    """
+    """Return the kernel that writes to `out`, for compiled graphs; PyTorch resizes an `out` of another shape."""
 
     def written(keys: Any, *operands: Tensor, out: Tensor, **scales: Any) -> Tensor:
         if _is_half((*operands, out)):

@@ -127,10 +127,7 @@ class FloatFormat(Format):
     _tables: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     def magnitudes(self) -> Tensor:
-        """Return the finite values from 0 to max, ascending, (n,) float32.
-
-        The index of a value is its code without the sign.
-        """
+        """Return the finite values from 0 to max, (n,) float32; a value's index is its code without the sign."""
         bias = 2 ** (self.exponent_bits - 1) - 1
         values: list[float] = []
         for code in range(2 ** (self.bits - 1)):
@@ -196,7 +193,6 @@ class FloatFormat(Format):
         return power.clamp_(min=(128 - bias) << 23).view(torch.float32)
 
     def _table(self, name: str, device: torch.device) -> Tensor:
-        """Return a small constant table, made once per device."""
         key = f"{name}@{device}"
         if key not in self._tables:
             table = self.magnitudes()
@@ -217,7 +213,6 @@ _NATIVE = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def _format(name: str) -> Format:
-    """Return the format of that name (`gnmr.names.FORMATS`)."""
     if name == "bf16":
         return KeepFormat(name, 16, float("inf"), 8)
     if name.startswith("int"):

@@ -97,10 +97,7 @@ def integers(x: Tensor, outliers: float | None = None) -> tuple[Integers, CastSt
 
 
 def _without_outliers(x: Tensor, threshold: float | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return (`x` with 0 in the outlier columns, these columns, their indices).
-
-    The last two are None if there are no outliers.
-    """
+    """Return (`x` with 0 in the outlier columns, these columns or None, their indices or None)."""
     if threshold is None or not x.shape[0] or x.is_meta:  # a tensor without contents has no outliers
         return x, None, None
     found = (largest_magnitude(x, (0,)).float() >= threshold).nonzero()[:, 1]
@@ -110,10 +107,7 @@ def _without_outliers(x: Tensor, threshold: float | None) -> tuple[Tensor, Tenso
 
 
 def products(a: Tensor, b: Tensor, real: bool) -> Tensor:
-    """Return the rows of codes `a` (M, K) times the rows of codes `b` (N, K), both int8, as (M, N) int32.
-
-    The result is exact for K up to 133,144.
-    """
+    """Return codes `a` (M, K) times the transpose of codes `b` (N, K), (M, N) int32; exact for K up to 133,144."""
     rows = a.shape[0]
     if real and a.shape[1] > 1:  # for a single input oneDNN writes nothing, and the result is arbitrary memory
         if a.device.type == "cuda" and rows < _ROWS:
@@ -142,10 +136,7 @@ def missing(recipe: Recipe, linears: Mapping[str, Widths], device: torch.device)
 
 @cache
 def _device_missing(device: torch.device) -> str | None:
-    """Return what the device lacks, or None; found by a trial.
-
-    Kernels for CPUs without integer instructions may saturate halfway.
-    """
+    """Return what the device lacks, or None, by a trial: kernels without integer instructions may saturate."""
     if device.type not in ("cpu", "cuda"):
         return f"torch._int_mm runs on CPUs and NVIDIA GPUs, the model is on {device.type}"
     largest = torch.full((64, 64), 127, dtype=torch.int8, device=device)
@@ -259,10 +250,7 @@ class Int8Linear(PathLinear):
         del self.weights, self._own_dtype
 
     def __getattr__(self, name: str) -> Any:
-        """Return the attribute as `nn.Module` does.
-
-        Raises ValueError if an adapter reads values of a weight of which only codes are left.
-        """
+        """Return an attribute. Raises ValueError if an adapter reads values of a weight that is left as codes."""
         if name == "weight" and self.__dict__.get("weights") == "instead":
             reader = sys._getframe(1)
             if reader.f_code.co_name in _READ_VALUES and reader.f_globals.get("__name__", "").startswith("peft."):

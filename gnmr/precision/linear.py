@@ -320,10 +320,7 @@ class PathLinear(nn.Linear):
         dry_run: bool = False,
         begun: Pass | None = None,
     ) -> GemmContext:
-        """Return the context of the pass `begun` of this operator under `recipe`; `sound` as in `GemmContext`.
-
-        `begun` None: a pass that rounds to nearest, under the current scales.
-        """
+        """Return the context of the pass `begun`; None: rounding to nearest under the current scales."""
         assert self.shared.amax is not None
         return self.context_kind(recipe)(
             recipe,
@@ -339,10 +336,7 @@ class PathLinear(nn.Linear):
         )
 
     def _generator(self, begun: Pass, reader: int, operand: int, dim: int) -> torch.Generator:
-        """Return the generator of a stochastic cast in the pass.
-
-        `reader` is the operator that owns the cast (`Read.index`).
-        """
+        """Return the generator of a stochastic cast in the pass; `reader` is `Read.index`, the cast's owner."""
         rounding = self.shared.rounding
         assert rounding is not None
         if begun.key is None:

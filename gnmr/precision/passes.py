@@ -46,10 +46,7 @@ class Pass:
 
 
 def repeated(operator: object) -> tuple[Pass | None, list[Any]]:
-    """Return (the pass of `operator` that is being recomputed or None, the enclosing regions).
-
-    A new recomputation may begin at one of these regions.
-    """
+    """Return (the pass that is being recomputed or None, the enclosing regions, where a new one may begin)."""
     around, again = _enclosing()
     kept: dict[object, list[Pass]] = getattr(again, _KEPT, {})
     known = kept.get(operator)
@@ -76,10 +73,7 @@ def keep(operator: object, begun: Pass, around: list[Any]) -> None:
 
 
 def _enclosing() -> tuple[list[Any], Any]:
-    """Return (the regions whose forward pass is running, the region that is being recomputed or None).
-
-    The regions reach up to the innermost recomputation.
-    """
+    """Return (running regions up to the innermost recomputation, the region of that recomputation or None)."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     # Outside of checkpointing, gradients are on, there are no hooks for saved tensors, and no backward pass runs.
     if hooks is None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:

@@ -316,10 +316,7 @@ class Recipe:
         return max((cast.history for cast in self.casts if cast.scale == "delayed"), default=0)
 
     def with_recovered(self, recovery: Recipe, gemms: Sequence[str]) -> Recipe:
-        """Return this recipe with the named GEMMs taken from `recovery`; `recovery` itself if all are named.
-
-        Raises ValueError if a name is not a GEMM, or if there is none.
-        """
+        """Return this recipe with GEMMs taken from `recovery`. Raises ValueError if one is unknown or none is given."""
         if not gemms or (unknown := [name for name in gemms if name not in GEMMS]):
             raise ValueError(f"recovers={list(gemms) and unknown}: use some of {', '.join(GEMMS)}")
         return self.with_gemms(dict.fromkeys(gemms, recovery))

@@ -42,10 +42,7 @@ class Rounding:
 
     @contextmanager
     def micro_batch(self, number: int, evaluation: bool = False) -> Iterator[None]:
-        """Assign the passes inside to micro-batch `number` of the step, or to an `evaluation` after it.
-
-        Outside of this context, micro-batches are counted.
-        """
+        """Assign the passes inside to micro-batch `number`, or to an `evaluation` after it; outside it is counted."""
         before = self.mark()
         self._micro_batch, self._passes = (number, int(evaluation)), {}
         try:

@@ -121,10 +121,7 @@ def over_max(largest: Tensor, fmt: Format) -> Tensor:
 
 
 def largest_if_finite(magnitudes: Tensor) -> Tensor | None:
-    """Return the largest of all magnitudes, a scalar, or None if one is not finite.
-
-    The result is None on any device but CPUs too, because inspecting a value there would wait.
-    """
+    """Return the largest magnitude, a scalar, or None if one is not finite or inspecting it would wait."""
     if magnitudes.device.type != "cpu" or magnitudes.numel() == 0:
         return None
     found = magnitudes.amax()

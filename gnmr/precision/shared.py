@@ -42,10 +42,7 @@ class FaultInjection(Protocol):
     """Breaks the low path of one operator."""
 
     def for_step(self, input: Tensor, remember: bool = True) -> FaultInjection | None:
-        """Return the fault if it is in force in this step, else None.
-
-        `remember`: record the size of `input` if the fault needs it.
-        """
+        """Return the fault if it is in force in this step. `remember`: record the size of `input` if needed."""
 
     def compress(self, input: Tensor, fmt: Format, stochastic: bool) -> tuple[Tensor, Tensor]:
         """Compress `input` (..., D) as `scaling.compress` does."""
@@ -60,10 +57,7 @@ class Measurement(Protocol):
     """A measurement that began in a forward pass and ends in its backward pass."""
 
     def add(self, grad_2d: Tensor, context: Any = None, made: Casts | None = None) -> None:
-        """Add the measurement, given the grad_output (T, O) of the pass.
-
-        Under a recipe, `made` holds the casts of grad_output that `context` (a `GemmContext`) has made.
-        """
+        """Add grad_output (T, O) of the pass; under a recipe `made` holds the casts of it by `context`."""
 
 
 class Observer(Protocol):

@@ -54,7 +54,6 @@ def brief(model: ConvertedModel) -> str:
 
 
 def _paths_of(operator: PathLinear, model: ConvertedModel) -> tuple[str, str]:
-    """Return the operator's low and recovery path as the table shows them."""
     low, recovery = described(model.low), operator.recovery
     if operator.pinned == GEMMS:
         low = f"{described(operator.low)} (pinned)"
@@ -66,7 +65,6 @@ def _paths_of(operator: PathLinear, model: ConvertedModel) -> tuple[str, str]:
 
 
 def _notes(model: ConvertedModel) -> list[str]:
-    """Return the notes on the model as a whole."""
     operators, units = model.operators, model.units
     lines = [] if model.cost.work is None else [*model.cost.work.told]
     if units and len(units) != len(operators):
@@ -83,10 +81,7 @@ def _notes(model: ConvertedModel) -> list[str]:
 
 
 def _numbered(pattern: str, names: Sequence[str]) -> str:
-    """Return the pattern with numbers for its stars, such as layers.{0,3}.mlp.down_proj.
-
-    The pattern is unchanged if the result would match other names too.
-    """
+    """Return the pattern with numbers for stars, layers.{0,3}.mlp.down_proj, unless other names would match."""
     numbers = [list(dict.fromkeys(at)) for at in zip(*(re.findall(r"\b\d+\b", name) for name in names), strict=True)]
     if math.prod(map(len, numbers)) != len(names):
         return pattern

@@ -107,10 +107,7 @@ def exact(pattern: str) -> bool:
 
 
 class Matching:
-    """Names of linears, matched by patterns of unit names or of module names.
-
-    In peft, `q_proj` and `q_proj.base_layer` are one linear.
-    """
+    """Names of linears, matched by unit or module name: peft's `q_proj` and `q_proj.base_layer` are one linear."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = list(names)

@@ -180,10 +180,7 @@ def check_unit(names: Sequence[str], unit: str) -> None:
 
 
 def grouped(operators: Sequence[PathLinear], unit: str, routed: Sequence[str] = ()) -> list[PathUnit]:
-    """Return the units, in the order of their first operators.
-
-    `routed` holds the GEMMs for unit=gemm; a pinned GEMM is monitored only.
-    """
+    """Return the units, in the order of their first operators; of `routed` GEMMs a pinned one is only monitored."""
     if unit == "gemm":
         return [
             PathUnit(f"{operator.operator_name}:{gemm}", (operator,), gemm)

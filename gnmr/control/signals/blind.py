@@ -42,7 +42,6 @@ class _Always(SignalBase):
         return ()
 
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the verdict; see `Signal.observe`. There are no columns. Does not wait for the device."""
         return self._risk, ()
 
 
@@ -110,7 +109,6 @@ class Random(BlindSignal):
         self.active_frac, self._units_a_step = active_frac, self.rate * most * len(context.names)
 
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the verdict; see `Signal.observe`. The column is u. Does not wait for the device."""
         uniform = np.random.default_rng((self.context.seed, step)).random(self.num_units).clip(min=2.0**-53)
         number = self.falls_due(step, self._units_a_step)
         risk = uniform.copy() if self.active_frac is None else np.zeros(self.num_units)
@@ -169,7 +167,6 @@ class StaticK(BlindSignal):
         self.chosen = torch.zeros(num_units, dtype=torch.bool, device=context.device)
 
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the verdict; see `Signal.observe`. The column is the average GNMR. Does not wait for the device."""
         if step <= self.calibration_steps:
             norm, mean, entered = evidence["norm"], self.history.mean, seen(evidence)
             self.average.update(ratio(norm, mean, mean != 0, self.eps), entered)

@@ -63,7 +63,6 @@ class GnmrSignal(RatioSignal):
         )
 
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the verdict; see `Signal.observe`. The columns are (GNMR, dGNMR). Does not wait for the device."""
         norm, observed = evidence["norm"], evidence["observed"]
         mean, recent = self.history.mean, self.window.values.mean(dim=0)
         finite = all_finite(norm)

@@ -35,7 +35,6 @@ class Gsnr(RatioSignal):
         self.threshold = check(threshold, "threshold")
 
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the verdict; see `Signal.observe`. The column is the ratio. Does not wait for the device."""
         micro, square = evidence["micro_square"], evidence["norm"].square()
         noise = torch.maximum(micro - square, self.eps * micro)  # rounding may make it negative for equal gradients
         gsnr = square / noise.clamp(min=TINY)

@@ -43,7 +43,6 @@ class Jacobian(RatioSignal):
         self._first, self._second, self._read = (torch.tensor(i, device=context.device) for i in (first, second, read))
 
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the verdict; see `Signal.observe`. The column is the ratio. Does not wait for the device."""
         weight, spread = evidence["weight_std"], evidence["input_std"][self._read]
         with_one = torch.cat([weight, weight.new_ones(1)])
         value = with_one[self._first] * with_one[self._second] / (spread + self.eps)
@@ -54,10 +53,7 @@ class Jacobian(RatioSignal):
 
 
 def _sources(names: tuple[str, ...]) -> list[tuple[int, int, int]]:
-    """Return the indices of each unit's two weights and of its input.
-
-    A missing second weight has the index of the 1 after the last weight.
-    """
+    """Return the indices of each unit's two weights (the second may be the 1 after the last) and of its input."""
     place, one = {name: i for i, name in enumerate(names)}, len(names)
     sources = []
     for i, name in enumerate(names):

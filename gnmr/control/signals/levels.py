@@ -27,7 +27,6 @@ class _Value(LevelSignal):
     value: str
 
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the verdict; see `Signal.observe`. Does not wait for the device."""
         return self.verdict(evidence, step, evidence[self.value])
 
 

@@ -81,7 +81,6 @@ class PinExcess(LevelSignal):
         return super().thresholds(step) * 2
 
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the verdict; see `Signal.observe`. Does not wait for the device."""
         passing = torch.where(self.on, self.value, 0.0)
         if self.reads(step):
             now = evidence[self.evidence]

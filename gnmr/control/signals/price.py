@@ -53,7 +53,6 @@ class Price(LevelSignal):
         return step <= self.early or (step - 1) % self.every == 0
 
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the verdict; see `Signal.observe`. Does not wait for the device."""
         now = evidence["price"] if self.reads(step) else None
         if now is not None:
             self.history.update(now.log(), seen(evidence))

@@ -46,7 +46,6 @@ class RecoveryGap(LevelSignal):
         return (step - 1) % self.every == 0
 
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the verdict; see `Signal.observe`. The column is the gap. Does not wait for the device."""
         gap = self.estimate
         if self.reads(step):
             gap = (evidence["gap_low"] - evidence["gap_recovery"]).clamp(min=0)

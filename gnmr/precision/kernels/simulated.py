@@ -132,10 +132,7 @@ class GemmContext:
         return values.to(rotated_dtype(x.dtype) if cast.hadamard else x.dtype), stats
 
     def cast_weight(self, weight: Tensor) -> tuple[Any, Any]:
-        """Return (the weight as fprop reads it, what is kept for dgrad).
-
-        dgrad keeps fprop's cast if it reads the same one, else the weight itself.
-        """
+        """Return (the weight as fprop reads it, what dgrad keeps: the same cast if it reads it too, else the weight)."""
         made: Casts = {}
         w_fprop = self.cast("weight", weight, self.recipe.fprop.weight, 1, made)
         dgrad = self.recipe.dgrad.weight
@@ -160,10 +157,7 @@ class GemmContext:
         return result.to(dtype)  # rotated operands of float16 are in float32
 
     def restored(self, saved: tuple[Tensor, ...], dtype: torch.dtype) -> Any:
-        """Return the operand of a GEMM from the tensors of its cast that the graph held.
-
-        `dtype` is the dtype of the other operand.
-        """
+        """Return a GEMM's operand from the tensors of its cast in the graph; `dtype`: the other operand's."""
         return saved[0]
 
     def wgrad(self, grad_2d: Tensor, x: Any, dtype: torch.dtype, made: Casts) -> Tensor:
@@ -245,10 +239,7 @@ def linear_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
 
 
 class RecipeLinear(torch.autograd.Function):
-    """F.linear with the casts and products of `context`; its input is cast already.
-
-    It is twice differentiable if nothing is cast.
-    """
+    """F.linear of a cast input, as `context` casts and multiplies; twice differentiable if nothing is cast."""
 
     @staticmethod
     def forward(
