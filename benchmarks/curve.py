@@ -1,4 +1,4 @@
-"""A curve of several arms with 95% intervals: an SVG that follows the light or dark scheme of its reader."""
+"""A plot of several arms with 95% intervals: an SVG that follows the light or dark scheme of its reader."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from gnmr.doctor.page import ticks
 
 LEFT, RIGHT, TOP, BOTTOM = 56.0, 500.0, 50.0, 356.0
-"""Edges of the plot in a picture of 700 x 420. The names of the arms stand to the right of it."""
+"""Edges of the plot in a picture of 700 x 420; the names of the arms are to the right of it."""
 MARKS = ("M-4.5 0a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0-9 0z", "M-4-4h8v8h-8z", "M0-5.5L5 4h-10z", "M0-6L5.5 0 0 6-5.5 0z")
-"""One for each arm, so that its colour is not all that tells it apart."""
+"""One marker per arm, so that color is not the only difference."""
 
 
 def svg(
@@ -50,7 +50,7 @@ def svg(
         drawn.append({"number": number, "label": label, "line": line, "points": bars, "mark": mark, "end": end})
     drawn.sort(key=lambda arm: arm["end"][1])
     lowest = TOP
-    for left, arm in zip(range(len(drawn) - 1, -1, -1), drawn, strict=True):  # names may not lie on each other
+    for left, arm in zip(range(len(drawn) - 1, -1, -1), drawn, strict=True):  # names may not overlap
         arm["at"] = min(max(arm["end"][1], lowest), BOTTOM - 20 * left)
         lowest = arm["at"] + 20
     environment = Environment(
@@ -58,7 +58,7 @@ def svg(
     )
     template = environment.get_template("curve.svg.j2")
     return template.render(
-        arms=sorted(drawn, key=lambda arm: -arm["number"]),  # the first lies on top
+        arms=sorted(drawn, key=lambda arm: -arm["number"]),  # the first is drawn on top
         rows=[(y(value), f"{value:.0%}" if percent else f"{value:.6g}") for value in ticks(low, high)],
         columns=[(x(value), f"+{value * 100:.4g}%" if value else "0") for value in ticks(0.0, most)],
         whole=(y(whole[0]), *whole[1:]),

@@ -1,4 +1,4 @@
-"""Where does low precision diverge, and what prevents it: the student and teacher of arXiv 2506.20752, made small.
+"""Divergence in low precision and its prevention: a small version of the student and teacher of arXiv 2506.20752.
 
     python benchmarks/divergence.py OUT.json search      every format, optimizer and learning rate, one seed each
     python benchmarks/divergence.py OUT.json survival    ten seeds of every arm in the setting `SURVIVAL`
@@ -7,9 +7,9 @@ A student of residual blocks, x + down(gelu(up(norm(x)))), learns a teacher of l
 with a fresh batch in every step. Its linears are attached (`gnmr.attach`). The gain and bias of a layer norm are cast
 as the input of the forward GEMM that reads it, so they recover together with that GEMM.
 
-A run has diverged if `LOST` steps in a row have a loss or gradient that is not finite, or if the mean squared error of
-its last tenth is above `FACTOR` times the lowest mean of any tenth. A step that is not finite is skipped, as in
-`gnmr train`. OUT.json is written after each run, and the same command continues after an interruption.
+A run has diverged if `LOST` steps in a row have a loss or gradient that is not finite. It has also diverged if the mean
+squared error of its last tenth is above `FACTOR` times the lowest mean of any tenth. A step that is not finite is
+skipped, as in `gnmr train`. OUT.json is written after each run, and the same command continues after an interruption.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from timing import header
 
 FACTOR, LOST, TENTHS = 3.0, 10, 10
 BATCH, WARMUP, NOISE = 64, 20, 0.005
-"""Inputs of a step, steps over which the rate rises, and standard deviation of the labels' noise (the paper's)."""
+"""Inputs per step, warmup steps of the learning rate, and standard deviation of the labels' noise (the paper's)."""
 FORMATS = ("bf16", "mxfp8", "mxfp4", "sim_e2m1", "mxint3", "mxint2")
 
 
 def integers(bits: int) -> dict[str, dict[str, str]]:
-    """Return a recipe that the package does not name: every operand in `bits` under a power of two for 32 elements."""
+    """Return a recipe that is not built in: every operand in `bits`, with a power of two as scale of 32 elements."""
     operands = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
     return {gemm: dict.fromkeys(names, f"int{bits}/mx") for gemm, names in operands.items()}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained, without its arm and seed."""
+    """The training task, without its arm and seed."""
 
     low: str
     rate: float
@@ -68,15 +68,15 @@ class Setting:
 
 @dataclass(frozen=True)
 class Arm:
-    """What is done against divergence."""
+    """A measure against divergence."""
 
     pins: dict[str, list[str]] = field(default_factory=dict)
-    """GEMMs that stay in 16 bits, by pattern of operators, from the share `after` of the run on."""
+    """GEMMs that stay in 16 bits, by pattern of operators, after the fraction `after` of the run."""
     after: float = 0.0
     keeps_norms: bool = False
-    """Layer norm's parameters are not cast."""
+    """Whether layer norm's parameters are not cast."""
     control: dict[str, Any] = field(default_factory=dict)
-    """Options of a controller, which moves operators to 16 bits; without them there is none."""
+    """Options of a controller, which moves operators to 16 bits; empty: no controller."""
     transform: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
     """A transform of the gradient and its options."""
@@ -89,7 +89,7 @@ def pinned(*patterns: str, gemms: Sequence[str] = GEMMS, after: float = 0.0) -> 
 
 
 def ranked(signal: str, budget: float, *recovers: str) -> Arm:
-    """Return a controller that fills the budget anew in every step, with these GEMMs of the operators or with all."""
+    """Return an arm with a controller that fills the budget in every step, with these GEMMs of the operators or all."""
     options = {"signal": signal, "routing": "ranked", "budget": budget, "max_o": NO_CAP, "recovers": recovers or GEMMS}
     return Arm(control=options)
 
@@ -118,7 +118,7 @@ ARMS = {
     "GradientStabilizer": Arm(transform="gradient_stabilizer"),
     "SkipStep": Arm(transform="skip_step", options={"min_values": 10}),
 }
-"""A block is a quarter of the arithmetic. SkipStep begins after 10 values and not 64, or it would come too late."""
+"""A block is a quarter of the arithmetic. SkipStep begins after 10 values instead of 64, which would be too late."""
 
 
 class Norm(nn.LayerNorm):
@@ -128,7 +128,7 @@ class Norm(nn.LayerNorm):
 
     def __init__(self, width: int, reader: nn.Linear) -> None:
         super().__init__(width)
-        self._reader = (reader,)  # no part of this module
+        self._reader = (reader,)  # not a submodule of this one
 
     def forward(self, x: Tensor) -> Tensor:
         path = getattr(self._reader[0], "path", None)
@@ -140,7 +140,7 @@ class Norm(nn.LayerNorm):
 
 
 class Block(nn.Module):
-    """x + down(gelu(up(norm(x)))), four times as wide inside."""
+    """x + down(gelu(up(norm(x)))), with four times the width inside."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class Student(nn.Module):
 
 
 def teacher(width: int, depth: int) -> nn.Sequential:
-    """Return linears and GELU in turn, as the paper's code has them: no residual, no norm, never trained."""
+    """Return alternating linears and GELU, as in the paper's code: no residual, no norm, never trained."""
     layers = list[nn.Module]()
     for _ in range(depth):
         layers += [nn.Linear(width, width, bias=False), nn.GELU(), nn.Linear(width, width, bias=False)]
@@ -178,7 +178,7 @@ def lost(errors: Sequence[float]) -> bool:
 
 
 def outcome(errors: Sequence[float], steps: int) -> dict[str, Any]:
-    """Return what is recorded of a run of `steps` steps with these errors, inf where a step was not finite."""
+    """Return the record of a run of `steps` steps with these errors, inf where a step was not finite."""
     length = max(1, steps // TENTHS)
     tenths = [float(np.mean(errors[i : i + length])) for i in range(0, len(errors), length)]
     return {
@@ -190,7 +190,7 @@ def outcome(errors: Sequence[float], steps: int) -> dict[str, Any]:
 
 
 def attached(student: Student, setting: Setting, arm: Arm, seed: int, *, pins: bool = True) -> gnmr.Router:
-    """Return the router of the student's linears, which have two paths now."""
+    """Give the student's linears two paths and return their router."""
     recipes = {f"mxint{bits}": integers(bits) for bits in (2, 3) if setting.low == f"mxint{bits}"}
     return gnmr.attach(
         student,
@@ -205,7 +205,7 @@ def attached(student: Student, setting: Setting, arm: Arm, seed: int, *, pins: b
 
 
 def trained(setting: Setting, arm: Arm, seed: int) -> dict[str, Any]:
-    """Train a student and return its outcome. The seed is that of teacher, student, data and a random signal."""
+    """Train a student and return its outcome. `seed` determines teacher, student, data and a random signal."""
     torch.manual_seed(seed)
     taught, student = teacher(setting.width, setting.depth), Student(setting.width, setting.depth)
     for layer in student.layers:
@@ -259,7 +259,7 @@ PARTS = {
 
 
 def main() -> None:
-    """Run what is missing in OUT.json and write the file after each run."""
+    """Run the arms that OUT.json lacks and write the file after each run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", metavar="OUT.json", type=Path)
     parser.add_argument("part", choices=PARTS)

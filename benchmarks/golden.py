@@ -1,11 +1,11 @@
-"""Golden records: one short run of every experiment, recipe, signal, fault and transform, all digits kept.
+"""Golden records: one short run of every experiment, recipe, signal, fault and transform, with all digits.
 
     python benchmarks/golden.py OUT.json             records them
     python benchmarks/golden.py NEW.json OLD.json    records them and says which runs changed: exit code 1 if any did
     python benchmarks/golden.py NEW.json OLD.json --only REGEX    only the runs whose names match
 
-Run it before and after a refactoring, on one machine: rounding differs between processors. What is kept of a run is a
-digest of its losses, gradient norms, sets, validation losses, events and per-unit rows; times and memory are left out.
+Run it before and after a refactoring, on one machine: rounding differs between processors. The record of a run is a
+digest of its losses, gradient norms, sets, validation losses, events and per-unit rows. Times and memory are omitted.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ STEP_KEYS = [
 
 
 def runs() -> dict[str, list[str]]:
-    """Return the words of each golden run behind `gnmr train`, by name."""
+    """Return the arguments of `gnmr train` for each golden run, by name."""
     from gnmr.control.signals import SIGNALS
     from gnmr.names import RECIPES
 
@@ -64,10 +64,10 @@ def runs() -> dict[str, list[str]]:
     found["fork_base"] = f"experiment=fork_base {DENSE}"
     found = {name: f"{words} model.num_layers=2 {STEPS} {QUIET} {TEXT}" for name, words in found.items()}
     lora = "experiment=finetune model.checkpoint=tiny model.adapter.rank=2 controller.max_o=1 optim.lr=0.01"
-    lora = f"{lora} {STEPS} {QUIET}"  # the layers are the checkpoint's
+    lora = f"{lora} {STEPS} {QUIET}"  # the checkpoint defines the layers
     found["finetune"] = f"{lora} data.name=instructions data.path=rows.jsonl"
     found["finetune_text"] = f"{lora} data.name=text data.path=babble.txt"
-    found["fork"] = (  # of the base that is shipped
+    found["fork"] = (  # from the base that is shipped
         "experiment=fork controller.signal=recovery_gap controller.routing=ranked training.steps=3 fork.heal=2 "
         f"fork.order=1 training.eval_sequences=2 {QUIET}"
     )
@@ -95,7 +95,7 @@ def make_inputs(folder: Path) -> None:
 
 
 def digest(folder: Path) -> dict[str, str]:
-    """Return the last loss in full and a hash of each kind of record."""
+    """Return the last loss with all digits and a hash of each kind of record."""
     from gnmr.records.reader import read_jsonl, read_units
 
     steps = [[row["step"], *(row[key] for key in STEP_KEYS)] for row in read_jsonl(folder / "steps.jsonl")]
@@ -107,7 +107,7 @@ def digest(folder: Path) -> dict[str, str]:
 
 
 def kept_digits(found: dict[str, dict[str, str]], name: str) -> dict[str, str] | None:
-    """Return what is compared of a run: all but the config's hash in the folder's name, which a renamed key changes."""
+    """Return the compared part of a run: all but the config hash in the folder's name, which a renamed key changes."""
     run = found.get(name)
     return run and run | {"folder": re.sub(r"-[0-9a-f]{8}-s(\d+)$", r"-s\1", run.get("folder", ""))}
 

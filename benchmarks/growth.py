@@ -1,15 +1,15 @@
-"""How time and memory grow with the number of operators: controller, records, price, diagnose and plan.
+"""Growth of time and memory with the number of operators: controller, records, price, diagnose and plan.
 
     python benchmarks/growth.py OUT.json                      30, 300, 3,000 and 30,000 operators
     python benchmarks/growth.py OUT.json --operators 30 300
 
 The model is synthetic: linears of width 16 in blocks of seven, each with a residual connection, on 32 tokens. Its own
-arithmetic is next to nothing, so what is left is what every operator costs. Each number of operators has a process of
-its own. Times are CPU seconds of one thread, which other work on the machine changes least. `peak` is the largest
-resident memory of the process up to the end of a part.
+arithmetic is negligible, so the result is the cost per operator. Each number of operators runs in a separate process.
+Times are CPU seconds of one thread, which depend least on other work on the machine. `peak` is the largest resident
+memory of the process up to the end of a part.
 
-Above --passes operators no pass runs: gradients are set by hand, and price and diagnose are left out. Plans are chosen
-from drawn prices.
+Above --passes operators no pass runs: gradients are set by hand, and price and diagnose are omitted. Plans are chosen
+from random prices.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from timing import write
 
 WIDTH, TOKENS, VOCABULARY, STEPS = 16, 32, 32, 5
 WATCHED = 12
-"""In the first steps hooks look at the gradients, for advice (`gnmr.control.hints`)."""
+"""Number of first steps in which hooks check gradients for warnings (`gnmr.control.hints`)."""
 
 
 class Block(nn.Module):
@@ -66,7 +66,7 @@ class Deep(nn.Module):
 
 
 def grown(operators: int, passes_run: bool) -> list[dict[str, Any]]:
-    """Return the CPU seconds of every part for a model of so many operators, and the peak of memory after it."""
+    """Return CPU seconds and peak memory of every part for a model of `operators` operators."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     warnings.simplefilter("ignore")

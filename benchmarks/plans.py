@@ -1,4 +1,4 @@
-"""What a plan buys: the fraction of the BF16 loss gap that its pins close, against the extra GEMM time that they take.
+"""The value of a plan: the fraction of the BF16 loss gap that its pins recover, against their extra GEMM time.
 
     python benchmarks/plans.py forks OUT.jsonl --base RUN,RUN --low sim_e2m1,nvfp4 --orders 5
     python benchmarks/plans.py kl OUT.jsonl --base .cache/smollm2 --data wikitext2-test.txt --low nvfp4
@@ -7,32 +7,36 @@
     python benchmarks/plans.py solver OUT.json
 
 `forks`: a fork continues a base for 40 steps in low precision with the pins of its arm. Its loss is the validation loss
-in BF16 afterwards. Forks of one base and data order share their data: they are a block, the unit of a paired test.
+in BF16 afterwards. Forks of one base and data order share their data. They form a replicate, the unit of a paired test.
 
     never, always           no pin, and every GEMM in BF16
     plan                    the plan of `gnmr.diagnose` on this base, of MXFP8 and BF16 pins
-    mxfp8, bf16             its plans of one recipe alone: pins by price
-    MSE, random, last       operators by the input's squared error, drawn, of the last blocks; to MXFP8, the cheaper one
-    last, bf16              the last blocks to BF16, which published recipes keep
+    mxfp8, bf16             its plans with a single recipe: pins by price
+    MSE, random, last       operators by the input's squared error, at random, or of the last blocks; to MXFP8, the
+                            cheaper recipe
+    last, bf16              the last blocks to BF16, as in published recipes
 
 All pins are of fprop and fill the same budget of extra GEMM time (4 : 8 : 16 bits take 1 : 2 : 4). `never` and `always`
-come first: without a gap between them no other arm is run.
+come first. If there is no gap between them, no other arm runs.
 
-`kl`: the KL divergence per token that is left on `--held-out` blocks of another part of the text, in FP32, of a
-checkpoint under the same arms; no training. The order of the data is the draw of `random`.
+`kl`: the remaining KL divergence per token of a checkpoint under the same arms, without training. It is measured on
+`--held-out` blocks of another part of the text, in FP32. The data order is the seed of `random`.
 
-Claimed, and written down before anything was measured: (1) at +10% the plan closes at least 90% of the gap of E2M1;
-(2) at +10% it is better than BF16 pins by price, p < 0.01, on either low path; (3) it is not worse than either recipe
-alone at any budget; (4) on SmolLM2 it leaves less KL than BF16 pins of the same extra time at every budget.
+These claims were written down before any measurement:
 
-Every row is written when it is done, and what OUT.jsonl has already is not run again.
+(1) at +10% the plan recovers at least 90% of the gap of E2M1;
+(2) at +10% it is better than BF16 pins by price, p < 0.01, on either low path;
+(3) it is not worse than either recipe alone at any budget;
+(4) on SmolLM2 it leaves less KL than BF16 pins of the same extra time at every budget.
 
-`table`: from rows of `forks`, the fraction of the gap that each arm closes, and its paired t-test against the plan.
+Every row is written when it is done, and rows that OUT.jsonl has already are not run again.
 
-`figure`: one low path of a record as a curve with 95% intervals: the KL left, of the rows of `kl`, or the fraction of
-the gap closed, of the JSON of `table`.
+`table`: from rows of `forks`, the fraction of the gap that each arm recovers, and its paired t-test against the plan.
 
-`solver`: time and memory of the choice of 630, 10,000 and 30,000 GEMMs with prices drawn at random, two rescues each.
+`figure`: one low path of a record as a curve with 95% intervals. It shows the remaining KL from rows of `kl`, or the
+fraction of the gap recovered from the JSON of `table`.
+
+`solver`: time and memory to choose among 630, 10,000 and 30,000 GEMMs with random prices and two recipes each.
 """
 
 from __future__ import annotations
@@ -82,7 +86,7 @@ DRAWN = {
 }
 """Arms of the figure."""
 MEASURED = 16
-"""Validation sequences that a diagnosis reads; forks are validated on none of them."""
+"""Validation sequences that a diagnosis reads; forks are validated on other ones."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,7 @@ def diagnosed(forks: Forks, low: str) -> Diagnosis:
 
 
 def unseen(tokens: Any, length: int, validated: int) -> torch.Tensor:
-    """Return `MEASURED` sequences from between those that forks are validated on."""
+    """Return `MEASURED` sequences that lie between the validation sequences of forks."""
     both = validation_sequences(tokens, length, 2 * validated)
     if len(both) < 2 * validated:
         raise SystemExit(f"the validation text has {len(both)} sequences of {length} tokens, not {2 * validated}")
@@ -133,7 +137,7 @@ def unseen(tokens: Any, length: int, validated: int) -> torch.Tensor:
 
 
 def run(cell: Cell, forks: Forks, found: Diagnosis | None, made: dict[str, Any]) -> dict[str, Any]:
-    """Return the row of a fork. Those with the same pins are one, which is kept in `made`."""
+    """Return the row of a fork. Forks with the same pins share one run, which is kept in `made`."""
     words = [f"precision.low={cell.low}", "precision.recovery=bf16", "controller.signal=always_low"]
     config = forks.config(*words, f"fork.order={cell.order}", "fork.heal=0")
     pins: dict[str, Any] = {}
@@ -156,14 +160,14 @@ def run(cell: Cell, forks: Forks, found: Diagnosis | None, made: dict[str, Any])
 
 
 def recorded(files: Iterable[Path]) -> dict[Cell, dict[str, Any]]:
-    """Return the rows of these files, without a last line that was cut off."""
+    """Return the rows of these files, without an incomplete last line."""
     lines = [line for file in files for line in file.read_text().splitlines(keepends=True)]
     rows = [json.loads(line) for line in lines if line.endswith("\n")]
     return {Cell(*(row[key] for key in Cell.__dataclass_fields__)): row for row in rows}
 
 
 def resumed(out: Path) -> dict[Cell, dict[str, Any]]:
-    """Return the rows of an earlier call; a last line that was cut off is removed from the file."""
+    """Return the rows of an earlier call; an incomplete last line is removed from the file."""
     if out.exists() and (text := out.read_text()) and not text.endswith("\n"):
         out.write_text(text[: text.rfind("\n") + 1])
     return recorded([out] if out.exists() else [])
@@ -178,7 +182,7 @@ def keep(out: Path, known: dict[Cell, dict[str, Any]], cell: Cell, row: dict[str
 
 
 def cells_of(bases: Sequence[str], asked: argparse.Namespace) -> Iterator[list[Cell]]:
-    """Yield the bounds of a low path, then its other arms, block by block."""
+    """Yield the bounds of a low path, then its other arms, replicate by replicate."""
     budgets, arms = [float(word) for word in asked.budgets.split(",")], asked.arms.split(";")
     for low in asked.low.split(","):
         blocks = [(base, order) for order in range(asked.orders) for base in bases]
@@ -241,7 +245,7 @@ def measure_kl(asked: argparse.Namespace) -> None:
 
 @torch.no_grad()
 def kl_left(model: nn.Module, batches: Sequence[Batch], spec: PathSpec) -> np.ndarray:
-    """Return KL(model || model under `spec`) a token of each sequence."""
+    """Return KL(model || model under `spec`) per token of each sequence."""
     high = [torch.log_softmax(logits_of(model, batch), dim=-1) for batch in batches]
     converted = convert(model, spec)
     try:
@@ -252,13 +256,13 @@ def kl_left(model: nn.Module, batches: Sequence[Batch], spec: PathSpec) -> np.nd
 
 
 def gaps_of(frame: pd.DataFrame) -> pd.Series:
-    """Return what `never` lies above `always`, by low path, base and order, nats."""
+    """Return the difference between `never` and `always`, by low path, base and order, in nats."""
     never, always = (frame[frame.arm == arm].set_index(["low", "base", "order"]).loss for arm in BOUNDS)
     return (never - always).dropna()
 
 
 def closed(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows with `closed`: the fraction of its base's mean gap that a fork closes, against `never`."""
+    """Return the rows with `closed`: the fraction of its base's mean gap that a fork recovers, against `never`."""
     gaps = gaps_of(frame).groupby(["low", "base"]).mean()
     never = frame[frame.arm == "never"].set_index(["low", "base", "order"]).loss
     frame = frame.copy()
@@ -268,10 +272,12 @@ def closed(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def table(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return, by low path, budget and arm, the mean fraction closed over the blocks that have the plan, and half the
-    width of its 95% interval; against the plan the difference with its interval, the p-value of a paired t-test, and
-    the smallest difference that would have been found with a probability of 80%. An arm that some of these blocks lack
-    is left out."""
+    """Return, by low path, budget and arm, the mean fraction recovered over the replicates that have the plan.
+
+    Each row has half the width of the 95% interval. It also has the difference from the plan with its interval, the
+    p-value of a paired t-test, and the smallest difference that would be found with a probability of 80%. An arm that
+    some of these replicates lack is omitted.
+    """
     rows, frame = [], closed(frame)
     for (low, budget), own in frame[~frame.arm.isin(BOUNDS)].groupby(["low", "budget"]):
         both = own.pivot_table(index=["base", "order"], columns="arm", values=["closed", "extra"])
@@ -286,7 +292,7 @@ def table(frame: pd.DataFrame) -> list[dict[str, Any]]:
                 apart = by_arm["plan"] - values
                 power = float(stats.t.ppf(0.975, len(apart) - 1) + stats.t.ppf(0.8, len(apart) - 1))
                 row |= {"plan_more": apart.mean(), "plan_more_half_width": _half(apart)}
-                # Equal pins leave no difference, and a t-test of zeros has no p-value.
+                # Equal pins have no difference, and a t-test of zeros has no p-value.
                 p = float(stats.ttest_1samp(apart, 0.0).pvalue) if apart.any() else 1.0
                 row |= {"p": p, "detectable": power * apart.sem()}
             rows.append({key: float(v) if isinstance(v, np.floating) else v for key, v in row.items()})

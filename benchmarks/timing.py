@@ -46,7 +46,7 @@ def alternate(
 ) -> dict[str, np.ndarray]:
     """Return the seconds of every arm in every round, (rounds,) each.
 
-    The order turns by one from round to round, so that no arm is always the first. Rounds with a number below 0 are
+    The order rotates by one from round to round, so that no arm is always the first. Rounds with a negative number are
     warm-up rounds, which are not kept.
     """
     names = list(arms)
@@ -70,7 +70,7 @@ def spread(samples: Any) -> dict[str, Any]:
 
 
 def header() -> dict[str, Any]:
-    """Return where the numbers of this process come from: command, date, commit, versions, machine and load."""
+    """Return the origin of this process's numbers: command, date, commit, versions, machine and load."""
     script = f"benchmarks/{Path(sys.argv[0]).name}"
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return {

@@ -1,18 +1,18 @@
-"""How long a step of a LLaMA with gnmr attached takes at two commits, and what the count of its GEMMs adds to it.
+"""Time of a LLaMA step with gnmr attached at two commits, and the extra time to count its GEMMs.
 
     git worktree add ../before COMMIT
     python benchmarks/versions.py OUT.json --before ../before --starts 3
 
-Each arm is a process of its own with one thread, and its seconds are CPU time. The processes take turns, step by step,
-and are started several times, because where a process lies in memory changes its speed by a percent:
+Each arm is a separate process with one thread, and its seconds are CPU time. The processes take turns, step by step.
+They are started several times, because the memory layout of a process changes its speed by a percent:
 
     before      gnmr of the other checkout
-    again       the same once more: what two equal arms differ by
+    again       the same once more: the difference between two equal arms
     now         gnmr of this checkout, which counts the GEMMs of the first step
     uncounted   the same without that count
 
-All arms see the same batch and begin with the same weights, so equal code has equal losses. `hooks` counts those on
-the model's modules after the last step. `first` is the time of the first step, which is no part of the medians.
+All arms see the same batch and begin with the same weights, so equal code has equal losses. `hooks` is the number of
+hooks on the model's modules after the last step. `first` is the time of the first step, which the medians exclude.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ from torch.nn import functional as F
 
 HERE = Path(__file__).resolve().parents[1]
 WARM_UP = 3
-"""Steps after each start that are in no median; the first of them counts the GEMMs."""
+"""Steps after each start that the medians exclude; the first of them counts the GEMMs."""
 
 
 def attached_step(counted: bool, batch: int = 2, length: int = 128, **sizes: Any) -> tuple[Any, Callable[[], float]]:
-    """Return a LLaMA of `gnmr train` (model=llama with these sizes) with gnmr attached, and its training step, which
-    returns the loss."""
+    """Return a LLaMA of `gnmr train` with gnmr attached, and its training step, which returns the loss.
+
+    The model is model=llama with these `sizes`.
+    """
     import gnmr
     from gnmr.lab import models
     from gnmr.lab.config import ModelConfig
@@ -71,7 +73,7 @@ def hooks(model: torch.nn.Module) -> int:
 
 
 def serve(counted: bool) -> None:
-    """Take a step for each line of stdin; answer with its CPU seconds, its loss and the hooks that are left."""
+    """Take a step for each line of stdin; answer with its CPU seconds, its loss and the number of remaining hooks."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     model, step = attached_step(counted)

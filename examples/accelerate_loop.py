@@ -3,8 +3,8 @@
     python examples/accelerate_loop.py [--steps 20]
     torchrun --nproc-per-node 2 examples/accelerate_loop.py      # two processes, on CPUs too
 
-A tiny LLaMA with random weights stands for a real checkpoint; needs the extra finetune, no network. The three lines of
-ours are numbered.
+A tiny LLaMA with random weights replaces a real checkpoint. The example needs the extra finetune but no network. The
+three lines of GNMR are numbered.
 """
 
 import argparse
@@ -22,7 +22,7 @@ SEQ_LEN, BATCH, ACCUMULATION = 48, 4, 2
 
 
 def library_blocks(number: int) -> torch.Tensor:
-    """(number, SEQ_LEN): the source of this Python's standard library, one token a byte."""
+    """Return the source of this Python's standard library, one token per byte, as (number, SEQ_LEN)."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     text = b"".join(file.read_bytes() for file in files)[: number * SEQ_LEN]
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long().view(number, SEQ_LEN)
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     number = steps * BATCH * ACCUMULATION * accelerator.num_processes
     blocks = torch.utils.data.DataLoader(library_blocks(number), batch_size=BATCH, shuffle=True)
     model, optimizer, blocks = accelerator.prepare(model, optimizer, blocks)
-    controller = gnmr.attach(  # 1: after the adapters are there and the model is on its device
+    controller = gnmr.attach(  # 1: after the adapters are added and the model is on its device
         model, low="llm_int8", recovery="bf16", unit="block", observe="adapter",
         max_o=1, alpha=1.1, beta=1.2,
     )  # fmt: skip
@@ -55,8 +55,8 @@ def main(argv: list[str] | None = None) -> None:
             loss = model(input_ids=block, labels=block).loss
             accelerator.backward(loss)
             if accelerator.sync_gradients:
-                # 2: the step's last micro-batch, nothing clipped yet. Under mixed_precision="fp16" the gradients still
-                # carry the loss scale here: controller.step(grad_scale=accelerator.scaler.get_scale())
+                # 2: after the step's last micro-batch, before clipping. Under mixed_precision="fp16" the gradients
+                # still carry the loss scale here: controller.step(grad_scale=accelerator.scaler.get_scale())
                 decision = controller.step()
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 accelerator.print(f"step {decision.step:3d}  loss {loss.item():.3f}  in recovery {controller.active}")

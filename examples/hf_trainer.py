@@ -3,7 +3,7 @@
     python examples/hf_trainer.py [--steps 20] [--folder FOLDER]
     torchrun --nproc-per-node 2 examples/hf_trainer.py --folder FOLDER      # two processes
 
-A tiny LLaMA with random weights stands for a real checkpoint; needs the extra finetune, no network.
+A tiny LLaMA with random weights replaces a real checkpoint. The example needs the extra finetune but no network.
 """
 
 import argparse

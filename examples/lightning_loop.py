@@ -3,7 +3,7 @@
     python examples/lightning_loop.py [--steps 20] [--folder FOLDER]
     torchrun --nproc-per-node 2 examples/lightning_loop.py --folder FOLDER      # two processes
 
-Needs the extra lightning, no network. What is ours is one callback.
+The example needs the extra lightning but no network. GNMR adds one callback.
 """
 
 import argparse
@@ -23,7 +23,7 @@ SEQ_LEN, BATCH, ACCUMULATION = 64, 8, 2
 
 
 def library_blocks(number: int) -> torch.Tensor:
-    """(number, SEQ_LEN + 1): the source of this Python's standard library, one token a byte."""
+    """Return the source of this Python's standard library, one token per byte, as (number, SEQ_LEN + 1)."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     text = b"".join(file.read_bytes() for file in files)[: number * (SEQ_LEN + 1)]
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long().view(number, SEQ_LEN + 1)
@@ -48,7 +48,7 @@ class Bytes(L.LightningModule):
 
 
 class Printed(L.Callback):
-    """What stands in the Trainer's log, ours too."""
+    """Prints the Trainer's log, which includes GNMR's metrics."""
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, _: object, __: object, i: int) -> None:
         if (i + 1) % ACCUMULATION == 0 and trainer.is_global_zero:

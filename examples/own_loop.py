@@ -1,8 +1,8 @@
-"""GNMR in a loop and on a model that are not ours: a small Hugging Face LLaMA learns the bytes of Python's library.
+"""GNMR in your own loop and on your own model: a small Hugging Face LLaMA learns the bytes of Python's library.
 
     python examples/own_loop.py [--steps 40]
 
-The three lines of ours are numbered; the rest is a training loop as anybody would write it.
+The three lines of GNMR are numbered; the rest is an ordinary training loop.
 """
 
 import argparse
@@ -19,7 +19,7 @@ SEQ_LEN, BATCH, ACCUMULATION = 64, 8, 2
 
 
 def library_bytes() -> torch.Tensor:
-    """Real text that every machine has, one token a byte: the source of this Python's standard library."""
+    """Return text that every machine has: the source of this Python's standard library, one token per byte."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
 
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
             part.backward()
             loss += part.item()
 
-        decision = controller.step()  # 2: the gradients of the whole step are there, and not yet clipped
+        decision = controller.step()  # 2: the step's gradients are complete and not yet clipped
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

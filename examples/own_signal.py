@@ -1,8 +1,8 @@
-"""A risk signal of one's own in one file: a unit is at risk when its gradient norm leaves that of the other units.
+"""A user-defined risk signal: a unit is at risk if its gradient norm is far above the norm of the other units.
 
     python examples/own_signal.py [--steps 30]
 
-In a training loop the class is handed to `gnmr.attach`, as below. For `gnmr train` it is named, with its options:
+A training loop passes the class to `gnmr.attach`, as below. `gnmr train` takes its name and its options:
 
     PYTHONPATH=examples gnmr train controller.signal=own_signal:MedianRatio \\
         controller.options.threshold=4
@@ -22,16 +22,16 @@ from gnmr.control.spec import check
 class MedianRatio(SignalBase):
     """Norm over the median norm of all units in the same step; no memory, so no state."""
 
-    columns = ("median_ratio",)  # what is recorded beside the risk; `needs` would name evidence besides the norms
+    columns = ("median_ratio",)  # recorded with the risk; `needs` would name evidence besides the norms
 
     def __init__(self, context: Context, *, threshold: float = 3.0) -> None:
         super().__init__(context)
-        self.threshold = check(threshold, "threshold")  # ValueError unless it is a positive number
+        self.threshold = check(threshold, "threshold")  # raises ValueError unless positive
 
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         norm = evidence["norm"]
         usable = evidence["observed"] & norm.isfinite()
-        median = torch.where(usable, norm, torch.nan).nanmedian()  # selected, not indexed: nothing waits for the device
+        median = torch.where(usable, norm, torch.nan).nanmedian()  # selected, not indexed: does not wait for the device
         return self.verdict(evidence, step, norm / (median + 1e-12))  # risk = column / threshold, Inf where not finite
 
 

@@ -1,9 +1,10 @@
-"""An operator that is not ours under the controller: INT8 products of its own, in 16 bits while it is at risk.
+"""A custom operator under the controller: its own INT8 products, and 16 bits while it is at risk.
 
     python examples/own_unit.py [--steps 60]
 
-`gnmr.attach` gives plain linears two paths. Whatever else can compute in two ways (another library's FP8 linear, a
-fused kernel, experts in one tensor) becomes a unit by a name, its parameters and a switch; the rest is the same.
+`gnmr.attach` gives plain linears two paths. Any other operator that can compute in two ways becomes a unit by a name,
+its parameters and a switch. Examples are another library's FP8 linear, a fused kernel, or experts in one tensor. The
+rest is the same.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import gnmr
 
 
 class Int8Product(torch.autograd.Function):
-    """x W^T of both rounded to 8 bits, one scale each; the backward pass is that of the exact product."""
+    """x W^T with both rounded to 8 bits, one scale each; the backward pass is that of the exact product."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
@@ -35,7 +36,7 @@ def _rounded(x: Tensor) -> Tensor:
 
 
 class MyLinear(nn.Module):
-    """An operator with two ways to compute."""
+    """An operator that can compute in two ways."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -43,7 +44,7 @@ class MyLinear(nn.Module):
         self.careful = False
 
     def be_careful(self, recovering: bool) -> None:
-        """The switch: True on the recovery path, False on the low-cost one, from the next forward pass on."""
+        """Use the recovery path (True) or the low-cost path from the next forward pass on; this is the switch."""
         self.careful = recovering
 
     def forward(self, x: Tensor) -> Tensor:
@@ -65,7 +66,7 @@ def main(argv: list[str] | None = None) -> None:
     for step in range(1, steps + 1):
         x = torch.randn(128, 32)
         if step % 20 == 0:
-            x[:, 0] *= 50  # now and then a feature is far out, and 8 bits are coarse for all others
+            x[:, 0] *= 50  # an occasional outlier feature makes 8 bits coarse for all others
         loss = F.mse_loss(model(x).squeeze(1), x[:, 1:].sin().sum(1))
         loss.backward()
         decision = controller.step()

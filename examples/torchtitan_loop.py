@@ -2,13 +2,14 @@
 
     torchrun --nproc-per-node 2 examples/torchtitan_loop.py --training.steps 12 --dump_folder FOLDER
 
-Needs torchtitan 0.3, in an environment of its own (extra torchtitan), no network. The words are torchtitan's, and
-`--gnmr.max_o` and its kind ours. The same command goes on from the newest checkpoint in FOLDER.
+The example needs torchtitan 0.3, in a separate environment (extra torchtitan), but no network. The options are
+torchtitan's, except `--gnmr.max_o` and other `--gnmr` options. The same command continues from the newest checkpoint in
+FOLDER.
 
-What is ours is a converter and `routed`. torchtitan wants an accelerator. Without CUDA these things are not as it has
-them: `on_cpu` says that the accelerator is the CPU, FSDP2 sums without multiplying on the way, which gloo cannot, and
-attention is torchtitan's own over `scaled_dot_product_attention`, because FlexAttention has no backward pass on CPUs.
-With torch 2.13 `partial_dtensor` is needed: FSDP2 there does not take what torchtitan's usual spmd_backend gives it.
+GNMR adds a converter and `routed`. torchtitan expects an accelerator, so three things differ without CUDA. `on_cpu`
+declares the CPU as the accelerator. FSDP2 sums without multiplying on the way, because gloo cannot. Attention is
+torchtitan's own over `scaled_dot_product_attention`, because FlexAttention has no backward pass on CPUs. With torch
+2.13 `partial_dtensor` is needed: FSDP2 does not accept the result of torchtitan's usual spmd_backend.
 """
 
 import os
@@ -25,7 +26,7 @@ BATCH, ACCUMULATION, SEQ_LEN = 4, 2, 64
 
 
 def on_cpu() -> None:
-    """Before torchtitan is imported: the accelerator that it finds is the CPU."""
+    """Declare the CPU as the accelerator, before torchtitan is imported."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     lacking = {
         "current_device": lambda: 0,
@@ -64,7 +65,7 @@ from gnmr.integrations.torchtitan import GnmrConverter, GnmrTrainer, routed
 
 
 class Bytes(BaseTokenizer):
-    """One token a byte."""
+    """A tokenizer with one token per byte."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
@@ -84,7 +85,7 @@ class Bytes(BaseTokenizer):
 
 
 class Library(BaseDataLoader):
-    """The source of this Python's standard library; rank i of W takes every W-th batch. Keeps its place."""
+    """The source of this Python's standard library; rank i of W takes every W-th batch. Its position is saved."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
@@ -110,7 +111,7 @@ class Library(BaseDataLoader):
 
 
 def small_llama(converter: GnmrConverter.Config) -> ModelSpec:
-    """Two blocks of torchtitan's debug model, with our converter."""
+    """Return two blocks of torchtitan's debug model, with our converter."""
     spec = model_registry("debugmodel", converters=[converter])
     spec.model.layers = spec.model.layers[:2]
     if torch.cuda.is_available():
@@ -131,7 +132,7 @@ def small_llama(converter: GnmrConverter.Config) -> ModelSpec:
 
 
 def bytes_llama() -> GnmrTrainer.Config:
-    """What `--module torchtitan_loop --config bytes_llama` trains."""
+    """Return the configuration of `--module torchtitan_loop --config bytes_llama`."""
     config = Trainer.Config(
         model_spec=small_llama(GnmrConverter.Config(paths={"low": "int4", "recovery": "int8"})),
         loss=CrossEntropyLoss.Config(global_vocab_size=2048),

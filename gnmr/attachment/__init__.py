@@ -1,4 +1,4 @@
-"""The three-line use: the controller in a training loop that is not ours.
+"""The controller in a user's own training loop, in three lines.
 
 controller = gnmr.attach(model, low="int4", recovery="int8", max_o=4, alpha=1.5, beta=1.3)
 ...

@@ -1,4 +1,4 @@
-"""Units of a converted model as the controller takes them: parameters, switch, what recovery costs."""
+"""Units of a converted model in the form that the controller takes: parameters, switch, cost of recovery."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from gnmr.precision.units import PathUnit, module_of
 
 
 def costs_of(converted: ConvertedModel, control: ControlSpec) -> tuple[list[float], float]:
-    """(what recovery of each unit costs, what pins take), as shares of what recovery of everything costs: of the GEMMs'
-    arithmetic, or where there is a budget of what `control.cost` says. ValueError for a table of other units."""
+    """Return (cost of recovering each unit, cost of pins), as shares of the cost of recovering everything.
+
+    The cost is the GEMMs' arithmetic, or with a budget whatever `control.cost` says. Raises ValueError if
+    `control.cost` is a table of other units.
+    """
     cost = control.cost if control.budget is not None else "gemm"
     if isinstance(cost, str):
         return converted.cost.of_units(cost)
@@ -33,7 +36,7 @@ def costs_of(converted: ConvertedModel, control: ControlSpec) -> tuple[list[floa
 
 
 def parameters_of(operator: PathLinear) -> list[nn.Parameter | Slice]:
-    """Return the operator's parameters, or of one that is contained in a module its parts of the module's."""
+    """Return the operator's parameters; an operator that is contained in a module has parts of the module's."""
     if not isinstance(operator, Contained):
         return list(operator.parameters())
     own = operator.weight, bias_of(operator.owner, operator.key)
@@ -50,15 +53,20 @@ def units_of(
 ) -> list[Unit]:
     """Return the converted model's units.
 
-    A unit is only monitored if there is no recovery path, or if pins leave nothing to recover: routed, it would take
-    one of the max_o places for nothing, and what is measured of it says what its pin is worth.
+    A unit is only monitored if there is no recovery path, or if pins leave nothing to recover. Routing it would waste
+    one of the max_o places, and its measurements show what its pin is worth.
 
-    Their costs are `costs`; None: shares of the GEMMs' arithmetic. Their extra bytes are Eq. 5's a token above the low
-    path with its pins, with the bits of the input that wgrad reads. 1 where recovery adds none.
+    Args:
+        converted: the converted model.
+        model: the module that contains adapters; needed for observe="adapter".
+        observe: "parameters" for the operators' own parameters, or "adapter" for the trainable ones below their names
+            in `model` (`gnmr.control.norms`).
+        costs: the units' costs; None: shares of the GEMMs' arithmetic.
+        before: the previous units. A unit that now has no parameters keeps its previous ones, which have no gradient.
+            This happens while adapters are disabled, or if the active one does not reach the unit.
 
-    Their parameters are the operators' own; with observe="adapter" (`gnmr.control.norms`) the trainable ones
-    below their names in `model`. ValueError for a unit without any, unless it was one `before`: adapters are disabled
-    for a while, or the one in force does not reach it, and it keeps its parameters, which have no gradient.
+    Extra bytes per token are those of Eq. 5, relative to the low path with its pins, with the bits of the input that
+    wgrad reads. They are 1 if recovery adds none. Raises ValueError if a unit without previous parameters has none.
     """
     known = {unit.name: unit.parameters for unit in before}
 
@@ -98,8 +106,11 @@ def controller_of(
     record: Sequence[str] = (),
     ranks: Ranks | None = None,
 ) -> Controller:
-    """Return the controller of the model's units; see `Controller` for the arguments. With observe="input_grad" it
-    hooks the units' outputs (`close_hooks`). Raises ValueError, and leaves no hooks, if `spec` does not fit."""
+    """Return the controller of the model's units; see `Controller` for the arguments.
+
+    With observe="input_grad" it hooks the units' outputs (`close_hooks`). Raises ValueError, and leaves no hooks, if
+    `spec` does not fit.
+    """
     costs, pinned = costs_of(converted, spec)
     units = units_of(converted, model, spec.observe, costs)
     names = [module_of(unit.name) for unit in units]
@@ -115,6 +126,6 @@ def controller_of(
 
 
 def close_hooks(controller: Controller) -> None:
-    """Take the hooks of `controller_of` off the model."""
+    """Remove the hooks of `controller_of` from the model."""
     if isinstance(norms := controller.measured.norms, OutputGradients):
         norms.close()

@@ -1,4 +1,4 @@
-"""`attach`: a model gets two paths and their controller; what may be asked for."""
+"""`attach` gives a model two paths and their controller."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 def specs_of(
     paths: PathSpec | None, control: ControlSpec | None, named: Mapping[str, Any]
 ) -> tuple[PathSpec, ControlSpec]:
-    """Both specs, of which `named` may give single fields in place of the spec itself.
+    """Return both specs; `named` may give single fields instead of a spec.
 
-    TypeError, with the nearest name, for a name that is no field of either; ValueError for senseless values and for a
-    field given beside its spec.
+    Raises TypeError, with the nearest name, if a name is not a field of either. Raises ValueError if a value is
+    invalid, or if a field is given together with its spec.
     """
     of_paths, of_control = ({field.name for field in fields(spec)} for spec in (PathSpec, ControlSpec))
     for name in named:
@@ -69,31 +69,33 @@ def attach(
     share: float | None = None,
     **named: Any,
 ) -> Router:
-    """Gives the model's linears two paths and returns the controller that routes them.
+    """Give the model's linears two paths, in place, and return the controller that routes them.
 
     Args:
-        model: any module with `nn.Linear` inside, on its final device and in its final dtype.
-        paths: the two paths and which linears get them. Two formats ("int4", "e4m3", "bf16") compress what the linears
-            save for the backward pass and leave the forward pass as it is; two recipes ("fp8_hybrid", "llm_int8",
+        model: any module that contains an `nn.Linear`, on its final device and in its final dtype.
+        paths: the two paths, and which linears get them. Two formats ("int4", "e4m3", "bf16") compress what the linears
+            save for the backward pass and leave the forward pass unchanged. Two recipes ("fp8_hybrid", "llm_int8",
             "bf16") compute in low precision.
-        control: signal, routing and thresholds; a warning says which thresholds the signal does not read.
-        plan: plan.json of `gnmr diagnose`, or what it holds: says low, recovery, recipes, targets and pins, and the
-            threshold of a signal of prices that has none.
-        steps, seed: see `gnmr.control.Controller`; `seed` is that of stochastic rounding too.
-        record: a folder for the records of this loop, which `gnmr report` reads (gnmr/attachment/record.py): a new one,
-            or that of the run which goes on with the `load_state_dict` of a checkpoint; or names of evidence, see
-            `gnmr.control.Controller`.
-        share: in several processes the part of the step's loss that each one's backward pass starts from, as it stands
-            in the sum of gradients; None: 1 / processes, for losses that DDP and FSDP take the mean of. 1 where
-            gradients are summed and the loss was divided by the tokens of all.
-        named: single fields of `PathSpec` and `ControlSpec`, in place of the spec.
+        control: signal, routing and thresholds; a warning names thresholds that the signal does not read.
+        plan: plan.json of `gnmr diagnose`, or its contents. It sets low, recovery, recipes, targets and pins, and the
+            threshold of a price signal that has none.
+        steps: length of the run, if known; see `gnmr.control.Controller`.
+        seed: seed of signals and of stochastic rounding.
+        record: a folder for the records of this loop, which `gnmr report` reads (gnmr/attachment/record.py). It is new,
+            or the folder of the run that `load_state_dict` resumes from a checkpoint. Names of evidence are accepted
+            too; see `gnmr.control.Controller`.
+        share: with several processes, the part of the step's loss from which each one's backward pass starts, as it
+            enters the sum of gradients. None: 1 / processes, for losses that DDP and FSDP average. 1: gradients are
+            summed, and the loss was divided by the tokens of all processes.
+        named: single fields of `PathSpec` and `ControlSpec`, instead of the spec.
 
-    Call `controller.step()` once per optimizer step: after the backward pass of the last micro-batch, before clipping.
-    Where a step is thrown away, call `controller.discard()`. ValueError for senseless values; the model is then as it
-    was. Parameters may be exchanged afterwards, modules not (`Router`); the model may change its dtype, but
-    not its device. The operators are differentiable once: no gradient penalty (`create_graph=True`) goes through them.
+    Call `controller.step()` once per optimizer step, after the backward pass of the last micro-batch and before
+    clipping. To throw a step away, call `controller.discard()`. Parameters may be exchanged afterwards, but not modules
+    (`Router`). The model may change its dtype, but not its device. The operators are differentiable once, so a gradient
+    penalty (`create_graph=True`) cannot pass through them. Raises ValueError if a value is invalid; the model is then
+    unchanged.
     """
-    # Above 60 lines with its arguments: what an error takes back stands beside what it takes back from.
+    # Longer than 60 lines, so that everything an error takes back is next to its cause.
     folder, evidence = (Path(record), ()) if isinstance(record, str | PathLike) else (None, record)
     if isinstance(record, str) and record in EVIDENCE:
         raise ValueError(f"record={record!r}: must be a list, where evidence is meant: [{record!r}]")
@@ -127,7 +129,7 @@ def attach(
         router = Router(converted, controller, model, paths.probe_tokens, paths.price_tokens)
         router.plan_of = None if pins is None else pins.provenance.get("subject", "a model of one's own")
         converted.store(paths.weights)  # late: it cannot be undone to the bit
-        router.follow()  # or the units would hold the 16-bit weights
+        router.follow()  # otherwise the units would hold the 16-bit weights
         if folder is not None:
             router.recorded_elsewhere = rank() != 0
             router.recording = _recording(folder, router, paths, seed) if rank() == 0 else None
@@ -142,7 +144,7 @@ def attach(
 
 
 def _recording(folder: Path, router: Router, paths: PathSpec, seed: int) -> Recording:
-    """Return the records of this loop, with what is known of it. Raises UserError if the folder is not empty."""
+    """Return the records of this loop, with its known settings. Raises UserError if the folder is not empty."""
     from gnmr.attachment.record import Recording, plain
 
     converted, spec, model = router.converted, router.spec, router.model
@@ -163,14 +165,14 @@ def _recording(folder: Path, router: Router, paths: PathSpec, seed: int) -> Reco
 
 
 def _check_request(model: nn.Module, paths: PathSpec, control: ControlSpec) -> None:
-    """ValueError for a model that cannot be attached, and for a warm-up without its path."""
+    """Raise ValueError if the model cannot be attached, or if a warm-up lacks its path."""
     if paths.recovery is None and control.warmup_steps:
         raise ValueError(f"warmup_steps={control.warmup_steps}: a high-fidelity warm-up needs a recovery path")
     if control.warmup_path == "16bit" and not control.warmup_steps:
         raise ValueError("warmup_path='16bit': there is no warm-up; give warmup_steps")
     if not isinstance(model, nn.Module):
         raise ValueError(f"model: must be an nn.Module, not {type(model).__name__}")
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # not imported: no model has one
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # not imported: no model uses FSDP
     if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
         raise ValueError(
             "model: is wrapped by FullyShardedDataParallel (FSDP1), which flattens its parameters; use FSDP2 "
@@ -181,7 +183,7 @@ def _check_request(model: nn.Module, paths: PathSpec, control: ControlSpec) -> N
 
 
 def _check_trained(converted: ConvertedModel, units: Sequence[Unit], control: ControlSpec) -> None:
-    """ValueError for paths that change nothing; a warning where units have no gradient to watch."""
+    """Raise ValueError if the paths change nothing; warn if units have no gradient to monitor."""
     if converted.without_effect:
         raise ValueError(
             f"low={converted.low.name!r}: compresses what the weight gradient reads, and all converted weights are "

@@ -1,17 +1,15 @@
-"""What to blame for a step that spikes or is not finite: the same step again.
+"""Find the cause of a step that spikes or is not finite by repeating the step.
 
-    the step, again               differs from the first time        not_reproducible   a race, a device that errs
+    the step, repeated            differs from the first time        not_reproducible   a race, a faulty device
     with all on the recovery path still there                        data               the batch, or the model itself
                                   gone                               precision          the low path: of which units?
 
-Data, weights and random numbers are those of the step, so nothing but the paths differs. The units to blame are the
-fewest whose recovery leaves no spike, looked for from the most suspicious on (`needed`). A forward pass whose loss is
-not finite names them itself, for the price of forward passes: operators whose input is finite and whose output is not
-(`find_nonfinite`).
+Data, weights and random numbers are those of the step, so only the paths differ. The units to blame are the smallest
+set whose recovery leaves no spike, searched from the most suspicious unit on (`needed`). If the loss is not finite,
+forward passes alone identify them: operators whose input is finite and whose output is not (`find_nonfinite`).
 
 A step spikes if its loss or gradient norm is more than 6 standard deviations above the mean of the 128 steps before
-(SkipStep's rule, gnmr/lab/train/transforms.py). A spike is gone if less than half of what lies above the mean
-is left.
+(SkipStep's rule, gnmr/lab/train/transforms.py). A spike is gone if less than half of its excess over the mean is left.
 """
 
 from __future__ import annotations
@@ -34,28 +32,31 @@ from gnmr.precision import ConvertedModel
 from gnmr.precision.linear import PathLinear
 
 MOST = 4.0
-"""Step times that a verdict may take; where the units would take more, the smallest set that was tried is told."""
+"""Step times that a verdict may take; beyond them the smallest set that was tried is reported."""
 SIGMAS = 6.0
-"""Standard deviations above the mean from which a step spikes."""
+"""A step spikes if it is this many standard deviations above the mean."""
 SAME = 1e-3
-"""Relative difference of two passes that are called equal: on GPUs sums have no fixed order."""
+"""Relative difference up to which two passes count as equal: on GPUs sums have no fixed order."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a step's spike comes from."""
+    """The cause of a step's spike."""
 
     step: int
     cause: str
     """data, precision or not_reproducible."""
     units: tuple[str, ...] = ()
-    """Whose recovery removes it, under precision; empty where recovery does not, or none could be told."""
+    """Units whose recovery removes the spike, for the cause precision; may be empty.
+
+    It is empty if recovery does not remove the spike, or if no units could be identified.
+    """
     complete: bool = True
-    """Whether each of the units is needed; False where looking further would have taken more than `MOST`."""
+    """Whether each of the units is needed; False if a further search would have taken more than `MOST`."""
     passes: float = 0.0
-    """Step times that it took."""
+    """Step times that the search took."""
     told: str = ""
-    """What was seen, in words."""
+    """Description of the observations."""
 
     def __str__(self) -> str:
         names = first_few(self.units)
@@ -64,28 +65,31 @@ class Verdict:
 
 
 class Level(NamedTuple):
-    """What is usual of one number, and from where on it is a spike."""
+    """The usual level of one number, and the limit above which it is a spike."""
 
     mean: float
     limit: float
 
     @property
     def spread(self) -> float:
-        """Its standard deviation; Inf where nothing is known."""
+        """The standard deviation; Inf if nothing is known."""
         return (self.limit - self.mean) / SIGMAS
 
     def spike(self, value: float) -> bool:
         return not (math.isfinite(value) and value <= self.limit)
 
     def gone(self, before: float, now: float) -> bool:
-        """Whether the spike `before` is no longer there."""
+        """Return whether the spike `before` has disappeared."""
         if not math.isfinite(now):
             return False
         return not math.isfinite(before) or now - self.mean < (before - self.mean) / 2
 
     def removed(self, before: float, now: float, better: float) -> bool:
-        """Whether of the spike `before`, of which recovery of everything leaves `better`, so little is left `now` that
-        it is no spike any more: less than half, and not enough for one by itself."""
+        """Return whether recovery has reduced the spike `before` to `now` so far that no spike is left.
+
+        Recovery of everything gives `better`. The rest above `better` must be less than half of the spike, and too
+        small to be a spike alone.
+        """
         by_itself = max(self.limit - better, (self.limit - self.mean) / 2)  # a hard batch is near the limit already
         half = (before - better) / 2 if math.isfinite(before) else math.inf
         return now - better < (min(half, by_itself) if by_itself > 0 else half)
@@ -96,16 +100,16 @@ NO_LEVEL = Level(0.0, math.inf)
 
 @dataclass
 class Levels:
-    """Loss and gradient norm of the last steps, from which a spike is told; on the host."""
+    """Loss and gradient norm of the last steps, from which spikes are detected; on the host."""
 
     window: int = 128
     least: int = 64
-    """Steps before anything finite is a spike, the present one included."""
+    """Number of steps, this one included, before a finite value counts as a spike."""
     sigmas: float = SIGMAS
     seen: deque[tuple[float, float]] = field(default_factory=deque)
 
     def now(self) -> tuple[Level, Level]:
-        """Of the loss and of the gradient norm, for the next step."""
+        """Return the levels of the loss and of the gradient norm for the next step."""
         if len(self.seen) + 1 < self.least:
             return NO_LEVEL, NO_LEVEL
         values = np.array(self.seen)
@@ -114,7 +118,7 @@ class Levels:
         return loss, norm
 
     def add(self, loss: float, norm: float) -> None:
-        """A step; one that is not finite never enters."""
+        """Add a step, unless it is not finite."""
         if math.isfinite(loss) and math.isfinite(norm):
             self.seen.append((loss, norm))
             while len(self.seen) > self.window:
@@ -122,10 +126,11 @@ class Levels:
 
 
 def find_nonfinite(again: Again, step: int) -> Verdict:
-    """What to blame for a step whose loss is not finite, by forward passes alone.
+    """Find the cause of a step whose loss is not finite, by forward passes alone. Waits for the device.
 
-    data: it is not finite in 16 bits either. precision: the units whose operators turn finite inputs into outputs that
-    are not, until with all of them on the recovery path the loss is finite. Waits for the device.
+    The cause is data if the loss is not finite in 16 bits either. Otherwise it is precision. The units are those whose
+    operators turn finite inputs into non-finite outputs, collected until the loss is finite with all of them on the
+    recovery path.
     """
     if not math.isfinite(again.loss(sixteen=True)):
         told = "the loss is not finite in 16 bits either: the batch or the model"
@@ -143,7 +148,7 @@ def find_nonfinite(again: Again, step: int) -> Verdict:
         if not new or again.passes + FORWARD > MOST:
             break
         chosen += new
-    if again.low and math.isfinite(again.loss(again.low)):  # no operator's own output: an overflow behind it
+    if again.low and math.isfinite(again.loss(again.low)):  # no operator's own output: a later overflow
         found, complete = needed(again, again.low, lambda units: math.isfinite(again.loss(units)), FORWARD)
         told = "the loss is finite with them on the recovery path"
         return Verdict(step, "precision", _names(again, found), complete, again.passes, told)
@@ -153,7 +158,7 @@ def find_nonfinite(again: Again, step: int) -> Verdict:
 
 
 def _first_nonfinite(again: Again, recover: Sequence[int]) -> tuple[float, list[PathLinear]]:
-    """(loss, operators that turned a finite input into an output that is not)."""
+    """Return (loss, operators that turned a finite input into an output that is not)."""
     found: list[tuple[PathLinear, Tensor]] = []
 
     def watch(operator: PathLinear, input: Tensor, output: Tensor) -> None:
@@ -168,10 +173,11 @@ def _first_nonfinite(again: Again, recover: Sequence[int]) -> tuple[float, list[
 def needed(
     again: Again, order: Sequence[int], gone: Callable[[list[int]], bool], cost: float
 ) -> tuple[list[int], bool]:
-    """(units whose recovery suffices, whether each of them is needed), by `gone`, which takes `cost` step times a call.
+    """Return (units whose recovery suffices, whether each is needed).
 
-    With all of `order` it is gone. The fewest from the front are looked for; the last of them is needed; then the same
-    with it recovered already. False where `MOST` was spent.
+    `gone` says whether recovering some units suffices, and takes `cost` step times per call. It holds for all units of
+    `order`. The search finds the shortest sufficient prefix of `order`, whose last unit is needed. It repeats with that
+    unit already recovered. The second value is False if `MOST` was spent.
     """
     kept: list[int] = []
     rest = list(order)
@@ -206,10 +212,10 @@ def _names(again: Again, units: Iterable[int]) -> tuple[str, ...]:
 
 
 def explain(again: Again, seen: Seen, levels: tuple[Level, Level], step: int, same: float = SAME) -> Verdict:
-    """What to blame for a step that was `seen`, by forward and backward passes. Waits for the device.
+    """Find the cause of a step that was `seen`, by forward and backward passes. Waits for the device.
 
-    `levels`: of loss and gradient norm; one of them spikes. `same`: relative difference up to which two passes are
-    called equal.
+    `levels` are those of loss and gradient norm, one of which spikes. Two passes count as equal up to a relative
+    difference of `same`.
     """
     repeated = again.seen(compiled=True)
     if not _same(seen, repeated, same):
@@ -238,7 +244,7 @@ def explain(again: Again, seen: Seen, levels: tuple[Level, Level], step: int, sa
 
 
 def _same(one: Seen, other: Seen, most: float) -> bool:
-    """Up to a relative difference of `most`; what is not finite is in both."""
+    """Return whether both are equal up to a relative difference of `most`; non-finite values must be in both."""
     pairs = (one.loss, other.loss), (one.norm, other.norm)
     return all(
         abs(a - b) <= most * abs(a) if math.isfinite(a) and math.isfinite(b) else math.isfinite(a) == math.isfinite(b)
@@ -247,8 +253,7 @@ def _same(one: Seen, other: Seen, most: float) -> bool:
 
 
 def _gone(levels: tuple[Level, Level], before: Seen, now: Seen, better: Seen | None = None) -> bool:
-    """Return True if what spiked of loss and norm is `Level.gone` (given `better`: `Level.removed`); False if nothing
-    spiked."""
+    """Return True if each spike is `Level.gone` (given `better`: `Level.removed`), False if nothing spiked."""
     of_each = zip(levels, before[:2], now[:2], (None, None) if better is None else better[:2], strict=True)
     spiked = [
         level.gone(a, b) if least is None else level.removed(a, b, least)
@@ -261,7 +266,7 @@ def _gone(levels: tuple[Level, Level], before: Seen, now: Seen, better: Seen | N
 def _narrowed(
     again: Again, levels: tuple[Level, Level], low: Seen, better: Seen, errors: Mapping[PathLinear, float]
 ) -> tuple[list[int], bool]:
-    """The units whose recovery suffices, and whether each is needed; all of them where `MOST` is too little."""
+    """Return the units whose recovery suffices and whether each is needed; all units if `MOST` is too little."""
     units, usual = again.low, levels[0]
 
     def error(i: int) -> float:
@@ -271,24 +276,24 @@ def _narrowed(
     order = sorted(units, key=lambda i: -error(i))
     far = 10 * float(np.median([error(i) for i in units]))
     above = low.loss - better.loss
-    if usual.spike(low.loss) or above > usual.spread:  # forward passes tell it
+    if usual.spike(low.loss) or above > usual.spread:  # forward passes show the spike
         found, complete = needed(
             again, order, lambda some: usual.removed(low.loss, again.loss(some), better.loss), FORWARD
         )
-        # One may hide another: those are told too whose low path errs as much, and far more than is usual.
+        # One unit may hide another. Units are therefore included whose low path errs as much, and far more than usual.
         least = min(error(i) for i in found) / 2
         found = sorted({*found, *(i for i in units if error(i) > far and error(i) >= least)})
         if levels[1].spike(low.norm) and again.passes + 1 <= MOST + 1e-9:
-            now = again.seen(found)  # the loss does not tell of gradients
+            now = again.seen(found)  # the loss does not show gradients
             if not levels[1].removed(low.norm, now.norm, better.norm):
                 more = [i for i in order if error(i) > far and i not in found]
                 more = more or _by_norm(again, levels[1], now, better)
-                if len(more) < len(units) / 2:  # else it is nobody's in particular
+                if len(more) < len(units) / 2:  # otherwise no unit in particular is to blame
                     return sorted({*found, *more}), False
         return found, complete
     assert low.units is not None and better.units is not None
     if spoiled := [i for i in units if not np.isfinite(low.units[i])]:
-        # One spoils what lies before it in the network; the backward pass meets the last first.
+        # A non-finite unit affects everything before it in the network; the backward pass meets the last unit first.
         order = [*reversed(spoiled), *(i for i in units if i not in spoiled)]
         return needed(again, order, lambda some: _gone(levels, low, again.seen(some), better), 1.0)
     suspects = sorted(i for i in units if error(i) > far) or _by_norm(again, levels[1], low, better)
@@ -300,7 +305,7 @@ def _narrowed(
 
 
 def _by_norm(again: Again, level: Level, low: Seen, better: Seen) -> list[int]:
-    """The units whose gradient norms make the spike: the fewest with whose better norms it would be none."""
+    """Return the fewest units whose gradient norms make the spike: with their better norms it would be gone."""
     assert low.units is not None and better.units is not None
     more = {i: float(low.units[i] ** 2 - better.units[i] ** 2) for i in again.low}
     order, square, chosen = sorted(more, key=lambda i: -more[i]), low.norm**2, list[int]()
@@ -325,7 +330,7 @@ def explain_step(
     usual: tuple[float, float] | None,
     grad_scale: float,
 ) -> Verdict:
-    """See `Router.explain`; the verdict bears the number `step`."""
+    """Return the verdict of `Router.explain`, with the number `step`."""
     if not callable(loss_of_batch):
         kind = type(loss_of_batch).__name__
         raise ValueError(f"loss_of_batch: must be a function that runs the step's forward passes again, not a {kind}")
@@ -374,7 +379,7 @@ def explain_step(
 
 
 def _parts(given: object, backward: bool) -> Iterator[Tensor]:
-    """The losses that `loss_of_batch` gave. ValueError for what is none, or has no graph for `backward`."""
+    """Return the losses of `loss_of_batch`. Raises ValueError if one is not a loss, or has no graph for `backward`."""
     if not isinstance(given, Iterable):
         raise ValueError(f"loss_of_batch: gave a {type(given).__name__}, not the loss that backward started from")
     for part in [given] if isinstance(given, Tensor) else given:
@@ -387,7 +392,7 @@ def _parts(given: object, backward: bool) -> Iterator[Tensor]:
 
 
 def _levels(seen: Seen, usual: tuple[float, float] | None) -> tuple[Level, Level]:
-    """From a fifth above what is `usual` on it is a spike; where neither is that far, the loss is one."""
+    """Return the levels: a value a fifth above `usual` is a spike; if neither is that high, the loss is one."""
     if usual is None:
         if math.isfinite(seen.norm):
             raise ValueError("usual: give loss and gradient norm of ordinary steps, or nothing says what a spike is")

@@ -1,4 +1,4 @@
-"""What stands where in a model, so that an exchange of modules or parameters is noticed."""
+"""The links from a model to its modules and parameters, to detect exchanges."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any, TypeAlias
 from torch import nn
 
 _Link: TypeAlias = tuple[dict[str, Any], str, Any]
-"""A module's modules or parameters by name, one of the names, what stood there."""
+"""A module's modules or parameters by name, one of the names, and the object that was there."""
 
 
 class Linked:
-    """The ways from a model to some of its modules, and the parameters in and below those that are `read`; with
-    `trained` also which of these are trained."""
+    """The links from a model to some of its modules, and to the parameters in and below the modules that are `read`.
+
+    With `trained` it also records which of these parameters are trained.
+    """
 
     def __init__(
         self, model: nn.Module, modules: Iterable[nn.Module], read: Iterable[nn.Module], trained: bool = False
@@ -24,7 +26,7 @@ class Linked:
         self.look()
 
     def look(self) -> None:
-        """Takes the model as it is now."""
+        """Record the current state of the model."""
         names = {module: name for name, module in self._model.named_modules()}
         found: dict[tuple[int, str], _Link] = {}
         for module in self._modules:
@@ -41,7 +43,7 @@ class Linked:
         self._trained = [(one, one.requires_grad) for one in there] if self._watches_trained else []
 
     def changed(self) -> bool:
-        """Whether anything was exchanged, added, frozen or made trainable since the last look."""
+        """Return whether anything was exchanged, added, frozen or made trainable since the last `look`."""
         return (
             any(where.get(name) is not found for where, name, found in self._links)
             or any(len(where) != len(found) or not all(map(is_, where.values(), found)) for where, found in self._there)
@@ -49,7 +51,7 @@ class Linked:
         )
 
     def refuse_missing(self) -> None:
-        """ValueError where one of the modules is no longer in the model."""
+        """Raise ValueError if one of the modules is no longer in the model."""
         inside = set(self._model.modules())
         for module in self._modules:
             if module not in inside:

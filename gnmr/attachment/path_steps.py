@@ -1,4 +1,4 @@
-"""The steps of a converted model: what its paths measure for the signal, draw and scale, over all ranks."""
+"""The steps of a converted model: measurements for the signal, random draws and delayed scales, over all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gnmr.precision.conversion import tensor_parallel
 
 
 class PathSteps:
-    """Begins and ends the steps of the paths. A `gnmr.control.evidence.Source` of the evidence that `needs` names."""
+    """Begins and ends the steps of the paths; the `gnmr.control.evidence.Source` of the evidence that `needs` names."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class PathSteps:
 
     @property
     def meters(self) -> list[Probe | PriceMeter]:
-        """The probe and the price meter, if there are any."""
+        """The probe and the price meter, if present."""
         return [one for one in (self._probe, self._prices) if one is not None]
 
     @property
@@ -47,11 +47,11 @@ class PathSteps:
         return {name for one in self.meters for name in one.names}
 
     def share_meters(self) -> None:
-        """Let the converted model use these meters: a copy of the model alone has none."""
+        """Connect the meters to the converted model: a copy of the model alone has none."""
         self._converted.shared.probe, self._converted.shared.prices = self._probe, self._prices
 
     def begin(self, step: int, read: bool) -> None:
-        """Begin a step. It is measured if it is `read`, and runs in 16 bits in a warm-up there."""
+        """Begin a step; it is measured if it is `read`, and runs in 16 bits during a 16-bit warm-up."""
         self._scale_histories()
         self._share_draws()
         self._converted.begin_step(step)
@@ -63,7 +63,7 @@ class PathSteps:
 
     def end(self) -> None:
         """End the passes of the step."""
-        self._scale_histories()  # the processes may have joined since the step began
+        self._scale_histories()  # the process group may have been initialized since the step began
         amax = self._converted.shared.amax
         if self._ranks is not None and amax is not None and amax.history is not None:
             self._ranks.take_largest(amax.history[:, :, 0])  # delayed scales are those of the whole step
@@ -75,21 +75,21 @@ class PathSteps:
             operator.operator_name
             for unit, there in zip(self._converted.units, observed, strict=True)
             for operator in (unit.operators if there else ())
-            # graphs do not tell whether it ran
+            # Graphs do not show whether it ran.
             if operator.read is None and operator.in_graphs is None and operator.weight.grad is not None
         ]
 
     def undo(self) -> None:
-        """Forget what the passes of the step drew and wrote; `begin` comes next."""
+        """Forget the draws and records of the step's passes; `begin` comes next."""
         self._converted.begin_again(self._began)
 
     def _scale_histories(self) -> None:
-        """Tell delayed scales of gradients how many times as large they come here."""
+        """Set the factor by which gradients in this process are larger, for delayed scales."""
         if self._ranks is not None and self._converted.shared.amax is not None:
             self._converted.shared.amax.come(1 / self._ranks.share)
 
     def _share_draws(self) -> None:
-        """Let rounding draw for this process's own micro-batches; under tensor parallelism all have the same."""
+        """Let rounding draw for this process's micro-batches; under tensor parallelism all ranks have the same."""
         rounding, ranks = self._converted.shared.rounding, self._ranks
         if rounding is None or ranks is None or ranks.size == 1 or rounding.ranks == world.size():
             return
@@ -107,7 +107,7 @@ class PathSteps:
         return found
 
     def read(self, grad_scale: float, sums: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-        """Return the step's evidence by name, (U,) each; `sums` are those of `parts`. Measures anew from here on."""
+        """Return the step's evidence by name, (U,) each, from the `sums` of `parts`; start new measurements."""
         found: dict[str, Tensor] = {}
         if self._probe is not None:
             # Squared gradients carry the loss scale twice.
@@ -121,6 +121,6 @@ class PathSteps:
         return found
 
     def reset(self) -> None:
-        """Forget what was measured of the step."""
+        """Forget the measurements of the step."""
         for one in self.meters:
             one.reset()

@@ -3,14 +3,14 @@
     controller = gnmr.attach(model, low="int4", recovery="int8", record="runs/mine/gnmr-s0")
     ...
     controller.step()
-    controller.log(loss=loss.item())          # of the step that was just taken; val_loss=... makes an evaluation
+    controller.log(loss=loss.item())          # for the last step; val_loss=... makes it an evaluation
     ...
     controller.detach()                       # the run is done; gnmr report runs/mine
 
-A loop that resumes from a checkpoint of its own attaches to the same folder and loads the controller's state. What was
-recorded after that step is dropped then, and nothing in the folder changes before. The folder's name is the run's, its
-parent the experiment, so `gnmr report` compares the folders of one parent. config.yaml says what was attached;
-`gnmr train` cannot run it.
+A loop that resumes from its own checkpoint attaches to the same folder and loads the controller's state. This drops the
+records after that step; nothing in the folder changes before. The folder's name is the run's, and its parent is the
+experiment, so `gnmr report` compares the folders of one parent. config.yaml describes the attached settings; `gnmr
+train` cannot run it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from gnmr.records.schema import EVAL_FIELDS, OWN, STEP_FIELDS
 from gnmr.records.writer import RunWriter
 
 FIGURES = ("loss", "lr", "tokens", "val_loss")
-"""What `Recording.log` takes."""
+"""Numbers that `Recording.log` accepts."""
 _SEED = re.compile(r"(?P<arm>.+)-s(?P<seed>\d+)")
 
 
@@ -41,7 +41,7 @@ class Recording:
     """The records of one loop. Raises RunFailed if a write fails."""
 
     _writer: RunWriter | None = None
-    """None if the folder holds records of this loop, until the state of a checkpoint says where it resumes."""
+    """None if the folder holds records of this loop, until a checkpoint's state says where it resumes."""
 
     def __init__(
         self, folder: Path, config: Mapping[str, Any], header: Mapping[str, Any], *, seed: int, max_o: int
@@ -49,9 +49,9 @@ class Recording:
         """Begin the records. Raises UserError if the folder holds another run.
 
         Args:
-            folder: a new folder, or that of the run that is resumed.
-            config: sections of the run's config that are known.
-            header: what `gnmr report` reads of header.json.
+            folder: a new folder, or the folder of the run that is resumed.
+            config: known sections of the run's config.
+            header: contents of header.json for `gnmr report`.
             seed: the run's seed, unless the folder's name ends in one.
             max_o: the most units on the recovery path.
         """
@@ -78,14 +78,11 @@ class Recording:
         self._tokens = self._nonfinite = self._streak = 0
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """A copy of the controller records nothing."""
+        """Make a copy of the controller record nothing."""
         return type(None), ()
 
     def step(self, decision: Decision, spent: Spent, calibrated: float | None = None) -> None:
-        """Record what the controller saw and did in a step.
-
-        `spent` is that of `ConvertedModel.cost.spent`, `calibrated` the trigger that was found in this step or before.
-        """
+        """Record a step; `spent` is `ConvertedModel.cost.spent`, `calibrated` the trigger found so far."""
         if self._writer is None:
             raise UserError(
                 f"record={self._folder}: holds the records of a run; choose another folder, or load the controller's "
@@ -100,7 +97,7 @@ class Recording:
         norm = float((decision.norm[decision.observed] ** 2).sum() ** 0.5)
         self._streak = 0 if math.isfinite(norm) else self._streak + 1
         self._nonfinite += not math.isfinite(norm)
-        self._row = step_row(  # its loss is None until `log` is given one: NaN is a loss that was not finite
+        self._row = step_row(  # its loss is None until `log` sets it: NaN means that the loss was not finite
             decision,
             grad_norm_pre_clip=norm,
             spent_gemm_frac=spent.share,
@@ -115,13 +112,13 @@ class Recording:
         self._writer.events(event_rows(decision))
 
     def recost(self, spend: Sequence[float], pinned: float) -> None:
-        """Write what recovery of the units costs, which is known when a step was counted."""
+        """Write the units' recovery costs, which are known once a step was counted."""
         self._header |= {"spend": list(spend), "spend_pinned": pinned}
         if self._writer is not None:
             self._writer.write_header(self._config, self._header)
 
     def log(self, **figures: float) -> None:
-        """Add figures to the last step. Raises ValueError before the first step and for unknown figures."""
+        """Add figures to the last step. Raises ValueError before the first step, or if a figure is unknown."""
         if self._row is None or self._writer is None:
             raise ValueError("log(): call it after step(), which has not run yet")
         for name, value in figures.items():
@@ -136,7 +133,7 @@ class Recording:
             self._writer.eval(dict.fromkeys(EVAL_FIELDS) | row)
 
     def state(self) -> dict[str, Any]:
-        """Bring the rows to the disk and return what `resume` needs; empty before the first step."""
+        """Flush the rows to disk and return the state for `resume`; empty before the first step."""
         if self._writer is None or self._row is None:
             return {}
         row = {name: dict(value) if isinstance(value, Mapping) else value for name, value in self._row.items()}
@@ -144,10 +141,7 @@ class Recording:
         return {"counted": self._writer.sync(), "row": row, "counters": counters}
 
     def resume(self, step: int, state: Mapping[str, Any]) -> None:
-        """Resume after `step`, with what `state` returned there.
-
-        Raises UserError if the steps before are not in the folder; nothing has changed then.
-        """
+        """Resume after `step` with `state`'s result. Raises UserError, first of all, if earlier steps are missing."""
         if step == self._step and self._writer is not None:
             return
         if step and self._writer is not None and not self._step:
@@ -170,12 +164,12 @@ class Recording:
             del told["calibrated"]  # of a step that was dropped
         self._header = told
         self._writer.write_header(self._config, told)
-        there = self._writer.last_step == step  # written already, with all that was logged of it
+        there = self._writer.last_step == step  # written already, with everything that was logged
         self._row, self._step, self._seen = None if there else row, step, time.perf_counter()
         self._tokens, self._nonfinite, self._streak = counters
 
     def finish(self) -> None:
-        """End the run as done."""
+        """Mark the run as done."""
         if self._writer is None:
             return
         self._flush()
@@ -190,7 +184,7 @@ class Recording:
 
 
 def _no_part_of(folder: Path, units: Sequence[str]) -> str | None:
-    """Return why a loop with these units cannot resume what is in the folder; None if it can."""
+    """Return why a loop with these units cannot resume the records in the folder, or None if it can."""
     if not (folder / "steps.jsonl").is_file():
         return "is not empty"
     begun = read_json(folder / "header.json") or {}
@@ -200,7 +194,7 @@ def _no_part_of(folder: Path, units: Sequence[str]) -> str | None:
 
 
 def _of_checkpoint(state: Mapping[str, Any]) -> tuple[dict[str, Any] | None, tuple[int, int, int] | None]:
-    """Return the last row and the counters of `Recording.state`; None if it is something else."""
+    """Return the last row and the counters of `Recording.state`, or None if `state` is something else."""
     try:
         row, (tokens, nonfinite, streak) = dict(state["row"]), state["counters"]
         return (row, (tokens, nonfinite, streak)) if row.keys() == STEP_FIELDS.keys() else (None, None)
@@ -209,7 +203,7 @@ def _of_checkpoint(state: Mapping[str, Any]) -> tuple[dict[str, Any] | None, tup
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values as YAML can hold them; an object is replaced by its name."""
+    """Return the values in a form that YAML can hold; an object is replaced by its name."""
 
     def as_plain(value: Any) -> Any:
         if value is None or isinstance(value, bool | int | float | str):

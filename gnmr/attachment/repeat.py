@@ -1,4 +1,4 @@
-"""Passes of a converted model besides those of its steps: under either path, or a step's again, without a trace."""
+"""Extra passes of a converted model, under either path or as a repetition of a step, without side effects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gnmr.precision.kernels.simulated import in_backward
 from gnmr.precision.linear import PathLinear
 
 FORWARD = 1 / 3
-"""The share of a step's time that its forward passes take."""
+"""Share of a step's time that its forward passes take."""
 
 
 class Seen(NamedTuple):
@@ -38,7 +38,7 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True)
 class Start:
-    """The generators of random numbers, and the paths, where a step begins."""
+    """The generators of random numbers, and the state of the paths, at the start of a step."""
 
     device: torch.device
     cpu: Tensor
@@ -47,12 +47,12 @@ class Start:
 
     @classmethod
     def of(cls, converted: ConvertedModel, device: torch.device) -> Start:
-        """Return them as they are now. Does not wait for the device."""
+        """Return the current state. Does not wait for the device."""
         cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         return cls(device, torch.get_rng_state(), cuda, converted.mark())
 
     def again(self, converted: ConvertedModel) -> None:
-        """Let them draw what they drew."""
+        """Restore the state, so that the same numbers are drawn again."""
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda, self.device)
@@ -60,11 +60,11 @@ class Start:
 
 
 class Again:
-    """The passes of one step again, under other paths. Use it within `repeating`.
+    """Repeats the passes of one step under other paths. Use it within `repeating`.
 
-    `forward()` runs the step's forward passes and returns the mean loss; `both()` forward and backward passes, and
-    returns what was `Seen`, without a trace in the gradients. Compiled blocks run uncompiled, as other paths would be
-    other graphs, and a graph takes a minute.
+    `forward()` runs the step's forward passes and returns the mean loss. `both()` runs forward and backward passes,
+    returns what was `Seen`, and leaves the gradients unchanged. Compiled blocks run uncompiled, because other paths
+    would be other graphs, and compiling a graph takes a minute.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Again:
 
     @property
     def low(self) -> list[int]:
-        """The units that were not on the recovery path, by place."""
+        """Indices of the units that were not on the recovery path."""
         units = self.converted.units
         return [
             i for i in self.units if any((units[i].gemm or "fprop") not in self._put[o] for o in units[i].operators)
@@ -106,14 +106,14 @@ class Again:
             return float(self._forward())
 
     def seen(self, recover: Iterable[int] = (), sixteen: bool = False, compiled: bool = False) -> Seen:
-        """Return what forward and backward passes show, run as compiled or eagerly. Waits for the device."""
+        """Return the numbers of forward and backward passes, compiled or eager. Waits for the device."""
         self.passes += 1
         with self._paths(recover, sixteen, compiled):
             return self._both()
 
     @contextmanager
     def watching(self, watch: Callable[[PathLinear, Tensor, Tensor], None]) -> Iterator[None]:
-        """Inside, `watch` gets operator, input and output of each forward pass."""
+        """Call `watch` with operator, input and output of each forward pass inside this context."""
         self.converted.shared.watch = watch
         try:
             yield
@@ -121,14 +121,17 @@ class Again:
             self.converted.shared.watch = None
 
     def units_of(self, operator: PathLinear) -> list[int]:
-        """Return the units whose switch moves what the operator's forward pass reads."""
+        """Return the units whose switch changes what the operator's forward pass reads."""
         units = self.converted.units
         return [i for i in self.units if operator in units[i].operators and units[i].gemm in (None, "fprop")]
 
     @contextmanager
     def errors(self, errors: dict[PathLinear, float]) -> Iterator[None]:
-        """Inside, run each forward pass of an operator in recovery on the low path too, without gradients: afterwards
-        `errors` are ||y_low - y||^2 / ||y||^2. Waits for the device at its end."""
+        """Measure the low path's errors inside this context; waits for the device at its end.
+
+        Each forward pass of an operator in recovery also runs on the low path, without gradients. Afterwards `errors`
+        holds ||y_low - y||^2 / ||y||^2.
+        """
         found: list[tuple[PathLinear, Tensor]] = []
         self.passes += FORWARD
 
@@ -160,8 +163,7 @@ def compiles() -> bool:
 
 @contextmanager
 def repeating(converted: ConvertedModel, model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside, passes leave no trace in paths, faults, generators and buffers. Gradients, and what measures
-    (`Router.unmeasured`), are the caller's to see to."""
+    """Restore paths, faults, generators and buffers afterwards, but not gradients and meters (`Router.unmeasured`)."""
     ran = [(operator, operator.read, operator._node) for operator in converted.operators]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with converted.no_side_effects(), torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -182,17 +184,17 @@ def true_gap(
     ranks: Ranks | None,
     backward: Callable[[], object],
 ) -> Tensor:
-    """See `Router.true_gap`; `ranks`: those that may hold parts of the parameters."""
+    """Return the evidence of `Router.true_gap`; `ranks` are those that may hold parts of the parameters."""
     gradients: list[list[list[Tensor]]] = []
     distinct = Distinct(unit.parameters for unit in units)
     ranks, device = of_shards(distinct.groups, ranks), units[0].parameters[0].device
     for recovering in (False, True):
-        # Dropout draws in each of them what the step will draw.
+        # Dropout draws in both passes the numbers that the step will draw.
         with converted.no_side_effects(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             for operator in converted.operators:
                 operator.switch(recovering)
             backward()
-        # If one path leaves a parameter without gradient (an expert without tokens), the other's is the gap.
+        # If one path leaves a parameter without gradient (an expert without tokens), the gap is the other's gradient.
         gradients.append(
             [
                 [part_of(torch.zeros_like(p.detach()) if p.grad is None else p.grad, p, ranks).float() for p in group]

@@ -2,7 +2,7 @@
 
     norms -> evidence -> decide -> apply -> record        `Router.finish_step`
 
-A loop of one's own calls it as `step`, `gnmr train` with its optimizer's step in between.
+A user's loop calls it as `step`; `gnmr train` runs its optimizer's step in between.
 """
 
 from __future__ import annotations
@@ -45,21 +45,20 @@ class Router:
 
         micro_step()    after each micro-batch's backward pass
         step()          after the last of them, before clipping: units are switched for the next step
-        discard()       ends a step that is not to count
+        discard()       ends a step that should not count
 
-    A parameter of a unit that was exchanged for another one is followed from the next step on, and so is an adapter
-    that was added or switched to; a module that was exchanged, and parameters that were sharded, are refused there
-    (`ValueError`). After `detach` every call raises RuntimeError.
+    If a unit's parameter is exchanged, the new one is monitored from the next step on. The same holds if an adapter is
+    added or activated. An exchanged module and sharded parameters raise ValueError there. After `detach` every call
+    raises RuntimeError.
     """
 
     plan_of: str | None = None
-    """What the plan that was attached is of, as it says itself."""
+    """Model that the attached plan was made for, as the plan states."""
     recording: Recording | None = None
     recorded_elsewhere = False
-    """By another process."""
+    """Whether another process records."""
     coverage: Coverage | None = None
-    """What the model ran in the first step, of which costs and what is spent are shares; None before, and where passes
-    were compiled and not seen."""
+    """GEMMs that the model ran in the first step, the base of cost shares; None before, and if compiled."""
     _detached = _checked_batches = False
     _counting: Counting | None = None
     _counts_itself = _told_never = _uncounted = False
@@ -72,7 +71,7 @@ class Router:
         probe_tokens: int = 1,
         price_tokens: int = 16,
     ) -> None:
-        """The paths of `converted`, which is `model`, measure what the signal needs and the controller cannot."""
+        """Route the paths of `converted`, which is `model`, and measure the evidence that the controller cannot."""
         self.converted, self.controller, self.model = converted, controller, model
         observe = self.spec.observe
         outside = dict.fromkeys(module_of(name) for name in self.names if observe != "parameters")
@@ -124,16 +123,16 @@ class Router:
 
     @property
     def calibrating(self) -> tuple[int, int] | None:
-        """As `Controller.calibrating`."""
+        """See `Controller.calibrating`."""
         return self.controller.calibrating
 
     @property
     def calibrated(self) -> float | None:
-        """As `Controller.calibrated`."""
+        """See `Controller.calibrated`."""
         return self.controller.calibrated
 
     def __repr__(self) -> str:
-        """Return what it is and where it is, with the GEMMs that are pinned, and whose plan says so."""
+        """Return the settings and the current state, with the pinned GEMMs and the plan that pins them."""
         name = f"<{type(self).__name__} of {len(self.units)} units"
         if self._detached:
             return f"{name}, detached; step {self.t}>"
@@ -154,17 +153,17 @@ class Router:
         self._paths.share_meters()
 
     def calibrate(self, fraction: float = 0.01, steps: int = 100) -> None:
-        """As `Controller.calibrate`."""
+        """Calibrate the trigger; see `Controller.calibrate`."""
         self._check_attached()
         self.controller.calibrate(fraction, steps)
 
     def promote(self, names: Iterable[str]) -> bool:
-        """As `Controller.promote`."""
+        """Put units on the recovery path immediately; see `Controller.promote`."""
         self._check_attached()
         return self.controller.promote(names)
 
     def micro_step(self, fraction: float | None = None, gradients: Mapping[int, Tensor] | None = None) -> None:
-        """As `Controller.micro_step`."""
+        """Record a micro-batch; see `Controller.micro_step`."""
         self._check_attached()
         if self.controller.measured.micro is not None:
             self.follow()
@@ -173,7 +172,7 @@ class Router:
         self.controller.micro_step(fraction, gradients)
 
     def step(self, grad_scale: float = 1.0, evidence: Evidence | None = None) -> Decision:
-        """As `Controller.step`; what the paths measure needs no `evidence`."""
+        """Take a step; see `Controller.step`. Evidence that the paths measure need not be in `evidence`."""
         decision = self.finish_step(grad_scale, evidence, between=self.controller.hints.to_host)
         never = self._paths.never_ran(decision.observed)
         for text in self._of_first_step(never):
@@ -182,7 +181,7 @@ class Router:
         return decision
 
     def _of_first_step(self, never: Sequence[str]) -> Iterator[str]:
-        """Say, once, what is left out, and which operators never run, though their weights are read."""
+        """Return the first step's warnings: linears left out, and operators whose weight is read but that never run."""
         found, operators = self.coverage, self.converted.operators
         if self._uncounted:
             self._uncounted = False
@@ -215,9 +214,12 @@ class Router:
         """Take the step's norms and evidence, decide, switch the units for the next step and record it.
 
         Args:
-            grad_scale, evidence, norms, sums: see `Controller.measure`.
-            between: brings the packet of the decision to the host. A loop may add numbers of its own to it, take its
-                optimizer's step before, and observe again (`choose_again`, `retry`) after it.
+            grad_scale: see `Controller.measure`.
+            evidence: see `Controller.measure`.
+            norms: see `Controller.measure`.
+            sums: see `Controller.measure`.
+            between: brings the packet of the decision to the host. A loop may add its own numbers to the packet, run
+                its optimizer's step before, and observe again (`choose_again`, `retry`) afterwards.
         """
         host = between(self.decide(grad_scale, evidence, norms=norms, sums=sums))
         self._check_attached()
@@ -236,7 +238,7 @@ class Router:
         norms: Norms | None = None,
         sums: Mapping[str, Tensor] | None = None,
     ) -> HostPacket:
-        """Return the choice of this step; the first half of `finish_step`. Does not wait for the device."""
+        """Return the choice of this step, the first half of `finish_step`. Does not wait for the device."""
         self.follow()
         self._check_batches()
         self._end_count()
@@ -246,12 +248,12 @@ class Router:
         return self.controller.observe(self._evidence)
 
     def count_first(self) -> None:
-        """Count what the model runs in the passes of the first step, until `micro_step` or `step`."""
+        """Count the GEMMs that the model runs in the first step, until `micro_step` or `step`."""
         self._counts_itself, self._counting = True, Counting(self.model, self.converted.operators)
         self._counting.arm()
 
     def _end_count(self) -> None:
-        """Make what was counted, over all processes, what costs are shares of. Waits for the device, once."""
+        """Set the counts of all processes as the base of cost shares. Waits for the device, once."""
         counting, self._counting = self._counting, None
         if counting is None:
             return
@@ -277,14 +279,15 @@ class Router:
             self.recording.recost([unit.cost for unit in self.units], pinned)
 
     def choose_again(self, keep: bool = False) -> HostPacket:
-        """Return the choice of this step once more, in place of the one before. `keep`: see `Controller.observe`."""
+        """Return the choice of this step again, replacing the previous one. `keep`: see `Controller.observe`."""
         self.controller.undo(self._mark)
         return self.controller.observe(self._evidence, keep)
 
     def retry(self, names: Iterable[str], start: Start) -> bool:
-        """Begin this step again, at its `start`, with these units on the recovery path.
+        """Restart this step, at its `start`, with these units on the recovery path.
 
-        Returns False if they cannot be promoted, or there are none; `choose_again` comes next then."""
+        Returns False if they cannot be promoted or there are none; call `choose_again` next in that case.
+        """
         self.controller.undo(self._mark)
         if not (names := list(names)) or not self.controller.promote(names):
             return False
@@ -294,20 +297,20 @@ class Router:
         return True
 
     def parts(self, plain: Tensor | None = None) -> dict[str, Tensor]:
-        """As `Controller.parts`."""
+        """Return this rank's measurements; see `Controller.parts`."""
         self.follow()
         self._check_batches()
         return self.controller.parts(plain)
 
     def discard(self) -> None:
-        """As `Controller.discard`, with what the paths measured and remember of the step."""
+        """Discard the step; see `Controller.discard`. The paths forget it too."""
         self._check_attached()
         self.controller.discard()
         self._paths.undo()
         self._begin()
 
     def follow(self) -> None:
-        """Take note of what was exchanged in the model since the last step."""
+        """Update the router if the model's modules or parameters were exchanged since the last step."""
         self._check_attached()
         if not self._linked.changed():
             return
@@ -321,7 +324,7 @@ class Router:
             raise RuntimeError(DETACHED)
 
     def _check_batches(self) -> None:
-        """Raises ValueError if ranks have the same batch, whose measurements would be summed as those of several."""
+        """Raise ValueError if ranks have the same batch, because measurements are summed as those of different ones."""
         if self._checked_batches or not self.controller.measured.together:
             return
         measures = bool(self._paths.meters) or isinstance(self.controller.measured.norms, OutputGradients)
@@ -338,9 +341,9 @@ class Router:
     def true_gap(self, backward: Callable[[], object]) -> Tensor:
         """Return the evidence `true_gap`: squared distances of both paths' gradients on one batch (corollary 1), (U,).
 
-        Call it before the step's own passes. `backward` runs them, forward and backward, and is called once a path; of
-        several processes each its own, through the model that reduces gradients.
-        Paths and generators are afterwards as they were, all gradients are None. Does not wait for the device.
+        Call it before the step's own passes. `backward` runs forward and backward passes, and is called once per path.
+        With several processes each calls its own, through the model that reduces gradients. Afterwards paths and
+        generators are unchanged and all gradients are None. Does not wait for the device.
         """
         self._check_attached()
         with self.unmeasured():
@@ -354,7 +357,7 @@ class Router:
         usual: tuple[float, float] | None = None,
         grad_scale: float = 1.0,
     ) -> Verdict:
-        """Return what is to blame for the step whose gradients are there now: data, precision (which units) or chance.
+        """Return the cause of the current step's gradients: data, precision (with the units) or chance.
 
         Call it between the step's last backward pass and `step`, for a step that spikes or is not finite.
 
@@ -362,15 +365,16 @@ class Router:
                 print(controller.explain(lambda: model(batch).loss, loss=loss.item(), usual=(usual_loss, usual_norm)))
 
         Args:
-            loss_of_batch: runs the step's forward passes and returns what backward started from, the mean loss; or
-                gives its parts one after the other (a generator), of which each has its backward pass before the next.
-            loss: of the step as it was seen; None: that of a repetition.
-            usual: loss and gradient norm of ordinary steps. Raises ValueError if it is missing and both are finite.
+            loss_of_batch: runs the step's forward passes and returns the mean loss from which backward started. It may
+                also yield the parts of the loss (a generator), each of which has its backward pass before the next.
+            loss: the step's loss as seen; None: the loss of a repetition.
+            usual: loss and gradient norm of ordinary steps; required if both are finite now.
             grad_scale: the loss scale that the gradients carry.
 
-        Takes at most four times the step's time, a third of it for a loss that is not finite in 16 bits either.
-        Gradients, generators, buffers, paths and history are afterwards as they were. Dropout draws anew, so passes
-        that differ by less than a quarter are called equal. Waits for the device. See docs/blame.md.
+        Raises ValueError if `usual` is missing and loss and norm are finite. Takes at most four times the step's time,
+        and a third of the step's time if the loss is not finite in 16 bits either. Gradients, generators, buffers,
+        paths and history are restored. Dropout draws new numbers, so passes that differ by less than a quarter count as
+        equal. Waits for the device. See docs/blame.md.
         """
         self.follow()
         if self.controller.measured.together or is_sharded(*self.model.parameters()):
@@ -382,7 +386,7 @@ class Router:
 
     @contextmanager
     def unmeasured(self) -> Iterator[None]:
-        """Inside, passes leave nothing in the probe and in norms of outputs."""
+        """Keep passes inside this context out of the probe and of norms of outputs."""
         norms = self.controller.measured.norms
         watching = [*self._paths.meters, *([norms] if isinstance(norms, OutputGradients) else [])]
         with ExitStack() as stack:
@@ -393,17 +397,19 @@ class Router:
 
     @property
     def records(self) -> bool:
-        """True if this process records (`attach(record=FOLDER)`), so that `log` has somewhere to go."""
+        """True if this process records (`attach(record=FOLDER)`), so that `log` writes to a folder."""
         return self.recording is not None
 
     @property
     def recorded(self) -> bool:
-        """True if this process or, of several, another one records."""
+        """True if this process, or another one, records."""
         return self.recording is not None or self.recorded_elsewhere
 
     def log(self, **figures: float) -> None:
-        """Put loss, lr, tokens or val_loss beside the last step, if `attach` was given a folder to record to; of
-        several processes the first one records. Raises ValueError for other figures."""
+        """Add loss, lr, tokens or val_loss to the last step, if `attach` was given a folder for records.
+
+        With several processes the first one records. Raises ValueError if a figure is unknown.
+        """
         self._check_attached()
         if self.recording is not None:
             self.recording.log(**figures)
@@ -417,18 +423,18 @@ class Router:
         self.recording, self.recorded_elsewhere = None, False
 
     def watch_use(self) -> None:
-        """Warn, at its end, of a loop that never called `step`, or that ended while it calibrated."""
+        """Warn, at the end of its use, if the loop never called `step` or ended during a calibration."""
         amax = self.converted.shared.amax
         routes = any(unit.recoverable for unit in self.units) and not isinstance(self.controller.signal, AlwaysLow)
         if routes or (amax is not None and amax.history is not None):
             self.controller.hints.watch_use(self.model, self.converted.low.name)
 
     def end_use(self) -> None:
-        """Say, once, what was pointless in the training that is over. `detach` does it too."""
+        """Warn once of anything pointless in the training that is over. `detach` calls it too."""
         self.controller.hints.end_use()
 
     def detach(self) -> None:
-        """Give the model its plain linears back; the router is of no use afterwards. A recorded run is done."""
+        """Turn the operators back into plain linears and end a recorded run; do not use the router afterwards."""
         self.finish()
         if self._counting is not None:
             self._counting.disarm()
@@ -439,8 +445,11 @@ class Router:
         self.controller.hints.release()
 
     def state_dict(self) -> dict[str, Any]:
-        """As `Controller.state_dict`, with the generator of stochastic rounding, delayed scales and how far the records
-        are (`attach(record=...)`)."""
+        """Return the controller's state with that of the paths and the records.
+
+        These are the generator of stochastic rounding, delayed scales, and the progress of the records
+        (`attach(record=...)`).
+        """
         self._check_attached()
         more: dict[str, Any] = {} if self.recording is None else {"record": self.recording.state()}
         if self._counts_itself and (work := self.converted.cost.work) is not None:
@@ -448,20 +457,23 @@ class Router:
         return {**self.controller.state_dict(), "converted": self.converted.state_dict(), **more}
 
     def check_state(self, state: Any) -> None:
-        """As `Controller.check_state`, and of the paths."""
+        """Raise ValueError if `state` is not valid for the controller (`Controller.check_state`) or the paths."""
         self._check_attached()
         if isinstance(state, Mapping):
             self.converted.check_state(state.get("converted"))
         self.controller.check_state(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As `Controller.load_state_dict`. Raises ValueError if it belongs to other paths too, UserError if records go
-        on (`attach(record=...)`) whose first steps are not there."""
+        """Restore a state; see `Controller.load_state_dict`.
+
+        Raises ValueError also if it belongs to other paths. Raises UserError if records continue (`attach(record=...)`)
+        whose first steps are missing.
+        """
         if isinstance(state, Mapping):
-            self.converted.check_state(state.get("converted"))  # before the count, which is of as many operators
+            self.converted.check_state(state.get("converted"))  # before the count, which covers as many operators
         before = self.converted.cost.work
         if self._counts_itself and isinstance(state, Mapping) and state.get("work") is not None:
-            self._recount(self._work_of(state["work"]))  # the set in force is to fit the budget of then
+            self._recount(self._work_of(state["work"]))  # the active set has to fit the budget of that time
         try:
             self.check_state(state)
             if self.recording is not None:
@@ -478,7 +490,7 @@ class Router:
         self._begin()
 
     def _work_of(self, counts: Any) -> Work:
-        """Raises ValueError for what is no count of these operators."""
+        """Return the counts as `Work`. Raises ValueError if they are not a count of these operators."""
         whole = isinstance(counts, list | tuple) and all(type(one) is int and one >= 0 for one in counts)
         if not whole or len(counts) != len(self.converted.operators) + 1 or not sum(counts[:-1]):
             raise ValueError(f"state: work must be {len(self.converted.operators) + 1} whole numbers")

@@ -1,5 +1,4 @@
-"""The trigger, and its calibration from the first steps of the loop itself: published thresholds belong to the
-published batches."""
+"""The trigger, and its calibration from the first steps of the loop: published thresholds fit the published batches."""
 
 from __future__ import annotations
 
@@ -14,15 +13,15 @@ from torch import Tensor
 from gnmr.errors import positive, require, users_level, whole
 
 NO_TRIGGER = 1e300
-"""Above every finite risk: until the trigger is found, only a risk that is not finite promotes."""
+"""Trigger during a calibration: it exceeds every finite risk, so that only a non-finite risk promotes."""
 _STATE = ("fraction", "first", "steps", "risks")
 
 
 class Trigger:
     """The value that a risk has to exceed: given, or calibrated in some steps.
 
-    A calibrated trigger is a quantile of the risks in the second half of these steps: in the first half the history is
-    short, and risks are those of no later step.
+    A calibrated trigger is a quantile of the risks in the second half of these steps. In the first half the history is
+    short, and risks are not typical of later steps.
     """
 
     def __init__(self, given: float) -> None:
@@ -33,7 +32,7 @@ class Trigger:
         self._risks: list[np.ndarray] = []
 
     def calibrate(self, fraction: float, first: int, steps: int) -> None:
-        """Find the value in the `steps` steps from `first` on. See `Controller.calibrate`."""
+        """Calibrate on the `steps` steps from `first` on; see `Controller.calibrate`."""
         positive(fraction=fraction)
         require(fraction < 1, "fraction", fraction, "must lie between 0 and 1")
         whole(2, steps=steps)
@@ -41,7 +40,7 @@ class Trigger:
         self.value, self._calibrated = NO_TRIGGER, True
 
     def learn(self, step: int, risk: np.ndarray, observed: np.ndarray) -> None:
-        """Take the risks of a step, (U,) both, if it is being calibrated. The trigger is a risk that was seen."""
+        """Add the risks of a step, (U,) both, to a calibration; the trigger will be one of the risks seen."""
         if self._running is None:
             return
         fraction, first, steps = self._running
@@ -58,16 +57,16 @@ class Trigger:
         self.value, self._running = found, None
 
     def progress(self, t: int) -> tuple[int, int] | None:
-        """Return (steps that the calibration has seen at step t, steps that it takes); None if there is none now."""
+        """Return (steps that the calibration has seen at step t, steps that it takes); None without a calibration."""
         return None if self._running is None else (max(t - self._running[1] + 1, 0), self._running[2])
 
     @property
     def found(self) -> float | None:
-        """The value that a calibration found; None before, and if it found none or there is none."""
+        """The value that a calibration found; None before it is found, or if there is none."""
         return self.value if self._calibrated and self._running is None else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a controller's state holds of it."""
+        """Return the trigger's part of a controller's state."""
         state: dict[str, Any] = {"trigger": self.value} if self._calibrated else {}
         if self._running is not None:
             risks = torch.from_numpy(np.concatenate([np.zeros(0), *self._risks]))
@@ -75,7 +74,7 @@ class Trigger:
         return state
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError if the state's trigger is damaged, or unknown."""
+        """Raise ValueError if the state's trigger is damaged or unknown."""
         positive(**{"state: trigger": state.get("trigger", 1.0)})
         if state.get("trigger", 1.0) >= NO_TRIGGER:
             if "calibration" in state:
@@ -84,16 +83,16 @@ class Trigger:
                 raise ValueError("state: was saved while calibrating; call calibrate() before load_state_dict()")
 
     def load_state_dict(self, state: Mapping[str, Any], next_step: int) -> None:
-        """Go on with the state's trigger or calibration; one of this loop's own begins at `next_step`."""
+        """Continue with the state's trigger or calibration; a calibration that starts anew begins at `next_step`."""
         if (value := state.get("trigger", NO_TRIGGER)) < NO_TRIGGER:
             self.value, self._running, self._calibrated = value, None, True
         elif "calibration" in state:
             self._resume(state["calibration"])
-        elif self._running is not None:  # nothing was calibrated there
+        elif self._running is not None:  # the state holds no calibration
             self.calibrate(self._running[0], next_step, self._running[2])
 
     def _resume(self, state: Any) -> None:
-        """Go on with a calibration. Raises ValueError if it is damaged."""
+        """Continue a calibration. Raises ValueError if it is damaged."""
         if lacking := [name for name in _STATE if not isinstance(state, Mapping) or name not in state]:
             raise ValueError(f"state: calibration has no {', '.join(lacking)}")
         fraction, first, steps, risks = (state[name] for name in _STATE)

@@ -1,7 +1,4 @@
-"""What a controller refuses when it is made, in a step, and of a state that it is to load.
-
-Each ValueError says in one line what would be right.
-"""
+"""Checks of a controller's arguments, steps and states; each ValueError says in one line how to fix the problem."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from gnmr.errors import users_level, whole
 
 
 def unit_names(units: Sequence[Unit]) -> list[str]:
-    """Return the units' ids. Raises ValueError if there are none, or two are the same."""
+    """Return the units' ids. Raises ValueError if there are none, or if two are equal."""
     if not units:
         raise ValueError("no units: there is nothing to control")
     names = [unit.name for unit in units]
@@ -31,7 +28,7 @@ def unit_names(units: Sequence[Unit]) -> list[str]:
 
 
 def check_signal(signal: Signal, needs: Sequence[str], record: Sequence[str], foreign_norms: bool) -> None:
-    """Raises ValueError if the parts of the signal do not fit together, or evidence cannot be had."""
+    """Raise ValueError if the parts of the signal do not fit together, or if evidence is not available."""
     if len(signal.thresholds(1)) != len(signal.columns):
         raise ValueError(
             f"{type(signal).__name__}: thresholds() gives {len(signal.thresholds(1))}, its columns are "
@@ -48,7 +45,7 @@ def check_signal(signal: Signal, needs: Sequence[str], record: Sequence[str], fo
 
 
 def warn_of_cap(units: Sequence[Unit], signal: Signal, max_o: int) -> None:
-    """Warn of a cap that caps nothing."""
+    """Warn if the cap never limits the set."""
     num_recoverable = sum(unit.recoverable for unit in units)
     if signal.columns and 1 < num_recoverable <= max_o < NO_CAP:
         warnings.warn(
@@ -59,7 +56,7 @@ def warn_of_cap(units: Sequence[Unit], signal: Signal, max_o: int) -> None:
 
 
 def budget_left(units: Sequence[Unit], share: float, whole_cost: float | None, pinned: float) -> Budget:
-    """Return the budget of `Controller`. Raises ValueError if a cost is invalid, or nothing is left of the budget."""
+    """Return the budget of `Controller`. Raises ValueError if a cost is invalid or no budget is left."""
     costs = [float(unit.cost) for unit in units]
     if wrong := [unit.name for unit, cost in zip(units, costs, strict=True) if not 0 <= cost < math.inf]:
         raise ValueError(f"budget={share:g}: unit {wrong[0]!r} must cost a number of 0 or more")
@@ -75,7 +72,7 @@ def budget_left(units: Sequence[Unit], share: float, whole_cost: float | None, p
 
 
 def judged(signal: Signal, evidence: Evidence, step: int) -> tuple[Tensor, Sequence[Tensor]]:
-    """Return the signal's verdict. Raises ValueError if it does not have the shape that it has to have."""
+    """Return the signal's verdict. Raises ValueError if its shape is wrong."""
     found: Any = signal.observe(evidence, step)
     names, shape = signal.columns, evidence["norm"].shape
     two = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], (tuple, list))
@@ -90,7 +87,7 @@ def judged(signal: Signal, evidence: Evidence, step: int) -> tuple[Tensor, Seque
 
 
 def check_state(state: Any, units: Sequence[Unit], spec: ControlSpec, budget: Budget | None) -> None:
-    """Raises ValueError, one line, for an object that is no state, and for one of other units, paths or settings."""
+    """Raise ValueError, in one line, if `state` is not a state or belongs to other units, paths or settings."""
     if not isinstance(state, Mapping) or "units" not in state:
         raise ValueError("state: is not what a controller's state_dict() returned")
     if list(state["units"]) != [unit.name for unit in units]:

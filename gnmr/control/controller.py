@@ -41,23 +41,23 @@ class Controller:
         units: in a fixed order, the same on every rank; ids must differ. All are put on the low-cost path (on the
             recovery path for a warm-up).
         spec: signal, routing and thresholds.
-        steps: length of the run, if known, for signals that go by it (static_k).
-        seed: of signals that draw.
+        steps: length of the run, if known, for signals that depend on it (static_k).
+        seed: seed of signals that draw random numbers.
         record: names of evidence that each `Decision` shall hold.
-        whole_cost: what recovery of everything costs, in the units' costs, of which `spec.budget` is a share; None: the
-            sum of the units' costs.
-        pinned: the share of it that is always spent.
-        norms: gives (norm (U,) float64, observed (U,) bool) of the step on the device, loss scale included; None: of
-            the gradients of the units' parameters. `gnmr.control.norms` has another one.
-        ranks: the processes that train one model, of which each has a controller; None: this one alone. Norms and
-            evidence are then summed over them, in one collective a step, and all choose the same units.
+        whole_cost: cost of recovering everything, in the units' costs; `spec.budget` is a share of it. None: the sum of
+            the units' costs.
+        pinned: the share of `whole_cost` that is always spent.
+        norms: returns (norm (U,) float64, observed (U,) bool) of the step on the device, loss scale included; None: the
+            norms of the gradients of the units' parameters. `gnmr.control.norms` has another one.
+        ranks: the processes that train one model, each of which has a controller; None: this one alone. Norms and
+            evidence are then summed over them, in one collective per step, and all choose the same units.
 
-    If all observed risks are Inf (a loss scale overflowed, or the loss itself is not finite) and they are more than
-    max_o, set and locks stay as they are. The paper says nothing of such steps, and ranking equal risks by unit order
-    would mean nothing.
+    If all observed risks are Inf and they are more than max_o, the set and the locks stay unchanged. This happens if a
+    loss scale overflowed or the loss itself is not finite. The paper does not define these steps, and ranking equal
+    risks by unit order would be arbitrary.
 
-    Works with no file system, no configuration library and no process group. Raises ValueError if an argument is
-    invalid.
+    The controller needs no file system, no configuration library and no process group. Raises ValueError if an argument
+    is invalid.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Controller:
         self.t = 0
         """Steps observed so far."""
         self.pinned = pinned
-        """The share of all costs that is always spent."""
+        """Share of all costs that is always spent."""
         self.device = units[0].parameters[0].device
         self.hints = Hints(units)
         self._recoverable = np.array([unit.recoverable for unit in units])
@@ -102,7 +102,7 @@ class Controller:
         self._routing, self._keep = Routing(spec, self._recoverable, budget), False
         self._switches = Switches(units, spec)
         self._pending: list[Event] = []
-        self._agreement: Tensor | None = None  # of the step that is being observed
+        self._agreement: Tensor | None = None  # of the current step
         if spec.warmup_steps > 0:
             self._switches.move(self._recoverable, 0, None, self._pending)
         else:
@@ -111,16 +111,16 @@ class Controller:
                     unit.switch(False)
 
     def __repr__(self) -> str:
-        """Return what it is and where it is."""
+        """Return the settings and the current state, for display."""
         return f"<{type(self).__name__} of {len(self.units)} units, {self.described()}; {self.now()}>"
 
     def now(self) -> str:
-        """Return the step and the units in recovery, in words."""
+        """Return the step and the units in recovery, for display."""
         names = self.active
         return f"step {self.t}: {len(names)} in recovery{f': {few(names)}' if names else ''}"
 
     def described(self) -> str:
-        """Return how units are chosen, in words."""
+        """Return how units are chosen, for display."""
         spec = self.spec
         if not any(unit.recoverable for unit in self.units):
             return "static"
@@ -144,14 +144,15 @@ class Controller:
     def calibrate(self, fraction: float = 0.01, steps: int = 100) -> None:
         """Calibrate `trigger` on the next `steps` steps so that `fraction` of all (unit, step) pairs exceed it.
 
-        Published thresholds belong to the batches that they were published for; with small ones they flood max_o. Call
-        it once, before the first step. In these steps nothing is promoted but units whose risk is not finite; the
-        trigger comes from the second half of them. Locks, holds and max_o then make of it what is spent. `state_dict`
-        holds the trigger, or how far the calibration is: `load_state_dict` goes on with either, and a loop that calls
-        `calibrate` in any case calls it before.
+        Published thresholds fit the batches that they were published for; with small batches they fill max_o. Call this
+        once, before the first step. During these steps only units whose risk is not finite are promoted. The trigger
+        comes from the second half of the steps. Locks, holds and max_o then determine what is spent.
 
-        Raises ValueError if there is no threshold (routing="ranked", signals that read no evidence). Waits for nothing
-        that `step` does not wait for.
+        `state_dict` holds the trigger or the progress of the calibration, and `load_state_dict` continues with either.
+        A loop that always calls `calibrate` calls it before loading.
+
+        Raises ValueError if there is no threshold (routing="ranked", signals that read no evidence). Adds no
+        synchronization to `step`.
         """
         if self.spec.ranked:
             raise ValueError("calibrate: routing='ranked' has no threshold, max_o or a budget is what it spends")
@@ -163,12 +164,12 @@ class Controller:
 
     @property
     def calibrating(self) -> tuple[int, int] | None:
-        """(Steps that the calibration has seen, steps that it takes); None if there is none, or it is over."""
+        """(Steps that the calibration has seen, steps that it takes), or None without a running calibration."""
         return self._trigger.progress(self.t)
 
     @property
     def calibrated(self) -> float | None:
-        """The trigger that `calibrate` found; None before it has, and if it found none or was not called."""
+        """The trigger that `calibrate` found; None before it is found, or without a calibration."""
         return self._trigger.found
 
     @property
@@ -177,10 +178,10 @@ class Controller:
         return [name for name, active in zip(self.names, self._switches.active, strict=True) if active]
 
     def micro_step(self, fraction: float | None = None, gradients: Mapping[int, Tensor] | None = None) -> None:
-        """Take note of a micro-batch after its backward pass; needed for signals that need micro_square alone.
+        """Record a micro-batch after its backward pass; needed only for signals that need micro_square.
 
-        `fraction`: the part of the step's loss that this micro-batch is, for all of them or none; None: all are equal.
-        `gradients`: see `MicroNorms.add`.
+        `fraction` is the part of the step's loss that this micro-batch contributes; give it for all micro-batches or
+        for none. None: all contribute equally. `gradients`: see `MicroNorms.add`.
         """
         if self.measured.micro is not None:
             self.measured.micro.add(fraction, gradients)
@@ -188,14 +189,19 @@ class Controller:
     def step(self, grad_scale: float = 1.0, evidence: Evidence | None = None) -> Decision:
         """Observe this step's gradients and route the units for the next one. Waits for the device once.
 
-        Call it after the backward pass of the whole step (all micro-batches) and before clipping. If gradients still
-        carry a loss scale, give it as `grad_scale`. `evidence`: what the signal needs and this controller cannot
-        measure by itself, each (U,) on the units' device (docs/signals.md says of what signals, and how). Raises
-        ValueError if something is missing, unknown or of another shape. Warns, once, of what makes all of it pointless.
+        Call it after the backward pass of the whole step (all micro-batches) and before clipping. To throw a step away,
+        call `discard` instead.
 
-        A step that the loop throws away ends with `discard` in place of this. What a unit's `switch` raises comes
-        through; the step counts then, and the set in force (`active`) is what it had come to: units leave it before
-        others join, so never more than max_o, and the next step goes on from there.
+        If a unit's `switch` raises, the error propagates and the step counts. `active` is then the set that was
+        reached. Units leave before others join, so it never exceeds max_o, and the next step continues from it.
+
+        Args:
+            grad_scale: the loss scale that the gradients still carry.
+            evidence: evidence that the signal needs and this controller cannot measure, each (U,) on the units' device.
+                docs/signals.md says which signals need it, and how to measure it.
+
+        Raises ValueError if evidence is missing, unknown or of another shape. Warns once about each use that makes the
+        controller pointless.
         """
         packet = self.observe(self.measure(grad_scale, evidence))
         decision = self.apply(self.hints.to_host(packet))
@@ -203,13 +209,13 @@ class Controller:
         return decision
 
     def exchange(self, units: list[Unit]) -> None:
-        """Watch other parameters of the same units. Raises ValueError if they are sharded and something reads them."""
+        """Monitor other parameters of these units. Raises ValueError if they are sharded and something reads them."""
         self.measured.exchange(units)
         self.units = units
         self.hints.look(units)
 
     def recost(self, costs: Sequence[float], pinned: float) -> None:
-        """Count other costs of the same units from the next decision on, of which everything together costs 1."""
+        """Use other costs of the same units from the next decision on; recovering everything costs 1."""
         self.units = [replace(unit, cost=cost) for unit, cost in zip(self.units, costs, strict=True)]
         self.pinned = pinned
         if self.spec.budget is not None:
@@ -218,20 +224,19 @@ class Controller:
                 self.signal.context = replace(self.signal.context, spend=tuple(costs))
 
     def discard(self) -> None:
-        """Forget what backward passes brought since the last `step`, and decide nothing.
+        """Forget the backward passes since the last `step`, and decide nothing.
 
-        For passes that are not to count: a batch that is skipped, gradients that are thrown away, a second backward
-        pass of another loss. Call it with `zero_grad()`. Not needed if `step` is called every step.
+        Use it for passes that should not count: a skipped batch, discarded gradients, a second backward pass of another
+        loss. Call it with `zero_grad()`. Not needed if `step` is called every step.
         """
         self.measured.reset()
 
     @torch.no_grad()
     def parts(self, plain: Tensor | None = None) -> dict[str, Tensor]:
-        """Return what this rank has measured of the step, each a term of a sum over ranks (`Ranks.sum`), whose result
-        `measure` takes. Does not wait for the device.
+        """Return this rank's measurements of the step, each a term of a sum over ranks (`Ranks.sum`), for `measure`.
 
-        `plain`: of `UnitNorms.parts`, if the loop takes the norms of the units' gradients itself. Raises ValueError for
-        evidence that is measured in one process alone.
+        Does not wait for the device. `plain`: see `UnitNorms.parts`, if the loop computes the norms of the units'
+        gradients. Raises ValueError if evidence can be measured only in a single process.
         """
         spec, ranks = self.spec, self.ranks
         assert ranks is not None
@@ -245,15 +250,19 @@ class Controller:
         norms: tuple[Tensor, Tensor] | None = None,
         sums: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
-        """Return the evidence of this step, `evidence` that the caller measured included. Does not wait for the device.
+        """Return the evidence of this step, with the caller's `evidence`. Does not wait for the device.
 
-        `norms`: (norm, observed) of the units' gradients if the loop took them together with those of other
-        parameters (`UnitNorms`); without effect if norms are of something else. `sums`: of `parts` over all ranks,
-        if the loop summed them together with numbers of its own; None: they are made here, if there are several.
+        Args:
+            grad_scale: see `step`.
+            evidence: see `step`.
+            norms: (norm, observed) of the units' gradients, if the loop computed them together with other parameters
+                (`UnitNorms`). No effect if the signal reads norms of something else.
+            sums: sums of `parts` over all ranks, if the loop summed them with its own numbers; None: they are computed
+                here if there are several ranks.
         """
         given = dict(evidence or {})
         missing(tuple(given), ())  # refuses unknown names
-        self._check_evidence(given, self.measured.names)  # before anything is read that can be read once
+        self._check_evidence(given, self.measured.names)  # before anything is read that can be read only once
         self.measured.check_call(grad_scale)
         if sums is None and self.measured.together:
             assert self.ranks is not None
@@ -263,7 +272,7 @@ class Controller:
         return self.measured.read(grad_scale, norms, sums) | given
 
     def _check_evidence(self, evidence: Evidence, more: Iterable[str] = ()) -> None:
-        """Raises ValueError for evidence that neither this nor `more` has, and for another shape."""
+        """Raise ValueError if evidence has a wrong shape, or a name that neither this controller nor `more` knows."""
         if lacking := missing(self.needs, (*evidence, *more)):
             raise ValueError(f"{type(self.signal).__name__} needs {', '.join(lacking)}: hand it to step(evidence=...)")
         for name, values in evidence.items():
@@ -271,27 +280,29 @@ class Controller:
                 raise ValueError(f"evidence {name}: has shape {tuple(values.shape)}, not ({len(self.units)},)")
 
     def reads_next(self) -> bool:
-        """Return True if anybody looks at the paths' evidence of the coming step; if not, nobody has to measure it."""
+        """Return True if the paths' evidence of the coming step is read; otherwise it need not be measured."""
         reads = getattr(self.signal, "reads", None)
         return bool(set(self.record) & {*PATH_EVIDENCE, *PRICE_EVIDENCE}) or reads is None or reads(self.t + 1)
 
     def mark(self) -> tuple[int, Mapping[str, Tensor]]:
-        """Return what `observe` changes, for `undo`. Copies nothing of our signals; does not wait."""
+        """Return the state that `observe` changes, for `undo`. Copies nothing of our signals; does not wait."""
         state = self.signal.state_dict()
         signal = state if isinstance(self.signal, SignalBase) else deepcopy(state)
         return self.t, signal
 
     def undo(self, mark: tuple[int, Mapping[str, Tensor]]) -> None:
-        """Take back an `observe` whose packet was not applied: the step begins again."""
+        """Undo an `observe` whose packet was not applied: the step begins again."""
         self.t, signal = mark
         self.signal.load_state_dict(dict(signal))
 
     def promote(self, names: Iterable[str]) -> bool:
-        """Put these units on the recovery path at once, between two steps, in the places of the least risky ones.
+        """Put these units on the recovery path immediately, between two steps, replacing the least risky ones.
 
-        Returns False, and changes nothing, if they are more than max_o or the budget allow, or one has no recovery
-        path. They are locked like any unit that was over its threshold; the events (cause "retry") come with the next
-        decision. Raises KeyError for a name that is no unit's.
+        They are locked like any unit over its threshold. Their events (cause "retry") come with the next decision.
+        Raises KeyError if a name is not a unit's.
+
+        Returns:
+            False, with nothing changed, if they exceed max_o or the budget, or one has no recovery path.
         """
         places = {name: i for i, name in enumerate(self.names)}
         wanted = np.zeros(len(self.units), dtype=bool)
@@ -305,18 +316,21 @@ class Controller:
 
     @torch.no_grad()
     def observe(self, evidence: Evidence, keep: bool = False) -> HostPacket:
-        """Return what `apply` chooses from, (U,) each, as a packet for the host. Does not wait for the device.
+        """Return the inputs of `apply`, (U,) each, as a packet for the host. Does not wait for the device.
 
-        For loops that send other numbers to the host in the same transfer (`HostPacket.add`), for replay and for
-        foreign norms; hand `to_host()` of it to `apply`. `evidence`: norm (U,) float64, observed (U,) bool and what
-        `needs` names. `keep`: set and locks stay as they are, whatever the risks (no unit is to blame).
+        Loops use this to send other numbers to the host in the same transfer (`HostPacket.add`), for replay, and for
+        norms of other sources. Pass the packet's `to_host()` to `apply`.
+
+        Args:
+            evidence: norm (U,) float64, observed (U,) bool and the evidence in `needs`.
+            keep: leave set and locks unchanged, whatever the risks (no unit is to blame).
         """
         self._check_evidence(evidence)
         evidence = without_zeros(evidence)
         norm, observed = evidence["norm"], evidence["observed"]
         risk, columns = judged(self.signal, evidence, self.t + 1)
         if not all_finite(risk := risk.double()):
-            risk = torch.where(risk.isnan(), torch.inf, risk)  # a risk that is no number
+            risk = torch.where(risk.isnan(), torch.inf, risk)  # a NaN risk counts as Inf
         self._keep = keep
         self.t += 1
         agreement = {} if self._agreement is None else {"agreement": self._agreement}
@@ -328,10 +342,11 @@ class Controller:
         )
 
     def apply(self, host: Mapping[str, np.ndarray]) -> Decision:
-        """Choose the units (`gnmr.control.policy`) and switch them; `host` holds the arrays of the packet of `observe`,
-        and may hold others.
+        """Choose the units (`gnmr.control.policy`) and switch them.
 
-        Raises what `Ranks.check` does, and switches nothing, if ranks disagree."""
+        `host` holds the arrays of the packet of `observe`, and may hold others. If ranks disagree, raises the error of
+        `Ranks.check` and switches nothing.
+        """
         self._agreement = None
         if self.ranks is not None and "agreement" in host:
             self.ranks.check(host["agreement"], self.t)
@@ -360,8 +375,11 @@ class Controller:
         return decision
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that the next decision depends on: step count, active set, locks and the signal's history,
-        and a trigger that was calibrated, or what it is being calibrated from."""
+        """Return everything that the next decision depends on.
+
+        This is the step count, the active set, the locks, the signal's history, and the trigger or the state of its
+        calibration.
+        """
         return self._trigger.state_dict() | {
             "units": list(self.names),
             "t": self.t,
@@ -371,7 +389,7 @@ class Controller:
         }
 
     def check_state(self, state: Any) -> None:
-        """Raises ValueError, one line, for an object that is no state, and for one of other units or settings."""
+        """Raise ValueError, in one line, if `state` is not a state or belongs to other units or settings."""
         check_state(state, self.units, self.spec, self._routing.budget)
         self._trigger.check_state(state)
         if isinstance(self.signal, SignalBase) and type(self.signal).load_state_dict is SignalBase.load_state_dict:
@@ -380,9 +398,8 @@ class Controller:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state and put every unit on the path it had.
 
-        Raises ValueError if it belongs to other units or settings (more of them on the recovery path than max_o
-        allows), is damaged, or is no state at all. Everything stays as it was then, and if a switch or the signal
-        itself raises.
+        Raises ValueError if the state is damaged, is not a state, or belongs to other units or settings, such as a
+        smaller max_o than its active set. After this error, or one from a switch or the signal, nothing has changed.
         """
         self.check_state(state)
         active = state["active"].cpu().numpy().astype(bool)

@@ -1,4 +1,4 @@
-"""What a controller chose in a step, which units it moved, and why."""
+"""The decision of a step: which units the controller chose and moved, and why."""
 
 from __future__ import annotations
 
@@ -18,36 +18,40 @@ class Event:
     """A unit was put on the recovery path or taken off it."""
 
     step: int
-    """Step whose norms led to it; in force from the next step on. 0: in force from the start."""
+    """Step whose norms led to the event, which is in force from the next step on; 0: in force from the start."""
     unit: str
     event: str
     """promote or release."""
     cause: str
-    """promote: the name of the signal's column that was highest over its threshold (risk, if none has one), rank (one
-    of the largest risks of a ranked signal, under its threshold), nonfinite, retry (`Controller.promote`: in force in
-    this very step) or warmup;
-    release: lock (it ran out), max_o (riskier units took the places), budget (they took what may be spent) or warmup
-    (it ended)."""
+    """Cause of the event.
+
+    promote: the name of the signal's column that was highest over its threshold (risk, if none has one), rank (one of
+    the largest risks of a ranked signal, below its threshold), nonfinite, retry (`Controller.promote`: in force in this
+    step) or warmup.
+
+    release: lock (it expired), max_o (riskier units took the places), budget (they took the rest of the budget) or
+    warmup (it ended).
+    """
     risk: float | None
-    """R of the unit at that step, None where it has none."""
+    """R of the unit at that step, or None."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What the controller saw in one step and what it chose from it; host arrays over the U units, in unit order."""
+    """What the controller saw in one step and chose from it; host arrays over the U units, in unit order."""
 
     step: int
     units: list[str]
     norm: np.ndarray
     """(U,) float64, gradient norm."""
     observed: np.ndarray
-    """(U,) bool, the unit had a gradient."""
+    """(U,) bool: whether the unit had a gradient."""
     evidence: dict[str, np.ndarray]
     """(U,) float64 each: the evidence that `Controller(record=...)` asked for."""
     columns: dict[str, np.ndarray]
     """(U,) float64 each: the statistics behind the risk."""
     risk: np.ndarray
-    """(U,) float64."""
+    """(U,) float64, R."""
     candidate: np.ndarray
     """(U,) bool, C_t."""
     in_force: np.ndarray
@@ -57,17 +61,17 @@ class Decision:
     lock: np.ndarray
     """(U,) int64, locks after this step."""
     rank: np.ndarray
-    """(U,) int64, place by risk among the candidates, 0 the riskiest."""
+    """(U,) int64, rank by risk among the candidates; 0 is the riskiest."""
     thresholds: tuple[float | None, ...]
     """Threshold of each column in this step, `trigger` included."""
     events: list[Event]
     trigger: float = 1.0
-    """A unit is over its threshold where its risk is above it; 0 where max_o is always filled."""
+    """A unit is over its threshold if its risk exceeds this value; 0 if max_o is always filled."""
 
     def __repr__(self) -> str:
-        """Who is in recovery next and who is riskiest; a decision's arrays fill screens.
+        """Return who is in recovery next and who is riskiest; the complete arrays would fill screens.
 
-        Candidates of which none is over its threshold are locked: they were, in a step before.
+        Candidates are called locked if none exceeds its threshold, because one did in an earlier step.
         """
         next_ones = f": {few(self.by_risk(self.active))}" if self.active.any() else ""
         told = f"step {self.step}: {_count(self.active)} of {len(self.units)} units in recovery next{next_ones}"
@@ -79,10 +83,11 @@ class Decision:
         return f"<Decision of {told}, {_count(self.candidate)} {kind}{riskiest}>"
 
     def metrics(self) -> dict[str, float]:
-        """The step in a few numbers, for whatever a loop logs to: `wandb.log(decision.metrics())`.
+        """Return the step as a few numbers for any logger: `wandb.log(decision.metrics())`.
 
-        Units in recovery during this step and in the next one, candidates, promotions and releases, the largest finite
-        risk (NaN without one), the norm of all units' gradients and how many units are over each column's threshold.
+        The numbers are the units in recovery during this step and the next, candidates, promotions, releases, the
+        largest finite risk (NaN without one), the norm of all units' gradients, and how many units exceed each column's
+        threshold.
         """
         known = self.risk[self.observed & np.isfinite(self.risk)]
         found = {
@@ -98,12 +103,12 @@ class Decision:
         return {f"gnmr/{name}": float(value) for name, value in found.items()}
 
     def by_risk(self, chosen: np.ndarray) -> list[str]:
-        """Ids of the `chosen` units ((U,) bool), largest risk first."""
+        """Return the ids of the `chosen` units ((U,) bool), largest risk first."""
         places = np.flatnonzero(chosen)
         return [self.units[i] for i in places[np.argsort(self.rank[places], kind="stable")]]
 
     def over(self, column: str) -> int:
-        """How many observed units exceed this column's threshold; NaN counts as over."""
+        """Return how many observed units exceed this column's threshold; NaN counts as over."""
         threshold = self.thresholds[list(self.columns).index(column)]
         if threshold is None:
             return 0
@@ -115,7 +120,7 @@ def _count(flags: np.ndarray) -> int:
 
 
 def few(names: Sequence[str], most: int = 3) -> str:
-    """The first names, and dots where there are more."""
+    """Return the first names, followed by dots if there are more."""
     return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
@@ -123,17 +128,17 @@ class Switches:
     """The units' switches, and which of them are on the recovery path."""
 
     def __init__(self, units: Sequence[Unit], spec: ControlSpec) -> None:
-        # Of the units their switches alone: parameters may be exchanged, and are then let go.
+        # Keep only the switches of the units: their parameters may be exchanged and are then released.
         self._names, self._switches = [unit.name for unit in units], [unit.switch for unit in units]
         self._spec = spec
         self.active = np.zeros(len(units), dtype=bool)
-        """(U,) bool: units on the recovery path now. Never written: decisions hold the one before."""
+        """(U,) bool: units on the recovery path now. Never modified in place: decisions hold the previous array."""
 
     def move(self, active: np.ndarray, step: int, decision: Decision | None, events: list[Event]) -> None:
-        """Move the units that change, those first that leave, and add the events, in unit order.
+        """Move the units that change, leaving units first, and add the events in unit order.
 
-        `decision`: what led to it; None: a warm-up, or a retry, whose causes the caller knows. What a switch raises
-        comes through; `active` and `events` then are what was done.
+        `decision` is the decision behind it; None: a warm-up or a retry, whose causes the caller knows. If a switch
+        raises, the error propagates, and `active` and `events` reflect the completed moves.
         """
         changed: list[int] = np.flatnonzero(active != self.active).tolist()
         self.active = self.active.copy()
@@ -151,7 +156,7 @@ class Switches:
             events.extend(moved[index] for index in sorted(moved))
 
     def put(self, active: np.ndarray) -> None:
-        """Put every unit on the path of a checkpoint; they are as they were if a switch raises."""
+        """Put every unit on the path of a checkpoint; if a switch raises, the units keep their paths."""
         switched = []
         try:
             for switch, on, was in zip(self._switches, active, self.active, strict=True):
@@ -166,7 +171,7 @@ class Switches:
         self.active = active
 
     def full(self, active: np.ndarray) -> str:
-        """Return the cause of a release into whose place another unit came."""
+        """Return the cause of a release whose place another unit took."""
         return "max_o" if self._spec.budget is None or int(active.sum()) >= self._spec.max_o else "budget"
 
     def _cause(self, index: int, promoted: bool, step: int, decision: Decision | None) -> str:

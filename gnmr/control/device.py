@@ -1,4 +1,4 @@
-"""Numbers between host and device: small tensors go up without waiting, a step's numbers come down in one transfer."""
+"""Transfers between host and device: small uploads do not wait, and a step's numbers come in one download."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 _OWN = {torch.bool: np.bool_, torch.int64: np.int64}
-"""Kinds of numbers that arrive on the host as they left the device."""
+"""Dtypes that arrive on the host unchanged."""
 
 
 def to_device(here: Tensor, device: torch.device) -> Tensor:
-    """Return the host's tensor on the device without waiting for it; a copy from pageable memory may wait."""
+    """Copy a host tensor to the device without waiting; a copy from pageable memory may wait."""
     return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here.to(device)
 
 
@@ -25,22 +25,24 @@ def flags(values: Sequence[bool], device: torch.device) -> Tensor:
 
 
 def waits_for_nothing(x: Tensor) -> bool:
-    """Return True if its numbers may be looked at: on CPUs, where they are there already."""
+    """Return True if inspecting the values of `x` waits for nothing, because it is on a CPU."""
     return x.device.type == "cpu"
 
 
 def all_finite(x: Tensor) -> bool:
-    """Return True if every number (float64, its square within float64's range) is known to be finite without waiting.
-    It saves most steps a selection."""
+    """Return True if all numbers are known to be finite without waiting.
+
+    `x` is float64, and its squares must stay in float64's range. A True saves a selection in most steps.
+    """
     if x.dtype != torch.float64 or not waits_for_nothing(x):
         return False
     here = x.detach().numpy()
-    return bool(here @ here < math.inf)  # one call; NaN is not below
+    return bool(here @ here < math.inf)  # one call; a comparison with NaN is False
 
 
 @dataclass(frozen=True)
 class HostPacket:
-    """Tensors of one device, packed as float64: whole numbers up to 2^53 arrive exactly."""
+    """Tensors of one device, packed as float64; integers up to 2^53 arrive exactly."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
@@ -52,8 +54,7 @@ class HostPacket:
 
     @torch.no_grad()
     def to_host(self) -> dict[str, np.ndarray]:
-        """Return copies of the numbers on the host, each array in its tensor's shape: flags as bool, int64 as int64,
-        all others as float64. Waits for the device once."""
+        """Return copies on the host; bool and int64 keep their dtype, others become float64. Waits once."""
         if all(map(waits_for_nothing, self.tensors.values())):
             return {name: _kept(tensor).numpy().copy() for name, tensor in self.tensors.items()}
         host = torch.cat([tensor.reshape(-1).to(torch.float64) for tensor in self.tensors.values()]).cpu().numpy()

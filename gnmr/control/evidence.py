@@ -1,7 +1,7 @@
-"""What a step can show of its units besides their gradient norms; a signal names what it needs, and only that is made.
+"""Evidence of a step besides the units' gradient norms; only what a signal needs is measured.
 
-Evidence of one step is a mapping from name to a tensor over the U units, (U,) float64 on their device; `observed` is
-bool. Nothing here waits for the device.
+The evidence of one step maps names to tensors over the U units, (U,) float64 on their device; `observed` is bool.
+Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ EVIDENCE: dict[str, str] = {
     "true_gap": "squared distance of the gradients of both paths, run on the same batch",
 }
 PATH_EVIDENCE = ("gap_low", "gap_recovery", "mse", "input_std")
-"""What the paths themselves measure; of the low-cost path, whichever path the unit ran on."""
+"""Measured by the paths themselves, for the low-cost path, whichever path the unit ran on."""
 PRICE_EVIDENCE = (
     "price",
     *(f"price_{gemm}{path}" for path in ("", "_recovery") for gemm in ("fprop", "dgrad", "wgrad")),
 )
-"""What price meters measure of the paths; of both, whichever path the unit ran on."""
+"""Measured by price meters for both paths, whichever path the unit ran on."""
 
 
 def missing(needs: Sequence[str], given: Sequence[str]) -> list[str]:
-    """The needs that are not given. ValueError for a name that is no evidence at all."""
+    """Return the needs that are not given. Raises ValueError if a name is not evidence."""
     for name in needs:
         if name not in EVIDENCE:
             raise ValueError(f"evidence {name!r} is not known: use one of {', '.join(EVIDENCE)}")
@@ -57,11 +57,11 @@ def missing(needs: Sequence[str], given: Sequence[str]) -> list[str]:
 
 
 def without_zeros(evidence: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return the evidence in which a unit whose gradient is exactly 0 is a unit without a gradient.
+    """Return the evidence with every unit whose gradient is exactly 0 marked as unobserved.
 
-    Whether a module that did not run leaves zeros or None depends on `zero_grad(set_to_none=...)`, on empty batches,
-    masked labels and on how processes reduce, and says nothing of the unit. What was measured of it in passing is 0 as
-    well; `weight_std` is measured without a gradient. Does not wait for the device.
+    A module that did not run leaves zeros or None, depending on `zero_grad(set_to_none=...)`, empty batches, masked
+    labels and the reduction over processes. The difference carries no information about the unit. Evidence measured
+    during its passes becomes 0 as well; `weight_std` is measured without a gradient. Does not wait for the device.
     """
     norm, observed = evidence["norm"], evidence["observed"]
     if waits_for_nothing(norm) and norm.detach().numpy().all():
@@ -74,7 +74,6 @@ def without_zeros(evidence: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
 
 def _own(parameter: nn.Parameter | Slice, gradients: Mapping[int, Tensor]) -> Tensor | None:
-    """What `gradients` has by the parameter's id."""
     if not isinstance(parameter, Slice):
         return gradients.get(id(parameter))
     whole = gradients.get(id(parameter.parameter))
@@ -82,7 +81,7 @@ def _own(parameter: nn.Parameter | Slice, gradients: Mapping[int, Tensor]) -> Te
 
 
 class MicroNorms:
-    """Squared gradient norms of single micro-batches, from gradients that accumulate. Keeps one copy of them."""
+    """Squared gradient norms of single micro-batches, from gradients that accumulate. Keeps one copy of these."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._distinct = Distinct(unit.parameters for unit in units)
@@ -94,9 +93,13 @@ class MicroNorms:
 
     @torch.no_grad()
     def add(self, fraction: float | None = None, gradients: Mapping[int, Tensor] | None = None) -> None:
-        """Call it after each micro-batch's backward pass. `fraction`: the part of the step's mean loss that it ran on;
-        None: as much as the others. `gradients`: this process's own by the parameter's id, where what the parameters
-        have by now is the mean of several processes."""
+        """Record a micro-batch; call it after each micro-batch's backward pass.
+
+        Args:
+            fraction: the part of the step's mean loss that the micro-batch contributes; None: equal parts.
+            gradients: this process's own gradients by parameter id, if the parameters already hold the mean over
+                processes.
+        """
         squares = []
         for group, before in zip(self._groups, self._before, strict=True):
             square = torch.zeros((), dtype=torch.float64, device=group[0].device)
@@ -115,15 +118,17 @@ class MicroNorms:
         self.count += 1
 
     def parts(self) -> Tensor:
-        """(U + 1,): what this process adds to the sum of all, and its number of micro-batches; a new step begins. All
-        were added with their `fraction`."""
+        """Return (U + 1,): this process's terms of the sum, and its number of micro-batches; start a new step.
+
+        All micro-batches must have been added with their `fraction`.
+        """
         total, count = self._sum, float(self.count)
         assert total is not None and self._weighted
         self.reset()
         return torch.cat([self._distinct.of_each(total), torch.full_like(total[:1], count)])
 
     def take(self) -> Tensor:
-        """(U,): the step's mean, and a new step begins. ValueError where fewer than two micro-batches were added."""
+        """Return the step's mean (U,) and start a new step. Raises ValueError after fewer than two micro-batches."""
         count, total = self.count, self._sum
         self.reset()
         if count < 2 or total is None:
@@ -135,18 +140,18 @@ class MicroNorms:
         return self._distinct.of_each(total / count if self._weighted else total * count)
 
     def reset(self) -> None:
-        """Forgets the micro-batches since the last `take`."""
+        """Forget the micro-batches since the last `take`."""
         self._before = [[None] * len(group) for group in self._groups]
         self._sum, self.count = None, 0
 
 
 def of_shards(groups: Sequence[Sequence[Tensor | Slice]], ranks: Ranks | None) -> Ranks | None:
-    """`ranks` where they hold parts of these parameters."""
+    """Return `ranks` if they hold parts of these parameters, else None."""
     return ranks if ranks is not None and any(ranks.is_sharded(p) for group in groups for p in group) else None
 
 
 def part_of(x: Tensor, of: Tensor | Slice, ranks: Ranks | None) -> Tensor:
-    """What this rank adds of `x`, a tensor of the parameter `of`: its part, nothing where another adds the same one."""
+    """Return this rank's term in a sum of `x`, a tensor of the parameter `of`; zero if another rank adds the same."""
     if ranks is None:
         return x
     own = ranks.local(x)
@@ -154,15 +159,15 @@ def part_of(x: Tensor, of: Tensor | Slice, ranks: Ranks | None) -> Tensor:
 
 
 def summed(values: Tensor, ranks: Ranks | None) -> Tensor:
-    """Over ranks: one collective."""
+    """Return the sum of `values` over ranks: one collective."""
     return values if ranks is None else ranks.sum({"values": values})["values"]
 
 
 @torch.no_grad()
 def weight_std(units: Sequence[Unit], ranks: Ranks | None = None) -> Tensor:
-    """(U,): standard deviation of each unit's weights (its parameters of two or more dimensions, else all).
+    """Return the standard deviation (U,) of each unit's weights: its parameters of at least two dimensions, else all.
 
-    `ranks`: those that may hold parts of them; sums and squares go over ranks then, in a collective of their own.
+    If `ranks` hold parts of the weights, sums and squares are reduced over ranks in a separate collective.
     """
     distinct = Distinct(unit.parameters for unit in units)
     weights = [[p for p in group if p.ndim >= 2] or list(group) for group in distinct.groups]
@@ -179,7 +184,7 @@ def weight_std(units: Sequence[Unit], ranks: Ranks | None = None) -> Tensor:
 
 
 class Source(Protocol):
-    """Measures evidence of a step that is not made of the units' parameters."""
+    """Measures evidence of a step that does not come from the units' parameters."""
 
     @property
     def names(self) -> Collection[str]:
@@ -189,10 +194,10 @@ class Source(Protocol):
         """Return this rank's terms of sums over ranks."""
 
     def read(self, grad_scale: float, sums: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-        """Return the step's evidence, (U,) each, from the sums of `parts`, if there are several ranks. Begins anew."""
+        """Return the step's evidence, (U,) each, from the sums of `parts` over several ranks; start a new step."""
 
     def reset(self) -> None:
-        """Forget what was measured of the step."""
+        """Forget the measurements of the step."""
 
 
 class Measured:
@@ -205,7 +210,7 @@ class Measured:
         norms: Callable[[], tuple[Tensor, Tensor]] | None,
         ranks: Ranks | None,
     ) -> None:
-        """`norms`, `ranks`: see `Controller`."""
+        """Prepare the measurements; for `norms` and `ranks` see `Controller`."""
         self.ranks, self.sources, self._units = ranks, list[Source](), units
         self._needs, self._device = needs, units[0].parameters[0].device
         self.norms = UnitNorms([unit.parameters for unit in units], ranks) if norms is None else norms
@@ -224,7 +229,7 @@ class Measured:
         return found.union(*(source.names for source in self.sources))
 
     def exchange(self, units: Sequence[Unit]) -> None:
-        """Watch other parameters of the same units. Raises ValueError if something is read of sharded ones."""
+        """Monitor other parameters of the same units. Raises ValueError if something is read of sharded ones."""
         of_parameters = isinstance(self.norms, UnitNorms)
         if of_parameters or "weight_std" in self._needs:
             self.check_ranks(units)
@@ -235,7 +240,7 @@ class Measured:
             self.micro = MicroNorms(units)
 
     def check_ranks(self, units: Sequence[Unit] = ()) -> None:
-        """Raises ValueError if ranks could choose different units: each decides for itself, from equal sums."""
+        """Raise ValueError if ranks could choose different units, although each decides from equal sums."""
         ranks = self.ranks
         sharded = [unit.name for unit in units if any(hasattr(p, "device_mesh") for p in unit.parameters)]
         if sharded and ranks is None:
@@ -258,10 +263,10 @@ class Measured:
             )
 
     def parts(self, plain: Tensor | None, agreement: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Return this rank's terms of sums over ranks; see `Controller.parts`. `agreement`: of `Ranks`."""
+        """Return this rank's terms of sums over ranks; see `Controller.parts` and `Ranks.agreement`."""
         ranks = self.ranks
         assert ranks is not None, "one process has no parts"
-        self.check_ranks()  # there may have been fewer when it was made
+        self.check_ranks()  # earlier there may have been fewer ranks
         found: dict[str, Tensor] = {}
         if isinstance(self.norms, OutputGradients):
             square, observed = self.norms.parts()
@@ -301,13 +306,13 @@ class Measured:
         return found
 
     def reset(self) -> None:
-        """Forget what backward passes brought since the last `read`."""
+        """Forget the backward passes since the last `read`."""
         for one in (self.micro, self.norms, *self.sources):
             if callable(reset := getattr(one, "reset", None)):
                 reset()
 
     def check_call(self, grad_scale: float) -> None:
-        """Raises ValueError if `grad_scale` is no scale, or the model has moved to another device."""
+        """Raise ValueError if `grad_scale` is not a valid scale, or if the model has moved to another device."""
         number = isinstance(grad_scale, (int, float)) and not isinstance(grad_scale, bool)
         if not (number and 0 < grad_scale < math.inf):
             raise ValueError(

@@ -1,16 +1,16 @@
-"""What a loop should know of how it calls `step`, each said once.
+"""Warnings about how a loop calls `step`, each given once.
 
     zeros   all gradients are 0, and no unit has had another one yet    step() after zero_grad(set_to_none=False)
-    left    gradients of the step before were still there               no zero_grad() between two steps
-    twice   no backward pass came since the last step                   step() twice after one backward pass
+    left    gradients of the previous step were still there             no zero_grad() between two steps
+    twice   no backward pass since the last step                        step() twice after one backward pass
     idle    half of the units never have a gradient, or a unit that     a part of the model that the loss does not
             had one has none in some step                               depend on; experts may be idle
     never   the use of a model ended, and nothing was ever routed       no step() at all, or a calibration that is
                                                                         longer than the training
 
-What tells `left` and `twice` are hooks on one parameter a unit, which stay for the first backward pass after each of
-the first steps alone. Nothing here waits for the device: norms of gradients that were left go to the host with the
-step's other numbers.
+Hooks on one parameter per unit detect `left` and `twice`. They exist only until the first backward pass after each of
+the first steps. Nothing here waits for the device: norms of left-over gradients go to the host with the step's other
+numbers.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from gnmr.control.unit import Slice, Unit
 from gnmr.errors import users_level
 
 _STEPS = 10
-"""For how many steps hooks look at gradients."""
+"""Number of steps in which hooks check gradients."""
 _SEEN = 3
 """Steps after which a unit that never had a gradient counts as one without."""
 
 
 class Hints:
-    """Looks at the steps of one controller."""
+    """Checks the steps of one controller."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._ever = np.zeros(len(units), dtype=bool)
@@ -47,11 +47,11 @@ class Hints:
         self._norms = np.zeros(0)
         self._steps = self._armed = 0
         self._handles: dict[str, tuple[RemovableHandle, RemovableHandle]] = {}
-        """Of the parameters that no backward pass has reached since `watch`, by their units' names."""
+        """Hooks by unit name, for parameters that no backward pass has reached since `watch`."""
         self._left: dict[str, Tensor] = {}
-        """Norms of the gradients that were there when the first backward pass began."""
+        """Norms of the gradients that existed when the first backward pass began."""
         self.trained = False
-        """A backward pass came, in any step."""
+        """Whether there was a backward pass in any step."""
         self._stepped = False
         self._calibrating: tuple[int, int] | None = None
         """(steps taken, steps wanted) of a calibration that is not over."""
@@ -59,32 +59,33 @@ class Hints:
         self.look(units)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of pickle and deepcopy: copies of parameters have no hooks."""
+        """Return the state for pickle and deepcopy: copies of parameters have no hooks."""
         return {**self.__dict__, "_handles": {}, "_left": {}, "_end": None}
 
     def look(self, units: Sequence[Unit]) -> None:
-        """Takes the units' parameters as they are now."""
+        """Use the units' current parameters."""
         self.release()
         trained = [[p for p in unit.parameters if p.requires_grad] for unit in units]
         self._first = {unit.name: own[0] for unit, own in zip(units, trained, strict=True) if own}
         expected = [bool(own) and "expert" not in unit.name for unit, own in zip(units, trained, strict=True)]
         self._expected = np.array(expected, dtype=bool)
-        """Which units are to have a gradient in every step."""
+        """Units that are expected to have a gradient in every step."""
 
     def watch(self, others: Iterable[tuple[str, nn.Parameter]] = ()) -> None:
-        """Sets the hooks for the next backward pass: on the first of the `others` where no unit is trained."""
+        """Set the hooks for the next backward pass; if no unit is trained, on the first trained of the `others`."""
         self.release()
         self._first = self._first or dict([(name, p) for name, p in others if p.requires_grad][:1])
         if self._armed > _STEPS:
             return
         self._armed += 1
         for name, parameter in self._first.items():
-            if parameter.requires_grad and not hasattr(parameter, "device_mesh"):  # FSDP2 has gradients of others
+            # FSDP2 gives gradients to other tensors
+            if parameter.requires_grad and not hasattr(parameter, "device_mesh"):
                 before = parameter.register_hook(partial(self._before, name, parameter))
                 self._handles[name] = before, parameter.register_post_accumulate_grad_hook(partial(self._after, name))
 
     def to_host(self, packet: HostPacket) -> dict[str, np.ndarray]:
-        """Return the packet on the host, with norms of the gradients that were there before the backward passes."""
+        """Return the packet on the host, with norms of the gradients that existed before the backward passes."""
         device = packet.tensors["norm"].device
         norms = [norm.to(device, torch.float64) for name, norm in self._left.items() if name not in self._handles]
         packet.add("left", torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float64, device=device))
@@ -93,7 +94,7 @@ class Hints:
         return host
 
     def say(self, decision: Decision, calibrating: tuple[int, int] | None = None) -> None:
-        """Warn of what there is to say of a step after `to_host`, each once."""
+        """Give the warnings of a step after `to_host`, each once."""
         self._stepped, self._calibrating = True, calibrating
         new = self._of(decision)
         self._told |= new.keys()
@@ -125,7 +126,7 @@ class Hints:
         )
 
     def _twice(self, decision: Decision) -> str:
-        # Gradients that are set by hand fire no hooks: then nothing is known.
+        # Gradients that are set by hand fire no hooks, so nothing is known.
         unreached = bool(self._handles) and self._handles.keys() == self._first.keys()
         if not (unreached and self.trained and decision.observed.any()):
             return ""
@@ -156,13 +157,16 @@ class Hints:
         )
 
     def watch_use(self, model: nn.Module, low: str) -> None:
-        """Warn, once, if nothing was routed by the time that the use of `model` ends: by `end_use`, with the model, or
-        with the process. `low` names the path that the model stays on if nobody calls `step`."""
+        """Warn once if nothing was routed by the end of the use of `model`.
+
+        The use ends at `end_use`, with the model, or with the process. `low` names the path that the model stays on if
+        nobody calls `step`.
+        """
         self.watch(model.named_parameters())
         self._end = weakref.finalize(model, self._say_at_end, low)
 
     def end_use(self) -> None:
-        """End the use that `watch_use` began, if there is any."""
+        """End the use that `watch_use` began, if any."""
         if self._end is not None:
             self._end()
 
@@ -183,7 +187,7 @@ class Hints:
             warnings.warn(text, stacklevel=users_level())
 
     def release(self) -> None:
-        """Takes the hooks off and forgets what they found."""
+        """Remove the hooks and forget their findings."""
         for handles in self._handles.values():
             for handle in handles:
                 handle.remove()
@@ -191,7 +195,7 @@ class Hints:
 
     @torch.no_grad()
     def _before(self, name: str, parameter: nn.Parameter | Slice, _gradient: Tensor) -> None:
-        """Before a gradient is added; `torch.autograd.grad` calls it too, but not `_after`."""
+        """Run before a gradient is added; `torch.autograd.grad` triggers it too, but not `_after`."""
         gradient = parameter.grad
         if gradient is None or gradient.is_sparse:
             self._left.pop(name, None)
@@ -199,7 +203,6 @@ class Hints:
             self._left[name] = torch.linalg.vector_norm(gradient)
 
     def _after(self, name: str, _parameter: Tensor) -> None:
-        """After it was."""
         self.trained = True
         for handle in self._handles.pop(name, ()):
             handle.remove()

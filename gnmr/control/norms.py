@@ -1,18 +1,18 @@
-"""What a unit's norm n[b,t] is the norm of, all tensors in one batched call, on the device and without waiting for it.
+"""The norm n[b,t] of a unit: all tensors in one batched call, on the device and without waiting for it.
 
     parameters   the gradient of the unit's own parameters: those of its operators (section 2, theta_b)
     adapter      the gradient of the trainable parameters below the unit's name
-    input_grad   the gradient of the loss with respect to the unit's output: what enters it in backward
+    input_grad   the gradient of the loss with respect to the unit's output: the input of its backward pass
 
-The paper fine-tunes LoRA matrices on a frozen base (5.3), and does not say what it takes the norm of there. The
-operators whose precision is routed have no weight gradient then; what is trained of a layer are the adapters in it, so
-that setting needs `adapter`. `input_grad` needs nothing trainable in the unit, only something trainable before it:
-parts of a model that are fine-tuned in full while others are frozen, INT8 layers without adapters. It sees the backward
-signal alone, and nothing of the unit's own input.
+The paper fine-tunes LoRA matrices on a frozen base (5.3) and does not say which norm it takes there. The routed
+operators then have no weight gradient. The trained parameters of a layer are its adapters, so this setting needs
+`adapter`. `input_grad` needs nothing trainable in the unit, only something trainable before it. Examples are models
+that are partly frozen and partly fine-tuned in full, and INT8 layers without adapters. It sees only the backward
+signal, not the unit's own input.
 
-An adapter hangs around a frozen linear: peft calls that linear `base_layer` and puts it below a module of the linear's
-former name. A unit `...q_proj.base_layer` is therefore watched at `...q_proj`, whose output is the linear's and the
-adapter's sum; the gradient is the same for both terms.
+An adapter wraps a frozen linear: peft calls that linear `base_layer` and puts it below a module with the linear's
+former name. A unit `...q_proj.base_layer` is therefore monitored at `...q_proj`, whose output is the sum of the linear
+and the adapter. The gradient is the same for both terms.
 """
 
 from __future__ import annotations
@@ -33,21 +33,20 @@ from gnmr.errors import users_level
 
 
 def gradient_norms(parameters: Sequence[nn.Parameter | Slice]) -> Tensor:
-    """2-norm of each parameter's gradient, (P,) float64; accumulated in float32 (float64 if
-    there are float64 gradients); 0 where there is no gradient.
+    """Return the 2-norm of each parameter's gradient, (P,) float64; 0 without a gradient.
 
-    NaN and Inf pass through; squares that leave float32 show as norm Inf (elements above about 1e19) or 0 (below about
-    1e-23). Does not wait for the device.
+    Norms accumulate in float32, or in float64 if there are float64 gradients. NaN and Inf pass through. Squares outside
+    of float32's range give a norm of Inf (elements above about 1e19) or 0 (below about 1e-23). Does not wait for the
+    device.
     """
     return _norms_of([p.grad for p in parameters], parameters[0].device)
 
 
 def _norms_of(gradients: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """`gradient_norms` of these gradients."""
     there = [gradient for gradient in gradients if gradient is not None]
     if not there:
         return torch.zeros(len(gradients), dtype=torch.float64, device=device)
-    if any(gradient.is_sparse for gradient in there):  # an embedding's: the rows that are there, the others are 0
+    if any(gradient.is_sparse for gradient in there):  # an embedding's: only some rows are stored, the others are 0
         there = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in there]
     wide = torch.float64 if torch.float64 in [gradient.dtype for gradient in there] else torch.float32
     norms = torch.stack(torch._foreach_norm(there, 2, dtype=wide)).double()
@@ -58,16 +57,13 @@ def _norms_of(gradients: Sequence[Tensor | None], device: torch.device) -> Tenso
 
 
 class Distinct:
-    """The different ones of some groups of parameters, in order: what is made of each is made once.
-
-    Units may share all their parameters (the GEMMs of an operator).
-    """
+    """The distinct groups among groups of parameters, in order; units may share all (the GEMMs of an operator)."""
 
     def __init__(self, groups: Iterable[Sequence[nn.Parameter | Slice]]) -> None:
         known: dict[tuple[object, ...], int] = {}
         self.groups: list[Sequence[nn.Parameter | Slice]] = []
         self.first: list[int] = []
-        """The place of each one's first occurrence."""
+        """Index of the first occurrence of each distinct group."""
         places: list[int] = []
         for group in groups:
             if (place := known.setdefault(tuple(map(identity, group)), len(known))) == len(self.groups):
@@ -78,12 +74,12 @@ class Distinct:
         self._places = torch.tensor(places, device=self.groups[0][0].device) if shared else None
 
     def of_each(self, values: Tensor) -> Tensor:
-        """From numbers of the distinct groups (G,) to those of all groups. Does not wait for the device."""
+        """Expand numbers of the distinct groups (G,) to all groups. Does not wait for the device."""
         return values if self._places is None else values[self._places]
 
 
 class UnitNorms:
-    """Norms of units that own several parameters each; of one process, or with `ranks` a part of what several have."""
+    """Norms of units with several parameters each, of one process or, with `ranks`, as parts of a sum."""
 
     def __init__(self, groups: Sequence[Sequence[nn.Parameter | Slice]], ranks: Ranks | None = None) -> None:
         self._ranks = ranks
@@ -92,8 +88,8 @@ class UnitNorms:
         self._parameters = [p for group in groups for p in group]
         device = self._parameters[0].device
         self._num_groups = len(groups)
-        # Row u holds the places of unit u's norms, filled up with the place of a zero behind the last: summing rows has
-        # one order, where adding by index has none on a GPU, and every rank must find the same set.
+        # Row u holds the indices of unit u's norms, padded with the index of a zero after the last one. Summing rows
+        # has a fixed order, unlike adding by index on a GPU, and every rank must choose the same set.
         ends = list(accumulate(len(group) for group in groups))
         widest = max(len(group) for group in groups)
         rows = [
@@ -108,7 +104,7 @@ class UnitNorms:
         self._counted: Tensor | None = None
 
     def __call__(self) -> tuple[Tensor, Tensor]:
-        """(norm (U,) float64, observed (U,) bool): a unit without any gradient is not observed."""
+        """Return (norm (U,) float64, observed (U,) bool); a unit without any gradient is not observed."""
         gradients = self._gradients()
         norms = _norms_of(gradients, self._parameters[0].device)
         if self._num_groups < len(norms):
@@ -116,12 +112,15 @@ class UnitNorms:
         return self._distinct.of_each(norms), self._distinct.of_each(self._observed(gradients))
 
     def observed(self) -> Tensor:
-        """(U,) bool: which units have a gradient in this process now."""
+        """Return which units have a gradient in this process now, (U,) bool."""
         return self._distinct.of_each(self._observed([p.grad for p in self._parameters]))
 
     def parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What this rank adds to (square (U,), observed (U,), plain ()), float64: squared norms of the units, whether
-        they had a gradient, and the square of the gradients that it has whole, which the first rank alone counts."""
+        """Return this rank's terms of (square (U,), observed (U,), plain ()), float64.
+
+        These are the squared norms of the units, whether they had a gradient, and the square of the unsharded
+        gradients, which only the first rank counts.
+        """
         ranks, gradients = self._ranks, self._gradients()
         assert ranks is not None, "one process has no parts"
         squares = _norms_of(gradients, self._parameters[0].device).square()
@@ -135,7 +134,6 @@ class UnitNorms:
         return self._distinct.of_each(squares), self._distinct.of_each(self._observed(gradients)).double(), plain
 
     def _gradients(self) -> list[Tensor | None]:
-        """This process's own."""
         if self._local is None:
             return [p.grad for p in self._parameters]
         return [None if p.grad is None else self._local(p.grad) for p in self._parameters]
@@ -145,7 +143,7 @@ class UnitNorms:
         return torch.cat([squares, squares.new_zeros(1)])[self._places].sum(dim=1)
 
     def _observed(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """(U,) bool: whether each distinct group has one of the `gradients`, those of all parameters."""
+        """Return whether each distinct group has one of the `gradients`, those of all parameters, (U,) bool."""
         if all(gradient is not None for gradient in gradients):
             return self._all_observed
         observed = [any(p.grad is not None for p in group) for group in self._groups]
@@ -161,9 +159,9 @@ class UnitNorms:
 
 
 def watched(model: nn.Module, unit: str) -> nn.Module:
-    """The module in which or at whose output a unit is watched. ValueError where the model has none of its name."""
+    """Return the module at which a unit is monitored. Raises ValueError if the model has no module of this name."""
     for wrapped in ("", "module."):  # DistributedDataParallel
-        for adapted in ("", "base_model.model."):  # what peft's own model puts in front
+        for adapted in ("", "base_model.model."):  # prefix of peft's model
             with suppress(AttributeError):
                 return model.get_submodule(f"{wrapped}{adapted}{unit}".removesuffix(".base_layer"))
     raise ValueError(
@@ -175,11 +173,10 @@ def watched(model: nn.Module, unit: str) -> nn.Module:
 def adapters(
     model: nn.Module, unit: str, before: tuple[nn.Parameter | Slice, ...] = ()
 ) -> tuple[nn.Parameter | Slice, ...]:
-    """The trainable parameters below the unit's name, of its operators and of everything else there; where there is
-    none now, those of `before`.
+    """Return the trainable parameters below the unit's name, those of its operators included, or else `before`.
 
-    One that stands below several units counts in each. ValueError where there is none at all: adapters
-    have to be there before.
+    A parameter below several units counts in each. Raises ValueError if there is none at all: adapters have to be added
+    first.
     """
     found = tuple(p for p in watched(model, unit).parameters() if p.requires_grad) or before
     if not found:
@@ -193,21 +190,20 @@ def adapters(
 class OutputGradients:
     """Norms of the gradients that reach the modules' outputs, summed on the device as backward passes them.
 
-    n = sqrt(sum over all backward passes since the last call of ||dL/dy||^2), L as backward started from it: each
-    micro-batch's share of the step's loss. Every token of a step has its own element of y, so this is
-    the norm of the whole step's gradient, and it takes no mean over micro-batches. Of a module that returns several
-    tensors (an attention its weights, a mixture its routing) y is the first floating one, looked for in tuples, lists
-    and mappings. A module that runs several times in a step adds up.
+    n = sqrt(sum over all backward passes since the last call of ||dL/dy||^2), where L is the loss from which backward
+    started: each micro-batch's share of the step's loss. Every token of a step has its own element of y. This is
+    therefore the norm of the whole step's gradient, and no mean over micro-batches is taken.
 
-    Passes without a graph (evaluation) and forward passes without a backward one leave no trace; under activation
+    If a module returns several tensors (an attention its weights, a mixture its routing), y is the first floating-point
+    tensor in tuples, lists and mappings. A module that runs several times in a step adds up.
+
+    Passes without a graph (evaluation) and forward passes without a backward pass leave no trace. Under activation
     checkpointing (reentrant or not) each output has one gradient and counts once. A backward pass whose gradients are
-    thrown away counts as well: `Controller.discard` takes it back. Changes no gradient, keeps no tensor.
+    discarded counts too, until `Controller.discard` removes it. No gradient is changed and no tensor is kept.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[str]) -> None:
-        """Watches the modules of these names until `close`; several units may watch one.
-
-        ValueError for one that is not there or never runs."""
+        """Hook the modules of these names until `close`. Raises ValueError if one does not exist or never runs."""
         modules = [watched(model, unit) for unit in units]
         for unit, module in zip(units, modules, strict=True):
             if type(module).forward is nn.Module.forward:
@@ -216,7 +212,7 @@ class OutputGradients:
                     "own; choose other units"
                 )
         self.enabled = True
-        """While False, backward passes are not this step's (`ConvertedModel.no_side_effects`) and do not count."""
+        """Whether backward passes belong to this step and count (False in `ConvertedModel.no_side_effects`)."""
         device = next((p.device for module in modules for p in module.parameters()), torch.device("cpu"))
         place = {module: i for i, module in enumerate(dict.fromkeys(modules))}
         shared = len(place) < len(modules)
@@ -229,7 +225,7 @@ class OutputGradients:
         self._handles = [m.register_forward_hook(partial(self._forward, i)) for i, m in enumerate(modules)]
 
     def __call__(self) -> tuple[Tensor, Tensor]:
-        """(norm (U,) float64, observed (U,) bool) of the passes since the last call; a new step begins.
+        """Return (norm (U,) float64, observed (U,) bool) of the passes since the last call; start a new step.
 
         A unit that no gradient reached is not observed. Each tensor's norm is accumulated in float32 (float64 for
         float64); NaN and Inf pass through. Does not wait for the device.
@@ -238,7 +234,7 @@ class OutputGradients:
         return squares.sqrt(), observed
 
     def parts(self) -> tuple[Tensor, Tensor]:
-        """The same with squared norms (U,): what a rank's own batch adds to those of all."""
+        """Return the same with squared norms (U,): this rank's terms of the sum over all batches."""
         squares = self._squares.clone()
         observed = self._all_observed
         if len(self._seen) < len(squares):
@@ -254,12 +250,12 @@ class OutputGradients:
         return (squares, observed) if self._places is None else (squares[self._places], observed[self._places])
 
     def reset(self) -> None:
-        """Forgets the passes since the last call: they were not this step's."""
+        """Forget the passes since the last call, which did not belong to this step."""
         self._squares.zero_()
         self._seen.clear()
 
     def close(self) -> None:
-        """Takes the hooks off the modules."""
+        """Remove the hooks from the modules."""
         for handle in self._handles:
             handle.remove()
 
@@ -279,7 +275,7 @@ class OutputGradients:
 
 
 def _first(output: object) -> Tensor | None:
-    """The first floating tensor in what a module returned."""
+    """Return the first floating-point tensor in a module's output."""
     if isinstance(output, Tensor):
         return output if output.is_floating_point() else None
     parts: Sequence[object] = ()

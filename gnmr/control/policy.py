@@ -1,21 +1,20 @@
-"""Algorithm 2 (section 3): which units run on the recovery path in the next step. A pure function of
-arrays on the host.
+"""Algorithm 2 (section 3): which units run on the recovery path in the next step, as a pure function of host arrays.
 
     C_t = {b : R[b,t] > 1} + {b : Lock_b > 0}                candidates
     A_t = the max_o candidates with the largest R[b,t]
     b in A_t:      Lock_b = t_lock if R[b,t] > 1 else max(Lock_b - 1, 0)
     b not in A_t:  Lock_b = 0
 
-R[b,t] is the risk of unit b in step t, made by a signal; the set A_t chosen from step t is in force in step t + 1. The
-lock keeps a unit a candidate for t_lock steps after its risk exceeded 1; it never lifts the cap. An unobserved unit has
-no risk: its lock alone can keep it, and it ranks below every observed unit.
+R[b,t] is the risk of unit b in step t, computed by a signal; the set A_t chosen from step t is in force in step t + 1.
+The lock keeps a unit a candidate for t_lock steps after its risk exceeded 1; it never lifts the cap. An unobserved unit
+has no risk: only its lock can keep it, and it ranks below every observed unit.
 
-A non-finite norm reaches this function as R = Inf, so its unit is over every threshold and ranks first; NaN does not
-occur. Equal risks, two of Inf too, are ranked by unit order, so that every rank of a distributed run picks the same
-set. What is done where all risks are Inf is the controller's choice (`Controller`).
+A non-finite norm reaches this function as R = Inf, so its unit exceeds every threshold and ranks first; NaN does not
+occur. Equal risks, Inf included, are ranked by unit order, so that every rank of a distributed run chooses the same
+set. The controller decides what to do if all risks are Inf (`Controller`).
 
-With a `Budget` (ours, not the paper's) candidates are taken by risk per cost, the largest first, each that still fits
-the budget, up to max_o; one that does not fit is passed over, and cheaper ones behind it may still be taken.
+With a `Budget` (ours, not the paper's) candidates are taken by risk per cost, the largest first, up to max_o. A
+candidate that does not fit the budget is skipped, and cheaper ones after it may still be taken.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import numpy as np
 
 
 class Budget(NamedTuple):
-    """What the units of a set may cost together, and what each costs, in any unit that is the same for all."""
+    """The most that the units of a set may cost together, and the cost of each, in any common unit of measure."""
 
     most: float
     cost: np.ndarray
@@ -35,12 +34,12 @@ class Budget(NamedTuple):
 
     @classmethod
     def of(cls, most: float, costs: Sequence[float]) -> Budget:
-        """A budget is kept up to rounding: sums of costs may exceed it by a part in a billion."""
+        """Return a budget with a tolerance for rounding: sums of costs may exceed it by a part in a billion."""
         return cls(most * (1 + 1e-9), np.array(costs, dtype=np.float64))
 
 
 class Choice(NamedTuple):
-    """What `decide` returns; arrays over the U units, in unit order unless said otherwise."""
+    """The result of `decide`; arrays over the U units, in unit order unless stated otherwise."""
 
     candidate: np.ndarray
     """(U,) bool, C_t."""
@@ -49,8 +48,7 @@ class Choice(NamedTuple):
     lock: np.ndarray
     """(U,) int64, locks after the decision."""
     rank: np.ndarray
-    """(U,) int64, place of each unit by risk (under a budget by risk per cost), 0 the riskiest; units that are no
-    candidates come last."""
+    """(U,) int64, rank by risk (under a budget by risk per cost); 0 is the riskiest, non-candidates are last."""
 
 
 _UNOBSERVED, _NO_CANDIDATE = -1.0, -2.0  # below every risk, which is 0 or more
@@ -69,9 +67,16 @@ def decide(
 ) -> Choice:
     """Take one step of Algorithm 2.
 
-    `risk` (U,) float64, Inf for a non-finite norm, never NaN; `observed` and `recoverable` (U,) bool; `lock` (U,)
-    int64. A unit is over threshold where R > `trigger`: 1 in the paper; 0 makes every unit with a risk a candidate,
-    so that the max_o largest risks are always taken (the ranked signals of table 11).
+    Args:
+        risk: (U,) float64, Inf for a non-finite norm, never NaN.
+        observed: (U,) bool.
+        recoverable: (U,) bool.
+        lock: (U,) int64.
+        max_o: the most units on the recovery path.
+        t_lock: steps for which a unit over its threshold stays a candidate.
+        trigger: a unit is over its threshold if R > `trigger`, which is 1 in the paper. 0 makes every unit with a risk
+            a candidate, so that the max_o largest risks are always taken (the ranked signals of table 11).
+        budget: limit on the cost of the set; None: no limit.
     """
     over = (risk > trigger) & observed & recoverable
     candidate = over | ((lock > 0) & recoverable)
@@ -91,7 +96,7 @@ def decide(
 
 
 def _filled(candidate: np.ndarray, order: np.ndarray, max_o: int, budget: Budget) -> np.ndarray:
-    """(U,) bool: the candidates in that order, each that fits the budget beside those before it, at most max_o."""
+    """Return the candidates, in `order`, that fit the budget together, at most max_o of them, (U,) bool."""
     taken, spent = list[int](), 0.0
     for unit in order[: np.count_nonzero(candidate)].tolist():
         if len(taken) < max_o and spent + budget.cost[unit] <= budget.most:
@@ -103,6 +108,6 @@ def _filled(candidate: np.ndarray, order: np.ndarray, max_o: int, budget: Budget
 
 
 def may(chosen: np.ndarray, max_o: int, budget: Budget | None) -> bool:
-    """Return whether these units (U,) bool may be on the recovery path at once."""
+    """Return whether these units (U,) bool may be on the recovery path together."""
     fits = budget is None or budget.cost[chosen].sum() <= budget.most
     return bool(fits and np.count_nonzero(chosen) <= max_o)

@@ -1,4 +1,4 @@
-"""What a controller asks of several processes that train one model; `gnmr.distributed` has it for torch's."""
+"""The interface to several processes that train one model; `gnmr.distributed` implements it with torch."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 
 
 class Ranks(Protocol):
-    """The processes, of which each decides for itself from the same sums."""
+    """The processes, each of which decides from the same sums."""
 
     @property
     def size(self) -> int: ...
 
     @property
     def share(self) -> float:
-        """The part of the step's loss that each one's own is."""
+        """The part of the step's loss that each process contributes."""
 
     @property
     def tells_own(self) -> bool:
-        """True if the loop tells each process's own gradients before they are reduced (`Controller.micro_step`)."""
+        """True if the loop provides each process's own gradients before they are reduced (`Controller.micro_step`)."""
 
     def is_sharded(self, x: Any) -> bool:
         """Return True if each rank holds a part of `x`."""
@@ -30,17 +30,19 @@ class Ranks(Protocol):
         """Return this rank's part of `x`."""
 
     def counts(self, x: Any) -> bool:
-        """Return True if this rank's part is to be in a sum that holds each part once."""
+        """Return True if this rank's part belongs in a sum that counts each part once."""
 
     def sum(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the sums over ranks in float64, the same bits on each: one collective."""
+        """Return the sums over ranks in float64, with the same bits on each rank: one collective."""
 
     def take_largest(self, x: Tensor) -> None:
-        """Replace each number by the largest one over ranks: one collective."""
+        """Replace each number by its maximum over ranks: one collective."""
 
     def agreement(self, settings: Sequence[object], active: np.ndarray, plain: Tensor) -> Tensor:
-        """Return a part for `sum` that tells if ranks differ in settings, in the set in force, or in `plain`, the
-        square of the gradients that each has whole."""
+        """Return a part for `sum` that shows whether ranks differ in settings, in the set in force, or in `plain`.
+
+        `plain` is the square of the gradients that each rank holds completely.
+        """
 
     def check(self, agreement: np.ndarray, step: int) -> None:
-        """Raise an error if the sum of `agreement`, on the host, says that ranks differ."""
+        """Raise an error if the sum of `agreement`, on the host, shows that ranks differ."""

@@ -1,4 +1,4 @@
-"""The policy over time: locks, the warm-up, sets that are held, and what is done if all risks are infinite."""
+"""The policy over time: locks, the warm-up, sets that are held, and steps in which all risks are infinite."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gnmr.control.spec import ControlSpec
 
 @dataclass(frozen=True)
 class Routed:
-    """The locks, the set and the risks (U,) that a step leaves to the next one; never written."""
+    """The locks, the set and the risks (U,) that a step passes to the next one; never modified in place."""
 
     lock: np.ndarray
     chosen: np.ndarray
@@ -30,7 +30,7 @@ class Routing:
         self.now = Routed(lock, recoverable & (spec.warmup_steps > 0), lock.astype(np.float64))
 
     def choose(self, risk: np.ndarray, observed: np.ndarray, step: int, trigger: float, keep: bool) -> Choice:
-        """Return the choice of a step; `keep`: set and locks stay as they are, if they may."""
+        """Return the choice of a step; `keep`: leave set and locks unchanged, if possible."""
         spec, now = self._spec, self.now
         if step < spec.warmup_steps:
             choice = Choice(np.zeros_like(observed), self._recoverable, now.lock, np.arange(len(risk)))
@@ -44,8 +44,7 @@ class Routing:
         return choice
 
     def promoted(self, wanted: np.ndarray) -> np.ndarray | None:
-        """Return the set with the units `wanted` (U,) bool, in the places of the least risky ones, and lock them; None,
-        and nothing changes, if they do not fit."""
+        """Lock the units `wanted` and return the set in which they replace the least risky; None if they do not fit."""
         now = self.now
         stay = np.where(now.chosen, np.maximum(np.nan_to_num(now.risk, posinf=1.0), TINY), 0.0)
         choice = self._decide(np.where(wanted, np.inf, stay), wanted | now.chosen, 0.0)
@@ -56,7 +55,7 @@ class Routing:
         return choice.active
 
     def back_to(self, active: np.ndarray) -> None:
-        """Go on from this set, of which a switch raised."""
+        """Continue from this set, which was reached when a switch raised."""
         self.now = Routed(self.now.lock * active, active, self.now.risk)
 
     def _decide(self, risk: np.ndarray, observed: np.ndarray, trigger: float) -> Choice:
@@ -73,8 +72,11 @@ class Routing:
         return kept._replace(candidate=choice.candidate | kept.candidate, lock=lock)
 
     def _stays(self, risk: np.ndarray, observed: np.ndarray, keep: bool) -> bool:
-        """Return True if the current set is kept: to `keep` it, or because all observed risks are infinite (loss-scale
-        overflow) and more than max_o."""
+        """Return True if the current set stays in force.
+
+        It stays because of `keep`, or because all observed risks are infinite (loss-scale overflow) and more than
+        max_o.
+        """
         if not keep and (np.isfinite(risk) & observed).any():
             return False
         flooded = keep or not may(observed & self._recoverable, self._spec.max_o, self.budget)

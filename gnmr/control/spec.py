@@ -1,4 +1,4 @@
-"""What a controller is asked for: the choices of Algorithms 1 and 2, checked. Imports no torch."""
+"""The settings of a controller: the choices of Algorithms 1 and 2, checked. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COSTS = ("gemm", "bytes")
 class TwoStage:
     """`init` during the first `init_steps` steps, `main` afterwards.
 
-    The history is short at first and the false-trigger bound of theorem 2 loose, hence a higher threshold there.
+    At first the history is short and the false-trigger bound of theorem 2 loose, hence a higher threshold.
     """
 
     init: float
@@ -55,35 +55,44 @@ def at(threshold: Threshold, step: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """The choices that a `ControlSpec` and the config of a run have in common. Lengths are in optimizer steps."""
+    """Settings that a `ControlSpec` and the config of a run share. Lengths are in optimizer steps."""
 
     options: dict[str, Any] = field(default_factory=dict)
-    """Options of the signal, as its constructor takes them, besides alpha, beta, delta and eps; its own defaults if
-    nothing is said."""
+    """Options of the signal's constructor besides alpha, beta, delta and eps; missing ones have its defaults."""
     observe: str = "parameters"
-    """What a unit's norm is taken of (gnmr/control/norms.py): parameters (its operators'), adapter (everything
-    trainable below its name) or input_grad (the gradient of its output)."""
+    """Source of a unit's norm (gnmr/control/norms.py): parameters, adapter or input_grad.
+
+    parameters: those of its operators; adapter: everything trainable below its name; input_grad: the gradient of its
+    output.
+    """
     routing: str = "thresholded"
     """thresholded (max_o is a cap) or ranked (the max_o largest positive risks are always taken, table 11)."""
     trigger: float = 1.0
-    """Multiplies all thresholds of the signal: a unit is over if R > trigger. `gnmr replay RUN calibrate=...` and
-    `Controller.calibrate` find it."""
+    """Factor on all thresholds of the signal: a unit is over its threshold if R > trigger.
+
+    `gnmr replay RUN calibrate=...` and `Controller.calibrate` find a value.
+    """
     delta: int = 5
-    """Window of dGNMR, steps. alpha, beta, delta and eps belong to the signal gnmr_delta; no other reads them."""
+    """Window of dGNMR, in steps. Only the signal gnmr_delta reads alpha, beta, delta and eps."""
     eps: float = 1e-8
     """Guards the two ratios against division by zero (Eqs. 2 and 3)."""
     t_lock: int = 1
     """Steps for which a triggered unit stays a candidate."""
     hold: int = 1
-    """Steps for which a chosen set stays in force; 1 is the paper's. The set is chosen in the first step after the
-    warm-up and every `hold` steps from there, from that step's risks alone; locks then count decisions. A unit whose
-    risk is not finite does not wait: it joins the set at once, in the place of the least risky unit if it is full."""
+    """Steps for which a chosen set stays in force; the paper uses 1.
+
+    The set is chosen in the first step after the warm-up and every `hold` steps from there, from the risks of that step
+    only; locks then count decisions. A unit whose risk is not finite joins the set at once, replacing the least risky
+    unit if the set is full.
+    """
     nonfinite: str = "find"
-    """What happens if the loss is not finite: keep (set and locks stay as they are, if all risks are Inf and they are
-    more than max_o) or find (the same; `gnmr train` also looks for the units whose low path did it, puts them on the
-    recovery path and tries the step again once)."""
+    """Action if the loss is not finite: keep or find.
+
+    keep: set and locks stay unchanged if all risks are Inf and they are more than max_o. find: the same, and `gnmr
+    train` looks for the units whose low path caused it, puts them on the recovery path and repeats the step once.
+    """
     warmup_path: str = "recovery"
-    """What units are on in the warm-up: the recovery path, or 16bit, whatever the recovery path is (E.4)."""
+    """Path of the units in the warm-up: recovery, or 16bit whatever the recovery path is (E.4)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,25 +100,34 @@ class ControlSpec(Rules):
     """Signal, routing and thresholds of a controller. Raises ValueError, naming the field, if a value is invalid."""
 
     signal: str | Signal | Callable[..., Signal] = "gnmr_delta"
-    """Gives each unit's risk: the name of a signal (docs/signals.md), package.module:Class, a class or function of
-    (`Context`, **options) that makes one, or a signal."""
+    """Source of each unit's risk: the name of a signal (docs/signals.md), package.module:Class, a factory, or a signal.
+
+    A factory is a class or function of (`Context`, **options).
+    """
     alpha: Threshold | None = 1.5
     """Threshold of GNMR; None switches it off."""
     beta: Threshold | None = 1.3
     """Threshold of dGNMR; None switches it off."""
     max_o: int = 4
-    """Most units on the recovery path at once, once control has started. From the number of recoverable units on it
-    caps nothing, and a warning says so: if thresholds choose among several, and unless it is `NO_CAP`."""
+    """Largest number of units on the recovery path at once, after the warm-up.
+
+    A max_o of at least the number of recoverable units has no effect. A warning says so if thresholds choose among
+    several units, unless the value is `NO_CAP`.
+    """
     budget: float | None = None
-    """What the units on the recovery path may cost together, a share above 0 and at most 1 of what recovery of
-    everything costs, or for cost=gemm of all GEMMs of the model; None: no budget. Filled by risk per cost; max_o holds
-    too (`NO_CAP`: the budget alone). Pins count against it."""
+    """Limit on the total cost of the units on the recovery path, a share above 0 and at most 1; None: no budget.
+
+    It is a share of the cost of recovering everything, or for cost=gemm of all GEMMs of the model. The budget is filled
+    by risk per cost. max_o applies too (`NO_CAP`: the budget alone). Pins count against the budget.
+    """
     cost: str | Mapping[str, float] = "gemm"
-    """What a budget counts if a model is attached: gemm (arithmetic of the GEMMs), bytes (extra bytes, Eq. 5), or a
-    cost of each unit by its name, measured times for instance. Own units have `Unit.cost`."""
+    """Cost that a budget counts: gemm (arithmetic of the GEMMs), bytes (extra bytes, Eq. 5) or a table.
+
+    It applies to an attached model. A table gives a cost, such as a measured time, for each unit name. User-defined
+    units have `Unit.cost`.
+    """
     warmup_steps: int = 0
-    """High-fidelity warm-up: in these first steps every recoverable unit is on `warmup_path`, the history builds up
-    and nothing is decided."""
+    """High-precision warm-up: first steps with every recoverable unit on `warmup_path` and without decisions."""
 
     def __post_init__(self) -> None:
         for name in ("max_o", "t_lock", "hold", "delta"):
@@ -152,11 +170,11 @@ class ControlSpec(Rules):
         return getattr(self.signal, "__name__", type(self.signal).__name__)
 
     def signal_options(self) -> dict[str, Any]:
-        """Return what the signal is made with: the thresholds above too, if it is the paper's."""
+        """Return the arguments of the signal's constructor, with the thresholds above if it is the paper's signal."""
         return {name: getattr(self, name) for name in self._read()} | dict(self.options)
 
     def unread(self) -> list[str]:
-        """Return the thresholds that were set and that the signal does not read."""
+        """Return the thresholds that were set although the signal does not read them."""
         usual, read = ControlSpec(), self._read()
         names = ("alpha", "beta", "delta", "eps")
         return [name for name in names if name not in read and getattr(self, name) != getattr(usual, name)]

@@ -1,4 +1,4 @@
-"""A recoverable unit: what the controller watches and switches."""
+"""A recoverable unit, which the controller monitors and switches."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 class Slice:
     """One slice along dimension 0 of a parameter: an expert's part of a tensor that holds the weights of several.
 
-    It stands for a parameter wherever gradients and weights of a unit are read. Of a DTensor it is what this rank holds
-    of the slice, which may be nothing.
+    It replaces a parameter wherever gradients and weights of a unit are read. For a DTensor it is this rank's part of
+    the slice, which may be empty.
     """
 
     def __init__(self, parameter: Tensor, index: int) -> None:
@@ -22,7 +22,7 @@ class Slice:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Equal for equal slices."""
+        """A key that is equal for equal slices."""
         return id(self.parameter), self.index
 
     @property
@@ -56,19 +56,19 @@ class Slice:
         return local[at] if 0 <= at < sizes[0] else local.flatten()[:0]
 
     def __getattr__(self, name: str) -> Any:
-        """As the parameter: its dtype, device, whether it is trained, how it is sharded, its hooks."""
+        """Return the parameter's attribute, such as dtype, device, requires_grad, sharding or hooks."""
         if name.startswith("__") or name in ("parameter", "index"):
             raise AttributeError(name)
         return getattr(self.parameter, name)
 
 
 def whole_of(parameter: nn.Parameter | Slice) -> Tensor:
-    """Return the parameter itself, or the one that a slice is part of."""
+    """Return the parameter itself, or the parameter that a slice belongs to."""
     return parameter.parameter if isinstance(parameter, Slice) else parameter
 
 
 def identity(parameter: nn.Parameter | Slice) -> object:
-    """Return what is equal for two parameters, or two slices, exactly if they are the same."""
+    """Return a key that is equal for two parameters or slices if and only if they are the same."""
     return parameter.key if isinstance(parameter, Slice) else id(parameter)
 
 
@@ -77,17 +77,17 @@ class Unit:
     """One unit b of the paper's section 1: an operator, a block or a layer.
 
     Its norm is taken over the gradients of all `parameters` together: a module's, one parameter, or several in any
-    iterable, kept as a tuple, each once. `switch(True)` puts it on the recovery path, `switch(False)` on the low-cost
-    path; None means that the unit is monitored and never routed. ValueError for anything else.
+    iterable, kept as a tuple without duplicates. `switch(True)` puts it on the recovery path, `switch(False)` on the
+    low-cost path; None means that the unit is monitored and never routed. Raises ValueError if an argument is invalid.
     """
 
     name: str
     parameters: tuple[nn.Parameter | Slice, ...]
     switch: Callable[[bool], None] | None = None
     cost: float = 1.0
-    """What its recovery costs, in any unit that is the same for all: what a budget counts."""
+    """Cost of its recovery, in any common unit of measure, which a budget counts."""
     extra_bytes: float | None = None
-    """Extra bytes a token on the recovery path (Eq. 5), which signals may read; None: its cost."""
+    """Extra bytes per token on the recovery path (Eq. 5), which signals may read; None: its cost."""
 
     def __post_init__(self) -> None:
         given: object = self.parameters
@@ -106,5 +106,5 @@ class Unit:
 
     @property
     def recoverable(self) -> bool:
-        """Whether it can be routed; one without a switch is watched only."""
+        """Whether it can be routed; a unit without a switch is only monitored."""
         return self.switch is not None

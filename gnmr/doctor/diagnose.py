@@ -198,7 +198,7 @@ def _check_sides(
     if gate is not None:
         number = isinstance(gate, int | float) and not isinstance(gate, bool)
         sound = number and 0 < gate < np.inf  # type: ignore[operator]
-        require(sound, "gate", gate, "must be nats of KL a token, a number above 0")
+        require(sound, "gate", gate, "must be nats of KL per token, a number above 0")
         require(against is not None, "gate", gate, "is between two sides; give against=RECIPE, the trainer's")
 
 

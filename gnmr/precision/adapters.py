@@ -1,16 +1,16 @@
-"""Which modules of a model are linear operators, or contain some: `nn.Linear`, and what an adapter says of others.
+"""Find the linear operators of a model: `nn.Linear` modules, and the weights that adapters declare in other modules.
 
 An adapter names the parameters of a module class that are weights of linear operators, and their layouts:
 
     oi, io      one matrix: outputs x inputs, as `nn.Linear`, or inputs x outputs
-    eoi, eio    such a matrix for each of several experts
+    eoi, eio    one such matrix for each of several experts
 
     from gnmr.precision.adapters import register
     register(MyExperts, w1="eoi", w2="eoi")
 
-The module's own `forward` runs as it is, and its products with these weights become passes of the operators
-(`gnmr.precision.contained` says which ways of writing a product are understood). Known are the `Conv1D`, the experts
-and Falcon's linear of transformers, the grouped experts of torchtitan, and `nn.MultiheadAttention`.
+The module's own `forward` runs unchanged. Its products with these weights become passes of the operators;
+`gnmr.precision.contained` lists the supported ways to write a product. There are adapters for `Conv1D`, the experts and
+Falcon's linear of transformers, the grouped experts of torchtitan, and `nn.MultiheadAttention`.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from gnmr.precision.units import operator_names
 
 LAYOUTS = ("oi", "io", "eoi", "eio")
 Layouts: TypeAlias = Mapping[str, str]
-"""{parameter: layout}."""
+"""Layout by parameter name."""
 
 
 @dataclass(frozen=True)
 class _Adapter:
     kind: type[nn.Module] | str | Callable[[type], bool]
-    """The class, or its full name, so that its library is not imported; or what says so of a class."""
+    """The class, its full name (so that its library need not be imported), or a predicate on classes."""
     layouts: Layouts | Callable[[Any], Layouts]
     forward: Forward
 
@@ -56,7 +56,7 @@ class _Adapter:
 
 
 _ADAPTERS: list[_Adapter] = []
-"""The last one that fits is taken."""
+"""The registered adapters; the last one that fits is used."""
 
 
 def register(
@@ -68,20 +68,21 @@ def register(
 ) -> None:
     """Declare the linear operators in modules of the class `kind` and its subclasses.
 
-    An operator is called by its module and its parameter: `self_attn.in_proj` for `in_proj_weight`; a parameter called
-    `weight` gives its operator the module's name. The fourth expert's part of `w1` is `layers.0.mlp.experts.3.w1`,
-    whether the module is `layers.0.mlp` or `layers.0.mlp.experts`.
-    The bias of `w1` is `w1_bias`, that of `in_proj_weight` is `in_proj_bias`, if the module has them.
+    An operator is named after its module and its parameter: `self_attn.in_proj` for `in_proj_weight`. If the parameter
+    is called `weight`, the operator has the module's name. The fourth expert's part of `w1` is
+    `layers.0.mlp.experts.3.w1`, whether the module is `layers.0.mlp` or `layers.0.mlp.experts`. The bias of `w1` is
+    `w1_bias` and the bias of `in_proj_weight` is `in_proj_bias`, if the module has them.
 
     Args:
         kind: the class, or its full name ("mylib.layers.MyExperts").
         layouts: {parameter: layout}, or a function of the module that returns it. Parameters of submodules have dotted
-            names; parameters that are None are passed over.
-        forward: a function (module, *args, **kwargs) that stands in for the module's forward where that hides its
-            products from Python, in a kernel of its own.
+            names. Parameters that are None are skipped.
+        forward: a function (module, *args, **kwargs) that replaces the module's forward. It is needed if that forward
+            hides its products from Python, for example in a custom kernel.
         named: as `layouts`.
 
-    Raises ValueError for an unknown layout, no parameter at all, and `nn.Linear` itself.
+    Raises:
+        ValueError: if a layout is unknown, no parameter is named, or `kind` is `nn.Linear` itself.
     """
     given = layouts if callable(layouts) else {**(layouts or {}), **named}
     if not callable(given):
@@ -99,7 +100,7 @@ class Found:
     """A linear operator of a model, converted or not."""
 
     path: str
-    """The name of its module in the model."""
+    """The name of the module in the model."""
     module: nn.Module
     """The linear itself, or the module that contains it."""
     key: str
@@ -108,42 +109,39 @@ class Found:
     in_features: int
     out_features: int
     forward: Forward | None
-    """None: the module is an `nn.Linear`."""
+    """The forward to run in the containing module; None if the module is an `nn.Linear`."""
 
     @property
     def kind(self) -> str:
-        """What it is, for people: the name of the module's class."""
+        """Class name of the module, for display."""
         return type(self.module).__name__
 
     @property
     def name(self) -> str:
         label = self.key.removesuffix("weight").rstrip("._")
-        named = operator_names([self.path])[0].endswith("experts")  # peft puts base_layer behind it
+        named = operator_names([self.path])[0].endswith("experts")  # peft appends base_layer to the name
         stack = "experts" if self.place is not None and not named else ""
         return ".".join(str(part) for part in (self.path, stack, self.place, label) if part not in ("", None))
 
     @property
     def weight(self) -> Tensor:
-        """The parameter that holds it."""
+        """The parameter that holds the operator's weight."""
         return parameter_of(self.module, self.key)
 
     @property
     def bias(self) -> Tensor | None:
-        """(O,), or None."""
+        """The operator's bias, of shape (O,), or None."""
         whole = bias_of(self.module, self.key)
         return whole if whole is None or self.place is None else whole[self.place]
 
     @property
     def matrix(self) -> Tensor:
-        """(O, I)."""
+        """The operator's weight as an (O, I) matrix."""
         return matrix_of(self.weight, self.layout, self.place)
 
 
 def operators_in(model: nn.Module) -> dict[str, Found]:
-    """Return all linear operators of the model by name, in the order of its modules.
-
-    Raises ValueError if a module has other parameters than its adapter says.
-    """
+    """Return all linear operators by name, in module order. Raises ValueError if a module and its adapter disagree."""
     found: dict[str, Found] = {}
     inside: set[nn.Module] = set()
     for path, module in model.named_modules():
@@ -184,7 +182,7 @@ def _contained(path: str, module: nn.Module, adapter: _Adapter) -> Iterator[Foun
 
 
 def contain(found: Found, integer: bool) -> Contained:
-    """Exchange the class of the module of `found` for that of an `Owner`, and return an operator without paths."""
+    """Replace the class of the module of `found` by an `Owner` class, and return an operator without paths."""
     module, forward = found.module, found.forward
     assert forward is not None
     if not isinstance(module, Owner):
@@ -197,7 +195,7 @@ def contain(found: Found, integer: bool) -> Contained:
 
 
 def release(owner: Owner) -> None:
-    """Make an owner the plain module that it was."""
+    """Give an owner its original class back."""
     del owner.path_operators
     owner.__class__ = type(owner).plain_class  # type: ignore[assignment]
 
@@ -206,7 +204,7 @@ def release(owner: Owner) -> None:
 
 
 def _is_experts_of_transformers(cls: type) -> bool:
-    """Whether `use_experts_implementation` of transformers 5 made it."""
+    """Return whether `use_experts_implementation` of transformers 5 made the class."""
     found = (one for one in cls.__mro__ if "_apply_gate" in vars(one))
     return any(one.__module__.startswith("transformers.") for one in found)
 
@@ -226,7 +224,7 @@ def _three_dimensional(module: nn.Module) -> Layouts:
 
 
 def _eager_or_grouped(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The implementation that the config names, if its products can be seen, else the eager one."""
+    """Run the implementation that the config names if its products are visible from Python, else the eager one."""
     made: Any = type(module)
     forward = made.plain_class.forward
     config = getattr(module, "config", None)

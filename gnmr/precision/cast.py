@@ -1,8 +1,8 @@
-"""Casts of a tensor to the values of a format, simulated: scaled, rounded to the nearest values, scaled back.
+"""Simulated casts of a tensor to the values of a format: scale, round to the nearest values, scale back.
 
-Groups of elements with one scale are those of a `Cast` (`recipes.py`). A group that holds a NaN or an Inf comes back as
-NaN throughout: a cast never turns a non-finite number into a finite one. Nothing here waits for the device, but on
-CPUs, where looking at a value waits for nothing.
+A `Cast` (`recipes.py`) defines which elements share a scale. If a group contains a NaN or an Inf, the whole group
+becomes NaN: a cast never turns a non-finite number into a finite one. Nothing here waits for an accelerator. Values are
+inspected only on CPUs, where inspection costs no synchronization.
 """
 
 from __future__ import annotations
@@ -32,25 +32,29 @@ from gnmr.precision.scaling import (
 )
 
 Reference: TypeAlias = Callable[[Tensor], Tensor] | None
-"""Makes of max|x| the magnitude that becomes the format's largest (delayed scales, and of two levels the tensor's);
-None: that very one."""
+"""Map max|x| to the magnitude that becomes the format's largest value; None: max|x| itself.
+
+It serves delayed scales and, in two-level scaling, the tensor's scale.
+"""
 
 _AT_ONCE = 2**18
-"""Elements that each thread of a CPU takes at a time, so that they stay in its cache between the dozen passes."""
+"""Elements per CPU thread and piece, so that a piece stays in cache between the dozen passes."""
 _MOST = 2**26
-"""Elements that any other device takes at a time: the work buffers are 8 bytes for each."""
+"""Elements per piece on other devices; the work buffers take 8 bytes per element."""
 
 SIGNS = tuple(random.Random(16).choices((1, -1), k=HADAMARD))
-"""Of the rotation: random, the same in all operators and steps (2509.25149, appendix C) and in all runs."""
+"""Random signs of the rotation: the same in all operators, steps (2509.25149, appendix C) and runs."""
 _ROTATIONS: dict[torch.device, Tensor] = {}
-"""By device, made once."""
+"""Rotation matrix by device, made once."""
 _E4M3 = FORMATS["e4m3"]
 _LARGEST = torch.finfo(torch.float32).max
 _TOP_OF_FOUR_OVER_SIX = 256.0
-"""What the largest group's E4M3 number becomes where 6 is kept: 1.5 times that is an E4M3 number too."""
+"""The E4M3 number of the largest group if 6 is kept; 1.5 times this number is an E4M3 number too."""
 BEYOND = 1 + 2.0**-20
-"""Times the format's largest value: beyond that a number counts as saturated. The largest of a tensor, divided by its
-own scale, may come out a rounding error above the format's."""
+"""An element counts as saturated if it exceeds the format's largest value times this factor.
+
+The largest element of a tensor, divided by its own scale, may exceed the format's largest value by a rounding error.
+"""
 
 
 def quantize(
@@ -60,27 +64,30 @@ def quantize(
     reference: Reference = None,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, CastStats]:
-    """(`x` (N, D) in the nearest values of `cast`, same dtype; what the cast found).
+    """Return (`x` in the nearest values of `cast` and in its own dtype, statistics of the cast).
 
-    Of a cast with `hadamard` the values are those of `rotated`, in its dtype; it may have more rows or columns. A
-    `stochastic` one draws from `generator`, on the device of x, and rounds to nearest without.
+    If the cast has `hadamard`, the values are those of `rotated`, in its dtype; there may be more rows or columns.
 
-    `contraction_dim`: the dimension of x that its GEMM contracts, for `tile`, `mx` and `nv`. Without a `reference` a
-    delayed scale is that of the tensor.
+    Args:
+        x: (N, D), any floating dtype.
+        cast: the format, the granularity of its scale, and the rounding.
+        contraction_dim: the dimension of x that its GEMM contracts, read by `tile`, `mx` and `nv`.
+        reference: source of a delayed scale; None: the tensor's own largest magnitude.
+        generator: source of stochastic rounding, on the device of x; None: round to nearest.
     """
     given = x
     if cast.hadamard:
-        x = rotated(x, contraction_dim)  # a new tensor, on which the values are written
+        x = rotated(x, contraction_dim)  # a new tensor, which is overwritten below
     rows, columns = x.shape
     group = cast.group(contraction_dim)
     height, width = group[0] or 1, group[1] or columns
     cut = -rows % height or -columns % width
     padded = F.pad(x, (0, -columns % width, 0, -rows % height)) if cut else x
-    # As groups (rows, rows of a group, columns, columns of a group).
+    # Groups have the shape (rows, rows per group, columns, columns per group).
     groups = padded.reshape(padded.shape[0] // height, height, padded.shape[1] // width, width)
     values = groups if cast.hadamard else torch.empty_like(groups, memory_format=torch.contiguous_format)
     on_cpu = x.device.type == "cpu"
-    # Pieces of one size: a short last one would cost its dozen calls for little.
+    # All pieces have one size: a short last piece would cost a dozen calls for little work.
     pieces = padded.numel() / (_AT_ONCE * torch.get_num_threads() if on_cpu else _MOST)
     at_once = math.ceil(len(groups) / max(1, round(pieces) if on_cpu else math.ceil(pieces)))
 
@@ -98,7 +105,8 @@ def quantize(
     limit, saturated = None, torch.zeros((), dtype=torch.int64, device=x.device)
     if saturates := _may_saturate(cast):
         limit = _limit(scale, cast)
-        # Looked at first where that waits for nothing; of two levels, groups whose scale is 0 have to be clamped.
+        # On CPUs values are inspected first, because that waits for nothing. With two levels, groups of scale 0 are
+        # clamped.
         saturates = cast.two_levels or not on_cpu or bool((largest > limit).any())
     by_part = [
         [of_all] * len(parts) if of_all is None or one_scale else split(of_all) for of_all in (scale, inverse, limit)
@@ -111,11 +119,11 @@ def quantize(
         noise, noise_room = split(random_bits(groups, generator)), torch.empty_like(wide)
     for part, out, steps, scale, inverse, limit in zip(parts, split(values), noise, *by_part, strict=True):
         worked, room = wide[: len(part)], scratch[: len(part)]
-        # Copied first: mixed-dtype arithmetic is slow on CPUs.
+        # Copy first: mixed-dtype arithmetic is slow on CPUs.
         source = part if part.dtype == torch.float32 else worked.copy_(part)
         if saturates:
             magnitudes = torch.abs(source, out=room.view(torch.float32))
-            # 1.0 or 0.0: on CPUs much faster than bool.
+            # The mask is 1.0 or 0.0 because bool is much slower on CPUs.
             beyond = torch.gt(magnitudes, limit, out=magnitudes)
             saturated += beyond.sum((1, 2, 3)).sum(dtype=torch.int64)
         over_scale(source, scale, cast, out=worked, inverse=inverse)
@@ -129,26 +137,26 @@ def quantize(
         else:
             out.copy_(rounded.mul_(scale))
     values = values.view(padded.shape)
-    if cut:  # a copy: a view would hold the padding too
+    if cut:  # copy: a view would keep the padding alive
         values = values[:rows, :columns].clone(memory_format=torch.contiguous_format)
     nonfinite = count_nonfinite(given) if finite is None else None
     return values, CastStats(largest, saturated if _may_saturate(cast) else None, nonfinite)
 
 
 def rotated(x: Tensor, contraction_dim: int, back: bool = False) -> Tensor:
-    """`x` (N, D), each `HADAMARD` elements along the contracted dimension times the matrix H S, a new tensor.
+    """Return a new tensor: `x` (N, D) with each `HADAMARD` elements along the contracted dimension multiplied by H S.
 
-    H is Sylvester's Hadamard matrix over 4, S the diagonal matrix of `SIGNS`: orthonormal, so that the product of two
-    operands that are both rotated is what it was. Computed in float32 and rounded to the dtype of x; of float16, which
-    cannot hold four times its largest number, the result stays in float32. Filled up with zeros to whole groups.
-    `back`: by the transpose.
+    H is Sylvester's Hadamard matrix divided by 4, and S is the diagonal matrix of `SIGNS`. H S is orthonormal, so the
+    product of two rotated operands is unchanged. The rotation is computed in float32 and rounded to the dtype of x. A
+    float16 input gives a float32 result, because float16 cannot hold four times its largest number. Incomplete groups
+    are padded with zeros. `back` multiplies by the transpose.
     """
     short = -x.shape[contraction_dim] % HADAMARD
     x = x.detach()
     if short:
         x = F.pad(x, (0, 0, 0, short) if contraction_dim == 0 else (0, short))
     matrix = _rotation(x.device).t() if back else _rotation(x.device)
-    # As groups (groups, 16, D), or (groups, 16) of lines.
+    # Groups have the shape (groups, 16, D), or (groups, 16) within lines.
     groups = x.reshape(-1, HADAMARD, x.shape[1]) if contraction_dim == 0 else x.reshape(-1, HADAMARD)
     dtype = rotated_dtype(x.dtype)
     found = torch.empty_like(groups, dtype=dtype, memory_format=torch.contiguous_format)
@@ -157,7 +165,7 @@ def rotated(x: Tensor, contraction_dim: int, back: bool = False) -> Tensor:
     turned = torch.empty_like(wide)
     for piece, out in zip(groups.split(at_once), found.split(at_once), strict=True):
         worked, result = wide[: len(piece)].copy_(piece), turned[: len(piece)]
-        # With `out` autocast leaves it in float32.
+        # With `out`, autocast leaves the product in float32.
         if contraction_dim == 0:
             torch.bmm(matrix.expand(len(piece), -1, -1), worked, out=result)
         else:
@@ -167,13 +175,16 @@ def rotated(x: Tensor, contraction_dim: int, back: bool = False) -> Tensor:
 
 
 def rotated_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of what `rotated` makes of a tensor in `dtype`."""
+    """Return the dtype that `rotated` returns for a tensor in `dtype`."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
 def random_bits(like: Tensor, generator: torch.Generator) -> Tensor:
-    """int8 in the shape of `like` and on its device, uniform over all values: eight of a draw of 64 bits, which CPUs
-    make one after the other. So probabilities of stochastic rounding are multiples of 1/256."""
+    """Return int8 in the shape and on the device of `like`, uniform over all values.
+
+    Each draw of 64 bits gives eight numbers, because CPUs draw one after the other. Probabilities of stochastic
+    rounding are therefore multiples of 1/256.
+    """
     draws = torch.empty(-(-like.numel() // 8), dtype=torch.int64, device=like.device)
     if not like.is_meta:
         draws.random_(-(2**63), None, generator=generator)
@@ -181,7 +192,7 @@ def random_bits(like: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _rotation(device: torch.device) -> Tensor:
-    """(16, 16) float32: H S."""
+    """Return H S, (16, 16) float32."""
     if device not in _ROTATIONS:
         rows = [[(-1) ** (i & j).bit_count() * SIGNS[j] / 4 for j in range(HADAMARD)] for i in range(HADAMARD)]
         _ROTATIONS[device] = torch.tensor(rows, device=device)
@@ -191,9 +202,10 @@ def _rotation(device: torch.device) -> Tensor:
 def scaled(
     x: Tensor, cast: Cast, contraction_dim: int, reference: Reference
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(`x` (N, D) divided by its scales, float32, none beyond the format's largest value; scale; max|group|; elements
-    that saturate, a scalar or None), the first three as `as_groups` has them: `quantize` without its
-    rounding and in whole tensors, as GPUs and compilers want it.
+    """Return (`x` (N, D) divided by its scales, scale, max|group|, number of saturated elements or None).
+
+    The first three have the shape of `as_groups`. The first is float32 and does not exceed the format's largest value.
+    The count is a scalar. This is `quantize` without its rounding and on whole tensors, as GPUs and compilers want it.
     """
     groups = as_groups(x.float(), cast, contraction_dim)
     largest = largest_magnitude(groups, (1, 3))
@@ -213,12 +225,18 @@ def scale_under(
     contraction_dim: int | None = None,
     pieces: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    """The float32 scales of the groups of a tensor, all of them, with these largest magnitudes; NaN for NaN and Inf.
+    """Return the float32 scales of all groups of a tensor with these largest magnitudes; NaN for NaN and Inf.
 
-    `reference`: of a scale of all of the tensor. `finite`: `largest_if_finite` of them, where it was asked before.
-    `dtype`: of the tensor, which has to hold the values. `contraction_dim`: of the GEMM, along which the lines of
-    `nv_row` lie; None: all of it is one. `pieces`: the elements, equally many groups each but the last, whose errors
-    decide between 4 and 6; None: 6.
+    Args:
+        cast: the format and the granularity of its scale.
+        largest: max|group| of every group.
+        reference: source of a scale for the whole tensor.
+        finite: `largest_if_finite` of `largest`, if it is known already.
+        dtype: dtype of the tensor, which has to hold the values.
+        contraction_dim: dimension that the GEMM contracts, along which the lines of `nv_row` lie; None: the whole
+            tensor is one line.
+        pieces: the elements, with equally many groups in each piece but the last. Their errors decide between 4 and 6;
+            None: 6.
     """
     if cast.two_levels:
         return _two_level_scale(largest, cast, reference, finite, contraction_dim, pieces)
@@ -232,34 +250,33 @@ def scale_under(
 def over_scale(
     x: Tensor, scale: Tensor, cast: Cast, out: Tensor | None = None, inverse: Tensor | None = None
 ) -> Tensor:
-    """The float32 `x` divided by its scales as the cast does it; `out`: see torch.div. `inverse`: `_inverse` of the
-    scales, where it is there already."""
+    """Divide the float32 `x` by its scales as the cast defines it. `inverse`: `_inverse` of the scales, if known."""
     if cast.power_of_two or cast.two_levels:
-        # By a power of two: the same number, and much faster for so small groups. For two levels it is the published
-        # rule, and a group whose scale is 0 is to become 0, not NaN.
+        # Multiply by a power of two: the same number, and much faster for small groups. For two levels this is the
+        # published rule, and a group of scale 0 must become 0, not NaN.
         return torch.mul(x, _inverse(scale) if inverse is None else inverse, out=out)
     return torch.div(x, scale, out=out)
 
 
 def _inverse(scale: Tensor) -> Tensor:
-    """What numbers are multiplied by to divide them by these scales; finite for a scale of 0."""
+    """Return the factors that divide numbers by these scales; finite for a scale of 0."""
     return scale.reciprocal().clamp_(max=_LARGEST)
 
 
 def _may_saturate(cast: Cast) -> bool:
-    """Whether elements may lie beyond the format's largest value."""
+    """Return whether elements may lie beyond the format's largest value."""
     return cast.power_of_two or cast.scale == "delayed" or cast.two_levels
 
 
 def _limit(scale: Tensor, cast: Cast) -> Tensor:
-    """The magnitudes beyond which elements of groups with these scales saturate."""
+    """Return the magnitudes beyond which elements of groups with these scales saturate."""
     limit = scale * (cast.format.max * BEYOND)
-    # Below the smallest scale they become 0: that is no saturation.
+    # Groups below the smallest scale become 0, which is not saturation.
     return limit.masked_fill_(scale == 0, torch.inf) if cast.two_levels else limit
 
 
 def scale_of_each(x: Tensor, cast: Cast, contraction_dim: int, reference: Reference) -> tuple[Tensor, Tensor]:
-    """(scale (N, D) float32 of each element of `x` (N, D), max|group| of every group); see `quantize`."""
+    """Return (scale of each element of `x`, (N, D) float32; max|group| of every group); see `quantize`."""
     groups = as_groups(x.float(), cast, contraction_dim)
     largest = largest_magnitude(groups, (1, 3))
     scale = scale_under(cast, largest, reference, None, x.dtype, contraction_dim, [groups])
@@ -267,8 +284,10 @@ def scale_of_each(x: Tensor, cast: Cast, contraction_dim: int, reference: Refere
 
 
 def as_groups(x: Tensor, cast: Cast, contraction_dim: int) -> Tensor:
-    """`x` (N, D) as (rows, rows of a group, columns, columns of a group), filled up with copies of its last ones; with
-    zeros, which have no error, for four over six."""
+    """Return `x` (N, D) as groups (rows, rows per group, columns, columns per group).
+
+    Incomplete groups are padded with copies of the last elements. Four over six pads with zeros, which have no error.
+    """
     rows, columns = x.shape
     group = cast.group(contraction_dim)
     height, width = group[0] or rows, group[1] or columns
@@ -283,20 +302,21 @@ def as_groups(x: Tensor, cast: Cast, contraction_dim: int) -> Tensor:
 
 
 def as_matrix(groups: Tensor, x: Tensor) -> Tensor:
-    """What `as_groups` made of a matrix of the shape of `x`, as that matrix again."""
+    """Undo `as_groups`: return the matrix in the shape of `x`."""
     return groups.reshape(groups.shape[0] * groups.shape[1], -1)[: x.shape[0], : x.shape[1]]
 
 
 def _power_of_two_scale(largest: Tensor, cast: Cast, dtype: torch.dtype) -> Tensor:
     """Return the E8M0 scales of groups with these largest magnitudes, computed on the bits of float32 numbers.
 
-    A scale is never below the smallest normal float32 (2^-126; E8M0 has 2^-127 too), and never so large that
-    scale * format.max leaves the range of `dtype`: there the largest elements saturate, as they would become Inf.
+    A scale is at least the smallest normal float32, 2^-126, although E8M0 has 2^-127 too. A scale is also small enough
+    that scale * format.max stays in the range of `dtype`. At that limit the largest elements saturate instead of
+    becoming Inf.
     """
     exponent = math.frexp(cast.format.max)[1] - 1
     if cast.scale == "mx_floor":
         scale = (largest.view(torch.int32) & 0x7F800000).view(torch.float32) * 2.0**-exponent
-    else:  # up to the next power of two: what is below one carries into the exponent's bits
+    else:  # round up to a power of two: a nonzero mantissa carries into the exponent bits
         over = over_max(largest, cast.format).view(torch.int32)
         scale = ((over + 0x007FFFFF) & 0x7F800000).view(torch.float32)
     top = math.frexp(torch.finfo(dtype).max)[1] - 1
@@ -311,8 +331,10 @@ def _two_level_scale(
     contraction_dim: int | None,
     pieces: Sequence[Tensor] | None,
 ) -> Tensor:
-    """E4M3 numbers, zero and subnormal ones too, times one float32 number of all of the groups that are finite, or of
-    those of a line."""
+    """Return the groups' E4M3 numbers times one float32 number of all finite groups, or of the finite groups of a line.
+
+    The E4M3 numbers may be zero or subnormal.
+    """
     fmt, bad = cast.format, nan_unless_finite(largest) if finite is None else None
     sound = largest if bad is None else torch.where(bad == 0, largest, 0)
     if cast.scale == "nv_row" and contraction_dim is not None:
@@ -322,7 +344,7 @@ def _two_level_scale(
         of_tensor = of_tensor if reference is None else reference(of_tensor)
     top = _TOP_OF_FOUR_OVER_SIX if cast.four_over_six else _E4M3.max
     encode = torch.full_like(of_tensor, top * fmt.max).div_(of_tensor).clamp_(max=1 / TINY)
-    # In these orders, as Transformer Engine does it: the group's own magnitude is rounded twice, and once.
+    # The order of operations is Transformer Engine's: the group's own magnitude is rounded twice, and once.
     if cast.four_over_six:
         numbers = _four_or_six(over_max(largest, fmt) * encode, of_tensor, encode, fmt, pieces)
     else:
@@ -334,10 +356,10 @@ def _two_level_scale(
 def _four_or_six(
     exact: Tensor, of_tensor: Tensor, encode: Tensor, fmt: Format, pieces: Sequence[Tensor] | None
 ) -> Tensor:
-    """Return the groups' E4M3 numbers, from `exact` or from 1.5 times that, whichever has the smaller error.
+    """Return the groups' E4M3 numbers, from `exact` or from 1.5 times `exact`, whichever has the smaller error.
 
-    Errors are computed and added up in the order of Transformer Engine's kernels, so that a tie there is one here:
-    along the lines, then of 16 x 16 over halves of the rows.
+    Errors are computed and summed in the order of Transformer Engine's kernels, so that ties agree. The sum runs along
+    the lines, and for 16 x 16 groups then over halves of the rows.
     """
     six, four = (_E4M3.round((exact * up).clamp_(max=_E4M3.max)) for up in (1.0, 1.5))
     if pieces is None:

@@ -1,12 +1,12 @@
-"""A recipe's linear as part of a graph of torch.compile's, in place of running between the graphs (`compile_blocks`).
+"""Run a recipe's linear inside the graphs of torch.compile instead of between them (`compile_blocks`).
 
-The arithmetic is that of `kernels/simulated.py` and `kernels/scaled_mm.py`, written without what a graph cannot hold:
-scratch memory, looks at values, and what is found again by the identity of tensors. q, k and v cast the tensor that
-they all read each for itself; the compiler finds that it is one.
+The arithmetic is that of `kernels/simulated.py` and `kernels/scaled_mm.py`, without constructs that a graph cannot
+hold: scratch memory, inspection of values, and lookups by the identity of tensors. q, k and v each cast the tensor that
+they all read; the compiler merges these casts.
 
-The statistics of the casts leave the graph as a gradient: each operator has a leaf tensor, its tally, that takes part
-in no arithmetic, and the "gradient" that backward gives it are the numbers of saturated and non-finite elements. So
-they add up over micro-batches, evaluation and recomputed forward passes are not counted, and `AmaxHistory` gets them at
+The statistics of the casts leave the graph as a gradient. Each operator has a leaf tensor, its tally, that takes part
+in no arithmetic. The "gradient" of the tally holds the numbers of saturated and non-finite elements. These therefore
+add up over micro-batches, and evaluation and recomputed forward passes are not counted. `AmaxHistory` receives them at
 the end of the step.
 """
 
@@ -35,19 +35,23 @@ if TYPE_CHECKING:
 
 
 def compile_blocks(model: ConvertedModel, blocks: Iterable[nn.Module], **options: Any) -> str | None:
-    """Call `block.compile(**options)` of each block, and take the operators into the graphs where that makes few.
+    """Call `block.compile(**options)` on each block, and take the operators into the graphs if few graphs result.
 
-    Returns why operators stay between the graphs, or None if they are in them. Where all operators of a block are
-    switched together (unit=block, or no recovery path) and the paths are recipes, a block type has one graph for each
-    path, one for evaluation, and these again for other lengths. `fullgraph=True` makes sure, except where nothing
-    before an operator is trained nor its own weight (the first block of a frozen base), and in a mixture of experts.
-    Otherwise, and in steps that a probe or a fault looks into, operators run between the graphs. Either way a switch
-    compiles nothing that was not compiled before. Give models of Hugging Face's `use_cache=False`, or every layer is a
-    type of its own.
+    Operators are taken in if the paths are recipes and all operators of a block switch together (unit=block, or no
+    recovery path). A block type then has one graph for each path, one for evaluation, and these again for other
+    lengths. Otherwise operators run between the graphs, as they do in steps with a probe or a fault. In both cases a
+    switch compiles nothing new.
 
-    In graphs `saved_bytes` cannot be read, for what backward keeps is the compiler's choice. `saturation` is counted in
-    `backward()` alone, not in `torch.autograd.grad`. Inductor leaves out roundings to 16 bits between operations that
-    it fuses, as in any model.
+    `fullgraph=True` enforces full graphs. It fails in a mixture of experts, and if neither the operator's weight nor
+    anything before it is trained (the first block of a frozen base). Models of Hugging Face need `use_cache=False`, or
+    every layer counts as its own type.
+
+    In graphs `saved_bytes` is not available, because the compiler chooses what backward keeps. `saturation` counts in
+    `backward()` only, not in `torch.autograd.grad`. Inductor omits roundings to 16 bits between fused operations, as in
+    any model.
+
+    Returns:
+        The reason why operators stay between the graphs, or None if they are in the graphs.
     """
     blocks = list(blocks)
     why = into_graphs(model, blocks)
@@ -57,8 +61,7 @@ def compile_blocks(model: ConvertedModel, blocks: Iterable[nn.Module], **options
 
 
 def into_graphs(model: ConvertedModel, blocks: Iterable[nn.Module]) -> str | None:
-    """Do what `compile_blocks` does before it compiles: for a library that compiles the blocks itself, before their
-    first pass."""
+    """Prepare the operators for a library that compiles the blocks itself; call it before their first pass."""
     model.check_converted()
     why = _missing(model.low, model.recovery)
     together = {unit_of(operator.operator_name, "block") for operator in model.operators}
@@ -77,12 +80,12 @@ def into_graphs(model: ConvertedModel, blocks: Iterable[nn.Module]) -> str | Non
 
 
 def new_tally(device: torch.device) -> Tensor:
-    """(operands, 2) float64: a leaf whose gradient counts as `AmaxHistory.counts` does."""
+    """Return a leaf, (operands, 2) float64, whose gradient counts as `AmaxHistory.counts` does."""
     return torch.zeros(len(OPERANDS), 2, dtype=torch.float64, device=device, requires_grad=True)
 
 
 def _missing(*paths: object) -> str | None:
-    """Why operators on these paths stay between the graphs; None: they can be in them."""
+    """Return why operators on these paths stay between the graphs, or None if they can be in them."""
     for path in paths:
         if path is None:
             continue
@@ -98,10 +101,11 @@ def _missing(*paths: object) -> str | None:
 
 
 def graph_linear(recipe: Recipe) -> GraphLinear:
-    """The linear of `recipe` as one node of Dynamo's graph, into which the compiler behind it sees.
+    """Return the linear of `recipe` as one node of Dynamo's graph, which the compiler behind Dynamo can inspect.
 
-    Dynamo keeps graphs by code and tells functions of one definition apart by their arguments alone, not by what they
-    enclose: so the recipe is an argument too, or a second model of a process would have the graphs of the first.
+    Dynamo stores graphs by code and distinguishes functions of one definition only by their arguments, not by their
+    closures. The recipe is therefore an argument too; otherwise a second model in the process would reuse the graphs of
+    the first.
     """
     context_kind = _CodesContext if recipe.backend == "scaled_mm" else _ValuesContext
     read = _Read()
@@ -133,8 +137,8 @@ def graph_linear(recipe: Recipe) -> GraphLinear:
 class _Read:
     """The tensor that was read last, and which of its casts are counted: each counts for its first reader.
 
-    What `linear` is given while a graph is made are stand-ins, and all readers of a tensor get the same one. So this is
-    settled when the graph is, and as in `SharedState.read_of`.
+    While a graph is made, `linear` receives fake tensors, and all readers of a tensor receive the same one. The reader
+    is therefore fixed when the graph is made, with the same result as `SharedState.read_of`.
     """
 
     def __init__(self) -> None:
@@ -142,7 +146,7 @@ class _Read:
         self._counted: set[Any] = set()
 
     def count_once(self, x: Tensor, made: Casts) -> None:
-        """Marks those of the casts `made` that an earlier reader of `x` counts."""
+        """Mark those of the casts `made` that an earlier reader of `x` counts."""
         if self._tensor is None or self._tensor() is not x:
             self._tensor, self._counted = weakref.ref(x), set()
         for key, (_, stats) in made.items():
@@ -151,7 +155,7 @@ class _Read:
 
 
 class _Counts(AmaxHistory):
-    """The counts of one pass, without a history: what is written becomes the gradient of a tally."""
+    """The counts of one pass, without a history; they become the gradient of a tally."""
 
     def __init__(self) -> None:
         self.history = None
@@ -164,14 +168,14 @@ class _Counts(AmaxHistory):
                     self._found.setdefault((operand, kind), []).append(number)
 
     def gradient(self, device: torch.device) -> Tensor:
-        """What a tally gets."""
+        """Return the gradient of a tally."""
         zero = torch.zeros((), dtype=torch.float64, device=device)
         rows = ((sum(self._found.get((i, kind), []), zero) for kind in range(2)) for i in range(len(OPERANDS)))
         return torch.stack([torch.stack(list(row)) for row in rows])
 
 
 class _InGraph(GemmContext):
-    """A context that looks at no value."""
+    """A context that never inspects values."""
 
     amax: _Counts
 
@@ -180,7 +184,7 @@ class _InGraph(GemmContext):
 
 
 class _ValuesContext(_InGraph):
-    """Its casts are those of the simulation, in whole tensors."""
+    """A context whose casts are those of the simulation, on whole tensors."""
 
     def quantize(self, x: Tensor, cast: Cast, dim: int, reference: Reference, draw: Draw) -> tuple[Any, CastStats]:
         divided, scale, largest, saturated = scaled(x, cast, dim, reference)
@@ -189,11 +193,11 @@ class _ValuesContext(_InGraph):
 
 
 class _CodesContext(_InGraph, ScaledContext):
-    """Its casts are the hardware's codes."""
+    """A context whose casts are the hardware's codes."""
 
 
 class _CountedLinear(torch.autograd.Function):
-    """`RecipeLinear`; the last argument is the tally, whose gradient are the counts."""
+    """`RecipeLinear` with the tally as its last argument; the counts are the tally's gradient."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:

@@ -1,14 +1,14 @@
-"""Operators that are parts of a module: a linear in one of the module's parameters, or in a slice of one.
+"""Operators that are parts of a module: a linear whose weight is one of the module's parameters, or a slice of one.
 
-A mixture of experts keeps the weights of all experts in one tensor, and `nn.MultiheadAttention` those of queries, keys
-and values. A `Contained` operator stands for one matrix in such a tensor. It has no parameters and is no submodule, so
-`state_dict()` and `parameters()` of the model stay as they are.
+A mixture of experts keeps the weights of all experts in one tensor, and `nn.MultiheadAttention` keeps the weights of
+queries, keys and values in one. A `Contained` operator represents one matrix in such a tensor. It has no parameters and
+is not a submodule, so `state_dict()` and `parameters()` of the model are unchanged.
 
-The module that holds the weights is its owner. The owner's class is exchanged for one that runs the owner's own
-`forward` while `Calls` watches the functions of torch that it calls: products with a declared weight become passes of
-the operator, all else runs as it is. Views, slices and casts of a declared weight are followed; the slices of a tensor
-are taken by `unbind(0)` once a pass, so that the parameter gets one gradient. A weight that is used in any other way
-runs in high precision, and its operator then counts as never run.
+The module that holds the weights is the owner. The owner's class is replaced by one that runs the owner's own `forward`
+while `Calls` watches the torch functions that it calls. Products with a declared weight become passes of the operator;
+everything else runs unchanged. Views, slices and casts of a declared weight are followed. The slices of a tensor are
+taken by one `unbind(0)` per pass, so that the parameter gets one gradient. If a weight is used in any other way, that
+use runs in high precision, and the operator then counts as never run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gnmr.precision.linear import PathLinear
 from gnmr.precision.passes import Pass, keep, repeated
 
 Forward: TypeAlias = Callable[..., Any]
-"""(the owner, its arguments) -> its output."""
+"""A function (owner, *args, **kwargs) -> the owner's output."""
 
 
 class Contained(PathLinear):
@@ -37,17 +37,17 @@ class Contained(PathLinear):
 
     owner: nn.Module
     key: str
-    """The parameter, by its name in the owner."""
+    """Name of the parameter in the owner."""
     layout: str
-    """What its dimensions are: o outputs, i inputs, e operators."""
+    """Meaning of the parameter's dimensions: o outputs, i inputs, e operators."""
     place: int | None
-    """The slice of dimension e; None: there is none."""
+    """Index in dimension e; None if there is no such dimension."""
     _given: tuple[Tensor, Tensor | None] | None
-    """Weight (O, I) and bias of the pass that is under way."""
+    """Weight (O, I) and bias of the current pass."""
 
     def __init__(self, owner: nn.Module, key: str, layout: str, place: int | None) -> None:
         nn.Module.__init__(self)
-        self.__dict__["owner"] = owner  # no submodule of this one
+        self.__dict__["owner"] = owner  # not a submodule of this one
         self.key, self.layout, self.place, self._given = key, layout, place, None
         self.out_features, self.in_features = matrix_of(self.weight, layout, place).shape
 
@@ -66,7 +66,7 @@ class Contained(PathLinear):
 
     @property
     def bias(self) -> Tensor | None:  # type: ignore[override]
-        """(O,): of the pass that is under way, else the owner's parameter or a slice of it."""
+        """Bias of the current pass, (O,), else the owner's parameter or a slice of it."""
         if self._given is not None:
             return self._given[1]
         whole = bias_of(self.owner, self.key)
@@ -84,7 +84,7 @@ class Contained(PathLinear):
         return self._given
 
     def run(self, input: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Run a pass with this weight, (O, I), which may be some rows of the operator's."""
+        """Run a pass with this weight (O, I), which may be some rows of the operator's weight."""
         self._given = matrix, bias
         try:
             output: Tensor = self(input)
@@ -97,7 +97,7 @@ class Contained(PathLinear):
 
 
 class ContainedInt8(Contained, Int8Linear):
-    """The same in a model with a recipe that multiplies integers."""
+    """`Contained`, for a model with a recipe that multiplies integers."""
 
 
 def parameter_of(module: nn.Module, key: str) -> Tensor:
@@ -123,7 +123,7 @@ def matrix_of(weight: Tensor, layout: str, place: int | None) -> Tensor:
 
 
 class Owner(nn.Module):
-    """What the class of a module is exchanged for that contains operators."""
+    """Base of the classes that replace the class of a module that contains operators."""
 
     plain_class: type[nn.Module]
     run_forward: Forward
@@ -138,7 +138,7 @@ class Owner(nn.Module):
     def _between_graphs(self, args: Any, kwargs: Any) -> Any:
         again, around = repeated(self)
         begun, shared = again, self.path_operators[0].shared
-        if begun is None:  # a region that is recomputed runs as it did, in high precision or on the paths
+        if begun is None:  # a recomputed region runs as it did, in high precision or on the paths
             path = None if shared.high_precision else self.path_operators[0].low
             begun = Pass(path, frozenset(), frozenset(GEMMS), shared.step, None, None, False)
         keep(self, begun, around)
@@ -166,7 +166,7 @@ _OWNERS: dict[tuple[type[nn.Module], Forward], type[Owner]] = {}
 
 
 def owner_class(cls: type[nn.Module], forward: Forward = own_forward) -> type[Owner]:
-    """Return the class that owners of class `cls` get, of the same name."""
+    """Return the class, under the same name, that owners of class `cls` get."""
     if (cls, forward) not in _OWNERS:
         more = {"plain_class": cls, "run_forward": staticmethod(forward), "__module__": cls.__module__}
         _OWNERS[cls, forward] = type(cls.__name__, (Owner, cls), more)
@@ -174,7 +174,7 @@ def owner_class(cls: type[nn.Module], forward: Forward = own_forward) -> type[Ow
 
 
 def _blank(cls: type[nn.Module], forward: Forward) -> Owner:
-    """An owner without attributes, for pickle and deepcopy."""
+    """Return an owner without attributes, for pickle and deepcopy."""
     made = owner_class(cls, forward)
     return made.__new__(made)
 
@@ -184,22 +184,22 @@ class _Held(NamedTuple):
 
     tensor: Tensor
     operators: dict[int | None, Contained]
-    """By slice; None: the tensor is the only operator's, or some of its outputs."""
+    """Operators by slice; the key None means that the whole tensor, or some of its outputs, belongs to one operator."""
     transposed: bool
-    """Whether its last dimension is that of the outputs."""
+    """Whether the last dimension is the outputs."""
 
     @property
     def stacked(self) -> bool:
         return self.tensor.dim() == 3
 
     def fits(self, x: object, transposed: bool) -> bool:
-        """Whether a product with `x` (..., I) contracts the inputs of the one operator."""
+        """Return whether a product with `x` (..., I) contracts the inputs of the single operator."""
         right = not self.stacked and self.transposed is transposed and isinstance(x, Tensor) and x.dim() > 0
         return right and x.shape[-1] == self.operators[None].in_features  # type: ignore[attr-defined]
 
 
 class Calls(TorchFunctionMode):
-    """Inside, products with the operators' weights are passes of these operators."""
+    """Inside this mode, products with the operators' weights are passes of these operators."""
 
     def __init__(self, operators: tuple[Contained, ...]) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ class Calls(TorchFunctionMode):
             self._hold(_Held(parameter_of(operators[0].owner, key), own, layout.endswith("io")))
 
     def end(self) -> None:
-        """An expert without tokens ran with none, where another one of its tensor ran."""
+        """Record that an expert without tokens ran with none, if another expert of its tensor ran."""
         ran = {operator.key for operator in self._ran}
         for operator in self._operators:
             keeps = torch.is_grad_enabled() and operator.weight.requires_grad
@@ -232,7 +232,7 @@ class Calls(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _hold(self, held: _Held) -> Tensor:
-        self._known[id(held.tensor)] = held  # which keeps the tensor, and so its id
+        self._known[id(held.tensor)] = held  # keeps the tensor alive, and so its id valid
         return held.tensor
 
     def _of(self, x: object) -> _Held | None:
@@ -244,7 +244,7 @@ class Calls(TorchFunctionMode):
         return operator.run(x, held.tensor.mT if held.transposed else held.tensor, bias)
 
     def _slice(self, held: _Held, place: int) -> _Held | None:
-        """One operator's part of a stacked tensor; None: it belongs to no operator."""
+        """Return one operator's part of a stacked tensor, or None if it belongs to no operator."""
         own = id(held.tensor)
         if own not in self._slices:
             self._slices[own] = held.tensor.unbind(0)
@@ -258,14 +258,14 @@ class Calls(TorchFunctionMode):
     # ---- views and casts ----
 
     def _same(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A cast, or another view of the whole."""
+        """Follow a cast, or another view of the whole tensor."""
         held, found = self._of(args[0]), func(*args, **kwargs)
         if held is not None and isinstance(found, Tensor) and found.shape == held.tensor.shape:
             self._hold(held._replace(tensor=found))
         return found
 
     def _turned(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The last two dimensions exchanged."""
+        """Follow an exchange of the last two dimensions."""
         if func.__name__ == "__get__" and not any(func == one for one in _TURNING):
             return NotImplemented
         held, found = self._of(args[0]), func(*args, **kwargs)
@@ -276,7 +276,7 @@ class Calls(TorchFunctionMode):
         return found
 
     def _parted(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """One operator of several, or some outputs of one."""
+        """Follow a selection of one operator of several, or of some outputs of one."""
         held = self._of(args[0])
         if held is None:
             return NotImplemented
@@ -312,7 +312,7 @@ class Calls(TorchFunctionMode):
             return self._run(held, x)
         if held is not None and held.stacked and held.transposed and isinstance(x, Tensor) and x.dim() == 3:
             return torch.stack([self._product(held, i, part) for i, part in enumerate(x.unbind(0))])
-        held, x = self._of(args[0]), args[1]  # W x, as Mamba's projections of time steps
+        held, x = self._of(args[0]), args[1]  # W x, as in Mamba's projections of time steps
         if held is not None and isinstance(x, Tensor) and x.dim() > 1 and held.fits(x.mT, transposed=False):
             return self._run(held, x.mT).mT
         return NotImplemented
@@ -323,7 +323,7 @@ class Calls(TorchFunctionMode):
         return self._run(held, args[1], args[0])
 
     def _grouped(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Rows (T, I), sorted by expert, times (E, I, O): each expert's by itself. Waits for the device."""
+        """Multiply rows (T, I), sorted by expert, by (E, I, O), one expert at a time. Waits for the device."""
         given = dict(zip(("mat_a", "mat_b", "offs"), args, strict=False)) | kwargs
         x, held, ends = args[0], self._of(given.get("mat_b", given.get("mat2"))), given.get("offs")
         if held is None or not held.transposed or not held.stacked or x.dim() != 2 or not isinstance(ends, Tensor):
@@ -342,7 +342,7 @@ class Calls(TorchFunctionMode):
         return x @ self._slices[id(held.tensor)][place] if part is None else self._run(part, x)
 
     def _attention(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A function in Python that is one for torch's overrides: its body runs here, so that its linears are seen."""
+        """Run the body of a Python function that is one call for torch's overrides, so that its linears are seen."""
         with self:
             return _attention_body(*args, **kwargs)
 

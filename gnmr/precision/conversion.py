@@ -1,4 +1,4 @@
-"""Exchanging linear operators by name pattern, in place: what becomes of them is the `ConvertedModel`."""
+"""Convert linear operators, chosen by name patterns, in place into operators with two paths (a `ConvertedModel`)."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from gnmr.precision.units import check_unit, grouped, operator_names
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ALIKE = ("torchtitan.models.common.linear.Linear",)
-"""Subclasses of `nn.Linear` that compute as it does, by full name: they can be given two paths too."""
+"""Full names of subclasses of `nn.Linear` that compute as it does, and so can be given two paths too."""
 _WITH_PATHS: dict[tuple[type, type], type[PathLinear]] = {}
-"""What was made of such a class and a kind of `PathLinear`."""
+"""The class made of each such subclass and a kind of `PathLinear`."""
 
 Pins = tuple[tuple[str, str], ...]
 """(gemm, recipe) of the pinned GEMMs of one operator."""
@@ -58,18 +58,25 @@ def convert(
     are left out of the units' names.
 
     Args:
-        seed: of what stochastic rounding draws.
-        device: where the model will run, which decides on backends; None: where its weights are. (A model on the meta
-            device can be planned, not trained: convert it again when it has weights.)
-        store: False leaves what `weights` asks for to `ConvertedModel.store`, which may drop the 16-bit weights.
-        shown: whether the caller prints the model; if not, falling back to simulation is warned of on CPUs too.
-        kept: whether the targets may name what recipes leave in 16 bits, too.
+        model: the model to convert.
+        spec: the paths, the targets and the kind of unit.
+        seed: seed of stochastic rounding.
+        device: where the model will run, which decides on backends; None: where its weights are. A model on the meta
+            device can be planned but not trained; convert it again when it has weights.
+        store: False leaves the storage of `weights` to `ConvertedModel.store`, which may drop the 16-bit weights.
+        shown: whether the caller prints the model; if not, falling back to simulation warns on CPUs too.
+        kept: whether the targets may also name linears that recipes leave in 16 bits.
 
-    Raises ValueError, before anything is changed, for a pattern or pin that matches no linear (recipes leave some in 16
-    bits), a linear whose widths the tiles of a recipe do not divide or that cannot be given two paths (see
-    `_check_linear`), linears on several devices, a kind of unit that the model does not have, a backend that cannot run
-    the recipe here, and codes that would be kept of trainable weights. Warns of paths that make little sense, of
-    settings without effect, and where backend=auto falls back to simulation (`gnmr.precision.resolve`).
+    Raises:
+        ValueError: before anything is changed, for any of these reasons.
+            - A pattern or pin matches no linear (recipes leave some in 16 bits).
+            - The tiles of a recipe do not divide the widths of a linear.
+            - A linear cannot be given two paths (see `_check_linear`), or the linears are on several devices.
+            - The model does not have the requested kind of unit.
+            - A backend cannot run the recipe here, or codes would be kept of trainable weights.
+
+    Warns of paths that make little sense, of settings without effect, and if backend=auto falls back to simulation
+    (`gnmr.precision.resolve`).
     """
     low, recovery = resolve(spec)
     chosen, left_out = _chosen(model, spec, kept)
@@ -137,15 +144,14 @@ def convert(
 
 
 def operator_shapes(model: nn.Module, spec: PathSpec) -> dict[str, tuple[int, int]]:
-    """(inputs, outputs) of each operator that `convert` would give two paths, by its operator's name. ValueError for
-    patterns that name none."""
+    """Return each operator's (inputs, outputs), by its name. Raises ValueError if a pattern matches no linear."""
     chosen, _ = _chosen(model, spec)
     shapes = [(one.in_features, one.out_features) for one in chosen.values()]
     return dict(zip(operator_names(list(chosen)), shapes, strict=True))
 
 
 def left_out_line(left_out: Mapping[str, str]) -> str:
-    """Return one line that names these operators, those of a kind once, each with why it stays in 16 bits."""
+    """Return one line that names these operators and why they stay in 16 bits; operators of one kind appear once."""
     alike: dict[tuple[str, str], list[str]] = {}
     for name, why in left_out.items():
         alike.setdefault((re.sub(r"\b\d+\b", "*", name), why), []).append(name)
@@ -154,10 +160,10 @@ def left_out_line(left_out: Mapping[str, str]) -> str:
 
 
 def _chosen(model: nn.Module, spec: PathSpec, kept: bool = False) -> tuple[dict[str, Found], dict[str, str]]:
-    """Return the operators that get two paths, and why others that no target names exactly are left out.
+    """Return the operators that get two paths, and the reason for each operator that is left out.
 
-    Heads and routers are passed over by recipes, unless `kept`. Raises ValueError if a pattern names no linear, or if
-    none is left.
+    A reason is given only for operators that no target names exactly. Recipes skip heads and routers, unless `kept`.
+    Raises ValueError if a pattern matches no linear, or if none is left.
     """
     linears = operators_in(model)
     paths = [path for path in named(spec) if isinstance(path, Recipe)]
@@ -175,7 +181,7 @@ def _chosen(model: nn.Module, spec: PathSpec, kept: bool = False) -> tuple[dict[
 
 
 def _unfit(found: Found, paths: Sequence[Recipe]) -> str | None:
-    """Return why an operator cannot have these paths, for its class or its widths; None: it can."""
+    """Return why an operator's class or widths do not permit these paths, or None if they do."""
     plain = found.forward is None and not isinstance(found.module, PathLinear)
     if plain and _class_of(type(found.module), PathLinear) is None:
         return f"is a {found.kind}"
@@ -183,10 +189,12 @@ def _unfit(found: Found, paths: Sequence[Recipe]) -> str | None:
 
 
 def _pins(names: Sequence[str], spec: PathSpec) -> dict[str, Pins]:
-    """The pins of each operator, by its name. Raises ValueError for a pattern that names no operator, and for two that
-    pin a GEMM on different recipes."""
+    """Return the pins of each operator, by operator name.
+
+    Raises ValueError if a pattern matches no operator, or if two patterns pin a GEMM on different recipes.
+    """
     found: dict[str, dict[str, str]] = {name: {} for name in names}
-    ends = by_end(names)  # plan.json has a pin for each of thousands of experts
+    ends = by_end(names)  # plan.json may have a pin for each of thousands of experts
     for pattern, recipes in spec.pinned.items():
         chosen = select(names, [pattern])[0] if set(pattern) & set("*?[") else ends.get(pattern, [])
         if not chosen:
@@ -201,7 +209,7 @@ def _pins(names: Sequence[str], spec: PathSpec) -> dict[str, Pins]:
 def _shared_state(
     spec: PathSpec, paths: Sequence[ExecutionPath | None], *, operators: int, seed: int, here: torch.device
 ) -> SharedState:
-    """Return what the operators, so many on the device `here`, have in common. `paths`: all that one of them has."""
+    """Return the state that the `operators` operators on the device `here` share; `paths` are all paths they have."""
     recipes = [path for path in paths if isinstance(path, Recipe)]
     rounding = None
     if spec.rounding == "stochastic" or any(recipe.stochastic for recipe in recipes):
@@ -213,7 +221,7 @@ def _shared_state(
 def _exchanged(
     found: Found, kind: type[PathLinear], name: str, index: int, paths: Pair, shared: SharedState
 ) -> PathLinear:
-    """The same module, or an operator contained in it, with two paths and on the low one."""
+    """Return the same module, or an operator contained in it, with two paths and on the low one."""
     module = found.module
     if found.forward is not None:
         module = contain(found, issubclass(kind, Int8Linear))
@@ -234,17 +242,17 @@ def _exchanged(
 
 
 def _route(operator: PathLinear, routes: dict[frozenset[str], Recipe]) -> None:
-    """Has the operator's GEMMs routed one by one; `wgrad` of a frozen weight never runs."""
+    """Route the operator's GEMMs individually; `wgrad` of a frozen weight never runs."""
     runs = {"fprop", "dgrad", *(["wgrad"] if operator.weight.requires_grad else [])}
     operator.mixed = {gemms: recipe for gemms, recipe in routes.items() if gemms <= runs}
     operator.gemms = tuple(gemm for gemm in GEMMS if frozenset([gemm]) in operator.mixed)
 
 
 def _class_of(cls: type[nn.Module], kind: type[PathLinear]) -> type[PathLinear] | None:
-    """What a linear of class `cls` becomes, where a plain one becomes a `kind`; None: it can have no paths."""
+    """Return the class that a linear of class `cls` gets if `nn.Linear` becomes `kind`; None: it can have no paths."""
     if cls is nn.Linear:
         return kind
-    if issubclass(cls, PathLinear):  # made for it
+    if issubclass(cls, PathLinear):  # a class made for this purpose
         return cls if issubclass(cls, kind) and "plain_class" in vars(cls) else None
     if f"{cls.__module__}.{cls.__qualname__}" not in _ALIKE:
         return None
@@ -254,7 +262,7 @@ def _class_of(cls: type[nn.Module], kind: type[PathLinear]) -> type[PathLinear] 
 
 
 def _check_linear(name: str, found: Found, model: nn.Module, kind: type[PathLinear]) -> None:
-    """ValueError for an operator that cannot be given two paths, whatever they are."""
+    """Raise ValueError if the operator cannot be given two paths, whatever the paths are."""
     module, contained = found.module, found.forward is not None
     if isinstance(module, Owner) or (isinstance(module, PathLinear) and module.converted):
         raise ValueError(f"{name} has two paths already (attached twice?): detach the first controller before")
@@ -285,7 +293,7 @@ def _check_linear(name: str, found: Found, model: nn.Module, kind: type[PathLine
 
 
 def tensor_parallel(model: nn.Module) -> str | None:
-    """The first parameter that is sharded by anything but FSDP2, which makes plain tensors of them."""
+    """Return the first parameter that is sharded other than by FSDP2, which gathers plain tensors, or None."""
     for name, parameter in model.named_parameters():
         if is_sharded(parameter) and not _gathered(model, name.rpartition(".")[0]):
             return name
@@ -293,22 +301,25 @@ def tensor_parallel(model: nn.Module) -> str | None:
 
 
 def _gathered(model: nn.Module, name: str) -> bool:
-    """Whether FSDP2 makes plain tensors of the parameters there before they are read."""
-    from torch.distributed.fsdp import FSDPModule  # there is a DTensor, so there is torch.distributed
+    """Return whether FSDP2 gathers plain tensors from this module's parameters before they are read."""
+    from torch.distributed.fsdp import FSDPModule  # available, because there is a DTensor
 
     parts = name.split(".")
     return any(isinstance(model.get_submodule(".".join(parts[:i])), FSDPModule) for i in range(len(parts) + 1))
 
 
 def check_widths(name: str, one: Widths, recipe: Recipe) -> None:
-    """Raises ValueError if the operator's widths do not fit the recipe."""
+    """Raise ValueError if the operator's widths do not fit the recipe."""
     if (why := cut_by(one, recipe)) is not None:
         raise ValueError(f"{name} {why}; use another recipe or width, or exclude it")
 
 
 def cut_by(one: Widths, recipe: Recipe) -> str | None:
-    """Return which of its widths the recipe cannot have, since it would cut a group of elements of MX or NVFP4 with one
-    scale; None: it can have them. Tiles and blocks may be cut, as in DeepSeek-V3's own checkpoints."""
+    """Return which width of the operator does not fit the recipe, or None if all fit.
+
+    A width does not fit if it would cut an MX or NVFP4 group of elements with one scale. Tiles and blocks may be cut,
+    as in DeepSeek-V3's own checkpoints.
+    """
     for kind, width, divisor in zip(
         ("inputs", "outputs"), (one.in_features, one.out_features), recipe.divisors(), strict=True
     ):
@@ -318,7 +329,7 @@ def cut_by(one: Widths, recipe: Recipe) -> str | None:
 
 
 def _check_weights(weights: str, paths: Iterable[ExecutionPath | None], linears: dict[str, Found]) -> None:
-    """ValueError where these linears' codes cannot be kept so, or their sums would not fit."""
+    """Raise ValueError if the codes of these linears cannot be kept as requested, or if their sums would overflow."""
     for name, linear in linears.items():
         if linear.in_features > MOST_INPUTS:
             raise ValueError(
@@ -343,7 +354,7 @@ def _check_weights(weights: str, paths: Iterable[ExecutionPath | None], linears:
 
 
 def _reads_codes(recipe: Recipe) -> bool:
-    """Whether all that it casts is the weight in INT8, or what meets that in fprop."""
+    """Return whether the recipe casts only the weight in INT8 and the input that meets it in fprop."""
     fprop = Gemm() if recipe.integer else recipe.fprop
     dgrad = replace(recipe.dgrad, weight=None) if recipe.dgrad.weight == PER_ROW else recipe.dgrad
     return not replace(recipe, fprop=fprop, dgrad=dgrad).casts

@@ -1,4 +1,4 @@
-"""What `convert` makes of a model: the converted operators, their units, and what they hold in memory."""
+"""The result of `convert`: the converted operators, their units, and the state that they share."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from gnmr.precision.table import as_text
 from gnmr.precision.units import PathUnit
 
 DETACHED = "this controller was detached: its model has plain linears again; attach another"
-"""What is raised by everything that needs converted operators after `ConvertedModel.restore`."""
+"""Message of every call that needs converted operators after `ConvertedModel.restore`."""
 
 _OURS = {*RECIPES, *GEMMS, "in", "and"}
-"""Words of the names of our recipes and of what `Recipe.with_gemms` makes of them."""
+"""Words in the names of our recipes and of the mixtures that `Recipe.with_gemms` makes of them."""
 
 StepMark: TypeAlias = tuple[Mark | None, tuple[Tensor | None, Tensor] | None, int]
-"""The place of stochastic rounding, the delayed scales, the step."""
+"""State at the start of a step: place of stochastic rounding, delayed scales, step."""
 
 
 @dataclass(eq=False)
 class ConvertedModel:
-    """The converted operators of a model, in module order, the units that they make up, and what they share."""
+    """The converted operators of a model, in module order, the units that they form, and their shared state."""
 
     operators: list[PathLinear]
     units: list[PathUnit]
@@ -48,13 +48,13 @@ class ConvertedModel:
     times: Mapping[str, float] = field(default_factory=dict)
     """Relative GEMM times (`PathSpec.times`)."""
     recipes: Mapping[str, Recipe] = field(default_factory=dict)
-    """The recipes beside ours that they may name."""
+    """User-defined recipes that `times` may name."""
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """Linears that the targets name too and that stay as they are, with the reason (`gnmr.precision.conversion`)."""
+    """Linears that match the targets but stay unchanged, with the reason (`gnmr.precision.conversion`)."""
     warmup_steps: int = 0
-    """Steps from the first on in which operators in recovery compute in 16 bits; see `begin_step`."""
+    """Number of first steps in which operators in recovery compute in 16 bits; see `begin_step`."""
     restored: bool = False
-    """The operators are plain linears again, and all that needs converted ones raises RuntimeError (`DETACHED`)."""
+    """Whether the operators are plain linears again; calls that need converted ones then raise RuntimeError."""
 
     def __post_init__(self) -> None:
         self.cost = Cost(self)
@@ -64,12 +64,12 @@ class ConvertedModel:
 
     @property
     def frozen(self) -> bool:
-        """Whether no operator's weight is trained: then there is no weight gradient."""
+        """Whether no operator's weight is trained, so that there is no weight gradient."""
         return not any(operator.weight.requires_grad for operator in self.operators)
 
     @property
     def without_effect(self) -> bool:
-        """Whether the paths change nothing: formats that compress for a weight gradient that no operator has."""
+        """Whether the paths change nothing: the formats compress for a weight gradient that no operator has."""
         low = self.low
         saved = isinstance(low, Format) and not isinstance(low, KeepFormat) and not self.shared.quantize_forward
         return self.frozen and saved
@@ -82,10 +82,10 @@ class ConvertedModel:
 
     @contextmanager
     def high_precision(self) -> Iterator[None]:
-        """Inside, every operator is a plain 16-bit linear, whatever its path (evaluation); nests.
+        """Run every operator as a plain 16-bit linear inside this context, whatever its path (evaluation).
 
-        So are those of a copy of the model (an average of its weights), which otherwise stays on the paths that it was
-        copied on.
+        Contexts nest. They also cover copies of the model (an average of its weights), which otherwise stay on the
+        paths that they were copied on.
         """
         switches, before = self.shared.switches, self.shared.high_precision
         switches.high_precision = True
@@ -103,15 +103,15 @@ class ConvertedModel:
 
     @contextmanager
     def on_low_path(self) -> Iterator[None]:
-        """Inside, every operator is on its low path without an injected fault, and leaves no trace (evaluation)."""
+        """Run every operator on its low path, without faults and side effects, inside this context (evaluation)."""
         with self.no_side_effects():
             for operator in self.operators:
                 operator.switch(False)
-                operator.fault = None  # it belongs to the run, not to the model
+                operator.fault = None  # a fault belongs to the run, not to the model
             yield
 
     def compile(self, blocks: Iterable[nn.Module], **options: Any) -> str | None:
-        """See `gnmr.precision.compile.compile_blocks`."""
+        """Call `gnmr.precision.compile.compile_blocks` on this model."""
         return compile_blocks(self, blocks, **options)
 
     @property
@@ -121,7 +121,7 @@ class ConvertedModel:
         return any(operator.in_graphs is not None for operator in self.operators)
 
     def _collect(self, into_counts: bool = True) -> None:
-        """Adds the counts of casts in graphs to the others, or drops them."""
+        """Add the counts of casts in graphs to the other counts, or drop them."""
         self.check_converted()
         tallies = [operator.tally for operator in self.operators]
         found = [None if tally is None else tally.grad for tally in tallies]
@@ -135,11 +135,11 @@ class ConvertedModel:
 
     @contextmanager
     def no_side_effects(self) -> Iterator[None]:
-        """Inside, passes leave no trace in what faults and casts remember.
+        """Undo, after this context, every change to the state of faults and casts.
 
-        The operators' paths and faults, which may be changed inside, and the generator of stochastic rounding are
-        afterwards as they were, and no compressed copy is kept. Recovery is the recovery path inside, in a warm-up in
-        16 bits too. Gradients and a probe are the caller's to see to.
+        Paths and faults of the operators may change inside; they are restored too, as is the generator of stochastic
+        rounding. No compressed copy is kept. Recovery means the recovery path inside, even in a 16-bit warm-up. The
+        caller takes care of gradients and a probe.
         """
         self._collect()
         shared, state = self.shared, self.state_dict()
@@ -153,14 +153,14 @@ class ConvertedModel:
             self._collect(into_counts=False)
             shared.no_side_effects, shared.warmup = before, warmup
             shared.forget()
-            self._load(state)  # unlooked at: that waits for the device
+            self._load(state)  # unchecked: a check waits for the device
             self.back_to(mark)
             for operator, (recovered, fault) in zip(self.operators, in_force, strict=True):
                 operator.put(recovered)
                 operator.fault = fault
 
     def mark(self) -> StepMark:
-        """What a step changes of the paths' state, as it is now, for `back_to`. Does not wait for the device."""
+        """Return the part of the paths' state that a step changes, for `back_to`. Does not wait for the device."""
         rounding, amax = self.shared.rounding, self.shared.amax
         return (
             None if rounding is None else rounding.mark(),
@@ -169,8 +169,10 @@ class ConvertedModel:
         )
 
     def back_to(self, mark: StepMark) -> None:
-        """Rounding draws what it drew, delayed scales are those of the steps before. For a pass within
-        `no_side_effects`."""
+        """Return to `mark`, for a pass within `no_side_effects`.
+
+        Rounding draws the same numbers again, and delayed scales come from the steps before the mark.
+        """
         drawn, scales, self.shared.step = mark
         self.shared.forget()
         if self.shared.rounding is not None and drawn is not None:
@@ -180,16 +182,16 @@ class ConvertedModel:
             self.shared.amax.history = None if history is None else history.clone()
 
     def begin_again(self, mark: StepMark) -> None:
-        """The step that began at `mark` begins again; what it wrote is forgotten."""
+        """Restart the step that began at `mark`, and forget everything that it wrote."""
         self.back_to(mark)
         self._collect(into_counts=False)
         if self.shared.amax is not None:
             self.shared.amax.begin_again()
 
     def begin_step(self, step: int) -> None:
-        """Call before step `step` (from 1) where there are `warmup_steps`, and where steps are not taken one by one.
+        """Begin step `step` (from 1): needed with `warmup_steps`, or if steps are not taken in order.
 
-        Until the warm-up is over operators in recovery run in 16 bits, whatever the recovery path is. Stochastic
+        Until the warm-up is over, operators in recovery run in 16 bits, whatever the recovery path is. Stochastic
         rounding draws the numbers of this step.
         """
         self._enter(step)
@@ -202,8 +204,10 @@ class ConvertedModel:
             self.shared.rounding.begin_step(step)
 
     def end_step(self) -> None:
-        """Call once per optimizer step, after its last backward pass: drops compressed copies, advances the history of
-        delayed scales, resets `saturation`."""
+        """End an optimizer step; call this once, after the step's last backward pass.
+
+        Drops compressed copies, advances the history of delayed scales, and resets `saturation`.
+        """
         self.shared.forget()
         self._collect(into_counts=False)
         if self.shared.amax is not None:
@@ -211,23 +215,26 @@ class ConvertedModel:
         self._enter(self.shared.step + 1)
 
     def saturation(self) -> dict[str, Tensor]:
-        """Return {operand: (num_operators, 2) int64} on the device: elements of this step that saturated, and elements
-        that were Inf or NaN, in casts of the operators' `input`, `weight`, `grad_output` and `result`.
+        """Return the numbers of saturated and of non-finite elements since the last `end_step`, by operand.
 
-        Since the last `end_step`; so read it before the controller's `step`. Empty where the paths are formats. Counts
-        every cast once: of a tensor that several operators read, for the first that cast it. Does not wait for the
-        device.
+        Read it before the controller's `step`. Does not wait for the device.
+
+        Returns:
+            {operand: (num_operators, 2) int64} on the device, for casts of the operators' `input`, `weight`,
+            `grad_output` and `result`. Column 0 counts elements that saturated, column 1 elements that were Inf or NaN.
+            Every cast counts once: a cast that several operators share counts for the first. Empty if the paths are
+            formats.
         """
         self._collect()
         amax = self.shared.amax
         return {} if amax is None else {name: amax.counts[:, i].clone() for i, name in enumerate(OPERANDS)}
 
     def restore(self) -> None:
-        """Turns every operator back into what it was; nothing is left to do the second time. Those of copies of the
-        model compute as plain ones from now on.
+        """Turn every operator back into its original module; a second call does nothing.
 
-        Weights that are kept as INT8 codes alone come back as codes times scale, in the dtype that they had.
-        ValueError, before anything is done, for an operator that has become something else since (parametrized).
+        Operators in copies of the model compute as plain linears from now on. Weights that are kept only as INT8 codes
+        become codes times scale, in their original dtype. Raises ValueError, before anything is changed, if an operator
+        has been changed since (for example parametrized).
         """
         if self.restored:
             return
@@ -253,18 +260,18 @@ class ConvertedModel:
         self.restored = self.shared.switches.high_precision = True
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy of model and paths together, which are switched by themselves."""
+        """Restore a copy of model and paths together; the copy has switches of its own."""
         self.__dict__.update(state)
         before, self.shared.switches = self.shared.high_precision, Switches()
         self.shared.switches.high_precision = before
 
     def check_converted(self) -> None:
-        """RuntimeError after `restore`."""
+        """Raise RuntimeError after `restore`."""
         if self.restored:
             raise RuntimeError(DETACHED)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return whose state it is (`paths`), the seed and step of stochastic rounding, and delayed scales, if any."""
+        """Return the owner of the state (`paths`), and the state of stochastic rounding and delayed scales, if any."""
         state: dict[str, Any] = {"paths": self._owner()}
         if self.shared.rounding is not None:
             state["rounding"] = self.shared.rounding.state()
@@ -272,7 +279,7 @@ class ConvertedModel:
         return state if history is None else state | {"largest": history.clone()}
 
     def check_state(self, state: Any) -> None:
-        """ValueError if it belongs to other paths, another rounding or another number of operators, or is damaged."""
+        """Raise ValueError if `state` is damaged or belongs to other paths, rounding or operators."""
         owner = state.get("paths") if isinstance(state, Mapping) else None
         if owner != self._owner():
             raise ValueError(f"the paths' state belongs to {owner or 'unknown paths'}; this model has {self._owner()}")
@@ -290,10 +297,10 @@ class ConvertedModel:
 
     def _owner(self) -> str:
         self.check_converted()
-        # Recipes name the GEMMs that are recovered where it is not all of them.
+        # Recipes name the recovered GEMMs, unless all are recovered.
         low, recovery = described(self.low), "none" if self.recovery is None else described(self.recovery)
         rounding = "nearest" if self.shared.rounding is None else "stochastic"
-        # Of a recipe of the user's the name alone says nothing.
+        # The name of a user's recipe does not define it, so its casts are added.
         by_name = {o.operator_name: described(o.low) for o in self.operators if o.pinned}
         pinned = {o.low.name: o.low for o in self.operators if o.pinned}
         own = "".join(
@@ -306,7 +313,7 @@ class ConvertedModel:
         return f"low={low}, recovery={recovery}, rounding={rounding}{site}, {len(self.operators)} operators{own}{pins}"
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """ValueError, before anything is loaded: see `check_state`."""
+        """Load `state`; raises ValueError, before anything is loaded, as `check_state` does."""
         self.check_state(state)
         self._load(state)
 

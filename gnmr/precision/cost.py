@@ -1,9 +1,9 @@
-"""What the operators of a converted model spend: arithmetic and time of GEMMs, and memory that is kept for backward.
+"""Costs of the operators of a converted model: arithmetic and time of GEMMs, and memory that is kept for backward.
 
 GEMM time is relative: rows * inputs * outputs * the time of the GEMM's recipe, which its widest operand decides
-(`TIMES`). Extra GEMM time is the sum over all GEMMs of their time now less that on the low recipe, over the sum of the
-latter. All GEMMs are those of the whole model once they were counted (`Cost.count`), the others in 16 bits; before that
-they are the operators' own, a token through each.
+(`TIMES`). Extra GEMM time is the GEMM time now minus the time on the low recipe, divided by the latter. Both are sums
+over all GEMMs. After `Cost.count`, "all GEMMs" are those of the whole model, with those outside of the operators in 16
+bits. Before, they are the operators' own GEMMs, with one token each.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ def gemm_time(
 ) -> float:
     """Return the relative time of a GEMM under `recipe`.
 
-    Operands of 2 and 3 bits count as 4 and those of 6 as 8, one that is not cast as 16, and the result not at all.
+    Operands of 2 and 3 bits count as 4 bits, and 6 bits as 8. An operand that is not cast counts as 16 bits. The result
+    does not count.
 
     Args:
         recipe: the recipe, or a mixture of several (`Recipe.with_gemms`).
         gemm: fprop, dgrad or wgrad.
-        times: other times than `TIMES`, by width or by recipe. A recipe's is that of every GEMM that casts as the same
-            GEMM of this recipe does; one that it leaves in 16 bits has the time of 16.
-        recipes: those that `times` may name beside ours.
+        times: replacements for `TIMES`, by width or by recipe. The time of a recipe applies to every GEMM with the same
+            casts as the same GEMM of that recipe. A GEMM that the recipe leaves in 16 bits has the time of 16.
+        recipes: user-defined recipes that `times` may name.
     """
     times = times or {}
     known = {**RECIPES, recipe.name: recipe, **(recipes or {})}
@@ -60,15 +61,15 @@ class Work(NamedTuple):
     """Multiplications of a model's forward pass."""
 
     operators: tuple[int, ...]
-    """Of each operator, in order."""
+    """Multiplications of each operator, in order."""
     rest: int
-    """Of all other GEMMs."""
+    """Multiplications of all other GEMMs."""
     told: tuple[str, ...] = ()
-    """Lines on what the operators are of it, for tables."""
+    """Lines for tables that describe the operators' part of the whole."""
 
 
 class Spent(NamedTuple):
-    """What a step spends; see `Cost.spent`."""
+    """Costs of a step; see `Cost.spent`."""
 
     share: float
     extra_bytes: float
@@ -77,39 +78,40 @@ class Spent(NamedTuple):
 
 @dataclass
 class _Numbers:
-    """What all operators spend and keep, and of what that was worked out."""
+    """Costs of all operators, and the state for which they were computed."""
 
     state: tuple[Any, ...]
     """The path of a warm-up in 16 bits, then (`low`, `recovered`, `read`) of each operator."""
     predicted: int
     spent: Spent
     saved: int | None = None
-    """What was read from the graph, and of which operators it held an input then."""
+    """Bytes that were read from the graph; `held` says which operators held an input then."""
     held: list[bool] | None = None
 
 
 class Cost:
-    """What a converted model spends now, in all and by unit; `ConvertedModel.cost`."""
+    """Costs of a converted model now, in total and by unit; see `ConvertedModel.cost`."""
 
     def __init__(self, model: ConvertedModel) -> None:
         self._model = model
         self.work: Work | None = None
-        """What was counted of the model; None: nothing yet."""
+        """Counted arithmetic of the whole model; None: not counted yet."""
         self._numbers: _Numbers | None = None
         self._times: dict[int, tuple[ExecutionPath, float]] = {}
 
     def count(self, work: Work | None) -> None:
-        """Take what a pass of the whole model ran: what is spent is a share of that from now on."""
+        """Set the arithmetic of one pass of the whole model; costs are shares of it from now on."""
         self.work, self._numbers = work, None
 
     def saved_bytes(self) -> int:
         """Return the bytes that the operators' inputs occupy in the autograd graph now, between forward and backward.
 
-        Read from the graph's own nodes; a storage that several operators share counts once, an operator that ran
-        several times with its last pass. Where every operator kept as many rows on the same path as at the last look,
-        of the same tensors, and the graph holds them again, that look's number stands. Under activation checkpointing
-        the graph holds no inputs at this point and reading them would recompute them: do not call it.
-        Raises ValueError if the operators are in graphs of `gnmr.precision.compile`.
+        The bytes are read from the graph's nodes. A storage that several operators share counts once, and an operator
+        that ran several times counts with its last pass. The previous result is reused if every operator kept as many
+        rows of the same tensors on the same path, and the graph holds them again.
+
+        Do not call this under activation checkpointing: the graph holds no inputs at this point, and reading them would
+        recompute them. Raises ValueError if the operators are in graphs of `gnmr.precision.compile`.
         """
         if self._model.in_graphs:
             raise ValueError("saved_bytes: what compiled blocks keep for backward is the compiler's choice")
@@ -124,48 +126,50 @@ class Cost:
         return numbers.saved
 
     def predicted_bytes(self) -> int:
-        """Return the same from the memory model: p/8 bytes per element, the scales, and one copy per tensor and format.
+        """Return the same number as the memory model predicts it.
 
-        Tensors that are kept as they are count once where they are views of one storage. A simulated recipe keeps the
-        input's own width: one tensor for each that is read, in each cast that wgrad reads. On real hardware it is codes
-        of one byte and their scales.
+        The model counts p/8 bytes per element, the scales, and one copy per tensor and format. Tensors that are kept
+        unchanged count once if they are views of one storage. A simulated recipe keeps the input's own width: one
+        tensor per tensor that is read and per cast that wgrad reads. On real hardware the copy is codes of one byte and
+        their scales.
         """
         return self._now().predicted
 
     def weight_bytes(self) -> tuple[int, int]:
         """Return (bytes of the operators' weights in their own dtype, bytes of their INT8 codes and scales).
 
-        With O outputs and I inputs in bfloat16: (2 O I, 0); with weights="instead" (0, O (I + 4)). What the graph holds
-        of them between forward and backward are these very tensors. A parameter of several operators counts once, and
-        biases do not.
+        With O outputs and I inputs in bfloat16 the result is (2 O I, 0), and (0, O (I + 4)) with weights="instead". The
+        graph holds these same tensors between forward and backward. A parameter of several operators counts once.
+        Biases do not count.
         """
         self._model.check_converted()
         own = {id(o.weight): o.weight.nbytes for o in self._model.operators if o.weight.is_floating_point()}
         return sum(own.values()), sum(o.code_bytes for o in self._model.operators if isinstance(o, Int8Linear))
 
     def spent(self) -> Spent:
-        """Return (share of all GEMMs' arithmetic that is on the recovery path now, extra bytes of Eq. 5, extra time of
-        the GEMMs).
+        """Return the costs of the current paths: recovered share of arithmetic, extra bytes (Eq. 5) and extra time.
 
-        Share: a GEMM counts its rows * in_features * out_features; see the module for rows and for what all GEMMs are.
-        A forward GEMM outside of the operators counts three times, as they do. Pinned GEMMs are
-        always on that path, those of an operator in recovery as far as `recovers` goes (in a warm-up in 16 bits all);
-        under formats an operator counts as a whole. Does not wait for the device.
+        Does not wait for the device.
 
-        Eq. 5: (p_high - p_low)/8 * sum of A_b over the operators in recovery, each counted by itself; pins count where
-        they keep more of the input. p_high is 16 in a warm-up in 16 bits. 0 under simulated recipes: whatever the path,
-        the input is kept in its own width.
-
-        Extra time: as a share of the time with every GEMM on the low recipe, with pins and recovery on the recipes that
-        they are on. 0 under formats, whose GEMMs run in 16 bits.
+        Returns:
+            share: share of the arithmetic of all GEMMs (see the module) that runs on the recovery path. A GEMM counts
+                rows * in_features * out_features. A forward GEMM outside of the operators counts three times, as the
+                operators' GEMMs do. Pinned GEMMs always count, and GEMMs of an operator in recovery if `recovers` names
+                them. In a 16-bit warm-up all GEMMs of such an operator count. Under formats an operator counts as a
+                whole.
+            extra_bytes: (p_high - p_low)/8 times the sum of A_b over the operators in recovery, each counted
+                separately. Pins count if they keep more of the input. p_high is 16 in a 16-bit warm-up. The result is 0
+                under simulated recipes, which always keep the input in its own width.
+            extra_time: extra GEMM time that pins and recovery add, as a share of the time with every GEMM on the low
+                recipe. The result is 0 under formats, whose GEMMs run in 16 bits.
         """
         return self._now().spent
 
     def of_units(self, kind: str) -> tuple[list[float], float]:
         """Return (what recovery of each unit adds, what pins take), as shares of what recovery of everything takes.
 
-        kind: gemm, of all arithmetic as `spent` counts it; or bytes, of Eq. 5's extra bytes, with the bits of the input
-        that wgrad reads. Raises ValueError for bytes if recovery adds none.
+        `kind` is gemm for the arithmetic that `spent` counts, or bytes for Eq. 5's extra bytes with the bits of the
+        input that wgrad reads. Raises ValueError if `kind` is bytes and recovery adds none.
         """
         if kind == "bytes":
             return self._bytes_of_units()
@@ -182,7 +186,7 @@ class Cost:
         return sum(len(o.pinned) * self._area(o) for o in self._model.operators) / self._arithmetic()
 
     def _arithmetic(self) -> int:
-        """Multiplications of all GEMMs."""
+        """Return the number of multiplications of all GEMMs."""
         self._model.check_converted()
         return len(GEMMS) * (sum(map(self._area, self._model.operators)) + self._rest)
 
@@ -206,7 +210,7 @@ class Cost:
         return costs, sum(more(o, o.low, low) for o in model.operators) / whole
 
     def _now(self) -> _Numbers:
-        """What is in force and what the last forward pass kept, in numbers; worked out anew if anything changed."""
+        """Return the costs of the paths in force and of the last forward pass, recomputed if anything changed."""
         model = self._model
         model.check_converted()
         state = model.shared.warmup, *((o.low, o.recovered, o.read) for o in model.operators)
@@ -229,22 +233,22 @@ class Cost:
         return self._numbers
 
     def _area(self, operator: PathLinear) -> int:
-        """Multiplications of one of its GEMMs: those of the count, or of a token."""
+        """Return the multiplications of one of the operator's GEMMs, as counted or for one token."""
         if self.work is None:
             return operator.in_features * operator.out_features
         return self.work.operators[operator.index]
 
     def _time(self, path: ExecutionPath) -> float:
-        """Relative time of the GEMMs of an operator on `path`, a multiplication; of formats 0."""
+        """Return the relative time per multiplication of an operator's GEMMs on `path`; 0 for formats."""
         if isinstance(path, Format):
             return 0.0
-        if id(path) not in self._times:  # by identity: a recipe's hash takes as long as all else of an operator
+        if id(path) not in self._times:  # by identity: hashing a recipe takes as long as the rest of an operator's work
             of = self._model
             self._times[id(path)] = path, sum(gemm_time(path, gemm, of.times, of.recipes) for gemm in GEMMS)
         return self._times[id(path)][1]
 
     def _recovered(self, operator: PathLinear) -> Collection[str]:
-        """The GEMMs of the operator that are on the recovery path now."""
+        """Return the GEMMs of the operator that are on the recovery path now."""
         if not operator.recovering:
             return operator.pinned
         if self._model.shared.warmup is not None or isinstance(operator.low, Format):
@@ -258,19 +262,19 @@ class Cost:
         return more_bits / 8 * operator.read[0] * operator.in_features
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy: without the last step's numbers."""
+        """Return the state for pickle and deepcopy, without the last step's numbers."""
         return {**self.__dict__, "_numbers": None, "_times": {}}
 
 
 def kept_as(path: ExecutionPath) -> str:
-    """In what an operator on `path` keeps its input: operators that agree in it can share one copy."""
+    """Return how an operator on `path` keeps its input: operators with equal answers can share one copy."""
     if isinstance(path, Format):
         return path.name
     return f"{path.wgrad.input} {path.backend}" if path.wgrad.input else "bf16"
 
 
 def kept_bytes(operator: PathLinear, path: ExecutionPath, rows: int, dtype: torch.dtype) -> int:
-    """Bytes that `rows` rows (tokens) in `dtype` of the operator's input occupy on `path`, their scales counted."""
+    """Return the bytes of `rows` rows (tokens) in `dtype` of the operator's input on `path`, with their scales."""
     width = operator.in_features
     if isinstance(path, Recipe) and path.wgrad.input is not None and path.wgrad.input.hadamard:
         rows, dtype = rows + -rows % HADAMARD, rotated_dtype(dtype)
@@ -286,14 +290,14 @@ def kept_bytes(operator: PathLinear, path: ExecutionPath, rows: int, dtype: torc
 
 
 def nominal_bits(path: ExecutionPath) -> int:
-    """Width of the saved input as wgrad reads it, by which Eq. 5 counts, whether or not it is really stored so."""
+    """Return the width of the saved input as wgrad reads it, which Eq. 5 counts even if it is stored wider."""
     if isinstance(path, Format):
         return path.bits
     return 16 if path.wgrad.input is None else path.wgrad.input.format.bits
 
 
 def _kept_bits(path: ExecutionPath) -> int:
-    """Width of the elements that are kept for backward: of a recipe 16, unless its GEMMs really run in FP8."""
+    """Return the width of elements kept for backward: 16 for a recipe, unless its GEMMs really run in FP8."""
     if isinstance(path, Format):
         return path.bits
     return 8 if path.backend == "scaled_mm" and path.wgrad.input is not None else 16

@@ -1,11 +1,13 @@
-"""Products of 16-bit tensors on CPUs without instructions for them: in FP32, and rounded once.
+"""16-bit products in FP32, rounded once, for CPUs without native 16-bit matrix multiplication.
 
-PyTorch multiplies bfloat16 matrices by oneDNN where a CPU has AVX-512 (or Arm's bfloat16), else by loops of its own,
-which take 15 to 50 times as long as the same product in FP32 (pytorch/pytorch#146508). There `provide` exchanges the
-kernels of `mm`, `addmm`, `bmm` and `baddbmm`: operands of 16 bits are read as FP32, in which their sums are made, as
-they are elsewhere, and the result is rounded once. What differs from other machines is the order of the sums. Other
-operands go to PyTorch's kernels, some microseconds later; in-place forms (`addmm_`) are left alone. What builds or
-loads a model for us calls it (`models.build`, `pretrained.load`), for the whole process; `gnmr.attach` does not.
+If a CPU has AVX-512 or Arm's bfloat16, PyTorch multiplies bfloat16 matrices with oneDNN. Otherwise it uses its own
+loops, which take 15 to 50 times as long as the same product in FP32 (pytorch/pytorch#146508). On these CPUs `provide`
+replaces the kernels of `mm`, `addmm`, `bmm` and `baddbmm`. Operands of 16 bits are read as FP32, summed in FP32 as on
+other machines, and rounded once. Only the order of the sums differs from other machines.
+
+Other operands reach PyTorch's kernels some microseconds later; in-place forms (`addmm_`) are unchanged. The functions
+that build or load a model (`models.build`, `pretrained.load`) call `provide` for the whole process. `gnmr.attach` does
+not.
 """
 
 from __future__ import annotations
@@ -21,28 +23,28 @@ from torch import Tensor
 _HALF = (torch.bfloat16, torch.float16)
 _NAMES = ("mm", "addmm", "bmm", "baddbmm")
 _KEPT: list[torch.library.Library] = []
-"""A library that is collected takes its kernels with it."""
+"""Keeps the libraries alive: a collected library removes its kernels."""
 
 
 def lacking() -> bool:
-    """Whether PyTorch has no fast products of bfloat16 on this CPU."""
+    """Return whether PyTorch has no fast bfloat16 products on this CPU."""
     supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)  # no such op: built without oneDNN
     return supported is None or not supported()
 
 
 def kind() -> str:
-    """How this process multiplies 16-bit tensors on the CPU, for its records."""
+    """Return how this process multiplies 16-bit tensors on the CPU, for its records."""
     return "in FP32" if _KEPT else "16-bit"
 
 
 @cache
 def provide() -> bool:
-    """Exchanges the kernels of this process, once, where the CPU is `lacking`; whether it did."""
+    """Replace the kernels of this process, once, if the CPU is `lacking`, and return whether it did."""
     if not lacking():
         return False
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that kernels are exchanged
+        warnings.simplefilter("ignore")  # about replaced kernels
         for name in _NAMES:
             plain, out = (torch.library.get_kernel(f"aten::{name}{more}", "CPU") for more in ("", ".out"))
             library.impl(name, _product(plain), "CPU", with_keyset=True)
@@ -56,8 +58,6 @@ def _is_half(operands: tuple[Tensor, ...]) -> bool:
 
 
 def _product(plain: Any) -> Callable[..., Tensor]:
-    """The functional kernel, of PyTorch's own."""
-
     def product(keys: Any, *operands: Tensor, **scales: Any) -> Tensor:
         if not _is_half(operands):
             return plain.call_boxed(keys, *operands, **scales)
@@ -68,7 +68,7 @@ def _product(plain: Any) -> Callable[..., Tensor]:
 
 
 def _written(plain: Any, out_kernel: Any) -> Callable[..., Tensor]:
-    """The kernel that writes to `out`, which compiled graphs call; an `out` of another shape is PyTorch's to resize."""
+    """Return the kernel that writes to `out`, for compiled graphs; PyTorch resizes an `out` of another shape."""
 
     def written(keys: Any, *operands: Tensor, out: Tensor, **scales: Any) -> Tensor:
         if _is_half((*operands, out)):

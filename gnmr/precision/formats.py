@@ -1,16 +1,16 @@
-"""Number formats of few bits: which values exist, and how a number becomes the nearest of them.
+"""Number formats of few bits: their values, and how a number is rounded to the nearest of them.
 
-A format is a finite set of values, one for each code of `bits` bits. Encoding takes numbers that were already scaled so
-that the largest magnitude of a row equals `max`, and returns codes; decoding returns the values of codes.
+A format is a finite set of values, one for each code of `bits` bits. Encoding takes numbers that are scaled so that the
+largest magnitude of a row equals `max`, and returns codes. Decoding returns the values of codes.
 
     int2 int3 int4 int8   code = integer + 2^(bits-1), symmetric: -max .. max with max = 2^(bits-1) - 1
     e2m1 e2m3 e3m2        sign, exponent, mantissa; no Inf, no NaN (OCP MX formats, FP4 and FP6)
     e4m3 e5m2             the two FP8 formats (OCP FP8; e4m3 is PyTorch's float8_e4m3fn)
-    int2/256 ...          code = integer, 0 .. 2^bits - 1: from the smallest to the largest of so many elements of a row
-                          (`RangeFormat`; for what is saved alone, and no recipe's)
+    int2/256 ...          code = integer, 0 .. 2^bits - 1, from the smallest to the largest of that many elements of
+                          a row (`RangeFormat`); only for saved inputs, not for recipes
 
 Rounding is to nearest with ties to even: of two equally near values the one with the even code. Stochastic rounding
-goes up or down with the probability that makes the expectation exact, on random numbers that the caller gives.
+goes up or down with the probability that makes the expectation exact; the caller supplies the random numbers.
 """
 
 from __future__ import annotations
@@ -25,39 +25,46 @@ from gnmr import names as vocabulary
 
 @dataclass(frozen=True)
 class Format:
-    """Common to all formats of few bits. `max` is the largest finite value."""
+    """Base class of the formats. `max` is the largest finite value."""
 
     name: str
     bits: int
     max: float
     significant_bits: int
-    """Binary digits that its most precise values have: an integer's without its sign, a mantissa's and one."""
+    """Binary digits of the most precise values: an integer's without its sign, or a mantissa's plus one."""
 
     def encode(self, scaled: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Codes (uint8) of `scaled` (float32, magnitudes up to `max`; overwritten), any shape.
+        """Return the codes (uint8) of `scaled`, in its shape.
 
-        `noise`: uniform numbers in [0, 1) of the same shape for stochastic rounding, None for nearest. A NaN gets an
-        arbitrary code: rows that hold one are marked by their scale.
+        `scaled` is float32 with magnitudes up to `max`, and is overwritten. `noise` holds uniform numbers in [0, 1) of
+        the same shape for stochastic rounding; None rounds to nearest. A NaN gets an arbitrary code, because the scale
+        marks rows that contain one.
         """
         raise NotImplementedError
 
     def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        """Values of `codes` (uint8) in `dtype`, which holds every value of these formats exactly."""
+        """Return the values of `codes` (uint8) in `dtype`, which holds every value of these formats exactly."""
         raise NotImplementedError
 
     def round(self, scaled: Tensor, scratch: Tensor | None = None, noise: Tensor | None = None) -> Tensor:
-        """The nearest values of `scaled` (float32, magnitudes up to `max`; overwritten): what `decode` makes of
-        `encode`, without the codes and up to the sign of zero. NaN stays NaN. `scratch`: int32 of the same shape,
-        overwritten; None: allocated. `noise`: uniform numbers (float32) between -128 and 128, both excluded, of the
-        same shape for stochastic rounding: as many 256ths of a step are added before."""
+        """Return the nearest values of `scaled`: `decode(encode(scaled))` without the codes and up to the sign of zero.
+
+        NaN stays NaN.
+
+        Args:
+            scaled: float32, magnitudes up to `max`; overwritten.
+            scratch: int32 of the same shape, overwritten; None: allocated.
+            noise: uniform float32 numbers between -128 and 128, both excluded, of the same shape for stochastic
+                rounding. That many 256ths of a step are added before rounding. None: round to nearest.
+        """
         raise NotImplementedError
 
     def step(self, scaled: Tensor) -> Tensor:
-        """Distance between the neighbouring values around `scaled` (float32), same shape."""
+        """Return the distance between the neighbouring values around `scaled` (float32), same shape."""
         raise NotImplementedError
 
     def values(self) -> Tensor:
-        """The value of every code, (2^bits,) float32."""
+        """Return the value of every code, (2^bits,) float32."""
         return self.decode(torch.arange(2**self.bits, dtype=torch.int32).to(torch.uint8), torch.float32)
 
 
@@ -70,7 +77,7 @@ class IntFormat(Format):
             scaled.round_()
         else:
             scaled.add_(noise).floor_().clamp_(-self.max, self.max)
-        # By way of int8, modulo 256: CPUs convert float32 to it five times faster than to uint8.
+        # Convert through int8, modulo 256: CPUs convert float32 to int8 five times faster than to uint8.
         return scaled.to(torch.int8).view(torch.uint8).add_(int(self.max) + 1)
 
     def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
@@ -92,7 +99,7 @@ class RangeFormat(Format):
 
     @staticmethod
     def of(name: str, group: int) -> RangeFormat:
-        """Of the integer format of that name. ValueError for any other."""
+        """Return the range format of the integer format `name`. Raises ValueError if `name` is another format."""
         fmt = get_format(name)
         if not isinstance(fmt, IntFormat):
             raise ValueError(f"{name} has no ranges: use one of {', '.join(n for n in FORMATS if n.startswith('int'))}")
@@ -111,16 +118,16 @@ class RangeFormat(Format):
 
 @dataclass(frozen=True)
 class FloatFormat(Format):
-    """Sign, `exponent_bits`, `mantissa_bits`; subnormals as in IEEE 754; bias 2^(exponent_bits-1) - 1."""
+    """Sign, `exponent_bits` and `mantissa_bits`, with subnormals as in IEEE 754 and bias 2^(exponent_bits-1) - 1."""
 
     exponent_bits: int
     mantissa_bits: int
     native: torch.dtype | None = None
-    """PyTorch's own type with the same codes, whose casts are then used."""
+    """PyTorch's type with the same codes, whose casts are then used."""
     _tables: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     def magnitudes(self) -> Tensor:
-        """Finite values from 0 to max, ascending, (n,) float32; the index of a value is its code without the sign."""
+        """Return the finite values from 0 to max, (n,) float32; a value's index is its code without the sign."""
         bias = 2 ** (self.exponent_bits - 1) - 1
         values: list[float] = []
         for code in range(2 ** (self.bits - 1)):
@@ -141,12 +148,12 @@ class FloatFormat(Format):
         return index.to(torch.uint8).add_(sign)
 
     def _nearest(self, magnitude: Tensor) -> Tensor:
-        """Index of the nearest magnitude, ties to the even index, (int32); `magnitude` is overwritten.
+        """Return the index (int32) of the nearest magnitude, ties to the even index; `magnitude` is overwritten.
 
-        With p the power of two at or below x, but at least the smallest normal one, the values around x are p * 2^-m
-        apart, and so are the float32 from M = p * 2^(23-m) on. x + M is then x rounded as it should be, and its bits
-        less those of M are the number of such steps in x; each doubling of p has put 2^m codes behind. In place and
-        in integers: on CPUs new memory, comparisons and selections are what takes time.
+        Let p be the power of two at or below x, but at least the smallest normal number. The values around x are p *
+        2^-m apart, and so are the float32 numbers from M = p * 2^(23-m) on. Therefore x + M is x correctly rounded, and
+        its bits minus the bits of M are the number of such steps in x. Each doubling of p adds 2^m codes. All of it
+        runs in place and in integers, because new memory, comparisons and selections are slow on CPUs.
         """
         dropped, bias = 23 - self.mantissa_bits, 2 ** (self.exponent_bits - 1) - 1
         smallest_normal = (128 - bias) << 23
@@ -157,7 +164,7 @@ class FloatFormat(Format):
         return steps.add_(behind).sub_((dropped << 23) + (smallest_normal >> dropped))
 
     def _stochastic(self, magnitude: Tensor, noise: Tensor) -> Tensor:
-        """Index of one of the two neighbours, the nearer one more probably."""
+        """Return the index of one of the two neighbors, the nearer one with the higher probability."""
         grid = self._table("magnitudes", magnitude.device)
         below = (torch.bucketize(magnitude, grid, right=True, out_int32=True) - 1).clamp_(max=len(grid) - 1)
         above = (below + 1).clamp_(max=len(grid) - 1)
@@ -169,8 +176,8 @@ class FloatFormat(Format):
         return table.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
 
     def round(self, scaled: Tensor, scratch: Tensor | None = None, noise: Tensor | None = None) -> Tensor:
-        # As in `_nearest`, with 1.5 M in place of M: around it float32 are as far apart on both sides, so signs need no
-        # care of their own.
+        # As in `_nearest`, with 1.5 M instead of M: float32 numbers around 1.5 M are equally far apart on both sides,
+        # so signs need no special treatment.
         power, shift = self._power(scaled, scratch), 1.5 * 2 ** (23 - self.mantissa_bits)
         if noise is not None:
             scaled.addcmul_(power, noise, value=2.0 ** -(self.mantissa_bits + 8))
@@ -180,13 +187,12 @@ class FloatFormat(Format):
         return self._power(scaled).mul_(2.0**-self.mantissa_bits)
 
     def _power(self, scaled: Tensor, out: Tensor | None = None) -> Tensor:
-        """The power of two at or below each magnitude (float32); for zero and subnormals the smallest normal one."""
+        """Return the power of two at or below each magnitude (float32), at least the smallest normal one."""
         bias = 2 ** (self.exponent_bits - 1) - 1
         power = torch.bitwise_and(scaled.view(torch.int32), 0x7F800000, out=out)
         return power.clamp_(min=(128 - bias) << 23).view(torch.float32)
 
     def _table(self, name: str, device: torch.device) -> Tensor:
-        """Small constant tables, made once per device."""
         key = f"{name}@{device}"
         if key not in self._tables:
             table = self.magnitudes()
@@ -200,14 +206,13 @@ class FloatFormat(Format):
 
 @dataclass(frozen=True)
 class KeepFormat(Format):
-    """The tensor itself, in the 16 bits (or 32, in an FP32 run) that it has: nothing is encoded."""
+    """The tensor itself, in its own 16 bits (or 32, in an FP32 run): nothing is encoded."""
 
 
 _NATIVE = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def _format(name: str) -> Format:
-    """The format of that name (`gnmr.names.FORMATS`)."""
     if name == "bf16":
         return KeepFormat(name, 16, float("inf"), 8)
     if name.startswith("int"):
@@ -215,7 +220,7 @@ def _format(name: str) -> Format:
         return IntFormat(name, bits, 2.0 ** (bits - 1) - 1, bits - 1)
     exponent, mantissa = map(int, name.removeprefix("e").split("m"))
     native = _NATIVE.get(name)
-    # Without Inf and NaN every code is a number; PyTorch's own types have some.
+    # In formats without Inf and NaN every code is a number; PyTorch's own types have some that are not.
     largest = 2.0**2 ** (exponent - 1) * (2 - 2.0**-mantissa) if native is None else torch.finfo(native).max
     return FloatFormat(name, 1 + exponent + mantissa, largest, mantissa + 1, exponent, mantissa, native)
 
@@ -224,7 +229,7 @@ FORMATS: dict[str, Format] = {name: _format(name) for name in vocabulary.FORMATS
 
 
 def get_format(name: str) -> Format:
-    """The format of that name. ValueError names the known ones."""
+    """Return the format of that name. Raises ValueError, with the known names, for any other."""
     if name not in FORMATS:
         raise ValueError(f"format {name!r} is not known: use one of {', '.join(FORMATS)}")
     return FORMATS[name]

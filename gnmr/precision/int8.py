@@ -1,32 +1,32 @@
 """INT8 in the forward pass, for fine-tuning on frozen weights (5.3, E.3).
 
-The weight has a scale an output channel, the input a scale a token, made of the tensor at hand; fprop multiplies the
-codes, integers from -127 to 127, and scales their sums:
+The weight has one scale per output channel and the input one scale per token, both computed from the current tensor.
+fprop multiplies the codes, integers from -127 to 127, and scales their sums:
 
     x_t = s_t X_t       s_t = max|x_t| / 127        w_o = c_o W_o       c_o = max|w_o| / 127
     y_to = (sum_i X_ti W_oi) * (s_t * c_o) + b_o
 
-The sum is an int32 and exact; the rest is float32. One rounding to the input's dtype at the end, behind
-the bias, as in F.linear. dgrad reads the weight in its own 16 bits, or, under `llm_int8_dgrad`, codes times scale;
-grad_output is not quantized. wgrad reads the input in 16 bits; of a frozen weight nothing of the input is kept.
+The sum is an int32 and exact; the rest is float32. The result is rounded once to the input's dtype, after the bias is
+added, as in F.linear. dgrad reads the weight in its own 16 bits, or codes times scale under `llm_int8_dgrad`.
+grad_output is not quantized. wgrad reads the input in 16 bits; if the weight is frozen, nothing of the input is kept.
 
-`torch._int_mm` runs on CPUs and NVIDIA GPUs on which it is found to add up exactly (on GPUs widths must be multiples of
-8, and fewer than 32 tokens are filled up with zeros). The simulation multiplies codes in float32, 1024 of them at a
-time, whose sums float32 holds. Both give the same bits.
+`torch._int_mm` runs on CPUs and NVIDIA GPUs if a trial shows that it adds up exactly. On GPUs widths must be multiples
+of 8, and inputs of fewer than 32 tokens are padded with zeros. The simulation multiplies codes in float32, 1024 at a
+time, because float32 holds such sums exactly. Both give the same bits.
 
-`weights` says where the codes of the weight are, which with O outputs and I inputs takes 2 O I bytes itself:
+`weights` says where the codes of the weight are. With O outputs and I inputs the 16-bit weight takes 2 O I bytes.
 
-    online     nowhere: made of the weight in every forward pass, whether it is trainable or not
-    instead    the weight, which must be frozen, is dropped and only O (I + 4) bytes are left. dgrad, the recovery path
-               and evaluation read codes times scale: recovery is then W8A16 and *not* BF16. In the state dict `weight`
-               holds the codes (int8) and `weight_scale` (O, 1) the scales; a 16-bit `weight` that is loaded is
-               quantized. peft makes the adapters of codes in float32: .to(torch.bfloat16) is for them; merging them is
-               refused
+    online     The codes are not kept: every forward pass makes them of the weight, whether it is trainable or not.
+    instead    The weight, which must be frozen, is dropped, and only O (I + 4) bytes are left. dgrad, the recovery
+               path and evaluation read codes times scale: recovery is then W8A16 and *not* BF16. In the state dict
+               `weight` holds the codes (int8) and `weight_scale` (O, 1) the scales. A 16-bit `weight` that is loaded
+               is quantized. peft makes the adapters of codes in float32; .to(torch.bfloat16) converts them. Merging
+               them is refused.
 
-Outlier columns (LLM.int8(), arXiv 2208.07339): the columns (inputs) of x whose largest magnitude in this very tensor
-reaches a threshold, published as 6.0, stay in 16 bits. They are multiplied with the 16-bit weight's columns (`instead`:
-codes times scale), that product is added in float32, and neither the INT8 product nor the tokens' scales see them.
-Choosing them waits for the device, once for all readers of a tensor.
+Outlier columns (LLM.int8(), arXiv 2208.07339) are the input columns of x whose largest magnitude in the current tensor
+reaches a threshold, published as 6.0. They stay in 16 bits and are multiplied with the 16-bit weight's columns
+(`instead`: codes times scale). That product is added in float32. Neither the INT8 product nor the tokens' scales see
+these columns. Choosing them waits for the device, once for all readers of a tensor.
 """
 
 from __future__ import annotations
@@ -55,35 +55,35 @@ from gnmr.precision.shared import Widths
 _INT8 = FORMATS["int8"]
 PER_ROW = Cast(_INT8, "row")
 _EXACT = 1024
-"""Products of two codes that float32 adds up exactly: 1024 * 127^2 < 2^24."""
+"""Number of products of two codes that float32 adds up exactly: 1024 * 127^2 < 2^24."""
 MOST_INPUTS = (2**31 - 1) // 127**2
-"""And that an int32 holds."""
+"""Largest number of products of two codes whose sum an int32 holds."""
 _MULTIPLE, _ROWS = 8, 32
 _READ_VALUES = ("merge", "unmerge", "dequantize_module_weight")
-"""Functions of peft's that take a weight's elements for numbers; others read its dtype and device."""
+"""Functions of peft that read the elements of a weight as numbers; others read its dtype and device."""
 
 
 class Integers(NamedTuple):
-    """A matrix (N, D) of codes, each row under its scale; of an input the columns in 16 bits, where it has any."""
+    """A matrix (N, D) of codes with one scale per row; an input may also have columns in 16 bits."""
 
     codes: Tensor
-    """(N, D) int8; 0 in the columns below."""
+    """(N, D) int8; 0 in the columns `columns`."""
     scale: Tensor
     """(N, 1) float32; NaN for a row with a NaN or an Inf."""
     columns: Tensor | None = None
-    """(C,) int64."""
+    """Indices of the columns in 16 bits, (C,) int64."""
     outliers: Tensor | None = None
-    """(N, C): those columns in their own dtype."""
+    """The columns in 16 bits, (N, C), in their own dtype."""
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """(N, D): codes times scale, rounded to `dtype` once."""
+        """Return codes times scale, (N, D), rounded to `dtype` once."""
         return self.codes.to(torch.float32).mul_(self.scale).to(dtype)
 
 
 def integers(x: Tensor, outliers: float | None = None) -> tuple[Integers, CastStats]:
-    """`x` (N, D), any floating dtype, in INT8 under a scale a row, and the statistics of the cast.
+    """Return (`x` (N, D) in INT8 with one scale per row, statistics of the cast); `x` has any floating dtype.
 
-    `outliers`: columns with a magnitude from here on stay as they are; finding them waits for the device.
+    Columns with a magnitude of at least `outliers` stay unchanged; finding them waits for the device.
     """
     x, columns, kept = _without_outliers(x, outliers)
     wide = x.to(torch.float32, copy=True)
@@ -91,14 +91,14 @@ def integers(x: Tensor, outliers: float | None = None) -> tuple[Integers, CastSt
     scale = scale_of(largest, _INT8, torch.float32)
     codes = _INT8.round(wide.div_(scale)).to(torch.int8)
     nonfinite = count_nonfinite(x, largest)
-    if kept is not None:  # delayed scales of another path look back on all of the tensor
+    if kept is not None:  # delayed scales of another path look back on the whole tensor
         largest = torch.maximum(largest, largest_magnitude(kept, (1,)).float())
     return Integers(codes, scale, columns, kept), CastStats(largest, None, nonfinite)
 
 
 def _without_outliers(x: Tensor, threshold: float | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(`x` with 0 in the columns that stay in 16 bits, which these are, the columns); None, None: there are none."""
-    if threshold is None or not x.shape[0] or x.is_meta:  # a tensor without contents has none
+    """Return (`x` with 0 in the outlier columns, these columns or None, their indices or None)."""
+    if threshold is None or not x.shape[0] or x.is_meta:  # a tensor without contents has no outliers
         return x, None, None
     found = (largest_magnitude(x, (0,)).float() >= threshold).nonzero()[:, 1]
     if not len(found):
@@ -107,23 +107,23 @@ def _without_outliers(x: Tensor, threshold: float | None) -> tuple[Tensor, Tenso
 
 
 def products(a: Tensor, b: Tensor, real: bool) -> Tensor:
-    """(M, N) int32: the rows of codes `a` (M, K) times those of `b` (N, K), int8 both; exact for K up to 133,144."""
+    """Return codes `a` (M, K) times the transpose of codes `b` (N, K), (M, N) int32; exact for K up to 133,144."""
     rows = a.shape[0]
-    if real and a.shape[1] > 1:  # of a single input oneDNN writes nothing, and what comes back is any memory
+    if real and a.shape[1] > 1:  # for a single input oneDNN writes nothing, and the result is arbitrary memory
         if a.device.type == "cuda" and rows < _ROWS:
             a = F.pad(a, (0, 0, 0, _ROWS - rows))
         return torch._int_mm(a, b.t())[:rows]
     sums, part = (torch.zeros(rows, b.shape[0], dtype=dtype, device=a.device) for dtype in (torch.int32, torch.float32))
     for some, others in zip(a.split(_EXACT, dim=1), b.split(_EXACT, dim=1), strict=True):
-        torch.mm(some.float(), others.float().t(), out=part)  # with `out` autocast leaves it in float32
+        torch.mm(some.float(), others.float().t(), out=part)  # with `out`, autocast leaves the product in float32
         sums += part.to(torch.int32)
     return sums
 
 
 def missing(recipe: Recipe, linears: Mapping[str, Widths], device: torch.device) -> str | None:
-    """Why `torch._int_mm` cannot run the recipe in these linears on `device`; None: it can.
+    """Return why `torch._int_mm` cannot run the recipe in these linears on `device`, or None if it can.
 
-    A GPU that this machine does not have can. The first time on a device it waits for it.
+    A GPU that this machine does not have counts as able. The first call for a device waits for it.
     """
     if not recipe.integer:
         return f"the recipe {recipe.name} multiplies no integers, as llm_int8 does"
@@ -136,7 +136,7 @@ def missing(recipe: Recipe, linears: Mapping[str, Widths], device: torch.device)
 
 @cache
 def _device_missing(device: torch.device) -> str | None:
-    """Found out by trying: kernels for CPUs without integer instructions may saturate halfway."""
+    """Return what the device lacks, or None, by a trial: kernels without integer instructions may saturate."""
     if device.type not in ("cpu", "cuda"):
         return f"torch._int_mm runs on CPUs and NVIDIA GPUs, the model is on {device.type}"
     largest = torch.full((64, 64), 127, dtype=torch.int8, device=device)
@@ -149,10 +149,10 @@ def _device_missing(device: torch.device) -> str | None:
 
 
 class IntContext(GemmContext):
-    """Its operands of fprop are `Integers`; its other casts are those of the simulation."""
+    """A context whose fprop operands are `Integers`; its other casts are those of the simulation."""
 
     weight_codes: Integers | None = None
-    """The codes that are left of the weight; None: they are made in this pass."""
+    """The codes that are left of the weight; None: this pass makes them."""
 
     def cast_weight(self, weight: Tensor) -> tuple[Integers, Any]:
         kept = self.weight_codes
@@ -186,7 +186,7 @@ class IntContext(GemmContext):
         values, scales, stats = self.fault.quantize(x, cast, contraction_dim, reference)
         scale = scales[:, :1]
         codes = (values / scale).nan_to_num(0.0, 0.0, 0.0).round().clamp(-128, 127).to(torch.int8)
-        # An integer is always finite: what is not shows in the row's scale.
+        # An integer is always finite: a non-finite element shows in the row's scale.
         scale = torch.where(values.isinf().any(dim=1, keepdim=True), torch.inf, scale)
         scale = torch.where(values.isnan().any(dim=1, keepdim=True), torch.nan, scale)
         return Integers(codes, scale.contiguous(), columns, kept), stats
@@ -205,7 +205,7 @@ class IntContext(GemmContext):
 
 
 class _LinearOfCodes(torch.autograd.Function):
-    """F.linear with codes times scale as its weight, which the graph holds as codes."""
+    """F.linear with codes times scale as its weight; the graph holds the weight as codes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -223,26 +223,26 @@ class _LinearOfCodes(torch.autograd.Function):
 
 
 class Int8Linear(PathLinear):
-    """A `PathLinear` of a model with a recipe that multiplies integers, with its weight's codes where it keeps them."""
+    """A `PathLinear` of a model whose recipe multiplies integers, with its weight's codes if it keeps them."""
 
     plain_class = nn.Linear
     weights: str
     """One of WEIGHTS."""
     weight_scale: Tensor
-    """Of `instead`: a buffer, (O, 1) float32."""
+    """Scales of the weight under `instead`: a buffer, (O, 1) float32."""
     _own_dtype: torch.dtype
 
     def store(self, weights: str) -> None:
-        """Makes the codes that `weights` asks for; once, when the operator is converted."""
+        """Make the codes that `weights` asks for; called once, when the operator is converted."""
         self.weights, self._own_dtype = weights, self.weight.dtype
         if weights == "instead":
             own, _ = integers(self.weight.detach())
-            # Another parameter: another module may share this one.
+            # Use another parameter, because another module may share this one.
             self.weight = nn.Parameter(own.codes, requires_grad=False)
             self.register_buffer("weight_scale", own.scale)
 
     def unstore(self) -> None:
-        """Undoes `store`, as far as it can: of codes the weight is codes times scale."""
+        """Undo `store` as far as possible: a weight of which only codes are left becomes codes times scale."""
         if self.weights == "instead":
             own = Integers(self.weight, self.weight_scale)
             self.weight = nn.Parameter(own.values(self._own_dtype), requires_grad=False)
@@ -250,7 +250,7 @@ class Int8Linear(PathLinear):
         del self.weights, self._own_dtype
 
     def __getattr__(self, name: str) -> Any:
-        """As `nn.Module`. Raises ValueError if an adapter reads values of a weight of which codes alone are left."""
+        """Return an attribute. Raises ValueError if an adapter reads values of a weight that is left as codes."""
         if name == "weight" and self.__dict__.get("weights") == "instead":
             reader = sys._getframe(1)
             if reader.f_code.co_name in _READ_VALUES and reader.f_globals.get("__name__", "").startswith("peft."):
@@ -287,14 +287,15 @@ class Int8Linear(PathLinear):
     def _under_recipe(self, recipe: Recipe, begun: Pass, given: Given) -> tuple[Tensor, str | Place]:
         if recipe.integer or self.weights != "instead":
             return super()._under_recipe(recipe, begun, given)
-        # Nothing but the weight is cast (`conversion._check_weights`), and only its codes are left.
+        # Only the weight is cast (`conversion._check_weights`), and only its codes are left.
         output = _LinearOfCodes.apply(given.x, given.weight, self.weight_scale, given.bias)
         return output, self.operator_name
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
         scale = self._buffers.get("weight_scale")
         super()._apply(fn, recurse)
-        if scale is not None and self.weight_scale.dtype != scale.dtype:  # .to(torch.bfloat16) is for weights
+        # .to(torch.bfloat16) is for weights, not for scales
+        if scale is not None and self.weight_scale.dtype != scale.dtype:
             self.weight_scale = scale.to(self.weight_scale.device)
         return self
 

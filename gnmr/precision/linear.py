@@ -1,19 +1,19 @@
 """A linear operator that keeps only a compressed copy of its input for backward.
 
 The forward pass and the input gradient (`dgrad`) are exact. Of the operands of the weight gradient (`wgrad`) the saved
-input is quantized, per token, in the format of the path in force; that is the paper's act-quant stress (5.1, E.1):
+input is quantized, per token, in the format of the path in force. This is the paper's act-quant stress (5.1, E.1):
 
-    y  = x W^T + b              fprop: x as it is             (site "forward": Q(x))
+    y  = x W^T + b              fprop: x itself              (site "forward": Q(x))
     dx = dy W                   dgrad: exact
     dW = dy^T Q(x)              wgrad: from the compressed copy
 
 Operators that read the same tensor (q, k, v; gate, up) on the same path share one compressed copy. The format `bf16`
 keeps x itself; the arithmetic is then that of `nn.Linear`, to the last bit.
 
-A tensor is the same while it is the same object under the same version number and no operator reads it a second time,
-which begins another pass. A write between two readers of one pass that shows in neither (through `.data`, DLPack or a
-kernel of one's own) is not noticed: the second reader then reads what the first one did. What NumPy can write to, and
-what a fault broke, is not shared.
+A tensor counts as the same while it is the same object with the same version number. If an operator reads it a second
+time, another pass begins. A write between two readers of one pass may change neither object nor version number
+(`.data`, DLPack, a custom kernel). Such a write is not noticed, and the second reader reads what the first one did. A
+tensor that NumPy can write to, or that a fault broke, is not shared.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _INPUT = OPERANDS.index("input")
 
 
 class _Linear(torch.autograd.Function):
-    """F.linear whose saved input is `copy`. Of a format that keeps the input it is differentiable twice."""
+    """F.linear whose saved input is `copy`; twice differentiable if the format keeps the input."""
 
     @staticmethod
     def forward(
@@ -85,90 +85,93 @@ class _Linear(torch.autograd.Function):
                 x_2d = decompress(copy[0], copy[1], ctx.fmt, width, ctx.x_dtype)
             grad_weight = grad_2d.t() @ x_2d
         grad_bias = grad_2d.sum(dim=0) if need_bias else None
-        if ctx.measured is not None:  # here, not in forward: checkpointing runs that twice
+        if ctx.measured is not None:  # not in forward, because checkpointing runs forward twice
             ctx.measured.add(grad_2d.detach())
             ctx.measured = None
         return grad_x, grad_weight, grad_bias, *([None] * (len(ctx.needs_input_grad) - 3))
 
 
 class Given(NamedTuple):
-    """What one forward pass is given."""
+    """Arguments of one forward pass."""
 
     input: Tensor
     x: Tensor
-    """`input` after autocast's cast, as are weight and bias."""
+    """`input` after autocast's cast; weight and bias are cast too."""
     weight: Tensor
     bias: Tensor | None
     keeps: bool
     """Whether wgrad will run."""
     fault: FaultInjection | None
-    """One of the low path that is in force, whatever the operator's path."""
+    """A fault of the low path that is in force, whatever the operator's path."""
 
 
 class PathLinear(nn.Linear):
     """`nn.Linear` with two paths; `gnmr.precision.conversion` makes it of an existing linear, in place.
 
-    `recovered` says which path is in force and is all that a switch changes: nothing is reallocated.
+    `recovered` says which path is in force. It is all that a switch changes: nothing is reallocated.
     """
 
     plain_class = nn.Linear
-    """What `ConvertedModel.restore` makes of it again; each class that a converted linear may have has its own."""
+    """The class that `ConvertedModel.restore` gives back; each class of converted linears has its own."""
 
     operator_name: str
     index: int
-    """Place among the converted operators."""
+    """Index among the converted operators."""
     low: ExecutionPath
     recovery: ExecutionPath | None
     pinned: tuple[str, ...]
-    """GEMMs that are on one recipe on both paths."""
+    """GEMMs that use one recipe on both paths."""
     recovering: bool
-    """Whether the recovery path is in force, or of an operator with `gemms` any GEMM of it."""
+    """Whether the recovery path is in force; for an operator with `gemms`, for any GEMM of it."""
     recovered: frozenset[str]
     """The GEMMs that are on the recovery path; without `gemms` all of them or none."""
     gemms: tuple[str, ...]
-    """Those that are routed one by one (unit=gemm); else none."""
+    """The GEMMs that are routed individually (unit=gemm); empty otherwise."""
     mixed: dict[frozenset[str], Recipe]
-    """The recipe of each set of `gemms` that may be on the recovery path, made once for all operators of a model."""
+    """The recipe of each set of `gemms` that may be on the recovery path; all operators of a model share it."""
     shared: SharedState
     fault: FaultInjection | None
-    """What may break the low path."""
+    """A fault that may break the low path."""
     read: tuple[int, str | Place, torch.dtype] | None
-    """(rows, what was kept, its dtype) of the last forward pass that kept something: the first operator that read the
-    same tensor, or of a tensor that is kept as it is its place."""
+    """(rows, key of the kept tensor, its dtype) of the last forward pass that kept something, or None.
+
+    The key is the name of the first operator that read the same tensor, or the tensor's place if it is kept unchanged.
+    """
     _node: weakref.ref[Any] | None
     in_graphs: tuple[tuple[str, GraphLinear], ...] | None
-    """The recipes of the low and the recovery path, and what runs each in graphs of torch.compile's; None: between
-    them."""
+    """The recipes of the low and the recovery path and the functions that run them inside torch.compile's graphs.
+
+    None: the operator runs between the graphs.
+    """
     tally: Tensor | None
-    """Leaf whose gradient are the counts of the casts in graphs."""
+    """Leaf whose gradient holds the counts of the casts in graphs."""
 
     @property
     def module(self) -> nn.Module:
-        """The module of the model that holds its weight: itself, but for one that is contained in another module."""
+        """The module that holds the weight: this one, unless the operator is contained in another module."""
         return self
 
     @property
     def kind(self) -> str:
-        """What kind of operator it is, for people."""
+        """Kind of the operator, for display."""
         return "Linear"
 
     @property
     def matrix(self) -> Tensor:
-        """(O, I): the weight as the GEMMs read it, a view of the parameter `weight`."""
+        """The weight as the GEMMs read it, (O, I), a view of the parameter `weight`."""
         return self.weight
 
     def part(self, x: Tensor) -> Tensor:
-        """Return this operator's part of a tensor of the shape of `weight`, as a gradient."""
+        """Return this operator's part of a tensor in the shape of `weight`, such as a gradient."""
         return x
 
     @property
     def given(self) -> tuple[Tensor, Tensor | None] | None:
-        """Weight and bias of the pass that is under way, where they are not its own; see `gnmr.precision.contained`."""
+        """Weight and bias of the current pass if they are not the operator's own; see `gnmr.precision.contained`."""
         return None
 
     def switch(self, recovering: bool, gemm: str | None = None) -> None:
-        """Puts the operator, or one of its `gemms`, on the recovery (True) or low-cost path from its next forward pass
-        on."""
+        """Put the operator, or one of its `gemms`, on the recovery (True) or low-cost path for later forward passes."""
         assert self.recovery is not None or not recovering, f"{self.operator_name} has no recovery path"
         if gemm is None:
             self.put(frozenset(self.gemms or GEMMS) if recovering else frozenset())
@@ -176,18 +179,18 @@ class PathLinear(nn.Linear):
             self.put(self.recovered | {gemm} if recovering else self.recovered - {gemm})
 
     def put(self, recovered: frozenset[str]) -> None:
-        """Puts these GEMMs on the recovery path and the others on the low-cost path."""
+        """Put these GEMMs on the recovery path and the others on the low-cost path."""
         self.recovered, self.recovering = recovered, bool(recovered)
 
     def path_of(self, recovered: frozenset[str]) -> ExecutionPath:
-        """The format or recipe that is in force with these GEMMs on the recovery path."""
+        """Return the format or recipe that is in force with these GEMMs on the recovery path."""
         if not recovered or self.recovery is None:
             return self.low
         return self.mixed[recovered] if self.gemms else self.recovery
 
     @property
     def converted(self) -> bool:
-        """Whether it has its paths; a class of one's own may be built before `convert` gives it any."""
+        """Whether the operator has its paths; a user's class may be built before `convert` adds them."""
         return "shared" in self.__dict__
 
     @property
@@ -198,16 +201,16 @@ class PathLinear(nn.Linear):
 
     @property
     def sound(self) -> frozenset[str]:
-        """GEMMs that a fault of the low path does not hit: those in recovery; without `gemms` all or none of them."""
+        """GEMMs that a fault of the low path does not hit: those in recovery (without `gemms` all or none)."""
         return self.recovered if self.gemms and self.shared.warmup is None else frozenset(GEMMS * self.recovering)
 
     @property
     def routable(self) -> bool:
-        """Whether there is a recovery path, and pins leave it something to recover."""
+        """Whether there is a recovery path and pins leave something to recover."""
         return self.recovery is not None and not (self.pinned and self.low == self.recovery)
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., in_features) -> (..., out_features), as `nn.Linear`. Does not wait for the device."""
+        """Map (..., in_features) to (..., out_features), as `nn.Linear`. Does not wait for the device."""
         in_graph = self.in_graphs is not None and torch.compiler.is_compiling()
         if in_graph and (self.shared.high_precision or (self.recovering and self.shared.warmup is not None)):
             return self.plain(input)
@@ -215,19 +218,20 @@ class PathLinear(nn.Linear):
             keeps = torch.is_grad_enabled() and self.weight.requires_grad
             linears, tally = self.in_graphs, self.tally
             assert linears is not None and tally is not None
-            recipe, linear = linears[1] if self.recovering else linears[0]  # Dynamo of 2.11 has no index that is a bool
+            # Dynamo of 2.11 does not support a bool as index
+            recipe, linear = linears[1] if self.recovering else linears[0]
             return linear(input, self.weight, self.bias, tally, autocast_dtype(input), keeps, recipe)
         return self._between_graphs(input)
 
     def _fits_graph(self, input: Tensor) -> bool:
-        """Whether no probe or fault is at work, and there is a backward pass in which casts can be counted."""
+        """Return whether no probe or fault is active, and casts can be counted in a backward pass."""
         measuring = [one for one in (self.shared.probe, self.shared.prices) if one is not None and one.enabled]
         disturbed = self.fault is not None or bool(measuring) or self.shared.watch is not None
-        disturbed = disturbed or is_sharded(input, self.weight)  # refused there
+        disturbed = disturbed or is_sharded(input, self.weight)  # refused between graphs
         counts = not torch.is_grad_enabled() or input.requires_grad or self.weight.requires_grad
         return counts and not disturbed and input.numel() > 0
 
-    # Where switching would make torch.compile specialise blocks on combinations of paths, and where copies are found by
+    # Keep this out of graphs: torch.compile would specialize blocks on combinations of paths, and copies are found by
     # the identity of tensors.
     @torch.compiler.disable
     def _between_graphs(self, input: Tensor) -> Tensor:
@@ -240,7 +244,7 @@ class PathLinear(nn.Linear):
         return output
 
     def _begin(self) -> Pass:
-        """The pass that begins; where activation checkpointing runs one again, that one."""
+        """Return the pass that begins, or the pass that activation checkpointing repeats."""
         again, around = repeated(self)
         shared, begun = self.shared, again
         if begun is None:
@@ -252,7 +256,7 @@ class PathLinear(nn.Linear):
         return begun
 
     def _on_path(self, input: Tensor, begun: Pass) -> Tensor:
-        """`forward`, between graphs."""
+        """Run `forward` between graphs."""
         shared, path = self.shared, begun.path
         weight: Tensor = self.matrix
         bias: Tensor | None = self.bias
@@ -269,12 +273,12 @@ class PathLinear(nn.Linear):
         if path is None or not (keeps or quantizes):
             return self.plain(input)
         self._check(input, weight)
-        if input.numel() == 0:  # an expert without tokens: nothing to cast, least of all its weight
+        if input.numel() == 0:  # an expert without tokens: nothing to cast, not even its weight
             self.read, self._node = (0, self.operator_name, input.dtype) if keeps else None, None
             return self.plain(input)
         x = input
         if (dtype := autocast_dtype(x)) is not None:
-            # As autocast does for F.linear itself: inside the function it would leave the saved dtypes mixed.
+            # Cast as autocast does for F.linear itself: a cast inside the function would leave the saved dtypes mixed.
             x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
             weight = weight.to(dtype) if weight.is_floating_point() else weight
         fault = self.fault.for_step(input, remember=not shared.no_side_effects) if self.fault is not None else None
@@ -289,11 +293,11 @@ class PathLinear(nn.Linear):
         return output
 
     def plain(self, input: Tensor) -> Tensor:
-        """As `nn.Linear` (evaluation)."""
+        """Compute as `nn.Linear` does (evaluation)."""
         return F.linear(input, self.matrix, self.bias)
 
     def _check(self, input: Tensor, weight: Tensor) -> None:
-        """ValueError for what no path can compute with."""
+        """Raise ValueError if no path supports these operands."""
         if is_sharded(input, weight):
             raise ValueError(f"{self.operator_name}: its input or weight {SHARDED}")
         here = self.shared.device
@@ -304,7 +308,7 @@ class PathLinear(nn.Linear):
             )
 
     def context_kind(self, recipe: Recipe) -> type[GemmContext]:
-        """Return what casts and multiplies under `recipe`."""
+        """Return the class that casts and multiplies under `recipe`."""
         return ScaledContext if recipe.backend == "scaled_mm" else GemmContext
 
     def gemm_context(
@@ -316,8 +320,7 @@ class PathLinear(nn.Linear):
         dry_run: bool = False,
         begun: Pass | None = None,
     ) -> GemmContext:
-        """Return the pass `begun` of this operator under `recipe`; None: one that rounds to nearest, under the scales
-        of now. `sound`: see `GemmContext`."""
+        """Return the context of the pass `begun`; None: rounding to nearest under the current scales."""
         assert self.shared.amax is not None
         return self.context_kind(recipe)(
             recipe,
@@ -333,7 +336,7 @@ class PathLinear(nn.Linear):
         )
 
     def _generator(self, begun: Pass, reader: int, operand: int, dim: int) -> torch.Generator:
-        """What a stochastic cast of the pass draws from; `reader`: the operator whose cast it is (`Read.index`)."""
+        """Return the generator of a stochastic cast in the pass; `reader` is `Read.index`, the cast's owner."""
         rounding = self.shared.rounding
         assert rounding is not None
         if begun.key is None:
@@ -341,7 +344,7 @@ class PathLinear(nn.Linear):
         return rounding.generator(*begun.key, reader, operand, dim)
 
     def _under_recipe(self, recipe: Recipe, begun: Pass, given: Given) -> tuple[Tensor, str | Place]:
-        """Return (output, what is kept: see `read`)."""
+        """Return (output, key of the kept tensor: see `read`)."""
         input, x, weight, bias, keeps, fault = given
         read, probe = self.shared.read_of(input, self.operator_name, self.index), self.shared.probe
         sound: frozenset[str] = frozenset() if fault is None else begun.sound
@@ -353,7 +356,7 @@ class PathLinear(nn.Linear):
         return recipe_linear(context, read, x, weight, bias, keeps=keeps, observe=observe)
 
     def _under_format(self, fmt: Format, begun: Pass, given: Given, quantizes: bool) -> tuple[Tensor, str | Place]:
-        """As `_under_recipe`, under a format. `quantizes`: the forward pass reads the copy."""
+        """Return the same as `_under_recipe`, under a format. `quantizes`: the forward pass reads the copy."""
         input, x, weight, bias, keeps, fault = given
         shared = self.shared
         copy: tuple[Tensor, ...]
@@ -377,22 +380,22 @@ class PathLinear(nn.Linear):
         return _Linear.apply(x, weight, bias, fmt, quantizes, measured, self.operator_name, *copy), kept_by
 
     def kept(self) -> tuple[Tensor, ...]:
-        """What the autograd graph holds of this operator's input between forward and backward; nothing afterwards."""
+        """Return the tensors of this operator's input that the graph holds between forward and backward."""
         node = self._holding()
         return () if node is None else node.saved_tensors[node.num_weights :]
 
     @property
     def holds(self) -> bool:
-        """Whether `kept` has something."""
+        """Whether `kept` is not empty."""
         return self._holding() is not None
 
     def _holding(self) -> Any:
-        """The node of the last pass while it holds something, else None."""
+        """Return the node of the last pass while it holds something, else None."""
         node = self._node() if self._node is not None else None
         return node if node is not None and node.holds_copy else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy: without the last step, whole."""
+        """Return the state for pickle and deepcopy: complete, but without the last step."""
         return {**self.__dict__, **dict.fromkeys(("_node", "read", "fault", "in_graphs", "tally"))}
 
     def extra_repr(self) -> str:
@@ -403,12 +406,12 @@ class PathLinear(nn.Linear):
 
 
 def _transformed() -> bool:
-    """Whether a transform of torch.func or forward-mode differentiation is under way."""
+    """Return whether a transform of torch.func or forward-mode differentiation is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast has operators on `x` compute in; None where it is off, and for float64, which it leaves alone."""
+    """Return the dtype that autocast uses for operators on `x`, or None if it is off or `x` is float64."""
     kind = x.device.type
     if x.dtype == torch.float64:
         return None

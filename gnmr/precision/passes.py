@@ -1,10 +1,10 @@
 """One forward pass of an operator, and how activation checkpointing finds it again.
 
-What is recomputed is to be what was computed, whatever changed since: path, delayed scales and random numbers are those
-of the pass that is repeated. A checkpointed region is an object that lives as long as its graph does: the context of an
-autograd function whose forward pass runs the region (reentrant checkpointing, also of other libraries), or PyTorch's
-frame of one (`use_reentrant=False`). The region keeps its passes by operator in their order, and the recomputation,
-which runs below the same object, takes them in that order.
+A recomputation must repeat the original computation, whatever changed since. It uses the path, the delayed scales and
+the random numbers of the pass that it repeats. A checkpointed region is an object that lives as long as its graph. In
+reentrant checkpointing (also of other libraries) this is the context of the autograd function whose forward pass runs
+the region. With `use_reentrant=False` it is PyTorch's frame. The region keeps its passes by operator in their order.
+The recomputation runs below the same object and takes them in that order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CHECKPOINT = ("torch", "utils", "checkpoint.py")
 
 @dataclass(eq=False)
 class Pass:
-    """What is in force in one forward pass, for its backward pass and for a recomputation of it."""
+    """Settings of one forward pass, for its backward pass and for a recomputation."""
 
     path: ExecutionPath | None
     """The format or recipe; None: the operator is a plain linear (`high_precision`)."""
@@ -34,20 +34,19 @@ class Pass:
     sound: frozenset[str]
     step: int
     history: Tensor | None
-    """From which delayed scales are taken."""
+    """Magnitudes from which delayed scales are taken."""
     replaced: Tensor | None
-    """Whether a weight was replaced before; see `AmaxHistory`."""
+    """Whether a weight was replaced before this pass; see `AmaxHistory`."""
     counts: bool
-    """Whether it is training's, and no evaluation."""
+    """Whether the pass belongs to training, not to evaluation."""
     kept: bool = False
-    """Whether a checkpointed region keeps it."""
+    """Whether a checkpointed region keeps the pass."""
     key: Key | None = None
-    """What its casts draw from, once one has drawn."""
+    """Key of the random numbers of its casts, once a cast has drawn."""
 
 
 def repeated(operator: object) -> tuple[Pass | None, list[Any]]:
-    """Return (the pass of `operator` that the running recomputation repeats or None, the regions around that a new
-    recomputation may begin at)."""
+    """Return (the pass that is being recomputed or None, the enclosing regions, where a new one may begin)."""
     around, again = _enclosing()
     kept: dict[object, list[Pass]] = getattr(again, _KEPT, {})
     known = kept.get(operator)
@@ -65,7 +64,7 @@ def repeated(operator: object) -> tuple[Pass | None, list[Any]]:
 
 
 def keep(operator: object, begun: Pass, around: list[Any]) -> None:
-    """Have the regions `around` keep the pass."""
+    """Let the regions `around` keep the pass."""
     for region in around:
         if not hasattr(region, _KEPT):
             setattr(region, _KEPT, {})
@@ -74,14 +73,13 @@ def keep(operator: object, begun: Pass, around: list[Any]) -> None:
 
 
 def _enclosing() -> tuple[list[Any], Any]:
-    """Return (the regions whose forward pass is running, as far as it is the innermost recomputation's; that
-    recomputation's region or None)."""
+    """Return (running regions up to the innermost recomputation, the region of that recomputation or None)."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    # Outside of checkpointing gradients are on, nothing is called back for saved tensors, and no backward pass runs.
+    # Outside of checkpointing, gradients are on, there are no hooks for saved tensors, and no backward pass runs.
     if hooks is None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
         return [], None
     found: list[Any] = []
-    if hooks is not None:  # where no function of PyTorch's is on the stack (`composable.checkpoint`)
+    if hooks is not None:  # for the case that no PyTorch function is on the stack (`composable.checkpoint`)
         cells = [cell.cell_contents for cell in getattr(hooks[0], "__closure__", None) or ()]
         found += [one for one in cells if hasattr(one, "weak_holders")]
     frame = sys._getframe(1)

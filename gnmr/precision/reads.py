@@ -14,8 +14,10 @@ from gnmr.precision.formats import Format
 from gnmr.precision.scaling import compress
 
 Place: TypeAlias = tuple[StorageWeakRef, int]
-"""A storage, which it does not keep alive, and an offset in it. Equal for views that begin together; the address of a
-storage that is gone is not given to another one while a place knows it."""
+"""A storage, held by a weak reference, and an offset in it; equal for views that begin at the same element.
+
+While a place refers to a storage that is gone, the storage's address is not reused.
+"""
 
 SHARDED = (
     "is a DTensor, of which a path would take scales and gradients shard by shard: leave what tensor parallelism "
@@ -24,27 +26,27 @@ SHARDED = (
 
 
 def place_of(x: Tensor) -> Place:
-    """Where `x` begins."""
+    """Return the place where `x` begins."""
     return StorageWeakRef(x.untyped_storage()), int(x.storage_offset())
 
 
 def seen_by_numpy(x: Tensor) -> bool:
-    """Whether NumPy has the memory of `x` too, so that it can change without a new version number.
+    """Return whether NumPy shares the memory of `x`, so that it can change without a new version number.
 
-    PyTorch does not resize what an array looks at, whichever of the two was made of the other.
+    PyTorch does not resize memory that an array views, whichever of the two was made of the other.
     """
     return not x.untyped_storage().resizable()
 
 
 def is_sharded(*tensors: Tensor | None) -> bool:
-    """Whether one of them is a DTensor."""
+    """Return whether one of them is a DTensor."""
     return any(hasattr(x, "device_mesh") for x in tensors)
 
 
 class Read:
-    """Copies, casts and measurements of one tensor. They are dropped with the tensor.
+    """Copies, casts and measurements of one tensor, which are dropped with it.
 
-    `reader` and `index` are the name and the place of the operator that read it first, on whatever path.
+    `reader` and `index` are the name and the index of the operator that read it first, on any path.
     """
 
     def __init__(self, x: Tensor, reader: str, index: int) -> None:
@@ -64,7 +66,7 @@ class Read:
         self.measured: dict[Any, Any] = {}
 
     def joins(self, x: Tensor, reader: str) -> bool:
-        """Whether `x` is this tensor and new to `reader`, which is one of its readers then."""
+        """Return whether `x` is this tensor and new to `reader`, and add `reader` to its readers if so."""
         if self._tensor() is not x or self._version != x._version or reader in self._readers:
             return False
         self._readers.add(reader)
@@ -73,8 +75,10 @@ class Read:
     def copy_of(
         self, x: Tensor, fmt: Format, generator: Callable[[], torch.Generator] | None = None
     ) -> tuple[Tensor, ...]:
-        """`x`, which is this tensor, compressed in `fmt`: once for all its readers. `generator`: gives what is drawn
-        from."""
+        """Return `x`, which is this tensor, compressed in `fmt`, once for all its readers.
+
+        `generator` returns the source of stochastic rounding; None: round to nearest.
+        """
         if fmt.name not in self.copies:
             drawn = None if generator is None else generator()
             self.copies[fmt.name] = compress(x.detach().reshape(-1, x.shape[-1]), fmt, drawn)

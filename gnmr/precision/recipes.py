@@ -7,63 +7,64 @@ A linear operator is three matrix products (GEMMs). With the tokens of a batch a
     dgrad          grad_output (T, O), weight (O, I)  grad_input (T, I)  O, the outputs
     wgrad          grad_output (T, O), input (T, I)   grad_weight (O, I) T, the tokens
 
-A recipe says for each of these nine places how its tensor is cast: a number format and which elements share a scale,
-written as a word, `e4m3/tile`; None (the word `bf16`) keeps the tensor as it is. Every operand is cast from the
-high-precision tensor that the operator was given: an operand that two GEMMs read is never quantized twice, and the
-parameter itself stays in its own 16 bits. A "result" is the product (bias included) before anybody else reads it.
+A recipe defines the cast of each of these nine tensors: a number format, and which elements share a scale. A cast is
+written as a word such as `e4m3/tile`; None (the word `bf16`) keeps the tensor unchanged. Every operand is cast from the
+high-precision tensor that the operator was given. An operand that two GEMMs read is therefore never quantized twice,
+and the parameter itself stays in its own 16 bits. A "result" is the product, bias included, before it is read.
 
     tensor         one scale for all
-    row            one scale a row of the matrices above: a token for input, grad_output and their kind, an output
+    row            one scale per row of the matrices above: per token for input, output and their gradients, per output
                    channel for the weight and its gradient
-    tile           1 x 128 along the dimension that the GEMM contracts: so the same input has other tiles in wgrad (128
-                   tokens of one channel) than in fprop (128 channels of one token)
+    tile           1 x 128 along the dimension that the GEMM contracts: the same input has different tiles in wgrad
+                   (128 tokens of one channel) and in fprop (128 channels of one token)
     block          128 x 128
     mx             32 elements along the contracted dimension, with a power of two as their scale (OCP Microscaling)
     mx_floor       the same under the OCP specification's own rule for the scale, which is smaller
     nv             16 elements along the contracted dimension, with an E4M3 number as their scale, times one float32
                    number of the tensor (NVFP4, 2509.25149)
-    nv2d           16 x 16, the same: a weight has the same values in fprop and dgrad
-    nv_4over6, nv2d_4over6    the same of E2M1, where each group's largest magnitude becomes 6 or 4, whichever has the
+    nv2d           16 x 16, with the same two scales: a weight has the same values in fprop and dgrad
+    nv_4over6, nv2d_4over6    the same for E2M1, where each group's largest magnitude becomes 6 or 4, whichever has the
                    smaller error (Four Over Six, 2512.02010)
-    nv_row         as nv, with a float32 number for each line along the contracted dimension, not for the tensor: in
-                   fprop a token, in wgrad a channel
-    delayed        one scale for all, from the largest magnitude of the last `history` steps and not of this tensor (as
-                   Transformer Engine's delayed scaling): saturates what has grown since
+    nv_row         as nv, with a float32 number for each line along the contracted dimension instead of the tensor: per
+                   token in fprop, per channel in wgrad
+    delayed        one scale for all, from the largest magnitude of the last `history` steps and not of this tensor
+                   (Transformer Engine's delayed scaling): elements that have grown since saturate
 
-A scale is max|group| / format.max in float32. That of `mx` is this number rounded up to a power of two (RCEIL), as in
-torchao, Transformer Engine and CUTLASS, so that no element saturates; NVIDIA's recipe (2506.08027) found training to
-need it. That of `mx_floor` is 2^(floor(log2 max|group|) - floor(log2 format.max)), the rule of the OCP specification,
-under which the largest elements of a group may saturate. A group that the tensor's edge cuts is smaller; along the
-widths of a linear tiles and blocks may be cut, other groups not (`Recipe.divisors`). Those of `nv` are two, as in
-appendix C of 2509.25149, each step in float32: with encode = 448 * format.max / max|tensor|, which brings the largest
-group to E4M3's largest number, a group's E4M3 number is max|group| * (encode / format.max), rounded to nearest, and its
-scale that number / encode, as Transformer Engine computes both. The largest elements saturate where it was rounded
-down.
+A scale is max|group| / format.max in float32. The scale of `mx` is this number rounded up to a power of two (RCEIL), as
+in torchao, Transformer Engine and CUTLASS, so that no element saturates. NVIDIA's recipe (2506.08027) found training to
+need it. The scale of `mx_floor` is 2^(floor(log2 max|group|) - floor(log2 format.max)), the rule of the OCP
+specification. Under this rule the largest elements of a group may saturate. A group at the tensor's edge is smaller.
+Along the widths of a linear, tiles and blocks may be cut but other groups may not (`Recipe.divisors`).
 
-Those of the variants are Transformer Engine's (`NVFP4BlockScaling`, read at d0067d0d). `nv_row`, its
-row_scaled_activation, takes max|tensor| over the line. Under `nv_4over6` encode = 256 * 6 / max|tensor|, which leaves
-E4M3 room for half as much again, and a group's E4M3 number is max|group| / 6 * encode or 1.5 times that: then the
-largest magnitude becomes 4, below which values are closer to each other than 4 and 6 are. The error is the sum of
-|value - element| (MAE, the default there; the authors' own code sums squares by default), and of equal ones 6 stays.
+`nv` has two scales, as in appendix C of 2509.25149 and as Transformer Engine computes them, each step in float32. With
+encode = 448 * format.max / max|tensor|, the largest group reaches E4M3's largest number. A group's E4M3 number is
+max|group| * (encode / format.max), rounded to nearest, and its scale is that number / encode. If the number was rounded
+down, the largest elements saturate.
 
-`int8/row/codes` for both operands of fprop: the codes themselves are multiplied, and the integer sums scaled
-(`int8.py`). No other GEMM can: a token's or an output channel's scale lies along what they contract.
+The scales of the variants are those of Transformer Engine (`NVFP4BlockScaling`, read at d0067d0d). `nv_row`, its
+row_scaled_activation, takes max|tensor| over the line. Under `nv_4over6`, encode = 256 * 6 / max|tensor|, which leaves
+room in E4M3 for a factor of 1.5. A group's E4M3 number is max|group| / 6 * encode, or 1.5 times that number. In the
+second case the largest magnitude becomes 4, below which values are closer together than 4 and 6 are. The error is the
+sum of |value - element| (MAE, the default there; the authors' own code sums squares by default). Ties keep 6.
 
-Two more words may stand behind the scale:
+`int8/row/codes` applies to both operands of fprop: the codes themselves are multiplied, and the integer sums are scaled
+(`int8.py`). No other GEMM can do this, because it contracts the dimension along which the scales of rows differ.
 
-    hadamard       of both operands of a GEMM: before they are cast, each 16 elements along the contracted dimension are
-                   multiplied by one orthonormal matrix, Hadamard's under random signs (`casting.rotated`). The product
-                   is as before, and an outlier's magnitude is spread over 16. What is missing to 16 tokens is zeros
-    stochastic     of operands of dgrad and wgrad: rounded up or down with the probability (to 1/256) that makes the
-                   expectation exact, by the model's own generator, whose state is in checkpoints. fprop has none:
-                   recomputed by activation checkpointing it has to give the same output. A dry run rounds to nearest
+Two more words may follow the scale:
+
+    hadamard       For both operands of a GEMM. Before the cast, each 16 elements along the contracted dimension are
+                   multiplied by one orthonormal matrix, Hadamard's with random signs (`cast.rotated`). The product is
+                   unchanged, and an outlier's magnitude is spread over 16 elements. Missing tokens are zeros.
+    stochastic     For operands of dgrad and wgrad. Elements are rounded up or down with the probability (to 1/256) that
+                   makes the expectation exact. The generator is the model's own, and its state is in checkpoints.
+                   fprop has none, because a recomputation must give the same output. A dry run rounds to nearest.
 
 Named recipes (`RECIPES`):
 
     fp8_hybrid     E4M3 input and weight, E5M2 grad_output, scale per tensor, results kept (Transformer Engine)
     fp8_delayed    the same with delayed scales, history 16
-    fp8_delayed_1024    with history 1024, which is common in practice: what has grown saturates, what has shrunk
-                   underflows until the largest value of long ago is forgotten
+    fp8_delayed_1024    with history 1024, which is common in practice: values that have grown saturate, and values that
+                   have shrunk underflow until the old maximum is forgotten
     deepseek_v3    E4M3 everywhere: tiles for input and grad_output, blocks for the weight, results kept (2412.19437)
     deepseek_v3_blocks    blocks for grad_output too, which that report found to diverge (its appendix B.2)
     mxfp8          E4M3 everywhere, mx, results kept
@@ -72,27 +73,27 @@ Named recipes (`RECIPES`):
     nvfp4          E2M1 everywhere: nv for input and grad_output, nv2d for the weight, results kept; grad_output is
                    rounded stochastically, wgrad's operands are rotated (2509.25149)
     nvfp4_no_sr, nvfp4_no_rht, nvfp4_1d    the same without stochastic rounding, without the rotation, or with the
-                   weight in nv: other values in dgrad than in fprop
+                   weight in nv: its values in dgrad then differ from those in fprop
     nvfp4_4over6   nvfp4_no_rht with input and weight in nv_4over6 and nv2d_4over6: Transformer Engine's
-                   nvfp4_4over6="all", which leaves grad_output as it is and has no rotation beside it
+                   nvfp4_4over6="all", which does not change grad_output and has no rotation
     nvfp4_row_scaled    nvfp4_no_rht with the input in nv_row: its row_scaled_activation, which has no rotation either
     sim_<format>   the paper's quantization-simulated operators (E.2), everything per row: forward casts input, weight
                    and output, backward the incoming gradient and the resulting weight and input gradients; the backward
                    GEMMs see the weight and the input that the forward GEMM saw
     llm_int8       INT8 input and weight in fprop, multiplied as integers, all else kept: fine-tuning (5.3, E.3)
-    llm_int8_dgrad      the same, and dgrad reads what fprop read as the weight, codes times scale
+    llm_int8_dgrad      the same, and dgrad reads the weight as fprop did, codes times scale
     bf16           nothing is cast
 
-Recipes of one's own: `Recipe.of("mine", {"fprop": {"input": "e4m3/tile"}})`, or the same under `precision.recipes`.
+Users define recipes with `Recipe.of("mine", {"fprop": {"input": "e4m3/tile"}})`, or under `precision.recipes`.
 
-Where the paper is silent: scales of the simulated formats are float32; the weight's rows are its output
-channels in both GEMMs that read it; a bias is added before the output is cast, and its gradient is the sum of
-grad_output as it came in, because that is no GEMM; delayed scales look back on optimizer steps, not on micro-batches.
+The paper leaves some choices open. Here the scales of the simulated formats are float32, and the weight's rows are its
+output channels in both GEMMs that read it. A bias is added before the output is cast. Its gradient is the sum of the
+uncast grad_output, because that sum is not a GEMM. Delayed scales look back on optimizer steps, not on micro-batches.
 
-FP32 accumulation, which DeepSeek-V3's recipe asks for, is left to the kernels of the tensors' own dtype: those of 16
-bits add up in FP32. Where cuBLAS splits a sum it may join the parts in bfloat16, unless
-torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction is False: `gnmr train` sets it, a loop of one's own
-has to. Weight gradients and master weights are of the parameters' dtype; that report keeps them in FP32
+DeepSeek-V3's recipe asks for FP32 accumulation, which is left to the kernels of the tensors' own dtype; 16-bit kernels
+add up in FP32. If cuBLAS splits a sum it may join the parts in bfloat16, unless
+torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction is False. `gnmr train` sets this flag; other training
+loops have to. Weight gradients and master weights have the parameters' dtype; the DeepSeek-V3 report keeps them in FP32
 (`training.dtype=float32`).
 """
 
@@ -110,30 +111,30 @@ SCALES = (
     *("delayed", "tensor", "block", "row", "nv2d", "nv2d_4over6"),
     *("tile", "mx", "mx_floor", "nv", "nv_4over6", "nv_row"),
 )
-"""The coarsest first."""
+"""Granularities of scales, the coarsest first."""
 TILE, MX, NV, HADAMARD = 128, 32, 16, 16
 _LENGTHS = {"tile": TILE, "mx": MX, "mx_floor": MX, "nv": NV, "nv_4over6": NV, "nv_row": NV}
-"""Of groups along the contracted dimension."""
+"""Length of groups along the contracted dimension."""
 _SQUARES = {"block": TILE, "nv2d": NV, "nv2d_4over6": NV}
-"""Of groups that are as long in both."""
+"""Side length of square groups."""
 
 
 @dataclass(frozen=True)
 class Cast:
-    """A number format and its scale's granularity. ValueError for an unknown one."""
+    """A number format and the granularity of its scale. Raises ValueError if a value is invalid."""
 
     format: Format
     scale: str
     history: int = 16
-    """Steps that a delayed scale looks back; the other granularities have none."""
+    """Steps that a delayed scale looks back; ignored by other granularities."""
     codes: bool = False
     """Whether the GEMM multiplies the codes and scales its sums: fprop's operands in int8/row (`int8.py`)."""
     hadamard: bool = False
-    """Whether the operand is rotated before."""
+    """Whether the operand is rotated before the cast."""
     stochastic: bool = False
-    """Whether it is rounded stochastically, where there is a generator to draw from."""
+    """Whether the operand is rounded stochastically, if there is a generator."""
     outliers: float | None = None
-    """Of codes: columns with a magnitude from here on stay in 16 bits; None: no column does."""
+    """Columns with at least this magnitude stay in 16 bits (only with `codes`); None: no column does."""
 
     def __post_init__(self) -> None:
         if isinstance(self.format, KeepFormat):
@@ -152,8 +153,11 @@ class Cast:
 
     @staticmethod
     def of(word: str) -> Cast | None:
-        """The cast that is written `e4m3/tile`, `e5m2/delayed/1024` with its history, `int8/row/codes` or
-        `e2m1/nv/hadamard/stochastic`; None for `bf16`."""
+        """Return the cast that `word` describes; None for `bf16`.
+
+        Examples are `e4m3/tile`, `e5m2/delayed/1024` with its history, `int8/row/codes` and
+        `e2m1/nv/hadamard/stochastic`.
+        """
         name, scale, *more = (*word.split("/"), "")[: max(2, word.count("/") + 1)]
         fmt = get_format(name)
         if isinstance(fmt, KeepFormat) and not scale:
@@ -176,21 +180,21 @@ class Cast:
 
     @property
     def power_of_two(self) -> bool:
-        """Whether groups have powers of two as their scales (E8M0)."""
+        """Whether the scales of groups are powers of two (E8M0)."""
         return self.scale in ("mx", "mx_floor")
 
     @property
     def two_levels(self) -> bool:
-        """Whether groups have E4M3 scales under one of the tensor, or of a line of it."""
+        """Whether groups have E4M3 scales below a scale of the tensor, or of one of its lines."""
         return self.scale.startswith("nv")
 
     @property
     def four_over_six(self) -> bool:
-        """Whether each group's largest magnitude becomes 4 or 6."""
+        """Whether the largest magnitude of each group becomes 4 or 6."""
         return self.scale.endswith("4over6")
 
     def group(self, contraction_dim: int) -> tuple[int | None, int | None]:
-        """(rows, columns) of the elements with one scale; None: all of them."""
+        """Return (rows, columns) of the elements with one scale; None in a place means all of them."""
         if (side := _SQUARES.get(self.scale)) is not None:
             return side, side
         if (length := _LENGTHS.get(self.scale)) is not None:
@@ -205,7 +209,7 @@ class Cast:
 
 @dataclass(frozen=True)
 class Gemm:
-    """The casts of one GEMM's two operands and of its result; None: kept as it is."""
+    """The casts of one GEMM's two operands and of its result; None keeps a tensor unchanged."""
 
     input: Cast | None = None
     weight: Cast | None = None
@@ -214,12 +218,12 @@ class Gemm:
 
     @staticmethod
     def of(**words: str) -> Gemm:
-        """Of the words of its casts: Gemm.of(input="e4m3/tile", weight="e4m3/block")."""
+        """Return the GEMM with these casts, as in Gemm.of(input="e4m3/tile", weight="e4m3/block")."""
         return Gemm(**{operand: Cast.of(word) for operand, word in words.items()})
 
     @property
     def casts(self) -> list[Cast]:
-        """Those of its operands and its result, without the operands that are kept."""
+        """The casts of the operands and the result, without tensors that are kept."""
         return [cast for field in fields(self) if (cast := getattr(self, field.name)) is not None]
 
 
@@ -229,21 +233,21 @@ READS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgra
 
 @dataclass(frozen=True)
 class Recipe:
-    """The casts of a linear operator. ValueError for a GEMM with an operand that it does not read."""
+    """The casts of a linear operator. Raises ValueError if a GEMM has a cast of an operand that it does not read."""
 
     name: str
     fprop: Gemm = Gemm()
     dgrad: Gemm = Gemm()
     wgrad: Gemm = Gemm()
     backend: str = "simulated"
-    """What runs the GEMMs: simulated, scaled_mm or int_mm (`gnmr.precision.resolve`)."""
+    """The backend that runs the GEMMs: simulated, scaled_mm or int_mm (`gnmr.precision.resolve`)."""
 
     @staticmethod
     def of(name: str, gemms: Mapping[str, Mapping[str, str]]) -> Recipe:
-        """A recipe of one's own, of the words of its casts: Recipe.of("mine", {"fprop": {"input": "e4m3/tile"}}).
+        """Return a user-defined recipe, as in Recipe.of("mine", {"fprop": {"input": "e4m3/tile"}}).
 
-        What is not said is kept as it is. ValueError, one line, for a word, operand or GEMM that does not exist, and
-        for a name that stands for something else already.
+        Operands that are not named are kept unchanged. Raises ValueError, with a message of one line, if a word,
+        operand or GEMM does not exist, or if the name is taken.
         """
         if not name.replace("-", "_").isidentifier():
             raise ValueError(f"recipe {name!r}: a name is letters, digits, - and _, and begins with no digit")
@@ -285,7 +289,7 @@ class Recipe:
                 raise ValueError(f"recipe {self.name}: codes are for both operands of fprop, whose result is kept")
 
     def words(self) -> dict[str, dict[str, str]]:
-        """{gemm: {operand: cast}}, what `of` takes; casts that keep the tensor are left out."""
+        """Return {gemm: {operand: cast}}, the argument of `of`, without tensors that are kept."""
         return {
             gemm: {key: str(cast) for key, cast in vars(getattr(self, gemm)).items() if cast is not None}
             for gemm in GEMMS
@@ -293,7 +297,7 @@ class Recipe:
 
     @property
     def casts(self) -> list[Cast]:
-        """Of all three GEMMs, in their order."""
+        """The casts of all three GEMMs, in their order."""
         return [cast for name in GEMMS for cast in getattr(self, name).casts]
 
     @property
@@ -308,20 +312,17 @@ class Recipe:
 
     @property
     def history(self) -> int:
-        """Steps that its delayed scales look back; 0 without any."""
+        """Steps that the recipe's delayed scales look back; 0 without delayed scales."""
         return max((cast.history for cast in self.casts if cast.scale == "delayed"), default=0)
 
     def with_recovered(self, recovery: Recipe, gemms: Sequence[str]) -> Recipe:
-        """This recipe with the named GEMMs taken from `recovery`; with all of them that is `recovery` itself.
-
-        ValueError for a name that is no GEMM, or none at all.
-        """
+        """Return this recipe with GEMMs taken from `recovery`. Raises ValueError if one is unknown or none is given."""
         if not gemms or (unknown := [name for name in gemms if name not in GEMMS]):
             raise ValueError(f"recovers={list(gemms) and unknown}: use some of {', '.join(GEMMS)}")
         return self.with_gemms(dict.fromkeys(gemms, recovery))
 
     def with_gemms(self, recipes: Mapping[str, Recipe]) -> Recipe:
-        """Return this recipe with GEMMs taken from others, {gemm: recipe}; with all of them from one that one itself.
+        """Return this recipe with GEMMs taken from others, {gemm: recipe}; that recipe itself if all come from one.
 
         >>> RECIPES["nvfp4"].with_gemms({"fprop": RECIPES["mxfp8"], "dgrad": RECIPES["bf16"]}).name
         'mxfp8 in fprop and bf16 in dgrad'
@@ -336,9 +337,11 @@ class Recipe:
         return replace(self, name=name, **{gemm: getattr(recipe, gemm) for gemm, recipe in taken.items()})
 
     def divisors(self) -> tuple[int, int]:
-        """What the numbers of inputs and of outputs of a linear must be multiples of: no group of MX or NVFP4, and none
-        that is rotated, may be cut. Tiles and blocks may."""
-        # The two dimensions of each operand: is it tokens (None), inputs (0) or outputs (1)?
+        """Return the numbers of which a linear's inputs and outputs must be multiples.
+
+        No group of MX or NVFP4 may be cut, and no rotated group. Tiles and blocks may be cut.
+        """
+        # The two dimensions of each operand are tokens (None), inputs (0) or outputs (1).
         dims = {"input": (None, 0), "weight": (1, 0), "grad_output": (None, 1)}
         contracted = {"fprop": 0, "dgrad": 1, "wgrad": None}
         needed = [1, 1]
@@ -371,11 +374,11 @@ def _recipe(name: str, words: vocabulary.Words) -> Recipe:
 RECIPES = {name: _recipe(name, words) for name, words in vocabulary.RECIPES.items()}
 
 ExecutionPath: TypeAlias = Format | Recipe
-"""What an operator does with its operands: of a format, one with a compressed saved input; of a recipe, casts."""
+"""An operator's precision: a format compresses the saved input, a recipe casts operands."""
 
 
 def described(path: ExecutionPath) -> str:
-    """Return its name, and of a recipe that casts something what runs it and what it leaves in 16 bits."""
+    """Return the name of the path; for a recipe with casts also its backend and the columns that stay in 16 bits."""
     if not isinstance(path, Recipe) or not path.casts:
         return path.name
     outliers = None if path.fprop.input is None else path.fprop.input.outliers

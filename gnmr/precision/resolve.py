@@ -1,12 +1,13 @@
-"""Which paths a `PathSpec` means, and what runs them.
+"""Resolve the paths of a `PathSpec`, and the backend that runs them.
 
-simulated    operands rounded to the format's values, GEMMs in the tensors' own dtype (`kernels/simulated.py`): anywhere
-scaled_mm    `torch._scaled_mm` and `F.scaled_mm` on operands of one byte (`kernels/scaled_mm.py`): GPUs of compute
-             capability 8.9 or newer (Ada, Hopper, Blackwell); tiles and blocks need Hopper. CPUs have the
-             first function too, without being faster: good for testing
-int_mm       `torch._int_mm`, for recipes that multiply integers (`int8.py`)
-auto         a real one where device, recipe and widths allow it, else simulated; the printed model says which. Warns
-             when falling back to simulation, on GPUs or where it is not printed (sim_ recipes excepted)
+simulated    Operands are rounded to the format's values, and GEMMs run in the tensors' own dtype
+             (`kernels/simulated.py`). Runs on any device.
+scaled_mm    `torch._scaled_mm` and `F.scaled_mm` on operands of one byte (`kernels/scaled_mm.py`). Needs a GPU of
+             compute capability 8.9 or newer (Ada, Hopper, Blackwell); tiles and blocks need Hopper. CPUs have the
+             first function too, without a gain in speed, which is useful for tests.
+int_mm       `torch._int_mm`, for recipes that multiply integers (`int8.py`).
+auto         A hardware backend if device, recipe and widths allow it, else simulated; the printed model says which.
+             Warns of the simulation on GPUs, or if the model is not printed (except for sim_ recipes).
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ Pair = tuple[ExecutionPath, ExecutionPath | None]
 
 
 def resolve(spec: PathSpec) -> Pair:
-    """The low and the recovery path, both formats or both recipes; of the recovery recipe only the GEMMs `recovers`.
+    """Return the low and the recovery path, both formats or both recipes.
 
-    Warns of a recovery path that is the low path itself, or coarser in any operand or result (fewer bits, fewer
-    significant ones, or the same format under a coarser scale), and of `recovers` where it has no effect.
+    The recovery recipe applies to the GEMMs in `recovers` only. Warns if the recovery path equals the low path or is
+    coarser in any operand or result. Coarser means fewer bits, fewer significant bits, or the same format with a
+    coarser scale. Warns also if `recovers` has no effect.
     """
     some = set(spec.recovers) != set(GEMMS)
     low, recovery = named(spec)
@@ -58,7 +60,7 @@ def resolve(spec: PathSpec) -> Pair:
 
 
 def pinned(spec: PathSpec, pins: Mapping[str, str]) -> Pair:
-    """The low and the recovery path of an operator with these pins, {gemm: recipe}, which both of them keep."""
+    """Return the low and the recovery path of an operator with these pins, {gemm: recipe}, which apply on both."""
     low, recovery = named(spec)
     static = spec.recovery is None
     if isinstance(low, Recipe) and isinstance(recovery, Recipe):
@@ -70,7 +72,7 @@ def pinned(spec: PathSpec, pins: Mapping[str, str]) -> Pair:
 
 
 def named(spec: PathSpec) -> tuple[ExecutionPath, ExecutionPath]:
-    """The paths that the spec names, whole; bf16 for a recovery of null."""
+    """Return the paths that the spec names, unmixed; bf16 if recovery is null."""
     names = spec.low, spec.recovery or "bf16"
     if all(name in FORMATS for name in names):
         low, recovery = (_format(name, spec.group) for name in names)
@@ -80,9 +82,9 @@ def named(spec: PathSpec) -> tuple[ExecutionPath, ExecutionPath]:
 
 
 def recipes_of(spec: PathSpec) -> dict[str, Recipe]:
-    """All recipes that the spec may name: ours and its own."""
+    """Return all recipes that the spec may name: the built-in ones and its own."""
     own = {name: one if isinstance(one, Recipe) else Recipe.of(name, one) for name, one in spec.recipes.items()}
-    # What runs a recipe is for `backend` to say.
+    # `backend`, not the recipe, decides what runs it.
     return RECIPES | {name: replace(one, backend="simulated") for name, one in own.items()}
 
 
@@ -95,7 +97,7 @@ def _warn(text: str) -> None:
 
 
 def _coarser(low: ExecutionPath, recovery: ExecutionPath) -> str:
-    """Where `recovery` is coarser than `low`, as the end of a warning; empty: nowhere."""
+    """Return the places in which `recovery` is coarser than `low`, as the end of a warning; empty if there are none."""
     if isinstance(low, Format) and isinstance(recovery, Format):
         if recovery.bits < low.bits:
             return f" ({recovery.bits} bits, {low.bits})"
@@ -111,7 +113,7 @@ def _coarser(low: ExecutionPath, recovery: ExecutionPath) -> str:
             return SCALES.index(after.scale) < SCALES.index(before.scale)
         return ours.bits < theirs.bits or ours.significant_bits < theirs.significant_bits
 
-    # Of GEMMs that are not recovered the casts are the low path's own.
+    # In GEMMs that are not recovered, the casts are the low path's own.
     places = [f"{gemm}.{operand}" for gemm in GEMMS for operand in OPERANDS if coarser(gemm, operand)]
     return f" in {', '.join(places)}" if places else ""
 
@@ -121,8 +123,8 @@ def with_backend(
 ) -> Recipe:
     """Return the recipe as `backend` will run it in these linears on `device`. Raises ValueError if it cannot.
 
-    A GPU that this machine does not have is one that integers run on, and that has FP8 if `backend` says so. Integers
-    are tried the first time on a device, which waits for it. `shown`: see `gnmr.precision.conversion`.
+    If this machine does not have the GPU, the GPU is assumed to run integers, and to have FP8 if `backend` says so. The
+    first trial of integers on a device waits for it. `shown`: see `gnmr.precision.conversion`.
     """
     if backend == "simulated" or not recipe.casts:
         return recipe
@@ -135,7 +137,7 @@ def with_backend(
     else:
         elsewhere = device.type == "cuda" and not torch.cuda.is_available()
         here = torch.device("cpu") if elsewhere else device
-        # A GPU of another machine is taken to have FP8 if scaled_mm was asked for.
+        # A GPU of another machine is assumed to have FP8 if scaled_mm was requested.
         missing = scaled_mm.missing(recipe, linears, None if elsewhere and not auto else here, auto)
     if missing is None:
         return replace(recipe, backend=kind)
@@ -153,7 +155,7 @@ def as_run(
     device: torch.device,
     shown: bool,
 ) -> dict[ExecutionPath | None, ExecutionPath | None]:
-    """Each path (low and recovery first, then those of pins) as it will run in its linears on `device`."""
+    """Return each path as it will run in its linears on `device`: low and recovery first, then the paths of pins."""
     run: dict[ExecutionPath | None, ExecutionPath | None] = {}
     for i, (asked, own) in enumerate(linears.items()):
         run[asked] = path = asked
@@ -161,7 +163,7 @@ def as_run(
             if spec.outlier_threshold is not None and path.integer and path.fprop.input is not None:
                 outliers = replace(path.fprop.input, outliers=spec.outlier_threshold)
                 path = replace(path, fprop=replace(path.fprop, input=outliers))
-            told = shown or i > 1  # pins: of what they are parts of
+            told = shown or i > 1  # pins: low and recovery have warned
             run[asked] = with_backend(path, spec.backend, own, device, told)
     return run
 
@@ -175,8 +177,8 @@ def routes(
 ) -> dict[frozenset[str], Recipe]:
     """Return, for unit=gemm, the recipe of each set of GEMMs in recovery, as a backend runs it.
 
-    Only GEMMs that recovery changes are in a set (without recovery, where GEMMs are only watched, those that bf16
-    would change). Raises ValueError if no backend runs one of the recipes.
+    A set contains only GEMMs that recovery changes. Without recovery GEMMs are only monitored, and a set contains those
+    that bf16 would change. Raises ValueError if no backend runs one of the recipes.
     """
     other = RECIPES["bf16"] if recovery is None else recovery
     assert isinstance(low, Recipe) and isinstance(other, Recipe)
@@ -187,14 +189,14 @@ def routes(
         one = replace(low, name=name, backend="simulated", **{gemm: getattr(other, gemm) for gemm in gemms})
         simulated = recovery is None or (spec.backend == "int_mm" and not one.integer)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of low and recovery it was told
+            warnings.simplefilter("ignore")  # low and recovery have warned already
             one = with_backend(one, "simulated" if simulated else spec.backend, chosen, device)
         found[frozenset(gemms)] = other if len(gemms) == len(routed) else one
     return found
 
 
 def warn_without_effect(spec: PathSpec, low: ExecutionPath, integer: bool) -> None:
-    """Of settings that these paths do not read."""
+    """Warn of settings that these paths do not read."""
     if not integer and spec.weights != "online":
         _warn(f"weights={spec.weights!r}: has no effect without a recipe of integers (llm_int8)")
     elif not integer and spec.outlier_threshold is not None:

@@ -1,7 +1,7 @@
-"""What stochastic rounding draws: the numbers of (seed, step, micro-batch, operator, operand), whatever else draws.
+"""Random numbers of stochastic rounding, determined by (seed, step, micro-batch, operator, operand) alone.
 
-So an operator that changes its path leaves the noise of all others as it was, a step that is taken again draws what it
-drew, and several processes draw together what one process draws: process r of n has the micro-batches r, r + n, ...
+If an operator changes its path, the noise of all others is therefore unchanged. A repeated step draws the same numbers.
+Several processes together draw the numbers of a single process: process r of n has the micro-batches r, r + n, ...
 """
 
 from __future__ import annotations
@@ -25,26 +25,24 @@ class Rounding:
         self.seed, self.rank, self.ranks = seed % 2**64, 0, 1
         self._step, self._micro_batch = 1, None
         self._passes: dict[tuple[int, int], int] = {}
-        """By step and operator, those that drew (in the micro-batch that was named, if one was)."""
+        """Number of passes that drew, by step and operator, in the current micro-batch if one was named."""
         self._generator = torch.Generator(device)
 
     _micro_batch: tuple[int, int] | None
 
     @property
     def step(self) -> int:
-        """The step whose passes come next."""
+        """The step of the next passes."""
         return self._step
 
     def begin_step(self, step: int) -> None:
-        """The next passes are those of `step`, from its first micro-batch on. What began in the step before may still
-        draw."""
+        """Start `step` with its first micro-batch; passes that began in the step before may still draw."""
         self._step = step
         self._passes = {key: count for key, count in self._passes.items() if key[0] == step - 1}
 
     @contextmanager
     def micro_batch(self, number: int, evaluation: bool = False) -> Iterator[None]:
-        """Inside, passes are those of micro-batch `number` of the step, or of an `evaluation` behind it; outside they
-        are counted."""
+        """Assign the passes inside to micro-batch `number`, or to an `evaluation` after it; outside it is counted."""
         before = self.mark()
         self._micro_batch, self._passes = (number, int(evaluation)), {}
         try:
@@ -53,7 +51,7 @@ class Rounding:
             self.back_to(before)
 
     def next_pass(self, operator: int, step: int) -> Key:
-        """Return what a pass of `operator` that began in `step` draws from, besides the seed and the operand."""
+        """Return the key of a pass of `operator` that began in `step`, without the seed and the operand."""
         count = self._passes.get((step, operator), 0)
         self._passes[step, operator] = count + 1
         if self._micro_batch is None:
@@ -61,16 +59,16 @@ class Rounding:
         return step, *self._micro_batch, count
 
     def generator(self, *key: int) -> torch.Generator:
-        """Return the generator, about to draw the numbers of `key`. It is the same one each time."""
+        """Return the generator, seeded for the numbers of `key`; it is the same object each time."""
         words = np.random.SeedSequence([self.seed, *key]).generate_state(1, np.uint64)
         return self._generator.manual_seed(int(words[0]))
 
     def mark(self) -> Mark:
-        """Return the place in the step, for `back_to`."""
+        """Return the current position, for `back_to`."""
         return self._step, self._micro_batch, dict(self._passes)
 
     def back_to(self, mark: Mark) -> None:
-        """Draw again what was drawn since `mark`."""
+        """Return to `mark`, so that the same numbers are drawn again."""
         self._step, self._micro_batch, passes = mark
         self._passes = dict(passes)
 
@@ -79,7 +77,7 @@ class Rounding:
         return torch.tensor([self.seed - 2**64 if self.seed >= 2**63 else self.seed, self._step])
 
     def load(self, state: Tensor) -> None:
-        """Continue at what `state` gave. Raises ValueError if it is something else."""
+        """Continue at the position of `state`. Raises ValueError if `state` is not (seed, step)."""
         if not isinstance(state, Tensor) or state.shape != (2,) or state.dtype != torch.int64:
             raise ValueError("the state of stochastic rounding must be (seed, step), two whole numbers")
         seed, step = state.tolist()

@@ -1,4 +1,4 @@
-"""What a conversion is asked for, checked without torch: the config's `paths` and the argument of `convert`."""
+"""The settings of a conversion, checked without torch: the config's `paths` and the argument of `convert`."""
 
 from __future__ import annotations
 
@@ -15,63 +15,79 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PathSpec:
-    """The two execution paths of a unit. ValueError, naming the field, for a senseless value."""
+    """The two execution paths of a unit. Raises ValueError, naming the field, if a value is invalid."""
 
     low: str = "int4"
     """The low-cost path: a format of the saved activations, or a recipe (gnmr/precision/recipes.py)."""
     recovery: str | None = "int8"
-    """The recovery path, of the same kind (bf16 is of both); null: a static run, units are monitored and never
-    routed."""
+    """The recovery path, of the same kind (bf16 is both); null: units are monitored but never routed (a static run)."""
     recipes: dict[str, Any] = field(default_factory=dict)
-    """Recipes of one's own, {name: {gemm: {operand: cast}}}, for low and recovery to name."""
+    """User-defined recipes, {name: {gemm: {operand: cast}}}, which low and recovery may name."""
     targets: list[str] | None = None
-    """Patterns of the linears to exchange, with * and ?, matched at the end of the dotted name: down_proj is every
-    layer's, layers.2.* is not layer 20's. null: every linear of the numbered blocks, and those outside of them that are
-    called *_proj; where there are no blocks, those that are called *_proj, or all if none is. Output heads, routers and
-    peft's adapters are not among them. Recipes pass over heads and routers, whatever names them
-    (gnmr/precision/targets.py). A linear whose widths or class do not fit is left out, with a warning, unless a pattern
-    without * and ? names it."""
+    """Patterns with * and ? of the linears to convert; null: every linear of the numbered blocks, and other *_proj.
+
+    A pattern matches at the end of the dotted name: down_proj is every layer's, and layers.2.* is not layer 20's. In a
+    model without blocks, null means the linears that are called *_proj, or all if there are none. Output heads, routers
+    and peft's adapters are not among the defaults. Recipes skip heads and routers, whatever pattern names them
+    (gnmr/precision/targets.py). A linear whose widths or class do not fit is left out with a warning, unless a pattern
+    without * and ? names it.
+    """
     exclude: list[str] = field(default_factory=list)
-    """Patterns of linears that are not exchanged, although targets name them."""
+    """Patterns of linears that are not converted, although targets name them."""
     unit: str = "operator"
-    """What one decision moves: gemm (fprop, dgrad or wgrad of an operator, of those in recovers; under recipes),
-    operator, expert (all its operators), layer (an attention, or an MLP with all its experts) or block (5.2); of the
-    operators that targets chooses."""
+    """What one decision moves: gemm, operator, expert, layer or block (5.2), among the operators that targets choose.
+
+    gemm is fprop, dgrad or wgrad of an operator, of those in recovers, and needs recipes. expert is all operators of an
+    expert. layer is an attention, or an MLP with all its experts.
+    """
     site: str = "saved"
-    """saved: only what backward keeps is quantized; forward: the forward pass reads the quantized input too. Recipes
-    say themselves what each GEMM reads."""
+    """saved: only the copy for backward is quantized; forward: the forward pass reads the quantized input too.
+
+    Recipes define what each GEMM reads.
+    """
     rounding: str = "nearest"
-    """nearest (ties to even) or, of formats, stochastic; recipes say it of each cast."""
+    """nearest (ties to even) or, for formats, stochastic; recipes define the rounding of each cast."""
     group: int | None = None
-    """Of integer formats: the codes span the smallest to the largest value of each so many elements of a token, as
-    ActNN's (256); null: symmetric about 0, one scale a token."""
+    """For integer formats: elements of a token whose range the codes span, as in ActNN (256).
+
+    null: codes are symmetric about 0, with one scale per token.
+    """
     recovers: list[str] = field(default_factory=lambda: list(GEMMS))
-    """GEMMs that the recovery recipe takes over; without effect where the paths are formats."""
+    """GEMMs that the recovery recipe takes over; no effect if the paths are formats."""
     pins: dict[str, Any] = field(default_factory=dict)
-    """GEMMs that always run on one recipe, {pattern of operators: {fprop: mxfp8}}, or [fprop, dgrad] for the recovery
-    recipe (bf16 where recovery is null). Of formats a pin is the whole operator: all three GEMMs on recovery."""
+    """GEMMs that always run on one recipe, {pattern of operators: {fprop: mxfp8}}.
+
+    [fprop, dgrad] pins to the recovery recipe (bf16 if recovery is null). Under formats a pin puts the whole operator,
+    all three GEMMs, on recovery.
+    """
     times: dict[str, float] = field(default_factory=dict)
-    """Relative times of GEMMs (gnmr/precision/cost.py), by which extra GEMM time is counted, by width (4, 8, 16) or
-    recipe: {8: 1.8, mxfp8: 1.9}. What is left out has the usual 1 : 2 : 4."""
+    """Relative GEMM times (gnmr/precision/cost.py), by width (4, 8, 16) or recipe: {8: 1.8, mxfp8: 1.9}.
+
+    They define extra GEMM time. Missing entries have the default 1 : 2 : 4.
+    """
     backend: str = "auto"
-    """What runs a recipe (gnmr/precision/resolve.py): simulated, scaled_mm (FP8 hardware), int_mm (integers), or auto:
-    a real one where device, recipe and widths allow it, else simulated."""
+    """What runs a recipe (gnmr/precision/resolve.py): simulated, scaled_mm (FP8 hardware), int_mm (integers), or auto.
+
+    auto uses a hardware backend if device, recipe and widths allow it, else simulated.
+    """
     weights: str = "online"
-    """Where the weights' INT8 codes are under llm_int8 (gnmr/precision/int8.py): online (made in every forward
-    pass), or instead of the 16-bit weights, which have to be frozen."""
+    """Where the weights' INT8 codes are under llm_int8 (gnmr/precision/int8.py): online or instead.
+
+    online makes them in every forward pass; instead replaces the 16-bit weights, which have to be frozen.
+    """
     outlier_threshold: float | None = None
-    """Input columns with a magnitude from here on stay in 16 bits under llm_int8; published: 6.0; null: off."""
+    """Input columns with at least this magnitude stay in 16 bits under llm_int8; published: 6.0; null: off."""
     probe_tokens: int = 1
-    """Of this many tokens one is measured where a signal needs the paths' errors (evidence gap_low, mse, ...)."""
+    """One of this many tokens is measured if a signal needs the paths' errors (evidence gap_low, mse, ...)."""
     price_tokens: int = 16
-    """The same where it needs their prices (evidence price, price_fprop, ...)."""
+    """The same for signals that need the paths' prices (evidence price, price_fprop, ...)."""
 
     _SECTION: ClassVar[str] = ""
-    """What stands before a field's name where it is typed."""
+    """Prefix of a field's name in messages, as the user types it."""
 
     @classmethod
     def of(cls, low: str | Recipe, recovery: str | Recipe | None, **more: Any) -> PathSpec:
-        """The spec of these paths, each by name or as a `Recipe`; `more`: the other fields."""
+        """Return the spec of these paths, each by name or as a `Recipe`; `more` are the other fields."""
         own: dict[str, Any] = dict(more.pop("recipes", {}))
         names: list[str | None] = []
         for path in (low, recovery):
@@ -138,7 +154,7 @@ class PathSpec:
         }
 
     def _check_pins(self) -> None:
-        """GEMMs are put in their order, each once."""
+        """Check the pins, and put their GEMMs in order, each once."""
         right = "must be {pattern of operators: {GEMM: recipe}}, as {down_proj: {fprop: mxfp8}}, or {pattern: [GEMMs]}"
         require(isinstance(self.pins, Mapping), "pins", self.pins, right)
         formats = all(path is None or path in FORMATS for path in (self.low, self.recovery))
@@ -157,7 +173,7 @@ class PathSpec:
         object.__setattr__(self, "pins", pins)
 
     def _check_recipes(self) -> None:
-        """Imports torch only where recipes are declared."""
+        """Check the recipes; imports torch only if recipes are declared."""
         for name, one in self.recipes.items():
             from gnmr.precision.recipes import Recipe
 

@@ -1,4 +1,4 @@
-"""The converted model as a table for people: which operators are on which paths."""
+"""The converted model as a table for display: which operators are on which paths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def rows(model: ConvertedModel) -> list[tuple[str, str, str, str]]:
-    """Return rows (unit, operator, low path, recovery path); layers that differ by their number alone share a row.
+    """Return rows (unit, operator, low path, recovery path); layers that differ only by their number share a row.
 
     Pinned layers are listed under their numbers.
     """
@@ -45,7 +45,7 @@ def as_text(model: ConvertedModel) -> str:
 
 
 def brief(model: ConvertedModel) -> str:
-    """Return the same for a narrow terminal: operators below the paths that they have."""
+    """Return the same for a narrow terminal: operators listed below their paths."""
     told: dict[str, list[str]] = {}
     for name, _, low, recovery in rows(model):
         told.setdefault(f"low path {low}, recovery path {recovery}:", []).append(f"  {name}")
@@ -54,7 +54,6 @@ def brief(model: ConvertedModel) -> str:
 
 
 def _paths_of(operator: PathLinear, model: ConvertedModel) -> tuple[str, str]:
-    """Its low and its recovery path as the table shows them."""
     low, recovery = described(model.low), operator.recovery
     if operator.pinned == GEMMS:
         low = f"{described(operator.low)} (pinned)"
@@ -66,7 +65,6 @@ def _paths_of(operator: PathLinear, model: ConvertedModel) -> tuple[str, str]:
 
 
 def _notes(model: ConvertedModel) -> list[str]:
-    """What is to be said of the model as a whole."""
     operators, units = model.operators, model.units
     lines = [] if model.cost.work is None else [*model.cost.work.told]
     if units and len(units) != len(operators):
@@ -83,7 +81,7 @@ def _notes(model: ConvertedModel) -> list[str]:
 
 
 def _numbered(pattern: str, names: Sequence[str]) -> str:
-    """The pattern with numbers for its stars, layers.{0,3}.mlp.down_proj; as it is where that would name others too."""
+    """Return the pattern with numbers for stars, layers.{0,3}.mlp.down_proj, unless other names would match."""
     numbers = [list(dict.fromkeys(at)) for at in zip(*(re.findall(r"\b\d+\b", name) for name in names), strict=True)]
     if math.prod(map(len, numbers)) != len(names):
         return pattern

@@ -1,17 +1,17 @@
-"""Which linears of a model get two paths: one rule for `attach`, `diagnose` and `audit`.
+"""Choice of the linears that get two paths: one rule for `attach`, `diagnose` and `audit`.
 
 Every linear has a role, which its name, its widths and its place in the model decide:
 
     head       an output head: tied to an embedding, called lm_head, or outside of the blocks with as many outputs as an
                embedding has rows
-    router     what chooses experts: called router, or a gate that is narrow or stands beside experts
-    adapter    a part of one of peft's adapters, beside its base_layer
+    router     chooses experts: called router, or a gate that is narrow or a sibling of experts
+    adapter    a part of one of peft's adapters, next to its base_layer
     outside    any other linear that is not in a numbered block, in a model that has such blocks
     ""         a linear of a block, and any other linear of a model without blocks
 
 The default targets are the linears of the blocks, and outside of the blocks those that are called `*_proj`. In a model
-without blocks they are those that are called `*_proj`, or all linears if none is. Heads, routers and adapters are never
-among them. Recipes pass over heads and routers, whatever pattern names them.
+without blocks they are those that are called `*_proj`, or all linears if there are none. Heads, routers and adapters
+are never among them. Recipes skip heads and routers, whatever pattern names them.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from gnmr.names import ends_of, matches
 from gnmr.precision.units import block_of, operator_names
 
 KEPT = ("head", "router")
-"""Roles that recipes leave in 16 bits, from the list of DeepSeek-V3 (2412.19437, section 3.3.1: embedding, output head,
-MoE gates, normalization and attention operators)."""
+"""Roles that recipes leave in 16 bits, from the list of DeepSeek-V3 (2412.19437, section 3.3.1).
+
+That list names embedding, output head, MoE gates, normalization and attention operators.
+"""
 _HEADS = ("lm_head", "lm_heads")
 USUAL = "*_proj"
-"""What linears outside of blocks are called that are taken by default."""
+"""Pattern of the linears outside of blocks that are default targets."""
 
 
 def roles_of(model: nn.Module, linears: Mapping[str, Any]) -> dict[str, str]:
@@ -71,12 +73,12 @@ def role_by_name(name: str) -> str:
 
 
 def tied_to_embeddings(model: nn.Module, linears: Mapping[str, Any]) -> dict[str, str]:
-    """Return the embedding, by name, that each of these linears shares its weight with, of those that do."""
+    """Return, for each of these linears that shares its weight with an embedding, the embedding's name."""
     embeddings = {name: module.weight for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     found: dict[str, str] = {}
     for name, linear in linears.items():
         if isinstance(weight := getattr(linear, "weight", None), Tensor):
-            plain: Tensor = getattr(weight, "_data", weight)  # torchao's wrappers
+            plain: Tensor = getattr(weight, "_data", weight)  # wrappers of torchao
             if first := next((key for key, table in embeddings.items() if same_memory(table, plain)), ""):
                 found[name] = first
     return found
@@ -100,13 +102,12 @@ def widths(linear: Any) -> tuple[int, int]:
 
 
 def exact(pattern: str) -> bool:
-    """Return True if the pattern names linears as they are called, without * and ?."""
+    """Return True if the pattern is a plain name, without * and ?."""
     return not set(pattern) & set("*?[")
 
 
 class Matching:
-    """Names of linears, by patterns of the names that units have, or those of the modules: `q_proj` and
-    `q_proj.base_layer` are one linear of peft's."""
+    """Names of linears, matched by unit or module name: peft's `q_proj` and `q_proj.base_layer` are one linear."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = list(names)
@@ -117,13 +118,13 @@ class Matching:
                 self._ends.setdefault(end, {})[both[0]] = None
 
     def of(self, pattern: str) -> list[str]:
-        """Return the names that match."""
+        """Return the names that match the pattern."""
         if exact(pattern):
             return list(self._ends.get(pattern, ()))
         return [name for name, short in self.called.items() if matches(name, pattern) or matches(short, pattern)]
 
     def of_all(self, key: str, patterns: Sequence[str]) -> set[str]:
-        """Return the names that match any. Raises ValueError if a pattern matches none; `key` is what they are."""
+        """Return the names that match any pattern. Raises ValueError, which names `key`, if a pattern matches none."""
         found = {pattern: self.of(pattern) for pattern in patterns}
         if empty := [pattern for pattern, own in found.items() if not own]:
             raise ValueError(
@@ -136,14 +137,18 @@ class Matching:
 def targeted(
     roles: Mapping[str, str], targets: Sequence[str] | None, exclude: Sequence[str], *, recipes: bool
 ) -> dict[str, bool]:
-    """Return the names among those of `roles` that the targets choose and `exclude` does not, each with whether a
-    pattern without * and ? names it.
+    """Return the names in `roles` that the targets choose and `exclude` does not.
+
+    The value of each name says whether a pattern without * and ? names it.
 
     Args:
-        targets: patterns; None: the default (see above).
-        recipes: whether heads and routers are passed over, whatever pattern names them.
+        roles: role by name.
+        targets: patterns; None: the default (see the module).
+        exclude: patterns of names to leave out.
+        recipes: whether heads and routers are skipped, whatever pattern names them.
 
-    Raises ValueError if a pattern matches no linear, or only such as are passed over, and if nothing is left.
+    Raises:
+        ValueError: if a pattern matches no linear, or only skipped ones, or if no linear is left.
     """
     names = Matching(roles)
     out = names.of_all("exclude", exclude)
@@ -155,7 +160,7 @@ def targeted(
         for pattern in targets:
             own = [name for name in names.of(pattern) if not (recipes and roles[name] in KEPT)]
             kept += [] if own else [pattern]
-            adapters = all(roles[name] == "adapter" for name in own)  # else * means what they adapt
+            adapters = all(roles[name] == "adapter" for name in own)  # else * means the adapted linears
             for name in own:
                 if adapters or roles[name] != "adapter":
                     chosen[name] = chosen.get(name, False) or exact(pattern)
@@ -190,7 +195,7 @@ def _parent(name: str, modules: Mapping[str, nn.Module]) -> nn.Module | None:
 
 
 def _is_gate(parts: Sequence[str], outputs: int, inputs: int, parent: nn.Module | None) -> bool:
-    """Whether it is the gate of a mixture, or of its shared expert: the gate of an MLP is wide."""
+    """Return whether the linear is the gate of a mixture or of its shared expert; the gate of an MLP is wide."""
     narrow = 2 * outputs <= inputs
     if "gate" in parts[-2:]:
         return narrow or (parts[-1] == "gate" and hasattr(parent, "experts"))
@@ -198,7 +203,7 @@ def _is_gate(parts: Sequence[str], outputs: int, inputs: int, parent: nn.Module 
 
 
 def _is_adapter(name: str, modules: Mapping[str, nn.Module]) -> bool:
-    """Whether one of the modules around it has a base_layer, in which it does not lie."""
+    """Return whether the linear lies in a module that has a base_layer, but not in that base_layer."""
     parts = name.split(".")
     around = (".".join(parts[:end]) for end in range(1, len(parts)))
     return any(f"{one}.base_layer" in modules and not f"{name}.".startswith(f"{one}.base_layer.") for one in around)

@@ -1,24 +1,26 @@
-"""What of a model changes its path together: the recoverable units, by the operators' names.
+"""The recoverable units: operators of a model that change their path together, found by name.
 
     gemm        one GEMM of an operator                            layers.3.mlp.experts.5.up_proj:fprop
-    operator    each operator by itself                            layers.3.mlp.experts.5.up_proj
-    expert      all of one expert; other operators by themselves   layers.3.mlp.experts.5
+    operator    each operator separately                           layers.3.mlp.experts.5.up_proj
+    expert      all of one expert; other operators separately      layers.3.mlp.experts.5
     layer       an attention, or an MLP with all its experts       layers.3.mlp
     block       all of a transformer block                         layers.3
 
-A block is found by a number in a name: behind `block` or `blocks` if there is such a part (`block.3.layer.0` of T5,
-`layers.0.blocks.1` of Swin), else the first behind `layer`, `layers` or `h`, else the first. What lies outside of any
-block (a converted head) is a unit by itself. Within a block a layer is a module, or what a number follows (T5). The
-linears that a block holds itself, and BERT's `intermediate` and `output`, are its MLP: `layers.3.mlp` is the fc1 and
-fc2 of OPT, the linear1 and linear2 of nn.TransformerEncoderLayer. Those of an attention among them (`layers.3.q_proj`)
-are `layers.3.attention`.
-Mixed precision within a block can be inconsistent, so the paper's recipes (5.2) move whole blocks. A unit holds its
-converted operators only. The paper says only that a unit is a block; here what is routed is what is
-watched, so norms are not over a block's norms or a gate, which stay in 16 bits.
+A block is found by a number in a name. If a name has a part `block` or `blocks`, it is the number after it
+(`block.3.layer.0` of T5, `layers.0.blocks.1` of Swin). Otherwise it is the first number after `layer`, `layers` or `h`,
+or else the first number. An operator outside of any block, such as a converted head, is a unit alone.
 
-With unit=gemm, under recipes, the units are the GEMMs that `recovers` names and in which the two paths differ; `wgrad`
-of a frozen weight is none. The units of an operator share its parameters. What is measured of an operator's own GEMM
-goes to that GEMM's unit and is 0 for the others; what is measured of the operator (norms, `input_std`) goes to each.
+Within a block a layer is a module, or what follows a number (T5). The linears that a block holds directly, and BERT's
+`intermediate` and `output`, are its MLP. `layers.3.mlp` is thus the fc1 and fc2 of OPT, and the linear1 and linear2 of
+nn.TransformerEncoderLayer. Attention projections among them (`layers.3.q_proj`) are `layers.3.attention`.
+
+Mixed precision within a block can be inconsistent, so the paper's recipes (5.2) move whole blocks. The paper says only
+that a unit is a block. Here a unit holds only its converted operators, so that the routed operators are the monitored
+ones. Norms therefore exclude a block's normalization layers and a gate, which stay in 16 bits.
+
+With unit=gemm, under recipes, the units are the GEMMs that `recovers` names and in which the two paths differ. `wgrad`
+of a frozen weight is not a unit. The units of an operator share its parameters. A measurement of one GEMM goes to that
+GEMM's unit and is 0 for the others. A measurement of the operator (norms, `input_std`) goes to each of its units.
 """
 
 from __future__ import annotations
@@ -32,12 +34,12 @@ from gnmr.precision.linear import PathLinear
 from gnmr.precision.recipes import ExecutionPath
 
 _EXPERT = re.compile(r"(?:.*?[._])??experts\.(?:\w+_)?(\d+)(?=\.|$)")
-"""The beginning of the name of an expert's operator that names the expert, with its number."""
+"""Start of an expert operator's name, up to the expert's number."""
 _OF_ATTENTION = re.compile(
     r"w?(?:[qkvo]|qkv|kqv)|(?:[qkvo]|qkv|kqv|out|in)_?proj|c_attn|query|key|value|query_key_value"
 )
 _OF_MLP = ("intermediate", "output")
-"""BERT's, beside its `attention`."""
+"""BERT's modules next to its `attention`."""
 _LACKING = {
     "expert": "no operator is part of an expert (experts.5.up_proj)",
     "layer": "no operator lies in a numbered block (layers.3.mlp.up_proj)",
@@ -46,9 +48,9 @@ _LACKING = {
 _WRAPPERS = re.compile(
     r"^(?:(?:module|_orig_mod|_checkpoint_wrapped_module)\.)+|(?<=\.)(?:_orig_mod|_checkpoint_wrapped_module)\."
 )
-"""What DistributedDataParallel, torch.compile and checkpoint_wrapper put into names."""
+"""Parts that DistributedDataParallel, torch.compile and checkpoint_wrapper add to names."""
 _BASE_LAYERS = re.compile(r"(?:\.base_layer)+(?=\.|$)")
-"""What peft puts into names: behind a linear's, and before that of an expert."""
+"""Parts that peft adds: after the name of a linear, or before the name of an expert."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,27 +60,27 @@ class PathUnit:
     name: str
     operators: tuple[PathLinear, ...]
     gemm: str | None = None
-    """The only one that is routed; None: the operators as a whole."""
+    """The routed GEMM; None: the operators as a whole."""
 
     @property
     def routable(self) -> bool:
-        """Whether one of its operators is; of a GEMM whether it is not pinned."""
+        """Whether one of its operators can be routed; for a GEMM, whether it is not pinned."""
         return any(
             operator.routable and (self.gemm is None or self.gemm in operator.gemms) for operator in self.operators
         )
 
     def switch(self, recovering: bool) -> None:
-        """Puts all of them on the recovery (True) or low-cost path."""
+        """Put all operators of the unit on the recovery (True) or low-cost path."""
         for operator in self.operators:
             operator.switch(recovering, self.gemm)
 
     def path_of(self, operator: PathLinear) -> ExecutionPath:
-        """The format or recipe of one of its operators while this unit alone is on the recovery path."""
+        """Return the format or recipe of one of its operators if only this unit is on the recovery path."""
         return operator.path_of(frozenset(GEMMS if self.gemm is None else {self.gemm} & {*operator.gemms}))
 
 
 def module_of(unit: str) -> str:
-    """The name of the module that a unit is or is part of.
+    """Return the name of the module that a unit is or is part of.
 
     >>> module_of("layers.3.mlp.up_proj:fprop"), module_of("layers.3.mlp")
     ('layers.3.mlp.up_proj', 'layers.3.mlp')
@@ -88,12 +90,12 @@ def module_of(unit: str) -> str:
 
 
 def unit_of(name: str, unit: str) -> str:
-    """Return the unit of that kind to which the operator of this name belongs; of gemm the operator."""
+    """Return the unit of kind `unit` to which the operator belongs; for gemm, the operator."""
     return _unit_of(name, unit) or name
 
 
 def _unit_of(name: str, unit: str) -> str | None:
-    """Return the same; None if the operator is a unit by itself because it is part of none of that kind."""
+    """Return the same, or None if the operator is part of no such unit and therefore a unit alone."""
     if unit == "expert":
         found = _EXPERT.match(name)
         return None if found is None else found[0]
@@ -149,7 +151,7 @@ def layer_of(name: str) -> str | None:
 
 
 def unwrapped(name: str) -> str:
-    """The name without what wrappers of modules add to it.
+    """Return the name without what wrappers of modules add to it.
 
     >>> unwrapped("module.layers.3._checkpoint_wrapped_module.attention.wo")
     'layers.3.attention.wo'
@@ -158,8 +160,9 @@ def unwrapped(name: str) -> str:
 
 
 def operator_names(names: Sequence[str]) -> list[str]:
-    """The operators' names without what wrappers add to them (peft, DistributedDataParallel, torch.compile, activation
-    checkpointing): units are called alike before and after.
+    """Return the operators' names without the parts that wrappers add, so that units keep their names.
+
+    The wrappers are peft, DistributedDataParallel, torch.compile and activation checkpointing.
 
     >>> operator_names(["base_model.model.model.layers.3.self_attn.q_proj.base_layer", "lm_head"])
     ['model.layers.3.self_attn.q_proj', 'lm_head']
@@ -171,14 +174,13 @@ def operator_names(names: Sequence[str]) -> list[str]:
 
 
 def check_unit(names: Sequence[str], unit: str) -> None:
-    """ValueError for a kind of unit that none of these names belongs to."""
+    """Raise ValueError if none of these names belongs to a unit of this kind."""
     if all(_unit_of(name, unit) is None for name in names):
         raise ValueError(f"unit={unit!r}: {_LACKING[unit]}; they are {', '.join(names[:2])} ...")
 
 
 def grouped(operators: Sequence[PathLinear], unit: str, routed: Sequence[str] = ()) -> list[PathUnit]:
-    """The units, in the order of their first operators; `routed`: of unit=gemm the GEMMs, of which a pinned one is
-    watched alone."""
+    """Return the units, in the order of their first operators; of `routed` GEMMs a pinned one is only monitored."""
     if unit == "gemm":
         return [
             PathUnit(f"{operator.operator_name}:{gemm}", (operator,), gemm)

@@ -1,6 +1,6 @@
-"""Risk signals, one idea a file: `levels` holds those of one value against a threshold, `blind` the controls.
+"""Risk signals, one idea per file: `levels` compares one value with a threshold, `blind` holds the controls.
 
-docs/signals.md has them in a table and says how to add one.
+docs/signals.md lists them in a table and says how to add one.
 """
 
 from __future__ import annotations
@@ -39,11 +39,17 @@ SIGNALS: dict[str, type[SignalBase]] = {
 
 
 def build_signal(signal: str | Signal | Callable[..., Signal], options: Mapping[str, Any], context: Context) -> Signal:
-    """Return the signal that this is, names or makes: a key of `SIGNALS`, `package.module:Class` for a third party's, a
-    class or any function of (context, **options), or a signal that is made already.
+    """Return the signal that `signal` is, names or makes.
 
-    Raises ValueError in one line for an unknown name, module, class or option, an invalid value, an object that is no
-    signal, and a signal that was made for other units.
+    Args:
+        signal: a key of `SIGNALS`, `package.module:Class` for a third party's signal, a class or function of (context,
+            **options), or a signal object.
+        options: options of its constructor.
+        context: the run that the signal is made for.
+
+    Raises:
+        ValueError: in one line, if a name, module, class or option is unknown, a value is invalid, the object is not a
+            signal, or the signal was made for other units.
     """
     name = signal if isinstance(signal, str) else getattr(signal, "__name__", type(signal).__name__)
     cls: Any = signal
@@ -75,7 +81,7 @@ def build_signal(signal: str | Signal | Callable[..., Signal], options: Mapping[
 
 
 _PARTS = ("observe", "columns", "needs", "thresholds", "state_dict", "load_state_dict")
-"""What `Signal` asks for."""
+"""Attributes that `Signal` requires."""
 
 
 def _third_party(name: str) -> Any:

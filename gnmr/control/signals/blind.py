@@ -1,18 +1,18 @@
-"""Controls: what a signal has to beat. They choose without looking at what a step shows of its units.
+"""Controls that a signal has to beat: they choose without reading what a step shows of its units.
 
     always_low     R = 0: every unit stays on the low-cost path, even one whose norm is not finite.
-    always_high    R = 2: every unit on the recovery path, as far as max_o goes; set it to the number of units.
-    random         In step t, active_frac * U units are drawn without putting back, in whole units; what is left over
-                   goes to later steps. So every unit-step is chosen with probability `active_frac`, and the sum over
-                   the run is the budget itself. The draw depends on the run's seed and the step number alone, so a
-                   resumed run goes on exactly, with no state.
+    always_high    R = 2: every unit is on the recovery path, up to max_o; set max_o to the number of units.
+    random         In step t, active_frac * U units are drawn without replacement. The fractional rest goes to later
+                   steps, so every unit-step is chosen with probability `active_frac`, and the sum over the run is the
+                   budget itself. The draw depends only on the run's seed and the step number, so a resumed run
+                   continues exactly, without a state.
     static_k       During a calibration the average GNMR of each unit is taken, with risk 0 for all. Then the k units
                    with the highest average are fixed for the rest of the run (ties in unit order).
 
 static_k is the ADAPT-style baseline of arXiv 2606.00539 (appendix E.4): blocks are ranked over 500 steps in BF16, and
-the top 25% of them stay; it ended far above every routed run (table 10). The signal by itself calibrates on the low
-path, over any units: E.4's baseline is the arm adapt of sweep=paper/table1, whose units are blocks and which warms up
-in 16 bits while they are ranked. It needs nothing but the norms, and costs as much as GNMR while it calibrates.
+the top 25% of them stay. It ended far above every routed run (table 10). The signal alone calibrates on the low path,
+over any units. E.4's baseline is the arm adapt of sweep=paper/table1, whose units are blocks that warm up in 16 bits
+while they are ranked. static_k needs only the norms, and costs as much as GNMR while it calibrates.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ class _Always(SignalBase):
         return ()
 
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See `Signal.observe`; there are no columns. Does not wait for the device."""
         return self._risk, ()
 
 
@@ -59,30 +58,29 @@ class AlwaysHigh(_Always):
 
 
 class BlindSignal(SignalBase):
-    """A choice that reads no evidence, so a non-finite norm says nothing to it either: a control, not a detector.
+    """A choice that reads no evidence, so a non-finite norm has no effect either: a control, not a detector.
 
-    A chosen unit has a risk above 1, every other one 0. `active_frac` None chooses in every step. Otherwise the choice
-    is switched on in as many of the choices as give that mean fraction of unit-steps with R > 1, spread evenly; it
-    depends on the step number alone. A fraction above what the choice can give warns and is that.
+    A chosen unit has a risk above 1, every other one 0. If `active_frac` is None, the signal chooses in every step.
+    Otherwise it chooses in enough of the choices, spread evenly, to reach that mean fraction of unit-steps with R > 1.
+    This depends only on the step number. A fraction above what the choice can reach warns and is reduced to it.
     """
 
     def __init__(self, context: Context, active_frac: float | None, most: float, what: str) -> None:
-        """`most` is the share of unit-steps of choosing in every step; `what` says why, for the warning."""
+        """Set up the choice; `most` is the share of unit-steps if every step chooses, `what` explains the warning."""
         super().__init__(context)
         within(0, 1, or_null=True, active_frac=active_frac)
         if active_frac is not None and active_frac > most * (1 + 1e-6):
             text = f"active_frac is above {most:.4g}, the most that {what} gives: it caps there"
             warnings.warn(text, stacklevel=users_level())
         self.rate = 1.0 if active_frac is None else min(active_frac / most, 1.0)
-        """Part of the choices in which it chooses anything."""
+        """Share of the choices in which it chooses anything."""
 
     def turn(self, step: int) -> int:
-        """Return the number, from 1, of the choice that is in force in that step; a held set has the number of its
-        choice."""
+        """Return the number, from 1, of the choice in force in that step; a held set keeps its number."""
         return (step - 1) // self.context.hold + 1
 
     def falls_due(self, step: int, rate: float) -> int:
-        """Return how much of a steady stream of `rate` a choice falls due in the choice of that step."""
+        """Return the increase of a stream of `rate` per choice in the choice of that step."""
         turn = self.turn(step)
         return due(turn, rate) - due(turn - 1, rate)
 
@@ -91,16 +89,16 @@ class BlindSignal(SignalBase):
 
 
 def due(step: int, rate: float) -> int:
-    """Return how much of a steady stream of `rate` a step has come by the end of `step`, in whole numbers."""
+    """Return the integer part of a stream of `rate` per step by the end of `step`."""
     return math.floor(step * rate + 1e-9)  # 1e-9: 3 * (1 / 3) is 1
 
 
 class Random(BlindSignal):
     """A uniform draw. `active_frac`: probability of a unit-step; None: max_o units in every step.
 
-    R is 1 + u for a chosen unit, with its u from (0, 1). Without `active_frac` it is u for the others, so that any
-    max_o can be filled by rank; with it it is 0, so that the budget holds. Under a budget of costs R is that times
-    the unit's cost over the lowest, so that the draw does not favor cheap units.
+    R is 1 + u for a chosen unit, with its u from (0, 1). For other units R is u without `active_frac`, so that any
+    max_o can be filled by rank. With `active_frac` it is 0, so that the budget holds. Under a budget of costs R is
+    multiplied by the unit's cost over the lowest, so that the draw does not favor cheap units.
     """
 
     columns = ("uniform",)
@@ -111,14 +109,13 @@ class Random(BlindSignal):
         self.active_frac, self._units_a_step = active_frac, self.rate * most * len(context.names)
 
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See `Signal.observe`; the column is u. Does not wait for the device."""
         uniform = np.random.default_rng((self.context.seed, step)).random(self.num_units).clip(min=2.0**-53)
         number = self.falls_due(step, self._units_a_step)
         risk = uniform.copy() if self.active_frac is None else np.zeros(self.num_units)
         chosen = np.argsort(-uniform, kind="stable")[:number]
         risk[chosen] = 1 + uniform[chosen]
         if (spend := self.context.spend) is not None and (paid := [cost for cost in spend if cost > 0]):
-            risk *= np.maximum(spend, min(paid)) / min(paid)  # or risk per cost would draw the cheap ones first
+            risk *= np.maximum(spend, min(paid)) / min(paid)  # otherwise risk per cost would draw the cheap ones first
         both = to_device(torch.from_numpy(np.stack([risk, uniform])), self.context.device)
         return both[0], (both[1],)
 
@@ -126,10 +123,8 @@ class Random(BlindSignal):
 class StaticK(BlindSignal):
     """A set that is chosen once. `k`: its size, or `k_frac` of the units; both None: max_o.
 
-    The calibration takes `calibration_steps`, or where that is None `calibration_frac` of the run's steps.
-
-    `active_frac`: mean fraction of unit-steps with R > 1, over the whole run where its length is known, else from the
-    choice on.
+    The calibration takes `calibration_steps`, or if that is None `calibration_frac` of the run's steps. `active_frac`
+    is the mean fraction of unit-steps with R > 1, over the whole run if its length is known, else from the choice on.
     """
 
     columns = ("mean_gnmr",)
@@ -172,7 +167,6 @@ class StaticK(BlindSignal):
         self.chosen = torch.zeros(num_units, dtype=torch.bool, device=context.device)
 
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See `Signal.observe`; the column is the average GNMR so far. Does not wait for the device."""
         if step <= self.calibration_steps:
             norm, mean, entered = evidence["norm"], self.history.mean, seen(evidence)
             self.average.update(ratio(norm, mean, mean != 0, self.eps), entered)

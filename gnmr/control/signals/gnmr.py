@@ -6,18 +6,18 @@ before it:
     GNMR[b,t]  = n[b,t] / (A[b,t-1] + eps)                  1 while there is no history
     dGNMR[b,t] = GNMR[b,t] / (mean of the last delta GNMR + eps)      1 until there are delta of them
 
-GNMR is large when a unit leaves the level of its whole past; dGNMR when it leaves the level of the last few steps, so a
-slow drift of GNMR itself does not count for it. Only after both are known does the step enter the history:
+GNMR is large when a unit leaves the level of its whole past. dGNMR is large when it leaves the level of the last few
+steps, so a slow drift of GNMR does not raise it. Only after both are known does the step enter the history:
 
     A[b,t] = A[b,t-1] + (n[b,t] - A[b,t-1]) / k             k: how many norms have entered
 
 The risk is R[b,t] = max(GNMR / alpha_t, dGNMR / beta_t), over threshold if R > 1.
 
-Two cases that the paper leaves open are decided here. A norm that is not finite has risk Inf and enters neither A nor
-the window. A unit without a gradient in this step is not observed: nothing of it changes.
+The paper leaves two cases open, which are decided here. A norm that is not finite has risk Inf and enters neither A nor
+the window. A unit without a gradient in this step is not observed, and none of its state changes.
 
-Source: arXiv 2606.00539, Eqs. 2-4; its thresholds lie between 1.1 and 3.0 (alpha) and 1.3 and 2.0 (beta). Needs nothing
-but the norms; costs a dozen operations on (U,) tensors a step.
+Source: arXiv 2606.00539, Eqs. 2-4; its thresholds lie between 1.1 and 3.0 (alpha) and 1.3 and 2.0 (beta). The signal
+needs only the norms and costs a dozen operations on (U,) tensors per step.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class GnmrSignal(RatioSignal):
         self.alpha, self.beta = check(alpha, "alpha", or_null=True), check(beta, "beta", or_null=True)
         whole(delta=delta)
         self.delta = delta
-        self.window = Window(self.num_units, context.device, delta)  # of the last GNMR
+        self.window = Window(self.num_units, context.device, delta)  # the last values of GNMR
 
     def thresholds(self, step: int) -> tuple[float | None, float | None]:
         return (
@@ -63,7 +63,6 @@ class GnmrSignal(RatioSignal):
         )
 
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See `Signal.observe`; the columns are (GNMR, dGNMR). Does not wait for the device."""
         norm, observed = evidence["norm"], evidence["observed"]
         mean, recent = self.history.mean, self.window.values.mean(dim=0)
         finite = all_finite(norm)

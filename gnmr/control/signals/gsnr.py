@@ -1,16 +1,17 @@
-"""A unit whose gradient drowns in the noise between micro-batches: the inverse gradient signal-to-noise ratio.
+"""The inverse gradient signal-to-noise ratio: high if noise between micro-batches dominates a unit's gradient.
 
 With g_d the gradient of micro-batch d of the step's D:
 
     GSNR[t]  = ||mean_d g_d||^2 / (mean_d ||g_d||^2 - ||mean_d g_d||^2)
     ratio[t] = H[t-1] / (GSNR[t] + eps)          R = ratio / threshold          H: moving mean of the GSNR
 
-Two scalars a unit instead of the per-coordinate variances of the source. With D micro-batches ||mean g||^2 holds 1/D of
-the noise itself, the same in every step, so the ratio is all the less sensitive the fewer there are.
+The unit form has two scalars per unit instead of the source's per-coordinate variances. With D micro-batches ||mean
+g||^2 contains 1/D of the noise itself, the same in every step. The ratio is therefore less sensitive the fewer
+micro-batches there are.
 
 Source: arXiv 2309.13681 defines the per-coordinate ratio; the unit form and the decay are ours, and arXiv 2606.00539
-ranks it without a threshold (table 11). Needs micro_square: two or more micro-batches a step, and one pass over a copy
-of the gradients for each (its table 11: 28% more step time, 7% more memory).
+ranks it without a threshold (table 11). The signal needs micro_square: two or more micro-batches per step, and one pass
+over a copy of the gradients for each (its table 11: 28% more step time, 7% more memory).
 """
 
 from __future__ import annotations
@@ -34,9 +35,8 @@ class Gsnr(RatioSignal):
         self.threshold = check(threshold, "threshold")
 
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See `Signal.observe`; the column is the ratio. Does not wait for the device."""
         micro, square = evidence["micro_square"], evidence["norm"].square()
-        noise = torch.maximum(micro - square, self.eps * micro)  # of equal gradients rounding may leave less than 0
+        noise = torch.maximum(micro - square, self.eps * micro)  # rounding may make it negative for equal gradients
         gsnr = square / noise.clamp(min=TINY)
         mean, entered = self.history.mean, seen(evidence) & (micro > 0)
         column = torch.where(gsnr.isfinite(), ratio(mean, gsnr, (mean != 0) & entered, self.eps), gsnr)

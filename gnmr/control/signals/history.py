@@ -1,13 +1,13 @@
-"""What a signal remembers of each unit: the mean of one value's past.
+"""The memory of a signal: the mean of one value's past, for each unit.
 
-    Cumulative   every value since the start weighs the same (the paper's A)
-    Ema          the newest weighs 1 - decay, those before it fade by decay a step; the mean of the first
-                 1 / (1 - decay) values is the plain one, so that nothing has to be corrected for an empty start
-    Window       the newest `length` values weigh the same, older ones nothing
+    Cumulative   every value since the start has the same weight (the paper's A)
+    Ema          the newest has weight 1 - decay, and older weights fade by decay per step; the mean of the first
+                 1 / (1 - decay) values is the plain one, so that an empty start needs no correction
+    Window       the newest `length` values have the same weight, older ones none
 
-All tensors are (U,) or (length, U), float64, on the units' device; no call waits for the device. A value enters for the
-units of `entered` alone, and never if it is not finite: it is selected, not multiplied, because 0 * NaN is NaN. Updates
-bind new tensors, so that a state that was handed out stays what it was.
+All tensors are (U,) or (length, U), float64, on the units' device; no call waits for the device. A value enters only
+for the units in `entered`, and only if it is finite. It is selected, not multiplied, because 0 * NaN is NaN. Updates
+bind new tensors, so that a state that was returned never changes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ class Stateful:
     kept: tuple[str, ...] = ()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the state by name (`part.name` for a part's). Tensors are shared with this object, which never writes
-        them."""
+        """Return the state by name (`part.name` in parts). The tensors are shared with this object, never written."""
         state: dict[str, Tensor] = {}
         for name in self.kept:
             own = getattr(self, name)
@@ -42,7 +41,7 @@ class Stateful:
         return state
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """Raises ValueError if names, shapes, dtypes or values cannot be this object's."""
+        """Raise ValueError if names, shapes, dtypes or values cannot be this object's."""
         own = self.state_dict()
         if state.keys() != own.keys():
             raise ValueError(
@@ -61,7 +60,7 @@ class Stateful:
                 part.check_state(_of_part(name, state))
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take a state over. Raises ValueError before anything changes, see `check_state`."""
+        """Load a state. Raises ValueError before anything changes; see `check_state`."""
         self.check_state(state)
         for name in self.kept:
             part = getattr(self, name)
@@ -76,7 +75,7 @@ def _of_part(name: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class _Remembered(Stateful):
-    """Finite numbers and how many have entered."""
+    """Finite numbers, and how many have entered."""
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         super().check_state(state)
@@ -90,26 +89,28 @@ class Cumulative(_Remembered):
 
     kept = ("mean", "count")
     longest = math.inf
-    """The n above does not grow beyond this."""
+    """Limit on the n above."""
 
     def __init__(self, num_units: int, device: torch.device) -> None:
-        # float64: U numbers, and a running mean over 100,000 steps keeps its digits.
+        # float64: there are only U numbers, and a running mean over 100,000 steps keeps its digits.
         self.mean = torch.zeros(num_units, dtype=torch.float64, device=device)
         self.count = torch.zeros(num_units, dtype=torch.int64, device=device)
 
     def update(self, value: Tensor, entered: Tensor, finite: bool | None = None) -> None:
         """Add one step's `value` (U,) of the units in `entered` (U,) bool; values that are not finite never enter.
 
-        `finite` is `all_finite` of the values, if it is known already."""
+        `finite` is `all_finite` of the values, if it is known already.
+        """
         if not (all_finite(value) if finite is None else finite):
             entered = entered & value.isfinite()
         self.count = self.count + entered
         n = self.count if self.longest == math.inf else self.count.double().clamp(max=self.longest)
-        self.mean = torch.where(entered, self.mean + (value - self.mean) / n, self.mean)  # n is 0 for none of `entered`
+        # n is 0 only for units outside of `entered`
+        self.mean = torch.where(entered, self.mean + (value - self.mean) / n, self.mean)
 
 
 class Ema(Cumulative):
-    """As `Cumulative` until n reaches 1 / (1 - decay), an exponential moving mean from there on."""
+    """A `Cumulative` mean until n reaches 1 / (1 - decay), an exponential moving mean from there on."""
 
     def __init__(self, num_units: int, device: torch.device, decay: float) -> None:
         require(isinstance(decay, float) and 0 < decay < 1, "decay", repr(decay), "must lie between 0 and 1")
@@ -127,7 +128,7 @@ class Window(_Remembered):
         self.count = torch.zeros(num_units, dtype=torch.int64, device=device)
 
     def update(self, value: Tensor, entered: Tensor, finite: bool | None = None) -> None:
-        """As `Cumulative.update`; the oldest value of the units that entered goes."""
+        """Add one step's values as `Cumulative.update` does, and drop the oldest value of the units that entered."""
         if not (all_finite(value) if finite is None else finite):
             entered = entered & value.isfinite()
         self.count = self.count + entered

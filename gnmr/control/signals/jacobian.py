@@ -1,20 +1,20 @@
-"""A cheap stand-in for the size of a block's Jacobian: weights' spread over that of what they read.
+"""A cheap proxy for the size of a block's Jacobian: the spread of the weights over the spread of their inputs.
 
-The upper bounds of a Transformer sub-layer's Jacobian are, up to factors that the widths alone fix,
+The upper bounds of a Transformer sub-layer's Jacobian are, up to factors that depend only on the widths,
 
     MLP         std(W_up) std(W_down) / std(x')        x': input of up_proj       factor (sqrt(d) + sqrt(d_ff))^2
     attention   std(W_o) / std(x)                      x: input of q_proj         factor 2 sqrt(d) c
 
-Every unit has the value of the sub-layer that it belongs to, and is compared with its own past, in which those factors
-cancel: they are left out.
+Every unit has the value of its sub-layer and is compared with its own past. The factors cancel in this ratio, so they
+are omitted.
 
     ratio[t] = value[t] / (H[t-1] + eps)          R = ratio / threshold          H: moving mean of the value
 
-Units are grouped by what their names have in front of the last dot: with a q_proj and an o_proj it is an attention,
-with an up_proj and a down_proj an MLP. A unit of neither kind stands for itself, std(W) / std(x): a unit of several
-operators too (a block, a layer, an expert), with the deviations of all their weights and of all their inputs.
+Units are grouped by their names up to the last dot. A group with a q_proj and an o_proj is an attention, one with an
+up_proj and a down_proj an MLP. Any other unit uses std(W) / std(x) of its own weights and inputs. If it has several
+operators (a block, a layer, an expert), the deviations cover all their weights and all their inputs.
 
-Source: the bounds are of arXiv 2312.16903; the stand-in and the decay are ours, and arXiv 2606.00539 ranks such a proxy
+Source: the bounds are from arXiv 2312.16903; the proxy and the decay are ours, and arXiv 2606.00539 ranks such a proxy
 without a threshold (table 11). Needs weight_std (a pass over the weights) and input_std (a pass over the inputs).
 """
 
@@ -29,7 +29,7 @@ from gnmr.control.spec import Threshold, check
 
 
 class Jacobian(RatioSignal):
-    """The value above over its own past; the weights change slowly, so most of it is the input's spread."""
+    """The value above over its own past; weights change slowly, so most of the ratio is the input's spread."""
 
     columns = ("jacobian_ratio",)
     needs = ("weight_std", "input_std")
@@ -43,7 +43,6 @@ class Jacobian(RatioSignal):
         self._first, self._second, self._read = (torch.tensor(i, device=context.device) for i in (first, second, read))
 
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See `Signal.observe`; the column is the ratio. Does not wait for the device."""
         weight, spread = evidence["weight_std"], evidence["input_std"][self._read]
         with_one = torch.cat([weight, weight.new_ones(1)])
         value = with_one[self._first] * with_one[self._second] / (spread + self.eps)
@@ -54,7 +53,7 @@ class Jacobian(RatioSignal):
 
 
 def _sources(names: tuple[str, ...]) -> list[tuple[int, int, int]]:
-    """Return the places of each unit's two weights (the second may be that of a 1 behind the last) and of its input."""
+    """Return the indices of each unit's two weights (the second may be the 1 after the last) and of its input."""
     place, one = {name: i for i, name in enumerate(names)}, len(names)
     sources = []
     for i, name in enumerate(names):

@@ -1,16 +1,16 @@
 """Signals without a memory: one value of the step against a fixed level, R = value / threshold.
 
-    grad_norm      ||g||, compared between units and not with the unit's own past. A baseline for every other: a unit's
-                   gap is its relative error times the square of this. Its threshold is made to be ranked or
-                   calibrated. Needs nothing but the norms.
-    mse            mean (x - Q_low(x))^2. It is in units of x^2: a layer with large activations has a large error,
-                   however fine its grid. Source: an open proposal to TransformerEngine (pull request 2883), threshold
-                   1e-4, there without a budget or a history.
-    oracle         ||g_low - g_high||^2, both paths run on the batch: an upper bound for what routing by one step's gain
-                   can do, at twice the cost and more, for small models. Source: corollary 1 of arXiv 2606.00539, whose
-                   oracle set is the max_o largest gaps: rank it, for it has no scale of its own.
+    grad_norm      ||g||, compared between units and not with the unit's own past. It is a baseline for every other
+                   signal: a unit's gap is its relative error times the square of this. Rank it or calibrate its
+                   threshold. Needs only the norms.
+    mse            mean (x - Q_low(x))^2. Its unit is x^2: a layer with large activations has a large error, however
+                   fine its grid. Source: an open proposal to TransformerEngine (pull request 2883), threshold 1e-4,
+                   there without a budget or a history.
+    oracle         ||g_low - g_high||^2, with both paths run on the batch: an upper bound for routing by the gain of one
+                   step, at more than twice the cost, for small models. Source: corollary 1 of arXiv 2606.00539, whose
+                   oracle set is the max_o largest gaps. Rank it, because it has no natural scale.
 
-A value or a norm that is NaN or Inf is risk Inf. docs/signals.md says what each piece of evidence costs.
+A value or a norm that is NaN or Inf has risk Inf. docs/signals.md gives the cost of each piece of evidence.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from gnmr.control.spec import Threshold
 
 
 class _Value(LevelSignal):
-    """The evidence `value` against a fixed level; the column is called like the evidence unless `columns` says."""
+    """The evidence `value` against a fixed level; the column has the evidence's name unless `columns` names it."""
 
     value: str
 
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See `Signal.observe`. Does not wait for the device."""
         return self.verdict(evidence, step, evidence[self.value])
 
 

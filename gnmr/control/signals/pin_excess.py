@@ -1,18 +1,18 @@
-"""What lasts and what passes, from one measurement: a slow mean of the logarithm is the pin, its excess a transient.
+"""Lasting and transient risk from one measurement: a slow mean of the logarithm is the pin, its excess a transient.
 
-With v_b the unit's `evidence` (nats that recovery saves, or any other that is 0 or more) where it is measured
+With v_b the unit's `evidence` (nats that recovery saves, or any other that is 0 or more) in the steps that measure it
 
     m_b    slow mean of log v_b, each value cut at m_b + log up           the level that lasts
     on_b   from v_b > up * exp m_b on, until v_b < down * exp m_b         a transient, with hysteresis
     pin_b  exp m_b when pins were last chosen, every few hundred steps; min(v_b, exp m_b) when a transient ended
     R_b    max(pin_b, v_b while on_b) / threshold
 
-So max_o or the budget is filled with the units whose level is highest, by cost where there is one, and a transient
-takes the place of the cheapest pin at the first measurement that shows it, if it is worth more. As both are in the unit
-of the evidence, nothing has to be set aside for either. A rise that stays is followed: the cut mean grows by at most
-log up times 1 - decay a measurement, and when it has caught up the transient ends as a pin.
+max_o or the budget is filled with the units of the highest level, per cost if there is one. A transient replaces the
+cheapest pin at the first measurement that shows it, if it is worth more. Both are in the unit of the evidence, so
+neither needs a reserve. A lasting rise is followed: the cut mean grows by at most log up times 1 - decay per
+measurement. When the mean has caught up, the transient ends as a pin.
 
-Source: ours. Of the log price's variance 96% was between units (docs/price.md): a pin has most of it.
+Source: ours. On our models, 96% of the variance of the log price was between units, which pins mostly capture.
 """
 
 from __future__ import annotations
@@ -32,10 +32,16 @@ from gnmr.errors import one_of, positive, require, whole
 class PinExcess(LevelSignal):
     """Pins and transients of one piece of evidence, against `threshold` in its unit.
 
-    `every`: it is measured in the steps 1, 1 + every, ... `pin_every`: steps between two choices of pins; before the
-    first are over they are chosen after 1, 2, 4, ... measurements too. `decay`: of the mean over measurements. `up`,
-    `down`: factors over the level where a transient begins and ends; `up` infinite: pins alone. A value that is not
-    finite is risk Inf in its step and enters nothing; one of 0 has no logarithm and enters no mean.
+    A value that is not finite has risk Inf in its step and is not added to the mean. A value of 0 has no logarithm and
+    is not added either.
+
+    Args:
+        every: the evidence is measured in the steps 1, 1 + every, ...
+        pin_every: steps between two choices of pins. Before the first such interval is over, pins are also chosen after
+            1, 2, 4, ... measurements.
+        decay: decay of the mean over measurements.
+        up: factor over the level at which a transient begins; infinite: pins only.
+        down: factor over the level at which a transient ends.
     """
 
     columns = ("pin", "transient")
@@ -65,7 +71,7 @@ class PinExcess(LevelSignal):
         self.every, self.pin_every, self.up, self.down = every, pin_every, up, down
         self.history = Ema(self.num_units, context.device, decay)
         self.pin = torch.zeros(self.num_units, dtype=torch.float64, device=context.device)
-        self.value = torch.zeros_like(self.pin)  # the last one
+        self.value = torch.zeros_like(self.pin)  # the last value
         self.on = torch.zeros_like(self.pin, dtype=torch.bool)
 
     def reads(self, step: int) -> bool:
@@ -75,7 +81,6 @@ class PinExcess(LevelSignal):
         return super().thresholds(step) * 2
 
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See `Signal.observe`. Does not wait for the device."""
         passing = torch.where(self.on, self.value, 0.0)
         if self.reads(step):
             now = evidence[self.evidence]
@@ -96,7 +101,7 @@ class PinExcess(LevelSignal):
         return self.verdict(evidence, step, self.pin, passing)
 
     def _chooses(self, step: int) -> bool:
-        """Whether pins are chosen in this step, of those that are measured."""
+        """Return whether pins are chosen in this step, which is one that measures."""
         done = step - 1
         number = done // self.every
         early = done < self.pin_every and number & (number - 1) == 0

@@ -1,14 +1,14 @@
-"""What recovering a unit saves, in nats of the loss now: the price of its low path less that of its recovery path.
+"""The loss in nats that recovering a unit saves now: the price of its low path minus the price of its recovery path.
 
     price = geometric mean of the last prices (exponential, `decay`)      R = price / threshold
 
-The price of a step is measured on few tokens, a handful of which make most of it: a plain mean would follow one batch
-for ten measurements. What it is the price of changes slowly. Where no path casts what fprop reads it is the squared
-error that recovery takes off the weight gradient, as a share of the squared gradient of all units: a number to rank by,
-and no nats.
+The price of a step is measured on few tokens, a handful of which dominate it, so a plain mean would follow one batch
+for ten measurements. The underlying price changes slowly. If no path casts an input of fprop, the price is the squared
+error that recovery removes from the weight gradient, as a share of the squared gradient of all units. This number ranks
+units but is not in nats.
 
-Source: ours; docs/price.md derives it, names prior art and holds it against the true increase of the loss. Needs
-price: casts and products of one token in `precision.price_tokens`, in the first `early` steps and then in one in
+Source: ours; docs/price.md derives it, names prior work and compares it with the true increase of the loss. Needs
+price: casts and products of one token in `precision.price_tokens`, in the first `early` steps and then in one step in
 `every`.
 """
 
@@ -26,9 +26,9 @@ from gnmr.errors import whole
 class Price(LevelSignal):
     """The mean price against a level, `threshold` nats.
 
-    Prices are measured in the first `early` steps, so that the first choices are no matter of luck, and then in one in
-    `every`. `decay`: of the mean over measurements. A price that is not finite is risk Inf in its step; it, and one of
-    0 or less, which has no logarithm, do not enter the mean.
+    Prices are measured in the first `early` steps, so that the first choices do not depend on chance, and then in one
+    step in `every`. `decay` is the decay of the mean over measurements. A price that is not finite has risk Inf in its
+    step. The mean omits it, and prices of 0 or less, which have no logarithm.
     """
 
     columns = ("price",)
@@ -53,7 +53,6 @@ class Price(LevelSignal):
         return step <= self.early or (step - 1) % self.every == 0
 
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See `Signal.observe`. Does not wait for the device."""
         now = evidence["price"] if self.reads(step) else None
         if now is not None:
             self.history.update(now.log(), seen(evidence))

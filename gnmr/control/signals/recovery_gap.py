@@ -1,22 +1,22 @@
-"""What recovering a unit would gain: corollary 1's recovery gap, estimated from what backward holds anyway.
+"""Gain of recovering a unit: corollary 1's recovery gap, estimated from tensors that backward holds anyway.
 
-The weight gradient is a sum over tokens, g = sum_t dy_t x_t^T; a path that keeps Q(x_t) changes it by
-sum_t dy_t (Q(x_t) - x_t)^T. With errors of mean zero that are independent from token to token its expected square is
+The weight gradient is a sum over tokens, g = sum_t dy_t x_t^T; a path that keeps Q(x_t) changes it by sum_t dy_t
+(Q(x_t) - x_t)^T. If the errors have mean zero and are independent between tokens, the expected square is
 
     E||g_Q - g||^2 = sum_t ||dy_t||^2 ||x_t - Q(x_t)||^2
 
-and the gap is what the recovery path takes off it:
+and the gap is the part that the recovery path removes:
 
     gap = gap_low - gap_recovery          the sum above with the low-cost, with the recovery path's Q
     R   = gap / threshold
 
-It adds up over units to the whole gain, and has no scale of its own: rank it, or calibrate its threshold to the run. Of
-recipes, whose wgrad reads a cast of dy_t too, the sum has that operand's error besides (docs/signals.md).
+The gaps of all units add up to the total gain. The gap has no natural scale: rank it, or calibrate its threshold to the
+run. Under recipes, whose wgrad reads a cast of dy_t too, the sum also includes that operand's error (docs/signals.md).
 
-Source: ours, from theorem 1 and corollary 1 of arXiv 2606.00539; docs/signals.md derives it and says what it drops.
-Needs gap_low and gap_recovery: one pass over each input in both formats and one over the output gradients. Two ways to
-make it cheap: measure a sample of the tokens (precision.probe_tokens), or only every k-th step (`every`), with the last
-estimate in between; it changes slowly, for its causes (outlier channels, a layer's scale) do.
+Source: ours, from theorem 1 and corollary 1 of arXiv 2606.00539; docs/signals.md derives it and lists the neglected
+terms. Needs gap_low and gap_recovery: one pass over each input in both formats and one over the output gradients. Two
+options reduce the cost: measure a sample of the tokens (precision.probe_tokens), or only every k-th step (`every`),
+with the last estimate in between. The gap changes slowly, because its causes (outlier channels, a layer's scale) do.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from gnmr.errors import whole
 
 
 class RecoveryGap(LevelSignal):
-    """The expected gain of recovery, measured in the steps 1, 1 + every, ... A unit that recovery would make worse has
-    gap 0."""
+    """The expected gain of recovery, measured in the steps 1, 1 + every, ...; 0 if recovery would make a unit worse."""
 
     columns = ("recovery_gap",)
     needs = ("gap_low", "gap_recovery")
@@ -41,13 +40,12 @@ class RecoveryGap(LevelSignal):
         super().__init__(context, threshold)
         whole(every=every)
         self.every = every
-        self.estimate = torch.zeros(self.num_units, dtype=torch.float64, device=context.device)  # the last one
+        self.estimate = torch.zeros(self.num_units, dtype=torch.float64, device=context.device)  # the last estimate
 
     def reads(self, step: int) -> bool:
         return (step - 1) % self.every == 0
 
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See `Signal.observe`; the column is the gap. Does not wait for the device."""
         gap = self.estimate
         if self.reads(step):
             gap = (evidence["gap_low"] - evidence["gap_recovery"]).clamp(min=0)

@@ -1,9 +1,9 @@
-"""What a signal is, and what most of them share.
+"""The definition of a signal, and base classes for most signals.
 
-A signal turns what a step shows of every unit, its evidence, into one number per unit, the risk R; a unit is over its
-threshold if R > 1. `Signal` is all that the controller and the policy know of one. Nearly every signal extends one of
-the classes below it: `SignalBase` (state, options, from columns to risk), `LevelSignal` (a value against a fixed
-level), `RatioSignal` (a value against its own past); `BlindSignal` (`blind.py`) is a choice that reads no evidence.
+A signal turns the evidence of a step into one number per unit, the risk R; a unit is over its threshold if R > 1. The
+controller and the policy know only `Signal`. Nearly every signal extends one of the base classes. `SignalBase` handles
+state, options and the way from columns to risk. `LevelSignal` compares a value with a fixed level, and `RatioSignal`
+compares it with its own past. `BlindSignal` (`blind.py`) is a choice that reads no evidence.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ from gnmr.control.unit import Unit
 from gnmr.errors import positive
 
 Evidence: TypeAlias = Mapping[str, Tensor]
-"""Of one step: (U,) float64 each, `observed` (U,) bool, on the units' device. `norm` and `observed` are always there,
-the rest if a signal's `needs` names it (gnmr.control.evidence says what each is)."""
+"""Evidence of one step: (U,) float64 each, `observed` (U,) bool, on the units' device.
+
+`norm` and `observed` are always there, the rest if a signal's `needs` names it (see gnmr.control.evidence).
+"""
 
 TINY: float = torch.finfo(torch.float64).tiny
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a signal is told of the run before it starts."""
+    """Facts about the run that a signal receives before it starts."""
 
     names: tuple[str, ...]
     """Unit ids, in unit order."""
@@ -44,7 +46,7 @@ class Context:
     hold: int = 1
     """Steps for which a chosen set stays in force."""
     spend: tuple[float, ...] | None = None
-    """What each unit takes of the budget; None: there is none."""
+    """Share of the budget that each unit takes; None: there is no budget."""
 
     @classmethod
     def of(cls, units: Sequence[Unit], **more: Any) -> Context:
@@ -53,19 +55,19 @@ class Context:
 
 
 class Signal(Protocol):
-    """What a controller asks of a signal. All tensors are (U,), float64, on the units' device."""
+    """The interface of a signal. All tensors are (U,), float64, on the units' device."""
 
     columns: tuple[str, ...]
     """Names of the statistics behind the risk, in the order in which `observe` returns them."""
     needs: tuple[str, ...]
-    """Names of the evidence it reads besides norm and observed."""
+    """Names of the evidence that it reads besides norm and observed."""
 
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the risk of step `step` (from 1) and the columns behind it; update the history without waiting.
 
         The risk is 0 or more and never NaN. A non-finite norm must give risk Inf (unless the signal reads no evidence
-        at all) and must not enter the history; the risk of an unobserved unit is not read, and its history must stay as
-        it is.
+        at all) and must not enter the history. The risk of an unobserved unit is not read, and its history must stay
+        unchanged.
         """
 
     def thresholds(self, step: int) -> tuple[float | None, ...]:
@@ -79,7 +81,7 @@ class Signal(Protocol):
 
 
 class SignalBase(Stateful):
-    """State (`Stateful.kept`) and the way from columns to risk.
+    """Base class with state (`Stateful.kept`) and the way from columns to risk.
 
     A subclass sets `columns`, `needs` and `kept`, takes `(context, *, option=default, ...)`, sets `threshold` (or
     overrides `thresholds`) and returns `self.verdict(...)` from `observe`.
@@ -88,7 +90,7 @@ class SignalBase(Stateful):
     columns: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     least = 0.0
-    """Least risk of a unit. Above 0 if a column is often exactly 0, so that ranking always finds max_o units."""
+    """Lower bound of a unit's risk; above 0 if a column is often exactly 0, so that ranking finds max_o units."""
     threshold: Threshold
 
     def __init__(self, context: Context) -> None:
@@ -97,12 +99,12 @@ class SignalBase(Stateful):
 
     @classmethod
     def options(cls) -> dict[str, Any]:
-        """Return name and default of each option that the constructor takes."""
+        """Return name and default of each option of the constructor."""
         parameters = inspect.signature(cls).parameters.values()
         return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
     def reads(self, step: int) -> bool:
-        """Return True if `observe` looks at what `needs` names in that step; if not, nobody has to measure it."""
+        """Return True if `observe` reads the evidence in `needs` in that step; otherwise it need not be measured."""
         return True
 
     def thresholds(self, step: int) -> tuple[float | None, ...]:
@@ -111,9 +113,10 @@ class SignalBase(Stateful):
     def verdict(
         self, evidence: Evidence, step: int, *columns: Tensor, finite: bool | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return what `observe` returns: R = max of column / threshold, Inf if the norm or a column is not finite.
+        """Return the result of `observe`: R = max of column / threshold, Inf if the norm or a column is not finite.
 
-        `finite` is `all_finite` of the norms, if it is known already."""
+        `finite` is `all_finite` of the norms, if it is known already.
+        """
         norm = evidence["norm"]
         sound = None if (all_finite(norm) if finite is None else finite) else norm.isfinite()
         if sound is not None:
@@ -148,10 +151,11 @@ class RatioSignal(SignalBase):
 
 
 def ratio(value: Tensor, level: Tensor, known: Tensor, eps: float, finite: bool | None = None) -> Tensor:
-    """Return value / (level + eps), 1 where the level is not `known`; a value that is not finite comes back as it is.
+    """Return value / (level + eps), 1 if the level is not `known`; a non-finite value is returned unchanged.
 
-    `finite` is `all_finite` of the values, if it is known already."""
-    # Clamped: a ratio of finite numbers may leave float64, and Inf is kept for what is not finite.
+    `finite` is `all_finite` of the values, if it is known already.
+    """
+    # Clamp: a ratio of finite numbers may leave float64's range, and Inf is reserved for non-finite values.
     over = torch.where(known, (value / (level + eps)).clamp(max=LARGEST), 1.0)
     if all_finite(value) if finite is None else finite:
         return over
@@ -159,6 +163,6 @@ def ratio(value: Tensor, level: Tensor, known: Tensor, eps: float, finite: bool 
 
 
 def seen(evidence: Evidence) -> Tensor:
-    """Return (U,) bool: units whose evidence of this step may enter a history."""
+    """Return which units' evidence of this step may enter a history, (U,) bool."""
     norm, observed = evidence["norm"], evidence["observed"]
     return observed if all_finite(norm) else observed & norm.isfinite()

@@ -1,1 +1,1 @@
-"""What casts and multiplies under a recipe, for each backend. Kernels know numbers and a `GemmContext`, no module."""
+"""Casts and products under a recipe, for each backend. Kernels know numbers and a `GemmContext`, but no module."""

@@ -1,24 +1,24 @@
-"""FP8 GEMMs as the hardware runs them: backend scaled_mm.
+"""FP8 GEMMs on hardware: backend scaled_mm.
 
-It runs GEMMs that cast nothing, and those whose operands both have
+The backend runs GEMMs without casts, and GEMMs of which both operands have
 
-    one scale a tensor      `fp8_hybrid`, `fp8_delayed` and their like: compute capability 8.9 (Ada, Hopper) or newer;
-                            E4M3 or E5M2, one of them E4M3
+    one scale a tensor      `fp8_hybrid`, `fp8_delayed` and similar recipes: compute capability 8.9 (Ada, Hopper) or
+                            newer; E4M3 or E5M2, one of them E4M3
     tiles and blocks        `deepseek_v3`; E4M3, blocks in one operand only: 9.0 (Hopper) alone, CUDA 12.9 or newer
 
-Tiles and blocks ran on one H200 (docs/cost.md): `auto` does not choose them, backend=scaled_mm does.
+Tiles and blocks ran on one H200 (docs/cost.md), so `auto` does not choose them; backend=scaled_mm does.
 
-The casts, what is counted of them and delayed scales are those of the simulation. The order of a GEMM's sums differs,
-and a value's scale meets the product, so that nothing is rounded to bfloat16 in between. What is kept for backward is
-the codes, one byte an element, and the scales.
+The casts, their statistics and delayed scales are those of the simulation. The order of a GEMM's sums differs. The
+scale is applied to the product, so that nothing is rounded to bfloat16 in between. The codes, one byte per element, and
+the scales are kept for backward.
 
-The hardware reads the first operand row by row and the second column by column: codes are transposed where a GEMM meets
-them the other way round. Dimensions must be multiples of 16: widths are checked when the model is converted, and
-missing tokens are filled with zeros, which add nothing. Groups of elements (1x128 tiles, 128x128 blocks) go through
-`torch.nn.functional.scaled_mm`, which wants their scales laid out as cuBLAS reads them:
+The hardware reads the first operand row by row and the second column by column. Codes in the other orientation are
+transposed. Dimensions must be multiples of 16: widths are checked when the model is converted, and missing tokens are
+padded with zeros, which add nothing. Groups of elements (1x128 tiles, 128x128 blocks) go through
+`torch.nn.functional.scaled_mm`, which expects the scales in cuBLAS's layout:
 
-    tile    (lines, groups) float32, the lines of one group of columns next to each other; lines a multiple of 4
-    block   (groups, lines / 128) float32, groups filled up to a multiple of 4 and next to each other
+    tile    (lines, groups) float32, the lines of one group of columns contiguous; lines a multiple of 4
+    block   (groups, lines / 128) float32, groups padded to a multiple of 4 and contiguous
 
 A line is a row of the first operand or a column of the second; a group is 128 elements of a line.
 """
@@ -41,19 +41,19 @@ from gnmr.precision.recipes import TILE, Cast, Gemm, Recipe
 from gnmr.precision.shared import Widths
 
 MULTIPLE = 16
-"""What the hardware wants every dimension of an eight-bit product to be a multiple of."""
+"""The hardware needs every dimension of an eight-bit product to be a multiple of this number."""
 _FOUR = 4
 _KINDS = {"tensor": "tensor", "delayed": "tensor", "tile": "tile", "block": "tile"}
-"""Scale: what its hardware is known by."""
+"""Kind of hardware support by granularity of the scale."""
 _LEAST = {"tensor": ((8, 9), " or newer (Ada, Hopper)"), "tile": ((9, 0), " (Hopper)")}
 _TILE_CUDA = (12, 9)
 
 
 def missing(recipe: Recipe, linears: Mapping[str, Widths], device: torch.device | None, auto: bool) -> str | None:
-    """Why scaled_mm cannot run the recipe in these linears on `device`; None: it can.
+    """Return why scaled_mm cannot run the recipe in these linears on `device`, or None if it can.
 
-    `device` None: one that has the hardware. `auto`: chosen automatically, so CPUs (which have it for tests) and
-    kernels that we have not run on hardware are left out.
+    `device` None stands for a device that has the hardware. `auto`: the backend is chosen automatically. This excludes
+    CPUs, which support it only for tests, and kernels that we have not run on hardware.
     """
     if (unfit := _recipe_missing(recipe)) is not None:
         return f"{'it' if auto else f'the recipe {recipe.name}'} {unfit}"
@@ -68,7 +68,7 @@ def missing(recipe: Recipe, linears: Mapping[str, Widths], device: torch.device 
 
 
 def _recipe_missing(recipe: Recipe) -> str | None:
-    """What it does that scaled_mm cannot, as a predicate; None: it runs."""
+    """Return, as a predicate, what the recipe does that scaled_mm cannot do, or None."""
     takes = "scaled_mm takes E4M3 and E5M2 under one scale a tensor, E4M3 in tiles and blocks"
     for name in GEMMS:
         gemm: Gemm = getattr(recipe, name)
@@ -88,7 +88,7 @@ def _recipe_missing(recipe: Recipe) -> str | None:
 
 
 def _device_missing(device: torch.device | None, recipe: Recipe, auto: bool) -> str | None:
-    """What the device lacks for one of the scales of the recipe."""
+    """Return what the device lacks for one of the scales of the recipe, or None."""
     for kind in dict.fromkeys(_KINDS[cast.scale] for cast in recipe.casts):
         if device is None or (device.type == "cpu" and kind == "tensor" and not auto):
             continue
@@ -96,7 +96,7 @@ def _device_missing(device: torch.device | None, recipe: Recipe, auto: bool) -> 
         needs = f"needs a GPU of compute capability {'.'.join(map(str, capability))}{name}"
         if device.type != "cuda":
             return f"{needs}, the model is on {device.type}"
-        if torch.version.hip is not None:  # whose numbers count otherwise, and whose FP8 formats may be others
+        if torch.version.hip is not None:  # its compute capabilities and FP8 formats differ
             return f"{needs}, this one is AMD's"
         found = torch.cuda.get_device_capability(device)
         if found < capability or (kind == "tile" and found > capability):
@@ -109,7 +109,7 @@ def _device_missing(device: torch.device | None, recipe: Recipe, auto: bool) -> 
 def width_missing(
     linears: Mapping[str, Widths], multiple: int = MULTIPLE, reader: str = "FP8 hardware", where: str = ""
 ) -> str | None:
-    """The first width of these linears that `reader` cannot read; None: it can read all."""
+    """Return a message about the first width of these linears that `reader` cannot read, or None."""
     for name, linear in linears.items():
         for kind, width in (("inputs", linear.in_features), ("outputs", linear.out_features)):
             if width % multiple:
@@ -118,19 +118,19 @@ def width_missing(
 
 
 class Codes(NamedTuple):
-    """A matrix in a format of eight bits: codes * scale."""
+    """A matrix in an eight-bit format: codes * scale."""
 
     codes: Tensor
-    """(N, D), of the format's own dtype."""
+    """(N, D), in the format's own dtype."""
     scale: Tensor
-    """float32: a scalar, or of each tile or block, (N / height, D / width)."""
+    """float32: a scalar, or one per tile or block, (N / height, D / width)."""
 
     def t(self) -> Codes:
-        """The transpose: views."""
+        """Return the transpose, made of views."""
         return Codes(self.codes.t(), self.scale.t())
 
     def values(self) -> Tensor:
-        """(N, D) float32."""
+        """Return codes * scale, (N, D) float32."""
         scale = self.scale
         for dim, count in enumerate(self.scale.shape):
             size = self.codes.shape[dim]
@@ -141,13 +141,13 @@ class Codes(NamedTuple):
 
 
 def product(a: Tensor | Codes, b: Tensor | Codes, dtype: torch.dtype) -> Tensor:
-    """a (M, K) times b (K, N), both plain or both codes, in `dtype`. Does not wait for the device."""
+    """Return a (M, K) times b (K, N), both plain or both codes, in `dtype`. Does not wait for the device."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         assert isinstance(a, Tensor) and isinstance(b, Tensor), "`missing` refuses"
         return a @ b
     if a.scale.dim():
         return _group_product(a, b.t(), dtype)
-    # Rows of a and columns of b lie in one piece, and so does what fills them up.
+    # Rows of a and columns of b are contiguous, with their padding.
     rows, columns = a.codes.contiguous(), b.codes.t().contiguous()
     if short := -rows.shape[1] % MULTIPLE:
         rows, columns = (_filled(each, 0, short) for each in (rows, columns))
@@ -155,7 +155,7 @@ def product(a: Tensor | Codes, b: Tensor | Codes, dtype: torch.dtype) -> Tensor:
 
 
 def _group_product(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
-    """a (M, K) times the transpose of b (N, K), whose groups lie along K."""
+    """Return the product of a (M, K) and the transpose of b (N, K), whose groups lie along K."""
     count, groups = len(a.codes), a.scale.shape[1]
     lines = TILE if _is_block(a) else MULTIPLE
     found = []
@@ -176,19 +176,19 @@ def _is_block(a: Codes) -> bool:
 
 
 def _filled(x: Tensor, lines: int, columns: int) -> Tensor:
-    """A contiguous matrix of one byte an element with so many lines and columns of zeros behind."""
+    """Return `x`, contiguous with one byte per element, with `lines` lines and `columns` columns of zeros appended."""
     return F.pad(x.view(torch.uint8), (0, columns, 0, lines)).view(x.dtype) if lines or columns else x
 
 
 def _tile(scale: Tensor, lines: int) -> Tensor:
-    """(lines, groups)."""
+    """Return the scales of tiles in cuBLAS's layout, (lines, groups)."""
     laid = scale.new_zeros(scale.shape[1], lines)
     laid[:, : len(scale)] = scale.t()
     return laid.t()
 
 
 def _block(scale: Tensor) -> Tensor:
-    """(groups, lines / 128)."""
+    """Return the scales of blocks in cuBLAS's layout, (groups, lines / 128)."""
     groups = scale.shape[1]
     laid = scale.new_zeros(len(scale), groups + -groups % _FOUR)
     laid[:, :groups] = scale
@@ -196,7 +196,7 @@ def _block(scale: Tensor) -> Tensor:
 
 
 class ScaledContext(GemmContext):
-    """Its casts give `Codes`."""
+    """A context whose casts return `Codes`."""
 
     def quantize(self, x: Tensor, cast: Cast, dim: int, reference: Reference, draw: Draw) -> tuple[Any, CastStats]:
         fmt = cast.format
@@ -205,7 +205,8 @@ class ScaledContext(GemmContext):
         return _codes(divided, scale, x, cast, fmt.native), CastStats(largest, saturated, self.nonfinite(x, largest))
 
     def break_input(self, x: Tensor, cast: Cast, contraction_dim: int, reference: Reference) -> tuple[Codes, CastStats]:
-        # A group has one scale: where only some rows are hit the sound one, to which theirs are rounded once more.
+        # A group has one scale. If a fault hits only some rows, the group keeps the sound scale, and the hit rows are
+        # rounded to it once more.
         fmt = cast.format
         assert isinstance(fmt, FloatFormat) and fmt.native is not None and self.fault is not None
         values, scales, stats = self.fault.quantize(x, cast, contraction_dim, reference)
@@ -214,7 +215,7 @@ class ScaledContext(GemmContext):
         lowest, highest = each.amin((1, 3), keepdim=True), each.amax((1, 3), keepdim=True)
         scale = torch.where(lowest == highest, highest, as_groups(sound, cast, contraction_dim)[:, :1, :, :1])
         divided = as_groups(values, cast, contraction_dim) / scale
-        # An Inf becomes NaN: PyTorch's own casts to E4M3 do not agree on it.
+        # Make an Inf a NaN: PyTorch's own casts to E4M3 disagree on Inf.
         divided = torch.where(divided.isfinite(), divided.clamp(-fmt.max, fmt.max), torch.nan)
         return _codes(divided, scale, x, cast, fmt.native), stats
 
@@ -234,8 +235,8 @@ class ScaledContext(GemmContext):
 
 
 def _codes(divided: Tensor, scale: Tensor, x: Tensor, cast: Cast, dtype: torch.dtype) -> Codes:
-    """Of numbers divided by their `scale`, both as `as_groups` gives them, those of `x` (N, D)."""
-    codes = as_matrix(divided, x).to(dtype).contiguous()  # cut first: a view would hold what fills it up
+    """Return the codes of `x` (N, D), given the divided numbers and their `scale` in the shape of `as_groups`."""
+    codes = as_matrix(divided, x).to(dtype).contiguous()  # cut first: a view would keep the padding alive
     if cast.scale in ("tensor", "delayed"):
         return Codes(codes, scale.view(()))
     return Codes(codes, scale[:, 0, :, 0])

@@ -1,14 +1,14 @@
-"""A linear operator whose operands are quantized as a recipe says, simulated on any machine.
+"""A linear operator whose operands are quantized as a recipe says, simulated on any device.
 
 An operand is scaled, rounded to the nearest values of its format, scaled back and stored in its own dtype; the GEMMs
-then run in that dtype. Hardware with such formats differs in the order of a GEMM's sums, and does not round a value
-times its scale to the dtype's mantissa (an error well below the format's own).
+then run in that dtype. Hardware with such formats differs in the order of a GEMM's sums. It also does not round a value
+times its scale to the dtype's mantissa, an error well below the format's own.
 
-- A group of elements with one scale that holds a NaN or an Inf comes back as NaN throughout: a low path never turns a
+- If a group of elements with one scale contains a NaN or an Inf, the whole group becomes NaN. A low path never turns a
   non-finite number into a finite one. Saturated and non-finite elements are counted on the device.
-- What is kept for backward is the input as `wgrad` reads it, one tensor of the input's own width, which all readers of
-  the input share (delayed scales are each operator's own, and so are its casts). A weight that fprop and dgrad read in
-  the same cast is kept in that cast, besides the parameter.
+- The input is kept for backward as `wgrad` reads it: one tensor of the input's own width, which all readers of the
+  input share. Casts with delayed scales are not shared, because each operator has its own. If fprop and dgrad read the
+  weight in the same cast, that cast is kept in addition to the parameter.
 
 Nothing here waits for the device.
 """
@@ -34,28 +34,29 @@ from gnmr.precision.scaling import count_nonfinite, largest_magnitude
 from gnmr.precision.shared import Casts, FaultInjection, Measurement
 
 Observe: TypeAlias = Callable[[Tensor, "GemmContext", Casts], Measurement] | None
-"""What measures a forward pass, given its input (T, D), its context and the casts so far; None: nothing does."""
+"""Starts the measurement of a forward pass, given its input (T, D), its context and its casts; None: no measurement."""
 Draw: TypeAlias = torch.Generator | None
-"""What a stochastic cast draws from; None: it rounds to nearest."""
+"""Random generator of a stochastic cast; None: round to nearest."""
 Draws: TypeAlias = Callable[[int, int, int], torch.Generator]
 _READS_INPUT = ("wgrad", "fprop")
-"""By the dimension of the input that it contracts."""
+"""The GEMM that reads the input, by the dimension of the input that it contracts."""
 
 
 class GemmContext:
-    """One forward pass of an operator and its backward pass: their casts, and the statistics of these.
+    """The casts of one forward pass of an operator and of its backward pass, and their statistics.
 
     Args:
         recipe: the casts.
-        amax: where counts and magnitudes are written.
-        index, name: the operator's.
+        amax: receives counts and magnitudes.
+        index: index of the operator.
+        name: name of the operator.
         fault: breaks the casts of the input.
-        sound: GEMMs whose casts it leaves as they are.
-        dry_run: cast without recording statistics: nothing runs under this recipe, its casts are compared.
-        no_side_effects: this pass is not the run's own, so at its end nothing is written.
-        draws: (the operator that draws, its operand, the dimension that is contracted) -> what a stochastic cast draws
-            from; None: it rounds to nearest.
-        begun: the delayed scales that were in force when the forward pass began; None: those of now.
+        sound: GEMMs whose casts the fault does not change.
+        dry_run: cast without recording statistics: no GEMM runs under this recipe, and its casts are only compared.
+        no_side_effects: the pass is not the run's own, so nothing is written at its end.
+        draws: maps (operator that draws, its operand, the contracted dimension) to the generator of a stochastic cast;
+            None: round to nearest.
+        begun: the forward pass whose delayed scales apply; None: the current scales.
     """
 
     def __init__(
@@ -77,13 +78,13 @@ class GemmContext:
         self._draws, self._history = draws, amax.history if begun is None else begun.history
         self._reader, self._begun = index, begun
         self._found: dict[int, tuple[int, CastStats]] = {}
-        """By identity: two GEMMs may read the same cast."""
+        """Statistics by identity, because two GEMMs may read the same cast."""
         self._largest: dict[int, Tensor] = {}
 
     def cast(
         self, operand: str, x: Tensor, cast: Cast | None, contraction_dim: int = 1, made: Casts | None = None
     ) -> Any:
-        """`x` (N, D) in `cast`, taken from or added to what was `made` of the same tensor."""
+        """Return `x` (N, D) in `cast`, taken from `made` (the casts of the same tensor) or added to it."""
         place = OPERANDS.index(operand)
         observed = self.amax.history is not None and operand != "result" and not self._dry_run
         if cast is None:
@@ -104,7 +105,8 @@ class GemmContext:
             else:
                 draw = None
                 if cast.stochastic and self._draws is not None:
-                    reader = self._reader if operand == "input" else self.index  # whose cast others may share
+                    # the operator whose cast others may share
+                    reader = self._reader if operand == "input" else self.index
                     draw = self._draws(reader, place, contraction_dim if cast.directed else 2)
                 found = self.quantize(x, cast, contraction_dim, reference, draw)
             if made is not None:
@@ -120,17 +122,17 @@ class GemmContext:
         return values
 
     def quantize(self, x: Tensor, cast: Cast, dim: int, reference: Reference, draw: Draw) -> tuple[Any, CastStats]:
-        """What the GEMMs read of `x`: here its values, in its own dtype."""
+        """Return (`x` as the GEMMs read it, statistics); here its values, in its own dtype."""
         return quantize(x, cast, dim, reference, draw)
 
     def break_input(self, x: Tensor, cast: Cast, contraction_dim: int, reference: Reference) -> tuple[Any, CastStats]:
-        """As `quantize`, of an input under the fault."""
+        """Return the same as `quantize`, for an input under the fault."""
         assert self.fault is not None
         values, _, stats = self.fault.quantize(x, cast, contraction_dim, reference)
         return values.to(rotated_dtype(x.dtype) if cast.hadamard else x.dtype), stats
 
     def cast_weight(self, weight: Tensor) -> tuple[Any, Any]:
-        """(the weight as fprop reads it; what is kept of it for dgrad: its cast, or itself for a cast of its own)."""
+        """Return (the weight as fprop reads it, what dgrad keeps: the same cast if it reads it too, else the weight)."""
         made: Casts = {}
         w_fprop = self.cast("weight", weight, self.recipe.fprop.weight, 1, made)
         dgrad = self.recipe.dgrad.weight
@@ -138,7 +140,7 @@ class GemmContext:
         return w_fprop, weight if same is None else same[0]
 
     def fprop(self, x: Tensor, x_fprop: Any, weight: Tensor, w_fprop: Any, bias: Tensor | None) -> Tensor:
-        """The output, of operands as `cast` gives them; `x` and `weight` are what they were before."""
+        """Return the output of operands that `cast` returned; `x` and `weight` are the operands before their casts."""
         output = F.linear(x_fprop.view(x.shape), w_fprop, bias)
         if self.recipe.fprop.result is None:
             return output
@@ -146,37 +148,37 @@ class GemmContext:
         return result.view(output.shape)
 
     def nonfinite(self, x: Tensor, largest: Tensor) -> Tensor | None:
-        """How many elements of `x` are Inf or NaN; see `count_nonfinite`."""
+        """Return the number of elements of `x` that are Inf or NaN; see `count_nonfinite`."""
         return count_nonfinite(x, largest)
 
     def product(self, a: Any, b: Any, dtype: torch.dtype) -> Tensor:
-        """a (M, K) times b (K, N), as `cast` gives them, in `dtype`."""
+        """Return the product of a (M, K) and b (K, N), as `cast` returned them, in `dtype`."""
         result: Tensor = a @ b
         return result.to(dtype)  # rotated operands of float16 are in float32
 
     def restored(self, saved: tuple[Tensor, ...], dtype: torch.dtype) -> Any:
-        """What a GEMM reads of the tensors that the graph held of a cast; `dtype`: the other operand's."""
+        """Return a GEMM's operand from the tensors of its cast in the graph; `dtype`: the other operand's."""
         return saved[0]
 
     def wgrad(self, grad_2d: Tensor, x: Any, dtype: torch.dtype, made: Casts) -> Tensor:
-        """grad_weight (O, I) of grad_output (T, O) and the input (T, I) that was cast already."""
+        """Return grad_weight (O, I), given grad_output (T, O) and the input (T, I), which is cast already."""
         grad = self.cast("grad_output", grad_2d, self.recipe.wgrad.grad_output, 0, made)
         result: Tensor = self.cast("result", self.product(grad.t(), x, dtype), self.recipe.wgrad.result)
         return result
 
     @staticmethod
     def values(x: Any, every: int = 1) -> Tensor:
-        """The rows 0, every, 2 every, ... of what `cast` gave, as float32."""
+        """Return the rows 0, every, 2 every, ... of what `cast` returned, as float32."""
         rows: Tensor = x[::every]
         return rows.float()
 
     def casts_of(self, read: Read, dtype: torch.dtype) -> Casts:
-        """The casts of the tensor that was `read`, shared by its readers; those under a fault are not shared."""
+        """Return the casts of the tensor that was `read`, shared by its readers; casts under a fault are not shared."""
         self._reader = read.index
         return {} if self.fault is not None else read.casts.setdefault((dtype, type(self)), {})
 
     def kept_by(self, read: Read, x_wgrad: Any) -> str | Place:
-        """What identifies `x_wgrad`, which is kept of the tensor that was `read`: see `PathLinear.read`."""
+        """Return the key of `x_wgrad`, which is kept of the tensor that was `read`: see `PathLinear.read`."""
         cast, name = self.recipe.wgrad.input, self.name
         if cast is None:
             return name if x_wgrad is None else place_of(x_wgrad)
@@ -185,13 +187,13 @@ class GemmContext:
         return name if cast.scale == "delayed" else read.reader
 
     def key(self, cast: Cast, contraction_dim: int) -> tuple[Any, ...]:
-        """Equal for casts that give the same numbers."""
+        """Return a key that is equal for casts with equal results."""
         draws = cast.stochastic and self._draws is not None
         own = (self.index, id(self._history)) if cast.scale == "delayed" else None
         return cast, contraction_dim if cast.directed else None, own, draws
 
     def end(self) -> None:
-        """Once, when the last of its GEMMs is done."""
+        """Write the statistics, once, after the last GEMM."""
         if not self._no_side_effects:
             self.amax.write(self.index, self._found.values(), self._largest)
         self._found.clear()
@@ -199,13 +201,15 @@ class GemmContext:
 
 
 def linear_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of x, weight and bias, and None for the function's other arguments: dgrad and wgrad as the pass
-    casts and multiplies. The saved tensors are the weight's (`num_weights`) and then those that wgrad reads."""
+    """Return the gradients of x, weight and bias (dgrad and wgrad), and None for the function's other arguments.
+
+    The saved tensors are `num_weights` tensors of the weight, followed by those that wgrad reads.
+    """
     context: GemmContext = ctx.context
     refuse_twice(context.name, context.recipe)
     if is_sharded(grad_output):
         raise ValueError(f"the gradient of a linear's output {SHARDED}")
-    saved = ctx.saved_tensors  # once: checkpointing allows no second look
+    saved = ctx.saved_tensors  # only once: checkpointing does not allow a second access
     weights, kept = saved[: ctx.num_weights], saved[ctx.num_weights :]
     ctx.holds_copy = False  # freed when this returns
     need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
@@ -235,8 +239,7 @@ def linear_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
 
 
 class RecipeLinear(torch.autograd.Function):
-    """F.linear as `context` casts and multiplies, of an input that was cast already. Where nothing is cast it can be
-    differentiated twice."""
+    """F.linear of a cast input, as `context` casts and multiplies; twice differentiable if nothing is cast."""
 
     @staticmethod
     def forward(
@@ -266,18 +269,18 @@ class RecipeLinear(torch.autograd.Function):
 
 
 def owned(output: Tensor) -> Tensor:
-    """Return `output` as no view: a view that an autograd function returns cannot be changed in place."""
+    """Return `output`, not as a view: a view that an autograd function returns cannot be changed in place."""
     found: Tensor = torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
     return found
 
 
 def casts_nothing(path: ExecutionPath) -> bool:
-    """Return whether a linear on `path` computes what a plain one does."""
+    """Return whether a linear on `path` computes the same as a plain one."""
     return isinstance(path, KeepFormat) or (isinstance(path, Recipe) and not path.casts)
 
 
 def refuse_twice(name: str, path: ExecutionPath) -> None:
-    """Called in a backward pass. Raises RuntimeError if its own derivative is asked for and `path` has none."""
+    """Raise RuntimeError if a backward pass should itself be differentiated and `path` does not allow it."""
     if torch.is_grad_enabled() and not casts_nothing(path):
         raise RuntimeError(
             f"{name}: second derivatives (create_graph=True) are not defined on the path {path.name}, whose casts have "
@@ -286,7 +289,7 @@ def refuse_twice(name: str, path: ExecutionPath) -> None:
 
 
 def _tensors(x: Any) -> tuple[Tensor, ...]:
-    """Those of a cast, in the order in which `GemmContext.restored` takes them."""
+    """Return the tensors of a cast, in the order in which `GemmContext.restored` takes them."""
     return () if x is None else (x,) if isinstance(x, Tensor) else tuple(x)
 
 
@@ -300,10 +303,10 @@ def recipe_linear(
     keeps: bool,
     observe: Observe = None,
 ) -> tuple[Tensor, str | Place]:
-    """(output, what is kept: see `PathLinear.read`) of a linear whose input was `read`, as `context` casts and
-    multiplies.
+    """Run a linear whose input was `read`, and return (output, key of the kept tensor: see `PathLinear.read`).
 
-    `x`, `weight` and `bias` are the operands in the dtype of the GEMMs. `keeps`: whether wgrad will run.
+    `context` casts and multiplies. `x`, `weight` and `bias` are the operands in the dtype of the GEMMs. `keeps`:
+    whether wgrad will run.
     """
     recipe, rows = context.recipe, x.detach().reshape(-1, x.shape[-1])
     made = context.casts_of(read, x.dtype)
@@ -312,10 +315,10 @@ def recipe_linear(
     measured = None if observe is None or not keeps else observe(rows, context, made)
     output: Tensor = RecipeLinear.apply(x, weight, bias, context, x_fprop, x_wgrad, measured)
     if torch.is_grad_enabled() and not output.requires_grad and not in_backward():
-        context.end()  # frozen, and so is all before it: no backward pass will
+        context.end()  # frozen, like everything before it: no backward pass follows
     return output, context.kept_by(read, x_wgrad)
 
 
 def in_backward() -> bool:
-    """Whether a backward pass runs: what runs forward in one is recomputed, by activation checkpointing."""
+    """Return whether a backward pass runs: a forward pass inside one is a recomputation by activation checkpointing."""
     return torch._C._current_graph_task_id() != -1
