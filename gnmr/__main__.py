@@ -1,3 +1,5 @@
+"""Run `python -m gnmr`, which is the command `gnmr`."""
+
 import sys
 
 from gnmr.cli import main

@@ -85,8 +85,7 @@ def _sentence(found: Diagnosis) -> str:
 
 
 def _of_two_sides(found: Diagnosis) -> str:
-    """The verdict on two sides that should agree: whether the gate holds, what makes the difference, what to
-    change."""
+    """Return the verdict on two sides: whether the gate holds, what makes the difference, and what to change."""
     measured, gate = found.measured, found.gate
     width = f" ± {nats(measured.noise)}" if measured.noise > 0 else ""
     differ = (

@@ -259,8 +259,10 @@ def _unit_table(rows: UnitRows, moves: dict[str, str], narrow: bool, height: int
 
 
 def recovery_figures(summary: dict[str, Any]) -> list[tuple[str, str | None]]:
-    """What of a run was on the recovery path: labels and figures; None where there is nothing to count, or where an
-    older version left the figure out."""
+    """Return labels and figures of what was on the recovery path.
+
+    A figure is None if there is nothing to count, or if an older version did not record it.
+    """
     over = summary.get("over_frac") or {}
     return [
         ("unit-steps recovered", _or_none(summary.get("promotion_frac"), "{:.2%}")),

@@ -36,11 +36,13 @@ def report(
     Args:
         paths: run folders, or folders above run folders.
         out: by default report/ in the path, or in the common parent of several.
+        console: where the sentence and the tables are printed.
         strict: refuse runs of one experiment and scale that cannot be compared.
         html: by default `out`/report.html.
         everything: print all comparisons, tables and notes.
 
-    Raises `UserError` if a path is missing or holds no run, and if a file cannot be written.
+    Raises:
+        UserError: a path is missing or holds no run, or a file cannot be written.
     """
     root = _common(paths)
     folder = root / "report" if out is None else out

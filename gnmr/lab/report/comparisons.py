@@ -190,8 +190,10 @@ class Comparison:
         return self._bound(arm, self._on(arm, 1))
 
     def random(self, arm: Arm) -> Arm | None:
-        """The `nearest_random` arm where both were given one budget (controller.budget), or where its mean promotion is
-        the arm's own to within `SAME_BUDGET`."""
+        """Return the `nearest_random` arm if both have the same budget.
+
+        The budget is controller.budget or, without one, the mean promotion to within `SAME_BUDGET`.
+        """
         nearest = self.nearest_random(arm)
         if nearest is None or _apart(arm, nearest) <= SAME_BUDGET:
             return nearest

@@ -98,7 +98,7 @@ def measure(value: Stat | None, digits: int, unit: str = "") -> str:
 
 
 def counted(what: str, things: Iterable[object]) -> str:
-    """seed 0; seeds 0, 1; no seed."""
+    """Return `things` after their name: "seed 0", "seeds 0, 1" or "no seed"."""
     texts = list(map(str, things))
     return f"{what}{'s' if len(texts) > 1 else ''} {', '.join(texts)}" if texts else f"no {what}"
 
