@@ -132,7 +132,7 @@ class GemmContext:
         return values.to(rotated_dtype(x.dtype) if cast.hadamard else x.dtype), stats
 
     def cast_weight(self, weight: Tensor) -> tuple[Any, Any]:
-        """Return (the weight as fprop reads it, what dgrad keeps: the same cast if it reads it too, else the weight)."""
+        """Return (the weight as fprop reads it, what dgrad keeps: that cast if it reads it too, else the weight)."""
         made: Casts = {}
         w_fprop = self.cast("weight", weight, self.recipe.fprop.weight, 1, made)
         dgrad = self.recipe.dgrad.weight
