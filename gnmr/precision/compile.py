@@ -1,8 +1,8 @@
 """Run a recipe's linear inside the graphs of torch.compile instead of between them (`compile_blocks`).
 
 The arithmetic is that of `kernels/simulated.py` and `kernels/scaled_mm.py`, without constructs that a graph cannot
-hold: scratch memory, inspection of values, and lookups by the identity of tensors. q, k and v each cast the tensor that
-they all read; the compiler merges these casts.
+hold: scratch memory, inspection of values, and lookups by the identity of tensors. Each of q,
+k and v casts the tensor that they all read; the compiler merges these casts.
 
 The statistics of the casts leave the graph as a gradient. Each operator has a leaf tensor, its tally, that takes part
 in no arithmetic. The "gradient" of the tally holds the numbers of saturated and non-finite elements. These therefore

@@ -7,8 +7,9 @@ fprop multiplies the codes, integers from -127 to 127, and scales their sums:
     y_to = (sum_i X_ti W_oi) * (s_t * c_o) + b_o
 
 The sum is an int32 and exact; the rest is float32. The result is rounded once to the input's dtype, after the bias is
-added, as in F.linear. dgrad reads the weight in its own 16 bits, or codes times scale under `llm_int8_dgrad`.
-grad_output is not quantized. wgrad reads the input in 16 bits; if the weight is frozen, nothing of the input is kept.
+added, as in F.linear. `dgrad` reads the weight in its own 16 bits, or codes times scale under `llm_int8_dgrad`.
+`grad_output` is not quantized. `wgrad` reads the input in 16 bits; if the weight is frozen, nothing of the input is
+kept.
 
 `torch._int_mm` runs on CPUs and NVIDIA GPUs if a trial shows that it adds up exactly. On GPUs widths must be multiples
 of 8, and inputs of fewer than 32 tokens are padded with zeros. The simulation multiplies codes in float32, 1024 at a

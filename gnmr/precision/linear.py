@@ -112,7 +112,7 @@ class PathLinear(nn.Linear):
     """
 
     plain_class = nn.Linear
-    """The class that `ConvertedModel.restore` gives back; each class of converted linears has its own."""
+    """The class that `ConvertedModel.restore` restores; each class of converted linears has its own."""
 
     operator_name: str
     index: int
@@ -218,7 +218,7 @@ class PathLinear(nn.Linear):
             keeps = torch.is_grad_enabled() and self.weight.requires_grad
             linears, tally = self.in_graphs, self.tally
             assert linears is not None and tally is not None
-            # Dynamo of 2.11 does not support a bool as index
+            # Dynamo of torch 2.11 does not support a bool as index.
             recipe, linear = linears[1] if self.recovering else linears[0]
             return linear(input, self.weight, self.bias, tally, autocast_dtype(input), keeps, recipe)
         return self._between_graphs(input)
