@@ -90,7 +90,7 @@ def sqnr(found: Tensor, true: Tensor) -> float:
 
 
 def correctness(device: torch.device) -> list[dict[str, Any]]:
-    """Return a row for each kind of result: how many were compared, the smallest agreement, and what is below `least`."""
+    """Return a row for each kind of result: the number compared, the smallest agreement, and what is below `least`."""
     rows: list[dict[str, Any]] = []
 
     def add(arm: str, found: dict[str, float], least: float) -> None:
@@ -101,10 +101,13 @@ def correctness(device: torch.device) -> list[dict[str, Any]]:
     nearest = [replace(cast, stochastic=False) for recipe in RECIPES.values() for cast in recipe.casts]
     for dtype in (torch.bfloat16, torch.float32):
         x, kind = sample(dtype), str(dtype).removeprefix("torch.")
+        both = x, x.where(x.isfinite(), 1)  # one NaN makes a tensor NaN that has one scale
         for turned, least in ((False, 1.0), (True, ROTATED)):
             casts = {(str(cast), dim): cast for cast in nearest for dim in (0, 1) if cast.hadamard == turned}
             shares = {
-                f"{name} along {dim}": equal_share(quantize(x, cast, dim)[0], quantize(x.to(device), cast, dim)[0])
+                f"{name} along {dim}": min(
+                    equal_share(quantize(each, cast, dim)[0], quantize(each.to(device), cast, dim)[0]) for each in both
+                )
                 for (name, dim), cast in casts.items()
             }
             add(f"casts{', rotated' * turned}, {kind}", shares, least)
