@@ -49,9 +49,9 @@ bench: $(READY)  ## what controller and paths cost on this machine: step.py runs
 	@mkdir -p runs
 	$(BIN)/python benchmarks/step.py runs/step.json $(ARGS)
 
-gpu-check: $(READY)  ## the same with the paper's 60m model, for a CUDA GPU: step.py runs/gpu.json ARGS
+gpu-check: $(READY)  ## correctness and speed on a CUDA GPU, at most ten minutes: gpu.py runs/gpu.json ARGS
 	@mkdir -p runs
-	$(BIN)/python benchmarks/step.py runs/gpu.json model=llama_60m data=stdlib $(ARGS)
+	$(BIN)/python benchmarks/gpu.py runs/gpu.json model=llama_60m data=stdlib $(ARGS)
 
 test: $(READY)  ## the quick tests, some three minutes on two cores: pytest ARGS
 	$(PYTEST) $(ARGS)

@@ -32,8 +32,8 @@ if not BENCHMARKS.is_dir():
     pytest.skip("no checkout: benchmarks/ is not in the wheel", allow_module_level=True)
 
 sys.path[:0] = [str(BENCHMARKS), str(Path(__file__).parents[1] / "doctor")]
-divergence, growth, plans, price, step, timing, versions = map(
-    import_module, ("divergence", "growth", "plans", "price", "step", "timing", "versions")
+divergence, gpu, growth, plans, price, step, timing, versions = map(
+    import_module, ("divergence", "gpu", "growth", "plans", "price", "step", "timing", "versions")
 )
 
 
@@ -114,6 +114,68 @@ def test_parts_of_growth() -> None:
 def test_arms_under_torch_compile_compose() -> None:
     for arm, words in step.PARTS["compiled"].items():
         assert compose([*words]).training.compile == ("compiled" in arm)
+
+
+# ---- a GPU against the CPU ----
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_has_the_bits_of_the_cpu() -> None:
+    rows = gpu.correctness(torch.device("cuda"))
+    assert not [row for row in rows if row.get("below") or "failed" in row]
+
+
+def test_the_check_of_a_gpu_finds_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, cpu = {"quantize": 0, "compress": 0}, torch.device("cpu")
+    monkeypatch.setattr(gpu, "RECIPES", {name: gpu.RECIPES[name] for name in ("fp8_hybrid", "mxfp4", "nvfp4")})
+
+    def damaged(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any) -> Any:
+            calls[name] += 1
+            first, *others = work(*given)
+            if calls[name] % 2 == 0:  # what the device returns
+                first[5, 5] += 1
+            return first, *others
+
+        return run
+
+    rows = {row["arm"]: row for row in gpu.correctness(cpu) if "compared" in row}
+    assert not any(row["below"] for row in rows.values()) and rows["fp8_hybrid GEMMs"]["smallest"] < 100
+    for name in calls:
+        monkeypatch.setattr(gpu, name, damaged(name, getattr(gpu, name)))
+    monkeypatch.setattr(gpu, "sqnr", lambda found, true: -gpu.DECIBELS)
+    rows = {row["arm"]: row for row in gpu.correctness(cpu)}
+    for arm in ("casts, bfloat16", "casts, float32", "saved formats, float32", "fp8_hybrid GEMMs"):
+        assert len(rows[arm]["below"]) == rows[arm]["compared"] > 0 and "DIFFERS" in gpu.figure(rows[arm])
+    assert "e4m3/mx" in rows["mxfp8 GEMMs"]["refused"] and rows["llm_int8 GEMMs"]["below"] == {}
+
+
+def test_a_part_that_hangs_or_crashes_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sum(limit for limit, _ in gpu.PARTS.values()) <= 600
+    quick = "import json, sys; json.dump({'rows': [{'arm': 'a', 'refused': 'no'}]}, open(sys.argv[1], 'w'))"
+    parts = {"speed": (60, "-c", quick.replace("{", "{{").replace("}", "}}"), "{out}")}
+    parts |= {"compiled": (0.5, "-c", "import time; time.sleep(100)"), "train": (60, "-c", "raise SystemExit('bad')")}
+    monkeypatch.setattr(gpu, "PARTS", {name: (limit, words) for name, (limit, *words) in parts.items()})
+    monkeypatch.setattr(sys, "argv", ["gpu.py", str(tmp_path / "out.json"), "--device", "cpu"])
+    with pytest.raises(SystemExit):
+        gpu.main()
+    found = json.loads((tmp_path / "out.json").read_text())
+    says = {row["part"]: row.get("failed") for row in found["rows"]}
+    assert says == {"speed": None, "compiled": "longer than 0.5 s: ", "train": "1: bad"} and found["commit"]
+
+
+@pytest.mark.slow
+def test_parts_of_gpu(tiny_words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only = [word for part in ("speed", "controller", "train") for word in ("--only", part)]
+    words = ["gpu.py", str(tmp_path / "out.json"), "--device", "cpu", *only, *tiny_words, "training.steps=3"]
+    monkeypatch.setattr(sys, "argv", words)
+    gpu.main()
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    timed = [(row["part"], row["arm"]) for row in rows if "ratio" in row]
+    assert timed[-3:] == [("controller", arm) for arm in ("no controller", "monitoring", "gnmr_delta")]
+    assert ("speed", "int4") in timed and ("speed", "fp8_hybrid, scaled_mm") in timed
+    assert rows[-1]["steps"] == 3 and all(gpu.figure(row) for row in rows)
 
 
 # ---- divergence ----
