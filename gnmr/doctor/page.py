@@ -215,7 +215,7 @@ def _card(found: Diagnosis, origin: Mapping[str, Any]) -> list[tuple[str, str]]:
     cores = machine.get("cores") and plural(machine["cores"], "core")
     of = f" of {origin['batch_size']} x {origin['block']} tokens" if {"batch_size", "block"} <= origin.keys() else ""
     sides = "trainer" if found.against else "against"
-    card = {
+    card: dict[str, list[Any]] = {
         "subject": [subject.get("name")],
         "model": [subject.get("model"), parameters, subject.get("dtype")],
         "recipe": [f"{found.recipe}, {sides} {found.recovery}"],
