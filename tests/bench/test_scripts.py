@@ -23,7 +23,6 @@ import torch
 
 from gnmr.lab.config.compose import compose
 from gnmr.lab.train.fork import Forks
-from gnmr.measure.coverage import Counting
 from gnmr.precision.cast import quantize
 from gnmr.precision.recipes import Cast
 
@@ -32,8 +31,8 @@ if not BENCHMARKS.is_dir():
     pytest.skip("no checkout: benchmarks/ is not in the wheel", allow_module_level=True)
 
 sys.path[:0] = [str(BENCHMARKS), str(Path(__file__).parents[1] / "doctor")]
-divergence, gpu, growth, plans, price, step, timing, versions = map(
-    import_module, ("divergence", "gpu", "growth", "plans", "price", "step", "timing", "versions")
+divergence, gpu, growth, plans, price, step, timing = map(
+    import_module, ("divergence", "gpu", "growth", "plans", "price", "step", "timing")
 )
 
 
@@ -58,16 +57,6 @@ def test_the_interval_of_a_median_narrows_with_n() -> None:
     few, many = (timing.spread(draws[:n]) for n in (20, 1000))
     assert few["low"] <= few["median"] <= few["high"] and abs(many["median"] - 1.0) < 0.02
     assert many["high"] - many["low"] < 0.5 * (few["high"] - few["low"])
-
-
-def test_the_count_of_gemms_leaves_no_hook_behind_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Counting, "arm", Counting.arm)  # which the arm `uncounted` replaces
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 1, "num_heads": 2}
-    model, step = versions.attached_step(True, 1, 16, **sizes)
-    armed, loss = versions.hooks(model), step()
-    other, uncounted = versions.attached_step(False, 1, 16, **sizes)
-    assert armed > versions.hooks(model) == versions.hooks(other)
-    assert loss == uncounted()
 
 
 def test_the_cpu_clock_is_for_the_cpu_alone() -> None:
