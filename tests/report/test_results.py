@@ -158,7 +158,7 @@ def test_a_diverged_run_counts_and_an_unfinished_one_does_not(written: Path) -> 
 def test_words_that_do_not_go_with_claims(written: Path) -> None:
     with pytest.raises(UserError, match="names its records itself"):
         main([f"claims={written}", "runs"])
-    with pytest.raises(UserError, match="--check is of claims=FILE"):
+    with pytest.raises(UserError, match="--check: only with claims=FILE"):
         main([str(written.parent), "--check"])
 
 
