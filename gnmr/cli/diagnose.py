@@ -303,7 +303,7 @@ def _write(found: Diagnosis, origin: dict[str, Any], asked: Namespace, plan: Pin
     lines: list[str] = []
     if asked.out is not None and found.sides:
         lines.append(f"not written: {PLAN_FILE}, which cannot say that some operators have recipes of their own")
-    elif plan is None and not found.sides:
+    elif plan is None and not found.sides and (asked.out is not None or asked.html is not None):
         subject = origin["subject"]["name"]
         made = {"subject": subject, "command": origin["command"], "commit": f"{origin['commit']}"}
         files[PLAN_FILE] = found.plan(provenance=made).text()

@@ -119,7 +119,8 @@ def run_cell(composed: DictConfig) -> None:
         if settings.mode == RunMode.MULTIRUN and composed.records.live == "auto":
             composed.records.live = "log"  # the sweep has a line for each cell
     config = load_composed(composed, settings.overrides.task)
-    config = _apart(config, settings.overrides.task)
+    if settings.mode != RunMode.MULTIRUN:
+        config = _apart(config, settings.overrides.task)
     if settings.mode != RunMode.MULTIRUN and settings.sweeper.get("params"):
         say("this is one run; the sweep's arms and seeds need -m: gnmr train -m ...")
     with as_user_error():
@@ -151,10 +152,15 @@ def run_cell(composed: DictConfig) -> None:
 
 
 def _apart(config: Config, words: Sequence[str]) -> Config:
-    """Keep a trial, of few steps that the `words` ask for, out of its experiment's folder; a fork always has few."""
+    """Keep a trial, of few steps that the `words` ask for, out of its experiment's folder.
+
+    A fork always has few steps, and a run that was begun there goes on there.
+    """
+    from gnmr.lab.train.folder import run_folder
+
     given, below = typed(words), Path(config.runs_dir)
     asked = "training.steps" in given and config.training.steps < TRIAL and config.base is None
-    if not asked or given & {"runs_dir", "run_dir"} or below.name == SMOKE:
+    if not asked or given & {"runs_dir", "run_dir"} or below.name == SMOKE or run_folder(config).exists():
         return config
     return replace(config, runs_dir=str(below / SMOKE))
 

@@ -356,7 +356,7 @@ class Controller:
             step=self.t,
             units=self.names,
             **{name: host[name] for name in ("norm", "observed", "risk")},
-            **choice._asdict(),
+            **{name: values.copy() for name, values in choice._asdict().items()},
             columns={name: host[f"column/{name}"] for name in self.signal.columns},
             evidence={name: host[f"evidence/{name}"] for name in self.record},
             in_force=self._switches.active,

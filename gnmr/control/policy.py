@@ -51,7 +51,7 @@ class Choice(NamedTuple):
     """(U,) int64, rank by risk (under a budget by risk per cost); 0 is the riskiest, non-candidates are last."""
 
 
-_UNOBSERVED, _NO_CANDIDATE = -1.0, -2.0  # below every risk, which is 0 or more
+_UNOBSERVED, _NO_CANDIDATE = -1.0, -np.inf  # a risk is 0 or more, but for signals that break the rule
 _TINY, _LARGEST = np.finfo(np.float64).tiny, np.finfo(np.float64).max
 
 

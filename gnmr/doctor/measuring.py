@@ -28,7 +28,7 @@ from gnmr.precision.contained import Contained
 from gnmr.precision.conversion import operator_shapes
 from gnmr.precision.cost import gemm_time
 from gnmr.precision.recipes import Gemm
-from gnmr.precision.units import unwrapped
+from gnmr.precision.units import operator_names
 
 Progress = Callable[[int, int | None], None]
 """Called with the number of finished forward passes and the total (None: unknown); a priced batch is `PRICED`."""
@@ -440,8 +440,8 @@ class Doctor:
     def _modules(self) -> dict[str, str]:
         """Return the class of each module that contains operators, by its name."""
         held = {one.owner: one.kind for one in self.converted.operators if isinstance(one, Contained)}
-        named = ((unwrapped(name), held.get(module)) for name, module in self.model.named_modules())
-        return {name: kind for name, kind in named if kind}
+        found = {name: held[module] for name, module in self.model.named_modules() if name and module in held}
+        return dict(zip(operator_names([*found]), found.values(), strict=True))
 
     def _costs(self, operators: Shapes, work: Mapping[str, int], rest: int) -> Times:
         """Return the time of every GEMM on each recipe.

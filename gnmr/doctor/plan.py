@@ -30,7 +30,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -195,9 +195,13 @@ class PinPlan:
 
         return [*self.named_recipes(), RECIPES_OF["bf16"]]
 
-    def choice(self) -> Choice:
-        """Return the cost and savings of its pins by the rule of `choose`, whatever `extra` and `expected` say."""
-        chosen = {(name, gemm): recipe for name, own in self.pins.items() for gemm, recipe in own.items()}
+    def choice(self, gemms: Sequence[str] = GEMMS) -> Choice:
+        """Return the cost and savings of its pins of these GEMMs by the rule of `choose`.
+
+        The file's `extra` and `expected` are not read.
+        """
+        items = ((name, gemm, recipe) for name, own in self.pins.items() for gemm, recipe in own.items())
+        chosen = {(name, gemm): recipe for name, gemm, recipe in items if gemm in gemms}
         return as_choice(chosen, self.nats(), self.gemm_times(), self.low)
 
     def module_of(self, name: str) -> str | None:

@@ -131,6 +131,13 @@ def test_sets_events_and_the_cap_beside_it() -> None:
     assert step(both, 2, 60, 0, 0).events[0].cause == "max_o"
 
 
+def test_a_unit_that_is_no_candidate_is_never_taken() -> None:
+    """A signal of a user's own may give risks below 0, and costs below 1 enlarge them."""
+    state = (np.array([0.0, -1.0]), np.ones(2, bool), np.ones(2, bool), np.array([0, 1]))
+    choice = decide(*state, max_o=1, t_lock=2, budget=Budget.of(0.4, [0.3, 0.3]))
+    assert choice.candidate.tolist() == choice.active.tolist() == [False, True]
+
+
 def test_hold_and_overflow_keep_the_budget() -> None:
     held = controller([1, 2, 3, 4], budget=0.5, hold=3)
     step(held, 2, 2, 0, 0)

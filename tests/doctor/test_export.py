@@ -295,6 +295,13 @@ def test_extra_time_is_that_of_the_whole_model_as_in_the_plan() -> None:
     assert "extra GEMM time 75.0%, of the plan 8.3%\n" in found.files["rl.yaml"]
 
 
+def test_extra_time_is_without_pins_that_the_file_cannot_have() -> None:
+    operators = dict.fromkeys(("model.layers.0.self_attn.o_proj", "model.layers.0.mlp.down_proj"), (128, 128))
+    plan = planned({"model.layers.0.mlp.down_proj": {"dgrad": "bf16", "wgrad": "bf16"}}, operators)
+    (text,) = export(plan, "transformers").files.values()
+    assert "NOT in it: 2 pins" in text and "extra GEMM time 0.0%" in text
+
+
 def test_fused_operators_get_one_recipe_and_the_plan_says_what_that_costs() -> None:
     shapes = {f"layers.{i}.mlp.{x}_proj": (32, 32) for i in range(3) for x in ("gate", "up", "down")}
     names = list(shapes)

@@ -295,7 +295,7 @@ def difference(plan: PinPlan, made: PinPlan, target: Target) -> tuple[str, ...]:
     lines = []
     if left := sum(gemm not in target.gemms for pins in plan.pins.values() for gemm in pins):
         lines.append(f"NOT in it: {left} pins of other GEMMs than {' and '.join(target.gemms)}")
-    now, planned = made.choice(), plan.choice()
+    now, planned = made.choice(target.gemms), plan.choice()
     extra = f"extra GEMM time {now.extra:.1%}"
     if not others:
         return (*lines, f"as the plan says: every GEMM that it speaks of is on the plan's recipe; {extra}")

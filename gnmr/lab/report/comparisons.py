@@ -25,6 +25,7 @@ _QUANTIZER = tuple(
     for key in ("site", "rounding", "group", "targets", "exclude", "backend", "weights", "outlier_threshold")
 )
 """Keys of what a path does besides its format, and of the operators that have it."""
+_OF_CASTS = tuple(f"precision.{key}" for key in ("group", "exclude", "backend", "weights", "outlier_threshold"))
 _MODEL = ("model.", "training.dtype", "training.eval_sequences")
 _ROUTING = ("controller.", "records.", "precision.probe_tokens", "precision.price_tokens")
 _SCALES = ("cpu", "60m", "130m", "350m", "1.3b", "3b")
@@ -240,7 +241,7 @@ class Comparison:
         if place == 0:
             keys |= {"faults."} | ({"compression."} if arm.compression else set())
         if arm.sixteen_bit:
-            keys -= {"precision.group"}  # which integer formats alone can have
+            keys -= {*_OF_CASTS}  # without casts they have no effect
         return lambda other: wanted is not None and other.always == wanted and same(arm, other, tuple(keys))
 
     def _bound(self, arm: Arm, fits: Callable[[Arm], bool]) -> Arm | None:
