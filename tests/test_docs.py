@@ -205,6 +205,11 @@ class LateLoss:
         self.of().backward()
 
 
+def test_the_example_of_a_run_folder_is_of_todays_code(gnmr: Callable[..., Any]) -> None:
+    """It has to be recorded anew when a key of the config changes: see the command in its header.json."""
+    assert gnmr("replay", str(ROOT / "runs" / "reference" / "example"), "alpha=2").code == 0
+
+
 def names_of_a_block() -> dict[str, Any]:
     """What a block of Python may take to be there."""
     torch.manual_seed(0)
