@@ -34,7 +34,7 @@ def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_runs_are_listed_oldest_first_with_what_they_came_to(two, gnmr):
     lines = gnmr("runs").out.splitlines()
     rows = [line.split() for line in lines if "study/" in line]
-    assert [row[:4] for row in rows] == [["study/old", "done", "40", "216.20"], ["study/new", "done", "40", "216.20"]]
+    assert [row[:4] for row in rows] == [["study/old", "done", "40", "276.54"], ["study/new", "done", "40", "276.54"]]
     assert [row[-2][:4] for row in rows] == ["2001", "2033"]
 
 
@@ -47,7 +47,7 @@ def test_the_list_fits_a_terminal(two, gnmr, monkeypatch, width):
     lines = gnmr("runs", "runs/study").out.splitlines()
     assert any(line.startswith(name.replace("/", "-")) for line in lines), lines
     assert all(len(line.rstrip()) <= width and "…" not in line for line in lines)
-    assert any("done" in line and "216.20" in line for line in lines) and any("2033-05-18" in line for line in lines)
+    assert any("done" in line and "276.54" in line for line in lines) and any("2033-05-18" in line for line in lines)
 
 
 def test_what_is_not_done_says_so(two, gnmr):
@@ -60,7 +60,7 @@ def test_what_is_not_done_says_so(two, gnmr):
     stopped = Path(shutil.copytree(two / "study/old", two / "study/stopped"))
     (stopped / "summary.json").write_text('{"status": "interrupted"}')
     told = {row[0]: row[1:4] for row in map(str.split, gnmr("runs", str(two)).out.splitlines()) if len(row) > 5}
-    assert told["study/old"] == ["unfinished", "40", "216.20"]
+    assert told["study/old"] == ["unfinished", "40", "276.54"]
     assert told["study/new"][0] == "failed" and told["study/odd"][0] == "damaged"
     assert told["study/stopped"][0] == "interrupted"
 
