@@ -112,6 +112,11 @@ def activation() -> list[str]:
     return [f"first: source {shlex.quote(str(script))}"]
 
 
+def next_lines(what: str) -> list[str]:
+    """Return the lines that say what to do next, after the one of `activation`."""
+    return [*activation(), f"next: {what}"]
+
+
 def for_tables() -> Terminal:
     """Return a console on standard output, 100 columns wide if it is not a terminal."""
     return Terminal(width=None if sys.stdout.isatty() else 100)

@@ -238,7 +238,7 @@ class Router:
         norms: Norms | None = None,
         sums: Mapping[str, Tensor] | None = None,
     ) -> HostPacket:
-        """Return the choice of this step, the first half of `finish_step`. Does not wait for the device."""
+        """Return what `Controller.apply` chooses from: the first half of `finish_step`. Waits for no device."""
         self.follow()
         self._check_batches()
         self._end_count()
@@ -279,7 +279,7 @@ class Router:
             self.recording.recost([unit.cost for unit in self.units], pinned)
 
     def choose_again(self, keep: bool = False) -> HostPacket:
-        """Return the choice of this step again, replacing the previous one. `keep`: see `Controller.observe`."""
+        """Return the same as `decide` again, replacing its packet. `keep`: see `Controller.observe`."""
         self.controller.undo(self._mark)
         return self.controller.observe(self._evidence, keep)
 

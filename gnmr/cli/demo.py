@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gnmr.cli.parser import Parser, path, whole
-from gnmr.console import activation, for_tables, print_plain, showing, shown_command
+from gnmr.console import for_tables, next_lines, print_plain, showing, shown_command
 from gnmr.errors import RunFailed, UserError, plural
 
 if TYPE_CHECKING:
@@ -134,5 +134,5 @@ def _print_result(folders: list[Path], folder: Path, orders: int) -> None:
     report(folders, folder / "report", console)
     limits = f"One model, {plural(orders, 'order')} of the data: no evidence about other models or longer runs."
     print_plain(console, f"{limits} See docs/evidence.md.", by_words=console.is_terminal)
-    for line in (*activation(), f"next: {shown_command('report', folder, '--all')}"):
+    for line in next_lines(shown_command("report", folder, "--all")):
         print_plain(console, line)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from gnmr import errors as checks
 from gnmr.cli.parser import Parser, names_of, number, one_of, optional, path, recipe_of, text, whole
 from gnmr.cli.subject import add_options, asked_of, blocks_for, memory_bound, paths_of, recipe_from
-from gnmr.console import activation, for_tables, print_plain, say, showing, shown_command
+from gnmr.console import for_tables, next_lines, print_plain, say, showing, shown_command
 from gnmr.doctor.knapsack import FUSED
 from gnmr.doctor.plan import PLAN_FILE, budget_of
 from gnmr.errors import UserError, as_user_error, printable, writing
@@ -106,7 +106,8 @@ def main(argv: list[str]) -> int:
     plan, low = paths_of(asked, config, "nvfp4")
     if config is not None and plan is None:
         for key in ("targets", "exclude"):
-            setattr(asked, key, getattr(config.precision, key) if getattr(asked, key) is None else getattr(asked, key))
+            if getattr(asked, key) is None:
+                setattr(asked, key, getattr(config.precision, key))
     with as_user_error():
         recipe_of("recovery", asked.recovery)
         for kind in asked.fused:
@@ -286,7 +287,7 @@ def _show(found: Diagnosis, plan: PinPlan | None, asked: Namespace) -> None:
     elif asked.out is not None:
         ways = f"{shown_command('train', f'plan={asked.out}')}, gnmr.attach(model, plan={str(asked.out)!r})"
         ways += f", or {shown_command('export', asked.out)} for other libraries"
-        for line in (*activation(), f"next: {ways}"):
+        for line in next_lines(ways):
             print_plain(console, printable(line), by_words)
     elif plan is None and not found.little:
         print_plain(console, "next: out=FOLDER writes the plan, html=FILE all of this as a page", by_words)

@@ -18,7 +18,7 @@ from typing import NoReturn
 from omegaconf import DictConfig, open_dict
 
 from gnmr.cli.parser import runs
-from gnmr.console import activation, say, shown_command
+from gnmr.console import next_lines, say, shown_command
 from gnmr.distributed.torchrun import is_first, started
 from gnmr.errors import RunFailed, UserError, as_user_error, plural
 from gnmr.lab.config import Config, ControllerConfig
@@ -193,7 +193,7 @@ def _tell_next(config: Config) -> None:
 
     number = config.training.seed + 1
     another = f"order: fork.order={number}" if config.base is not None else f"seed: training.seed={number}"
-    say("\n".join([*activation(), f"next: {shown_command('report', run_folder(config))}; another {another}"]))
+    say("\n".join(next_lines(f"{shown_command('report', run_folder(config))}; another {another}")))
 
 
 def refuse_sizes(config: Config, words: Sequence[str]) -> None:

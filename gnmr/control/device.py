@@ -42,7 +42,7 @@ def all_finite(x: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class HostPacket:
-    """Tensors of one device, packed as float64; integers up to 2^53 arrive exactly."""
+    """Tensors of one device, packed as float64 unless that is the CPU; integers up to 2^53 arrive exactly."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
 

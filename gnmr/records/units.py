@@ -56,24 +56,27 @@ class UnitStream:
         self.file.append(begin + self._message)
 
     def _prepare(self, number: int) -> pa.RecordBatch:
-        """Return a batch of `number` rows of zeros, and keep its message as a template.
+        """Return a batch of `number` rows, and keep its message as a template.
 
         Messages of steps differ from it only in their columns, which follow each other, padded to 8 bytes (the Arrow
         IPC format).
         """
-        arrays, zeros = [], list[np.ndarray]()
+        arrays, marks = [], list[np.ndarray]()
         for kind in self._schema.types:
             coded = pa.types.is_dictionary(kind)
             of = np.dtype(np.int32 if coded else kind.to_pandas_dtype())
-            zeros.append(np.zeros(-(-number // 8), np.uint8) if of == np.bool_ else np.zeros(number, of))
-            column = _array(pa.int32() if coded else kind, number, zeros[-1])
+            mark = 0 if coded else len(marks)  # no code is behind the last unit
+            marks.append(np.zeros(-(-number // 8), np.uint8) if of == np.bool_ else np.full(number, mark, of))
+            column = _array(pa.int32() if coded else kind, number, marks[-1])
             arrays.append(pa.DictionaryArray.from_arrays(column, self._names) if coded else column)
         batch = pa.RecordBatch.from_arrays(arrays, schema=self._schema)
         self._message, self._columns = bytearray(batch.serialize()), []
-        at = len(self._message) - sum(-(-each.nbytes // 8) * 8 for each in zeros)
-        for each in zeros:
+        at = len(self._message) - sum(-(-each.nbytes // 8) * 8 for each in marks)
+        for each in marks:
             self._columns.append(np.ndarray(each.shape, each.dtype, self._message, at))
             at += -(-each.nbytes // 8) * 8
+        found = all(map(np.array_equal, self._columns, marks))
+        assert found, f"{self._path.name}: pyarrow {pa.__version__} pads columns in another way"
         return batch
 
     def _begin(self, batch: pa.RecordBatch) -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from gnmr.console import activation, shown_command
+from gnmr.console import next_lines, shown_command
 from gnmr.errors import RunFailed
 from gnmr.lab.records.view import RunInfo, View
 from gnmr.lab.records.wandb_sink import WandbSink
@@ -125,7 +125,7 @@ class Recorder:
             raise
         where = self._wandb.where()
         self._wandb.finish(summary, read_jsonl(info.folder / "events.jsonl"))
-        following = [*activation(), f"next: {shown_command('report', info.folder)}"]
+        following = next_lines(shown_command("report", info.folder))
         self._view.stop(summary, [*following, *([where] if where else [])])
         return summary
 

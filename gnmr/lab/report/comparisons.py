@@ -20,12 +20,9 @@ from gnmr.lab.report.runs import Run
 from gnmr.lab.report.statistics import Family, Losses, Result, Share, adjusted, gap_closed, judge, paired
 
 _WHAT_AN_ARM_IS = ("precision.", "controller.", "compression.", "records.", "arm")
-_QUANTIZER = tuple(
-    f"precision.{key}"
-    for key in ("site", "rounding", "group", "targets", "exclude", "backend", "weights", "outlier_threshold")
-)
-"""Keys of what a path does besides its format, and of the operators that have it."""
 _OF_CASTS = tuple(f"precision.{key}" for key in ("group", "exclude", "backend", "weights", "outlier_threshold"))
+_QUANTIZER = ("precision.site", "precision.rounding", "precision.targets", *_OF_CASTS)
+"""Keys of what a path does besides its format, and of the operators that have it."""
 _MODEL = ("model.", "training.dtype", "training.eval_sequences")
 _ROUTING = ("controller.", "records.", "precision.probe_tokens", "precision.price_tokens")
 _SCALES = ("cpu", "60m", "130m", "350m", "1.3b", "3b")
