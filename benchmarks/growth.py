@@ -91,10 +91,14 @@ def grown(operators: int, passes_run: bool) -> list[dict[str, Any]]:
             return
         nn.functional.cross_entropy(model(batches[0])[0], batches[1][0]).backward()
 
-    path = {"targets": ["blocks.*"], "low": "int4", "recovery": "int8", "max_o": 4}
+    def first_step() -> None:
+        passes()
+        controller.step()
+
+    path: dict[str, Any] = {"targets": ["blocks.*"], "low": "int4", "recovery": "int8", "max_o": 4}
     controller = timed("attach", lambda: gnmr.attach(model, **path))
     if passes_run:
-        timed("first step, which counts GEMMs", lambda: (passes(), controller.step()))
+        timed("first step, which counts GEMMs", first_step)
         timed("forward and backward, int4 saved", passes)
     passes()
     for _ in range(WATCHED):
@@ -116,7 +120,7 @@ def grown(operators: int, passes_run: bool) -> list[dict[str, Any]]:
     timed("choice of a plan, budget +10%", lambda: choose(prices, times, "nvfp4", 0.1))
     if passes_run:
         controller = gnmr.attach(model, **path | {"signal": "price", "options": {"every": 1}})
-        timed("first step with prices", lambda: (passes(), controller.step()))
+        timed("first step with prices", first_step)
         controller.detach()
         settings: dict[str, Any] = {"targets": ["blocks.*"], "recipe": "fp8_hybrid", "confirm": 0}
         found = timed("diagnose, 2 batches", lambda: gnmr.diagnose(model, model, batches[:2], **settings))

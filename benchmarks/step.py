@@ -204,7 +204,9 @@ def measure(part: str, asked: argparse.Namespace) -> list[dict[str, Any]]:
 
 def our_cast(word: str, x: Tensor) -> Tensor:
     """Return `x` in our cast `word` along the columns."""
-    return quantize(x, Cast.of(word), 1)[0]
+    cast = Cast.of(word)
+    assert cast is not None
+    return quantize(x, cast, 1)[0]
 
 
 def torchao_linear(recipe: str, linear: nn.Linear) -> Callable[[Tensor], Tensor]:
@@ -269,7 +271,8 @@ def linear_steps(size: tuple[int, int, int], missing: list[str]) -> Iterator[tup
     for arm in ("BF16", "FP32", *(f"{recipe}, {whose}" for recipe in PEERED for whose in ("ours", "torchao"))):
         recipe, _, whose = arm.partition(", ")
         dtype = torch.float32 if arm == "FP32" else torch.bfloat16
-        model = nn.Sequential(nn.Linear(inputs, outputs, bias=False, dtype=dtype))
+        linear = nn.Linear(inputs, outputs, bias=False, dtype=dtype)
+        model = nn.Sequential(linear)
         run: Callable[[Tensor], Tensor] = model
         ends: list[Callable[[], object]] = [model.zero_grad]
         if whose == "ours":
@@ -277,7 +280,7 @@ def linear_steps(size: tuple[int, int, int], missing: list[str]) -> Iterator[tup
         elif whose in missing or arm == "nvfp4, torchao":  # torchao's NVFP4 needs Triton
             continue
         elif whose:
-            run = torchao_linear(recipe, model[0])
+            run = torchao_linear(recipe, linear)
         yield arm, partial(step, run, ends, *(one.to(dtype) for one in wide))
 
 
