@@ -33,7 +33,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     markdown = re.sub(r"<!-- help: (\w*) -->", lambda found: _help(found[1]), markdown)
     markdown = re.sub(r"<!-- fields: (\w+) -->", lambda found: _fields(found[1]), markdown)
     markdown = re.sub(r"<!-- file: (\S+) -->", lambda found: _file(found[1]), markdown)
-    markdown = re.sub(r"<!--[=/].*?-->", "", markdown)  # marks of numbers, which would end a list
+    markdown = re.sub(r"<!--[=/:].*?-->", "", markdown)  # marks of numbers, which would end a list
     return re.sub(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)", lambda found: _link(found, here), markdown)
 
 

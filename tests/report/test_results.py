@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,10 @@ def test_the_page_and_marked_numbers_are_written(written: Path) -> None:
     page = (written.parent / "page.md").read_text()
     pairs = zip(PERPLEXITY["int4_int8"], PERPLEXITY["int4"], strict=True)
     difference = (math.prod(mine / theirs for mine, theirs in pairs) ** (1 / 3) - 1) * 100
-    assert f"|gnmr|{difference:+.1f}% (" in page and "n = 3" in page and "control: never" in page
-    assert f"Loss: never {math.log(80 * 84 * 79) / 3:.4f}, always {math.log(40 * 41 * 40) / 3:.4f}." in page
-    assert "Does it help? Verdicts of the tests: 2 better." in page
+    assert re.search(rf"\|gnmr\|\d+\|{re.escape(f'{difference:+.1f}')} \(", page) and "n = 3" in page
+    assert "|arm|recovered, %|against never|p|" in page
+    assert f"Loss: never {math.log(80 * 84 * 79) / 3:.4f}, always {math.log(40 * 41 * 40) / 3:.4f} (p" in page
+    assert "Of 2 tests, 2 better." in page
     assert (written.parent / "text.md").read_text() == (
         f"It ends <!--=one/gnmr/difference-->{difference:+.1f}%<!--/--> lower.\n"
     )
@@ -77,7 +79,7 @@ def test_no_verdict_is_said_if_the_positive_control_fails(written: Path) -> None
     rewrite(written, [one | ({"loss": math.log(80.0)} if one["arm"] == "int8" else {}) for one in rows()])
     quiet(written)
     page = (written.parent / "page.md").read_text()
-    assert "so no arm gets a verdict." in page and "The positive control fails" in page and "|better|" not in page
+    assert "so no arm gets a verdict." in page and "|one|A first claim|" in page and "## one" not in page
 
 
 def test_a_changed_number_is_found(written: Path) -> None:
@@ -119,6 +121,56 @@ def test_a_mark_that_names_no_number(written: Path) -> None:
     (written.parent / "text.md").write_text("<!--=one/gnmr/diference--><!--/-->")
     with pytest.raises(UserError, match=r"text\.md: 'one/gnmr/diference' is no result: did you mean one/gnmr/differ"):
         quiet(written)
+
+
+def test_a_marked_column_is_filled_by_row(written: Path) -> None:
+    """The row is named by its first cell or by a mark in it; empty cells and cells with a mark of their own stay."""
+    text = written.parent / "text.md"
+    text.write_text(
+        "| arm | n<!--:one/*/n--> | recovered<!--:recovered--> | other |\n|---|---|---|---|\n"
+        "| `gnmr` | ? | ? | 7 |\n| all<!--:always--> | ? | | 8 |\n| gnmr | <!--=one/n-->?<!--/--> n | ? | |\n"
+    )
+    quiet(written)
+    (one,) = judged_claims(read(written))
+    recovered = one.numbers()["one/gnmr/recovered"]
+    assert re.fullmatch(r"\d+% \(\d+ to \d+\)", recovered)
+    assert text.read_text().splitlines()[2:] == [
+        f"| `gnmr` | 3 | {recovered} | 7 |",
+        "| all<!--:always--> | 3 | | 8 |",
+        f"| gnmr | <!--=one/n-->3<!--/--> n | {recovered} | |",
+    ]
+    text.write_text(text.read_text().replace("| 3 |", "| 4 |", 1))
+    assert "'| `gnmr` | 4 |" in quiet(written, check=True)[0]
+    text.write_text("| arm | n<!--:one/*/n--> |\n|---|---|\n| gnrm | 3 |\n")
+    with pytest.raises(UserError, match=r"'one/gnrm/n' is no result: did you mean one/gnmr/n"):
+        quiet(written)
+
+
+def test_arms_at_budgets_are_one_row_with_a_column_for_each(written: Path) -> None:
+    """Each cell has what is recovered, the interval against the control at this budget, and p."""
+    arms = [
+        row(f"{name} at {at}%", seed, math.log(perplexity - 10 * at + worse), spent=at / 100)
+        for name, worse in (("price", 0), ("mse", 5))
+        for at in (1, 2)
+        for seed, perplexity in enumerate((70.0, 74.0, 69.0))
+    ]
+    named = CLAIMS.replace("{never: 'study/int4-*', gnmr: 'study/int4_int8-*', always: 'study/int8-*'}", "study/*")
+    named = named.replace("low: never", "low: int4").replace("high: always", "high: int8")
+    contrasts = "    contrasts: {'* at 1%': price at 1%, '* at 2%': price at 2%}\n"
+    (written.parent / "text.md").write_text("")
+    rewrite(written, [*(one for one in rows() if one["arm"] != "int4_int8"), *arms], named + contrasts)
+    quiet(written)
+    page = (written.parent / "page.md").read_text()
+    (one,) = judged_claims(read(written))
+    assert "Against price at the same budget" in page and "|arm|1% (spent: 1.0)|2% (spent: 2.0)|" in page
+    cells = re.search(r"\|mse\|(.*)\|(.*)\|", page)
+    assert cells is not None and len(one.family.results) == 2
+    for cell, result in zip(cells.groups(), one.family.results, strict=True):
+        assert result.difference is not None and result.difference.interval is not None
+        low, high = (100 * math.expm1(end) for end in result.difference.interval)
+        share = one.of_arm(result.arm)["closed"].removesuffix("%")
+        digits = 1 if max(abs(low), abs(high)) < 10 else 0
+        assert cell.startswith(f"{share} ({low:.{digits}f} to {high:.{digits}f}) ")
 
 
 def test_runs_that_cannot_be_compared_or_repeat_a_seed_are_refused(written: Path) -> None:

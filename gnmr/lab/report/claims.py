@@ -28,7 +28,13 @@ marked and filled in by its name:
     <!--=table11/gap/difference-->-18.7%<!--/-->
 
 Names are CLAIM/ARM/WHAT, or CLAIM/WHAT for what belongs to the whole family (`Tested.numbers`). An arm that is tested
-against several controls is `ARM - CONTROL`.
+against several controls is `ARM - CONTROL`. In a table a column is marked once, in its heading, and `*` stands for the
+first cell of each row, or for the mark in it. A heading with WHAT alone repeats the name to its left. Empty cells stay.
+
+    | signal | difference<!--:table11/*/difference--> | p<!--:p--> |
+    |---|---|---|
+    | GNMR | +9.9% | 1 |
+    | recovery gap<!--:gap--> | -18.7% | 0.051 |
 """
 
 from __future__ import annotations
@@ -50,7 +56,6 @@ from gnmr.lab.report.layout import NOTHING, as_markdown, interval_text, measure,
 from gnmr.lab.report.statistics import (
     BETTER,
     EQUAL,
-    NO_DIFFERENCE,
     WORSE,
     Contrast,
     Family,
@@ -65,28 +70,41 @@ from gnmr.records.untrusted import content, reading
 
 _MOST_BYTES = 1 << 20
 _MARK = re.compile(r"(<!--=([^>\n]+?)-->)(.*?)(<!--/-->)")
-_SPENDS = {"sent": "numbers sent", "spent": "GEMM FLOPs recovered", "promoted": "unit-steps recovered"}
+_COLUMN = re.compile(r"<!--:([^>\n]+?)-->")
+_TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
+_SPENDS = {"sent": "numbers sent", "spent": "GEMM FLOPs", "promoted": "unit-steps"}
 """What an arm spends, by column; a claim shows the first one that its runs have."""
-_SHARED = {"against": "control:", **{name: f"{name}:" for name in _SPENDS.values()}}
-"""What a value that all rows share follows above the table, by column."""
+_AT_BUDGET = re.compile(r"(.+) at ([\d.]+%)")
+_MOST_CONTROLS = 3
+"""With more of them a test is a row, and not a pair of columns."""
 _COMPARABLE = ("experiment", "scale", "data", "tokens_per_step", "steps")
 """Columns in which all runs of a cell agree."""
 _HEAD = """\
 # All tests
 
 This page is for readers who check a number of [results and evidence](evidence.md). It has every statistical test of
-[claims.yaml](claims.yaml) on the [table of recorded runs](../runs/README.md). The command below writes it; do not edit.
+[claims.yaml](claims.yaml) on the [table of recorded runs](../runs/README.md). That file also has the question and the
+runs of each family of arms. The command below writes the page; do not edit.
 
     gnmr report claims=docs/claims.yaml
 
-- *Loss*: validation loss at the end of a run, in nats per token. Every arm is validated on the 16-bit path.
-- *Unit-steps recovered*: fraction of (unit, step) pairs on the recovery path.
-- *Positive control*: the test that the second of the two bounds is better than the first. If it fails, no arm gets a
-  verdict.
-- *Difference*: difference of perplexity to the control, with its 95% confidence interval.
-- *p*: p-value, Holm-adjusted over the claim. The verdict is "-" if no difference is shown.
-- *Gap recovered*: fraction of the loss gap between the two bounds that the arm recovers.
-- *Smallest effect*: the difference to the control that a test finds with 80% power, as a fraction of the gap.
+- *Loss*: mean validation loss of the two bounds at the end of a run, in nats per token, on the 16-bit path. The p-value
+  behind it is of the positive control, which tests that the second bound is better than the first.
+- *GEMM FLOPs* or *unit-steps* (pairs of unit and step): percent that is recovered. Arms on one path have none.
+- *Recovered*: percent of the loss gap between the two bounds that the arm recovers.
+- *Against*: difference of perplexity to this control in percent, with its 95% confidence interval.
+- *p*: p-value, Holm-adjusted over the family. Below 0.05 the arm is better (negative difference) or worse (positive).
+  A "=" marks arms that are shown to be equal: the difference is within 10% of the gap.
+- *Smallest effect*: the difference that each test finds with 80% power, as a fraction of the gap.
+- *Pooled sd*: residual of one model of all arms, with its degrees of freedom. Families without it have paired t-tests.
+- *Forks* continue two base checkpoints. A cell under a budget has recovered, the interval of the difference, and p.
+"""
+_NO_COST_COLUMNS = ["family", "setting", "runs", "difference"]
+_NO_COST = """\
+## No measurable cost
+
+The positive control fails in these settings, so no arm gets a verdict. Differences are to the first bound, in percent.
+
 """
 
 Record = Mapping[str, Any]
@@ -211,7 +229,7 @@ class Tested:
             "loss": f"{sum(losses) / len(rows):.4f}" if finite else "diverged",
             "perplexity": measure(stat(map(math.exp, losses)), 2) if finite else "diverged",
             "closed": share,
-            "closed_interval": interval,
+            "recovered": f"{share} {interval}".strip(),
         }
 
     def numbers(self) -> dict[str, str]:
@@ -220,7 +238,7 @@ class Tested:
         found = {
             f"{name}/n": str(family.n),
             f"{name}/cost": NOTHING if family.gap is None else relative(family.gap.estimate),
-            f"{name}/p": p_text(family.p_gate),
+            f"{name}/p": _p(family.p_gate),
             f"{name}/smallest": whole_percent(max(self.effects, default=None)),
         }
         for arm in self.runs:
@@ -232,54 +250,112 @@ class Tested:
         return found
 
     def markdown(self) -> str:
-        """Return the section of the claim: a row per test, and above the table what all rows share."""
-        family, spent = self.family, _SPENDS[self.spends]
-        bounds, tested = (family.low, family.high), {one.arm for one in family.results}
-        untested = [
-            Result(arm, "", len(of), verdict="") for arm, of in self.runs.items() if arm not in {*bounds, *tested}
-        ]
-        rows: list[dict[str, str]] = []
-        for one in (*untested, *family.results):
-            arm, test = self.of_arm(one.arm), _texts_of(one)
-            again = bool(rows) and rows[-1]["arm"] == one.arm  # the arm's own figures stand in its first row alone
-            rows.append(
-                {
-                    "arm": one.arm,
-                    "against": one.control,
-                    "n": test["n"],
-                    spent: "" if again or one.arm in bounds else arm["spent"],
-                    "difference": f"{test['difference']} {test['interval']}".strip(),
-                    "p": test["p"],
-                    "gap recovered": "" if again else arm["closed"],
-                    "verdict": one.verdict.replace(NO_DIFFERENCE, NOTHING),
-                }
-            )
-        levels = {column: {row[column] for row in rows} - {"", NOTHING} for column in rows[0]}
-        shared = {column: of for column, of in levels.items() if column in ("against", "n", spent) and len(of) == 1}
-        columns = [column for column, of in levels.items() if (of or column == "verdict") and column not in shared]
-        ruler = ["---", *["---:"] * (len(columns) - 1)]
-        table = [columns, ruler, *([as_markdown(row[column]) for column in columns] for row in rows)]
-        ends = dict.fromkeys(whole_percent(find(self.effects)) for find in (min, max)) if self.effects else {}
-        runs = [row for of_arm in self.runs.values() for row in of_arm]
-        known = [f"{len(runs)} runs of {' or '.join(sorted({str(row['steps']) for row in runs}))} steps"]
-        known += [f"{_SHARED.get(column, f'{column} =')} {value}" for column, (value,) in shared.items()]
-        known += [f"smallest effect: {' to '.join(ends)}"] if ends else []
-        losses = ", ".join(f"{arm} {self.of_arm(arm)['loss']}" for arm in bounds)
-        control = f"The positive control {'passes' if family.gate else 'fails'} (p = {p_text(family.p_gate)})"
-        texts = (
-            f"{self.claim.title}. {self.claim.asks} {self._shown()}",
-            f"{', '.join(known)}. Loss: {losses}. {control}. {family.method_text()}",
-        )
-        paragraphs = [f"## {self.claim.name}", *map(as_markdown, texts)]
-        return "\n\n".join([*paragraphs, "\n".join(f"|{'|'.join(cells)}|" for cells in table)]) + "\n"
+        """Return the section of the claim: what all arms share, and a table of its tests."""
+        family, counts = self.family, Counter(one.verdict for one in self.family.results)
+        budgets = [_budget(one.arm) == _budget(one.control) != "" for one in family.results]
+        table, shared = self._by_budget() if all(budgets) else self._by_control()
+        known = [self.claim.title, self._runs(), shared]
+        if family.model is None:
+            known.append(family.method_text().removesuffix("."))
+        elif not family.model.own_differences:
+            known.append(f"Pooled sd {family.model.sd:.3f} nats ({family.model.freedom} df)")
+        known.append(f"Smallest effect {whole_percent(max(self.effects))}" if self.effects else "")
+        verdicts = ", ".join(f"{counts[one]} {one}" for one in (BETTER, WORSE, EQUAL) if counts[one])
+        known.append(f"Of {counts.total()} tests, {verdicts or 'none shows a difference'}.")
+        return f"## {self.claim.name}\n\n{as_markdown('. '.join(filter(None, known)))}\n\n{_grid(table)}"
 
-    def _shown(self) -> str:
-        """Return the sentence that says what the table shows."""
-        if not self.family.gate:
-            return "The runs do not show that the low path costs anything, so no arm gets a verdict."
-        counts = Counter(one.verdict for one in self.family.results)
-        found = [f"{counts[verdict]} {verdict}" for verdict in dict.fromkeys((BETTER, WORSE, EQUAL, *counts))]
-        return f"Verdicts of the tests: {', '.join(one for one in found if not one.startswith('0 '))}."
+    def no_cost(self) -> list[str]:
+        """Return the row of a claim without verdicts."""
+        tests = [(one.arm, *_test(one)) for one in self.family.results if one.control == self.family.low]
+        shown = "; ".join(f"{arm} {difference}" for arm, difference, _ in tests)
+        return [self.claim.name, self.claim.title, self._runs(), shown]
+
+    def _arms(self) -> list[str]:
+        """Return the arms besides the bounds."""
+        return [arm for arm in self.runs if arm not in (self.family.low, self.family.high)]
+
+    def _runs(self) -> str:
+        """Return the number of runs, and the losses of the bounds with the positive control."""
+        bounds, runs = (self.family.low, self.family.high), [row for of_arm in self.runs.values() for row in of_arm]
+        steps, levels = sorted({str(row["steps"]) for row in runs}), {one.n for one in self.family.results}
+        losses = ", ".join(f"{arm} {self.of_arm(arm)['loss']}" for arm in bounds)
+        of = f"{len(runs)} runs of {' or '.join(steps)} steps" + (f", n = {levels.pop()}" if len(levels) == 1 else "")
+        return f"{of}. Loss: {losses} (p = {_p(self.family.p_gate)})"
+
+    def _by_budget(self) -> tuple[list[list[str]], str]:
+        """Return a row for each choice and a column for each budget; and the controls, which have the same budget."""
+        tests = {one.arm: _test(one) for one in self.family.results}
+        controls = dict.fromkeys(_AT_BUDGET.sub(r"\1", one.control) for one in self.family.results)
+        cells: dict[str, dict[str, str]] = {}
+        spent: dict[str, set[float]] = {}
+        for arm in self._arms():
+            budget, own = _budget(arm), self.of_arm(arm)
+            spent.setdefault(budget, set()).update(map(float, filter(None, [_plain(own["spent"])])))
+            difference, p = tests.get(arm, ("", ""))
+            shown = [_plain(own["closed"]), difference[difference.find("(") :] if "(" in difference else difference, p]
+            cells.setdefault(_AT_BUDGET.sub(r"\1", arm), {})[budget] = " ".join(filter(None, shown))
+        budgets = sorted(spent, key=lambda budget: float(_plain(budget) or 0))
+        ends = [" to ".join(map(str, sorted({min(of), max(of)}))) if (of := spent[one]) else "-" for one in budgets]
+        heads = ["arm", *(f"{one} (spent: {of})" for one, of in zip(budgets, ends, strict=True))]
+        rows = [[name, *(of.get(one, "") for one in budgets)] for name, of in cells.items()]
+        return [heads, *rows], f"Against {' or '.join(controls)} at the same budget"
+
+    def _by_control(self) -> tuple[list[list[str]], str]:
+        """Return a row for each arm, or for each test if there are many controls; and what nearly all rows spend."""
+        tests = {(one.arm, one.control): _test(one) for one in self.family.results}
+        tested, controls = (list(dict.fromkeys(pair[k] for pair in tests)) for k in (0, 1))
+        wide = len(controls) <= _MOST_CONTROLS
+        heads = ["arm", "n", f"{_SPENDS[self.spends]}, %", "recovered, %"]
+        heads += [head for one in controls for head in (f"against {one}", "p")] if wide else []
+        rows = [heads if wide else [*heads, "against", "difference", "p"]]
+        for arm in (*(one for one in self._arms() if one not in tested), *tested):
+            own = self.of_arm(arm)
+            spent = "" if arm in (self.family.low, self.family.high) else own["spent"]
+            first = [arm, *map(_plain, (own["n"], spent, own["closed"]))]
+            found = {one: tests[arm, one] for one in controls if (arm, one) in tests}
+            if wide:
+                rows.append([*first, *(text for one in controls for text in found.get(one, ("", "")))])
+            for k, (control, texts) in enumerate([] if wide else found.items() or [("", ("", ""))]):
+                rows.append([*(first if not k else [arm, "", "", ""]), control, *texts])
+        shared, spends = "", Counter(row[2] for row in rows[1:] if row[2])
+        for usual, times in spends.most_common(1):
+            if 2 * times > spends.total():
+                others = " (others below)" if len(spends) > 1 else ""
+                shared = f"{heads[2][0].upper()}{heads[2][1:]}: {usual}{others}"
+                rows[1:] = [[*row[:2], "" if row[2] == usual else row[2], *row[3:]] for row in rows[1:]]
+        same_n = len({row[1] for row in rows[1:]} - {""}) == 1
+        keep = [k for k, column in enumerate(zip(*rows[1:], strict=True)) if any(column) and not (k == 1 and same_n)]
+        return [[row[k] for k in keep] for row in rows], shared
+
+
+def _budget(arm: str) -> str:
+    """Return the budget in the name of an arm, which is "" if there is none."""
+    return found[2] if (found := _AT_BUDGET.fullmatch(arm)) else ""
+
+
+def _test(result: Result) -> tuple[str, str]:
+    """Return the difference with its interval, and p; an equal arm has a "=" there, and a diverged one its verdict."""
+    test, found = _texts_of(result), result.difference
+    sign = " =" if result.verdict == EQUAL else f" {result.verdict}" if any(result.diverged) else ""
+    ends = [100 * math.expm1(min(end, 700.0)) for end in (found and found.interval) or ()]
+    shown = [f"{end:z.{int(max(map(abs, ends)) < 10)}f}" for end in ends]
+    return _plain(test["difference"]) + (f" ({' to '.join(shown)})" if shown else ""), _plain(test["p"]) + sign
+
+
+def _p(value: float | None) -> str:
+    """Return a p-value with two decimals from 0.1 on, and 1 as 1."""
+    return p_text(value) if value is None or value < 0.1 else "1" if value >= 0.995 else f"{value:.2f}"
+
+
+def _plain(text: str) -> str:
+    return "" if text == NOTHING else text.removesuffix("%")
+
+
+def _grid(table: Sequence[Sequence[str]]) -> str:
+    """Return rows of cells as Markdown; the first row has the headings."""
+    lines = [map(as_markdown, cells) for cells in table]
+    lines.insert(1, map(str, ["-", *["-:"] * (len(table[0]) - 1)]))
+    return "".join(f"|{'|'.join(cells)}|\n" for cells in lines)
 
 
 def _texts_of(result: Result) -> dict[str, str]:
@@ -292,11 +368,11 @@ def _texts_of(result: Result) -> dict[str, str]:
         "n": str(result.n),
         "difference": difference,
         "interval": interval,
-        "p": p_text(result.p),
-        "p_equal": p_text(result.p_equal),
+        "p": _p(result.p),
+        "p_equal": _p(result.p_equal),
         "verdict": result.verdict,
         "closed": closed,
-        "closed_interval": closed_interval,
+        "recovered": f"{closed} {closed_interval}".strip(),
     }
 
 
@@ -317,7 +393,9 @@ def results(file: Path, out: Path, say: Callable[[str], None], *, check: bool = 
     for one in tested:
         say(f"{one.claim.name}: {len(one.family.results)} tests, {sum(map(len, one.runs.values()))} runs")
     known = {name: text for one in tested for name, text in one.numbers().items()}
-    made = {out: "\n".join([_HEAD, *(one.markdown() for one in tested)])}
+    rows = [one.no_cost() for one in tested if not one.family.gate]
+    no_cost = [_NO_COST + _grid([_NO_COST_COLUMNS, *rows])] if rows else []
+    made = {out: "\n".join([_HEAD, *(one.markdown() for one in tested if one.family.gate), *no_cost])}
     made |= {path: _filled(path, known) for path in claims.texts}
     if check:
         return [line for path, text in made.items() if (line := _difference(path, text))]
@@ -391,9 +469,25 @@ def _filled(path: Path, known: Mapping[str, str]) -> str:
     with writing(path):
         text = path.read_text()
 
-    def fill(found: re.Match[str]) -> str:
-        if found[2] not in known:
-            raise UserError(f"{path}: {found[2]!r} is no result{nearest(found[2], known)[:200]}")
-        return f"{found[1]}{known[found[2]]}{found[4]}"
+    def value(name: str) -> str:
+        if name not in known:
+            raise UserError(f"{path}: {name!r} is no result{nearest(name, known)[:200]}")
+        return known[name]
 
-    return _MARK.sub(fill, text)
+    def table(found: re.Match[str]) -> str:
+        """Fill in the columns that are marked."""
+        head, *rows = (line.split("|") for line in found[0].splitlines())
+        names, last = list[str](), ""
+        for cell in head:
+            name = mark[1] if (mark := _COLUMN.search(cell)) else ""
+            last = name if "/" in name or not name else f"{last.rpartition('/')[0]}/{name}"
+            names.append(last)
+        for row in rows[1:] if any(names) else []:
+            of = mark[1] if (mark := _COLUMN.search(row[1])) else row[1].strip(" `")
+            for k, name in enumerate(names):
+                if name and row[k].strip() and "<!--" not in row[k]:  # a cell may have its own mark
+                    row[k] = f" {value(name.replace('*', of))} "
+        return "".join("|".join(cells) + "\n" for cells in (head, *rows))
+
+    text = _MARK.sub(lambda found: f"{found[1]}{value(found[2])}{found[4]}", text)
+    return _TABLE.sub(table, text)
