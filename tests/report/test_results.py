@@ -171,6 +171,9 @@ def test_arms_at_budgets_are_one_row_with_a_column_for_each(written: Path) -> No
         share = one.of_arm(result.arm)["closed"].removesuffix("%")
         digits = 1 if max(abs(low), abs(high)) < 10 else 0
         assert cell.startswith(f"{share} ({low:.{digits}f} to {high:.{digits}f}) ")
+    written.write_text((named + contrasts).replace("price at 1%", "[price at 1%, int4]"))
+    quiet(written)
+    assert "|against int4|p|against price at 1%|p|against price at 2%|p|" in (written.parent / "page.md").read_text()
 
 
 def test_runs_that_cannot_be_compared_or_repeat_a_seed_are_refused(written: Path) -> None:

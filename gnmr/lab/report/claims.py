@@ -252,8 +252,10 @@ class Tested:
     def markdown(self) -> str:
         """Return the section of the claim: what all arms share, and a table of its tests."""
         family, counts = self.family, Counter(one.verdict for one in self.family.results)
-        budgets = [_budget(one.arm) == _budget(one.control) != "" for one in family.results]
-        table, shared = self._by_budget() if all(budgets) else self._by_control()
+        once = len({one.arm for one in family.results}) == len(family.results)
+        equal = all(_budget(one.arm) == _budget(one.control) for one in family.results)
+        budgets = once and equal and all(map(_budget, self._arms()))
+        table, shared = self._by_budget() if budgets else self._by_control()
         known = [self.claim.title, self._runs(), shared]
         if family.model is None:
             known.append(family.method_text().removesuffix("."))
@@ -294,7 +296,7 @@ class Tested:
             difference, p = tests.get(arm, ("", ""))
             shown = [_plain(own["closed"]), difference[difference.find("(") :] if "(" in difference else difference, p]
             cells.setdefault(_AT_BUDGET.sub(r"\1", arm), {})[budget] = " ".join(filter(None, shown))
-        budgets = sorted(spent, key=lambda budget: float(_plain(budget) or 0))
+        budgets = sorted(spent, key=lambda budget: float(_plain(budget)))
         ends = [" to ".join(map(str, sorted({min(of), max(of)}))) if (of := spent[one]) else "-" for one in budgets]
         heads = ["arm", *(f"{one} (spent: {of})" for one, of in zip(budgets, ends, strict=True))]
         rows = [[name, *(of.get(one, "") for one in budgets)] for name, of in cells.items()]
