@@ -125,7 +125,7 @@ INSIDE = (
 
 
 def share(asked: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the share of a step that each part of controller and records takes, and the sums with and without norms."""
+    """Return the share of a step that each part of controller and records takes, and two sums."""
     config = compose([*asked.overrides, "records.wandb=off", "records.live=off"])
     clock, taken = clock_of(torch.device("cpu"), asked.clock), dict[str, list[float]]()
 
