@@ -15,9 +15,10 @@ in BF16 afterwards. Forks of one base and data order share their data. They form
     MSE, random, last       operators by the input's squared error, at random, or of the last blocks; to MXFP8, the
                             cheaper recipe
     last, bf16              the last blocks to BF16, as in published recipes
+    GNMR, price, any        a controller moves operators to MXFP8 step by step: by dGNMR, by price, or at random
 
-All pins are of fprop and fill the same budget of extra GEMM time (4 : 8 : 16 bits take 1 : 2 : 4). `never` and `always`
-come first. If there is no gap between them, no other arm runs.
+All pins and moves are of fprop and fill the same budget of extra GEMM time (4 : 8 : 16 bits take 1 : 2 : 4). `never`
+and `always` come first. If there is no gap between them, no other arm runs.
 
 `kl`: the remaining KL divergence per token of a checkpoint under the same arms, without training. It is measured on
 `--held-out` blocks of another part of the text, in FP32. The data order is the seed of `random`.
@@ -71,12 +72,14 @@ from gnmr.lab.train.provenance import commit
 from gnmr.measure.kl import divergence
 from gnmr.names import GEMMS
 from gnmr.precision import PathSpec, convert
+from gnmr.precision.converted import ConvertedModel
 from gnmr.records import output
 from timing import header, write
 
 BOUNDS = ("never", "always")
 RESCUES = ("mxfp8", "bf16")
 ARMS = ("plan", *RESCUES, "MSE", "random", "last", "last, bf16")
+SIGNALS = {"GNMR": "gnmr_delta", "price": "price", "any": "random"}
 BUDGETS = (0.03, 0.05, 0.1, 0.2, 0.3)
 DRAWN = {
     "plan": "plan: MXFP8 and BF16",
@@ -139,14 +142,20 @@ def unseen(tokens: Any, length: int, validated: int) -> torch.Tensor:
 def run(cell: Cell, forks: Forks, found: Diagnosis | None, made: dict[str, Any]) -> dict[str, Any]:
     """Return the row of a fork. Forks with the same pins share one run, which is kept in `made`."""
     words = [f"precision.low={cell.low}", "precision.recovery=bf16", "controller.signal=always_low"]
+    if cell.arm in SIGNALS:
+        words = [words[0], "precision.recovery=mxfp8", "precision.recovers=[fprop]", "controller.routing=ranked"]
+        words += [f"controller.signal={SIGNALS[cell.arm]}", "controller.max_o=null", "controller.budget=1"]
     config = forks.config(*words, f"fork.order={cell.order}", "fork.heal=0")
+    if cell.arm in SIGNALS:
+        budget = share_of(forks.parts(config).converted, cell.budget)
+        config = replace(config, controller=replace(config.controller, budget=budget))
     pins: dict[str, Any] = {}
     if cell.arm == "always":
         pins = {"*": list(GEMMS)}
-    elif found is not None:
+    elif cell.arm in ARMS and found is not None:
         pins = pins_of(cell, found).pins
     config = replace(config, precision=replace(config.precision, pins=pins))
-    key = json.dumps([cell.base, cell.low, cell.order, pins], sort_keys=True)
+    key = json.dumps([cell.base, cell.low, cell.order, pins, cell.arm in SIGNALS and repr(config)], sort_keys=True)
     if key not in made:
         made[key] = forks(config, phases=("low",))
     result = made[key]
@@ -157,6 +166,14 @@ def run(cell: Cell, forks: Forks, found: Diagnosis | None, made: dict[str, Any])
         "steps": len(result.losses),
         "checkpoint": forks.base.found.sha256[:12],
     }
+
+
+def share_of(model: ConvertedModel, extra: float) -> float:
+    """Return the share of the GEMM FLOPs that takes this extra GEMM time on the recovery path."""
+    for operator in model.operators:
+        operator.switch(True)
+    whole = model.cost.spent()
+    return extra * whole.share / whole.extra_time
 
 
 def recorded(files: Iterable[Path]) -> dict[Cell, dict[str, Any]]:
@@ -202,7 +219,7 @@ def make_forks(asked: argparse.Namespace) -> None:
             continue
         for cell in (cell for cell in cells if cell not in known):
             base = cell.base, cell.low
-            if cell.arm not in BOUNDS and base not in found:
+            if cell.arm in ARMS and base not in found:
                 found[base] = diagnosed(forks[cell.base], cell.low)
             keep(asked.out, known, cell, run(cell, forks[cell.base], found.get(base), made))
         gaps = gaps_of(pd.DataFrame(known.values()))
@@ -284,7 +301,7 @@ def table(frame: pd.DataFrame) -> list[dict[str, Any]]:
         if ("closed", "plan") in both:
             both = both[both["closed", "plan"].notna()].dropna(axis=1)
         by_arm = both["closed"]
-        for arm in (arm for arm in ARMS if arm in by_arm):
+        for arm in (arm for arm in (*ARMS, *SIGNALS) if arm in by_arm):
             values, extra = by_arm[arm], both["extra"][arm].mean()
             row = {"low": low, "budget": budget, "arm": arm, "n": len(values), "extra": extra}
             row |= {"closed": values.mean(), "half_width": _half(values)}

@@ -14,7 +14,8 @@ train`; overrides for all arms follow the options. In `linear` and `casts` the a
     paths        every format and recipe against BF16, with the bytes kept for backward and the peak memory of a GPU
     compiled     BF16 and FP8 under torch.compile, and the controller on them; minutes of compilation
     share        the step of `gnmr train` with its records: the time of norms, decision and records, measured inside
-                 the step, over the median step of the bare loop (on CPUs)
+                 the step, over the median step of the bare loop (on CPUs). A loop that clips gradients needs the norms
+                 anyway, and `gnmr train` computes them once: there only `all but norms` is extra.
 
 An arm that this model or machine cannot run is a row with `refused`. `--clock cpu training.threads=1` counts the CPU
 time of one thread, which depends least on other work on the machine.
@@ -90,8 +91,8 @@ PARTS: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 def bare_step(parts: Parts) -> Callable[[], object]:
-    """Return forward, loss, backward and AdamW on one batch, without controller and records."""
-    batch = first_batch(parts)
+    """Return forward, loss, backward, clipping and AdamW on one batch, without controller and records."""
+    batch, clip = first_batch(parts), parts.config.optim.clip_norm
 
     def step() -> None:
         losses = []
@@ -100,6 +101,8 @@ def bare_step(parts: Parts) -> Callable[[], object]:
             (objective_of(parts.model, loss) / len(batch)).backward()
             losses.append(loss.detach())
         parts.converted.end_step()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(parts.model.parameters(), clip)
         parts.optimizer.step()
         parts.optimizer.zero_grad(set_to_none=True)
         float(torch.stack(losses).mean())
@@ -122,7 +125,7 @@ INSIDE = (
 
 
 def share(asked: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the share of a step that each part of controller and records takes, and their total."""
+    """Return the share of a step that each part of controller and records takes, and two sums."""
     config = compose([*asked.overrides, "records.wandb=off", "records.live=off"])
     clock, taken = clock_of(torch.device("cpu"), asked.clock), dict[str, list[float]]()
 
@@ -159,7 +162,8 @@ def share(asked: argparse.Namespace) -> list[dict[str, Any]]:
         seconds = alternate({BARE: bare, "with records": controlled}, range(-2, asked.rounds), clock)
     usual = float(np.median(seconds[BARE]))
     shares = {part: np.array(each[2:]) / usual for part, each in taken.items()}
-    shares["all"] = np.sum(list(shares.values()), axis=0)
+    shares["all but norms"] = shares["decision"] + shares["records"]
+    shares["all"] = shares["norms"] + shares["all but norms"]
     return [{"part": "share", "arm": BARE, "seconds": spread(seconds[BARE])}] + [
         {"part": "share", "arm": part, "share": spread(values)} for part, values in shares.items()
     ]
