@@ -342,7 +342,8 @@ def _tested(claim: Claim, studies: Mapping[str, list[Record]]) -> Tested:
     cells: dict[str, list[list[Record]]] = {}
     if isinstance(claim.arms, tuple):
         for row in (row for pattern in claim.arms for row in _matching(where, pattern, studies)):
-            cells.setdefault(row["arm"], [[]])[0].append(row)
+            arm = row["arm"].replace(" %", "%")  # one arm was recorded as "price, 8 %, each step"
+            cells.setdefault(arm, [[]])[0].append(row)
     else:
         cells = {arm: [_matching(where, one, studies) for one in of] for arm, of in claim.arms.items()}
     if len({len(of_arm) for of_arm in cells.values()}) > 1:
