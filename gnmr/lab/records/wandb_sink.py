@@ -57,7 +57,7 @@ _SETTINGS = {
 
 
 class WandbSink:
-    """Sends a run to W&B: losses every step, charts of the most promoted units now and then, a table of events at the end.
+    """Sends a run to W&B: losses every step, charts of the most promoted units, a table of events at the end.
 
     A resumed run goes on under its id, and first sends the recorded steps that W&B lacks. Offline these are all steps:
     `wandb sync` replaces the history of a run by that of the part which is uploaded last, and a killed process leaves a

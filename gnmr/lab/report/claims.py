@@ -111,7 +111,7 @@ class Claim:
         exact = [key for key in self.contrasts if "*" not in key]
         for name in (self.low, self.high, *exact, *(one for of in self.contrasts.values() for one in of)):
             if name not in arms:
-                raise UserError(f"claims.{self.name}: {name!r} is none of its arms{nearest(name, arms)}")
+                raise UserError(f"claims.{self.name}: {name!r} is not one of its arms{nearest(name, arms)}")
         if not self.contrasts:
             return [(arm, self.low) for arm in arms if arm != self.low]
         order = exact + [arm for arm in arms if arm not in (*exact, self.low, self.high)]
@@ -394,7 +394,7 @@ def _filled(path: Path, known: Mapping[str, str]) -> str:
 
     def fill(found: re.Match[str]) -> str:
         if found[2] not in known:
-            raise UserError(f"{path}: {found[2]!r} is no result{nearest(found[2], known)[:200]}")
+            raise UserError(f"{path}: {found[2]!r} is not a result{nearest(found[2], known)[:200]}")
         return f"{found[1]}{known[found[2]]}{found[4]}"
 
     return _MARK.sub(fill, text)
