@@ -337,7 +337,7 @@ def figure(record: Path, lows: Sequence[str]) -> str:
         {label: np.concatenate([start, points[arm]]) for arm, label in DRAWN.items()},
         (1.0, "everything in BF16", True) if of_forks else (float(start[0, 1]), f"everything in {low}", False),
         across="extra GEMM time",
-        up="Fraction of the loss gap closed" if of_forks else "KL divergence from the BF16 model, nats per token",
+        up="Fraction of the loss gap recovered" if of_forks else "KL divergence from the BF16 model, nats per token",
         percent=of_forks,
     )
 

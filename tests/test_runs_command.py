@@ -125,4 +125,6 @@ def test_a_short_fork_is_no_trial():
 
 def test_a_base_can_be_the_latest_run(two, gnmr):
     """The example was kept without its checkpoints."""
-    assert gnmr("train", "experiment=fork", "base=latest").mistake.startswith("base=runs/study/new: is no run with a")
+    assert gnmr("train", "experiment=fork", "base=latest").mistake.startswith(
+        "base=runs/study/new: is not a run with a"
+    )

@@ -86,7 +86,7 @@ class Recording:
         if self._writer is None:
             raise UserError(
                 f"record={self._folder}: holds the records of a run; choose another folder, or load the controller's "
-                "state_dict of a checkpoint before the first step to go on behind it, even if that run is finished"
+                "state_dict of a checkpoint before the first step to continue after it, even if that run is finished"
             )
         self._flush()
         self._step = decision.step

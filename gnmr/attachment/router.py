@@ -187,7 +187,7 @@ class Router:
             self._uncounted = False
             yield (
                 "attach could not count what a compiled model runs: costs and budgets are shares of its own operators, "
-                "a token through each; take the first step before torch.compile"
+                "with one token through each; run the first step before torch.compile"
             )
         if found is not None and self.t == 1:
             never = [name for name, why in found.missed(o.operator_name for o in operators).items() if why == READ]

@@ -83,7 +83,7 @@ def _parser() -> Parser:
         "labels", one_of("model", "data"), "of the backward pass: drawn from the model, or the data's", "model"
     )
     parser.option("tokens", whole(1), "price every Nth token", 1)
-    parser.option("dtype", one_of("float32", "own"), "what the model computes in besides its casts", "float32")
+    parser.option("dtype", one_of("float32", "own"), "dtype of everything that is not cast", "float32")
     add_options(parser, "a batch")
     parser.option("out", path, f"a folder for {PLAN_FILE} and {NUMBERS}")
     parser.option("html", path, "a file for the same as one page")
@@ -96,12 +96,12 @@ def main(argv: list[str]) -> int:
     asked, place, config = asked_of(parser, argv, "diagnose")
     _check_places(asked)
     if config is not None and config.model.adapter.rank:
-        raise UserError(f"{place}: has adapters beside its weights; merge them (peft), and diagnose the checkpoint")
+        raise UserError(f"{place}: has adapters in addition to its weights; merge them with peft first")
     other = next((key for key in ("targets", "exclude", "against", "gate") if getattr(asked, key) is not None), None)
     if asked.plan is not None and (other or asked.recovery != "bf16"):
         raise UserError(f"{other or 'recovery'}: cannot be asked for under plan=; leave one of them out")
     if asked.against is not None and asked.recovery != "bf16":
-        raise UserError(f"recovery={asked.recovery}: against= stands in its place; leave one of them out")
+        raise UserError(f"recovery={asked.recovery}: cannot be combined with against=; leave one of them out")
     parts = {key: _parted(asked, key) for key in ("recipe", "against")}
     plan, low = paths_of(asked, config, "nvfp4")
     if config is not None and plan is None:
@@ -152,7 +152,7 @@ def _parted(asked: Namespace, key: str) -> dict[str, str | Recipe]:
         if pattern == "*":
             raise UserError(f"{key}={part}: * is what the first recipe, {first}, is for; leave one of them out")
         if not (pattern and colon and name):
-            raise UserError(f"{key}={part}: must be PATTERN:RECIPE behind the first recipe, as *.down_proj:bf16")
+            raise UserError(f"{key}={part}: must be PATTERN:RECIPE after the first recipe, as *.down_proj:bf16")
         with as_user_error():
             found[pattern] = recipe_of(key, name)
     if first:

@@ -113,7 +113,7 @@ def _replay(place: Path, words: list[str], given: Any) -> int:
     settings = settings_of(place, words, given.trust)
     norms = read_norms(place)
     if norms.every > 1:
-        note = f"norms stand there for one step in {norms.every}; in the others no unit counts as observed"
+        note = f"it has norms of one step in {norms.every}; in the others no unit counts as observed"
         print(f"gnmr: {place}: {note}, so the sets are not the run's", file=sys.stderr)
     totals = Totals(norms, settings)
     with nullcontext() if given.out is None else output.json_lines(given.out, f"out={given.out}") as file:

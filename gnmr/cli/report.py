@@ -16,7 +16,7 @@ RUN... [out=DIR] [html=FILE] [--all] [--strict]
        gnmr report claims=FILE [out=PAGE] [--check]"""
 _TEXT = """\
 RUN is a run folder, or any folder above run folders. The first line says what low precision cost and what was
-recovered. Then the arms stand side by side: their loss over the seeds, their difference to the arm that never recovers,
+recovered. Then the arms are compared: their loss over the seeds, their difference to the arm that never recovers,
 the share of the GEMM FLOPs that they recover, and which runs failed or are unfinished. --all prints every comparison,
 with injected faults, runs and notes. All of it goes to report.md, and to a page for a browser beside it.
 

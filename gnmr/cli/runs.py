@@ -23,7 +23,7 @@ from gnmr.records.reader import read_json, read_jsonl
 from gnmr.records.untrusted import exists
 
 _TEXT = f"""\
-FOLDER is a run folder, or any folder above run folders (default: runs). The newest run stands last, and is what
+FOLDER is a run folder, or any folder above run folders (default: runs). The newest run is listed last, and is what
 `{LATEST}` means in place of a run's folder:
 
   gnmr report {LATEST}            gnmr replay {LATEST} alpha=2.0            gnmr audit {LATEST}

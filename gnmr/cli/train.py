@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     _refuse_flags(words)
     for word in words:
         if _depth(word) > MAX_DEPTH:  # Hydra's parser would end in a RecursionError
-            raise UserError(f"{word.partition('=')[0]}: nested {_depth(word)} deep, {MAX_DEPTH} at the most")
+            raise UserError(f"{word.partition('=')[0]}: nested {_depth(word)} deep; use at most {MAX_DEPTH} levels")
     _hydra(words)
     return 0
 

@@ -23,7 +23,7 @@ def unit_names(units: Sequence[Unit]) -> list[str]:
         raise ValueError("no units: there is nothing to control")
     names = [unit.name for unit in units]
     if len(set(names)) < len(names):
-        raise ValueError(f"unit ids must differ: {sorted({n for n in names if names.count(n) > 1})} stand twice")
+        raise ValueError(f"unit ids must differ: {sorted({n for n in names if names.count(n) > 1})} appear twice")
     return names
 
 
@@ -66,7 +66,7 @@ def budget_left(units: Sequence[Unit], share: float, whole_cost: float | None, p
     routed = [cost / every for unit, cost in zip(units, costs, strict=True) if unit.recoverable]
     left = share - pinned
     if routed and left * (1 + 1e-9) < min(routed):
-        pins = f" beside pins, which take {pinned:.3g}" if pinned else ""
+        pins = f" in addition to pins, which take {pinned:.3g}" if pinned else ""
         raise ValueError(f"budget={share:g}: is too small for any unit{pins}; the cheapest takes {min(routed):.3g}")
     return Budget.of(left, [cost / every for cost in costs])
 

@@ -240,7 +240,7 @@ def _of_conversion(
     if not any_low and missing:
         asked = "the lists leave out others alone" if recipe is None else f"recipe={recipe.name} was to be"
         what = f"no linear is in low precision, {asked}"
-        yield Finding("not converted", tuple(missing), what, "convert before training, and audit what is trained")
+        yield Finding("not converted", tuple(missing), what, "convert before training, and audit the trained model")
     elif missing:
         what = "is in 16 bits, and nothing leaves it out"
         yield Finding("not converted", tuple(missing), what, "convert it, or name it in the list (widths may not fit)")
@@ -298,11 +298,11 @@ def _of_roles(operators: Sequence[Operator], entries: Sequence[Entry], found: Me
         low, said = _low(operator, found), operator.words("fprop")
         if operator.tied and not operator.shared:
             what = f"lies in the memory of {operator.tied} and is a parameter of its own: two gradients, one weight"
-            right = "tie them again behind the conversion, or leave the head out of it"
+            right = "tie them again after the conversion, or leave the head out of it"
             yield Finding("tied head", (operator.name,), what, right)
         if low and operator.tied and operator.shared:
             what = f"shares its weight with {operator.tied}, and is in {said}"
-            yield Finding("tied head", (operator.name,), what, "16 bits: what is cast is the embedding too")
+            yield Finding("tied head", (operator.name,), what, "16 bits: the cast also changes the embedding")
         elif low and operator.role in KEPT and operator.name not in chosen and not operator.tied:
             what = f"the {'output head' if operator.role == 'head' else 'router of experts'} is in {said}"
             yield Finding(operator.role, (operator.name,), what, "16 bits, as every published recipe has it")

@@ -170,7 +170,7 @@ def of_output(exact: Tensor, y: Tensor, ideal: Tensor | None, bias: Tensor | Non
     if noise <= possible:
         return None
     if bias is not None and energy(y + bias - exact) <= possible:
-        return Cause("output", "its output lacks the bias", "the bias has to be added behind the product")
+        return Cause("output", "its output lacks the bias", "the bias must be added after the product")
     gain = float((y.double() * exact.double()).sum()) / signal
     said = f"its output is {decibels(signal, noise):.1f} dB from what its operands give"
     if abs(gain - 1) > 0.1:

@@ -189,7 +189,7 @@ def _check_sides(
             require(given in (None, ""), key, given, "cannot be asked for under plan=; leave one of them out")
         require(recovery == "bf16", "recovery", recovery, "the plan says which; leave one of them out")
     if against is not None:
-        require(recovery == "bf16", "recovery", recovery, "against= stands in its place; leave one of them out")
+        require(recovery == "bf16", "recovery", recovery, "cannot be combined with against=; leave one of them out")
     require(not isinstance(recovery, Mapping), "recovery", recovery, "must be one recipe; several are for against=")
     if several or against is not None:
         for key in ("rescue", "times"):
@@ -284,7 +284,7 @@ def recipe_named(name: str, others: Iterable[str] = (), key: str = "recipe") -> 
     if name not in known and f"sim_{name}" in RECIPES:
         return f"sim_{name}"
     if name not in known:
-        what = "is a format without a recipe of its own" if name in FORMATS else "is no recipe"
+        what = "is a format without a recipe of its own" if name in FORMATS else "is not a recipe"
         raise ValueError(f"{key}={name}: {what}{nearest(name, known)}")
     return name
 

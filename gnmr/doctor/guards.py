@@ -47,7 +47,7 @@ def refuse_meta(model: nn.Module) -> None:
 
 def scalar(loss: object, where: str, trained: bool = True) -> Tensor:
     """Return the loss as a tensor (). Raises ValueError if it is not one number, or lacks a gradient if `trained`."""
-    right = "must be one number with a gradient; has the batch its targets, and is no checkpointing reentrant?"
+    right = "must be one number with a gradient; does the batch have targets, and is no checkpointing reentrant?"
     if not isinstance(loss, Tensor):
         raise ValueError(f"{where}={type(loss).__name__}: {right}")
     require(loss.numel() == 1, where, f"a tensor {tuple(loss.shape)}", right)
@@ -102,5 +102,5 @@ def refuse_constant(
     reach = torch.stack([g.float().norm() * w.float().norm().clamp(min=1) for g, w in there]).max()
     value, constant = float(loss.detach()), torch.finfo(torch.float32).eps
     zero = f"every gradient that reaches {of} is 0, so the loss is constant"
-    right = f"{zero}; has the batch its targets, and is no layer after them all zeros?"
+    right = f"{zero}; does the batch have targets, and is every later layer nonzero?"
     require(not float(reach) <= constant * abs(value), where, value, right)

@@ -201,7 +201,7 @@ def read_lists(lists: Mapping[str, Sequence[object] | str | int] | None, side: s
             try:
                 re.compile(_pattern(text, rule) or "")
             except re.error as error:
-                raise ValueError(f"{key}={text}: is no regular expression ({error})") from error
+                raise ValueError(f"{key}={text}: is not a regular expression ({error})") from error
     return found
 
 

@@ -166,7 +166,9 @@ def totals(found: Diagnosis) -> list[str]:
         lines.append(f"{whole}, held-out batches: {left_text(found.held_out)}")
     if found.beside:
         highest = max(found.beside, key=lambda row: row.value)
-        lines.append(f"beside the plan and the sum, each alone: at most {short(highest.value)}, of {highest.operator}")
+        lines.append(
+            f"outside the plan and the sum, each measured alone: at most {short(highest.value)}, of {highest.operator}"
+        )
     stable = found.stability()
     halves = f"rank correlation of one half of the batches with the other: {stable.halves:.2f}"
     if not found.pins:

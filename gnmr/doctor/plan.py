@@ -123,7 +123,7 @@ class PinPlan:
             require(isinstance(getattr(self, key), dict), key, getattr(self, key), "must be {operator: ...}")
             if strange := [name for name in getattr(self, key) if name not in self.operators]:
                 raise ValueError(
-                    f"{key}.{strange[0]}: is no operator of this plan{nearest(strange[0], self.operators)}"
+                    f"{key}.{strange[0]}: is not an operator of this plan{nearest(strange[0], self.operators)}"
                 )
         require(isinstance(self.modules, dict), "modules", self.modules, "must be {module: class}")
         for name, kind in self.modules.items():
@@ -287,7 +287,7 @@ def read_plan(path: str | PathLike[str]) -> PinPlan:
         raise UserError(f"plan={path}: {error}") from error
     except (ValueError, RecursionError) as error:
         raise UserError(
-            f"plan={path}: is no plan of gnmr's ({first_line(error).removeprefix('ValueError: ')})"
+            f"plan={path}: is not a gnmr plan ({first_line(error).removeprefix('ValueError: ')})"
         ) from error
 
 
@@ -322,19 +322,19 @@ def _known(what: str, tree: object, keys: Iterable[str]) -> None:
     require(isinstance(tree, dict), what, tree, f"must be {{{', '.join(keys)}}}")
     assert isinstance(tree, dict)
     if unknown := [key for key in tree if key not in keys]:
-        raise UserError(f"{what + '.' if what else ''}{unknown[0]}: is no key of a plan{nearest(unknown[0], keys)}")
+        raise UserError(f"{what + '.' if what else ''}{unknown[0]}: is not a key of a plan{nearest(unknown[0], keys)}")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = Counter(key for key, _ in pairs)
-        raise ValueError(f"{keys.most_common(1)[0][0]!r:.80} stands twice")
+        raise ValueError(f"{keys.most_common(1)[0][0]!r:.80} appears twice")
     return found
 
 
 def _no_constant(word: str) -> None:
-    raise ValueError(f"{word} is no number")
+    raise ValueError(f"{word} is not a number")
 
 
 def _name(key: str, name: object) -> None:

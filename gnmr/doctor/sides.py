@@ -195,6 +195,6 @@ def _right(entry: Entry, names: Sequence[str]) -> str:
     """Return the likely intention of an entry that matches nothing."""
     rule = LISTS[entry.which].rule
     if set(entry.text) & set("*?") and not entry.text.startswith("re:") and rule in ("exact", "re:", "part", "weight"):
-        return "* is no wildcard in this list" + (", use re: and a regular expression" if rule == "re:" else "")
+        return "* is not a wildcard in this list" + (", use re: and a regular expression" if rule == "re:" else "")
     near = nearest_to(entry.text, names)
     return repr(near) if near else f"names such as {names[0]}"

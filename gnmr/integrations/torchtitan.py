@@ -282,7 +282,9 @@ def _routing_of(model_config: Any) -> Routing:
     assert isinstance(routing, Routing)
     for name in routing.names:
         if type(linears.get(name, ours[0])) is not RoutedLinear.Config:
-            raise UserError(f"GnmrTrainer: {name}: another converter came behind GnmrConverter (LoRA); take one")
+            raise UserError(
+                f"GnmrTrainer: {name}: another converter (LoRA) was applied after GnmrConverter; use one of them"
+            )
     return routing
 
 

@@ -14,8 +14,8 @@ from gnmr.precision.targets import role_by_name
 SERIES = "0.3."
 """Prefix of the versions that this was written for and tried with."""
 _DEGREES = {
-    "tensor_parallel_degree": "of a shard a path would take scales and gradients by itself",
-    "pipeline_parallel_degree": "a rank sees the units of its own stages alone",
+    "tensor_parallel_degree": "a path would compute scales and gradients of one shard alone",
+    "pipeline_parallel_degree": "a rank sees only the units of its own stages",
     "context_parallel_degree": "it is not tried",
     "expert_parallel_degree": "it is not tried",
 }

@@ -202,7 +202,7 @@ class GnmrCallback(TrainerCallback):
     ) -> None:
         """Attach the model if that is the callback's task, and restore the state of a resumed checkpoint."""
         if state.is_hyper_param_search:
-            raise UserError("GnmrCallback: hyperparameter search is not supported; train each setting by itself")
+            raise UserError("GnmrCallback: hyperparameter search is not supported; train each setting separately")
         if self._options is not None:
             if self.controller is not None:  # an earlier training that did not end
                 self.controller.detach()

@@ -118,7 +118,7 @@ class Coverage:
         rest = sum(share for _, share in others[_NAMED:])
         told += [f"{len(others) - _NAMED} more {percent(rest)}"] if rest else []
         beside = self.attention / (self.whole + self.attention or 1)
-        apart = f" (beside these an attention's own products, {percent(beside)} of all)" if beside >= 0.1 else ""
+        apart = f" (in addition, an attention's own products take {percent(beside)} of all)" if beside >= 0.1 else ""
         left = f"; not: {', '.join(told)}" if told else ""
         return f"{verb} {percent(self.share(names))} of the GEMMs' arithmetic{left}{apart}"
 

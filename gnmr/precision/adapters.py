@@ -170,7 +170,7 @@ def _contained(path: str, module: nn.Module, adapter: _Adapter) -> Iterator[Foun
         if weight is None:
             continue
         if not isinstance(weight, Tensor) or weight.dim() != len(layout):
-            what = f"has {weight.dim()} dimensions" if isinstance(weight, Tensor) else "is no tensor"
+            what = f"has {weight.dim()} dimensions" if isinstance(weight, Tensor) else "is not a tensor"
             raise ValueError(f"{path}.{key}: its adapter says {layout}, and it {what}")
         shapes.append((key, layout, weight.shape))
     experts = max((shape[0] for _, layout, shape in shapes if layout[0] == "e"), default=0)

@@ -167,7 +167,7 @@ class Cast:
             key = each if each in ("codes", "hadamard", "stochastic") else "history"
             if key in found or (key == "history" and not (scale == "delayed" and each.isdecimal())):
                 raise ValueError(
-                    f"{word}: behind the scale stands the history of delayed, a number, or once codes, hadamard or "
+                    f"{word}: after the scale comes the history of delayed, a number, or one of codes, hadamard or "
                     "stochastic"
                 )
             found[key] = int(each) if key == "history" else True
@@ -258,7 +258,7 @@ class Recipe:
         made: dict[str, Any] = {}
         for gemm, words in _mapping(name, gemms, "{gemm: {operand: cast}}, as {fprop: {input: e4m3/tile}}").items():
             if gemm not in GEMMS:
-                raise ValueError(f"recipe {name}: {gemm!r} is no GEMM: use {', '.join(GEMMS)}")
+                raise ValueError(f"recipe {name}: {gemm!r} is not a GEMM: use {', '.join(GEMMS)}")
             for operand, word in _mapping(f"{name}: {gemm}", words, "{operand: cast}, as {input: e4m3/tile}").items():
                 if operand not in (known := (*READS[gemm], "result")):
                     raise ValueError(f"recipe {name}: {gemm} has no {operand!r}: use {', '.join(known)}")

@@ -141,7 +141,7 @@ class PathSpec:
         if self.group is not None:
             whole(group=self.group)
             other = [path for path in (self.low, self.recovery) if path is not None and not _integer(path)]
-            right = f"belongs to integer formats (int2 ... int8, bf16 beside them); {(other or [self.low])[0]} is none"
+            right = f"belongs to integer formats (int2 ... int8, and bf16); {(other or [self.low])[0]} is not one"
             require(_integer(self.low) and set(other) <= {"bf16"}, "group", self.group, right)
 
     @property

@@ -59,7 +59,7 @@ def iter_jsonl(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
                     return
                 after = row.get("step")
                 if type(after) is not int or not max(0, step + apart) <= after <= MAX_STEP:
-                    raise ValueError(f"step {after!r:.40} stands behind step {step}")
+                    raise ValueError(f"step {after!r:.40} comes after step {step}")
             step, end = after, end + len(line)
             yield row, end
 

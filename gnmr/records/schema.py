@@ -96,7 +96,7 @@ SCORE_FIELDS: dict[str, str] = {
 EVENT_FIELDS: dict[str, str] = {
     "step": "step whose norms led to it; in force from the next step on (0: in force from the start; cause retry: in "
     "force in this very step)",
-    "unit": "the unit's id; of a verdict those to blame with spaces between them, null where none is told",
+    "unit": "the unit's id; of a verdict those to blame with spaces between them, null if there is none",
     "event": "promote, release or verdict",
     "cause": "promote: the signal's column that was highest over its threshold (risk, if it has none), rank (a ranked "
     "signal took it under its threshold), nonfinite, retry (the loss was not finite by its low path, and the step was "

@@ -235,7 +235,7 @@ def test_pins_count_against_it() -> None:
 
     share = AREAS[0] / (3 * sum(AREAS))
     assert active(3 * share) == ["0:wgrad"] and active(1.0) == ["0:wgrad", "2:fprop", "2:dgrad", "2:wgrad"]
-    with pytest.raises(ValueError, match=r"too small for any unit beside pins, which take 0\.133"):
+    with pytest.raises(ValueError, match=r"too small for any unit in addition to pins, which take 0\.133"):
         active(2.5 * share)
 
 

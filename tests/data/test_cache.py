@@ -70,7 +70,7 @@ def moved(folder: Path) -> None:
         (lambda folder: reseal(folder, end_token=-1), "meta.json describes no tokens"),
         (lambda folder: reseal(folder, dtype="O"), "meta.json describes no tokens"),
         (linked, "Too many levels of symbolic links"),
-        (moved, "it is no folder"),
+        (moved, "it is not a folder"),
     ],
 )
 def test_a_damaged_or_planted_cache_is_rebuilt_and_said(

@@ -36,7 +36,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "digits.jsonl": (b'{"text": ' + b"9" * 5000 + b"}", "row 1 is not JSON"),
     "end.jsonl": (ROWS + b"{{{", "row 41 is not JSON"),
     "numbers.jsonl": (ROWS + b'{"text": 3}\n', "row 41: column 'text' holds int"),
-    "scalars.jsonl": (b'1\n"a"\n', "row 1 is no object with columns"),
+    "scalars.jsonl": (b'1\n"a"\n', "row 1 is not an object with columns"),
     "names.jsonl": (
         json.dumps({"k" * 999: 1, "\n\x1b[31m": 2}).encode(),
         r"no column 'text'; data\.text_column must be one of k{60}, '\\n\\x1b\[31m'$",

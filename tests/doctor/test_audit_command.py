@@ -89,16 +89,16 @@ def test_a_checkpoint_as_it_is_and_on_a_recipe(gnmr, checkpoint: Path) -> None:
     ("words", "line"),
     [
         (["{run}", "recpie=mxfp8"], "unknown option 'recpie=mxfp8': did you mean recipe"),
-        (["{run}", "recipe=mxfp9"], "recipe=mxfp9: is no recipe: did you mean mxfp8"),
+        (["{run}", "recipe=mxfp9"], "recipe=mxfp9: is not a recipe: did you mean mxfp8"),
         (["{run}", "out=no/where.json"], "out=no/where.json"),
         (["{run}", "filter_fqns="], "'filter_fqns=' has no value"),
-        (["{run}", "modules_to_not_convert=[a(]"], "is no regular expression"),
+        (["{run}", "modules_to_not_convert=[a(]"], "is not a regular expression"),
         (
             ["{run}", "rollout.filter_fqn=[]"],
             "did you mean rollout.filter_fqns",
         ),
         (["{run}", "rollout.ignore=[]"], "trainer: has no list"),
-        (["{run}", "trainer.fqns=[wo]", "rollout.ignore=[re:a(]"], "rollout.ignore=re:a(: is no regular expression"),
+        (["{run}", "trainer.fqns=[wo]", "rollout.ignore=[re:a(]"], "rollout.ignore=re:a(: is not a regular expression"),
         (
             ["{run}", "trainer.fqns=[wo]", "rollout.ignore=[head]"],
             "rollout.ignore=head: matches no linear",

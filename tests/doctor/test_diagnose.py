@@ -412,13 +412,13 @@ def test_a_stride_and_terms_of_the_loss() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"recipe": "nvfp5"}, "recipe=nvfp5: is no recipe: did you mean nvfp4?"),
+        ({"recipe": "nvfp5"}, "recipe=nvfp5: is not a recipe: did you mean nvfp4?"),
         ({"recipe": "int2"}, "recipe=int2"),
         ({"recipe": "bf16"}, "recipe=bf16"),
         ({"recipe": "nvfp4", "model": nn.Sequential(nn.Linear(10, 10))}, "0 has 10 inputs"),
         ({"budget": -0.1}, "budget=-0.1: must be extra GEMM time"),
         ({"budget": "some"}, "budget=some: must be extra GEMM time"),
-        ({"rescue": "mxfp9"}, "rescue=mxfp9: is no recipe: did you mean mxfp8?"),
+        ({"rescue": "mxfp9"}, "rescue=mxfp9: is not a recipe: did you mean mxfp8?"),
         ({"rescue": []}, "rescue=[]: must be one recipe or several"),
         ({"rescue": "nvfp4"}, "rescue=nvfp4: takes no more time in fprop than sim_int4"),
         ({"rescue": "fp8_hybrid", "times": {"8": 1}}, "rescue=fp8_hybrid: takes no more time in fprop than sim_int4"),

@@ -393,13 +393,13 @@ def test_an_operator_that_alone_makes_predictions_nan_is_the_worst_and_is_kept()
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"recipe": "foo"}, "recipe=foo: is no recipe"),
+        ({"recipe": "foo"}, "recipe=foo: is not a recipe"),
         ({"recipe": 3}, "recipe=3: must be the name"),
         ({"recipe": {"*": "nvfp4", "q_proj": None}}, "recipe=None: must be the name"),
         ({"recipe": {"q_proj": "nvfp4"}}, 'recipe=.*: has no "\\*"'),
         ({"recipe": {"*": "nvfp4", "lost": "bf16"}}, "recipe=lost: no operator"),
         ({"recipe": {"*": "nvfp4", "q_proj": "llm_int8"}}, "recipe.q_proj=llm_int8: can be"),
-        ({"against": "foo"}, "against=foo: is no recipe"),
+        ({"against": "foo"}, "against=foo: is not a recipe"),
         ({"against": {"*": "mxfp8", "lost": "bf16"}}, "against=lost: no operator"),
         ({"against": "mxfp8", "recovery": "mxfp8"}, "recovery=mxfp8: against="),
         ({"recovery": {"*": "bf16"}}, "recovery=.*: must be one recipe"),

@@ -78,15 +78,15 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"gnmr_plan": 1}, "gnmr_plan=1: this version reads 2; have `gnmr diagnose` write it anew"),
-    ({"bugdet": 0.1}, "bugdet: is no key of a plan: did you mean budget?"),
+    ({"bugdet": 0.1}, "bugdet: is not a key of a plan: did you mean budget?"),
     ({"budget": -0.1}, "budget=-0.1: must be extra GEMM time, a share above 0 (0.1 is 10%)"),
     ({"extra": "much"}, "extra=much: must be a number from -1"),
     ({"times": {"8": 0}}, "times.8=0: must be"),
     ({"work": {"layers.1.down_proj": -1}}, "work.layers.1.down_proj=-1: must be a whole number"),
-    ({"work": {"layers.2.down_proj": 1}}, "work.layers.2.down_proj: is no operator of this plan"),
+    ({"work": {"layers.2.down_proj": 1}}, "work.layers.2.down_proj: is not an operator of this plan"),
     ({"rest": 1.5}, "rest=1.5: must be a whole number"),
     ({"fused": ["qvk"]}, "fused=qvk: must be one of qkv"),
-    ({"prices": {"layers.2.down_proj": {}}}, "prices.layers.2.down_proj: is no operator of this plan"),
+    ({"prices": {"layers.2.down_proj": {}}}, "prices.layers.2.down_proj: is not an operator of this plan"),
     ({"prices": {"layers.1.down_proj": {"fprop": {"bf16": 0}}}}, "must be {recipe: nats}, sim_e2m1 among them"),
     ({"prices": {"layers.1.down_proj": {"fprop": {"sim_e2m1": 1, "fp9": 0}}}}, "down_proj.fprop=fp9: must be one of"),
     ({"prices": {"layers.1.down_proj": {"fprop": {"sim_e2m1": 1e300}}}}, "fprop.sim_e2m1=1e+300: must be a number"),
@@ -104,12 +104,12 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"pins": {"layers.1.down_proj": {"fprop": "bf17"}}}, "pins.layers.1.down_proj.fprop=bf17"),
     (
         {"pins": {"layers.2.down_proj": {"fprop": "bf16"}}},
-        "pins.layers.2.down_proj: is no operator of this plan: did you mean",
+        "pins.layers.2.down_proj: is not an operator of this plan: did you mean",
     ),
     ({"operators": {"a": [3]}}, "operators.a=[3]: must be [inputs, outputs]"),
     ({"operators": {"a*": [3, 3]}}, "operators='a*': an operator's name is printable"),
     ({"expected": {"before": 1}}, "expected.after=None: must be a number from -1e+09"),
-    ({"triggers": {"prices": 1}}, "triggers.prices: is no key of a plan: did you mean price?"),
+    ({"triggers": {"prices": 1}}, "triggers.prices: is not a key of a plan: did you mean price?"),
     ({"provenance": {"a": 1}}, "provenance={'a': 1}: must be {name: text}"),
 ]
 
@@ -134,15 +134,15 @@ def test_a_folder_that_holds_a_plan_is_read_as_one(tmp_path: Path, monkeypatch: 
 
 def test_what_is_no_plan_is_refused(tmp_path: Path) -> None:
     for text, line in (
-        ("", "is no plan of gnmr's"),
+        ("", "is not a gnmr plan"),
         ("[1]", "a JSON object with gnmr_plan was expected"),
         ("{}", "a JSON object with gnmr_plan was expected"),
         ('{"gnmr_plan": 2}', "operators: is missing"),
-        ('{"gnmr_plan": 2, "low": "a", "low": "b"}', "'low' stands twice"),
-        ('{"gnmr_plan": 2, "budget": NaN}', "NaN is no number"),
-        ("[" * 100_000, "is no plan of gnmr's"),
+        ('{"gnmr_plan": 2, "low": "a", "low": "b"}', "'low' appears twice"),
+        ('{"gnmr_plan": 2, "budget": NaN}', "NaN is not a number"),
+        ("[" * 100_000, "is not a gnmr plan"),
         ('{"gnmr_plan": 2, "provenance": ' + "[" * 60 + "]" * 60 + "}", "nested more than 50 deep"),
-        ("\xff", "is no plan of gnmr's"),
+        ("\xff", "is not a gnmr plan"),
     ):
         with pytest.raises(UserError, match=line):
             read_plan(written(tmp_path, text))

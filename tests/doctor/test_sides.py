@@ -180,8 +180,8 @@ def test_an_engine_refuses_a_part_of_what_it_fuses() -> None:
 
 MISTAKES = [
     ({"filter_fqn": ["a"]}, "must be one of"),
-    ({"ignore_patterns": ["lm_head", "a("]}, "is no regular expression"),
-    ({"ignore": ["lm_head", "re:a("]}, "is no regular expression"),
+    ({"ignore_patterns": ["lm_head", "a("]}, "is not a regular expression"),
+    ({"ignore": ["lm_head", "re:a("]}, "is not a regular expression"),
     ({"ignore": ["lm_head", ""]}, "has an empty entry"),
     ({"filter_fqns": ["lm_haed"]}, "matches no linear of this model; 'lm_head'"),
     ({"quant_cfg": ["*lm_head*"]}, "must end in :on or :off"),

@@ -212,7 +212,7 @@ def test_what_is_refused_before_anything_is_built(titan: Any) -> None:
     for converters, line in (
         ([], "no linear has two paths: give model_registry converters="),
         ([mine, float8], "take one converter or the other"),
-        ([mine, LoRAConverter.Config()], "another converter came behind"),
+        ([mine, LoRAConverter.Config()], "another converter (LoRA) was applied after"),
     ):
         config = titan.GnmrTrainer.Config(model_spec=spec_of(*converters))
         config.training.disable_cuda_graphs = True

@@ -70,14 +70,8 @@ def test_offline_file_equals_what_was_given(
         )
         assert logged["step"] == step
         assert set(EVAL_METRICS.values()) <= logged.keys() if step % 6 == 0 else "val/loss" not in logged
-        lines = {
-            f"{column}/{unit}": values[place]
-            for column, values in of_units[step].columns.items()
-            for place, unit in enumerate(of_units[step].units)
-            if column in row["over"] and of_units[step].observed[place] and not math.isnan(values[place])
-        }
-        found = {name: logged[name] for name in logged if "layers." in name}
-        assert found == (lines if step % 5 == 0 else {}) and (step != 10 or len(found) == 5)
+        sent = {name.split("/")[1] for name in logged if name.startswith("traces/")}
+        assert sent == ({"delta_gnmr_table", "gnmr_table"} if step % 2 == 0 and step > 5 else set())
         assert logged["recovery/promotions"] == 2 * (step >= 2) + 2 * (step >= 9)
     assert history[12]["val/loss"] == eval_row(12)["val_loss"]
     assert history[5]["risk/highest"] == of_units[5].risk.max()
@@ -94,12 +88,25 @@ def test_offline_file_equals_what_was_given(
     config = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert (config["model"], config["arm"]) == ({"name": "llama"}, "arm")
     assert config["header"] == {key: value for key, value in HEADER.items() if key != "units"}
-    tables = {path.name.split("_")[0]: json.loads(path.read_text()) for path in media(tmp_path, "table")}
-    assert tables["events"]["data"] == [list(row.values()) for row in events]
+    later = [record.config.update for record in read_records(tmp_path) if record.WhichOneof("record_type") == "config"]
+    assert any('"wandb/lineseries/v0"' in item.value_json for update in later for item in update)
+    assert table_of(tmp_path, history[40]["events/path"])["data"] == [list(row.values()) for row in events]
+    for column in ("gnmr", "delta_gnmr"):
+        points: dict[str, dict[int, float]] = {}
+        for step, unit, value in table_of(tmp_path, history[40][f"traces/{column}_table/path"])["data"]:
+            points.setdefault(unit, {})[step] = value
+        units = of_units[1].units
+        assert list(points)[:2] == [units[0], units[2]] and set(points) == set(units), "the most promoted come first"
+        for place, unit in enumerate(units):
+            want = {step: of_units[step].columns[column][place] for step in range(5, 41, 5)}
+            if unit == units[3] or (column, unit) == ("delta_gnmr", units[0]):
+                del want[10]  # not observed, NaN
+            assert points[unit] == want
 
 
-def media(folder: Path, kind: str) -> list[Path]:
-    return sorted(path for path in folder.glob(f"wandb/offline-run-*/files/media/{kind}/**/*") if path.is_file())
+def table_of(folder: Path, name: str) -> Any:
+    (path,) = folder.glob(f"wandb/offline-run-*/files/{name}")
+    return json.loads(path.read_text())
 
 
 def test_off_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_row: Make) -> None:
@@ -154,6 +161,7 @@ def fake_wandb(broken: str, key: str | None = None) -> Any:
         ),
         Settings=type("Settings", (SimpleNamespace,), {"model_fields": {"silent"}}),
         Table=type("Table", (SimpleNamespace,), {"MAX_ROWS": 10}),
+        plot=SimpleNamespace(line_series=lambda xs, ys, **named: SimpleNamespace(xs=xs, ys=ys, **named)),
     )
 
 
@@ -267,34 +275,43 @@ def test_a_resumed_run_sends_first_what_wandb_lacks(
     assert list(merged) == [step for step in (1, 2, 3, 4) if step >= there]
     assert [merged[step]["recovery/promotions"] for step in merged] == [min(step, 3) for step in merged]
     assert merged[3]["val/loss"] == eval_row(3)["val_loss"]
-    assert [step for step in merged if any(name.startswith("gnmr/") for name in merged[step])] == [2, 4]
+    assert [step for step in merged if "traces/gnmr" in merged[step]] == [2, 4]
+    assert merged[4]["traces/gnmr"].xs[0] == [2, 4], "with the points from before the stop"
 
 
-@pytest.mark.parametrize(("most", "expected"), [(3, ["u9", "u4", "u0"]), (None, [f"u{i}" for i in range(70)])])
 def test_the_most_promoted_units_have_lines(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    step_row: Make,
-    unit_rows: Make,
-    event_row: Make,
-    most: int | None,
-    expected: list[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_row: Make, unit_rows: Make, event_row: Make
 ) -> None:
     monkeypatch.setattr(wandb_sink, "_wandb", lambda: fake_wandb(""))
-    sink = WandbSink(pytest.fail, 1, most)
+    sink = WandbSink(pytest.fail, 1, 3)
     start(sink, tmp_path)
     units = [f"u{i}" for i in range(70)]
+    values = np.arange(70.0)
     sink.events([event_row(1, unit=unit) for unit in ("u9", "u4", "u9")])
-    sink.step(step_row(2), unit_rows(2, units))
-    sink.step(
-        step_row(3, over={"price": 0}), unit_rows(3, units, columns={"price": np.ones(70), "norm_low": np.ones(70)})
-    )
-    sink.step(step_row(4, over={}), unit_rows(4, units, columns={}))
+    columns = {"gnmr": np.where(values > 67, np.inf, values), "norm_low": np.ones(70)}
+    sink.step(step_row(2, over={"gnmr": 0}), unit_rows(2, units, columns=columns))
+    sink.step(step_row(4, over={}), unit_rows(4, units, columns={}, risk=values))
     sink._thread.shutdown()
-    _, gnmr, price, risk = sink._run.logged
-    assert [name.removeprefix("gnmr/") for name in gnmr if name.startswith("gnmr/")] == expected
-    assert [name for name in price if "/u" in name] == [f"price/{unit}" for unit in expected], "evidence has no line"
-    assert [name for name in risk if "/u" in name] == [f"risk/{unit}" for unit in expected]
+    _, first, second = sink._run.logged
+    chart = first["traces/gnmr"]
+    assert chart.keys == ["u9", "u4", "u67"], "of equally promoted units the one with the highest value"
+    assert (chart.xs, chart.ys) == ([[2]] * 3, [[9.0], [4.0], [67.0]])
+    assert [name for name in second if name.startswith("traces/")] == ["traces/gnmr", "traces/risk"]
+    assert second["traces/risk"].keys == ["u9", "u4", "u69"]
+
+
+def test_a_chart_never_has_more_points_than_wandb_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_row: Make, unit_rows: Make
+) -> None:
+    monkeypatch.setattr(wandb_sink, "_wandb", lambda: fake_wandb(""))
+    sink = WandbSink(pytest.fail, 1, 2)
+    start(sink, tmp_path)
+    for step in range(1, 41):
+        sink.step(step_row(step), unit_rows(step))
+    sink._thread.shutdown()
+    charts = [metrics["traces/gnmr"] for metrics in sink._run.logged if "traces/gnmr" in metrics]
+    assert len(charts) == 20 and all(sum(map(len, chart.xs)) <= 10 for chart in charts)
+    assert charts[-1].xs == [[8, 16, 24, 32, 40]] * 2
 
 
 @pytest.mark.parametrize(("project", "expected"), [(None, ("theirs", None)), ("we/ours", ("ours", "we"))])

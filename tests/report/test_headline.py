@@ -22,7 +22,7 @@ def test_what_was_shown() -> None:
     found = told(int4=[50, 51.2, 52], int4_int8=[45, 46, 46.8], int8=[40, 41.1, 41.6], bf16=[39, 40, 40.5])
     assert found.sentence.startswith("Low precision raised the perplexity by 28.2% (int4 against bf16, n = 3).")
     assert (
-        "Of the loss gap between int4 and int8, int4_int8-gnmr closed 48% with 10.0% of the unit-steps."
+        "Of the loss gap between int4 and int8, int4_int8-gnmr recovered 48% with 10.0% of the unit-steps."
         in found.sentence
     )
     assert "int4_int8-gnmr is significantly better than int4 (p = " in found.sentence

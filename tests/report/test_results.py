@@ -100,13 +100,13 @@ def test_a_changed_number_is_found(written: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
-        ("low: never", "low: nevr", "claims.one: 'nevr' is none of its arms: did you mean never"),
+        ("low: never", "low: nevr", "claims.one: 'nevr' is not one of its arms: did you mean never"),
         ("title:", "titel:", "claims.one: unknown key 'titel': did you mean title"),
         ("study/int4-*", "study/int5-*", "claims.one: study/int5-*: no such run"),
         ("study/int4-*", "study/int4*", "claims.one.arms.never: runs of several configs"),
         ("asks: Does it help?", "asks: [a]", "claims.one.asks: must be a text"),
         ("'study/int4-*'", "['study/int4-*', 'study/int4-*']", "every arm needs as many cells"),
-        ("low: never", "contrasts: {gmr: always}\n    low: never", "claims.one: 'gmr' is none of its arms"),
+        ("low: never", "contrasts: {gmr: always}\n    low: never", "claims.one: 'gmr' is not one of its arms"),
         ("claims:", "claims: 3\nother:", "unknown key 'other'"),
     ],
 )
@@ -119,7 +119,9 @@ def test_mistakes_in_claims_are_one_line(written: Path, old: str, new: str, told
 
 def test_a_mark_that_names_no_number(written: Path) -> None:
     (written.parent / "text.md").write_text("<!--=one/gnmr/diference--><!--/-->")
-    with pytest.raises(UserError, match=r"text\.md: 'one/gnmr/diference' is no result: did you mean one/gnmr/differ"):
+    with pytest.raises(
+        UserError, match=r"text\.md: 'one/gnmr/diference' is not a result: did you mean one/gnmr/differ"
+    ):
         quiet(written)
 
 

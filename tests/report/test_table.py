@@ -54,8 +54,8 @@ def test_all_arms_between_two_bounds_stand_in_one_model(runs: Recorded) -> None:
     table = arm_table(runs.comparisons()[0])
     told = row(table, "int4_int8-gnmr")
     assert told["verdict (p)"].endswith(f" ({2 * stats.t.sf(0.02 / (sd * math.sqrt(2 / 3)), 4):.3f})")
-    assert told[DIFFERENCE].startswith("-2.0%") and told["gap closed"].startswith("20% [")
-    assert row(table, "int8")["verdict (p)"].startswith("better (") and row(table, "int8")["gap closed"] == "-"
+    assert told[DIFFERENCE].startswith("-2.0%") and told["gap recovered"].startswith("20% [")
+    assert row(table, "int8")["verdict (p)"].startswith("better (") and row(table, "int8")["gap recovered"] == "-"
     assert "int8 against int4" in notes(table)
 
 
@@ -116,7 +116,7 @@ def test_sentence_and_table_say_the_same(runs: Recorded, noise: float) -> None:
         assert sentence.endswith("the arms between them are not judged.")
     else:
         verdict, _, p = told["vs random (p)"].rpartition(" ")
-        assert f"closed {told['gap closed'].partition(' ')[0]} with 8.0% of the GEMM FLOPs" in sentence
+        assert f"recovered {told['gap recovered'].partition(' ')[0]} with 8.0% of the GEMM FLOPs" in sentence
         own = told["verdict (p)"].rpartition(" ")[2].strip("()")
         assert f"(p = {own})" in sentence and _AGAINST[verdict].rpartition(" ")[2] in sentence
         assert sentence.endswith(f" random with the same budget (p = {p.strip('()')}).")
@@ -152,8 +152,8 @@ def test_the_signal_that_always_recovers_is_the_static_recovery_path(runs: Recor
     assert {arm.label: arm.always for arm in comparison.arms}["int4_int8-always_high"] == "int8"
     runs.runs.pop()
     table = arm_table(runs.comparisons()[0])
-    assert row(table, "int4_int8-gnmr")["gap closed"] == "50%"
-    assert row(table, "int4_int8-always_high")["gap closed"] == "-"
+    assert row(table, "int4_int8-gnmr")["gap recovered"] == "50%"
+    assert row(table, "int4_int8-always_high")["gap recovered"] == "-"
 
 
 def test_an_arm_with_pins_is_not_the_static_low_path(runs: Recorded) -> None:
@@ -274,4 +274,4 @@ def test_compressed_gradients_lie_between_never_recovering_and_dense(runs: Recor
     table = arm_table(comparison)
     (routed,) = (arm for arm in comparison.arms if arm.signal == "price")
     assert comparison.low(routed).signal == "always_low"
-    assert row(table, routed.label)["sent"] == "20.0%" and row(table, routed.label)["gap closed"] == "50%"
+    assert row(table, routed.label)["sent"] == "20.0%" and row(table, routed.label)["gap recovered"] == "50%"

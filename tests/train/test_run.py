@@ -78,10 +78,10 @@ def test_a_folder_of_something_else_is_refused(train, tmp_path):
     folder = tmp_path / "photos"
     folder.mkdir()
     (folder / "cat.jpg").write_text("miaow")
-    with pytest.raises(UserError, match="is no run folder"):
+    with pytest.raises(UserError, match="is not a run folder"):
         train(folder)
     assert [p.name for p in folder.iterdir()] == ["cat.jpg"]
-    with pytest.raises(UserError, match="is no run folder"):
+    with pytest.raises(UserError, match="is not a run folder"):
         train(folder / "cat.jpg")
     with pytest.raises(UserError, match="cannot be written"):
         train(folder / "cat.jpg" / "run")

@@ -95,7 +95,7 @@ class Job:
         if not (target.formats or llama):
             self.notes.append("NOT in it: linears that are not the plan's, which stay in 16 bits: name them too")
         elif not known and (target.layout or not target.formats):
-            self.notes.append("NOT in it: blocks behind the plan's last one, if the model has any: export with layers=")
+            self.notes.append("NOT in it: blocks after the plan's last one, if the model has any: export with layers=")
 
     def label(self, mix: Mix) -> str:
         """Return a name for these recipes, one for each set of casts."""

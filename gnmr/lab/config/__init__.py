@@ -130,7 +130,7 @@ class Config:
             place(key, value, homeless=key == "data.cache_dir")
         longest = LONGEST_NAME - len(f"-00000000-s{self.training.seed}")  # the folder's name also contains these
         length = len(self.arm_name.encode())
-        require(length <= longest, "arm", f"{self.arm_name[:20]}...", f"has {length} bytes, {longest} at the most")
+        require(length <= longest, "arm", f"{self.arm_name[:20]}...", f"has {length} bytes; use at most {longest}")
 
     @property
     def arm_name(self) -> str:
@@ -225,7 +225,9 @@ def read(path: Path) -> Config:
     try:
         tree = read_tree(path)
         if tree.get("own_loop") is True:  # gnmr/attachment/record.py
-            raise Damaged(f"{path.parent}: was recorded by attach() in a loop of its own, and is no run of gnmr train")
+            raise Damaged(
+                f"{path.parent}: was recorded by attach() in a loop of its own, and is not a run of gnmr train"
+            )
         return load(tree)
     except Damaged:
         raise

@@ -67,7 +67,7 @@ def place_of_base(base: str) -> tuple[Path, Path]:
     run, checkpoints = (folder.parents[1], folder) if step else (folder, folder / "checkpoints")
     if not exists(run / "config.yaml") or not exists(checkpoints):
         lacking = "config.yaml" if not exists(run / "config.yaml") else checkpoints.relative_to(run)
-        raise UserError(f"base={base}: is no run with a checkpoint ({lacking} is missing there)")
+        raise UserError(f"base={base}: is not a run with a checkpoint ({lacking} is missing there)")
     return run, checkpoints
 
 

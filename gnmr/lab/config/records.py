@@ -63,13 +63,12 @@ class RecordsConfig:
     wandb_project: str | None = None
     """NAME or ENTITY/NAME. If null, it is WANDB_PROJECT of the environment, else gnmr."""
     wandb_every: int = 10
-    """Steps between points of a unit's lines in W&B and its table rows. Losses are sent every step."""
-    wandb_units: int | None = 64
-    """Number of units with lines in W&B: the most promoted ones. If null, all units have lines."""
+    """Steps between points of the W&B charts of units. Losses are sent every step."""
+    wandb_units: int = 5
+    """Number of units with a line in the W&B charts: the most promoted ones."""
 
     @as_user_error("records.")
     def __post_init__(self) -> None:
-        whole(**fields(self, "units_every", "check_every", "plain_every", "wandb_every"))
-        whole(or_null=True, wandb_units=self.wandb_units)
+        whole(**fields(self, "units_every", "check_every", "plain_every", "wandb_every", "wandb_units"))
         one_of(("auto", "plain", "log", "off"), live=self.live)
         one_of(("auto", "online", "offline", "off"), wandb=self.wandb)

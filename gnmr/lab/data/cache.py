@@ -112,7 +112,7 @@ def open_folder(folder: Path) -> TokenCorpus:
     if not os.path.lexists(folder):
         raise FileNotFoundError(folder)
     if folder.is_symlink() or not folder.is_dir():
-        raise Corrupt("it is no folder")
+        raise Corrupt("it is not a folder")
     try:
         meta = json.loads(content(folder / META, LARGEST_META))
         if meta["fingerprint"] != _fingerprint(meta):

@@ -108,7 +108,7 @@ def local_files(config: DataConfig, tell: Callable[[str], None] = lambda _: None
         f"validation files: {len(validation)}" if validation else f"validation: every {ONE_IN}th document"
     )
     if left_out:
-        summary += f"; left out beside files named train: {named(left_out)}"
+        summary += f"; left out because there are files named train: {named(left_out)}"
     if of_clone:
         summary += f"; of the folder {path.name} alone"
     files = {split: [folder / name for name in names] for split, names in splits.items()}

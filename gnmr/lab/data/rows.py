@@ -90,7 +90,7 @@ def read_rows(file: Path, least: int = 1) -> Iterator[Row]:
     try:
         for number, cells in _parquet(file) if file.name.lower().endswith(".parquet") else _json(file):
             if not isinstance(cells, dict):
-                raise UserError(f"{file}: row {number} is no object with columns")
+                raise UserError(f"{file}: row {number} is not an object with columns")
             found += 1
             yield Row(f"{file}: row {number}", cells)
     except UserError:

@@ -69,7 +69,7 @@ def blocks_of(
         raise UserError(f"{subject.name}: a checkpoint brings no text: give data=FILE.txt")
     longest = subject.max_length
     if length is not None and length > longest:
-        raise UserError(f"block={length}: the model reads {longest} tokens at the most")
+        raise UserError(f"block={length}: the model reads at most {longest} tokens")
     length = length or (longest if run else min(longest, LONGEST))
     wanted = size or max(1, (TOKENS if run else TOKENS // 2) // length)
     together = batches + held_out
@@ -105,7 +105,7 @@ def _encoded(subject: Subject, data: Path) -> np.ndarray:
     """Return the file's tokens."""
     try:
         if not data.is_file():  # reading a pipe would block
-            raise UserError(f"data={data}: {'is no file' if data.exists() else 'there is no such file'}")
+            raise UserError(f"data={data}: {'is not a file' if data.exists() else 'there is no such file'}")
         with data.open("rb") as file:
             raw = file.read(MOST_TEXT)
     except OSError as error:

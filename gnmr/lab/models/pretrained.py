@@ -83,7 +83,7 @@ def open_config(checkpoint: str, where: str | None = None) -> Any:
 
 def _not_causal(config: Any, where: str) -> UserError:
     return UserError(
-        f"{where}: a {config.model_type} model is no causal language model, which is what the commands read; "
+        f"{where}: a {config.model_type} model is not a causal language model, the only kind that the commands read; "
         "gnmr.diagnose, gnmr.audit and gnmr.attach take any model in Python, with a loss of your own"
     )
 
@@ -216,7 +216,7 @@ def _check_dtypes(files: list[Path], where: str) -> None:
                 if dtype not in _DTYPES and not name.endswith(_BUFFERS):
                     raise UserError(
                         f"{where}: {name} is {dtype} in {file.name}, and config.json has no quantization_config that "
-                        f"says what its values stand for; give weights in {', '.join(_DTYPES)}"
+                        f"says what its values mean; give weights in {', '.join(_DTYPES)}"
                     )
 
 

@@ -40,8 +40,8 @@ EVAL_METRICS = {"val_loss": "val/loss", "val_ppl": "val/ppl"}
 _PRICES = ("price", "price_fprop")
 _MAX_TAG = 64
 """Characters; W&B's own limit."""
-MOST_LINES = 64
-"""Units that have lines by default."""
+_CHARTS = 20
+"""Times that the charts of a run are sent, besides at its end: each time W&B stores their points anew."""
 
 _SETTINGS = {
     "init_timeout": 30.0,  # s; the run waits for it
@@ -57,7 +57,7 @@ _SETTINGS = {
 
 
 class WandbSink:
-    """Sends a run to W&B: losses every step, the columns of units as lines, a table of events at the end.
+    """Sends a run to W&B: losses every step, charts of the most promoted units, a table of events at the end.
 
     A resumed run goes on under its id, and first sends the recorded steps that W&B lacks. Offline these are all steps:
     `wandb sync` replaces the history of a run by that of the part which is uploaded last, and a killed process leaves a
@@ -67,16 +67,19 @@ class WandbSink:
     training thread only queues them. What is handed over must not be changed afterwards.
     """
 
-    def __init__(self, say: Callable[[str], None], wandb_every: int = 10, wandb_units: int | None = MOST_LINES) -> None:
+    def __init__(self, say: Callable[[str], None], wandb_every: int = 10, wandb_units: int = 5) -> None:
         """Send nothing until `start`.
 
         Args:
             say: gets the one line when W&B fails.
-            wandb_every: steps between the points of a unit's lines.
-            wandb_units: how many units have lines, the most promoted ones; None for all.
+            wandb_every: steps between the points of a chart; doubled whenever a chart has more than W&B draws.
+            wandb_units: how many units have a line in a chart, the most promoted ones.
         """
         self._say = say
         self._every, self._most = wandb_every, wandb_units
+        self._chart_every = 0  # steps; `start` knows how long the run is
+        self._units: list[str] = []
+        self._traces: dict[str, dict[int, np.ndarray]] = {}  # column: step: (U,), NaN where nothing is known
         self._promotions: Counter[str] = Counter()
         self._last_step = 0
         self._run: Any = None
@@ -99,6 +102,7 @@ class WandbSink:
         """
         if mode == "off":
             return
+        self._chart_every = max(1, info.total_steps // _CHARTS)
         entity, _, name = (project or "").rpartition("/")
         own = (info.arm, header.get("experiment"), header.get("scale"))
         tags = (*map(str, filter(None, own)), *map(str.strip, os.environ.get("WANDB_TAGS", "").split(",")))
@@ -190,9 +194,11 @@ class WandbSink:
             return
         with self._tolerant("finish"):
             wandb = _wandb()
+            last = self._charts()
             if rows := [[row.get(key) for key in EVENT_FIELDS] for row in events[-wandb.Table.MAX_ROWS :]]:
-                table = wandb.Table(columns=list(EVENT_FIELDS), data=rows)
-                self._run.log({"events": table}, step=self._run.step)
+                last["events"] = wandb.Table(columns=list(EVENT_FIELDS), data=rows)
+            if last:
+                self._run.log(last, step=self._run.step)
             self._run.summary.update({f"summary/{key}": value for key, value in summary.items()})
             self._run.finish(exit_code=0 if summary.get("status") == "done" else 1)
             self._run = None
@@ -229,21 +235,43 @@ class WandbSink:
             metrics |= {f"casts/{operand}_saturated": saturated, f"casts/{operand}_nonfinite": nonfinite}
         if units is not None:
             metrics |= _unit_metrics(units)
-            if row["step"] % self._every == 0:
-                metrics |= self._lines(units, [name for name in row["over"] if name in units.columns])
+            self._keep(units, [name for name in row["over"] if name in units.columns])
+        if row["step"] % self._chart_every == 0:
+            metrics |= self._charts()
         return metrics
 
-    def _lines(self, rows: UnitRows, columns: list[str]) -> dict[str, float]:
-        """Return {COLUMN/UNIT: value} for the most promoted units: the signal's columns, or the risk if it has none."""
-        units = list(range(len(rows.units)))
-        if self._most is not None:  # of as many promotions the first in the model
-            units = sorted(units, key=lambda place: -self._promotions[rows.units[place]])[: self._most]
-        metrics: dict[str, float] = {}
-        for column in columns or ["risk"]:
-            values = rows.columns[column] if columns else rows.risk
-            known = rows.observed & ~np.isnan(values)
-            metrics |= {f"{column}/{rows.units[place]}": float(values[place]) for place in units if known[place]}
-        return metrics
+    def _keep(self, rows: UnitRows, columns: list[str]) -> None:
+        """Keep the signal's columns for the charts, or the risk if it has none."""
+        if rows.step % self._every:
+            return
+        self._units = rows.units
+        for column, values in ({name: rows.columns[name] for name in columns} or {"risk": rows.risk}).items():
+            known = np.where(rows.observed & np.isfinite(values), values, np.nan)
+            self._traces.setdefault(column, {})[rows.step] = known
+        if max(map(len, self._traces.values())) * self._most > _wandb().Table.MAX_ROWS:
+            self._every *= 2
+            for points in self._traces.values():
+                for step in [step for step in points if step % self._every]:
+                    del points[step]
+
+    def _charts(self) -> dict[str, Any]:
+        """Return {traces/COLUMN: chart} with a line for each of the units promoted most so far, if any is known."""
+        promotions = np.array([self._promotions[unit] for unit in self._units])
+        charts: dict[str, Any] = {}
+        for column, points in self._traces.items():
+            steps, values = np.array(list(points)), np.array(list(points.values()))  # (T,), (T, U)
+            highest = np.fmax.reduce(values)  # decides between units with equal promotions
+            places = [place for place in np.lexsort((-highest, -promotions)) if not np.isnan(highest[place])]
+            lines = [(place, ~np.isnan(values[:, place])) for place in places[: self._most]]
+            if lines:
+                charts[f"traces/{column}"] = _wandb().plot.line_series(
+                    [steps[known].tolist() for _, known in lines],
+                    [values[known, place].tolist() for place, known in lines],
+                    keys=[self._units[place] for place, _ in lines],
+                    title=f"{column} of the most promoted units",
+                    xname="step",
+                )
+        return charts
 
     @contextmanager
     def _tolerant(self, doing: str) -> Iterator[None]:

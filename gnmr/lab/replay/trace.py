@@ -153,8 +153,8 @@ def _dense(path: Path, table: pa.Table, order: list[str]) -> Norms:
     """Return the rows as matrices. Units have the order of `order`, followed by further units."""
     for name in ("step", "unit", "norm"):
         if (count := table.column_names.count(name)) != 1:
-            there = f"stands there {count} times" if count else "is missing"
-            raise UserError(f"{path}: column {name!r} {there}; needed are step, unit, norm")
+            there = f"appears {count} times" if count else "is missing"
+            raise UserError(f"{path}: column {name!r} {there}; it needs step, unit and norm")
     try:
         steps, names = table["step"].cast(pa.int64()), table["unit"].cast(pa.string())
         columns = {
@@ -182,7 +182,7 @@ def _dense(path: Path, table: pa.Table, order: list[str]) -> Norms:
     observed = np.zeros((last, len(place)), dtype=bool)
     observed[step - 1, codes] = True
     if observed.sum() < len(step):
-        raise UserError(f"{path}: a step and unit stand in two rows")
+        raise UserError(f"{path}: a step and unit appear in two rows")
     dense = {name: np.zeros(observed.shape) for name in sorted(columns)}
     for name, values in columns.items():
         dense[name][step - 1, codes] = values

@@ -129,7 +129,7 @@ class Claim:
         exact = [key for key in self.contrasts if "*" not in key]
         for name in (self.low, self.high, *exact, *(one for of in self.contrasts.values() for one in of)):
             if name not in arms:
-                raise UserError(f"claims.{self.name}: {name!r} is none of its arms{nearest(name, arms)}")
+                raise UserError(f"claims.{self.name}: {name!r} is not one of its arms{nearest(name, arms)}")
         if not self.contrasts:
             return [(arm, self.low) for arm in arms if arm != self.low]
         order = exact + [arm for arm in arms if arm not in (*exact, self.low, self.high)]
@@ -422,7 +422,8 @@ def _tested(claim: Claim, studies: Mapping[str, list[Record]]) -> Tested:
     cells: dict[str, list[list[Record]]] = {}
     if isinstance(claim.arms, tuple):
         for row in (row for pattern in claim.arms for row in _matching(where, pattern, studies)):
-            cells.setdefault(row["arm"], [[]])[0].append(row)
+            arm = row["arm"].replace(" %", "%")  # one arm was recorded as "price, 8 %, each step"
+            cells.setdefault(arm, [[]])[0].append(row)
     else:
         cells = {arm: [_matching(where, one, studies) for one in of] for arm, of in claim.arms.items()}
     if len({len(of_arm) for of_arm in cells.values()}) > 1:
@@ -473,7 +474,7 @@ def _filled(path: Path, known: Mapping[str, str]) -> str:
 
     def value(name: str) -> str:
         if name not in known:
-            raise UserError(f"{path}: {name!r} is no result{nearest(name, known)[:200]}")
+            raise UserError(f"{path}: {name!r} is not a result{nearest(name, known)[:200]}")
         return known[name]
 
     def table(found: re.Match[str]) -> str:

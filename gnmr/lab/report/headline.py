@@ -99,7 +99,7 @@ def _cost(comparison: Comparison, between: Bounds | None) -> tuple[Figure | None
 def _back(
     comparison: Comparison, between: Bounds | None, best: Arm | None, routed: Sequence[Arm]
 ) -> tuple[Figure | None, str]:
-    """`best`: the arm that closes most of the gap; `routed`: the arms between the bounds, the best first."""
+    """`best`: the arm that recovers most of the gap; `routed`: the arms between the bounds, the best first."""
     if between is None or best is None:
         return None, ""
     names, family = comparison.names, between.family
@@ -108,7 +108,7 @@ def _back(
         why = f"{high} is not significantly better than {low} (p = {p_text(family.p_gate)})"
         return None, f"Since {why}, the arms between them are not judged."
     if (closed := comparison.tests[best.label].closed) is None:
-        return None, f"There is no loss gap between {low} and {high} to close, or their runs diverged."
+        return None, f"There is no loss gap between {low} and {high} to recover, or their runs diverged."
     of = f" (the most of {len(routed)} arms)" if len(routed) > 1 else ""
     interval = ""
     if closed.interval is not None and family.tested:
@@ -123,12 +123,12 @@ def _back(
         share = _share(comparison, arm, math.nan)
         got = "diverged" if math.isnan(share) else whole_percent(share)
         if arm is best:
-            got = f"{of if len(named) < len(routed) else ''} closed {got}".strip()
+            got = f"{of if len(named) < len(routed) else ''} recovered {got}".strip()
         at = f" of the {comparison.spend_of}" if arm is best else ""
         spend = comparison.spend(arm)
         parts.append(f"{names[arm.label]} {got}" + ("" if spend is None else f" with {percent(spend)}{at}"))
     sentence = f"Of the loss gap between {low} and {high}, {', '.join(parts)}. {_verdict(comparison, between, best)}"
-    return Figure("gap closed", whole_percent(closed.value), detail), sentence
+    return Figure("gap recovered", whole_percent(closed.value), detail), sentence
 
 
 def _verdict(comparison: Comparison, between: Bounds, best: Arm) -> str:

@@ -280,7 +280,7 @@ def _summary(folder: Path) -> dict[str, Any]:
     for key, value in summary.items():
         kind = str | float if key in _WORDS else dict if key in _MAPPINGS else int | float  # "nan" is read as a number
         if key in SUMMARY_FIELDS and not isinstance(value, kind | None):
-            raise Damaged(f"{path}: {key}={value!r:.40} is no figure")
+            raise Damaged(f"{path}: {key}={value!r:.40} is not a number")
     return summary
 
 

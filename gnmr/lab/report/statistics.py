@@ -15,7 +15,7 @@ lower is better. A run that diverged is `math.inf`, worse than any number, and i
 4. *Equivalence.* Two one-sided tests that the difference is within `MARGIN` of the gap, Holm-adjusted over the family.
    The gap is estimated too: the tests are of the contrasts arm - control -+ margin (never - always).
 
-The share of the gap that an arm closes is a ratio of two contrasts with Fieller's interval.
+The share of the gap that an arm recovers is a ratio of two contrasts with Fieller's interval.
 
 **Two arms alone** are compared by the two-sided paired t-test. A verdict needs three pairs. Rank tests cannot reach the
 level here: the smallest two-sided p of the sign test on n pairs is 2 / 2^n.
@@ -105,7 +105,7 @@ class Contrast(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The share of the gap that an arm closes, with Fieller's 95% interval."""
+    """The share of the gap that an arm recovers, with Fieller's 95% interval."""
 
     value: float
     interval: tuple[float, float] | None

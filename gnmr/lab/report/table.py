@@ -26,7 +26,7 @@ from gnmr.lab.report.statistics import Result, p_text, stat
 _OPTIONAL = (
     "diff. [95% CI]",
     "verdict (p)",
-    "gap closed",
+    "gap recovered",
     "vs random (p)",
     "GEMM FLOPs\nrecovered",
     "unit-steps\nrecovered",
@@ -147,8 +147,8 @@ def _notes(comparison: Comparison, columns: list[str]) -> list[str]:
     for one in comparison.bounds:
         if one.between:
             notes += [one.family.control_text(), *([one.family.method_text(True)] if one.family.tested else [])]
-    if "gap closed" in columns:
-        notes.append("Gap closed: the share of the loss gap between the two bounds that the arm closes.")
+    if "gap recovered" in columns:
+        notes.append("Gap recovered: the share of the loss gap between the two bounds that the arm recovers.")
     if f"{comparison.spend_of}\nrecovered" in columns:
         notes.append(f"{comparison.spend_of} recovered: the share of the {comparison.spend_of} on the recovery path.")
     if "extra time" in columns:

@@ -158,7 +158,7 @@ class _Reader(dcp.FileSystemReader):
         with open(self._folder / _INDEX, "rb", opener=no_link) as file:
             found = _Index(file).load()
         if not isinstance(found, dcp_metadata.Metadata) or not isinstance(found.storage_data, dict):
-            raise ValueError(f"{_INDEX} is no index")
+            raise ValueError(f"{_INDEX} is not an index")
         if any(part.relative_path not in self._files for part in found.storage_data.values()):
             raise ValueError(f"{_INDEX} names other files")
         found.storage_meta = dcp_metadata.StorageMeta(load_id=self.load_id)

@@ -71,7 +71,7 @@ def check_watched(config: Config, converted: ConvertedModel) -> None:
     if config.controller.observe == "parameters":
         raise UserError(
             "controller.observe=parameters: all converted weights are frozen, and no unit has a gradient of its own; "
-            "use adapter (what is trained in each unit) or input_grad"
+            "use adapter (the trained parameters of each unit) or input_grad"
         )
     if converted.without_effect:
         raise UserError(
@@ -84,7 +84,7 @@ def check_sizes(config: Config, model: nn.Module, vocab_size: int) -> None:
     """Raise UserError if a checkpoint's model cannot read this block length or vocabulary."""
     longest, length = pretrained.max_length(model), config.training.seq_len
     if length > longest:
-        raise UserError(f"training.seq_len={length}: the checkpoint was made for {longest} tokens at the most")
+        raise UserError(f"training.seq_len={length}: the checkpoint was made for at most {longest} tokens")
     rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     if rows < vocab_size:
         raise UserError(
@@ -122,5 +122,5 @@ def check_evidence(config: Config, needs: tuple[str, ...], converted: ConvertedM
         if number > _ORACLE_PARAMETERS:
             raise UserError(
                 f"{key('true_gap')}: runs both paths in every step, for small models: this one has {number:,} "
-                f"parameters, {_ORACLE_PARAMETERS:,} at the most"
+                f"parameters; use at most {_ORACLE_PARAMETERS:,}"
             )

@@ -32,7 +32,7 @@ def check_folder(folder: Path, config: Config) -> None:
         # The lock is a run's first file. It identifies a run that was killed before it wrote its config.
         foreign = not folder.is_dir() or (any(folder.iterdir()) and not (folder / ".lock").exists())
         if folder.exists() and foreign:
-            raise UserError(f"run_dir={folder}: is no run folder; choose an empty folder or a new one")
+            raise UserError(f"run_dir={folder}: is not a run folder; choose an empty folder or a new one")
         return
     try:
         earlier = read(saved)

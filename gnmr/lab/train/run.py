@@ -241,7 +241,7 @@ def _restored(host: dict[str, Any], step: int, blocks: Blocks, folder: Path) -> 
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{folder}: the checkpoint of step {step} is none of this version ({error})") from error
+        raise UserError(f"{folder}: the checkpoint of step {step} is not one of this version ({error})") from error
     return counters
 
 
