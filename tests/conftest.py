@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
@@ -38,6 +39,12 @@ records: {live: "off", wandb: "off"}
 experiment_name: tiny
 """
 """One layer (seven units), and thresholds so low that the controller is busy."""
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay to the end: no collection of garbage need look at them again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

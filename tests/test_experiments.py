@@ -63,7 +63,9 @@ def choices() -> list[tuple[str, ...]]:
     words = {group: [f"{group}={name}" for name in composing.choices_of(group)] for group in GROUPS if group != "sweep"}
     beside = zip_longest(*(words.pop(group) for group in ("controller", "data", "model", "precision")))
     rows = [tuple(filter(None, row)) for row in beside] + [(word,) for group in words.values() for word in group]
-    return [row for row in rows if row[0].removeprefix("experiment=") not in {key[0] for key in SETTINGS if not key[1:]}]
+    return [
+        row for row in rows if row[0].removeprefix("experiment=") not in {key[0] for key in SETTINGS if not key[1:]}
+    ]
 
 
 @cache
@@ -155,6 +157,7 @@ def test_an_arms_name_says_what_it_is(words: tuple[str, ...], name: str) -> None
 
 
 # ---- the paper's settings and sizes ----
+
 
 @pytest.mark.parametrize("words", quick(SETTINGS, [*SETTINGS][:2] + [key for key in SETTINGS if not key[1:]]))
 def test_a_setting_is_the_papers(words: tuple[str, ...]) -> None:

@@ -130,6 +130,7 @@ def test_a_short_fork_is_no_trial():
     assert run_folder(_apart(compose(words), words)).parent == Path("runs/fork")
 
 
+@pytest.mark.usefixtures("composed_once")
 def test_a_base_can_be_the_latest_run(two, gnmr):
     """The example was kept without its checkpoints."""
     assert gnmr("train", "experiment=fork", "base=latest").mistake.startswith("base=runs/study/new: is no run with a")

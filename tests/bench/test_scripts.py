@@ -267,7 +267,9 @@ def test_prices_against_single_kls(
     with pytest.raises(SystemExit):
         price.main()
 
-    monkeypatch.setattr(sys, "argv", [words[0], str(tmp_path / "whole.json"), *words[2:5], "sim_e2m1", *words[6:-1], "0"])
+    monkeypatch.setattr(
+        sys, "argv", [words[0], str(tmp_path / "whole.json"), *words[2:5], "sim_e2m1", *words[6:-1], "0"]
+    )
     price.main()
     found = json.loads((tmp_path / "whole.json").read_text())["cells"][0]
     assert found["all_low"] == pytest.approx(first["all_low"]) and "| sim_e2m1 | 0." in capsys.readouterr().out

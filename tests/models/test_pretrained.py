@@ -34,10 +34,15 @@ def llama(**changes: object) -> Llama:
     return model
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    save(llama(), folder := tmp_path_factory.mktemp("saved") / "hf")
+    return folder
+
+
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    save(llama(), tmp_path / "hf")
-    return tmp_path / "hf"
+def checkpoint(saved: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(saved, tmp_path / "hf")
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_kv_heads": 2}, {"tied_head": True}, {"rope_theta": 500.0}])
@@ -184,7 +189,9 @@ SEPARATES = {
 """Whether documents of a sequence do not see each other, by family."""
 
 
-@pytest.mark.parametrize("family", SEPARATES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(one, marks=[pytest.mark.slow] * (one in ("mpt", "bloom", "falcon"))) for one in SEPARATES]
+)
 def test_a_causal_model_of_any_family_is_read(family: str, tmp_path: Path) -> None:
     theirs = ARCHITECTURES[family]().model
     save(theirs, tmp_path / "hf", weights=theirs.state_dict())

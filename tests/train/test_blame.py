@@ -39,9 +39,7 @@ def told(folder) -> list[tuple]:
     return [(row["step"], row["unit"], row["event"], row["cause"]) for row in rows]
 
 
-@pytest.mark.parametrize(
-    "words", [RECIPE, [*FORWARD, "training.accumulation=2"]], ids=["recipe", "two"]
-)
+@pytest.mark.parametrize("words", [RECIPE, [*FORWARD, "training.accumulation=2"]], ids=["recipe", "two"])
 def test_a_forward_pass_that_is_not_finite_costs_no_step(words, train, tmp_path):
     folder = train(tmp_path / "run", *TWO, *words, *stress("nan"))
     rows = read_jsonl(folder / "steps.jsonl")
