@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from architectures import ARCHITECTURES
@@ -96,6 +95,8 @@ def test_adapters_keep_32_bits_and_compute_in_16(checkpoint: Path) -> None:
 
 
 def test_adapters_are_saved_as_peft_loads_them(checkpoint: Path, tmp_path: Path) -> None:
+    import peft
+
     model = load_frozen(checkpoint)
     convert(model, PathSpec.of("sim_int8", "bf16", unit="block"))
     add_adapter(model, AdapterConfig(rank=2, dropout=0.0), seed=0)
