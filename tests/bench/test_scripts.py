@@ -357,9 +357,8 @@ def test_forks_are_kept_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return SimpleNamespace(validation={"low": SimpleNamespace(high=loss)}, extra_time=0.1, losses=[1.0])
 
     composed = to_dict(compose(["experiment=fork", "base=shipped"]))
-    monkeypatch.setattr(
-        Forks, "config", cache(lambda _, *words: load(OmegaConf.merge(composed, OmegaConf.from_dotlist(list(words)))))
-    )
+    config = cache(lambda *words: load(OmegaConf.merge(composed, OmegaConf.from_dotlist([*words]))))
+    monkeypatch.setattr(Forks, "config", lambda _, *words: config(*words))
     monkeypatch.setattr(Forks, "__call__", fork)
     monkeypatch.setattr(plans, "diagnosed", lambda _, low: diagnosis(4))
     words = ["plans.py", "forks", str(out), "--orders", "2", "--budgets", "0.1", "--low", "mxfp4,nvfp4"]
