@@ -123,14 +123,13 @@ def test_the_arms_of_act_quant_stress() -> None:
 
 
 def test_what_is_typed_wins_over_an_arm_and_an_arm_over_its_sweep() -> None:
-    words = ("sweep=act_quant_stress", "arm=bf16")
-    assert compose(*words).precision.low == "bf16"
-    assert compose(*words, "precision.low=e4m3").precision.low == "e4m3"
+    assert cells_of("act_quant_stress")["bf16"].precision.low == "bf16"
+    assert compose("sweep=act_quant_stress", "arm=bf16", "precision.low=e4m3").precision.low == "e4m3"
     pins = compose("sweep=paper/table1", "arm=adapt").controller
     assert (pins.options, pins.name) == ({"calibration_frac": 0.0252, "k_frac": 0.25}, "adapt")
     with pytest.raises(UserError, match="arm=adopt: is not an arm of this sweep: did you mean adapt"):
         compose("sweep=paper/table1", "arm=adopt")
-    assert compose("arm=mine").arm_name == "mine", "without arms it is the run's name"
+    assert changed("arm=mine").arm_name == "mine", "without arms it is the run's name"
 
 
 def test_words_of_an_arm_that_make_no_sense_name_the_arm() -> None:
