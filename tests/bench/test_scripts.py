@@ -22,8 +22,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from gnmr.lab.config import load, to_dict
-from gnmr.lab.config.compose import compose
+from gnmr.lab.config.compose import compose, composed_tree, load_composed
 from gnmr.lab.train.fork import Forks
 from gnmr.precision.cast import quantize
 from gnmr.precision.recipes import Cast
@@ -356,13 +355,14 @@ def test_forks_are_kept_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         loss = 3.0 - gap * (kind == "always") + config.fork.order / 100
         return SimpleNamespace(validation={"low": SimpleNamespace(high=loss)}, extra_time=0.1, losses=[1.0])
 
-    composed = to_dict(compose(["experiment=fork", "base=shipped"]))
-    config = cache(lambda *words: load(OmegaConf.merge(composed, OmegaConf.from_dotlist([*words]))))
+    words = ["experiment=fork", "base=shipped"]
+    tree = composed_tree(words, hydra=False)
+    config = cache(lambda *own: load_composed(OmegaConf.merge(tree, OmegaConf.from_dotlist([*own])), [*words, *own]))
     monkeypatch.setattr(Forks, "config", lambda _, *words: config(*words))
     monkeypatch.setattr(Forks, "__call__", fork)
     monkeypatch.setattr(plans, "diagnosed", lambda _, low: diagnosis(4))
-    words = ["plans.py", "forks", str(out), "--orders", "2", "--budgets", "0.1", "--low", "mxfp4,nvfp4"]
-    monkeypatch.setattr(sys, "argv", words)
+    asked = ["plans.py", "forks", str(out), "--orders", "2", "--budgets", "0.1", "--low", "mxfp4,nvfp4"]
+    monkeypatch.setattr(sys, "argv", asked)
     plans.main()
     cells = [astuple(cell)[1:3] for cell in plans.recorded([out])]
     both = ["never", "always"] * 2
