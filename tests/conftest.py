@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -38,6 +40,22 @@ records: {live: "off", wandb: "off"}
 experiment_name: tiny
 """
 """One layer (seven units), and thresholds so low that the controller is busy."""
+
+
+ALL_SLOW = re.compile(r"^pytestmark = (\[[^\]]*)?pytest\.mark\.slow\b", re.M)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out a file of slow tests alone where none is asked for: its libraries take seconds to import."""
+    if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
+        return None
+    return bool(ALL_SLOW.search(collection_path.read_text())) or None
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay to the end: no collection of garbage need look at them again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

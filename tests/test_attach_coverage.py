@@ -196,10 +196,10 @@ def loss_compiled(model: Model) -> Callable[[Tensor], Tensor]:
     ("compiled", "counts"),
     [
         (compiled_outside, False),
-        (compiled_in_place, False),
-        (compiled_in_part, False),
+        pytest.param(compiled_in_place, False, marks=pytest.mark.slow),
+        pytest.param(compiled_in_part, False, marks=pytest.mark.slow),
         (forward_compiled, True),
-        (loss_compiled, True),
+        pytest.param(loss_compiled, True, marks=pytest.mark.slow),
     ],
 )
 def test_compiled_passes_are_counted_right_or_it_is_said(

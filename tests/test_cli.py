@@ -86,15 +86,21 @@ def composed(out: str) -> dict:
     return yaml.safe_load(out)
 
 
-def test_cfg_job_prints_the_config_and_runs_nothing(gnmr, tiny_words, tmp_path):
-    outcome = gnmr("train", *tiny_words, "controller.alpha=2.5", "--cfg", "job", "--resolve")
+@pytest.mark.usefixtures("composed_once")
+def test_cfg_job_prints_the_config_of_compose_and_runs_nothing(gnmr, tiny_words, tmp_path):
+    words = [*tiny_words, "precision.low=e2m1", "precision.recovery=e4m3", "model=llama_130m", "controller.alpha=2.5"]
+    outcome = gnmr("train", *words, "--cfg", "job", "--resolve")
     assert (outcome.code, outcome.err) == (0, "")
     tree = composed(outcome.out)
-    assert tree["controller"]["alpha"] == 2.5 and tree["training"]["steps"] == 2 and tree["scale_name"] == "cpu"
+    assert (tree["controller"]["alpha"], tree["training"]["steps"], tree["scale_name"]) == (2.5, 2, "130m")
+    assert compose(words) == config.load({key: value for key, value in tree.items() if key != "arms"})
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("flag", ["--config-dir {}", "--config-dir={}", "-cd {}"])
+@pytest.mark.parametrize(
+    "flag", ["--config-dir {}", *(pytest.param(flag, marks=pytest.mark.slow) for flag in ("--config-dir={}", "-cd {}"))]
+)
+@pytest.mark.usefixtures("composed_once")
 def test_an_experiment_of_ones_own_wins_over_the_model_and_the_command_line_over_both(flag, gnmr, tmp_path):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(
@@ -127,6 +133,7 @@ def test_train(gnmr, tiny_words, tmp_path, monkeypatch):
     assert again.out == f"{folder} is done: skipped\n"
 
 
+@pytest.mark.usefixtures("composed_once")
 def test_a_run_is_trained_reported_and_replayed(gnmr, tiny_words, tmp_path):
     words = [*tiny_words, "experiment=act_quant_stress", "training.steps=8", "records.live=auto"]
     run, page, sets = tmp_path / "run", tmp_path / "page.html", tmp_path / "sets.jsonl"
@@ -185,12 +192,6 @@ def test_settings_without_effect_are_told_once(words, told, gnmr, tiny_words, mo
     monkeypatch.setattr(run, "run", lambda *_, **__: None)
     outcome = gnmr("train", *tiny_words, *words)
     assert (outcome.code, outcome.err) == (0, f"gnmr: warning: controller.{told}\n" if told else "")
-
-
-def test_compose_gives_what_the_command_gives(gnmr, tiny_words):
-    words = [*tiny_words, "precision.low=e2m1", "precision.recovery=e4m3", "model=llama_130m", "debug=smoke"]
-    tree = composed(gnmr("train", *words, "--cfg", "job", "--resolve").out)
-    assert compose(words) == config.load({key: value for key, value in tree.items() if key != "arms"})
 
 
 def test_the_packaged_tree_is_preferred(tmp_path, monkeypatch):

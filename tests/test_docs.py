@@ -126,7 +126,7 @@ def check_words(line: str) -> None:
 
 def check_train(words: list[str]) -> None:
     """Composes the config, of a sweep that of every cell of its first seed."""
-    from gnmr.lab.config.compose import compose, composed_tree
+    from gnmr.lab.config.compose import compose, compose_arms
 
     # A base or plan is no file of ours, and a launcher's options are its plugin's.
     words = [re.sub(r"^base=.*", "base=shipped", word) for word in words if not word.startswith(("plan=", "hydra"))]
@@ -135,9 +135,8 @@ def check_train(words: list[str]) -> None:
         compose(settings)
         return
     own = [word for word in settings if not re.match(r"(arm|fork\.order|training\.seed)=", word)]
-    arms = [word[4:].split(",") for word in settings if word.startswith("arm=")] or [list(composed_tree(own).arms)]
-    for arm in arms[0]:
-        compose([*own, f"arm={arm}"])
+    arms = [word[4:].split(",") for word in settings if word.startswith("arm=")] or [None]
+    compose_arms(own, arms[0])
 
 
 @pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["README", "others"])

@@ -57,11 +57,14 @@ def told(outcome) -> dict[str, dict[str, str]]:
     return {column: {row[0]: row[1 + i] for row in rows} for i, column in enumerate(head.split())}
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+SLOW = ("plain", "warm_up", "one_signal")
+
+
+@pytest.mark.parametrize("variant", [pytest.param(v, marks=[pytest.mark.slow] * (v in SLOW)) for v in VARIANTS])
 def test_it_reproduces_the_run(variant, train, gnmr, tmp_path, monkeypatch):
     if variant == "nonfinite":
         poison(monkeypatch, unit="layers.0.mlp.up_proj", steps={3, 7})
-    recorded = train(tmp_path / "run", "training.steps=12", *VARIANTS[variant])
+    recorded = train(tmp_path / "run", "training.steps=12", "training.checkpoint_every=100", *VARIANTS[variant])
     out = tmp_path / "out.jsonl"
     outcome = gnmr("replay", str(recorded), f"out={out}")
     assert outcome.code == 0 and outcome.err == ""
@@ -120,7 +123,7 @@ def test_shares_of_the_steps_are_those_of_the_run_even_if_it_ended_early(train, 
 
 
 def test_a_file_of_the_same_norms_gives_the_same_sets(train, gnmr, tmp_path):
-    run = train(tmp_path / "run", "training.steps=12")
+    run = train(tmp_path / "run", "training.checkpoint_every=100")
     keys = ["alpha=1.05", "beta=1.02", "max_o=2"]
     table = read_units(run).select(["step", "unit", "norm"])
     pq.write_table(table, tmp_path / "norms.parquet")

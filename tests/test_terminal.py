@@ -66,7 +66,10 @@ def to_a_full_disk(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
-@pytest.mark.parametrize("words", [["--version"], ["runs", "--help"], ["train", "debug=smoke", "--cfg", "job"]])
+@pytest.mark.parametrize(
+    "words",
+    [["--version"], pytest.param(["runs", "--help"], marks=pytest.mark.slow), ["train", "debug=smoke", "--cfg", "job"]],
+)
 def test_output_that_cannot_be_written_is_one_line(words: list[str], tmp_path: Path) -> None:
     ended = to_a_full_disk(*words, cwd=tmp_path)
     told = "gnmr: standard output: cannot be written (No space left on device)\n"

@@ -58,9 +58,9 @@ def main(argv: list[str]) -> int:
 
 def _cells(orders: int, runs_dir: Path) -> Iterator[tuple[list[str], Config]]:
     """Yield the words and the config of each run, all arms of one order after the other."""
-    from gnmr.lab.config.compose import compose
+    from gnmr.lab.config.compose import compose_arms
 
-    composed = {name: compose(["sweep=demo", f"arm={name}", f"runs_dir={runs_dir}"]) for name in _ARMS}
+    composed = compose_arms(["sweep=demo", f"runs_dir={runs_dir}"], _ARMS)
     for order in range(orders):
         for name, config in composed.items():
             config = replace(

@@ -20,8 +20,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from omegaconf import OmegaConf
 
-from gnmr.lab.config.compose import compose
+from gnmr.lab.config.compose import compose, composed_tree, load_composed
 from gnmr.lab.train.fork import Forks
 from gnmr.precision.cast import quantize
 from gnmr.precision.recipes import Cast
@@ -101,8 +102,8 @@ def test_parts_of_growth() -> None:
 
 
 def test_arms_under_torch_compile_compose() -> None:
-    for arm, words in step.PARTS["compiled"].items():
-        assert compose([*words]).training.compile == ("compiled" in arm)
+    for arm in ("BF16", "FP8, compiled, controlling"):
+        assert compose([*step.PARTS["compiled"][arm]]).training.compile == ("compiled" in arm)
 
 
 # ---- a GPU against the CPU ----
@@ -213,14 +214,22 @@ def test_the_norm_is_cast_as_its_reader_reads_and_recovers_with_it() -> None:
     controller.detach()
 
 
-def test_every_arm_trains_and_spends_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+TRAINED_ALONE = ["dgrad, wgrad", "first block", "last block", "last two blocks", "GNMR, thresholds", "clip 1"]
+TRAINED_ALONE += ["fprop from a tenth on", "fprop from a quarter on", "GradientStabilizer"]
+
+
+@pytest.mark.parametrize("alone", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_every_arm_trains_and_spends_what_it_says(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(divergence, "BATCH", 8)
     setting = divergence.Setting("mxint2", 0.05, steps=2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        runs = {name: divergence.trained(setting, arm, 0) for name, arm in divergence.ARMS.items()}
+        arms = {name: arm for name, arm in divergence.ARMS.items() if (name in TRAINED_ALONE) == alone}
+        runs = {name: divergence.trained(setting, arm, 0) for name, arm in arms.items()}
     spent = {name: run["spent"] for name, run in runs.items()}
     assert all(run["steps"] == 2 and run["not_finite"] is None for run in runs.values())
+    if alone:
+        return
     assert spent["never"] == spent["layer norm's parameters"] == spent["SkipStep"] == 0
     assert spent["always"] == 1 and spent["fprop"] == pytest.approx(1 / 3, abs=1e-3)
     assert spent["first two blocks"] == 0.5 and spent["fprop from the half on"] == pytest.approx(1 / 6, abs=1e-3)
@@ -257,7 +266,9 @@ def test_prices_against_single_kls(
     with pytest.raises(SystemExit):
         price.main()
 
-    monkeypatch.setattr(sys, "argv", [words[0], str(tmp_path / "whole.json"), *words[2:-1], "0"])
+    monkeypatch.setattr(
+        sys, "argv", [words[0], str(tmp_path / "whole.json"), *words[2:5], "sim_e2m1", *words[6:-1], "0"]
+    )
     price.main()
     found = json.loads((tmp_path / "whole.json").read_text())["cells"][0]
     assert found["all_low"] == pytest.approx(first["all_low"]) and "| sim_e2m1 | 0." in capsys.readouterr().out
@@ -344,12 +355,14 @@ def test_forks_are_kept_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         loss = 3.0 - gap * (kind == "always") + config.fork.order / 100
         return SimpleNamespace(validation={"low": SimpleNamespace(high=loss)}, extra_time=0.1, losses=[1.0])
 
-    composed = cache(lambda *words: compose(["experiment=fork", "base=shipped", *words]))
-    monkeypatch.setattr(Forks, "config", lambda _, *words: composed(*words))
+    words = ["experiment=fork", "base=shipped"]
+    tree = composed_tree(words, hydra=False)
+    config = cache(lambda *own: load_composed(OmegaConf.merge(tree, OmegaConf.from_dotlist([*own])), [*words, *own]))
+    monkeypatch.setattr(Forks, "config", lambda _, *words: config(*words))
     monkeypatch.setattr(Forks, "__call__", fork)
     monkeypatch.setattr(plans, "diagnosed", lambda _, low: diagnosis(4))
-    words = ["plans.py", "forks", str(out), "--orders", "2", "--budgets", "0.1", "--low", "mxfp4,nvfp4"]
-    monkeypatch.setattr(sys, "argv", words)
+    asked = ["plans.py", "forks", str(out), "--orders", "2", "--budgets", "0.1", "--low", "mxfp4,nvfp4"]
+    monkeypatch.setattr(sys, "argv", asked)
     plans.main()
     cells = [astuple(cell)[1:3] for cell in plans.recorded([out])]
     both = ["never", "always"] * 2

@@ -96,7 +96,9 @@ def test_ordinary_text_has_the_tokenizer_that_it_had() -> None:
     assert bpe.train(iter(documents), 600).to_str() == tokenizer.to_str()
 
 
-@pytest.mark.parametrize("word", ["a" * 300_000, " " * 300_000, "一二三四五六七八九十百千" * 9000])
+@pytest.mark.parametrize(
+    "word", ["a" * 300_000, " " * 300_000, "一二三四五六七八九十百千" * 9000], ids=["letters", "spaces", "Chinese"]
+)
 def test_a_word_without_end_takes_no_time(word: str, config: Make, tmp_path: Path) -> None:
     """Learning takes the square of a word's length: 100,000 characters took 44 s."""
     (tmp_path / "a.txt").write_text(f"x{word}y")

@@ -63,7 +63,7 @@ def test_two_ranks_are_one_process_with_two_micro_batches(pair: Pair, how: str, 
     assert ranks[0]["norms"] == ranks[1]["norms"] and ranks[0]["risks"] == ranks[1]["risks"]
 
 
-@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("after", [pytest.param(False, marks=SLOW), True])
 def test_experts_and_attention_in_two_ranks_are_those_of_one_process(pair: Pair, after: bool) -> None:
     one, ranks = in_ranks.experts(), pair("experts", how="fsdp", after=after)
     assert one["names"][:3] == ["0.self_attn.in_proj", "0.self_attn.out_proj", "0.experts.0.up"]
@@ -77,14 +77,18 @@ MEASURED = ["gap_recovery", "mse", "input_std"]
 OPTIONS: list[dict[str, Any]] = [
     {"signal": "recovery_gap", "routing": "ranked", "record": MEASURED},
     {"observe": "input_grad"},
+    {"low": "fp8_delayed", "recovery": "bf16", "backend": "simulated", "signal": "mse", "routing": "ranked"},
     {"low": "sim_e2m1", "recovery": "sim_e4m3", "backend": "simulated", "signal": "price", "routing": "ranked"}
     | {"record": ["price_fprop_recovery", "price_dgrad", "price_wgrad"]},
-    {"low": "fp8_delayed", "recovery": "bf16", "backend": "simulated", "signal": "mse", "routing": "ranked"},
 ]
 
 
 @pytest.mark.parametrize("how", ["ddp", pytest.param("fsdp", marks=SLOW)])
-@pytest.mark.parametrize("options", OPTIONS, ids=["evidence", "input_grad", "prices", "delayed"])
+@pytest.mark.parametrize(
+    "options",
+    [*OPTIONS[:3], pytest.param(OPTIONS[3], marks=SLOW)],
+    ids=["evidence", "input_grad", "delayed", "prices"],
+)
 def test_what_each_rank_measures_of_its_own_batch_is_summed(pair: Pair, how: str, options: dict[str, Any]) -> None:
     number = 2 if options.get("signal") == "price" else 4  # under 4-bit operators other rounding grows with the steps
     one, ranks = in_ranks.loop(accumulation=number, **options), pair("loop", how=how, accumulation=number, **options)

@@ -236,6 +236,7 @@ def test_convert_finds_exactly_the_eligible_linears(build):
         convert(model, PathSpec.of("int4", "int8", targets=["router"]))
 
 
+@pytest.mark.slow
 def test_compiled_blocks_give_the_same_gradients_and_can_be_copied(build, tokens_BT):
     plain, compiled = build("moe"), build("moe")
     for block in compiled.layers:

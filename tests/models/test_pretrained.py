@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from architectures import ARCHITECTURES
@@ -34,10 +33,15 @@ def llama(**changes: object) -> Llama:
     return model
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    save(llama(), folder := tmp_path_factory.mktemp("saved") / "hf")
+    return folder
+
+
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    save(llama(), tmp_path / "hf")
-    return tmp_path / "hf"
+def checkpoint(saved: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(saved, tmp_path / "hf")
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_kv_heads": 2}, {"tied_head": True}, {"rope_theta": 500.0}])
@@ -91,6 +95,8 @@ def test_adapters_keep_32_bits_and_compute_in_16(checkpoint: Path) -> None:
 
 
 def test_adapters_are_saved_as_peft_loads_them(checkpoint: Path, tmp_path: Path) -> None:
+    import peft
+
     model = load_frozen(checkpoint)
     convert(model, PathSpec.of("sim_int8", "bf16", unit="block"))
     add_adapter(model, AdapterConfig(rank=2, dropout=0.0), seed=0)
@@ -184,7 +190,9 @@ SEPARATES = {
 """Whether documents of a sequence do not see each other, by family."""
 
 
-@pytest.mark.parametrize("family", SEPARATES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(one, marks=[pytest.mark.slow] * (one in ("mpt", "bloom", "falcon"))) for one in SEPARATES]
+)
 def test_a_causal_model_of_any_family_is_read(family: str, tmp_path: Path) -> None:
     theirs = ARCHITECTURES[family]().model
     save(theirs, tmp_path / "hf", weights=theirs.state_dict())

@@ -16,6 +16,7 @@ import torch
 from everything import differences, everything, same_bits
 
 from gnmr.errors import RunFailed, UserError
+from gnmr.lab.train.build import Parts, assemble
 from gnmr.lab.train.checkpoint import Checkpointer, load_model
 from gnmr.lab.train.checkpoint_files import steps_in
 from gnmr.lab.train.step import TrainStep
@@ -54,7 +55,21 @@ def checkpointer(assembled, tmp_path):
     return make
 
 
-@pytest.mark.parametrize("keep", [1, 2, 5])
+@pytest.fixture(scope="module")
+def saved(tiny, tmp_path_factory) -> tuple[Parts, Path]:
+    """The parts of a run of another seed, and the checkpoints of a run: one of step 3."""
+    folder = tmp_path_factory.mktemp("saved")
+    parts, other = (assemble(tiny(f"training.seed={seed}"), folder / "unused", lambda _: None) for seed in (0, 1))
+    Checkpointer(folder / "checkpoints", "a-s0", 2, parts.model, parts.optimizer, parts.router).save(3, {})
+    return other, folder / "checkpoints"
+
+
+@pytest.fixture
+def copied(saved, tmp_path) -> Path:
+    return shutil.copytree(saved[1], tmp_path / "checkpoints")
+
+
+@pytest.mark.parametrize("keep", [2, 5])
 def test_the_newest_are_kept(keep, checkpointer):
     saver = checkpointer(keep=keep)
     assert saver.newest() is None
@@ -109,12 +124,9 @@ def flip(file: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_a_damaged_checkpoint_is_refused_and_nothing_changes(damage, assembled, checkpointer):
-    parts = assembled()
-    saver = checkpointer(parts)
-    saver.save(3, {})
-    damage(saver.folder / "step-00000003")
-    other = assembled("training.seed=1")
+def test_a_damaged_checkpoint_is_refused_and_nothing_changes(damage, saved, copied, checkpointer):
+    damage(copied / "step-00000003")
+    other = saved[0]
     before = [p.detach().clone() for p in other.model.parameters()]
     with pytest.raises(UserError, match=r"checkpoint .*step-00000003 is corrupt .*: delete .*checkpoints to") as caught:
         checkpointer(other).load(3)
@@ -122,15 +134,14 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_changes(damage, assembled, 
     assert all(same_bits(a, b) for a, b in zip(before, other.model.parameters(), strict=True))
 
 
-def test_a_foreign_checkpoint_is_refused(assembled, checkpointer):
-    checkpointer(owner="a-s0").save(3, {})
+def test_a_foreign_checkpoint_is_refused(saved, copied, assembled, checkpointer):
     with pytest.raises(UserError, match=r"belongs to another run \(a-s0, this one is b-s0\)"):
-        checkpointer(owner="b-s0").load(3)
+        checkpointer(saved[0], owner="b-s0").load(3)
     with pytest.raises(UserError, match="belongs to another run"):
         checkpointer(assembled("model.num_layers=2")).load(3)
 
 
-@pytest.mark.parametrize("keep", [2, 1])
+@pytest.mark.parametrize("keep", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_corrupt_newest_checkpoint_is_set_aside(keep, half_way, train, uninterrupted):
     """With one to keep, the older one is there still because a kill came before the pruning."""
     checkpoints, words = half_way / "checkpoints", [f"training.keep_checkpoints={keep}"]
@@ -160,7 +171,7 @@ def content(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("left", ["both", "none"])
+@pytest.mark.parametrize("left", ["both", pytest.param("none", marks=pytest.mark.slow)])
 def test_a_run_whose_text_was_changed_is_left_as_it_is(left, train, stopped, text_file, tmp_path):
     """Whatever checkpoints are there; and goes on when the text is put back."""
     file, sound = tmp_path / "text.txt", text_file.read_text()
@@ -229,18 +240,16 @@ def elsewhere(folder: Path, mark: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [evil_index, evil_value, elsewhere])
-def test_a_foreign_checkpoint_runs_no_code(spoil, assembled, checkpointer, tmp_path):
-    parts = assembled()
-    saver, mark = checkpointer(parts), tmp_path / "mark"
-    saver.save(3, {})
-    spoil(saver.folder / "step-00000003", mark)
-    resealed(saver.folder / "step-00000003")
+def test_a_foreign_checkpoint_runs_no_code(spoil, saved, copied, checkpointer, tmp_path):
+    parts, mark = saved[0], tmp_path / "mark"
+    spoil(copied / "step-00000003", mark)
+    resealed(copied / "step-00000003")
     with pytest.raises(UserError, match="does not fit this run") as caught:
         checkpointer(parts).load(3)
     assert "\n" not in str(caught.value) and not mark.exists()
     if spoil is evil_index:
         with pytest.raises(UserError, match=r"asks for posix\.mkdir"):
-            load_model(saver.folder, parts.model)
+            load_model(copied, parts.model)
     assert not mark.exists()
 
 

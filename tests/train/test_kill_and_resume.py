@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from everything import differences, everything, in_child
-from wandb_files import history_of, parts_of
 
 from gnmr.lab.train.step import TrainStep
 from gnmr.records.files import JsonLines
@@ -264,6 +263,8 @@ def test_a_second_ctrl_c_ends_at_once(train, tmp_path):
 def test_wandb_offline_has_no_hole_after_a_kill(train, tmp_path, monkeypatch):
     """The newest part holds every step: W&B replaces the history of a run by that of the part uploaded last."""
     wandb = pytest.importorskip("wandb")
+    from wandb_files import history_of, parts_of
+
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     words = ["training.steps=60", "training.checkpoint_every=20", "records.wandb=offline", "records.wandb_every=4"]

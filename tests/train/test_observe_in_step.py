@@ -35,7 +35,7 @@ def output_norms(parts: Parts, batches: Tensor) -> dict[str, float]:
     return {name: square**0.5 for name, square in squares.items()}
 
 
-@pytest.mark.parametrize("unit", ["operator", "layer", "block"])
+@pytest.mark.parametrize("unit", ["operator", pytest.param("layer", marks=pytest.mark.slow), "block"])
 def test_input_grad_is_that_of_the_units_outputs(unit: str, assembled: Callable, blocks_of: Callable) -> None:
     """Two micro-batches; an oracle that rehearses both paths, and checkpointing, change nothing."""
     words = [*OUTPUTS, f"precision.unit={unit}"]

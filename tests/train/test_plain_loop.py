@@ -62,7 +62,7 @@ def plain_loop(config) -> tuple[list[float], nn.Module]:
         ("saved", ["model.outlier_channels.number=2", "model.outlier_channels.gain=20", "model.num_kv_heads=1"]),
         ("saved", ["model.name=gpt"]),
         ("forward", ["training.dtype=float32", "training.accumulation=2"]),
-        ("forward", []),
+        pytest.param("forward", [], marks=pytest.mark.slow),
     ],
     ids=["llama_bf16_outliers", "gpt_bf16", "llama_fp32_accumulated", "llama_bf16"],
 )

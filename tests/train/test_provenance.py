@@ -44,7 +44,7 @@ def test_places(here: Path) -> None:
     assert told == ["x", "~/x", "~", "/scratch/x", "x/y"]
 
 
-@pytest.mark.parametrize("given", ["{here}/cache", "cache", "{away}/cache"])
+@pytest.mark.parametrize("given", [pytest.param("{here}/cache", marks=pytest.mark.slow), "cache", "{away}/cache"])
 def test_the_token_cache_is_found_from_any_folder(
     given: str, tiny, here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -109,12 +109,12 @@ def test_one_process_at_a_time(train, tmp_path):
     try:
         os.read(read, 1)
         with pytest.raises(UserError, match="is being written by another process"):
-            train(folder)
+            train(folder, "training.steps=1")
         assert [p.name for p in folder.iterdir()] == [".lock"]
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    assert (train(folder) / "DONE").exists()
+    assert (train(folder, "training.steps=1") / "DONE").exists()
 
 
 def test_a_defect_leaves_a_marked_folder_and_its_traceback(train, tmp_path, monkeypatch):
@@ -158,9 +158,10 @@ def test_the_last_scores_are_made_once(tiny, tmp_path):
             return {"step": step, "path": "16bit", "tasks": {}}
 
     for _ in range(2):
-        folder = run(tiny(f"run_dir={tmp_path / 'run'}", "scores.tasks=[hellaswag]"), lambda _: None, scorer=Scorer())
+        words = [f"run_dir={tmp_path / 'run'}", "scores.tasks=[hellaswag]", "training.steps=2"]
+        folder = run(tiny(*words), lambda _: None, scorer=Scorer())
         (folder / "DONE").unlink()
-    assert made == [8] and len(read_jsonl(folder / "scores.jsonl")) == 1
+    assert made == [2] and len(read_jsonl(folder / "scores.jsonl")) == 1
 
 
 BEFORE_THE_DATA = [

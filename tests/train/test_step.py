@@ -83,7 +83,7 @@ def test_norms_are_read_before_clipping(dtype, assembled, blocks_of, step_of):
 
 def test_modules_outside_of_the_units_are_watched(assembled, blocks_of, train, tmp_path):
     """The norm over all parameters of each, and nothing of the run changes by it."""
-    words = ["model.name=gpt", "records.monitor=[norm,embed_tokens,input_layernorm]"]
+    words = ["model.name=gpt", "records.monitor=[norm,embed_tokens,input_layernorm]", "training.steps=2"]
     parts = assembled(*words)
     seen = gradients_at_step(parts)
     result = train_step(parts)([blocks_of(parts, 2)], LR)
@@ -93,7 +93,7 @@ def test_modules_outside_of_the_units_are_watched(assembled, blocks_of, train, t
         name: total_norm(value for key, value in gradients.items() if key.rpartition(".")[0] == name) for name in names
     }
     assert result.monitored == {name: pytest.approx(norm, rel=1e-5) for name, norm in expected.items()}
-    watched, plain = (read_jsonl(train(tmp_path / str(len(w)), *w) / "steps.jsonl") for w in (words, words[:1]))
+    watched, plain = (read_jsonl(train(tmp_path / w[1], *w) / "steps.jsonl") for w in (words, words[::2]))
     assert [row["loss"] for row in watched] == [row["loss"] for row in plain]
     assert all(set(row["monitored"]) == set(names) for row in watched) and not any(row["monitored"] for row in plain)
 
@@ -101,7 +101,7 @@ def test_modules_outside_of_the_units_are_watched(assembled, blocks_of, train, t
 @pytest.mark.parametrize(
     "words",
     [
-        [],
+        pytest.param([], marks=pytest.mark.slow),
         ["controller.warmup_frac=0.4", "controller.t_lock=2"],
         [
             "controller.alpha_init=1.3",
@@ -125,7 +125,7 @@ def test_the_set_of_a_step_is_in_force_in_the_next(words, train, tmp_path, monke
         return result
 
     monkeypatch.setattr(TrainStep, "__call__", call)
-    folder = train(tmp_path / "run", *words)
+    folder = train(tmp_path / "run", "training.checkpoint_every=100", *words)
     rows, events = read_jsonl(folder / "steps.jsonl"), read_jsonl(folder / "events.jsonl")
     active = [set() for _ in rows]
     for row in read_units(folder).to_pylist():

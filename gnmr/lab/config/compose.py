@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import shlex
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ def conf_dir() -> Path:
     )
 
 
+@cache  # a quarter of the time of a composition
 def register() -> None:
     """Register the schema of conf/config.yaml, the model sizes, and the resolver `${names:arms}` with Hydra."""
     from hydra.core.config_store import ConfigStore
@@ -50,6 +52,17 @@ def _names(key: str, *, _root_: DictConfig) -> str:
 def compose(overrides: list[str]) -> Config:
     """Return the config of `gnmr train <overrides>` without running it (for examples and tests)."""
     return load_composed(composed_tree(overrides, hydra=False), overrides)
+
+
+def compose_arms(overrides: list[str], names: Iterable[str] | None = None) -> dict[str, Config]:
+    """Return the config of each of these arms of a sweep, by default of all its arms, and compose the sweep once."""
+    tree = composed_tree(overrides, hydra=False)
+    found = {}
+    for name in map(str, names or tree.arms):
+        own = deepcopy(tree)
+        own.arm = name
+        found[name] = load_composed(own, [*overrides, f"arm={name}"])
+    return found
 
 
 def composed_tree(overrides: list[str], hydra: bool = True) -> Any:
