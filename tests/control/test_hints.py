@@ -6,7 +6,7 @@ import gc
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -29,7 +29,7 @@ class Loop:
         torch.manual_seed(0)
         self.model = nn.ModuleDict({f"{name}_proj": nn.Linear(16, 16) for name in "abcd"})
         self.optimizer = torch.optim.SGD(self.model.parameters(), 1e-3)
-        self.controller = gnmr.attach(self.model, **{"low": "sim_int4", "recovery": "bf16", "max_o": 1} | how)
+        self.controller = gnmr.attach(self.model, **{"low": "int4", "recovery": "bf16", "max_o": 1} | how)
 
     def loss(self, names: str = "abcd") -> torch.Tensor:
         y = X
@@ -138,8 +138,14 @@ def by_hand(it: Loop, step: int) -> None:
     it.end()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def nothing_of_other_tests_ends_here() -> Iterator[None]:
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def told(body: Callable[[Loop, int], None], steps: int = 14, **how: Any) -> list[str]:
-    gc.collect()  # or models of other tests would end in this one
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         it = Loop(**how)
@@ -234,7 +240,7 @@ def evaluated(it: Loop, step: int) -> None:
 
 def test_what_is_told_at_the_end() -> None:
     (hint,) = told(never)
-    assert hint.startswith("step() was never called: the model was trained on its low path (sim_int4)")
+    assert hint.startswith("step() was never called: the model was trained on its low path (int4)")
     (hint,) = told(calibrated)
     assert hint.startswith("still calibrating after 14 of 100 steps: nothing was ever routed")
     assert told(never, recovery=None) == [] == told(never, signal="always_low"), "there is nothing to route"

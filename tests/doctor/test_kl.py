@@ -211,12 +211,12 @@ def test_in_bfloat16_the_limit_is_above_what_float32_shows() -> None:
 
 NAMES = [f"layers.{i}.{name}" for i in range(2) for name in ("q_proj", "k_proj", "v_proj", "up_proj")]
 PLANTED = [
-    *[({"*": "fp8_hybrid", name: "bf16"}, "fp8_hybrid", name) for name in NAMES],  # an entry of a list too many
-    *[("fp8_hybrid", {"*": "fp8_hybrid", name: "mxfp8"}, name) for name in NAMES],  # another granularity
-    *[({"*": "mxfp8", name: "nvfp4"}, "mxfp8", name) for name in NAMES[:3]],  # another format
+    *[({"*": "fp8_hybrid", name: "bf16"}, "fp8_hybrid", name) for name in NAMES[::3]],  # an entry of a list too many
+    *[("fp8_hybrid", {"*": "fp8_hybrid", name: "mxfp8"}, name) for name in NAMES[1::3]],  # another granularity
+    *[({"*": "mxfp8", name: "nvfp4"}, "mxfp8", name) for name in NAMES[2::3]],  # another format
     ("bf16", {"*": "bf16", NAMES[3]: "nvfp4"}, NAMES[3]),
 ]
-PLANTED[4:12] = [pytest.param(*case, marks=pytest.mark.slow) for case in PLANTED[4:12]]
+PLANTED[1:6:2] = [pytest.param(*case, marks=pytest.mark.slow) for case in PLANTED[1:6:2]]
 
 
 @pytest.mark.parametrize(("rollout", "trainer", "culprit"), PLANTED)
@@ -230,8 +230,9 @@ def test_a_planted_difference_between_two_sides_is_named(rollout: Any, trainer: 
 
 
 EQUAL = [
-    *[(name, name) for name in ("fp8_hybrid", "fp8_delayed", "mxfp8", "nvfp4", "sim_e2m1", "sim_int8", "llm_int8")],
-    *[({"*": "fp8_hybrid", name: "bf16"}, {"*": "fp8_hybrid", f"*{name[7:]}": "bf16"}) for name in NAMES[4:7]],
+    *[(name, name) for name in ("fp8_delayed", "nvfp4", "llm_int8")],
+    *[pytest.param(name, name, marks=pytest.mark.slow) for name in ("fp8_hybrid", "mxfp8", "sim_e2m1", "sim_int8")],
+    ({"*": "fp8_hybrid", NAMES[4]: "bf16"}, {"*": "fp8_hybrid", f"*{NAMES[4][7:]}": "bf16"}),
     ({"*": "nvfp4", "*up_proj": "mxfp8"}, {"*": "mxfp8", "[qkv]*": "nvfp4", "*_proj": "nvfp4", "*.up_proj": "mxfp8"}),
     ({"*": "bf16"}, {"*": "mxfp8", "*_proj": "bf16"}),
 ]
