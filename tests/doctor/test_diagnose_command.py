@@ -23,7 +23,7 @@ pytestmark = pytest.mark.xdist_group("diagnose")
 SMALL = ("batches=3", "held_out=2", "batch_size=2", "device=cpu")
 QKVO = ["q_proj", "k_proj", "v_proj", "o_proj"]
 WORDS = ("recipe=sim_e2m1", "budget=+20%", *SMALL)
-LEAST = ("recipe=sim_e2m1", "batches=1", "held_out=0", "confirm=0", "batch_size=2", "device=cpu")
+LEAST = ("recipe=sim_e2m1", "batches=2", "held_out=0", "confirm=0", "batch_size=2", "device=cpu")
 
 
 @pytest.fixture(scope="module")
