@@ -48,6 +48,7 @@ from gnmr.precision.recipes import RECIPES
 
 NAMES = list(LLAMA)
 LOW = tuple(RECIPES["nvfp4"].words().values())
+UNITS = {"nvfp4": 1, "mxfp8": 2, "bf16": 4}
 
 
 def by_te(found: Export, call: Callable[[str], str] = in_hf) -> Read:
@@ -434,9 +435,6 @@ def test_with_prices_the_best_of_what_the_library_has_in_the_plans_time(target: 
     time, left = worth(mixes(found).values())
     sayable = all(mix in able for mix in mixes(plan).values())
     assert found.pins == pins if sayable else (time <= room and left == pytest.approx(best, abs=1e-5))
-
-
-UNITS = {"nvfp4": 1, "mxfp8": 2, "bf16": 4}
 
 
 def test_widths_and_dims_that_a_library_refuses() -> None:

@@ -262,22 +262,20 @@ def test_measured_bytes_are_the_inputs_own(low: str, dtype: torch.dtype) -> None
         converted = convert(net, PathSpec.of(low, "sim_int8"))
     # q, k, v read one tensor, gate and up another; delayed scales are each operator's own.
     one = 2 * 24 * WIDTH * dtype.itemsize
-    delayed = low.startswith("fp8_delayed")
-    tensors = 14 if delayed else 8
+    tensors = 14 if low == "fp8_delayed" else 8
     assert kept_bytes(net, converted, inputs(dtype)) == tensors * one
     net[0].q_proj.switch(True)
-    tensors += not delayed and low != "sim_int8"
+    tensors += low not in ("fp8_delayed", "sim_int8")
     assert kept_bytes(net, converted, inputs(dtype)) == tensors * one
     assert converted.cost.spent()[1] == 0
 
 
 def test_readers_of_one_tensor_share_its_casts(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[str, int]] = []
-    plain = quantize
 
     def counting(x: Tensor, cast: Cast, dim: int, *rest: object) -> object:
         made.append((str(cast), dim))
-        return plain(x, cast, dim, *rest)
+        return quantize(x, cast, dim, *rest)
 
     monkeypatch.setattr(simulated, "quantize", counting)
     expected = {
