@@ -111,8 +111,12 @@ def trained(zeros: str | None, **how: Any) -> tuple[list[Decision], dict[str, An
         {"low": "sim_int4", "recovery": "bf16", "unit": "expert", "observe": "input_grad"},
         {"low": "fp8_hybrid", "recovery": "bf16", "unit": "gemm", "signal": "price", "routing": "ranked"},
         {"low": "int4", "recovery": "int8", "signal": "recovery_gap", "routing": "ranked"},
-        {"low": "sim_int4", "recovery": "bf16", "signal": "jacobian", "routing": "ranked"},
-        {"low": "sim_int4", "recovery": "bf16", "signal": "gsnr", "unit": "expert"},
+        pytest.param(
+            {"low": "sim_int4", "recovery": "bf16", "signal": "jacobian", "routing": "ranked"}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {"low": "sim_int4", "recovery": "bf16", "signal": "gsnr", "unit": "expert"}, marks=pytest.mark.slow
+        ),
     ],
     ids=["operators", "experts by input_grad", "gemms", "gap", "jacobian", "gsnr"],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -261,15 +262,16 @@ class Routed(Mixer):
 BESIDE = {"kv_cast": "int4/row", "recipe": "sim_int4", "held_out": ()}
 
 
-@pytest.fixture(scope="module")
-def beside() -> Diagnosis:
+@cache
+def beside(batches: int) -> Diagnosis:
     kinds = ["head", "router", "kv"]
-    return diagnosed(Routed().eval(), include=kinds, batches=batches_of(30, size=8), confirm=5, **BESIDE)
+    return diagnosed(Routed().eval(), include=kinds, batches=batches_of(batches, size=8), confirm=5, **BESIDE)
 
 
+@pytest.mark.parametrize("number", [12, pytest.param(30, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["head", "router", "k_cache", "v_cache"])
-def test_what_is_beside_the_plan_is_measured_alone(name: str, beside: Diagnosis) -> None:
-    model, batches, found = Routed().eval(), batches_of(2, size=8), beside
+def test_what_is_beside_the_plan_is_measured_alone(name: str, number: int) -> None:
+    model, batches, found = Routed().eval(), batches_of(2, size=8), beside(number)
     (row,) = [row for row in found.beside if row.operator == name]
 
     def low(given: Tensor) -> Tensor:
@@ -295,8 +297,9 @@ def test_what_is_beside_the_plan_is_measured_alone(name: str, beside: Diagnosis)
     by_hand = float(torch.cat(kls).mean())
     assert len(found.beside) == 4, "there are two blocks in this module, of which a name is one cache"
     assert row.measured == pytest.approx(by_hand, rel=1e-3) and row.value == row.measured
-    assert row.by_sequence == pytest.approx(row.measured, rel=0.5) and row.operator not in found.operators
-    assert row.operator not in found.plan().pins
+    assert row.operator not in found.operators and row.operator not in found.plan().pins
+    if number == 30:  # an estimate from few batches is too noisy
+        assert row.by_sequence == pytest.approx(row.measured, rel=0.5)
 
 
 def test_the_model_is_as_it_was_after_a_mistake_in_what_is_beside() -> None:
