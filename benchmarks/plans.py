@@ -116,9 +116,9 @@ def pins_of(cell: Cell, found: Diagnosis) -> Choice:
     return guess(kind, *given, rescue or "mxfp8", cell.budget, gemms=fprop, seed=cell.order)
 
 
-def diagnosed(forks: Forks, low: str) -> Diagnosis:
+def diagnosed(forks: Forks, low: str, data: Sequence[str]) -> Diagnosis:
     """Return the diagnosis of a base."""
-    config = forks.config(f"precision.low={low}", "precision.recovery=bf16", "controller.signal=always_low")
+    config = forks.config(f"precision.low={low}", "precision.recovery=bf16", "controller.signal=always_low", *data)
     parts = forks.parts(config)
     parts.converted.restore()
     training = config.training
@@ -139,13 +139,13 @@ def unseen(tokens: Any, length: int, validated: int) -> torch.Tensor:
     return both[1 :: 2 * max(1, validated // MEASURED)][:MEASURED]
 
 
-def run(cell: Cell, forks: Forks, found: Diagnosis | None, made: dict[str, Any]) -> dict[str, Any]:
+def run(cell: Cell, forks: Forks, found: Diagnosis | None, made: dict[str, Any], data: Sequence[str]) -> dict[str, Any]:
     """Return the row of a fork. Forks with the same pins share one run, which is kept in `made`."""
     words = [f"precision.low={cell.low}", "precision.recovery=bf16", "controller.signal=always_low"]
     if cell.arm in SIGNALS:
         words = [words[0], "precision.recovery=mxfp8", "precision.recovers=[fprop]", "controller.routing=ranked"]
         words += [f"controller.signal={SIGNALS[cell.arm]}", "controller.max_o=null", "controller.budget=1"]
-    config = forks.config(*words, f"fork.order={cell.order}", "fork.heal=0")
+    config = forks.config(*words, f"fork.order={cell.order}", "fork.heal=0", *data)
     if cell.arm in SIGNALS:
         budget = share_of(forks.parts(config).converted, cell.budget)
         config = replace(config, controller=replace(config.controller, budget=budget))
@@ -209,7 +209,7 @@ def cells_of(bases: Sequence[str], asked: argparse.Namespace) -> Iterator[list[C
 
 def make_forks(asked: argparse.Namespace) -> None:
     """Run the cells that OUT.jsonl lacks."""
-    known = resumed(asked.out)
+    known, data = resumed(asked.out), [f"data.path={asked.data}"] if asked.data else []
     forks = {made.base.name: made for made in (Forks(name, print) for name in asked.base.split(","))}
     found: dict[tuple[str, str], Diagnosis] = {}
     made: dict[str, Any] = {}
@@ -220,8 +220,8 @@ def make_forks(asked: argparse.Namespace) -> None:
         for cell in (cell for cell in cells if cell not in known):
             base = cell.base, cell.low
             if cell.arm in ARMS and base not in found:
-                found[base] = diagnosed(forks[cell.base], cell.low)
-            keep(asked.out, known, cell, run(cell, forks[cell.base], found.get(base), made))
+                found[base] = diagnosed(forks[cell.base], cell.low, data)
+            keep(asked.out, known, cell, run(cell, forks[cell.base], found.get(base), made, data))
         gaps = gaps_of(pd.DataFrame(known.values()))
         gaps = gaps[gaps.index.get_level_values("low") == cells[0].low]
         if len(gaps) > 1 and not stats.ttest_1samp(gaps, 0.0, alternative="greater").pvalue < 0.05:
@@ -373,7 +373,9 @@ def main() -> None:
     parser.add_argument("--base", default="shipped", help="run folders, with commas between them")
     parser.add_argument("--low", default="sim_e2m1,nvfp4")
     parser.add_argument("--orders", type=int, default=5)
-    parser.add_argument("--data", type=Path)
+    parser.add_argument(
+        "--data", type=Path, help="the text; for forks, if their bases were trained on text of your own"
+    )
     parser.add_argument("--held-out", type=int, default=8, help="batches of 4 blocks of 128 tokens")
     parser.add_argument("--budgets", default=",".join(map(str, BUDGETS)))
     parser.add_argument("--arms", default=";".join(ARMS), help="with semicolons between them")

@@ -85,7 +85,7 @@ def test_a_recipe_that_is_simulated_unasked_is_told_once(how: dict[str, Any], to
         ({"probe_tokens": 1.5}, "probe_tokens=1.5"),
         ({"record": "gap_low"}, "record='gap_low': must be a list"),
         ({"low": "llm_int8", "recovery": "bf16", "outlier_threshold": "6"}, "outlier_threshold=6: must be"),
-        ({"signal": 3}, "is no signal"),
+        ({"signal": 3}, "is not a signal: int has no"),
         ({"signal": "recovery_gap", "recovery": None}, "gap_recovery"),
         ({"signal": partial(SIGNALS["mse"], level=1.0)}, "level"),
         ({"record": ["colour"]}, "evidence 'colour' is not known"),

@@ -96,7 +96,7 @@ def test_a_class_a_function_and_a_signal_that_is_made() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"signal": 3}, "signal int: a int is not a signal: it has no observe"),
+        ({"signal": 3}, "signal int: is not a signal: int has no observe"),
         ({"signal": "static_k"}, "the run's length is not known: give steps"),
         ({"routing": "no"}, "routing=no: must be one of thresholded, ranked"),
         ({"record": "gap_low"}, "record='gap_low': must be a list"),

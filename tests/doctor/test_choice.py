@@ -50,7 +50,7 @@ def best_of_all(prices: Prices, times: Times, budget: float, groups: list[list[s
     return least
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_it_is_the_best_of_all_choices(seed: int) -> None:
     prices, times = problem(seed)
     groups = [["layers.0.o", "layers.3.o"], ["layers.1.o", "layers.2.o"]]
@@ -72,10 +72,10 @@ def test_a_recipe_that_takes_no_more_time_is_chosen_under_enough_nats_too() -> N
         assert (found.pins, found.extra) == ({item[0]: {"fprop": "same"}}, 0)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_greedy_front_bounds_it_from_both_sides(seed: int) -> None:
     """At a point of the front no choice is better; between two of them none is better than the line that joins them."""
-    prices, times = problem(seed, 40)
+    prices, times = problem(seed, 20)
     points = front(prices, times, "low")
     assert points[0] == (0.0, pytest.approx(math.fsum(own["low"] for own in prices.values())))
     assert points[-1][1] == pytest.approx(math.fsum(min(own.values()) for own in prices.values()))

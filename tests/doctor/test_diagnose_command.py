@@ -23,6 +23,7 @@ pytestmark = pytest.mark.xdist_group("diagnose")
 SMALL = ("batches=3", "held_out=2", "batch_size=2", "device=cpu")
 QKVO = ["q_proj", "k_proj", "v_proj", "o_proj"]
 WORDS = ("recipe=sim_e2m1", "budget=+20%", *SMALL)
+LEAST = ("recipe=sim_e2m1", "batches=2", "held_out=0", "confirm=0", "batch_size=2", "device=cpu")
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +79,10 @@ def test_two_sides_and_what_is_beside(gnmr, run: Path) -> None:
     assert tree["gate"] == 1e-9 and all(row["measured"] is not None for row in list(beside.values())[:1])
     assert "layers.0.self_attn.v_cache" in Path("page.html").read_text()
 
-    assert gnmr("diagnose", str(run), "recipe=sim_e2m1", "against=fp8_hybrid", *few, "out=other").code == 0
+    assert gnmr("diagnose", str(run), "recipe=sim_e2m1", "against=fp8_hybrid", *LEAST[1:], "out=other").code == 0
     assert {file.name for file in Path("other").iterdir()} == {"diagnosis.json", "plan.json"}
     assert read_plan("other").recovery == "fp8_hybrid"
-    ended = gnmr("diagnose", str(run), "recipe=sim_e2m1,*.v_proj:bf16", *few[:1], "held_out=0", *few[2:], "out=third")
+    ended = gnmr("diagnose", str(run), "recipe=sim_e2m1,*.v_proj:bf16", *LEAST[1:], "out=third")
     assert ended.code == 0 and "next: " not in ended.out and not Path("third/plan.json").exists()
 
 
@@ -100,7 +101,7 @@ def test_its_plan_is_trained(gnmr, run: Path, tiny_words: list[str]) -> None:
 
 def test_targets_and_exclude(gnmr, train: Callable[..., Path], run: Path, tiny_words: list[str]) -> None:
     """Given as words, or those of the run; the plan takes them along."""
-    words = ("recipe=sim_e2m1", "batches=2", "held_out=0", "confirm=0", "batch_size=2", "device=cpu", "out=plan")
+    words = (*LEAST, "out=plan")
     ended = gnmr("diagnose", str(run), "targets=*.mlp.*,q_proj", "exclude=[down_proj]", *words)
     assert ended.code == 0, ended.err
     plan = read_plan("plan")
@@ -132,19 +133,10 @@ def test_a_checkpoint_on_a_text(gnmr, checkpoint: Path, text_file: Path) -> None
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["budget=0"], "budget=0: must be extra GEMM time, a share above 0"),
-        (["budget=-5%"], "budget=-5%: must be extra GEMM time, a share above 0"),
         (["budget=some"], "budget=some: must be extra GEMM time, a share above 0"),
-        (["rescue=mxfp9"], "rescue=mxfp9: is not a recipe: did you mean mxfp8?"),
-        (["recipe=sim_e2m1", "rescue=nvfp4"], "rescue=nvfp4: takes no more time in fprop than sim_e2m1"),
         (["times=8"], "times=8: must be BITS:TIME or RECIPE:TIME, a time above 0"),
-        (["times=8:0"], "times=8:0: must be BITS:TIME or RECIPE:TIME, a time above 0"),
         (["times=8:2,8:3"], "times=8:3: 8 has a time already"),
-        (["times=7:2"], "times.7=2.0: must be of 4, 8, 16 or a recipe"),
-        (["fused=qkv,experts"], "fused=experts: this model has no such operators"),
-        (["fused=mlp"], "fused=mlp: must be one of qkv, gate_up, experts, moe"),
         (["plan=old.json"], "plan=old.json: gnmr_plan=1: this version reads 2; have `gnmr diagnose` write it anew"),
-        (["plan=nowhere.json"], "plan=nowhere.json: there is no such file"),
         (
             ["plan=other.json"],
             "plan: was made for another model (1 operator, here 7; no layers.0.up_proj here)",
@@ -155,32 +147,16 @@ def test_a_checkpoint_on_a_text(gnmr, checkpoint: Path, text_file: Path) -> None
         (["data=nowhere.txt"], "data=nowhere.txt: there is no such file"),
         (["data=short.txt"], "data=short.txt: has 0 blocks of 16 tokens and needs "),
         (["data=binary.txt"], "data=binary.txt: is not UTF-8"),
-        (["data=pipe.txt"], "data=pipe.txt: is no file"),
+        (["data=pipe.txt"], "data=pipe.txt: is not a file"),
         (["out=other.json"], "out=other.json: must be a folder in a folder that exists"),
         (["second"], "diagnose: name one run folder or checkpoint"),
-        (["recipe=no"], "recipe=no: is not a recipe"),
         (["recipe=nvfp4,*.up_proj"], "recipe=*.up_proj: must be PATTERN:RECIPE after the first recipe"),
         (["recipe=nvfp4,*:bf16"], "recipe=*:bf16: * is what the first recipe, nvfp4, is for"),
-        (["recipe=fp8_hybrid,lost:bf16"], "recipe=lost: no operator has such a name"),
-        (["against=no"], "against=no: is not a recipe"),
-        (["against=fp8_hybrid,*.up_proj:no"], "against=no: is not a recipe"),
-        (["against=fp8_hybrid", "recovery=mxfp8"], "recovery=mxfp8: cannot be combined with against="),
-        (["against=fp8_hybrid", "rescue=mxfp8"], "rescue=mxfp8: cannot be asked for if operators have recipes"),
-        (["against=fp8_hybrid", "plan=other.json"], "against: cannot be asked for under plan="),
-        (["rescue=mxfp8", "plan=other.json"], "rescue=mxfp8: cannot be asked for under plan="),
-        (["recovery=mxfp8", "plan=other.json"], "recovery: cannot be asked for under plan="),
         (["targets=up_proj,lost"], "targets ['lost']: no linear has such a name"),
         (["targets=[]"], "targets=[]: needs at least one pattern"),
         (["targets=lm_head"], "targets ['lm_head']: recipes keep lm_head in 16 bits"),
-        (["exclude=lost"], "exclude ['lost']: no linear has such a name"),
         (["exclude=*"], "exclude ['*']: no linear is left to convert"),
-        (["exclude=up_proj", "plan=other.json"], "exclude: cannot be asked for under plan="),
-        (["targets=up_proj", "plan=other.json"], "targets: cannot be asked for under plan="),
-        (["gate=0.003"], "gate=0.003: is between two sides; give against=RECIPE"),
         (["against=fp8_hybrid", "gate=nan"], "gate=nan: must be nats of KL per token, above 0"),
-        (["against=fp8_hybrid", "gate=1e-20"], "gate=1e-20: is below what rounding of this model makes"),
-        (["include=head,tail"], "include=tail: must be one of head, router, kv"),
-        (["include=router"], "include=router: this model has none"),
         (["kv_cast=no"], "kv_cast=no: format 'no' is not known"),
     ],
 )
@@ -218,7 +194,7 @@ class Left(io.StringIO):
 
 def test_files_are_there_when_the_reader_leaves(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdout", Left())
-    assert main(["diagnose", str(run), *WORDS, "out=plan", "html=page.html"]) == 141
+    assert main(["diagnose", str(run), *LEAST, "out=plan", "html=page.html"]) == 141
     assert read_plan("plan").low == "sim_e2m1"
     assert json.loads(Path("plan/diagnosis.json").read_text())["verdict"] in unescape(Path("page.html").read_text())
 
@@ -228,5 +204,5 @@ def test_a_disk_that_is_full_costs_no_numbers(gnmr, run: Path, monkeypatch: pyte
         raise UserError("out=plan/plan.json: cannot be written (No space left on device)")
 
     monkeypatch.setattr("gnmr.cli.diagnose._write", full)
-    ended = gnmr("diagnose", str(run), *WORDS, "out=plan")
+    ended = gnmr("diagnose", str(run), *LEAST, "out=plan")
     assert "single values add up to" in ended.out and "No space left" in ended.mistake

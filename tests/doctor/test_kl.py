@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -211,12 +212,12 @@ def test_in_bfloat16_the_limit_is_above_what_float32_shows() -> None:
 
 NAMES = [f"layers.{i}.{name}" for i in range(2) for name in ("q_proj", "k_proj", "v_proj", "up_proj")]
 PLANTED = [
-    *[({"*": "fp8_hybrid", name: "bf16"}, "fp8_hybrid", name) for name in NAMES],  # an entry of a list too many
-    *[("fp8_hybrid", {"*": "fp8_hybrid", name: "mxfp8"}, name) for name in NAMES],  # another granularity
-    *[({"*": "mxfp8", name: "nvfp4"}, "mxfp8", name) for name in NAMES[:3]],  # another format
+    *[({"*": "fp8_hybrid", name: "bf16"}, "fp8_hybrid", name) for name in NAMES[::3]],  # an entry of a list too many
+    *[("fp8_hybrid", {"*": "fp8_hybrid", name: "mxfp8"}, name) for name in NAMES[1::3]],  # another granularity
+    *[({"*": "mxfp8", name: "nvfp4"}, "mxfp8", name) for name in NAMES[2::3]],  # another format
     ("bf16", {"*": "bf16", NAMES[3]: "nvfp4"}, NAMES[3]),
 ]
-PLANTED[4:12] = [pytest.param(*case, marks=pytest.mark.slow) for case in PLANTED[4:12]]
+PLANTED[1:6:2] = [pytest.param(*case, marks=pytest.mark.slow) for case in PLANTED[1:6:2]]
 
 
 @pytest.mark.parametrize(("rollout", "trainer", "culprit"), PLANTED)
@@ -230,8 +231,9 @@ def test_a_planted_difference_between_two_sides_is_named(rollout: Any, trainer: 
 
 
 EQUAL = [
-    *[(name, name) for name in ("fp8_hybrid", "fp8_delayed", "mxfp8", "nvfp4", "sim_e2m1", "sim_int8", "llm_int8")],
-    *[({"*": "fp8_hybrid", name: "bf16"}, {"*": "fp8_hybrid", f"*{name[7:]}": "bf16"}) for name in NAMES[4:7]],
+    *[(name, name) for name in ("fp8_delayed", "nvfp4", "llm_int8")],
+    *[pytest.param(name, name, marks=pytest.mark.slow) for name in ("fp8_hybrid", "mxfp8", "sim_e2m1", "sim_int8")],
+    ({"*": "fp8_hybrid", NAMES[4]: "bf16"}, {"*": "fp8_hybrid", f"*{NAMES[4][7:]}": "bf16"}),
     ({"*": "nvfp4", "*up_proj": "mxfp8"}, {"*": "mxfp8", "[qkv]*": "nvfp4", "*_proj": "nvfp4", "*.up_proj": "mxfp8"}),
     ({"*": "bf16"}, {"*": "mxfp8", "*_proj": "bf16"}),
 ]
@@ -260,15 +262,16 @@ class Routed(Mixer):
 BESIDE = {"kv_cast": "int4/row", "recipe": "sim_int4", "held_out": ()}
 
 
-@pytest.fixture(scope="module")
-def beside() -> Diagnosis:
+@cache
+def beside(batches: int) -> Diagnosis:
     kinds = ["head", "router", "kv"]
-    return diagnosed(Routed().eval(), include=kinds, batches=batches_of(30, size=8), confirm=5, **BESIDE)
+    return diagnosed(Routed().eval(), include=kinds, batches=batches_of(batches, size=8), confirm=5, **BESIDE)
 
 
+@pytest.mark.parametrize("number", [12, pytest.param(30, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["head", "router", "k_cache", "v_cache"])
-def test_what_is_beside_the_plan_is_measured_alone(name: str, beside: Diagnosis) -> None:
-    model, batches, found = Routed().eval(), batches_of(2, size=8), beside
+def test_what_is_beside_the_plan_is_measured_alone(name: str, number: int) -> None:
+    model, batches, found = Routed().eval(), batches_of(2, size=8), beside(number)
     (row,) = [row for row in found.beside if row.operator == name]
 
     def low(given: Tensor) -> Tensor:
@@ -294,8 +297,9 @@ def test_what_is_beside_the_plan_is_measured_alone(name: str, beside: Diagnosis)
     by_hand = float(torch.cat(kls).mean())
     assert len(found.beside) == 4, "there are two blocks in this module, of which a name is one cache"
     assert row.measured == pytest.approx(by_hand, rel=1e-3) and row.value == row.measured
-    assert row.by_sequence == pytest.approx(row.measured, rel=0.5) and row.operator not in found.operators
-    assert row.operator not in found.plan().pins
+    assert row.operator not in found.operators and row.operator not in found.plan().pins
+    if number == 30:  # an estimate from few batches is too noisy
+        assert row.by_sequence == pytest.approx(row.measured, rel=0.5)
 
 
 def test_the_model_is_as_it_was_after_a_mistake_in_what_is_beside() -> None:
@@ -401,7 +405,7 @@ def test_an_operator_that_alone_makes_predictions_nan_is_the_worst_and_is_kept()
         ({"recipe": {"*": "nvfp4", "q_proj": "llm_int8"}}, "recipe.q_proj=llm_int8: can be"),
         ({"against": "foo"}, "against=foo: is not a recipe"),
         ({"against": {"*": "mxfp8", "lost": "bf16"}}, "against=lost: no operator"),
-        ({"against": "mxfp8", "recovery": "mxfp8"}, "recovery=mxfp8: against="),
+        ({"against": "mxfp8", "recovery": "mxfp8"}, "recovery=mxfp8: cannot be combined with against="),
         ({"recovery": {"*": "bf16"}}, "recovery=.*: must be one recipe"),
         ({"recipe": "bf16", "against": "bf16"}, "recipe=bf16: both sides are in 16 bits"),
         ({"gate": 0.003}, "gate=0.003: is between two sides"),

@@ -85,7 +85,7 @@ def test_vllm_48606_a_glob_where_whole_names_are_read() -> None:
     found = compare(MIXED, trainer=trainer, rollout={"ignore": ["lm_head", "*.mlp.gate"]})
     assert unlike(found) == ends("mlp.gate", names=MIXED)
     (note,) = found.notes
-    assert "rollout.ignore '*.mlp.gate'" in note.line() and "* is no wildcard" in note.right
+    assert "rollout.ignore '*.mlp.gate'" in note.line() and "* is not a wildcard" in note.right
     assert compare(MIXED, trainer=trainer, rollout={"ignore": ["lm_head", r"re:.*\.mlp\.gate$"]}).sound
 
 

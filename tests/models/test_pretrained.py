@@ -216,7 +216,7 @@ def test_a_causal_model_of_any_family_is_read(family: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("family", ["bert", "t5"])
 def test_what_is_no_causal_language_model_is_refused(family: str, tmp_path: Path) -> None:
     ARCHITECTURES[family]().model.save_pretrained(tmp_path)
-    assert f"a {family} model is no causal language model" in refused(str(tmp_path))
+    assert f"a {family} model is not a causal language model" in refused(str(tmp_path))
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 
 import pytest
 import torch
+from test_linear import gradients, inputs, model
+from test_simulated import same
 from torch import nn
 
 from gnmr.precision import PathLinear, PathSpec, convert
@@ -146,3 +150,16 @@ def test_restoring_an_operator_that_was_parametrized_is_refused_and_changes_noth
     converted.restore()
     assert all(type(operator) is nn.Linear for operator in converted.operators)
     torch.testing.assert_close(model["lm_head"](last(torch.ones(2, 8))), expected)
+
+
+def test_a_converted_model_can_be_pickled_and_copied_and_restored() -> None:
+    plain = model()
+    net = copy.deepcopy(plain)
+    converted = convert(net, PathSpec.of("fp8_delayed", "bf16"))
+    gradients(net, inputs())
+    converted.end_step()
+    expected = gradients(net, 2 * inputs())
+    for other in (pickle.loads(pickle.dumps(net)), copy.deepcopy(net)):
+        assert same(gradients(other, 2 * inputs()), expected)
+    converted.restore()
+    assert same(gradients(net, inputs()), gradients(plain, inputs()))

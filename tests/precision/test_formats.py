@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-import torchao_casts
 from torch import Tensor
 
 from gnmr.precision.formats import FORMATS, Format
@@ -92,26 +91,3 @@ def test_rounding_to_nearest_with_ties_to_even(name: str) -> None:
     got = fmt.decode(fmt.encode(x.clone()), torch.float32)
     torch.testing.assert_close(got, brute_force(x, fmt), rtol=0, atol=0)
     assert torch.equal(fmt.round(x.clone()), got), "without the codes too"
-
-
-@pytest.mark.parametrize(
-    ("name", "oracle"),
-    [("e2m1", "f32_to_f4_unpacked"), ("e2m3", "f32_to_f6_e2m3_unpacked"), ("e3m2", "f32_to_f6_e3m2_unpacked")],
-)
-def test_codes_are_those_of_torchao(name: str, oracle: str) -> None:
-    kernels = pytest.importorskip("torchao.prototype.mx_formats.kernels")
-    if not hasattr(kernels, oracle):
-        pytest.skip(f"this torchao has no {oracle}")
-    fmt = FORMATS[name]
-    x = torch.linspace(-fmt.max, fmt.max, 20011)
-    assert torch.equal(fmt.encode(x.clone()), getattr(kernels, oracle)(x))
-
-
-@pytest.mark.parametrize("name", ["int2", "int3", "int4", "int8", "e4m3", "e5m2"])
-def test_rounding_is_that_of_torchao_under_a_scale_of_one(name: str) -> None:
-    fmt = FORMATS[name]
-    x = torch.cat([torch.linspace(-fmt.max, fmt.max, 20011), torch.arange(-fmt.max, fmt.max) + 0.5])
-    values, scale = torchao_casts.quantized(x[None], name, (1, len(x)))
-    assert torch.equal(scale, torch.ones_like(scale))
-    assert torch.equal(fmt.decode(fmt.encode(x.clone()), torch.float32), values[0])
-    assert torch.equal(fmt.round(x.clone()), values[0])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_simulated import same
+from test_simulated import normal, same
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -270,3 +270,16 @@ def test_the_probe_sees_the_tokens_and_not_their_rotation() -> None:
         measured = each[::tokens]
         expected = measured.sum().item() * len(each) / len(measured)
         assert probe.read()["gap_low"][0].item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_rotation_of_float16_does_not_overflow() -> None:
+    """Sixteen numbers of one size may come back as one of four times that size."""
+    found = []
+    for dtype in (torch.float16, torch.float32):
+        net = nn.Sequential(nn.Linear(64, 64)).to(dtype)
+        convert(net, PathSpec.of("nvfp4_no_sr", None, targets=["0"]))
+        x = (normal(64, 64, seed=1) * 1e4).clamp(-6e4, 6e4).half().to(dtype)
+        dy = (normal(64, 64, seed=2) * 0.01).half().to(dtype)
+        found.append(torch.autograd.grad(net(x), net[0].weight, dy)[0].float())
+    assert found[0].isfinite().all()
+    assert (found[0] - found[1]).norm() < 1e-3 * found[1].norm()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gnmr.precision import FORMATS, ConvertedModel, PathLinear, PathSpec, convert
+from gnmr.precision import FORMATS, RECIPES, ConvertedModel, PathLinear, PathSpec, convert
 from gnmr.precision.scaling import compress, decompress
 
 FEW_BITS = [name for name, fmt in FORMATS.items() if fmt.bits < 16]
@@ -284,6 +284,30 @@ def test_a_damaged_state_of_the_paths_changes_nothing(low: str) -> None:
     with pytest.raises(ValueError, match="belongs to unknown paths"):
         converted.load_state_dict(3)
     assert torch.equal(converted.state_dict()[name], before[name])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"low": "fp8_delayed_1024"},
+        {"recovery": None},
+        {"recovers": ["wgrad"]},
+        {"targets": ["q_proj"]},
+        {"pins": {"0.q_proj": ["wgrad"]}},
+        {"low": "mine", "recipes": {"mine": RECIPES["fp8_delayed"].words()}},
+        {"low": "mine", "recipes": {"mine": {"fprop": {"input": "e4m3/delayed"}}}},
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:the recovery path", "ignore:recovers")
+def test_another_models_state_is_refused_before_anything_is_loaded(other: dict) -> None:
+    kwargs = {"low": "fp8_delayed", "recovery": "bf16", "targets": ["*_proj"]}
+    converted, foreign = (convert(model(), PathSpec(**more)) for more in (kwargs, {**kwargs, **other}))
+    before = converted.state_dict()["largest"]
+    with pytest.raises(ValueError, match=r"^the paths' state belongs to low=.* this model has low=fp8_delayed, .*$"):
+        converted.load_state_dict(foreign.state_dict())
+    assert torch.equal(converted.state_dict()["largest"], before)
+    converted.load_state_dict(convert(model(), PathSpec(**kwargs)).state_dict())
 
 
 def test_linears_on_several_devices_are_refused() -> None:

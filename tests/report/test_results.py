@@ -144,7 +144,7 @@ def test_a_marked_column_is_filled_by_row(written: Path) -> None:
     text.write_text(text.read_text().replace("| 3 |", "| 4 |", 1))
     assert "'| `gnmr` | 4 |" in quiet(written, check=True)[0]
     text.write_text("| arm | n<!--:one/*/n--> |\n|---|---|\n| gnrm | 3 |\n")
-    with pytest.raises(UserError, match=r"'one/gnrm/n' is no result: did you mean one/gnmr/n"):
+    with pytest.raises(UserError, match=r"'one/gnrm/n' is not a result: did you mean one/gnmr/n"):
         quiet(written)
 
 

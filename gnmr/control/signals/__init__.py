@@ -73,7 +73,7 @@ def build_signal(signal: str | Signal | Callable[..., Signal], options: Mapping[
     elif options:
         raise ValueError(f"options {', '.join(options)}: {name} is made already; give the class, or its name")
     if lacking := [part for part in _PARTS if not hasattr(built, part)]:
-        raise ValueError(f"signal {name}: a {type(built).__name__} is not a signal: it has no {', '.join(lacking)}")
+        raise ValueError(f"signal {name}: is not a signal: {type(built).__name__} has no {', '.join(lacking)}")
     own = getattr(getattr(built, "context", None), "names", context.names)
     if len(own) != len(context.names):
         raise ValueError(f"signal {name}: was made for {len(own)} units, these are {len(context.names)}")
