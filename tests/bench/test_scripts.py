@@ -360,7 +360,7 @@ def test_forks_are_kept_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     config = cache(lambda *own: load_composed(OmegaConf.merge(tree, OmegaConf.from_dotlist([*own])), [*words, *own]))
     monkeypatch.setattr(Forks, "config", lambda _, *words: config(*words))
     monkeypatch.setattr(Forks, "__call__", fork)
-    monkeypatch.setattr(plans, "diagnosed", lambda _, low: diagnosis(4))
+    monkeypatch.setattr(plans, "diagnosed", lambda *_: diagnosis(4))
     asked = ["plans.py", "forks", str(out), "--orders", "2", "--budgets", "0.1", "--low", "mxfp4,nvfp4"]
     monkeypatch.setattr(sys, "argv", asked)
     plans.main()
@@ -413,3 +413,18 @@ def test_the_kl_that_plans_leave_on_a_run(
     monkeypatch.setattr(sys, "argv", ["plans.py", "figure", str(tmp_path / "kl.svg"), str(out)])
     plans.main()
     assert "everything in NVFP4" in (tmp_path / "kl.svg").read_text()
+
+
+@pytest.mark.slow
+def test_a_controller_spends_the_time_of_a_plan() -> None:
+    """The share of FLOPs that a controller may recover takes the extra GEMM time that was asked for."""
+    forks = Forks("shipped")
+    config = forks.config("precision.low=nvfp4", "precision.recovery=bf16", "precision.recovers=[fprop]")
+    model = forks.parts(config).converted
+    share = plans.share_of(model, 0.3)
+    spent = model.cost.spent()
+    assert 0 < share < spent.share and share / spent.share == pytest.approx(0.3 / spent.extra_time)
+    for operator in model.operators[1:]:
+        operator.switch(False)
+    one = model.cost.spent()
+    assert one.extra_time * spent.share == pytest.approx(one.share * spent.extra_time)
