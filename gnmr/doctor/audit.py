@@ -27,7 +27,7 @@ from gnmr.doctor.in_force import READS, Operator, operators_of
 from gnmr.doctor.lists import LISTS, Entry, entries_of, fits_none, nearest_to, read_lists, repaired
 from gnmr.doctor.measuring import Progress
 from gnmr.doctor.operands import Measured
-from gnmr.errors import first_few, require
+from gnmr.errors import first_few, plural, require
 from gnmr.measure.coverage import MUCH, Coverage, percent, routes
 from gnmr.names import GEMMS
 from gnmr.precision import RECIPES, Recipe
@@ -101,7 +101,7 @@ class Audit:
         names = [row.operator for row in rows if not low or any("/" in words for words in row.precision.values())]
         if self.coverage.others(names):
             head += f"; {self.coverage.line(names, 'low precision covers' if low else 'linears are')}"
-        return f"{head}: " + ("sound" if self.sound else f"{len(self.findings)} findings")
+        return f"{head}: " + ("sound" if self.sound else plural(len(self.findings), "finding"))
 
     def tree(self) -> dict[str, Any]:
         """Return the audit as a tree for JSON."""

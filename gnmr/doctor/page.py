@@ -109,7 +109,7 @@ def shade(value: float, largest: float, steps: Sequence[float]) -> int:
 
 def choices(found: Diagnosis) -> list[Left]:
     """Return what is left without pins, under the plan, and under the usual rules; [] under a plan's pins."""
-    if found.pins:
+    if found.pins or (found.against and not found.choice().pins):
         return []
     made = [Left("nothing kept", 0.0, found.total, found.held_out, None)]
     alone = {f"{rescue} alone": rescue for rescue in found.singles}

@@ -246,9 +246,8 @@ class PinPlan:
             if name in ours and name in theirs:
                 (a, b), (c, d) = ours[name], theirs[name]
                 how = f"{name} is {a} -> {b} there, {c} -> {d} here"
-            raise UserError(
-                f"{where}: was made for another model ({plural(len(ours), 'operator')}, here {len(theirs)}; {how})"
-            )
+            number = f"{plural(len(ours), 'operator')}, here {len(theirs)}; " * (len(ours) != len(theirs))
+            raise UserError(f"{where}: was made for another model ({number}{how})")
         ends = by_end(operators)
         for name in _bare(self.pins):
             if len(found := ends[name]) > 1:

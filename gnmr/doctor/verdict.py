@@ -61,6 +61,11 @@ def _sentence(found: Diagnosis) -> str:
         return _of_two_sides(found)
     start = f"nothing {'more ' if found.pins else ''}has to be kept: " if found.little else ""
     unit = "nats" if measured.kl is None else "nats of KL per token"
+    if not measured.shown and not start and measured.kl is not None:
+        return (
+            f"{plural(measured.batches, 'batch')} are too few to tell what {under}{name} costs: {measured.nats:.2g} ± "
+            f"{measured.noise:.1g} {unit}, by estimate {found.total:.2g}; take more batches"
+        )
     if not measured.shown:
         return (
             f"{start}{under}{name} costs nothing here that {plural(measured.batches, 'batch')} can show "

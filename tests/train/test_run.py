@@ -66,6 +66,19 @@ def test_a_done_run_is_left_alone(copied, train):
     assert before == {p: p.stat().st_mtime_ns for p in copied.rglob("*")}
 
 
+def test_a_run_whose_own_signal_changed_is_not_taken_for_this_one(train, tmp_path, monkeypatch):
+    code = "from gnmr.control.signals import GnmrSignal\n\n\nclass Mine(GnmrSignal):\n    pass\n"
+    (tmp_path / "signal_of_mine.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    words = "controller.signal=signal_of_mine:Mine", "training.steps=2"
+    folder, said = train(tmp_path / "run", *words), list[str]()
+    train(folder, *words, say=said.append)
+    assert said == [f"{folder} is done: skipped"]
+    (tmp_path / "signal_of_mine.py").write_text(code + "\n\nTWICE = True\n")
+    with pytest.raises(UserError, match=r"^controller\.signal=signal_of_mine:Mine: its file changed since the run"):
+        train(folder, *words)
+
+
 @pytest.mark.parametrize("word", ["optim.lr=0.5", "training.seed=1", "precision.low=int2", "training.resume=never"])
 def test_a_folder_of_another_config_is_refused(word, copied, train):
     before = {p: p.stat().st_mtime_ns for p in copied.rglob("*")}

@@ -225,7 +225,9 @@ def adapted(plan: PinPlan, target: Target, layers: int | None = None) -> PinPlan
     shapes = {one: frozenset(plan.operators[name] for name in names) for one, names in linears.items()}
     options = {one: [sixteen] if one in kept else able(shapes[one]) for one in linears}
     if target.formats and not any(low in own for own in options.values()):
-        raise UserError(f"export: {target.library} has nothing like low={plan.low} for these operators")
+        raise UserError(
+            f"export: {target.library} has nothing like low={plan.low} for these operators: {target.limits}"
+        )
     if not any(target.converts(plan, name) for name in plan.operators):
         raise UserError(f"export: {target.library} converts none of these operators")
     own = {name: tuple(read_of(mix, target).get(gemm, plan.low) for gemm in GEMMS) for name, mix in mixes(plan).items()}

@@ -26,7 +26,9 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
     found: dict[Path, Path] = {}
     for path in paths:
         if not path.is_dir():
-            raise UserError(f"{path}: {'not a folder' if path.exists() else 'no such folder'}")
+            trial = path.parent / SMOKE / path.name
+            meant = f"; did you mean {trial}?" if trial.is_dir() else ""
+            raise UserError(f"{path}: {'not a folder' if path.exists() else 'no such folder'}{meant}")
         inside = []
         for parent, folders, files in os.walk(path):
             names = {*folders, *files}  # whatever they are: what is no file is told where it is read

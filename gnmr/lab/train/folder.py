@@ -5,7 +5,9 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -48,10 +50,28 @@ def check_folder(folder: Path, config: Config) -> None:
                 f"{folder} holds a run of another config: {key} is {there} there and {here} here; "
                 "choose another run_dir"
             )
+    from gnmr.records.reader import read_json
+
+    began = (read_json(folder / "header.json") or {}).get("signal_sha256")
+    if began is not None and began != signal_sha256(config):
+        raise UserError(
+            f"controller.signal={config.controller.signal}: its file changed since the run in {folder} began, or "
+            "cannot be found now; put it back as it was, or choose another run_dir"
+        )
     if config.training.resume == "never":
         raise UserError(
             f"{folder} holds this run already and training.resume=never; delete it or choose another run_dir"
         )
+
+
+def signal_sha256(config: Config) -> str | None:
+    """Return the SHA-256 of the file of a signal of one's own (module:Class); None if it has none or is not found."""
+    module, colon, _ = config.controller.signal.partition(":")
+    with suppress(ImportError, OSError, ValueError):
+        spec = find_spec(module) if colon else None
+        if spec is not None and spec.origin is not None:
+            return sha256(Path(spec.origin).read_bytes()).hexdigest()
+    return None
 
 
 def unexported(config: Config, folder: Path) -> bool:

@@ -12,6 +12,7 @@ from gnmr.lab import models
 from gnmr.lab.faults.schedule import Window
 from gnmr.lab.records.view import RunInfo
 from gnmr.lab.train.build import Parts, tokenizer_digest, tokens_of
+from gnmr.lab.train.folder import signal_sha256
 from gnmr.lab.train.provenance import commit, machine, portable_command
 from gnmr.lab.train.step import StepResult
 from gnmr.precision.recipes import described
@@ -131,6 +132,7 @@ def header(parts: Parts, command: str) -> dict[str, Any]:
             unit.name for unit in parts.converted.units if not unit.routable and parts.converted.recovery is not None
         ],
         "paths": [described(path) for path in (parts.converted.low, parts.converted.recovery) if path is not None],
+        "signal_sha256": signal_sha256(config),
         "checkpoint": parts.checkpoint,
         "base": None if parts.base is None else {"step": parts.base.step, "sha256": parts.base.found.sha256},
         "shape": _shape(parts.model),
