@@ -62,10 +62,11 @@ def plural(number: int, noun: str) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return a guess at the meaning of an unknown word, as the end of a message."""
+    """Return a guess at the meaning of an unknown word, or the first 40 known words, as the end of a message."""
     known = list(known)
     close = guess(word.partition("=")[0], known)
-    return f": did you mean {close}?" if close else f": use one of {', '.join(known)}"
+    more = f" and {len(known) - 40} more" * (len(known) > 40)
+    return f": did you mean {close}?" if close else f": use one of {', '.join(known[:40])}{more}"
 
 
 @contextmanager

@@ -192,6 +192,7 @@ def test_a_config_of_ones_own_that_is_no_yaml(gnmr, tmp_path):
         (["report", "runs", "--agianst", "x"], "(gnmr report --help)"),
         (["report", "none/a=b"], "none/a=b: no such folder"),
         (["report", "photo.jpg"], "photo.jpg"),
+        (["audit", "x", "nonsense=1"], " more (gnmr audit --help)"),
         (["runs", "runs_dir=runs"], "runs: unknown option 'runs_dir=runs': use one of last"),
         (["train", "--cfg", "jobs"], "(gnmr train --hydra-help)"),
         (["train", "--experiment", "act_quant_stress"], "train: --experiment act_quant_stress: write experiment=act_"),
