@@ -147,7 +147,7 @@ def showing(doing: str, of: str) -> Iterator[Callable[[int, int | None], None]]:
     def print_line(done: int, total: int | None) -> None:
         nonlocal printed, first
         now = time.monotonic()
-        first = first if first[0] else (done, now)  # earlier work, as preparing data, is no measure of the rest
+        first = first if first[0] else (done, now)  # earlier work (preparing data) does not predict the rest
         if total is not None and done < total and now - printed >= 10:
             printed = now
             since = done - first[0]

@@ -132,7 +132,7 @@ def fields(of: object, *names: str) -> dict[str, Any]:
 
 
 def require(sound: object, name: str, value: object, right: str) -> None:
-    """Raise ValueError unless the value is `sound`; `right` says what it should be."""
+    """Raise ValueError unless the value is `sound`; `right` describes a valid value."""
     if not sound:
         shown = str(value)
         shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}... ({len(shown):,} characters)"

@@ -63,7 +63,7 @@ class Again:
     """Repeats the passes of one step under other paths. Use it within `repeating`.
 
     `forward()` runs the step's forward passes and returns the mean loss. `both()` runs forward and backward passes,
-    returns what was `Seen`, and leaves the gradients unchanged. Compiled blocks run uncompiled, because other paths
+    returns a `Seen`, and leaves the gradients unchanged. Compiled blocks run uncompiled, because other paths
     would be other graphs, and compiling a graph takes a minute.
     """
 

@@ -1,4 +1,4 @@
-"""`gnmr demo`: a minute of forks; what low precision costs, and what each way of recovering recovers of it."""
+"""`gnmr demo`: a minute of forks; the cost of low precision, and the share that each arm recovers."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _watched(configs: Sequence[Config]) -> Iterator[None]:
 
 
 def _print_result(folders: list[Path], folder: Path, orders: int) -> None:
-    """Print and write what `gnmr report` does of these runs, with what it is no evidence for."""
+    """Print and write what `gnmr report` does of these runs, and say which claims they do not support."""
     from gnmr.lab.report import report
 
     console = for_tables()

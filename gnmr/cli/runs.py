@@ -44,7 +44,7 @@ class _Row:
 
 
 def main(argv: list[str]) -> int:
-    """The command; returns its exit code. UserError where there is no run."""
+    """Run the command and return its exit code. Raises UserError without a run."""
     parser = Parser("runs", "[FOLDER...] [last=N]", _TEXT)
     parser.option("last", whole(1), "show the newest N runs; null: all of them", 30)
     given = parser.parse(argv)

@@ -146,12 +146,12 @@ class Controller:
 
         Published thresholds fit the batches that they were published for; with small batches they fill max_o. Call this
         once, before the first step. During these steps only units whose risk is not finite are promoted. The trigger
-        comes from the second half of the steps. Locks, holds and max_o then determine what is spent.
+        comes from the second half of the steps. Locks, holds and max_o then determine the share spent.
 
         `state_dict` holds the trigger or the progress of the calibration, and `load_state_dict` continues with either.
         A loop that always calls `calibrate` calls it before loading.
 
-        Raises ValueError if there is no threshold (routing="ranked", signals that read no evidence). Adds no
+        Raises ValueError without a threshold (routing="ranked", signals that read no evidence). Adds no
         synchronization to `step`.
         """
         if self.spec.ranked:

@@ -125,7 +125,7 @@ class GreedyLore:
 
     Sums are in float32, or float64 if gradients are. `t` counts steps; `sent` is how many numbers a worker sent in the
     last one, `sent_total` in all, `dense` the size of all gradients. A step with a mean that is not finite changes
-    neither the bases nor what is held back.
+    neither the bases nor the sums that are held back.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """A diagnosis as one page of HTML (`page.html.j2`) that loads nothing and runs no script.
 
 `View` and the functions beside it say what the terminal shows too (terminal.py): where operators stand in the heat map,
-what is left under the plan and the usual rules, and the totals.
+the KL that the plan and the usual rules leave, and the totals.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def shade(value: float, largest: float, steps: Sequence[float]) -> int:
 
 
 def choices(found: Diagnosis) -> list[Left]:
-    """Return what is left without pins, under the plan, and under the usual rules; [] under a plan's pins."""
+    """Return the KL left without pins, under the plan, and under the usual rules; [] under a plan's pins."""
     if found.pins or (found.against and not found.choice().pins):
         return []
     made = [Left("nothing kept", 0.0, found.total, found.held_out, None)]
@@ -120,7 +120,7 @@ def choices(found: Diagnosis) -> list[Left]:
 
 
 def budgets(found: Diagnosis) -> list[tuple[float, Measured | None]]:
-    """Return the extra time of the plan and of plans of other budgets, and what was measured of each."""
+    """Return the extra time of the plan and of plans of other budgets, and the measurement of each."""
     if not found.left:
         return [(extra, None) for extra in CURVE]
     return sorted([*found.curve, (found.choice().extra, found.left["plan"])], key=lambda point: point[0])
@@ -209,7 +209,7 @@ def page(found: Diagnosis, title: str, origin: Mapping[str, Any], plan: str | No
 
 
 def _card(found: Diagnosis, origin: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return what was diagnosed, on what data and machine, as names and texts."""
+    """Return the model, data and machine of the diagnosis, as names and texts."""
     subject, machine = (origin.get(key) or {} for key in ("subject", "machine"))
     number, measured = subject.get("parameters"), plural(found.measured.batches, "batch")
     parameters = None if number is None else f"{number:,} parameters"

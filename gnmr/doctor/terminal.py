@@ -100,7 +100,7 @@ def _top_table(view: View, width: int) -> Table:
 
 
 def _choices_table(left: Sequence[Left], found: Diagnosis) -> Table:
-    """Show what is left under the plan and the usual rules: measured, or else by the values alone."""
+    """Show the KL that the plan and the usual rules leave: measured, or else estimated."""
     losses = found.measured.kl is not None and any(one.measured and one.measured.cost is not None for one in left)
     table = _table(f"{left[1].extra:+.1%} {spent(found)}", _left(found), *["loss"] * losses)
     for one in (one for one in left if one.rescue is None):

@@ -1,4 +1,4 @@
-"""What a diagnosis says in words: one sentence, with what it is not about."""
+"""The verdict of a diagnosis: one sentence, and the modules that it leaves out."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ LABELS = {
 
 
 def verdict(found: Diagnosis) -> str:
-    """Return one sentence, with what it is not about."""
+    """Return one sentence, and the modules that it leaves out."""
     return "; ".join([_sentence(found), *left_out(found)])
 
 
 def left_out(found: Diagnosis) -> list[str]:
-    """Clauses on operators that have no price, or not one of every batch, and on what is no operator."""
+    """Return clauses on operators without a price, or without one in some batches, and on other modules."""
     by_reason: dict[str, list[str]] = {}
     for name, why in found.idle.items():
         by_reason.setdefault(why, []).append(name)

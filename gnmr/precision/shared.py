@@ -106,7 +106,7 @@ class SharedState:
     - `no_side_effects`: while true, a pass leaves no trace in the state of faults and casts.
     - `high_precision`: while true, every operator is a plain linear, also in copies of the model. Evaluation always
       uses this 16-bit path.
-    - `warmup`: in a 16-bit warm-up, the path that operators in recovery use instead of their own; else None.
+    - `warmup`: in a 16-bit warm-up, the path of operators in recovery; else None.
     - `probe`: the observer of the paths' errors, if any.
     - `prices`: the observer of the paths' prices, if any.
     - `watch`: the observer of operators' outputs in a repeated pass (`gnmr.attachment.blame`), if any.

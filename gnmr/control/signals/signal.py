@@ -46,7 +46,7 @@ class Context:
     hold: int = 1
     """Steps for which a chosen set stays in force."""
     spend: tuple[float, ...] | None = None
-    """Share of the budget that each unit takes; None: there is no budget."""
+    """Share of the budget that each unit takes; None without a budget."""
 
     @classmethod
     def of(cls, units: Sequence[Unit], **more: Any) -> Context:
@@ -140,7 +140,7 @@ class LevelSignal(SignalBase):
 
 
 class RatioSignal(SignalBase):
-    """A value against its own past: ratio = value / (mean of the past + eps), 1 while there is no past."""
+    """A value against its own past: ratio = value / (mean of the past + eps), 1 without a past."""
 
     kept: tuple[str, ...] = ("history",)
 

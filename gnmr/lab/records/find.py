@@ -31,7 +31,7 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
             raise UserError(f"{path}: {'not a folder' if path.exists() else 'no such folder'}{meant}")
         inside = []
         for parent, folders, files in os.walk(path):
-            names = {*folders, *files}  # whatever they are: what is no file is told where it is read
+            names = {*folders, *files}  # of any kind: a reader refuses all but regular files
             if "config.yaml" in names and names & {"steps.jsonl", "header.json"}:
                 inside.append(Path(parent))
                 folders.clear()

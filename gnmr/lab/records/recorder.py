@@ -1,4 +1,4 @@
-"""One object for the training loop: what it is given goes to the files first, then to the live view and W&B."""
+"""One object for the training loop: rows go to the files first, then to the live view and W&B."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BEGAN = ("gnmr", "python", "torch", "commit", "command", "machine")
 class Recorder:
     """Files, live view and W&B of one run. Any write may raise `RunFailed`; then call `finish("failed", ...)`.
 
-    As a context manager it closes all three, should a defect of ours keep `finish` from being called.
+    As a context manager it closes all three, even if `finish` is not called because of a bug.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Recorder:
         self._view.events(rows)
 
     def verdict(self, row: dict[str, Any], line: str) -> None:
-        """Record a row of `EVENT_FIELDS` that says what is to blame for a step, and print `line`."""
+        """Record a row of `EVENT_FIELDS` with the cause of a step's spike, and print `line`."""
         self._writer.events([row])
         self._view.say(line)
 

@@ -128,7 +128,7 @@ class View:
         self._moves = {row["unit"]: row["event"] for row in rows if row["step"] == step and row["unit"] is not None}
 
     def say(self, text: str, narrow: str | None = None) -> None:
-        """Lines, above the picture; shown in every mode. narrow: in their place where a terminal has few columns."""
+        """Lines, above the picture; shown in every mode. `narrow` replaces them in a terminal with few columns."""
         few = self._console.is_terminal and self._console.width < NARROW
         with self._reader_may_leave():
             print_plain(self._console, text if narrow is None or not few else narrow)
@@ -259,7 +259,7 @@ def _unit_table(rows: UnitRows, moves: dict[str, str], narrow: bool, height: int
 
 
 def recovery_figures(summary: dict[str, Any]) -> list[tuple[str, str | None]]:
-    """Return labels and figures of what was on the recovery path.
+    """Return labels and figures of the units on the recovery path.
 
     A figure is None if there is nothing to count, or if an older version did not record it.
     """

@@ -183,7 +183,7 @@ class WandbSink:
         self._log(self._last_step, lambda: {"recovery/promotions": self._promotions.total()})
 
     def finish(self, summary: dict[str, Any], events: list[dict[str, Any]]) -> None:
-        """Wait for what is queued and end the W&B run.
+        """Wait for queued rows and end the W&B run.
 
         Args:
             summary: `SUMMARY_FIELDS`.
@@ -204,7 +204,7 @@ class WandbSink:
             self._run = None
 
     def close(self) -> None:
-        """Close the run without an end of ours, which W&B calls failed; does nothing after `finish`."""
+        """Close the run without `finish`, so that W&B marks it as failed; does nothing after `finish`."""
         self._thread.shutdown()
         if self._run is not None:
             with self._tolerant("finish"):

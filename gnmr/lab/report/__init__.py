@@ -127,7 +127,7 @@ def _leaving_out(folder: Path, left_out: dict[Path, str], caught: type[Exception
 
 
 def _common(paths: list[Path]) -> Path:
-    """Return the path itself as it was given, or the parent of all; the first if they share nothing but the root."""
+    """Return the given path itself, or the parent of all; the first if they share only the root."""
     common = Path(os.path.commonpath([os.path.realpath(path) for path in paths]))
     if len(paths) == 1 or common == Path(common.anchor):
         return paths[0]

@@ -99,7 +99,7 @@ class Arm:
     def always(self) -> str | None:
         """The one format that every unit has throughout, in static arms and under `always_low` and `always_high`.
 
-        With pins there is no such low format. `always_high` counts from 99% promotion on, since its set acts one step
+        Pins have no such low format. `always_high` counts from 99% promotion on, since its set acts one step
         late; the done seeds decide if there are any, since that step weighs more in a run that diverged early.
         """
         if not self.routed or self.signal == "always_low":
@@ -117,7 +117,7 @@ class Arm:
 
     @property
     def low_path(self) -> str | None:
-        """The low path: a format or recipe; for compressed gradients what is sent."""
+        """The low path: a format or recipe; for compressed gradients the kind of message."""
         return self.compression or self.get("precision.low")
 
     @property

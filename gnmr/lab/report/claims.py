@@ -213,7 +213,7 @@ class Tested:
         return [one for result in self.family.results if (one := self.family.smallest(result)) is not None]
 
     def of_arm(self, arm: str) -> dict[str, str]:
-        """Return what is shown of an arm without a test."""
+        """Return the cells of an arm without a test."""
         rows, family = self.runs[arm], self.family
         routed = self.spends == "sent" or any(row["recovery"] for row in rows)
         spent = stat(row[self.spends] for row in rows) if routed else None

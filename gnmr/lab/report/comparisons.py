@@ -244,7 +244,7 @@ class Comparison:
     def _bound(self, arm: Arm, fits: Callable[[Arm], bool]) -> Arm | None:
         """The static arm that fits, of the same model and optimizer.
 
-        Gradient transforms and optimizers are arms of their own: plain AdamW stands for all of them, where there is one
+        Gradient transforms and optimizers are separate arms: plain AdamW stands for all of them, where there is one
         of the same rate if possible. Among equals an arm of one format throughout comes before a routed one (except
         for faults, which spare the recovery path of a routed arm alone), then one of the same low path (always high is
         the same run whatever that is), then the one with most seeds in common.

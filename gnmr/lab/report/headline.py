@@ -26,7 +26,7 @@ _AGAINST = {
 
 
 class Figure(NamedTuple):
-    """A number, its name, and what it refers to."""
+    """A number, its name, and its reference."""
 
     label: str
     value: str

@@ -20,7 +20,7 @@ NOTHING = "-"
 
 @dataclass
 class Table:
-    """Cells as text; the first column is the rows' name. Lines below say what these rows lack, then what they mean."""
+    """Cells as text; the first column is the rows' name. Lines below list missing values, then explain the rows."""
 
     title: str
     columns: list[str]
@@ -114,7 +114,7 @@ def percent(share: float | None, digits: int | None = None, sign: str = "") -> s
 
 def relative(difference: float) -> str:
     """Return a difference of losses as percent of the other's perplexity: 0.1 as +10.5%."""
-    return percent(math.expm1(min(difference, 700.0)), 1, "+")  # e^710 is no double
+    return percent(math.expm1(min(difference, 700.0)), 1, "+")  # e^710 overflows
 
 
 def whole_percent(share: float | None) -> str:

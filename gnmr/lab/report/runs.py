@@ -1,4 +1,4 @@
-"""Finding run folders and reading one: what it was, how it ended, what it measured.
+"""Read run folders: the config, the end and the measurements of a run.
 
 Nothing here needs a run to be whole. A run that is in progress, was killed or failed gives what its files hold.
 """
@@ -82,7 +82,7 @@ class Run:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """Return `SUMMARY_FIELDS`: what summary.json says, and what it lacks counted from the rows."""
+        """Return `SUMMARY_FIELDS`: the fields of summary.json; missing ones are counted from the rows."""
         written = {key: value for key, value in _summary(self.folder).items() if value is not None}
         if self.status == "done" and written.get("promotion_frac") is not None:
             return dict.fromkeys(SUMMARY_FIELDS) | written
@@ -183,7 +183,7 @@ def load(folder: Path) -> Run:
     """Return a run, checked and without its rows, which are read when they are first asked for.
 
     A config of another version of this project, which no longer passes its checks, is taken as it is written.
-    Raises `UserError` where a file is not what it should be (`gnmr.records.untrusted`).
+    Raises `UserError` if a file is not valid (`gnmr.records.untrusted`).
     """
     tree = config.read_tree(folder / "config.yaml")
     header = _header(folder / "header.json")
@@ -225,7 +225,7 @@ _SIZES = (*_OF_A_STEP, "training.steps", "training.seed", "controller.max_o", "c
 
 
 def _settings(flat: dict[str, Any]) -> dict[str, Any]:
-    """The flat keys of a config that no check has seen: ValueError for a size that is no number."""
+    """Return the flat keys of an unchecked config. Raises ValueError if a size is not a number."""
     for key in _SIZES:
         if (value := flat.get(key)) is not None and (type(value) is not int or not 0 <= value < 2**48):
             raise ValueError(f"{key}={value!r:.40}: must be a whole number")

@@ -20,7 +20,7 @@ The share of the gap that an arm recovers is a ratio of two contrasts with Fiell
 **Two arms alone** are compared by the two-sided paired t-test. A verdict needs three pairs. Rank tests cannot reach the
 level here: the smallest two-sided p of the sign test on n pairs is 2 / 2^n.
 
-**Where a run diverged** there is no mean. The arm leaves the model, and two exact tests stand in, in the same family:
+**If a run diverged**, the arm has no mean. The arm leaves the model, and two exact tests stand in, in the same family:
 the sign test on the pairs, in which divergence loses against every number and two diverged runs tie, and Fisher's test
 on the two numbers of diverged runs. p is twice the smaller of the two (Bonferroni), and a verdict needs five pairs.
 
@@ -317,7 +317,7 @@ def judge(values: Values, contrasts: Sequence[tuple[str, str]], *, low: str, hig
 
 
 def _test(model: Model | None, values: Values, arm: str, control: str, bounds: tuple[str, str] | None) -> Result:
-    """Test one contrast, not adjusted. `bounds`: None if there is no gap to share."""
+    """Test one contrast, not adjusted. `bounds`: None without a gap."""
     exact = paired(values, arm, control)
     if model is None or (found := model.between(arm, control)) is None:
         return exact if any(exact.diverged) else replace(exact, p=None)
@@ -362,7 +362,7 @@ def smallest_shift(freedom: int) -> float:
 
 
 def holm(values: Sequence[float | None]) -> list[float | None]:
-    """Adjust the p-values of one family by Holm's method; a None is no member of it and stays None.
+    """Return the Holm-adjusted p-values of one family; None is not a member of the family and stays None.
 
     The function of statsmodels collects all garbage in every call, which takes longer than the rest of a report.
     """
@@ -378,7 +378,7 @@ def holm(values: Sequence[float | None]) -> list[float | None]:
 def gap_closed(low: Losses, arm: Losses, recovery: Losses) -> float | None:
     """Return (low - arm) / (low - recovery) of the means over common seeds.
 
-    None if there is no such seed, if one of these runs diverged, or if low is not the worse of the two bounds.
+    None without such a seed, if one of these runs diverged, or if low is not the worse of the two bounds.
     """
     seeds = low.keys() & arm.keys() & recovery.keys()
     means = [math.fsum(side[seed] for seed in seeds) / max(len(seeds), 1) for side in (low, arm, recovery)]

@@ -53,7 +53,7 @@ def arm_table(comparison: Comparison) -> Table:
 def fault_table(comparison: Comparison) -> Table:
     """Return how the arms' signals detected the injected faults: precision, recall, delay and false alarms.
 
-    They are the mean ± sample standard deviation over the seeds. There are no rows if no faults were injected.
+    They are the mean ± sample standard deviation over the seeds. Without injected faults the table is empty.
     """
     columns = ["recall", "precision", "delay\n[steps]", "false alarms\nper 1,000"]
     table = Table(f"{comparison.name}: injected faults", ["arm", "seeds", "windows", *columns])
@@ -77,7 +77,7 @@ def fault_table(comparison: Comparison) -> Table:
 
 
 def run_table(runs: Iterable[Run], root: Path) -> Table:
-    """Return every run with what is needed to repeat it; folders are relative to `root`."""
+    """Return every run with the command that repeats it; folders are relative to `root`."""
     table = Table("Runs", ["run", "status", "steps", "commit", "machine", "command"])
     for run in runs:
         steps = f"{run.last_step} of {run.planned_steps or '?'}"
@@ -157,7 +157,7 @@ def _notes(comparison: Comparison, columns: list[str]) -> list[str]:
 
 
 def _warnings(comparison: Comparison) -> list[str]:
-    """Return what is missing of the arms, and what makes them hard to compare."""
+    """Return notes on missing arms, and on differences that make arms hard to compare."""
     found = [state for arm in comparison.arms if (state := _state(comparison, arm))]
     if apart := comparison.apart():
         differ = ", ".join(f"{what} ({mine} here, {', '.join(there)} there)" for what, (mine, there) in apart.items())

@@ -161,7 +161,7 @@ def _promotions(run: Run, place: dict[str, int], last: int) -> list[list[Any]]:
 
 
 def _verdicts(run: Run, last: int) -> list[tuple[int, str, str]]:
-    """Return the step of each spike, what is to blame for it, and its units."""
+    """Return the step, the cause and the units of each spike."""
     rows = [row for row in run.events if row.get("event") == "verdict" and isinstance(row.get("step"), int)]
     verdicts = [(row["step"], str(row.get("cause")).replace("_", " "), str(row.get("unit") or "")) for row in rows]
     return [row for row in verdicts if row[0] <= last][:_MOST_VERDICTS]

@@ -65,7 +65,7 @@ def check_folder(folder: Path, config: Config) -> None:
 
 
 def signal_sha256(config: Config) -> str | None:
-    """Return the SHA-256 of the file of a signal of one's own (module:Class); None if it has none or is not found."""
+    """Return the SHA-256 of the file of a user's signal (module:Class); None for other signals or without a file."""
     module, colon, _ = config.controller.signal.partition(":")
     with suppress(ImportError, OSError, ValueError):
         spec = find_spec(module) if colon else None

@@ -55,7 +55,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
 def skip_where(optimizer: torch.optim.Optimizer, nonfinite: Tensor) -> None:
     """Make the next `optimizer.step()` change nothing if `nonfinite` (a bool scalar on the device) is true.
 
-    The fused kernel selects on the device: there is no synchronization, and nothing is multiplied by NaN.
+    The fused kernel selects on the device: nothing is synchronized, and nothing is multiplied by NaN.
     """
     optimizer.grad_scale = None  # type: ignore[attr-defined]
     optimizer.found_inf = nonfinite.to(torch.float32)  # type: ignore[attr-defined]
