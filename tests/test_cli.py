@@ -73,7 +73,9 @@ def test_python_m_gnmr_and_its_exit_codes():
     assert ended.stderr == "gnmr: unknown command 'trian': did you mean train? (gnmr --help)\n"
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS])
+@pytest.mark.parametrize(
+    "command", ["", *(pytest.param(one, marks=pytest.mark.slow) if one == "train" else one for one in COMMANDS)]
+)
 def test_each_command_explains_itself(command, gnmr):
     outcome = gnmr(*command.split(), "--help")
     assert (outcome.code, outcome.err) == (0, "") and f"gnmr {command}".strip() in outcome.out

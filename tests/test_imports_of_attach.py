@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import sys
 
@@ -34,6 +36,7 @@ print(controller.t, type(gnmr.Controller([unit], gnmr.ControlSpec(max_o=1))).__n
 """
 
 
+@pytest.mark.slow
 def test_attach_needs_torch_and_numpy_alone() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
     assert (done.returncode, done.stdout.split()) == (0, ["3", "Controller"]), done.stderr

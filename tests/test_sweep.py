@@ -47,6 +47,7 @@ def test_the_last_step_is_that_of_the_last_whole_row(tmp_path):
     assert last_step(tmp_path) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("composed_once")
 def test_cells_that_are_done_are_skipped(gnmr, tiny_words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -218,7 +218,8 @@ TRAINED_ALONE = ["dgrad, wgrad", "first block", "last block", "last two blocks",
 TRAINED_ALONE += ["fprop from a tenth on", "fprop from a quarter on", "GradientStabilizer"]
 
 
-@pytest.mark.parametrize("alone", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("alone", [False, True])
 def test_every_arm_trains_and_spends_what_it_says(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(divergence, "BATCH", 8)
     setting = divergence.Setting("mxint2", 0.05, steps=2)
@@ -241,6 +242,7 @@ def test_every_arm_trains_and_spends_what_it_says(alone: bool, monkeypatch: pyte
 # ---- prices against single KLs ----
 
 
+@pytest.mark.slow
 def test_prices_against_single_kls(
     train: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -65,6 +65,7 @@ def test_a_run_and_its_plan(gnmr, run: Path) -> None:
     assert "under the plan" in ended.out and ended.out.rstrip().endswith("diagnosis.json in under")
 
 
+@pytest.mark.slow
 def test_two_sides_and_what_is_beside(gnmr, run: Path) -> None:
     few = ("batches=2", "held_out=1", "batch_size=2", "device=cpu", "confirm=2")
     words = ("recipe=sim_e2m1,*.v_proj:bf16", "against=fp8_hybrid", "gate=1e-9", "include=head,kv", "kv_cast=int8/row")
@@ -99,6 +100,7 @@ def test_its_plan_is_trained(gnmr, run: Path, tiny_words: list[str]) -> None:
     assert compose(["plan=plan/plan.json"]).controller.options == {}
 
 
+@pytest.mark.slow
 def test_targets_and_exclude(gnmr, train: Callable[..., Path], run: Path, tiny_words: list[str]) -> None:
     """Given as words, or those of the run; the plan takes them along."""
     words = (*LEAST, "out=plan")

@@ -112,6 +112,7 @@ def test_the_terminal_tells_it_too(width: int, total: float) -> None:
     assert "on nvfp4 (time 1), " in joined.replace("\n", " ")
 
 
+@pytest.mark.slow
 def test_many_layers_share_a_character() -> None:
     assert "2 layers a cell" in printed(diagnosis(80), 80)[1]
     assert all("of the largest" in printed(diagnosis(layers), 60)[0] for layers in (1, 2, 11, 90))
