@@ -83,7 +83,7 @@ def quick(of: Iterable[Any], some: Collection[Any]) -> list[Any]:
     return [pytest.param(one, marks=() if one in some else pytest.mark.slow, id=str(one)) for one in of]
 
 
-@pytest.mark.parametrize("words", quick(SWEEPS, [("act_quant_stress",), ("demo",), ("faults",)]))
+@pytest.mark.parametrize("words", quick(SWEEPS, [("act_quant_stress",), ("faults",)]))
 def test_every_sweep_composes(words: tuple[str, ...]) -> None:
     """Its arms are different runs of one experiment with signals that there are, and those that it runs are its own."""
     tree, cells = composing.composed_tree([f"sweep={words[0]}", *words[1:]]), cells_of(*words)
@@ -122,6 +122,7 @@ def test_the_arms_of_act_quant_stress() -> None:
         assert differing <= {"precision.name", "precision.low", "precision.recovery"}
 
 
+@pytest.mark.slow
 def test_what_is_typed_wins_over_an_arm_and_an_arm_over_its_sweep() -> None:
     assert cells_of("act_quant_stress")["bf16"].precision.low == "bf16"
     assert compose("sweep=act_quant_stress", "arm=bf16", "precision.low=e4m3").precision.low == "e4m3"

@@ -116,6 +116,7 @@ def test_a_gpu_has_the_bits_of_the_cpu() -> None:
     assert not [row for row in rows if row.get("below") or "failed" in row]
 
 
+@pytest.mark.slow
 def test_the_check_of_a_gpu_finds_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     calls, cpu = {"quantize": 0, "compress": 0}, torch.device("cpu")
     monkeypatch.setattr(gpu, "RECIPES", {name: gpu.RECIPES[name] for name in ("fp8_hybrid", "mxfp4", "nvfp4")})

@@ -267,7 +267,8 @@ def test_a_loop_under_a_random_plan_is_that_of_recipes_by_hand(seed: int, tmp_pa
     assert read_json(tmp_path / "r" / "summary.json")["spent_extra_time"] == pytest.approx(extra_time(plan))
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
 def test_a_run_under_a_random_plan_is_that_of_recipes_by_hand(
     seed: int, tmp_path: Path, gnmr: Any, tiny_words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,7 +78,8 @@ def test_adapter_is_everything_trainable_below_the_unit(assembled: Callable, blo
     assert len({result.grad_norm_pre_clip for result in kinds.values()}) <= 2  # sums in another order
 
 
-@pytest.mark.parametrize("observe", ["input_grad", pytest.param("adapter", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("observe", ["input_grad", "adapter"])
 def test_a_run_goes_on_after_a_stop_and_replays(observe, train, gnmr, stopped, tmp_path):
     words = [f"controller.observe={observe}", "precision.unit=layer", "model.num_layers=2"]
     words += ["training.accumulation=2", "controller.alpha=1", "controller.beta=1"]
