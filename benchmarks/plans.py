@@ -124,7 +124,7 @@ def diagnosed(forks: Forks, low: str, data: Sequence[str]) -> Diagnosis:
     training = config.training
     assert not isinstance(parts.corpus.val, Documents)
     blocks = unseen(parts.corpus.val, training.seq_len, training.eval_sequences)
-    batches = Batch.of_sequences(blocks).split(training.batch_size // 2)
+    batches = Batch.of_sequences(blocks).to(parts.device).split(training.batch_size // 2)
     model = parts.model.float()
     return diagnose(
         model, lambda batch: (logits_of(model, batch), batch.targets), batches, recipe=low, rescue=RESCUES, confirm=99
@@ -269,7 +269,7 @@ def kl_left(model: nn.Module, batches: Sequence[Batch], spec: PathSpec) -> np.nd
         found = [divergence(kept, logits_of(model, batch)) for kept, batch in zip(high, batches, strict=True)]
     finally:
         converted.restore()
-    return torch.cat(found).numpy()
+    return torch.cat(found).cpu().numpy()
 
 
 def gaps_of(frame: pd.DataFrame) -> pd.Series:

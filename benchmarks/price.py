@@ -94,7 +94,7 @@ class Measurement:
         found, norms = np.zeros((len(SUMS), 1 + draws, len(self.names))), np.zeros(len(self.names))
         weights = [operator.weight for operator in self.plan.operators]
         for place, batch in enumerate(batches):
-            generator = torch.Generator().manual_seed(place)
+            generator = torch.Generator(weights[0].device).manual_seed(place)
             meter.begin_step(place)
             meter.loss_tokens = batch.num_targets
             for draw in range(1 + draws):  # the first labels are the data's
@@ -106,14 +106,14 @@ class Measurement:
                 meter.reset()
                 torch.autograd.backward(_losses(logits, labels).mean(), retain_graph=0 < draw < draws)
                 own = meter.by_operator()
-                found[:, draw] += torch.stack([own[name] for name in SUMS.values()]).numpy() / len(batches)
+                found[:, draw] += torch.stack([own[name] for name in SUMS.values()]).cpu().numpy() / len(batches)
                 if not draw:
                     norms += [float(weight.grad.norm()) for weight in weights]  # type: ignore[union-attr]
                 self.model.zero_grad(set_to_none=True)
             self.plan.end_step()
         for weight in weights:
             weight.requires_grad_()
-        rows = {"gradient norm": norms / len(batches), "mse": probe.read()["mse"].numpy().copy()}
+        rows = {"gradient norm": norms / len(batches), "mse": probe.read()["mse"].cpu().numpy().copy()}
         for name, values in zip(SUMS, found, strict=True):
             rows |= {f"data, {name}": values[0], f"drawn, {name}": values[1:].mean(axis=0)}
             few = [n for n in (1, 2, 4, 8, 16) if n < draws]
@@ -143,7 +143,7 @@ class Measurement:
                 row.append(torch.stack([divergence(log_p, logits), _losses(logits, batch.targets) - high]))
             self.put([])
             found.append(torch.stack(row, dim=1))
-        return torch.cat(found, dim=2).numpy()
+        return torch.cat(found, dim=2).cpu().numpy()
 
 
 def _losses(logits: Tensor, targets: Tensor) -> Tensor:
@@ -223,7 +223,7 @@ def whole(subject: Subject, lows: Sequence[str], asked: argparse.Namespace) -> I
             rise = _losses(logits, batch.targets) - _losses(log_p, batch.targets)
             found.append(torch.stack([divergence(log_p, logits), rise]))
         cell.plan.restore()
-        kl, loss = torch.cat(found, dim=1).numpy()
+        kl, loss = torch.cat(found, dim=1).cpu().numpy()
         yield {
             "seeds": {"blocks": 0},
             "operators": len(cell.names),
@@ -291,7 +291,7 @@ def main() -> None:
             parser.error(f"{asked.out} has {name} with other settings, {other[0]}: name another file")
         if not (lows := [low for low in lows if (name, low) not in done]):
             continue
-        subject = load_subject(place, "cpu")
+        subject = load_subject(place)
         subject.model.float().eval()
         records = (measure(subject, low, asked) for low in lows) if asked.operators else whole(subject, lows, asked)
         for low, record in zip(lows, records, strict=True):
