@@ -17,8 +17,8 @@ in BF16 afterwards. Forks of one base and data order share their data. They form
     last, bf16              the last blocks to BF16, as in published recipes
     GNMR, price, any        a controller moves operators to MXFP8 step by step: by dGNMR, by price, or at random
 
-All pins and moves are of fprop and fill the same budget of extra GEMM time (4 : 8 : 16 bits take 1 : 2 : 4). `never`
-and `always` come first. If there is no gap between them, no other arm runs.
+All pins and moves are of fprop and fill the same budget of extra GEMM time (4 : 8 : 16 bits take 1 : 2 : 4; the output
+head is left out, so that a budget means the same in a model of any size). `never` and `always` come first. If there is no gap between them, no other arm runs.
 
 `kl`: the remaining KL divergence per token of a checkpoint under the same arms, without training. It is measured on
 `--held-out` blocks of another part of the text, in FP32. The data order is the seed of `random`.
@@ -60,7 +60,7 @@ from torch import nn
 import curve
 from gnmr.doctor.diagnose import diagnose
 from gnmr.doctor.diagnosis import Diagnosis
-from gnmr.doctor.knapsack import Choice, by_score, choose, front, guess
+from gnmr.doctor.knapsack import REST, Choice, by_score, choose, front, guess
 from gnmr.lab.data.batch import Batch
 from gnmr.lab.data.cache import Documents
 from gnmr.lab.data.sequences import validation_sequences
@@ -126,9 +126,10 @@ def diagnosed(forks: Forks, low: str, data: Sequence[str]) -> Diagnosis:
     blocks = unseen(parts.corpus.val, training.seq_len, training.eval_sequences)
     batches = Batch.of_sequences(blocks).to(parts.device).split(training.batch_size // 2)
     model = parts.model.float()
-    return diagnose(
+    found = diagnose(
         model, lambda batch: (logits_of(model, batch), batch.targets), batches, recipe=low, rescue=RESCUES, confirm=99
     )
+    return replace(found, rest=0, costs={item: each for item, each in found.costs.items() if item[0] != REST})
 
 
 def unseen(tokens: Any, length: int, validated: int) -> torch.Tensor:
@@ -159,21 +160,30 @@ def run(cell: Cell, forks: Forks, found: Diagnosis | None, made: dict[str, Any],
     if key not in made:
         made[key] = forks(config, phases=("low",))
     result = made[key]
+    alone, whole = without_rest(forks.parts(config).converted)
     return {
         "loss": result.validation["low"].high,
-        "extra": result.extra_time,
+        "extra": result.extra_time * alone / whole,
         "pins": sum(map(len, pins.values())),
         "steps": len(result.losses),
         "checkpoint": forks.base.found.sha256[:12],
     }
 
 
-def share_of(model: ConvertedModel, extra: float) -> float:
-    """Return the share of the GEMM FLOPs that takes this extra GEMM time on the recovery path."""
+def without_rest(model: ConvertedModel) -> tuple[float, float]:
+    """Return the extra GEMM time of recovering every operator, relative to the operators alone and to the whole model."""
     for operator in model.operators:
         operator.switch(True)
-    whole = model.cost.spent()
-    return extra * whole.share / whole.extra_time
+    work, whole = model.cost.work, model.cost.spent().extra_time
+    model.cost.count(None)
+    alone = model.cost.spent().extra_time
+    model.cost.count(work)
+    return alone, whole
+
+
+def share_of(model: ConvertedModel, extra: float) -> float:
+    """Return the share of the model's GEMM FLOPs that takes this extra GEMM time on the recovery path."""
+    return extra / without_rest(model)[0] * model.cost.spent().share
 
 
 def recorded(files: Iterable[Path]) -> dict[Cell, dict[str, Any]]:
