@@ -17,8 +17,9 @@ in BF16 afterwards. Forks of one base and data order share their data. They form
     last, bf16              the last blocks to BF16, as in published recipes
     GNMR, price, any        a controller moves operators to MXFP8 step by step: by dGNMR, by price, or at random
 
-All pins and moves are of fprop and fill the same budget of extra GEMM time (4 : 8 : 16 bits take 1 : 2 : 4; the output
-head is left out, so that a budget means the same in a model of any size). `never` and `always` come first. If there is no gap between them, no other arm runs.
+All pins and moves are of fprop and fill the same budget of extra GEMM time (4 : 8 : 16 bits take 1 : 2 : 4). The output
+head is left out, so that a budget means the same in a model of any size. `never` and `always` come first. If there is
+no gap between them, no other arm runs.
 
 `kl`: the remaining KL divergence per token of a checkpoint under the same arms, without training. It is measured on
 `--held-out` blocks of another part of the text, in FP32. The data order is the seed of `random`.
@@ -171,7 +172,7 @@ def run(cell: Cell, forks: Forks, found: Diagnosis | None, made: dict[str, Any],
 
 
 def without_rest(model: ConvertedModel) -> tuple[float, float]:
-    """Return the extra GEMM time of recovering every operator, relative to the operators alone and to the whole model."""
+    """Return the extra GEMM time of recovering all operators, relative to operators alone and to the whole model."""
     for operator in model.operators:
         operator.switch(True)
     work, whole = model.cost.work, model.cost.spent().extra_time
