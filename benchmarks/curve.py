@@ -18,16 +18,23 @@ MARKS = ("M-4.5 0a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0-9 0z", "M-4-4h8v8h-8z", "M0-5.
 
 
 def svg(
-    arms: Mapping[str, np.ndarray], whole: tuple[float, str, bool], *, across: str, up: str, percent: bool = False
+    arms: Mapping[str, np.ndarray],
+    whole: tuple[float, str, bool],
+    *,
+    across: str,
+    up: str,
+    percent: bool = False,
+    places: Mapping[str, float] | None = None,
 ) -> str:
     """Return the picture.
 
     Args:
-        arms: by name, (n, 3) points from left to right: x as a fraction, y, half the width of its interval.
+        arms: by name, (n, 3) points from left to right: x, y, half the width of its interval.
         whole: a value that is drawn as a dashed line, its name, and whether this stands at the left end.
         across: label of the x-axis.
         up: label of the y-axis.
-        percent: whether y is a fraction too.
+        percent: whether y is a fraction.
+        places: x by label of the x-axis; without it x is an additional fraction, and every point tells it.
     """
     every = np.concatenate(list(arms.values()))
     low, high = (fn([0.0, whole[0], *(every[:, 1] + side * every[:, 2])]) for fn, side in ((min, -1), (max, 1)))
@@ -36,6 +43,9 @@ def svg(
     def x(value: float) -> float:
         return round(LEFT + (RIGHT - LEFT) * value / most, 1)
 
+    def told(at: float) -> str:
+        return "" if places else f" at +{at:.1%}"
+
     def y(value: float) -> float:
         return round(BOTTOM - (BOTTOM - TOP) * (value - low) / (high - low), 1)
 
@@ -43,7 +53,7 @@ def svg(
     for number, (label, points) in enumerate(arms.items()):
         line = "M" + "L".join(f"{x(at)} {y(value)}" for at, value, _ in points)
         bars = [
-            (x(at), y(value), y(value - half), y(value + half), f"{value:.3g} ± {half:.2g} at +{at:.1%}")
+            (x(at), y(value), y(value - half), y(value + half), f"{value:.3g} ± {half:.2g}{told(at)}")
             for at, value, half in points
         ]
         end, mark = bars[-1][:2], MARKS[number]
@@ -53,6 +63,7 @@ def svg(
     for left, arm in zip(range(len(drawn) - 1, -1, -1), drawn, strict=True):  # names may not overlap
         arm["at"] = min(max(arm["end"][1], lowest), BOTTOM - 20 * left)
         lowest = arm["at"] + 20
+    named = places or {f"+{value * 100:.4g}%" if value else "0": value for value in ticks(0.0, most)}
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
@@ -60,7 +71,7 @@ def svg(
     return template.render(
         arms=sorted(drawn, key=lambda arm: -arm["number"]),  # the first is drawn on top
         rows=[(y(value), f"{value:.0%}" if percent else f"{value:.6g}") for value in ticks(low, high)],
-        columns=[(x(value), f"+{value * 100:.4g}%" if value else "0") for value in ticks(0.0, most)],
+        columns=[(x(value), label) for label, value in named.items()],
         whole=(y(whole[0]), *whole[1:]),
         across=across,
         up=up,

@@ -4,6 +4,7 @@
     python benchmarks/plans.py kl OUT.jsonl --base .cache/smollm2 --data wikitext2-test.txt --low nvfp4
     python benchmarks/plans.py table OUT.json ROWS.jsonl ...
     python benchmarks/plans.py figure OUT.svg RECORD [--low nvfp4]
+    python benchmarks/plans.py figure OUT.svg FORKS.json PRICES.json
     python benchmarks/plans.py solver OUT.json
 
 `forks`: a fork continues a base for 40 steps in low precision with the pins of its arm. Its loss is the validation loss
@@ -36,7 +37,8 @@ Every row is written when it is done, and rows that OUT.jsonl has already are no
 `table`: from rows of `forks`, the fraction of the gap that each arm recovers, and its paired t-test against the plan.
 
 `figure`: one low path of a record as a curve with 95% intervals. It shows the remaining KL from rows of `kl`, or the
-fraction of the gap recovered from the JSON of `table`.
+fraction of the gap recovered from the JSON of `table`. With the JSON of `table --each-base` and of price.py, it shows
+what low precision costs by model size.
 
 `solver`: time and memory to choose among 630, 10,000 and 30,000 GEMMs with random prices and two recipes each.
 """
@@ -141,13 +143,16 @@ def unseen(tokens: Any, length: int, validated: int) -> torch.Tensor:
     return both[1 :: 2 * max(1, validated // MEASURED)][:MEASURED]
 
 
-def run(cell: Cell, forks: Forks, found: Diagnosis | None, made: dict[str, Any], data: Sequence[str]) -> dict[str, Any]:
+def run(cell: Cell, forks: Forks, found: Diagnosis | None, made: dict[Any, Any], data: Sequence[str]) -> dict[str, Any]:
     """Return the row of a fork. Forks with the same pins share one run, which is kept in `made`."""
     words = [f"precision.low={cell.low}", "precision.recovery=bf16", "controller.signal=always_low"]
     if cell.arm in SIGNALS:
         words = [words[0], "precision.recovery=mxfp8", "precision.recovers=[fprop]", "controller.routing=ranked"]
         words += [f"controller.signal={SIGNALS[cell.arm]}", "controller.max_o=null", "controller.budget=1"]
     config = forks.config(*words, f"fork.order={cell.order}", "fork.heal=0", *data)
+    if (cell.base, cell.low) not in made:
+        alone, whole = without_rest(forks.parts(config).converted)
+        made[cell.base, cell.low] = alone / whole
     if cell.arm in SIGNALS:
         budget = share_of(forks.parts(config).converted, cell.budget)
         config = replace(config, controller=replace(config.controller, budget=budget))
@@ -161,10 +166,9 @@ def run(cell: Cell, forks: Forks, found: Diagnosis | None, made: dict[str, Any],
     if key not in made:
         made[key] = forks(config, phases=("low",))
     result = made[key]
-    alone, whole = without_rest(forks.parts(config).converted)
     return {
         "loss": result.validation["low"].high,
-        "extra": result.extra_time * alone / whole,
+        "extra": result.extra_time * made[cell.base, cell.low],
         "pins": sum(map(len, pins.values())),
         "steps": len(result.losses),
         "checkpoint": forks.base.found.sha256[:12],
@@ -221,9 +225,9 @@ def cells_of(bases: Sequence[str], asked: argparse.Namespace) -> Iterator[list[C
 def make_forks(asked: argparse.Namespace) -> None:
     """Run the cells that OUT.jsonl lacks."""
     known, data = resumed(asked.out), [f"data.path={asked.data}"] if asked.data else []
-    forks = {made.base.name: made for made in (Forks(name, print) for name in asked.base.split(","))}
+    forks = {made.base.name: made for made in (Forks(name, print) for name in (asked.base or "shipped").split(","))}
     found: dict[tuple[str, str], Diagnosis] = {}
-    made: dict[str, Any] = {}
+    made: dict[Any, Any] = {}
     without_gap = set[str]()
     for cells in cells_of([*forks], asked):
         if cells[0].low in without_gap:
@@ -302,15 +306,18 @@ def closed(frame: pd.DataFrame) -> pd.DataFrame:
 def table(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """Return, by low path, budget and arm, the mean fraction recovered over the replicates that have the plan.
 
+    Replicates with fewer arms than others are left out, because their arms were not all run.
+
     Each row has half the width of the 95% interval. It also has the difference from the plan with its interval, the
-    p-value of a paired t-test, and the smallest difference that would be found with a probability of 80%. An arm that
-    some of these replicates lack is omitted.
+    p-value of a paired t-test, and the smallest difference that would be found with a probability of 80%.
     """
     rows, frame = [], closed(frame)
     for (low, budget), own in frame[~frame.arm.isin(BOUNDS)].groupby(["low", "budget"]):
         both = own.pivot_table(index=["base", "order"], columns="arm", values=["closed", "extra"])
         if ("closed", "plan") in both:
-            both = both[both["closed", "plan"].notna()].dropna(axis=1)
+            both = both[both["closed", "plan"].notna()]
+            arms = both["closed"].notna().sum(axis=1)
+            both = both[arms == arms.max()].dropna(axis=1)
         by_arm = both["closed"]
         for arm in (arm for arm in (*ARMS, *SIGNALS) if arm in by_arm):
             values, extra = by_arm[arm], both["extra"][arm].mean()
@@ -353,6 +360,23 @@ def figure(record: Path, lows: Sequence[str]) -> str:
     )
 
 
+def by_size(forks: Path, prices: Path) -> str:
+    """Return the curve of what low precision costs by model size: the KL of everything, and the loss gap of forks."""
+    gaps = json.loads(forks.read_text())["gaps"]
+    points: dict[str, list[tuple[float, float, float]]] = {}
+    places = {}
+    for cell in json.loads(prices.read_text())["cells"]:
+        low, size = cell["low"].removeprefix("sim_").upper(), cell["subject"]["parameters"] / 1e6
+        places[f"{size:.3g} M"] = at = float(np.log10(size))
+        points.setdefault(f"{low}: KL", []).append((at, cell["all_low"]["kl"], 2 * cell["all_low"]["kl_error"]))
+        gap = gaps[f"{cell['model']} {cell['low']}"]
+        half = float(stats.t.ppf(0.975, gap["size"] - 1) * gap["sem"])
+        points.setdefault(f"{low}: loss gap", []).append((at, gap["mean"], half))
+    arms = {label: np.array(sorted(own)) for label, own in points.items()}
+    across, up = "parameters (logarithmic)", "Cost of low precision, nats per token"
+    return curve.svg(arms, (0.0, "", True), across=across, up=up, places=places)
+
+
 def solver() -> list[dict[str, Any]]:
     """Return seconds and peak memory of `choose`, and what is left at the next step of the greedy front."""
     choose({}, {("a", "fprop"): {"low": 1.0}}, "low", 0.1)  # imports SciPy
@@ -381,7 +405,7 @@ def main() -> None:
     parser.add_argument("what", choices=("forks", "kl", "table", "figure", "solver"))
     parser.add_argument("out", type=Path)
     parser.add_argument("rows", type=Path, nargs="*")
-    parser.add_argument("--base", default="shipped", help="run folders, with commas between them")
+    parser.add_argument("--base", help="run folders, with commas; for forks shipped without it, for a table all")
     parser.add_argument("--low", default="sim_e2m1,nvfp4")
     parser.add_argument("--orders", type=int, default=5)
     parser.add_argument(
@@ -389,6 +413,7 @@ def main() -> None:
     )
     parser.add_argument("--held-out", type=int, default=8, help="batches of 4 blocks of 128 tokens")
     parser.add_argument("--budgets", default=",".join(map(str, BUDGETS)))
+    parser.add_argument("--each-base", action="store_true", help="a table of each base in place of one of all")
     parser.add_argument("--arms", default=";".join(ARMS), help="with semicolons between them")
     asked = parser.parse_args()
     torch.set_num_threads(1)
@@ -401,12 +426,19 @@ def main() -> None:
     if not asked.rows:
         parser.error(f"{asked.what}: name the record to read")
     if asked.what == "figure":
-        output.write_text(asked.out, figure(asked.rows[0], asked.low.split(",")), str(asked.out))
+        drawn = by_size(*asked.rows) if len(asked.rows) == 2 else figure(asked.rows[0], asked.low.split(","))
+        output.write_text(asked.out, drawn, str(asked.out))
         return
     frame = pd.DataFrame(recorded(asked.rows).values())
-    gaps = gaps_of(frame).groupby("low").agg(["mean", "sem", "size"])
+    if asked.base:
+        frame = frame[frame.base.isin(asked.base.split(","))]
+    kinds = ["base", "low"] if asked.each_base else ["low"]
+    gaps = gaps_of(frame).groupby(kinds).agg(["mean", "sem", "size"])
     rows = table(frame)
-    output.write_json(asked.out, header() | {"gaps": gaps.to_dict("index"), "rows": rows}, str(asked.out))
+    if asked.each_base:
+        rows = [{"base": base} | row for base, own in frame.groupby("base") for row in table(own)]
+    said = {" ".join(np.atleast_1d(key)): row for key, row in gaps.to_dict("index").items()}
+    output.write_json(asked.out, header() | {"gaps": said, "rows": rows}, str(asked.out))
     print(gaps.round(4).to_string(), pd.DataFrame(rows).round(4).to_string(), sep="\n\n")
 
 

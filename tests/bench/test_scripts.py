@@ -334,6 +334,9 @@ def test_the_fraction_closed_and_its_test_by_hand() -> None:
     assert bf16["plan_more_half_width"] == pytest.approx(4.30265 * 0.2 / math.sqrt(3), rel=1e-5)
     assert bf16["detectable"] == pytest.approx((4.30265 + 1.06066) * 0.2 / math.sqrt(3), rel=1e-5)
     assert (mxfp8["plan_more"], mxfp8["p"], mxfp8["detectable"]) == (0.0, 1.0, 0.0)  # the same pins
+    few = plans.table(frame[(frame.order != 2) | (frame.arm != "bf16")])  # killed in order 2, which is left out
+    assert [(row["arm"], row["n"]) for row in few] == [("plan", 2), ("mxfp8", 2), ("bf16", 2)]
+    assert few[0]["closed"] == pytest.approx(0.85)
 
 
 def test_diagnosed_sequences_are_not_validated_on() -> None:
@@ -381,6 +384,11 @@ def test_forks_are_kept_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     plans.main()
     record = json.loads(table.read_text())
     assert record["gaps"]["nvfp4"]["mean"] == pytest.approx(1.0) and [r["n"] for r in record["rows"]] == [2] * 7
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--each-base", "--base", "shipped"])
+    plans.main()
+    each = json.loads(table.read_text())
+    assert each["gaps"]["shipped nvfp4"] == record["gaps"]["nvfp4"]
+    assert each["rows"] == [{"base": "shipped", **row} for row in record["rows"]]
 
 
 def test_a_figure_has_the_points_of_its_record(tmp_path: Path) -> None:
@@ -395,6 +403,20 @@ def test_a_figure_has_the_points_of_its_record(tmp_path: Path) -> None:
     assert {*plans.DRAWN.values(), "extra GEMM time", "everything in BF16", "+10%", "100%"} <= {*texts}
     told = [title.text for title in picture.iter("{http://www.w3.org/2000/svg}title")]
     assert len(told) == 2 * len(plans.DRAWN) and "0.9 ± 0.25 at +10.0%" in told
+
+
+def test_the_figure_by_size_has_the_points_of_its_records(tmp_path: Path) -> None:
+    forks, prices = tmp_path / "forks.json", tmp_path / "prices.json"
+    gap = {"mean": 0.5, "sem": 0.1, "size": 3}
+    forks.write_text(json.dumps({"gaps": {f"{size} nvfp4": gap for size in "ab"}}))
+    cells = [{"model": size, "low": "nvfp4", "all_low": {"kl": 1.0, "kl_error": 0.25}} for size in "ab"]
+    sizes = zip(cells, (1.5e6, 40e6), strict=True)
+    prices.write_text(json.dumps({"cells": [cell | {"subject": {"parameters": size}} for cell, size in sizes]}))
+    picture = ElementTree.fromstring(plans.by_size(forks, prices))
+    texts = [text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"NVFP4: KL", "NVFP4: loss gap", "1.5 M", "40 M"} <= {*texts}
+    told = [title.text for title in picture.iter("{http://www.w3.org/2000/svg}title")]
+    assert sorted(told) == ["0.5 ± 0.43"] * 2 + ["1 ± 0.5"] * 2  # 4.303 standard errors at two degrees of freedom
 
 
 @pytest.mark.slow
@@ -426,7 +448,12 @@ def test_a_controller_spends_the_time_of_a_plan() -> None:
     model = forks.parts(config).converted
     share = plans.share_of(model, 0.3)
     spent = model.cost.spent()
-    assert 0 < share < spent.share and share / spent.share == pytest.approx(0.3 / spent.extra_time)
+    alone, whole = plans.without_rest(model)
+    assert (alone, whole) == (
+        pytest.approx(1.0),
+        spent.extra_time,
+    ) and whole < 0.9  # the head takes time
+    assert 0 < share < spent.share and share / spent.share == pytest.approx(0.3)
     for operator in model.operators[1:]:
         operator.switch(False)
     one = model.cost.spent()
