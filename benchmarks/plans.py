@@ -143,18 +143,19 @@ def unseen(tokens: Any, length: int, validated: int) -> torch.Tensor:
     return both[1 :: 2 * max(1, validated // MEASURED)][:MEASURED]
 
 
-def run(cell: Cell, forks: Forks, found: Diagnosis | None, made: dict[Any, Any], data: Sequence[str]) -> dict[str, Any]:
+def run(cell: Cell, forks: Forks, found: Diagnosis | None, made: dict[str, Any], data: Sequence[str]) -> dict[str, Any]:
     """Return the row of a fork. Forks with the same pins share one run, which is kept in `made`."""
     words = [f"precision.low={cell.low}", "precision.recovery=bf16", "controller.signal=always_low"]
     if cell.arm in SIGNALS:
         words = [words[0], "precision.recovery=mxfp8", "precision.recovers=[fprop]", "controller.routing=ranked"]
         words += [f"controller.signal={SIGNALS[cell.arm]}", "controller.max_o=null", "controller.budget=1"]
     config = forks.config(*words, f"fork.order={cell.order}", "fork.heal=0", *data)
-    if (cell.base, cell.low) not in made:
-        alone, whole = without_rest(forks.parts(config).converted)
-        made[cell.base, cell.low] = alone / whole
+    key = f"{cell.base} {cell.low} {cell.arm in SIGNALS}"
+    if key not in made:
+        made[key] = without_rest(forks.parts(config).converted)
+    alone, whole, share = made[key]
     if cell.arm in SIGNALS:
-        budget = share_of(forks.parts(config).converted, cell.budget)
+        budget = cell.budget / alone * share
         config = replace(config, controller=replace(config.controller, budget=budget))
     pins: dict[str, Any] = {}
     if cell.arm == "always":
@@ -168,27 +169,26 @@ def run(cell: Cell, forks: Forks, found: Diagnosis | None, made: dict[Any, Any],
     result = made[key]
     return {
         "loss": result.validation["low"].high,
-        "extra": result.extra_time * made[cell.base, cell.low],
+        "extra": result.extra_time * alone / whole,
         "pins": sum(map(len, pins.values())),
         "steps": len(result.losses),
         "checkpoint": forks.base.found.sha256[:12],
     }
 
 
-def without_rest(model: ConvertedModel) -> tuple[float, float]:
-    """Return the extra GEMM time of recovering all operators, relative to operators alone and to the whole model."""
+def without_rest(model: ConvertedModel) -> tuple[float, float, float]:
+    """Return what it takes to recover every operator, and leave all of them recovered.
+
+    That is the extra GEMM time relative to the operators alone, the same relative to the whole model, and the share of
+    the whole model's GEMM FLOPs.
+    """
     for operator in model.operators:
         operator.switch(True)
-    work, whole = model.cost.work, model.cost.spent().extra_time
+    work, whole = model.cost.work, model.cost.spent()
     model.cost.count(None)
     alone = model.cost.spent().extra_time
     model.cost.count(work)
-    return alone, whole
-
-
-def share_of(model: ConvertedModel, extra: float) -> float:
-    """Return the share of the model's GEMM FLOPs that takes this extra GEMM time on the recovery path."""
-    return extra / without_rest(model)[0] * model.cost.spent().share
+    return alone, whole.extra_time, whole.share
 
 
 def recorded(files: Iterable[Path]) -> dict[Cell, dict[str, Any]]:
@@ -227,7 +227,7 @@ def make_forks(asked: argparse.Namespace) -> None:
     known, data = resumed(asked.out), [f"data.path={asked.data}"] if asked.data else []
     forks = {made.base.name: made for made in (Forks(name, print) for name in (asked.base or "shipped").split(","))}
     found: dict[tuple[str, str], Diagnosis] = {}
-    made: dict[Any, Any] = {}
+    made: dict[str, Any] = {}
     without_gap = set[str]()
     for cells in cells_of([*forks], asked):
         if cells[0].low in without_gap:
@@ -306,19 +306,23 @@ def closed(frame: pd.DataFrame) -> pd.DataFrame:
 def table(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """Return, by low path, budget and arm, the mean fraction recovered over the replicates that have the plan.
 
-    Replicates with fewer arms than others are left out, because their arms were not all run.
+    Replicates with fewer arms than most are left out, because not all of their arms were run, and then arms that not
+    every replicate has. The gap is the mean over the replicates that are left.
 
     Each row has half the width of the 95% interval. It also has the difference from the plan with its interval, the
     p-value of a paired t-test, and the smallest difference that would be found with a probability of 80%.
     """
-    rows, frame = [], closed(frame)
+    rows, replicate = [], ["base", "order"]
     for (low, budget), own in frame[~frame.arm.isin(BOUNDS)].groupby(["low", "budget"]):
-        both = own.pivot_table(index=["base", "order"], columns="arm", values=["closed", "extra"])
-        if ("closed", "plan") in both:
-            both = both[both["closed", "plan"].notna()]
-            arms = both["closed"].notna().sum(axis=1)
-            both = both[arms == arms.max()].dropna(axis=1)
-        by_arm = both["closed"]
+        ran = own.pivot_table(index=replicate, columns="arm", values="loss")
+        if "plan" in ran:
+            ran = ran[ran["plan"].notna()]
+            arms = ran.notna().sum(axis=1)
+            ran = ran[arms >= arms.mode().max()].dropna(axis=1)
+        every = frame[(frame.low == low) & (frame.arm.isin(BOUNDS) | (frame.budget == budget))].set_index(replicate)
+        both = closed(every[every.index.isin(ran.index)].reset_index())
+        both = both.pivot_table(index=replicate, columns="arm", values=["closed", "extra"])
+        by_arm = both["closed"][ran.columns]
         for arm in (arm for arm in (*ARMS, *SIGNALS) if arm in by_arm):
             values, extra = by_arm[arm], both["extra"][arm].mean()
             row = {"low": low, "budget": budget, "arm": arm, "n": len(values), "extra": extra}
@@ -368,10 +372,14 @@ def by_size(forks: Path, prices: Path) -> str:
     for cell in json.loads(prices.read_text())["cells"]:
         low, size = cell["low"].removeprefix("sim_").upper(), cell["subject"]["parameters"] / 1e6
         places[f"{size:.3g} M"] = at = float(np.log10(size))
-        points.setdefault(f"{low}: KL", []).append((at, cell["all_low"]["kl"], 2 * cell["all_low"]["kl_error"]))
-        gap = gaps[f"{cell['model']} {cell['low']}"]
-        half = float(stats.t.ppf(0.975, gap["size"] - 1) * gap["sem"])
-        points.setdefault(f"{low}: loss gap", []).append((at, gap["mean"], half))
+        kl, gap = cell["all_low"], gaps[f"{cell['model']} {cell['low']}"]
+        sequences = cell["settings"]["held_out"] * cell["settings"]["size"]
+        for name, mean, error, n in (
+            ("KL", "kl", kl["kl_error"], sequences),
+            ("loss gap", "mean", gap["sem"], gap["size"]),
+        ):
+            half = float(stats.t.ppf(0.975, n - 1) * error)
+            points.setdefault(f"{low}: {name}", []).append((at, (kl | gap)[mean], half))
     arms = {label: np.array(sorted(own)) for label, own in points.items()}
     across, up = "parameters (logarithmic)", "Cost of low precision, nats per token"
     return curve.svg(arms, (0.0, "", True), across=across, up=up, places=places)
@@ -417,6 +425,8 @@ def main() -> None:
     parser.add_argument("--arms", default=";".join(ARMS), help="with semicolons between them")
     asked = parser.parse_args()
     torch.set_num_threads(1)
+    if asked.what == "kl" and not asked.base:
+        parser.error("kl: name a run or a checkpoint folder with --base")
     if asked.what in ("forks", "kl"):
         (make_forks if asked.what == "forks" else measure_kl)(asked)
         return
@@ -432,6 +442,8 @@ def main() -> None:
     frame = pd.DataFrame(recorded(asked.rows).values())
     if asked.base:
         frame = frame[frame.base.isin(asked.base.split(","))]
+    if frame.empty:
+        parser.error(f"no row of {asked.base or 'any base'} in {', '.join(map(str, asked.rows))}")
     kinds = ["base", "low"] if asked.each_base else ["low"]
     gaps = gaps_of(frame).groupby(kinds).agg(["mean", "sem", "size"])
     rows = table(frame)

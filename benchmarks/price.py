@@ -5,7 +5,8 @@
     python benchmarks/price.py OUT.json --models A,B --operators 0 --batches 0 --held-out 12 --size 1 --block 512
     python benchmarks/price.py OUT.json --table
 
-Models are run folders (measured on their own validation data) and checkpoint folders (on `--data`), computed in FP32.
+Models are run folders (measured on their own validation data) and checkpoint folders (on `--data`), computed in FP32,
+on a GPU if there is one. Labels drawn on a GPU differ from a CPU's.
 The truth of an operator is the KL divergence per token, in nats, between the model and the model with this operator's
 fprop in low precision. The increase of the loss on the data's labels is measured too. Estimates come from other tokens
 of the same text. `data` are the text's own labels, and `drawn` are drawn from the model (`--draws` backward passes per

@@ -337,6 +337,11 @@ def test_the_fraction_closed_and_its_test_by_hand() -> None:
     few = plans.table(frame[(frame.order != 2) | (frame.arm != "bf16")])  # killed in order 2, which is left out
     assert [(row["arm"], row["n"]) for row in few] == [("plan", 2), ("mxfp8", 2), ("bf16", 2)]
     assert few[0]["closed"] == pytest.approx(0.85)
+    more = pd.DataFrame(rows_of(LOSSES | {"last": [2.5]}))  # killed in order 0 of a further arm
+    assert plans.table(more) == plans.table(frame)
+    wider = frame.assign(loss=frame.loss + (frame.order == 2) * (frame.arm == "never"))  # a gap of 2 where BF16 lacks
+    few = plans.table(wider[(wider.order != 2) | (wider.arm != "bf16")])
+    assert few[0]["closed"] == pytest.approx(0.85)
 
 
 def test_diagnosed_sequences_are_not_validated_on() -> None:
@@ -409,14 +414,22 @@ def test_the_figure_by_size_has_the_points_of_its_records(tmp_path: Path) -> Non
     forks, prices = tmp_path / "forks.json", tmp_path / "prices.json"
     gap = {"mean": 0.5, "sem": 0.1, "size": 3}
     forks.write_text(json.dumps({"gaps": {f"{size} nvfp4": gap for size in "ab"}}))
-    cells = [{"model": size, "low": "nvfp4", "all_low": {"kl": 1.0, "kl_error": 0.25}} for size in "ab"]
+    cells = [
+        {
+            "model": size,
+            "low": "nvfp4",
+            "all_low": {"kl": 1.0, "kl_error": 0.25},
+            "settings": {"held_out": 8, "size": 4},
+        }
+        for size in "ab"
+    ]
     sizes = zip(cells, (1.5e6, 40e6), strict=True)
     prices.write_text(json.dumps({"cells": [cell | {"subject": {"parameters": size}} for cell, size in sizes]}))
     picture = ElementTree.fromstring(plans.by_size(forks, prices))
     texts = [text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")]
     assert {"NVFP4: KL", "NVFP4: loss gap", "1.5 M", "40 M"} <= {*texts}
     told = [title.text for title in picture.iter("{http://www.w3.org/2000/svg}title")]
-    assert sorted(told) == ["0.5 ± 0.43"] * 2 + ["1 ± 0.5"] * 2  # 4.303 standard errors at two degrees of freedom
+    assert sorted(told) == ["0.5 ± 0.43"] * 2 + ["1 ± 0.51"] * 2  # 4.303 standard errors at two degrees of freedom
 
 
 @pytest.mark.slow
@@ -442,18 +455,17 @@ def test_the_kl_that_plans_leave_on_a_run(
 
 @pytest.mark.slow
 def test_a_controller_spends_the_time_of_a_plan() -> None:
-    """The share of FLOPs that a controller may recover takes the extra GEMM time that was asked for."""
+    """A share of FLOPs on the recovery path takes the same share of the extra GEMM time."""
     forks = Forks("shipped")
     config = forks.config("precision.low=nvfp4", "precision.recovery=bf16", "precision.recovers=[fprop]")
     model = forks.parts(config).converted
-    share = plans.share_of(model, 0.3)
+    alone, whole, share = plans.without_rest(model)
     spent = model.cost.spent()
-    alone, whole = plans.without_rest(model)
-    assert (alone, whole) == (
+    assert (alone, whole, share) == (
         pytest.approx(1.0),
         spent.extra_time,
-    ) and whole < 0.9  # the head takes time
-    assert 0 < share < spent.share and share / spent.share == pytest.approx(0.3)
+        spent.share,
+    ) and whole < 0.9  # the head's time
     for operator in model.operators[1:]:
         operator.switch(False)
     one = model.cost.spent()
