@@ -150,10 +150,10 @@ def run(cell: Cell, forks: Forks, found: Diagnosis | None, made: dict[str, Any],
         words = [words[0], "precision.recovery=mxfp8", "precision.recovers=[fprop]", "controller.routing=ranked"]
         words += [f"controller.signal={SIGNALS[cell.arm]}", "controller.max_o=null", "controller.budget=1"]
     config = forks.config(*words, f"fork.order={cell.order}", "fork.heal=0", *data)
-    key = f"{cell.base} {cell.low} {cell.arm in SIGNALS}"
-    if key not in made:
-        made[key] = without_rest(forks.parts(config).converted)
-    alone, whole, share = made[key]
+    rest = f"{cell.base} {cell.low} {cell.arm in SIGNALS}"
+    if rest not in made:
+        made[rest] = without_rest(forks.parts(config).converted)
+    alone, whole, share = made[rest]
     if cell.arm in SIGNALS:
         budget = cell.budget / alone * share
         config = replace(config, controller=replace(config.controller, budget=budget))
@@ -339,8 +339,13 @@ def table(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _half(values: pd.Series) -> float:
-    """Return half the width of the 95% interval of a mean (Student's t)."""
-    return float(stats.t.ppf(0.975, len(values) - 1) * values.sem())
+    """Return half the width of the 95% interval of the mean."""
+    return _half_of(values.sem(), len(values))
+
+
+def _half_of(error: float, n: int) -> float:
+    """Return half the width of the 95% interval of a mean of `n` values with this standard error (Student's t)."""
+    return float(stats.t.ppf(0.975, n - 1) * error)
 
 
 def figure(record: Path, lows: Sequence[str]) -> str:
@@ -374,12 +379,8 @@ def by_size(forks: Path, prices: Path) -> str:
         places[f"{size:.3g} M"] = at = float(np.log10(size))
         kl, gap = cell["all_low"], gaps[f"{cell['model']} {cell['low']}"]
         sequences = cell["settings"]["held_out"] * cell["settings"]["size"]
-        for name, mean, error, n in (
-            ("KL", "kl", kl["kl_error"], sequences),
-            ("loss gap", "mean", gap["sem"], gap["size"]),
-        ):
-            half = float(stats.t.ppf(0.975, n - 1) * error)
-            points.setdefault(f"{low}: {name}", []).append((at, (kl | gap)[mean], half))
+        points.setdefault(f"{low}: KL", []).append((at, kl["kl"], _half_of(kl["kl_error"], sequences)))
+        points.setdefault(f"{low}: loss gap", []).append((at, gap["mean"], _half_of(gap["sem"], gap["size"])))
     arms = {label: np.array(sorted(own)) for label, own in points.items()}
     across, up = "parameters (logarithmic)", "Cost of low precision, nats per token"
     return curve.svg(arms, (0.0, "", True), across=across, up=up, places=places)
@@ -446,9 +447,10 @@ def main() -> None:
         parser.error(f"no row of {asked.base or 'any base'} in {', '.join(map(str, asked.rows))}")
     kinds = ["base", "low"] if asked.each_base else ["low"]
     gaps = gaps_of(frame).groupby(kinds).agg(["mean", "sem", "size"])
-    rows = table(frame)
     if asked.each_base:
         rows = [{"base": base} | row for base, own in frame.groupby("base") for row in table(own)]
+    else:
+        rows = table(frame)
     said = {" ".join(np.atleast_1d(key)): row for key, row in gaps.to_dict("index").items()}
     output.write_json(asked.out, header() | {"gaps": said, "rows": rows}, str(asked.out))
     print(gaps.round(4).to_string(), pd.DataFrame(rows).round(4).to_string(), sep="\n\n")
