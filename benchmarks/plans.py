@@ -49,7 +49,7 @@ import argparse
 import json
 import resource
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -64,12 +64,13 @@ import curve
 from gnmr.doctor.diagnose import diagnose
 from gnmr.doctor.diagnosis import Diagnosis
 from gnmr.doctor.knapsack import REST, Choice, by_score, choose, front, guess
+from gnmr.lab.config import Config
 from gnmr.lab.data.batch import Batch
 from gnmr.lab.data.cache import Documents
 from gnmr.lab.data.sequences import validation_sequences
 from gnmr.lab.evaluation.blocks import blocks_of
 from gnmr.lab.evaluation.subjects import load_subject
-from gnmr.lab.train.fork import Forks
+from gnmr.lab.train.fork import ForkResult, Forks
 from gnmr.lab.train.loss import logits_of
 from gnmr.lab.train.provenance import commit
 from gnmr.measure.kl import divergence
@@ -119,22 +120,6 @@ def pins_of(cell: Cell, found: Diagnosis) -> Choice:
     return guess(kind, *given, rescue or "mxfp8", cell.budget, gemms=fprop, seed=cell.order)
 
 
-def diagnosed(forks: Forks, low: str, data: Sequence[str]) -> Diagnosis:
-    """Return the diagnosis of a base."""
-    config = forks.config(f"precision.low={low}", "precision.recovery=bf16", "controller.signal=always_low", *data)
-    parts = forks.parts(config)
-    parts.converted.restore()
-    training = config.training
-    assert not isinstance(parts.corpus.val, Documents)
-    blocks = unseen(parts.corpus.val, training.seq_len, training.eval_sequences)
-    batches = Batch.of_sequences(blocks).to(parts.device).split(training.batch_size // 2)
-    model = parts.model.float()
-    found = diagnose(
-        model, lambda batch: (logits_of(model, batch), batch.targets), batches, recipe=low, rescue=RESCUES, confirm=99
-    )
-    return replace(found, rest=0, costs={item: each for item, each in found.costs.items() if item[0] != REST})
-
-
 def unseen(tokens: Any, length: int, validated: int) -> torch.Tensor:
     """Return `MEASURED` sequences that lie between the validation sequences of forks."""
     both = validation_sequences(tokens, length, 2 * validated)
@@ -143,37 +128,69 @@ def unseen(tokens: Any, length: int, validated: int) -> torch.Tensor:
     return both[1 :: 2 * max(1, validated // MEASURED)][:MEASURED]
 
 
-def run(cell: Cell, forks: Forks, found: Diagnosis | None, made: dict[str, Any], data: Sequence[str]) -> dict[str, Any]:
-    """Return the row of a fork. Forks with the same pins share one run, which is kept in `made`."""
-    words = [f"precision.low={cell.low}", "precision.recovery=bf16", "controller.signal=always_low"]
-    if cell.arm in SIGNALS:
-        words = [words[0], "precision.recovery=mxfp8", "precision.recovers=[fprop]", "controller.routing=ranked"]
-        words += [f"controller.signal={SIGNALS[cell.arm]}", "controller.max_o=null", "controller.budget=1"]
-    config = forks.config(*words, f"fork.order={cell.order}", "fork.heal=0", *data)
-    rest = f"{cell.base} {cell.low} {cell.arm in SIGNALS}"
-    if rest not in made:
-        made[rest] = without_rest(forks.parts(config).converted)
-    alone, whole, share = made[rest]
-    if cell.arm in SIGNALS:
-        budget = cell.budget / alone * share
-        config = replace(config, controller=replace(config.controller, budget=budget))
-    pins: dict[str, Any] = {}
-    if cell.arm == "always":
-        pins = {"*": list(GEMMS)}
-    elif cell.arm in ARMS and found is not None:
-        pins = pins_of(cell, found).pins
-    config = replace(config, precision=replace(config.precision, pins=pins))
-    key = json.dumps([cell.base, cell.low, cell.order, pins, cell.arm in SIGNALS and repr(config)], sort_keys=True)
-    if key not in made:
-        made[key] = forks(config, phases=("low",))
-    result = made[key]
-    return {
-        "loss": result.validation["low"].high,
-        "extra": result.extra_time * alone / whole,
-        "pins": sum(map(len, pins.values())),
-        "steps": len(result.losses),
-        "checkpoint": forks.base.found.sha256[:12],
-    }
+class Base:
+    """A base of forks: its data, its diagnosis under each low path, and the forks that were run."""
+
+    def __init__(self, name: str, data: Path | None) -> None:
+        self.forks = Forks(name, print)
+        self._data = [f"data.path={data}"] if data else []
+        self._found: dict[str, Diagnosis] = {}
+        self._times: dict[tuple[str, bool], tuple[float, float, float]] = {}
+        self._run: dict[str, ForkResult] = {}
+
+    def config(self, low: str, *words: str) -> Config:
+        """Return the config of a fork; by default without a controller and with BF16 for pins."""
+        usual = ("precision.recovery=bf16", "controller.signal=always_low")
+        return self.forks.config(f"precision.low={low}", *usual, *words, *self._data)
+
+    def diagnosis(self, low: str) -> Diagnosis:
+        """Return the diagnosis, whose extra GEMM time leaves out all but the operators."""
+        if low in self._found:
+            return self._found[low]
+        parts = self.forks.parts(config := self.config(low))
+        parts.converted.restore()
+        training, model = config.training, parts.model.float()
+        assert not isinstance(parts.corpus.val, Documents)
+        sequences = unseen(parts.corpus.val, training.seq_len, training.eval_sequences)
+        batches = Batch.of_sequences(sequences).to(parts.device).split(training.batch_size // 2)
+        found = diagnose(model, forward_of(model), batches, recipe=low, rescue=RESCUES, confirm=99)
+        costs = {item: each for item, each in found.costs.items() if item[0] != REST}
+        self._found[low] = replace(found, rest=0, costs=costs)
+        return self._found[low]
+
+    def row(self, cell: Cell) -> dict[str, Any]:
+        """Return the row of a fork. Forks with the same pins share one run."""
+        words, moves = [f"fork.order={cell.order}", "fork.heal=0"], cell.arm in SIGNALS
+        if moves:
+            words += ["precision.recovery=mxfp8", "precision.recovers=[fprop]", "controller.routing=ranked"]
+            words += [f"controller.signal={SIGNALS[cell.arm]}", "controller.max_o=null", "controller.budget=1"]
+        config = self.config(cell.low, *words)
+        if (cell.low, moves) not in self._times:
+            self._times[cell.low, moves] = without_rest(self.forks.parts(config).converted)
+        alone, whole, share = self._times[cell.low, moves]
+        if moves:
+            budget = cell.budget / alone * share
+            config = replace(config, controller=replace(config.controller, budget=budget))
+        pins: dict[str, Any] = {"*": list(GEMMS)} if cell.arm == "always" else {}
+        if cell.arm in ARMS:
+            pins = pins_of(cell, self.diagnosis(cell.low)).pins
+        config = replace(config, precision=replace(config.precision, pins=pins))
+        key = json.dumps([cell.low, cell.order, pins, moves and repr(config)], sort_keys=True)
+        if key not in self._run:
+            self._run[key] = self.forks(config, phases=("low",))
+        result = self._run[key]
+        return {
+            "loss": result.validation["low"].high,
+            "extra": result.extra_time * alone / whole,
+            "pins": sum(map(len, pins.values())),
+            "steps": len(result.losses),
+            "checkpoint": self.forks.base.found.sha256[:12],
+        }
+
+
+def forward_of(model: nn.Module) -> Callable[[Batch], tuple[torch.Tensor, torch.Tensor]]:
+    """Return the function of a batch that `diagnose` calls: logits and targets."""
+    return lambda batch: (logits_of(model, batch), batch.targets)
 
 
 def without_rest(model: ConvertedModel) -> tuple[float, float, float]:
@@ -224,24 +241,19 @@ def cells_of(bases: Sequence[str], asked: argparse.Namespace) -> Iterator[list[C
 
 def make_forks(asked: argparse.Namespace) -> None:
     """Run the cells that OUT.jsonl lacks."""
-    known, data = resumed(asked.out), [f"data.path={asked.data}"] if asked.data else []
-    forks = {made.base.name: made for made in (Forks(name, print) for name in (asked.base or "shipped").split(","))}
-    found: dict[tuple[str, str], Diagnosis] = {}
-    made: dict[str, Any] = {}
+    known = resumed(asked.out)
+    bases = {base.forks.base.name: base for base in (Base(n, asked.data) for n in (asked.base or "shipped").split(","))}
     without_gap = set[str]()
-    for cells in cells_of([*forks], asked):
-        if cells[0].low in without_gap:
+    for cells in cells_of([*bases], asked):
+        low = cells[0].low
+        if low in without_gap:
             continue
         for cell in (cell for cell in cells if cell not in known):
-            base = cell.base, cell.low
-            if cell.arm in ARMS and base not in found:
-                found[base] = diagnosed(forks[cell.base], cell.low, data)
-            keep(asked.out, known, cell, run(cell, forks[cell.base], found.get(base), made, data))
-        gaps = gaps_of(pd.DataFrame(known.values()))
-        gaps = gaps[gaps.index.get_level_values("low") == cells[0].low]
+            keep(asked.out, known, cell, bases[cell.base].row(cell))
+        gaps = bounds_of(pd.DataFrame(known.values())).gap.get(low, pd.Series()).dropna()
         if len(gaps) > 1 and not stats.ttest_1samp(gaps, 0.0, alternative="greater").pvalue < 0.05:
-            print(f"no gap (mean {gaps.mean():.4f} nats): no other arm of {cells[0].low} is run")
-            without_gap.add(cells[0].low)
+            print(f"no gap (mean {gaps.mean():.4f} nats): no other arm of {low} is run")
+            without_gap.add(low)
 
 
 def measure_kl(asked: argparse.Namespace) -> None:
@@ -259,9 +271,7 @@ def measure_kl(asked: argparse.Namespace) -> None:
         ]
         if all(cell in known for cell in cells):
             continue
-        found = diagnose(
-            model, lambda batch: (logits_of(model, batch), batch.targets), blocks.batches, recipe=low, rescue=RESCUES
-        )
+        found = diagnose(model, forward_of(model), blocks.batches, recipe=low, rescue=RESCUES)
         print(found.verdict(), flush=True)
         for cell in (cell for cell in cells if cell not in known):
             choice = Choice({}, 0.0, 0.0, 0.0) if cell.arm == "never" else pins_of(cell, found)
@@ -287,50 +297,40 @@ def kl_left(model: nn.Module, batches: Sequence[Batch], spec: PathSpec) -> np.nd
     return torch.cat(found).cpu().numpy()
 
 
-def gaps_of(frame: pd.DataFrame) -> pd.Series:
-    """Return the difference between `never` and `always`, by low path, base and order, in nats."""
-    never, always = (frame[frame.arm == arm].set_index(["low", "base", "order"]).loss for arm in BOUNDS)
-    return (never - always).dropna()
-
-
-def closed(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows with `closed`: the fraction of its base's mean gap that a fork recovers, against `never`."""
-    gaps = gaps_of(frame).groupby(["low", "base"]).mean()
-    never = frame[frame.arm == "never"].set_index(["low", "base", "order"]).loss
-    frame = frame.copy()
-    keys = list(zip(frame.low, frame.base, frame.order, strict=True))
-    frame["closed"] = [(never[key] - loss) / gaps[key[:2]] for key, loss in zip(keys, frame.loss, strict=True)]
-    return frame
+def bounds_of(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return the losses of `never` and `always` and their difference `gap`, in nats, by low path, base and order."""
+    own = frame[frame.arm.isin(BOUNDS)].set_index(["low", "base", "order", "arm"]).loss
+    own = own.unstack(sort=False).reindex(columns=BOUNDS)
+    return own.assign(gap=own.never - own.always)
 
 
 def table(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return, by low path, budget and arm, the mean fraction recovered over the replicates that have the plan.
+    """Return, by low path, budget and arm, the mean fraction of the gap that forks recover, against `never`.
 
-    Replicates with fewer arms than most are left out, because not all of their arms were run, and then arms that not
-    every replicate has. The gap is the mean over the replicates that are left.
+    It is the mean over the replicates that have the plan. Replicates with fewer arms than most are left out, because
+    not all of their arms were run, and then arms that not every replicate has. The gap is the mean over the replicates
+    of the base that are left.
 
     Each row has half the width of the 95% interval. It also has the difference from the plan with its interval, the
     p-value of a paired t-test, and the smallest difference that would be found with a probability of 80%.
     """
-    rows, replicate = [], ["base", "order"]
+    rows, bounds = [], bounds_of(frame)
     for (low, budget), own in frame[~frame.arm.isin(BOUNDS)].groupby(["low", "budget"]):
-        ran = own.pivot_table(index=replicate, columns="arm", values="loss")
+        ran, extra = (own.pivot_table(index=["base", "order"], columns="arm", values=key) for key in ("loss", "extra"))
         if "plan" in ran:
             ran = ran[ran["plan"].notna()]
             arms = ran.notna().sum(axis=1)
             ran = ran[arms >= arms.mode().max()].dropna(axis=1)
-        every = frame[(frame.low == low) & (frame.arm.isin(BOUNDS) | (frame.budget == budget))].set_index(replicate)
-        both = closed(every[every.index.isin(ran.index)].reset_index())
-        both = both.pivot_table(index=replicate, columns="arm", values=["closed", "extra"])
-        by_arm = both["closed"][ran.columns]
-        for arm in (arm for arm in (*ARMS, *SIGNALS) if arm in by_arm):
-            values, extra = by_arm[arm], both["extra"][arm].mean()
-            row = {"low": low, "budget": budget, "arm": arm, "n": len(values), "extra": extra}
-            row |= {"closed": values.mean(), "half_width": _half(values)}
-            if arm != "plan" and "plan" in by_arm:
-                apart = by_arm["plan"] - values
+        ends = bounds.loc[low].loc[ran.index]
+        closed = ran.rsub(ends.never, axis=0).div(ends.gap.groupby("base").transform("mean"), axis=0)
+        for arm in (arm for arm in (*ARMS, *SIGNALS) if arm in closed):
+            values, spent = closed[arm], extra.loc[ran.index, arm].mean()
+            row = {"low": low, "budget": budget, "arm": arm, "n": len(values), "extra": spent}
+            row |= {"closed": values.mean(), "half_width": _half(values.sem(), len(values))}
+            if arm != "plan" and "plan" in closed:
+                apart = closed["plan"] - values
                 power = float(stats.t.ppf(0.975, len(apart) - 1) + stats.t.ppf(0.8, len(apart) - 1))
-                row |= {"plan_more": apart.mean(), "plan_more_half_width": _half(apart)}
+                row |= {"plan_more": apart.mean(), "plan_more_half_width": _half(apart.sem(), len(apart))}
                 # Equal pins have no difference, and a t-test of zeros has no p-value.
                 p = float(stats.ttest_1samp(apart, 0.0).pvalue) if apart.any() else 1.0
                 row |= {"p": p, "detectable": power * apart.sem()}
@@ -338,12 +338,7 @@ def table(frame: pd.DataFrame) -> list[dict[str, Any]]:
     return rows
 
 
-def _half(values: pd.Series) -> float:
-    """Return half the width of the 95% interval of the mean."""
-    return _half_of(values.sem(), len(values))
-
-
-def _half_of(error: float, n: int) -> float:
+def _half(error: float, n: int) -> float:
     """Return half the width of the 95% interval of a mean of `n` values with this standard error (Student's t)."""
     return float(stats.t.ppf(0.975, n - 1) * error)
 
@@ -356,7 +351,7 @@ def figure(record: Path, lows: Sequence[str]) -> str:
     if rows.low.nunique() != 1:
         raise SystemExit(f"{record}: has {rows.low.nunique()} of these low paths; name one of it with --low")
     if not of_forks:
-        rows = rows.assign(half_width=[_half(pd.Series(kls)) for kls in rows.kls])
+        rows = rows.assign(half_width=[_half(error, len(kls)) for error, kls in zip(rows.error, rows.kls, strict=True)])
     value, low = "closed" if of_forks else "kl", rows.low.iloc[0].removeprefix("sim_").upper()
     points = {arm: own[["extra", value, "half_width"]].to_numpy() for arm, own in rows.groupby("arm")}
     start = np.zeros((1, 3)) if of_forks else points["never"]
@@ -379,8 +374,8 @@ def by_size(forks: Path, prices: Path) -> str:
         places[f"{size:.3g} M"] = at = float(np.log10(size))
         kl, gap = cell["all_low"], gaps[f"{cell['model']} {cell['low']}"]
         sequences = cell["settings"]["held_out"] * cell["settings"]["size"]
-        points.setdefault(f"{low}: KL", []).append((at, kl["kl"], _half_of(kl["kl_error"], sequences)))
-        points.setdefault(f"{low}: loss gap", []).append((at, gap["mean"], _half_of(gap["sem"], gap["size"])))
+        points.setdefault(f"{low}: KL", []).append((at, kl["kl"], _half(kl["kl_error"], sequences)))
+        points.setdefault(f"{low}: loss gap", []).append((at, gap["mean"], _half(gap["sem"], gap["size"])))
     arms = {label: np.array(sorted(own)) for label, own in points.items()}
     across, up = "parameters (logarithmic)", "Cost of low precision, nats per token"
     return curve.svg(arms, (0.0, "", True), across=across, up=up, places=places)
@@ -446,7 +441,7 @@ def main() -> None:
     if frame.empty:
         parser.error(f"no row of {asked.base or 'any base'} in {', '.join(map(str, asked.rows))}")
     kinds = ["base", "low"] if asked.each_base else ["low"]
-    gaps = gaps_of(frame).groupby(kinds).agg(["mean", "sem", "size"])
+    gaps = bounds_of(frame).gap.dropna().groupby(kinds).agg(["mean", "sem", "size"])
     if asked.each_base:
         rows = [{"base": base} | row for base, own in frame.groupby("base") for row in table(own)]
     else:
