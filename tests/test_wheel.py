@@ -28,7 +28,7 @@ def test_contents(tmp_path: Path) -> None:
         names = set(archive.namelist())
         (entry_points,) = (n for n in names if n.endswith(".dist-info/entry_points.txt"))
         commands = archive.read(entry_points).decode().split("\n")
-    kinds = ("*.py", "py.typed", "*.js", "*.j2", "published.yaml")
+    kinds = ("*.py", "py.typed", "*.js", "*.j2")
     sources = {path.relative_to(ROOT).as_posix() for kind in kinds for path in (ROOT / "gnmr").rglob(kind)}
     settings = {f"gnmr/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "conf").rglob("*.yaml")}
     sources |= {file.relative_to(ROOT).as_posix() for file in (ROOT / "gnmr/lab/bases").rglob("*") if file.is_file()}

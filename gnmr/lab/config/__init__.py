@@ -53,7 +53,7 @@ class Config:
     experiment_name: str = "custom"
     """First folder of the run's path."""
     scale_name: str = "custom"
-    """Name of the scale. For the paper's scales, the report shows the published figures next to the run's."""
+    """Name of the scale, within which the report compares runs."""
     arm: str | None = None
     """Name of the arm. If null, it is derived from precision.name and controller.name."""
     run_dir: str | None = None

@@ -1,1 +1,0 @@
-"""Reproduction of the paper: its published figures as data (published.yaml), and theorem 1 in numbers."""
