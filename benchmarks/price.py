@@ -34,9 +34,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -178,26 +177,31 @@ def sample(names: Sequence[str], estimates: dict[str, np.ndarray], number: int) 
 
 
 def measure(subject: Subject, low: str, asked: argparse.Namespace) -> dict[str, Any]:
-    """Return the record of one model and low path."""
+    """Return the record of one model and low path; without operators only the cost of all of them at once."""
     began, length = time.perf_counter(), min(asked.block, subject.max_length)
     numbers = {"batches": asked.batches, "held_out": asked.held_out, "size": asked.size, "length": length}
     blocks = blocks_of(subject, asked.data, **numbers)
     cell = Measurement(subject.model, low)
-    estimates = cell.estimates(blocks.batches, asked.draws)
+    estimates = cell.estimates(blocks.batches, asked.draws) if asked.operators else {}
     print(f"  estimates after {time.perf_counter() - began:.0f} s", flush=True)
-    chosen = sample(cell.names, estimates, asked.operators)
+    chosen = sample(cell.names, estimates, asked.operators) if asked.operators else []
     found = cell.truth(blocks.held_out, chosen)
     cell.plan.restore()
-    (kl, loss), errors = found.mean(axis=2), found.std(axis=2, ddof=1) / found.shape[2] ** 0.5
+    (kl, loss), errors = found.mean(axis=2), sem(found, axis=2)
+    record = {
+        "seeds": {"blocks": 0, "labels": "the number of the batch"},
+        "operators": len(cell.names),
+        "all_low": {"kl": kl[-1], "kl_error": errors[0, -1], "loss": loss[-1], "loss_error": errors[1, -1]},
+    }
+    if not chosen:
+        sequences = dict(zip(("kl", "loss"), found[:, -1].tolist(), strict=True))
+        return record | {"of_sequences": sequences, "seconds": time.perf_counter() - began}
     outside = np.delete(estimates["drawn, by sequence"], chosen).sum()
     own = pd.DataFrame({"kl": kl[:-1], **{name: values[chosen] for name, values in estimates.items()}})
     ranks = own.assign(loss=loss[:-1]).corr("spearman")
     columns = own.assign(loss=loss[:-1], kl_error=errors[0, :-1], loss_error=errors[1, :-1]).to_dict("list")
-    return {
-        "seeds": {"blocks": 0, "labels": "the number of the batch"},
-        "operators": len(cell.names),
+    return record | {
         "measured": len(chosen),
-        "all_low": {"kl": kl[-1], "kl_error": errors[0, -1], "loss": loss[-1], "loss_error": errors[1, -1]},
         "single_kls": kl[:-1].sum(),
         "interaction": kl[-1] - kl[:-1].sum() - outside,
         "spearman": ranks["kl"].to_dict(),
@@ -209,37 +213,11 @@ def measure(subject: Subject, low: str, asked: argparse.Namespace) -> dict[str, 
     }
 
 
-@torch.no_grad()
-def whole(subject: Subject, lows: Sequence[str], asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield the record of each low path, with all operators of the model on it."""
-    numbers = {key: getattr(asked, key) for key in ("batches", "held_out", "size")}
-    batches = blocks_of(subject, asked.data, **numbers, length=min(asked.block, subject.max_length)).held_out
-    exact = [F.log_softmax(logits_of(subject.model, batch).float(), dim=-1) for batch in batches]
-    for low in lows:
-        began, cell, found = time.perf_counter(), Measurement(subject.model, low), []
-        cell.put(range(len(cell.names)))
-        for batch, log_p in zip(batches, exact, strict=True):
-            logits = logits_of(subject.model, batch).float()
-            cell.plan.end_step()
-            rise = _losses(logits, batch.targets) - _losses(log_p, batch.targets)
-            found.append(torch.stack([divergence(log_p, logits), rise]))
-        cell.plan.restore()
-        kl, loss = torch.cat(found, dim=1).cpu().numpy()
-        yield {
-            "seeds": {"blocks": 0},
-            "operators": len(cell.names),
-            "all_low": {"kl": kl.mean(), "kl_error": sem(kl), "loss": loss.mean(), "loss_error": sem(loss)},
-            "of_sequences": {"kl": kl.tolist(), "loss": loss.tolist()},
-            "seconds": time.perf_counter() - began,
-        }
-
-
 def whole_table(cells: Sequence[dict[str, Any]]) -> str:
     """Return the KL of each low path by model as a table in Markdown, and the results of the expectations."""
     kls = pd.Series({(cell["low"], cell["model"]): np.array(cell["of_sequences"]["kl"]) for cell in cells})
-    shown = kls.map(lambda kl: f"{kl.mean():.3g} ± {sem(kl):.1g}").unstack(sort=False)
-    lines = [["low path", *shown.columns], ["---"] * (1 + len(shown.columns)), *shown.reset_index().to_numpy().tolist()]
-    said = ["| " + " | ".join(line) + " |" for line in lines]
+    shown = kls.map(lambda kl: f"{kl.mean():.3g} ± {sem(kl):.1g}").unstack(sort=False).rename_axis("low path")
+    said = [as_markdown(shown.reset_index().to_dict("records"))]
     for low, other in EXPECTED.items():
         for model in shown.columns if {low, other} <= set(shown.index) else ():
             more, mean = kls[low, model] - kls[other, model], kls[other, model].mean()
@@ -267,8 +245,13 @@ def table(cells: Sequence[dict[str, Any]]) -> str:
             rows.append({"model": cell["model"], "low path": cell["low"], **more})
     held = np.sum([(c["spearman"][NATS[-1]] >= SPEARMAN, abs(c["sum"][NATS[-1]] - 1) <= SUM) for c in cells], axis=0)
     said = f"{NATS[-1]}: Spearman >= {SPEARMAN} in {held[0]} of {len(cells)}, sum within {SUM:.0%} in {held[1]}."
-    lines = [[rows[0], ["---"] * len(rows[0]), *(row.values() for row in rows), []] for rows in tables]
-    return "\n".join([*(f"| {' | '.join(line)} |" if line else "" for line in chain(*lines)), said])
+    return "\n\n".join([*map(as_markdown, tables), said])
+
+
+def as_markdown(rows: Sequence[Mapping[str, str]]) -> str:
+    """Return rows with the same keys as a table."""
+    lines = [[*rows[0]], ["---"] * len(rows[0]), *(row.values() for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main() -> None:
@@ -294,9 +277,9 @@ def main() -> None:
             continue
         subject = load_subject(place)
         subject.model.float().eval()
-        records = (measure(subject, low, asked) for low in lows) if asked.operators else whole(subject, lows, asked)
-        for low, record in zip(lows, records, strict=True):
+        for low in lows:
             told = {"model": name, "low": low, "settings": settings, "subject": subject.facts}
+            record = measure(subject, low, asked)
             cells.append(header() | told | record)
             output.write_json(asked.out, {"claims": claims, "cells": cells})
             print(f"{name} {low}: written after {record['seconds']:.0f} s", flush=True)
