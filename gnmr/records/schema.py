@@ -155,8 +155,6 @@ SUMMARY_FIELDS: dict[str, str] = {
     "peak_memory_bytes": "largest resident size of the process (CPU) or allocated by PyTorch (CUDA); null for a run "
     "that is not done",
     "saturation_total": "saturation, summed over the run",
-    "monitored": "of each module of records.monitor {mean: of its gradient norms, largest_gnmr: its largest norm over "
-    "the mean of those before}; norms that are not finite are left out",
     "nonfinite_total": "steps skipped for a non-finite loss or gradient",
     "wall_time_s": "sum of step_time_s, s",
     "step_time_median_s": "median of step_time_s, s; null without steps",

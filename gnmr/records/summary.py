@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from pathlib import Path
 from statistics import median
@@ -10,22 +9,6 @@ from typing import Any
 
 from gnmr.records.reader import iter_sound
 from gnmr.records.schema import SUMMARY_FIELDS
-
-
-class _Monitored:
-    """A monitored module's norms so far: their mean, and the largest GNMR (Eq. 2) among them."""
-
-    def __init__(self) -> None:
-        self.number, self.mean, self.largest = 0, 0.0, 1.0
-
-    def add(self, norm: float) -> None:
-        """Count the next step's norm; one that is not finite is left out, as in a unit's history."""
-        if not math.isfinite(norm):
-            return
-        if self.mean > 0:
-            self.largest = max(self.largest, norm / self.mean)
-        self.number += 1
-        self.mean += (norm - self.mean) / self.number
 
 
 class _Steps:
@@ -36,7 +19,6 @@ class _Steps:
         self.totals: Counter[str] = Counter()
         self.over: Counter[str] = Counter()
         self.saturation: dict[str, list[int]] = {}
-        self.monitored: dict[str, _Monitored] = {}
         self.times: list[float] = []
         self.last: dict[str, Any] = {"tokens": 0, "nonfinite_total": 0}
 
@@ -56,8 +38,6 @@ class _Steps:
         for operand, counts in row["saturation"].items():
             before = self.saturation.get(operand, (0, 0))
             self.saturation[operand] = [a + b for a, b in zip(before, counts, strict=True)]
-        for name, norm in row["monitored"].items():
-            self.monitored.setdefault(name, _Monitored()).add(norm)
 
 
 def summarize(
@@ -107,7 +87,6 @@ def summarize(
         "numbers_sent_frac": _share(totals["sent_frac"], totals["sendings"]),
         "peak_memory_bytes": peak_memory_bytes,
         "saturation_total": steps.saturation,
-        "monitored": {name: {"mean": one.mean, "largest_gnmr": one.largest} for name, one in steps.monitored.items()},
         "nonfinite_total": last["nonfinite_total"],
         "wall_time_s": sum(steps.times),
         "step_time_median_s": step_time_s,

@@ -164,7 +164,6 @@ def test_a_fault_hits_operators_and_is_told_of_their_unit() -> None:
     schedule = FaultSchedule(converted, Fault("nan"), ["q_proj"], 10, windows=[(2, 3)])
     assert [(w.unit, w.start, w.end) for w in schedule.windows] == [(f"layers.{i}", 2, 4) for i in range(4)]
     assert [o.operator_name for o in converted.operators if o.fault] == [f"layers.{i}.attn.q_proj" for i in range(4)]
-    assert schedule.at(2).tolist() == [True] * 4 + [False] and not schedule.at(5).any()
 
     model, converted = made("block")
     FaultSchedule(converted, Fault("nan"), ["layers.1"], 10, windows=[(1, 1)]).begin_step(1)

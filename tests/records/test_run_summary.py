@@ -25,7 +25,6 @@ def test_summary_by_hand(tmp_path: Path, step_row: Make, eval_row: Make) -> None
                 over={"gnmr": gnmr_over[i], "delta_gnmr": delta_over[i]},
                 saved_bytes=saved[i],
                 saturation={"input": [i, 0], "weight": [0, 1]} if i else {},
-                monitored={"norm": (2.0, 4.0, float("inf"), 1.5)[i]},
                 nonfinite_total=i // 2,
                 step_time_s=(0.25, 4.0, 0.5, 0.25)[i],
             )
@@ -51,7 +50,6 @@ def test_summary_by_hand(tmp_path: Path, step_row: Make, eval_row: Make) -> None
         "spent_extra_bytes": 512.0,
         "spent_extra_time": 0.5,
         "saturation_total": {"input": [6, 0], "weight": [0, 3]},
-        "monitored": {"norm": {"mean": 2.5, "largest_gnmr": 2.0}},
         "nonfinite_total": 1,
         "wall_time_s": 5.0,
         "step_time_median_s": 0.375,
@@ -65,7 +63,7 @@ def test_nothing_trained_gives_null_shares(tmp_path: Path) -> None:
     assert list(summary) == list(SUMMARY_FIELDS)
     assert summary["steps"] == summary["tokens"] == summary["nonfinite_total"] == 0
     counted = {"status", "reason", "steps", "tokens", "nonfinite_total", "wall_time_s"}
-    mappings = {"over_frac", "saturation_total", "monitored"}
+    mappings = {"over_frac", "saturation_total"}
     assert all(summary[key] == {} for key in mappings)
     assert all(summary[key] is None for key in summary.keys() - counted - mappings)
 

@@ -84,7 +84,7 @@ def write(
         best = np.argsort(-gnmr[step - 1])[: made.controller.max_o]
         active_SU[step, best[gnmr[step - 1, best] > (made.controller.alpha or math.inf)]] = True
     loss = np.linspace(8, math.log(val_ppl), steps)
-    fields = {"tokens": 8, "over": {}, "saved_bytes": None, "saturation": {}, "monitored": {}}
+    fields = {"tokens": 8, "over": {}, "saved_bytes": None, "saturation": {}}
     fields |= {"step_time_s": 0.5, "nonfinite_total": 0}
     rows = [
         fields | {"step": step, "loss": loss[step - 1], "num_active": int(active_SU[step - 1].sum())}

@@ -72,17 +72,17 @@ class FaultSchedule:
             raise ValueError(f"the low path is {low.name}: there is no quantizer to break")
         if isinstance(low, RangeFormat):
             raise ValueError(f"the low path is {low.name}: faults break a scale, and ranges have none; use group=null")
-        self._seed, self._num_units, self._step = seed, len(converted.units), 0
+        self._seed, self._step = seed, 0
         self._group = _targeted(converted, targets)  # {index of an operator that may be hit: its group}
-        self._members = _members(converted, self._group)
+        members = _members(converted, self._group)
         self._spans: dict[int, list[tuple[int, int]]] = {}
-        for i in sorted(self._members):
+        for i in sorted(members):
             drawn = np.random.default_rng([seed, i])
             self._spans[i] = _checked(windows, steps) if windows else _drawn(rate, duration, steps, drawn)
         self.windows = [
             Window(converted.units[unit].name, *span, fault.kind, fault.magnitude)
             for i, spans in self._spans.items()
-            for unit in self._members[i]
+            for unit in members[i]
             for span in spans
         ]
         self.windows.sort(key=lambda window: window.start)
@@ -99,22 +99,13 @@ class FaultSchedule:
             if converted.operators[i].pinned != GEMMS:  # a pinned operator never runs on the low path
                 converted.operators[i].fault = self._injectors[-1]
 
-    def _hit(self, step: int) -> set[int]:
-        """Return the groups of operators that have a window at `step`."""
-        return {i for i, spans in self._spans.items() if any(start <= step <= end for start, end in spans)}
-
-    def at(self, step: int) -> np.ndarray:
-        """Return (num_units,) bool: the units that have a window at `step`, on either path."""
-        hit = np.zeros(self._num_units, dtype=bool)
-        hit[[unit for i in self._hit(step) for unit in self._members[i]]] = True
-        return hit
-
     def begin_step(self, step: int) -> None:
         """Arm the faults of `step` and disarm all others. Does not wait for the device."""
         if self._history is not None and step != self._step:
             self._history.copy_(self._history.roll(1, dims=1))
             self._history[:, 0] = 0
-        self._step, armed = step, self._hit(step)
+        self._step = step
+        armed = {i for i, spans in self._spans.items() if any(start <= step <= end for start, end in spans)}
         for (index, own), injector in zip(self._group.items(), self._injectors, strict=True):
             numbers = np.random.SeedSequence([self._seed, step, index])
             injector.arm(int(numbers.generate_state(1, np.uint64)[0]) if own in armed else None)

@@ -270,7 +270,7 @@ def _status(folder: Path) -> tuple[str, str | None]:
     return "running", None
 
 
-_WORDS, _MAPPINGS = ("status", "reason"), ("over_frac", "saturation_total", "monitored")
+_WORDS, _MAPPINGS = ("status", "reason"), ("over_frac", "saturation_total")
 
 
 def _summary(folder: Path) -> dict[str, Any]:
