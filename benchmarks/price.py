@@ -34,8 +34,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +78,6 @@ class Measurement:
         spec = PathSpec.of(low, "bf16", targets=["*_proj"], backend="simulated")  # bf16: exact, in an FP32 model
         self.plan = convert(model, spec)
         self.names = [operator.operator_name for operator in self.plan.operators]
-        self.blocks = list(next(m for name, m in model.named_modules() if name.endswith("layers")).children())
         self.put([])
 
     def put(self, low: Collection[int]) -> None:
@@ -129,16 +127,11 @@ class Measurement:
         """
         found = []
         for batch in batches:
-            kept: list[Tensor] = []
-            hooks = [b.register_forward_pre_hook(lambda _, args, kept=kept: kept.append(args[0])) for b in self.blocks]
             log_p = F.log_softmax(logits_of(self.model, batch).float(), dim=-1)
-            for hook in hooks:
-                hook.remove()
             high, row = _losses(log_p, batch.targets), []
             for low in [*([i] for i in chosen), range(len(self.names))]:
                 self.put(low)
-                with _resumed(self.blocks, _depth(self.names[low[0]]), kept):
-                    logits = logits_of(self.model, batch).float()
+                logits = logits_of(self.model, batch).float()
                 self.plan.end_step()
                 row.append(torch.stack([divergence(log_p, logits), _losses(logits, batch.targets) - high]))
             self.put([])
@@ -149,18 +142,6 @@ class Measurement:
 def _losses(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the mean loss of each sequence, (B,) float64."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets).double().mean(1)
-
-
-@contextmanager
-def _resumed(blocks: Sequence[nn.Module], depth: int, kept: Sequence[Tensor]) -> Iterator[None]:
-    """Skip the blocks before `depth` inside this context: `kept` holds the known input of that block."""
-    for block in blocks[:depth]:
-        block.forward = lambda *_, **__: kept[depth]
-    try:
-        yield
-    finally:
-        for block in blocks[:depth]:
-            del block.forward
 
 
 def _depth(name: str) -> int:

