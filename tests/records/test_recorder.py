@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from made_rows import eval_row, event_row, step_row, unit_rows
 
 from gnmr.errors import RunFailed
 from gnmr.lab.config import RecordsConfig
@@ -13,8 +13,6 @@ from gnmr.lab.records.recorder import Recorder
 from gnmr.lab.records.view import RunInfo
 from gnmr.records import writer
 from gnmr.records.reader import read_json, read_jsonl, read_units
-
-Make = Callable[..., Any]
 
 
 def info(folder: Path, start_step: int = 0) -> RunInfo:
@@ -37,13 +35,7 @@ def wandb_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def test_fans_out_resumes_and_finishes(
-    tmp_path: Path,
-    step_row: Make,
-    eval_row: Make,
-    event_row: Make,
-    unit_rows: Make,
-    wandb_calls: list[dict[str, Any]],
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, wandb_calls: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = RecordsConfig(units_every=2, live="plain", plain_every=5, wandb="offline")
     with Recorder(info(tmp_path), settings, None) as recorder:
@@ -72,9 +64,7 @@ def test_fans_out_resumes_and_finishes(
     assert "step 10/10  loss" in out and out.rstrip().endswith(f"next: gnmr report {tmp_path}")
 
 
-def test_an_end_that_cannot_be_written_is_a_failed_run(
-    tmp_path: Path, step_row: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_end_that_cannot_be_written_is_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(info(tmp_path), RecordsConfig(live="off", wandb="off"), None)
     recorder.start("a: 1\n", {}, {})
     recorder.step(step_row(1), None)
@@ -89,9 +79,7 @@ def test_an_end_that_cannot_be_written_is_a_failed_run(
     assert (tmp_path / "FAILED").read_text().startswith("disk full") and not (tmp_path / "DONE").exists()
 
 
-def test_what_happens_after_done_changes_nothing_about_it(
-    tmp_path: Path, step_row: Make, unit_rows: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_happens_after_done_changes_nothing_about_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C or a closed pipe while the views close must not turn a finished run into a failed one."""
 
     def interrupted(*_arguments: Any) -> None:

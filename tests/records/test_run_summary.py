@@ -1,20 +1,17 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from made_rows import eval_row, step_row
 
 from gnmr.records.reader import read_units
 from gnmr.records.schema import SUMMARY_FIELDS
 from gnmr.records.summary import summarize
 from gnmr.records.writer import RunWriter
 
-Make = Callable[..., Any]
 
-
-def test_summary_by_hand(tmp_path: Path, step_row: Make, eval_row: Make) -> None:
+def test_summary_by_hand(tmp_path: Path) -> None:
     writer = RunWriter(tmp_path, None)
     active, gnmr_over, delta_over, saved = (0, 1, 2, 3), (0, 2, 4, 1), (1, 1, 0, 0), (100, 200, 300, 500)
     for i in range(4):
@@ -69,7 +66,7 @@ def test_nothing_trained_gives_null_shares(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("units", [0, 28])
-def test_a_run_without_units_has_no_share_of_unit_steps(tmp_path: Path, step_row: Make, units: int) -> None:
+def test_a_run_without_units_has_no_share_of_unit_steps(tmp_path: Path, units: int) -> None:
     writer = RunWriter(tmp_path, None)
     writer.step(step_row(1, num_active=0, over={}))
     summary = writer.finish("done", None, units, 4)

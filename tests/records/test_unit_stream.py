@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from made_rows import unit_rows
 
 from gnmr.errors import RunFailed
 from gnmr.records.reader import UNITS, open_units, read_units
@@ -18,11 +19,9 @@ from gnmr.records.schema import unit_schema
 from gnmr.records.units import UnitStream, cut_units, recorded_units
 from gnmr.records.untrusted import Damaged
 
-Make = Callable[..., Any]
-
 
 @pytest.fixture
-def written(tmp_path: Path, unit_rows: Make) -> Path:
+def written(tmp_path: Path) -> Path:
     """A folder with six steps of four units, of which the second is missing in step 3."""
     stream = UnitStream(tmp_path)
     for step in range(1, 7):
@@ -31,7 +30,7 @@ def written(tmp_path: Path, unit_rows: Make) -> Path:
     return tmp_path
 
 
-def test_what_is_written_is_read_by_pyarrow_too(written: Path, unit_rows: Make) -> None:
+def test_what_is_written_is_read_by_pyarrow_too(written: Path) -> None:
     table = read_units(written)
     assert table.schema == unit_schema(["gnmr", "delta_gnmr"]) and table.num_rows == 23
     assert table.column("norm").to_pylist()[:4] == unit_rows(1).norm.tolist()
@@ -44,7 +43,7 @@ def test_what_is_written_is_read_by_pyarrow_too(written: Path, unit_rows: Make) 
 
 
 @pytest.mark.parametrize("number", [1, 3, 8, 13, 64])
-def test_the_bytes_are_those_of_pyarrows_writer(number: int, tmp_path: Path, unit_rows: Make) -> None:
+def test_the_bytes_are_those_of_pyarrows_writer(number: int, tmp_path: Path) -> None:
     names, sink = [f"layers.{i}.\u00fc" for i in range(number)], pa.BufferOutputStream()
     steps = [unit_rows(step, names, observed=np.arange(number) % 4 != step) for step in (1, 2, 9, 10)]
     steps = [rows for rows in steps if rows.observed.any()]
@@ -71,7 +70,7 @@ def test_a_run_does_not_import_pandas(tmp_path: Path) -> None:
     assert done.stdout == "False\n"
 
 
-def test_it_is_readable_while_the_run_goes_on_and_in_two_parts(tmp_path: Path, written: Path, unit_rows: Make) -> None:
+def test_it_is_readable_while_the_run_goes_on_and_in_two_parts(tmp_path: Path, written: Path) -> None:
     whole = read_units(written)
     cut_units(written, 4)
     stream = UnitStream(written)
@@ -104,12 +103,12 @@ def test_every_length_that_a_kill_can_leave(written: Path) -> None:
 @pytest.mark.parametrize(
     "rows", [{"units": ["a", "b", "c", "d"]}, {"columns": {"price": np.ones(4)}}], ids=["units", "columns"]
 )
-def test_a_run_goes_on_with_the_same_units_and_columns(written: Path, unit_rows: Make, rows: dict[str, Any]) -> None:
+def test_a_run_goes_on_with_the_same_units_and_columns(written: Path, rows: dict[str, Any]) -> None:
     with pytest.raises(RunFailed, match="other units or columns"):
         UnitStream(written).write(unit_rows(7, **rows))
 
 
-def test_a_step_in_which_no_unit_was_observed_leaves_no_file(tmp_path: Path, unit_rows: Make) -> None:
+def test_a_step_in_which_no_unit_was_observed_leaves_no_file(tmp_path: Path) -> None:
     UnitStream(tmp_path).write(unit_rows(1, observed=np.zeros(4, bool)))
     assert not (tmp_path / UNITS).exists() and read_units(tmp_path).num_rows == 0
 

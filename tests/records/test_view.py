@@ -4,23 +4,22 @@ import io
 import math
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from made_rows import eval_row, step_row, unit_rows
 from rich.console import Console
 
 from gnmr.lab.records.view import RunInfo, View
 from gnmr.records.schema import UnitRows
 from gnmr.records.summary import summarize
 
-Make = Callable[..., Any]
 INFO = RunInfo("int4-abc-s0", Path("runs/x"), "int4", "cpu", 40, 4, 2, 1_234_567, 2048)
 
 
-def drive(view: View, step_row: Make, eval_row: Make, unit_rows: Make, folder: Path) -> None:
+def drive(view: View, folder: Path) -> None:
     view.start(INFO)
     for step in range(1, 41):
         loss = math.nan if step == 39 else 3.25
@@ -46,15 +45,10 @@ def shown(console_text: str) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console_text)
 
 
-@pytest.fixture
-def args(step_row: Make, eval_row: Make, unit_rows: Make, tmp_path: Path) -> tuple[Any, ...]:
-    return step_row, eval_row, unit_rows, tmp_path
-
-
-def test_picture_on_a_terminal(args: tuple[Any, ...]) -> None:
+def test_picture_on_a_terminal(tmp_path: Path) -> None:
     file = io.StringIO()
     view = View("auto", 20, Console(force_terminal=True, file=file, width=80, _environ={"TERM": "xterm"}))
-    drive(view, *args)
+    drive(view, tmp_path)
     text = shown(file.getvalue())
     assert "40/40" in text and "0:00:00 left" in text
     assert "1.23 M parameters, 4 units, cpu" in text
@@ -71,9 +65,9 @@ def test_picture_on_a_terminal(args: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize("mode", ["auto", "plain"])
-def test_plain_lines_without_a_terminal(args: tuple[Any, ...], mode: str) -> None:
+def test_plain_lines_without_a_terminal(tmp_path: Path, mode: str) -> None:
     file = io.StringIO()
-    drive(View(mode, 20, Console(file=file, width=80, force_terminal=mode == "plain", no_color=True)), *args)
+    drive(View(mode, 20, Console(file=file, width=80, force_terminal=mode == "plain", no_color=True)), tmp_path)
     lines = shown(file.getvalue()).splitlines()
     assert lines[0] == ("int4-abc-s0: 40 steps of 2,048 tokens, 1.23 M parameters, 4 units, cpu, records in runs/x")
     assert lines[1] == "step 20/40  loss 3.2500  lr 3.33e-04  recovery 2/4  left 0:00:00"
@@ -98,7 +92,7 @@ def picture(width: int, rows: Any, row: dict[str, Any], events: list[dict[str, A
 
 
 @pytest.mark.parametrize("width", [50, 80])
-def test_it_fits_and_marks_who_comes_and_who_leaves(width: int, step_row: Make, unit_rows: Make) -> None:
+def test_it_fits_and_marks_who_comes_and_who_leaves(width: int) -> None:
     rows = unit_rows(5, columns={"gnmr": np.ones(4)}, risk=np.array([0.2, 0.1, 3.0, 0.9]))
     active = [name for name, on in zip(rows.units, rows.active, strict=True) if on]
     moved = [(5, rows.units[2], "promote"), (4, rows.units[3], "promote"), (5, active[0], "release")]
@@ -120,7 +114,7 @@ def test_what_is_long_has_a_form_for_few_columns(width: int) -> None:
     assert shown(file.getvalue()).split() == (["one", "two", "always"] if width == 80 else ["less", "always"])
 
 
-def test_all_who_are_in_recovery_are_shown_or_counted(step_row: Make) -> None:
+def test_all_who_are_in_recovery_are_shown_or_counted() -> None:
     def rows(units: int, inside: int) -> UnitRows:
         flags, numbers = np.ones(units, dtype=bool), np.linspace(1, 0, units)
         names = [f"layers.{i}" for i in range(units)]
@@ -141,13 +135,13 @@ def test_all_who_are_in_recovery_are_shown_or_counted(step_row: Make) -> None:
         assert len(text.splitlines()) < 24 and "layers.0 " in text, "the riskiest that may come stay in sight"
 
 
-def test_off_only_says_what_it_is_told(args: tuple[Any, ...]) -> None:
+def test_off_only_says_what_it_is_told(tmp_path: Path) -> None:
     file = io.StringIO()
-    drive(View("off", 20, Console(force_terminal=True, file=file, width=80)), *args)
+    drive(View("off", 20, Console(force_terminal=True, file=file, width=80)), tmp_path)
     assert shown(file.getvalue()) == "a [bold]message[/bold]\n"
 
 
-def test_a_resumed_run_measures_its_own_pace(step_row: Make) -> None:
+def test_a_resumed_run_measures_its_own_pace() -> None:
     file = io.StringIO()
     view = View("plain", 20, Console(file=file, width=80))
     view.start(RunInfo("n", Path("x"), "a", "cpu", 100, 0, 4, 10, 2048, start_step=59))
@@ -160,19 +154,18 @@ def test_a_resumed_run_measures_its_own_pace(step_row: Make) -> None:
     assert file.getvalue().splitlines()[-1].endswith("left 0:00:20")
 
 
-def test_lines_of_a_sweeps_cell_go_to_its_folder(args: tuple[Any, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    folder = args[-1]
-    drive(View("log", 20, folder=folder), *args)
-    lines = (folder / "log.txt").read_text().splitlines()
+def test_lines_of_a_sweeps_cell_go_to_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drive(View("log", 20, folder=tmp_path), tmp_path)
+    lines = (tmp_path / "log.txt").read_text().splitlines()
     assert lines[0].startswith("int4-abc-s0: 40 steps of 2,048 tokens") and lines[-1] == "next: gnmr report runs/x"
     assert lines[1].startswith("step 20/40  loss 3.2500")
-    (folder / "log.txt").unlink()
-    (folder / "log.txt").symlink_to(folder / "elsewhere")
-    drive(View("log", 20, folder=folder), *args)  # a log that cannot be written stops nothing
-    assert not (folder / "elsewhere").exists() and capsys.readouterr().out == ""
+    (tmp_path / "log.txt").unlink()
+    (tmp_path / "log.txt").symlink_to(tmp_path / "elsewhere")
+    drive(View("log", 20, folder=tmp_path), tmp_path)  # a log that cannot be written stops nothing
+    assert not (tmp_path / "elsewhere").exists() and capsys.readouterr().out == ""
     if Path("/dev/full").exists():
         with Path("/dev/full").open("w") as full:
-            view = View("log", 20, folder=folder)
+            view = View("log", 20, folder=tmp_path)
             view._console, view._log = Console(file=full), full
-            drive(view, *args)
+            drive(view, tmp_path)
         assert capsys.readouterr().out == ""

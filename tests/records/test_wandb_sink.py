@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import wandb
+from made_rows import eval_row, event_row, step_row, unit_rows
 from wandb_files import read_history, read_records
 
 from gnmr.lab.records import wandb_sink
@@ -20,7 +20,6 @@ from gnmr.lab.records.view import RunInfo
 from gnmr.lab.records.wandb_sink import EVAL_METRICS, STEP_METRICS, WandbSink, _has_key
 from gnmr.records.writer import RunWriter
 
-Make = Callable[..., Any]
 SUMMARY = {"status": "done", "steps": 12}
 
 
@@ -38,9 +37,7 @@ def start(sink: WandbSink, folder: Path, mode: str = "offline") -> None:
 
 
 @pytest.mark.slow
-def test_offline_file_equals_what_was_given(
-    tmp_path: Path, step_row: Make, eval_row: Make, unit_rows: Make, event_row: Make
-) -> None:
+def test_offline_file_equals_what_was_given(tmp_path: Path) -> None:
     said: list[str] = []
     sink = WandbSink(said.append, wandb_every=5)
     start(sink, tmp_path)
@@ -109,7 +106,7 @@ def table_of(folder: Path, name: str) -> Any:
     return json.loads(path.read_text())
 
 
-def test_off_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_row: Make) -> None:
+def test_off_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wandb_sink, "_wandb", lambda: pytest.fail("W&B was imported"))
     sink = WandbSink(pytest.fail)
     start(sink, tmp_path, "off")
@@ -176,7 +173,7 @@ def no_login(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
     ("broken", "place"), [("import", "start"), ("init", "start"), ("log", "log"), ("finish", "finish")]
 )
 def test_failing_wandb_says_one_line_and_the_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_row: Make, unit_rows: Make, broken: str, place: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str, place: str
 ) -> None:
     def load() -> Any:
         if broken == "import":
@@ -245,13 +242,7 @@ def test_a_login_in_netrc_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("there", [0, 2])
 def test_a_resumed_run_sends_first_what_wandb_lacks(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    step_row: Make,
-    unit_rows: Make,
-    event_row: Make,
-    eval_row: Make,
-    there: int,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: int
 ) -> None:
     """`there`: W&B has the steps before it; offline it has none."""
     fake = fake_wandb("")
@@ -279,9 +270,7 @@ def test_a_resumed_run_sends_first_what_wandb_lacks(
     assert merged[4]["traces/gnmr"].xs[0] == [2, 4], "with the points from before the stop"
 
 
-def test_the_most_promoted_units_have_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_row: Make, unit_rows: Make, event_row: Make
-) -> None:
+def test_the_most_promoted_units_have_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wandb_sink, "_wandb", lambda: fake_wandb(""))
     sink = WandbSink(pytest.fail, 1, 3)
     start(sink, tmp_path)
@@ -300,9 +289,7 @@ def test_the_most_promoted_units_have_lines(
     assert second["traces/risk"].keys == ["u9", "u4", "u69"]
 
 
-def test_a_chart_never_has_more_points_than_wandb_draws(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_row: Make, unit_rows: Make
-) -> None:
+def test_a_chart_never_has_more_points_than_wandb_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wandb_sink, "_wandb", lambda: fake_wandb(""))
     sink = WandbSink(pytest.fail, 1, 2)
     start(sink, tmp_path)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_rows import eval_row, event_row, step_row, unit_rows
 
 from gnmr.errors import RunFailed, UserError
 from gnmr.records import writer as writer_module
@@ -15,13 +16,11 @@ from gnmr.records.reader import read_json, read_jsonl, read_units
 from gnmr.records.schema import STEP_FIELDS
 from gnmr.records.writer import RunWriter
 
-Make = Callable[..., Any]
 FILES = ("steps.jsonl", "eval.jsonl", "events.jsonl")
 
 
-def run_to(folder: Path, first: int, last: int, resume_step: int | None, makers: tuple[Make, ...]) -> RunWriter:
+def run_to(folder: Path, first: int, last: int, resume_step: int | None) -> RunWriter:
     """Steps first to last with a row of everything in each."""
-    step_row, eval_row, event_row, unit_rows = makers
     writer = RunWriter(folder, resume_step)
     for step in range(first, last + 1):
         writer.step(step_row(step))
@@ -31,12 +30,7 @@ def run_to(folder: Path, first: int, last: int, resume_step: int | None, makers:
     return writer
 
 
-@pytest.fixture
-def makers(step_row: Make, eval_row: Make, event_row: Make, unit_rows: Make) -> tuple[Make, ...]:
-    return step_row, eval_row, event_row, unit_rows
-
-
-def test_rows_round_trip_with_all_digits_and_non_finite_numbers(tmp_path: Path, step_row: Make) -> None:
+def test_rows_round_trip_with_all_digits_and_non_finite_numbers(tmp_path: Path) -> None:
     rows = [
         step_row(1, loss=math.nan, grad_norm_pre_clip=math.inf, skipped=True, nonfinite_unit="layers.0.q_proj"),
         step_row(2, loss=0.1 + 0.2, lr=-math.inf),
@@ -54,7 +48,7 @@ def test_rows_round_trip_with_all_digits_and_non_finite_numbers(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("spoil", [lambda row: row.pop("lr"), lambda row: row.update(los=1.0)])
-def test_a_row_with_other_keys_is_our_own_bug(tmp_path: Path, step_row: Make, spoil: Make) -> None:
+def test_a_row_with_other_keys_is_our_own_bug(tmp_path: Path, spoil: Callable[..., Any]) -> None:
     row = step_row(1)
     spoil(row)
     with pytest.raises(AssertionError, match=r"steps\.jsonl: keys"):
@@ -70,7 +64,7 @@ def test_header_is_written_and_replaced(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_a_new_run_refuses_a_folder_that_holds_one(tmp_path: Path, step_row: Make) -> None:
+def test_a_new_run_refuses_a_folder_that_holds_one(tmp_path: Path) -> None:
     RunWriter(tmp_path, None).step(step_row(1))
     with pytest.raises(UserError, match="already holds the records of a run"):
         RunWriter(tmp_path, None)
@@ -78,10 +72,10 @@ def test_a_new_run_refuses_a_folder_that_holds_one(tmp_path: Path, step_row: Mak
 
 
 @pytest.mark.parametrize("torn", [False, True])
-def test_resume_equals_the_uninterrupted_run(tmp_path: Path, makers: tuple[Make, ...], torn: bool) -> None:
+def test_resume_equals_the_uninterrupted_run(tmp_path: Path, torn: bool) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    run_to(whole, 1, 9, None, makers).finish("done", None, 4, 2)
-    run_to(resumed, 1, 7, None, makers).close()  # killed after step 7; the checkpoint is of step 5
+    run_to(whole, 1, 9, None).finish("done", None, 4, 2)
+    run_to(resumed, 1, 7, None).close()  # killed after step 7; the checkpoint is of step 5
     (resumed / "FAILED").write_text("something\n")
     if torn:
         for name in (*FILES, "units.arrows"):
@@ -89,7 +83,7 @@ def test_resume_equals_the_uninterrupted_run(tmp_path: Path, makers: tuple[Make,
             (resumed / name).write_bytes(data[:-37])
         assert [row["step"] for row in read_jsonl(resumed / "steps.jsonl")] == [1, 2, 3, 4, 5, 6]
         assert read_units(resumed)["step"].to_pylist()[-4:] == [6, 6, 6, 6]
-    writer = run_to(resumed, 6, 9, 5, makers)
+    writer = run_to(resumed, 6, 9, 5)
     assert not (resumed / "FAILED").exists()
     assert read_units(resumed).equals(read_units(whole))  # the rows still, written by two processes
     writer.finish("done", None, 4, 2)
@@ -98,7 +92,7 @@ def test_resume_equals_the_uninterrupted_run(tmp_path: Path, makers: tuple[Make,
     assert read_units(resumed).equals(read_units(whole))
 
 
-def test_rows_of_step_0_survive_a_resumption_unless_it_starts_anew(tmp_path: Path, event_row: Make) -> None:
+def test_rows_of_step_0_survive_a_resumption_unless_it_starts_anew(tmp_path: Path) -> None:
     writer = RunWriter(tmp_path, None)
     writer.events([event_row(0, cause="warmup")])
     writer.events([event_row(3)])
@@ -112,9 +106,9 @@ def test_rows_of_step_0_survive_a_resumption_unless_it_starts_anew(tmp_path: Pat
 @pytest.mark.parametrize("name", ["steps.jsonl", "eval.jsonl", "units.arrows"])
 @pytest.mark.parametrize("spoil", [lambda data: data[: len(data) // 2], lambda data: data[:50] + b"x" + data[51:]])
 def test_rows_that_were_lost_or_changed_before_a_checkpoint_are_refused(
-    tmp_path: Path, makers: tuple[Make, ...], name: str, spoil: Callable[[bytes], bytes]
+    tmp_path: Path, name: str, spoil: Callable[[bytes], bytes]
 ) -> None:
-    writer = run_to(tmp_path, 1, 6, None, makers)
+    writer = run_to(tmp_path, 1, 6, None)
     counted = writer.sync()
     writer.close()
     before = (tmp_path / name).read_bytes()
@@ -125,18 +119,18 @@ def test_rows_that_were_lost_or_changed_before_a_checkpoint_are_refused(
     RunWriter(tmp_path, 6, counted).close()
 
 
-def test_a_finished_run_is_made_longer(tmp_path: Path, makers: tuple[Make, ...]) -> None:
-    run_to(tmp_path, 1, 6, None, makers).finish("done", None, 4, 2)
+def test_a_finished_run_is_made_longer(tmp_path: Path) -> None:
+    run_to(tmp_path, 1, 6, None).finish("done", None, 4, 2)
     before = read_units(tmp_path)
-    writer = run_to(tmp_path, 5, 6, 4, makers)
+    writer = run_to(tmp_path, 5, 6, 4)
     assert not any((tmp_path / name).exists() for name in ("DONE", "summary.json"))
     writer.close()
     assert read_units(tmp_path).equals(before)
 
 
 @pytest.mark.parametrize("status", ["done", "failed", "interrupted"])
-def test_ends(tmp_path: Path, makers: tuple[Make, ...], status: str) -> None:
-    summary = run_to(tmp_path, 1, 3, None, makers).finish(status, "two\nlines" if status == "failed" else None, 4, 2)
+def test_ends(tmp_path: Path, status: str) -> None:
+    summary = run_to(tmp_path, 1, 3, None).finish(status, "two\nlines" if status == "failed" else None, 4, 2)
     assert read_json(tmp_path / "summary.json") == summary and summary["status"] == status
     assert (tmp_path / "DONE").exists() == (status == "done")
     assert (tmp_path / "FAILED").exists() == (status == "failed")
@@ -146,8 +140,8 @@ def test_ends(tmp_path: Path, makers: tuple[Make, ...], status: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["moved", "altered"])
-def test_files_that_others_touch_while_the_run_goes_on(tmp_path: Path, makers: tuple[Make, ...], how: str) -> None:
-    writer = run_to(tmp_path, 1, 3, None, makers)
+def test_files_that_others_touch_while_the_run_goes_on(tmp_path: Path, how: str) -> None:
+    writer = run_to(tmp_path, 1, 3, None)
     path = tmp_path / "steps.jsonl"
     if how == "moved":
         path.rename(tmp_path / "elsewhere")
@@ -158,8 +152,8 @@ def test_files_that_others_touch_while_the_run_goes_on(tmp_path: Path, makers: t
     assert not (tmp_path / "DONE").exists()
 
 
-def test_the_marker_is_written_last(tmp_path: Path, makers: tuple[Make, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = run_to(tmp_path, 1, 3, None, makers)
+def test_the_marker_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = run_to(tmp_path, 1, 3, None)
 
     def refuse(path: Path, tree: dict[str, Any]) -> None:
         raise OSError(errno.EIO, "Input/output error")
@@ -173,9 +167,7 @@ def test_the_marker_is_written_last(tmp_path: Path, makers: tuple[Make, ...], mo
 
 
 @pytest.mark.parametrize("what", ["steps", "units"])
-def test_full_disk_leaves_readable_records_and_a_marker(
-    small_disk: Callable[[str], Path], step_row: Make, unit_rows: Make, what: str
-) -> None:
+def test_full_disk_leaves_readable_records_and_a_marker(small_disk: Callable[[str], Path], what: str) -> None:
     folder = small_disk("1m") / "run"
     writer = RunWriter(folder, None)
     units = [f"layers.{i}.mlp.down_proj" for i in range(500)]
