@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -116,7 +116,7 @@ def _replay(place: Path, words: list[str], given: Any) -> int:
         note = f"it has norms of one step in {norms.every}; in the others no unit counts as observed"
         print(f"gnmr: {place}: {note}, so the sets are not the run's", file=sys.stderr)
     totals = Totals(norms, settings)
-    with nullcontext() if given.out is None else output.json_lines(given.out, f"out={given.out}") as file:
+    with nullcontext() if given.out is None else output.replacing(given.out, f"out={given.out}") as file:
         for decision in tracked(replay(norms, settings), "replaying", len(norms.norm)):
             totals.add(decision)
             if file is None:
@@ -124,7 +124,7 @@ def _replay(place: Path, words: list[str], given: Any) -> int:
             line = {"candidates": decision.by_risk(decision.candidate), "active": decision.by_risk(decision.active)}
             if any(event.cause == "retry" for event in decision.events):
                 line["in_force"] = decision.by_risk(decision.in_force)
-            print(json.dumps({"step": decision.step, **line}), file=file)
+            file.write(json.dumps({"step": decision.step, **line}).encode() + b"\n")
     _show(totals, place)
     if given.out is not None:
         print(f"decisions: {given.out}")
@@ -209,7 +209,8 @@ def _detect(paths: list[Path], words: list[str], signals: list[str], given: Any)
     _each(names, lambda name: found.update({name: detect.detections(name, runs, given.detect)}), str, "detecting")
     if given.out is not None:
         tree = {"false_alarms": given.detect, "runs": [str(run.folder) for run in runs]}
-        output.write_json(given.out, tree | {"signals": detect.as_tree(found)}, f"out={given.out}")
+        signals = {name: asdict(one) for name, one in found.items()}
+        output.write_json(given.out, tree | {"signals": signals}, f"out={given.out}")
     for_tables().print(detect.table(found))
     if given.out is not None:
         print(f"figures: {given.out}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import secrets
 import stat
@@ -77,13 +76,3 @@ def write_text(path: Path, text: str, what: object = None, follow: bool = True) 
 def write_json(path: Path, tree: dict[str, Any], what: object = None, follow: bool = True) -> None:
     """Write a JSON object; see `replacing`."""
     write_text(path, as_json(tree), what, follow)
-
-
-@contextmanager
-def json_lines(path: Path, what: object = None) -> Iterator[io.TextIOWrapper]:
-    """Open a text file for lines; see `replacing`."""
-    with replacing(path, what) as file:
-        text = io.TextIOWrapper(file, encoding="utf-8")
-        yield text
-        text.flush()
-        text.detach()

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.table import Table
@@ -60,11 +59,6 @@ def _trigger(run: FaultyRun, risk: np.ndarray, share: float) -> float:
     highest = np.sort(risk[outside])[::-1]
     allowed = int(share * len(highest))
     return float(highest[allowed]) if allowed < len(highest) else 0.0
-
-
-def as_tree(found: dict[str, Detection]) -> dict[str, dict[str, Any]]:
-    """Return the detections by signal, for a JSON file."""
-    return {name: asdict(one) for name, one in found.items()}
 
 
 def table(found: dict[str, Detection]) -> Table:

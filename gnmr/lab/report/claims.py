@@ -53,18 +53,7 @@ import yaml
 
 from gnmr.errors import UserError, nearest, writing
 from gnmr.lab.report.layout import NOTHING, as_markdown, interval_text, measure, percent, relative, whole_percent
-from gnmr.lab.report.statistics import (
-    BETTER,
-    EQUAL,
-    WORSE,
-    Contrast,
-    Family,
-    Result,
-    Share,
-    judge,
-    p_text,
-    stat,
-)
+from gnmr.lab.report.statistics import BETTER, EQUAL, WORSE, Family, Result, Share, judge, p_text, stat
 from gnmr.records import output
 from gnmr.records.untrusted import content, reading
 
@@ -222,14 +211,11 @@ class Tested:
         closed = None
         if family.gate and family.model and arm not in (family.low, family.high) and finite:
             closed = family.model.closed(arm, family.low, family.high)
-        share, interval = _with_interval(closed, whole_percent)
-        return {
+        return _recovered(closed) | {
             "n": str(len(rows)),
             "spent": percent(None if spent is None else spent.mean),
             "loss": f"{sum(losses) / len(rows):.4f}" if finite else "diverged",
             "perplexity": measure(stat(map(math.exp, losses)), 2) if finite else "diverged",
-            "closed": share,
-            "recovered": f"{share} {interval}".strip(),
         }
 
     def numbers(self) -> dict[str, str]:
@@ -362,26 +348,18 @@ def _grid(table: Sequence[Sequence[str]]) -> str:
 
 def _texts_of(result: Result) -> dict[str, str]:
     """Return the numbers of a test as text; - where there is none."""
-    difference, interval = _with_interval(result.difference, relative)
+    difference = NOTHING if result.difference is None else relative(result.difference.estimate)
     if any(result.diverged):
         difference = f"diverged {result.diverged[0]} : {result.diverged[1]}"
-    closed, closed_interval = _with_interval(result.closed, whole_percent)
-    return {
-        "n": str(result.n),
-        "difference": difference,
-        "interval": interval,
-        "p": _p(result.p),
-        "p_equal": _p(result.p_equal),
-        "verdict": result.verdict,
-        "closed": closed,
-        "recovered": f"{closed} {closed_interval}".strip(),
-    }
+    return {"n": str(result.n), "difference": difference, "p": _p(result.p), **_recovered(result.closed)}
 
 
-def _with_interval(found: Contrast | Share | None, show: Callable[[float], str]) -> tuple[str, str]:
+def _recovered(found: Share | None) -> dict[str, str]:
+    """Return the recovered share of the gap, without and with its interval."""
     if found is None:
-        return NOTHING, ""
-    return show(found[0]), "" if found.interval is None else f"({interval_text(found.interval, show)})"
+        return {"closed": NOTHING, "recovered": NOTHING}
+    closed, ends = whole_percent(found.value), found.interval
+    return {"closed": closed, "recovered": closed + (f" ({interval_text(ends, whole_percent)})" if ends else "")}
 
 
 def results(file: Path, out: Path, say: Callable[[str], None], *, check: bool = False) -> list[str]:
