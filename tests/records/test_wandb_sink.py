@@ -169,6 +169,14 @@ def no_login(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
     monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
 
 
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A W&B in which everything works."""
+    fake = fake_wandb("")
+    monkeypatch.setattr(wandb_sink, "_wandb", lambda: fake)
+    return fake
+
+
 @pytest.mark.parametrize(
     ("broken", "place"), [("import", "start"), ("init", "start"), ("log", "log"), ("finish", "finish")]
 )
@@ -242,11 +250,9 @@ def test_a_login_in_netrc_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("there", [0, 2])
 def test_a_resumed_run_sends_first_what_wandb_lacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake: Any, there: int
 ) -> None:
     """`there`: W&B has the steps before it; offline it has none."""
-    fake = fake_wandb("")
-    monkeypatch.setattr(wandb_sink, "_wandb", lambda: fake)
     monkeypatch.setattr(FakeRun, "step", there)
     writer = RunWriter(tmp_path, None)
     for step in (1, 2, 3):
@@ -270,8 +276,7 @@ def test_a_resumed_run_sends_first_what_wandb_lacks(
     assert merged[4]["traces/gnmr"].xs[0] == [2, 4], "with the points from before the stop"
 
 
-def test_the_most_promoted_units_have_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wandb_sink, "_wandb", lambda: fake_wandb(""))
+def test_the_most_promoted_units_have_lines(tmp_path: Path, fake: Any) -> None:
     sink = WandbSink(pytest.fail, 1, 3)
     start(sink, tmp_path)
     units = [f"u{i}" for i in range(70)]
@@ -289,8 +294,7 @@ def test_the_most_promoted_units_have_lines(tmp_path: Path, monkeypatch: pytest.
     assert second["traces/risk"].keys == ["u9", "u4", "u69"]
 
 
-def test_a_chart_never_has_more_points_than_wandb_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wandb_sink, "_wandb", lambda: fake_wandb(""))
+def test_a_chart_never_has_more_points_than_wandb_draws(tmp_path: Path, fake: Any) -> None:
     sink = WandbSink(pytest.fail, 1, 2)
     start(sink, tmp_path)
     for step in range(1, 41):
@@ -303,25 +307,19 @@ def test_a_chart_never_has_more_points_than_wandb_draws(tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize(("project", "expected"), [(None, ("theirs", None)), ("we/ours", ("ours", "we"))])
 def test_wandbs_variables_hold_where_the_config_says_nothing(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    project: str | None,
-    expected: tuple[str, str | None],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake: Any, project: str | None, expected: tuple[str, str | None]
 ) -> None:
-    fake, arguments, said = fake_wandb(""), {}, []
-    plain = fake.init
-    fake.init = lambda mode, **given: (arguments.update(given), plain(mode))[1]
-    monkeypatch.setattr(wandb_sink, "_wandb", lambda: fake)
+    arguments, plain = dict[str, Any](), fake.init
+    monkeypatch.setattr(fake, "init", lambda mode, **given: (arguments.update(given), plain(mode))[1])
     for name, value in {"PROJECT": "theirs", "ENTITY": "them", "NAME": "mine", "TAGS": "a, b"}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
-    WandbSink(said.append).start(info(tmp_path), {}, HEADER, project=project, mode="offline")
+    WandbSink(pytest.fail).start(info(tmp_path), {}, HEADER, project=project, mode="offline")
     assert (arguments["project"], arguments["entity"]) == expected
     assert arguments["name"] == "mine" and arguments["group"] == "experiment/arm-0123abcd"
     assert arguments["tags"] == ["arm", "experiment", "cpu", "a", "b"]
 
 
-def test_rows_that_cannot_be_read_back_stop_wandb_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wandb_sink, "_wandb", lambda: fake_wandb(""))
+def test_rows_that_cannot_be_read_back_stop_wandb_alone(tmp_path: Path, fake: Any) -> None:
     said: list[str] = []
     sink = WandbSink(said.append)
     start(sink, tmp_path)
