@@ -11,12 +11,6 @@ from typing import Any
 from wandb.proto.wandb_internal_pb2 import Record
 
 
-def read_records(folder: Path) -> Iterator[Any]:
-    """Records of the one .wandb file below `folder`."""
-    (path,) = parts_of(folder)
-    return records_of(path)
-
-
 def parts_of(folder: Path) -> list[Path]:
     """The .wandb files below `folder`, one for each process of a resumed run, the newest last."""
     return sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
@@ -36,12 +30,6 @@ def records_of(path: Path) -> Iterator[Any]:
         if kind in (1, 4):  # full, or the last part
             yield Record.FromString(parts)
             parts = b""
-
-
-def read_history(folder: Path) -> dict[int, dict[str, Any]]:
-    """{step: {metric: value}} of what was logged in the one .wandb file below `folder`."""
-    (path,) = parts_of(folder)
-    return history_of(path)
 
 
 def history_of(path: Path) -> dict[int, dict[str, Any]]:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import wandb
 from made_rows import eval_row, event_row, step_row, unit_rows
-from wandb_files import read_history, read_records
+from wandb_files import history_of, parts_of, records_of
 
 from gnmr.lab.records import wandb_sink
 from gnmr.lab.records.view import RunInfo
@@ -59,7 +59,12 @@ def test_offline_file_equals_what_was_given(tmp_path: Path) -> None:
     wandb.teardown()  # as at the end of the process: `finish` alone does not wait until the file is written
     assert said == []
 
-    history = read_history(tmp_path)
+    (path,) = parts_of(tmp_path)
+    history = history_of(path)
+    records: dict[str, list[Any]] = {kind: [] for kind in ("metric", "run", "config")}
+    for record in records_of(path):
+        if (kind := record.WhichOneof("record_type")) in records:
+            records[kind].append(getattr(record, kind))
     for step, row in rows.items():
         logged = history[step]
         np.testing.assert_equal(
@@ -75,18 +80,16 @@ def test_offline_file_equals_what_was_given(tmp_path: Path) -> None:
     assert history[5]["risk/mean_gnmr"] == of_units[5].columns["gnmr"].mean()
     assert history[10]["price/total_nats"] == 1.0 and "price/total_nats" not in history[5]
 
-    defined = [record.metric for record in read_records(tmp_path) if record.WhichOneof("record_type") == "metric"]
-    assert any((one.glob_name, one.step_metric) == ("*", "step") for one in defined)
+    assert any((one.glob_name, one.step_metric) == ("*", "step") for one in records["metric"])
 
-    run = next(record.run for record in read_records(tmp_path) if record.WhichOneof("record_type") == "run")
+    run = records["run"][0]
     assert (run.run_id, run.display_name) == ("abcd1234", "experiment/arm-0123abcd-s0")
     assert (run.project, run.entity, run.run_group) == ("gnmr", "team", "experiment/arm-0123abcd")
     assert (run.job_type, list(run.tags)) == ("arm", ["arm", "experiment", "cpu"])
     config = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert (config["model"], config["arm"]) == ({"name": "llama"}, "arm")
     assert config["header"] == {key: value for key, value in HEADER.items() if key != "units"}
-    later = [record.config.update for record in read_records(tmp_path) if record.WhichOneof("record_type") == "config"]
-    assert any('"wandb/lineseries/v0"' in item.value_json for update in later for item in update)
+    assert any('"wandb/lineseries/v0"' in item.value_json for later in records["config"] for item in later.update)
     assert table_of(tmp_path, history[40]["events/path"])["data"] == [list(row.values()) for row in events]
     for column in ("gnmr", "delta_gnmr"):
         points: dict[str, dict[int, float]] = {}
