@@ -6,10 +6,7 @@
 The model is synthetic: linears of width 16 in blocks of seven, each with a residual connection, on 32 tokens. Its own
 arithmetic is negligible, so the result is the cost per operator. Each number of operators runs in a separate process.
 Times are CPU seconds of one thread, which depend least on other work on the machine. `peak` is the largest resident
-memory of the process up to the end of a part.
-
-Above --passes operators no pass runs: gradients are set by hand, and price and diagnose are omitted. Plans are chosen
-from random prices.
+memory of the process up to the end of a part. The plan is chosen from random prices.
 """
 
 from __future__ import annotations
@@ -65,7 +62,7 @@ class Deep(nn.Module):
         return self.head(self.blocks(self.embedding(tokens)))
 
 
-def grown(operators: int, passes_run: bool) -> list[dict[str, Any]]:
+def grown(operators: int) -> list[dict[str, Any]]:
     """Return CPU seconds and peak memory of every part for a model of `operators` operators."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -85,10 +82,6 @@ def grown(operators: int, passes_run: bool) -> list[dict[str, Any]]:
 
     def passes() -> None:
         model.zero_grad(set_to_none=True)
-        if not passes_run:
-            for parameter in model.parameters():
-                parameter.grad = torch.randn_like(parameter)
-            return
         nn.functional.cross_entropy(model(batches[0])[0], batches[1][0]).backward()
 
     def first_step() -> None:
@@ -97,10 +90,8 @@ def grown(operators: int, passes_run: bool) -> list[dict[str, Any]]:
 
     path: dict[str, Any] = {"targets": ["blocks.*"], "low": "int4", "recovery": "int8", "max_o": 4}
     controller = timed("attach", lambda: gnmr.attach(model, **path))
-    if passes_run:
-        timed("first step, which counts GEMMs", first_step)
-        timed("forward and backward, int4 saved", passes)
-    passes()
+    timed("first step, which counts GEMMs", first_step)
+    timed("forward and backward, int4 saved", passes)
     for _ in range(WATCHED):
         controller.step()
     timed("controller.step()", controller.step, STEPS)
@@ -118,14 +109,13 @@ def grown(operators: int, passes_run: bool) -> list[dict[str, Any]]:
     prices = {item: {"nvfp4": nats, "mxfp8": nats / 50, "bf16": 0.0} for item, nats in items.items()}
     times = {item: {"nvfp4": 1.0, "mxfp8": 2.0, "bf16": 4.0} for item in items}
     timed("choice of a plan, budget +10%", lambda: choose(prices, times, "nvfp4", 0.1))
-    if passes_run:
-        controller = gnmr.attach(model, **path | {"signal": "price", "options": {"every": 1}})
-        timed("first step with prices", first_step)
-        controller.detach()
-        settings: dict[str, Any] = {"targets": ["blocks.*"], "recipe": "fp8_hybrid", "confirm": 0}
-        found = timed("diagnose, 2 batches", lambda: gnmr.diagnose(model, model, batches[:2], **settings))
-        plan = found.plan(0.1)
-        timed("attach(plan=...)", lambda: gnmr.attach(model, plan=plan).detach())
+    controller = gnmr.attach(model, **path | {"signal": "price", "options": {"every": 1}})
+    timed("first step with prices", first_step)
+    controller.detach()
+    settings: dict[str, Any] = {"targets": ["blocks.*"], "recipe": "fp8_hybrid", "confirm": 0}
+    found = timed("diagnose, 2 batches", lambda: gnmr.diagnose(model, model, batches[:2], **settings))
+    plan = found.plan(0.1)
+    timed("attach(plan=...)", lambda: gnmr.attach(model, plan=plan).detach())
     return rows
 
 
@@ -134,12 +124,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--operators", type=int, nargs="+", default=[30, 300, 3_000, 30_000])
-    parser.add_argument("--passes", type=int, default=3_000, help="the most operators whose passes run")
     asked = parser.parse_args()
     rows = []
     for operators in asked.operators:
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-            rows += process.submit(grown, operators, operators <= asked.passes).result()
+            rows += process.submit(grown, operators).result()
     write(asked.out, rows)
 
 

@@ -403,10 +403,42 @@ def solver() -> list[dict[str, Any]]:
     return rows
 
 
+def write_table(asked: argparse.Namespace) -> None:
+    """Write the gaps and the table of the rows to `OUT.json`, and print them."""
+    frame = pd.DataFrame(recorded(asked.rows).values())
+    if asked.base:
+        frame = frame[frame.base.isin(asked.base.split(","))]
+    if frame.empty:
+        raise SystemExit(f"no row of {asked.base or 'any base'} in {', '.join(map(str, asked.rows))}")
+    kinds, rows = ["low"], table(frame)
+    if asked.each_base:
+        kinds = ["base", "low"]
+        rows = [{"base": base} | row for base, own in frame.groupby("base") for row in table(own)]
+    gaps = bounds_of(frame).gap.dropna().groupby(kinds).agg(["mean", "sem", "size"])
+    said = {" ".join(np.atleast_1d(key)): row for key, row in gaps.to_dict("index").items()}
+    output.write_json(asked.out, header() | {"gaps": said, "rows": rows}, str(asked.out))
+    print(gaps.round(4).to_string(), pd.DataFrame(rows).round(4).to_string(), sep="\n\n")
+
+
+def draw(asked: argparse.Namespace) -> None:
+    """Write the figure of one record, or of the records of forks and prices."""
+    drawn = by_size(*asked.rows) if len(asked.rows) == 2 else figure(asked.rows[0], asked.low.split(","))
+    output.write_text(asked.out, drawn, str(asked.out))
+
+
+PARTS = {
+    "forks": make_forks,
+    "kl": measure_kl,
+    "table": write_table,
+    "figure": draw,
+    "solver": lambda asked: write(asked.out, solver()),
+}
+
+
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("forks", "kl", "table", "figure", "solver"))
+    parser.add_argument("what", choices=PARTS)
     parser.add_argument("out", type=Path)
     parser.add_argument("rows", type=Path, nargs="*")
     parser.add_argument("--base", help="run folders, with commas; for forks shipped without it, for a table all")
@@ -420,35 +452,12 @@ def main() -> None:
     parser.add_argument("--each-base", action="store_true", help="a table of each base in place of one of all")
     parser.add_argument("--arms", default=";".join(ARMS), help="with semicolons between them")
     asked = parser.parse_args()
-    torch.set_num_threads(1)
     if asked.what == "kl" and not asked.base:
         parser.error("kl: name a run or a checkpoint folder with --base")
-    if asked.what in ("forks", "kl"):
-        (make_forks if asked.what == "forks" else measure_kl)(asked)
-        return
-    if asked.what == "solver":
-        write(asked.out, solver())
-        return
-    if not asked.rows:
+    if asked.what in ("table", "figure") and not asked.rows:
         parser.error(f"{asked.what}: name the record to read")
-    if asked.what == "figure":
-        drawn = by_size(*asked.rows) if len(asked.rows) == 2 else figure(asked.rows[0], asked.low.split(","))
-        output.write_text(asked.out, drawn, str(asked.out))
-        return
-    frame = pd.DataFrame(recorded(asked.rows).values())
-    if asked.base:
-        frame = frame[frame.base.isin(asked.base.split(","))]
-    if frame.empty:
-        parser.error(f"no row of {asked.base or 'any base'} in {', '.join(map(str, asked.rows))}")
-    kinds = ["base", "low"] if asked.each_base else ["low"]
-    gaps = bounds_of(frame).gap.dropna().groupby(kinds).agg(["mean", "sem", "size"])
-    if asked.each_base:
-        rows = [{"base": base} | row for base, own in frame.groupby("base") for row in table(own)]
-    else:
-        rows = table(frame)
-    said = {" ".join(np.atleast_1d(key)): row for key, row in gaps.to_dict("index").items()}
-    output.write_json(asked.out, header() | {"gaps": said, "rows": rows}, str(asked.out))
-    print(gaps.round(4).to_string(), pd.DataFrame(rows).round(4).to_string(), sep="\n\n")
+    torch.set_num_threads(1)
+    PARTS[asked.what](asked)
 
 
 if __name__ == "__main__":
