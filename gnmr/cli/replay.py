@@ -22,9 +22,8 @@ from gnmr.lab.replay import detect
 from gnmr.lab.replay.calibrate import Calibration, calibrate, write_arms
 from gnmr.lab.replay.replay import Totals, replay, settings_of
 from gnmr.lab.replay.trace import read_norms, refuse_gaps
-from gnmr.lab.report.faults import read_windows
 from gnmr.records import output
-from gnmr.records.reader import read_json
+from gnmr.records.reader import read_json, read_windows
 from gnmr.records.untrusted import exists, reading
 
 _T = TypeVar("_T")

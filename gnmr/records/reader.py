@@ -11,13 +11,14 @@ import math
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from gnmr.records.schema import unit_schema
-from gnmr.records.untrusted import MAX_NAME, MAX_ROW, Damaged, bounded, content, opened, reading
+from gnmr.records.untrusted import MAX_NAME, MAX_ROW, Damaged, bounded, content, opened, reading, text
 
 UNITS = "units.arrows"
 """The file of the per-unit rows (`gnmr.records.units`)."""
@@ -64,10 +65,10 @@ def iter_jsonl(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
             yield row, end
 
 
-def _object(text: bytes) -> dict[str, Any] | None:
+def _object(data: bytes) -> dict[str, Any] | None:
     """Return a JSON object, decoded; None for anything else. Raises ValueError if it is nested too deeply."""
     try:
-        found = json.loads(text)
+        found = json.loads(data)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     except ValueError:  # JSONDecodeError, or the UnicodeDecodeError of a torn character
@@ -86,14 +87,44 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [row for row, _ in iter_jsonl(path)]
 
 
+@dataclass(frozen=True)
+class FaultWindow:
+    """One fault: the unit's low-cost path fails from step `start` to step `end`, both inclusive."""
+
+    unit: str
+    start: int
+    end: int
+    kind: str = ""
+    magnitude: float | None = None
+
+
+def read_windows(folder: Path) -> list[FaultWindow]:
+    """Return the windows of a run folder's faults.jsonl, in order; none if it is missing.
+
+    Raises `Damaged` for a row without a unit, a first or a last step.
+    """
+    path = folder / "faults.jsonl"
+    found = []
+    for number, row in enumerate(read_jsonl(path), 1):
+        try:
+            unit, start, end = str(row["unit"]), int(row["step"]), int(row["end"])
+            magnitude = None if row.get("magnitude") is None else float(row["magnitude"])
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise Damaged(f"{path}, line {number}: not a fault window (step, end and unit are needed)") from error
+        if not start <= end <= MAX_STEP:
+            raise Damaged(f"{path}, line {number}: not a fault window (it ends at {end})")
+        found.append(FaultWindow(unit, start, end, text(row.get("kind") or ""), magnitude))
+    return found
+
+
 def read_json(path: Path) -> dict[str, Any] | None:
     """Return a JSON object, or None if the file is missing, cut short or holds something else."""
     try:
-        text = content(path)
+        data = content(path)
     except FileNotFoundError:
         return None
     with reading(path):
-        return _object(text)
+        return _object(data)
 
 
 def open_units(path: Path) -> Iterator[tuple[pa.RecordBatch, int]]:

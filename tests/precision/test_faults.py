@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gnmr.lab.faults.faults import KINDS, Fault
-from gnmr.lab.faults.schedule import FaultSchedule, Window
+from gnmr.lab.faults.schedule import FaultSchedule
 from gnmr.measure.errors import measure_errors
 from gnmr.precision import FORMATS, ConvertedModel, PathSpec, convert
 from gnmr.precision.cast import quantize
 from gnmr.precision.cast_stats import CastStats
 from gnmr.precision.recipes import Cast, Recipe
 from gnmr.precision.scaling import compress, decompress, unpack
+from gnmr.records.reader import FaultWindow
 
 FEW_BITS = [name for name, fmt in FORMATS.items() if fmt.bits < 16]
 ROW = [7.0, -3.5, 1.0, 0.4]  # in int4 its scale is 1
@@ -266,7 +267,7 @@ def test_drawn_windows_come_at_their_rate_do_not_overlap_and_end_with_the_run() 
     _, plan = make()
     steps, rate, duration = 20_000, 5.0, 50
 
-    def windows(seed: int, targets: tuple[str, ...] = ("*",)) -> list[Window]:
+    def windows(seed: int, targets: tuple[str, ...] = ("*",)) -> list[FaultWindow]:
         return FaultSchedule(plan, Fault("nan"), targets, steps, rate=rate, duration=duration, seed=seed).windows
 
     drawn = windows(0)

@@ -11,9 +11,10 @@ from recorded import fake_run, unit_matrices
 
 from gnmr.errors import UserError
 from gnmr.lab.report.comparisons import compare
-from gnmr.lab.report.faults import FaultWindow, detect, read_windows
+from gnmr.lab.report.faults import detect
 from gnmr.lab.report.runs import UnitMatrices
 from gnmr.lab.report.table import fault_table
+from gnmr.records.reader import FaultWindow, read_windows
 
 WINDOWS = [FaultWindow("a", 3, 5), FaultWindow("b", 7, 7)]
 

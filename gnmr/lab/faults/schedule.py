@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,17 +17,7 @@ from gnmr.precision.converted import ConvertedModel
 from gnmr.precision.formats import KeepFormat, RangeFormat
 from gnmr.precision.recipes import Recipe
 from gnmr.precision.units import module_of
-
-
-@dataclass(frozen=True)
-class Window:
-    """A fault of one unit, in its targeted operators, during the steps `start` to `end`, inclusive."""
-
-    unit: str
-    start: int
-    end: int
-    kind: str
-    magnitude: float
+from gnmr.records.reader import FaultWindow
 
 
 class FaultSchedule:
@@ -80,7 +69,7 @@ class FaultSchedule:
             drawn = np.random.default_rng([seed, i])
             self._spans[i] = _checked(windows, steps) if windows else _drawn(rate, duration, steps, drawn)
         self.windows = [
-            Window(converted.units[unit].name, *span, fault.kind, fault.magnitude)
+            FaultWindow(converted.units[unit].name, *span, fault.kind, fault.magnitude)
             for i, spans in self._spans.items()
             for unit in members[i]
             for span in spans

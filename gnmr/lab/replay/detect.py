@@ -17,8 +17,9 @@ from rich.table import Table
 from gnmr.lab.config import ControllerConfig
 from gnmr.lab.replay.replay import replay
 from gnmr.lab.replay.trace import Norms
-from gnmr.lab.report.faults import GRACE, Detection, FaultWindow, detect
+from gnmr.lab.report.faults import GRACE, Detection, detect
 from gnmr.lab.report.runs import UnitMatrices
+from gnmr.records.reader import FaultWindow
 
 
 @dataclass(frozen=True)

@@ -4,28 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 import numpy as np
 
 from gnmr.lab.report.runs import Run, UnitMatrices
-from gnmr.records.reader import MAX_STEP, calibrated_trigger, read_jsonl
-from gnmr.records.untrusted import Damaged, text
+from gnmr.records.reader import FaultWindow, calibrated_trigger
 
 GRACE = 1
 """Steps after a window in which a flag still counts as its detection."""
-
-
-@dataclass(frozen=True)
-class FaultWindow:
-    """One fault: the unit's low-cost path fails from step `start` to step `end`, both inclusive."""
-
-    unit: str
-    start: int
-    end: int
-    kind: str = ""
-    magnitude: float | None = None
 
 
 @dataclass(frozen=True)
@@ -93,25 +80,6 @@ def detect(matrices: UnitMatrices, windows: Iterable[FaultWindow], trigger: floa
         flagged_inside=int((flagged_SU & inside_SU).sum()),
         unit_steps_outside=int((~np.isnan(risk_SU) & ~inside_SU).sum()),
     )
-
-
-def read_windows(folder: Path) -> list[FaultWindow]:
-    """The windows of a run folder's faults.jsonl, in order; none without the file.
-
-    Raises `UserError` for a row without a unit, a first or a last step.
-    """
-    path = folder / "faults.jsonl"
-    found = []
-    for number, row in enumerate(read_jsonl(path), 1):
-        try:
-            unit, start, end = str(row["unit"]), int(row["step"]), int(row["end"])
-            magnitude = None if row.get("magnitude") is None else float(row["magnitude"])
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise Damaged(f"{path}, line {number}: not a fault window (step, end and unit are needed)") from error
-        if not start <= end <= MAX_STEP:
-            raise Damaged(f"{path}, line {number}: not a fault window (it ends at {end})")
-        found.append(FaultWindow(unit, start, end, text(row.get("kind") or ""), magnitude))
-    return found
 
 
 def trigger(run: Run) -> float:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gnmr.lab.report.arms import Arm
 from gnmr.lab.report.comparisons import Comparison, short
-from gnmr.lab.report.faults import Detection, detect, read_windows, trigger
+from gnmr.lab.report.faults import Detection, detect, trigger
 from gnmr.lab.report.layout import (
     NOTHING,
     Table,
@@ -22,6 +22,7 @@ from gnmr.lab.report.layout import (
 )
 from gnmr.lab.report.runs import Run
 from gnmr.lab.report.statistics import Result, p_text, stat
+from gnmr.records.reader import read_windows
 
 _OPTIONAL = (
     "diff. [95% CI]",

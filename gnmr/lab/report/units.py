@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from gnmr.lab.report.arms import Arm
-from gnmr.lab.report.faults import read_windows, trigger
+from gnmr.lab.report.faults import trigger
 from gnmr.lab.report.runs import Run, UnitMatrices
-from gnmr.records.reader import calibrated_trigger
+from gnmr.records.reader import calibrated_trigger, read_windows
 
 COLUMNS = 800
 """About the pixels that the map has."""
@@ -127,7 +127,7 @@ def thresholds(arm: Arm, run: Run) -> dict[str, list[tuple[int, float]]]:
     They are multiplied by the trigger and hold from its first step on. A ranking, or another signal, has none.
     """
     get = run.settings.get
-    if arm.ranked or arm.signal not in ("gnmr_delta", "gnmr", "delta_gnmr"):
+    if arm.ranked or arm.signal != "gnmr_delta":
         return {}
     found: dict[str, list[tuple[int, float]]] = {}
     change = round(float(get("controller.init_frac") or 0) * float(run.planned_steps or run.last_step)) + 1

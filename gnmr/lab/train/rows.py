@@ -9,7 +9,6 @@ from torch import nn
 
 from gnmr.attachment.blame import Verdict
 from gnmr.lab import models
-from gnmr.lab.faults.schedule import Window
 from gnmr.lab.records.view import RunInfo
 from gnmr.lab.train.build import Parts, tokenizer_digest, tokens_of
 from gnmr.lab.train.folder import signal_sha256
@@ -17,6 +16,7 @@ from gnmr.lab.train.provenance import commit, machine, portable_command
 from gnmr.lab.train.step import StepResult
 from gnmr.precision.recipes import described
 from gnmr.records import rows as records
+from gnmr.records.reader import FaultWindow
 
 
 @dataclass
@@ -93,7 +93,7 @@ def fault_rows(parts: Parts) -> list[dict[str, Any]]:
         if isinstance(stress, models.OutlierWindow):
             touched = set(stress.touched())
             hit = [group for group in parts.converted.units if any(o.operator_name in touched for o in group.operators)]
-            windows += [Window(group.name, stress.start, stress.stop, "outliers", gain) for group in hit]
+            windows += [FaultWindow(group.name, stress.start, stress.stop, "outliers", gain) for group in hit]
     rows = [asdict(window) for window in sorted(windows, key=lambda window: window.start)]
     return [{"step": row.pop("start"), **row} for row in rows]
 
