@@ -109,8 +109,8 @@ def _signals(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _replay(place: Path, words: list[str], given: Any) -> int:
-    settings = settings_of(place, words, given.trust)
     norms = read_norms(place)
+    settings = settings_of(place, norms.settings, words, given.trust)
     if norms.every > 1:
         note = f"it has norms of one step in {norms.every}; in the others no unit counts as observed"
         print(f"gnmr: {place}: {note}, so the sets are not the run's", file=sys.stderr)
@@ -155,11 +155,11 @@ def _calibrate(paths: list[Path], words: list[str], signals: list[str], given: A
     out = given.out
     if out is not None and (not out.parent.is_dir() or (exists(out) and not out.is_dir())):
         raise UserError(f"out={out}: must be a folder in a folder that exists")
-    settings = settings_of(paths[0], words, given.trust)
-    if other := next((place for place in paths if settings_of(place, words, given.trust) != settings), None):
-        raise UserError(f"calibrate: {other}: has other controller settings than {paths[0]}")
     recorded = [read_norms(place) for place in paths]
+    settings = settings_of(paths[0], recorded[0].settings, words, given.trust)
     for place, norms in zip(paths, recorded, strict=True):
+        if settings_of(place, norms.settings, words, given.trust) != settings:
+            raise UserError(f"calibrate: {place}: has other controller settings than {paths[0]}")
         refuse_gaps(place, norms, "calibrate")
     if len({len(norms.units) for norms in recorded}) > 1:
         raise UserError("calibrate: these runs differ in their number of units")
@@ -192,7 +192,8 @@ def _detect(paths: list[Path], words: list[str], signals: list[str], given: Any)
     """Print a table, and with `out` write the same as JSON."""
     runs: list[detect.FaultyRun] = []
     for place in paths:
-        settings, norms = settings_of(place, words, given.trust), read_norms(place)
+        norms = read_norms(place)
+        settings = settings_of(place, norms.settings, words, given.trust)
         refuse_gaps(place, norms, "detect")
         if windows := read_windows(place) if place.is_dir() else []:
             runs.append(detect.FaultyRun(place, norms, settings, windows))
@@ -208,8 +209,8 @@ def _detect(paths: list[Path], words: list[str], signals: list[str], given: Any)
     _each(names, lambda name: found.update({name: detect.detections(name, runs, given.detect)}), str, "detecting")
     if given.out is not None:
         tree = {"false_alarms": given.detect, "runs": [str(run.folder) for run in runs]}
-        signals = {name: asdict(one) for name, one in found.items()}
-        output.write_json(given.out, tree | {"signals": signals}, f"out={given.out}")
+        figures = {name: asdict(one) for name, one in found.items()}
+        output.write_json(given.out, tree | {"signals": figures}, f"out={given.out}")
     for_tables().print(detect.table(found))
     if given.out is not None:
         print(f"figures: {given.out}")

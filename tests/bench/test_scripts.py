@@ -36,6 +36,20 @@ divergence, gpu, growth, plans, price, step, timing = map(
 )
 
 
+Call = Callable[..., None]
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch) -> Call:
+    """call(script, *words) runs the script with these words."""
+
+    def run(script: Any, *words: object) -> None:
+        monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *map(str, words)])
+        script.main()
+
+    return run
+
+
 # ---- arms that take turns ----
 
 
@@ -65,10 +79,9 @@ def test_the_cpu_clock_is_for_the_cpu_alone() -> None:
 
 
 @pytest.mark.slow
-def test_steps(tiny_words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps(tiny_words: list[str], tmp_path: Path, call: Call) -> None:
     def rows(*words: str) -> list[dict[str, Any]]:
-        monkeypatch.setattr(sys, "argv", ["step.py", str(tmp_path / "out.json"), *tiny_words, "--rounds", "1", *words])
-        step.main()
+        call(step, tmp_path / "out.json", *tiny_words, "--rounds", "1", *words)
         found: list[dict[str, Any]] = json.loads((tmp_path / "out.json").read_text())["rows"]
         return found
 
@@ -138,26 +151,23 @@ def test_the_check_of_a_gpu_finds_what_differs(monkeypatch: pytest.MonkeyPatch) 
     assert "e4m3/mx" in rows["mxfp8 GEMMs"]["refused"] and rows["llm_int8 GEMMs"]["below"] == {}
 
 
-def test_a_part_that_hangs_or_crashes_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_hangs_or_crashes_is_a_row(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(limit for limit, _ in gpu.PARTS.values()) <= 600
     quick = "import json, sys; json.dump({'rows': [{'arm': 'a', 'refused': 'no'}]}, open(sys.argv[1], 'w'))"
     parts = {"speed": (60, "-c", quick.replace("{", "{{").replace("}", "}}"), "{out}")}
     parts |= {"compiled": (0.5, "-c", "import time; time.sleep(100)"), "train": (60, "-c", "raise SystemExit('bad')")}
     monkeypatch.setattr(gpu, "PARTS", {name: (limit, words) for name, (limit, *words) in parts.items()})
-    monkeypatch.setattr(sys, "argv", ["gpu.py", str(tmp_path / "out.json"), "--device", "cpu"])
     with pytest.raises(SystemExit):
-        gpu.main()
+        call(gpu, tmp_path / "out.json", "--device", "cpu")
     found = json.loads((tmp_path / "out.json").read_text())
     says = {row["part"]: row.get("failed") for row in found["rows"]}
     assert says == {"speed": None, "compiled": "longer than 0.5 s: ", "train": "1: bad"} and found["commit"]
 
 
 @pytest.mark.slow
-def test_parts_of_gpu(tiny_words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_gpu(tiny_words: list[str], tmp_path: Path, call: Call) -> None:
     only = [word for part in ("speed", "controller", "train") for word in ("--only", part)]
-    words = ["gpu.py", str(tmp_path / "out.json"), "--device", "cpu", *only, *tiny_words, "training.steps=3"]
-    monkeypatch.setattr(sys, "argv", words)
-    gpu.main()
+    call(gpu, tmp_path / "out.json", "--device", "cpu", *only, *tiny_words, "training.steps=3")
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     timed = [(row["part"], row["arm"]) for row in rows if "ratio" in row]
     assert timed[-3:] == [("controller", arm) for arm in ("no controller", "monitoring", "gnmr_delta")]
@@ -241,13 +251,12 @@ def test_every_arm_trains_and_spends_what_it_says(alone: bool, monkeypatch: pyte
 
 @pytest.mark.slow
 def test_prices_against_single_kls(
-    train: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    train: Callable[..., Path], tmp_path: Path, call: Call, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = train(tmp_path / "a", "training.steps=20", "training.dtype=float32", "model.num_layers=2")
-    words = ["price.py", str(tmp_path / "out.json"), "--models", str(run), "--low", "sim_e2m1,nvfp4", "--table"]
-    words += ["--batches", "4", "--held-out", "4", "--size", "4", "--block", "16", "--operators", "13"]
-    monkeypatch.setattr(sys, "argv", words)
-    price.main()
+    words = ["--models", run, "--batches", "4", "--held-out", "4", "--size", "4", "--block", "16", "--table"]
+    singly = [tmp_path / "out.json", *words, "--low", "sim_e2m1,nvfp4", "--operators", "13"]
+    call(price, *singly)
     said, record = capsys.readouterr().out, (tmp_path / "out.json").read_text()
     assert said.count("| a | nvfp4 |") == 3 and "of 2" in said
     first, _ = json.loads(record)["cells"]
@@ -259,16 +268,12 @@ def test_prices_against_single_kls(
     assert 0 < apart < first["single_kls"] / 13  # the one that was not measured
     assert len(first["of_operators"]["kl"]) == len(first["of_operators"]["mse"]) == 13
 
-    price.main()  # has all of it already
+    call(price, *singly)  # has all of it already
     assert (tmp_path / "out.json").read_text() == record
-    monkeypatch.setattr(sys, "argv", [*words, "--draws", "3"])
     with pytest.raises(SystemExit):
-        price.main()
+        call(price, *singly, "--draws", "3")
 
-    monkeypatch.setattr(
-        sys, "argv", [words[0], str(tmp_path / "whole.json"), *words[2:5], "sim_e2m1", *words[6:-1], "0"]
-    )
-    price.main()
+    call(price, tmp_path / "whole.json", *words, "--low", "sim_e2m1", "--operators", "0")
     found = json.loads((tmp_path / "whole.json").read_text())["cells"][0]
     assert found["all_low"] == pytest.approx(first["all_low"]) and "| sim_e2m1 | 0." in capsys.readouterr().out
 
@@ -340,7 +345,7 @@ def test_diagnosed_sequences_are_not_validated_on() -> None:
         plans.unseen(tokens[:1000], 16, 64)
 
 
-def test_forks_are_kept_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_forks_are_kept_one_by_one(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     from plausible import diagnosis
 
     out, made = tmp_path / "forks.jsonl", list[str]()
@@ -359,25 +364,22 @@ def test_forks_are_kept_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Forks, "config", lambda _, *words: config(*words))
     monkeypatch.setattr(Forks, "__call__", fork)
     monkeypatch.setattr(plans.Base, "diagnosis", lambda *_: diagnosis(4))
-    asked = ["plans.py", "forks", str(out), "--orders", "2", "--budgets", "0.1", "--low", "mxfp4,nvfp4"]
-    monkeypatch.setattr(sys, "argv", asked)
-    plans.main()
+    asked = ["forks", out, "--orders", "2", "--budgets", "0.1", "--low", "mxfp4,nvfp4"]
+    call(plans, *asked)
     cells = [astuple(cell)[1:3] for cell in plans.recorded([out])]
     both = ["never", "always"] * 2
     assert cells == [("mxfp4", arm) for arm in both] + [("nvfp4", arm) for arm in (*both, *plans.ARMS, *plans.ARMS)]
     assert "no other arm of mxfp4" in capsys.readouterr().out and made[1] == "mxfp4 always 0"
     before = len(made)
     out.write_text(out.read_text()[:-20])  # killed while it wrote
-    plans.main()
+    call(plans, *asked)
     assert len(made) == before + 1 and len(out.read_text().splitlines()) == len(cells)
 
     table = tmp_path / "table.json"
-    monkeypatch.setattr(sys, "argv", ["plans.py", "table", str(table), str(out), str(out)])
-    plans.main()
+    call(plans, "table", table, out, out)
     record = json.loads(table.read_text())
     assert record["gaps"]["nvfp4"]["mean"] == pytest.approx(1.0) and [r["n"] for r in record["rows"]] == [2] * 7
-    monkeypatch.setattr(sys, "argv", [*sys.argv, "--each-base", "--base", "shipped"])
-    plans.main()
+    call(plans, "table", table, out, "--each-base", "--base", "shipped")
     each = json.loads(table.read_text())
     assert each["gaps"]["shipped nvfp4"] == record["gaps"]["nvfp4"]
     assert each["rows"] == [{"base": "shipped", **row} for row in record["rows"]]
@@ -421,22 +423,20 @@ def test_the_figure_by_size_has_the_points_of_its_records(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_the_kl_that_plans_leave_on_a_run(
-    train: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    train: Callable[..., Path], tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     words = ("training.steps=20", "training.dtype=float32", "model.num_layers=2", "model.intermediate_size=64")
     run, out = train(tmp_path / "a", *words), tmp_path / "kl.jsonl"
-    asked = ["--base", str(run), "--low", "nvfp4", "--budgets", "0.1,0.2", "--held-out", "2"]
-    monkeypatch.setattr(sys, "argv", ["plans.py", "kl", str(out), *asked])
-    plans.main()
+    asked = ["kl", out, "--base", run, "--low", "nvfp4", "--budgets", "0.1,0.2", "--held-out", "2"]
+    call(plans, *asked)
     rows = {(cell.arm, cell.budget): row for cell, row in plans.recorded([out]).items()}
     assert len(rows) == 2 + 2 * len(plans.ARMS) and "nvfp4 costs" in capsys.readouterr().out
     assert all(0 <= row["extra"] <= row["budget"] and row["error"] < row["kl"] for row in rows.values())
     assert rows["mxfp8", 0.334]["pins"] == 14 and rows["mxfp8", 0.334]["kl"] < rows["never", 0.0]["kl"]
     assert rows["plan", 0.2]["kl"] <= rows["plan", 0.1]["kl"] < rows["never", 0.0]["kl"]
     monkeypatch.setattr(plans, "diagnose", None)
-    plans.main()  # has all of it already
-    monkeypatch.setattr(sys, "argv", ["plans.py", "figure", str(tmp_path / "kl.svg"), str(out)])
-    plans.main()
+    call(plans, *asked)  # has all of it already
+    call(plans, "figure", tmp_path / "kl.svg", out)
     assert "everything in NVFP4" in (tmp_path / "kl.svg").read_text()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from omegaconf import OmegaConf
 from recorded import PATHS, UNITS
 
 from gnmr.lab import config
@@ -33,13 +34,9 @@ def build_config(arm: str, steps: int, seed: int, experiment: str, settings: dic
         "scale_name": "cpu",
         **settings,
     }
-    tree: dict[str, Any] = {}
+    tree = OmegaConf.create()
     for key, value in flat.items():
-        *groups, last = key.split(".")
-        node = tree
-        for group in groups:
-            node = node.setdefault(group, {})
-        node[last] = value
+        OmegaConf.update(tree, key, value)
     return config.load(tree)
 
 

@@ -19,20 +19,15 @@ from gnmr.control import Controller, Decision, Unit
 from gnmr.control.evidence import missing
 from gnmr.errors import UserError, as_user_error, nearest
 from gnmr.lab.config import ControllerConfig, from_words, load, one_line
-from gnmr.lab.config import read as read_config
-from gnmr.lab.replay.trace import Norms, own_loop_of
-from gnmr.records.untrusted import exists
+from gnmr.lab.replay.trace import Norms
 
 
-def settings_of(path: Path, words: Sequence[str], trust: bool) -> ControllerConfig:
-    """Return the controller's settings of a run or a file, with key=value words replacing the run's values.
+def settings_of(path: Path, own: ControllerConfig, words: Sequence[str], trust: bool) -> ControllerConfig:
+    """Return the settings `own` of the run or file `path`, with key=value words replacing its values.
 
     Raises UserError for an invalid word. It is also raised for a signal to import that the folder names, unless the
     user trusts it.
     """
-    own = own_loop_of(path)
-    if own is None:
-        own = read_config(path / "config.yaml").controller if exists(path / "config.yaml") else ControllerConfig()
     settings = with_words(own, words)
     given = any(word.startswith("signal=") for word in words)
     if ":" in settings.signal and not (given or trust):

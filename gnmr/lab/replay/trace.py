@@ -86,7 +86,7 @@ def read_norms(path: Path) -> Norms:
         norms = replace(_dense(path, table, units), pinned=frozenset(pinned), spend_pinned=spend_pinned)
         if norms.units == units:
             norms = replace(norms, cost=cost or None, spend=spend or None)
-    if (own := own_loop_of(path)) is not None:
+    if (own := _own_loop_of(path)) is not None:
         return replace(norms, settings=own)
     if not exists(path / "config.yaml"):
         return norms
@@ -103,7 +103,7 @@ def read_norms(path: Path) -> Norms:
     )
 
 
-def own_loop_of(path: Path) -> ControllerConfig | None:
+def _own_loop_of(path: Path) -> ControllerConfig | None:
     """Return the controller's settings of a folder that `gnmr.attach` recorded in a custom loop, else None.
 
     For two-stage thresholds, the second stage is returned.
