@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from gnmr.errors import RunFailed, UserError
+from gnmr.lab.evaluation.subjects import tokenizer_with_end
 from gnmr.lab.models import pretrained
 from gnmr.lab.train.build import Parts
 from gnmr.precision import Recipe
@@ -108,10 +109,7 @@ class _Live:
 def _tokenizer(parts: Parts) -> Any:
     if (checkpoint := parts.config.model.checkpoint) is None:
         return pretrained.tokenizer_of(parts.corpus.tokenizer_path)
-    tokenizer = pretrained.open_tokenizer(checkpoint)
-    if tokenizer.eos_token_id is None:
-        raise UserError(f"{checkpoint}: its tokenizer has no end-of-text token: eos_token in tokenizer_config.json")
-    return tokenizer
+    return tokenizer_with_end(checkpoint)
 
 
 def _loaded(parts: Parts, name: str) -> tuple[Any, Any]:

@@ -187,7 +187,7 @@ def _seen_from(folder: Path, place: str) -> list[Path]:
 
 
 def _checkpoint(name: str, device: torch.device) -> Subject:
-    pretrained.open_tokenizer(name)  # check first: it is missing more often than the weights, which load for minutes
+    tokenizer_with_end(name)  # check first: it is missing more often than the weights, which load for minutes
     model = pretrained.load(name, "auto", device, where=name)
     facts = {"kind": "checkpoint", "model": model.config.model_type}  # type: ignore[union-attr]
     facts |= {"parameters": sum(p.numel() for p in model.parameters())}
@@ -203,9 +203,15 @@ def _theirs(
     converted: ConvertedModel | None,
     facts: dict[str, Any],
 ) -> Subject:
-    """Return a Hugging Face model with the tokenizer of `checkpoint`. Raises UserError if there is no tokenizer."""
+    """Return a Hugging Face model with the tokenizer of `checkpoint`. Raises UserError like `tokenizer_with_end`."""
+    tokenizer = tokenizer_with_end(checkpoint)
+    text, longest = Text(tokenizer, tokenizer.eos_token_id), pretrained.max_length(model)
+    return Subject(name, model, text, longest, len(model.get_input_embeddings().weight), device, converted, facts)
+
+
+def tokenizer_with_end(checkpoint: str) -> Any:
+    """Return the tokenizer of a checkpoint. Raises UserError if it is missing, or has no token that ends a text."""
     tokenizer = pretrained.open_tokenizer(checkpoint)
     if tokenizer.eos_token_id is None:
         raise UserError(f"{checkpoint}: its tokenizer has no end-of-text token: eos_token in tokenizer_config.json")
-    text, longest = Text(tokenizer, tokenizer.eos_token_id), pretrained.max_length(model)
-    return Subject(name, model, text, longest, len(model.get_input_embeddings().weight), device, converted, facts)
+    return tokenizer
