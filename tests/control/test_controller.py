@@ -68,6 +68,30 @@ def test_a_locked_unit_loses_its_place_to_riskier_ones() -> None:
     ]
 
 
+def test_keep_leaves_set_and_locks_whatever_the_risks() -> None:
+    step = Script(3, alpha=1.5, beta=None, t_lock=5)
+    step(1, 1, 1)
+    before = step(1, 10, 1)
+    norm = torch.tensor([math.inf, 1, 100], dtype=torch.float64)
+    evidence = {"norm": norm, "observed": torch.ones(3, dtype=torch.bool)}
+    decision = step.controller.apply(step.controller.observe(evidence, keep=True).to_host())
+    assert step.active == "b" and not decision.events
+    assert decision.lock.tolist() == before.lock.tolist() == [0, 5, 0]
+    step(1, 1, 1)
+    assert step.active == "b", "nothing of the kept step is left"
+
+
+def test_a_step_before_backward_is_told() -> None:
+    controller = Controller(units("ab"))
+    for unit in controller.units:
+        unit.parameters[0].grad = torch.zeros(1)
+    with pytest.warns(UserWarning, match=r"every gradient norm is 0 in this step: call step\(\) before zero_grad\(\)"):
+        controller.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        controller.step()
+
+
 def test_a_held_set_stays_until_its_steps_are_over() -> None:
     step = Script(2, alpha=1.5, beta=None, hold=3)
     # Decisions after steps 1, 4 and 7; what triggers between them is not looked at.
