@@ -117,6 +117,7 @@ def test_a_state_of_a_calibration_goes_on_with_it(at, calls, tmp_path):
     [
         ({"calibration": None}, "calibration has no fraction, first, steps, risks"),
         ({"calibration": {"fraction": 0.1, "first": 1, "steps": 20, "risks": [1.0]}}, "risks must be a row of numbers"),
+        ({"calibration": {"fraction": 0.1, "steps": 20}}, "calibration has no first, risks"),
         ({}, "was saved while calibrating; call calibrate"),
     ],
 )

@@ -81,6 +81,24 @@ def test_keep_leaves_set_and_locks_whatever_the_risks() -> None:
     assert step.active == "b", "nothing of the kept step is left"
 
 
+def test_promoted_units_replace_the_least_risky_and_their_events_come_with_the_next_step() -> None:
+    step = Script(4, max_o=2, alpha=1.5, beta=None, t_lock=4)
+    step(1, 1, 1, 1)
+    before = step(1, 10, 1.2, 5)
+    assert step.active == "bd"
+    step(1, 4, 1, 1)  # below their thresholds, 0.73 and 0.33 times the mean, and locked
+    controller = step.controller
+    assert not controller.promote("abc") and step.active == "bd", "three exceed max_o"
+    assert controller.promote("a") and step.active == "ab"
+    with pytest.raises(KeyError):
+        controller.promote("z")
+    decision = step(1, 1, 1, 1)
+    retried = [(e.step, e.unit, e.event, e.cause) for e in decision.events]
+    assert retried == [(4, "a", "promote", "retry"), (4, "d", "release", "max_o")]
+    assert decision.in_force.tolist() == [True, True, False, False] and step.active == "ab"
+    assert before.lock.tolist() == [0, 4, 0, 4] and decision.lock.tolist() == [3, 2, 0, 0]
+
+
 def test_a_step_before_backward_is_told() -> None:
     controller = Controller(units("ab"))
     for unit in controller.units:
