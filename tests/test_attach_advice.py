@@ -267,6 +267,26 @@ def test_parameters_that_are_exchanged_are_followed(exchange: Any, signal: str) 
     assert [list(unit.parameters) for unit in controller.units] == [list(layer.parameters()) for layer in model]
 
 
+def freeze_bias(model: nn.Sequential) -> None:
+    model[3].bias.requires_grad_(False)
+
+
+def add_adapter(model: nn.Sequential) -> None:
+    model[3].adapter = nn.Parameter(torch.ones(16))
+    model[3].register_forward_hook(lambda module, inputs, output: output * module.adapter)
+
+
+@pytest.mark.parametrize("change", [freeze_bias, add_adapter])
+def test_trained_parameters_below_a_unit_are_followed(change: Any) -> None:
+    model = net()
+    controller = attached(model, observe="adapter")
+    change(model)
+    loss_of(model).backward()
+    controller.step()
+    trained = [[p for p in layer.parameters() if p.requires_grad] for layer in model]
+    assert [list(unit.parameters) for unit in controller.units] == trained
+
+
 @pytest.mark.parametrize("observe", ["parameters", "adapter", "input_grad"])
 def test_a_module_that_was_replaced_is_told(observe: str) -> None:
     model = nn.Sequential(net(), net())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from operator import is_
+from itertools import chain
+from operator import is_, methodcaller
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -35,19 +36,24 @@ class Linked:
                 found[id(at), part] = at._modules, part, at._modules[part]
                 at = at.get_submodule(part)
         below = {module: None for one in self._read for module in one.modules()}
-        self._there = [
-            (where, [*where.values()]) for module in below for where in (module._modules, module._parameters)
-        ]
+        self._read_from = [where for module in below for where in (module._modules, module._parameters)]
+        self._there = self._now()
+        self._lengths = [*map(len, self._read_from)]
         self._links = list(found.values())
-        there = (value for _, values in self._there for value in values if isinstance(value, nn.Parameter))
-        self._trained = [(one, one.requires_grad) for one in there] if self._watches_trained else []
+        parameters = [value for value in self._there if isinstance(value, nn.Parameter)]
+        self._parameters = parameters if self._watches_trained else []
+        self._trained = [one.requires_grad for one in self._parameters]
+
+    def _now(self) -> list[Any]:
+        return [*chain.from_iterable(map(methodcaller("values"), self._read_from))]
 
     def changed(self) -> bool:
         """Return whether anything was exchanged, added, frozen or made trainable since the last `look`."""
         return (
             any(where.get(name) is not found for where, name, found in self._links)
-            or any(len(where) != len(found) or not all(map(is_, where.values(), found)) for where, found in self._there)
-            or any(parameter.requires_grad != trained for parameter, trained in self._trained)
+            or [*map(len, self._read_from)] != self._lengths
+            or not all(map(is_, self._now(), self._there))
+            or [one.requires_grad for one in self._parameters] != self._trained
         )
 
     def refuse_missing(self) -> None:

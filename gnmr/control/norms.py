@@ -46,9 +46,10 @@ def _norms_of(gradients: Sequence[Tensor | None], device: torch.device) -> Tenso
     there = [gradient for gradient in gradients if gradient is not None]
     if not there:
         return torch.zeros(len(gradients), dtype=torch.float64, device=device)
-    if any(gradient.is_sparse for gradient in there):  # an embedding's: only some rows are stored, the others are 0
+    kinds = {(gradient.dtype, gradient.is_sparse) for gradient in there}
+    if any(sparse for _, sparse in kinds):  # an embedding's: only some rows are stored, the others are 0
         there = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in there]
-    wide = torch.float64 if torch.float64 in [gradient.dtype for gradient in there] else torch.float32
+    wide = torch.float64 if any(dtype == torch.float64 for dtype, _ in kinds) else torch.float32
     norms = torch.stack(torch._foreach_norm(there, 2, dtype=wide)).double()
     if len(there) == len(gradients):
         return norms

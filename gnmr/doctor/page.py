@@ -49,7 +49,8 @@ class View:
     def __init__(self, found: Diagnosis) -> None:
         self.found = found
         self.kept = found.pins or found.choice().pins
-        self.whole = "the rollout against the trainer" if found.against else f"everything on {found.recipe}"
+        low = f"{found.recipe} under the plan" if found.pins else f"everything on {found.recipe}"
+        self.whole = "the rollout against the trainer" if found.against else low
         self.unit = "nats of loss" if found.measured.kl is None else "nats of KL"
         self.top = found.worst()[:TOP]
         self.reach = max((row.interval[1] for row in self.top if math.isfinite(row.interval[1])), default=0.0) or 1.0

@@ -217,12 +217,13 @@ class Cost:
         if self._numbers is not None and self._numbers.state == state:
             return self._numbers
         recovered, extra, time, copies = 0, 0.0, 0.0, dict[tuple[object, str], int]()
+        low_bits, low_time = _kept_bits(model.low), self._time(model.low)
         for operator in model.operators:
-            path, read = operator.path, operator.read
-            recovered += len(self._recovered(operator)) * self._area(operator)
-            extra += self._extra(operator, path)
-            time += (self._time(path) - self._time(model.low)) * self._area(operator)
+            path, read, area = operator.path, operator.read, self._area(operator)
+            recovered += len(self._recovered(operator)) * area
+            time += (self._time(path) - low_time) * area
             if read is not None:
+                extra += max(0, _kept_bits(path) - low_bits) / 8 * read[0] * operator.in_features
                 key = read[1], kept_as(path)
                 copies[key] = max(copies.get(key, 0), kept_bytes(operator, path, read[0], read[2]))
         arithmetic = self._arithmetic()
@@ -254,12 +255,6 @@ class Cost:
         if self._model.shared.warmup is not None or isinstance(operator.low, Format):
             return GEMMS
         return {*operator.pinned, *(operator.recovered if operator.gemms else self._model.recovers)}
-
-    def _extra(self, operator: PathLinear, path: ExecutionPath) -> float:
-        if operator.read is None:
-            return 0.0
-        more_bits = max(0, _kept_bits(path) - _kept_bits(self._model.low))
-        return more_bits / 8 * operator.read[0] * operator.in_features
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle and deepcopy, without the last step's numbers."""

@@ -73,6 +73,19 @@ def test_a_state_has_the_trigger_and_a_loop_goes_on_with_it():
     assert not {"trigger", "calibration"} & controller().state_dict().keys(), "a loop without has the state that it had"
 
 
+def test_a_calibration_starts_after_a_state_that_has_none():
+    saved = controller()
+    play(saved, 7)
+    it = controller()
+    it.calibrate(fraction=0.05, steps=10)
+    it.load_state_dict(saved.state_dict())
+    assert it.calibrating == (0, 10) and it.trigger == NO_TRIGGER
+    play(it, 9)
+    assert it.calibrating == (9, 10)
+    play(it, 1)
+    assert it.calibrating is None and it.calibrated is not None
+
+
 @pytest.mark.parametrize("at", [1, 12])
 @pytest.mark.parametrize("calls", [True, False], ids=["calibrates", "does not"])
 def test_a_state_of_a_calibration_goes_on_with_it(at, calls, tmp_path):
@@ -104,6 +117,7 @@ def test_a_state_of_a_calibration_goes_on_with_it(at, calls, tmp_path):
     [
         ({"calibration": None}, "calibration has no fraction, first, steps, risks"),
         ({"calibration": {"fraction": 0.1, "first": 1, "steps": 20, "risks": [1.0]}}, "risks must be a row of numbers"),
+        ({"calibration": {"fraction": 0.1, "steps": 20}}, "calibration has no first, risks"),
         ({}, "was saved while calibrating; call calibrate"),
     ],
 )

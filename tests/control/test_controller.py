@@ -68,6 +68,48 @@ def test_a_locked_unit_loses_its_place_to_riskier_ones() -> None:
     ]
 
 
+def test_keep_leaves_set_and_locks_whatever_the_risks() -> None:
+    step = Script(3, alpha=1.5, beta=None, t_lock=5)
+    step(1, 1, 1)
+    before = step(1, 10, 1)
+    norm = torch.tensor([math.inf, 1, 100], dtype=torch.float64)
+    evidence = {"norm": norm, "observed": torch.ones(3, dtype=torch.bool)}
+    decision = step.controller.apply(step.controller.observe(evidence, keep=True).to_host())
+    assert step.active == "b" and not decision.events
+    assert decision.lock.tolist() == before.lock.tolist() == [0, 5, 0]
+    step(1, 1, 1)
+    assert step.active == "b", "nothing of the kept step is left"
+
+
+def test_promoted_units_replace_the_least_risky_and_their_events_come_with_the_next_step() -> None:
+    step = Script(4, max_o=2, alpha=1.5, beta=None, t_lock=4)
+    step(1, 1, 1, 1)
+    before = step(1, 10, 1.2, 5)
+    assert step.active == "bd"
+    step(1, 4, 1, 1)  # below their thresholds, 0.73 and 0.33 times the mean, and locked
+    controller = step.controller
+    assert not controller.promote("abc") and step.active == "bd", "three exceed max_o"
+    assert controller.promote("a") and step.active == "ab"
+    with pytest.raises(KeyError):
+        controller.promote("z")
+    decision = step(1, 1, 1, 1)
+    retried = [(e.step, e.unit, e.event, e.cause) for e in decision.events]
+    assert retried == [(4, "a", "promote", "retry"), (4, "d", "release", "max_o")]
+    assert decision.in_force.tolist() == [True, True, False, False] and step.active == "ab"
+    assert before.lock.tolist() == [0, 4, 0, 4] and decision.lock.tolist() == [3, 2, 0, 0]
+
+
+def test_a_step_before_backward_is_told() -> None:
+    controller = Controller(units("ab"))
+    for unit in controller.units:
+        unit.parameters[0].grad = torch.zeros(1)
+    with pytest.warns(UserWarning, match=r"every gradient norm is 0 in this step: call step\(\) before zero_grad\(\)"):
+        controller.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        controller.step()
+
+
 def test_a_held_set_stays_until_its_steps_are_over() -> None:
     step = Script(2, alpha=1.5, beta=None, hold=3)
     # Decisions after steps 1, 4 and 7; what triggers between them is not looked at.
