@@ -295,6 +295,10 @@ def _narrowed(
     if spoiled := [i for i in units if not np.isfinite(low.units[i])]:
         # A non-finite unit affects everything before it in the network; the backward pass meets the last unit first.
         order = [*reversed(spoiled), *(i for i in units if i not in spoiled)]
+        # If a unit before one of them is finite, none of them spoiled the others.
+        apart = spoiled != units[: len(spoiled)] and again.passes + 1 <= MOST + 1e-9
+        if apart and _gone(levels, low, again.seen(spoiled), better):
+            order = order[: len(spoiled)]
         return needed(again, order, lambda some: _gone(levels, low, again.seen(some), better), 1.0)
     suspects = sorted(i for i in units if error(i) > far) or _by_norm(again, levels[1], low, better)
     if len(suspects) == len(units):

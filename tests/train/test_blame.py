@@ -86,6 +86,15 @@ def test_a_loss_that_is_finite_again_is_told(assembled, blocks_of, step_of):
     assert result.skipped and not result.decision.active.any()
 
 
+def test_units_whose_own_gradients_are_not_finite_are_blamed_and_no_others(train, tmp_path):
+    """The fault spoils copies that are saved for backward, so each operator spoils its own gradient."""
+    folder = train(tmp_path / "run", *TWO, *stress("nan", "layers.1.*", steps=1))
+    (verdict,) = [(unit.split(), cause) for _, unit, event, cause in told(folder) if event == "verdict"]
+    names = [f"layers.1.{name}" for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")]
+    names += [f"layers.1.{name}" for name in ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")]
+    assert verdict == (names, "precision")
+
+
 @pytest.mark.parametrize(
     "words",
     [[*FORWARD, "precision.rounding=stochastic"], ["precision.low=fp8_delayed", "precision.recovery=bf16"]],
