@@ -14,8 +14,8 @@ from gnmr import errors as checks
 from gnmr.cli.parser import Parser, names_of, number, one_of, optional, path, recipe_of, text, whole
 from gnmr.cli.subject import add_options, asked_of, blocks_for, memory_bound, paths_of, recipe_from
 from gnmr.console import for_tables, next_lines, print_plain, say, showing, shown_command
-from gnmr.doctor.knapsack import FUSED
-from gnmr.doctor.plan import PLAN_FILE, budget_of
+from gnmr.doctor.knapsack import FUSED, budget_of
+from gnmr.doctor.plan import PLAN_FILE
 from gnmr.errors import UserError, as_user_error, printable, writing
 from gnmr.names import BESIDE, KV_CAST
 from gnmr.precision.spec import PathSpec

@@ -24,7 +24,7 @@ from torch import nn
 from gnmr.doctor.beside import Beside, kv_cast_of
 from gnmr.doctor.diagnosis import Diagnosis
 from gnmr.doctor.guards import as_it_was, refuse_meta
-from gnmr.doctor.knapsack import check_budget, check_fused
+from gnmr.doctor.knapsack import budget_of, check_fused
 from gnmr.doctor.measuring import Doctor, Progress
 from gnmr.doctor.plan import PinPlan, read_plan
 from gnmr.errors import nearest, one_of, require, whole
@@ -52,7 +52,7 @@ def diagnose(
     rescue: str | Recipe | Sequence[str | Recipe] | None = None,
     targets: Sequence[str] | None = None,
     exclude: Sequence[str] = (),
-    budget: float = 0.10,
+    budget: float | str = 0.10,
     times: Mapping[str, float] | None = None,
     fused: Sequence[str] = (),
     held_out: Iterable[Any] = (),
@@ -110,7 +110,7 @@ def diagnose(
     Raises:
         ValueError: an argument is invalid; the message is one line, and the model is restored.
     """
-    check_budget(budget)
+    budget = budget_of(budget)
     whole(tokens=tokens)
     whole(0, confirm=confirm)
     one_of(("model", "data"), labels=labels)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from scipy import special
 
-from gnmr.doctor.knapsack import GUESSES, Choice, Pins, Prices, Times, by_score, choose, front, guess
+from gnmr.doctor.knapsack import GUESSES, Choice, Pins, Prices, Times, budget_of, by_score, choose, front, guess
 from gnmr.doctor.measured import Measured, Row, resampled
 from gnmr.doctor.plan import PinPlan
 from gnmr.doctor.verdict import LITTLE, verdict
@@ -199,7 +199,7 @@ class Diagnosis:
         """Return the rescues whose single-recipe plans are compared with the plan, if there are several."""
         return self.rescues if len(self.rescues) > 1 else ()
 
-    def choice(self, budget: float | None = None, rescue: str | None = None, *, free: bool = False) -> Choice:
+    def choice(self, budget: float | str | None = None, rescue: str | None = None, *, free: bool = False) -> Choice:
         """Return the plan that leaves the fewest nats under a budget of extra time.
 
         Args:
@@ -212,10 +212,12 @@ class Diagnosis:
         """
         if self.pins:
             raise ValueError("plan: this is a diagnosis under a plan's pins; a new plan needs one without")
-        if (key := (budget, rescue, free)) not in self._choices:
-            enough = self.gate / (self.calibration or 1.0) if self.gate is not None and budget is None else None
-            limit = budget if budget is not None or enough is not None else self.budget
-            given = self._prices_on(rescue), self.costs, self.recipe, limit
+        if budget is None and self.gate is None:
+            budget = self.budget
+        share = None if budget is None else budget_of(budget)
+        if (key := (share, rescue, free)) not in self._choices:
+            enough = self.gate / (self.calibration or 1.0) if self.gate is not None and share is None else None
+            given = self._prices_on(rescue), self.costs, self.recipe, share
             self._choices[key] = choose(*given, enough=enough, groups=() if free else self.groups)
         return self._choices[key]
 
@@ -285,7 +287,7 @@ class Diagnosis:
         factor = self.calibration or 1.0
         return max(0.0, factor * choice.before), max(0.0, factor * choice.after)
 
-    def plan(self, budget: float | None = None, provenance: Mapping[str, str] | None = None) -> PinPlan:
+    def plan(self, budget: float | str | None = None, provenance: Mapping[str, str] | None = None) -> PinPlan:
         """Return plan.json under a budget of extra GEMM time (None: this diagnosis's).
 
         Raises ValueError if the budget is not a positive share. It also does so for a diagnosis under a plan or with
@@ -306,8 +308,6 @@ class Diagnosis:
             said["kl"] = f"{found.kl:.6g} nats per token with everything low"
         if found.cost is not None:
             said["loss"] = f"{found.cost:+.6g} nats, {found.high:.6g} -> {found.low:.6g}"
-        if budget is None and self.gate is None:
-            budget = self.budget
         expected = self.expected(chosen)
         prices: dict[str, dict[str, dict[str, float]]] = {}
         for (name, gemm), own in self.prices.items() if not self.against else ():
@@ -325,7 +325,7 @@ class Diagnosis:
             times=self.times,
             work=dict(self.work) | dict.fromkeys(self.matched if self.work else (), 0),
             rest=self.rest,
-            budget=None if self.against else budget,
+            budget=None if self.against else budget_of(self.budget if budget is None else budget),
             extra=None if self.against else chosen.extra,
             fused=list(self.fused),
             prices=prices,

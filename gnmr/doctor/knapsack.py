@@ -15,11 +15,12 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from gnmr.errors import one_of, require
+from gnmr.errors import one_of, require, share_of
 from gnmr.names import GEMMS
 
 if TYPE_CHECKING:
@@ -164,8 +165,9 @@ def choose(
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array
 
-    check_budget(budget)
-    room = math.inf if budget is None else budget * _time_of_low(times, low) * (1 + 1e-9)  # tolerance for rounding
+    room = (
+        math.inf if budget is None else budget_of(budget) * _time_of_low(times, low) * (1 + 1e-9)
+    )  # tolerance for rounding
     bundles = _bundles(prices, times, low, groups)
     before = math.fsum(bundle.low for bundle in bundles)
     quick, bound = _greedy(bundles, room, enough)
@@ -277,11 +279,18 @@ def by_score(
     return _in_order(names, prices, times, low, rescue, budget, gemms)
 
 
-def check_budget(value: object, key: str = "budget") -> None:
-    """Raise ValueError if a budget is not a share above 0; None means unlimited."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    sound = value is None or (number and 0 < value < math.inf)  # type: ignore[operator]
-    require(sound, key, value, "must be extra GEMM time, a share above 0 (0.1 is 10%)")
+def budget_of(given: float | str) -> float:
+    """Return a budget of extra GEMM time as a share: 0.1 for "+10%", "10%" and 0.1.
+
+    Raises ValueError if it is not above 0.
+    """
+    value: float | str = given
+    if isinstance(given, str):
+        with suppress(ValueError):
+            value = float(share_of(given.removeprefix("+")))  # type: ignore[arg-type]
+    sound = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    require(sound, "budget", given, "must be extra GEMM time, a share above 0 (+10%, or 0.1)")
+    return value  # type: ignore[return-value]
 
 
 class _Option(NamedTuple):
@@ -403,8 +412,7 @@ def _in_order(
     gemms: Sequence[str],
 ) -> Choice:
     """Pin `gemms` of the operators in this order; an operator that exceeds the budget is skipped."""
-    check_budget(budget)
-    room, spent = budget * _time_of_low(times, low) * (1 + 1e-9), 0.0
+    room, spent = budget_of(budget) * _time_of_low(times, low) * (1 + 1e-9), 0.0
     chosen: dict[Item, str] = {}
     for name in names:
         items = [(name, gemm) for gemm in GEMMS if gemm in gemms and rescue in times.get((name, gemm), ())]

@@ -44,10 +44,10 @@ from gnmr.doctor.knapsack import (
     Shapes,
     Times,
     as_choice,
-    check_budget,
+    budget_of,
     times_of,
 )
-from gnmr.errors import UserError, nearest, one_of, plural, require, share_of, within
+from gnmr.errors import UserError, nearest, one_of, plural, require, within
 from gnmr.names import GEMMS, RECIPES, by_end, listed
 from gnmr.precision.spec import PathSpec
 from gnmr.records.untrusted import MAX_NAME, Damaged, bounded, content, first_line
@@ -132,7 +132,8 @@ class PinPlan:
         for key, number in {**{f"work.{name}": one for name, one in self.work.items()}, "rest": self.rest}.items():
             whole = type(number) is int and 0 <= number < 1 << 100
             require(whole, key, number, "must be a whole number of multiplications")
-        check_budget(self.budget)
+        if self.budget is not None:
+            object.__setattr__(self, "budget", budget_of(self.budget))
         within(-1, 1e3, or_null=True, extra=self.extra)
         object.__setattr__(self, "fused", listed("fused", self.fused))
         for kind in self.fused:
@@ -252,16 +253,6 @@ class PinPlan:
         for name in _bare(self.pins):
             if len(found := ends[name]) > 1:
                 raise UserError(f"{where}: pins.{name}: this model has several of this name ({', '.join(found[:3])})")
-
-
-def budget_of(word: str) -> float:
-    """Return the extra GEMM time in a word (+10%, 10% or 0.1) as a share. Raises ValueError if it is not above 0."""
-    try:
-        value = float(share_of(word.removeprefix("+")))  # type: ignore[arg-type]
-    except ValueError:
-        value = math.nan
-    require(0 < value < math.inf, "budget", word, "must be extra GEMM time, a share above 0 (+10%, or 0.1)")
-    return value
 
 
 def read_plan(path: str | PathLike[str]) -> PinPlan:

@@ -147,6 +147,7 @@ def test_the_plan_is_the_choice_and_what_it_leaves_is_measured(found: Diagnosis)
     assert (plan.low, plan.recovery, plan.budget, plan.extra) == ("sim_e2m1", "bf16", 0.2, choice.extra)
     assert plan.provenance["command"] == "here" and plan.provenance["loss"].startswith("+")
     assert plan.triggers["price"] == min(found.prices[name, "fprop"]["sim_e2m1"] for name in plan.pins)
+    assert found.plan("+20%") == found.plan() and diagnosed(budget="20%").budget == 0.2
     assert found.plan(2.0).extra == pytest.approx(1.0), "every fprop on bf16, and nothing else has a price in nats"
 
     model, left = model_of().eval(), []
