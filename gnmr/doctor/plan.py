@@ -5,7 +5,7 @@
       "operators": {"layers.0.mlp.down_proj": [256, 64]},      the model: every operator that the plan is about, and its
                                                                numbers of inputs and outputs
       "targets": null, "exclude": [],                          what chose them, as precision.targets and .exclude
-      "modules": {"layers.0.mlp.experts": "MixtralExperts"},   class of what holds operators and is no nn.Linear
+      "modules": {"layers.0.mlp.experts": "MixtralExperts"},   class of what holds operators and is no nn.Linear, if any
       "low": "nvfp4", "recovery": "bf16", "recipes": {},       as precision.low, .recovery and .recipes
       "pins": {"layers.0.mlp.down_proj": {"fprop": "mxfp8"}},  recipes by operator and GEMM; all others are on low
       "times": {},                                             relative GEMM times, as precision.times
@@ -231,6 +231,8 @@ class PinPlan:
             "triggers": self.triggers or None,
             "provenance": self.provenance,
         }
+        if not self.modules:
+            del tree["modules"]
         lines = [
             f"  {json.dumps(key)}: " + (_lines(value) if key in _BY_LINE else json.dumps(value))
             for key, value in tree.items()

@@ -69,7 +69,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         "operators": {"a_proj": [2, 3]},
         "low": "int4",
         **{key: [] for key in ("exclude", "fused")},
-        **{key: {} for key in ("modules", "pins", "recipes", "provenance", "times", "prices", "work")},
+        **{key: {} for key in ("pins", "recipes", "provenance", "times", "prices", "work")},
         "rest": 0,
         **dict.fromkeys(("targets", "recovery", "budget", "extra", "expected", "triggers")),
     }
