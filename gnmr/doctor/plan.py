@@ -32,6 +32,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,7 @@ from gnmr.doctor.knapsack import (
     Choice,
     Item,
     Pins,
+    Prices,
     Shapes,
     Times,
     as_choice,
@@ -196,14 +198,19 @@ class PinPlan:
 
         return [*self.named_recipes(), RECIPES_OF["bf16"]]
 
-    def choice(self, gemms: Sequence[str] = GEMMS) -> Choice:
-        """Return the cost and savings of its pins of these GEMMs by the rule of `choose`.
+    def choice(self, gemms: Sequence[str] = GEMMS, pins: Pins | None = None) -> Choice:
+        """Return the cost and savings of `pins` (None: its own) of these GEMMs by the rule of `choose`.
 
         The file's `extra` and `expected` are not read.
         """
-        items = ((name, gemm, recipe) for name, own in self.pins.items() for gemm, recipe in own.items())
+        by_operator = (self.pins if pins is None else pins).items()
+        items = ((name, gemm, recipe) for name, own in by_operator for gemm, recipe in own.items())
         chosen = {(name, gemm): recipe for name, gemm, recipe in items if gemm in gemms}
-        return as_choice(chosen, self.nats(), self.gemm_times(), self.low)
+        return as_choice(chosen, *self._nats_and_times, self.low)
+
+    @cached_property
+    def _nats_and_times(self) -> tuple[Prices, Times]:
+        return self.nats(), self.gemm_times()
 
     def module_of(self, name: str) -> str | None:
         """Return the one of `modules` that holds an operator; None if the operator is an nn.Linear."""
