@@ -25,8 +25,8 @@ from gnmr.doctor.diagnose import recipe_named
 from gnmr.doctor.guards import not_finite
 from gnmr.doctor.in_force import READS, Operator, operators_of
 from gnmr.doctor.lists import LISTS, Entry, entries_of, fits_none, nearest_to, read_lists, repaired
-from gnmr.doctor.measuring import Progress
 from gnmr.doctor.operands import Measured
+from gnmr.doctor.passes import Progress
 from gnmr.errors import first_few, plural, require
 from gnmr.measure.coverage import MUCH, Coverage, percent, routes
 from gnmr.names import GEMMS

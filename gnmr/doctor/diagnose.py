@@ -13,7 +13,8 @@ the usual guesses at the same cost. Nothing is trained, and the model is restore
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from os import PathLike
 from typing import Any
 
@@ -25,7 +26,8 @@ from gnmr.doctor.beside import Beside, kv_cast_of
 from gnmr.doctor.diagnosis import Diagnosis
 from gnmr.doctor.guards import as_it_was, refuse_meta
 from gnmr.doctor.knapsack import budget_of, check_fused
-from gnmr.doctor.measuring import Doctor, Progress
+from gnmr.doctor.measuring import Doctor
+from gnmr.doctor.passes import Passes, Progress
 from gnmr.doctor.plan import PinPlan, read_plan
 from gnmr.errors import nearest, one_of, require, whole
 from gnmr.names import BESIDE, FORMATS, KV_CAST, RECIPES, listed, select
@@ -136,42 +138,54 @@ def diagnose(
     else:
         own = {one.name: one for one in named if isinstance(one, Recipe)}
         spec = _spec(low, high, sides, targets=targets, exclude=exclude, recipes=own, times=dict(times or {}))
-    with as_it_was(model):
-        with warnings.catch_warnings():
-            if sides:  # two sides may be alike, and either may be the coarser
-                warnings.simplefilter("ignore")
-            converted = convert(model, spec)
+    pins = {} if plan is None else {name.removeprefix("model."): own for name, own in plan.pins.items()}
+    with as_it_was(model), _converted(model, spec, sides) as converted, ExitStack() as stack:
+        apart = _divided(converted, low_parts, high_parts)
+        check_fused([operator.operator_name for operator in converted.operators], fused)
+        rescues = {} if sides or pins else _rescues(converted, named, spec.times)
         beside = None
-        try:
-            apart = _divided(converted, low_parts, high_parts)
-            check_fused([operator.operator_name for operator in converted.operators], fused)
-            pins = plan.pins if plan is not None else {}
-            rescues = {} if sides or pins else _rescues(converted, named, spec.times)
-            if include:
-                assert isinstance(converted.low, Recipe)
-                beside = Beside(model, include, converted.low, cast)
-            doctor = Doctor(
-                converted,
-                model,
-                spec,
-                run,
-                tokens=tokens,
-                labels=labels,
-                terms=terms,
-                gate=gate,
-                against=against is not None,
-                sides=apart,
-                beside=beside,
-                pins=pins,
-                rescues=rescues,
-                asked=rescue is not None,
-                fused=fused,
-            )
-            return doctor.diagnosis(batches, list(held_out), budget, confirm, progress or (lambda _done, _total: None))
-        finally:
-            if beside is not None:
-                beside.restore()
-            converted.restore()
+        if include:
+            assert isinstance(converted.low, Recipe)
+            beside = Beside(model, include, converted.low, cast)
+            stack.callback(beside.restore)
+        passes = Passes(
+            converted,
+            model,
+            run,
+            tokens=tokens,
+            labels=labels,
+            terms=terms,
+            beside=beside,
+            rescues=rescues,
+            apart=apart,
+            progress=progress or (lambda _done, _total: None),
+        )
+        doctor = Doctor(
+            passes=passes,
+            spec=spec,
+            pins=pins,
+            against=against is not None,
+            sides=apart,
+            gate=gate,
+            fused=fused,
+            budget=budget,
+            asked=rescue is not None,
+            confirm=confirm,
+        )
+        return doctor.diagnosis(batches, list(held_out))
+
+
+@contextmanager
+def _converted(model: nn.Module, spec: PathSpec, sides: bool) -> Iterator[ConvertedModel]:
+    """Convert the model, perhaps for two `sides`, and restore it afterwards."""
+    with warnings.catch_warnings():
+        if sides:  # two sides may be alike, and either may be the coarser
+            warnings.simplefilter("ignore")
+        converted = convert(model, spec)
+    try:
+        yield converted
+    finally:
+        converted.restore()
 
 
 def _check_sides(
