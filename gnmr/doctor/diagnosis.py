@@ -22,7 +22,19 @@ from typing import Any
 import numpy as np
 from scipy import special
 
-from gnmr.doctor.knapsack import GUESSES, Choice, Pins, Prices, Times, budget_of, by_score, choose, front, guess
+from gnmr.doctor.knapsack import (
+    GUESSES,
+    Choice,
+    Pins,
+    Prices,
+    Times,
+    budget_of,
+    by_score,
+    choose,
+    front,
+    guessed,
+    pin_in_order,
+)
 from gnmr.doctor.measured import Measured, Row, resampled
 from gnmr.doctor.plan import PinPlan
 from gnmr.doctor.verdict import LITTLE, verdict
@@ -239,19 +251,14 @@ class Diagnosis:
         """
         budget = self.budget if self.gate is None else max(self.choice().extra, 1e-9)
         found = {f"{rescue} alone": [self.choice(budget, rescue)] for rescue in self.singles}
+        draws = dict.fromkeys(GUESSES, 1) | {"random": RANDOM_DRAWS}
+        orders = {
+            kind: [guessed(kind, self.operators, seed) for seed in range(number)] for kind, number in draws.items()
+        } | {key: [by_score(own, self.operators)] for key, own in self.scores.items()}
         given = self.prices, self.costs, self.recipe
-
-        def on(rescue: str) -> dict[str, list[Choice]]:
-            made = {
-                kind: [guess(kind, *given, rescue, budget, gemms=("fprop",), seed=seed) for seed in range(draws)]
-                for kind, draws in (dict.fromkeys(GUESSES, 1) | {"random": RANDOM_DRAWS}).items()
-            }
-            scored = {key: by_score(own, *given, rescue, budget, gemms=("fprop",)) for key, own in self.scores.items()}
-            return made | {name: [one] for name, one in scored.items()}
-
-        each = [on(rescue) for rescue in self.rescues]
-        for name in each[0]:
-            found[name] = min((own[name] for own in each), key=lambda draws: sum(one.after for one in draws))
+        for name, several in orders.items():
+            on = [[pin_in_order(order, *given, rescue, budget) for order in several] for rescue in self.rescues]
+            found[name] = min(on, key=lambda choices: sum(one.after for one in choices))
         return found
 
     def compared(self) -> dict[str, dict[str, float | None]]:
