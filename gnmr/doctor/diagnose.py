@@ -25,7 +25,7 @@ from torch import nn
 from gnmr.doctor.beside import Beside, kv_cast_of
 from gnmr.doctor.diagnosis import Diagnosis
 from gnmr.doctor.guards import as_it_was, refuse_meta
-from gnmr.doctor.knapsack import budget_of, check_fused
+from gnmr.doctor.knapsack import Pins, budget_of, check_fused
 from gnmr.doctor.measuring import Doctor
 from gnmr.doctor.passes import Passes, Progress
 from gnmr.doctor.plan import PinPlan, read_plan
@@ -36,7 +36,7 @@ from gnmr.precision.adapters import operators_in
 from gnmr.precision.conversion import check_widths, operator_shapes
 from gnmr.precision.cost import gemm_time
 from gnmr.precision.recipes import RECIPES as RECIPES_OF
-from gnmr.precision.recipes import Gemm
+from gnmr.precision.recipes import Cast, Gemm
 
 Side = Mapping[str, "str | Recipe"]
 """The recipes of one side: {pattern of operators: recipe}."""
@@ -128,37 +128,22 @@ def diagnose(
     _check_model(model)
     low, low_parts = _side(recipe, "recipe")
     high, high_parts = _side(recovery, "recovery") if against is None else _side(against, "against")
-    both = low_parts or high_parts or (low, high) != ("bf16", "bf16")
-    require(both or plan, "recipe", "bf16", "both sides are in 16 bits; there is nothing to compare")
     sides = against is not None or bool(low_parts)
-    where = "plan" if isinstance(plan, PinPlan) else f"plan={plan}"
+    pins: Pins = {}
     if plan is not None:
-        plan = plan if isinstance(plan, PinPlan) else read_plan(plan)
-        spec = _spec_under(plan, where, model)
+        spec, pins = _spec_under(plan, model)
     else:
+        both = low_parts or high_parts or (low, high) != ("bf16", "bf16")
+        require(both, "recipe", "bf16", "both sides are in 16 bits; there is nothing to compare")
         own = {one.name: one for one in named if isinstance(one, Recipe)}
         spec = _spec(low, high, sides, targets=targets, exclude=exclude, recipes=own, times=dict(times or {}))
-    pins = {} if plan is None else {name.removeprefix("model."): own for name, own in plan.pins.items()}
-    with as_it_was(model), _converted(model, spec, sides) as converted, ExitStack() as stack:
+    with as_it_was(model), _converted(model, spec, sides, include, cast) as (converted, beside):
         apart = _divided(converted, low_parts, high_parts)
         check_fused([operator.operator_name for operator in converted.operators], fused)
         rescues = {} if sides or pins else _rescues(converted, named, spec.times)
-        beside = None
-        if include:
-            assert isinstance(converted.low, Recipe)
-            beside = Beside(model, include, converted.low, cast)
-            stack.callback(beside.restore)
+        tell = progress or (lambda _done, _total: None)
         passes = Passes(
-            converted,
-            model,
-            run,
-            tokens=tokens,
-            labels=labels,
-            terms=terms,
-            beside=beside,
-            rescues=rescues,
-            apart=apart,
-            progress=progress or (lambda _done, _total: None),
+            converted, model, run, beside, tell, tokens=tokens, labels=labels, terms=terms, rescues=rescues, apart=apart
         )
         doctor = Doctor(
             passes=passes,
@@ -176,16 +161,20 @@ def diagnose(
 
 
 @contextmanager
-def _converted(model: nn.Module, spec: PathSpec, sides: bool) -> Iterator[ConvertedModel]:
-    """Convert the model, perhaps for two `sides`, and restore it afterwards."""
-    with warnings.catch_warnings():
-        if sides:  # two sides may be alike, and either may be the coarser
-            warnings.simplefilter("ignore")
-        converted = convert(model, spec)
-    try:
-        yield converted
-    finally:
-        converted.restore()
+def _converted(
+    model: nn.Module, spec: PathSpec, sides: bool, include: Sequence[str], kv_cast: Cast
+) -> Iterator[tuple[ConvertedModel, Beside]]:
+    """Convert the model, perhaps for two `sides`, and the parts to `include`; restore both afterwards."""
+    with ExitStack() as stack:
+        with warnings.catch_warnings():
+            if sides:  # two sides may be alike, and either may be the coarser
+                warnings.simplefilter("ignore")
+            converted = convert(model, spec)
+        stack.callback(converted.restore)
+        assert isinstance(converted.low, Recipe)
+        beside = Beside(model, include, converted.low, kv_cast)
+        stack.callback(beside.restore)
+        yield converted, beside
 
 
 def _check_sides(
@@ -319,9 +308,10 @@ def _spec(recipe: str | Recipe, recovery: str | Recipe, sides: bool, **more: Any
     return PathSpec.of(recipe, recovery, backend="simulated", **more)
 
 
-def _spec_under(plan: PinPlan, where: str, model: nn.Module) -> PathSpec:
-    """Return the paths of a diagnosis under a plan. Raises UserError if the plan (`where`) is of another model."""
+def _spec_under(given: PinPlan | str | PathLike[str], model: nn.Module) -> tuple[PathSpec, Pins]:
+    """Return the paths of a diagnosis under a plan, and its pins. Raises UserError if the plan is of another model."""
+    plan, where = (given, "plan") if isinstance(given, PinPlan) else (read_plan(given), f"plan={given}")
     require(plan.low not in FORMATS, "plan", plan.low, "its low path is a format; recipes alone can be diagnosed")
     spec = PathSpec(backend="simulated", **(plan.paths() | {"recovery": plan.recovery or "bf16"}))
     plan.refuse_other(where, operator_shapes(model, spec))
-    return spec
+    return spec, spec.pinned

@@ -226,8 +226,6 @@ class Doctor:
 
         The value is the estimate by sequence if labels were `drawn`, else by token.
         """
-        if not self.passes.beside:
-            return ()
         names = dict.fromkeys(name for one in self.passes.beside for name in one)  # some may not run in every batch
         nothing = 0.0, 0.0
         samples = {name: np.array([one.get(name, nothing) for one in self.passes.beside]) for name in names}  # (B, 2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -65,14 +65,14 @@ class Passes:
         converted: ConvertedModel,
         model: nn.Module,
         run: Callable[[Any], Any],
+        beside: Beside,
+        progress: Progress,
         *,
         tokens: int,
         labels: str,
         terms: Callable[[Any], int] | None,
-        beside: Beside | None,
         rescues: Mapping[str, Recipe],
         apart: Iterable[str],
-        progress: Progress,
     ) -> None:
         """Prepare the meters.
 
@@ -136,7 +136,7 @@ class Passes:
         self._put(recovering)
         if low is not None:
             low.switch(False)
-        with nullcontext() if self._beside is None else self._beside.running(beside):
+        with self._beside.running(beside):
             torch.manual_seed(place)
             found = output_of(self._run(batch), f"run of batch {place + 1}", trained=False)
         self.converted.end_step()
@@ -206,7 +206,7 @@ class Passes:
         meter.begin_step(place)
         self._measuring(True)
         try:
-            with nullcontext() if self._beside is None else self._beside.priced(place):
+            with self._beside.priced(place):
                 torch.manual_seed(place)
                 whole = output_of(self._run(batch), where)
                 refuse_not_finite(whole.worth, where, self.model)
@@ -222,8 +222,7 @@ class Passes:
         del objective, gradients
         if drawn and place < _NORMED:
             norms = self._norms(batch, place, norms)
-        if self._beside is not None:
-            self.beside.append(self._beside.take(meter.loss_tokens or max(meter.rows)))
+        self.beside.append(self._beside.take(meter.loss_tokens or max(meter.rows)))
         rescued, numbers = self._rescued(IN_USE[estimate]), self._numbers(norms, place)
         self.converted.end_step()
         self.converted.back_to(mark)  # all passes of a batch use the same delayed scales
@@ -234,8 +233,8 @@ class Passes:
 
     def _gradients(self, objective: Tensor, where: str) -> Sequence[Tensor | None]:
         """Return the gradient of each weight. Raises ValueError if the objective does not depend on the weights."""
-        reached = [*self.weights, *([] if self._beside is None else self._beside.weights)]
         refuse_reentrant(objective)
+        reached = [*self.weights, *self._beside.weights]
         gradients = torch.autograd.grad(objective, reached, allow_unused=True)[: len(self.weights)]
         right = "its loss does not depend on the linears of this model (or reentrant checkpointing hides that it does)"
         require(any(gradient is not None for gradient in gradients), "run", "...", right)
