@@ -89,8 +89,8 @@ def diagnose(
         targets: patterns of the linears, as in `PathSpec`. None: those of the blocks. Output heads, routers and linears
             that are tied to an embedding stay in 16 bits.
         exclude: patterns of linears to leave out.
-        budget: extra GEMM time that the plan may take, as a share of the time of all GEMMs on the low path. Between two
-            sides, it is the share of the GEMMs' arithmetic that may be in one recipe on both.
+        budget: extra GEMM time that the plan may take, as a share of the time of all GEMMs on the low path: 0.1 or
+            "+10%". Between two sides, it is the share of the GEMMs' arithmetic that may be in one recipe on both.
         times: relative times of GEMMs by the bits of their widest operand, or by recipe, as `PathSpec.times`.
         fused: kinds of operators that share one recipe because a library runs them as one: qkv, gate_up, experts (each
             projection of all experts), moe (all of their projections).
