@@ -42,8 +42,10 @@ the hub, with data=FILE.txt. Nothing is trained, and nothing written but what ou
   gnmr diagnose my_llama/ data=prompts.txt recipe=fp8_hybrid against=fp8_hybrid,*.down_proj:bf16
 """
 NUMBERS = "diagnosis.json"
-_SAME = ("recovery", "rescue", "targets", "budget", "times", "fused", "against", "gate")
-_SAME += ("labels", "confirm", "include", "kv_cast", "tokens")
+_SAME = (
+    *("recovery", "rescue", "targets", "budget", "times", "fused", "against", "gate"),
+    *("labels", "confirm", "include", "kv_cast", "tokens"),
+)
 """Options that `gnmr.diagnose` takes as they are."""
 
 
