@@ -55,8 +55,6 @@ class Stability:
     """Number of operators in the top set by price per cost, equal to the number that the plan pins."""
     same: float
     """Share of bootstrap draws in which the top set is the same."""
-    overlap: float
-    """Mean share of the top set that stays."""
     halves: float
     """Spearman correlation between the prices of two halves of the batches, averaged over many splits."""
 
@@ -354,7 +352,7 @@ class Diagnosis:
             order = rng.permutation(len(self.samples))
             a, b = (self.samples[part].mean(axis=0) for part in np.array_split(order, 2))
             halves.append(_spearman(a, b))
-        return Stability(top, float((kept == top).mean()), float(kept.mean() / top), float(np.mean(halves)))
+        return Stability(top, float((kept == top).mean()), float(np.mean(halves)))
 
     def verdict(self) -> str:
         """Return the verdict in one sentence, with its limits."""
