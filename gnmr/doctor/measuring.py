@@ -30,7 +30,7 @@ CONFIRMED = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor:
-    """What is asked of a diagnosis besides its passes."""
+    """The passes of a diagnosis, and what is asked of it."""
 
     passes: Passes
     spec: PathSpec
@@ -226,9 +226,9 @@ class Doctor:
 
         The value is the estimate by sequence if labels were `drawn`, else by token.
         """
-        names = dict.fromkeys(name for one in self.passes.beside for name in one)  # some may not run in every batch
-        nothing = 0.0, 0.0
-        samples = {name: np.array([one.get(name, nothing) for one in self.passes.beside]) for name in names}  # (B, 2)
+        batch_by_batch, nothing = self.passes.beside_by_batch, (0.0, 0.0)
+        names = dict.fromkeys(name for one in batch_by_batch for name in one)  # some may not run in every batch
+        samples = {name: np.array([one.get(name, nothing) for one in batch_by_batch]) for name in names}  # (B, 2)
         highest = sorted(samples, key=lambda name: -samples[name].mean(axis=0).max())[: self.confirm]
         self.passes.expect_more(len(batches) * (1 + len(highest)) * bool(highest))
         found = self.passes.alone(dict.fromkeys(highest), batches)

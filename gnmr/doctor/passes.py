@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -17,8 +17,8 @@ from gnmr.doctor.knapsack import Pins
 from gnmr.doctor.output import Output, output_of
 from gnmr.errors import require
 from gnmr.measure.coverage import Counting, Coverage
-from gnmr.measure.errors import Probe, measure_errors
-from gnmr.measure.price import PRICES, PriceMeter, measure_prices
+from gnmr.measure.errors import measure_errors
+from gnmr.measure.price import PRICES, measure_prices
 from gnmr.precision import ConvertedModel, PathLinear, Recipe
 from gnmr.precision.recipes import Gemm
 
@@ -72,7 +72,7 @@ class Passes:
         labels: str,
         terms: Callable[[Any], int] | None,
         rescues: Mapping[str, Recipe],
-        apart: Iterable[str],
+        apart: Collection[str],
     ) -> None:
         """Prepare the meters.
 
@@ -85,7 +85,6 @@ class Passes:
         self.weights = [operator.weight for operator in converted.operators]
         for weight in self.weights:
             weight.requires_grad_()  # a frozen model has prices too
-        apart = set(apart)
         for operator in converted.operators:  # scores come from what forward computes, without pins
             recovery = operator.recovery if operator.operator_name in apart else converted.recovery
             assert isinstance(recovery, Recipe)
@@ -93,17 +92,15 @@ class Passes:
         assert isinstance(converted.recovery, Recipe)
         exact = converted.recovery.fprop
         candidates = {f"rescue {name}": recipe for name, recipe in rescues.items() if recipe.fprop != exact}
-        self._meter: PriceMeter = measure_prices(
-            converted, PRICES[:3], tokens, against_recovery=True, candidates=candidates
-        )
-        self._probe: Probe = measure_errors(converted, ["mse"], tokens)
+        self._meter = measure_prices(converted, PRICES[:3], tokens, against_recovery=True, candidates=candidates)
+        self._probe = measure_errors(converted, ["mse"], tokens)
         self._measuring(False)
         self._draw = torch.Generator(self.weights[0].device).manual_seed(0)
         self.called: set[str] = set()
         """Operators that were called in any batch."""
         self.read: set[str] = set()
         """Operators whose weight had a gradient in any batch."""
-        self.beside: list[dict[str, tuple[float, float]]] = []
+        self.beside_by_batch: list[dict[str, tuple[float, float]]] = []
         """Nats by token and by sequence of the parts outside the plan, in each batch."""
         self.coverage = Coverage()
         """Products of the batch of `rounding`."""
@@ -222,7 +219,7 @@ class Passes:
         del objective, gradients
         if drawn and place < _NORMED:
             norms = self._norms(batch, place, norms)
-        self.beside.append(self._beside.take(meter.loss_tokens or max(meter.rows)))
+        self.beside_by_batch.append(self._beside.take(meter.loss_tokens or max(meter.rows)))
         rescued, numbers = self._rescued(IN_USE[estimate]), self._numbers(norms, place)
         self.converted.end_step()
         self.converted.back_to(mark)  # all passes of a batch use the same delayed scales
