@@ -63,7 +63,7 @@ from torch import nn
 import curve
 from gnmr.doctor.diagnose import diagnose
 from gnmr.doctor.diagnosis import Diagnosis
-from gnmr.doctor.knapsack import REST, Choice, by_score, choose, front, guess
+from gnmr.doctor.knapsack import REST, Choice, by_score, choose, front, guessed, pin_in_order
 from gnmr.lab.config import Config
 from gnmr.lab.data.batch import Batch
 from gnmr.lab.data.cache import Documents
@@ -109,15 +109,16 @@ class Cell:
 
 def pins_of(cell: Cell, found: Diagnosis) -> Choice:
     """Return the pins of an arm."""
-    given, fprop = (found.prices, found.costs, cell.low), GEMMS[:1]
+    given = found.prices, found.costs, cell.low
     if cell.arm == "plan":
         return found.choice(cell.budget)
     if cell.arm in RESCUES:
         return found.choice(cell.budget, cell.arm)
     if cell.arm == "MSE":
-        return by_score(found.scores["mse"], *given, "mxfp8", cell.budget, gemms=fprop)
+        return pin_in_order(by_score(found.scores["mse"], found.operators), *given, "mxfp8", cell.budget)
     kind, _, rescue = cell.arm.partition(", ")
-    return guess(kind, *given, rescue or "mxfp8", cell.budget, gemms=fprop, seed=cell.order)
+    order = guessed(kind, found.operators, seed=cell.order)
+    return pin_in_order(order, *given, rescue or "mxfp8", cell.budget)
 
 
 def unseen(tokens: Any, length: int, validated: int) -> torch.Tensor:

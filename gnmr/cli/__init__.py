@@ -11,7 +11,7 @@ import sys
 import warnings
 from importlib import import_module
 from io import TextIOWrapper
-from typing import TextIO
+from typing import Any
 
 from gnmr import __version__
 from gnmr.errors import (
@@ -122,14 +122,7 @@ def _guarded(command: str, words: list[str]) -> int:
         return _mistake(line)
 
 
-def _warn(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
+def _warn(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any, **__: Any) -> None:
     """Show a warning of this package in one line, and others as Python does."""
     if filename.startswith(os.path.dirname(os.path.dirname(__file__))):
         text = f"gnmr: warning: {printable(message)}\n"

@@ -83,7 +83,7 @@ def _write(asked: Namespace, subject: str, argv: list[str], tree: dict[str, Any]
 
     if asked.out is not None:
         origin = {"subject": subject, "command": portable_command(shlex.join(["gnmr", "audit", *argv]))}
-        output.write_json(asked.out, origin | {"commit": commit()} | _finite(tree), f"out={asked.out}")
+        output.write_json(asked.out, origin | {"commit": commit()} | tree, f"out={asked.out}")
 
 
 def _given(asked: Namespace, start: str = "") -> dict[str, list[str]]:
@@ -252,12 +252,3 @@ def _db(measured: float, possible: float | None) -> str:
         )
 
     return short(measured) if possible is None else f"{short(measured)}/{short(possible)}"
-
-
-def _finite(tree: Any) -> Any:
-    """Replace infinities by text, because JSON has none."""
-    if isinstance(tree, dict):
-        return {key: _finite(value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [_finite(value) for value in tree]
-    return str(tree) if isinstance(tree, float) and not math.isfinite(tree) else tree

@@ -14,8 +14,8 @@ from gnmr import errors as checks
 from gnmr.cli.parser import Parser, names_of, number, one_of, optional, path, recipe_of, text, whole
 from gnmr.cli.subject import add_options, asked_of, blocks_for, memory_bound, paths_of, recipe_from
 from gnmr.console import for_tables, next_lines, print_plain, say, showing, shown_command
-from gnmr.doctor.knapsack import FUSED
-from gnmr.doctor.plan import PLAN_FILE, budget_of
+from gnmr.doctor.knapsack import FUSED, budget_of
+from gnmr.doctor.plan import PLAN_FILE
 from gnmr.errors import UserError, as_user_error, printable, writing
 from gnmr.names import BESIDE, KV_CAST
 from gnmr.precision.spec import PathSpec
@@ -42,6 +42,11 @@ the hub, with data=FILE.txt. Nothing is trained, and nothing written but what ou
   gnmr diagnose my_llama/ data=prompts.txt recipe=fp8_hybrid against=fp8_hybrid,*.down_proj:bf16
 """
 NUMBERS = "diagnosis.json"
+_SAME = (
+    *("recovery", "rescue", "targets", "budget", "times", "fused", "against", "gate"),
+    *("labels", "confirm", "include", "kv_cast", "tokens"),
+)
+"""Options that `gnmr.diagnose` takes as they are."""
 
 
 def _parser() -> Parser:
@@ -226,23 +231,11 @@ def _diagnosed(subject: Subject, blocks: Blocks, asked: Namespace, plan: PinPlan
             lambda batch: (logits_of(subject.model, batch), batch.targets),
             blocks.batches,
             recipe=low or "nvfp4",
-            recovery=asked.recovery,
-            rescue=asked.rescue,
-            targets=asked.targets,
             exclude=asked.exclude or (),
-            budget=asked.budget,
-            times=asked.times,
-            fused=asked.fused,
             held_out=blocks.held_out,
             plan=plan,
-            against=asked.against,
-            gate=asked.gate,
-            labels=asked.labels,
-            confirm=asked.confirm,
-            include=asked.include,
-            kv_cast=asked.kv_cast,
-            tokens=asked.tokens,
             progress=progress,
+            **{key: getattr(asked, key) for key in _SAME},
         )
 
 

@@ -24,9 +24,9 @@ from gnmr.doctor.causes import Cause
 from gnmr.doctor.diagnose import recipe_named
 from gnmr.doctor.guards import not_finite
 from gnmr.doctor.in_force import READS, Operator, operators_of
-from gnmr.doctor.lists import LISTS, Entry, entries_of, fits_none, nearest_to, read_lists, repaired
-from gnmr.doctor.measuring import Progress
+from gnmr.doctor.lists import LISTS, Entry, entries_of, fits_none, read_lists, repaired, suggested
 from gnmr.doctor.operands import Measured
+from gnmr.doctor.passes import Progress
 from gnmr.errors import first_few, plural, require
 from gnmr.measure.coverage import MUCH, Coverage, percent, routes
 from gnmr.names import GEMMS
@@ -56,6 +56,10 @@ class Finding:
     def line(self) -> str:
         """Return the finding in one line."""
         return f"{self.kind}: {first_few(self.where, 3)}: {self.what}; right would be: {self.right}"
+
+    def tree(self) -> dict[str, Any]:
+        """Return the finding as a tree for JSON."""
+        return asdict(self) | {"line": self.line()}
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,7 @@ class Audit:
         return {
             "verdict": self.verdict(),
             "covers": self.coverage.share([row.operator for row in self.rows if row.ran]),
-            "findings": [asdict(finding) | {"line": finding.line()} for finding in self.findings],
+            "findings": [finding.tree() for finding in self.findings],
             "operators": [asdict(row) for row in self.rows],
         }
 
@@ -178,8 +182,7 @@ def _of_lists(entries: Sequence[Entry], model: nn.Module, operators: Sequence[Op
             continue
         if entries_of(entry.which, [entry.text], others)[0].names:
             continue  # a module without a GEMM: an embedding, a norm
-        near = nearest_to(entry.text, names)
-        right = f"{near!r}" if near else f"names such as {names[0]}"
+        right = suggested(entry.text, names)
         yield Finding("no match", (f"{entry.which} {entry.text!r}",), "matches no module of this model", right)
 
 

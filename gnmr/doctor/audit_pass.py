@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from gnmr.doctor.guards import as_it_was, refuse_constant, refuse_meta, refuse_not_finite, refuse_reentrant, scalar
 from gnmr.doctor.in_force import Operator
-from gnmr.doctor.measuring import Progress
 from gnmr.doctor.operands import Measured, watching
+from gnmr.doctor.passes import Progress
 from gnmr.errors import require
 from gnmr.measure.coverage import Coverage, Product, count
 from gnmr.precision import PathLinear

@@ -47,13 +47,11 @@ class Beside:
         """Convert the linears of these kinds. Raises ValueError if the model has none of a kind."""
         self.converted: ConvertedModel | None = None
         self._meter: PriceMeter | None = None
-        roles = {one.name: one.role for one in operators_of(model)}
         names = []
-        for kind in kinds:
-            if kind != "kv":
-                chosen = [name for name, role in roles.items() if role == kind]
-                require(chosen, "include", kind, "this model has none that is an nn.Linear")
-                names += chosen
+        for kind in (kind for kind in kinds if kind != "kv"):
+            chosen = [one.name for one in operators_of(model) if one.role == kind]
+            require(chosen, "include", kind, "this model has none that is an nn.Linear")
+            names += chosen
         if names:
             spec = PathSpec.of(low, "bf16", targets=names, backend="simulated")
             self.converted = convert(model, spec, kept=True)

@@ -13,7 +13,8 @@ the usual guesses at the same cost. Nothing is trained, and the model is restore
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from os import PathLike
 from typing import Any
 
@@ -24,8 +25,9 @@ from torch import nn
 from gnmr.doctor.beside import Beside, kv_cast_of
 from gnmr.doctor.diagnosis import Diagnosis
 from gnmr.doctor.guards import as_it_was, refuse_meta
-from gnmr.doctor.knapsack import check_budget, check_fused
-from gnmr.doctor.measuring import Doctor, Progress
+from gnmr.doctor.knapsack import Pins, budget_of, check_fused
+from gnmr.doctor.measuring import Doctor
+from gnmr.doctor.passes import Passes, Progress
 from gnmr.doctor.plan import PinPlan, read_plan
 from gnmr.errors import nearest, one_of, require, whole
 from gnmr.names import BESIDE, FORMATS, KV_CAST, RECIPES, listed, select
@@ -34,7 +36,7 @@ from gnmr.precision.adapters import operators_in
 from gnmr.precision.conversion import check_widths, operator_shapes
 from gnmr.precision.cost import gemm_time
 from gnmr.precision.recipes import RECIPES as RECIPES_OF
-from gnmr.precision.recipes import Gemm
+from gnmr.precision.recipes import Cast, Gemm
 
 Side = Mapping[str, "str | Recipe"]
 """The recipes of one side: {pattern of operators: recipe}."""
@@ -52,7 +54,7 @@ def diagnose(
     rescue: str | Recipe | Sequence[str | Recipe] | None = None,
     targets: Sequence[str] | None = None,
     exclude: Sequence[str] = (),
-    budget: float = 0.10,
+    budget: float | str = 0.10,
     times: Mapping[str, float] | None = None,
     fused: Sequence[str] = (),
     held_out: Iterable[Any] = (),
@@ -87,8 +89,8 @@ def diagnose(
         targets: patterns of the linears, as in `PathSpec`. None: those of the blocks. Output heads, routers and linears
             that are tied to an embedding stay in 16 bits.
         exclude: patterns of linears to leave out.
-        budget: extra GEMM time that the plan may take, as a share of the time of all GEMMs on the low path. Between two
-            sides, it is the share of the GEMMs' arithmetic that may be in one recipe on both.
+        budget: extra GEMM time that the plan may take, as a share of the time of all GEMMs on the low path: 0.1 or
+            "+10%". Between two sides, it is the share of the GEMMs' arithmetic that may be in one recipe on both.
         times: relative times of GEMMs by the bits of their widest operand, or by recipe, as `PathSpec.times`.
         fused: kinds of operators that share one recipe because a library runs them as one: qkv, gate_up, experts (each
             projection of all experts), moe (all of their projections).
@@ -110,7 +112,7 @@ def diagnose(
     Raises:
         ValueError: an argument is invalid; the message is one line, and the model is restored.
     """
-    check_budget(budget)
+    budget = budget_of(budget)
     whole(tokens=tokens)
     whole(0, confirm=confirm)
     one_of(("model", "data"), labels=labels)
@@ -126,52 +128,53 @@ def diagnose(
     _check_model(model)
     low, low_parts = _side(recipe, "recipe")
     high, high_parts = _side(recovery, "recovery") if against is None else _side(against, "against")
-    both = low_parts or high_parts or (low, high) != ("bf16", "bf16")
-    require(both or plan, "recipe", "bf16", "both sides are in 16 bits; there is nothing to compare")
     sides = against is not None or bool(low_parts)
-    where = "plan" if isinstance(plan, PinPlan) else f"plan={plan}"
+    pins: Pins = {}
     if plan is not None:
-        plan = plan if isinstance(plan, PinPlan) else read_plan(plan)
-        spec = _spec_under(plan, where, model)
+        spec, pins = _spec_under(plan, model)
     else:
+        both = low_parts or high_parts or (low, high) != ("bf16", "bf16")
+        require(both, "recipe", "bf16", "both sides are in 16 bits; there is nothing to compare")
         own = {one.name: one for one in named if isinstance(one, Recipe)}
         spec = _spec(low, high, sides, targets=targets, exclude=exclude, recipes=own, times=dict(times or {}))
-    with as_it_was(model):
+    with as_it_was(model), _converted(model, spec, sides, include, cast) as (converted, beside):
+        apart = _divided(converted, low_parts, high_parts)
+        check_fused([operator.operator_name for operator in converted.operators], fused)
+        rescues = {} if sides or pins else _rescues(converted, named, spec.times)
+        tell = progress or (lambda _done, _total: None)
+        passes = Passes(
+            converted, model, run, beside, tell, tokens=tokens, labels=labels, terms=terms, rescues=rescues, apart=apart
+        )
+        doctor = Doctor(
+            passes=passes,
+            spec=spec,
+            pins=pins,
+            against=against is not None,
+            sides=apart,
+            gate=gate,
+            fused=fused,
+            budget=budget,
+            asked=rescue is not None,
+            confirm=confirm,
+        )
+        return doctor.diagnosis(batches, list(held_out))
+
+
+@contextmanager
+def _converted(
+    model: nn.Module, spec: PathSpec, sides: bool, include: Sequence[str], kv_cast: Cast
+) -> Iterator[tuple[ConvertedModel, Beside]]:
+    """Convert the model, perhaps for two `sides`, and the parts to `include`; restore both afterwards."""
+    with ExitStack() as stack:
         with warnings.catch_warnings():
             if sides:  # two sides may be alike, and either may be the coarser
                 warnings.simplefilter("ignore")
             converted = convert(model, spec)
-        beside = None
-        try:
-            apart = _divided(converted, low_parts, high_parts)
-            check_fused([operator.operator_name for operator in converted.operators], fused)
-            pins = plan.pins if plan is not None else {}
-            rescues = {} if sides or pins else _rescues(converted, named, spec.times)
-            if include:
-                assert isinstance(converted.low, Recipe)
-                beside = Beside(model, include, converted.low, cast)
-            doctor = Doctor(
-                converted,
-                model,
-                spec,
-                run,
-                tokens=tokens,
-                labels=labels,
-                terms=terms,
-                gate=gate,
-                against=against is not None,
-                sides=apart,
-                beside=beside,
-                pins=pins,
-                rescues=rescues,
-                asked=rescue is not None,
-                fused=fused,
-            )
-            return doctor.diagnosis(batches, list(held_out), budget, confirm, progress or (lambda _done, _total: None))
-        finally:
-            if beside is not None:
-                beside.restore()
-            converted.restore()
+        stack.callback(converted.restore)
+        assert isinstance(converted.low, Recipe)
+        beside = Beside(model, include, converted.low, kv_cast)
+        stack.callback(beside.restore)
+        yield converted, beside
 
 
 def _check_sides(
@@ -305,9 +308,10 @@ def _spec(recipe: str | Recipe, recovery: str | Recipe, sides: bool, **more: Any
     return PathSpec.of(recipe, recovery, backend="simulated", **more)
 
 
-def _spec_under(plan: PinPlan, where: str, model: nn.Module) -> PathSpec:
-    """Return the paths of a diagnosis under a plan. Raises UserError if the plan (`where`) is of another model."""
+def _spec_under(given: PinPlan | str | PathLike[str], model: nn.Module) -> tuple[PathSpec, Pins]:
+    """Return the paths of a diagnosis under a plan, and its pins. Raises UserError if the plan is of another model."""
+    plan, where = (given, "plan") if isinstance(given, PinPlan) else (read_plan(given), f"plan={given}")
     require(plan.low not in FORMATS, "plan", plan.low, "its low path is a format; recipes alone can be diagnosed")
     spec = PathSpec(backend="simulated", **(plan.paths() | {"recovery": plan.recovery or "bf16"}))
     plan.refuse_other(where, operator_shapes(model, spec))
-    return spec
+    return spec, spec.pinned

@@ -22,7 +22,19 @@ from typing import Any
 import numpy as np
 from scipy import special
 
-from gnmr.doctor.knapsack import GUESSES, Choice, Pins, Prices, Times, by_score, choose, front, guess
+from gnmr.doctor.knapsack import (
+    GUESSES,
+    Choice,
+    Pins,
+    Prices,
+    Times,
+    budget_of,
+    by_score,
+    choose,
+    front,
+    guessed,
+    pin_in_order,
+)
 from gnmr.doctor.measured import Measured, Row, resampled
 from gnmr.doctor.plan import PinPlan
 from gnmr.doctor.verdict import LITTLE, verdict
@@ -43,8 +55,6 @@ class Stability:
     """Number of operators in the top set by price per cost, equal to the number that the plan pins."""
     same: float
     """Share of bootstrap draws in which the top set is the same."""
-    overlap: float
-    """Mean share of the top set that stays."""
     halves: float
     """Spearman correlation between the prices of two halves of the batches, averaged over many splits."""
 
@@ -199,7 +209,7 @@ class Diagnosis:
         """Return the rescues whose single-recipe plans are compared with the plan, if there are several."""
         return self.rescues if len(self.rescues) > 1 else ()
 
-    def choice(self, budget: float | None = None, rescue: str | None = None, *, free: bool = False) -> Choice:
+    def choice(self, budget: float | str | None = None, rescue: str | None = None, *, free: bool = False) -> Choice:
         """Return the plan that leaves the fewest nats under a budget of extra time.
 
         Args:
@@ -212,10 +222,12 @@ class Diagnosis:
         """
         if self.pins:
             raise ValueError("plan: this is a diagnosis under a plan's pins; a new plan needs one without")
-        if (key := (budget, rescue, free)) not in self._choices:
-            enough = self.gate / (self.calibration or 1.0) if self.gate is not None and budget is None else None
-            limit = budget if budget is not None or enough is not None else self.budget
-            given = self._prices_on(rescue), self.costs, self.recipe, limit
+        if budget is None and self.gate is None:
+            budget = self.budget
+        share = None if budget is None else budget_of(budget)
+        if (key := (share, rescue, free)) not in self._choices:
+            enough = self.gate / (self.calibration or 1.0) if self.gate is not None and share is None else None
+            given = self._prices_on(rescue), self.costs, self.recipe, share
             self._choices[key] = choose(*given, enough=enough, groups=() if free else self.groups)
         return self._choices[key]
 
@@ -237,19 +249,14 @@ class Diagnosis:
         """
         budget = self.budget if self.gate is None else max(self.choice().extra, 1e-9)
         found = {f"{rescue} alone": [self.choice(budget, rescue)] for rescue in self.singles}
+        draws = dict.fromkeys(GUESSES, 1) | {"random": RANDOM_DRAWS}
+        orders = {
+            kind: [guessed(kind, self.operators, seed) for seed in range(number)] for kind, number in draws.items()
+        } | {key: [by_score(own, self.operators)] for key, own in self.scores.items()}
         given = self.prices, self.costs, self.recipe
-
-        def on(rescue: str) -> dict[str, list[Choice]]:
-            made = {
-                kind: [guess(kind, *given, rescue, budget, gemms=("fprop",), seed=seed) for seed in range(draws)]
-                for kind, draws in (dict.fromkeys(GUESSES, 1) | {"random": RANDOM_DRAWS}).items()
-            }
-            scored = {key: by_score(own, *given, rescue, budget, gemms=("fprop",)) for key, own in self.scores.items()}
-            return made | {name: [one] for name, one in scored.items()}
-
-        each = [on(rescue) for rescue in self.rescues]
-        for name in each[0]:
-            found[name] = min((own[name] for own in each), key=lambda draws: sum(one.after for one in draws))
+        for name, several in orders.items():
+            on = [[pin_in_order(order, *given, rescue, budget) for order in several] for rescue in self.rescues]
+            found[name] = min(on, key=lambda choices: sum(one.after for one in choices))
         return found
 
     def compared(self) -> dict[str, dict[str, float | None]]:
@@ -285,7 +292,7 @@ class Diagnosis:
         factor = self.calibration or 1.0
         return max(0.0, factor * choice.before), max(0.0, factor * choice.after)
 
-    def plan(self, budget: float | None = None, provenance: Mapping[str, str] | None = None) -> PinPlan:
+    def plan(self, budget: float | str | None = None, provenance: Mapping[str, str] | None = None) -> PinPlan:
         """Return plan.json under a budget of extra GEMM time (None: this diagnosis's).
 
         Raises ValueError if the budget is not a positive share. It also does so for a diagnosis under a plan or with
@@ -306,8 +313,6 @@ class Diagnosis:
             said["kl"] = f"{found.kl:.6g} nats per token with everything low"
         if found.cost is not None:
             said["loss"] = f"{found.cost:+.6g} nats, {found.high:.6g} -> {found.low:.6g}"
-        if budget is None and self.gate is None:
-            budget = self.budget
         expected = self.expected(chosen)
         prices: dict[str, dict[str, dict[str, float]]] = {}
         for (name, gemm), own in self.prices.items() if not self.against else ():
@@ -325,7 +330,7 @@ class Diagnosis:
             times=self.times,
             work=dict(self.work) | dict.fromkeys(self.matched if self.work else (), 0),
             rest=self.rest,
-            budget=None if self.against else budget,
+            budget=None if self.against else budget_of(self.budget if budget is None else budget),
             extra=None if self.against else chosen.extra,
             fused=list(self.fused),
             prices=prices,
@@ -347,7 +352,7 @@ class Diagnosis:
             order = rng.permutation(len(self.samples))
             a, b = (self.samples[part].mean(axis=0) for part in np.array_split(order, 2))
             halves.append(_spearman(a, b))
-        return Stability(top, float((kept == top).mean()), float(kept.mean() / top), float(np.mean(halves)))
+        return Stability(top, float((kept == top).mean()), float(np.mean(halves)))
 
     def verdict(self) -> str:
         """Return the verdict in one sentence, with its limits."""

@@ -15,11 +15,12 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from gnmr.errors import one_of, require
+from gnmr.errors import one_of, require, share_of
 from gnmr.names import GEMMS
 
 if TYPE_CHECKING:
@@ -164,8 +165,9 @@ def choose(
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array
 
-    check_budget(budget)
-    room = math.inf if budget is None else budget * _time_of_low(times, low) * (1 + 1e-9)  # tolerance for rounding
+    room = (
+        math.inf if budget is None else budget_of(budget) * _time_of_low(times, low) * (1 + 1e-9)
+    )  # tolerance for rounding
     bundles = _bundles(prices, times, low, groups)
     before = math.fsum(bundle.low for bundle in bundles)
     quick, bound = _greedy(bundles, room, enough)
@@ -224,64 +226,64 @@ def front(prices: Prices, times: Times, low: str, groups: Iterable[Sequence[str]
     return found
 
 
-def guess(
-    kind: str,
-    prices: Prices,
-    times: Times,
-    low: str,
-    rescue: str,
-    budget: float,
-    *,
-    gemms: Sequence[str] = GEMMS,
-    seed: int = 0,
-) -> Choice:
-    """Pin `gemms` of operators to `rescue` in the order of one of `GUESSES`, within the budget of extra time.
-
-    `times` is in the order of the model's operators. If the last block does not fit as a whole, those of its operators
-    that fit are pinned, so that all guesses use the same budget.
-    """
+def guessed(kind: str, names: Iterable[str], seed: int = 0) -> list[str]:
+    """Return operators in the order of one of `GUESSES`; `names` are in the model's order."""
     from gnmr.precision.units import unit_of
 
     one_of(GUESSES, guess=kind)
-    blocks: dict[str, dict[str, None]] = {}
-    for name, _ in times:
-        if name != REST:
-            blocks.setdefault(unit_of(name, "block"), {})[name] = None
+    blocks: dict[str, list[str]] = {}
+    for name in names:
+        blocks.setdefault(unit_of(name, "block"), []).append(name)
     order = list(blocks.values())
     if kind == "last":
         order.reverse()
     elif kind == "first_last":
         order = [order[-1 - i // 2] if i % 2 else order[i // 2] for i in range(len(order))]
-    names = [name for block in order for name in block]
+    found = [name for block in order for name in block]
     if kind == "random":
-        random.Random(seed).shuffle(names)
-    return _in_order(names, prices, times, low, rescue, budget, gemms)
+        random.Random(seed).shuffle(found)
+    return found
 
 
-def by_score(
-    scores: Mapping[str, float],
-    prices: Prices,
-    times: Times,
-    low: str,
-    rescue: str,
-    budget: float,
-    *,
-    gemms: Sequence[str] = GEMMS,
-) -> Choice:
-    """Pin operators in descending order of a score (mse, gradient norm), within the budget; see `guess`.
+def by_score(scores: Mapping[str, float], names: Iterable[str]) -> list[str]:
+    """Return operators in descending order of a score (mse, gradient norm); those without one, or with NaN, come last.
 
-    Operators without a score, or with NaN, come last.
+    >>> by_score({"a": 1.0, "b": 2.0, "c": math.nan}, ["c", "a", "b"])
+    ['b', 'a', 'c']
     """
     known = {name: value for name, value in scores.items() if not math.isnan(value)}
-    names = sorted(dict.fromkeys(name for name, _ in times), key=lambda name: -known.get(name, -math.inf))
-    return _in_order(names, prices, times, low, rescue, budget, gemms)
+    return sorted(names, key=lambda name: -known.get(name, -math.inf))
 
 
-def check_budget(value: object, key: str = "budget") -> None:
-    """Raise ValueError if a budget is not a share above 0; None means unlimited."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    sound = value is None or (number and 0 < value < math.inf)  # type: ignore[operator]
-    require(sound, key, value, "must be extra GEMM time, a share above 0 (0.1 is 10%)")
+def pin_in_order(
+    names: Iterable[str], prices: Prices, times: Times, low: str, rescue: str, budget: float | str
+) -> Choice:
+    """Pin fprop of operators to `rescue` in this order, within the budget of extra time.
+
+    An operator that exceeds the budget is skipped, so that all orders use the same budget.
+    """
+    room, spent = budget_of(budget) * _time_of_low(times, low) * (1 + 1e-9), 0.0
+    chosen: dict[Item, str] = {}
+    for name in names:
+        time = times[name, "fprop"]
+        if rescue in time and spent + time[rescue] - time[low] <= room:
+            chosen[name, "fprop"] = rescue
+            spent += time[rescue] - time[low]
+    return as_choice(chosen, prices, times, low)
+
+
+def budget_of(given: float | str) -> float:
+    """Return a budget of extra GEMM time as a share: 0.1 for "+10%", "10%" and 0.1.
+
+    Raises ValueError if it is not above 0.
+    """
+    value: float | str = given
+    if isinstance(given, str):
+        with suppress(ValueError):
+            value = float(share_of(given.removeprefix("+")))  # type: ignore[arg-type]
+    sound = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    require(sound, "budget", given, "must be extra GEMM time, a share above 0 (+10%, or 0.1)")
+    return value  # type: ignore[return-value]
 
 
 class _Option(NamedTuple):
@@ -391,25 +393,3 @@ def _choice(bundles: Sequence[_Bundle], taken: Mapping[int, _Option], prices: Pr
 
 def _time_of_low(times: Times, low: str) -> float:
     return math.fsum(own[low] for own in times.values())
-
-
-def _in_order(
-    names: Iterable[str],
-    prices: Prices,
-    times: Times,
-    low: str,
-    rescue: str,
-    budget: float,
-    gemms: Sequence[str],
-) -> Choice:
-    """Pin `gemms` of the operators in this order; an operator that exceeds the budget is skipped."""
-    check_budget(budget)
-    room, spent = budget * _time_of_low(times, low) * (1 + 1e-9), 0.0
-    chosen: dict[Item, str] = {}
-    for name in names:
-        items = [(name, gemm) for gemm in GEMMS if gemm in gemms and rescue in times.get((name, gemm), ())]
-        more = math.fsum(times[item][rescue] - times[item][low] for item in items)
-        if items and spent + more <= room:
-            chosen |= dict.fromkeys(items, rescue)
-            spent += more
-    return as_choice(chosen, prices, times, low)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase, translate
 from functools import cache
+from itertools import combinations
 
 from gnmr.errors import one_of
 from gnmr.names import listed, select
@@ -309,19 +310,16 @@ def _fits(text: str, name: str, operand: str) -> bool:
     return fnmatchcase(f"{name}.{operand}_quantizer", text.rpartition(":")[0])
 
 
-def nearest_to(text: str, names: Sequence[str]) -> str | None:
-    """Return the name, end or part of a name that `text` probably meant; None if nothing is similar."""
+def suggested(text: str, names: Sequence[str]) -> str:
+    """Return the name, end or part of a name that `text` probably meant, or an example of a name."""
     words: dict[str, None] = {}
     for name in names:
         parts = name.split(".")
-        for i in range(len(parts)):
-            for j in range(i + 1, len(parts) + 1):
-                words[".".join(parts[i:j])] = None
+        words |= dict.fromkeys(".".join(parts[i:j]) for i, j in combinations(range(len(parts) + 1), 2))
     bare = text.strip("*.")
-    if len(short := [word for word in words if word.casefold() == bare.casefold()]):
-        return short[0]
-    close = get_close_matches(bare, words, 1, cutoff=0.7)
-    return close[0] if close else None
+    same = [word for word in words if word.casefold() == bare.casefold()]
+    near = [*same, *get_close_matches(bare, words, 1, cutoff=0.7)]
+    return repr(near[0]) if near else f"names such as {names[0]}"
 
 
 def repaired(entry: Entry, names: Sequence[str]) -> str | None:

@@ -41,6 +41,28 @@ class Row:
     rescued: dict[str, float] = field(default_factory=dict)
     """For fprop, the nats by the estimate in use on each recipe that a plan may keep it on."""
 
+    @staticmethod
+    def of_fprop(
+        name: str,
+        value: float,
+        interval: tuple[float, float],
+        by_token: float,
+        by_sequence: float | None,
+        kls: Sequence[np.ndarray] | None,
+    ) -> Row:
+        """Return the row of an fprop: its value is the mean of its measured KLs, if there are any.
+
+        The value is Inf if this fprop alone makes the predictions NaN or Inf.
+        """
+        measured = None
+        if kls:
+            single = Measured.of(kls, [np.nan], [np.nan])
+            assert single.kl is not None
+            measured = value = single.kl if np.isfinite(single.kl) else np.inf
+            half = single.noise if np.isfinite(value) else 0.0
+            interval = max(0.0, value - half), value + half
+        return Row(name, "fprop", value, interval, by_token=by_token, by_sequence=by_sequence, measured=measured)
+
 
 @dataclass(frozen=True)
 class Measured:

@@ -5,7 +5,7 @@
       "operators": {"layers.0.mlp.down_proj": [256, 64]},      the model: every operator that the plan is about, and its
                                                                numbers of inputs and outputs
       "targets": null, "exclude": [],                          what chose them, as precision.targets and .exclude
-      "modules": {"layers.0.mlp.experts": "MixtralExperts"},   class of what holds operators and is no nn.Linear
+      "modules": {"layers.0.mlp.experts": "MixtralExperts"},   class of what holds operators and is no nn.Linear, if any
       "low": "nvfp4", "recovery": "bf16", "recipes": {},       as precision.low, .recovery and .recipes
       "pins": {"layers.0.mlp.down_proj": {"fprop": "mxfp8"}},  recipes by operator and GEMM; all others are on low
       "times": {},                                             relative GEMM times, as precision.times
@@ -32,6 +32,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,13 +42,14 @@ from gnmr.doctor.knapsack import (
     Choice,
     Item,
     Pins,
+    Prices,
     Shapes,
     Times,
     as_choice,
-    check_budget,
+    budget_of,
     times_of,
 )
-from gnmr.errors import UserError, nearest, one_of, plural, require, share_of, within
+from gnmr.errors import UserError, nearest, one_of, plural, require, within
 from gnmr.names import GEMMS, RECIPES, by_end, listed
 from gnmr.precision.spec import PathSpec
 from gnmr.records.untrusted import MAX_NAME, Damaged, bounded, content, first_line
@@ -132,7 +134,8 @@ class PinPlan:
         for key, number in {**{f"work.{name}": one for name, one in self.work.items()}, "rest": self.rest}.items():
             whole = type(number) is int and 0 <= number < 1 << 100
             require(whole, key, number, "must be a whole number of multiplications")
-        check_budget(self.budget)
+        if self.budget is not None:
+            object.__setattr__(self, "budget", budget_of(self.budget))
         within(-1, 1e3, or_null=True, extra=self.extra)
         object.__setattr__(self, "fused", listed("fused", self.fused))
         for kind in self.fused:
@@ -195,14 +198,19 @@ class PinPlan:
 
         return [*self.named_recipes(), RECIPES_OF["bf16"]]
 
-    def choice(self, gemms: Sequence[str] = GEMMS) -> Choice:
-        """Return the cost and savings of its pins of these GEMMs by the rule of `choose`.
+    def choice(self, gemms: Sequence[str] = GEMMS, pins: Pins | None = None) -> Choice:
+        """Return the cost and savings of `pins` (None: its own) of these GEMMs by the rule of `choose`.
 
         The file's `extra` and `expected` are not read.
         """
-        items = ((name, gemm, recipe) for name, own in self.pins.items() for gemm, recipe in own.items())
+        by_operator = (self.pins if pins is None else pins).items()
+        items = ((name, gemm, recipe) for name, own in by_operator for gemm, recipe in own.items())
         chosen = {(name, gemm): recipe for name, gemm, recipe in items if gemm in gemms}
-        return as_choice(chosen, self.nats(), self.gemm_times(), self.low)
+        return as_choice(chosen, *self._nats_and_times, self.low)
+
+    @cached_property
+    def _nats_and_times(self) -> tuple[Prices, Times]:
+        return self.nats(), self.gemm_times()
 
     def module_of(self, name: str) -> str | None:
         """Return the one of `modules` that holds an operator; None if the operator is an nn.Linear."""
@@ -230,6 +238,8 @@ class PinPlan:
             "triggers": self.triggers or None,
             "provenance": self.provenance,
         }
+        if not self.modules:
+            del tree["modules"]
         lines = [
             f"  {json.dumps(key)}: " + (_lines(value) if key in _BY_LINE else json.dumps(value))
             for key, value in tree.items()
@@ -252,16 +262,6 @@ class PinPlan:
         for name in _bare(self.pins):
             if len(found := ends[name]) > 1:
                 raise UserError(f"{where}: pins.{name}: this model has several of this name ({', '.join(found[:3])})")
-
-
-def budget_of(word: str) -> float:
-    """Return the extra GEMM time in a word (+10%, 10% or 0.1) as a share. Raises ValueError if it is not above 0."""
-    try:
-        value = float(share_of(word.removeprefix("+")))  # type: ignore[arg-type]
-    except ValueError:
-        value = math.nan
-    require(0 < value < math.inf, "budget", word, "must be extra GEMM time, a share above 0 (+10%, or 0.1)")
-    return value
 
 
 def read_plan(path: str | PathLike[str]) -> PinPlan:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
 from gnmr.doctor.audit import Finding
-from gnmr.doctor.lists import LISTS, Entry, called, entries_of, fits_none, matches, nearest_to, read_lists, repaired
+from gnmr.doctor.lists import LISTS, Entry, called, entries_of, fits_none, matches, read_lists, repaired, suggested
 
 Lists: TypeAlias = Mapping[str, Sequence[object] | str | int]
 """Entries by key of `gnmr.doctor.lists.LISTS`."""
@@ -61,8 +61,8 @@ class Comparison:
         """Return the comparison as a tree for JSON."""
         return {
             "verdict": self.verdict(),
-            "findings": [asdict(one) | {"line": one.line()} for one in self.findings],
-            "notes": [asdict(one) | {"line": one.line()} for one in self.notes],
+            "findings": [one.tree() for one in self.findings],
+            "notes": [one.tree() for one in self.notes],
             "modules": [
                 {"module": name, "trainer": asdict(one), "rollout": asdict(self.rollout[name])}
                 for name, one in self.trainer.items()
@@ -196,5 +196,4 @@ def _right(entry: Entry, names: Sequence[str]) -> str:
     rule = LISTS[entry.which].rule
     if set(entry.text) & set("*?") and not entry.text.startswith("re:") and rule in ("exact", "re:", "part", "weight"):
         return "* is not a wildcard in this list" + (", use re: and a regular expression" if rule == "re:" else "")
-    near = nearest_to(entry.text, names)
-    return repr(near) if near else f"names such as {names[0]}"
+    return suggested(entry.text, names)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gnmr.doctor.export import Export
+from gnmr.doctor.export import TARGETS, Export
 from gnmr.doctor.export.job import mixes
 from gnmr.doctor.plan import PinPlan
 from gnmr.names import GEMMS
@@ -57,13 +57,20 @@ PINS: list[dict[str, dict[str, str]]] = [
 def planned(
     pins: dict[str, dict[str, str]], operators: dict[str, tuple[int, int]] = LLAMA, low: str = "nvfp4", **more: Any
 ) -> PinPlan:
+    """On a low recipe other than nvfp4 all pins are to bf16, because a rescue takes more time."""
+    if low != "nvfp4":
+        pins = {name: dict.fromkeys(own, "bf16") for name, own in pins.items()}
     return PinPlan(operators=operators, **({"recovery": "bf16"} | more), low=low, pins=pins)
 
 
-def casts_of(plan: PinPlan, gemms: tuple[str, ...] = GEMMS) -> Read:
-    """What a plan says, of some GEMMs."""
+def casts_of(plan: PinPlan, target: str = "te") -> Read:
+    """What a plan says, of the GEMMs that a target configures; ModelOpt says that its blocks of weights are 1 x 16."""
+    words = {name: recipe.words() for name, recipe in RECIPES.items()}
+    if target == "modelopt":
+        words["nvfp4"] = words["nvfp4"] | {"fprop": dict.fromkeys(("input", "weight"), "e2m1/nv")}
+    gemms = TARGETS[target].gemms
     return {
-        name: tuple(RECIPES[recipe].words()[gemm] for gemm, recipe in zip(GEMMS, mix, strict=True) if gemm in gemms)
+        name: tuple(words[recipe][gemm] for gemm, recipe in zip(GEMMS, mix, strict=True) if gemm in gemms)
         for name, mix in mixes(plan).items()
     }
 

@@ -8,7 +8,7 @@ from audited import lines, net, said
 from torch import nn
 
 import gnmr
-from gnmr.doctor.lists import entries_of, matches, nearest_to, repaired
+from gnmr.doctor.lists import entries_of, matches, repaired, suggested
 from gnmr.precision import PathSpec, convert
 
 NAMES = [f"layers.{i}.mlp.{name}" for i in range(12) for name in ("gate_proj", "up_proj", "down_proj")] + ["lm_head"]
@@ -59,8 +59,9 @@ def test_a_repaired_entry_means_the_whole_words_alone() -> None:
 
 
 def test_a_near_miss_is_named() -> None:
-    for text, near in (("lm_haed", "lm_head"), ("LM_HEAD", "lm_head"), ("layer.1.mlp", "layers.1.mlp"), ("zzz", None)):
-        assert nearest_to(text, NAMES) == near
+    for text, near in (("lm_haed", "lm_head"), ("LM_HEAD", "lm_head"), ("layer.1.mlp", "layers.1.mlp")):
+        assert suggested(text, NAMES) == repr(near)
+    assert suggested("zzz", NAMES) == f"names such as {NAMES[0]}"
 
 
 def low(skip: object = None, **options: bool) -> nn.Module:

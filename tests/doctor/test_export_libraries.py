@@ -81,9 +81,8 @@ def words(**gemms: object) -> tuple[dict[str, str], ...]:
 @of_pins
 def test_torchao(pins: Pins, low: str) -> None:
     pytest.importorskip("torchao.float8", reason="torchao is not installed")
-    if low != "nvfp4":
-        pins = {name: dict.fromkeys(own, "bf16") for name, own in pins.items()}
-    found = export(planned(pins, low=low), "torchao")
+    plan = planned(pins, low=low)
+    found = export(plan, "torchao")
     read: Read = {}
     for name, module in linears(run(found, "torchao_convert.py")["convert"](network())).items():
         own, kind, wrapped = {}, type(module).__name__, type(module.weight).__name__
@@ -110,7 +109,7 @@ def test_torchao(pins: Pins, low: str) -> None:
         read[name] = words(**own) if own else ({}, {}, {})
     assert read.pop("lm_head") == ({}, {}, {})
     assert read == {in_hf(name): own for name, own in casts_of(found.plan).items()}
-    assert low != "fp8_hybrid" or found.plan.pins == pins, "float8 GEMM by GEMM is exact"
+    assert low != "fp8_hybrid" or found.plan.pins == plan.pins, "float8 GEMM by GEMM is exact"
 
 
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "base_model.model.")
@@ -265,8 +264,6 @@ def asked_of_te(factory: Callable[[Any], Any], name: str = "", role: Any = None)
 @pytest.mark.parametrize("low", ["nvfp4", "fp8_hybrid", "deepseek_v3"])
 @of_pins
 def test_transformer_engine(pins: Pins, low: str, te: Any) -> None:
-    if low != "nvfp4":
-        pins = {name: dict.fromkeys(own, "bf16") for name, own in pins.items()}
     plan = planned(pins, low=low)
     factory = run(export(plan, "te"), "qfactory.py")["qfactory"]
     assert {name: asked_of_te(factory, in_hf(name)) for name in NAMES} == casts_of(plan)
@@ -409,8 +406,6 @@ def test_torchtitan(pins: Pins, fuse_qkv: bool, low: str, stood_in: None, monkey
 
     for name in ("float8", "mx", "nvfp4"):
         monkeypatch.setattr(getattr(quantization, name), "has_cuda_capability", lambda *_: True)
-    if low != "nvfp4":
-        pins = {name: dict.fromkeys(own, "bf16") for name, own in pins.items()}
     found, config = export(planned(pins, low=low), "torchtitan"), titan_config(fuse_qkv)
     for converter in run(found, "torchtitan_converters.py")["CONVERTERS"]:
         config = converter.build().convert(config)
@@ -478,8 +473,6 @@ def test_modelopt(pins: Pins, low: str, stood_in: None) -> None:
     """Its own conversion of the model, and what each quantizer is set to by the end."""
     import modelopt.torch.quantization as mtq
 
-    if low != "nvfp4":
-        pins = {name: dict.fromkeys(own, "bf16") for name, own in pins.items()}
     plan = planned(pins, low=low)
     model = mtq.quantize(network(), run(export(plan, "modelopt"), "modelopt_quant_cfg.py")["CONFIG"])
     casts = {(4, 3, 32): "e4m3/mx", (2, 1, 16): "e2m1/nv", (4, 3, 0): "e4m3/tensor"}
@@ -490,8 +483,7 @@ def test_modelopt(pins: Pins, low: str, stood_in: None) -> None:
         on = {operand: one for operand, one in own.items() if one.is_enabled}
         read[name] = ({o: casts[*one.num_bits, (one.block_sizes or {}).get(-1, 0)] for o, one in on.items()},)
     assert read.pop("lm_head") == ({},)
-    meant = {in_hf(name): own for name, own in casts_of(plan, ("fprop",)).items()}
-    assert read == {n: ({o: c.replace("nv2d", "nv") for o, c in own.items()},) for n, (own,) in meant.items()}
+    assert read == {in_hf(name): own for name, own in casts_of(plan, "modelopt").items()}
 
 
 def mixture() -> nn.Module:
@@ -512,8 +504,7 @@ def test_experts_of_modelopt_and_its_conv1d(stood_in: None) -> None:
         return casts[*quantizer.num_bits, quantizer.block_sizes[-1]] if quantizer.is_enabled else None
 
     def meant(plan: Any, name: str) -> tuple[str | None, ...]:
-        own = casts_of(plan, ("fprop",))[name][0]
-        return tuple(own.get(operand, "").replace("nv2d", "nv") or None for operand in ("input", "weight"))
+        return tuple(casts_of(plan, "modelopt")[name][0].get(operand) for operand in ("input", "weight"))
 
     found = export(planned(KEPT, MOE, modules=IN_TENSORS), "modelopt")
     model = mtq.quantize(mixture(), run(found, "modelopt_quant_cfg.py")["CONFIG"])

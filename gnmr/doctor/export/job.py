@@ -246,13 +246,12 @@ def adapted(plan: PinPlan, target: Target, layers: int | None = None) -> PinPlan
     if pins == plan.pins:
         return plan
     kinds = {*target.fused, *plan.fused} | ({target.experts} if any("*" in one for one in linears) else set())
-    made = replace(plan, pins=pins, fused=[kind for kind in FUSED if kind in kinds])
-    choice = made.choice()
-    expected = plan.expected
+    choice, expected = plan.choice(pins=pins), plan.expected
     if expected is not None:
         left = choice.after / choice.before if choice.before > 0 else math.inf
         expected = (expected[0], expected[0] * left) if math.isfinite(left) else None
-    return replace(made, extra=choice.extra, expected=expected)
+    fused = [kind for kind in FUSED if kind in kinds]
+    return replace(plan, pins=pins, fused=fused, extra=choice.extra, expected=expected)
 
 
 def _solved(
@@ -297,7 +296,7 @@ def difference(plan: PinPlan, made: PinPlan, target: Target) -> tuple[str, ...]:
     lines = []
     if left := sum(gemm not in target.gemms for pins in plan.pins.values() for gemm in pins):
         lines.append(f"NOT in it: {left} pins of other GEMMs than {' and '.join(target.gemms)}")
-    now, planned = made.choice(target.gemms), plan.choice()
+    now, planned = plan.choice(target.gemms, made.pins), plan.choice()
     extra = f"extra GEMM time {now.extra:.1%}"
     if not others:
         return (*lines, f"as the plan says: every GEMM that it speaks of is on the plan's recipe; {extra}")

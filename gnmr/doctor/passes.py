@@ -1,0 +1,291 @@
+"""Run the passes of a diagnosis over a converted model, and measure one batch at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gnmr.doctor.beside import Beside
+from gnmr.doctor.guards import refuse_constant, refuse_not_finite, refuse_reentrant
+from gnmr.doctor.knapsack import Pins
+from gnmr.doctor.output import Output, output_of
+from gnmr.errors import require
+from gnmr.measure.coverage import Counting, Coverage
+from gnmr.measure.errors import measure_errors
+from gnmr.measure.price import PRICES, measure_prices
+from gnmr.precision import ConvertedModel, PathLinear, Recipe
+from gnmr.precision.recipes import Gemm
+
+Progress = Callable[[int, int | None], None]
+"""Called with the number of finished forward passes and the total (None: unknown); a priced batch is `PRICED`."""
+
+PRICED = 8
+"""Forward passes that take as long as a priced batch, most of whose time is its backward pass and casts."""
+_NORMED = 2
+"""Number of batches on which gradient norms are measured, on the data's labels."""
+IN_USE = {"token": "fprop", "sequence": "fprop_sequence"}
+"""Name of each estimate of fprop among `NUMBERS`."""
+_LOW = ("fprop", "fprop_sequence", "fprop_input", "fprop_weight", "dgrad", "wgrad", "dgrad_bias", "wgrad_bias")
+NUMBERS = (*_LOW, "mse", "norm")
+"""Numbers per operator and batch: prices, mse of the input, norm of the gradient."""
+
+
+class Priced(NamedTuple):
+    """The measurements of one batch."""
+
+    high: float
+    """Loss on the recovery path, NaN if there is none."""
+    low: float
+    """Loss with everything low."""
+    kl: np.ndarray | None
+    """KL of each sequence with everything low, (S,); None without logits."""
+    numbers: np.ndarray
+    """`NUMBERS` of each operator, (names, U)."""
+    rescued: np.ndarray
+    """Nats of fprop on each rescue, by the estimate in use, (rescues, U)."""
+    rows: list[int]
+    """Rows of each operator."""
+    labels: str
+    """Labels of the backward pass: `model` (drawn from its predictions) or `data`."""
+    estimate: str
+    """The estimate of fprop in use, one of `IN_USE`."""
+
+
+class Passes:
+    """The passes of a converted model."""
+
+    def __init__(
+        self,
+        converted: ConvertedModel,
+        model: nn.Module,
+        run: Callable[[Any], Any],
+        beside: Beside,
+        progress: Progress,
+        *,
+        tokens: int,
+        labels: str,
+        terms: Callable[[Any], int] | None,
+        rescues: Mapping[str, Recipe],
+        apart: Collection[str],
+    ) -> None:
+        """Prepare the meters.
+
+        `beside` holds the parts to measure outside the plan. `rescues` are the recipes, by name, on which a plan may
+        keep a GEMM. `apart` names the operators that have recipes of their own. The other arguments are those of
+        `gnmr.diagnose`.
+        """
+        self.converted, self.model, self.tokens, self.rescues = converted, model, tokens, rescues
+        self._run, self._labels, self._terms, self._beside = run, labels, terms, beside
+        self.weights = [operator.weight for operator in converted.operators]
+        for weight in self.weights:
+            weight.requires_grad_()  # a frozen model has prices too
+        for operator in converted.operators:  # scores come from what forward computes, without pins
+            recovery = operator.recovery if operator.operator_name in apart else converted.recovery
+            assert isinstance(recovery, Recipe)
+            operator.recovery = replace(recovery, dgrad=Gemm(), wgrad=Gemm())
+        assert isinstance(converted.recovery, Recipe)
+        exact = converted.recovery.fprop
+        candidates = {f"rescue {name}": recipe for name, recipe in rescues.items() if recipe.fprop != exact}
+        self._meter = measure_prices(converted, PRICES[:3], tokens, against_recovery=True, candidates=candidates)
+        self._probe = measure_errors(converted, ["mse"], tokens)
+        self._measuring(False)
+        self._draw = torch.Generator(self.weights[0].device).manual_seed(0)
+        self.called: set[str] = set()
+        """Operators that were called in any batch."""
+        self.read: set[str] = set()
+        """Operators whose weight had a gradient in any batch."""
+        self.beside_by_batch: list[dict[str, tuple[float, float]]] = []
+        """Nats by token and by sequence of the parts outside the plan, in each batch."""
+        self.coverage = Coverage()
+        """Products of the batch of `rounding`."""
+        self._done = 0
+        self._total: int | None = None
+        self._progress = progress
+
+    # ---- progress ----
+
+    def expect(self, passes: int | None) -> None:
+        """Set how many forward passes are still to come; None: unknown."""
+        self._total = None if passes is None else self._done + passes
+
+    def expect_more(self, passes: int) -> None:
+        """Add to the number of forward passes that are still to come, if it is known."""
+        if self._total is not None:
+            self._total += passes
+
+    def _advance(self, passes: int) -> None:
+        self._done += passes
+        self._progress(self._done, self._total)
+
+    # ---- forward ----
+
+    @torch.no_grad()
+    def forward(
+        self, batch: Any, place: int, *, recovering: bool, low: PathLinear | None = None, beside: str | None = None
+    ) -> Output:
+        """Run a forward pass with every operator on one path, except the operator `low` or the part `beside`."""
+        self._put(recovering)
+        if low is not None:
+            low.switch(False)
+        with self._beside.running(beside):
+            torch.manual_seed(place)
+            found = output_of(self._run(batch), f"run of batch {place + 1}", trained=False)
+        self.converted.end_step()
+        self._advance(1)
+        return found
+
+    def alone(self, chosen: Mapping[str, PathLinear | None], batches: Sequence[Any]) -> dict[str, list[np.ndarray]]:
+        """Return {name: KLs (S,) by batch} with each operator alone in low precision; None: a part of `beside`."""
+        found: dict[str, list[np.ndarray]] = {name: [] for name in chosen}
+        for place, batch in enumerate(batches if chosen else ()):
+            whole = self.forward(batch, place, recovering=True)
+            for name, operator in chosen.items():
+                beside = name if operator is None else None
+                own = self.forward(batch, place, recovering=True, low=operator, beside=beside)
+                if (kl := whole.kl_to(own)) is not None:
+                    found[name].append(kl)
+        return found
+
+    @torch.no_grad()
+    def rounding(self, batch: Any) -> float | None:
+        """Return the KL from rounding: the model against itself with each operator's output moved by one rounding.
+
+        The products that the model runs on this batch are counted too (`coverage`).
+        """
+        draw = torch.Generator(self.weights[0].device).manual_seed(0)
+
+        def apart(_operator: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+            sign = torch.empty_like(output).bernoulli_(0.5, generator=draw) * 2 - 1
+            return torch.nextafter(output, torch.inf * sign)
+
+        counting = Counting(self.model, self.converted.operators)
+        with counting.all():
+            whole = self.forward(batch, 0, recovering=True)
+        self.coverage = counting.found
+        refuse_not_finite(whole.worth, "run of batch 1", self.model)
+        handles = [operator.register_forward_hook(apart) for operator in self.converted.operators]
+        try:
+            kl = whole.kl_to(self.forward(batch, 0, recovering=True))
+        finally:
+            for handle in handles:
+                handle.remove()
+        return None if kl is None else float(kl.mean())
+
+    @contextmanager
+    def pinned(self, pins: Pins) -> Iterator[None]:
+        """Put these GEMMs of the low path on other recipes: a rescue, or the operator's own recovery recipe."""
+        before = [operator.low for operator in self.converted.operators]
+        try:
+            for operator in self.converted.operators:
+                for gemm, name in pins.get(operator.operator_name, {}).items():
+                    recipe = self.rescues.get(name, operator.recovery)
+                    assert isinstance(operator.low, Recipe) and isinstance(recipe, Recipe)
+                    operator.low = operator.low.with_gemms({gemm: recipe})
+            yield
+        finally:
+            for operator, low in zip(self.converted.operators, before, strict=True):
+                operator.low = low
+
+    # ---- backward ----
+
+    def priced(self, batch: Any, place: int) -> Priced:
+        """Measure batch number `place` by a backward pass and a forward pass with everything low."""
+        meter, where, mark = self._meter, f"run of batch {place + 1}", self.converted.mark()
+        self._put(True)
+        for operator in self.converted.operators:
+            operator.read = None
+        meter.begin_step(place)
+        self._measuring(True)
+        try:
+            with self._beside.priced(place):
+                torch.manual_seed(place)
+                whole = output_of(self._run(batch), where)
+                refuse_not_finite(whole.worth, where, self.model)
+                objective, meter.loss_tokens = whole.objective(self._labels, self._draw, where)
+                if meter.loss_tokens is None and self._terms is not None:
+                    meter.loss_tokens = self._terms(batch)
+                gradients = self._gradients(objective, where)
+        finally:
+            self._measuring(False)
+        rows, drawn = list(meter.rows), self._labels == "model" and whole.logits is not None
+        estimate = "sequence" if drawn and self.tokens == 1 else "token"
+        norms = self._norms_of(gradients) if place < _NORMED or not drawn else None
+        del objective, gradients
+        if drawn and place < _NORMED:
+            norms = self._norms(batch, place, norms)
+        self.beside_by_batch.append(self._beside.take(meter.loss_tokens or max(meter.rows)))
+        rescued, numbers = self._rescued(IN_USE[estimate]), self._numbers(norms, place)
+        self.converted.end_step()
+        self.converted.back_to(mark)  # all passes of a batch use the same delayed scales
+        low = self.forward(batch, place, recovering=False)
+        self._advance(PRICED - 1)
+        labels = "model" if drawn else "data"
+        return Priced(whole.loss_value, low.loss_value, whole.kl_to(low), numbers, rescued, rows, labels, estimate)
+
+    def _gradients(self, objective: Tensor, where: str) -> Sequence[Tensor | None]:
+        """Return the gradient of each weight. Raises ValueError if the objective does not depend on the weights."""
+        refuse_reentrant(objective)
+        reached = [*self.weights, *self._beside.weights]
+        gradients = torch.autograd.grad(objective, reached, allow_unused=True)[: len(self.weights)]
+        right = "its loss does not depend on the linears of this model (or reentrant checkpointing hides that it does)"
+        require(any(gradient is not None for gradient in gradients), "run", "...", right)
+        refuse_constant(objective, self.weights, gradients, where, "its linears")
+        for operator, gradient in zip(self.converted.operators, gradients, strict=True):
+            if operator.read is not None:
+                self.called.add(operator.operator_name)
+            if gradient is not None:
+                self.read.add(operator.operator_name)
+        return gradients
+
+    def _rescued(self, number: str) -> np.ndarray:
+        """Return one of the meter's numbers of fprop on each rescue, (rescues, U)."""
+        found = np.zeros((len(self.rescues), len(self.weights)))
+        for at, name in enumerate(self.rescues):
+            if (candidate := f"rescue {name}") in self._meter.candidates:  # else it is the reference of all errors
+                found[at] = self._meter.by_operator(candidate)[number].cpu().numpy()
+        return found
+
+    def _numbers(self, norms: Tensor | None, place: int) -> np.ndarray:
+        """Return the (names, U) numbers of a batch from the meter and the probe, and reset both."""
+        low = self._meter.by_operator()
+        if self.tokens > 1:
+            low["fprop_sequence"] = low["fprop"]
+        known = torch.zeros_like(low["fprop"]) if norms is None else norms
+        prices = [low[name] for name in _LOW]
+        numbers: np.ndarray = torch.stack([*prices, self._probe.read()["mse"], known]).cpu().numpy()
+        self._meter.reset()
+        self._probe.reset()
+        if not np.isfinite(numbers).all():
+            first = self.converted.operators[int(np.argwhere(~np.isfinite(numbers))[0][1])].operator_name
+            raise ValueError(f"batch {place + 1}: what {first} reads, or its gradient, is not finite in 16 bits")
+        if norms is None:
+            numbers[-1] = np.nan
+        return numbers
+
+    def _norms(self, batch: Any, place: int, drawn: Tensor | None) -> Tensor | None:
+        """Return the weights' gradient norms on the data's labels, (U,) float64; without such labels, `drawn`."""
+        self.converted.end_step()
+        self._put(True)
+        torch.manual_seed(place)
+        loss = output_of(self._run(batch), f"run of batch {place + 1}").loss
+        if loss is None or not loss.requires_grad:
+            return drawn
+        return self._norms_of(torch.autograd.grad(loss, self.weights, allow_unused=True))
+
+    def _norms_of(self, gradients: Iterable[Tensor | None]) -> Tensor:
+        own = zip(self.converted.operators, gradients, strict=True)
+        norms = [0.0 if gradient is None else o.part(gradient).float().norm().double() for o, gradient in own]
+        return torch.stack([torch.as_tensor(norm, dtype=torch.float64) for norm in norms])
+
+    def _put(self, recovering: bool) -> None:
+        for operator in self.converted.operators:
+            operator.switch(recovering)
+
+    def _measuring(self, on: bool) -> None:
+        self._meter.enabled = self._probe.enabled = on
