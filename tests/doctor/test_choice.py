@@ -95,8 +95,13 @@ def test_enough_takes_the_cheapest_choice_that_leaves_no_more() -> None:
         assert found.after <= enough * (1 + 1e-9)
         assert found.extra == 0 or choose(prices, times, "low", found.extra * 0.999).after > enough
     assert choose(prices, times, "low", None, enough=100.0).pins == {}
-    tight = choose(prices, times, "low", 0.1, enough=1e-9)
-    assert tight == choose(prices, times, "low", 0.1), "what the budget does not allow is the best of what it does"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_if_the_budget_does_not_allow_enough_it_is_the_best_of_what_it_allows(seed: int) -> None:
+    prices, times = problem(seed)
+    for budget in (0.1, 0.33, 0.8, 1.5):
+        assert choose(prices, times, "low", budget, enough=1e-9) == choose(prices, times, "low", budget)
 
 
 def test_what_saves_nothing_is_never_pinned_and_infinity_comes_first() -> None:

@@ -112,6 +112,9 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"expected": {"before": 1}}, "expected.after=None: must be a number from -1e+09"),
     ({"triggers": {"prices": 1}}, "triggers.prices: is not a key of a plan: did you mean price?"),
     ({"provenance": {"a": 1}}, "provenance={'a': 1}: must be {name: text}"),
+    ({"modules": []}, "modules=[]: must be {module: class}"),
+    ({"modules": {"layers.*": "Mlp"}}, "modules='layers.*': an operator's name is printable"),
+    ({"modules": {"layers.0": 1}}, "modules.layers.0=1: an operator's name is printable"),
 ]
 
 
