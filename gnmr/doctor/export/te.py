@@ -145,7 +145,7 @@ def te(job: Job) -> dict[str, str]:
     else:
         other = Job(plan, MEGATRON, layers=job.layers)
         fused, casts = other.labels, casts | other.casts
-        job.notes += [f"by the names of Megatron-LM {line}" for line in difference(job.plan, plan, MEGATRON)]
+        job.notes += [f"by the names of Megatron-LM: {line}" for line in difference(job.plan, plan, MEGATRON)]
     job.notes.append("te.autocast(recipe=CustomRecipe(qfactory=qfactory)), after name_modules(model)")
     names = filled(_QFACTORY, LINEARS=as_python(job.labels), FUSED=as_python(fused), UNWRAPPED=UNWRAPPED)
     return {"qfactory.py": "import re\n\n" + _quantizers(casts) + "\n" + names}
