@@ -38,6 +38,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gnmr.attachment import Router
 from gnmr.control import Controller
 from gnmr.control.norms import UnitNorms
 from gnmr.errors import UserError
@@ -118,7 +119,8 @@ def run_step(parts: Parts) -> Callable[[], Any]:
 
 INSIDE = (
     (UnitNorms, "__call__", "norms"),
-    *((Controller, name, "decision") for name in ("measure", "observe", "apply")),
+    *((Controller, name, "decision") for name in ("measure", "mark", "observe", "apply")),
+    *((Router, name, "decision") for name in ("follow", "_begin")),
     *((Cost, name, "records") for name in ("saved_bytes", "predicted_bytes", "spent")),
 )
 """(owner, function, part) of the code in a step that serves the controller and its records."""
