@@ -43,7 +43,6 @@ from gnmr.lab.train.transforms import Transform, build_transform
 from gnmr.measure.coverage import count
 from gnmr.precision import ConvertedModel
 from gnmr.precision.conversion import operator_shapes
-from gnmr.records.disk import sha256
 
 _THREADS = torch.get_num_threads()  # read before a run in this process sets its own number
 
@@ -296,11 +295,6 @@ def apart(corpus: TokenCorpus, model: nn.Module) -> TokenCorpus:
 def tokens_of(split: TokenFile | Documents) -> np.ndarray | TokenFile:
     """Return the token ids of a split."""
     return split.tokens if isinstance(split, Documents) else split
-
-
-def tokenizer_digest(corpus: TokenCorpus) -> str:
-    """Return the sha256 of the corpus's tokenizer.json."""
-    return sha256(corpus.tokenizer_path)
 
 
 def training_blocks(config: Config, corpus: TokenCorpus, branch: Branch | None = None) -> Blocks:

@@ -11,12 +11,13 @@ from gnmr.attachment.blame import Verdict
 from gnmr.lab import models
 from gnmr.lab.faults.schedule import Window
 from gnmr.lab.records.view import RunInfo
-from gnmr.lab.train.build import Parts, tokenizer_digest, tokens_of
+from gnmr.lab.train.build import Parts, tokens_of
 from gnmr.lab.train.folder import signal_sha256
 from gnmr.lab.train.provenance import commit, machine, portable_command
 from gnmr.lab.train.step import StepResult
 from gnmr.precision.recipes import described
 from gnmr.records import rows as records
+from gnmr.records.disk import sha256
 
 
 @dataclass
@@ -118,7 +119,8 @@ def header(parts: Parts, command: str) -> dict[str, Any]:
         "data": {
             "name": config.data.name,
             "fingerprint": corpus.fingerprint,
-            "tokenizer": tokenizer_digest(corpus),
+            "source": corpus.source,
+            "tokenizer": sha256(corpus.tokenizer_path),
             "train_tokens": len(tokens_of(corpus.train)),
             "val_tokens": len(tokens_of(corpus.val)),
             "vocab_size": corpus.vocab_size,
