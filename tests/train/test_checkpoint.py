@@ -20,26 +20,12 @@ from gnmr.lab.data.tokens import prepare
 from gnmr.lab.train.build import Parts, assemble
 from gnmr.lab.train.checkpoint import Checkpointer, load_model
 from gnmr.lab.train.checkpoint_files import steps_in
-from gnmr.lab.train.step import TrainStep
 
 
 @pytest.fixture(scope="module")
-def failed(train, tmp_path_factory) -> Path:
-    """A run with a defect after step 6 of 8: checkpoints of steps 3 and 6."""
-    with pytest.MonkeyPatch.context() as patch:
-        plain = TrainStep.__call__
-
-        def call(self, *args):
-            if self.router.t == 6:
-                raise ZeroDivisionError
-            return plain(self, *args)
-
-        patch.setattr(TrainStep, "__call__", call)
-        folder = tmp_path_factory.mktemp("failed") / "run"
-        with pytest.raises(ZeroDivisionError):
-            train(folder)
-    assert (folder / "FAILED").read_text() == "a defect; see the traceback\n"
-    return folder
+def failed(stopped, tmp_path_factory) -> Path:
+    """A run that ended after step 6 of 8: checkpoints of steps 3 and 6."""
+    return stopped(tmp_path_factory.mktemp("failed") / "run", at=7)
 
 
 @pytest.fixture
