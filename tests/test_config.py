@@ -13,7 +13,7 @@ from gnmr.control import ControlSpec
 from gnmr.errors import UserError
 from gnmr.lab.config import Config, OptimConfig, config_hash, flatten, identity, load, to_dict
 from gnmr.lab.config.controller import ControllerConfig
-from gnmr.lab.config.faults import USUAL
+from gnmr.lab.config.precision import USUAL
 from gnmr.lab.faults.faults import KINDS
 
 CONF = Path(__file__).parent.parent / "conf"

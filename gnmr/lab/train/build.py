@@ -222,7 +222,7 @@ def check_plan(config: Config) -> None:
     assert config.plan is not None
     refuse_run(config, device_of(config.training.device))
     with as_user_error("paths: "):
-        shapes = operator_shapes(empty_model(config)[0], config.precision)
+        shapes = operator_shapes(empty_model(config), config.precision)
     read_plan(config.plan).refuse_other(f"plan={config.plan}", shapes)
 
 
@@ -233,7 +233,7 @@ def _check_shapes(config: Config, device: torch.device) -> None:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model, _ = empty_model(config)
+        model = empty_model(config)
         converted = with_paths(model, config, device)
         build_optim(model, config)
         build_faults(config, converted)
