@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from everything import differences, everything, in_child
+from everything import differences, everything, in_child, losses
 from test_kill_and_resume import at_file, in_step
 
 from gnmr.errors import UserError
@@ -59,10 +59,6 @@ def words(old: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def forks(old: Path) -> Forks:
     return Forks(old)
-
-
-def losses(folder: Path) -> list[float]:
-    return [row["loss"] for row in read_jsonl(folder / "steps.jsonl")]
 
 
 def phases(folder: Path) -> dict[str, tuple[float, float]]:
