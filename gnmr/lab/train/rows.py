@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from gnmr.attachment.blame import Verdict
+from gnmr.errors import fields
 from gnmr.lab import models
 from gnmr.lab.faults.schedule import Window
 from gnmr.lab.records.view import RunInfo
@@ -28,6 +29,13 @@ class Counters:
     tokens: int = 0
     nonfinite_total: int = 0
     nonfinite_streak: int = 0
+
+
+_AS_IN_RESULT = (
+    *("loss", "lr", "grad_norm_pre_clip", "statistics", "monitored", "saturation", "saved_bytes"),
+    *("saved_bytes_predicted", "skipped", "nonfinite_unit", "slowest_rank"),
+)
+"""Fields of a step row that a `StepResult` has under the same name."""
 
 
 def run_info(parts: Parts, name: str, start_step: int = 0) -> RunInfo:
@@ -55,25 +63,12 @@ def step_row(
     return records.step_row(
         result.decision,
         routed=not healing,
-        step=counters.step,
-        tokens=counters.tokens,
-        loss=result.loss,
-        lr=result.lr,
-        grad_norm_pre_clip=result.grad_norm_pre_clip,
-        statistics=result.statistics,
-        monitored=result.monitored,
-        saturation=result.saturation,
-        saved_bytes=result.saved_bytes,
-        saved_bytes_predicted=result.saved_bytes_predicted,
+        **asdict(counters),
+        **fields(result, *_AS_IN_RESULT),
         spent_gemm_frac=spent[0],
         spent_extra_bytes=spent[1],
         spent_extra_time=spent[2],
-        skipped=result.skipped,
-        nonfinite_total=counters.nonfinite_total,
-        nonfinite_streak=counters.nonfinite_streak,
-        nonfinite_unit=result.nonfinite_unit,
         step_time_s=seconds,
-        slowest_rank=result.slowest_rank,
         weights_digest=weights_digest,
         numbers_sent=sent[0],
         numbers_sent_frac=sent[1],
