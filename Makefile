@@ -66,7 +66,7 @@ test-all: $(READY)  ## every test once, some 10 minutes on two cores: make test 
 test-libraries: .libraries/.ready  ## the exports, read by the libraries that they are for (tests/libraries.txt): pytest ARGS
 	PYTHONPATH=.libraries $(BIN)/python -m pytest -m slow tests/doctor/test_export_libraries.py $(ARGS)
 
-attacks: $(READY)  ## attack runs: kills, damaged files, links, full disks (tests/test_attacks.py): ARGS
+attacks: $(READY)  ## attack runs: kills, damaged files, full disks (tests/test_attacks.py): ARGS
 	$(PYTEST) tests/test_attacks.py -m "slow or not slow" $(ARGS)
 
 lint: $(READY)  ## ruff, mypy, and which part may import which (pyproject.toml)

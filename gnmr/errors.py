@@ -115,7 +115,7 @@ def users_level() -> int:
     """
     for level, (frame, _) in enumerate(walk_stack(sys._getframe(1)), 1):
         name = frame.f_globals.get("__name__", "")
-        if name.startswith(("gnmr.cli", "gnmr.lab.sweep")):
+        if name.startswith("gnmr.cli"):
             return 1
         if name.partition(".")[0] not in _BETWEEN:
             return level

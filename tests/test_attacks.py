@@ -1,12 +1,13 @@
 """Attacks on runs: after each of them the same command gives equal numbers, or the run says in one line why not.
 
-`make attacks` runs this file with its slow tests: kills at random moments, damaged files, links, and a full disk.
+Links and files that go away: tests/train/test_integrity_of_runs.py; numbers that are not finite: test_nonfinite.py.
+
+`make attacks` runs this file with its slow tests: kills at random moments, damaged files, and a full disk.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import multiprocessing
 import os
 import random
@@ -148,7 +149,7 @@ def test_report_and_replay_of_damaged_records(name: str, undisturbed, gnmr, tmp_
         shutil.rmtree(folder)
 
 
-# ---- a full disk, files that go away, numbers that are not finite ----
+# ---- a full disk ----
 
 
 @pytest.mark.slow
@@ -167,66 +168,7 @@ def test_a_disk_that_is_full(size: str, small_disk, undisturbed, train: Train) -
     assert records(folder) == records(undisturbed[0])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "names", [["steps.jsonl", "units.arrows"], ["steps.jsonl"], ["eval.jsonl"], ["events.jsonl"], ["units.arrows"]]
-)
-def test_files_that_are_emptied_while_the_run_goes_on(
-    names: list[str], train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those that are removed or moved: tests/train/test_integrity_of_runs.py."""
-    from gnmr.lab.train.step import TrainStep
-
-    folder, plain = tmp_path / "run", TrainStep.__call__
-
-    def call(self: Any, *args: Any) -> Any:
-        for name in names if self.router.t == 5 else ():
-            os.truncate(folder / name, 0)
-        return plain(self, *args)
-
-    monkeypatch.setattr(TrainStep, "__call__", call)
-    with pytest.raises(RunFailed, match="was removed, moved or replaced while the run was going") as caught:
-        train(folder, *WORDS)
-    assert "\n" not in str(caught.value) and not (folder / "DONE").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("steps", [{1}, set(range(3, 10)), {12}])
-def test_a_storm_of_nan(steps: set[int], train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps without a finite gradient are skipped and counted, and the weights stay finite."""
-    from gnmr.lab.train import run as module
-
-    plain, count = module.assemble, iter(range(1, 1000))
-
-    def assemble(*args: Any) -> Any:
-        parts = plain(*args)
-        weight = parts.model.get_submodule("layers.0.mlp.up_proj").weight
-        weight.register_hook(lambda gradient: gradient * (math.nan if next(count) in steps else 1.0))
-        return parts
-
-    monkeypatch.setattr(module, "assemble", assemble)
-    folder = train(tmp_path / "run", *WORDS, "records.verdicts=false")  # which would run a step again
-    rows = read_jsonl(folder / "steps.jsonl")
-    assert {row["step"] for row in rows if row["skipped"]} == steps
-    assert rows[-1]["nonfinite_total"] == len(steps) and math.isfinite(
-        read_jsonl(folder / "eval.jsonl")[-1]["val_loss"]
-    )
-
-
 # ---- what others wrote ----
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["units.arrows", "header.json", "summary.json", ".lock"])
-def test_no_link_is_written_through(name: str, undisturbed, train: Train, tmp_path: Path) -> None:
-    folder, mine = Path(shutil.copytree(undisturbed[0], tmp_path / "run")), tmp_path / "mine"
-    (folder / "DONE").unlink()
-    (folder / name).unlink()
-    mine.write_text("mine")
-    (folder / name).symlink_to(mine)
-    with pytest.raises(UserError, match=r"is a symbolic link"):
-        train(folder, *WORDS)
-    assert mine.read_text() == "mine"
 
 
 def test_a_header_that_others_wrote_is_data(train: Train, tmp_path: Path) -> None:

@@ -1,28 +1,19 @@
-"""The schema and conf/ say the same, every key is explained, and a run's identity is what changes its numbers."""
+"""The schema: what it refuses, and that a run's identity is what changes its numbers."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
 
 import pytest
 import yaml
 
 from gnmr.control import ControlSpec
 from gnmr.errors import UserError
-from gnmr.lab.config import Config, OptimConfig, config_hash, flatten, identity, load, to_dict
+from gnmr.lab.config import Config, OptimConfig, config_hash, identity, load, to_dict
 from gnmr.lab.config.controller import ControllerConfig
-from gnmr.lab.config.faults import USUAL
+from gnmr.lab.config.precision import USUAL
 from gnmr.lab.faults.faults import KINDS
-
-CONF = Path(__file__).parent.parent / "conf"
-
-
-@pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda path: str(path.relative_to(CONF)))
-def test_every_file_opens_with_what_it_is(path: Path) -> None:
-    head = [line for line in path.read_text().splitlines()[:3] if line.startswith("# ") and "@package" not in line]
-    assert head
 
 
 def test_the_seed_and_how_a_run_is_watched_stay_outside_the_hash() -> None:
@@ -46,11 +37,6 @@ def test_a_config_survives_being_written_and_read() -> None:
     assert load(yaml.safe_load(yaml.safe_dump(to_dict(Config())))) == Config()
 
 
-def test_configs_cannot_be_changed_by_accident() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        load(to_dict(Config())).training.steps = 3  # type: ignore[misc]
-
-
 @pytest.mark.parametrize(
     ("controller", "unread"),
     [
@@ -62,10 +48,6 @@ def test_configs_cannot_be_changed_by_accident() -> None:
 )
 def test_keys_that_choose_nothing(controller: dict, unread: str) -> None:
     assert sorted(load({"controller": controller}).controller.unread()) == unread.split()
-
-
-def test_flatten_keeps_lists_whole() -> None:
-    assert flatten({"a": {"b": [1, 2]}, "c": 3}) == {"a.b": [1, 2], "c": 3}
 
 
 BEYOND_32_BITS = {"lr": (1e39, 2e3, 1e-46, math.nan), "eps": (1e-50, 1e39), "weight_decay": (1e39, -0.1, math.inf)}
@@ -81,17 +63,10 @@ def test_rates_that_32_bits_do_not_hold_are_refused(key: str, values: tuple[obje
 
 
 def test_the_config_says_of_the_controller_and_of_faults_what_these_say() -> None:
-    """They are written twice: the config is read without torch, and the controller imports nothing of ours."""
+    """What they do not share by `Rules` is written twice, because the config is read without torch."""
     ours, theirs = (
         {field.name: field.default for field in dataclasses.fields(c)} for c in (ControllerConfig, ControlSpec)
     )
     shared = ours.keys() & theirs.keys() - {"options"}
     assert len(shared) >= 12 and {name: ours[name] for name in shared} == {name: theirs[name] for name in shared}
-    for name in ("observe", "routing", "warmup_path"):
-        said = []
-        for spec in (ControllerConfig, ControlSpec):
-            with pytest.raises(ValueError, match=f"{name}=") as caught:
-                spec(**{name: "odd"})
-            said.append(str(caught.value).partition(": ")[2])
-        assert said[0] == said[1]
     assert ("none", *KINDS) == tuple(USUAL)

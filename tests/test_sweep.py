@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from gnmr.lab.sweep import finished, last_step
+from gnmr.lab.records.find import finished, last_step
 from gnmr.lab.train import run as run_module
 from gnmr.records.reader import read_json
 
@@ -105,13 +105,6 @@ def test_a_mistake_in_one_cell_leaves_the_others(launcher, gnmr, tiny_words, tmp
 def test_a_mistake_in_all_cells_writes_nothing(word, gnmr, tiny_words, tmp_path):
     assert gnmr("train", *tiny_words, word, "-m").mistake
     assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.slow
-def test_two_runs_of_one_folder_are_refused(gnmr, tiny_words, tmp_path):
-    ended = gnmr("train", *tiny_words, f"run_dir={tmp_path / 'run'}", SEEDS, "-m")
-    assert ended.code == 2 and "holds a run of another config: training.seed is 0 there and 1 here" in ended.err
-    assert (tmp_path / "run" / "DONE").exists()
 
 
 @pytest.mark.slow

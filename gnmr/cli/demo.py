@@ -103,7 +103,7 @@ def _run_one(config: Config, words: Sequence[str]) -> None:
 @contextmanager
 def _watched(configs: Sequence[Config]) -> Iterator[None]:
     """Show how many steps are done, by the runs' records."""
-    from gnmr.lab.sweep import last_step
+    from gnmr.lab.records.find import last_step
     from gnmr.lab.train.folder import run_folder
 
     over = threading.Event()

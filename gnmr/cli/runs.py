@@ -17,8 +17,7 @@ from rich.text import Text
 from gnmr.cli.parser import Parser, whole
 from gnmr.console import NARROW, for_tables, print_plain
 from gnmr.errors import UserError, plural, printable
-from gnmr.lab.records.find import LATEST, changed, find_runs
-from gnmr.lab.sweep import last_step
+from gnmr.lab.records.find import LATEST, changed, find_runs, last_step
 from gnmr.records.reader import read_json, read_jsonl
 from gnmr.records.untrusted import exists
 

@@ -25,9 +25,8 @@ from gnmr.lab.config import Config, ControllerConfig
 from gnmr.lab.config.base_run import typed
 from gnmr.lab.config.compose import conf_dir, load_composed, register
 from gnmr.lab.config.text_checks import place
-from gnmr.lab.records.find import SMOKE, TRIAL
+from gnmr.lab.records.find import SMOKE, TRIAL, finished
 from gnmr.lab.stopping import never_at_once
-from gnmr.lab.sweep import finished
 from gnmr.records.untrusted import MAX_DEPTH
 
 

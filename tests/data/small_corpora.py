@@ -19,6 +19,8 @@ from gnmr.lab.data.tokens import prepare
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCUMENTS = [f"document {i}:\n  the {i * 7}th fox – über {'brown dog ' * (i % 5)}\r\n\tend" for i in range(40)]
+TRAIN = [text for i, text in enumerate(DOCUMENTS) if i not in (19, 39)]
+VALIDATION = [DOCUMENTS[19], DOCUMENTS[39]]
 
 
 def write_rows(file: Path, documents: list[Any], column: str = "text") -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_corpora import DOCUMENTS, build, shared_data, write_rows
+from small_corpora import DOCUMENTS, TRAIN, VALIDATION, build, shared_data, write_rows
 
 from gnmr.errors import UserError
 from gnmr.lab.config import DataConfig
@@ -18,8 +18,6 @@ from gnmr.lab.data import corpora, files
 from gnmr.lab.data.tokens import prepare
 
 Make = Callable[..., DataConfig]
-TRAIN = [text for i, text in enumerate(DOCUMENTS) if i not in (19, 39)]
-VALIDATION = [DOCUMENTS[19], DOCUMENTS[39]]
 
 
 def read(config: DataConfig) -> tuple[list[str], list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,14 +47,16 @@ def letters(number: int) -> str:
     return " ".join("abcdefghij"[i] for i in torch.randint(10, (40,), generator=draw).tolist())
 
 
+def write(folder: Path, write_file: Callable[[Path, list[Any]], Path], rows: list[Any], by_name: bool) -> None:
+    """The rows in one file, or the last quarter of them in a file for validation."""
+    split = 3 * len(rows) // 4
+    for name, part in {"train": rows[:split], "valid": rows[split:]}.items() if by_name else [("a", rows)]:
+        write_file(folder / f"{name}.jsonl", part)
+
+
 @pytest.mark.parametrize("by_name", [True, False])
 def test_no_validation_sequence_holds_training_tokens(by_name: bool, config: Make, tmp_path: Path) -> None:
-    documents = [letters(i) for i in range(200)]
-    if by_name:
-        write_rows(tmp_path / "data" / "train.jsonl", documents[:150])
-        write_rows(tmp_path / "data" / "valid.jsonl", documents[150:])
-    else:
-        write_rows(tmp_path / "data" / "a.jsonl", documents)
+    write(tmp_path / "data", write_rows, [letters(i) for i in range(200)], by_name)
     trained, held_out, shared = overlap(config(path=str(tmp_path / "data")), ModelConfig(), 12)
     assert trained > 100 and held_out > 10 and shared == 0
 
@@ -62,12 +65,7 @@ def test_no_validation_sequence_holds_training_tokens(by_name: bool, config: Mak
 def test_no_packed_validation_sequence_holds_training_tokens(
     by_name: bool, config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pairs = [(letters(i), letters(1000 + i)) for i in range(60)]
-    if by_name:
-        write_examples(tmp_path / "data" / "train.jsonl", pairs[:40])
-        write_examples(tmp_path / "data" / "valid.jsonl", pairs[40:])
-    else:
-        write_examples(tmp_path / "data" / "a.jsonl", pairs)
+    write(tmp_path / "data", write_examples, [(letters(i), letters(1000 + i)) for i in range(60)], by_name)
     data = config(name="instructions", path=str(tmp_path / "data"))
     checkpoint = word_checkpoint(tmp_path / "checkpoint")
     monkeypatch.setattr("gnmr.lab.models.pretrained.local", lambda name: checkpoint)  # only its tokenizer is read

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_corpora import DOCUMENTS, build, texts, write_rows
+from small_corpora import DOCUMENTS, TRAIN, VALIDATION, build, texts, write_rows
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from gnmr.errors import UserError
@@ -22,8 +22,6 @@ from gnmr.lab.data import tokenizer as bpe
 from gnmr.lab.data import tokens
 
 Make = Callable[..., DataConfig]
-TRAIN = [text for i, text in enumerate(DOCUMENTS) if i not in (19, 39)]
-VALIDATION = [DOCUMENTS[19], DOCUMENTS[39]]
 
 
 def test_documents_come_back_from_the_tokens(config: Make, corpus_file: Path, cache_dir: Path) -> None:

@@ -5,32 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gnmr.lab.models import Decoder
+from gnmr.lab.models.pretrained import as_hugging_face
 
-transformers = pytest.importorskip("transformers")
-
-
-def hugging_face(model: Decoder, dtype: torch.dtype) -> torch.nn.Module:
-    config = model.config
-    twin = transformers.AutoModelForCausalLM.from_config(
-        transformers.LlamaConfig(
-            vocab_size=model.embed_tokens.num_embeddings,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads or config.num_heads,
-            rms_norm_eps=config.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-            tie_word_embeddings=config.tied_head,
-        ),
-        dtype=dtype,  # built in it: a cast afterwards would round the rotary frequencies
-    )
-    weights = {name if name.startswith("lm_head") else f"model.{name}": w for name, w in model.state_dict().items()}
-    if config.tied_head:
-        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    twin.load_state_dict(weights, strict=True)
-    return twin
+pytest.importorskip("transformers")
 
 
 @pytest.mark.parametrize(
@@ -44,7 +21,7 @@ def hugging_face(model: Decoder, dtype: torch.dtype) -> torch.nn.Module:
 )
 def test_fp32_logits_and_gradients_equal(build, tokens_BT, changes):
     model = build(**changes)
-    twin = hugging_face(model, torch.float32)
+    twin = as_hugging_face(model)
     ours, theirs = model(tokens_BT), twin(tokens_BT).logits
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     ours.square().mean().backward()
@@ -58,5 +35,5 @@ def test_bf16_logits_close(build, tokens_BT):
     model = build(num_kv_heads=2).bfloat16()
     ours = model(tokens_BT)
     assert ours.dtype == torch.bfloat16
-    theirs = hugging_face(model, torch.bfloat16)(tokens_BT).logits
+    theirs = as_hugging_face(model)(tokens_BT).logits
     assert (ours - theirs).float().norm() < 0.01 * theirs.float().norm()

@@ -87,7 +87,7 @@ def before_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], 
     return install
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def stopped(train) -> Callable[..., Path]:
     """stopped(folder, *words): a run that has ended with an error after its fourth step, and can be continued."""
 

@@ -47,6 +47,11 @@ def everything(folder: Path, *fields: str) -> dict[str, Any]:
     }
 
 
+def losses(folder: Path) -> list[float]:
+    """The loss of every step."""
+    return [row["loss"] for row in read_jsonl(folder / "steps.jsonl")]
+
+
 def without(row: dict[str, Any], *keys: str) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name not in keys}
 

@@ -16,29 +16,16 @@ import torch
 from everything import differences, everything, same_bits
 
 from gnmr.errors import RunFailed, UserError
+from gnmr.lab.data.tokens import prepare
 from gnmr.lab.train.build import Parts, assemble
 from gnmr.lab.train.checkpoint import Checkpointer, load_model
 from gnmr.lab.train.checkpoint_files import steps_in
-from gnmr.lab.train.step import TrainStep
 
 
 @pytest.fixture(scope="module")
-def failed(train, tmp_path_factory) -> Path:
-    """A run with a defect after step 6 of 8: checkpoints of steps 3 and 6."""
-    with pytest.MonkeyPatch.context() as patch:
-        plain = TrainStep.__call__
-
-        def call(self, *args):
-            if self.router.t == 6:
-                raise ZeroDivisionError
-            return plain(self, *args)
-
-        patch.setattr(TrainStep, "__call__", call)
-        folder = tmp_path_factory.mktemp("failed") / "run"
-        with pytest.raises(ZeroDivisionError):
-            train(folder)
-    assert (folder / "FAILED").read_text() == "a defect; see the traceback\n"
-    return folder
+def failed(stopped, tmp_path_factory) -> Path:
+    """A run that ended after step 6 of 8: checkpoints of steps 3 and 6."""
+    return stopped(tmp_path_factory.mktemp("failed") / "run", at=7)
 
 
 @pytest.fixture
@@ -171,24 +158,27 @@ def content(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("left", ["both", pytest.param("none", marks=pytest.mark.slow)])
-def test_a_run_whose_text_was_changed_is_left_as_it_is(left, train, stopped, text_file, tmp_path):
-    """Whatever checkpoints are there; and goes on when the text is put back."""
-    file, sound = tmp_path / "text.txt", text_file.read_text()
-    words = [f"data.path={file}"]
-    file.write_text(sound)
-    stopped(tmp_path / "run", *words, at=8)
-    if left == "none":
-        shutil.rmtree(tmp_path / "run" / "checkpoints")
-    (tmp_path / "run" / ".lock").touch()
-    before, middle = content(tmp_path / "run"), len(sound) // 2
-    file.write_text(sound[:middle] + sound[middle:].replace("a", "b"))
-    with pytest.raises(UserError, match=r"data\.path=.* changed since the run began; .* put it back"):
-        train(tmp_path / "run", *words)
-    assert content(tmp_path / "run") == before
-    file.write_text(sound)
-    train(tmp_path / "run", *words)
-    assert (tmp_path / "run" / "DONE").exists()
+@pytest.mark.parametrize("left", ["done", "stopped", pytest.param("no checkpoint", marks=pytest.mark.slow)])
+def test_a_run_whose_data_changed_is_left_as_it_is(left, train, stopped, tiny, text_file, tmp_path):
+    """Whatever it left; and goes on, or is skipped, when text and tokenizer are put back."""
+    run, text, own = tmp_path / "run", tmp_path / "text.txt", tmp_path / "tokenizer.json"
+    text.write_bytes(text_file.read_bytes())
+    own.write_bytes(prepare(tiny().data, 0, len).tokenizer_path.read_bytes())
+    words = [f"data.path={text}", f"data.tokenizer={own}"]
+    train(run, *words) if left == "done" else stopped(run, *words, at=8)
+    if left == "no checkpoint":
+        shutil.rmtree(run / "checkpoints")
+    before = content(run)
+    for key, file in (("path", text), ("tokenizer", own)):
+        sound = file.read_bytes()
+        file.write_bytes(sound[:-9] + sound[-9:].replace(b"}", b" }").replace(b"a", b"b"))
+        assert file.read_bytes() != sound
+        with pytest.raises(UserError, match=rf"data\.{key}=.* changed since the run in .* put it back as it was"):
+            train(run, *words)
+        assert content(run) == before
+        file.write_bytes(sound)
+    train(run, *words)
+    assert (run / "DONE").exists()
 
 
 def test_a_corrupt_checkpoint_of_another_run_is_not_set_aside(half_way, assembled):

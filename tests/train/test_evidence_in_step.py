@@ -177,20 +177,33 @@ def test_recording_everything_changes_no_bit(name, train, tmp_path):
     assert differences(plain, watched) == []
 
 
-HISTORIES = {
-    "gsnr": ["training.accumulation=2"],
-    "static_k": ["controller.options.calibration_steps=4"],
-    "recovery_gap": ["controller.options.every=2"],
+def ranked(name: str, *more: str) -> list[str]:
+    """A run under a signal, with the evidence of that signal recorded."""
+    return [
+        f"controller.signal={name}",
+        f"records.evidence=[{','.join(SIGNALS[name].needs)}]",
+        "controller.routing=ranked",
+        *more,
+    ]
+
+
+BUSY_LAYERS = ["precision.unit=layer", "model.num_layers=2", "controller.alpha=1", "controller.beta=1"]
+REPLAYED = {
+    "gsnr": ranked("gsnr", "training.accumulation=2"),
+    "static_k": ranked("static_k", "controller.options.calibration_steps=4"),
+    "recovery_gap": ranked("recovery_gap", "controller.options.every=2"),
+    "jacobian": ranked("jacobian"),
+    "random": ranked("random"),
+    "input_grad": ["controller.observe=input_grad", *BUSY_LAYERS],
+    "adapter": ["controller.observe=adapter", *BUSY_LAYERS],
 }
 
 
-@pytest.mark.parametrize("name", [*HISTORIES, "jacobian", "random"])
+@pytest.mark.parametrize("name", REPLAYED)
 @pytest.mark.slow
 def test_what_was_recorded_gives_the_sets_again(name, train, gnmr, tmp_path):
-    """`gnmr replay` of a run whose signal reads more than norms, or the seed."""
-    needs = ",".join(SIGNALS[name].needs)
-    words = ["training.steps=8", "training.seed=3", f"controller.signal={name}", f"records.evidence=[{needs}]"]
-    folder = train(tmp_path / "run", *words, "controller.routing=ranked", *HISTORIES.get(name, []))
+    """`gnmr replay` of a run that reads more than the norms of parameters, or the seed."""
+    folder = train(tmp_path / "run", "training.steps=8", "training.seed=3", *REPLAYED[name])
     out = tmp_path / "out.jsonl"
     assert gnmr("replay", str(folder), f"out={out}").code == 0
     replayed = [set(row["active"]) for row in read_jsonl(out)]

@@ -54,13 +54,16 @@ def test_a_stopped_run_goes_on_to_the_last_bit(train, tmp_path: Path, lora: Word
     assert differences(whole, everything(train(tmp_path / "run", *lora))) == []
 
 
-def test_a_run_does_not_go_on_over_another_base(train, tmp_path: Path, lora: Words, base: Path, stopped) -> None:
-    """One weight in the middle of the file, as of a merged adapter; nor with another tokenizer."""
+@pytest.mark.parametrize("done", [False, True])
+def test_a_run_is_not_taken_for_one_of_another_base(
+    done: bool, train, tmp_path: Path, lora: Words, base: Path, stopped
+) -> None:
+    """One weight in the middle of the file, as of a merged adapter; nor of another tokenizer."""
     from safetensors.torch import load_file, save_file
 
     mine = copied(base, tmp_path / "base")
     words = [word.replace(str(base), str(mine)) for word in lora]
-    stopped(tmp_path / "run", *words)
+    (train if done else stopped)(tmp_path / "run", *words)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
 
     def line() -> str:
@@ -74,10 +77,10 @@ def test_a_run_does_not_go_on_over_another_base(train, tmp_path: Path, lora: Wor
     tensors = load_file(weights)
     tensors["model.layers.1.mlp.up_proj.weight"] *= 2
     save_file(tensors, weights, {"format": "pt"})
-    assert line().startswith(f"model.checkpoint={mine}: its weights changed since the run began; to go on with")
+    assert line().startswith(f"model.checkpoint={mine}: its weights changed since the run in")
     weights.write_bytes(sound[0])
     tokenizer.write_text(sound[1].replace('"a"', '"A"'))
-    assert line().startswith(f"model.checkpoint={mine}: its tokenizer changed since the run began; to go on with")
+    assert line().startswith(f"model.checkpoint={mine}: its tokenizer changed since the run in")
     tokenizer.write_text(sound[1])
     train(tmp_path / "run", *words)
 

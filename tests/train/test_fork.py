@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from everything import differences, everything, in_child
+from everything import differences, everything, in_child, losses
 from test_kill_and_resume import at_file, in_step
 
 from gnmr.errors import UserError
@@ -59,10 +59,6 @@ def words(old: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def forks(old: Path) -> Forks:
     return Forks(old)
-
-
-def losses(folder: Path) -> list[float]:
-    return [row["loss"] for row in read_jsonl(folder / "steps.jsonl")]
 
 
 def phases(folder: Path) -> dict[str, tuple[float, float]]:
@@ -175,16 +171,17 @@ def test_a_killed_fork_continues_to_the_last_bit(hook, arm, tmp_path, train, wor
     assert differences(want, everything(train(tmp_path / "run", *mine))) == []
 
 
-@pytest.mark.slow
 def test_a_base_that_changed_is_told(tmp_path, train, words, old):
+    """Whether the fork is done or has only begun."""
     base = tmp_path / "base"
     shutil.copytree(old, base)
     mine = [f"base={base}", *words[1:]]
-    train(tmp_path / "run", *mine)
-    (tmp_path / "run" / "DONE").unlink()
+    done = train(tmp_path / "run", *mine) / "DONE"
     shutil.rmtree(base / "checkpoints/step-00000006")
-    with pytest.raises(UserError, match=r"base=.*: its checkpoint changed since the run began"):
-        train(tmp_path / "run", *mine)
+    for begun in (done.exists, done.unlink):
+        begun()
+        with pytest.raises(UserError, match=r"^base=.*: its checkpoint changed since the run in"):
+            train(tmp_path / "run", *mine)
 
 
 def test_a_bases_batch_may_be_cut_into_other_micro_batches(tiny, words, forks):

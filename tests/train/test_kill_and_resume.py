@@ -60,6 +60,8 @@ SKIP += ["optim.transform.options.min_values=3", "optim.transform.options.sigmas
 """So few sigmas that a good part of the steps is left out."""
 MEASURED = ["training.steps=6", "controller.routing=ranked"]
 """Signals whose history is made of evidence."""
+LAYERS = ["precision.unit=layer", "model.num_layers=2", "training.accumulation=2"]
+LAYERS += ["controller.alpha=1", "controller.beta=1"]
 Hook = Callable[[], None]
 
 
@@ -160,6 +162,8 @@ KILLS: dict[str, tuple[Hook, list[str]]] = {
     ),
     "gsnr": (in_step(5), [*MEASURED, "controller.signal=gsnr", "training.accumulation=2"]),
     "static_k": (in_step(5), [*MEASURED, "controller.signal=static_k", "controller.options.calibration_steps=4"]),
+    "input_grad": (in_step(5), [*LAYERS, "controller.observe=input_grad"]),
+    "adapter": (in_step(5), [*LAYERS, "controller.observe=adapter"]),
     "recovery_gap": (in_step(5), [*MEASURED, "controller.signal=recovery_gap", "controller.options.every=2"]),
 }
 

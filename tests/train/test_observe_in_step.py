@@ -1,4 +1,7 @@
-"""What a run watches of its units, against plain loops; and that the default is what it was."""
+"""What a run watches of its units, against plain loops; and that the default is what it was.
+
+Stops and replays of such runs: test_kill_and_resume.py and test_evidence_in_step.py.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,10 @@ from functools import partial
 
 import pytest
 import torch
-from everything import differences, everything
 from torch import Tensor
 
 from gnmr.lab.train.build import Parts, train_step
 from gnmr.lab.train.loss import loss_of
-from gnmr.records.reader import read_jsonl, read_units
 
 LR = 1e-3
 OUTPUTS = ["controller.observe=input_grad", "training.dtype=float32", "model.num_layers=2"]
@@ -76,20 +77,3 @@ def test_adapter_is_everything_trainable_below_the_unit(assembled: Callable, blo
     block = torch.cat([p.grad.flatten() for p in parts.model.layers[0].parameters()])
     assert whole == pytest.approx(block.norm().item(), rel=1e-5) and whole > own * (1 + 5e-5)
     assert len({result.grad_norm_pre_clip for result in kinds.values()}) <= 2  # sums in another order
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("observe", ["input_grad", "adapter"])
-def test_a_run_goes_on_after_a_stop_and_replays(observe, train, gnmr, stopped, tmp_path):
-    words = [f"controller.observe={observe}", "precision.unit=layer", "model.num_layers=2"]
-    words += ["training.accumulation=2", "controller.alpha=1", "controller.beta=1"]
-    whole = everything(train(tmp_path / "whole", *words))
-    assert whole["events"]
-    stopped(tmp_path / "run", *words)
-    assert differences(whole, everything(train(tmp_path / "run", *words))) == []
-
-    assert gnmr("replay", str(tmp_path / "run"), f"out={tmp_path / 'out.jsonl'}").code == 0
-    replayed = [set(row["active"]) for row in read_jsonl(tmp_path / "out.jsonl")]
-    rows = read_units(tmp_path / "run").to_pylist()
-    in_force = [{row["unit"] for row in rows if row["step"] == t and row["active"]} for t in range(1, 9)]
-    assert replayed[:-1] == in_force[1:]

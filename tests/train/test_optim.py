@@ -31,18 +31,6 @@ def model_of_one_step(dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def test_only_matrices_decay():
-    model = model_of_one_step(torch.float32)
-    optimizer = build_optimizer(model, OptimConfig(lr=0.5, weight_decay=0.1))
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    for name, p in model.named_parameters():
-        factor = 1 - 0.5 * 0.1 if p.ndim == 2 else 1.0
-        torch.testing.assert_close(p.detach(), before[name] * factor)
-
-
 def test_a_parameter_that_had_no_gradient_has_its_first_state():
     """A checkpoint wants state of all; what comes of it is what AdamW would have made by itself."""
     model, lazy = model_of_one_step(torch.float32), model_of_one_step(torch.float32)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gnmr.lab.config import config_hash, read
-from gnmr.lab.train.provenance import place, portable_command
+from gnmr.lab.train.provenance import portable_command
 from gnmr.lab.train.run import run
 from gnmr.records.reader import read_json
 
@@ -37,11 +37,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_a_command(command: str, told: str, here: Path) -> None:
     assert portable_command(command.format(here=here, home=Path.home())) == told
-
-
-def test_places(here: Path) -> None:
-    told = [place(str(path)) for path in (here / "x", Path.home() / "x", Path.home(), "/scratch/x", "x/y")]
-    assert told == ["x", "~/x", "~", "/scratch/x", "x/y"]
 
 
 @pytest.mark.parametrize("given", [pytest.param("{here}/cache", marks=pytest.mark.slow), "cache", "{away}/cache"])

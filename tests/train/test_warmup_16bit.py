@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
+from everything import losses
 
 from gnmr.control import Controller
 from gnmr.lab.train.build import Parts
@@ -20,10 +19,6 @@ STATIC += ["controller.options.calibration_frac=0.4", "controller.options.k_frac
 BLOCKS = ["model.num_layers=4", "precision.unit=block", *WARM, *STATIC]
 SIXTEEN = ["precision.low=bf16", "precision.recovery=null"]
 LOW = ["controller.signal=always_low"]
-
-
-def losses(folder: Path) -> list[float]:
-    return [row["loss"] for row in read_jsonl(folder / "steps.jsonl")]
 
 
 @pytest.mark.parametrize(

@@ -23,13 +23,11 @@ from omegaconf.errors import OmegaConfBaseException
 from gnmr.errors import UserError, as_user_error, fields, guess, nearest, one_of, require
 from gnmr.lab.config.controller import ControllerConfig
 from gnmr.lab.config.data import DataConfig
-from gnmr.lab.config.faults import USUAL, FaultsConfig
 from gnmr.lab.config.model import ModelConfig
-from gnmr.lab.config.optim import OptimConfig
-from gnmr.lab.config.precision import PrecisionConfig
+from gnmr.lab.config.precision import USUAL, FaultsConfig, PrecisionConfig
 from gnmr.lab.config.records import RecordsConfig, ScoresConfig
 from gnmr.lab.config.text_checks import LONGEST_NAME, folder_name, place, storable
-from gnmr.lab.config.training import CompressionConfig, ForkConfig, TrainingConfig
+from gnmr.lab.config.training import CompressionConfig, ForkConfig, OptimConfig, TrainingConfig
 from gnmr.records.untrusted import MAX_CONFIG, MAX_DEPTH, Damaged, bounded, content, reading
 
 

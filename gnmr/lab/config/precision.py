@@ -1,10 +1,10 @@
-"""precision.*: the two execution paths (`gnmr.precision.spec`) and the name of this choice."""
+"""precision.* and faults.*: the two execution paths (`gnmr.precision.spec`), and faults of the low-cost path."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from gnmr.errors import as_user_error
+from gnmr.errors import as_user_error, fields, one_of, positive, require, whole, within
 from gnmr.precision.spec import PathSpec
 
 
@@ -23,3 +23,60 @@ class PrecisionConfig(PathSpec):
             pins = "_pins" if self.pins else ""
             object.__setattr__(self, "name", str(self.low) + (f"_{self.recovery}" if self.recovery else "") + pins)
         super().__post_init__()
+
+
+USUAL: dict[str, dict[str, float]] = {
+    "none": {"magnitude": 1.0, "rows_frac": 1.0, "rate": 0.0, "duration": 1},
+    "scale_up": {"magnitude": 8.0, "rows_frac": 1.0, "rate": 0.5, "duration": 20},
+    "scale_down": {"magnitude": 8.0, "rows_frac": 1.0, "rate": 0.5, "duration": 20},
+    "stale_scale": {"magnitude": 4.0, "rows_frac": 1.0, "rate": 0.5, "duration": 20},
+    "noise": {"magnitude": 2.0, "rows_frac": 1.0, "rate": 0.5, "duration": 20},
+    "bit_flip": {"magnitude": 1.0, "rows_frac": 0.05, "rate": 0.5, "duration": 20},
+    "nan": {"magnitude": 1.0, "rows_frac": 0.001, "rate": 0.5, "duration": 3},
+    "inf": {"magnitude": 1.0, "rows_frac": 0.001, "rate": 0.5, "duration": 3},
+}
+"""The defaults of each kind of fault, which replace null in the config. In int4, a scale_up of 8 sets all values below
+57% of a row's largest value to zero; e4m3 needs about 1e4 for this effect. Under nan and inf the optimizer skips steps.
+Their windows are shorter than training.max_nonfinite_streak, so that a run without recovery does not end there."""
+
+
+@dataclass(frozen=True)
+class FaultsConfig:
+    """Faults in the low-cost path of chosen units at known times (gnmr/lab/faults/faults.py)."""
+
+    kind: str = "none"
+    """The kind of fault, or none."""
+    magnitude: float | None = None
+    """Strength: the factor on the scale, or the noise in grid steps. bit_flip, nan and inf have no strength. Null
+    selects the default of the kind (`USUAL`), here and in rows_frac, rate and duration."""
+    rows_frac: float | None = None
+    """Fraction of the rows (tokens) of a unit's input that are hit."""
+    targets: list[str] = field(default_factory=lambda: ["*"])
+    """Patterns of the units, or of their operators, that may be hit, as in precision.targets."""
+    windows: list[list[int]] = field(default_factory=list)
+    """[[first step, number of steps], ...] in which every target is hit. If empty, windows are drawn from rate."""
+    rate: float | None = None
+    """Windows per 1,000 unit-steps, drawn for each target separately. It has no effect if windows are given."""
+    duration: int | None = None
+    """Steps of a drawn window."""
+    history: int = 16
+    """Number of steps that stale_scale looks back."""
+    seed: int | None = None
+    """Seed of the windows and of the randomness in them. If null, it is training.seed."""
+
+    @as_user_error("faults.")
+    def __post_init__(self) -> None:
+        one_of(USUAL, kind=self.kind)
+        for key, value in USUAL[self.kind].items():
+            if getattr(self, key) is None:
+                object.__setattr__(self, key, value)
+        positive(**fields(self, "magnitude", "rows_frac"))
+        within(0, 1, rows_frac=self.rows_frac)
+        require(self.targets, "targets", self.targets, "needs at least one pattern")
+        sound = all(len(window) == 2 and min(window) >= 1 for window in self.windows)
+        require(sound, "windows", self.windows, "each must be [first step, number of steps], both 1 or more")
+        within(0, 1000, rate=self.rate)
+        sound = self.kind == "none" or len(self.windows) > 0 or self.rate != 0
+        require(sound, "rate", self.rate, "give windows, or a rate above 0")
+        whole(**fields(self, "duration", "history"))
+        require(self.seed is None or 0 <= self.seed < 2**62, "seed", self.seed, "must lie between 0 and 2^62")

@@ -101,6 +101,8 @@ class TokenCorpus:
     """The sha256 over the other files of the folder. Equal fingerprints mean equal data."""
     tokenizer_path: Path
     folder: Path
+    source: str = ""
+    """`corpora.Corpus.identity` of the examples that were tokenized."""
 
 
 def open_folder(folder: Path) -> TokenCorpus:

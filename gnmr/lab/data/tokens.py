@@ -12,7 +12,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -100,7 +100,8 @@ def _prepared(
                 raise UserError(f"{corpus.where}: changed while it was read; run the command again")
             progress.begin(f"{written}, vocabulary {bpe.vocab_size(tokenizer):,}{corpus.skipped}")
 
-        return cache.open_or_build(cache_dir / f"{config.name}{'-examples' * packed}-{digest}", build, say)
+        found = cache.open_or_build(cache_dir / f"{config.name}{'-examples' * packed}-{digest}", build, say)
+        return replace(found, source=corpus.identity)
 
 
 def _training_text(corpus: Corpus, most: int, progress: Progress) -> Iterator[str]:

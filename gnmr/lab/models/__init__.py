@@ -15,7 +15,7 @@ from gnmr.lab.models.moe import MoE
 from gnmr.lab.models.outliers import OutlierWindow, add_outlier_channels
 from gnmr.precision import cpu_products
 
-__all__ = ["GPT", "Decoder", "Llama", "MoE", "OutlierWindow", "add_outlier_channels", "build", "parameter_count"]
+__all__ = ["GPT", "Decoder", "Llama", "MoE", "OutlierWindow", "add_outlier_channels", "build"]
 
 
 def build(config: ModelConfig, vocab_size: int, max_seq_len: int) -> Decoder:
@@ -25,8 +25,3 @@ def build(config: ModelConfig, vocab_size: int, max_seq_len: int) -> Decoder:
     """
     cpu_products.provide()
     return {"llama": Llama, "gpt": GPT, "moe": MoE}[config.name](config, vocab_size, max_seq_len)
-
-
-def parameter_count(model: Decoder) -> int:
-    """Return the number of all parameters, including embeddings and head. A tied head counts once."""
-    return sum(parameter.numel() for parameter in model.parameters())

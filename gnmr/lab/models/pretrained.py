@@ -360,8 +360,9 @@ def as_hugging_face(model: Llama, weights: Mapping[str, Tensor] | None = None) -
             initializer_range=own.init_std,
             dtype=weight.dtype,
         )
-        theirs = LlamaForCausalLM._from_config(shape, attn_implementation="sdpa")
-        theirs.to(device=weight.device, dtype=weight.dtype)
+        # Built in the weights' dtype: a cast afterwards would round the rotary frequencies.
+        theirs = LlamaForCausalLM._from_config(shape, attn_implementation="sdpa", dtype=weight.dtype)
+        theirs.to(weight.device)
         theirs.load_state_dict(renamed, strict=not own.tied_head)  # a tied head is not a separate weight here
     return theirs.train(model.training)
 

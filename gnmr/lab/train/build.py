@@ -43,7 +43,6 @@ from gnmr.lab.train.transforms import Transform, build_transform
 from gnmr.measure.coverage import count
 from gnmr.precision import ConvertedModel
 from gnmr.precision.conversion import operator_shapes
-from gnmr.records.disk import sha256
 
 _THREADS = torch.get_num_threads()  # read before a run in this process sets its own number
 
@@ -223,7 +222,7 @@ def check_plan(config: Config) -> None:
     assert config.plan is not None
     refuse_run(config, device_of(config.training.device))
     with as_user_error("paths: "):
-        shapes = operator_shapes(empty_model(config)[0], config.precision)
+        shapes = operator_shapes(empty_model(config), config.precision)
     read_plan(config.plan).refuse_other(f"plan={config.plan}", shapes)
 
 
@@ -234,7 +233,7 @@ def _check_shapes(config: Config, device: torch.device) -> None:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model, _ = empty_model(config)
+        model = empty_model(config)
         converted = with_paths(model, config, device)
         build_optim(model, config)
         build_faults(config, converted)
@@ -296,11 +295,6 @@ def apart(corpus: TokenCorpus, model: nn.Module) -> TokenCorpus:
 def tokens_of(split: TokenFile | Documents) -> np.ndarray | TokenFile:
     """Return the token ids of a split."""
     return split.tokens if isinstance(split, Documents) else split
-
-
-def tokenizer_digest(corpus: TokenCorpus) -> str:
-    """Return the sha256 of the corpus's tokenizer.json."""
-    return sha256(corpus.tokenizer_path)
 
 
 def training_blocks(config: Config, corpus: TokenCorpus, branch: Branch | None = None) -> Blocks:

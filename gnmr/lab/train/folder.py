@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
@@ -13,7 +14,12 @@ from tempfile import TemporaryFile
 
 from gnmr.errors import UserError, writing
 from gnmr.lab.config import Config, config_hash, identity, read
+from gnmr.lab.config.base_run import place_of_base
+from gnmr.lab.data import tokenizer as bpe
+from gnmr.lab.data.corpora import open_corpus
+from gnmr.lab.data.files import user_path
 from gnmr.records.disk import check_tree
+from gnmr.records.untrusted import reading
 
 
 def run_folder(config: Config) -> Path:
@@ -50,18 +56,49 @@ def check_folder(folder: Path, config: Config) -> None:
                 f"{folder} holds a run of another config: {key} is {there} there and {here} here; "
                 "choose another run_dir"
             )
-    from gnmr.records.reader import read_json
-
-    began = (read_json(folder / "header.json") or {}).get("signal_sha256")
-    if began is not None and began != signal_sha256(config):
-        raise UserError(
-            f"controller.signal={config.controller.signal}: its file changed since the run in {folder} began, or "
-            "cannot be found now; put it back as it was, or choose another run_dir"
-        )
     if config.training.resume == "never":
         raise UserError(
             f"{folder} holds this run already and training.resume=never; delete it or choose another run_dir"
         )
+
+
+def check_inputs(folder: Path, config: Config) -> None:
+    """Raise UserError if the run in `folder` began with other data, weights or code than the config names now.
+
+    Digests of the files are compared with header.json. No model is built, and no text is tokenized. A data set on the
+    hub is identified by its name.
+    """
+    from gnmr.records.reader import read_json
+
+    header = read_json(folder / "header.json") or {}
+    with reading(folder / "header.json"):
+        data, base = dict(header.get("data") or {}), dict(header.get("base") or {})
+
+    def same(what: str, began: str | None, now: str | None) -> None:
+        if began not in (None, now):
+            raise UserError(
+                f"{what} changed since the run in {folder} began, or cannot be found now; put it back as it was, or "
+                "choose another run_dir"
+            )
+
+    same(f"controller.signal={config.controller.signal}: its file", header.get("signal_sha256"), signal_sha256(config))
+    corpus = open_corpus(config.data)
+    same(f"{corpus.where}: its text", data.get("source"), corpus.identity)
+    if (file := config.data.tokenizer) is not None:
+        content, _ = bpe.read(user_path("data.tokenizer", file), f"data.tokenizer={file}")
+        same(f"data.tokenizer={file}: the file", data.get("tokenizer"), sha256(content).hexdigest())
+    if (checkpoint := config.model.checkpoint) is not None:
+        from gnmr.lab.models import pretrained
+
+        where = f"model.checkpoint={checkpoint}"
+        content, _ = bpe.read(pretrained.local(checkpoint), where)
+        same(f"{where}: its tokenizer", data.get("tokenizer"), sha256(content).hexdigest())
+        same(f"{where}: its weights", header.get("checkpoint"), pretrained.fingerprint(checkpoint))
+    if config.base is not None:
+        metas = place_of_base(config.base)[1].rglob("meta.json")
+        newest = max((one for one in metas if re.fullmatch(r"step-\d{8}", one.parent.name)), default=None)
+        now = None if newest is None else sha256(newest.read_bytes()).hexdigest()
+        same(f"base={config.base}: its checkpoint", base.get("sha256"), now)
 
 
 def signal_sha256(config: Config) -> str | None:
@@ -80,11 +117,12 @@ def unexported(config: Config, folder: Path) -> bool:
 
 
 def done_already(config: Config, say: Callable[[str], None]) -> bool:
-    """Return True, and report it, if the run is complete. Raises UserError like `check_folder`."""
+    """Return True, and report it, if the run is complete. Raises UserError like `check_folder` and `check_inputs`."""
     folder = run_folder(config)
     check_folder(folder, config)
     if not (folder / "DONE").exists() or unexported(config, folder):
         return False
+    check_inputs(folder, config)
     say_done(config, folder, say)
     return True
 

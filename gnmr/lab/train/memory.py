@@ -23,7 +23,7 @@ _BYTES = 257
 
 
 def parameters(model: ModelConfig, vocab_size: int, seq_len: int) -> int:
-    """Return the parameter count of a new model, which equals `models.parameter_count` of the built model."""
+    """Return the number of parameters of a new model, which is not built. A tied head counts once."""
     width, inner, layers = model.hidden_size, model.intermediate_size, model.num_layers
     if model.name == "llama":
         kv_width = (model.num_kv_heads or model.num_heads) * (width // model.num_heads)

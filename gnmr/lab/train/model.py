@@ -25,8 +25,8 @@ class Stress(Stateful, Protocol):
         ...
 
 
-def empty_model(config: Config) -> tuple[nn.Module, int]:
-    """Return the run's model on the meta device and its vocabulary size. No weights are read.
+def empty_model(config: Config) -> nn.Module:
+    """Return the run's model on the meta device. No weights are read.
 
     A new model has the vocabulary size of data.*.
     """
@@ -35,11 +35,10 @@ def empty_model(config: Config) -> tuple[nn.Module, int]:
         with torch.device("meta"):
             built = models.build(config.model, config.data.vocab_size, config.training.seq_len)
         _outliers(config, built, torch.Generator())
-        return built.to(dtype), config.data.vocab_size
+        return built.to(dtype)
     model = pretrained.empty(config.model.checkpoint, dtype)
-    vocab_size = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-    check_sizes(config, model, vocab_size)
-    return model, vocab_size
+    check_sizes(config, model, 0)  # its tokenizer is not read yet
+    return model
 
 
 def new_model(config: Config, vocab_size: int, device: torch.device, stress: list[Stress], seed: int) -> models.Decoder:

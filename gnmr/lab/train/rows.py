@@ -8,14 +8,16 @@ from typing import Any
 from torch import nn
 
 from gnmr.attachment.blame import Verdict
+from gnmr.errors import fields
 from gnmr.lab import models
 from gnmr.lab.records.view import RunInfo
-from gnmr.lab.train.build import Parts, tokenizer_digest, tokens_of
+from gnmr.lab.train.build import Parts, tokens_of
 from gnmr.lab.train.folder import signal_sha256
 from gnmr.lab.train.provenance import commit, machine, portable_command
 from gnmr.lab.train.step import StepResult
 from gnmr.precision.recipes import described
 from gnmr.records import rows as records
+from gnmr.records.disk import sha256
 from gnmr.records.reader import FaultWindow
 
 
@@ -27,6 +29,13 @@ class Counters:
     tokens: int = 0
     nonfinite_total: int = 0
     nonfinite_streak: int = 0
+
+
+_AS_IN_RESULT = (
+    *("loss", "lr", "grad_norm_pre_clip", "statistics", "monitored", "saturation", "saved_bytes"),
+    *("saved_bytes_predicted", "skipped", "nonfinite_unit", "slowest_rank"),
+)
+"""Fields of a step row that a `StepResult` has under the same name."""
 
 
 def run_info(parts: Parts, name: str, start_step: int = 0) -> RunInfo:
@@ -54,25 +63,12 @@ def step_row(
     return records.step_row(
         result.decision,
         routed=not healing,
-        step=counters.step,
-        tokens=counters.tokens,
-        loss=result.loss,
-        lr=result.lr,
-        grad_norm_pre_clip=result.grad_norm_pre_clip,
-        statistics=result.statistics,
-        monitored=result.monitored,
-        saturation=result.saturation,
-        saved_bytes=result.saved_bytes,
-        saved_bytes_predicted=result.saved_bytes_predicted,
+        **asdict(counters),
+        **fields(result, *_AS_IN_RESULT),
         spent_gemm_frac=spent[0],
         spent_extra_bytes=spent[1],
         spent_extra_time=spent[2],
-        skipped=result.skipped,
-        nonfinite_total=counters.nonfinite_total,
-        nonfinite_streak=counters.nonfinite_streak,
-        nonfinite_unit=result.nonfinite_unit,
         step_time_s=seconds,
-        slowest_rank=result.slowest_rank,
         weights_digest=weights_digest,
         numbers_sent=sent[0],
         numbers_sent_frac=sent[1],
@@ -118,7 +114,8 @@ def header(parts: Parts, command: str) -> dict[str, Any]:
         "data": {
             "name": config.data.name,
             "fingerprint": corpus.fingerprint,
-            "tokenizer": tokenizer_digest(corpus),
+            "source": corpus.source,
+            "tokenizer": sha256(corpus.tokenizer_path),
             "train_tokens": len(tokens_of(corpus.train)),
             "val_tokens": len(tokens_of(corpus.val)),
             "vocab_size": corpus.vocab_size,

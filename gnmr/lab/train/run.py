@@ -26,10 +26,10 @@ from gnmr.lab.data.packing import PackedSequences
 from gnmr.lab.models import pretrained
 from gnmr.lab.records.recorder import Recorder, Silent
 from gnmr.lab.stopping import ending, ends, expected, handled, signals_collected
-from gnmr.lab.train.build import Blocks, Parts, assemble, device_of, tokenizer_digest, training_blocks, validation
+from gnmr.lab.train.build import Blocks, Parts, assemble, device_of, training_blocks, validation
 from gnmr.lab.train.checkpoint import Checkpointer, Stateful, gathered
 from gnmr.lab.train.checks import refuse_processes
-from gnmr.lab.train.folder import check_folder, done_already, locked, run_folder, say_done, unexported
+from gnmr.lab.train.folder import check_folder, check_inputs, done_already, locked, run_folder, say_done, unexported
 from gnmr.lab.train.loop import Loop, Scorer
 from gnmr.lab.train.memory import peak_memory_bytes, reset_peak_memory
 from gnmr.lab.train.provenance import portable_config
@@ -37,7 +37,6 @@ from gnmr.lab.train.rows import Counters, fault_rows, header, run_info
 from gnmr.precision import Recipe
 from gnmr.precision.recipes import described
 from gnmr.precision.table import brief
-from gnmr.records.reader import read_json
 
 
 def run(
@@ -66,6 +65,7 @@ def run(
 
     def finished() -> bool:
         check_folder(folder, config)
+        check_inputs(folder, config)
         return (folder / "DONE").exists()
 
     with world.agreed():
@@ -124,38 +124,9 @@ def _owner(parts: Parts) -> str:
     return f"{owner} by {' and '.join(recipes)}" if recipes else owner
 
 
-def _check_begun(parts: Parts) -> None:
-    """Raise UserError if the folder's run began with other data, another checkpoint or another base."""
-    config, folder = parts.config, parts.folder
-    header = read_json(folder / "header.json")
-    if header is None:
-        return
-    changed = "changed since the run began"
-    data = header.get("data")
-    if isinstance(data, dict) and data.get("fingerprint", parts.corpus.fingerprint) != parts.corpus.fingerprint:
-        own = config.data.tokenizer or config.model.checkpoint
-        if own is not None and data.get("tokenizer", tokenizer_digest(parts.corpus)) != tokenizer_digest(parts.corpus):
-            key = "model.checkpoint" if config.data.tokenizer is None else "data.tokenizer"
-            what = f"{key}={own}: its tokenizer {changed}"
-        elif config.data.path is not None:
-            what = f"data.path={config.data.path}: the text of data.path {changed}"
-        else:
-            source = "this Python's library" if config.data.name == "stdlib" else "what the hub gives"
-            what = f"data.name={config.data.name}: {source} {changed}"
-    elif header.get("checkpoint", parts.checkpoint) != parts.checkpoint:
-        what = f"model.checkpoint={config.model.checkpoint}: its weights {changed}"
-    elif parts.base is not None and (header.get("base") or {}).get("sha256") not in (None, parts.base.found.sha256):
-        what = f"base={config.base}: its checkpoint {changed}"
-    else:
-        return
-    raise UserError(f"{what}; to go on with {folder} put it back as it was, or use another run_dir")
-
-
 def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Scorer | None) -> None:
     config, folder, training, world = parts.config, parts.folder, parts.config.training, parts.world
     with world.agreed():
-        if world.first:
-            _check_begun(parts)
         blocks = training_blocks(config, parts.corpus, parts.branch)
     held_out = validation(config, parts.corpus, training.eval_sequences)
     told = [blocks.packing.summary] if isinstance(blocks, PackedSequences) else []

@@ -20,7 +20,6 @@ rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -67,12 +66,8 @@ class SCALE(torch.optim.Optimizer):
         self.found_inf: Tensor | None = None
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step and return the closure's loss, if there is a closure."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take one step."""
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             for p in parameters:
@@ -82,7 +77,6 @@ class SCALE(torch.optim.Optimizer):
             for p in parameters:
                 if p.ndim >= 2:
                     self._normalized(p, group)
-        return loss
 
     @staticmethod
     def _first_state(p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
