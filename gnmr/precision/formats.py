@@ -63,10 +63,6 @@ class Format:
         """Return the distance between the neighbouring values around `scaled` (float32), same shape."""
         raise NotImplementedError
 
-    def values(self) -> Tensor:
-        """Return the value of every code, (2^bits,) float32."""
-        return self.decode(torch.arange(2**self.bits, dtype=torch.int32).to(torch.uint8), torch.float32)
-
 
 @dataclass(frozen=True)
 class IntFormat(Format):
