@@ -146,7 +146,7 @@ def _chosen(model: nn.Module, spec: PathSpec, kept: bool = False) -> tuple[dict[
     paths = [path for path in named(spec) if isinstance(path, Recipe)]
     asked = targeted(roles_of(model, linears), spec.targets, spec.exclude, recipes=bool(paths) and not kept)
     if len(paths) == 2:
-        paths[1] = paths[0].with_recovered(paths[1], spec.recovers)
+        paths[1] = paths[0].with_gemms(dict.fromkeys(spec.recovers, paths[1]))
     chosen, left_out = {}, {}
     for name, exactly in asked.items():
         why = None if exactly else _unfit(linears[name], paths)

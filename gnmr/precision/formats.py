@@ -95,10 +95,8 @@ class RangeFormat(Format):
 
     @staticmethod
     def of(name: str, group: int) -> RangeFormat:
-        """Return the range format of the integer format `name`. Raises ValueError if `name` is another format."""
-        fmt = get_format(name)
-        if not isinstance(fmt, IntFormat):
-            raise ValueError(f"{name} has no ranges: use one of {', '.join(n for n in FORMATS if n.startswith('int'))}")
+        """Return the range format of the integer format `name`."""
+        fmt = FORMATS[name]
         return RangeFormat(f"{name}/{group}", fmt.bits, 2.0**fmt.bits - 1, fmt.bits, group)
 
     def encode(self, scaled: Tensor, noise: Tensor | None = None) -> Tensor:

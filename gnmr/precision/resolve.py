@@ -46,7 +46,7 @@ def resolve(spec: PathSpec) -> Pair:
             _warn(f"recovers={spec.recovers}: has no effect without a recovery path")
         return low, None
     if isinstance(low, Recipe) and isinstance(recovery, Recipe):
-        recovery = low.with_recovered(recovery, spec.recovers)
+        recovery = low.with_gemms(dict.fromkeys(spec.recovers, recovery))
     elif some:
         _warn(f"recovers={spec.recovers}: has no effect on formats, which touch wgrad alone")
     if spec.low == spec.recovery:
