@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 import gnmr
 from gnmr.doctor.in_force import operators_of
-from gnmr.precision import PathSpec, convert
+from gnmr.precision import PathLinear, PathSpec, convert
 from gnmr.precision.conversion import operator_shapes
 from gnmr.precision.targets import roles_of
 
@@ -120,8 +121,17 @@ def test_attach_and_audit_give_a_linear_the_same_role() -> None:
     }
 
 
-def test_a_gate_of_an_mlp_can_be_named() -> None:
-    assert taken(modules(gate=nn.Linear(64, 128)), targets=["gate"], low="nvfp4") == ["gate"]
+@pytest.mark.parametrize(("low", "recovery"), [("sim_int4", None), ("llm_int8", "bf16"), ("bf16", "sim_int8")])
+@pytest.mark.filterwarnings("ignore:the recovery path")
+def test_gates_and_heads_stay_in_16_bits_whatever_pattern_names_them(low: str, recovery: str | None) -> None:
+    model, paths = mixture(), {"low": low, "recovery": recovery}
+    assert taken(model, targets=["*"], **paths) == taken(model, **paths)
+    assert taken(model, targets=["layers.1.mlp.*", "gate"], **paths)[-1] == "layers.1.mlp.gate"
+    for target in ("layers.0.mlp.gate", "shared_expert_gate", "router.layer", "*router*", "lm_head", "*head*"):
+        with pytest.raises(ValueError, match=f"^targets .*{re.escape(target)}.*: recipes keep"):
+            taken(model, targets=["w2", target], **paths)
+        assert not any(isinstance(module, PathLinear) for module in model.modules())
+    assert len(taken(model, targets=["*"], low="int4")) == 9
 
 
 @pytest.mark.parametrize("pattern", ["q_proj", "*_proj", "q_proj.base_layer", "*_proj.base_layer", "layers.0.q_proj"])
