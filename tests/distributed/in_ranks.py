@@ -91,30 +91,6 @@ def mixture() -> nn.Sequential:
     return nn.Sequential(Mixture(), Mixture())
 
 
-def experts(how: str = "alone", after: bool = False, steps: int = 4) -> dict[str, Any]:
-    """As `loop`, of a mixture of experts and attention."""
-    inner, (size, rank) = mixture(), (1, 0) if how == "alone" else (world.size(), world.rank())
-    model = inner if how == "alone" or not after else wrapped(inner, how)
-    options: dict[str, Any] = {"low": "fp8_hybrid", "recovery": "bf16", "backend": "simulated", "targets": ["*"]}
-    controller = gnmr.attach(model, max_o=2, alpha=1.001, beta=1.001, delta=3, **options)
-    model = model if how == "alone" or after else wrapped(inner, how)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    found: dict[str, Any] = {"names": controller.names, "sets": [], "norms": []}
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(step)
-        mine = [torch.randn(12, 16, generator=generator) for _ in range(2)][rank::size]
-        for i, x in enumerate(mine):
-            if how == "fsdp":
-                model.set_requires_gradient_sync(i == len(mine) - 1)
-            ((model(x) - 2 * x).square().mean() / len(mine)).backward()
-        decision = controller.step()
-        found["sets"].append(controller.active)
-        found["norms"].append(decision.norm.tolist())
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    return found | {"weights": [whole(p) for p in inner.parameters()]}
-
-
 def shard(model: nn.Module, shape: tuple[int, ...] = (2,)) -> nn.Module:
     names = ("replicate", "shard")[-len(shape) :]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -142,30 +118,25 @@ def loop(
     clip: bool = False,
     accumulation: int = 2,
     nan: int | None = None,
+    experts: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Micro-batches of a step over the ranks, or one after the other `alone`: what came of it.
 
-    `after`: attached to the wrapped model. `nan`: step whose last micro-batch has a NaN.
+    `after`: attached to the wrapped model. `nan`: step whose last micro-batch has a NaN. `experts`: of `mixture`.
     """
     usual: dict[str, Any] = {} if "signal" in options else {"alpha": 1.001, "beta": 1.001, "delta": 3}
     options = {"max_o": 2, "targets": ["*_proj"]} | usual | options
-    inner = net(dtype)
+    inner = mixture() if experts else net(dtype)
     size, rank = (1, 0) if how == "alone" else (world.size(), world.rank())
-    model = inner
-    if after:
-        model = inner if how == "alone" else wrapped(inner, how)
-        controller = gnmr.attach(model, **options)
-    else:
-        controller = gnmr.attach(inner, **options)
-        model = inner if how == "alone" else wrapped(inner, how)
+    model = inner if how == "alone" or not after else wrapped(inner, how)
+    controller = gnmr.attach(model, **options)
+    model = model if how == "alone" or after else wrapped(inner, how)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    found: dict[str, Any] = {"sets": [], "norms": [], "risks": []}
+    found: dict[str, Any] = {"names": controller.names, "sets": [], "norms": [], "risks": []}
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
-        batches = [
-            torch.randn(8, 16, generator=generator).to(inner[0].up_proj.weight.dtype) for _ in range(accumulation)
-        ]
+        batches = [torch.randn(8, 16, generator=generator).to(getattr(torch, dtype)) for _ in range(accumulation)]
         if nan == step:
             batches[-1][0, 0] = torch.nan
         mine = batches[rank::size]
