@@ -168,13 +168,15 @@ def train(
     nan: int | None = None,
     stop: int | None = None,
     slow: int | None = None,
+    nudged: int | None = None,
     other_seed: bool = False,
     other_data: str | None = None,
 ) -> Any:
     """The run of this config by both ranks: what was said, or how it ended.
 
     `nan`: step in which rank 1 reads an embedding that is not finite. `stop`: step in which rank 1 gets a SIGTERM.
-    `slow`: the rank that sleeps before three steps. `other_seed`: rank 1 has one.
+    `slow`: the rank that sleeps before three steps. `nudged`: step after which a weight of rank 1 moves by one bit.
+    `other_seed`: rank 1 has one.
     `other_data`: the text that rank 1 finds in the place of the others'.
     """
     from gnmr.distributed.world import World
@@ -197,11 +199,14 @@ def train(
             if world.rank() == 1 and step == nan:
                 embedding = self._parts.model.get_submodule("embed_tokens")
                 handle = embedding.register_forward_hook(lambda *found: found[-1] * torch.nan)
-            try:
-                return super().__call__(step)
-            finally:
-                if handle is not None:
-                    handle.remove()
+            result = super().__call__(step)
+            if handle is not None:
+                handle.remove()
+            if world.rank() == 1 and step == nudged:
+                with torch.no_grad():
+                    weight = self._parts.model.get_submodule("lm_head").weight
+                    local(weight).view(torch.int16)[0, 0] ^= 1
+            return result
 
     if other_seed and world.rank() == 1:
         config = replace(config, training=replace(config.training, seed=7))
@@ -228,26 +233,6 @@ def disagreeing(case: str) -> None:
     with outer.no_sync() if case == "unreduced" else nullcontext():
         outer(torch.full((2, 16), 1.0 + world.rank())).sum().backward()
     controller.step()
-
-
-def nudged(config: Any, parallel: str = "ddp") -> Any:
-    """`train`, in which a weight of rank 1 moves by one bit after the third step."""
-    from gnmr.lab.train import loop
-
-    class Steps(loop.Steps):
-        def __call__(self, step: int) -> Any:
-            result = super().__call__(step)
-            if world.rank() == 1 and step == 3:
-                with torch.no_grad():
-                    weight = self._parts.model.get_submodule("lm_head").weight
-                    local(weight).view(torch.int16)[0, 0] ^= 1
-            return result
-
-    before, loop.Steps = loop.Steps, Steps
-    try:
-        return train(config, parallel=parallel)
-    finally:
-        loop.Steps = before
 
 
 def tensor_parallel(order: str, low: str = "int4", **options: Any) -> Any:
