@@ -56,7 +56,7 @@ class GnmrCallback(TrainerCallback):
     - Checkpoints hold the controller's state (`STATE_FILE`, written atomically), and resuming loads it.
     - With `record=FOLDER` the records have the loss, rate and evaluations of the Trainer.
     - A step is run again to find the cause (docs/blame.md) if its loss is not finite, or is 6 standard deviations above
-      the mean of the 128 losses before. The cause is a warning of the logger `gnmr.integrations.trainer`, and `verdict`.
+      the mean of the 128 losses before. The cause is a warning of the logger `gnmr.integrations.trainer` and `verdict`.
       If the low path of some units makes the loss non-finite, they are put on the recovery path and the step is tried
       again. `verdicts=False` turns this off; several processes never do it.
 
