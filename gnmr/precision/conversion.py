@@ -26,7 +26,7 @@ from gnmr.precision.resolve import Pair, as_run, named, pinned, recipes_of, reso
 from gnmr.precision.rounding import Rounding
 from gnmr.precision.shared import SharedState, Widths
 from gnmr.precision.spec import PathSpec
-from gnmr.precision.targets import roles_of, targeted
+from gnmr.precision.targets import exact, kinds, roles_of, targeted
 from gnmr.precision.units import check_unit, grouped, operator_names
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -173,10 +173,9 @@ def _pins(names: Sequence[str], spec: PathSpec) -> dict[str, Pins]:
     found: dict[str, dict[str, str]] = {name: {} for name in names}
     ends = by_end(names)  # plan.json may have a pin for each of thousands of experts
     for pattern, recipes in spec.pinned.items():
-        chosen = select(names, [pattern])[0] if set(pattern) & set("*?[") else ends.get(pattern, [])
+        chosen = ends.get(pattern, []) if exact(pattern) else select(names, [pattern])[0]
         if not chosen:
-            kinds = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
-            raise ValueError(f"pins {pattern!r}: no operator has such a name; there are {kinds}, as {names[0]}")
+            raise ValueError(f"pins {pattern!r}: no operator has such a name; there are {kinds(names)}, as {names[0]}")
         for name, (gemm, recipe) in product(chosen, recipes.items()):
             if (other := found[name].setdefault(gemm, recipe)) != recipe:
                 raise ValueError(f"pins.{pattern}.{gemm}={recipe}: another pattern pins {gemm} of {name} on {other}")
