@@ -9,16 +9,12 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from test_attach_advice import net
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import gnmr
 from gnmr.control.signals import SIGNALS
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
 
 
 def train(model: nn.Module, steps: int, controller: gnmr.Router) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""examples/own_loop.py runs as it stands, and what it claims about the controller is true."""
+"""The examples run as they stand, and what own_loop.py claims about the controller is true."""
 
 from __future__ import annotations
 
@@ -15,8 +15,19 @@ from gnmr.control import Decision
 
 pytest.importorskip("transformers")
 
-OWN_LOOP = Path(__file__).parent.parent / "examples" / "own_loop.py"
+EXAMPLES = Path(__file__).parent.parent / "examples"
 STEPS = 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["accelerate_loop", "hf_trainer", "lightning_loop"])
+def test_loops_of_other_libraries(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their sets are those of a loop by hand: tests/integrations/test_same_sets.py."""
+    for library in ("accelerate", "peft", *["lightning.pytorch"] * (name == "lightning_loop")):
+        pytest.importorskip(library)
+    runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"](["--steps", "12"])
+    losses = [float(loss) for loss in re.findall(r"loss\W+(\d+\.\d+)", capsys.readouterr().out)]
+    assert len(losses) >= 12 and losses[11] < losses[0] - 0.05
 
 
 @pytest.mark.slow
@@ -40,7 +51,7 @@ def test_own_loop(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
         return controller
 
     monkeypatch.setattr(gnmr, "attach", noting)
-    runpy.run_path(str(OWN_LOOP))["main"](["--steps", str(STEPS)])
+    runpy.run_path(str(EXAMPLES / "own_loop.py"))["main"](["--steps", str(STEPS)])
     output = capsys.readouterr().out
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", output)]
     assert len(losses) == STEPS and losses[-1] < losses[0] - 1.0

@@ -95,18 +95,11 @@ def attach(
     penalty (`create_graph=True`) cannot pass through them. Raises ValueError if a value is invalid; the model is then
     unchanged.
     """
-    # Longer than 60 lines, so that everything an error takes back is next to its cause.
     folder, evidence = (Path(record), ()) if isinstance(record, str | PathLike) else (None, record)
     if isinstance(record, str) and record in EVIDENCE:
         raise ValueError(f"record={record!r}: must be a list, where evidence is meant: [{record!r}]")
-    pins, where = (plan, "plan") if isinstance(plan, PinPlan | None) else (read_plan(plan), f"plan={plan}")
-    if pins is not None:
-        if given := ["paths"] * (paths is not None) + [name for name in named if name in PATHS]:
-            raise ValueError(f"{given[0]}: the plan says which paths; leave one of them out")
-        named |= pins.paths()
-    paths, control = specs_of(paths, control, named)
-    if pins is not None and (more := pins.threshold(control.signal, control.options)):
-        control = replace(control, options={**control.options, **more})
+    pins = plan if isinstance(plan, PinPlan | None) else read_plan(plan)
+    paths, control = specs_of(paths, control, named) if pins is None else _planned(pins, paths, control, named)
     whole(0, seed=seed)
     if share is not None:
         check_share(share=share)
@@ -117,7 +110,7 @@ def attach(
             stacklevel=users_level(),
         )
     if pins is not None:
-        pins.refuse_other(where, operator_shapes(model, paths))
+        pins.refuse_other("plan" if pins is plan else f"plan={plan}", operator_shapes(model, paths))
     converted = convert(model, paths, seed=seed, store=False, shown=False)
     controller = None
     try:
@@ -141,6 +134,18 @@ def attach(
             close_hooks(controller)
         raise
     return router
+
+
+def _planned(
+    pins: PinPlan, paths: PathSpec | None, control: ControlSpec | None, named: Mapping[str, Any]
+) -> tuple[PathSpec, ControlSpec]:
+    """Return `specs_of` with the paths of a plan. Raises ValueError if other paths are given too."""
+    if given := ["paths"] * (paths is not None) + [name for name in named if name in PATHS]:
+        raise ValueError(f"{given[0]}: the plan says which paths; leave one of them out")
+    paths, control = specs_of(None, control, {**named, **pins.paths()})
+    if more := pins.threshold(control.signal, control.options):
+        control = replace(control, options={**control.options, **more})
+    return paths, control
 
 
 def _recording(folder: Path, router: Router, paths: PathSpec, seed: int) -> Recording:

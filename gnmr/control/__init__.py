@@ -11,30 +11,24 @@ from gnmr import loader
 
 if TYPE_CHECKING:
     from gnmr.control.controller import Controller
-    from gnmr.control.decision import Decision, Event
+    from gnmr.control.decision import Decision
     from gnmr.control.device import HostPacket
     from gnmr.control.norms import OutputGradients
-    from gnmr.control.policy import Choice, decide
-    from gnmr.control.signals import Context, Evidence, GnmrSignal, Signal, build_signal
-    from gnmr.control.spec import NO_CAP, OBSERVE, ControlSpec, Rules, Threshold, TwoStage
+    from gnmr.control.policy import decide
+    from gnmr.control.signals import Context, Evidence, GnmrSignal, build_signal
+    from gnmr.control.spec import NO_CAP, ControlSpec, TwoStage
     from gnmr.control.unit import Unit
 
 __all__ = [
     "NO_CAP",
-    "OBSERVE",
-    "Choice",
     "Context",
     "ControlSpec",
     "Controller",
     "Decision",
-    "Event",
     "Evidence",
     "GnmrSignal",
     "HostPacket",
     "OutputGradients",
-    "Rules",
-    "Signal",
-    "Threshold",
     "TwoStage",
     "Unit",
     "build_signal",
@@ -45,12 +39,12 @@ __getattr__ = loader(
     __name__,
     {
         "controller": ("Controller",),
-        "decision": ("Decision", "Event"),
+        "decision": ("Decision",),
         "norms": ("OutputGradients",),
         "device": ("HostPacket",),
-        "policy": ("Choice", "decide"),
-        "signals": ("Context", "Evidence", "GnmrSignal", "Signal", "build_signal"),
-        "spec": ("NO_CAP", "OBSERVE", "ControlSpec", "Rules", "Threshold", "TwoStage"),
+        "policy": ("decide",),
+        "signals": ("Context", "Evidence", "GnmrSignal", "build_signal"),
+        "spec": ("NO_CAP", "ControlSpec", "TwoStage"),
         "unit": ("Unit",),
     },
 )

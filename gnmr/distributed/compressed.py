@@ -15,7 +15,10 @@ sends m more numbers to choose the columns. Recovery sends H_i and not G_i, so n
 drops E_i, as in the paper.)
 
 Every matrix is a unit of a `Controller`. Workers decide from sums that are the same everywhere. Each computes U itself,
-so all of them need processors of one kind.
+so all of them need processors of one kind. The workers are the ranks of a run, or virtual workers that one process
+plays.
+
+Shapes: K is the number of workers that this process has (1 for a rank, all of the virtual ones).
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +34,8 @@ from torch import Tensor, nn
 from gnmr.control.device import to_device
 from gnmr.control.unit import Unit
 from gnmr.distributed import world
+from gnmr.distributed.reduce import reaching
 from gnmr.distributed.shards import is_sharded
-from gnmr.distributed.workers import RankWorkers, Workers
 from gnmr.errors import RunFailed, whole
 from gnmr.names import listed, select
 
@@ -114,6 +117,39 @@ def _matrices(model: nn.Module, spec: GreedyLoreSpec, targets: Sequence[str]) ->
     if not found:
         raise ValueError("targets: none of the weights is trained, so there is nothing to compress")
     return found
+
+
+class VirtualWorkers:
+    """Workers that one process plays; it holds all their gradients. `here`: the workers of this process."""
+
+    def __init__(self, number: int) -> None:
+        whole(2, workers=number)
+        self.size = number
+        self.here = slice(0, number)
+
+    def mean(self, x_KN: Tensor) -> Tensor:
+        """Return the mean over all workers, (K, N) -> (N,), without a collective."""
+        return x_KN.mean(0)
+
+
+class RankWorkers:
+    """The ranks of the default process group, one worker each. Raises ValueError if there is only one."""
+
+    def __init__(self) -> None:
+        self.size = world.size()
+        self.here = slice(world.rank(), world.rank() + 1)
+        if self.size < 2:
+            raise ValueError("compressed gradients need data parallelism, here is one process: start several of them")
+
+    def mean(self, x_KN: Tensor) -> Tensor:
+        """Return the mean by one all-reduce, without waiting for the device. Raises RunFailed if a rank is gone."""
+        total = x_KN[0].clone()
+        with reaching():
+            torch.distributed.all_reduce(total)
+        return total.div_(self.size)
+
+
+Workers: TypeAlias = VirtualWorkers | RankWorkers
 
 
 class GreedyLore:

@@ -66,17 +66,7 @@ class Ranks:
         """Return the part of the step's loss that each rank's loss is."""
         return 1 / self.size if self._share is None else self._share
 
-    def is_sharded(self, x: Tensor) -> bool:
-        """Return True if ranks hold parts of the tensor."""
-        return shards.is_sharded(x)
-
-    def local(self, x: Tensor) -> Tensor:
-        """Return this rank's part of the tensor."""
-        return shards.local(x)
-
-    def counts(self, x: Tensor) -> bool:
-        """Return True if this rank's part enters the sum."""
-        return shards.counts(x)
+    is_sharded, local, counts = staticmethod(shards.is_sharded), staticmethod(shards.local), staticmethod(shards.counts)
 
     @torch.no_grad()
     def sum(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:

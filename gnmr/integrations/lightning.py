@@ -38,11 +38,11 @@ class GnmrCallback(Callback):
     - The model is attached when fitting begins, on its device and in its processes, and detached when it ends. After an
       error midway it is not detached: call `callback.detach()`.
     - Norms are those of the accumulated gradient, unscaled, before clipping. The callback waits for the device once a
-    step. - The Trainer's log has `Tally.figures` every `log_every_n_steps`, over the steps since the last entry.
+      step.
+    - The Trainer's log has `Tally.figures` every `log_every_n_steps`, over the steps since the last entry.
     - Validation is on the 16-bit path.
     - Checkpoints hold the controller's state, and `fit(ckpt_path=...)` restores it. Raises UserError if a checkpoint
-    has no
-      state or one that does not fit.
+      has no state or one that does not fit.
     - A batch for which `training_step` returns None leads to no decision.
 
     Raises UserError for manual optimization and LBFGS, whose hook comes after clipping or more than once a step.

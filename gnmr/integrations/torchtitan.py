@@ -168,15 +168,14 @@ class GnmrTrainer(Trainer):
     """torchtitan's Trainer with a controller.
 
     - Norms are those of the whole step's gradient, over all ranks, before clipping. It waits for the device once a
-    step. - Decisions are the same in every rank of data parallelism (FSDP2; HSDP is not tried).
+      step.
+    - Decisions are the same in every rank of data parallelism (FSDP2; HSDP is not tried).
     - `Tally.figures` go to TensorBoard and W&B with torchtitan's numbers, over the steps since the last ones.
     - With `gnmr.record=FOLDER` the first rank records loss, rate and tokens too, with one all-reduce of the loss per
-    step.
-      A run that resumes from a checkpoint continues these records.
+      step. A run that resumes from a checkpoint continues these records.
     - Validation is on the 16-bit path. MFU is not reported, because part of the GEMMs are not BF16.
     - Checkpoints hold the controller's state, and a resumed run restores it. A checkpoint without a state raises
-    UserError;
-      checkpoint.exclude_from_loading=["gnmr"] starts with a new state.
+      UserError; checkpoint.exclude_from_loading=["gnmr"] starts with a new state.
 
     Raises UserError for all that `torchtitan_rules.refuse` names, and for a model without `GnmrConverter`. A model with
     another precision converter or LoRA's, and compiled blocks with paths that do not go into graphs, are refused too.

@@ -56,9 +56,8 @@ class GnmrCallback(TrainerCallback):
     - Checkpoints hold the controller's state (`STATE_FILE`, written atomically), and resuming loads it.
     - With `record=FOLDER` the records have the loss, rate and evaluations of the Trainer.
     - A step is run again to find the cause (docs/blame.md) if its loss is not finite, or is 6 standard deviations above
-    the
-      mean of the 128 losses before. The cause is a warning of the logger `gnmr.integrations.trainer`, and `verdict`. If
-      the low path of some units makes the loss non-finite, they are put on the recovery path and the step is tried
+      the mean of the 128 losses before. The cause is a warning of the logger `gnmr.integrations.trainer` and `verdict`.
+      If the low path of some units makes the loss non-finite, they are put on the recovery path and the step is tried
       again. `verdicts=False` turns this off; several processes never do it.
 
     With several processes (torchrun, DDP) all have the same set. Raises UserError for several devices in one process,
@@ -76,9 +75,8 @@ class GnmrCallback(TrainerCallback):
         """Use a `controller` that the caller attaches and detaches, or `options` of `gnmr.attach`.
 
         With options, the model is attached when training begins and detached when it ends. After an error midway it is
-        not
-        detached: call `callback.controller.detach()`. Add the callback to the Trainer afterwards. Raises TypeError if
-        an option is unknown, and UserError if the Trainer is missing or not supported.
+        not detached: call `callback.controller.detach()`. Add the callback to the Trainer afterwards. Raises TypeError
+        if an option is unknown, and UserError if the Trainer is missing or not supported.
         """
         if not isinstance(trainer, Trainer):
             what = "is missing" if trainer is None else f"must be the Trainer, not a {type(trainer).__name__}"

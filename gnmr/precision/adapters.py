@@ -29,8 +29,6 @@ from gnmr.precision.contained import (
     ContainedInt8,
     Forward,
     Owner,
-    bias_of,
-    matrix_of,
     own_forward,
     owner_class,
     parameter_of,
@@ -127,17 +125,6 @@ class Found:
     def weight(self) -> Tensor:
         """The parameter that holds the operator's weight."""
         return parameter_of(self.module, self.key)
-
-    @property
-    def bias(self) -> Tensor | None:
-        """The operator's bias, of shape (O,), or None."""
-        whole = bias_of(self.module, self.key)
-        return whole if whole is None or self.place is None else whole[self.place]
-
-    @property
-    def matrix(self) -> Tensor:
-        """The operator's weight as an (O, I) matrix."""
-        return matrix_of(self.weight, self.layout, self.place)
 
 
 def operators_in(model: nn.Module) -> dict[str, Found]:

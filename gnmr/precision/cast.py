@@ -11,7 +11,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -102,45 +102,63 @@ def quantize(
     finite = largest_if_finite(largest)
     scale = scale_under(cast, largest, reference, finite, x.dtype, contraction_dim, parts)
     inverse = _inverse(scale) if cast.power_of_two or cast.two_levels else None
-    limit, saturated = None, torch.zeros((), dtype=torch.int64, device=x.device)
-    if saturates := _may_saturate(cast):
-        limit = _limit(scale, cast)
-        # On CPUs values are inspected first, because that waits for nothing. With two levels, groups of scale 0 are
-        # clamped.
-        saturates = cast.two_levels or not on_cpu or bool((largest > limit).any())
-    by_part = [
-        [of_all] * len(parts) if of_all is None or one_scale else split(of_all) for of_all in (scale, inverse, limit)
-    ]
+    limit = _limit(scale, cast) if _may_saturate(cast) else None
+    # On CPUs values are inspected first, because that waits for nothing. With two levels, groups of scale 0 are
+    # clamped.
+    saturates = limit is not None and (cast.two_levels or not on_cpu or bool((largest > limit).any()))
 
-    wide = torch.empty_like(values[:at_once], dtype=torch.float32)
+    def each(of_all: Tensor | None) -> Sequence[Any]:
+        return [of_all] * len(parts) if of_all is None or one_scale else split(of_all)
+
+    noise = random_bits(groups, generator) if cast.stochastic and generator is not None else None
+    noises = [None] * len(parts) if noise is None else split(noise)
+    by_part = noises, each(scale), each(inverse), each(limit if saturates else None)
+    saturated = _round_parts(cast, parts, split(values), *by_part)
+    values = values.view(padded.shape)
+    if cut:  # copy: a view would keep the padding alive
+        values = values[:rows, :columns].clone(memory_format=torch.contiguous_format)
+    nonfinite = count_nonfinite(given) if finite is None else None
+    return values, CastStats(largest, None if limit is None else saturated, nonfinite)
+
+
+def _round_parts(
+    cast: Cast,
+    parts: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    noise: Sequence[Tensor | None],
+    scales: Sequence[Tensor],
+    inverses: Sequence[Tensor | None],
+    limits: Sequence[Tensor | None],
+) -> Tensor:
+    """Write the nearest values of each part to its place in `outs`, and return how many elements saturated.
+
+    `noise` is that of `random_bits`, `inverses` are those of the scales if they are known, and `limits` the magnitudes
+    beyond which elements saturate; None: none does.
+    """
+    wide = torch.empty_like(outs[0], dtype=torch.float32)
     scratch = torch.empty_like(wide, dtype=torch.int32)
-    noise: Sequence[Tensor | None] = [None] * len(parts)
-    if cast.stochastic and generator is not None:
-        noise, noise_room = split(random_bits(groups, generator)), torch.empty_like(wide)
-    for part, out, steps, scale, inverse, limit in zip(parts, split(values), noise, *by_part, strict=True):
+    noise_room = None if noise[0] is None else torch.empty_like(wide)
+    saturated = torch.zeros((), dtype=torch.int64, device=wide.device)
+    for part, out, steps, scale, inverse, limit in zip(parts, outs, noise, scales, inverses, limits, strict=True):
         worked, room = wide[: len(part)], scratch[: len(part)]
         # Copy first: mixed-dtype arithmetic is slow on CPUs.
         source = part if part.dtype == torch.float32 else worked.copy_(part)
-        if saturates:
+        if limit is not None:
             magnitudes = torch.abs(source, out=room.view(torch.float32))
             # The mask is 1.0 or 0.0 because bool is much slower on CPUs.
             beyond = torch.gt(magnitudes, limit, out=magnitudes)
             saturated += beyond.sum((1, 2, 3)).sum(dtype=torch.int64)
         over_scale(source, scale, cast, out=worked, inverse=inverse)
-        if saturates:
+        if limit is not None:
             worked.clamp_(-cast.format.max, cast.format.max)
-        if steps is not None:
+        if steps is not None and noise_room is not None:
             steps = noise_room[: len(part)].copy_(steps).add_(0.5)
         rounded = cast.format.round(worked, room, steps)
         if out.dtype == torch.float32:
             torch.mul(rounded, scale, out=out)
         else:
             out.copy_(rounded.mul_(scale))
-    values = values.view(padded.shape)
-    if cut:  # copy: a view would keep the padding alive
-        values = values[:rows, :columns].clone(memory_format=torch.contiguous_format)
-    nonfinite = count_nonfinite(given) if finite is None else None
-    return values, CastStats(largest, saturated if _may_saturate(cast) else None, nonfinite)
+    return saturated
 
 
 def rotated(x: Tensor, contraction_dim: int, back: bool = False) -> Tensor:

@@ -1,8 +1,8 @@
-"""Run a recipe's linear inside the graphs of torch.compile instead of between them (`compile_blocks`).
+"""Run a recipe's linear inside the graphs of torch.compile instead of between them (`ConvertedModel.compile`).
 
 The arithmetic is that of `kernels/simulated.py` and `kernels/scaled_mm.py`, without constructs that a graph cannot
-hold: scratch memory, inspection of values, and lookups by the identity of tensors. Each of q,
-k and v casts the tensor that they all read; the compiler merges these casts.
+hold: scratch memory, inspection of values, and lookups by the identity of tensors. Each of q, k and v casts the tensor
+that they all read; the compiler merges these casts.
 
 The statistics of the casts leave the graph as a gradient. Each operator has a leaf tensor, its tally, that takes part
 in no arithmetic. The "gradient" of the tally holds the numbers of saturated and non-finite elements. These therefore
@@ -34,34 +34,8 @@ if TYPE_CHECKING:
     from gnmr.precision.converted import ConvertedModel
 
 
-def compile_blocks(model: ConvertedModel, blocks: Iterable[nn.Module], **options: Any) -> str | None:
-    """Call `block.compile(**options)` on each block, and take the operators into the graphs if few graphs result.
-
-    Operators are taken in if the paths are recipes and all operators of a block switch together (unit=block, or no
-    recovery path). A block type then has one graph for each path, one for evaluation, and these again for other
-    lengths. Otherwise operators run between the graphs, as they do in steps with a probe or a fault. In both cases a
-    switch compiles nothing new.
-
-    `fullgraph=True` enforces full graphs. It fails in a mixture of experts, and if neither the operator's weight nor
-    anything before it is trained (the first block of a frozen base). Models of Hugging Face need `use_cache=False`, or
-    every layer counts as its own type.
-
-    In graphs `saved_bytes` is not available, because the compiler chooses what backward keeps. `saturation` counts in
-    `backward()` only, not in `torch.autograd.grad`. Inductor omits roundings to 16 bits between fused operations, as in
-    any model.
-
-    Returns:
-        The reason why operators stay between the graphs, or None if they are in the graphs.
-    """
-    blocks = list(blocks)
-    why = into_graphs(model, blocks)
-    for block in blocks:
-        block.compile(**options)
-    return why
-
-
 def into_graphs(model: ConvertedModel, blocks: Iterable[nn.Module]) -> str | None:
-    """Prepare the operators for a library that compiles the blocks itself; call it before their first pass."""
+    """Prepare the operators for blocks that are compiled next, and return why they stay between the graphs, or None."""
     model.check_converted()
     why = _missing(model.low, model.recovery)
     together = {unit_of(operator.operator_name, "block") for operator in model.operators}

@@ -26,7 +26,7 @@ from gnmr.precision.resolve import Pair, as_run, named, pinned, recipes_of, reso
 from gnmr.precision.rounding import Rounding
 from gnmr.precision.shared import SharedState, Widths
 from gnmr.precision.spec import PathSpec
-from gnmr.precision.targets import roles_of, targeted
+from gnmr.precision.targets import exact, kinds, roles_of, targeted
 from gnmr.precision.units import check_unit, grouped, operator_names
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -82,58 +82,35 @@ def convert(
     chosen, left_out = _chosen(model, spec, kept)
     names = operator_names(list(chosen))
     pins = _pins(names, spec)
-    with_pins: dict[Pins, dict[str, Found]] = {(): chosen}  # low and recovery have to run in all of them
-    for name, own in zip(chosen, pins.values(), strict=True):
+    members: dict[Pins, dict[str, Found]] = {(): chosen}  # low and recovery have to run in all of them
+    for (name, one), own in zip(chosen.items(), pins.values(), strict=True):
         if own:
-            with_pins.setdefault(own, {})[name] = chosen[name]
-    pairs = {own: pinned(spec, dict(own)) if own else (low, recovery) for own in with_pins}
-    linears: dict[ExecutionPath | None, dict[str, Found]] = {}
-    for own, pair in pairs.items():
-        for path in pair:
-            linears.setdefault(path, {}).update(with_pins[own])
-    integer = any(isinstance(path, Recipe) and path.integer for path in linears)
-    kind = Int8Linear if integer else PathLinear
-    for name, one in chosen.items():
-        _check_linear(name, one, model, kind)
-    for path, own_linears in linears.items():
-        if isinstance(path, Recipe):
-            for name, one in own_linears.items():
-                check_widths(name, one, path)
-    check_unit(names, spec.unit)
-    if integer:
-        _check_weights(spec.weights, linears, chosen)
-    warn_without_effect(spec, low, integer)
-    here, *others = {one.weight.device: None for one in chosen.values()}
-    if others:
-        raise ValueError(f"targets: linears on several devices ({', '.join(map(str, [here, *others]))}); use one")
-    run = as_run(linears, spec, device or here, shown)
-    paths: dict[Pins, Pair] = {}
-    for own, (ours, theirs) in pairs.items():
-        in_force = run[ours]
-        assert in_force is not None
-        paths[own] = in_force, run[theirs]
-    mixed: dict[Pins, dict[frozenset[str], Recipe]] = {own: {} for own in paths}
-    if spec.unit == "gemm":
-        mixed = {own: routes(spec, *both, with_pins[own], device or here) for own, both in paths.items()}
-        if not mixed[()]:
-            raise ValueError(f"unit='gemm': {spec.low} and {spec.recovery} are alike in {', '.join(spec.recovers)}")
-    routed = [gemm for gemm in GEMMS if frozenset([gemm]) in mixed[()]]
+            members.setdefault(own, {})[name] = one
+    asked = {own: pinned(spec, dict(own)) if own else (low, recovery) for own in members}
+    linears: dict[ExecutionPath, dict[str, Found]] = {}
+    for own, pair in asked.items():
+        for path in (path for path in pair if path is not None):
+            linears.setdefault(path, {}).update(members[own])
+    kind = Int8Linear if any(isinstance(path, Recipe) and path.integer for path in linears) else PathLinear
+    here = _check(model, spec, chosen, linears, kind)
+    warn_without_effect(spec, low, kind is Int8Linear)
+    run = as_run(linears, (low, recovery), spec, device or here, shown)
+    paths = {own: (run[ours], None if theirs is None else run[theirs]) for own, (ours, theirs) in asked.items()}
+    mixed = _mixed(spec, paths, members, device or here)
     shared = _shared_state(spec, list(run.values()), operators=len(chosen), seed=seed, here=here)
     operators = []
     for index, (name, one) in enumerate(zip(names, chosen.values(), strict=True)):
         operators.append(_exchanged(one, kind, name, index, paths[pins[name]], shared))
         operators[-1].pinned = tuple(gemm for gemm, _ in pins[name])
         _route(operators[-1], mixed[pins[name]])
-    units = grouped(operators, spec.unit, routed)
-    named_too = {name: recipe for name, recipe in recipes_of(spec).items() if name in spec.recipes}
     converted = ConvertedModel(
         operators,
-        units,
+        grouped(operators, spec.unit, [gemm for gemm in GEMMS if frozenset([gemm]) in mixed[()]]),
         *paths[()],
         shared,
         tuple(spec.recovers),
         times=spec.times,
-        recipes=named_too,
+        recipes={name: recipe for name, recipe in recipes_of(spec).items() if name in spec.recipes},
         left_out=dict(zip(operator_names(list(left_out)), left_out.values(), strict=True)),
     )
     if left_out:
@@ -169,7 +146,7 @@ def _chosen(model: nn.Module, spec: PathSpec, kept: bool = False) -> tuple[dict[
     paths = [path for path in named(spec) if isinstance(path, Recipe)]
     asked = targeted(roles_of(model, linears), spec.targets, spec.exclude, recipes=bool(paths) and not kept)
     if len(paths) == 2:
-        paths[1] = paths[0].with_recovered(paths[1], spec.recovers)
+        paths[1] = paths[0].with_gemms(dict.fromkeys(spec.recovers, paths[1]))
     chosen, left_out = {}, {}
     for name, exactly in asked.items():
         why = None if exactly else _unfit(linears[name], paths)
@@ -196,10 +173,9 @@ def _pins(names: Sequence[str], spec: PathSpec) -> dict[str, Pins]:
     found: dict[str, dict[str, str]] = {name: {} for name in names}
     ends = by_end(names)  # plan.json may have a pin for each of thousands of experts
     for pattern, recipes in spec.pinned.items():
-        chosen = select(names, [pattern])[0] if set(pattern) & set("*?[") else ends.get(pattern, [])
+        chosen = ends.get(pattern, []) if exact(pattern) else select(names, [pattern])[0]
         if not chosen:
-            kinds = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
-            raise ValueError(f"pins {pattern!r}: no operator has such a name; there are {kinds}, as {names[0]}")
+            raise ValueError(f"pins {pattern!r}: no operator has such a name; there are {kinds(names)}, as {names[0]}")
         for name, (gemm, recipe) in product(chosen, recipes.items()):
             if (other := found[name].setdefault(gemm, recipe)) != recipe:
                 raise ValueError(f"pins.{pattern}.{gemm}={recipe}: another pattern pins {gemm} of {name} on {other}")
@@ -207,7 +183,7 @@ def _pins(names: Sequence[str], spec: PathSpec) -> dict[str, Pins]:
 
 
 def _shared_state(
-    spec: PathSpec, paths: Sequence[ExecutionPath | None], *, operators: int, seed: int, here: torch.device
+    spec: PathSpec, paths: Sequence[ExecutionPath], *, operators: int, seed: int, here: torch.device
 ) -> SharedState:
     """Return the state that the `operators` operators on the device `here` share; `paths` are all paths they have."""
     recipes = [path for path in paths if isinstance(path, Recipe)]
@@ -241,6 +217,21 @@ def _exchanged(
     return module
 
 
+def _mixed(
+    spec: PathSpec, paths: Mapping[Pins, Pair], members: Mapping[Pins, Mapping[str, Found]], device: torch.device
+) -> dict[Pins, dict[frozenset[str], Recipe]]:
+    """Return the recipes of `resolve.routes` by pins; none unless unit=gemm.
+
+    Raises ValueError if the paths do not differ in any GEMM.
+    """
+    if spec.unit != "gemm":
+        return {own: {} for own in paths}
+    found = {own: routes(spec, *both, members[own], device) for own, both in paths.items()}
+    if not found[()]:
+        raise ValueError(f"unit='gemm': {spec.low} and {spec.recovery} are alike in {', '.join(spec.recovers)}")
+    return found
+
+
 def _route(operator: PathLinear, routes: dict[frozenset[str], Recipe]) -> None:
     """Route the operator's GEMMs individually; `wgrad` of a frozen weight never runs."""
     runs = {"fprop", "dgrad", *(["wgrad"] if operator.weight.requires_grad else [])}
@@ -259,6 +250,32 @@ def _class_of(cls: type[nn.Module], kind: type[PathLinear]) -> type[PathLinear] 
     if (cls, kind) not in _WITH_PATHS:
         _WITH_PATHS[cls, kind] = type(kind.__name__, (kind, cls), {"plain_class": cls})
     return _WITH_PATHS[cls, kind]
+
+
+def _check(
+    model: nn.Module,
+    spec: PathSpec,
+    chosen: Mapping[str, Found],
+    linears: Mapping[ExecutionPath, Mapping[str, Found]],
+    kind: type[PathLinear],
+) -> torch.device:
+    """Return the device of the `chosen` operators. Raises ValueError if they cannot get these paths and units.
+
+    `linears` are the operators that have each path.
+    """
+    for name, one in chosen.items():
+        _check_linear(name, one, model, kind)
+    for path, own in linears.items():
+        if isinstance(path, Recipe):
+            for name, one in own.items():
+                check_widths(name, one, path)
+    check_unit(operator_names(list(chosen)), spec.unit)
+    if kind is Int8Linear:
+        _check_weights(spec.weights, linears, chosen)
+    here, *others = {one.weight.device: None for one in chosen.values()}
+    if others:
+        raise ValueError(f"targets: linears on several devices ({', '.join(map(str, [here, *others]))}); use one")
+    return here
 
 
 def _check_linear(name: str, found: Found, model: nn.Module, kind: type[PathLinear]) -> None:
@@ -328,7 +345,7 @@ def cut_by(one: Widths, recipe: Recipe) -> str | None:
     return None
 
 
-def _check_weights(weights: str, paths: Iterable[ExecutionPath | None], linears: dict[str, Found]) -> None:
+def _check_weights(weights: str, paths: Iterable[ExecutionPath], linears: Mapping[str, Found]) -> None:
     """Raise ValueError if the codes of these linears cannot be kept as requested, or if their sums would overflow."""
     for name, linear in linears.items():
         if linear.in_features > MOST_INPUTS:

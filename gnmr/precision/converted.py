@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gnmr.names import GEMMS, OPERANDS
 from gnmr.precision.adapters import release
-from gnmr.precision.compile import compile_blocks
+from gnmr.precision.compile import into_graphs
 from gnmr.precision.contained import Contained, Owner
 from gnmr.precision.cost import Cost
 from gnmr.precision.formats import FORMATS, Format, KeepFormat
@@ -111,8 +111,29 @@ class ConvertedModel:
             yield
 
     def compile(self, blocks: Iterable[nn.Module], **options: Any) -> str | None:
-        """Call `gnmr.precision.compile.compile_blocks` on this model."""
-        return compile_blocks(self, blocks, **options)
+        """Call `block.compile(**options)` on each block, and take the operators into the graphs if few graphs result.
+
+        Operators are taken in if the paths are recipes and all operators of a block switch together (unit=block, or no
+        recovery path). A block type then has one graph for each path, one for evaluation, and these again for other
+        lengths. Otherwise operators run between the graphs, as they do in steps with a probe or a fault. In both cases
+        a switch compiles nothing new.
+
+        `fullgraph=True` enforces full graphs. It fails in a mixture of experts, and if neither the operator's weight
+        nor anything before it is trained (the first block of a frozen base). Models of Hugging Face need
+        `use_cache=False`, or every layer counts as its own type.
+
+        In graphs `saved_bytes` is not available, because the compiler chooses what backward keeps. `saturation` counts
+        in `backward()` only, not in `torch.autograd.grad`. Inductor omits roundings to 16 bits between fused
+        operations, as in any model.
+
+        Returns:
+            The reason why operators stay between the graphs, or None if they are in the graphs.
+        """
+        blocks = list(blocks)
+        why = into_graphs(self, blocks)
+        for block in blocks:
+            block.compile(**options)
+        return why
 
     @property
     def in_graphs(self) -> bool:

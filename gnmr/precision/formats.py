@@ -63,10 +63,6 @@ class Format:
         """Return the distance between the neighbouring values around `scaled` (float32), same shape."""
         raise NotImplementedError
 
-    def values(self) -> Tensor:
-        """Return the value of every code, (2^bits,) float32."""
-        return self.decode(torch.arange(2**self.bits, dtype=torch.int32).to(torch.uint8), torch.float32)
-
 
 @dataclass(frozen=True)
 class IntFormat(Format):
@@ -99,10 +95,8 @@ class RangeFormat(Format):
 
     @staticmethod
     def of(name: str, group: int) -> RangeFormat:
-        """Return the range format of the integer format `name`. Raises ValueError if `name` is another format."""
-        fmt = get_format(name)
-        if not isinstance(fmt, IntFormat):
-            raise ValueError(f"{name} has no ranges: use one of {', '.join(n for n in FORMATS if n.startswith('int'))}")
+        """Return the range format of the integer format `name`."""
+        fmt = FORMATS[name]
         return RangeFormat(f"{name}/{group}", fmt.bits, 2.0**fmt.bits - 1, fmt.bits, group)
 
     def encode(self, scaled: Tensor, noise: Tensor | None = None) -> Tensor:
@@ -209,9 +203,6 @@ class KeepFormat(Format):
     """The tensor itself, in its own 16 bits (or 32, in an FP32 run): nothing is encoded."""
 
 
-_NATIVE = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-
-
 def _format(name: str) -> Format:
     if name == "bf16":
         return KeepFormat(name, 16, float("inf"), 8)
@@ -219,7 +210,7 @@ def _format(name: str) -> Format:
         bits = int(name.removeprefix("int"))
         return IntFormat(name, bits, 2.0 ** (bits - 1) - 1, bits - 1)
     exponent, mantissa = map(int, name.removeprefix("e").split("m"))
-    native = _NATIVE.get(name)
+    native = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}.get(name)
     # In formats without Inf and NaN every code is a number; PyTorch's own types have some that are not.
     largest = 2.0**2 ** (exponent - 1) * (2 - 2.0**-mantissa) if native is None else torch.finfo(native).max
     return FloatFormat(name, 1 + exponent + mantissa, largest, mantissa + 1, exponent, mantissa, native)

@@ -99,7 +99,7 @@ loops have to. Weight gradients and master weights have the parameters' dtype; t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
@@ -314,12 +314,6 @@ class Recipe:
     def history(self) -> int:
         """Steps that the recipe's delayed scales look back; 0 without delayed scales."""
         return max((cast.history for cast in self.casts if cast.scale == "delayed"), default=0)
-
-    def with_recovered(self, recovery: Recipe, gemms: Sequence[str]) -> Recipe:
-        """Return this recipe with GEMMs taken from `recovery`. Raises ValueError if one is unknown or none is given."""
-        if not gemms or (unknown := [name for name in gemms if name not in GEMMS]):
-            raise ValueError(f"recovers={list(gemms) and unknown}: use some of {', '.join(GEMMS)}")
-        return self.with_gemms(dict.fromkeys(gemms, recovery))
 
     def with_gemms(self, recipes: Mapping[str, Recipe]) -> Recipe:
         """Return this recipe with GEMMs taken from others, {gemm: recipe}; that recipe itself if all come from one.

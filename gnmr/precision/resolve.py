@@ -46,7 +46,7 @@ def resolve(spec: PathSpec) -> Pair:
             _warn(f"recovers={spec.recovers}: has no effect without a recovery path")
         return low, None
     if isinstance(low, Recipe) and isinstance(recovery, Recipe):
-        recovery = low.with_recovered(recovery, spec.recovers)
+        recovery = low.with_gemms(dict.fromkeys(spec.recovers, recovery))
     elif some:
         _warn(f"recovers={spec.recovers}: has no effect on formats, which touch wgrad alone")
     if spec.low == spec.recovery:
@@ -150,21 +150,24 @@ def with_backend(
 
 
 def as_run(
-    linears: Mapping[ExecutionPath | None, Mapping[str, Widths]],
+    linears: Mapping[ExecutionPath, Mapping[str, Widths]],
+    unpinned: Pair,
     spec: PathSpec,
     device: torch.device,
     shown: bool,
-) -> dict[ExecutionPath | None, ExecutionPath | None]:
-    """Return each path as it will run in its linears on `device`: low and recovery first, then the paths of pins."""
-    run: dict[ExecutionPath | None, ExecutionPath | None] = {}
-    for i, (asked, own) in enumerate(linears.items()):
+) -> dict[ExecutionPath, ExecutionPath]:
+    """Return each path as it will run in its linears on `device`.
+
+    Only paths of `unpinned`, the operators without pins, warn of a simulation that was not asked for.
+    """
+    run: dict[ExecutionPath, ExecutionPath] = {}
+    for asked, own in linears.items():
         run[asked] = path = asked
         if isinstance(path, Recipe):
             if spec.outlier_threshold is not None and path.integer and path.fprop.input is not None:
                 outliers = replace(path.fprop.input, outliers=spec.outlier_threshold)
                 path = replace(path, fprop=replace(path.fprop, input=outliers))
-            told = shown or i > 1  # pins: low and recovery have warned
-            run[asked] = with_backend(path, spec.backend, own, device, told)
+            run[asked] = with_backend(path, spec.backend, own, device, shown or asked not in unpinned)
     return run
 
 

@@ -23,21 +23,16 @@ class Rounding:
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.seed, self.rank, self.ranks = seed % 2**64, 0, 1
-        self._step, self._micro_batch = 1, None
+        self.step, self._micro_batch = 1, None
         self._passes: dict[tuple[int, int], int] = {}
         """Number of passes that drew, by step and operator, in the current micro-batch if one was named."""
         self._generator = torch.Generator(device)
 
     _micro_batch: tuple[int, int] | None
 
-    @property
-    def step(self) -> int:
-        """The step of the next passes."""
-        return self._step
-
     def begin_step(self, step: int) -> None:
         """Start `step` with its first micro-batch; passes that began in the step before may still draw."""
-        self._step = step
+        self.step = step
         self._passes = {key: count for key, count in self._passes.items() if key[0] == step - 1}
 
     @contextmanager
@@ -65,16 +60,16 @@ class Rounding:
 
     def mark(self) -> Mark:
         """Return the current position, for `back_to`."""
-        return self._step, self._micro_batch, dict(self._passes)
+        return self.step, self._micro_batch, dict(self._passes)
 
     def back_to(self, mark: Mark) -> None:
         """Return to `mark`, so that the same numbers are drawn again."""
-        self._step, self._micro_batch, passes = mark
+        self.step, self._micro_batch, passes = mark
         self._passes = dict(passes)
 
     def state(self) -> Tensor:
         """Return (seed, step), (2,) int64."""
-        return torch.tensor([self.seed - 2**64 if self.seed >= 2**63 else self.seed, self._step])
+        return torch.tensor([self.seed - 2**64 if self.seed >= 2**63 else self.seed, self.step])
 
     def load(self, state: Tensor) -> None:
         """Continue at the position of `state`. Raises ValueError if `state` is not (seed, step)."""

@@ -47,10 +47,10 @@ def roles_of(model: nn.Module, linears: Mapping[str, Any]) -> dict[str, str]:
     found = {}
     for name, linear in linears.items():
         outputs, inputs = widths(linear)
-        parts = short[name].split(".")
+        parts, parent = short[name].split("."), modules.get(name.rpartition(".")[0])
         if name in tied or role_by_name(short[name]) == "head" or (not inside[name] and outputs in vocabularies):
             role = "head"
-        elif role_by_name(short[name]) == "router" or _is_gate(parts, outputs, inputs, _parent(name, modules)):
+        elif role_by_name(short[name]) == "router" or _is_gate(parts, outputs, inputs, parent):
             role = "router"
         elif _is_adapter(name, modules):
             role = "adapter"
@@ -188,10 +188,6 @@ def _default(names: Matching, roles: Mapping[str, str]) -> list[str]:
 def kinds(names: Iterable[str]) -> str:
     """Return the last parts of the names, for a message."""
     return ", ".join(sorted({name.rpartition(".")[2] for name in names})) or "none"
-
-
-def _parent(name: str, modules: Mapping[str, nn.Module]) -> nn.Module | None:
-    return modules.get(name.rpartition(".")[0])
 
 
 def _is_gate(parts: Sequence[str], outputs: int, inputs: int, parent: nn.Module | None) -> bool:

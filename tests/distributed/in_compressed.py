@@ -11,9 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gnmr.control import Controller, ControlSpec
 from gnmr.distributed import world
-from gnmr.distributed.compressed import GreedyLore, GreedyLoreSpec
+from gnmr.distributed.compressed import GreedyLore, GreedyLoreSpec, RankWorkers, VirtualWorkers
 from gnmr.distributed.reduce import Ranks
-from gnmr.distributed.workers import RankWorkers, VirtualWorkers
 
 SPEC: dict[str, Any] = {"rank": 3, "refresh_every": 15, "dense_steps": 3}
 

@@ -91,30 +91,6 @@ def mixture() -> nn.Sequential:
     return nn.Sequential(Mixture(), Mixture())
 
 
-def experts(how: str = "alone", after: bool = False, steps: int = 4) -> dict[str, Any]:
-    """As `loop`, of a mixture of experts and attention."""
-    inner, (size, rank) = mixture(), (1, 0) if how == "alone" else (world.size(), world.rank())
-    model = inner if how == "alone" or not after else wrapped(inner, how)
-    options: dict[str, Any] = {"low": "fp8_hybrid", "recovery": "bf16", "backend": "simulated", "targets": ["*"]}
-    controller = gnmr.attach(model, max_o=2, alpha=1.001, beta=1.001, delta=3, **options)
-    model = model if how == "alone" or after else wrapped(inner, how)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    found: dict[str, Any] = {"names": controller.names, "sets": [], "norms": []}
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(step)
-        mine = [torch.randn(12, 16, generator=generator) for _ in range(2)][rank::size]
-        for i, x in enumerate(mine):
-            if how == "fsdp":
-                model.set_requires_gradient_sync(i == len(mine) - 1)
-            ((model(x) - 2 * x).square().mean() / len(mine)).backward()
-        decision = controller.step()
-        found["sets"].append(controller.active)
-        found["norms"].append(decision.norm.tolist())
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    return found | {"weights": [whole(p) for p in inner.parameters()]}
-
-
 def shard(model: nn.Module, shape: tuple[int, ...] = (2,)) -> nn.Module:
     names = ("replicate", "shard")[-len(shape) :]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -142,30 +118,25 @@ def loop(
     clip: bool = False,
     accumulation: int = 2,
     nan: int | None = None,
+    experts: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Micro-batches of a step over the ranks, or one after the other `alone`: what came of it.
 
-    `after`: attached to the wrapped model. `nan`: step whose last micro-batch has a NaN.
+    `after`: attached to the wrapped model. `nan`: step whose last micro-batch has a NaN. `experts`: of `mixture`.
     """
     usual: dict[str, Any] = {} if "signal" in options else {"alpha": 1.001, "beta": 1.001, "delta": 3}
     options = {"max_o": 2, "targets": ["*_proj"]} | usual | options
-    inner = net(dtype)
+    inner = mixture() if experts else net(dtype)
     size, rank = (1, 0) if how == "alone" else (world.size(), world.rank())
-    model = inner
-    if after:
-        model = inner if how == "alone" else wrapped(inner, how)
-        controller = gnmr.attach(model, **options)
-    else:
-        controller = gnmr.attach(inner, **options)
-        model = inner if how == "alone" else wrapped(inner, how)
+    model = inner if how == "alone" or not after else wrapped(inner, how)
+    controller = gnmr.attach(model, **options)
+    model = model if how == "alone" or after else wrapped(inner, how)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    found: dict[str, Any] = {"sets": [], "norms": [], "risks": []}
+    found: dict[str, Any] = {"names": controller.names, "sets": [], "norms": [], "risks": []}
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
-        batches = [
-            torch.randn(8, 16, generator=generator).to(inner[0].up_proj.weight.dtype) for _ in range(accumulation)
-        ]
+        batches = [torch.randn(8, 16, generator=generator).to(getattr(torch, dtype)) for _ in range(accumulation)]
         if nan == step:
             batches[-1][0, 0] = torch.nan
         mine = batches[rank::size]
@@ -197,13 +168,15 @@ def train(
     nan: int | None = None,
     stop: int | None = None,
     slow: int | None = None,
+    nudged: int | None = None,
     other_seed: bool = False,
     other_data: str | None = None,
 ) -> Any:
     """The run of this config by both ranks: what was said, or how it ended.
 
     `nan`: step in which rank 1 reads an embedding that is not finite. `stop`: step in which rank 1 gets a SIGTERM.
-    `slow`: the rank that sleeps before three steps. `other_seed`: rank 1 has one.
+    `slow`: the rank that sleeps before three steps. `nudged`: step after which a weight of rank 1 moves by one bit.
+    `other_seed`: rank 1 has one.
     `other_data`: the text that rank 1 finds in the place of the others'.
     """
     from gnmr.distributed.world import World
@@ -226,11 +199,14 @@ def train(
             if world.rank() == 1 and step == nan:
                 embedding = self._parts.model.get_submodule("embed_tokens")
                 handle = embedding.register_forward_hook(lambda *found: found[-1] * torch.nan)
-            try:
-                return super().__call__(step)
-            finally:
-                if handle is not None:
-                    handle.remove()
+            result = super().__call__(step)
+            if handle is not None:
+                handle.remove()
+            if world.rank() == 1 and step == nudged:
+                with torch.no_grad():
+                    weight = self._parts.model.get_submodule("lm_head").weight
+                    local(weight).view(torch.int16)[0, 0] ^= 1
+            return result
 
     if other_seed and world.rank() == 1:
         config = replace(config, training=replace(config.training, seed=7))
@@ -257,26 +233,6 @@ def disagreeing(case: str) -> None:
     with outer.no_sync() if case == "unreduced" else nullcontext():
         outer(torch.full((2, 16), 1.0 + world.rank())).sum().backward()
     controller.step()
-
-
-def nudged(config: Any, parallel: str = "ddp") -> Any:
-    """`train`, in which a weight of rank 1 moves by one bit after the third step."""
-    from gnmr.lab.train import loop
-
-    class Steps(loop.Steps):
-        def __call__(self, step: int) -> Any:
-            result = super().__call__(step)
-            if world.rank() == 1 and step == 3:
-                with torch.no_grad():
-                    weight = self._parts.model.get_submodule("lm_head").weight
-                    local(weight).view(torch.int16)[0, 0] ^= 1
-            return result
-
-    before, loop.Steps = loop.Steps, Steps
-    try:
-        return train(config, parallel=parallel)
-    finally:
-        loop.Steps = before
 
 
 def tensor_parallel(order: str, low: str = "int4", **options: Any) -> Any:

@@ -65,7 +65,8 @@ def test_two_ranks_are_one_process_with_two_micro_batches(pair: Pair, how: str, 
 
 @pytest.mark.parametrize("after", [pytest.param(False, marks=SLOW), True])
 def test_experts_and_attention_in_two_ranks_are_those_of_one_process(pair: Pair, after: bool) -> None:
-    one, ranks = in_ranks.experts(), pair("experts", how="fsdp", after=after)
+    options = {"experts": True, "low": "fp8_hybrid", "recovery": "bf16", "backend": "simulated", "targets": ["*"]}
+    one, ranks = in_ranks.loop(steps=4, **options), pair("loop", how="fsdp", after=after, steps=4, **options)
     assert one["names"][:3] == ["0.self_attn.in_proj", "0.self_attn.out_proj", "0.experts.0.up"]
     assert len({tuple(units) for units in one["sets"]}) > 1
     for rank in ranks:

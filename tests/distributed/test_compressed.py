@@ -12,8 +12,7 @@ import torch
 from in_compressed import compress
 from torch import Tensor, nn
 
-from gnmr.distributed.compressed import GreedyLore, GreedyLoreSpec
-from gnmr.distributed.workers import RankWorkers, VirtualWorkers
+from gnmr.distributed.compressed import GreedyLore, GreedyLoreSpec, RankWorkers, VirtualWorkers
 
 Pair = Callable[..., list[Any]]
 START, TAU = 2, 5

@@ -35,7 +35,7 @@ def test_a_run_that_was_stopped_and_goes_on_is_the_same(four, tiny, tmp_path, pa
 
 def test_replicas_of_a_shard_that_went_apart_are_named(four, tiny, tmp_path):
     """Rank 1 has the second half of each weight, as rank 3 does: the first that differs from an earlier one is 3."""
-    for told in four("nudged", config=tiny(f"run_dir={tmp_path / 'run'}", *WORDS), parallel="hsdp"):
+    for told in four("train", config=tiny(f"run_dir={tmp_path / 'run'}", *WORDS), parallel="hsdp", nudged=3):
         assert told.startswith("RunFailed: ranks disagree after step 4: ") and "of rank 3 is not that of rank 1" in told
 
 

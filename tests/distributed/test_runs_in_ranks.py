@@ -171,10 +171,10 @@ def test_random_numbers_are_those_of_a_micro_batch_whoever_has_it(ranks, train, 
     assert (differences(in_turn["state"]["model"], two["state"]["model"]) != []) == (what == "dropout")
 
 
-def test_weights_that_went_apart_end_the_run_on_all_ranks(pair, tiny, tmp_path):
+def test_weights_that_went_apart_end_the_run_on_all_ranks(told, tmp_path):
     line = "ranks disagree after step 4: lm_head.weight of rank 1 is not that of rank 0"
-    for told in pair("nudged", config=tiny(f"run_dir={tmp_path / 'run'}", *WORDS, "training.checkpoint_every=2")):
-        assert told.startswith(f"RunFailed: {line}")
+    for answer in told([*WORDS, "training.checkpoint_every=2"], "ddp", nudged=3):
+        assert answer.startswith(f"RunFailed: {line}")
     assert (tmp_path / "run" / "FAILED").read_text().startswith(line)
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000002"], "none of step 4"
 

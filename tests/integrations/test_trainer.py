@@ -114,7 +114,6 @@ def by_hand(model: nn.Module, options: dict[str, Any], autocast: bool = False) -
 
 
 SETTINGS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any]]] = {
-    "full": (llama, {**ROUTED, "low": "int4", "recovery": "int8"}, {}),
     "lora_bf16": (lora_llama, LORA, {"bf16": True}),
     "lora_input_grad": (lora_llama, {**LORA, "observe": "input_grad", "unit": "operator", "max_o": 3}, {}),
     "gsnr": (lora_llama, {**LORA, "signal": SIGNALS["gsnr"], "routing": "ranked", "unit": "layer"}, {}),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from slow_casts import EXPONENT_OF_MAX, MAX, groups, nearest, scale_of_two_levels, slow_cast
+from test_probe import WIDTH, Net, make
 from test_scaled_mm import DY, W, X
 from test_simulated import BY_HAND, same
 from torch import Tensor, nn
@@ -108,26 +109,8 @@ def test_a_bad_row_does_not_come_back_finite_and_zeros_do_not_turn_bad(kind: str
         assert broken(Fault(kind, 8.0), torch.zeros(3, 8), largest=0.0).isfinite().all()
 
 
-class Net(nn.Module):
-    """a and b read one tensor, c another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b, self.c = nn.Linear(16, 8), nn.Linear(16, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x * 1.5
-        return self.c(self.a(x) * self.b(x))
-
-
 def inputs(step: int = 0) -> Tensor:
-    return torch.randn(12, 16, generator=seeded(step)) * (1 + step)
-
-
-def make(low: str = "int4", recovery: str | None = "int8", **how) -> tuple[Net, ConvertedModel]:
-    net = Net()
-    return net, convert(net, PathSpec.of(low, recovery, targets=["a", "b", "c"], **how))
+    return torch.randn(12, WIDTH, generator=seeded(step)) * (1 + step)
 
 
 def gradients(net: nn.Module, step: int = 0) -> dict[str, Tensor]:

@@ -233,7 +233,17 @@ def replaced_later(model: Two, controller: gnmr.Controller, around: Callable) ->
     model.o_proj(torch.tanh(around(model.q_proj, x))).square().sum().backward()
 
 
-RUNS = (in_turn, twice, all_forward_first, kept_losses, within_high_precision, replaced_later)
+def a_step_later(model: Two, controller: gnmr.Controller, around: Callable) -> None:
+    """A backward pass in the step after its forward pass, when delayed scales come from another history."""
+    x = numbers(8, WIDTH).requires_grad_()
+    loss = around(model, x).square().sum()
+    model(3 * x).sum().backward()
+    controller.step()
+    model.zero_grad()
+    loss.backward()
+
+
+RUNS = (in_turn, twice, all_forward_first, kept_losses, within_high_precision, replaced_later, a_step_later)
 DRAWN = [{"low": "int4", "rounding": "stochastic"}, {"low": "int4", "rounding": "stochastic", "site": "forward"}]
 
 

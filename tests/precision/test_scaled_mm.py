@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from itertools import product
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from gnmr.measure.errors import measure_errors
 from gnmr.names import GEMMS
 from gnmr.precision import ConvertedModel, PathSpec, convert
 from gnmr.precision.kernels import scaled_mm
@@ -36,36 +38,39 @@ DY = few_bits(72, 48, 57344, 5, 7, 2.0**-20, 3)
 def through(
     backend: str,
     low: str,
-    recovery: str | None = None,
     recovers: list[str] | None = None,
-    exact: bool = True,
-    **how: bool,
+    operands: tuple[Tensor, ...] = (X, W, DY),
+    bias: bool = False,
+    probe: Sequence[str] = (),
 ) -> tuple[list[Tensor], ConvertedModel]:
-    """Output and gradients of one linear, and the converted model."""
-    generator = torch.Generator().manual_seed(0)
-    x, w, dy = (X, W, DY) if exact else (torch.randn(t.shape, generator=generator) for t in (X, W, DY))
-    net = nn.Sequential(nn.Linear(32, 48, bias=how.get("bias", False)))
+    """Output and gradients of one linear and what `probe` reads, and the converted model.
+
+    `recovers`: it runs in recovery, of these GEMMs.
+    """
+    x, w, dy = operands
+    net = nn.Sequential(nn.Linear(w.shape[1], len(w), bias=bias))
     net[0].weight.data.copy_(w)
-    if net[0].bias is not None:
+    if bias:
         net[0].bias.data.fill_(0.25)
-    converted = convert(net, PathSpec.of(low, recovery, targets=["0"], recovers=recovers or GEMMS, backend=backend))
-    converted.operators[0].switch(recovery is not None)
+    paths = PathSpec.of(low, "bf16" if recovers else None, targets=["0"], recovers=recovers or GEMMS, backend=backend)
+    converted = convert(net, paths)
+    converted.operators[0].switch(bool(recovers))
+    errors = measure_errors(converted, probe) if probe else None
     leaf = x.clone().requires_grad_()
-    y = net(leaf.view(8, 9, 32))
-    kept, predicted = converted.cost.saved_bytes(), converted.cost.predicted_bytes()
-    assert kept == predicted
-    y.backward(dy.view(8, 9, 48))
-    found = [y.detach(), leaf.grad, net[0].weight.grad]
-    return found + ([] if net[0].bias is None else [net[0].bias.grad]), converted
+    y = net(leaf.view(2, -1, x.shape[1]))
+    assert converted.cost.saved_bytes() == converted.cost.predicted_bytes()
+    assert all(kept.untyped_storage().nbytes() == kept.nbytes for kept in converted.operators[0].kept()[1:])
+    y.backward(dy.view(2, -1, dy.shape[1]))
+    measured = [] if errors is None else list(errors.read().values())
+    return [y.detach(), leaf.grad, *(p.grad for p in net.parameters()), *measured], converted
 
 
 @pytest.mark.parametrize("recovers", [None, *RECOVERED], ids=str)
 @pytest.mark.parametrize("low", ["fp8_hybrid", "fp8_delayed"])
 def test_it_is_the_simulation_where_no_sum_is_rounded(low: str, recovers: list[str] | None) -> None:
     """For every combination of GEMMs low or recovered."""
-    recovery = None if recovers is None else "bf16"
-    real, converted = through("scaled_mm", low, recovery, recovers)
-    simulated, _ = through("simulated", low, recovery, recovers)
+    real, converted = through("scaled_mm", low, recovers)
+    simulated, _ = through("simulated", low, recovers)
     assert converted.low.backend == "scaled_mm"
     for ours, theirs, gemm in zip(real, simulated, GEMMS, strict=True):
         if recovers is None or gemm not in recovers:
@@ -75,11 +80,10 @@ def test_it_is_the_simulation_where_no_sum_is_rounded(low: str, recovers: list[s
 
 
 def test_of_any_numbers_it_differs_by_the_order_of_sums() -> None:
-    for real, simulated in zip(
-        through("scaled_mm", "fp8_hybrid", exact=False, bias=True)[0],
-        through("simulated", "fp8_hybrid", exact=False, bias=True)[0],
-        strict=True,
-    ):
+    generator = torch.Generator().manual_seed(0)
+    operands = tuple(torch.randn(one.shape, generator=generator) for one in (X, W, DY))
+    both = (through(backend, "fp8_hybrid", None, operands, bias=True)[0] for backend in ("scaled_mm", "simulated"))
+    for real, simulated in zip(*both, strict=True):
         assert float((real - simulated).norm() / simulated.norm()) < 1e-6
 
 

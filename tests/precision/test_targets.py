@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import gnmr
 from gnmr.doctor.in_force import operators_of
-from gnmr.precision import PathSpec, convert
+from gnmr.precision import PathLinear, PathSpec, convert
 from gnmr.precision.conversion import operator_shapes
 from gnmr.precision.targets import roles_of
 
@@ -120,8 +121,17 @@ def test_attach_and_audit_give_a_linear_the_same_role() -> None:
     }
 
 
-def test_a_gate_of_an_mlp_can_be_named() -> None:
-    assert taken(modules(gate=nn.Linear(64, 128)), targets=["gate"], low="nvfp4") == ["gate"]
+@pytest.mark.parametrize(("low", "recovery"), [("sim_int4", None), ("llm_int8", "bf16"), ("bf16", "sim_int8")])
+@pytest.mark.filterwarnings("ignore:the recovery path")
+def test_gates_and_heads_stay_in_16_bits_whatever_pattern_names_them(low: str, recovery: str | None) -> None:
+    model, paths = mixture(), {"low": low, "recovery": recovery}
+    assert taken(model, targets=["*"], **paths) == taken(model, **paths)
+    assert taken(model, targets=["layers.1.mlp.*", "gate"], **paths)[-1] == "layers.1.mlp.gate"
+    for target in ("layers.0.mlp.gate", "shared_expert_gate", "router.layer", "*router*", "lm_head", "*head*"):
+        with pytest.raises(ValueError, match=f"^targets .*{re.escape(target)}.*: recipes keep"):
+            taken(model, targets=["w2", target], **paths)
+        assert not any(isinstance(module, PathLinear) for module in model.modules())
+    assert len(taken(model, targets=["*"], low="int4")) == 9
 
 
 @pytest.mark.parametrize("pattern", ["q_proj", "*_proj", "q_proj.base_layer", "*_proj.base_layer", "layers.0.q_proj"])
@@ -182,31 +192,3 @@ def test_diagnose_passes_over_a_head_of_ten_classes() -> None:
     assert list(found.operators) == ["0"]
     found = gnmr.diagnose(model, lambda b: (model(b[0]), b[1]), batches, exclude=["2"])
     assert list(found.operators) == ["0"] and found.exclude == ["2"]
-
-
-def quantized(x: Tensor, height: int, width: int) -> Tensor:
-    """E4M3 under a scale for each piece of height x width, those at the edges smaller."""
-    out = torch.empty_like(x)
-    for i in range(0, x.shape[0], height):
-        for j in range(0, x.shape[1], width):
-            piece = x[i : i + height, j : j + width]
-            scale = piece.abs().max() / 448
-            out[i : i + height, j : j + width] = (piece / scale).to(torch.float8_e4m3fn).float() * scale
-    return out
-
-
-@pytest.mark.parametrize(("inputs", "outputs"), [(200, 576), (128, 72), (48, 300)])
-def test_tiles_and_blocks_may_be_cut(inputs: int, outputs: int) -> None:
-    torch.manual_seed(0)
-    tokens = 150
-    model = nn.Sequential(nn.Linear(inputs, outputs))
-    weight = model[0].weight.detach().clone()
-    convert(model, PathSpec(low="deepseek_v3", recovery=None))
-    x, dy = torch.randn(tokens, inputs, requires_grad=True), torch.randn(tokens, outputs)
-    y = model(x)
-    y.backward(dy)
-    by_tiles, w = quantized(x.detach(), 1, 128), quantized(weight, 128, 128)
-    close = {"rtol": 1e-5, "atol": 1e-4}
-    torch.testing.assert_close(y.detach(), by_tiles @ w.t() + model[0].bias.detach(), **close)
-    torch.testing.assert_close(x.grad, quantized(dy, 1, 128) @ w, **close)
-    torch.testing.assert_close(model[0].weight.grad, quantized(dy, 128, 1).t() @ quantized(x.detach(), 128, 1), **close)

@@ -79,11 +79,6 @@ class BlindSignal(SignalBase):
         """Return the number, from 1, of the choice in force in that step; a held set keeps its number."""
         return (step - 1) // self.context.hold + 1
 
-    def falls_due(self, step: int, rate: float) -> int:
-        """Return the increase of a stream of `rate` per choice in the choice of that step."""
-        turn = self.turn(step)
-        return due(turn, rate) - due(turn - 1, rate)
-
     def thresholds(self, step: int) -> tuple[float | None, ...]:
         return (None,) * len(self.columns)
 
@@ -110,7 +105,8 @@ class Random(BlindSignal):
 
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         uniform = np.random.default_rng((self.context.seed, step)).random(self.num_units).clip(min=2.0**-53)
-        number = self.falls_due(step, self._units_a_step)
+        turn, rate = self.turn(step), self._units_a_step
+        number = due(turn, rate) - due(turn - 1, rate)
         risk = uniform.copy() if self.active_frac is None else np.zeros(self.num_units)
         chosen = np.argsort(-uniform, kind="stable")[:number]
         risk[chosen] = 1 + uniform[chosen]

@@ -12,8 +12,7 @@ from gnmr.attachment import Router
 from gnmr.control import Controller
 from gnmr.control.evidence import PATH_EVIDENCE, PRICE_EVIDENCE
 from gnmr.control.ranks import Ranks
-from gnmr.distributed.compressed import GreedyLore, GreedyLoreSpec
-from gnmr.distributed.workers import VirtualWorkers
+from gnmr.distributed.compressed import GreedyLore, GreedyLoreSpec, VirtualWorkers
 from gnmr.distributed.world import World
 from gnmr.errors import UserError, as_user_error
 from gnmr.lab.config import Config
