@@ -181,6 +181,25 @@ def test_a_run_whose_data_changed_is_left_as_it_is(left, train, stopped, tiny, t
     assert (run / "DONE").exists()
 
 
+def test_a_run_whose_tokens_changed_is_left_as_it_is(train, stopped, text_file, tmp_path):
+    """Also where only the tokens tell: of a run of older code, of a data set on the hub, under other tokenizers."""
+    run, text = tmp_path / "run", tmp_path / "text.txt"
+    text.write_bytes(text_file.read_bytes())
+    stopped(run, f"data.path={text}", at=8)
+    shutil.rmtree(run / "checkpoints")
+    header = json.loads((run / "header.json").read_text())
+    del header["data"]["source"]
+    (run / "header.json").write_text(json.dumps(header))
+    before, sound = content(run), text.read_bytes()
+    text.write_bytes(sound.replace(b"a", b"b"))
+    with pytest.raises(UserError, match=r"run: the tokens of its data changed since the run began; use the files and"):
+        train(run, f"data.path={text}")
+    assert content(run) == before
+    text.write_bytes(sound)
+    train(run, f"data.path={text}")
+    assert (run / "DONE").exists()
+
+
 def test_a_corrupt_checkpoint_of_another_run_is_not_set_aside(half_way, assembled):
     flip(half_way / "checkpoints" / "step-00000006" / "__0_0.distcp")
     before, parts = content(half_way), assembled()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -182,6 +183,20 @@ def test_a_base_that_changed_is_told(tmp_path, train, words, old):
         begun()
         with pytest.raises(UserError, match=r"^base=.*: its checkpoint changed since the run in"):
             train(tmp_path / "run", *mine)
+
+
+def test_a_base_whose_newest_checkpoint_is_damaged_has_not_changed(tmp_path, train, words, old):
+    """A fork takes the one before, and the same command finds it done."""
+    base, said = tmp_path / "base", list[str]()
+    shutil.copytree(old, base)
+    (base / "checkpoints/step-00000006/__0_0.distcp").unlink()
+    mine = [f"base={base}", *words[1:]]
+    with pytest.warns(UserWarning, match="step-00000006 is corrupt .*: step 3 is taken"):
+        train(tmp_path / "run", *mine)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(tmp_path / "run", *mine, say=said.append)
+    assert said == [f"{tmp_path / 'run'} is done: skipped"]
 
 
 def test_a_bases_batch_may_be_cut_into_other_micro_batches(tiny, words, forks):

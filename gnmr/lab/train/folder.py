@@ -1,10 +1,11 @@
-"""A run's folder: its path, its owner, and its lock. This module does not import torch."""
+"""A run's folder: its path, its owner, and its lock. Most calls do not import torch."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
@@ -65,8 +66,8 @@ def check_folder(folder: Path, config: Config) -> None:
 def check_inputs(folder: Path, config: Config) -> None:
     """Raise UserError if the run in `folder` began with other data, weights or code than the config names now.
 
-    Digests of the files are compared with header.json. No model is built, and no text is tokenized. A data set on the
-    hub is identified by its name.
+    Digests of local files are compared with header.json. No model is built, no text is tokenized, and nothing is
+    fetched: data sets and checkpoints on the hub are identified by their names.
     """
     from gnmr.records.reader import read_json
 
@@ -83,11 +84,12 @@ def check_inputs(folder: Path, config: Config) -> None:
 
     same(f"controller.signal={config.controller.signal}: its file", header.get("signal_sha256"), signal_sha256(config))
     corpus = open_corpus(config.data)
-    same(f"{corpus.where}: its text", data.get("source"), corpus.identity)
+    text = "this Python's library" if config.data.name == "stdlib" else "its text"
+    same(f"{corpus.where}: {text}", data.get("source"), corpus.identity)
     if (file := config.data.tokenizer) is not None:
         content, _ = bpe.read(user_path("data.tokenizer", file), f"data.tokenizer={file}")
         same(f"data.tokenizer={file}: the file", data.get("tokenizer"), sha256(content).hexdigest())
-    if (checkpoint := config.model.checkpoint) is not None:
+    if (checkpoint := config.model.checkpoint) is not None and Path(checkpoint).expanduser().is_dir():
         from gnmr.lab.models import pretrained
 
         where = f"model.checkpoint={checkpoint}"
@@ -98,6 +100,11 @@ def check_inputs(folder: Path, config: Config) -> None:
         metas = place_of_base(config.base)[1].rglob("meta.json")
         newest = max((one for one in metas if re.fullmatch(r"step-\d{8}", one.parent.name)), default=None)
         now = None if newest is None else sha256(newest.read_bytes()).hexdigest()
+        if now is not None and base.get("sha256") not in (None, now):  # is the newest one whole?
+            from gnmr.lab.train.checkpoint import find
+
+            with warnings.catch_warnings(action="ignore"):
+                now = find(place_of_base(config.base)[1]).sha256
         same(f"base={config.base}: its checkpoint", base.get("sha256"), now)
 
 
@@ -120,9 +127,9 @@ def done_already(config: Config, say: Callable[[str], None]) -> bool:
     """Return True, and report it, if the run is complete. Raises UserError like `check_folder` and `check_inputs`."""
     folder = run_folder(config)
     check_folder(folder, config)
+    check_inputs(folder, config)
     if not (folder / "DONE").exists() or unexported(config, folder):
         return False
-    check_inputs(folder, config)
     say_done(config, folder, say)
     return True
 

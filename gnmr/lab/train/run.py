@@ -29,7 +29,7 @@ from gnmr.lab.stopping import ending, ends, expected, handled, signals_collected
 from gnmr.lab.train.build import Blocks, Parts, assemble, device_of, training_blocks, validation
 from gnmr.lab.train.checkpoint import Checkpointer, Stateful, gathered
 from gnmr.lab.train.checks import refuse_processes
-from gnmr.lab.train.folder import check_folder, check_inputs, done_already, locked, run_folder, say_done, unexported
+from gnmr.lab.train.folder import check_folder, done_already, locked, run_folder, say_done, unexported
 from gnmr.lab.train.loop import Loop, Scorer
 from gnmr.lab.train.memory import peak_memory_bytes, reset_peak_memory
 from gnmr.lab.train.provenance import portable_config
@@ -37,6 +37,8 @@ from gnmr.lab.train.rows import Counters, fault_rows, header, run_info
 from gnmr.precision import Recipe
 from gnmr.precision.recipes import described
 from gnmr.precision.table import brief
+from gnmr.records.reader import read_json
+from gnmr.records.untrusted import reading
 
 
 def run(
@@ -65,7 +67,6 @@ def run(
 
     def finished() -> bool:
         check_folder(folder, config)
-        check_inputs(folder, config)
         return (folder / "DONE").exists()
 
     with world.agreed():
@@ -124,9 +125,30 @@ def _owner(parts: Parts) -> str:
     return f"{owner} by {' and '.join(recipes)}" if recipes else owner
 
 
+def _check_begun(parts: Parts) -> None:
+    """Raise UserError if the folder's run began with other tokens, weights or another base than were loaded."""
+    path = parts.folder / "header.json"
+    with reading(path):
+        header = read_json(path) or {}
+        data, base = dict(header.get("data") or {}), dict(header.get("base") or {})
+    loaded_base = None if parts.base is None else parts.base.found.sha256
+    for what, began, now in (
+        ("the tokens of its data", data.get("fingerprint"), parts.corpus.fingerprint),
+        ("the weights of model.checkpoint", header.get("checkpoint"), parts.checkpoint),
+        ("the checkpoint of its base", base.get("sha256"), loaded_base),
+    ):
+        if began not in (None, now):
+            raise UserError(
+                f"{parts.folder}: {what} changed since the run began; use the files and the version of tokenizers that "
+                "it began with, or choose another run_dir"
+            )
+
+
 def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Scorer | None) -> None:
     config, folder, training, world = parts.config, parts.folder, parts.config.training, parts.world
     with world.agreed():
+        if world.first:
+            _check_begun(parts)
         blocks = training_blocks(config, parts.corpus, parts.branch)
     held_out = validation(config, parts.corpus, training.eval_sequences)
     told = [blocks.packing.summary] if isinstance(blocks, PackedSequences) else []
