@@ -295,8 +295,9 @@ def _narrowed(
     if spoiled := [i for i in units if not np.isfinite(low.units[i])]:
         # A non-finite unit affects everything before it in the network; the backward pass meets the last unit first.
         order = [*reversed(spoiled), *(i for i in units if i not in spoiled)]
-        # If a unit before one of them is finite, none of them spoiled the others.
-        apart = spoiled != units[: len(spoiled)] and again.passes + 1 <= MOST + 1e-9
+        # A unit that spoils others spoils the first one that a gradient reaches (a norm of 0: none does).
+        first = next(i for i in units if low.units[i] != 0)
+        apart = first not in spoiled and again.passes + 1 <= MOST + 1e-9
         if apart and _gone(levels, low, again.seen(spoiled), better):
             order = order[: len(spoiled)]
         return needed(again, order, lambda some: _gone(levels, low, again.seen(some), better), 1.0)

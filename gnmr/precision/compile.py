@@ -35,7 +35,10 @@ if TYPE_CHECKING:
 
 
 def into_graphs(model: ConvertedModel, blocks: Iterable[nn.Module]) -> str | None:
-    """Prepare the operators for blocks that are compiled next, and return why they stay between the graphs, or None."""
+    """Prepare the operators for blocks that are compiled next; call it before their first pass.
+
+    Returns why they stay between the graphs, or None.
+    """
     model.check_converted()
     why = _missing(model.low, model.recovery)
     together = {unit_of(operator.operator_name, "block") for operator in model.operators}

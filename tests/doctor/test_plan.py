@@ -258,7 +258,7 @@ def of_tiny(tiny: Callable[..., config.Config]) -> PinPlan:
         "layers.0.self_attn.o_proj": dict.fromkeys(GEMMS, "bf16"),
     }
     operators = {f"layers.0.{name}": shape for name, shape in sizes.items()}
-    return PinPlan(operators=operators, low="sim_e2m1", recovery="bf16", pins=pins)
+    return PinPlan(operators=operators, low="sim_e2m1", recovery="bf16", pins=pins, times={"8": 1.5})
 
 
 @pytest.mark.slow
@@ -270,7 +270,9 @@ def test_train_takes_paths_and_pins_of_it(of_tiny: PinPlan, tmp_path: Path, gnmr
     assert found.precision.name == "sim_e2m1_bf16_pins"
     whole = "layers.0.self_attn.o_proj: {fprop: bf16, dgrad: bf16, wgrad: bf16}"
     by_hand = f"precision.pins={{layers.0.mlp.down_proj: {{fprop: fp8_hybrid}}, {whole}}}"
-    same = compose([*tiny_words, "precision.low=sim_e2m1", "precision.recovery=bf16", by_hand])
+    assert found.precision.times["8"] == 1.5
+    by_words = ["precision.low=sim_e2m1", "precision.recovery=bf16", "precision.times.8=1.5", by_hand]
+    same = compose([*tiny_words, *by_words])
     assert config.config_hash(same) == config.config_hash(found), "the file's own name is no part of a run"
     outcome = gnmr("train", *tiny_words, f"plan={file}")
     assert outcome.code == 0 and "pinned: 4 of 21 GEMMs, 8.4% of their arithmetic" in outcome.out

@@ -293,6 +293,34 @@ def test_from_a_loop_of_ones_own():
     assert not controller.promote(["0", "2"]) and controller.active == ["1"]
 
 
+class Mlp(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (torch.nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down_proj(torch.sigmoid(self.gate_proj(x)) * self.up_proj(x))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_unit_that_spoils_the_gradients_before_it_is_blamed_alone(frozen):
+    """Its sibling, which runs before it, stays finite; so does a unit that is not trained."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Mlp(), Mlp())
+    model[0].gate_proj.requires_grad_(not frozen)
+    controller = gnmr.attach(model, low="fp8_hybrid", recovery="bf16", alpha=99.0, beta=None, max_o=3)
+
+    def spoil(module, _inputs, output):
+        if output.requires_grad:
+            output.register_hook(lambda grad: grad if module.recovering else grad * math.inf)
+
+    model[1].up_proj.register_forward_hook(spoil)
+    x = torch.randn(8, 16, requires_grad=True)
+    model(x).square().mean().backward()
+    verdict = controller.explain(lambda: model(x).square().mean())
+    assert (verdict.cause, verdict.units, verdict.complete) == ("precision", ("1.up_proj",), True)
+
+
 MISTAKES = {
     "not a function": (lambda run, loss: (loss, {}), "must be a function"),
     "no scalar": (lambda run, loss: (lambda: run().expand(2), {}), r"a tensor of shape \(2,\)"),

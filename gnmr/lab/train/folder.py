@@ -71,8 +71,10 @@ def check_inputs(folder: Path, config: Config) -> None:
     """
     from gnmr.records.reader import read_json
 
-    header = read_json(folder / "header.json") or {}
-    with reading(folder / "header.json"):
+    path = folder / "header.json"
+    if not path.is_file() or (header := read_json(path)) is None:
+        return
+    with reading(path):
         data, base = dict(header.get("data") or {}), dict(header.get("base") or {})
 
     def same(what: str, began: str | None, now: str | None) -> None:
