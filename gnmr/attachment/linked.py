@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import chain
-from operator import is_, methodcaller
+from operator import is_
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -45,7 +44,7 @@ class Linked:
         self._trained = [one.requires_grad for one in self._parameters]
 
     def _now(self) -> list[Any]:
-        return [*chain.from_iterable(map(methodcaller("values"), self._read_from))]
+        return [value for where in self._read_from for value in where.values()]
 
     def changed(self) -> bool:
         """Return whether anything was exchanged, added, frozen or made trainable since the last `look`."""

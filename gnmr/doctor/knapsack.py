@@ -165,9 +165,7 @@ def choose(
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array
 
-    room = (
-        math.inf if budget is None else budget_of(budget) * _time_of_low(times, low) * (1 + 1e-9)
-    )  # tolerance for rounding
+    room = math.inf if budget is None else _room(budget, times, low)
     bundles = _bundles(prices, times, low, groups)
     before = math.fsum(bundle.low for bundle in bundles)
     quick, bound = _greedy(bundles, room, enough)
@@ -262,7 +260,7 @@ def pin_in_order(
 
     An operator that exceeds the budget is skipped, so that all orders use the same budget.
     """
-    room, spent = budget_of(budget) * _time_of_low(times, low) * (1 + 1e-9), 0.0
+    room, spent = _room(budget, times, low), 0.0
     chosen: dict[Item, str] = {}
     for name in names:
         time = times[name, "fprop"]
@@ -389,6 +387,11 @@ def _greedy(bundles: Sequence[_Bundle], room: float, enough: float | None) -> tu
 def _choice(bundles: Sequence[_Bundle], taken: Mapping[int, _Option], prices: Prices, times: Times, low: str) -> Choice:
     chosen = {item: option.recipe for at, option in taken.items() for item in bundles[at].items}
     return as_choice(chosen, prices, times, low)
+
+
+def _room(budget: float | str, times: Times, low: str) -> float:
+    """Return the time that a budget allows beyond the low recipe, with a tolerance for rounding."""
+    return budget_of(budget) * _time_of_low(times, low) * (1 + 1e-9)
 
 
 def _time_of_low(times: Times, low: str) -> float:
