@@ -12,6 +12,7 @@ from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Any
 
 from gnmr.errors import UserError, writing
 from gnmr.lab.config import Config, config_hash, identity, read
@@ -63,19 +64,24 @@ def check_folder(folder: Path, config: Config) -> None:
         )
 
 
+def begun_with(folder: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return (header.json, its data, its base) of the run in `folder`, each empty if it is missing."""
+    from gnmr.records.reader import read_json
+
+    header = read_json(folder / "header.json") or {}
+    with reading(folder / "header.json"):
+        return header, dict(header.get("data") or {}), dict(header.get("base") or {})
+
+
 def check_inputs(folder: Path, config: Config) -> None:
     """Raise UserError if the run in `folder` began with other data, weights or code than the config names now.
 
     Digests of local files are compared with header.json. No model is built, no text is tokenized, and nothing is
     fetched: data sets and checkpoints on the hub are identified by their names.
     """
-    from gnmr.records.reader import read_json
-
-    path = folder / "header.json"
-    if not path.is_file() or (header := read_json(path)) is None:
+    if not (folder / "header.json").is_file():
         return
-    with reading(path):
-        data, base = dict(header.get("data") or {}), dict(header.get("base") or {})
+    header, data, base = begun_with(folder)
 
     def same(what: str, began: str | None, now: str | None) -> None:
         if began not in (None, now):

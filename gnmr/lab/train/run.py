@@ -29,7 +29,7 @@ from gnmr.lab.stopping import ending, ends, expected, handled, signals_collected
 from gnmr.lab.train.build import Blocks, Parts, assemble, device_of, training_blocks, validation
 from gnmr.lab.train.checkpoint import Checkpointer, Stateful, gathered
 from gnmr.lab.train.checks import refuse_processes
-from gnmr.lab.train.folder import check_folder, done_already, locked, run_folder, say_done, unexported
+from gnmr.lab.train.folder import begun_with, check_folder, done_already, locked, run_folder, say_done, unexported
 from gnmr.lab.train.loop import Loop, Scorer
 from gnmr.lab.train.memory import peak_memory_bytes, reset_peak_memory
 from gnmr.lab.train.provenance import portable_config
@@ -37,8 +37,6 @@ from gnmr.lab.train.rows import Counters, fault_rows, header, run_info
 from gnmr.precision import Recipe
 from gnmr.precision.recipes import described
 from gnmr.precision.table import brief
-from gnmr.records.reader import read_json
-from gnmr.records.untrusted import reading
 
 
 def run(
@@ -127,10 +125,7 @@ def _owner(parts: Parts) -> str:
 
 def _check_begun(parts: Parts) -> None:
     """Raise UserError if the folder's run began with other tokens, weights or another base than were loaded."""
-    path = parts.folder / "header.json"
-    with reading(path):
-        header = read_json(path) or {}
-        data, base = dict(header.get("data") or {}), dict(header.get("base") or {})
+    header, data, base = begun_with(parts.folder)
     loaded_base = None if parts.base is None else parts.base.found.sha256
     for what, began, now in (
         ("the tokens of its data", data.get("fingerprint"), parts.corpus.fingerprint),
