@@ -66,10 +66,9 @@ from gnmr.doctor.diagnosis import Diagnosis
 from gnmr.doctor.knapsack import REST, Choice, by_score, choose, front, guessed, pin_in_order
 from gnmr.lab.config import Config
 from gnmr.lab.data.batch import Batch
-from gnmr.lab.data.cache import Documents
-from gnmr.lab.data.sequences import validation_sequences
 from gnmr.lab.evaluation.blocks import blocks_of
 from gnmr.lab.evaluation.subjects import load_subject
+from gnmr.lab.train.build import validation
 from gnmr.lab.train.fork import ForkResult, Forks
 from gnmr.lab.train.loss import logits_of
 from gnmr.lab.train.provenance import commit
@@ -121,12 +120,15 @@ def pins_of(cell: Cell, found: Diagnosis) -> Choice:
     return pin_in_order(order, *given, rescue or "mxfp8", cell.budget)
 
 
-def unseen(tokens: Any, length: int, validated: int) -> torch.Tensor:
-    """Return `MEASURED` sequences that lie between the validation sequences of forks."""
-    both = validation_sequences(tokens, length, 2 * validated)
+def unseen(both: torch.Tensor | Batch, validated: int) -> Batch:
+    """Return `MEASURED` sequences of `both`, 2 `validated` of them, that lie between the ones that forks validate."""
     if len(both) < 2 * validated:
-        raise SystemExit(f"the validation text has {len(both)} sequences of {length} tokens, not {2 * validated}")
-    return both[1 :: 2 * max(1, validated // MEASURED)][:MEASURED]
+        raise SystemExit(f"the validation text has {len(both)} sequences of this length, not {2 * validated}")
+    between = slice(1, 2 * MEASURED * max(1, validated // MEASURED), 2 * max(1, validated // MEASURED))
+    if isinstance(both, torch.Tensor):
+        return Batch.of_sequences(both[between])
+    positions = None if both.positions is None else both.positions[between]
+    return Batch(both.tokens[between], both.targets[between], positions)
 
 
 class Base:
@@ -151,9 +153,8 @@ class Base:
         parts = self.forks.parts(config := self.config(low))
         parts.converted.restore()
         training, model = config.training, parts.model.float()
-        assert not isinstance(parts.corpus.val, Documents)
-        sequences = unseen(parts.corpus.val, training.seq_len, training.eval_sequences)
-        batches = Batch.of_sequences(sequences).to(parts.device).split(training.batch_size // 2)
+        both = validation(config, parts.corpus, 2 * training.eval_sequences)
+        batches = unseen(both, training.eval_sequences).to(parts.device).split(training.batch_size // 2)
         found = diagnose(model, forward_of(model), batches, recipe=low, rescue=RESCUES, confirm=99)
         costs = {item: each for item, each in found.costs.items() if item[0] != REST}
         self._found[low] = replace(found, rest=0, costs=costs)

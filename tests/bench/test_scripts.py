@@ -22,6 +22,8 @@ import torch
 from omegaconf import OmegaConf
 
 from gnmr.lab.config.compose import compose, composed_tree, load_composed
+from gnmr.lab.data.batch import Batch
+from gnmr.lab.data.sequences import validation_sequences
 from gnmr.lab.train.fork import Forks
 from gnmr.precision.cast import quantize
 from gnmr.precision.recipes import Cast
@@ -338,11 +340,16 @@ def test_the_fraction_closed_and_its_test_by_hand() -> None:
 
 def test_diagnosed_sequences_are_not_validated_on() -> None:
     tokens = np.arange(20_000)
-    validated = plans.validation_sequences(tokens, 16, 64)[:, 0].tolist()
-    found = plans.unseen(tokens, 16, 64)[:, 0].tolist()
-    assert len(set(found)) == plans.MEASURED and not {*found} & {*validated}
+    validated = validation_sequences(tokens, 16, 64)[:, 0].tolist()
+    both = validation_sequences(tokens, 16, 128)
+    found = plans.unseen(both, 64)
+    assert len({*found.tokens[:, 0].tolist()}) == plans.MEASURED and not {*found.tokens[:, 0].tolist()} & {*validated}
+    packed = Batch(both[:, :-1], both[:, 1:], both[:, :-1] % 16)
+    documents = plans.unseen(packed, 64)
+    assert documents.tokens.equal(found.tokens) and documents.targets.equal(found.targets)
+    assert documents.positions is not None and documents.positions.equal(found.tokens % 16)
     with pytest.raises(SystemExit, match="not 128"):
-        plans.unseen(tokens[:1000], 16, 64)
+        plans.unseen(both[:100], 64)
 
 
 def test_forks_are_kept_one_by_one(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

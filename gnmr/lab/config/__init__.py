@@ -110,7 +110,6 @@ class Config:
                 require(value == 0, key, value, "needs base=RUN, the run to be forked")
             return
         require(seed == fork.order, "training.seed", seed, f"a fork draws by its order: leave it, or use {fork.order}")
-        require(self.model.checkpoint is None, "base", self.base, "a model of Hugging Face's cannot be forked")
         window = self.model.outlier_channels.window
         require(not window, "model.outlier_channels.window", window, "a fork has none: its steps count anew")
 

@@ -20,7 +20,7 @@ FROM_BASE = ("model", "data", "optim", *_BATCH)
 """Keys in which a fork and its base agree: model, data, optimizer with its schedule, and the batch."""
 OF_THE_ARM = ("data.cache_dir", "optim.transform", "optim.clip_norm")
 """Exceptions to `FROM_BASE`, which an arm chooses."""
-PATHS = ("data.path", "data.tokenizer")
+PATHS = ("data.path", "data.tokenizer", "model.checkpoint")
 """Keys that are never taken from a base, because they name files of this machine and the base may be untrusted."""
 
 
@@ -80,6 +80,6 @@ def read_base(base: str) -> Config:
         raise UserError(f"base={base}: {error}") from error
     if config.base is not None:
         raise UserError(f"base={base}: is a fork itself; fork its base, {config.base}")
-    if config.model.checkpoint is not None or config.model.outlier_channels.window:
-        raise UserError(f"base={base}: a model of Hugging Face's, or with a window of outliers, cannot be forked")
+    if config.model.outlier_channels.window:
+        raise UserError(f"base={base}: a model with a window of outliers cannot be forked")
     return config

@@ -32,7 +32,7 @@ import torch
 from gnmr.errors import UserError
 from gnmr.lab.data.batch import IGNORED, Batch
 from gnmr.lab.data.cache import Documents
-from gnmr.lab.data.sequences import SequenceOrder
+from gnmr.lab.data.sequences import Branch, SequenceOrder
 
 
 class Packing:
@@ -135,9 +135,9 @@ class PackedSequences(SequenceOrder):
     Raises UserError if there are fewer tokens than one sequence holds.
     """
 
-    def __init__(self, documents: Documents, seq_len: int, seed: int) -> None:
+    def __init__(self, documents: Documents, seq_len: int, seed: int, branch: Branch | None = None) -> None:
         self.packing = Packing(documents, seq_len, "training", seq_len)
-        super().__init__(self.packing.num_sequences, seed)
+        super().__init__(self.packing.num_sequences, seed, branch)
         self._seq_len = seq_len
 
     def next(self, n: int) -> Batch:

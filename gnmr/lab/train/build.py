@@ -139,7 +139,7 @@ def build_parts(
     world: World = ALONE,
 ) -> Parts:
     """Build the parts of a run whose data is open. With `keep`, the base's state stays in memory for the next fork."""
-    training, stress = config.training, list[Stress]()
+    training, stress, checkpoint = config.training, list[Stress](), None
     device = device_of(training.device)
     with world.agreed():
         refuse_compression(config, world.size)
@@ -150,6 +150,10 @@ def build_parts(
             model: nn.Module = new_model(config, corpus.vocab_size, device, stress, born.training.seed)
             converted = with_paths(model, config)
         else:
+            checkpoint = pretrained.fingerprint(config.model.checkpoint)
+            if base is not None and base.weights != checkpoint:
+                said = f"its weights are not those that the base {base.name} began from"
+                raise UserError(f"model.checkpoint={config.model.checkpoint}: {said}")
             model, converted = pretrained_model(config, device)
             corpus = apart(corpus, model)
             check_sizes(config, model, corpus.vocab_size)
@@ -190,7 +194,7 @@ def build_parts(
         transform,
         stress,
         faults,
-        checkpoint=None if config.model.checkpoint is None else pretrained.fingerprint(config.model.checkpoint),
+        checkpoint=checkpoint,
         base=base,
         branch=branch,
         world=world,
@@ -301,7 +305,7 @@ def training_blocks(config: Config, corpus: TokenCorpus, branch: Branch | None =
     """Return the blocks in the order of `training.seed`, or in the order of a fork's `branch`."""
     training = config.training
     if isinstance(corpus.train, Documents):
-        return PackedSequences(corpus.train, training.seq_len, training.seed)
+        return PackedSequences(corpus.train, training.seq_len, training.seed, branch)
     return TrainSequences(corpus.train, training.seq_len, training.seed, branch)
 
 

@@ -42,6 +42,8 @@ class Base:
     """Fingerprint of the data."""
     position: dict[str, int]
     """Epoch of the next block and its place in the epoch."""
+    weights: str | None = None
+    """Fingerprint of the checkpoint on the hub or on disk that the base began from, if it fine-tuned one."""
     tokenizer: Path | None = None
     """Tokenizer of the shipped base, whose corpus differs under another Python."""
     _kept: tuple[dict[str, Any], dict[str, Any]] | None = None
@@ -115,7 +117,8 @@ def open_base(name: str) -> Base:
         with reading(run):
             check_tree(run, skip=("wandb",))
             found = find(checkpoints)
-            fingerprint = (read_json(run / "header.json") or {})["data"]["fingerprint"]
+            header = read_json(run / "header.json") or {}
+            fingerprint = header["data"]["fingerprint"]
             position = {key: found.host["blocks"][key] for key in ("epoch", "position")}
             sound = isinstance(fingerprint, str) and all(type(n) is int and 0 <= n < 2**62 for n in position.values())
             if not sound or found.step < 1:
@@ -124,4 +127,5 @@ def open_base(name: str) -> Base:
                 raise ValueError(f"is not the base that this version ships ({found.sha256[:12]})")
     except UserError as error:
         raise UserError(f"base={name}: {error}") from error
-    return Base(name, config, found, fingerprint, position, run / "tokenizer.json" if name == SHIPPED else None)
+    tokenizer = run / "tokenizer.json" if name == SHIPPED else None
+    return Base(name, config, found, fingerprint, position, header.get("checkpoint"), tokenizer)
