@@ -42,6 +42,12 @@ experiment_name: tiny
 """One layer (seven units), and thresholds so low that the controller is busy."""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide a GPU from tests that do not ask for one with `-m gpu`: they compare bits with those of the CPU."""
+    if "gpu" not in config.option.markexpr:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 ALL_SLOW = re.compile(r"^pytestmark = (\[[^\]]*)?pytest\.mark\.slow\b", re.M)
 
 

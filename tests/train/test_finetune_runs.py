@@ -13,6 +13,7 @@ import torch
 from everything import differences, everything
 
 from gnmr.errors import UserError
+from gnmr.lab.config.compose import compose
 from gnmr.lab.data.batch import Batch
 from gnmr.lab.models.pretrained import load
 from gnmr.lab.train.build import Parts, assemble, training_blocks
@@ -59,8 +60,6 @@ def test_a_run_is_not_taken_for_one_of_another_base(
     done: bool, train, tmp_path: Path, lora: Words, base: Path, stopped
 ) -> None:
     """One weight in the middle of the file, as of a merged adapter; nor of another tokenizer."""
-    from safetensors.torch import load_file, save_file
-
     mine = copied(base, tmp_path / "base")
     words = [word.replace(str(base), str(mine)) for word in lora]
     (train if done else stopped)(tmp_path / "run", *words)
@@ -74,15 +73,37 @@ def test_a_run_is_not_taken_for_one_of_another_base(
 
     weights, tokenizer = mine / "model.safetensors", mine / "tokenizer.json"
     sound = weights.read_bytes(), tokenizer.read_text()
-    tensors = load_file(weights)
-    tensors["model.layers.1.mlp.up_proj.weight"] *= 2
-    save_file(tensors, weights, {"format": "pt"})
+    doubled(weights)
     assert line().startswith(f"model.checkpoint={mine}: its weights changed since the run in")
     weights.write_bytes(sound[0])
     tokenizer.write_text(sound[1].replace('"a"', '"A"'))
     assert line().startswith(f"model.checkpoint={mine}: its tokenizer changed since the run in")
     tokenizer.write_text(sound[1])
     train(tmp_path / "run", *words)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_fine_tuned_checkpoint_is_a_base_of_forks(rank: int, train, tmp_path: Path, lora: Words, base: Path) -> None:
+    """Its own arm goes on as the base would have, to the last bit, and only from the same checkpoint."""
+    mine = copied(base, tmp_path / "mine")
+    words = [word.replace(str(base), str(mine)) for word in lora] + [f"model.adapter.rank={rank}"]
+    words += ["model.adapter.dropout=0.0", "precision.low=bf16", "precision.recovery=null", "optim.schedule_steps=20"]
+    if rank == 0:
+        words.remove("controller.observe=adapter")
+    longer = train(tmp_path / "longer", *words, "training.steps=12")
+    old = train(tmp_path / "base", *words, "training.steps=6")
+    fork = [*words, f"base={old}", "training.steps=6"]
+    rows, want = (read_jsonl(folder / "steps.jsonl") for folder in (train(tmp_path / "fork", *fork), longer))
+    for key in ("loss", "lr", "grad_norm_pre_clip"):
+        assert [row[key] for row in rows] == [row[key] for row in want[6:]]
+    other = train(tmp_path / "other", *fork, "fork.order=1", "training.seed=1")
+    assert [row["loss"] for row in read_jsonl(other / "steps.jsonl")] != [row["loss"] for row in rows]
+    with pytest.raises(UserError, match="^model.checkpoint=null: the base .* which you have to give yourself$"):
+        compose(["experiment=fork", f"base={old}", "data.path=rows"])
+    doubled(mine / "model.safetensors")
+    with pytest.raises(UserError, match=f"^model.checkpoint={mine}: its weights are not those that the base "):
+        train(tmp_path / "changed", *fork)
+    assert not (tmp_path / "changed").exists()
 
 
 def test_a_step_s_gradient_is_that_of_the_mean_over_all_its_targets(assembled) -> None:
@@ -101,6 +122,15 @@ def test_a_step_s_gradient_is_that_of_the_mean_over_all_its_targets(assembled) -
     result = TrainStep(parts.model, parts.router, parts.optimizer)(batches, 1e-3)
     assert result.loss == pytest.approx(float(total.detach()), rel=1e-6)
     assert result.grad_norm_pre_clip == pytest.approx(norm, rel=1e-5)
+
+
+def doubled(weights: Path) -> None:
+    """Double one tensor of a safetensors file."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(weights)
+    tensors["model.layers.1.mlp.up_proj.weight"] *= 2
+    save_file(tensors, weights, {"format": "pt"})
 
 
 def copied(base: Path, folder: Path) -> Path:

@@ -167,7 +167,7 @@ def test_a_step_synchronises_once_on_cuda(assembled, blocks_of, step_of, recwarn
         step(batches, LR)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert len([w for w in recwarn if "synchroniz" in str(w.message)]) == 1
+    assert len([w for w in recwarn if "called a synchronizing" in str(w.message)]) == 1
 
 
 @pytest.mark.parametrize("site", ["saved", "forward"])
