@@ -98,10 +98,10 @@ def test_a_fine_tuned_checkpoint_is_a_base_of_forks(rank: int, train, tmp_path: 
         assert [row[key] for row in rows] == [row[key] for row in want[6:]]
     other = train(tmp_path / "other", *fork, "fork.order=1", "training.seed=1")
     assert [row["loss"] for row in read_jsonl(other / "steps.jsonl")] != [row["loss"] for row in rows]
-    with pytest.raises(UserError, match="^model.checkpoint=null: the base .* which you have to give yourself$"):
+    with pytest.raises(UserError, match=r"^model\.checkpoint=null: the base"):
         compose(["experiment=fork", f"base={old}", "data.path=rows"])
     doubled(mine / "model.safetensors")
-    with pytest.raises(UserError, match=f"^model.checkpoint={mine}: its weights are not those that the base "):
+    with pytest.raises(UserError, match="its weights are not those that the base "):
         train(tmp_path / "changed", *fork)
     assert not (tmp_path / "changed").exists()
 
