@@ -1,6 +1,6 @@
 """The value of a plan: the fraction of the BF16 loss gap that its pins recover, against their extra GEMM time.
 
-    python benchmarks/plans.py forks OUT.jsonl --base RUN,RUN --low sim_e2m1,nvfp4 --orders 5
+    python benchmarks/plans.py forks OUT.jsonl data.path=FOLDER --base RUN,RUN --low sim_e2m1,nvfp4 --orders 5
     python benchmarks/plans.py kl OUT.jsonl --base .cache/smollm2 --data wikitext2-test.txt --low nvfp4
     python benchmarks/plans.py table OUT.json ROWS.jsonl ...
     python benchmarks/plans.py figure OUT.svg RECORD [--low nvfp4]
@@ -9,6 +9,7 @@
 
 `forks`: a fork continues a base for 40 steps in low precision with the pins of its arm. Its loss is the validation loss
 in BF16 afterwards. Forks of one base and data order share their data. They form a replicate, the unit of a paired test.
+Words without a dash are overrides of the config; bases of your own text need their data.path.
 
     never, always           no pin, and every GEMM in BF16
     plan                    the plan of `gnmr.diagnose` on this base, of MXFP8 and BF16 pins
@@ -134,9 +135,9 @@ def unseen(both: torch.Tensor | Batch, validated: int) -> Batch:
 class Base:
     """A base of forks: its data, its diagnosis under each low path, and the forks that were run."""
 
-    def __init__(self, name: str, data: Path | None) -> None:
+    def __init__(self, name: str, words: Sequence[str]) -> None:
         self.forks = Forks(name, print)
-        self._data = [f"data.path={data}"] if data else []
+        self._words = words
         self._found: dict[str, Diagnosis] = {}
         self._times: dict[tuple[str, bool], tuple[float, float, float]] = {}
         self._run: dict[str, ForkResult] = {}
@@ -144,7 +145,7 @@ class Base:
     def config(self, low: str, *words: str) -> Config:
         """Return the config of a fork; by default without a controller and with BF16 for pins."""
         usual = ("precision.recovery=bf16", "controller.signal=always_low")
-        return self.forks.config(f"precision.low={low}", *usual, *words, *self._data)
+        return self.forks.config(f"precision.low={low}", *usual, *words, *self._words)
 
     def diagnosis(self, low: str) -> Diagnosis:
         """Return the diagnosis, whose extra GEMM time leaves out all but the operators."""
@@ -244,7 +245,7 @@ def cells_of(bases: Sequence[str], asked: argparse.Namespace) -> Iterator[list[C
 def make_forks(asked: argparse.Namespace) -> None:
     """Run the cells that OUT.jsonl lacks."""
     known = resumed(asked.out)
-    bases = {base.forks.base.name: base for base in (Base(n, asked.data) for n in (asked.base or "shipped").split(","))}
+    bases = {base.forks.base.name: base for base in (Base(n, asked.more) for n in (asked.base or "shipped").split(","))}
     without_gap = set[str]()
     for cells in cells_of([*bases], asked):
         low = cells[0].low
@@ -407,11 +408,11 @@ def solver() -> list[dict[str, Any]]:
 
 def write_table(asked: argparse.Namespace) -> None:
     """Write the gaps and the table of the rows to `OUT.json`, and print them."""
-    frame = pd.DataFrame(recorded(asked.rows).values())
+    frame = pd.DataFrame(recorded(map(Path, asked.more)).values())
     if asked.base:
         frame = frame[frame.base.isin(asked.base.split(","))]
     if frame.empty:
-        raise SystemExit(f"no row of {asked.base or 'any base'} in {', '.join(map(str, asked.rows))}")
+        raise SystemExit(f"no row of {asked.base or 'any base'} in {', '.join(asked.more)}")
     kinds, rows = ["low"], table(frame)
     if asked.each_base:
         kinds = ["base", "low"]
@@ -424,7 +425,9 @@ def write_table(asked: argparse.Namespace) -> None:
 
 def draw(asked: argparse.Namespace) -> None:
     """Write the figure of one record, or of the records of forks and prices."""
-    drawn = by_size(*asked.rows) if len(asked.rows) == 2 else figure(asked.rows[0], asked.low.split(","))
+    drawn = (
+        by_size(*map(Path, asked.more)) if len(asked.more) == 2 else figure(Path(asked.more[0]), asked.low.split(","))
+    )
     output.write_text(asked.out, drawn, str(asked.out))
 
 
@@ -442,21 +445,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=PARTS)
     parser.add_argument("out", type=Path)
-    parser.add_argument("rows", type=Path, nargs="*")
+    parser.add_argument("more", nargs="*", help="for forks, overrides of the config; for table and figure, records")
     parser.add_argument("--base", help="run folders, with commas; for forks shipped without it, for a table all")
     parser.add_argument("--low", default="sim_e2m1,nvfp4")
     parser.add_argument("--orders", type=int, default=5)
-    parser.add_argument(
-        "--data", type=Path, help="the text; for forks, if their bases were trained on text of your own"
-    )
+    parser.add_argument("--data", type=Path, help="the text of kl")
     parser.add_argument("--held-out", type=int, default=8, help="batches of 4 blocks of 128 tokens")
     parser.add_argument("--budgets", default=",".join(map(str, BUDGETS)))
     parser.add_argument("--each-base", action="store_true", help="a table of each base in place of one of all")
     parser.add_argument("--arms", default=";".join(ARMS), help="with semicolons between them")
-    asked = parser.parse_args()
+    asked = parser.parse_intermixed_args()
     if asked.what == "kl" and not asked.base:
         parser.error("kl: name a run or a checkpoint folder with --base")
-    if asked.what in ("table", "figure") and not asked.rows:
+    if asked.what in ("table", "figure") and not asked.more:
         parser.error(f"{asked.what}: name the record to read")
     torch.set_num_threads(1)
     PARTS[asked.what](asked)

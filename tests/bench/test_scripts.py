@@ -361,6 +361,7 @@ def test_forks_are_kept_one_by_one(tmp_path: Path, call: Call, monkeypatch: pyte
         pins = config.precision.pins
         kind = "always" if "*" in pins else f"{len(pins)} pins"
         made.append(f"{config.precision.low} {kind} {config.fork.order}")
+        assert config.training.eval_sequences == 60, "the words on the command line reach every fork"
         gap = 1.0 if config.precision.low == "nvfp4" else 0.0
         loss = 3.0 - gap * (kind == "always") + config.fork.order / 100
         return SimpleNamespace(validation={"low": SimpleNamespace(high=loss)}, extra_time=0.1, losses=[1.0])
@@ -371,7 +372,7 @@ def test_forks_are_kept_one_by_one(tmp_path: Path, call: Call, monkeypatch: pyte
     monkeypatch.setattr(Forks, "config", lambda _, *words: config(*words))
     monkeypatch.setattr(Forks, "__call__", fork)
     monkeypatch.setattr(plans.Base, "diagnosis", lambda *_: diagnosis(4))
-    asked = ["forks", out, "--orders", "2", "--budgets", "0.1", "--low", "mxfp4,nvfp4"]
+    asked = ["forks", out, "training.eval_sequences=60", "--orders", "2", "--budgets", "0.1", "--low", "mxfp4,nvfp4"]
     call(plans, *asked)
     cells = [astuple(cell)[1:3] for cell in plans.recorded([out])]
     both = ["never", "always"] * 2

@@ -10,6 +10,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+import transformers
 from everything import differences, everything
 
 from gnmr.errors import UserError
@@ -17,6 +18,7 @@ from gnmr.lab.config.compose import compose
 from gnmr.lab.data.batch import Batch
 from gnmr.lab.models.pretrained import load
 from gnmr.lab.train.build import Parts, assemble, training_blocks
+from gnmr.lab.train.fork import Forks
 from gnmr.lab.train.loss import loss_of, num_targets
 from gnmr.lab.train.step import TrainStep
 from gnmr.records.reader import read_json, read_jsonl
@@ -82,25 +84,45 @@ def test_a_run_is_not_taken_for_one_of_another_base(
     train(tmp_path / "run", *words)
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_fine_tuned_checkpoint_is_a_base_of_forks(rank: int, train, tmp_path: Path, lora: Words, base: Path) -> None:
-    """Its own arm goes on as the base would have, to the last bit, and only from the same checkpoint."""
-    mine = copied(base, tmp_path / "mine")
+@pytest.fixture
+def opt(base: Path, tmp_path: Path) -> Path:
+    """A checkpoint of OPT, which ignores positions, so that each example has its own sequence."""
+    config = transformers.OPTConfig(
+        vocab_size=16, hidden_size=32, ffn_dim=48, num_hidden_layers=1, num_attention_heads=4,
+        max_position_embeddings=64, word_embed_proj_dim=32, bos_token_id=0, eos_token_id=0,
+        pad_token_id=1, dropout=0.0,
+    )
+    transformers.OPTForCausalLM(config).save_pretrained(tmp_path / "opt")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(base / name, tmp_path / "opt" / name)
+    return tmp_path / "opt"
+
+
+@pytest.mark.parametrize(("kind", "rank"), [("llama", 0), ("llama", 2), ("opt", 0)])
+def test_a_fine_tuned_checkpoint_is_a_base_of_forks(
+    kind: str, rank: int, train, tiny, tmp_path: Path, lora: Words, base: Path, opt: Path
+) -> None:
+    """Its own arm goes on as the base would have, to the last bit, and only from the same weights."""
+    mine = copied({"llama": base, "opt": opt}[kind], tmp_path / "mine")
     words = [word.replace(str(base), str(mine)) for word in lora] + [f"model.adapter.rank={rank}"]
-    words += ["model.adapter.dropout=0.0", "precision.low=bf16", "precision.recovery=null", "optim.schedule_steps=20"]
+    words += ["model.adapter.dropout=0.0", "precision.low=bf16", "precision.recovery=null", "optim.schedule_steps=40"]
     if rank == 0:
         words.remove("controller.observe=adapter")
-    longer = train(tmp_path / "longer", *words, "training.steps=12")
-    old = train(tmp_path / "base", *words, "training.steps=6")
-    fork = [*words, f"base={old}", "training.steps=6"]
+    steps = 30 if kind == "opt" else 6  # 120 sequences, more than there are packed ones
+    longer = train(tmp_path / "longer", *words, f"training.steps={steps + 6}")
+    old = train(tmp_path / "base", *words, f"training.steps={steps}")
+    fork = [*words, f"base={old}", "training.steps=6", f"model.checkpoint={copied(mine, tmp_path / 'elsewhere')}"]
     rows, want = (read_jsonl(folder / "steps.jsonl") for folder in (train(tmp_path / "fork", *fork), longer))
     for key in ("loss", "lr", "grad_norm_pre_clip"):
-        assert [row[key] for row in rows] == [row[key] for row in want[6:]]
-    other = train(tmp_path / "other", *fork, "fork.order=1", "training.seed=1")
-    assert [row["loss"] for row in read_jsonl(other / "steps.jsonl")] != [row["loss"] for row in rows]
+        assert [row[key] for row in rows] == [row[key] for row in want[steps:]]
+    other = Forks(old)
+    config = tiny(*fork, "fork.order=1", "training.seed=1")
+    first, again = other(config, phases=()), other(config, phases=())
+    assert first == again and first.losses != [row["loss"] for row in rows]
+    assert not any(".base_layer." in name for name in other.base._kept[0]), "frozen weights are not kept"
     with pytest.raises(UserError, match=r"^model\.checkpoint=null: the base"):
         compose(["experiment=fork", f"base={old}", "data.path=rows"])
-    doubled(mine / "model.safetensors")
+    doubled(tmp_path / "elsewhere" / "model.safetensors")
     with pytest.raises(UserError, match="its weights are not those that the base "):
         train(tmp_path / "changed", *fork)
     assert not (tmp_path / "changed").exists()
@@ -129,7 +151,7 @@ def doubled(weights: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(weights)
-    tensors["model.layers.1.mlp.up_proj.weight"] *= 2
+    tensors[sorted(tensors)[-1]] *= 2
     save_file(tensors, weights, {"format": "pt"})
 
 

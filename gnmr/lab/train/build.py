@@ -111,7 +111,7 @@ def assemble(config: Config, folder: Path, say: Callable[[str], None], world: Wo
         corpus = open_data(config, say, base)
         refuse_run(config, device, corpus.vocab_size)
         branch = None if base is None else base.branch(config.fork.order, corpus.fingerprint, say)
-        blocks = training_blocks(config, corpus, branch)  # raises UserError if the corpus is shorter than a block
+        blocks = training_blocks(config, corpus)  # raises UserError if the corpus is shorter than a block
         blocks.check(config.training.batch_size, config.training.seq_len)
         validation(config, corpus, 1)
     world.same("the fingerprint of the data", corpus.fingerprint)
@@ -152,7 +152,7 @@ def build_parts(
         else:
             checkpoint = pretrained.fingerprint(config.model.checkpoint)
             if base is not None and base.weights != checkpoint:
-                said = f"its weights are not those that the base {base.name} began from"
+                said = f"its weights are not those that the base {base.name} began from; give the checkpoint that it had"
                 raise UserError(f"model.checkpoint={config.model.checkpoint}: {said}")
             model, converted = pretrained_model(config, device)
             corpus = apart(corpus, model)

@@ -1,7 +1,7 @@
 """The base of a fork: a run folder with a checkpoint, which may come from an untrusted source.
 
 RUN/config.yaml                      model, data, optimizer and batch, which the fork shares
-RUN/header.json                      fingerprint of the data
+RUN/header.json                      fingerprints of the data, and of the checkpoint that the run fine-tuned
 RUN/checkpoints/step-.../            weights, optimizer moments, position in the data
 gnmr/lab/bases/shipped/                  the same files, and tokenizer.json
 """
@@ -19,7 +19,7 @@ from torch import nn
 
 from gnmr.errors import UserError
 from gnmr.lab.config import Config, DataConfig, flatten, to_dict
-from gnmr.lab.config.base_run import SHIPPED, agreed, place_of_base, read_base
+from gnmr.lab.config.base_run import PATHS, SHIPPED, agreed, place_of_base, read_base
 from gnmr.lab.data.sequences import Branch
 from gnmr.lab.train.checkpoint import Found, find, load_training
 from gnmr.records.disk import check_tree
@@ -47,7 +47,7 @@ class Base:
     tokenizer: Path | None = None
     """Tokenizer of the shipped base, whose corpus differs under another Python."""
     _kept: tuple[dict[str, Any], dict[str, Any]] | None = None
-    """State of the model and the optimizer."""
+    """State of the model without frozen weights, and of the optimizer."""
 
     @property
     def step(self) -> int:
@@ -62,7 +62,8 @@ class Base:
     def check(self, config: Config) -> None:
         """Raise UserError naming the first key in which model, data, optimizer or batch of the fork `config` differ.
 
-        The fork may split the base's batch into other micro-batches: a step still has the same blocks in the same
+        Files may lie elsewhere than the base's: `branch` and `build_parts` compare fingerprints of data and weights. The
+        fork may split the base's batch into other micro-batches: a step still has the same blocks in the same
         order.
         """
         theirs, ours = agreed(flatten(to_dict(self.config))), agreed(flatten(to_dict(config)))
@@ -71,6 +72,9 @@ class Base:
                 ours[key] = theirs[key]
         if config.optim.schedule_steps is None:
             ours["optim.schedule_steps"] = theirs["optim.schedule_steps"]
+        for key in PATHS:
+            if None not in (theirs[key], ours[key]):
+                ours[key] = theirs[key]
         for key in theirs | ours:
             there, here = (text(tree.get(key)) for tree in (theirs, ours))
             if there != here:
@@ -102,11 +106,13 @@ class Base:
         if self._kept is None:
             load_training(self.found, model, optimizer)
             if keep:
-                self._kept = deepcopy((model.state_dict(), optimizer.state_dict()))
+                frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+                state = {name: value for name, value in model.state_dict().items() if name not in frozen}
+                self._kept = deepcopy((state, optimizer.state_dict()))
             return
-        weights, moments = deepcopy(self._kept)
-        model.load_state_dict(weights)
-        optimizer.load_state_dict(moments)
+        weights, moments = self._kept
+        model.load_state_dict(weights, strict=False)
+        optimizer.load_state_dict(deepcopy(moments))
 
 
 def open_base(name: str) -> Base:
