@@ -121,7 +121,7 @@ INSIDE = (
     (UnitNorms, "__call__", "norms"),
     *((Controller, name, "decision") for name in ("measure", "mark", "observe", "apply")),
     *((Router, name, "decision") for name in ("follow", "_begin")),
-    *((Cost, name, "records") for name in ("saved_bytes", "predicted_bytes", "spent")),
+    *((Cost, name, "records") for name in ("of_pass", "spent")),
 )
 """(owner, function, part) of the code in a step that serves the controller and its records."""
 

@@ -83,6 +83,7 @@ class Controller:
         context = Context.of(units, max_o=spec.max_o, steps=steps, seed=seed, hold=spec.hold, spend=spend)
         self.signal = build_signal(spec.signal, spec.signal_options(), context)
         self.record = tuple(record)
+        self._records_paths = bool({*record} & {*PATH_EVIDENCE, *PRICE_EVIDENCE})
         self.needs = tuple(dict.fromkeys([*self.signal.needs, *record]))
         """Evidence besides norm and observed that every step has to bring."""
         check_signal(self.signal, self.needs, self.record, norms is not None)
@@ -261,8 +262,9 @@ class Controller:
                 here if there are several ranks.
         """
         given = dict(evidence or {})
-        missing(tuple(given), ())  # refuses unknown names
-        self._check_evidence(given, self.measured.names)  # before anything is read that can be read only once
+        if given or self.needs:  # before anything is read that can be read only once
+            missing(tuple(given), ())  # refuses unknown names
+            self._check_evidence(given, self.measured.names)
         self.measured.check_call(grad_scale)
         if sums is None and self.measured.together:
             assert self.ranks is not None
@@ -282,7 +284,7 @@ class Controller:
     def reads_next(self) -> bool:
         """Return True if the paths' evidence of the coming step is read; otherwise it need not be measured."""
         reads = getattr(self.signal, "reads", None)
-        return bool(set(self.record) & {*PATH_EVIDENCE, *PRICE_EVIDENCE}) or reads is None or reads(self.t + 1)
+        return self._records_paths or reads is None or reads(self.t + 1)
 
     def mark(self) -> tuple[int, Mapping[str, Tensor]]:
         """Return the state that `observe` changes, for `undo`. Copies nothing of our signals; does not wait."""
@@ -371,7 +373,8 @@ class Controller:
             self._pending = decision.events
             self._routing.back_to(self._switches.active)
             raise
-        self._trigger.learn(decision.step, decision.risk, decision.observed & self._recoverable)
+        if self.calibrating:
+            self._trigger.learn(decision.step, decision.risk, decision.observed & self._recoverable)
         return decision
 
     def state_dict(self) -> dict[str, Any]:

@@ -74,13 +74,13 @@ class Decision:
         Candidates are called locked if none exceeds its threshold, because one did in an earlier step.
         """
         next_ones = f": {few(self.by_risk(self.active))}" if self.active.any() else ""
-        told = f"step {self.step}: {_count(self.active)} of {len(self.units)} units in recovery next{next_ones}"
+        told = f"step {self.step}: {count(self.active)} of {len(self.units)} units in recovery next{next_ones}"
         known = np.where(self.observed & ~np.isnan(self.risk), self.risk, -np.inf)
         place = int(known.argmax())
         riskiest = f", riskiest {self.units[place]} (R = {known[place]:.3g})" if known[place] > -np.inf else ""
         over = (self.observed & (self.risk > self.trigger))[self.candidate]
         kind = "candidates" if over.any() or not self.candidate.any() else "locked"
-        return f"<Decision of {told}, {_count(self.candidate)} {kind}{riskiest}>"
+        return f"<Decision of {told}, {count(self.candidate)} {kind}{riskiest}>"
 
     def metrics(self) -> dict[str, float]:
         """Return the step as a few numbers for any logger: `wandb.log(decision.metrics())`.
@@ -91,9 +91,9 @@ class Decision:
         """
         known = self.risk[self.observed & np.isfinite(self.risk)]
         found = {
-            "active": _count(self.in_force),
-            "active_next": _count(self.active),
-            "candidates": _count(self.candidate),
+            "active": count(self.in_force),
+            "active_next": count(self.active),
+            "candidates": count(self.candidate),
             "promotions": sum(event.event == "promote" for event in self.events),
             "releases": sum(event.event == "release" for event in self.events),
             "risk_max": float(known.max()) if len(known) else math.nan,
@@ -109,14 +109,15 @@ class Decision:
 
     def over(self, column: str) -> int:
         """Return how many observed units exceed this column's threshold; NaN counts as over."""
-        threshold = self.thresholds[list(self.columns).index(column)]
-        if threshold is None:
+        threshold, here = self.thresholds[list(self.columns).index(column)], self.columns[column].tolist()
+        if threshold is None or (math.isfinite(sum(here)) and max(here) <= threshold):
             return 0
-        return int(np.count_nonzero(self.observed & ~(self.columns[column] <= threshold)))  # NaN is not below it
+        return count(self.observed & ~(self.columns[column] <= threshold))  # NaN is not below it
 
 
-def _count(flags: np.ndarray) -> int:
-    return int(np.count_nonzero(flags))
+def count(flags: np.ndarray) -> int:
+    """Return how many of the flags (U,) are set."""
+    return sum(flags.tolist())
 
 
 def few(names: Sequence[str], most: int = 3) -> str:
@@ -140,7 +141,10 @@ class Switches:
         `decision` is the decision behind it; None: a warm-up or a retry, whose causes the caller knows. If a switch
         raises, the error propagates, and `active` and `events` reflect the completed moves.
         """
-        changed: list[int] = np.flatnonzero(active != self.active).tolist()
+        pairs = zip(active.tolist(), self.active.tolist(), strict=True)
+        changed = [i for i, (on, was) in enumerate(pairs) if on != was]
+        if not changed:
+            return
         self.active = self.active.copy()
         moved: dict[int, Event] = {}
         try:

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from gnmr.control.device import to_device, waits_for_nothing
+from gnmr.control.device import all_set, to_device
 from gnmr.control.norms import Distinct, OutputGradients, UnitNorms
 from gnmr.control.ranks import Ranks
 from gnmr.control.unit import Slice, Unit
@@ -64,7 +64,7 @@ def without_zeros(evidence: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     during its passes becomes 0 as well; `weight_std` is measured without a gradient. Does not wait for the device.
     """
     norm, observed = evidence["norm"], evidence["observed"]
-    if waits_for_nothing(norm) and norm.detach().numpy().all():
+    if all_set(norm):
         return evidence
     zeros = observed & (norm == 0)
     return {
@@ -283,7 +283,6 @@ class Measured:
             found |= source.parts(ranks, self._device)
         return found | {"agreement": agreement(plain)}
 
-    @torch.no_grad()
     def read(
         self, grad_scale: float, norms: tuple[Tensor, Tensor] | None, sums: Mapping[str, Tensor] | None
     ) -> dict[str, Tensor]:
@@ -293,8 +292,10 @@ class Measured:
         elif norms is not None and isinstance(self.norms, UnitNorms):
             norm, observed = norms
         else:
-            norm, observed = self.norms()
-        found = {"norm": norm / grad_scale, "observed": observed}
+            with torch.no_grad():
+                norm, observed = self.norms()
+        norm = norm.detach()
+        found = {"norm": norm if grad_scale == 1 else norm / grad_scale, "observed": observed}
         if sums is not None and "micro" in sums:
             found["micro_square"] = sums["micro"][:-1] / sums["micro"][-1] / grad_scale**2
         elif self.micro is not None:

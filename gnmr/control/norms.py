@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +47,7 @@ def _norms_of(gradients: Sequence[Tensor | None], device: torch.device) -> Tenso
     there = [gradient for gradient in gradients if gradient is not None]
     if not there:
         return torch.zeros(len(gradients), dtype=torch.float64, device=device)
-    kinds = {(gradient.dtype, gradient.is_sparse) for gradient in there}
+    kinds = {*map(attrgetter("dtype", "is_sparse"), there)}
     if any(sparse for _, sparse in kinds):  # an embedding's: only some rows are stored, the others are 0
         there = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in there]
     wide = torch.float64 if any(dtype == torch.float64 for dtype, _ in kinds) else torch.float32
@@ -108,7 +109,7 @@ class UnitNorms:
         """Return (norm (U,) float64, observed (U,) bool); a unit without any gradient is not observed."""
         gradients = self._gradients()
         norms = _norms_of(gradients, self._parameters[0].device)
-        if self._num_groups < len(norms):
+        if self._num_groups < len(gradients):
             norms = self._of_groups(norms.square()).sqrt()
         return self._distinct.of_each(norms), self._distinct.of_each(self._observed(gradients))
 
@@ -130,7 +131,7 @@ class UnitNorms:
             self._whole = flags([not ranks.is_sharded(p) for p in self._parameters], squares.device)
         plain = torch.where(self._whole, squares, 0.0).sum()
         squares = torch.where(self._counted, squares, 0.0)
-        if self._num_groups < len(squares):
+        if self._num_groups < len(gradients):
             squares = self._of_groups(squares)
         return self._distinct.of_each(squares), self._distinct.of_each(self._observed(gradients)).double(), plain
 

@@ -20,6 +20,7 @@ candidate that does not fit the budget is skipped, and cheaper ones after it may
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -78,21 +79,31 @@ def decide(
             a candidate, so that the max_o largest risks are always taken (the ranked signals of table 11).
         budget: limit on the cost of the set; None: no limit.
     """
+    # Most steps end here; `device.at_hand` explains why NumPy is slower.
+    if not max(risk.tolist(), default=0.0) > trigger and not any(lock.tolist()):
+        return _nobody(len(lock))
     over = (risk > trigger) & observed & recoverable
     candidate = over | ((lock > 0) & recoverable)
-    rank = np.arange(len(lock))
-    if not candidate.any():
-        return Choice(candidate, candidate, np.zeros_like(lock), rank)
     if budget is not None:
         with np.errstate(over="ignore"):
             worth = np.minimum(risk / np.maximum(budget.cost, _TINY), _LARGEST)
         risk = np.where(np.isfinite(risk), worth, risk)
+    rank = np.arange(len(lock))
     key = np.where(candidate, np.where(observed, risk, _UNOBSERVED), _NO_CANDIDATE)
     order = np.argsort(-key, kind="stable")
     rank[order] = rank.copy()
     active = candidate & (rank < max_o) if budget is None else _filled(candidate, order, max_o, budget)
     kept = np.where(over, t_lock, np.maximum(lock - 1, 0))
     return Choice(candidate, active, np.where(active, kept, 0), rank)
+
+
+@cache
+def _nobody(number: int) -> Choice:
+    """Return the choice among so many units without a candidate; its arrays are read-only."""
+    none, lock, rank = np.zeros(number, dtype=bool), np.zeros(number, dtype=np.int64), np.arange(number)
+    for one in (none, lock, rank):
+        one.setflags(write=False)
+    return Choice(none, none, lock, rank)
 
 
 def _filled(candidate: np.ndarray, order: np.ndarray, max_o: int, budget: Budget) -> np.ndarray:

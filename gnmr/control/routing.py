@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,8 +12,7 @@ from gnmr.control.signals.signal import TINY
 from gnmr.control.spec import ControlSpec
 
 
-@dataclass(frozen=True)
-class Routed:
+class Routed(NamedTuple):
     """The locks, the set and the risks (U,) that a step passes to the next one; never modified in place."""
 
     lock: np.ndarray
@@ -77,7 +77,8 @@ class Routing:
         It stays because of `keep`, or because all observed risks are infinite (loss-scale overflow) and more than
         max_o.
         """
-        if not keep and (np.isfinite(risk) & observed).any():
+        there = zip(risk.tolist(), observed.tolist(), strict=True)
+        if not keep and any(seen and math.isfinite(one) for one, seen in there):
             return False
         flooded = keep or not may(observed & self._recoverable, self._spec.max_o, self.budget)
         # Right after the warm-up more than max_o may be in force; then the cap comes first.

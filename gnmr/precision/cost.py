@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -76,12 +77,17 @@ class Spent(NamedTuple):
     extra_time: float
 
 
+_STATE = attrgetter("low", "recovered", "in_graphs", "read")
+"""The attributes of an operator that its costs depend on."""
+
+
 @dataclass
 class _Numbers:
     """Costs of all operators, and the state for which they were computed."""
 
     state: tuple[Any, ...]
-    """The path of a warm-up in 16 bits, then (`low`, `recovered`, `read`) of each operator."""
+    """The path of a warm-up in 16 bits, then `_STATE` of each operator."""
+    in_graphs: bool
     predicted: int
     spent: Spent
     saved: int | None = None
@@ -113,9 +119,9 @@ class Cost:
         Do not call this under activation checkpointing: the graph holds no inputs at this point, and reading them would
         recompute them. Raises ValueError if the operators are in graphs of `gnmr.precision.compile`.
         """
-        if self._model.in_graphs:
-            raise ValueError("saved_bytes: what compiled blocks keep for backward is the compiler's choice")
         numbers, holds = self._now(), [operator.holds for operator in self._model.operators]
+        if numbers.in_graphs:
+            raise ValueError("saved_bytes: what compiled blocks keep for backward is the compiler's choice")
         if numbers.saved is None or numbers.held != holds:
             storages: dict[int, int] = {}
             for operator in self._model.operators:
@@ -124,6 +130,12 @@ class Cost:
                     storages[at] = max(storages.get(at, 0), tensor.nbytes)
             numbers.held, numbers.saved = holds, sum(storages.values())
         return numbers.saved
+
+    def of_pass(self) -> tuple[int, int, Spent]:
+        """Return (`saved_bytes`, `predicted_bytes`, `spent`) between forward and backward."""
+        saved, numbers = self.saved_bytes(), self._numbers
+        assert numbers is not None
+        return saved, numbers.predicted, numbers.spent
 
     def predicted_bytes(self) -> int:
         """Return the same number as the memory model predicts it.
@@ -213,7 +225,7 @@ class Cost:
         """Return the costs of the paths in force and of the last forward pass, recomputed if anything changed."""
         model = self._model
         model.check_converted()
-        state = model.shared.warmup, *((o.low, o.recovered, o.read) for o in model.operators)
+        state = model.shared.warmup, *map(_STATE, model.operators)
         if self._numbers is not None and self._numbers.state == state:
             return self._numbers
         recovered, extra, time, copies = 0, 0.0, 0.0, dict[tuple[object, str], int]()
@@ -230,7 +242,7 @@ class Cost:
         usual = self._time(model.low) * (arithmetic / len(GEMMS) - self._rest)
         usual += len(GEMMS) * self._rest * {**TIMES, **model.times}["16"]
         spent = Spent(recovered / arithmetic, extra, time / (usual or 1.0))
-        self._numbers = _Numbers(state, sum(copies.values()), spent)
+        self._numbers = _Numbers(state, model.in_graphs, sum(copies.values()), spent)
         return self._numbers
 
     def _area(self, operator: PathLinear) -> int:

@@ -6,8 +6,6 @@ import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from gnmr import __version__
 from gnmr.records.schema import STEP_FIELDS, UnitRows
 
@@ -23,13 +21,18 @@ def step_row(decision: Decision, *, routed: bool = True, **known: Any) -> dict[s
         routed: False for a step in which no unit was routed.
         **known: further fields.
     """
-    empty: dict[str, Any] = {name: {} for name in ("statistics", "monitored", "saturation")}
-    of_decision = {
-        "num_candidates": int(np.count_nonzero(decision.candidate)) if routed else None,
-        "num_active": int(np.count_nonzero(decision.in_force)) if routed else None,
+    return {
+        **dict.fromkeys(STEP_FIELDS),
+        "statistics": {},
+        "monitored": {},
+        "saturation": {},
+        "step": decision.step,
+        "skipped": False,
+        "num_candidates": sum(decision.candidate.tolist()) if routed else None,
+        "num_active": sum(decision.in_force.tolist()) if routed else None,
         "over": {column: decision.over(column) for column in decision.columns},
+        **known,
     }
-    return dict.fromkeys(STEP_FIELDS) | empty | {"step": decision.step, "skipped": False} | of_decision | known
 
 
 def unit_rows(decision: Decision) -> UnitRows:

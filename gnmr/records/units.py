@@ -38,7 +38,7 @@ class UnitStream:
 
     def write(self, rows: UnitRows) -> None:
         """Append the observed units of a step as one record batch; does nothing if there are none."""
-        seen, first, begin = np.flatnonzero(rows.observed), self._units is None, b""
+        seen, first, begin = rows.observed.nonzero()[0], self._units is None, b""
         if not len(seen):
             return
         if first:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from everything import Waits, same_bits
 
-from gnmr.control import device, evidence
+from gnmr.control import device
 from gnmr.lab.train.build import train_step
 from gnmr.lab.train.loss import evaluate, loss_of
 from gnmr.lab.train.step import TrainStep
@@ -141,8 +141,7 @@ def test_the_set_of_a_step_is_in_force_in_the_next(words, train, tmp_path, monke
     "words", [[], ["optim.clip_norm=0.1", "training.accumulation=2", "precision.rounding=stochastic"]]
 )
 def test_a_step_waits_once(words, assembled, blocks_of, step_of, monkeypatch):
-    for module in (device, evidence):  # as on a GPU
-        monkeypatch.setattr(module, "waits_for_nothing", lambda x: False)
+    monkeypatch.setattr(device, "waits_for_nothing", lambda x: False)  # as on a GPU
     parts = assembled(*words)
     step = step_of(parts)
     batches = list(blocks_of(parts, 4).split(2))
@@ -190,8 +189,8 @@ def test_recorded_bytes_are_those_of_the_graph_in_the_largest_micro_batch(train,
 
     def change(parts) -> None:
         measured, predicted = itertools.cycle([50, 90, 70]), itertools.cycle([3, 1, 2])
-        parts.converted.cost.saved_bytes = lambda: next(measured)
-        parts.converted.cost.predicted_bytes = lambda: next(predicted)
+        cost = parts.converted.cost
+        cost.of_pass = lambda: (next(measured), next(predicted), cost.spent())
 
     tampered(change)
     folder = train(tmp_path / "run", "training.accumulation=3", "training.steps=2")

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gnmr.control.device import all_finite
+from gnmr.control.device import all_finite, all_set, at_hand
 from gnmr.control.signals.history import Cumulative, Window
 from gnmr.control.signals.signal import Context, Evidence, RatioSignal, ratio
 from gnmr.control.spec import Threshold, at, check
@@ -65,10 +65,12 @@ class GnmrSignal(RatioSignal):
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         norm, observed = evidence["norm"], evidence["observed"]
         mean, recent = self.history.mean, self.window.values.mean(dim=0)
-        finite = all_finite(norm)
-        gnmr = ratio(norm, mean, mean != 0, self.eps, finite)
+        finite, counts = all_finite(norm), at_hand(self.window.count)
+        known = None if all_set(mean) else mean != 0
+        full = None if counts is not None and min(counts) >= self.delta else self.window.count >= self.delta
+        gnmr = ratio(norm, mean, known, self.eps, finite)
         sound = all_finite(gnmr)
-        delta_gnmr = ratio(gnmr, recent, self.window.count >= self.delta, self.eps, sound)
+        delta_gnmr = ratio(gnmr, recent, full, self.eps, sound)
         self.history.update(norm, observed, finite)
         self.window.update(gnmr, observed, sound)
         return self.verdict(evidence, step, gnmr, delta_gnmr, finite=finite)

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from gnmr.control.device import all_finite
+from gnmr.control.device import all_finite, all_set
 from gnmr.errors import require
 
 LARGEST: float = torch.finfo(torch.float64).max
@@ -105,8 +105,8 @@ class Cumulative(_Remembered):
             entered = entered & value.isfinite()
         self.count = self.count + entered
         n = self.count if self.longest == math.inf else self.count.double().clamp(max=self.longest)
-        # n is 0 only for units outside of `entered`
-        self.mean = torch.where(entered, self.mean + (value - self.mean) / n, self.mean)
+        mean = self.mean + (value - self.mean) / n  # n is 0 only for units outside of `entered`
+        self.mean = mean if all_set(entered) else torch.where(entered, mean, self.mean)
 
 
 class Ema(Cumulative):
@@ -132,4 +132,5 @@ class Window(_Remembered):
         if not (all_finite(value) if finite is None else finite):
             entered = entered & value.isfinite()
         self.count = self.count + entered
-        self.values = torch.where(entered, torch.cat([self.values[1:], value[None]]), self.values)
+        values = torch.cat([self.values[1:], value[None]])
+        self.values = values if all_set(entered) else torch.where(entered, values, self.values)

@@ -123,10 +123,12 @@ class SignalBase(Stateful):
             columns = tuple(torch.where(sound, column, norm) for column in columns)
         pairs = zip(columns, self.thresholds(step), strict=True)
         risks = [column / threshold for column, threshold in pairs if threshold is not None]
-        risk = reduce(torch.maximum, risks).clamp(min=self.least) if risks else torch.full_like(norm, self.least)
-        if sound is None:
-            return risk if all_finite(risk) else torch.where(risk.isnan(), torch.inf, risk), columns
-        return torch.where(sound & ~risk.isnan(), risk, torch.inf), columns
+        risk = reduce(torch.maximum, risks) if risks else torch.full_like(norm, self.least)
+        if sound is None and all_finite(risk, self.least):
+            return risk, columns
+        risk = risk.clamp(min=self.least)
+        known = ~risk.isnan() if sound is None else sound & ~risk.isnan()
+        return torch.where(known, risk, torch.inf), columns
 
 
 class LevelSignal(SignalBase):
@@ -150,13 +152,17 @@ class RatioSignal(SignalBase):
         self.history, self.eps = history, eps
 
 
-def ratio(value: Tensor, level: Tensor, known: Tensor, eps: float, finite: bool | None = None) -> Tensor:
+def ratio(value: Tensor, level: Tensor, known: Tensor | None, eps: float, finite: bool | None = None) -> Tensor:
     """Return value / (level + eps), 1 if the level is not `known`; a non-finite value is returned unchanged.
 
-    `finite` is `all_finite` of the values, if it is known already.
+    `known` is None if all levels are. `finite` is `all_finite` of the values, if it is known already.
     """
-    # Clamp: a ratio of finite numbers may leave float64's range, and Inf is reserved for non-finite values.
-    over = torch.where(known, (value / (level + eps)).clamp(max=LARGEST), 1.0)
+    over = value / (level + eps)
+    if not all_finite(over):
+        # A ratio of finite numbers may leave float64's range, and Inf is reserved for non-finite values.
+        over = over.clamp(max=LARGEST)
+    if known is not None:
+        over = torch.where(known, over, 1.0)
     if all_finite(value) if finite is None else finite:
         return over
     return torch.where(value.isfinite(), over, value)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
 
 from gnmr.attachment.blame import Verdict
-from gnmr.errors import fields
 from gnmr.lab import models
 from gnmr.lab.records.view import RunInfo
 from gnmr.lab.train.build import Parts, tokens_of
@@ -31,11 +31,12 @@ class Counters:
     nonfinite_streak: int = 0
 
 
-_AS_IN_RESULT = (
+_SAME = (
     *("loss", "lr", "grad_norm_pre_clip", "statistics", "monitored", "saturation", "saved_bytes"),
     *("saved_bytes_predicted", "skipped", "nonfinite_unit", "slowest_rank"),
 )
 """Fields of a step row that a `StepResult` has under the same name."""
+_OF_RESULT = attrgetter(*_SAME)
 
 
 def run_info(parts: Parts, name: str, start_step: int = 0) -> RunInfo:
@@ -63,8 +64,8 @@ def step_row(
     return records.step_row(
         result.decision,
         routed=not healing,
-        **asdict(counters),
-        **fields(result, *_AS_IN_RESULT),
+        **vars(counters),
+        **dict(zip(_SAME, _OF_RESULT(result), strict=True)),
         spent_gemm_frac=spent[0],
         spent_extra_bytes=spent[1],
         spent_extra_time=spent[2],

@@ -338,9 +338,8 @@ class TrainStep:
                 if self._experts is not None:
                     self._experts.add()
                 if self.measure_saved:
-                    saved = max(saved or 0, converted.cost.saved_bytes())
-                    predicted = max(predicted or 0, converted.cost.predicted_bytes())
-                    spent = converted.cost.spent()
+                    kept, foreseen, spent = converted.cost.of_pass()
+                    saved, predicted = max(saved or 0, kept), max(predicted or 0, foreseen)
                 for name, value in statistics_of(self.model).items():
                     part = value.double() / len(micro_batches)
                     statistics[name] = statistics[name] + part if name in statistics else part
