@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gnmr.precision.cast_stats import CastStats
-from gnmr.precision.formats import FORMATS, Format
+from gnmr.precision.formats import FORMATS, FloatFormat, Format
 from gnmr.precision.recipes import HADAMARD, Cast
 from gnmr.precision.scaling import (
     TINY,
@@ -47,6 +47,8 @@ SIGNS = tuple(random.Random(16).choices((1, -1), k=HADAMARD))
 _ROTATIONS: dict[torch.device, Tensor] = {}
 """Rotation matrix by device, made once."""
 _E4M3 = FORMATS["e4m3"]
+_FAR = 2.0**90
+"""Magnitudes from 1 / _FAR to _FAR are far from the limits of float32 and bfloat16."""
 _LARGEST = torch.finfo(torch.float32).max
 _TOP_OF_FOUR_OVER_SIX = 256.0
 """The E4M3 number of the largest group if 6 is kept; 1.5 times this number is an E4M3 number too."""
@@ -101,24 +103,54 @@ def quantize(
         largest = largest_of(largest, (0,))
     finite = largest_if_finite(largest)
     scale = scale_under(cast, largest, reference, finite, x.dtype, contraction_dim, parts)
-    inverse = _inverse(scale) if cast.power_of_two or cast.two_levels else None
-    limit = _limit(scale, cast) if _may_saturate(cast) else None
-    # On CPUs values are inspected first, because that waits for nothing. With two levels, groups of scale 0 are
-    # clamped.
-    saturates = limit is not None and (cast.two_levels or not on_cpu or bool((largest > limit).any()))
+    drawn = generator if cast.stochastic else None
+    normal = limit = None
+    if drawn is None and reference is None:
+        normal = _smallest_normal(scale, largest, finite, cast, x.dtype)
+    if _may_saturate(cast) and (normal is None or cast.scale != "mx"):  # mx saturates at the limits of the dtype only
+        limit = _limit(scale, cast)
+        # On CPUs values are inspected first, because that waits for nothing. With two levels, groups of scale 0 are
+        # clamped.
+        if on_cpu and not cast.two_levels and not (largest > limit).any():
+            limit = None
 
     def each(of_all: Tensor | None) -> Sequence[Any]:
         return [of_all] * len(parts) if of_all is None or one_scale else split(of_all)
 
-    noise = random_bits(groups, generator) if cast.stochastic and generator is not None else None
-    noises = [None] * len(parts) if noise is None else split(noise)
-    by_part = noises, each(scale), each(inverse), each(limit if saturates else None)
-    saturated = _round_parts(cast, parts, split(values), *by_part)
+    outs, saturated = split(values), None
+    if normal is not None and limit is None:
+        assert isinstance(cast.format, FloatFormat)
+        scratch = torch.empty_like(outs[0])
+        for part, out, least in zip(parts, outs, split(normal), strict=True):
+            cast.format.round_unscaled(part, least, scratch[: len(part)], out)
+    else:
+        noise = None if drawn is None else random_bits(groups, drawn)
+        noises = [None] * len(parts) if noise is None else split(noise)
+        inverse = _inverse(scale) if cast.power_of_two or cast.two_levels else None
+        saturated = _round_parts(cast, parts, outs, noises, each(scale), each(inverse), each(limit))
     values = values.view(padded.shape)
     if cut:  # copy: a view would keep the padding alive
         values = values[:rows, :columns].clone(memory_format=torch.contiguous_format)
     nonfinite = count_nonfinite(given) if finite is None else None
-    return values, CastStats(largest, None if limit is None else saturated, nonfinite)
+    return values, CastStats(largest, saturated, nonfinite)
+
+
+def _smallest_normal(
+    scale: Tensor, largest: Tensor, finite: Tensor | None, cast: Cast, dtype: torch.dtype
+) -> Tensor | None:
+    """Return the smallest normal value of each group in `dtype`, for `round_unscaled`, or None if it cannot round.
+
+    It can if scales are powers of two, and the largest magnitude of each group is zero or far from the limits of
+    `dtype`. On devices other than CPUs that is not inspected: the result is None.
+    """
+    fmt = cast.format
+    if not cast.power_of_two or not isinstance(fmt, FloatFormat) or dtype not in (torch.bfloat16, torch.float32):
+        return None
+    if finite is None or finite.item() > _FAR:
+        return None
+    if largest.amin().item() < 1 / _FAR and ((largest > 0) & (largest < 1 / _FAR)).any():
+        return None
+    return (scale * 2.0 ** (1 - fmt.bias)).clamp_(min=TINY).to(dtype)
 
 
 def _round_parts(
@@ -129,8 +161,8 @@ def _round_parts(
     scales: Sequence[Tensor],
     inverses: Sequence[Tensor | None],
     limits: Sequence[Tensor | None],
-) -> Tensor:
-    """Write the nearest values of each part to its place in `outs`, and return how many elements saturated.
+) -> Tensor | None:
+    """Write the nearest values of each part to its place in `outs`, and return how many elements saturated, if any can.
 
     `noise` is that of `random_bits`, `inverses` are those of the scales if they are known, and `limits` the magnitudes
     beyond which elements saturate; None: none does.
@@ -138,12 +170,12 @@ def _round_parts(
     wide = torch.empty_like(outs[0], dtype=torch.float32)
     scratch = torch.empty_like(wide, dtype=torch.int32)
     noise_room = None if noise[0] is None else torch.empty_like(wide)
-    saturated = torch.zeros((), dtype=torch.int64, device=wide.device)
+    saturated = None if limits[0] is None else torch.zeros((), dtype=torch.int64, device=wide.device)
     for part, out, steps, scale, inverse, limit in zip(parts, outs, noise, scales, inverses, limits, strict=True):
         worked, room = wide[: len(part)], scratch[: len(part)]
         # Copy first: mixed-dtype arithmetic is slow on CPUs.
         source = part if part.dtype == torch.float32 else worked.copy_(part)
-        if limit is not None:
+        if saturated is not None:
             magnitudes = torch.abs(source, out=room.view(torch.float32))
             # The mask is 1.0 or 0.0 because bool is much slower on CPUs.
             beyond = torch.gt(magnitudes, limit, out=magnitudes)
@@ -259,9 +291,9 @@ def scale_under(
     if cast.two_levels:
         return _two_level_scale(largest, cast, reference, finite, contraction_dim, pieces)
     if reference is not None:
-        largest = reference(largest)
+        largest, finite = reference(largest), None
     if cast.power_of_two:
-        return _power_of_two_scale(largest, cast, dtype)
+        return _power_of_two_scale(largest, cast, dtype, finite)
     return scale_of(largest, cast.format, torch.float32)
 
 
@@ -290,7 +322,7 @@ def _limit(scale: Tensor, cast: Cast) -> Tensor:
     """Return the magnitudes beyond which elements of groups with these scales saturate."""
     limit = scale * (cast.format.max * BEYOND)
     # Groups below the smallest scale become 0, which is not saturation.
-    return limit.masked_fill_(scale == 0, torch.inf) if cast.two_levels else limit
+    return F.threshold(limit, 0, math.inf, inplace=True) if cast.two_levels else limit
 
 
 def scale_of_each(x: Tensor, cast: Cast, contraction_dim: int, reference: Reference) -> tuple[Tensor, Tensor]:
@@ -324,21 +356,20 @@ def as_matrix(groups: Tensor, x: Tensor) -> Tensor:
     return groups.reshape(groups.shape[0] * groups.shape[1], -1)[: x.shape[0], : x.shape[1]]
 
 
-def _power_of_two_scale(largest: Tensor, cast: Cast, dtype: torch.dtype) -> Tensor:
+def _power_of_two_scale(largest: Tensor, cast: Cast, dtype: torch.dtype, finite: Tensor | None) -> Tensor:
     """Return the E8M0 scales of groups with these largest magnitudes, computed on the bits of float32 numbers.
 
     A scale is at least the smallest normal float32, 2^-126, although E8M0 has 2^-127 too. A scale is also small enough
     that scale * format.max stays in the range of `dtype`. At that limit the largest elements saturate instead of
     becoming Inf.
     """
-    exponent = math.frexp(cast.format.max)[1] - 1
-    if cast.scale == "mx_floor":
-        scale = (largest.view(torch.int32) & 0x7F800000).view(torch.float32) * 2.0**-exponent
-    else:  # round up to a power of two: a nonzero mantissa carries into the exponent bits
-        over = over_max(largest, cast.format).view(torch.int32)
-        scale = ((over + 0x007FFFFF) & 0x7F800000).view(torch.float32)
-    top = math.frexp(torch.finfo(dtype).max)[1] - 1
-    return scale.clamp_(min=TINY, max=2.0 ** (top - exponent)).add_(nan_unless_finite(largest))
+    fraction, exponent = math.frexp(cast.format.max)
+    # A mantissa beyond that of format.max carries into the exponent; mx_floor never rounds up.
+    carry = 0 if cast.scale == "mx_floor" else int((1 - fraction) * 2**24) - 1
+    bits = (largest.view(torch.int32) + carry).bitwise_and_(0x7F800000).sub_((exponent - 1) << 23)
+    top = min(128, math.frexp(torch.finfo(dtype).max)[1]) - exponent
+    scale = bits.clamp_(1 << 23, (top + 127) << 23).view(torch.float32)
+    return scale if finite is not None else scale.add_(nan_unless_finite(largest))
 
 
 def _two_level_scale(

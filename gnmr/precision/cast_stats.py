@@ -26,7 +26,7 @@ class CastStats:
     largest: Tensor
     """max|group| of every group, NaN where there is a NaN."""
     saturated: Tensor | None
-    """Elements beyond the format's largest value, a scalar; None where there cannot be any."""
+    """Elements beyond the format's largest value, a scalar; None if there are none."""
     nonfinite: Tensor | None
     """Elements that were Inf or NaN before the cast or through an injected fault, a scalar; None if there are none.
 

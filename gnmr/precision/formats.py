@@ -120,9 +120,14 @@ class FloatFormat(Format):
     """PyTorch's type with the same codes, whose casts are then used."""
     _tables: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
+    @property
+    def bias(self) -> int:
+        """What is added to exponents in codes; 1 - bias is the exponent of the smallest normal value."""
+        return 2 ** (self.exponent_bits - 1) - 1
+
     def magnitudes(self) -> Tensor:
         """Return the finite values from 0 to max, (n,) float32; a value's index is its code without the sign."""
-        bias = 2 ** (self.exponent_bits - 1) - 1
+        bias = self.bias
         values: list[float] = []
         for code in range(2 ** (self.bits - 1)):
             exponent, mantissa = code >> self.mantissa_bits, code & (2**self.mantissa_bits - 1)
@@ -149,8 +154,8 @@ class FloatFormat(Format):
         its bits minus the bits of M are the number of such steps in x. Each doubling of p adds 2^m codes. All of it
         runs in place and in integers, because new memory, comparisons and selections are slow on CPUs.
         """
-        dropped, bias = 23 - self.mantissa_bits, 2 ** (self.exponent_bits - 1) - 1
-        smallest_normal = (128 - bias) << 23
+        dropped = 23 - self.mantissa_bits
+        smallest_normal = (128 - self.bias) << 23
         power = magnitude.clamp_(max=self.max).view(torch.int32) & 0x7F800000
         power.clamp_(min=smallest_normal)
         steps = magnitude.add_(power.view(torch.float32), alpha=2**dropped).view(torch.int32).sub_(power)
@@ -177,14 +182,29 @@ class FloatFormat(Format):
             scaled.addcmul_(power, noise, value=2.0 ** -(self.mantissa_bits + 8))
         return scaled.add_(power, alpha=shift).sub_(power, alpha=shift)
 
+    def round_unscaled(self, x: Tensor, normal: Tensor, scratch: Tensor, out: Tensor) -> None:
+        """Write to `out` the values nearest to `x` of the format times powers of two, without dividing by these.
+
+        Args:
+            x: bfloat16 or float32; no magnitude exceeds `max` times its power of two.
+            normal: the format's smallest normal value times the power of two, a normal number; broadcast against `x`.
+            scratch: a tensor like `x`, overwritten.
+            out: a tensor like `x`, or `x` itself.
+        """
+        # As in `round`, with the smallest power of each group. Also in bfloat16 the sums are rounded only once.
+        kind, digits = (torch.int16, 7) if x.dtype == torch.bfloat16 else (torch.int32, 23)
+        power, shift = scratch.view(kind), 1.5 * 2 ** (digits - self.mantissa_bits)
+        torch.bitwise_and(x.view(kind), 0xFF << digits, out=power)
+        torch.maximum(power, normal.view(kind), out=power)
+        torch.add(x, scratch, alpha=shift, out=out).sub_(scratch, alpha=shift)
+
     def step(self, scaled: Tensor) -> Tensor:
         return self._power(scaled).mul_(2.0**-self.mantissa_bits)
 
     def _power(self, scaled: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the power of two at or below each magnitude (float32), at least the smallest normal one."""
-        bias = 2 ** (self.exponent_bits - 1) - 1
         power = torch.bitwise_and(scaled.view(torch.int32), 0x7F800000, out=out)
-        return power.clamp_(min=(128 - bias) << 23).view(torch.float32)
+        return power.clamp_(min=(128 - self.bias) << 23).view(torch.float32)
 
     def _table(self, name: str, device: torch.device) -> Tensor:
         key = f"{name}@{device}"
