@@ -361,7 +361,7 @@ class Controller:
             **{name: values.copy() for name, values in choice._asdict().items()},
             columns={name: host[f"column/{name}"] for name in self.signal.columns},
             evidence={name: host[f"evidence/{name}"] for name in self.record},
-            in_force=self._switches.active,
+            in_force=self._switches.active.copy(),
             thresholds=tuple(None if x is None else x * self.trigger for x in self.signal.thresholds(self.t)),
             events=self._pending,
             trigger=trigger,

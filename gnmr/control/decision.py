@@ -141,10 +141,9 @@ class Switches:
         `decision` is the decision behind it; None: a warm-up or a retry, whose causes the caller knows. If a switch
         raises, the error propagates, and `active` and `events` reflect the completed moves.
         """
-        pairs = zip(active.tolist(), self.active.tolist(), strict=True)
-        changed = [i for i, (on, was) in enumerate(pairs) if on != was]
-        if not changed:
+        if (coming := active.tolist()) == (now := self.active.tolist()):
             return
+        changed = [i for i, (on, was) in enumerate(zip(coming, now, strict=True)) if on != was]
         self.active = self.active.copy()
         moved: dict[int, Event] = {}
         try:

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_FEW = 1000
+"""Up to so many numbers a loop of Python takes less time than a cold operation."""
 _OWN = {torch.bool: np.bool_, torch.int64: np.int64}
 """Dtypes that arrive on the host unchanged."""
 
@@ -31,12 +33,12 @@ def waits_for_nothing(x: Tensor) -> bool:
 
 
 def at_hand(x: Tensor) -> list[Any] | None:
-    """Return the numbers of `x`, (U,), if reading them waits for nothing, else None.
+    """Return the numbers of `x`, (U,), if reading them waits for nothing and they are few, else None.
 
     The passes of a step evict the code of small operators from the processor's caches. For some hundred units a loop of
     Python therefore takes less time than one operation of PyTorch or NumPy.
     """
-    return x.tolist() if waits_for_nothing(x) else None
+    return x.tolist() if waits_for_nothing(x) and len(x) <= _FEW else None
 
 
 def all_set(x: Tensor) -> bool:

@@ -294,8 +294,7 @@ class Measured:
         else:
             with torch.no_grad():
                 norm, observed = self.norms()
-        norm = norm.detach()
-        found = {"norm": norm if grad_scale == 1 else norm / grad_scale, "observed": observed}
+        found = {"norm": norm.detach() / grad_scale, "observed": observed}  # a new tensor: the loop uses the other one
         if sums is not None and "micro" in sums:
             found["micro_square"] = sums["micro"][:-1] / sums["micro"][-1] / grad_scale**2
         elif self.micro is not None:

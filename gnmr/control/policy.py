@@ -80,7 +80,7 @@ def decide(
         budget: limit on the cost of the set; None: no limit.
     """
     # Most steps end here; `device.at_hand` explains why NumPy is slower.
-    if not max(risk.tolist(), default=0.0) > trigger and not any(lock.tolist()):
+    if not any(one > trigger for one in risk.tolist()) and not any(lock.tolist()):
         return _nobody(len(lock))
     over = (risk > trigger) & observed & recoverable
     candidate = over | ((lock > 0) & recoverable)

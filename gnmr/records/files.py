@@ -9,7 +9,7 @@ import stat
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from gnmr.records.disk import no_link, replacing, truncate
 from gnmr.records.reader import iter_sound
@@ -45,30 +45,21 @@ def replace_json(path: Path, tree: dict[str, Any]) -> None:
 
 
 class AppendFile:
-    """A file that only grows. Every piece goes to the operating system at once; `sync` brings it to the disk."""
+    """A file that only grows. Every piece is flushed to the operating system; `sync` brings it to the disk."""
 
     def __init__(self, path: Path) -> None:
         """Open the file to append to it. Raises OSError for a link."""
         self.path = path
-        self._file = open(path, "ab", buffering=0, opener=no_link)  # noqa: SIM115 (open until `close`)
+        self._file: BinaryIO = open(path, "ab", opener=no_link)  # noqa: SIM115 (open until `close`)
         self._bytes = os.fstat(self._file.fileno()).st_size
         self._crc32 = _crc32(path, self._bytes) if self._bytes else 0
-        self._unread = bytearray()
-        """The last pieces, which the CRC-32 does not cover yet."""
 
-    def append(self, data: bytes | bytearray) -> None:
-        """Write the data, with one system call unless the disk is full."""
-        written = self._file.write(data)
-        while written < len(data):
-            written += self._file.write(data[written:])
+    def append(self, data: bytes) -> None:
+        """Write the data with one system call."""
+        self._file.write(data)
+        self._file.flush()
         self._bytes += len(data)
-        self._unread += data
-        if len(self._unread) > 1 << 16:
-            self._digest()
-
-    def _digest(self) -> None:
-        self._crc32 = zlib.crc32(self._unread, self._crc32)
-        self._unread.clear()
+        self._crc32 = zlib.crc32(data, self._crc32)
 
     def sync(self) -> None:
         """Bring the rows to the disk; does nothing after `close`."""
@@ -87,7 +78,6 @@ class AppendFile:
 
     def count(self) -> list[int]:
         """Return the number of bytes that were written and their CRC-32, for `begins_with`."""
-        self._digest()
         return [self._bytes, self._crc32]
 
     def close(self) -> None:

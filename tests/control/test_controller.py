@@ -371,3 +371,23 @@ def test_a_packet_brings_each_tensor_in_its_own_shape_and_all_its_digits() -> No
     assert packet.tensors["rows"].any()
     with pytest.raises(ValueError, match="loss: is in the packet already"):
         packet.add("loss", torch.zeros(()))
+
+
+def test_what_a_signal_or_a_caller_writes_reaches_nobody_else() -> None:
+    """Evidence is a signal's own copy, because the loop clips by the same norms; so is a decision a caller's."""
+
+    class Loud(GnmrSignal):
+        def observe(self, evidence: Any, step: int) -> Any:
+            evidence["norm"].mul_(1000)
+            return super().observe(evidence, step)
+
+    layer = nn.Linear(2, 2, bias=False)
+    layer.weight.grad = torch.ones(2, 2)
+    unit = Unit("l", tuple(layer.parameters()), lambda _on: None)
+    controller = Controller([unit], ControlSpec(signal=Loud(context(1)), max_o=1))
+    norm = torch.tensor([2.0], dtype=torch.float64)
+    packet = controller.observe(controller.measure(norms=(norm, torch.tensor([True]))))
+    decision = controller.apply(packet.to_host())
+    assert norm.tolist() == [2.0]
+    decision.in_force[0] = True
+    assert controller.active == []

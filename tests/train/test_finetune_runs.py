@@ -88,9 +88,17 @@ def test_a_run_is_not_taken_for_one_of_another_base(
 def opt(base: Path, tmp_path: Path) -> Path:
     """A checkpoint of OPT, which ignores positions, so that each example has its own sequence."""
     config = transformers.OPTConfig(
-        vocab_size=16, hidden_size=32, ffn_dim=48, num_hidden_layers=1, num_attention_heads=4,
-        max_position_embeddings=64, word_embed_proj_dim=32, bos_token_id=0, eos_token_id=0,
-        pad_token_id=1, dropout=0.0,
+        vocab_size=16,
+        hidden_size=32,
+        ffn_dim=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        word_embed_proj_dim=32,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=1,
+        dropout=0.0,
     )
     transformers.OPTForCausalLM(config).save_pretrained(tmp_path / "opt")
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -152,8 +152,10 @@ def build_parts(
         else:
             checkpoint = pretrained.fingerprint(config.model.checkpoint)
             if base is not None and base.weights != checkpoint:
-                said = f"its weights are not those that the base {base.name} began from; give the checkpoint that it had"
-                raise UserError(f"model.checkpoint={config.model.checkpoint}: {said}")
+                raise UserError(
+                    f"model.checkpoint={config.model.checkpoint}: its weights are not those that the base {base.name} "
+                    "began from; give the checkpoint that it had"
+                )
             model, converted = pretrained_model(config, device)
             corpus = apart(corpus, model)
             check_sizes(config, model, corpus.vocab_size)

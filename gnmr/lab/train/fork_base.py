@@ -62,8 +62,8 @@ class Base:
     def check(self, config: Config) -> None:
         """Raise UserError naming the first key in which model, data, optimizer or batch of the fork `config` differ.
 
-        Files may lie elsewhere than the base's: `branch` and `build_parts` compare fingerprints of data and weights. The
-        fork may split the base's batch into other micro-batches: a step still has the same blocks in the same
+        Files may lie elsewhere than the base's: `branch` and `build_parts` compare fingerprints of data and weights.
+        The fork may split the base's batch into other micro-batches: a step still has the same blocks in the same
         order.
         """
         theirs, ours = agreed(flatten(to_dict(self.config))), agreed(flatten(to_dict(config)))
