@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -76,7 +77,9 @@ class Routing:
         It stays because of `keep`, or because all observed risks are infinite (loss-scale overflow) and more than
         max_o.
         """
-        if not keep and (np.isfinite(risk) & observed).any():
+        if not keep and any(
+            seen and math.isfinite(one) for one, seen in zip(risk.tolist(), observed.tolist(), strict=True)
+        ):
             return False
         flooded = keep or not may(observed & self._recoverable, self._spec.max_o, self.budget)
         # Right after the warm-up more than max_o may be in force; then the cap comes first.
