@@ -77,7 +77,7 @@ class Spent(NamedTuple):
     extra_time: float
 
 
-_STATE = attrgetter("low", "recovered", "in_graphs", "read")
+_STATE = attrgetter("low", "recovered", "read")
 """The attributes of an operator that its costs depend on."""
 
 
@@ -87,7 +87,6 @@ class _Numbers:
 
     state: tuple[Any, ...]
     """The path of a warm-up in 16 bits, then `_STATE` of each operator."""
-    in_graphs: bool
     predicted: int
     spent: Spent
     saved: int | None = None
@@ -119,9 +118,9 @@ class Cost:
         Do not call this under activation checkpointing: the graph holds no inputs at this point, and reading them would
         recompute them. Raises ValueError if the operators are in graphs of `gnmr.precision.compile`.
         """
-        numbers, holds = self._now(), [operator.holds for operator in self._model.operators]
-        if numbers.in_graphs:
+        if self._model.in_graphs:
             raise ValueError("saved_bytes: what compiled blocks keep for backward is the compiler's choice")
+        numbers, holds = self._now(), [operator.holds for operator in self._model.operators]
         if numbers.saved is None or numbers.held != holds:
             storages: dict[int, int] = {}
             for operator in self._model.operators:
@@ -242,7 +241,7 @@ class Cost:
         usual = self._time(model.low) * (arithmetic / len(GEMMS) - self._rest)
         usual += len(GEMMS) * self._rest * {**TIMES, **model.times}["16"]
         spent = Spent(recovered / arithmetic, extra, time / (usual or 1.0))
-        self._numbers = _Numbers(state, model.in_graphs, sum(copies.values()), spent)
+        self._numbers = _Numbers(state, sum(copies.values()), spent)
         return self._numbers
 
     def _area(self, operator: PathLinear) -> int:

@@ -122,7 +122,7 @@ class FloatFormat(Format):
 
     @property
     def bias(self) -> int:
-        """What is added to exponents in codes; 1 - bias is the exponent of the smallest normal value."""
+        """The number that codes add to exponents; 1 - bias is the exponent of the smallest normal value."""
         return 2 ** (self.exponent_bits - 1) - 1
 
     def magnitudes(self) -> Tensor:

@@ -381,14 +381,18 @@ class PathLinear(nn.Linear):
 
     def kept(self) -> tuple[Tensor, ...]:
         """Return the tensors of this operator's input that the graph holds between forward and backward."""
-        node = self._node() if self._node is not None else None
-        return node.saved_tensors[node.num_weights :] if node is not None and node.holds_copy else ()
+        node = self._holding()
+        return () if node is None else node.saved_tensors[node.num_weights :]
 
     @property
     def holds(self) -> bool:
         """Whether `kept` is not empty."""
+        return self._holding() is not None
+
+    def _holding(self) -> Any:
+        """Return the node of the last pass while it holds something, else None."""
         node = self._node() if self._node is not None else None
-        return node is not None and bool(node.holds_copy)
+        return node if node is not None and node.holds_copy else None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle and deepcopy: complete, but without the last step."""

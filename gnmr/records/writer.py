@@ -103,10 +103,8 @@ class RunWriter:
 
     def units(self, rows: UnitRows) -> None:
         """Append the observed units of one step."""
-        try:  # in every step, where `_guard` would take as long as the row
+        with self._guard(UNITS):
             self._units.write(rows)
-        except OSError as error:
-            raise self._failed(UNITS, error) from error
 
     def finish(
         self, status: str, reason: str | None, num_recoverable: int, max_o: int, peak_memory_bytes: int | None = None
@@ -180,10 +178,8 @@ class RunWriter:
         cut_units(self.folder, last_step)
 
     def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
-        try:
+        with self._guard(name):
             self._lines[name].write(rows)
-        except OSError as error:
-            raise self._failed(name, error) from error
 
     @contextmanager
     def _guard(self, what: str) -> Iterator[None]:
@@ -191,13 +187,10 @@ class RunWriter:
         try:
             yield
         except OSError as error:
-            raise self._failed(what, error) from error
-
-    def _failed(self, what: str, error: OSError) -> RunFailed:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return RunFailed(f"disk full while writing {what} in {self.folder}")
-        which = f" ({Path(error.filename).name})" if isinstance(error.filename, str | Path) else ""
-        return RunFailed(f"cannot write {what} in {self.folder}: {error.strerror or error}{which}")
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise RunFailed(f"disk full while writing {what} in {self.folder}") from error
+            which = f" ({Path(error.filename).name})" if isinstance(error.filename, str | Path) else ""
+            raise RunFailed(f"cannot write {what} in {self.folder}: {error.strerror or error}{which}") from error
 
 
 def _checked(counted: dict[str, list[int]]) -> dict[str, list[int]]:

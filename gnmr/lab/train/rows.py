@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from operator import attrgetter
 from typing import Any
 
 from torch import nn
 
 from gnmr.attachment.blame import Verdict
+from gnmr.errors import fields
 from gnmr.lab import models
 from gnmr.lab.records.view import RunInfo
 from gnmr.lab.train.build import Parts, tokens_of
@@ -31,12 +31,11 @@ class Counters:
     nonfinite_streak: int = 0
 
 
-_SAME = (
+_AS_IN_RESULT = (
     *("loss", "lr", "grad_norm_pre_clip", "statistics", "monitored", "saturation", "saved_bytes"),
     *("saved_bytes_predicted", "skipped", "nonfinite_unit", "slowest_rank"),
 )
 """Fields of a step row that a `StepResult` has under the same name."""
-_OF_RESULT = attrgetter(*_SAME)
 
 
 def run_info(parts: Parts, name: str, start_step: int = 0) -> RunInfo:
@@ -65,7 +64,7 @@ def step_row(
         result.decision,
         routed=not healing,
         **vars(counters),
-        **dict(zip(_SAME, _OF_RESULT(result), strict=True)),
+        **fields(result, *_AS_IN_RESULT),
         spent_gemm_frac=spent[0],
         spent_extra_bytes=spent[1],
         spent_extra_time=spent[2],
