@@ -13,9 +13,10 @@ train`; overrides for all arms follow the options. In `linear` and `casts` the a
     controller   a bare loop over the low path; the router with thresholds that no unit reaches; each signal
     paths        every format and recipe against BF16, with the bytes kept for backward and the peak memory of a GPU
     compiled     BF16 and FP8 under torch.compile, and the controller on them; minutes of compilation
-    share        the step of `gnmr train` with its records: the time of norms, decision and records, measured inside
-                 the step, over the median step of the bare loop (on CPUs). A loop that clips gradients needs the norms
-                 anyway, and `gnmr train` computes them once: there only `all but norms` is extra.
+    share        the step of `gnmr train` with its records against the bare loop, and the bare loop against itself (on
+                 CPUs). Beside these ratios the time of norms, decision and records, measured inside the step, over the
+                 median step of the bare loop. A loop that clips gradients needs the norms anyway, and `gnmr train`
+                 computes them once: there only `all but norms` is extra.
 
 An arm that this model or machine cannot run is a row with `refused`. `--clock cpu training.threads=1` counts the CPU
 time of one thread, which depends least on other work on the machine.
@@ -127,7 +128,7 @@ INSIDE = (
 
 
 def share(asked: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the share of a step that each part of controller and records takes, and two sums."""
+    """Return the time of both steps, the share of a step that each part of the controller takes, and two sums."""
     config = compose([*asked.overrides, "records.wandb=off", "records.live=off"])
     clock, taken = clock_of(torch.device("cpu"), asked.clock), dict[str, list[float]]()
 
@@ -161,14 +162,16 @@ def share(asked: argparse.Namespace) -> list[dict[str, Any]]:
             counters.step += 1
             record(take_step())
 
-        seconds = alternate({BARE: bare, "with records": controlled}, range(-2, asked.rounds), clock)
+        arms = {BARE: bare, f"{BARE}, again": bare, "with records": controlled}
+        seconds = alternate(arms, range(-2, asked.rounds), clock)
     usual = float(np.median(seconds[BARE]))
     shares = {part: np.array(each[2:]) / usual for part, each in taken.items()}
     shares["all but norms"] = shares["decision"] + shares["records"]
     shares["all"] = shares["norms"] + shares["all but norms"]
-    return [{"part": "share", "arm": BARE, "seconds": spread(seconds[BARE])}] + [
-        {"part": "share", "arm": part, "share": spread(values)} for part, values in shares.items()
-    ]
+    return [
+        {"part": "share", "arm": arm, "seconds": spread(values), "ratio": spread(values / seconds[BARE])}
+        for arm, values in seconds.items()
+    ] + [{"part": "share", "arm": part, "share": spread(values)} for part, values in shares.items()]
 
 
 def memory(step: Callable[[], Any], device: torch.device) -> dict[str, Any]:
