@@ -139,6 +139,19 @@ def check_train(words: list[str]) -> None:
     compose_arms(own, arms[0])
 
 
+UNSCALED = ("recovery_gap", "grad_norm", "oracle")
+"""Signals whose default threshold fits no model: unless they are ranked, almost no unit ever recovers."""
+
+
+def test_signals_without_a_useful_threshold_are_ranked() -> None:
+    texts = {name_of(page): page.read_text() for page in [*PAGES, ROOT / "conf" / "config.yaml"]}
+    pattern = rf"(?:gnmr train|gnmr\.attach\()[^`\n]*signal=\"?(?:{'|'.join(UNSCALED)})\b[^`\n]*"
+    found = [(name, line) for name, text in texts.items() for line in re.findall(pattern, text)]
+    assert len(found) >= 5
+    for name, line in found:
+        assert re.search(r"routing=\"?ranked", line), (name, line)
+
+
 @pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["README", "others"])
 def test_commands_are_understood(first: bool) -> None:
     lines = [line for line, page in commands().items() if (page == "README.md") == first]
