@@ -56,6 +56,16 @@ def test_nothing_beside_it() -> None:
     ]
 
 
+def test_the_arm_that_is_missing_is_named() -> None:
+    assert "Without a static low-precision arm the cost" in told(int4_int8=[45], bf16=[44]).sentence
+    runs = Recorded()
+    runs.add("int4", 3.7)
+    runs.add("bf16", 3.6, 3.7)
+    del runs.runs[1]  # seed 0 of the 16-bit arm
+    (comparison,) = runs.comparisons()
+    assert "Without losses of the static arms for one seed the cost" in headline(comparison).sentence
+
+
 def test_divergence_is_told_as_such() -> None:
     found = told(int4=[np.inf, 50, 51], bf16=[39, 40, 41])
     assert found.sentence.startswith("In low precision 1 of 3 runs diverged")

@@ -189,7 +189,13 @@ def _endings(comparison: Comparison) -> str:
         endings.append(f"and {plural(more, 'more arm')}")
     if all(arm.sixteen_bit for arm in comparison.arms):
         return f"{'; '.join(endings)}. Nothing was in low precision."
-    return f"{'; '.join(endings)}. Without a 16-bit arm the cost of low precision is not known."
+    if not any(arm.sixteen_bit for arm in comparison.arms):
+        missing = "a 16-bit arm"
+    elif not any(arm.always is not None and not arm.sixteen_bit for arm in comparison.arms):
+        missing = "a static low-precision arm"
+    else:
+        missing = f"losses of the static arms for one {comparison.replicate}"
+    return f"{'; '.join(endings)}. Without {missing} the cost of low precision is not known."
 
 
 def _ended(comparison: Comparison, arm: Arm) -> str:
