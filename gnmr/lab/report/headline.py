@@ -84,7 +84,9 @@ def _cost(comparison: Comparison, between: Bounds | None) -> tuple[Figure | None
     ends = change.difference.interval if change.n >= FEWEST else None
     interval = f", 95% interval {' to '.join(map(relative, ends))}" if ends else ""
     figure = Figure(label, value, f"perplexity, {of}{interval}")
-    shown = change.p is not None and change.p < LEVEL
+    test = comparison.tests.get(reference.label, change)  # the table's, whose p-value is adjusted
+    p = test.p if test.control == low.label else change.p
+    shown = p is not None and p < LEVEL
     if between is not None and between.family.tested and reference is between.high:
         shown = between.family.gate
     if change.n < FEWEST:
