@@ -170,7 +170,7 @@ def _spend(comparison: Comparison, routed: Sequence[Arm]) -> Figure | None:
 
 def _lone(comparison: Comparison) -> Headline:
     arm, figures = comparison.arms[0], list[Figure]()
-    loss, ppl, name = arm.stat("final_val_loss"), arm.stat("final_val_ppl"), comparison.names[arm.label]
+    loss, ppl, name = arm.final("val_loss"), arm.final("val_ppl"), comparison.names[arm.label]
     train = [float(run.steps["loss"][-1]) for run in arm.runs if len(run.steps["loss"])]
     if loss is not None and math.isfinite(loss.mean):
         detail = f"perplexity {ppl.mean:.2f}, {name}" if ppl is not None else name
@@ -193,7 +193,7 @@ def _endings(comparison: Comparison) -> str:
 
 
 def _ended(comparison: Comparison, arm: Arm) -> str:
-    ppl, at, name = arm.stat("final_val_ppl"), "", comparison.names[arm.label]
+    ppl, at, name = arm.final("val_ppl"), "", comparison.names[arm.label]
     if arm.always is None and (spend := comparison.spend(arm)) is not None:
         at = f", with {percent(spend)} of the {comparison.spend_of} on the recovery path"
     if ppl is not None:

@@ -95,12 +95,11 @@ class Run:
             _ = self.steps, self.evals, self.summary, self.events
         return self
 
-    @property
-    def final_loss(self) -> float | None:
-        """Its last validation loss, of a fork that heals that before it heals; None if it was not measured."""
+    def final(self, field: str) -> float | None:
+        """Return its last `val_loss` or `val_ppl`, of a fork that heals that before it heals; None if not measured."""
         if not self.settings.get("fork.heal"):
-            return self.summary.get("final_val_loss")
-        return _last(self.evals["val_loss"][self.evals["step"] == self.settings.get("training.steps")])
+            return self.summary.get(f"final_{field}")
+        return _last(self.evals[field][self.evals["step"] == self.settings.get("training.steps")])
 
     @property
     def last_step(self) -> int:
