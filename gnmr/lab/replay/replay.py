@@ -107,8 +107,7 @@ class Totals:
         self.num_units, self.max_o = len(norms.units), settings.cap
         self.steps = self.promoted = self.full = 0
         self.over: Counter[str] = Counter()
-        known = norms.spend is not None and norms.settings.cost == "gemm"
-        self._spend = np.array(norms.spend) if known else None
+        self._spend = np.array(norms.spend) if norms.spend is not None and norms.gemms else None
         self._pinned, self._spent = norms.spend_pinned, 0.0
 
     def add(self, decision: Decision) -> None:

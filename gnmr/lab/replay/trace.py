@@ -47,6 +47,8 @@ class Norms:
     """Cost of each unit as a share of a budget. If unknown, it is None, and all units are equal."""
     spend_pinned: float = 0.0
     """Cost of the pins as a share of a budget."""
+    gemms: bool = True
+    """Whether these are shares of the arithmetic of all GEMMs."""
     pinned: frozenset[str] = frozenset()
     """Units that are never routed, because pins left nothing to recover."""
     settings: ControllerConfig = field(default_factory=ControllerConfig)
@@ -77,7 +79,9 @@ def read_norms(path: Path) -> Norms:
         raise UserError(f"{path}: no recorded norms in this folder (units.arrows is missing or empty)")
     with reading(path / "header.json"):
         units, pinned = (check_units(header.get(key) or []) for key in ("units", "pinned"))
-        cost, spend = (tuple(map(float, header.get(key) or ())) for key in ("cost", "spend"))
+        bytes_, shares = (header.get(key) or [] for key in ("cost", "spend"))
+        cost = () if None in bytes_ else tuple(map(float, bytes_))  # compressed gradients have no activations
+        spend = tuple(map(float, shares))
         sized = all(len(costs) in (0, len(units)) for costs in (cost, spend))
         if not sized or not all(map(math.isfinite, cost + spend)):
             raise ValueError("cost and spend: must hold a number for each of the units")
@@ -87,13 +91,14 @@ def read_norms(path: Path) -> Norms:
         if norms.units == units:
             norms = replace(norms, cost=cost or None, spend=spend or None)
     if (own := _own_loop_of(path)) is not None:
-        return replace(norms, settings=own)
+        return replace(norms, gemms=own.cost == "gemm", settings=own)
     if not exists(path / "config.yaml"):
         return norms
     config = read_config(path / "config.yaml")
     retried, blameless = _verdicts(path, norms.units)
     return replace(
         norms,
+        gemms=config.controller.cost == "gemm" and not config.compression.routes,
         settings=config.controller,
         steps=config.training.steps,
         seed=config.training.seed,
