@@ -50,7 +50,7 @@ def with_words(own: ControllerConfig, words: Sequence[str]) -> ControllerConfig:
     try:
         values = from_words(words)
         if values.get("signal", own.signal) != own.signal:
-            own = replace(own, options={})  # options belong to their signal
+            own = replace(own, options={}, trigger=1.0)  # they belong to their signal
         tree = load(OmegaConf.create({"controller": OmegaConf.merge(asdict(own), values)}))
     except (OmegaConfBaseException, YAMLError) as error:
         raise UserError(f"replay: {one_line(error)}") from error
