@@ -25,6 +25,7 @@ from typing import Any
 import yaml
 
 from gnmr.control import Decision
+from gnmr.control.spec import TwoStage
 from gnmr.errors import UserError
 from gnmr.precision.cost import Spent
 from gnmr.records.reader import calibrated_trigger, read_json
@@ -208,6 +209,8 @@ def plain(values: Mapping[str, Any]) -> dict[str, Any]:
     def as_plain(value: Any) -> Any:
         if value is None or isinstance(value, bool | int | float | str):
             return value
+        if isinstance(value, TwoStage):
+            return dict(vars(value))
         if isinstance(value, Mapping):
             return {str(key): as_plain(one) for key, one in value.items()}
         if isinstance(value, Sequence):
