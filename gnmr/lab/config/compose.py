@@ -94,8 +94,9 @@ def apply_arm(composed: DictConfig, words: Sequence[str]) -> None:
         del composed["arms"]
     if not arms or arm is None:
         return
+    arms = {str(name): of for name, of in arms.items()}  # YAML reads some names as numbers
     if arm not in arms:
-        raise UserError(f"arm={arm}: is not an arm of this sweep{nearest(str(arm), map(str, arms))}")
+        raise UserError(f"arm={arm}: is not an arm of this sweep{nearest(str(arm), arms)}")
     try:
         given = OmegaConf.to_container(from_words(shlex.split(arms[arm] or "")))
         for key, value in flatten(given).items():  # type: ignore[arg-type]
