@@ -41,6 +41,7 @@ ARMS = {
         "precision.site=forward",
         "precision.rounding=stochastic",
     ],
+    "resets": ["optim.transform.name=stable_spam", "optim.transform.options.reset_every=3"],
     "saved": ["precision.low=int4", "precision.recovery=int8"],
     "warm-up": ["controller.warmup_frac=0.5", "controller.warmup_path=16bit", "optim.clip_norm=0.5"],
     "transform": ["optim.transform.name=agc", "faults.kind=noise", "faults.windows=[[2,2]]"],
@@ -160,9 +161,10 @@ def test_the_last_steps_heal(tmp_path, train, words):
         pytest.param(in_step(2), marks=pytest.mark.slow),
         pytest.param(in_step(4), marks=pytest.mark.slow),
         at_file("open", ".writing-step-00000006/.metadata"),
+        at_file("open", ".writing-step-00000008/.metadata"),
     ],
 )
-@pytest.mark.parametrize("arm", ["random", "saved", pytest.param("stochastic", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("arm", ["random", "saved", "resets", pytest.param("stochastic", marks=pytest.mark.slow)])
 def test_a_killed_fork_continues_to_the_last_bit(hook, arm, tmp_path, train, words):
     """Before its first checkpoint, between two, and while it heals."""
     mine = [*words, "fork.heal=4", *ARMS[arm]]

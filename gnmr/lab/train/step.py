@@ -63,8 +63,8 @@ class StepResult:
     nonfinite_unit: str | None
     """Where the first non-finite number was found, see `gnmr.lab.train.retry`. None in a finite step."""
     saved_bytes: int | None
-    """Saved tensors read from the graph, of the largest micro-batch. None under activation checkpointing and in a fork's
-    healing."""
+    """Saved tensors read from the graph, of the largest micro-batch. None under activation checkpointing and while a
+    fork heals."""
     saved_bytes_predicted: int | None
     lr: float
     """The learning rate of the optimizer."""
