@@ -107,6 +107,8 @@ def _back(
     if family.tested and not family.gate:
         why = f"{high} is not significantly better than {low} (p = {p_text(family.p_gate)})"
         return None, f"Since {why}, the arms between them are not judged."
+    if not between.low.losses.keys() & between.high.losses.keys() & best.losses.keys():
+        return None, f"{low}, {high} and {names[best.label]} have no {comparison.replicate} in common."
     if (closed := comparison.tests[best.label].closed) is None:
         return None, f"There is no loss gap between {low} and {high} to recover, or their runs diverged."
     of = f" (the most of {len(routed)} arms)" if len(routed) > 1 else ""
