@@ -8,6 +8,7 @@ import math
 from copy import deepcopy
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -89,6 +90,7 @@ def test_the_report_and_replay_read_it(done, gnmr, tmp_path):
         {"alpha": TwoStage(9.0, 1.05, 4), "beta": None},
         {"signal": "random", "options": {"active_frac": 0.3}, "seed": 3},
         {"warmup_steps": 3, "finish": False},
+        {"alpha": np.float64(1.05), "beta": TwoStage(np.float64(9.0), 1.05, 4)},
         {"calibrate": 6},
     ],
 )
