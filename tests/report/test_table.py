@@ -14,6 +14,7 @@ from scipy import stats
 
 from gnmr.lab.report.headline import _AGAINST, headline
 from gnmr.lab.report.layout import measure
+from gnmr.lab.report.runs import load
 from gnmr.lab.report.statistics import Stat
 from gnmr.lab.report.table import arm_table
 
@@ -245,6 +246,27 @@ def test_forks_that_heal_show_the_losses_that_are_tested(runs: Recorded) -> None
     assert row(table, "int4")["val loss"] == "4.6000 ± 0.1000"  # 1.5 nats above: +348.2%
     assert "by 348.2%" in headline(comparison).sentence
     assert "Losses of forks that heal are those before they heal." in notes(table)
+
+
+def test_one_base_and_one_setting_are_one_arm_wherever_they_were_written(runs: Recorded) -> None:
+    """The path of a base does not count, nor does a key that an older version did not have."""
+    for path in ("int4", "int4_int8", "int8"):
+        runs.add(path, 3.0, 3.1, 3.2, base="base", optim__clip_norm=None)
+    for run in runs.runs:
+        run.header["base"] = {"sha256": "0123456789"}
+        if run.seed == 2:
+            run.hash = "elsewhere"
+            del run.settings["optim.clip_norm"]
+    (comparison,) = runs.comparisons()
+    assert [arm.seeds for arm in comparison.arms] == [[0, 1, 2]] * 3
+    assert headline(comparison).sentence
+
+
+def test_a_base_counts_by_its_name_and_checksum(write_run: Write) -> None:
+    header = {"base": {"step": 4, "sha256": "0123456789"}}
+    folders = [write_run(settings={"base": f"{place}/base"}, header=header) for place in ("runs", "/there/runs")]
+    assert [load(folder).settings["base"] for folder in folders] == ["base", "base"]
+    assert [load(folder).base for folder in folders] == ["base 01234567"] * 2
 
 
 @pytest.mark.parametrize(

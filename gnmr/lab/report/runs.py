@@ -119,7 +119,7 @@ class Run:
             return None
         base = self.header.get("base")
         digest = str(base.get("sha256", ""))[:8] if isinstance(base, dict) else ""
-        return f"{Path(str(name)).name} {digest}".rstrip()
+        return f"{name} {digest}".rstrip()
 
     @property
     def tokens_per_step(self) -> int | None:
@@ -201,6 +201,8 @@ def load(folder: Path) -> Run:
     experiment = settings.get("experiment_name") or header.get("experiment") or "custom"
     scale = settings.get("scale_name") or header.get("scale") or "custom"
     settings = {key: text(value) if isinstance(value, str) else value for key, value in settings.items()}
+    if (base := settings.get("base")) is not None:
+        settings["base"] = Path(str(base)).name  # wherever it lies: its checksum tells it from others (`Run.base`)
     return Run(folder, settings, header, text(experiment), text(scale), text(arm), digest, seed, *_status(folder))
 
 
