@@ -25,6 +25,8 @@ CASES = {
     "training.lr=1": "(key training.lr): did you mean optim.lr?",
     "++controller.alfa=3": "(key controller.alfa): did you mean alpha?",
     "word": "Error parsing override 'word': must be key=value",
+    "run_dir=~/x": "Error parsing override 'run_dir=~/x': must be key=value",
+    "run_dir=a=b": "Error parsing override 'run_dir=a=b': must be key=value",
     "model=lama": "model=lama: use one of gpt, llama",
     "sweep=paper/table": "did you mean paper/table",
     "training.seed=0,1": "training.seed=0,1: several values are a sweep's: add -m; a list is training.seed=[0,1]",

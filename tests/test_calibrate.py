@@ -155,6 +155,18 @@ def test_several_runs_spend_the_share_together(table, file, gnmr, spent, tmp_pat
     assert shares[0] < 0.1 < 0.4 < shares[1] and float(share) == pytest.approx(np.mean(shares), abs=ROUNDED)
 
 
+def test_the_trigger_of_the_run_does_not_count(train, gnmr, tmp_path):
+    """Under a trigger above 2, random would choose nothing; its words do not keep that trigger."""
+    runs = [str(train(tmp_path / str(n), f"controller.trigger={n}", "training.steps=40")) for n in (1, 3)]
+    outcome = gnmr("replay", *runs, "calibrate=0.1", "signal=random,gnmr_delta")
+    assert outcome.code == 0 and "left out" not in outcome.err and len(outcome.out.splitlines()) == 2
+    assert gnmr("replay", *runs, "calibrate=0.1", "trigger=2").mistake == (
+        "trigger=2: calibrate finds the trigger; leave it out"
+    )
+    spent = gnmr("replay", runs[1], "signal=random", "options.active_frac=0.1").out
+    assert "unit-steps recovered" in spent and "0.00%" not in spent.split("unit-steps recovered")[1].split()[0]
+
+
 def test_runs_of_other_controllers_are_refused(train, gnmr, tmp_path):
     runs = [str(train(tmp_path / str(max_o), f"controller.max_o={max_o}")) for max_o in (1, 2)]
     line = gnmr("replay", *runs, "calibrate=0.1").mistake

@@ -8,11 +8,13 @@ import math
 from copy import deepcopy
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import gnmr
+from gnmr.control import TwoStage
 from gnmr.control.signals import SIGNALS
 from gnmr.errors import UserError
 from gnmr.lab.report.comparisons import compare
@@ -26,11 +28,13 @@ def net() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
 
 
-def loop(folder: Path, steps: int = 6, finish: bool = True, seed: int = 0, **how) -> gnmr.Router:
+def loop(folder: Path, steps: int = 6, finish: bool = True, seed: int = 0, calibrate: int = 0, **how) -> gnmr.Router:
     """A few steps, each with its loss, an evaluation behind the last one."""
     model = net()
     how = {"low": "int4", "recovery": "int8", "max_o": 2, "alpha": 1.05, "beta": 1.05, "targets": ["?"]} | how
     controller = gnmr.attach(model, record=folder, seed=seed, **how)
+    if calibrate:
+        controller.calibrate(fraction=0.3, steps=calibrate)
     draw = torch.Generator().manual_seed(seed)
     for step in range(steps):
         x = torch.randn(8, 16, generator=draw) * (5 if step % 3 == 2 else 1)
@@ -76,6 +80,39 @@ def test_the_report_and_replay_read_it(done, gnmr, tmp_path):
     assert own.code == 0 and told[0] == told[1] != "0.00%"
     replayed = gnmr("replay", str(done / "units.arrows"), "alpha=1.05", "beta=1.05", "max_o=2")
     assert replayed.code == 0 and "units" in replayed.out
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"cost": {str(i): i + 1.0 for i in range(4)}, "budget": 0.4},
+        {"alpha": TwoStage(9.0, 1.05, 4), "beta": TwoStage(9.0, 1.05, 4)},
+        {"alpha": TwoStage(9.0, 1.05, 4), "beta": None},
+        {"signal": "random", "options": {"active_frac": 0.3}, "seed": 3},
+        {"warmup_steps": 3, "finish": False},
+        {"alpha": np.float64(1.05), "beta": TwoStage(np.float64(9.0), 1.05, 4)},
+        {"calibrate": 6},
+    ],
+)
+def test_replay_gives_the_sets_of_the_loop(how, gnmr, tmp_path):
+    folder, out = tmp_path / "study" / "mine-s0", tmp_path / "out.jsonl"
+    loop(folder, steps=12, **how)
+    outcome = gnmr("replay", str(folder), f"out={out}")
+    assert outcome.code == 0, outcome.err
+    assert ("GEMM FLOPs recovered –" in " ".join(outcome.out.split())) == ("cost" in how), "the table is no arithmetic"
+    chosen = [set(json.loads(line)["active"]) for line in out.read_text().splitlines()]
+    matrices = load(folder).units()
+    in_force = [{matrices.units[i] for i in row.nonzero()[0]} for row in matrices.active_SU]
+    assert chosen[:-1] == in_force[1:] and any(in_force)
+
+
+def test_thresholds_of_two_stages_are_in_the_records(gnmr, tmp_path):
+    folder = tmp_path / "study" / "mine-s0"
+    loop(folder, alpha=TwoStage(9.0, 1.05, 4), beta=TwoStage(8.0, 1.5, 2))
+    run = load(folder).check()
+    (arm,) = compare([run])[0].arms
+    assert thresholds(arm, run) == {"gnmr": [(1, 9.0), (5, 1.05)], "delta_gnmr": [(1, 8.0), (3, 1.5)]}
+    assert "the first stages of its alpha and beta differ in length" in gnmr("replay", str(folder)).mistake
 
 
 def test_a_loop_that_was_killed_is_read_too(tmp_path):

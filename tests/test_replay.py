@@ -250,6 +250,21 @@ def test_a_run_that_recorded_only_some_steps_says_so(train, gnmr, tmp_path):
     assert outcome.err.count("\n") == 1 and "one step in 2" in outcome.err and "not the run's" in outcome.err
 
 
+def test_a_run_of_compressed_gradients_gives_its_sets_and_no_share_of_gemms(train, gnmr, tmp_path):
+    run = train(
+        tmp_path / "run",
+        *("precision.low=bf16", "precision.recovery=null", "training.accumulation=2", "controller.budget=0.3"),
+        *("compression.name=greedylore", "compression.rank=2", "compression.dense_steps=2", "compression.workers=2"),
+    )
+    outcome = gnmr("replay", str(run), f"out={tmp_path / 'out.jsonl'}")
+    assert outcome.code == 0, outcome.err
+    candidates = [row["num_candidates"] for row in read_jsonl(run / "steps.jsonl")]
+    assert [len(line["candidates"]) for line in decisions(tmp_path / "out.jsonl")] == candidates and any(candidates)
+    replay, own = told(outcome).values()
+    assert replay["unit-steps recovered"] == own["unit-steps recovered"] != "0.00%"
+    assert replay["GEMM FLOPs recovered"] == "–"
+
+
 def test_a_static_run_can_be_asked_what_if(train, gnmr, tmp_path):
     run = train(tmp_path / "run", "precision.recovery=null")
     outcome = gnmr("replay", str(run), f"out={tmp_path / 'out.jsonl'}")

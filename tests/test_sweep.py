@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from gnmr.lab.config import read
 from gnmr.lab.records.find import finished, last_step
 from gnmr.lab.train import run as run_module
 from gnmr.records.reader import read_json
@@ -132,3 +133,15 @@ def test_a_sweep_that_is_stopped_goes_on_where_it_was(launcher, number, gnmr, ti
         assert (cells(tmp_path)[0] / "checkpoints" / f"step-{summary['steps']:08d}").is_dir()
     assert gnmr("train", *tiny_words, *long).code == 0 and done(tmp_path) == [0, 1]
     assert last_step(cells(tmp_path)[0]) == 300
+
+
+@pytest.mark.slow
+def test_arms_may_have_names_that_yaml_reads_as_numbers(gnmr, tiny_words, tmp_path):
+    (tmp_path / "sweep").mkdir()
+    arms = "arms: {5: controller.max_o=5, 0.05: controller.max_o=2, on: controller.max_o=1}"
+    params = 'hydra: {sweeper: {params: {arm: "${names:arms}"}}}'
+    (tmp_path / "sweep" / "mine.yaml").write_text(f"# @package _global_\n{arms}\n{params}\n")
+    ended = gnmr("train", *tiny_words, "-m", f"--config-dir={tmp_path}", "sweep=mine")
+    assert (ended.code, ended.err) == (0, "")
+    chosen = [read(folder / "config.yaml").controller.max_o for folder in tmp_path.glob("runs/*/*-s0")]
+    assert sorted(chosen) == [1, 2, 5]

@@ -158,6 +158,7 @@ def _recording(folder: Path, router: Router, paths: PathSpec, seed: int) -> Reco
         "cost": [unit.extra_bytes for unit in router.units],
         "spend": [unit.cost for unit in router.units],
         "spend_pinned": router.controller.pinned,
+        "signal_seed": seed,
         "recoverable": converted.recovery is not None,
         "pinned": [unit.name for unit in converted.units if not unit.routable and converted.recovery is not None],
         "parameters": sum(p.numel() for p in model.parameters()),

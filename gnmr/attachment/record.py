@@ -25,6 +25,7 @@ from typing import Any
 import yaml
 
 from gnmr.control import Decision
+from gnmr.control.spec import TwoStage
 from gnmr.errors import UserError
 from gnmr.precision.cost import Spent
 from gnmr.records.reader import calibrated_trigger, read_json
@@ -206,8 +207,13 @@ def plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values in a form that YAML can hold; an object is replaced by its name."""
 
     def as_plain(value: Any) -> Any:
-        if value is None or isinstance(value, bool | int | float | str):
+        if value is None or isinstance(value, bool):
             return value
+        for kind in (int, float, str):
+            if isinstance(value, kind):
+                return kind(value)  # YAML refuses what is derived from it, such as NumPy's float64
+        if isinstance(value, TwoStage):
+            value = vars(value)
         if isinstance(value, Mapping):
             return {str(key): as_plain(one) for key, one in value.items()}
         if isinstance(value, Sequence):

@@ -36,8 +36,9 @@ Shown is what would have been on the recovery path, under the names of gnmr trai
 keys:
   alpha beta max_o t_lock hold delta alpha_init beta_init init_frac warmup_frac eps routing trigger, as in
   conf/config.yaml; default: the run's own values, for a file those of conf/config.yaml
-  signal     another signal (docs/signals.md), its options as options.KEY=VALUE; what it needs besides norms must have
-             been recorded (records.evidence). With calibrate or detect: several with commas between, or all
+  signal     another signal (docs/signals.md), its options as options.KEY=VALUE; the run's trigger and options are not
+             those of another signal. What it needs besides norms must have been recorded (records.evidence). With
+             calibrate or detect: several with commas between, or all
 
   gnmr replay runs/act_quant_stress/RUN alpha=2.0 beta=1.5 out=decisions.jsonl
   gnmr replay runs/act_quant_stress/RUN calibrate=0.01,0.05 signal=all
@@ -155,10 +156,13 @@ def _calibrate(paths: list[Path], words: list[str], signals: list[str], given: A
     out = given.out
     if out is not None and (not out.parent.is_dir() or (exists(out) and not out.is_dir())):
         raise UserError(f"out={out}: must be a folder in a folder that exists")
+    if given_trigger := next((word for word in words if word.startswith("trigger=")), None):
+        raise UserError(f"{given_trigger}: calibrate finds the trigger; leave it out")
     recorded = [read_norms(place) for place in paths]
-    settings = settings_of(paths[0], recorded[0].settings, words, given.trust)
+    plain = [*words, "trigger=1"]  # the words that are found replace the runs' own triggers
+    settings = settings_of(paths[0], recorded[0].settings, plain, given.trust)
     for place, norms in zip(paths, recorded, strict=True):
-        if settings_of(place, norms.settings, words, given.trust) != settings:
+        if settings_of(place, norms.settings, plain, given.trust) != settings:
             raise UserError(f"calibrate: {place}: has other controller settings than {paths[0]}")
         refuse_gaps(place, norms, "calibrate")
     if len({len(norms.units) for norms in recorded}) > 1:

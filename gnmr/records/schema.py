@@ -56,7 +56,7 @@ STEP_FIELDS: dict[str, str] = {
     "saturated, elements that were Inf or NaN before the cast]} for input, weight, grad_output and result, each cast "
     "counted once; empty where the paths are formats",
     "saved_bytes": "bytes that the converted linears kept for backward, read from the autograd graph; largest "
-    "micro-batch of the step; null under activation checkpointing, where the graph holds none",
+    "micro-batch of the step; null under activation checkpointing, where the graph holds none, and while a fork heals",
     "saved_bytes_predicted": "the same by the memory model (paper, Eqs. 5, 67, 68, sharing and scales counted)",
     "spent_gemm_frac": "share of the arithmetic of all GEMMs of the model that ran on the recovery path in this "
     "step, pins included, by the rows that each linear had in one batch; null while a fork heals",

@@ -50,6 +50,16 @@ def test_one_seed_is_too_few() -> None:
     assert found.figures[1].value == "47%"
 
 
+def test_arms_without_a_common_seed() -> None:
+    runs = Recorded()
+    for arm, ppl, without in (("int4", 50.0, 0), ("int4_int8", 45.0, 1), ("int8", 40.0, 2)):
+        runs.add(arm, *[float(np.log(ppl + seed)) for seed in range(3)])
+        del runs.runs[-3 + without]
+    (comparison,) = runs.comparisons()
+    sentence = headline(comparison).sentence
+    assert sentence.endswith("int4, int8 and int4_int8-gnmr have no seed in common."), sentence
+
+
 def test_nothing_beside_it() -> None:
     found = told(int4_int8=[45])
     assert found.sentence == (

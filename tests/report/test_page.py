@@ -209,6 +209,8 @@ def test_thresholds_of_two_stages(tmp_path: Path) -> None:
     assert thresholds(comparison.arms[0], run) == {"gnmr": [(101, 5.0)]}, "its own trigger, from the step behind"
     run.header["calibrated"] = {"after_step": "1", "trigger": 2.0}
     assert thresholds(comparison.arms[0], run) == {"gnmr": [(1, 6.0), (7, 3.0)]}, "damaged"
+    run.settings["fork.heal"] = 40  # stages are shares of the steps before it heals
+    assert thresholds(comparison.arms[0], run) == {"gnmr": [(1, 6.0), (7, 3.0)]}
 
 
 def limit_of(folder: Path, risk_SU: np.ndarray, active: int, **settings: object) -> tuple[float, str]:

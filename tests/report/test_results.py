@@ -212,6 +212,14 @@ def test_a_diverged_run_counts_and_an_unfinished_one_does_not(written: Path) -> 
     assert one.of_arm("never")["loss"] == "diverged"
 
 
+@pytest.mark.filterwarnings("error")
+def test_losses_of_hundreds_of_nats(written: Path) -> None:
+    """Their perplexity, or its square, overflows."""
+    rewrite(written, [one | {"loss": 200.0 * one["loss"]} for one in rows()])
+    assert quiet(written) == []
+    assert (written.parent / "text.md").read_text().startswith("It ends <!--=one/gnmr/difference-->-100.0%")
+
+
 def test_words_that_do_not_go_with_claims(written: Path) -> None:
     with pytest.raises(UserError, match="names its records itself"):
         main([f"claims={written}", "runs"])

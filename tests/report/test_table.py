@@ -14,6 +14,7 @@ from scipy import stats
 
 from gnmr.lab.report.headline import _AGAINST, headline
 from gnmr.lab.report.layout import measure
+from gnmr.lab.report.runs import load
 from gnmr.lab.report.statistics import Stat
 from gnmr.lab.report.table import arm_table
 
@@ -230,8 +231,42 @@ def test_a_seed_run_twice_counts_once(write_run: Write, comparisons: Callable, t
     write_run(arm="bf16", val_ppl=40.0).rename(tmp_path / "elsewhere")
     write_run(arm="bf16", val_ppl=50.0, steps=1, planned=3, status="running")
     (comparison,) = comparisons()
-    assert comparison.arms[0].stat("final_val_ppl") == Stat(1, pytest.approx(40.0), None)
+    assert comparison.arms[0].final("val_ppl") == Stat(1, pytest.approx(40.0), None)
     assert "repeats a seed" in notes(arm_table(comparison))
+
+
+def test_forks_that_heal_show_the_losses_that_are_tested(runs: Recorded) -> None:
+    runs.add("bf16", 3.0, 3.1, 3.2, training__steps=30, fork__heal=30)  # losses after step 60
+    runs.add("int4", 3.5, 3.6, 3.7, training__steps=30, fork__heal=30)
+    for run in runs.runs:
+        run.evals["val_loss"][0] = run.evals["val_loss"][1] + (1.0 if run.arm.startswith("int4") else 0.0)  # step 30
+    (comparison,) = runs.comparisons()
+    table = arm_table(comparison)
+    assert row(table, "bf16")["val loss"] == "3.1000 ± 0.1000"
+    assert row(table, "int4")["val loss"] == "4.6000 ± 0.1000"  # 1.5 nats above: +348.2%
+    assert "by 348.2%" in headline(comparison).sentence
+    assert "Losses of forks that heal are those before they heal." in notes(table)
+
+
+def test_one_base_and_one_setting_are_one_arm_wherever_they_were_written(runs: Recorded) -> None:
+    """The path of a base does not count, nor does a key that an older version did not have."""
+    for path in ("int4", "int4_int8", "int8"):
+        runs.add(path, 3.0, 3.1, 3.2, base="base", optim__clip_norm=None)
+    for run in runs.runs:
+        run.header["base"] = {"sha256": "0123456789"}
+        if run.seed == 2:
+            run.hash = "elsewhere"
+            del run.settings["optim.clip_norm"]
+    (comparison,) = runs.comparisons()
+    assert [arm.seeds for arm in comparison.arms] == [[0, 1, 2]] * 3
+    assert headline(comparison).sentence
+
+
+def test_a_base_counts_by_its_name_and_checksum(write_run: Write) -> None:
+    header = {"base": {"step": 4, "sha256": "0123456789"}}
+    folders = [write_run(settings={"base": f"{place}/base"}, header=header) for place in ("runs", "/there/runs")]
+    assert [load(folder).settings["base"] for folder in folders] == ["base", "base"]
+    assert [load(folder).base for folder in folders] == ["base 01234567"] * 2
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,8 @@ ARMS = {
         "precision.site=forward",
         "precision.rounding=stochastic",
     ],
+    "resets": ["optim.transform.name=stable_spam", "optim.transform.options.reset_every=3"],
+    "saved": ["precision.low=int4", "precision.recovery=int8"],
     "warm-up": ["controller.warmup_frac=0.5", "controller.warmup_path=16bit", "optim.clip_norm=0.5"],
     "transform": ["optim.transform.name=agc", "faults.kind=noise", "faults.windows=[[2,2]]"],
 }
@@ -143,6 +145,9 @@ def test_the_last_steps_heal(tmp_path, train, words):
     assert [row["num_active"] for row in rows] == [7, 7, 7, 7, None, None]
     assert {row["step"] for row in read_units(healed).to_pylist()} == {1, 2, 3, 4}
     assert read_json(healed / "summary.json")["promotion_frac"] == 1
+    kept = [row["saved_bytes"] for row in rows]
+    assert None not in kept[:4] and kept[4:] == [None, None]
+    assert read_json(healed / "summary.json")["saved_bytes_mean"] == sum(kept[:4]) / 4
     low, high = (train(tmp_path / name, *words, *arm) for name, arm in (("low", []), ("16", STATIC)))
     assert losses(healed) == losses(high) and losses(low)[4:] != losses(high)[4:]
     longer = train(tmp_path / "longer", *words, "training.steps=6", "fork.heal=0")
@@ -156,12 +161,13 @@ def test_the_last_steps_heal(tmp_path, train, words):
         pytest.param(in_step(2), marks=pytest.mark.slow),
         pytest.param(in_step(4), marks=pytest.mark.slow),
         at_file("open", ".writing-step-00000006/.metadata"),
+        at_file("open", ".writing-step-00000008/.metadata"),
     ],
 )
-@pytest.mark.parametrize("arm", ["random", pytest.param("stochastic", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("arm", ["random", "saved", "resets", pytest.param("stochastic", marks=pytest.mark.slow)])
 def test_a_killed_fork_continues_to_the_last_bit(hook, arm, tmp_path, train, words):
     """Before its first checkpoint, between two, and while it heals."""
-    mine = [*words, *ARMS[arm]]
+    mine = [*words, "fork.heal=4", *ARMS[arm]]
     want = everything(train(tmp_path / "want", *mine))
 
     def doomed() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
@@ -94,8 +94,9 @@ def apply_arm(composed: DictConfig, words: Sequence[str]) -> None:
         del composed["arms"]
     if not arms or arm is None:
         return
+    arms = {str(name): of for name, of in arms.items()}  # YAML reads some names as numbers
     if arm not in arms:
-        raise UserError(f"arm={arm}: is not an arm of this sweep{nearest(str(arm), map(str, arms))}")
+        raise UserError(f"arm={arm}: is not an arm of this sweep{nearest(str(arm), arms)}")
     try:
         given = OmegaConf.to_container(from_words(shlex.split(arms[arm] or "")))
         for key, value in flatten(given).items():  # type: ignore[arg-type]
@@ -145,8 +146,9 @@ def mistake(error: Exception) -> str | None:
     if ambiguous := re.match(r"Ambiguous value for argument '([^=]+)=(.+)'$", line):
         key, values = ambiguous.groups()
         return f"{key}={values}: several values are a sweep's: add -m; a list is {key}=[{values}]"
-    if line.startswith("Error parsing override") or "viable alternative" in line:
-        return f"{line}: must be key=value or group=choice, with quotes around a value that has other letters"
+    if isinstance(error, OverrideParseException):
+        right = "must be key=value or group=choice, with quotes around a value that has other letters: 'key=\"value\"'"
+        return f"Error parsing override '{error.override}': {right}"
     choices = re.search(r"Available options in .*:\n((?:\t.*\n?)+)", str(error))
     missing = re.search(r"Could not find '([^/']+)/(.+?)'", line)
     if choices and missing:

@@ -50,7 +50,8 @@ class RecordsConfig:
     """Modules outside of the units whose gradient norms go to steps.jsonl, as in precision.targets. Modules that a
     recipe leaves in 16 bits can be monitored but never routed. Monitoring costs nothing."""
     verdicts: bool = True
-    """Run a step that spikes or is not finite again, to determine the cause (docs/blame.md)."""
+    """Run a step that spikes or is not finite again, to determine the cause (docs/blame.md). If false, only a loss that
+    is not finite is examined, and only if controller.nonfinite=find and there is a recovery path."""
     check_every: int = 100
     """Steps between digests of the weights in steps.jsonl, which are compared across several processes."""
     live: str = "auto"

@@ -16,6 +16,7 @@ from torch import nn
 from yaml import YAMLError
 
 from gnmr.control import Controller, Decision, Unit
+from gnmr.control.calibration import NO_TRIGGER
 from gnmr.control.evidence import missing
 from gnmr.errors import UserError, as_user_error, nearest
 from gnmr.lab.config import ControllerConfig, from_words, load, one_line
@@ -50,7 +51,7 @@ def with_words(own: ControllerConfig, words: Sequence[str]) -> ControllerConfig:
     try:
         values = from_words(words)
         if values.get("signal", own.signal) != own.signal:
-            own = replace(own, options={})  # options belong to their signal
+            own = replace(own, options={}, trigger=1.0)  # they belong to their signal
         tree = load(OmegaConf.create({"controller": OmegaConf.merge(asdict(own), values)}))
     except (OmegaConfBaseException, YAMLError) as error:
         raise UserError(f"replay: {one_line(error)}") from error
@@ -61,7 +62,8 @@ def replay(norms: Norms, settings: ControllerConfig) -> Iterator[Decision]:
     """Yield the decision of every step, in order.
 
     With `nonfinite="find"`, the effects of a run's verdicts on its sets are repeated. Units are promoted in a step that
-    was retried, and the set stays unchanged if no unit was to blame.
+    was retried, and the set stays unchanged if no unit was to blame. Under the trigger that a loop of the user's own
+    calibrated, only risks that are not finite promote in the steps of its calibration.
     """
 
     def ignore(_recovering: bool) -> None:
@@ -92,9 +94,12 @@ def replay(norms: Norms, settings: ControllerConfig) -> Iterator[Decision]:
         if name in ("norm", "observed", *controller.needs)
     }
     finds = settings.nonfinite == "find"
+    calibrating = norms.calibrating if settings.trigger == norms.settings.trigger else 0
     for step in range(1, len(norms.norm) + 1):
         if finds and step in norms.retried:
             controller.promote(norms.retried[step])
+        if calibrating:
+            controller._trigger.value = NO_TRIGGER if step <= calibrating else settings.trigger
         evidence = {name: values[step - 1] for name, values in tensors.items()}
         packet = controller.observe(evidence, keep=finds and step in norms.blameless)
         yield controller.apply(packet.to_host())
@@ -107,8 +112,7 @@ class Totals:
         self.num_units, self.max_o = len(norms.units), settings.cap
         self.steps = self.promoted = self.full = 0
         self.over: Counter[str] = Counter()
-        known = norms.spend is not None and norms.settings.cost == "gemm"
-        self._spend = np.array(norms.spend) if known else None
+        self._spend = np.array(norms.spend) if norms.spend is not None and norms.gemms else None
         self._pinned, self._spent = norms.spend_pinned, 0.0
 
     def add(self, decision: Decision) -> None:

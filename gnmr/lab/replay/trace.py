@@ -23,7 +23,7 @@ from gnmr.control.evidence import EVIDENCE
 from gnmr.errors import UserError, plural
 from gnmr.lab.config import ControllerConfig, load, one_line, read_tree
 from gnmr.lab.config import read as read_config
-from gnmr.records.reader import check_units, read_json, read_jsonl, read_units
+from gnmr.records.reader import calibrated_trigger, check_units, read_json, read_jsonl, read_units
 from gnmr.records.untrusted import Damaged, exists, opened, reading
 
 MOST_GAPS = 1000
@@ -47,6 +47,8 @@ class Norms:
     """Cost of each unit as a share of a budget. If unknown, it is None, and all units are equal."""
     spend_pinned: float = 0.0
     """Cost of the pins as a share of a budget."""
+    gemms: bool = True
+    """Whether these are shares of the arithmetic of all GEMMs."""
     pinned: frozenset[str] = frozenset()
     """Units that are never routed, because pins left nothing to recover."""
     settings: ControllerConfig = field(default_factory=ControllerConfig)
@@ -54,6 +56,8 @@ class Norms:
     steps: int = 0
     """Length of the run, to which fractions of its steps refer."""
     seed: int = 0
+    calibrating: int = 0
+    """First steps, in which the loop had no trigger yet: it found that of `settings` in them."""
     every: int = 1
     """Interval between recorded steps. In the other steps no unit counts as observed."""
     retried: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
@@ -77,7 +81,9 @@ def read_norms(path: Path) -> Norms:
         raise UserError(f"{path}: no recorded norms in this folder (units.arrows is missing or empty)")
     with reading(path / "header.json"):
         units, pinned = (check_units(header.get(key) or []) for key in ("units", "pinned"))
-        cost, spend = (tuple(map(float, header.get(key) or ())) for key in ("cost", "spend"))
+        bytes_, shares = (header.get(key) or [] for key in ("cost", "spend"))
+        cost = () if None in bytes_ else tuple(map(float, bytes_))  # compressed gradients have no activations
+        spend = tuple(map(float, shares))
         sized = all(len(costs) in (0, len(units)) for costs in (cost, spend))
         if not sized or not all(map(math.isfinite, cost + spend)):
             raise ValueError("cost and spend: must hold a number for each of the units")
@@ -86,14 +92,15 @@ def read_norms(path: Path) -> Norms:
         norms = replace(_dense(path, table, units), pinned=frozenset(pinned), spend_pinned=spend_pinned)
         if norms.units == units:
             norms = replace(norms, cost=cost or None, spend=spend or None)
-    if (own := _own_loop_of(path)) is not None:
-        return replace(norms, settings=own)
+    if (own := _own_loop(path, norms, header)) is not None:
+        return own
     if not exists(path / "config.yaml"):
         return norms
     config = read_config(path / "config.yaml")
     retried, blameless = _verdicts(path, norms.units)
     return replace(
         norms,
+        gemms=config.controller.cost == "gemm" and not config.compression.routes,
         settings=config.controller,
         steps=config.training.steps,
         seed=config.training.seed,
@@ -103,10 +110,10 @@ def read_norms(path: Path) -> Norms:
     )
 
 
-def _own_loop_of(path: Path) -> ControllerConfig | None:
-    """Return the controller's settings of a folder that `gnmr.attach` recorded in a custom loop, else None.
+def _own_loop(path: Path, norms: Norms, header: Mapping[str, Any]) -> Norms | None:
+    """Return the evidence with the settings of a loop of the user's own, which `gnmr.attach` recorded; else None.
 
-    For two-stage thresholds, the second stage is returned.
+    Raises UserError if alpha and beta have first stages of different lengths, which a run cannot have.
     """
     if not exists(path / "config.yaml"):
         return None
@@ -114,15 +121,25 @@ def _own_loop_of(path: Path) -> ControllerConfig | None:
     given: Any = tree.get("controller")
     if tree.get("own_loop") is not True or not isinstance(given, dict):
         return None
-    known = {field.name for field in fields(ControllerConfig)}
-    given = {
-        key: value.get("main") if isinstance(value, dict) and key != "options" else value
-        for key, value in given.items()
-    }
-    steps = (read_json(path / "summary.json") or {}).get("steps") or 0
-    warmup = given.get("warmup_steps") or 0
-    own = {key: value for key, value in given.items() if key in known}
-    return load({"controller": own | {"warmup_frac": min(warmup / steps, 1.0) if steps else 0.0}}).controller
+    own = {key: value for key, value in given.items() if key in {field.name for field in fields(ControllerConfig)}}
+    if not (gemms := given.get("cost") == "gemm"):
+        own.pop("cost", None)  # perhaps a table
+    found = calibrated_trigger(header)
+    with reading(path / "config.yaml"):
+        own["warmup_frac"] = min((given.get("warmup_steps") or 0) / norms.steps, 1.0)
+        stages = {key: own[key] for key in ("alpha", "beta") if isinstance(own.get(key), dict)}
+        for key, stage in stages.items():
+            own |= {key: stage["main"], f"{key}_init": stage["init"]}
+            own["init_frac"] = min(stage["init_steps"] / norms.steps, 1.0)
+        if len({stage["init_steps"] for stage in stages.values()}) > 1:
+            raise UserError(
+                f"{path}: the first stages of its alpha and beta differ in length; give its units.arrows and settings"
+            )
+        seed = int(header.get("signal_seed") or 0)
+    if found is not None:
+        own["trigger"] = found[1]
+    settings = load({"controller": own}).controller
+    return replace(norms, gemms=gemms, settings=settings, seed=seed, calibrating=0 if found is None else found[0])
 
 
 def refuse_gaps(path: Path, norms: Norms, what: str) -> None:

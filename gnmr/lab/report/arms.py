@@ -71,7 +71,7 @@ class Arm:
             if run.status == "failed":
                 if _DIVERGED.search(run.reason or ""):
                     found[run.seed] = math.inf
-            elif (loss := run.final_loss) is not None:
+            elif (loss := run.final("val_loss")) is not None:
                 found[run.seed] = float(loss) if math.isfinite(loss) else math.inf
         return found
 
@@ -156,6 +156,10 @@ class Arm:
     def stat(self, field: str) -> Stat | None:
         """Return mean and spread of a field of the summary over the done seeds."""
         return stat(run.summary.get(field) for run in self.done)
+
+    def final(self, field: str) -> Stat | None:
+        """Return mean and spread of `Run.final` over the done seeds."""
+        return stat(run.final(field) for run in self.done)
 
     def mean(self, field: str) -> float | None:
         """Return the mean of a field of the summary over the done seeds; None if no run has it."""

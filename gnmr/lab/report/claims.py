@@ -207,6 +207,7 @@ class Tested:
         routed = self.spends == "sent" or any(row["recovery"] for row in rows)
         spent = stat(row[self.spends] for row in rows) if routed else None
         losses = [_loss(row) for row in rows]
+        perplexities = [math.exp(min(loss, 700.0)) for loss in losses]  # e^710 overflows
         finite = all(map(math.isfinite, losses))
         closed = None
         if family.gate and family.model and arm not in (family.low, family.high) and finite:
@@ -215,7 +216,7 @@ class Tested:
             "n": str(len(rows)),
             "spent": percent(None if spent is None else spent.mean),
             "loss": f"{sum(losses) / len(rows):.4f}" if finite else "diverged",
-            "perplexity": measure(stat(map(math.exp, losses)), 2) if finite else "diverged",
+            "perplexity": measure(stat(perplexities), 2) if finite else "diverged",
         }
 
     def numbers(self) -> dict[str, str]:

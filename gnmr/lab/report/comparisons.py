@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from gnmr.errors import UserError
+from gnmr.lab.config import hash_of
 from gnmr.lab.report.arms import Arm, label_arms, same, short_names, varying
 from gnmr.lab.report.runs import Run
 from gnmr.lab.report.statistics import Family, Losses, Result, Share, adjusted, gap_closed, judge, paired
@@ -279,7 +280,8 @@ def compare(runs: Iterable[Run]) -> list[Comparison]:
     for run in runs:
         sizes = run.settings.get("training.seq_len"), run.tokens_per_step, run.planned_steps
         kind = Kind(run.experiment, run.scale, run.data.get("fingerprint"), *sizes, run.base)
-        groups[kind][run.arm, run.hash].append(run)
+        known = {key: value for key, value in run.settings.items() if value is not None}  # as `varying` compares them
+        groups[kind][run.arm, hash_of(known)].append(run)  # `run.hash` has the path of a fork's base in it
     siblings_of: dict[str, list[Comparison]] = defaultdict(list)
     for kind, arms in groups.items():
         made = [_arm(name, group) for (name, _), group in arms.items()]

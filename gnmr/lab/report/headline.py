@@ -109,6 +109,8 @@ def _back(
     if family.tested and not family.gate:
         why = f"{high} is not significantly better than {low} (p = {p_text(family.p_gate)})"
         return None, f"Since {why}, the arms between them are not judged."
+    if not between.low.losses.keys() & between.high.losses.keys() & best.losses.keys():
+        return None, f"{low}, {high} and {names[best.label]} have no {comparison.replicate} in common."
     if (closed := comparison.tests[best.label].closed) is None:
         return None, f"There is no loss gap between {low} and {high} to recover, or their runs diverged."
     of = f" (the most of {len(routed)} arms)" if len(routed) > 1 else ""
@@ -172,7 +174,7 @@ def _spend(comparison: Comparison, routed: Sequence[Arm]) -> Figure | None:
 
 def _lone(comparison: Comparison) -> Headline:
     arm, figures = comparison.arms[0], list[Figure]()
-    loss, ppl, name = arm.stat("final_val_loss"), arm.stat("final_val_ppl"), comparison.names[arm.label]
+    loss, ppl, name = arm.final("val_loss"), arm.final("val_ppl"), comparison.names[arm.label]
     train = [float(run.steps["loss"][-1]) for run in arm.runs if len(run.steps["loss"])]
     if loss is not None and math.isfinite(loss.mean):
         detail = f"perplexity {ppl.mean:.2f}, {name}" if ppl is not None else name
@@ -201,7 +203,7 @@ def _endings(comparison: Comparison) -> str:
 
 
 def _ended(comparison: Comparison, arm: Arm) -> str:
-    ppl, at, name = arm.stat("final_val_ppl"), "", comparison.names[arm.label]
+    ppl, at, name = arm.final("val_ppl"), "", comparison.names[arm.label]
     if arm.always is None and (spend := comparison.spend(arm)) is not None:
         at = f", with {percent(spend)} of the {comparison.spend_of} on the recovery path"
     if ppl is not None:

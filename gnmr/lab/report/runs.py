@@ -95,12 +95,11 @@ class Run:
             _ = self.steps, self.evals, self.summary, self.events
         return self
 
-    @property
-    def final_loss(self) -> float | None:
-        """Its last validation loss, of a fork that heals that before it heals; None if it was not measured."""
+    def final(self, field: str) -> float | None:
+        """Return its last `val_loss` or `val_ppl`, of a fork that heals that before it heals; None if not measured."""
         if not self.settings.get("fork.heal"):
-            return self.summary.get("final_val_loss")
-        return _last(self.evals["val_loss"][self.evals["step"] == self.settings.get("training.steps")])
+            return self.summary.get(f"final_{field}")
+        return _last(self.evals[field][self.evals["step"] == self.settings.get("training.steps")])
 
     @property
     def last_step(self) -> int:
@@ -120,7 +119,7 @@ class Run:
             return None
         base = self.header.get("base")
         digest = str(base.get("sha256", ""))[:8] if isinstance(base, dict) else ""
-        return f"{Path(str(name)).name} {digest}".rstrip()
+        return f"{name} {digest}".rstrip()
 
     @property
     def tokens_per_step(self) -> int | None:
@@ -202,6 +201,8 @@ def load(folder: Path) -> Run:
     experiment = settings.get("experiment_name") or header.get("experiment") or "custom"
     scale = settings.get("scale_name") or header.get("scale") or "custom"
     settings = {key: text(value) if isinstance(value, str) else value for key, value in settings.items()}
+    if (base := settings.get("base")) is not None:
+        settings["base"] = Path(str(base)).name  # wherever it lies: its checksum tells it from others (`Run.base`)
     return Run(folder, settings, header, text(experiment), text(scale), text(arm), digest, seed, *_status(folder))
 
 

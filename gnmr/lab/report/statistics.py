@@ -73,7 +73,8 @@ def stat(values: Iterable[float | None]) -> Stat | None:
     if len(known) == 0:
         return None
     spread = len(known) > 1 and np.isfinite(known).all()
-    return Stat(len(known), float(known.mean()), float(known.std(ddof=1)) if spread else None)
+    with np.errstate(over="ignore"):  # perplexities of hundreds of nats, whose spread is infinite
+        return Stat(len(known), float(known.mean()), float(known.std(ddof=1)) if spread else None)
 
 
 class Contrast(NamedTuple):

@@ -94,7 +94,7 @@ def _row(comparison: Comparison, arm: Arm) -> list[str]:
     return [
         arm.label,
         f"{len(arm.done)} of {len(comparison.seeds)}",
-        measure(arm.stat("final_val_loss"), 4),
+        measure(arm.final("val_loss"), 4),
         *([NOTHING] * 3 if test is None else _test(test)),
         NOTHING if random is None else _verdict(random),
         percent(comparison.spend(arm)) if comparison.spend_of == "GEMM FLOPs" else NOTHING,
@@ -137,6 +137,8 @@ def _notes(comparison: Comparison, columns: list[str]) -> list[str]:
             f"{data.get('name', 'unknown')} {short(kind.fingerprint)}, commit "
             f"{', '.join(sorted({run.commit for run in runs}))}."
         ]
+    if any(run.settings.get("fork.heal") for run in runs):
+        notes.append("Losses of forks that heal are those before they heal.")
     if any(len(arm.done) > 1 for arm in comparison.arms):
         notes.append("± is the sample standard deviation over the finished seeds.")
     if "diff. [95% CI]" in columns:

@@ -130,12 +130,15 @@ def thresholds(arm: Arm, run: Run) -> dict[str, list[tuple[int, float]]]:
     if arm.ranked or arm.signal != "gnmr_delta":
         return {}
     found: dict[str, list[tuple[int, float]]] = {}
-    change = round(float(get("controller.init_frac") or 0) * float(run.planned_steps or run.last_step)) + 1
+    until = round(float(get("controller.init_frac") or 0) * float(get("training.steps") or run.last_step))
     first_step = (calibrated_trigger(run.header) or (0, 1.0))[0] + 1
     for name, key in (("gnmr", "controller.alpha"), ("delta_gnmr", "controller.beta")):
-        if (level := get(key)) is None:
+        level, first = get(key), get(f"{key}_init")
+        if (own := get(f"{key}.main")) is not None:  # two stages of a loop of the user's own
+            level, first, until = own, get(f"{key}.init"), int(get(f"{key}.init_steps") or 0)
+        if level is None:
             continue
-        stages = [(1, level)] if (first := get(f"{key}_init")) is None else [(1, first), (change, level)]
+        stages = [(1, level)] if first is None else [(1, first), (until + 1, level)]
         stages = [(max(since, first_step), level) for since, level in stages]
         found[name] = [(since, trigger(run) * float(level)) for since, level in dict(stages).items()]
     return found

@@ -51,14 +51,14 @@ class Steps:
         for i in range(parts.world.rank, training.accumulation, parts.world.size):  # only this process's micro-batches
             micro_batches[i] = micro_batches[i].to(parts.device)
         lr = parts.learning_rate(step)
-        result = self._heal(micro_batches, lr) if heals(parts, step) else self._routed(micro_batches, lr)
+        result = self._heal(step, micro_batches, lr) if heals(parts, step) else self._routed(micro_batches, lr)
         if parts.faults is not None and (ranks := parts.router.controller.ranks) is not None:
             parts.faults.end_step(ranks.take_largest)
         return result
 
-    def _heal(self, micro_batches: list[Tensor | Batch], lr: float) -> StepResult:
+    def _heal(self, step: int, micro_batches: list[Tensor | Batch], lr: float) -> StepResult:
         if self._healing is None:  # not earlier, because building it begins a step of the converted model
-            self._healing = train_step(self._parts, _unrouted(self._parts), stop=self._stop)
+            self._healing = train_step(self._parts, _unrouted(self._parts, step), stop=self._stop)
         with self._parts.converted.high_precision():
             return self._healing(micro_batches, lr)
 
@@ -68,12 +68,14 @@ def heals(parts: Parts, step: int) -> bool:
     return step > parts.config.training.steps
 
 
-def _unrouted(parts: Parts) -> Router:
-    """Return a router that has the same units and routes none of them."""
+def _unrouted(parts: Parts, step: int) -> Router:
+    """Return a router that has the same units, routes none of them, and counts from `step`."""
     units = [Unit(unit.name, unit.parameters, None) for unit in units_of(parts.converted)]
     ranks = parts.router.controller.ranks
     spec, steps = ControlSpec(signal="always_low"), parts.config.total_steps
-    return Router(parts.converted, Controller(units, spec, steps=steps, ranks=ranks), parts.model)
+    controller = Controller(units, spec, steps=steps, ranks=ranks)
+    controller.t = step - 1  # transforms and stochastic rounding read the number of the step
+    return Router(parts.converted, controller, parts.model)
 
 
 def phase(parts: Parts, step: int) -> str | None:

@@ -63,7 +63,8 @@ class StepResult:
     nonfinite_unit: str | None
     """Where the first non-finite number was found, see `gnmr.lab.train.retry`. None in a finite step."""
     saved_bytes: int | None
-    """Saved tensors read from the graph, of the largest micro-batch. None under activation checkpointing."""
+    """Saved tensors read from the graph, of the largest micro-batch. None under activation checkpointing and while a
+    fork heals."""
     saved_bytes_predicted: int | None
     lr: float
     """The learning rate of the optimizer."""
@@ -329,6 +330,7 @@ class TrainStep:
         converted, saved, predicted = self.router.converted, None, None
         spent: Spent | None = None
         packed = any(isinstance(batch, Batch) for batch in micro_batches)
+        heals = converted.shared.high_precision  # the operators are plain linears, which nothing measures
         own = self._own(micro_batches)
         for i, (block, divisor) in enumerate(own):
             last = i == len(own) - 1
@@ -337,7 +339,7 @@ class TrainStep:
                     loss = loss_of(self.model, block, self._wrapped.call)
                 if self._experts is not None:
                     self._experts.add()
-                if self.measure_saved:
+                if self.measure_saved and not heals:
                     kept, foreseen, spent = converted.cost.of_pass()
                     saved, predicted = max(saved or 0, kept), max(predicted or 0, foreseen)
                 for name, value in statistics_of(self.model).items():
@@ -353,10 +355,8 @@ class TrainStep:
             part = loss.detach() * (len(micro_batches) / divisor)  # equals the loss if all target counts are equal
             total = part if total is None else total + part
         assert total is not None, "a step needs at least one micro-batch"
-        if not self.measure_saved:  # under activation checkpointing only the recomputed passes show saved tensors
+        if not self.measure_saved and not heals:  # under activation checkpointing recomputed passes show saved tensors
             spent = converted.cost.spent()
-        if converted.shared.high_precision:
-            spent = None
         return total / len(micro_batches), statistics, saved, predicted, spent
 
     def _drawing(self, number: int) -> AbstractContextManager[None]:
