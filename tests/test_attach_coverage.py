@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from gnmr import attach
 from gnmr.attachment import Router
@@ -152,6 +154,27 @@ def test_several_micro_batches_and_passes_count_once() -> None:
     with pytest.warns(UserWarning, match="attach covers"):
         controller.step()
     assert controller.coverage is not None and controller.coverage.called()["head"] == 64 * HEAD
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_activation_checkpointing_recomputes_counts_once(reentrant: bool) -> None:
+    model = Model()
+    for layer in model.layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=reentrant)  # type: ignore[method-assign]
+    controller = attach(model, **PATHS, signal="always_low")
+    one_step(model, controller)
+    assert controller.converted.cost.work is not None
+    assert controller.converted.cost.work.rest == 64 * (2 * 64 + HEAD)
+    assert sum(controller.converted.cost.work.operators) == 64 * 2 * (BLOCK - 64)
+
+
+def test_a_part_that_runs_with_gradients_in_its_recomputation_alone_is_counted() -> None:
+    model = Model()
+    controller = attach(model.layers[0], **PATHS, signal="always_low")
+    checkpoint(model.layers[0], model.table(TOKENS), use_reentrant=True).sum().backward()
+    controller.step()
+    assert controller.converted.cost.work is not None
+    assert sum(controller.converted.cost.work.operators) == 64 * (BLOCK - 64)
 
 
 def test_experts_of_a_layer_cost_alike() -> None:

@@ -29,6 +29,7 @@ from torch.utils.flop_counter import flop_registry
 
 from gnmr.errors import first_few
 from gnmr.precision.cost import Work
+from gnmr.precision.kernels.simulated import in_backward
 from gnmr.precision.linear import PathLinear
 from gnmr.precision.units import of_any_expert, operator_names
 
@@ -190,6 +191,8 @@ class Counting(TorchDispatchMode):
         """Number of linears that are being called, and of modules of a loop's own pass."""
         self._open = False
         """True if everything is counted, inside a module or not (`all`)."""
+        self._ran: set[nn.Module] = set()
+        """Modules whose forward pass was counted; activation checkpointing may repeat it in the backward pass."""
         self._handles: list[Any] = []
         self._compiled = _frames_compiled()
 
@@ -227,7 +230,7 @@ class Counting(TorchDispatchMode):
     def arm(self) -> None:
         """Count the model's own passes with gradients from now on, whatever module is called first, until `disarm`.
 
-        Passes of a compiled model are not counted.
+        Passes of a compiled model are not counted, nor is the recomputation of activation checkpointing.
         """
         self._hook(self._model.modules(), self._enter, self._leave)
         self._hook(self._linears, self._before, self._after)
@@ -244,11 +247,15 @@ class Counting(TorchDispatchMode):
             self._handles.append(module.register_forward_pre_hook(_Hook(before), with_kwargs=True))
             self._handles.append(module.register_forward_hook(_Hook(after), always_call=True))
 
-    def _enter(self, *_: object) -> None:
-        if self._depth == 0 and torch.is_grad_enabled() and not any(map(_is_compiled, self._model.modules())):
+    def _enter(self, module: nn.Module, *_: object) -> None:
+        recomputes = in_backward()
+        counts = torch.is_grad_enabled() and not (recomputes and module in self._ran)
+        if self._depth == 0 and counts and not any(map(_is_compiled, self._model.modules())):
             self._look()
             self._open = True
             self.__enter__()
+        if self._open and not recomputes:
+            self._ran.add(module)
         self._depth += 1
 
     def _leave(self, *_: object) -> None:
