@@ -200,6 +200,23 @@ def test_records_go_on_behind_a_checkpoint(end, tmp_path):
     assert [one["after_step"] for one in resumed] == [4]
 
 
+@pytest.mark.parametrize("observe", ["parameters", "input_grad"])
+def test_a_gradient_that_several_units_have_in_common_counts_once(observe, tmp_path):
+    found = {}
+    for unit in ("operator", "gemm"):
+        model = net()
+        paths = {"low": "sim_e2m1", "recovery": "bf16", "targets": ["?"], "unit": unit}
+        controller = gnmr.attach(model, **paths, signal="always_low", observe=observe, record=tmp_path / unit)
+        model(torch.ones(8, 16)).square().mean().backward()
+        norm = controller.step().metrics()["gnmr/grad_norm"]
+        if observe == "parameters":
+            norms = [parameter.grad.norm() for parameter in model.parameters()]
+            assert norm == pytest.approx(torch.stack(norms).norm().item())
+        controller.detach()
+        found[unit] = norm, [*load(tmp_path / unit).steps["grad_norm_pre_clip"]]
+    assert found["gemm"] == (norm, [norm]) and found["operator"] == found["gemm"]
+
+
 def test_a_step_back_within_the_loop(tmp_path):
     """To the checkpoint before a spike: rows after it are dropped."""
     model = net()

@@ -95,7 +95,7 @@ class Recording:
             self._header["calibrated"] = {"after_step": decision.step, "trigger": calibrated}
             self._writer.write_header(self._config, self._header)
         now = time.perf_counter()
-        norm = float((decision.norm[decision.observed] ** 2).sum() ** 0.5)
+        norm = decision.grad_norm
         self._streak = 0 if math.isfinite(norm) else self._streak + 1
         self._nonfinite += not math.isfinite(norm)
         self._row = step_row(  # its loss is None until `log` sets it: NaN means that the loss was not finite

@@ -365,6 +365,7 @@ class Controller:
             thresholds=tuple(None if x is None else x * self.trigger for x in self.signal.thresholds(self.t)),
             events=self._pending,
             trigger=trigger,
+            own_norm=self.measured.own_norms(),
         )
         self._pending = []
         try:

@@ -67,6 +67,14 @@ class Decision:
     events: list[Event]
     trigger: float = 1.0
     """A unit is over its threshold if its risk exceeds this value; 0 if max_o is always filled."""
+    own_norm: np.ndarray | None = None
+    """(U,) bool: False for a unit whose norm is also an earlier unit's (GEMMs of one operator); None: all True."""
+
+    @property
+    def grad_norm(self) -> float:
+        """The norm of all units' gradients together; a gradient that several units have in common counts once."""
+        counted = self.observed if self.own_norm is None else self.observed & self.own_norm
+        return float(np.sqrt(np.square(self.norm[counted]).sum()))
 
     def __repr__(self) -> str:
         """Return who is in recovery next and who is riskiest; the complete arrays would fill screens.
@@ -97,7 +105,7 @@ class Decision:
             "promotions": sum(event.event == "promote" for event in self.events),
             "releases": sum(event.event == "release" for event in self.events),
             "risk_max": float(known.max()) if len(known) else math.nan,
-            "grad_norm": float(np.sqrt(np.square(self.norm[self.observed]).sum())),
+            "grad_norm": self.grad_norm,
             **{f"over_{column}": self.over(column) for column in self.columns},
         }
         return {f"gnmr/{name}": float(value) for name, value in found.items()}

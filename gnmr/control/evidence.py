@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -227,6 +228,14 @@ class Measured:
         """The evidence that `read` returns."""
         found = {"norm", "observed"} | ({"micro_square", "weight_std"} & set(self._needs))
         return found.union(*(source.names for source in self.sources))
+
+    def own_norms(self) -> np.ndarray:
+        """Return which units have a norm that is not also an earlier unit's, (U,) bool."""
+        found = np.ones(len(self._units), dtype=bool)
+        if isinstance(self.norms, UnitNorms | OutputGradients):
+            found[:] = False
+            found[self.norms.first] = True
+        return found
 
     def exchange(self, units: Sequence[Unit]) -> None:
         """Monitor other parameters of the same units. Raises ValueError if something is read of sharded ones."""

@@ -113,6 +113,11 @@ class UnitNorms:
             norms = self._of_groups(norms.square()).sqrt()
         return self._distinct.of_each(norms), self._distinct.of_each(self._observed(gradients))
 
+    @property
+    def first(self) -> list[int]:
+        """Index of the first unit of each norm: the GEMMs of an operator have one in common."""
+        return self._distinct.first
+
     def observed(self) -> Tensor:
         """Return which units have a gradient in this process now, (U,) bool."""
         return self._distinct.of_each(self._observed([p.grad for p in self._parameters]))
@@ -217,6 +222,8 @@ class OutputGradients:
         """Whether backward passes belong to this step and count (False in `ConvertedModel.no_side_effects`)."""
         device = next((p.device for module in modules for p in module.parameters()), torch.device("cpu"))
         place = {module: i for i, module in enumerate(dict.fromkeys(modules))}
+        self.first = [modules.index(module) for module in place]
+        """Index of the first unit of each norm: the GEMMs of an operator have one in common."""
         shared = len(place) < len(modules)
         self._places = torch.tensor([place[module] for module in modules], device=device) if shared else None
         modules = list(place)

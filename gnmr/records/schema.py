@@ -42,7 +42,7 @@ STEP_FIELDS: dict[str, str] = {
     "tokens": "training tokens seen, this step included",
     "loss": "mean cross-entropy of the step's tokens, nats, FP32",
     "lr": "learning rate of this step",
-    "grad_norm_pre_clip": "global gradient norm before clipping",
+    "grad_norm_pre_clip": "global gradient norm before clipping; in a loop of one's own, that of all units together",
     "num_candidates": "units that this step's norms made candidates (Algorithm 2, C_t); null while a fork heals",
     "num_active": "units on the recovery path during this step; in a warm-up all of them, on controller.warmup_path; "
     "null while a fork heals: all operators compute in 16 bits, no unit is routed, and units.arrows has no row",
