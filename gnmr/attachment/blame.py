@@ -17,8 +17,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -344,7 +345,7 @@ def explain_step(
     positive(grad_scale=grad_scale)
     device = units[0].parameters[0].device
     parameters = [p for p in model.parameters() if p.requires_grad]
-    kept = [p.grad for p in parameters]
+    own, kept = {id(p) for p in parameters}, [p.grad for p in parameters]
     norm = float(gradient_norms(parameters).square().sum().sqrt()) / grad_scale
     of_units = UnitNorms([unit.parameters for unit in units])
 
@@ -352,7 +353,8 @@ def explain_step(
         total: Tensor | None = None
         for part in _parts(loss_of_batch(), backward):
             if backward:
-                part.backward()
+                with _unchanged(leaf for leaf in _leaves(part) if id(leaf) not in own):
+                    part.backward()
             total = part.detach() if total is None else total + part.detach()
         if total is None:
             raise ValueError("loss_of_batch: gave no loss")
@@ -381,6 +383,32 @@ def explain_step(
     finally:
         for parameter, gradient in zip(parameters, kept, strict=True):
             parameter.grad = gradient
+
+
+def _leaves(loss: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors that the backward pass of `loss` gives gradients; reentrant checkpointing hides some."""
+    seen, ahead = set[Any](), [loss.grad_fn]
+    while ahead:
+        node: Any = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            yield leaf
+        ahead += [one for one, _ in node.next_functions]
+
+
+@contextmanager
+def _unchanged(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Let these tensors have the same gradients after this context as before."""
+    kept = [(leaf, leaf.grad) for leaf in leaves]
+    for leaf, _ in kept:
+        leaf.grad = None
+    try:
+        yield
+    finally:
+        for leaf, gradient in kept:
+            leaf.grad = gradient
 
 
 def _parts(given: object, backward: bool) -> Iterator[Tensor]:

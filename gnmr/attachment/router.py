@@ -373,7 +373,8 @@ class Router:
 
         Raises ValueError if `usual` is missing and loss and norm are finite. Takes at most four times the step's time,
         and a third of the step's time if the loss is not finite in 16 bits either. Gradients, generators, buffers,
-        paths and history are restored. Dropout draws new numbers, so passes that differ by less than a quarter count as
+        paths and history are restored; outside of the attached model, gradients of parameters that reentrant
+        checkpointing hides are not. Dropout draws new numbers, so passes that differ by less than a quarter count as
         equal. Waits for the device. See docs/blame.md.
         """
         self.follow()

@@ -293,6 +293,22 @@ def test_from_a_loop_of_ones_own():
     assert not controller.promote(["0", "2"]) and controller.active == ["1"]
 
 
+def test_gradients_outside_of_the_attached_part_are_left_as_they_are():
+    body, head = torch.nn.Sequential(torch.nn.Linear(16, 16)), torch.nn.Linear(16, 16)
+    controller = gnmr.attach(body, low="sim_int8", recovery="bf16", targets=["*"], max_o=1, signal="always_low")
+    x = torch.randn(8, 16, requires_grad=True)
+
+    def run() -> torch.Tensor:
+        return head(body(x)).square().mean()
+
+    run().backward()
+    before = [one.grad.clone() for one in (x, *head.parameters(), *body.parameters())]
+    assert controller.explain(run, loss=99.0, usual=(1e-3, 1e-3)).passes > 0
+    assert controller.explain(run, usual=(1e-3, 1e-3)).passes > 1
+    after = [one.grad for one in (x, *head.parameters(), *body.parameters())]
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
 class Mlp(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
