@@ -108,6 +108,25 @@ def test_spent_and_budget_are_shares_of_all_gemms(tmp_path: Path) -> None:
     controller.detach()
 
 
+def test_a_budget_is_refused_once_its_base_is_counted() -> None:
+    """Of the operators alone a block takes a half."""
+    share = (BLOCK - 64) / (2 * BLOCK + HEAD)
+    given = {**PATHS, "unit": "block", "signal": "always_high", "max_o": NO_CAP}
+    model = Model()
+    controller = attach(model, **given, budget=share + 0.01)
+    one_step(model, controller)
+    assert controller.active == ["layers.0"]
+    small, state = Model(), controller.state_dict()
+    controller = attach(small, **given, budget=share - 0.01)
+    with pytest.raises(ValueError, match=r"^budget=0\.\d+: is too small for any unit; the cheapest takes 0\.\d+$"):
+        one_step(small, controller)
+    with pytest.raises(ValueError, match="too small for any unit"):
+        attach(Model(), **given, budget=share - 0.01).load_state_dict(state)
+    units = dict.fromkeys(("layers.0", "layers.1"), 1.0)
+    with pytest.raises(ValueError, match=r"too small for any unit; the cheapest takes 0\.5$"):
+        attach(Model(), **given, budget=0.4, cost=units)
+
+
 def test_rows_count() -> None:
     """An operator that half of the tokens reach costs half as much."""
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])})

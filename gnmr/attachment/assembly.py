@@ -117,7 +117,16 @@ def controller_of(
     norms = OutputGradients(model, names) if spec.observe == "input_grad" else None
     try:
         return Controller(
-            units, spec, steps=steps, seed=seed, record=record, norms=norms, whole_cost=1.0, pinned=pinned, ranks=ranks
+            units,
+            spec,
+            steps=steps,
+            seed=seed,
+            record=record,
+            norms=norms,
+            whole_cost=1.0,
+            pinned=pinned,
+            counted=converted.cost.work is not None or not isinstance(spec.cost, str),
+            ranks=ranks,
         )
     except BaseException:
         if norms is not None:

@@ -93,7 +93,7 @@ def attach(
     clipping. To throw a step away, call `controller.discard()`. Parameters may be exchanged afterwards, but not modules
     (`Router`). The model may change its dtype, but not its device. The operators are differentiable once, so a gradient
     penalty (`create_graph=True`) cannot pass through them. Raises ValueError if a value is invalid; the model is then
-    unchanged.
+    unchanged. The first `step` counts the model's GEMMs, and raises ValueError if no unit fits a budget of these.
     """
     folder, evidence = (Path(record), ()) if isinstance(record, str | PathLike) else (None, record)
     if isinstance(record, str) and record in EVIDENCE:

@@ -253,7 +253,10 @@ class Router:
         self._counting.arm()
 
     def _end_count(self) -> None:
-        """Set the counts of all processes as the base of cost shares. Waits for the device, once."""
+        """Set the counts of all processes as the base of cost shares. Waits for the device, once.
+
+        Raises ValueError if no unit fits the budget.
+        """
         counting, self._counting = self._counting, None
         if counting is None:
             return
@@ -270,6 +273,7 @@ class Router:
         if sum(counts) and not uncounted:
             self.coverage = found
             self._recount(work._replace(operators=tuple(counts), rest=rest))
+        self.controller.check_budget()
 
     def _recount(self, work: Work | None) -> None:
         self.converted.cost.count(work)
@@ -476,6 +480,7 @@ class Router:
         if self._counts_itself and isinstance(state, Mapping) and state.get("work") is not None:
             self._recount(self._work_of(state["work"]))  # the active set has to fit the budget of that time
         try:
+            self.controller.check_budget()
             self.check_state(state)
             if self.recording is not None:
                 self.recording.resume(state["t"], state.get("record", {}))

@@ -56,19 +56,22 @@ def warn_of_cap(units: Sequence[Unit], signal: Signal, max_o: int) -> None:
 
 
 def budget_left(units: Sequence[Unit], share: float, whole_cost: float | None, pinned: float) -> Budget:
-    """Return the budget of `Controller`. Raises ValueError if a cost is invalid or no budget is left."""
+    """Return the budget of `Controller`. Raises ValueError if a cost is invalid or no unit costs anything."""
     costs = [float(unit.cost) for unit in units]
     if wrong := [unit.name for unit, cost in zip(units, costs, strict=True) if not 0 <= cost < math.inf]:
         raise ValueError(f"budget={share:g}: unit {wrong[0]!r} must cost a number of 0 or more")
     every = sum(costs) if whole_cost is None else whole_cost
     if not every > 0:
         raise ValueError(f"budget={share:g}: no unit costs anything")
-    routed = [cost / every for unit, cost in zip(units, costs, strict=True) if unit.recoverable]
-    left = share - pinned
-    if routed and left * (1 + 1e-9) < min(routed):
+    return Budget.of(share - pinned, [cost / every for cost in costs])
+
+
+def check_budget(units: Sequence[Unit], share: float, budget: Budget, pinned: float) -> None:
+    """Raise ValueError if no unit fits the budget."""
+    routed = [cost for unit, cost in zip(units, budget.cost.tolist(), strict=True) if unit.recoverable]
+    if routed and budget.most < min(routed):
         pins = f" in addition to pins, which take {pinned:.3g}" if pinned else ""
         raise ValueError(f"budget={share:g}: is too small for any unit{pins}; the cheapest takes {min(routed):.3g}")
-    return Budget.of(left, [cost / every for cost in costs])
 
 
 def judged(signal: Signal, evidence: Evidence, step: int) -> tuple[Tensor, Sequence[Tensor]]:

@@ -19,7 +19,15 @@ import torch
 from torch import Tensor
 
 from gnmr.control.calibration import Trigger
-from gnmr.control.checks import budget_left, check_signal, check_state, judged, unit_names, warn_of_cap
+from gnmr.control.checks import (
+    budget_left,
+    check_budget,
+    check_signal,
+    check_state,
+    judged,
+    unit_names,
+    warn_of_cap,
+)
 from gnmr.control.decision import Decision, Event, Switches, few
 from gnmr.control.device import HostPacket, all_finite
 from gnmr.control.evidence import PATH_EVIDENCE, PRICE_EVIDENCE, Measured, missing, without_zeros
@@ -47,6 +55,7 @@ class Controller:
         whole_cost: cost of recovering everything, in the units' costs; `spec.budget` is a share of it. None: the sum of
             the units' costs.
         pinned: the share of `whole_cost` that is always spent.
+        counted: False if the costs are estimates until `recost`; call `check_budget` then.
         norms: returns (norm (U,) float64, observed (U,) bool) of the step on the device, loss scale included; None: the
             norms of the gradients of the units' parameters. `gnmr.control.norms` has another one.
         ranks: the processes that train one model, each of which has a controller; None: this one alone. Norms and
@@ -71,6 +80,7 @@ class Controller:
         norms: Callable[[], tuple[Tensor, Tensor]] | None = None,
         whole_cost: float | None = None,
         pinned: float = 0.0,
+        counted: bool = True,
         ranks: Ranks | None = None,
     ) -> None:
         self.units = units = list(units)
@@ -101,6 +111,8 @@ class Controller:
         if spec.budget is not None:
             budget = budget_left(units, spec.budget, whole_cost, pinned)
         self._routing, self._keep = Routing(spec, self._recoverable, budget), False
+        if counted:
+            self.check_budget()
         self._switches = Switches(units, spec)
         self._pending: list[Event] = []
         self._agreement: Tensor | None = None  # of the current step
@@ -223,6 +235,11 @@ class Controller:
             self._routing.budget = Budget.of(self.spec.budget - pinned, costs)
             if isinstance(self.signal, SignalBase):
                 self.signal.context = replace(self.signal.context, spend=tuple(costs))
+
+    def check_budget(self) -> None:
+        """Raise ValueError if no unit fits the budget."""
+        if self.spec.budget is not None and self._routing.budget is not None:
+            check_budget(self.units, self.spec.budget, self._routing.budget, self.pinned)
 
     def discard(self) -> None:
         """Forget the backward passes since the last `step`, and decide nothing.
