@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,11 @@ from gnmr.precision.units import check_unit, grouped, operator_names
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ALIKE = ("torchtitan.models.common.linear.Linear",)
 """Full names of subclasses of `nn.Linear` that compute as it does, and so can be given two paths too."""
+_FAST_PATHS = (
+    (nn.TransformerEncoderLayer, "activation_relu_or_gelu", 0),
+    (nn.TransformerEncoder, "use_nested_tensor", False),
+)
+"""Classes with a fast path in evaluation, and an attribute, used there alone, whose value switches it off."""
 _WITH_PATHS: dict[tuple[type, type], type[PathLinear]] = {}
 """The class made of each such subclass and a kind of `PathLinear`."""
 
@@ -112,6 +118,7 @@ def convert(
         times=spec.times,
         recipes={name: recipe for name, recipe in recipes_of(spec).items() if name in spec.recipes},
         left_out=dict(zip(operator_names(list(left_out)), left_out.values(), strict=True)),
+        around=_without_fast_path(model, operators),
     )
     if left_out:
         warnings.warn(left_out_line(converted.left_out), stacklevel=users_level())
@@ -215,6 +222,20 @@ def _exchanged(
     if isinstance(module, Int8Linear):
         module.store("online")
     return module
+
+
+def _without_fast_path(model: nn.Module, operators: Iterable[PathLinear]) -> list[tuple[nn.Module, str, Any]]:
+    """Have PyTorch's encoders call the operators in evaluation too, where a kernel would read all weights of a layer.
+
+    Returns the changed attributes with their former values: (module, name, value).
+    """
+    inside, changed = {operator.module for operator in operators}, list[tuple[nn.Module, str, Any]]()
+    for module in model.modules():
+        for kind, name, off in _FAST_PATHS:
+            if isinstance(module, kind) and name in vars(module) and not inside.isdisjoint(module.modules()):
+                changed.append((module, name, getattr(module, name)))
+                setattr(module, name, off)
+    return changed
 
 
 def _mixed(

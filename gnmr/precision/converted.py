@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -53,6 +53,8 @@ class ConvertedModel:
     """Linears that match the targets but stay unchanged, with the reason (`gnmr.precision.conversion`)."""
     warmup_steps: int = 0
     """Number of first steps in which operators in recovery compute in 16 bits; see `begin_step`."""
+    around: Sequence[tuple[nn.Module, str, Any]] = ()
+    """Attributes of other modules that the conversion changed, with their former values: (module, name, value)."""
     restored: bool = False
     """Whether the operators are plain linears again; calls that need converted ones then raise RuntimeError."""
 
@@ -278,6 +280,8 @@ class ConvertedModel:
             for name in PathLinear.__annotations__:
                 delattr(operator, name)
             operator.__class__ = type(operator).plain_class  # type: ignore[assignment]
+        for module, name, value in self.around:
+            setattr(module, name, value)
         self.restored = self.shared.switches.high_precision = True
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -61,6 +61,25 @@ def test_restore_gives_plain_linears_back() -> None:
     assert converted(model, "*_proj"), "and they can be converted again"
 
 
+@pytest.mark.parametrize("target", ["*", "linear1"])
+def test_no_fast_path_of_an_encoder_goes_around_the_operators(target: str) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(16))
+    x, padded = torch.randn(2, 5, 16), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    exact = model(x, src_key_padding_mask=padded)
+    plain = [dict(vars(module)) for module in model.modules()]
+    paths = convert(model, PathSpec.of("sim_int4", "bf16", targets=[target]))
+    low = model(x, src_key_padding_mask=padded)
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(model(x, src_key_padding_mask=padded), low) and not torch.equal(low, exact)
+        with paths.high_precision():
+            torch.testing.assert_close(model(x, src_key_padding_mask=padded), exact)
+    paths.restore()
+    assert [dict(vars(module)) for module in model.train().modules()] == plain
+
+
 def test_what_is_refused() -> None:
     model = net()
     convert(model, PathSpec.of("int4", None))
