@@ -194,7 +194,8 @@ class Controller:
         """Record a micro-batch after its backward pass; needed only for signals that need micro_square.
 
         `fraction` is the part of the step's loss that this micro-batch contributes; give it for all micro-batches or
-        for none. None: all contribute equally. `gradients`: see `MicroNorms.add`.
+        for none. None: all contribute equally. 0: it is left out. `gradients`: see `MicroNorms.add`. Raises ValueError
+        if only some have a fraction.
         """
         if self.measured.micro is not None:
             self.measured.micro.add(fraction, gradients)

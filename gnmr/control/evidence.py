@@ -97,10 +97,17 @@ class MicroNorms:
         """Record a micro-batch; call it after each micro-batch's backward pass.
 
         Args:
-            fraction: the part of the step's mean loss that the micro-batch contributes; None: equal parts.
+            fraction: the part of the step's mean loss that the micro-batch contributes; None: equal parts. With 0 it
+                counts as no micro-batch (all of its labels are masked).
             gradients: this process's own gradients by parameter id, if the parameters already hold the mean over
                 processes.
+
+        Raises ValueError if some micro-batches of a step have a fraction and others have none.
         """
+        if self.count and self._weighted is not (fraction is not None):
+            raise ValueError("micro_step: give all micro-batches of a step their fraction of the loss, or none of them")
+        if fraction == 0:
+            return
         squares = []
         for group, before in zip(self._groups, self._before, strict=True):
             square = torch.zeros((), dtype=torch.float64, device=group[0].device)

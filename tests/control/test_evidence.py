@@ -44,10 +44,13 @@ def test_micro_batches_that_are_unequal_shares_of_the_step() -> None:
     """Mean losses with gradients (3, 4) and (1, 0), over three quarters and one quarter of the step's targets."""
     u = unit([0.0, 0.0])
     controller = Controller([u], ControlSpec(signal=GnmrSignal(context(1)), max_o=1), record=["micro_square"])
-    for share, gradient in ((0.75, [3.0, 4.0]), (0.25, [1.0, 0.0])):
+    for share, gradient in ((0.75, [3.0, 4.0]), (0.0, [9.0, 9.0]), (0.25, [1.0, 0.0])):  # one without targets
         accumulate(u.parameters[0], [share * g for g in gradient])
         controller.micro_step(share)
     assert controller.step().evidence["micro_square"].tolist() == [(25 + 1) / 2]
+    controller.micro_step(0.5)
+    with pytest.raises(ValueError, match="give all micro-batches of a step their fraction of the loss, or none"):
+        controller.micro_step()
 
 
 def test_weight_std_is_that_of_the_matrices() -> None:
