@@ -115,6 +115,33 @@ def test_thresholds_of_two_stages_are_in_the_records(gnmr, tmp_path):
     assert "the first stages of its alpha and beta differ in length" in gnmr("replay", str(folder)).mistake
 
 
+def test_the_mean_that_the_signal_price_records_is_no_price(gnmr, tmp_path):
+    loop(tmp_path / "run", low="sim_e2m1", recovery="bf16", signal="price", alpha=1.5, beta=1.3)
+    replayed = gnmr("replay", str(tmp_path / "run"))
+    assert replayed.code == 2 and "signal price needs price, which was not recorded" in replayed.err
+    assert gnmr("replay", str(tmp_path / "run"), "signal=gnmr_delta").code == 0
+    loop(tmp_path / "mse", low="sim_e2m1", recovery="bf16", signal="mse", alpha=1.5, beta=1.3)
+    assert gnmr("replay", str(tmp_path / "mse")).code == 0  # its column is the evidence
+
+
+def test_a_replay_goes_as_the_loop_went(gnmr, tmp_path):
+    """With the units that it promoted itself."""
+    drawn = loop(tmp_path / "drawn-s1", signal="random", alpha=1.5, beta=1.3, finish=False, seed=4)
+    assert drawn.promote(["0", "3"])
+    draw = torch.randn(8, 16)
+    for step in range(7, 30):
+        (drawn.model(draw) - draw).square().mean().mul(step % 5 + 1).backward()
+        drawn.step()
+        drawn.model.zero_grad()
+    drawn.detach()
+    out = tmp_path / "out.jsonl"
+    assert gnmr("replay", str(tmp_path / "drawn-s1"), f"out={out}").code == 0
+    sets = [set(json.loads(line)["active"]) for line in out.read_text().splitlines()]
+    units = load(tmp_path / "drawn-s1").units()
+    active = [{units.units[i] for i in row.nonzero()[0]} for row in units.active_SU]
+    assert sets[:5] == active[1:6] and active[6] == {"0", "3"} and sets[6:-1] == active[7:]
+
+
 def test_a_loop_that_was_killed_is_read_too(tmp_path):
     loop(tmp_path / "a", finish=False)
     run = load(tmp_path / "a").check()

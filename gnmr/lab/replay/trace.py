@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from gnmr.control.evidence import EVIDENCE
+from gnmr.control.signals import SIGNALS, SignalBase
 from gnmr.errors import UserError, plural
 from gnmr.lab.config import ControllerConfig, load, one_line, read_tree
 from gnmr.lab.config import read as read_config
@@ -101,6 +102,7 @@ def read_norms(path: Path) -> Norms:
     return replace(
         norms,
         gemms=config.controller.cost == "gemm" and not config.compression.routes,
+        more=_evidence(norms.more, config.controller.signal, config.records.evidence),
         settings=config.controller,
         steps=config.training.steps,
         seed=config.training.seed,
@@ -108,6 +110,13 @@ def read_norms(path: Path) -> Norms:
         retried=retried,
         blameless=blameless,
     )
+
+
+def _evidence(columns: Mapping[str, np.ndarray], signal: str, recorded: Collection[str] = ()) -> dict[str, np.ndarray]:
+    """Return the columns that are evidence; the signal `price` records its mean under the name of what it reads."""
+    cls = SIGNALS.get(signal, SignalBase)
+    own = {*cls.columns} - {getattr(cls, "value", None), *recorded}
+    return {name: values for name, values in columns.items() if name not in own}
 
 
 def _own_loop(path: Path, norms: Norms, header: Mapping[str, Any]) -> Norms | None:
@@ -139,7 +148,15 @@ def _own_loop(path: Path, norms: Norms, header: Mapping[str, Any]) -> Norms | No
     if found is not None:
         own["trigger"] = found[1]
     settings = load({"controller": own}).controller
-    return replace(norms, gemms=gemms, settings=settings, seed=seed, calibrating=0 if found is None else found[0])
+    return replace(
+        norms,
+        more=_evidence(norms.more, settings.signal),
+        gemms=gemms,
+        settings=settings,
+        seed=seed,
+        calibrating=0 if found is None else found[0],
+        retried=_verdicts(path, norms.units)[0],
+    )
 
 
 def refuse_gaps(path: Path, norms: Norms, what: str) -> None:
