@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from functools import partial
 
@@ -15,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import gnmr
 from gnmr.control.signals import SIGNALS
+from gnmr.integrations.tally import check_options
 
 
 def train(model: nn.Module, steps: int, controller: gnmr.Router) -> list[list[str]]:
@@ -138,3 +140,10 @@ def test_units_are_called_alike_in_wrappers() -> None:
     for observe in ("parameters", "adapter", "input_grad"):
         names = [gnmr.attach(m, targets=["?"], observe=observe).names for m in (net(), Wrapper(), torch.compile(net()))]
         assert names == [["0", "1", "2", "3"]] * 3
+
+
+def test_callbacks_take_every_option_of_attach() -> None:
+    parameters = inspect.signature(gnmr.attach).parameters.values()
+    check_options({one.name: None for one in parameters if one.kind is one.KEYWORD_ONLY})
+    with pytest.raises(TypeError, match="attach has no option 'shares'"):
+        check_options({"shares": 1.0})

@@ -56,9 +56,13 @@ class Tally:
         }
 
 
+_OWN = ("plan", "steps", "seed", "record", "share")
+"""Options of `gnmr.attach` that are in none of the specs."""
+
+
 def check_options(options: Mapping[str, Any]) -> None:
     """Raise TypeError if an option of `gnmr.attach` is unknown, and ValueError if a value is invalid."""
-    asked = {name: value for name, value in options.items() if name not in ("plan", "steps", "seed", "record")}
+    asked = {name: value for name, value in options.items() if name not in _OWN}
     specs_of(asked.pop("paths", None), asked.pop("control", None), asked)
 
 
