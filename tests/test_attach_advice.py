@@ -380,6 +380,9 @@ def test_options_go_to_the_spec_that_has_them() -> None:
         ({"alhpa": 1.2}, TypeError, "no option 'alhpa': did you mean alpha"),
         ({"control": gnmr.ControlSpec(), "alpha": 1.2}, ValueError, "alpha: is a field of control"),
         ({"paths": gnmr.PathSpec(), "low": "int2"}, ValueError, "low: is a field of paths"),
+        ({"plan": {"pins": {}}}, TypeError, r"^plan: must be plan.json or what Diagnosis.plan\(\) returns, not a dict"),
+        ({"paths": "int2"}, TypeError, "^paths='int2': must be a PathSpec, not a str; name the options, as low="),
+        ({"control": {"max_o": 1}}, TypeError, r"^control=\{'max_o': 1\}: must be a ControlSpec, not a dict"),
     ],
 )
 def test_options_that_no_spec_takes_are_refused(how: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -33,9 +33,13 @@ def specs_of(
 ) -> tuple[PathSpec, ControlSpec]:
     """Return both specs; `named` may give single fields instead of a spec.
 
-    Raises TypeError, with the nearest name, if a name is not a field of either. Raises ValueError if a value is
-    invalid, or if a field is given together with its spec.
+    Raises TypeError, with the nearest name, if a name is not a field of either, or if a spec is something else. Raises
+    ValueError if a value is invalid, or if a field is given together with its spec.
     """
+    for word, spec, kind in (("paths", paths, PathSpec), ("control", control, ControlSpec)):
+        if not isinstance(spec, kind | None):
+            right = "name the options, as low='int4', recovery='int8', max_o=4"
+            raise TypeError(f"{word}={spec!r:.40}: must be a {kind.__name__}, not a {type(spec).__name__}; {right}")
     of_paths, of_control = ({field.name for field in fields(spec)} for spec in (PathSpec, ControlSpec))
     for name in named:
         if name not in of_paths | of_control:
@@ -77,8 +81,8 @@ def attach(
             save for the backward pass and leave the forward pass unchanged. Two recipes ("fp8_hybrid", "llm_int8",
             "bf16") compute in low precision.
         control: signal, routing and thresholds; a warning names thresholds that the signal does not read.
-        plan: plan.json of `gnmr diagnose`, or its contents. It sets low, recovery, recipes, targets and pins, and the
-            threshold of a price signal that has none.
+        plan: plan.json of `gnmr diagnose`, or what `Diagnosis.plan` returns. It sets low, recovery, recipes, targets
+            and pins, and the threshold of a price signal that has none.
         steps: length of the run, if known; see `gnmr.control.Controller`.
         seed: seed of signals and of stochastic rounding.
         record: a folder for the records of this loop, which `gnmr report` reads (gnmr/attachment/record.py). It is new,
@@ -98,6 +102,8 @@ def attach(
     folder, evidence = (Path(record), ()) if isinstance(record, str | PathLike) else (None, record)
     if isinstance(record, str) and record in EVIDENCE:
         raise ValueError(f"record={record!r}: must be a list, where evidence is meant: [{record!r}]")
+    if not isinstance(plan, PinPlan | str | PathLike | None):
+        raise TypeError(f"plan: must be plan.json or what Diagnosis.plan() returns, not a {type(plan).__name__}")
     pins = plan if isinstance(plan, PinPlan | None) else read_plan(plan)
     paths, control = specs_of(paths, control, named) if pins is None else _planned(pins, paths, control, named)
     whole(0, seed=seed)

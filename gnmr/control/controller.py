@@ -296,6 +296,9 @@ class Controller:
         if lacking := missing(self.needs, (*evidence, *more)):
             raise ValueError(f"{type(self.signal).__name__} needs {', '.join(lacking)}: hand it to step(evidence=...)")
         for name, values in evidence.items():
+            if not isinstance(values, Tensor):
+                kind = type(values).__name__
+                raise ValueError(f"evidence {name}: must be a tensor ({len(self.units)},), not a {kind}")
             if values.shape != (len(self.units),):
                 raise ValueError(f"evidence {name}: has shape {tuple(values.shape)}, not ({len(self.units)},)")
 

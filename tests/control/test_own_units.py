@@ -118,6 +118,7 @@ def test_arguments_without_sense_are_named(wrong: dict[str, Any], message: str) 
         ({"grad_scale": 0}, "grad_scale=0: must be a positive number"),
         ({"grad_scale": object()}, "of a GradScaler it is scaler.get_scale()"),
         ({"evidence": {"true_gap": torch.ones(1)}}, r"evidence true_gap: has shape \(1,\), not \(3,\)"),
+        ({"evidence": {"true_gap": [1.0, 1.0, 1.0]}}, r"evidence true_gap: must be a tensor \(3,\), not a list"),
         ({"evidence": {"colour": torch.ones(3)}}, "evidence 'colour' is not known"),
     ],
 )
