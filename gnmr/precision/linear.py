@@ -300,6 +300,8 @@ class PathLinear(nn.Linear):
         """Raise ValueError if no path supports these operands."""
         if is_sharded(input, weight):
             raise ValueError(f"{self.operator_name}: its input or weight {SHARDED}")
+        if input.is_nested:
+            raise ValueError(f"{self.operator_name}: its input is a nested tensor; give it the tensor's values()")
         here = self.shared.device
         if self.shared.stays and weight.device != here:
             raise ValueError(

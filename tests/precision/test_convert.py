@@ -80,6 +80,15 @@ def test_no_fast_path_of_an_encoder_goes_around_the_operators(target: str) -> No
     assert [dict(vars(module)) for module in model.train().modules()] == plain
 
 
+def test_a_nested_input_is_refused_by_name() -> None:
+    model = net()
+    convert(model, PathSpec.of("int4", "int8"))
+    nested = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
+    with pytest.raises(ValueError, match=r"^layers.1.up_proj: its input is a nested tensor; .* values\(\)$"):
+        model["layers"][1]["up_proj"](nested)
+    assert model["layers"][1]["up_proj"](nested.values()).shape == (5, 8)
+
+
 def test_what_is_refused() -> None:
     model = net()
     convert(model, PathSpec.of("int4", None))
