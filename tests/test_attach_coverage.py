@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from gnmr import attach
@@ -194,6 +195,27 @@ def test_a_part_that_runs_with_gradients_in_its_recomputation_alone_is_counted()
     controller.step()
     assert controller.converted.cost.work is not None
     assert sum(controller.converted.cost.work.operators) == 64 * (BLOCK - 64)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("then", ["goes on", "attaches again", "detaches"])
+def test_a_pass_that_ends_early_is_not_counted_and_leaves_no_mode(error: type[BaseException], then: str) -> None:
+    """An interrupt in a notebook calls no hooks of modules."""
+    model = Model()
+    controller = attach(model, **PATHS, signal="always_low")
+    fails = model.layers[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(error))
+    with pytest.raises(error):
+        model(TOKENS)
+    fails.remove()
+    if then != "goes on":
+        controller.detach()
+        assert not _get_current_dispatch_mode_stack()
+    if then != "detaches":
+        controller = controller if then == "goes on" else attach(model, **PATHS, signal="always_low")
+        one_step(model, controller)
+        assert not _get_current_dispatch_mode_stack()
+        assert controller.converted.cost.work is not None
+        assert controller.converted.cost.work.operators == (64 * 64, 64 * 128, 64 * 128) * 2
 
 
 def test_experts_of_a_layer_cost_alike() -> None:

@@ -13,18 +13,21 @@ attention; they are counted separately and enter no share. A library's kernel th
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from math import prod
+from threading import get_ident
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import flop_registry
 
 from gnmr.errors import first_few
@@ -191,6 +194,10 @@ class Counting(TorchDispatchMode):
         """Number of linears that are being called, and of modules of a loop's own pass."""
         self._open = False
         """True if everything is counted, inside a module or not (`all`)."""
+        self._outermost: tuple[int, FrameType] | None = None
+        """Thread and frame of the outermost module call of a loop's own pass that is being counted."""
+        self._start = Counter[Product](), 0, sys.exception()
+        """Products and attention before this pass, and the exception that was being handled then."""
         self._ran: set[nn.Module] = set()
         """Modules whose forward pass was counted; activation checkpointing may repeat it in the backward pass."""
         self._handles: list[Any] = []
@@ -232,11 +239,15 @@ class Counting(TorchDispatchMode):
 
         Passes of a compiled model are not counted, nor is the recomputation of activation checkpointing.
         """
+        for mode in reversed(_get_current_dispatch_mode_stack()):
+            if isinstance(mode, Counting):
+                mode._end_interrupted()
         self._hook(self._model.modules(), self._enter, self._leave)
         self._hook(self._linears, self._before, self._after)
 
     def disarm(self) -> None:
         """Remove all hooks."""
+        self._end_interrupted()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -247,12 +258,25 @@ class Counting(TorchDispatchMode):
             self._handles.append(module.register_forward_pre_hook(_Hook(before), with_kwargs=True))
             self._handles.append(module.register_forward_hook(_Hook(after), always_call=True))
 
+    def _end_interrupted(self) -> None:
+        """End the pass that was being counted if it was interrupted: a KeyboardInterrupt calls no hooks."""
+        if self._outermost is None or self._outermost[0] != get_ident():
+            return
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not self._outermost[1]:
+            frame = frame.f_back
+        if frame is None and _get_current_dispatch_mode_stack()[-1] is self:  # else another mode would be left
+            self._depth = self._inside = 0
+            self._close(failed=True)
+
     def _enter(self, module: nn.Module, *_: object) -> None:
+        self._end_interrupted()
         recomputes = in_backward()
         counts = torch.is_grad_enabled() and not (recomputes and module in self._ran)
         if self._depth == 0 and counts and not any(map(_is_compiled, self._model.modules())):
             self._look()
-            self._open = True
+            self._open, self._outermost = True, (get_ident(), sys._getframe(2))
+            self._start = self._products.copy(), self._attention, sys.exception()
             self.__enter__()
         if self._open and not recomputes:
             self._ran.add(module)
@@ -261,8 +285,15 @@ class Counting(TorchDispatchMode):
     def _leave(self, *_: object) -> None:
         self._depth -= 1
         if self._depth == 0 and self._open:
-            self._open = False
-            self.__exit__(None, None, None)
+            self._close(failed=sys.exception() is not self._start[2])
+
+    def _close(self, failed: bool) -> None:
+        """End the counting of a pass, and forget a pass that failed, of which some modules did not run."""
+        self._open, self._outermost = False, None
+        if failed:
+            self._products, self._attention, _ = self._start
+        self._start = Counter(), 0, None
+        self.__exit__(None, None, None)
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         x = next(_tensors((args, kwargs)), None)
