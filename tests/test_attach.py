@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,6 +75,36 @@ def test_a_loss_scale_changes_nothing(name: str) -> None:
     for column in decisions[0].columns:
         assert (decisions[0].columns[column] > 0).all()
         np.testing.assert_allclose(decisions[1].columns[column], decisions[0].columns[column], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"signal": "recovery_gap"},
+        {"signal": "price", "price_tokens": 1},
+        {"signal": "gsnr"},
+        {"signal": "grad_norm", "observe": "input_grad"},
+        {"signal": "grad_norm"},
+    ],
+)
+def test_a_loss_scale_that_the_gradients_carry_no_longer(how: dict[str, Any]) -> None:
+    """`GradScaler.unscale_` divides gradients, but not what was measured in the backward passes."""
+    found = []
+    for scale in (1.0, 1024.0):
+        model, draw = net(), torch.Generator().manual_seed(0)
+        controller = gnmr.attach(model, max_o=2, targets=["?"], **how)
+        for _ in range(2):
+            x = torch.randn(8, 16, generator=draw)
+            ((model(x) - x).square().mean() / 2 * scale).backward()
+            controller.micro_step()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= scale
+        decision = controller.step(loss_scale=scale)
+        found.append(np.stack([decision.norm, *decision.columns.values()]))
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+    with pytest.raises(ValueError, match=r"^loss_scale=0: must be a positive number"):
+        controller.step(loss_scale=0)
 
 
 def test_a_signal_that_measures_every_second_step() -> None:

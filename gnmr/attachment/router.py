@@ -171,9 +171,12 @@ class Router:
             self._counting.disarm()
         self.controller.micro_step(fraction, gradients)
 
-    def step(self, grad_scale: float = 1.0, evidence: Evidence | None = None) -> Decision:
+    def step(
+        self, grad_scale: float = 1.0, evidence: Evidence | None = None, *, loss_scale: float | None = None
+    ) -> Decision:
         """Take a step; see `Controller.step`. Evidence that the paths measure need not be in `evidence`."""
-        decision = self.finish_step(grad_scale, evidence, between=self.controller.hints.to_host)
+        between = self.controller.hints.to_host
+        decision = self.finish_step(grad_scale, evidence, loss_scale=loss_scale, between=between)
         never = self._paths.never_ran(decision.observed)
         for text in self._of_first_step(never):
             warnings.warn(text, stacklevel=users_level())
@@ -209,6 +212,7 @@ class Router:
         *,
         norms: Norms | None = None,
         sums: Mapping[str, Tensor] | None = None,
+        loss_scale: float | None = None,
         between: Callable[[HostPacket], Mapping[str, np.ndarray]] = HostPacket.to_host,
     ) -> Decision:
         """Take the step's norms and evidence, decide, switch the units for the next step and record it.
@@ -218,10 +222,11 @@ class Router:
             evidence: see `Controller.measure`.
             norms: see `Controller.measure`.
             sums: see `Controller.measure`.
+            loss_scale: see `Controller.step`.
             between: brings the packet of the decision to the host. A loop may add its own numbers to the packet, run
                 its optimizer's step before, and observe again (`choose_again`, `retry`) afterwards.
         """
-        host = between(self.decide(grad_scale, evidence, norms=norms, sums=sums))
+        host = between(self.decide(grad_scale, evidence, norms=norms, sums=sums, loss_scale=loss_scale))
         self._check_attached()
         spent = None if self.recording is None else self.converted.cost.spent()
         self._begin()
@@ -237,12 +242,13 @@ class Router:
         *,
         norms: Norms | None = None,
         sums: Mapping[str, Tensor] | None = None,
+        loss_scale: float | None = None,
     ) -> HostPacket:
         """Return what `Controller.apply` chooses from: the first half of `finish_step`. Waits for no device."""
         self.follow()
         self._check_batches()
         self._end_count()
-        self._evidence = self.controller.measure(grad_scale, evidence, norms, sums)
+        self._evidence = self.controller.measure(grad_scale, evidence, norms, sums, loss_scale)
         self._paths.end()
         self._mark = self.controller.mark()
         return self.controller.observe(self._evidence)

@@ -200,7 +200,9 @@ class Controller:
         if self.measured.micro is not None:
             self.measured.micro.add(fraction, gradients)
 
-    def step(self, grad_scale: float = 1.0, evidence: Evidence | None = None) -> Decision:
+    def step(
+        self, grad_scale: float = 1.0, evidence: Evidence | None = None, *, loss_scale: float | None = None
+    ) -> Decision:
         """Observe this step's gradients and route the units for the next one. Waits for the device once.
 
         Call it after the backward pass of the whole step (all micro-batches) and before clipping. To throw a step away,
@@ -213,11 +215,13 @@ class Controller:
             grad_scale: the loss scale that the gradients still carry.
             evidence: evidence that the signal needs and this controller cannot measure, each (U,) on the units' device.
                 docs/signals.md says which signals need it, and how to measure it.
+            loss_scale: the loss scale of the backward passes, if the gradients no longer carry it (after
+                `GradScaler.unscale_`): it is still in what was measured during these passes. None: `grad_scale`.
 
         Raises ValueError if evidence is missing, unknown or of another shape. Warns once about each use that makes the
         controller pointless.
         """
-        packet = self.observe(self.measure(grad_scale, evidence))
+        packet = self.observe(self.measure(grad_scale, evidence, loss_scale=loss_scale))
         decision = self.apply(self.hints.to_host(packet))
         self.hints.say(decision)
         return decision
@@ -268,6 +272,7 @@ class Controller:
         evidence: Evidence | None = None,
         norms: tuple[Tensor, Tensor] | None = None,
         sums: Mapping[str, Tensor] | None = None,
+        loss_scale: float | None = None,
     ) -> dict[str, Tensor]:
         """Return the evidence of this step, with the caller's `evidence`. Does not wait for the device.
 
@@ -278,18 +283,19 @@ class Controller:
                 (`UnitNorms`). No effect if the signal reads norms of something else.
             sums: sums of `parts` over all ranks, if the loop summed them with its own numbers; None: they are computed
                 here if there are several ranks.
+            loss_scale: see `step`.
         """
         given = dict(evidence or {})
         if given or self.needs:  # before anything is read that can be read only once
             missing(tuple(given), ())  # refuses unknown names
             self._check_evidence(given, self.measured.names)
-        self.measured.check_call(grad_scale)
+        self.measured.check_call(grad_scale, loss_scale)
         if sums is None and self.measured.together:
             assert self.ranks is not None
             sums = self.ranks.sum(self.parts())
         if sums is not None:
             self._agreement = sums["agreement"]
-        return self.measured.read(grad_scale, norms, sums) | given
+        return self.measured.read(grad_scale, loss_scale, norms, sums) | given
 
     def _check_evidence(self, evidence: Evidence, more: Iterable[str] = ()) -> None:
         """Raise ValueError if evidence has a wrong shape, or a name that neither this controller nor `more` knows."""

@@ -300,9 +300,15 @@ class Measured:
         return found | {"agreement": agreement(plain)}
 
     def read(
-        self, grad_scale: float, norms: tuple[Tensor, Tensor] | None, sums: Mapping[str, Tensor] | None
+        self,
+        grad_scale: float,
+        loss_scale: float | None,
+        norms: tuple[Tensor, Tensor] | None,
+        sums: Mapping[str, Tensor] | None,
     ) -> dict[str, Tensor]:
         """Return the step's evidence; see `Controller.measure`. `sums`: of `parts` over ranks, if there are several."""
+        of_passes = grad_scale if loss_scale is None else loss_scale
+        of_norms = of_passes if isinstance(self.norms, OutputGradients) else grad_scale
         if sums is not None and "square" in sums:
             norm, observed = sums["square"].sqrt(), sums["observed"] > 0
         elif norms is not None and isinstance(self.norms, UnitNorms):
@@ -310,15 +316,15 @@ class Measured:
         else:
             with torch.no_grad():
                 norm, observed = self.norms()
-        found = {"norm": norm.detach() / grad_scale, "observed": observed}  # a new tensor: the loop uses the other one
+        found = {"norm": norm.detach() / of_norms, "observed": observed}  # a new tensor: the loop uses the other one
         if sums is not None and "micro" in sums:
-            found["micro_square"] = sums["micro"][:-1] / sums["micro"][-1] / grad_scale**2
+            found["micro_square"] = sums["micro"][:-1] / sums["micro"][-1] / of_passes**2
         elif self.micro is not None:
-            found["micro_square"] = self.micro.take() / grad_scale**2
+            found["micro_square"] = self.micro.take() / of_passes**2
         if "weight_std" in self._needs:
             found["weight_std"] = weight_std(self._units, self.ranks)
         for source in self.sources:
-            found |= source.read(grad_scale, sums)
+            found |= source.read(of_passes, sums)
         return found
 
     def reset(self) -> None:
@@ -327,13 +333,14 @@ class Measured:
             if callable(reset := getattr(one, "reset", None)):
                 reset()
 
-    def check_call(self, grad_scale: float) -> None:
-        """Raise ValueError if `grad_scale` is not a valid scale, or if the model has moved to another device."""
-        number = isinstance(grad_scale, (int, float)) and not isinstance(grad_scale, bool)
-        if not (number and 0 < grad_scale < math.inf):
-            raise ValueError(
-                f"grad_scale={grad_scale!r}: must be a positive number; of a GradScaler it is scaler.get_scale()"
-            )
+    def check_call(self, grad_scale: float, loss_scale: float | None) -> None:
+        """Raise ValueError if a scale is not valid, or if the model has moved to another device."""
+        for name, scale in (("grad_scale", grad_scale), ("loss_scale", 1.0 if loss_scale is None else loss_scale)):
+            number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+            if not (number and 0 < scale < math.inf):
+                raise ValueError(
+                    f"{name}={scale!r}: must be a positive number; of a GradScaler it is scaler.get_scale()"
+                )
         if (here := self._units[0].parameters[0].device) != self._device:
             raise ValueError(
                 f"the model is on {here} by now, its controller on {self._device}: move it before attaching"

@@ -39,17 +39,18 @@ def test_validation_is_on_the_16_bit_path(fits: ModuleType, tmp_path: Path) -> N
         ]
 
 
+@pytest.mark.parametrize("observe", ["parameters", "input_grad"])
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_loss_scale_is_taken_out(fits: ModuleType, fused: bool, tmp_path: Path) -> None:
+def test_a_loss_scale_is_taken_out(fits: ModuleType, fused: bool, observe: str, tmp_path: Path) -> None:
     """FP16's scaler without FP16, which CPUs do not train in. A fused optimizer takes it out itself, later."""
-    plain = fits.fit(tmp_path, fits.Module(fused=fused)).seen
+    plain = fits.fit(tmp_path, fits.Module(fused=fused), fits.Noted(observe=observe)).seen
     from lightning.pytorch.plugins.precision import MixedPrecision
 
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     precision = MixedPrecision("16-mixed", "cpu", scaler)
     precision.precision = "32-true"
     precision.autocast_context_manager = lambda: torch.autocast("cpu", enabled=False)
-    scaled = fits.fit(tmp_path, fits.Module(fused=fused), plugins=[precision]).seen
+    scaled = fits.fit(tmp_path, fits.Module(fused=fused), fits.Noted(observe=observe), plugins=[precision]).seen
     assert [one.norm.tolist() for one in scaled] == [pytest.approx(one.norm.tolist(), rel=1e-5) for one in plain]
 
 
