@@ -170,6 +170,24 @@ def test_a_diagnosis_measures_what_plain_passes_say() -> None:
     assert "nats of KL per token" in found.verdict() and found.labels == "model" and found.estimate == "sequence"
 
 
+def test_sequences_of_different_lengths_count_by_their_tokens() -> None:
+    model, batches = Mixer().eval(), batches_of(4)
+    lengths = torch.tensor([1, 3, LENGTH, 5])
+    padding = torch.arange(LENGTH) >= lengths[:, None]
+    targets = [batch.masked_fill(padding, IGNORED) for batch in batches]
+    padded = list(zip(batches, targets, strict=True))
+    found = diagnosed(model, batches=padded, run=lambda batch: (model(batch[0]), batch[1]), held_out=[], confirm=0)
+    with torch.no_grad():
+        high = [model(batch) for batch in batches]
+        converted = convert(model, PathSpec(low="sim_e2m1", recovery="bf16", backend="simulated"))
+        each = torch.cat([kl_by_hand(a, model(b)).masked_fill(padding, 0) for a, b in zip(high, batches, strict=True)])
+        converted.restore()
+    mean, counts = each.sum() / (4 * lengths.sum()), lengths.repeat(4)
+    spread = ((each.sum(1) - mean * counts).square().mean() / 16) ** 0.5 / counts.double().mean()
+    assert found.measured.kl == pytest.approx(float(mean), rel=1e-4)
+    assert found.measured.kl_error == pytest.approx(float(spread), rel=0.1), "the standard error of a ratio"
+
+
 def test_what_run_may_return() -> None:
     """Logits, these and targets, an output of transformers: the KL is the same, and with targets there is the loss."""
     model = Mixer().eval()
