@@ -267,6 +267,17 @@ def test_weights_that_need_scales_are_refused(dtype: torch.dtype, named: str, ch
     assert f"{name} is {named} in model.safetensors" in refused(str(checkpoint))
 
 
+def test_a_checkpoint_that_stays_quantized_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import AutoModelForCausalLM, TorchAoConfig
+
+    config = TorchAoConfig(quant_type=Int8WeightOnlyConfig())
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, quantization_config=config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "int8")
+    assert "transformers keeps it quantized (torchao), so no other casts" in refused(str(tmp_path / "int8"))
+
+
 def test_a_head_beside_a_tie_is_read(tmp_path: Path) -> None:
     save(llama(tied_head=True), tmp_path / "hf")
     file = tmp_path / "hf" / "model.safetensors"

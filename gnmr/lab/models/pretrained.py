@@ -135,8 +135,8 @@ def load(checkpoint: str, dtype: torch.dtype | str, device: torch.device, where:
     `open_config` for `where`. `model.separates_documents` is True if documents of a sequence do not attend to each
     other under `model_inputs`.
 
-    Raises UserError if the checkpoint is missing, damaged, or not a causal language model. Its weights must be exactly
-    the weights of the model that config.json describes.
+    Raises UserError if the checkpoint is missing, damaged, or not a causal language model, or if transformers keeps it
+    quantized. Its weights must be exactly the weights of the model that config.json describes.
     """
     where = where or f"model.checkpoint={checkpoint}"
     config = open_config(checkpoint, where)
@@ -159,6 +159,11 @@ def load(checkpoint: str, dtype: torch.dtype | str, device: torch.device, where:
             device_map={"": str(device)},
         )
     model, report = found
+    if getattr(model, "is_quantized", False):
+        raise UserError(
+            f"{where}: transformers keeps it quantized ({model.quantization_method.value}), so no other casts "
+            "can be in force; give the checkpoint in 16 or 32 bits"
+        )
     _check_weights(report, where)
     model.config.use_cache = False
     with quiet(), _one_line(where, what="cannot be run"):
