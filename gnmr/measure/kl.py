@@ -17,6 +17,8 @@ IGNORED = -100
 """A target without loss, as in `F.cross_entropy`; its position is in no KL either."""
 _ROWS = 128
 """Number of positions that are computed together: a vocabulary may have 200,000 tokens."""
+_FAR = 16.0
+"""Differences of log-probabilities above which q - p loses no digit of float32."""
 
 
 @torch.no_grad()
@@ -42,8 +44,11 @@ def divergence(log_p: Tensor, low: Tensor, targets: Tensor | None = None) -> Ten
 
 def _of_positions(log_p: Tensor, low: Tensor) -> Tensor:
     """Return the KL of each position, (N, V) -> (N,) float64."""
-    apart = F.log_softmax(low, dim=1) - log_p
-    return torch.expm1(apart).sub_(apart).mul_(log_p.exp()).sum(dim=1).double()
+    log_q, p = F.log_softmax(low, dim=1), log_p.exp()
+    apart = log_q - log_p
+    terms = torch.expm1(apart).sub_(apart).mul_(p)
+    # exp(d) overflows in float32 above d = 88, while p exp(d) is q.
+    return torch.where(apart > _FAR, log_q.exp().sub_(p * (apart + 1)), terms).sum(dim=1).double()
 
 
 @torch.no_grad()

@@ -76,6 +76,14 @@ def test_the_divergence_is_that_of_its_definition_down_to_what_float32_holds(siz
     assert some.tolist() == pytest.approx([float(each[0, :10].mean()), float(each[2].mean())], rel=0.01)
 
 
+@pytest.mark.parametrize("size", [10.0, 30.0, 100.0, 1e4])
+def test_predictions_that_are_far_apart_have_a_finite_divergence(size: float) -> None:
+    draw = torch.Generator().manual_seed(0)
+    high, low = size * torch.randn(2, 3, 200, 50, generator=draw)
+    each = kl_by_hand(high, low).mean(1)
+    assert divergence(high.log_softmax(-1), low).tolist() == pytest.approx(each.tolist(), rel=1e-4)
+
+
 def test_labels_are_drawn_from_the_predictions() -> None:
     logits = torch.tensor([0.1, 0.6, 0.3]).log().expand(20_000, 3)
     drawn = draw_labels(logits, torch.Generator().manual_seed(0))
