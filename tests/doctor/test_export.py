@@ -441,6 +441,14 @@ def test_widths_and_dims_that_a_library_refuses() -> None:
             export(planned({}, {"layers.0.mlp.down_proj": (192, 128)}), target)
 
 
+@pytest.mark.parametrize("target", ["te", "te_debug", "megatron", "torchao", "torchtitan"])
+def test_float8_has_no_widths_that_16_does_not_divide(target: str) -> None:
+    operators = {f"layers.0.mlp.{name}_proj": (128, 256) for name in ("gate", "up")}
+    operators["layers.0.mlp.down_proj"] = (200, 128)
+    plan = replace(planned({}, operators), low="fp8_hybrid")
+    assert export(plan, target).plan.pins == {"layers.0.mlp.down_proj": BF16}
+
+
 def test_other_models_keep_their_names_or_are_refused() -> None:
     plan = planned({"encoder.0.up_proj": BF16}, {"encoder.0.up_proj": (128, 128), "encoder.1.up_proj": (128, 128)})
     assert yaml.safe_load(export(plan, "ignore").files["ignore.yaml"])["ignore"] == ["encoder.0.up_proj", "lm_head"]
