@@ -145,6 +145,24 @@ def test_by_sequence_and_drawn_labels_the_price_is_the_exact_quadratic_form() ->
     assert np.abs(np.log(sums["fprop"] / exact)).max() > 0.2
 
 
+class Rows(Mixer):
+    """The same, whose MLP is given rows without sequences, as `Conv1D` and the MLP of OPT are."""
+
+    def forward(self, tokens_ST: Tensor) -> Tensor:
+        h = self.embed(tokens_ST)
+        for layer in self.layers:
+            q, k, v = (layer[name](h) for name in ("q_proj", "k_proj", "v_proj"))
+            h = h + F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            h = h + torch.tanh(layer["up_proj"](h.flatten(0, 1))).view_as(h)
+        return self.head(h)
+
+
+def test_rows_in_the_order_of_the_predictions_belong_to_their_sequences() -> None:
+    usual, flat = (diagnosed(one().eval(), confirm=0, held_out=[]) for one in (Mixer, Rows))
+    for a, b in zip(usual.rows, flat.rows, strict=True):
+        assert (a.by_token, a.by_sequence) == pytest.approx((b.by_token, b.by_sequence), rel=1e-4)
+
+
 def test_a_diagnosis_measures_what_plain_passes_say() -> None:
     model = Mixer().eval()
     found = diagnosed(model, confirm=3)
