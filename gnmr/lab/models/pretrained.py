@@ -144,7 +144,7 @@ def load(checkpoint: str, dtype: torch.dtype | str, device: torch.device, where:
     files = check_files(folder)
     if getattr(config, "quantization_config", None) is None:
         whole = folder / "model.safetensors"  # transformers reads it instead of all other files
-        _check_dtypes([whole] if whole in files else files, where)
+        _check_dtypes([whole] if whole.is_file() else files, where)
     cpu_products.provide()
     with quiet(), _one_line(where), torch.random.fork_rng(devices=[]):  # some families draw before they read
         from transformers import AutoModelForCausalLM
