@@ -265,6 +265,8 @@ def test_weights_that_need_scales_are_refused(dtype: torch.dtype, named: str, ch
     weights = load_file(file)
     save_file(weights | {name: weights[name].to(dtype)}, file, {"format": "pt"})
     assert f"{name} is {named} in model.safetensors" in refused(str(checkpoint))
+    edit(quantization_config={"quant_method": "modelopt"})(checkpoint)
+    assert f"{name} is {named} in model.safetensors" in refused(str(checkpoint)), "transformers does not know it"
     as_hugging_face(llama()).save_pretrained(checkpoint / "parts", max_shard_size="20KB")
     for part in (checkpoint / "parts").glob("model*"):
         part.rename(checkpoint / part.name)

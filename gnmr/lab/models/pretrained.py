@@ -142,7 +142,12 @@ def load(checkpoint: str, dtype: torch.dtype | str, device: torch.device, where:
     config = open_config(checkpoint, where)
     folder = local(checkpoint, where)
     files = check_files(folder)
-    if getattr(config, "quantization_config", None) is None:
+    given = getattr(config, "quantization_config", None)
+    with quiet(), _one_line(where):
+        from transformers.quantizers import AutoHfQuantizer
+
+        known = given is not None and AutoHfQuantizer.supports_quant_method(given)
+    if not known:  # transformers passes over a method of others (ModelOpt)
         whole = folder / "model.safetensors"  # transformers reads it instead of all other files
         _check_dtypes([whole] if whole.is_file() else files, where)
     cpu_products.provide()
@@ -221,7 +226,7 @@ def _check_dtypes(files: list[Path], where: str) -> None:
                 if dtype not in _DTYPES and not name.endswith(_BUFFERS):
                     raise UserError(
                         f"{where}: {name} is {dtype} in {file.name}, and config.json has no quantization_config that "
-                        f"says what its values mean; give weights in {', '.join(_DTYPES)}"
+                        f"tells transformers what its values mean; give weights in {', '.join(_DTYPES)}"
                     )
 
 
