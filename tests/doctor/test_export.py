@@ -119,6 +119,7 @@ def by_list(file: str, which: str) -> Callable[[Export], Read]:
 
 def by_rl(found: Export) -> Read:
     tree = yaml.safe_load(found.files["rl.yaml"])
+    assert not re.search(r"[&*]id\d", found.files["rl.yaml"]), "each library's part is copied alone"
     read = [left_out(found, key, texts) for own in tree.values() for key, texts in own.items()]
     assert all(one == read[0] for one in read) and len(read) == 5
     return read[0]
