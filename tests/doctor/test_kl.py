@@ -84,6 +84,16 @@ def test_predictions_that_are_far_apart_have_a_finite_divergence(size: float) ->
     assert divergence(high.log_softmax(-1), low).tolist() == pytest.approx(each.tolist(), rel=1e-4)
 
 
+def test_tokens_that_are_masked_in_both_predictions_add_nothing() -> None:
+    draw = torch.Generator().manual_seed(0)
+    high, low = torch.randn(2, 3, 200, 50, generator=draw)
+    each = kl_by_hand(high[..., :40], low[..., :40]).mean(1)
+    high, low = (one.masked_fill(torch.arange(50) >= 40, -torch.inf) for one in (high, low))
+    assert divergence(high.log_softmax(-1), low).tolist() == pytest.approx(each.tolist(), rel=1e-4)
+    assert divergence(torch.zeros(1, 1, 2).log_softmax(-1), torch.tensor([[[0.0, -torch.inf]]])).item() == torch.inf
+    assert divergence(torch.zeros(1, 1, 2).log_softmax(-1), torch.full((1, 1, 2), torch.nan)).isnan().all()
+
+
 def test_labels_are_drawn_from_the_predictions() -> None:
     logits = torch.tensor([0.1, 0.6, 0.3]).log().expand(20_000, 3)
     drawn = draw_labels(logits, torch.Generator().manual_seed(0))
