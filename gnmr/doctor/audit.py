@@ -171,6 +171,8 @@ def _of_lists(entries: Sequence[Entry], model: nn.Module, operators: Sequence[Op
     """Yield entries that match nothing, and entries that match more names than they seem to."""
     names = [operator.name for operator in operators]
     others = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
+    modules = {*others}
+    linears = [name for name in names if name in modules]
     for entry in entries:
         if entry.trap:
             better = repaired(entry, names)
@@ -180,10 +182,14 @@ def _of_lists(entries: Sequence[Entry], model: nn.Module, operators: Sequence[Op
             yield Finding("substring", (f"{entry.which} {entry.text!r}",), what, right)
         if not fits_none(entry, names) or _alias(entry, entries):
             continue
-        if entries_of(entry.which, [entry.text], others)[0].names:
-            continue  # a module without a GEMM: an embedding, a norm
-        right = suggested(entry.text, names)
-        yield Finding("no match", (f"{entry.which} {entry.text!r}",), "matches no module of this model", right)
+        what, right = "matches no module of this model", suggested(entry.text, names)
+        if matched := entries_of(entry.which, [entry.text], others)[0].names:
+            inside = [[name for name in linears if name.startswith(f"{module}.")] for module in matched]
+            if not all(inside):
+                continue  # a module without a GEMM: an embedding, a norm
+            what = f"matches {first_few(matched, 2)}, and none of the linears in it"
+            right = f"their names, such as {inside[0][0]!r}"
+        yield Finding("no match", (f"{entry.which} {entry.text!r}",), what, right)
 
 
 def _alias(entry: Entry, entries: Sequence[Entry]) -> bool:

@@ -68,6 +68,16 @@ class Beside:
         """Return the weights of the linears, which backward must reach so that all are measured."""
         return [] if self.converted is None else [operator.weight for operator in self.converted.operators]
 
+    @property
+    def positions(self) -> tuple[int, ...] | None:
+        """`PriceMeter.positions` of the linears."""
+        return None if self._meter is None else self._meter.positions
+
+    @positions.setter
+    def positions(self, given: tuple[int, ...] | None) -> None:
+        if self._meter is not None:
+            self._meter.positions = given
+
     def restore(self) -> None:
         """Undo the conversion of the linears."""
         if self.converted is not None:

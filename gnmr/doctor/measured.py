@@ -70,7 +70,7 @@ class Measured:
 
     batches: int
     kl: float | None
-    """KL(high || low), nats per token: the mean over sequences of the KL per token; None: there were no logits."""
+    """KL(high || low), nats per token: the mean over sequences (`Output.kl_to`); None: there were no logits."""
     kl_error: float
     """Standard error of its mean over sequences."""
     sequences: int

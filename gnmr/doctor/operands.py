@@ -111,10 +111,10 @@ class Watch(TorchDispatchMode):
             return
         self.ran.add(now.operator.name)
         self._report()
-        if output.requires_grad:
-            output.register_hook(lambda grad: self._backward(now, grad))
         with self._aside():
-            self._output(now, output.detach().reshape(-1, output.shape[-1]))
+            judged = self._output(now, output.detach().reshape(-1, output.shape[-1]))
+        if judged and output.requires_grad:
+            output.register_hook(lambda grad: self._backward(now, grad))
         now.operands = None
 
     def _report(self) -> None:
@@ -213,25 +213,35 @@ class Watch(TorchDispatchMode):
 
     # ---- outputs ----
 
-    def _output(self, now: _Pass, y: Tensor) -> None:
-        """Compare the output with the product of the seen operands, or of the given tensors."""
+    def _output(self, now: _Pass, y: Tensor) -> bool:
+        """Compare the output with the product of the seen operands, or of the given tensors.
+
+        A class that declares nothing may do more after the product that was seen, as a router does. Then its output and
+        its backward pass say nothing about precision, and False is returned.
+        """
         operator = now.operator
         bias = operator.bias
         x, weight = now.x.float(), operator.weight.float()
         if x.shape[1] != weight.shape[1] or y.shape != (x.shape[0], weight.shape[0]):
-            return  # packed weights, or a parallel shard
-        one = self.found.setdefault((operator.name, "fprop", "output"), Measured())
+            return True  # packed weights, or a parallel shard
+        if now.operands is not None:
+            x, weight = (operand.float() for operand in now.operands)
         exact = F.linear(x, weight, bias)
+        if now.operands is not None and operator.declared is None:
+            cause = of_output(exact, y, None, bias)
+            if cause is not None and cause.kind == "output":
+                return False
+        one = self.found.setdefault((operator.name, "fprop", "output"), Measured())
         if now.operands is None:
             one.by = "output"
             ideal = self._ideal_output(operator, now.x.to(y.dtype), bias)
             exact = exact.to(y.dtype).float()
         else:
-            exact = F.linear(now.operands[0].float(), now.operands[1].float(), bias)
             ideal = exact.to(y.dtype) if operator.result is None else operator.result.ideal(exact.to(y.dtype), 1)
         one.add(exact, y, ideal)
         if not one.causes and (cause := of_output(exact, y, ideal, bias)) is not None:
             one.causes.append(cause)
+        return True
 
     def _ideal_output(self, operator: Operator, x: Tensor, bias: Tensor | None) -> Tensor | None:
         if operator.declared is None:

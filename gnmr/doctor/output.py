@@ -58,10 +58,21 @@ class Output:
         return F.cross_entropy(self.logits.flatten(0, -2).float(), drawn), int((drawn != IGNORED).sum())
 
     def kl_to(self, low: Output) -> np.ndarray | None:
-        """Return the KL per token of each sequence against the same batch's `low` output, (S,); None without logits."""
+        """Return the KL of each sequence against the same batch's `low` output, (S,) float64; None without logits.
+
+        If sequences have different numbers of positions that count, their mean is still the KL per token of the batch,
+        and their spread is that of this ratio over sequences (linearized, so single numbers may be negative).
+        """
         if self.logits is None or low.logits is None:
             return None
         found: np.ndarray = divergence(self._log_p, low.logits, self.targets).cpu().numpy()
+        if self.targets is not None:
+            counts = (self.targets != IGNORED).view(len(self.targets), -1).sum(dim=1).cpu().numpy()
+            counts = counts[counts > 0]
+            if (counts != counts[0]).any():
+                mean = np.average(found, weights=counts)
+                with np.errstate(invalid="ignore"):  # predictions may not be finite
+                    found = mean + counts / counts.mean() * (found - mean)
         return found
 
     @cached_property

@@ -208,6 +208,7 @@ class Passes:
                 whole = output_of(self._run(batch), where)
                 refuse_not_finite(whole.worth, where, self.model)
                 objective, meter.loss_tokens = whole.objective(self._labels, self._draw, where)
+                meter.positions = self._beside.positions = None if whole.logits is None else whole.logits.shape[:-1]
                 if meter.loss_tokens is None and self._terms is not None:
                     meter.loss_tokens = self._terms(batch)
                 gradients = self._gradients(objective, where)

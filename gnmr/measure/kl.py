@@ -17,6 +17,10 @@ IGNORED = -100
 """A target without loss, as in `F.cross_entropy`; its position is in no KL either."""
 _ROWS = 128
 """Number of positions that are computed together: a vocabulary may have 200,000 tokens."""
+_FAR = 16.0
+"""Differences of log-probabilities above which q - p loses no digit of float32."""
+_BEYOND = 1e4
+"""Difference above which p is 0 in float32, also where it is exactly 0."""
 
 
 @torch.no_grad()
@@ -28,7 +32,8 @@ def divergence(log_p: Tensor, low: Tensor, targets: Tensor | None = None) -> Ten
         low: logits of the same shape.
         targets: (S, T) or (S,) int64; positions with `IGNORED` do not count.
 
-    Sequences without a position that counts are left out. The KL is NaN or Inf if logits are not finite.
+    Sequences without a position that counts are left out. The KL is NaN or Inf if logits are not finite. A logit
+    of -Inf in both is a token that neither predicts, and adds nothing.
     """
     width = log_p.shape[-1]
     parts = zip(log_p.reshape(-1, width).split(_ROWS), low.reshape(-1, width).split(_ROWS), strict=True)
@@ -42,8 +47,11 @@ def divergence(log_p: Tensor, low: Tensor, targets: Tensor | None = None) -> Ten
 
 def _of_positions(log_p: Tensor, low: Tensor) -> Tensor:
     """Return the KL of each position, (N, V) -> (N,) float64."""
-    apart = F.log_softmax(low, dim=1) - log_p
-    return torch.expm1(apart).sub_(apart).mul_(log_p.exp()).sum(dim=1).double()
+    log_q, p = F.log_softmax(low, dim=1), log_p.exp()
+    apart = torch.where(log_q == log_p, 0.0, log_q - log_p).clamp_(max=_BEYOND)
+    terms = torch.expm1(apart).sub_(apart).mul_(p)
+    # exp(d) overflows in float32 above d = 88, while p exp(d) is q.
+    return torch.where(apart > _FAR, log_q.exp().sub_(p * (apart + 1)), terms).sum(dim=1).double()
 
 
 @torch.no_grad()

@@ -18,7 +18,8 @@ taken:
 
     sequence    T/2 * sum over sequences of (sum_t u_t)^2: with drawn labels the KL with the products of two tokens of a
                 sequence, which matter where the error is coherent over tokens. One sample a sequence, so it is noisier.
-                Rows of an operator that is given no sequences, (T, I), are each their own
+                Rows of an operator that is given no sequences, (T, I), are each their own, unless they are as many as
+                the `positions` of the predictions, whose order they then have
     elements    squares of the elements of the inner products one by one: where errors are large they grow together, and
                 the square of their sum loses the order of the operators; the sum of their squares keeps it
 
@@ -42,6 +43,7 @@ AutoQuantize, which sums (grad_output * output error)^2 for inference. docs/pric
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -126,6 +128,8 @@ class PriceMeter:
         operators, units = model.operators, model.units
         self.loss_tokens: int | None = None
         """Tokens in the mean of a step's loss; None: the largest number of rows of any operator."""
+        self.positions: tuple[int, ...] | None = None
+        """(sequences, tokens of each) of the step's predictions, if known."""
         self._step = 0
         self._operators = list(operators)
         self._place = {operator.index: i for i, operator in enumerate(operators)}
@@ -237,7 +241,7 @@ class PriceMeter:
             for name, path in paths.items()
             if isinstance(path, Recipe) and (kept := outliers(path.fprop.input, rows)) is not None
         }
-        length = input.shape[-2] if input.dim() > 2 else 1
+        length = input.shape[-2] if input.dim() > 2 else None
         weight, bias = operator.given or (None, operator.bias)
         given = None if weight is None else weight.detach()
         found = _Pass(
@@ -254,6 +258,13 @@ class PriceMeter:
         starts = torch.arange(first * length, count, stride * length, device=device)
         indices = (starts[:, None] + torch.arange(length, device=device)).flatten()
         return indices if count % length == 0 else indices[indices < count]
+
+    def _length(self, found: _Pass) -> int:
+        """Return the number of rows per sequence; 1 if it is unknown."""
+        if found.length is not None:
+            return found.length
+        positions = self.positions or (0,)
+        return math.prod(positions[1:]) if found.count == math.prod(positions) else 1
 
     @torch.no_grad()
     def _measure(self, found: _Pass, grad: Tensor) -> None:
@@ -277,7 +288,7 @@ class PriceMeter:
                 high = operands.get("recovery", exact) if self._against_recovery and name != "recovery" else exact
                 if "fprop" in self.gemms and not (operands[name] is high is exact):
                     of_high = dx if high.weight is weight else dy @ high.weight
-                    sums |= _fprop(found, operands[name], high, dy, of_high)
+                    sums |= _fprop(found, self._length(found), operands[name], high, dy, of_high)
                 if "dgrad" in self.gemms and own.of("dgrad").casts:
                     product = own.grad_output("dgrad", 1) @ own.weight("dgrad")
                     sums |= _relative("dgrad", result_in(product, own.of("dgrad").result), dx)
@@ -313,8 +324,8 @@ class _Pass:
     """Indices of the measured tokens, (n,)."""
     count: int
     """Number of all rows."""
-    length: int
-    """Number of rows per sequence."""
+    length: int | None
+    """Number of rows per sequence; None: it is given rows alone."""
 
 
 class _Operands(NamedTuple):
@@ -352,8 +363,11 @@ def _fprop_operands(found: _Pass, path: str, casts: Casts, exact: _Operands) -> 
     return _Operands(x, weight, casts.of("fprop").result)
 
 
-def _fprop(found: _Pass, low: _Operands, high: _Operands, dy: Tensor, dx: Tensor) -> dict[str, Tensor]:
-    """Return sums of the error of `low` against `high` (see the module); dx is dy times the weight of `high`."""
+def _fprop(found: _Pass, length: int, low: _Operands, high: _Operands, dy: Tensor, dx: Tensor) -> dict[str, Tensor]:
+    """Return sums of the error of `low` against `high` (see the module) in sequences of `length` rows.
+
+    dx is dy times the weight of `high`.
+    """
     by_input = dx * (low.x - high.x)
     sums = {"fprop_input": _square(by_input.sum(dim=1))}
     terms = by_input
@@ -365,7 +379,7 @@ def _fprop(found: _Pass, low: _Operands, high: _Operands, dy: Tensor, dx: Tensor
         by_result = dy * (_result_error(found.bias, low) - _result_error(found.bias, high))
         u, elements = u + by_result.sum(dim=1), elements + _square(by_result)
     whole = len(found.chosen) == found.count
-    sequence = _square(u.view(-1, found.length).sum(dim=1)) if whole else elements.new_full((), torch.nan)
+    sequence = _square(u.view(-1, length).sum(dim=1)) if whole else elements.new_full((), torch.nan)
     return sums | {"fprop": _square(u), "fprop_sequence": sequence, "fprop_elements": elements}
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from architectures import ARCHITECTURES
 from audited import audited, batch_of, lines, net, said
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -231,6 +232,14 @@ def test_an_output_that_is_scaled_afterwards() -> None:
     linear.forward = lambda x: plain(x) * 2
     found = audited(model)
     assert ("output", "layers.0.up_proj fprop output") in said(found) and "2 times it" in lines(found)
+
+
+def test_a_class_of_its_own_may_do_more_than_its_product() -> None:
+    architecture = ARCHITECTURES["llama4"]()  # its router is an nn.Linear that returns scores and logits
+    found = gnmr.audit(architecture.model, architecture.loss, architecture.batch)
+    assert found.sound, lines(found)
+    row = next(row for row in found.rows if row.operator.endswith("router"))
+    assert row.measured["fprop"]["weight"][0] == float("inf")
 
 
 def test_a_recipe_that_is_not_in_force_and_another_one() -> None:

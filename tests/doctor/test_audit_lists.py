@@ -100,6 +100,17 @@ def test_modules_without_a_gemm_and_names_of_other_versions_are_no_misses() -> N
     assert said(gnmr.audit(low(), lists={"filter_fqns": ["output"]}))[0] == ("no match", "filter_fqns 'output'")
 
 
+@pytest.mark.parametrize(("which", "text"), [("ignore", "layers.1"), ("ignored_layers", "layers.1")])
+def test_a_block_in_a_list_of_whole_names_leaves_out_none_of_its_linears(which: str, text: str) -> None:
+    found = gnmr.audit(low(), lists={which: [text, "lm_head"]})
+    assert said(found) == [("no match", f"{which} '{text}'")], lines(found)
+    assert (
+        "matches layers.1, and none of the linears in it; right would be: their names, such as 'layers.1.up_proj'"
+        in (lines(found))
+    )
+    assert gnmr.audit(low(lambda name: "layers.1." in name), lists={"modules_to_not_convert": ["layers.1"]}).sound
+
+
 def test_lists_of_a_model_of_which_nothing_is_converted() -> None:
     """The conversion was forgotten: what the lists leave to it is named, the rest is not."""
     left_out = gnmr.audit(net(), lists={"filter_fqns": ["layers.1.", "lm_head"]})

@@ -148,7 +148,7 @@ def test_a_checkpoint_on_a_text(gnmr, checkpoint: Path, text_file: Path) -> None
         (["block=17"], "block=17: the model reads at most 16 tokens"),
         (["data=nowhere.txt"], "data=nowhere.txt: there is no such file"),
         (["data=short.txt"], "data=short.txt: has 0 blocks of 16 tokens and needs "),
-        (["data=binary.txt"], "data=binary.txt: is not UTF-8"),
+        (["data=binary.txt"], "is not UTF-8 text (invalid start byte at byte 128); decompress it, or convert it"),
         (["data=pipe.txt"], "data=pipe.txt: is not a file"),
         (["out=other.json"], "out=other.json: must be a folder in a folder that exists"),
         (["second"], "diagnose: name one run folder or checkpoint"),

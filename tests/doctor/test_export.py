@@ -119,6 +119,7 @@ def by_list(file: str, which: str) -> Callable[[Export], Read]:
 
 def by_rl(found: Export) -> Read:
     tree = yaml.safe_load(found.files["rl.yaml"])
+    assert not re.search(r"[&*]id\d", found.files["rl.yaml"]), "each library's part is copied alone"
     read = [left_out(found, key, texts) for own in tree.values() for key, texts in own.items()]
     assert all(one == read[0] for one in read) and len(read) == 5
     return read[0]
@@ -439,6 +440,14 @@ def test_widths_and_dims_that_a_library_refuses() -> None:
         assert export(planned({}, operators), target).plan.pins == {"layers.0.mlp.down_proj": BF16}
         with pytest.raises(UserError, match="nothing like low=nvfp4"):
             export(planned({}, {"layers.0.mlp.down_proj": (192, 128)}), target)
+
+
+@pytest.mark.parametrize("target", ["te", "te_debug", "megatron", "torchao", "torchtitan"])
+def test_float8_has_no_widths_that_16_does_not_divide(target: str) -> None:
+    operators = {f"layers.0.mlp.{name}_proj": (128, 256) for name in ("gate", "up")}
+    operators["layers.0.mlp.down_proj"] = (200, 128)
+    plan = replace(planned({}, operators), low="fp8_hybrid")
+    assert export(plan, target).plan.pins == {"layers.0.mlp.down_proj": BF16}
 
 
 def test_other_models_keep_their_names_or_are_refused() -> None:

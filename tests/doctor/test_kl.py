@@ -76,6 +76,24 @@ def test_the_divergence_is_that_of_its_definition_down_to_what_float32_holds(siz
     assert some.tolist() == pytest.approx([float(each[0, :10].mean()), float(each[2].mean())], rel=0.01)
 
 
+@pytest.mark.parametrize("size", [10.0, 30.0, 100.0, 1e4])
+def test_predictions_that_are_far_apart_have_a_finite_divergence(size: float) -> None:
+    draw = torch.Generator().manual_seed(0)
+    high, low = size * torch.randn(2, 3, 200, 50, generator=draw)
+    each = kl_by_hand(high, low).mean(1)
+    assert divergence(high.log_softmax(-1), low).tolist() == pytest.approx(each.tolist(), rel=1e-4)
+
+
+def test_tokens_that_are_masked_in_both_predictions_add_nothing() -> None:
+    draw = torch.Generator().manual_seed(0)
+    high, low = torch.randn(2, 3, 200, 50, generator=draw)
+    each = kl_by_hand(high[..., :40], low[..., :40]).mean(1)
+    high, low = (one.masked_fill(torch.arange(50) >= 40, -torch.inf) for one in (high, low))
+    assert divergence(high.log_softmax(-1), low).tolist() == pytest.approx(each.tolist(), rel=1e-4)
+    assert divergence(torch.zeros(1, 1, 2).log_softmax(-1), torch.tensor([[[0.0, -torch.inf]]])).item() == torch.inf
+    assert divergence(torch.zeros(1, 1, 2).log_softmax(-1), torch.full((1, 1, 2), torch.nan)).isnan().all()
+
+
 def test_labels_are_drawn_from_the_predictions() -> None:
     logits = torch.tensor([0.1, 0.6, 0.3]).log().expand(20_000, 3)
     drawn = draw_labels(logits, torch.Generator().manual_seed(0))
@@ -137,6 +155,24 @@ def test_by_sequence_and_drawn_labels_the_price_is_the_exact_quadratic_form() ->
     assert np.abs(np.log(sums["fprop"] / exact)).max() > 0.2
 
 
+class Rows(Mixer):
+    """The same, whose MLP is given rows without sequences, as `Conv1D` and the MLP of OPT are."""
+
+    def forward(self, tokens_ST: Tensor) -> Tensor:
+        h = self.embed(tokens_ST)
+        for layer in self.layers:
+            q, k, v = (layer[name](h) for name in ("q_proj", "k_proj", "v_proj"))
+            h = h + F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            h = h + torch.tanh(layer["up_proj"](h.flatten(0, 1))).view_as(h)
+        return self.head(h)
+
+
+def test_rows_in_the_order_of_the_predictions_belong_to_their_sequences() -> None:
+    usual, flat = (diagnosed(one().eval(), confirm=0, held_out=[]) for one in (Mixer, Rows))
+    for a, b in zip(usual.rows, flat.rows, strict=True):
+        assert (a.by_token, a.by_sequence) == pytest.approx((b.by_token, b.by_sequence), rel=1e-4)
+
+
 def test_a_diagnosis_measures_what_plain_passes_say() -> None:
     model = Mixer().eval()
     found = diagnosed(model, confirm=3)
@@ -168,6 +204,24 @@ def test_a_diagnosis_measures_what_plain_passes_say() -> None:
     assert found.interaction == pytest.approx(found.measured.kl - found.total) and found.limit < 1e-9
     assert [share for share, _ in found.curve] == sorted(share for share, _ in found.curve) and len(found.curve) > 2
     assert "nats of KL per token" in found.verdict() and found.labels == "model" and found.estimate == "sequence"
+
+
+def test_sequences_of_different_lengths_count_by_their_tokens() -> None:
+    model, batches = Mixer().eval(), batches_of(4)
+    lengths = torch.tensor([1, 3, LENGTH, 5])
+    padding = torch.arange(LENGTH) >= lengths[:, None]
+    targets = [batch.masked_fill(padding, IGNORED) for batch in batches]
+    padded = list(zip(batches, targets, strict=True))
+    found = diagnosed(model, batches=padded, run=lambda batch: (model(batch[0]), batch[1]), held_out=[], confirm=0)
+    with torch.no_grad():
+        high = [model(batch) for batch in batches]
+        converted = convert(model, PathSpec(low="sim_e2m1", recovery="bf16", backend="simulated"))
+        each = torch.cat([kl_by_hand(a, model(b)).masked_fill(padding, 0) for a, b in zip(high, batches, strict=True)])
+        converted.restore()
+    mean, counts = each.sum() / (4 * lengths.sum()), lengths.repeat(4)
+    spread = ((each.sum(1) - mean * counts).square().mean() / 16) ** 0.5 / counts.double().mean()
+    assert found.measured.kl == pytest.approx(float(mean), rel=1e-4)
+    assert found.measured.kl_error == pytest.approx(float(spread), rel=0.1), "the standard error of a ratio"
 
 
 def test_what_run_may_return() -> None:

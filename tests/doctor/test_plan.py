@@ -73,6 +73,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         "rest": 0,
         **dict.fromkeys(("targets", "recovery", "budget", "extra", "expected", "triggers")),
     }
+    assert read_plan(written(tmp_path, PLAN | {"extra": 1e6})).extra == 1e6, "times= may be of any size"
+    written(tmp_path, least.text())
     (tmp_path / "link.json").symlink_to(tmp_path / "plan.json")
     assert read_plan(str(tmp_path / "link.json")) == least, "a path that the user names may be a link"
 
@@ -84,6 +86,7 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"extra": "much"}, "extra=much: must be a number from -1"),
     ({"times": {"8": 0}}, "times.8=0: must be"),
     ({"work": {"layers.1.down_proj": -1}}, "work.layers.1.down_proj=-1: must be a whole number"),
+    ({"work": dict.fromkeys(PLAN["operators"], 0)}, "work=...: is 0 of every operator, so there is no GEMM time"),
     ({"work": {"layers.2.down_proj": 1}}, "work.layers.2.down_proj: is not an operator of this plan"),
     ({"rest": 1.5}, "rest=1.5: must be a whole number"),
     ({"fused": ["qvk"]}, "fused=qvk: must be one of qkv"),

@@ -265,6 +265,23 @@ def test_weights_that_need_scales_are_refused(dtype: torch.dtype, named: str, ch
     weights = load_file(file)
     save_file(weights | {name: weights[name].to(dtype)}, file, {"format": "pt"})
     assert f"{name} is {named} in model.safetensors" in refused(str(checkpoint))
+    edit(quantization_config={"quant_method": "modelopt"})(checkpoint)
+    assert f"{name} is {named} in model.safetensors" in refused(str(checkpoint)), "transformers does not know it"
+    as_hugging_face(llama()).save_pretrained(checkpoint / "parts", max_shard_size="20KB")
+    for part in (checkpoint / "parts").glob("model*"):
+        part.rename(checkpoint / part.name)
+    assert "in model.safetensors" in refused(str(checkpoint)), "transformers reads it in place of the parts beside it"
+
+
+def test_a_checkpoint_that_stays_quantized_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import AutoModelForCausalLM, TorchAoConfig
+
+    config = TorchAoConfig(quant_type=Int8WeightOnlyConfig())
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, quantization_config=config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "int8")
+    assert "transformers keeps it quantized (torchao), so no other casts" in refused(str(tmp_path / "int8"))
 
 
 def test_a_head_beside_a_tie_is_read(tmp_path: Path) -> None:

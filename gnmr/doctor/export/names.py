@@ -33,7 +33,7 @@ def rl(job: Job) -> dict[str, str]:
     fused = dict.fromkeys(called(name, "megatron") for name in kept)
     ends = {name: "." if _all_experts(name) else ".weight" for name in (*kept, *fused)}
     tree = {
-        "nemo_rl": {"quantization_ignored_layer_kws": kept},
+        "nemo_rl": {"quantization_ignored_layer_kws": [*kept]},  # a list of its own, or YAML refers to the other
         "verl": {"ignored_layers": kept},
         "prime_rl": {"ignore_patterns": [rf"(?:^|\.){re.escape(name)}(?![^.])" for name in kept]},
         "miles": {

@@ -17,7 +17,7 @@ def _family(casts: Words, low: Words, shape: tuple[int, int]) -> str:
     if not any(casts.values()):
         return "bf16"
     if all(len(own) in (0, 2) and own.items() <= _TENSOR.items() for own in casts.values()):
-        return "float8"
+        return "float8" * (not any(width % 16 for width in shape))
     mxfp8, nvfp4 = RECIPES["mxfp8"].words(), RECIPES["nvfp4"].words()
     if all(own == mxfp8[gemm] or (gemm == "wgrad" and not own) for gemm, own in casts.items()):
         return "mxfp8" * (not any(width % 32 for width in shape))
@@ -31,8 +31,8 @@ def _torchao(casts: Words, low: Words, shape: tuple[int, int]) -> bool:
 def _torchtitan(casts: Words, low: Words, shape: tuple[int, int]) -> bool:
     """Return True if torchtitan has it: MXFP8 only with low wgrad, float8 only with row scales (two recipes)."""
     kind = _family(casts, low, shape)
-    of_rows = casts["fprop"] and casts["dgrad"] and not any(width % 16 for width in shape)
-    return bool(kind) and (kind != "mxfp8" or bool(casts["wgrad"])) and (kind != "float8" or bool(of_rows))
+    of_rows = bool(casts["fprop"] and casts["dgrad"])
+    return bool(kind) and (kind != "mxfp8" or bool(casts["wgrad"])) and (kind != "float8" or of_rows)
 
 
 _TORCHAO = r"""import re
@@ -151,7 +151,8 @@ def _parts(wanted: Sequence[str], others: Sequence[str]) -> list[str]:
 
 TORCHAO = Target(
     "torchao 0.18.0",
-    "float8 GEMM by GEMM; MXFP8 whole, or with wgrad in 16 bits; NVFP4 whole, of widths that 128 divides",
+    "float8 GEMM by GEMM, of widths that 16 divides; MXFP8 whole, or with wgrad in 16 bits; NVFP4 whole, of widths "
+    "that 128 divides",
     torchao,
     _torchao,
 )

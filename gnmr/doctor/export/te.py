@@ -50,8 +50,10 @@ def _te(casts: Words, low: Words, shape: tuple[int, int]) -> bool:
     """Return True if Transformer Engine runs these casts.
 
     The two operands of a GEMM have one kind of quantizer, and are not both in blocks. Row scales occur only in fprop,
-    and delayed scales in all GEMMs or none.
+    and delayed scales in all GEMMs or none. 16 divides the widths of all that is cast.
     """
+    if _refused(casts, shape):
+        return False
     if "delayed" in str(casts):
         return casts in (RECIPES["fp8_delayed"].words(), RECIPES["fp8_delayed_1024"].words())
     for gemm, own in casts.items():
@@ -61,6 +63,16 @@ def _te(casts: Words, low: Words, shape: tuple[int, int]) -> bool:
         if own and (not sound or rows or set(own.values()) == {"e4m3/block"}):
             return False
     return True
+
+
+def _te_debug(casts: Words, low: Words, shape: tuple[int, int]) -> bool:
+    """Return True if every GEMM is on the low recipe, or in 16 bits."""
+    return each(casts, low, shape) and not _refused(casts, shape)
+
+
+def _refused(casts: Words, shape: tuple[int, int]) -> bool:
+    """Return True if Transformer Engine refuses to cast operands of these widths."""
+    return any(casts.values()) and any(width % 16 for width in shape)
 
 
 _QUANTIZERS = """import torch
@@ -240,7 +252,8 @@ def te_debug(job: Job) -> dict[str, str]:
 
 MEGATRON = Target(
     "Megatron-LM (d98e8a64, core 0.16.1)",
-    "q, k and v are one linear for it, gate and up too, and each of these of all experts: they have one recipe",
+    "q, k and v are one linear for it, gate and up too, and each of these of all experts: they have one recipe; 16 "
+    "divides the widths of what is cast",
     megatron,
     _te,
     "megatron",
@@ -250,7 +263,7 @@ MEGATRON = Target(
 TE = Target(
     "Transformer Engine 2.20.2, CustomRecipe",
     "by the names of Hugging Face every operator has its own recipes, all experts in one tensor the same (a "
-    "GroupedLinear of its name); results of GEMMs are not cast",
+    "GroupedLinear of its name); results of GEMMs are not cast, nor widths that 16 does not divide",
     te,
     _te,
     experts="experts",
@@ -258,9 +271,10 @@ TE = Target(
 )
 TE_DEBUG = Target(
     "Transformer Engine 2.20.2, debug features",
-    "a GEMM is on the recipe of autocast or in 16 bits; names are Hugging Face's",
+    "a GEMM is on the recipe of autocast or in 16 bits, of other widths than 16 divides in 16 bits; names are Hugging "
+    "Face's",
     te_debug,
-    each,
+    _te_debug,
     experts="experts",
     modules=("*",),
     formats=False,

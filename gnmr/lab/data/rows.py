@@ -54,8 +54,10 @@ def named(columns: Iterable[str]) -> str:
     return ", ".join(names[:10]) + ", ..." * (len(names) > 10)
 
 
-def utf8(raw: bytes, where: str) -> str:
+def utf8(raw: bytes, where: str, *, plain: bool = False) -> str:
     """Return the text of a file or a row, without its byte order mark.
+
+    `plain` says that the caller reads plain files alone, whatever they are called; others read .gz and .parquet too.
 
     Raises UserError, which begins with `where`, for another encoding, compressed data, and binary data. UTF-16 and
     UTF-32 text of some languages is valid UTF-8 by chance, with a control character at every second position.
@@ -69,10 +71,9 @@ def utf8(raw: bytes, where: str) -> str:
         problem = "many control characters, as in UTF-16 and in binary files"
     except UnicodeDecodeError as error:
         problem = f"{error.reason} at byte {error.start + len(raw) - len(body)}"
-    raise UserError(
-        f"{where} is not UTF-8 text ({problem}); if it is compressed or a Parquet file, let its name end in .gz or "
-        ".parquet, else convert it: iconv -f LATIN1 (or UTF-16) -t UTF-8 OLD > NEW"
-    )
+    named = "if it is compressed or a Parquet file, let its name end in .gz or .parquet, else convert it"
+    right = "decompress it, or convert it" if plain else named
+    raise UserError(f"{where} is not UTF-8 text ({problem}); {right}: iconv -f LATIN1 (or UTF-16) -t UTF-8 OLD > NEW")
 
 
 def opened(file: Path) -> BinaryIO:

@@ -115,7 +115,7 @@ def _encoded(subject: Subject, data: Path) -> np.ndarray:
         ends = codecs.getincrementaldecoder("utf-8")("ignore")
         ends.decode(raw[-3:])
         raw = raw[: len(raw) - len(ends.getstate()[0])]  # drop a partial character
-    ids = np.array(subject.text.plain(utf8(raw, f"data={data}:"), subject.name), dtype=np.int64)
+    ids = np.array(subject.text.plain(utf8(raw, f"data={data}:", plain=True), subject.name), dtype=np.int64)
     if len(ids) and int(ids.max()) >= subject.vocab_size:
         raise UserError(f"{subject.name}: its tokenizer has token {int(ids.max())}, the model {subject.vocab_size}")
     return ids

@@ -135,16 +135,21 @@ def load(checkpoint: str, dtype: torch.dtype | str, device: torch.device, where:
     `open_config` for `where`. `model.separates_documents` is True if documents of a sequence do not attend to each
     other under `model_inputs`.
 
-    Raises UserError if the checkpoint is missing, damaged, or not a causal language model. Its weights must be exactly
-    the weights of the model that config.json describes.
+    Raises UserError if the checkpoint is missing, damaged, or not a causal language model, or if transformers keeps it
+    quantized. Its weights must be exactly the weights of the model that config.json describes.
     """
     where = where or f"model.checkpoint={checkpoint}"
     config = open_config(checkpoint, where)
     folder = local(checkpoint, where)
     files = check_files(folder)
-    if getattr(config, "quantization_config", None) is None:
+    given = getattr(config, "quantization_config", None)
+    with quiet(), _one_line(where):
+        from transformers.quantizers import AutoHfQuantizer
+
+        known = given is not None and AutoHfQuantizer.supports_quant_method(given)
+    if not known:  # transformers passes over a method of others (ModelOpt)
         whole = folder / "model.safetensors"  # transformers reads it instead of all other files
-        _check_dtypes([whole] if whole in files else files, where)
+        _check_dtypes([whole] if whole.is_file() else files, where)
     cpu_products.provide()
     with quiet(), _one_line(where), torch.random.fork_rng(devices=[]):  # some families draw before they read
         from transformers import AutoModelForCausalLM
@@ -159,6 +164,11 @@ def load(checkpoint: str, dtype: torch.dtype | str, device: torch.device, where:
             device_map={"": str(device)},
         )
     model, report = found
+    if getattr(model, "is_quantized", False):
+        raise UserError(
+            f"{where}: transformers keeps it quantized ({model.quantization_method.value}), so no other casts "
+            "can be in force; give the checkpoint in 16 or 32 bits"
+        )
     _check_weights(report, where)
     model.config.use_cache = False
     with quiet(), _one_line(where, what="cannot be run"):
@@ -216,7 +226,7 @@ def _check_dtypes(files: list[Path], where: str) -> None:
                 if dtype not in _DTYPES and not name.endswith(_BUFFERS):
                     raise UserError(
                         f"{where}: {name} is {dtype} in {file.name}, and config.json has no quantization_config that "
-                        f"says what its values mean; give weights in {', '.join(_DTYPES)}"
+                        f"tells transformers what its values mean; give weights in {', '.join(_DTYPES)}"
                     )
 
 
