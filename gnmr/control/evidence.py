@@ -236,12 +236,12 @@ class Measured:
         found = {"norm", "observed"} | ({"micro_square", "weight_std"} & set(self._needs))
         return found.union(*(source.names for source in self.sources))
 
-    def own_norms(self) -> np.ndarray:
-        """Return which units have a norm that is not also an earlier unit's, (U,) bool."""
-        found = np.ones(len(self._units), dtype=bool)
-        if isinstance(self.norms, UnitNorms | OutputGradients):
-            found[:] = False
-            found[self.norms.first] = True
+    def own_norms(self) -> np.ndarray | None:
+        """Return which units have a norm that is not also an earlier unit's, (U,) bool; None: all have."""
+        if not isinstance(self.norms, UnitNorms | OutputGradients) or len(self.norms.first) == len(self._units):
+            return None
+        found = np.zeros(len(self._units), dtype=bool)
+        found[self.norms.first] = True
         return found
 
     def exchange(self, units: Sequence[Unit]) -> None:
