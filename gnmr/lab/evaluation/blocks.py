@@ -91,14 +91,22 @@ def blocks_of(
 
 
 def _blocks(subject: Subject, data: Path | None, length: int, number: int) -> tuple[Batch, str]:
-    """Return at most `number` blocks, which may be none, and their source for messages."""
+    """Return at most `number` blocks, which may be none, and their source for messages.
+
+    A block of a given text begins with the token that the tokenizer puts before a text, if it does so: many models
+    predict badly without it, and their largest activations are at this token.
+    """
     tokens = _encoded(subject, data) if data is not None else apart(run_corpus(Path(subject.name)), subject.model).val
     where = f"data={data}" if data is not None else f"{subject.name}: its validation data"
     if isinstance(tokens, Documents):
         return packed_validation(tokens, length, number), where
     if len(tokens) <= length:
         return Batch.of_sequences(torch.empty((0, length + 1), dtype=torch.int64)), where
-    return Batch.of_sequences(validation_sequences(tokens, length, number)), where
+    sequences = validation_sequences(tokens, length, number)
+    if data is not None and (begin := subject.text.begin()) is not None:
+        _check_token(subject, begin)
+        sequences[:, 0] = begin  # in place of the last target of the sequence before it
+    return Batch.of_sequences(sequences), where
 
 
 def _encoded(subject: Subject, data: Path) -> np.ndarray:
@@ -116,6 +124,11 @@ def _encoded(subject: Subject, data: Path) -> np.ndarray:
         ends.decode(raw[-3:])
         raw = raw[: len(raw) - len(ends.getstate()[0])]  # drop a partial character
     ids = np.array(subject.text.plain(utf8(raw, f"data={data}:", plain=True), subject.name), dtype=np.int64)
-    if len(ids) and int(ids.max()) >= subject.vocab_size:
-        raise UserError(f"{subject.name}: its tokenizer has token {int(ids.max())}, the model {subject.vocab_size}")
+    _check_token(subject, int(ids.max(initial=0)))
     return ids
+
+
+def _check_token(subject: Subject, token: int) -> None:
+    """Raise UserError if the model has no such token."""
+    if token >= subject.vocab_size:
+        raise UserError(f"{subject.name}: its tokenizer has token {token}, the model {subject.vocab_size}")

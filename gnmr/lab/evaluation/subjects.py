@@ -43,13 +43,26 @@ class Text:
 
         Errors name the tokenizer as `where`.
         """
-        own = self.tokenizer if self.ours else getattr(self.tokenizer, "backend_tokenizer", None)
-        if own is None:  # a Python tokenizer of transformers
+        own = self._own()
+        if own is None:
             return list(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
-        own = type(own).from_str(own.to_str())  # transformers modifies its tokenizer at each call
         own.no_truncation()
         own.no_padding()
         return list(bpe.encode(own, [text], where, bpe.Controls.of(own, self.eos))[0].ids)
+
+    def begin(self) -> int | None:
+        """Return the token that the tokenizer puts before a text, or None."""
+        own = self._own()
+        if own is not None:
+            return bpe.begin_token(own)
+        first = self.tokenizer.encode("a")[0]
+        return int(first) if first in self.tokenizer.all_special_ids else None
+
+    def _own(self) -> Any:
+        """Return a copy of the tokenizer as one of the library tokenizers; None for one of transformers in Python."""
+        own = self.tokenizer if self.ours else getattr(self.tokenizer, "backend_tokenizer", None)
+        # transformers modifies its tokenizer at each call
+        return None if own is None else type(own).from_str(own.to_str())
 
 
 @dataclass

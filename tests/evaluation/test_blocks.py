@@ -1,0 +1,40 @@
+"""Blocks of a text for a checkpoint of Hugging Face."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from gnmr.lab.evaluation.blocks import blocks_of
+from gnmr.lab.evaluation.subjects import Text, load_subject
+
+
+@pytest.mark.parametrize("python", [False, True])
+def test_blocks_begin_as_the_tokenizer_begins_a_text(python: bool, checkpoint: Path, tmp_path: Path) -> None:
+    text = "".join(f"{number} and " for number in range(60))
+    (tmp_path / "text.txt").write_text(text)
+    subject = load_subject(str(checkpoint), device="cpu")
+    ids = AutoTokenizer.from_pretrained(checkpoint).encode(text)
+    if python:
+        subject.text = Text(InPython(ids), subject.text.eos)
+    begin, ids = ids[0], ids[1:]
+    blocks = blocks_of(subject, tmp_path / "text.txt", batches=2, held_out=1, length=16, size=4)
+    places = []
+    for batch in (*blocks.batches, *blocks.held_out):
+        assert (batch.tokens[:, 0] == begin).all() and torch.equal(batch.tokens[:, 1:], batch.targets[:, :-1])
+        for target in batch.targets.tolist():
+            places.append(next(i for i in range(len(ids)) if ids[i : i + 16] == target))
+    assert len(set(places)) == 12 and all(place % 16 == 1 for place in places), "every target is one only once"
+
+
+class InPython:
+    """A tokenizer without a backend, which puts the first of `ids` before a text."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self.ids, self.all_special_ids = ids, ids[:1]
+
+    def encode(self, text: str, add_special_tokens: bool = True, **_: bool) -> list[int]:
+        return self.ids if add_special_tokens else self.ids[1:]
