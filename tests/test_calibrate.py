@@ -160,9 +160,9 @@ def test_the_trigger_of_the_run_does_not_count(train, gnmr, tmp_path):
     runs = [str(train(tmp_path / str(n), f"controller.trigger={n}", "training.steps=40")) for n in (1, 3)]
     outcome = gnmr("replay", *runs, "calibrate=0.1", "signal=random,gnmr_delta")
     assert outcome.code == 0 and "left out" not in outcome.err and len(outcome.out.splitlines()) == 2
-    assert gnmr("replay", *runs, "calibrate=0.1", "trigger=2").mistake == (
-        "trigger=2: calibrate finds the trigger; leave it out"
-    )
+    for word in ("trigger=2", "options.active_frac=0.3"):
+        line = gnmr("replay", *runs, "calibrate=0.1", "signal=random", word).mistake
+        assert line == f"{word}: calibrate finds this value; leave it out"
     spent = gnmr("replay", runs[1], "signal=random", "options.active_frac=0.1").out
     assert "unit-steps recovered" in spent and "0.00%" not in spent.split("unit-steps recovered")[1].split()[0]
 

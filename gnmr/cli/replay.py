@@ -156,8 +156,8 @@ def _calibrate(paths: list[Path], words: list[str], signals: list[str], given: A
     out = given.out
     if out is not None and (not out.parent.is_dir() or (exists(out) and not out.is_dir())):
         raise UserError(f"out={out}: must be a folder in a folder that exists")
-    if given_trigger := next((word for word in words if word.startswith("trigger=")), None):
-        raise UserError(f"{given_trigger}: calibrate finds the trigger; leave it out")
+    if sought := next((word for word in words if word.startswith(("trigger=", "options.active_frac="))), None):
+        raise UserError(f"{sought}: calibrate finds this value; leave it out")
     recorded = [read_norms(place) for place in paths]
     plain = [*words, "trigger=1"]  # the words that are found replace the runs' own triggers
     settings = settings_of(paths[0], recorded[0].settings, plain, given.trust)

@@ -154,6 +154,12 @@ def _outlier(x: Tensor, q: Tensor, grain: Grain, contracted: int) -> Cause | Non
     return None
 
 
+def is_multiple(y: Tensor, exact: Tensor) -> bool:
+    """Return True if `y` is a multiple of `exact` but for a tenth of its energy, or if one is 0 or not finite."""
+    inner = float((y.double() * exact.double()).sum())
+    return not inner**2 < 0.9 * energy(y.float()) * energy(exact)
+
+
 def of_output(exact: Tensor, y: Tensor, ideal: Tensor | None, bias: Tensor | None) -> Cause | None:
     """Return the problem of an output that should be `exact`, or None; `ideal` is the best possible output."""
     exact, y = exact.float(), y.float()

@@ -186,7 +186,8 @@ class Doctor:
 
         Second-order estimates are invalid for these operators.
         """
-        lost = {i: one for i, one in enumerate(operators) if not np.isfinite(alone.get(one.operator_name, [0.0])).all()}
+        finite = {name: np.isfinite(np.concatenate(kls)).all() for name, kls in alone.items()}
+        lost = {i: one for i, one in enumerate(operators) if not finite.get(one.operator_name, True)}
         for own, rescue in zip(rescued, self.passes.rescues, strict=True):
             if own.any():
                 with self.passes.pinned({one.operator_name: {"fprop": rescue} for one in lost.values()}):

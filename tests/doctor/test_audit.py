@@ -234,6 +234,17 @@ def test_an_output_that_is_scaled_afterwards() -> None:
     assert ("output", "layers.0.up_proj fprop output") in said(found) and "2 times it" in lines(found)
 
 
+def test_a_class_of_its_own_may_scale_its_product_twice() -> None:
+    class Twice(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * F.linear(x, self.weight)
+
+    model = net()
+    model.layers[0].up_proj.__class__ = Twice
+    found = audited(model)
+    assert ("output", "layers.0.up_proj fprop output") in said(found) and "2 times it" in lines(found)
+
+
 def test_a_class_of_its_own_may_do_more_than_its_product() -> None:
     architecture = ARCHITECTURES["llama4"]()  # its router is an nn.Linear that returns scores and logits
     found = gnmr.audit(architecture.model, architecture.loss, architecture.batch)

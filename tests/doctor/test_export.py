@@ -442,11 +442,12 @@ def test_widths_and_dims_that_a_library_refuses() -> None:
             export(planned({}, {"layers.0.mlp.down_proj": (192, 128)}), target)
 
 
+@pytest.mark.parametrize(("low", "width"), [("fp8_hybrid", 200), ("mxfp8", 208)])
 @pytest.mark.parametrize("target", ["te", "te_debug", "megatron", "torchao", "torchtitan"])
-def test_float8_has_no_widths_that_16_does_not_divide(target: str) -> None:
+def test_scaled_gemms_have_no_widths_that_16_does_not_divide_nor_mxfp8_32(low: str, width: int, target: str) -> None:
     operators = {f"layers.0.mlp.{name}_proj": (128, 256) for name in ("gate", "up")}
-    operators["layers.0.mlp.down_proj"] = (200, 128)
-    plan = replace(planned({}, operators), low="fp8_hybrid")
+    operators["layers.0.mlp.down_proj"] = (width, 128)
+    plan = replace(planned({}, operators), low=low)
     assert export(plan, target).plan.pins == {"layers.0.mlp.down_proj": BF16}
 
 

@@ -224,6 +224,20 @@ def test_sequences_of_different_lengths_count_by_their_tokens() -> None:
     assert found.measured.kl_error == pytest.approx(float(spread), rel=0.1), "the standard error of a ratio"
 
 
+def test_operators_are_measured_alone_on_batches_of_different_sizes() -> None:
+    model, batches = Mixer().eval(), [batch[:size] for batch, size in zip(batches_of(3), (4, 2, 3), strict=True)]
+    found = diagnosed(model, batches=batches, run=model, held_out=[], confirm=1)
+    row = next(row for row in found.rows if row.measured is not None)
+    with torch.no_grad():
+        high = [model(batch) for batch in batches[:2]]
+        converted = convert(model, PathSpec(low="sim_e2m1", recovery="bf16", backend="simulated"))
+        for operator in converted.operators:
+            operator.switch(operator.operator_name != row.operator)
+        each = torch.cat([kl_by_hand(a, model(b)).mean(1) for a, b in zip(high, batches, strict=False)])
+        converted.restore()
+    assert row.measured == pytest.approx(float(each.mean()), rel=1e-3) and found.measured.sequences == 9
+
+
 def test_what_run_may_return() -> None:
     """Logits, these and targets, an output of transformers: the KL is the same, and with targets there is the loss."""
     model = Mixer().eval()

@@ -80,6 +80,11 @@ def test_the_arm_that_is_missing_is_named() -> None:
     del runs.runs[1]  # seed 0 of the 16-bit arm
     (comparison,) = runs.comparisons()
     assert "Without losses of the static arms for one seed the cost" in headline(comparison).sentence
+    runs = Recorded()
+    runs.add("int4", 3.7)
+    runs.add("bf16", 3.6, model__hidden_size=48)
+    (comparison,) = runs.comparisons()
+    assert "Without a 16-bit arm of the model and optimizer of int4 the cost" in headline(comparison).sentence
 
 
 def test_divergence_is_told_as_such() -> None:

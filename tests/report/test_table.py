@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from recorded import Recorded, notes, row
 from scipy import stats
 
@@ -267,6 +268,20 @@ def test_a_base_counts_by_its_name_and_checksum(write_run: Write) -> None:
     folders = [write_run(settings={"base": f"{place}/base"}, header=header) for place in ("runs", "/there/runs")]
     assert [load(folder).settings["base"] for folder in folders] == ["base", "base"]
     assert [load(folder).base for folder in folders] == ["base 01234567"] * 2
+    for folder in folders:
+        (folder / "header.json").unlink()
+    assert [load(folder).base for folder in folders] == ["runs/base", "/there/runs/base"], "may be two bases"
+
+
+def test_runs_of_another_version_are_one_arm_wherever_they_were_kept(write_run: Write, comparisons: Callable) -> None:
+    """Their config has a key that this version does not know, so it is not checked."""
+    for seed in range(3):
+        file = write_run(seed=seed) / "config.yaml"
+        tree = yaml.safe_load(file.read_text())
+        tree["controller"]["gone"], tree["data"]["cache_dir"] = 1, f"/cache{seed}"
+        file.write_text(yaml.safe_dump(tree))
+    (comparison,) = comparisons()
+    assert [arm.seeds for arm in comparison.arms] == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def _te(casts: Words, low: Words, shape: tuple[int, int]) -> bool:
     """Return True if Transformer Engine runs these casts.
 
     The two operands of a GEMM have one kind of quantizer, and are not both in blocks. Row scales occur only in fprop,
-    and delayed scales in all GEMMs or none. 16 divides the widths of all that is cast.
+    and delayed scales in all GEMMs or none. 16 divides the widths of all that is cast, and 32 those of MXFP8.
     """
     if _refused(casts, shape):
         return False
@@ -72,7 +72,8 @@ def _te_debug(casts: Words, low: Words, shape: tuple[int, int]) -> bool:
 
 def _refused(casts: Words, shape: tuple[int, int]) -> bool:
     """Return True if Transformer Engine refuses to cast operands of these widths."""
-    return any(casts.values()) and any(width % 16 for width in shape)
+    multiple = 32 if "/mx" in str(casts) else 16
+    return any(casts.values()) and any(width % multiple for width in shape)
 
 
 _QUANTIZERS = """import torch
@@ -253,7 +254,7 @@ def te_debug(job: Job) -> dict[str, str]:
 MEGATRON = Target(
     "Megatron-LM (d98e8a64, core 0.16.1)",
     "q, k and v are one linear for it, gate and up too, and each of these of all experts: they have one recipe; 16 "
-    "divides the widths of what is cast",
+    "divides the widths of what is cast, 32 those of MXFP8",
     megatron,
     _te,
     "megatron",
@@ -263,7 +264,8 @@ MEGATRON = Target(
 TE = Target(
     "Transformer Engine 2.20.2, CustomRecipe",
     "by the names of Hugging Face every operator has its own recipes, all experts in one tensor the same (a "
-    "GroupedLinear of its name); results of GEMMs are not cast, nor widths that 16 does not divide",
+    "GroupedLinear of its name); results of GEMMs are not cast, nor widths that 16 does not divide, in "
+    "MXFP8 32",
     te,
     _te,
     experts="experts",
@@ -271,8 +273,8 @@ TE = Target(
 )
 TE_DEBUG = Target(
     "Transformer Engine 2.20.2, debug features",
-    "a GEMM is on the recipe of autocast or in 16 bits, of other widths than 16 divides in 16 bits; names are Hugging "
-    "Face's",
+    "a GEMM is on the recipe of autocast or in 16 bits, of other widths than 16 divides (MXFP8: 32) in 16 bits; "
+    "names are Hugging Face's",
     te_debug,
     _te_debug,
     experts="experts",

@@ -325,7 +325,12 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def identity(config: Config) -> dict[str, Any]:
     """Return the flat keys that determine a run's numbers, except the seed."""
-    return {key: value for key, value in flatten(to_dict(config)).items() if key not in _OUTSIDE_THE_HASH}
+    return decisive(flatten(to_dict(config)))
+
+
+def decisive(flat: dict[str, Any]) -> dict[str, Any]:
+    """Return those of a config's flat keys that determine a run's numbers, except the seed."""
+    return {key: value for key, value in flat.items() if key not in _OUTSIDE_THE_HASH}
 
 
 def config_hash(config: Config) -> str:

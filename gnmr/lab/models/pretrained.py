@@ -170,6 +170,8 @@ def load(checkpoint: str, dtype: torch.dtype | str, device: torch.device, where:
             "can be in force; give the checkpoint in 16 or 32 bits"
         )
     _check_weights(report, where)
+    if dtype == torch.float32:  # of an FP8 checkpoint transformers leaves the rest in bfloat16, whatever is asked for
+        model.float()
     model.config.use_cache = False
     with quiet(), _one_line(where, what="cannot be run"):
         reads = _reads(model.eval())

@@ -193,10 +193,13 @@ def _endings(comparison: Comparison) -> str:
         endings.append(f"and {plural(more, 'more arm')}")
     if all(arm.sixteen_bit for arm in comparison.arms):
         return f"{'; '.join(endings)}. Nothing was in low precision."
+    low = next((arm for arm in comparison.arms if arm.always is not None and not arm.sixteen_bit), None)
     if not any(arm.sixteen_bit for arm in comparison.arms):
         missing = "a 16-bit arm"
-    elif not any(arm.always is not None and not arm.sixteen_bit for arm in comparison.arms):
+    elif low is None:
         missing = "a static low-precision arm"
+    elif comparison.reference(low) is None:
+        missing = f"a 16-bit arm of the model and optimizer of {comparison.names[low.label]}"
     else:
         missing = f"losses of the static arms for one {comparison.replicate}"
     return f"{'; '.join(endings)}. Without {missing} the cost of low precision is not known."

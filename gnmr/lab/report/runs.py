@@ -114,12 +114,10 @@ class Run:
 
     @property
     def base(self) -> str | None:
-        """Of a fork its base: the last part of its path and the beginning of its checksum."""
+        """Of a fork its base: the last part of its path and the beginning of its checksum, or all of its path."""
         if (name := self.settings.get("base")) is None:
             return None
-        base = self.header.get("base")
-        digest = str(base.get("sha256", ""))[:8] if isinstance(base, dict) else ""
-        return f"{name} {digest}".rstrip()
+        return f"{name} {_base_digest(self.header)}".rstrip()
 
     @property
     def tokens_per_step(self) -> int | None:
@@ -193,16 +191,17 @@ def load(folder: Path) -> Run:
         arm, digest, seed = parsed.arm_name, config.config_hash(parsed), parsed.training.seed
     except UserError:
         with reading(folder / "config.yaml"):
-            settings = {"controller.hold": 1} | _settings(config.flatten(tree))
+            flat = {"controller.hold": 1} | _settings(config.flatten(tree))
+            settings = config.decisive(flat)
             arm = str(header.get("arm") or (name["arm"] if name else folder.name))
-            seed = settings.pop("training.seed", None)
-            seed = int(seed if seed is not None else header.get("seed") or (name["seed"] if name else 0))
+            given = flat.get("training.seed")
+            seed = int(given if given is not None else header.get("seed") or (name["seed"] if name else 0))
             digest = name["hash"] if name else config.hash_of(settings)
     experiment = settings.get("experiment_name") or header.get("experiment") or "custom"
     scale = settings.get("scale_name") or header.get("scale") or "custom"
     settings = {key: text(value) if isinstance(value, str) else value for key, value in settings.items()}
-    if (base := settings.get("base")) is not None:
-        settings["base"] = Path(str(base)).name  # wherever it lies: its checksum tells it from others (`Run.base`)
+    if (base := settings.get("base")) is not None and _base_digest(header):
+        settings["base"] = Path(str(base)).name  # wherever it lies: its checksum tells it from others
     return Run(folder, settings, header, text(experiment), text(scale), text(arm), digest, seed, *_status(folder))
 
 
@@ -249,6 +248,12 @@ def _header(path: Path) -> dict[str, Any]:
         if not isinstance((header.get("data") or {}).get("fingerprint"), str | None):
             raise ValueError("data.fingerprint: must be a str")
     return header
+
+
+def _base_digest(header: dict[str, Any]) -> str:
+    """Return the beginning of the checksum of a fork's base, empty where the header has none."""
+    base = header.get("base")
+    return str(base.get("sha256") or "")[:8] if isinstance(base, dict) else ""
 
 
 def _printable(value: Any) -> Any:
