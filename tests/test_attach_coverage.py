@@ -220,6 +220,18 @@ def test_a_pass_that_ends_early_is_not_counted_and_leaves_no_mode(error: type[Ba
         assert controller.converted.cost.work.operators == (64 * 64, 64 * 128, 64 * 128) * 2
 
 
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_linears_of_nested_tensors_count_by_their_rows(layout: torch.layout) -> None:
+    model = nn.ModuleDict({"first": nn.Linear(8, 16), "then": nn.Linear(16, 4)})
+    controller = attach(model, low="sim_int8", recovery="bf16", targets=["then"], max_o=1)
+    x = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout=layout)
+    model["then"](torch.cat(model["first"](x).unbind())).square().mean().backward()
+    controller.step()
+    assert controller.coverage is not None and controller.coverage.called() == {"first": 5 * 128, "then": 5 * 64}
+    with pytest.raises(ValueError, match=r"^then: its input is a nested tensor"):
+        model["then"](model["first"](x))
+
+
 def test_experts_of_a_layer_cost_alike() -> None:
     """One batch does not tell which of them the next tokens reach."""
     model = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]), "more": nn.Linear(8, 8)})
