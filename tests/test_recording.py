@@ -28,15 +28,17 @@ def net() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
 
 
-def loop(folder: Path, steps: int = 6, finish: bool = True, seed: int = 0, calibrate: int = 0, **how) -> gnmr.Router:
-    """A few steps, each with its loss, an evaluation behind the last one."""
+def loop(
+    folder: Path, steps: int = 6, finish: bool = True, seed: int = 0, calibrate: int = 0, late: int = 0, **how
+) -> gnmr.Router:
+    """A few steps, each with its loss, an evaluation behind the last one; the calibration begins `late` steps late."""
     model = net()
     how = {"low": "int4", "recovery": "int8", "max_o": 2, "alpha": 1.05, "beta": 1.05, "targets": ["?"]} | how
     controller = gnmr.attach(model, record=folder, seed=seed, **how)
-    if calibrate:
-        controller.calibrate(fraction=0.3, steps=calibrate)
     draw = torch.Generator().manual_seed(seed)
     for step in range(steps):
+        if calibrate and step == late:
+            controller.calibrate(fraction=0.3, steps=calibrate)
         x = torch.randn(8, 16, generator=draw) * (5 if step % 3 == 2 else 1)
         loss = (model(x) - x).square().mean()
         loss.backward()
@@ -92,6 +94,8 @@ def test_the_report_and_replay_read_it(done, gnmr, tmp_path):
         {"warmup_steps": 3, "finish": False},
         {"alpha": np.float64(1.05), "beta": TwoStage(np.float64(9.0), 1.05, 4)},
         {"calibrate": 6},
+        {"calibrate": 4, "late": 5, "trigger": 0.7},
+        {"calibrate": 30},
     ],
 )
 def test_replay_gives_the_sets_of_the_loop(how, gnmr, tmp_path):
@@ -103,7 +107,7 @@ def test_replay_gives_the_sets_of_the_loop(how, gnmr, tmp_path):
     chosen = [set(json.loads(line)["active"]) for line in out.read_text().splitlines()]
     matrices = load(folder).units()
     in_force = [{matrices.units[i] for i in row.nonzero()[0]} for row in matrices.active_SU]
-    assert chosen[:-1] == in_force[1:] and any(in_force)
+    assert chosen[:-1] == in_force[1:] and any(in_force) == (how != {"calibrate": 30})
 
 
 def test_thresholds_of_two_stages_are_in_the_records(gnmr, tmp_path):

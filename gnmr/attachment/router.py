@@ -232,7 +232,7 @@ class Router:
         self._begin()
         decision = self.controller.apply(host)
         if self.recording is not None and spent is not None:
-            self.recording.step(decision, spent, self.calibrated)
+            self.recording.step(decision, spent, self.calibrating, self.calibrated)
         return decision
 
     def decide(
