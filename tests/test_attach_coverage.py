@@ -118,8 +118,9 @@ def test_a_budget_is_refused_once_its_base_is_counted() -> None:
     one_step(model, controller)
     assert controller.active == ["layers.0"]
     small, state = Model(), controller.state_dict()
-    begun = [attach(Model(), **given, budget=share + 0.01) for _ in range(2)]
-    begun[0].load_state_dict(begun[1].state_dict())  # of before the first step, which has no count
+    for pins in ({}, {"layers.0.*_proj": ["fprop", "dgrad", "wgrad"]}):  # of the operators alone they are a half
+        begun = [attach(Model(), **given, pins=pins, budget=share + 0.01) for _ in range(2)]
+        begun[0].load_state_dict(begun[1].state_dict())  # of before the first step, which has no count
     controller = attach(small, **given, budget=share - 0.01)
     with pytest.raises(ValueError, match=r"^budget=0\.\d+: is too small for any unit; the cheapest takes 0\.\d+$"):
         one_step(small, controller)
