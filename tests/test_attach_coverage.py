@@ -202,11 +202,14 @@ def test_a_part_that_runs_with_gradients_in_its_recomputation_alone_is_counted()
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("then", ["goes on", "attaches again", "detaches"])
-def test_a_pass_that_ends_early_is_not_counted_and_leaves_no_mode(error: type[BaseException], then: str) -> None:
+@pytest.mark.parametrize("prepend", [False, True])
+def test_a_pass_that_ends_early_is_not_counted_and_leaves_no_mode(
+    error: type[BaseException], then: str, prepend: bool
+) -> None:
     """An interrupt in a notebook calls no hooks of modules."""
     model = Model()
     controller = attach(model, **PATHS, signal="always_low")
-    fails = model.layers[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(error))
+    fails = model.layers[1].up_proj.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(error), prepend=prepend)
     with pytest.raises(error):
         model(TOKENS)
     fails.remove()
@@ -219,6 +222,7 @@ def test_a_pass_that_ends_early_is_not_counted_and_leaves_no_mode(error: type[Ba
         assert not _get_current_dispatch_mode_stack()
         assert controller.converted.cost.work is not None
         assert controller.converted.cost.work.operators == (64 * 64, 64 * 128, 64 * 128) * 2
+        assert controller.converted.cost.work.rest == 64 * (2 * 64 + HEAD)
 
 
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])

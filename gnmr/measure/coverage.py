@@ -284,6 +284,8 @@ class Counting(TorchDispatchMode):
         self._depth += 1
 
     def _leave(self, *_: object) -> None:
+        if self._depth == 0:  # a hook before `_enter` failed, in this module or in one inside of it
+            return
         self._depth -= 1
         if self._depth == 0 and self._open:
             self._close(failed=sys.exception() is not self._start[2])
@@ -303,7 +305,7 @@ class Counting(TorchDispatchMode):
         self._inside += 1
 
     def _after(self, *_: object) -> None:
-        self._inside -= 1
+        self._inside = max(self._inside - 1, 0)
 
     # ---- products ----
 
