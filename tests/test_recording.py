@@ -130,8 +130,9 @@ def test_the_mean_that_the_signal_price_records_is_no_price(gnmr, tmp_path):
 
 def test_a_replay_goes_as_the_loop_went(gnmr, tmp_path):
     """With the units that it promoted itself."""
-    drawn = loop(tmp_path / "drawn-s1", signal="random", alpha=1.5, beta=1.3, finish=False, seed=4)
-    assert drawn.promote(["0", "3"])
+    how = {"signal": "random", "alpha": 1.5, "beta": 1.3, "nonfinite": "keep"}
+    drawn = loop(tmp_path / "drawn-s1", finish=False, seed=4, **how)
+    assert drawn.active == ["0", "3"] and drawn.promote(["1", "2"])
     draw = torch.randn(8, 16)
     for step in range(7, 30):
         (drawn.model(draw) - draw).square().mean().mul(step % 5 + 1).backward()
@@ -140,10 +141,12 @@ def test_a_replay_goes_as_the_loop_went(gnmr, tmp_path):
     drawn.detach()
     out = tmp_path / "out.jsonl"
     assert gnmr("replay", str(tmp_path / "drawn-s1"), f"out={out}").code == 0
-    sets = [set(json.loads(line)["active"]) for line in out.read_text().splitlines()]
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    sets = [set(line["active"]) for line in lines]
+    assert {line["step"]: line["in_force"] for line in lines if "in_force" in line} == {7: ["1", "2"]}
     units = load(tmp_path / "drawn-s1").units()
     active = [{units.units[i] for i in row.nonzero()[0]} for row in units.active_SU]
-    assert sets[:5] == active[1:6] and active[6] == {"0", "3"} and sets[6:-1] == active[7:]
+    assert sets[:5] == active[1:6] and active[6] == {"1", "2"} and sets[6:-1] == active[7:]
 
 
 def test_a_loop_that_was_killed_is_read_too(tmp_path):

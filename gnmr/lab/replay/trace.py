@@ -134,6 +134,7 @@ def _own_loop(path: Path, norms: Norms, header: Mapping[str, Any]) -> Norms | No
     own = {key: value for key, value in given.items() if key in {field.name for field in fields(ControllerConfig)}}
     if not (gemms := given.get("cost") == "gemm"):
         own.pop("cost", None)  # perhaps a table
+    own.pop("nonfinite", None)  # in such a loop it has no effect; `keep` leaves out its own promotions in replays
     found = calibrated_trigger(header)
     with reading(path / "config.yaml"):
         own["warmup_frac"] = min((given.get("warmup_steps") or 0) / norms.steps, 1.0)
