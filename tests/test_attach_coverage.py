@@ -118,6 +118,9 @@ def test_a_budget_is_refused_once_its_base_is_counted() -> None:
     one_step(model, controller)
     assert controller.active == ["layers.0"]
     small, state = Model(), controller.state_dict()
+    for pins in ({}, {"layers.0.*_proj": ["fprop", "dgrad", "wgrad"]}):  # of the operators alone they are a half
+        begun = [attach(Model(), **given, pins=pins, budget=share + 0.01) for _ in range(2)]
+        begun[0].load_state_dict(begun[1].state_dict())  # of before the first step, which has no count
     controller = attach(small, **given, budget=share - 0.01)
     with pytest.raises(ValueError, match=r"^budget=0\.\d+: is too small for any unit; the cheapest takes 0\.\d+$"):
         one_step(small, controller)
@@ -191,19 +194,23 @@ def test_what_activation_checkpointing_recomputes_counts_once(reentrant: bool) -
 def test_a_part_that_runs_with_gradients_in_its_recomputation_alone_is_counted() -> None:
     model = Model()
     controller = attach(model.layers[0], **PATHS, signal="always_low")
-    checkpoint(model.layers[0], model.table(TOKENS), use_reentrant=True).sum().backward()
+    for _ in range(2):
+        checkpoint(model.layers[0], model.table(TOKENS), use_reentrant=True).sum().backward()
     controller.step()
     assert controller.converted.cost.work is not None
-    assert sum(controller.converted.cost.work.operators) == 64 * (BLOCK - 64)
+    assert sum(controller.converted.cost.work.operators) == 2 * 64 * (BLOCK - 64)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("then", ["goes on", "attaches again", "detaches"])
-def test_a_pass_that_ends_early_is_not_counted_and_leaves_no_mode(error: type[BaseException], then: str) -> None:
+@pytest.mark.parametrize("prepend", [False, True])
+def test_a_pass_that_ends_early_is_not_counted_and_leaves_no_mode(
+    error: type[BaseException], then: str, prepend: bool
+) -> None:
     """An interrupt in a notebook calls no hooks of modules."""
     model = Model()
     controller = attach(model, **PATHS, signal="always_low")
-    fails = model.layers[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(error))
+    fails = model.layers[1].up_proj.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(error), prepend=prepend)
     with pytest.raises(error):
         model(TOKENS)
     fails.remove()
@@ -216,6 +223,19 @@ def test_a_pass_that_ends_early_is_not_counted_and_leaves_no_mode(error: type[Ba
         assert not _get_current_dispatch_mode_stack()
         assert controller.converted.cost.work is not None
         assert controller.converted.cost.work.operators == (64 * 64, 64 * 128, 64 * 128) * 2
+        assert controller.converted.cost.work.rest == 64 * (2 * 64 + HEAD)
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_linears_of_nested_tensors_count_by_their_rows(layout: torch.layout) -> None:
+    model = nn.ModuleDict({"first": nn.Linear(8, 16), "then": nn.Linear(16, 4)})
+    controller = attach(model, low="sim_int8", recovery="bf16", targets=["then"], max_o=1)
+    x = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout=layout)
+    model["then"](torch.cat(model["first"](x).unbind())).square().mean().backward()
+    controller.step()
+    assert controller.coverage is not None and controller.coverage.called() == {"first": 5 * 128, "then": 5 * 64}
+    with pytest.raises(ValueError, match=r"^then: its input is a nested tensor"):
+        model["then"](model["first"](x))
 
 
 def test_experts_of_a_layer_cost_alike() -> None:

@@ -28,15 +28,17 @@ def net() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
 
 
-def loop(folder: Path, steps: int = 6, finish: bool = True, seed: int = 0, calibrate: int = 0, **how) -> gnmr.Router:
-    """A few steps, each with its loss, an evaluation behind the last one."""
+def loop(
+    folder: Path, steps: int = 6, finish: bool = True, seed: int = 0, calibrate: int = 0, late: int = 0, **how
+) -> gnmr.Router:
+    """A few steps, each with its loss, an evaluation behind the last one; the calibration begins `late` steps late."""
     model = net()
     how = {"low": "int4", "recovery": "int8", "max_o": 2, "alpha": 1.05, "beta": 1.05, "targets": ["?"]} | how
     controller = gnmr.attach(model, record=folder, seed=seed, **how)
-    if calibrate:
-        controller.calibrate(fraction=0.3, steps=calibrate)
     draw = torch.Generator().manual_seed(seed)
     for step in range(steps):
+        if calibrate and step == late:
+            controller.calibrate(fraction=0.3, steps=calibrate)
         x = torch.randn(8, 16, generator=draw) * (5 if step % 3 == 2 else 1)
         loss = (model(x) - x).square().mean()
         loss.backward()
@@ -92,6 +94,8 @@ def test_the_report_and_replay_read_it(done, gnmr, tmp_path):
         {"warmup_steps": 3, "finish": False},
         {"alpha": np.float64(1.05), "beta": TwoStage(np.float64(9.0), 1.05, 4)},
         {"calibrate": 6},
+        {"calibrate": 4, "late": 5, "trigger": 0.7},
+        {"calibrate": 30},
     ],
 )
 def test_replay_gives_the_sets_of_the_loop(how, gnmr, tmp_path):
@@ -103,7 +107,7 @@ def test_replay_gives_the_sets_of_the_loop(how, gnmr, tmp_path):
     chosen = [set(json.loads(line)["active"]) for line in out.read_text().splitlines()]
     matrices = load(folder).units()
     in_force = [{matrices.units[i] for i in row.nonzero()[0]} for row in matrices.active_SU]
-    assert chosen[:-1] == in_force[1:] and any(in_force)
+    assert chosen[:-1] == in_force[1:] and any(in_force) == (how != {"calibrate": 30})
 
 
 def test_thresholds_of_two_stages_are_in_the_records(gnmr, tmp_path):
@@ -126,8 +130,9 @@ def test_the_mean_that_the_signal_price_records_is_no_price(gnmr, tmp_path):
 
 def test_a_replay_goes_as_the_loop_went(gnmr, tmp_path):
     """With the units that it promoted itself."""
-    drawn = loop(tmp_path / "drawn-s1", signal="random", alpha=1.5, beta=1.3, finish=False, seed=4)
-    assert drawn.promote(["0", "3"])
+    how = {"signal": "random", "alpha": 1.5, "beta": 1.3, "nonfinite": "keep"}
+    drawn = loop(tmp_path / "drawn-s1", finish=False, seed=4, **how)
+    assert drawn.active == ["0", "3"] and drawn.promote(["1", "2"])
     draw = torch.randn(8, 16)
     for step in range(7, 30):
         (drawn.model(draw) - draw).square().mean().mul(step % 5 + 1).backward()
@@ -136,10 +141,12 @@ def test_a_replay_goes_as_the_loop_went(gnmr, tmp_path):
     drawn.detach()
     out = tmp_path / "out.jsonl"
     assert gnmr("replay", str(tmp_path / "drawn-s1"), f"out={out}").code == 0
-    sets = [set(json.loads(line)["active"]) for line in out.read_text().splitlines()]
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    sets = [set(line["active"]) for line in lines]
+    assert {line["step"]: line["in_force"] for line in lines if "in_force" in line} == {7: ["1", "2"]}
     units = load(tmp_path / "drawn-s1").units()
     active = [{units.units[i] for i in row.nonzero()[0]} for row in units.active_SU]
-    assert sets[:5] == active[1:6] and active[6] == {"0", "3"} and sets[6:-1] == active[7:]
+    assert sets[:5] == active[1:6] and active[6] == {"1", "2"} and sets[6:-1] == active[7:]
 
 
 def test_a_loop_that_was_killed_is_read_too(tmp_path):

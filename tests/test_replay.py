@@ -265,6 +265,16 @@ def test_a_run_of_compressed_gradients_gives_its_sets_and_no_share_of_gemms(trai
     assert replay["GEMM FLOPs recovered"] == "–"
 
 
+def test_the_mean_that_the_signal_price_records_is_no_price(train, gnmr, tmp_path):
+    paths = ("precision.low=sim_e2m1", "precision.recovery=bf16")
+    words = (*paths, "controller.signal=price", "controller.routing=ranked")
+    outcome = gnmr("replay", str(train(tmp_path / "run", *words)))
+    assert outcome.code == 2 and "signal price needs price, which was not recorded" in outcome.err
+    recorded = train(tmp_path / "recorded", *words, "records.evidence=[price]")
+    shown = told(gnmr("replay", str(recorded)))
+    assert shown["replay"]["unit-steps recovered"] == shown["run"]["unit-steps recovered"] != "0.00%"
+
+
 def test_a_static_run_can_be_asked_what_if(train, gnmr, tmp_path):
     run = train(tmp_path / "run", "precision.recovery=null")
     outcome = gnmr("replay", str(run), f"out={tmp_path / 'out.jsonl'}")

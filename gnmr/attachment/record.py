@@ -28,7 +28,7 @@ from gnmr.control import Decision
 from gnmr.control.spec import TwoStage
 from gnmr.errors import UserError
 from gnmr.precision.cost import Spent
-from gnmr.records.reader import calibrated_trigger, read_json
+from gnmr.records.reader import calibrated_trigger, calibration_steps, read_json
 from gnmr.records.rows import event_rows, step_row, unit_rows, versions
 from gnmr.records.schema import EVAL_FIELDS, OWN, STEP_FIELDS
 from gnmr.records.writer import RunWriter
@@ -82,8 +82,14 @@ class Recording:
         """Make a copy of the controller record nothing."""
         return type(None), ()
 
-    def step(self, decision: Decision, spent: Spent, calibrated: float | None = None) -> None:
-        """Record a step; `spent` is `ConvertedModel.cost.spent`, `calibrated` the trigger found so far."""
+    def step(
+        self,
+        decision: Decision,
+        spent: Spent,
+        calibrating: tuple[int, int] | None = None,
+        calibrated: float | None = None,
+    ) -> None:
+        """Record a step; `spent` is `ConvertedModel.cost.spent`, see `Controller` for the calibration."""
         if self._writer is None:
             raise UserError(
                 f"record={self._folder}: holds the records of a run; choose another folder, or load the controller's "
@@ -91,6 +97,9 @@ class Recording:
             )
         self._flush()
         self._step = decision.step
+        if calibrating is not None and calibrating[0] == 1:
+            self._header["calibration"] = {"first": decision.step, "steps": calibrating[1]}
+            self._writer.write_header(self._config, self._header)
         if calibrated is not None and (calibrated_trigger(self._header) or (0, 0.0))[1] != calibrated:
             self._header["calibrated"] = {"after_step": decision.step, "trigger": calibrated}
             self._writer.write_header(self._config, self._header)
@@ -163,6 +172,8 @@ class Recording:
         told["resumed"] = [*told.get("resumed", []), again]
         if (found := calibrated_trigger(told)) is not None and found[0] > step:
             del told["calibrated"]  # of a step that was dropped
+        if (ran := calibration_steps(told)) is not None and ran[0] > step:
+            del told["calibration"]
         self._header = told
         self._writer.write_header(self._config, told)
         there = self._writer.last_step == step  # written already, with everything that was logged

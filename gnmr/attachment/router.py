@@ -232,7 +232,7 @@ class Router:
         self._begin()
         decision = self.controller.apply(host)
         if self.recording is not None and spent is not None:
-            self.recording.step(decision, spent, self.calibrated)
+            self.recording.step(decision, spent, self.calibrating, self.calibrated)
         return decision
 
     def decide(
@@ -486,7 +486,8 @@ class Router:
         if self._counts_itself and isinstance(state, Mapping) and state.get("work") is not None:
             self._recount(self._work_of(state["work"]))  # the active set has to fit the budget of that time
         try:
-            self.controller.check_budget()
+            if self.converted.cost.work is not None:  # otherwise the first step counts, and checks then
+                self.controller.check_budget()
             self.check_state(state)
             if self.recording is not None:
                 self.recording.resume(state["t"], state.get("record", {}))

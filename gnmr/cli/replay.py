@@ -158,7 +158,7 @@ def _calibrate(paths: list[Path], words: list[str], signals: list[str], given: A
         raise UserError(f"out={out}: must be a folder in a folder that exists")
     if sought := next((word for word in words if word.startswith(("trigger=", "options.active_frac="))), None):
         raise UserError(f"{sought}: calibrate finds this value; leave it out")
-    recorded = [read_norms(place) for place in paths]
+    recorded = [replace(read_norms(place), triggers={}) for place in paths]
     plain = [*words, "trigger=1"]  # the words that are found replace the runs' own triggers
     settings = settings_of(paths[0], recorded[0].settings, plain, given.trust)
     for place, norms in zip(paths, recorded, strict=True):

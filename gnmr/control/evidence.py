@@ -90,15 +90,15 @@ class MicroNorms:
         self._before: list[list[Tensor | None]] = [[None] * len(group) for group in self._groups]
         self._sum: Tensor | None = None
         self._weighted = False
-        self.count = 0
+        self.count = self._empty = 0
 
     @torch.no_grad()
     def add(self, fraction: float | None = None, gradients: Mapping[int, Tensor] | None = None) -> None:
         """Record a micro-batch; call it after each micro-batch's backward pass.
 
         Args:
-            fraction: the part of the step's mean loss that the micro-batch contributes; None: equal parts. With 0 it
-                counts as no micro-batch (all of its labels are masked).
+            fraction: the part of the step's mean loss that the micro-batch contributes; None: equal parts. With 0 (all
+                of its labels are masked) it is in no mean.
             gradients: this process's own gradients by parameter id, if the parameters already hold the mean over
                 processes.
 
@@ -106,7 +106,10 @@ class MicroNorms:
         """
         if self.count and self._weighted is not (fraction is not None):
             raise ValueError("micro_step: give all micro-batches of a step their fraction of the loss, or none of them")
+        self._weighted = fraction is not None
+        self.count += 1
         if fraction == 0:
+            self._empty += 1
             return
         squares = []
         for group, before in zip(self._groups, self._before, strict=True):
@@ -121,36 +124,40 @@ class MicroNorms:
                 before[i] = gradient.clone()
             squares.append(square if fraction is None else square / fraction**2)
         now = torch.stack(squares)
-        self._weighted = fraction is not None
         self._sum = now if self._sum is None else self._sum + now
-        self.count += 1
 
     def parts(self) -> Tensor:
         """Return (U + 1,): this process's terms of the sum, and its number of micro-batches; start a new step.
 
         All micro-batches must have been added with their `fraction`.
         """
-        total, count = self._sum, float(self.count)
+        total, count = self._sum, float(self.count - self._empty)
         assert total is not None and self._weighted
         self.reset()
         return torch.cat([self._distinct.of_each(total), torch.full_like(total[:1], count)])
 
     def take(self) -> Tensor:
-        """Return the step's mean (U,) and start a new step. Raises ValueError after fewer than two micro-batches."""
-        count, total = self.count, self._sum
+        """Return the step's mean (U,) and start a new step.
+
+        It is 0 if fewer than two micro-batches contribute to the loss, because nothing can be compared then. Raises
+        ValueError after fewer than two micro-batches.
+        """
+        came, count, total = self.count, self.count - self._empty, self._sum
         self.reset()
-        if count < 2 or total is None:
+        if came < 2:
             raise ValueError(
-                f"micro_square needs two or more micro-batches a step, {count} came: call micro_step() after each "
+                f"micro_square needs two or more micro-batches a step, {came} came: call micro_step() after each "
                 "backward"
             )
+        if count < 2 or total is None:
+            total, count = torch.zeros(len(self._groups), dtype=torch.float64, device=self._groups[0][0].device), 1
         # Each backward pass ran on a part of the mean loss, so its gradient is 1/count of the micro-batch's own.
         return self._distinct.of_each(total / count if self._weighted else total * count)
 
     def reset(self) -> None:
         """Forget the micro-batches since the last `take`."""
         self._before = [[None] * len(group) for group in self._groups]
-        self._sum, self.count = None, 0
+        self._sum, self.count, self._empty = None, 0, 0
 
 
 def of_shards(groups: Sequence[Sequence[Tensor | Slice]], ranks: Ranks | None) -> Ranks | None:

@@ -120,5 +120,5 @@ def _filled(candidate: np.ndarray, order: np.ndarray, max_o: int, budget: Budget
 
 def may(chosen: np.ndarray, max_o: int, budget: Budget | None) -> bool:
     """Return whether these units (U,) bool may be on the recovery path together."""
-    fits = budget is None or budget.cost[chosen].sum() <= budget.most
+    fits = budget is None or budget.cost[chosen].sum() <= max(budget.most, 0)  # pins may take all of an estimate
     return bool(fits and np.count_nonzero(chosen) <= max_o)

@@ -38,7 +38,7 @@ class GnmrCallback(Callback):
     - The model is attached when fitting begins, on its device and in its processes, and detached when it ends. After an
       error midway it is not detached: call `callback.detach()`.
     - Norms are those of the accumulated gradient, unscaled, before clipping. The callback waits for the device once a
-      step.
+      step, and twice under FP16's loss scale.
     - The Trainer's log has `Tally.figures` every `log_every_n_steps`, over the steps since the last entry.
     - Validation is on the 16-bit path.
     - Checkpoints hold the controller's state, and `fit(ckpt_path=...)` restores it. Raises UserError if a checkpoint

@@ -4,7 +4,8 @@ A linear that is called counts rows times inputs times outputs, whatever kernels
 counted as PyTorch dispatches them, by the formulas of `torch.utils.flop_counter` and a few more (grouped products,
 recurrent kernels). They belong to the parameter that they read: fused experts, `Conv1D`, the `in_proj` of an attention,
 convolutions, recurrent layers, and a linear whose weight is read without a call. Products of two activations belong to
-attention; they are counted separately and enter no share. A library's kernel that is not a PyTorch product is not seen.
+attention; they are counted separately and enter no share. A library's kernel that is not a PyTorch product is not seen,
+nor are products of nested tensors outside of linears.
 
     found = count(model, lambda: model(batch))
     found.line(["layers.0.mlp.up_proj", ...])    # covers 11.2% of the GEMMs' arithmetic; not: experts.gate_up_proj 59%
@@ -196,7 +197,7 @@ class Counting(TorchDispatchMode):
         """True if everything is counted, inside a module or not (`all`)."""
         self._outermost: tuple[int, FrameType] | None = None
         """Thread and frame of the outermost module call of a loop's own pass that is being counted."""
-        self._start = Counter[Product](), 0, sys.exception()
+        self._start: tuple[Counter[Product], int, BaseException | None] = Counter(), 0, None
         """Products and attention before this pass, and the exception that was being handled then."""
         self._ran: set[nn.Module] = set()
         """Modules whose forward pass was counted; activation checkpointing may repeat it in the backward pass."""
@@ -283,6 +284,8 @@ class Counting(TorchDispatchMode):
         self._depth += 1
 
     def _leave(self, *_: object) -> None:
+        if self._depth == 0:  # a hook before `_enter` failed, in this module or in one inside of it
+            return
         self._depth -= 1
         if self._depth == 0 and self._open:
             self._close(failed=sys.exception() is not self._start[2])
@@ -298,11 +301,11 @@ class Counting(TorchDispatchMode):
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         x = next(_tensors((args, kwargs)), None)
         if x is not None and self._open and not self._inside:
-            self._products[Product(self._linears[module], "Linear")] += x.numel() // x.shape[-1] * _area(module)
+            self._products[Product(self._linears[module], "Linear")] += x.numel() // x.size(-1) * _area(module)
         self._inside += 1
 
     def _after(self, *_: object) -> None:
-        self._inside -= 1
+        self._inside = max(self._inside - 1, 0)
 
     # ---- products ----
 
@@ -310,6 +313,8 @@ class Counting(TorchDispatchMode):
         kwargs = kwargs or {}
         if _opname(func).startswith(_LAYOUT):  # a subclass asks for what its own methods answer
             return NotImplemented
+        if any(one.is_nested for one in _tensors((args, kwargs))):  # has kernels of its own, and no shape
+            return func(*args, **kwargs)
         formula = _formula(func)
         if formula is None and isinstance(func, OpOverload) and func is not torch.ops.prim.device.default:
             with self:

@@ -227,7 +227,7 @@ class PathLinear(nn.Linear):
         """Return whether no probe or fault is active, and casts can be counted in a backward pass."""
         measuring = [one for one in (self.shared.probe, self.shared.prices) if one is not None and one.enabled]
         disturbed = self.fault is not None or bool(measuring) or self.shared.watch is not None
-        disturbed = disturbed or is_sharded(input, self.weight)  # refused between graphs
+        disturbed = disturbed or input.is_nested or is_sharded(input, self.weight)  # refused between graphs
         counts = not torch.is_grad_enabled() or input.requires_grad or self.weight.requires_grad
         return counts and not disturbed and input.numel() > 0
 

@@ -211,3 +211,11 @@ def calibrated_trigger(header: Mapping[str, Any]) -> tuple[int, float] | None:
         case {"after_step": int(step), "trigger": float(trigger)} if 0 <= step <= MAX_STEP and 0 < trigger < math.inf:
             return step, trigger
     return None
+
+
+def calibration_steps(header: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the first step of the calibration in a user's own loop, and the number of its steps; None without one."""
+    match header.get("calibration"):
+        case {"first": int(first), "steps": int(steps)} if 0 < first <= MAX_STEP and 0 < steps <= MAX_STEP:
+            return first, steps
+    return None

@@ -48,9 +48,23 @@ def test_micro_batches_that_are_unequal_shares_of_the_step() -> None:
         accumulate(u.parameters[0], [share * g for g in gradient])
         controller.micro_step(share)
     assert controller.step().evidence["micro_square"].tolist() == [(25 + 1) / 2]
-    controller.micro_step(0.5)
-    with pytest.raises(ValueError, match="give all micro-batches of a step their fraction of the loss, or none"):
-        controller.micro_step()
+    for first in (0.5, 0.0):
+        controller.discard()
+        controller.micro_step(first)
+        with pytest.raises(ValueError, match="give all micro-batches of a step their fraction of the loss, or none"):
+            controller.micro_step()
+
+
+def test_gsnr_says_nothing_of_steps_with_one_micro_batch_that_has_targets() -> None:
+    u = unit([0.0, 0.0])
+    controller = Controller([u], ControlSpec(signal="gsnr", max_o=1))
+    for shares in ((0.5, 0.5), (1.0, 0.0), (0.0, 0.0), (0.5, 0.5)):
+        u.parameters[0].grad = None
+        for i, share in enumerate(shares):
+            accumulate(u.parameters[0], [30 * share, 40 * share * i])
+            controller.micro_step(share)
+        decision = controller.step()
+        assert decision.columns["inverse_gsnr"] == pytest.approx([1.0])
 
 
 def test_weight_std_is_that_of_the_matrices() -> None:

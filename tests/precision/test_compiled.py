@@ -234,6 +234,13 @@ def test_a_compiled_model_can_be_copied_pickled_and_turned_back() -> None:
     assert same([p.grad for p in compiled.parameters()], [p.grad for p in plain.parameters()])
 
 
+def test_a_nested_input_is_refused_by_name_here_too() -> None:
+    _, (net, _) = pair("fp8_hybrid", "bf16", name="small", fullgraph=False)
+    rows = [torch.ones(2, 64, dtype=torch.bfloat16), torch.ones(3, 64, dtype=torch.bfloat16)]
+    with pytest.raises(ValueError, match=r"^layers.0.q_proj: its input is a nested tensor"):
+        net.layers[0](torch.nested.nested_tensor(rows, layout=torch.jagged))
+
+
 def test_what_graphs_keep_cannot_be_read() -> None:
     _, (_, converted) = pair("sim_e2m1", "bf16", "small")
     with pytest.raises(ValueError, match="saved_bytes: what compiled blocks keep"):

@@ -25,7 +25,10 @@ from gnmr.control.spec import Threshold, check
 
 
 class Gsnr(RatioSignal):
-    """Mean of the past GSNR over this step's. If the micro-batches agree entirely, GSNR is 1 / eps."""
+    """Mean of the past GSNR over this step's. If the micro-batches agree entirely, GSNR is 1 / eps.
+
+    A step in which fewer than two micro-batches contribute (a micro_square of 0) has none, and its ratio is 1.
+    """
 
     columns = ("inverse_gsnr",)
     needs = ("micro_square",)
@@ -39,6 +42,6 @@ class Gsnr(RatioSignal):
         noise = torch.maximum(micro - square, self.eps * micro)  # rounding may make it negative for equal gradients
         gsnr = square / noise.clamp(min=TINY)
         mean, entered = self.history.mean, seen(evidence) & (micro > 0)
-        column = torch.where(gsnr.isfinite(), ratio(mean, gsnr, (mean != 0) & entered, self.eps), gsnr)
+        column = torch.where(gsnr.isfinite() | (micro == 0), ratio(mean, gsnr, (mean != 0) & entered, self.eps), gsnr)
         self.history.update(gsnr, entered)
         return self.verdict(evidence, step, column)

@@ -16,7 +16,6 @@ from torch import nn
 from yaml import YAMLError
 
 from gnmr.control import Controller, Decision, Unit
-from gnmr.control.calibration import NO_TRIGGER
 from gnmr.control.evidence import missing
 from gnmr.errors import UserError, as_user_error, nearest
 from gnmr.lab.config import ControllerConfig, from_words, load, one_line
@@ -62,8 +61,8 @@ def replay(norms: Norms, settings: ControllerConfig) -> Iterator[Decision]:
     """Yield the decision of every step, in order.
 
     With `nonfinite="find"`, the effects of a run's verdicts on its sets are repeated. Units are promoted in a step that
-    was retried, and the set stays unchanged if no unit was to blame. Under the trigger that a loop of the user's own
-    calibrated, only risks that are not finite promote in the steps of its calibration.
+    was retried, and the set stays unchanged if no unit was to blame. If a user's own loop calibrated its trigger, and
+    `settings` have its signal and trigger, its earlier triggers are repeated too.
     """
 
     def ignore(_recovering: bool) -> None:
@@ -94,12 +93,12 @@ def replay(norms: Norms, settings: ControllerConfig) -> Iterator[Decision]:
         if name in ("norm", "observed", *controller.needs)
     }
     finds = settings.nonfinite == "find"
-    calibrating = norms.calibrating if settings.trigger == norms.settings.trigger else 0
+    own = (settings.signal, settings.trigger) == (norms.settings.signal, norms.settings.trigger)
     for step in range(1, len(norms.norm) + 1):
         if finds and step in norms.retried:
             controller.promote(norms.retried[step])
-        if calibrating:
-            controller._trigger.value = NO_TRIGGER if step <= calibrating else settings.trigger
+        if own and step in norms.triggers:
+            controller._trigger.value = norms.triggers[step]
         evidence = {name: values[step - 1] for name, values in tensors.items()}
         packet = controller.observe(evidence, keep=finds and step in norms.blameless)
         yield controller.apply(packet.to_host())

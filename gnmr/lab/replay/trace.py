@@ -19,12 +19,13 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
+from gnmr.control.calibration import NO_TRIGGER
 from gnmr.control.evidence import EVIDENCE
 from gnmr.control.signals import SIGNALS, SignalBase
 from gnmr.errors import UserError, plural
 from gnmr.lab.config import ControllerConfig, load, one_line, read_tree
 from gnmr.lab.config import read as read_config
-from gnmr.records.reader import calibrated_trigger, check_units, read_json, read_jsonl, read_units
+from gnmr.records.reader import calibrated_trigger, calibration_steps, check_units, read_json, read_jsonl, read_units
 from gnmr.records.untrusted import Damaged, exists, opened, reading
 
 MOST_GAPS = 1000
@@ -57,8 +58,8 @@ class Norms:
     steps: int = 0
     """Length of the run, to which fractions of its steps refer."""
     seed: int = 0
-    calibrating: int = 0
-    """First steps, in which the loop had no trigger yet: it found that of `settings` in them."""
+    triggers: Mapping[int, float] = field(default_factory=dict)
+    """Triggers of a loop that calibrated that of `settings`, by the first step of each."""
     every: int = 1
     """Interval between recorded steps. In the other steps no unit counts as observed."""
     retried: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
@@ -133,6 +134,7 @@ def _own_loop(path: Path, norms: Norms, header: Mapping[str, Any]) -> Norms | No
     own = {key: value for key, value in given.items() if key in {field.name for field in fields(ControllerConfig)}}
     if not (gemms := given.get("cost") == "gemm"):
         own.pop("cost", None)  # perhaps a table
+    own.pop("nonfinite", None)  # in such a loop it has no effect; `keep` leaves out its own promotions in replays
     found = calibrated_trigger(header)
     with reading(path / "config.yaml"):
         own["warmup_frac"] = min((given.get("warmup_steps") or 0) / norms.steps, 1.0)
@@ -145,16 +147,18 @@ def _own_loop(path: Path, norms: Norms, header: Mapping[str, Any]) -> Norms | No
                 f"{path}: the first stages of its alpha and beta differ in length; give its units.arrows and settings"
             )
         seed = int(header.get("signal_seed") or 0)
-    if found is not None:
-        own["trigger"] = found[1]
-    settings = load({"controller": own}).controller
+    settings, triggers = load({"controller": own}).controller, dict[int, float]()
+    if ran := calibration_steps(header) or (found and (1, found[0])):  # earlier records have its last step only
+        after = settings.trigger if found is None else found[1]
+        triggers = {1: settings.trigger, ran[0]: NO_TRIGGER, sum(ran): after}
+        settings = replace(settings, trigger=after)
     return replace(
         norms,
         more=_evidence(norms.more, settings.signal),
         gemms=gemms,
         settings=settings,
         seed=seed,
-        calibrating=0 if found is None else found[0],
+        triggers=triggers,
         retried=_verdicts(path, norms.units)[0],
     )
 
