@@ -7,8 +7,8 @@ A run folder holds
                     writes to in full), data fingerprint, units,
                     paths (and what runs a recipe), world (processes, parallel), run_id (W&B's name of the run),
                     shape (layers, width) and parameters of the model that was trained,
-                    calibration (first, steps) and calibrated (after_step, trigger) of a loop of one's own that
-                    found its trigger itself
+                    of a loop of one's own: signal_seed (with which its signal draws); calibration (first, steps)
+                    and calibrated (after_step, trigger) if it found its trigger itself
     steps.jsonl     one `STEP_FIELDS` row a step
     eval.jsonl      one `EVAL_FIELDS` row an evaluation
     scores.jsonl    one `SCORE_FIELDS` row a scoring; only where scores.tasks asks for some
