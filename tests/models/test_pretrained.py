@@ -273,18 +273,26 @@ def test_weights_that_need_scales_are_refused(dtype: torch.dtype, named: str, ch
     assert "in model.safetensors" in refused(str(checkpoint)), "transformers reads it in place of the parts beside it"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="transformers keeps it in FP8 where a GPU is")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_checkpoint_in_fp8_is_dequantized_where_no_gpu_multiplies_it(checkpoint: Path, dtype: torch.dtype) -> None:
+def test_a_checkpoint_in_fp8_is_dequantized(checkpoint: Path, dtype: torch.dtype, monkeypatch, tmp_path: Path) -> None:
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+    def where_a_gpu_multiplies_it(self, *_: object, **__: object) -> None:
+        assert self.quantization_config.dequantize
+
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", where_a_gpu_multiplies_it)
     file, tree = checkpoint / "model.safetensors", dict[str, torch.Tensor]()
     for name, weight in load_file(file).items():
         tree[name] = weight.to(torch.float8_e4m3fn) if "proj" in name else weight.bfloat16()
         tree |= {f"{name}_scale_inv": torch.full((1, 1), 0.5)} if "proj" in name else {}
     save_file(tree, file, {"format": "pt"})
     edit(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})(checkpoint)
-    found = dict(load(str(checkpoint), dtype, CPU).named_parameters())
+    model = load(str(checkpoint), dtype, CPU)
+    found = dict(model.named_parameters())
     assert {weight.dtype for weight in found.values()} == {dtype}
     assert all(torch.equal(found[name].float(), tree[name].float() / 2) for name in found if "proj" in name)
+    model.save_pretrained(tmp_path / "plain")
+    assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
 
 
 def test_a_checkpoint_that_stays_quantized_is_refused(checkpoint: Path, tmp_path: Path) -> None:

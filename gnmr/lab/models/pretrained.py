@@ -47,6 +47,8 @@ MOST_LAYERS = 1000  # upper limit for config.json; the deepest known models have
 MOST_TOKENS = 2**30  # for a model without a length limit (recurrent, ALiBi)
 _DTYPES = ("F64", "F32", "F16", "BF16")
 """The dtypes, as named by safetensors, of weights without a quantization_config."""
+_DEQUANTIZED = ("fp8", "mxfp4")
+"""Methods whose weights transformers dequantizes when asked; a GPU that multiplies them would keep them otherwise."""
 _BUFFERS = (".inv_freq", ".masked_bias", ".attn.bias", ".attention.bias", ".position_ids", ".cos_cached", ".sin_cached")
 """Name endings of buffers that a model computes and that older versions wrote into checkpoints."""
 
@@ -150,12 +152,15 @@ def load(checkpoint: str, dtype: torch.dtype | str, device: torch.device, where:
     if not known:  # transformers passes over a method of others (ModelOpt)
         whole = folder / "model.safetensors"  # transformers reads it instead of all other files
         _check_dtypes([whole] if whole.is_file() else files, where)
+    if isinstance(given, dict) and given.get("quant_method") in _DEQUANTIZED:
+        given["dequantize"] = True
     cpu_products.provide()
     with quiet(), _one_line(where), torch.random.fork_rng(devices=[]):  # some families draw before they read
         from transformers import AutoModelForCausalLM
 
         found: Any = AutoModelForCausalLM.from_pretrained(
             str(folder),
+            config=config,
             trust_remote_code=False,
             dtype=dtype,
             use_safetensors=True,
