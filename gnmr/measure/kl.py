@@ -47,12 +47,13 @@ def _of_positions(log_p: Tensor, low: Tensor) -> Tensor:
     """Return the KL of each position, (N, V) -> (N,) float64. Waits for the device."""
     log_q = F.log_softmax(low, dim=1)
     apart = log_q - log_p
-    found = torch.expm1(apart).sub_(apart).mul_(log_p.exp()).sum(dim=1)
-    if not bool(found.isfinite().all()):  # exp(d) overflows above d = 88, and -Inf in both is a NaN
-        apart = (log_q - log_p).masked_fill_(log_q == log_p, 0.0)
-        terms = torch.expm1(apart).sub_(apart).mul_(log_p.exp())
-        found = torch.where(apart > _FAR, log_q.exp(), terms).sum(dim=1)
-    return found.double()
+    near = bool((apart <= _FAR).all())  # NaN is not
+    if not near:
+        apart.masked_fill_(log_q == log_p, 0.0)  # -Inf in both is a NaN before
+    terms = torch.expm1(apart).sub_(apart).mul_(log_p.exp())
+    if not near:
+        terms = torch.where(apart > _FAR, log_q.exp_(), terms)  # exp(d) overflows above d = 88, and p may be 0
+    return terms.sum(dim=1).double()
 
 
 @torch.no_grad()

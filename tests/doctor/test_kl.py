@@ -84,6 +84,15 @@ def test_predictions_that_are_far_apart_have_a_finite_divergence(size: float) ->
     assert divergence(high.log_softmax(-1), low).tolist() == pytest.approx(each.tolist(), rel=1e-4)
 
 
+@pytest.mark.parametrize("surer", [25.0, 110.0])
+def test_tokens_whose_probability_is_0_in_float32_count(surer: float) -> None:
+    """Many tokens of which each adds little, where no term overflows."""
+    high, low = torch.zeros(2, 1, 1, 5000)
+    high[..., 0], low[..., 0] = surer, 22.0
+    each = kl_by_hand(high, low).mean(1)
+    assert divergence(high.log_softmax(-1), low).tolist() == pytest.approx(each.tolist(), rel=1e-3)
+
+
 def test_tokens_that_are_masked_in_both_predictions_add_nothing() -> None:
     draw = torch.Generator().manual_seed(0)
     high, low = torch.randn(2, 3, 200, 50, generator=draw)
