@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from gnmr.lab.evaluation.blocks import blocks_of
 from gnmr.lab.evaluation.subjects import Text, load_subject
@@ -28,6 +29,20 @@ def test_blocks_begin_as_the_tokenizer_begins_a_text(python: bool, checkpoint: P
         for target in batch.targets.tolist():
             places.append(next(i for i in range(len(ids)) if ids[i : i + 16] == target))
     assert len(set(places)) == 12 and all(place % 16 == 1 for place in places), "every target is one only once"
+
+
+@pytest.mark.parametrize("template", [None, "<s> $A", "$A </s>", "<s> $A </s>"])
+@pytest.mark.parametrize("letters", ["ab", "b"])
+def test_neither_padding_nor_an_end_begins_a_text(template: str | None, letters: str) -> None:
+    """As tokenizer.json may hold them, whatever its vocabulary has."""
+    specials = [("<s>", 0), ("</s>", 1)]
+    for model in (models.BPE, lambda vocabulary, _: models.WordLevel(vocabulary, "<unk>")):
+        own = Tokenizer(model(dict(specials) | {letter: 2 + i for i, letter in enumerate(letters)}, []))
+        if template is not None:
+            own.post_processor = processors.TemplateProcessing(single=template, special_tokens=specials)
+        own.enable_padding(direction="left", pad_id=1, pad_token="</s>", length=8)
+        text = Text(PreTrainedTokenizerFast(tokenizer_object=own, eos_token="</s>"), 1)
+        assert text.begin() == (0 if "<s>" in (template or "") else None)
 
 
 class InPython:

@@ -114,9 +114,13 @@ def begin_token(tokenizer: Tokenizer) -> int | None:
     """Return the id of the token that the tokenizer puts before a text, or None.
 
     A "bos_token" that a checkpoint names does not count, because GPT-2 and others name one that training never used.
+    `tokenizer` has no truncation and no padding.
     """
-    encoding = tokenizer.encode("a")
-    return encoding.ids[0] if encoding.special_tokens_mask[:1] == [1] else None
+    encoding = tokenizer.encode("", add_special_tokens=False)
+    text = 2**32 - 1  # in place of a text, since a vocabulary may have no token for a given one
+    encoding.pad(len(encoding.ids) + 1, direction="left", pad_id=text)
+    first = tokenizer.post_process(encoding).ids[0]
+    return None if first == text else first
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,6 @@ class Text:
         own = self._own()
         if own is None:
             return list(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
-        own.no_truncation()
-        own.no_padding()
         return list(bpe.encode(own, [text], where, bpe.Controls.of(own, self.eos))[0].ids)
 
     def begin(self) -> int | None:
@@ -55,14 +53,21 @@ class Text:
         own = self._own()
         if own is not None:
             return bpe.begin_token(own)
-        first = self.tokenizer.encode("a")[0]
-        return int(first) if first in self.tokenizer.all_special_ids else None
+        plain, whole = (self.tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
+        return int(whole[0]) if plain and whole[0] != plain[0] else None
 
     def _own(self) -> Any:
-        """Return a copy of the tokenizer as one of the library tokenizers; None for one of transformers in Python."""
+        """Return a copy of the tokenizer as one of the library tokenizers; None for one of transformers in Python.
+
+        The copy has no truncation and no padding.
+        """
         own = self.tokenizer if self.ours else getattr(self.tokenizer, "backend_tokenizer", None)
-        # transformers modifies its tokenizer at each call
-        return None if own is None else type(own).from_str(own.to_str())
+        if own is None:
+            return None
+        own = type(own).from_str(own.to_str())  # transformers modifies its tokenizer at each call
+        own.no_truncation()
+        own.no_padding()
+        return own
 
 
 @dataclass
