@@ -45,6 +45,13 @@ def test_neither_padding_nor_an_end_begins_a_text(template: str | None, letters:
         assert text.begin() == (0 if "<s>" in (template or "") else None)
 
 
+def test_blocks_for_a_run_from_scratch_begin_anywhere(train, checkpoint: Path, text_file: Path, tmp_path: Path) -> None:
+    """No text began with a token of its own in training, whatever the tokenizer would put there."""
+    subject = load_subject(str(train(tmp_path / "run", f"data.tokenizer={checkpoint}", "training.steps=1")), "cpu")
+    blocks = blocks_of(subject, text_file, batches=2, held_out=1, length=16, size=4)
+    assert not any((batch.tokens <= 2).any() for batch in (*blocks.batches, *blocks.held_out))
+
+
 class InPython:
     """A tokenizer without a backend, which puts the first of `ids` before a text."""
 

@@ -36,7 +36,7 @@ class Text:
     eos: int
     """The token that ends a text."""
     ours: bool = False
-    """True for a tokenizer of gnmr.lab.data, whose end token separates documents."""
+    """True for the tokenizer of a run that began from scratch: its end token, and none else, separates documents."""
 
     def plain(self, text: str, where: str) -> list[int]:
         """Return the token ids of a text in which control tokens count as text, as in training.
@@ -49,7 +49,9 @@ class Text:
         return list(bpe.encode(own, [text], where, bpe.Controls.of(own, self.eos))[0].ids)
 
     def begin(self) -> int | None:
-        """Return the token that the tokenizer puts before a text, or None."""
+        """Return the token that the tokenizer puts before a text, or None; None also if training put none there."""
+        if self.ours:
+            return None
         own = self._own()
         if own is not None:
             return bpe.begin_token(own)
