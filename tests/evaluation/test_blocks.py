@@ -9,8 +9,10 @@ import torch
 from tokenizers import Tokenizer, models, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from gnmr.errors import UserError
 from gnmr.lab.evaluation.blocks import blocks_of
 from gnmr.lab.evaluation.subjects import Text, load_subject
+from gnmr.measure.kl import IGNORED
 
 
 @pytest.mark.parametrize("python", [False, True])
@@ -31,6 +33,24 @@ def test_blocks_begin_as_the_tokenizer_begins_a_text(python: bool, checkpoint: P
     assert len(set(places)) == 12 and all(place % 16 == 1 for place in places), "every target is one only once"
 
 
+def test_blocks_begin_with_both_of_two_tokens_and_neither_is_a_target(checkpoint: Path, tmp_path: Path) -> None:
+    """As the tokenizers of GLM begin a text."""
+    text, subject = "".join(f"{number} and " for number in range(60)), load_subject(str(checkpoint), device="cpu")
+    (tmp_path / "text.txt").write_text(text)
+    specials = [("<unk>", 0), ("<s>", 1)]
+    own = subject.text.tokenizer.backend_tokenizer
+    own.post_processor = processors.TemplateProcessing(single="<unk> <s> $A", special_tokens=specials)
+    ids = subject.text.plain(text, "")
+    found = blocks_of(subject, tmp_path / "text.txt", batches=2, held_out=1, length=16, size=4)
+    for batch in (*found.batches, *found.held_out):
+        assert batch.tokens[:, :2].tolist() == [[0, 1]] * 4 and batch.targets[:, 0].tolist() == [IGNORED] * 4
+        assert torch.equal(batch.tokens[:, 2:], batch.targets[:, 1:-1]) and batch.num_targets == 4 * 15
+        for target in batch.targets[:, 1:].tolist():
+            assert any(ids[i : i + 15] == target for i in range(1, len(ids), 15))
+    with pytest.raises(UserError, match=r"^block=1: .* puts 2 tokens before a text; use longer blocks$"):
+        blocks_of(subject, tmp_path / "text.txt", batches=2, held_out=1, length=1)
+
+
 @pytest.mark.parametrize("template", [None, "<s> $A", "$A </s>", "<s> $A </s>"])
 @pytest.mark.parametrize("letters", ["ab", "b"])
 def test_neither_padding_nor_an_end_begins_a_text(template: str | None, letters: str) -> None:
@@ -42,7 +62,7 @@ def test_neither_padding_nor_an_end_begins_a_text(template: str | None, letters:
             own.post_processor = processors.TemplateProcessing(single=template, special_tokens=specials)
         own.enable_padding(direction="left", pad_id=1, pad_token="</s>", length=8)
         text = Text(PreTrainedTokenizerFast(tokenizer_object=own, eos_token="</s>"), 1)
-        assert text.begin() == (0 if "<s>" in (template or "") else None)
+        assert text.begin() == ([0] if "<s>" in (template or "") else [])
 
 
 def test_blocks_for_a_run_from_scratch_begin_anywhere(train, checkpoint: Path, text_file: Path, tmp_path: Path) -> None:

@@ -111,7 +111,12 @@ def end_token(tokenizer: Tokenizer, end: str | None = None) -> int:
 
 
 def begin_token(tokenizer: Tokenizer) -> int | None:
-    """Return the id of the token that the tokenizer puts before a text, or None.
+    """Return the id of the first token that the tokenizer puts before a text, or None; see `begin_tokens`."""
+    return next(iter(begin_tokens(tokenizer)), None)
+
+
+def begin_tokens(tokenizer: Tokenizer) -> list[int]:
+    """Return the ids of the tokens that the tokenizer puts before a text: none, one, or two as those of GLM.
 
     A "bos_token" that a checkpoint names does not count, because GPT-2 and others name one that training never used.
     `tokenizer` has no truncation and no padding.
@@ -119,8 +124,8 @@ def begin_token(tokenizer: Tokenizer) -> int | None:
     encoding = tokenizer.encode("", add_special_tokens=False)
     text = 2**32 - 1  # in place of a text, since a vocabulary may have no token for a given one
     encoding.pad(len(encoding.ids) + 1, direction="left", pad_id=text)
-    first = tokenizer.post_process(encoding).ids[0]
-    return None if first == text else first
+    ids = tokenizer.post_process(encoding).ids
+    return list(ids[: ids.index(text)])
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from gnmr.lab.data.rows import utf8
 from gnmr.lab.data.sequences import validation_sequences
 from gnmr.lab.evaluation.subjects import Subject, run_corpus
 from gnmr.lab.train.build import apart
+from gnmr.measure.kl import IGNORED
 
 MOST_TEXT = 1 << 26
 """Largest number of bytes of a text that is read."""
@@ -93,20 +94,27 @@ def blocks_of(
 def _blocks(subject: Subject, data: Path | None, length: int, number: int) -> tuple[Batch, str]:
     """Return at most `number` blocks, which may be none, and their source for messages.
 
-    A block of a given text begins with the token that the tokenizer puts before a text, if it does so: many models
-    predict badly without it, and their largest activations are at this token.
+    A block of a given text begins with the tokens that the tokenizer puts before a text, if it does so: many models
+    predict badly without them, and their largest activations are there. None of them is a target.
     """
     tokens = _encoded(subject, data) if data is not None else apart(run_corpus(Path(subject.name)), subject.model).val
     where = f"data={data}" if data is not None else f"{subject.name}: its validation data"
     if isinstance(tokens, Documents):
         return packed_validation(tokens, length, number), where
-    if len(tokens) <= length:
+    begin = subject.text.begin() if data is not None else []
+    own = length - max(len(begin) - 1, 0)  # the first is in place of the last target of the sequence before it
+    if own < 1:
+        raise UserError(f"block={length}: {subject.name} puts {len(begin)} tokens before a text; use longer blocks")
+    if len(tokens) <= own:
         return Batch.of_sequences(torch.empty((0, length + 1), dtype=torch.int64)), where
-    sequences = validation_sequences(tokens, length, number)
-    if data is not None and (begin := subject.text.begin()) is not None:
-        _check_token(subject, begin)
-        sequences[:, 0] = begin  # in place of the last target of the sequence before it
-    return Batch.of_sequences(sequences), where
+    sequences = validation_sequences(tokens, own, number)
+    if not begin:
+        return Batch.of_sequences(sequences), where
+    _check_token(subject, max(begin))
+    sequences = torch.cat([torch.tensor(begin).expand(len(sequences), -1), sequences[:, 1:]], dim=1)
+    targets = sequences[:, 1:].clone()
+    targets[:, : len(begin) - 1] = IGNORED
+    return Batch(sequences[:, :-1], targets), where
 
 
 def _encoded(subject: Subject, data: Path) -> np.ndarray:

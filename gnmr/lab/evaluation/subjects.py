@@ -48,15 +48,15 @@ class Text:
             return list(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
         return list(bpe.encode(own, [text], where, bpe.Controls.of(own, self.eos))[0].ids)
 
-    def begin(self) -> int | None:
-        """Return the token that the tokenizer puts before a text, or None; None also if training put none there."""
+    def begin(self) -> list[int]:
+        """Return the tokens that the tokenizer puts before a text; none also if training put none there."""
         if self.ours:
-            return None
+            return []
         own = self._own()
         if own is not None:
-            return bpe.begin_token(own)
-        plain, whole = (self.tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
-        return int(whole[0]) if plain and whole[0] != plain[0] else None
+            return bpe.begin_tokens(own)
+        plain, whole = (list(self.tokenizer.encode("a", add_special_tokens=special)) for special in (False, True))
+        return whole[: whole.index(plain[0])] if plain else []
 
     def _own(self) -> Any:
         """Return a copy of the tokenizer as one of the library tokenizers; None for one of transformers in Python.
