@@ -295,6 +295,43 @@ def test_a_checkpoint_in_fp8_is_dequantized(checkpoint: Path, dtype: torch.dtype
     assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
 
 
+@pytest.mark.parametrize("method", ["fp8", "mxfp4"])
+def test_dequantized_experts_are_saved_under_names_that_load(method: str, tmp_path: Path) -> None:
+    """Those of FP8 are merged when they are loaded, and those of MXFP4 have other names with scales."""
+    import transformers
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 8}
+    sizes |= {"num_key_value_heads": 2, "intermediate_size": 32, "num_experts_per_tok": 1}
+    if method == "fp8":
+        config: Any = transformers.Qwen3MoeConfig(**sizes, moe_intermediate_size=32, num_experts=2)
+    else:
+        config = transformers.GptOssConfig(**sizes, num_local_experts=2)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "given")
+    file, tree = tmp_path / "given" / "model.safetensors", dict[str, torch.Tensor]()
+    names, scale = set(load_file(file)), torch.full((2, 1, 1), 120, dtype=torch.uint8)
+    for name, weight in load_file(file).items():
+        if ".experts." not in name or name.endswith("bias"):
+            tree[name] = weight
+        elif method == "fp8":
+            tree |= {name: weight.to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.full((1, 1), 0.5)}
+        else:
+            outputs = weight.shape[2]
+            packed = torch.randint(256, (2, outputs, 1, 16), dtype=torch.uint8)
+            tree |= {f"{name}_blocks": packed, f"{name}_scales": scale.expand(2, outputs, 1).contiguous()}
+    save_file(tree, file, {"format": "pt"})
+    edit(
+        quantization_config={
+            "quant_method": method,
+            "modules_to_not_convert": ["lm_head", "self_attn", "gate", "router"],
+        }
+    )(tmp_path / "given")
+    model = load(str(tmp_path / "given"), torch.float32, CPU)
+    save(model, tmp_path / "plain")
+    assert set(load_file(tmp_path / "plain" / "model.safetensors")) == names
+    again = load(str(tmp_path / "plain"), "auto", CPU)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), again.parameters(), strict=True))
+
+
 def test_a_checkpoint_that_stays_quantized_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     from torchao.quantization import Int8WeightOnlyConfig

@@ -152,8 +152,9 @@ def load(checkpoint: str, dtype: torch.dtype | str, device: torch.device, where:
     if not known:  # transformers passes over a method of others (ModelOpt)
         whole = folder / "model.safetensors"  # transformers reads it instead of all other files
         _check_dtypes([whole] if whole.is_file() else files, where)
-    if isinstance(given, dict) and given.get("quant_method") in _DEQUANTIZED:
-        given["dequantize"] = True
+    dequantized = isinstance(given, dict) and given.get("quant_method") in _DEQUANTIZED
+    if dequantized:
+        config.quantization_config["dequantize"] = True
     cpu_products.provide()
     with quiet(), _one_line(where), torch.random.fork_rng(devices=[]):  # some families draw before they read
         from transformers import AutoModelForCausalLM
@@ -177,6 +178,8 @@ def load(checkpoint: str, dtype: torch.dtype | str, device: torch.device, where:
     _check_weights(report, where)
     if dtype == torch.float32:  # of an FP8 checkpoint transformers leaves the rest in bfloat16, whatever is asked for
         model.float()
+    if dequantized:  # otherwise experts are saved under their names with scales, or not at all
+        model._weight_conversions = None
     model.config.use_cache = False
     with quiet(), _one_line(where, what="cannot be run"):
         reads = _reads(model.eval())
