@@ -30,7 +30,7 @@ class DataConfig:
     vocab_size: int = 4096
     """Largest vocabulary of the byte-level BPE. A tiny corpus may give a smaller one."""
     tokenizer: str | None = None
-    """A tokenizer.json to use instead of training one. In fine-tuning, it (or its folder) replaces the checkpoint's."""
+    """A tokenizer.json, or its folder, to use instead of training one. Fine-tuning uses the checkpoint's own."""
     tokenizer_bytes: int = 50_000_000
     """Largest amount of text that the tokenizer is trained on, in bytes of UTF-8."""
     max_tokens: int | None = None
