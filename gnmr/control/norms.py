@@ -221,9 +221,12 @@ class OutputGradients:
         self.enabled = True
         """Whether backward passes belong to this step and count (False in `ConvertedModel.no_side_effects`)."""
         device = next((p.device for module in modules for p in module.parameters()), torch.device("cpu"))
-        place = {module: i for i, module in enumerate(dict.fromkeys(modules))}
-        self.first = [modules.index(module) for module in place]
+        first: dict[nn.Module, int] = {}
+        for i, module in enumerate(modules):
+            first.setdefault(module, i)
+        self.first = list(first.values())
         """Index of the first unit of each norm: the GEMMs of an operator have one in common."""
+        place = {module: i for i, module in enumerate(first)}
         shared = len(place) < len(modules)
         self._places = torch.tensor([place[module] for module in modules], device=device) if shared else None
         modules = list(place)

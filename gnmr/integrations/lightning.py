@@ -126,7 +126,7 @@ class GnmrCallback(Callback):
         self._passes, self._stepped = 0, True
         scale = 1.0 if trainer.scaler is None else trainer.scaler.get_scale()
         # A fused optimizer unscales later, inside its step.
-        scaled = trainer.scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
+        scaled = getattr(optimizer, "_step_supports_amp_scaling", False)
         self.decision = self.controller.step(grad_scale=scale if scaled else 1.0, loss_scale=scale)
         self._tally.add(self.decision, self.controller.spec.max_o)
         if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
