@@ -27,6 +27,7 @@ from omegaconf import OmegaConf
 
 from gnmr.lab import config
 from gnmr.precision import cpu_products
+from gnmr.precision.kernels import scaled_mm
 
 # Here, and not when a test builds the first model: products before and after differ in their last bits.
 cpu_products.provide()
@@ -62,6 +63,12 @@ def pytest_collection_finish() -> None:
     """Modules and tests stay to the end: no collection of garbage need look at them again."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests of FP8 products where PyTorch has none on the CPU, as `gnmr` refuses them there."""
+    if item.get_closest_marker("fp8") is not None and (missing := scaled_mm.cpu_missing()) is not None:
+        pytest.skip(missing)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -167,6 +167,7 @@ def test_a_part_that_hangs_or_crashes_is_a_row(tmp_path: Path, call: Call, monke
 
 
 @pytest.mark.slow
+@pytest.mark.fp8
 def test_parts_of_gpu(tiny_words: list[str], tmp_path: Path, call: Call) -> None:
     only = [word for part in ("speed", "controller", "train") for word in ("--only", part)]
     call(gpu, tmp_path / "out.json", "--device", "cpu", *only, *tiny_words, "training.steps=3")

@@ -157,6 +157,7 @@ def test_a_static_recipe_has_one_graph_and_evaluation_another_on_the_plain_path(
     assert not any(counts.any() for counts in converted.saturation().values())
 
 
+@pytest.mark.fp8
 def test_eight_bit_codes_go_into_graphs_too() -> None:
     found = []
     for compiles in (False, True):

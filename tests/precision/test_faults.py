@@ -412,6 +412,7 @@ def test_fprop_and_wgrad_read_the_broken_input_and_what_saturates_is_counted(low
         assert plan.shared.amax.history[0, 0, 0] == x.abs().max(), "what was there, not what became of it"
 
 
+@pytest.mark.fp8
 @pytest.mark.parametrize("rows_frac", [1.0, 0.5])
 @pytest.mark.parametrize("low", ["fp8_hybrid", "fp8_delayed"])
 @pytest.mark.parametrize("kind", KINDS)

@@ -40,7 +40,7 @@ def passes(net: nn.Module, width: int = 16) -> list[Tensor]:
     [
         ("sim_e2m1", "bf16", "auto"),
         ("sim_int4", "fp8_hybrid", "simulated"),
-        ("fp8_hybrid", "bf16", "scaled_mm"),
+        pytest.param("fp8_hybrid", "bf16", "scaled_mm", marks=pytest.mark.fp8),
         ("mxfp8", "sim_int4", "simulated"),
     ],
 )

@@ -199,6 +199,7 @@ def test_delayed_scales_are_those_that_the_low_path_takes(recovering: bool) -> N
     assert expected["mse"] > 2 * described(3 * x, 5 * dy, "fp8_delayed", "bf16")["mse"], "it saturates"
 
 
+@pytest.mark.fp8
 @pytest.mark.parametrize("low", ["fp8_hybrid", "fp8_delayed"])
 def test_codes_and_their_simulation_have_the_same_errors(low: str) -> None:
     read = []
@@ -304,7 +305,10 @@ def test_a_bad_number_shows_in_every_statistic_of_its_unit(low: str) -> None:
     assert probe.read()["gap_low"][0].isnan() and probe.read()["mse"][0].isfinite()
 
 
-@pytest.mark.parametrize("how", [{}, {"low": "fp8_hybrid", "recovery": "bf16", "backend": "scaled_mm"}])
+@pytest.mark.parametrize(
+    "how",
+    [{}, pytest.param({"low": "fp8_hybrid", "recovery": "bf16", "backend": "scaled_mm"}, marks=pytest.mark.fp8)],
+)
 def test_frozen_units_and_empty_batches_and_pauses_measure_nothing(how: dict) -> None:
     net, plan = make(**how)
     probe = measure_errors(plan, STATISTICS)

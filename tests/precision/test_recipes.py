@@ -46,6 +46,7 @@ def test_names_of_recipes_of_ones_own() -> None:
             Recipe.of(name, {})
 
 
+@pytest.mark.fp8
 def test_recipes_in_the_place_of_names() -> None:
     """In code: either path, mixed with names, and under a backend that has their casts."""
     mine = Recipe.of("mine", RECIPES["fp8_hybrid"].words())

@@ -65,6 +65,7 @@ def through(
     return [y.detach(), leaf.grad, *(p.grad for p in net.parameters()), *measured], converted
 
 
+@pytest.mark.fp8
 @pytest.mark.parametrize("recovers", [None, *RECOVERED], ids=str)
 @pytest.mark.parametrize("low", ["fp8_hybrid", "fp8_delayed"])
 def test_it_is_the_simulation_where_no_sum_is_rounded(low: str, recovers: list[str] | None) -> None:
@@ -79,6 +80,7 @@ def test_it_is_the_simulation_where_no_sum_is_rounded(low: str, recovers: list[s
             assert torch.allclose(ours, theirs, rtol=1e-6)
 
 
+@pytest.mark.fp8
 def test_of_any_numbers_it_differs_by_the_order_of_sums() -> None:
     generator = torch.Generator().manual_seed(0)
     operands = tuple(torch.randn(one.shape, generator=generator) for one in (X, W, DY))
@@ -87,6 +89,7 @@ def test_of_any_numbers_it_differs_by_the_order_of_sums() -> None:
         assert float((real - simulated).norm() / simulated.norm()) < 1e-6
 
 
+@pytest.mark.fp8
 def test_what_is_kept_are_codes_and_their_scale() -> None:
     """As saved tensors, the weight's codes too, so that checkpointing and hooks of saved tensors reach them."""
     net, saved = nn.Sequential(nn.Linear(32, 48)), []
@@ -103,6 +106,7 @@ def test_what_is_kept_are_codes_and_their_scale() -> None:
     assert converted.cost.spent()[1] == 8 / 8 * 72 * 32
 
 
+@pytest.mark.fp8
 def test_delayed_scales_saturate_and_are_counted_alike() -> None:
     counts = []
     for backend in ("scaled_mm", "simulated"):
@@ -125,7 +129,7 @@ def test_delayed_scales_saturate_and_are_counted_alike() -> None:
         ("sim_e3m2", (128, 128), "the recipe sim_e3m2 has e3m2/row in fprop"),
         ("mxfp8", (128, 128), "the recipe mxfp8 has e4m3/mx in fprop"),
         ("deepseek_v3", (128, 128), "the model is on cpu"),
-        ("fp8_hybrid", (32, 24), "0 has 24 outputs"),
+        pytest.param("fp8_hybrid", (32, 24), "0 has 24 outputs", marks=pytest.mark.fp8),
     ],
 )
 def test_what_it_cannot_run_is_refused(low: str, widths: tuple[int, int], said: str) -> None:
@@ -133,6 +137,30 @@ def test_what_it_cannot_run_is_refused(low: str, widths: tuple[int, int], said: 
     with pytest.raises(ValueError, match=f"backend='scaled_mm': .*{said}"):
         convert(net, PathSpec.of(low, None, targets=["0"], backend="scaled_mm"))
     assert type(net[0]) is nn.Linear
+
+
+@pytest.mark.parametrize("refused", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_cpu_that_refuses_fp8_products_is_told_when_the_model_is_converted(
+    refused: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two E4M3 operands, or a mixed pair: PyTorch has a kernel for each."""
+
+    def product(a: Tensor, *_args: object, **_options: object) -> Tensor:
+        if a.dtype == refused:
+            raise RuntimeError("could not create a primitive descriptor\nsecond line")
+        return torch.zeros(16, 16)
+
+    monkeypatch.setattr(torch, "_scaled_mm", product)
+    scaled_mm.cpu_missing.cache_clear()
+    try:
+        net = nn.Sequential(nn.Linear(32, 48))
+        line = r"^backend='scaled_mm': PyTorch cannot .* \(could not create a primitive descriptor\); use backend='auto'$"
+        with pytest.raises(ValueError, match=line):
+            convert(net, PathSpec.of("fp8_hybrid", None, targets=["0"], backend="scaled_mm"))
+        assert type(net[0]) is nn.Linear
+        assert convert(net, PathSpec.of("fp8_hybrid", None, targets=["0"])).low.backend == "simulated"
+    finally:
+        scaled_mm.cpu_missing.cache_clear()
 
 
 @pytest.mark.parametrize(

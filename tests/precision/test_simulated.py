@@ -342,7 +342,7 @@ def test_saturated_elements_of_mx_are_counted_in_the_operands_where_they_are() -
     assert convert(nn.Sequential(nn.Linear(4, 4)), PathSpec.of("int4", None, targets=["0"])).saturation() == {}
 
 
-@pytest.mark.parametrize("backend", ["simulated", "scaled_mm"])
+@pytest.mark.parametrize("backend", ["simulated", pytest.param("scaled_mm", marks=pytest.mark.fp8)])
 @pytest.mark.parametrize("first_runs", [True, False])
 def test_a_cast_that_several_operators_read_is_counted_once(backend: str, first_runs: bool) -> None:
     """For the one that made it, even if that one's own backward pass never comes."""

@@ -170,13 +170,13 @@ KILLS: dict[str, tuple[Hook, list[str]]] = {
 QUICK = ("between_checkpoints", "within_a_checkpoint", "rich_between_checkpoints")
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in KILLS]
-)
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.slow] * (name not in QUICK) + [pytest.mark.fp8] * (KILLS[name][1] is REAL)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in KILLS])
 def test_a_killed_run_continues_to_the_last_bit(name, train, tmp_path, uninterrupted):
     hook, words = KILLS[name]
-    if words is REAL and not hasattr(torch, "_scaled_mm"):
-        pytest.skip("this PyTorch has no torch._scaled_mm")
     want = uninterrupted(*words)
     folder = tmp_path / "run"
 

@@ -26,6 +26,7 @@ A line is a row of the first operand or a column of the second; a group is 128 e
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -90,7 +91,11 @@ def _recipe_missing(recipe: Recipe) -> str | None:
 def _device_missing(device: torch.device | None, recipe: Recipe, auto: bool) -> str | None:
     """Return what the device lacks for one of the scales of the recipe, or None."""
     for kind in dict.fromkeys(_KINDS[cast.scale] for cast in recipe.casts):
-        if device is None or (device.type == "cpu" and kind == "tensor" and not auto):
+        if device is None:
+            continue
+        if device.type == "cpu" and kind == "tensor" and not auto:
+            if (lacking := cpu_missing()) is not None:
+                return lacking
             continue
         capability, name = _LEAST[kind]
         needs = f"needs a GPU of compute capability {'.'.join(map(str, capability))}{name}"
@@ -103,6 +108,25 @@ def _device_missing(device: torch.device | None, recipe: Recipe, auto: bool) -> 
             return f"{needs}, this one has {found[0]}.{found[1]}"
         if kind == "tile" and tuple(map(int, (torch.version.cuda or "0").split(".")[:2])) < _TILE_CUDA:
             return f"needs a PyTorch of CUDA 12.9 or newer for its tiles, this one has {torch.version.cuda}"
+    return None
+
+
+@cache
+def cpu_missing() -> str | None:
+    """Return why this process cannot multiply FP8 matrices on the CPU, or None if it can.
+
+    Small products decide: PyTorch hands them to oneDNN if the processor has AMX, and oneDNN refuses them if
+    ONEDNN_MAX_CPU_ISA forbids AMX.
+    """
+    weight, scale = (torch.zeros(shape, device="cpu") for shape in ((MULTIPLE, MULTIPLE), ()))
+    weight = weight.to(torch.float8_e4m3fn)
+    try:
+        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):  # two E4M3 and a mixed pair have different kernels
+            operand = weight.float().to(dtype)
+            torch._scaled_mm(operand, weight.t(), scale_a=scale, scale_b=scale, out_dtype=torch.float32)
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0].partition(". ")[0]  # advice for developers of oneDNN follows
+        return f"PyTorch cannot multiply FP8 matrices on this CPU ({reason})"
     return None
 
 
