@@ -8,10 +8,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from close import apart, assert_close
 from slow_casts import EXPONENT_OF_MAX, MAX, groups, nearest, scale_of_two_levels, slow_cast
 from test_probe import WIDTH, Net, make
 from test_scaled_mm import DY, W, X
-from test_simulated import BY_HAND, same
+from test_simulated import BY_HAND, recast, same
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -397,8 +398,11 @@ def test_fprop_and_wgrad_read_the_broken_input_and_what_saturates_is_counted(low
     hit = (y != sound[0]).any(dim=1).nonzero().flatten().tolist()
     (forward, over), (backward, over_too) = (by_hand(x, x_fprop, 1, hit, 1 / 8), by_hand(x, x_wgrad, 0, hit, 1 / 8))
     weight = net["a"].weight.detach()
-    assert torch.equal(y, slow_cast(nn.functional.linear(forward, slow_cast(weight, w_fprop, 1)), y_result, 1))
-    assert torch.equal(grad, slow_cast(slow_cast(dy, dy_wgrad, 0).t() @ backward, w_result, 1))
+    expected = slow_cast(nn.functional.linear(forward, slow_cast(weight, w_fprop, 1)), y_result, 1)
+    assert_close(y, expected, terms=128, recast=recast(y_result))
+    expected = slow_cast(slow_cast(dy, dy_wgrad, 0).t() @ backward, w_result, 1)
+    assert_close(grad, expected, terms=128, recast=recast(w_result))
+    assert apart([y, grad], sound[:2], terms=128, recast=recast(y_result)), "the fault would pass unseen"
     total = over + over_too if low in ("deepseek_v3", "mxfp8", "nv_blocks") else over
     assert total > 100
     shared = [0, 0] if low != "fp8_delayed" else of_b

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from test_linear import Block
-from test_simulated import by_hand, by_us, same, single
+from test_simulated import assert_by_hand, by_us, same, single
 from test_units import Net, backward
 from torch import nn
 
@@ -51,12 +51,12 @@ def test_every_pinned_gemm_keeps_its_own_recipe_on_both_paths(first: int, second
         (operator,) = converted.operators
         assert operator.pinned == (*pins,)
         assert operator.routable == (recovery is not None and not {*recovers} <= {*pins})
-        assert same(by_us(x, operator, dy), by_hand(tuple(pins.get(gemm, "sim_e2m1") for gemm in GEMMS)))
+        assert_by_hand(by_us(x, operator, dy), tuple(pins.get(gemm, "sim_e2m1") for gemm in GEMMS))
         for one in converted.units:
             if one.routable:
                 one.switch(True)
         high = dict.fromkeys(recovers, recovery or "sim_e2m1") | pins
-        assert same(by_us(x, operator, dy), by_hand(tuple(high.get(gemm, "sim_e2m1") for gemm in GEMMS)))
+        assert_by_hand(by_us(x, operator, dy), tuple(high.get(gemm, "sim_e2m1") for gemm in GEMMS))
 
 
 def test_operators_that_read_the_same_tensor_have_each_its_own_recipes() -> None:

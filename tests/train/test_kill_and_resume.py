@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from everything import differences, everything, in_child
 
 from gnmr.lab.train.step import TrainStep
