@@ -16,14 +16,14 @@ other side of a tie. The cast itself changes a product by 4% or by 10% and more.
 def apart(ours: Results, theirs: Results, terms: int, products: int = 1, recast: float = 0.0) -> dict[str, str]:
     """Return, by name or number, how far those of these results differ that the order of sums does not explain.
 
-    Bits are compared (`torch.equal`) only where one operation ran twice in one process, on the same strides and the
-    same alignment. Another kernel, layout, number of threads or library adds the products of a sum in another order, and
-    which one runs depends on the CPU. So do views into a larger buffer (FSDP) and tensors in a mapped file.
+    Bits are compared (`torch.equal`) only where one operation ran twice on the same strides and alignments in one
+    process. Another kernel, layout, number of threads or library adds the products of a sum in another order, and which
+    one runs depends on the CPU. A kernel may also do so for views into a larger buffer and tensors in a mapped file.
 
-    A sum of K terms in FP32 makes K roundings of independent sign, each of at most eps/2 of a partial sum. The result is
-    off by about e = eps * sqrt(K) of its norm, on either side. Norms of whole tensors are compared, because terms cancel
-    in single elements. They cancel in whole tensors too (the gradient of a key's bias is 0), so that the error in FP32
-    is a part of the largest norm among the results.
+    A sum of K terms in FP32 makes K roundings of independent sign, each of at most eps/2 of a partial sum. The result
+    is off by about e = eps * sqrt(K) of its norm, on either side. Norms of whole tensors are compared, because terms
+    cancel in single elements. They cancel in whole tensors too (the gradient of a key's bias is 0), so that the error
+    in FP32 is a part of the largest norm among the results.
 
     A result of 16 bits is rounded once more, by eps16. Two FP32 sums that differ by e fall on different sides of a
     rounding boundary in a share e / eps16 of the elements, which adds sqrt(e * eps16) of the norm. The next product
@@ -36,8 +36,8 @@ def apart(ours: Results, theirs: Results, terms: int, products: int = 1, recast:
         theirs: the same of the other computation.
         terms: number of products in the longest sum.
         products: number of matrix products in a row, forward and backward.
-        recast: `EIGHT_BITS` or `FOUR_BITS` if a product is cast again. Operands that differ in their last bits then have
-            other codes here and there.
+        recast: `EIGHT_BITS` or `FOUR_BITS` if a product is cast again. Operands that differ in their last bits then
+            have other codes here and there.
     """
     named, expected = _named(ours), _named(theirs)
     assert named.keys() == expected.keys()

@@ -9,6 +9,7 @@ import in_ranks
 import numpy as np
 import pytest
 import torch
+from close import EIGHT_BITS, assert_close
 
 from gnmr.distributed import world
 from gnmr.distributed.reduce import Ranks
@@ -30,7 +31,12 @@ def one_thread() -> Any:
 
 
 def equal(weights: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    """Whether ranks with whole tensors have the bits of one process."""
     return all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
+
+
+SHARDED: dict[str, Any] = {"terms": 33, "products": 80, "recast": EIGHT_BITS}
+"""A shard begins at another address, so that a kernel may add in another order, in each of eight steps."""
 
 
 def close(ours: list[list[float]], theirs: list[list[float]], rtol: float) -> None:
@@ -56,10 +62,12 @@ def test_two_ranks_are_one_process_with_two_micro_batches(pair: Pair, how: str, 
     assert len({tuple(units) for units in one["sets"]}) > 2, "a run without changes shows little"
     for rank in ranks:
         assert rank["sets"] == one["sets"]
-        assert equal(rank["weights"], one["weights"])
         if how == "ddp":
+            assert equal(rank["weights"], one["weights"])
             assert rank["norms"] == one["norms"] and rank["risks"] == one["risks"]
-    close(ranks[0]["norms"], one["norms"], 1e-6)
+        else:
+            assert_close(rank["weights"], one["weights"], **SHARDED)
+    close(ranks[0]["norms"], one["norms"], 1e-6 if how == "ddp" else 1e-3)
     assert ranks[0]["norms"] == ranks[1]["norms"] and ranks[0]["risks"] == ranks[1]["risks"]
 
 
@@ -70,8 +78,9 @@ def test_experts_and_attention_in_two_ranks_are_those_of_one_process(pair: Pair,
     assert one["names"][:3] == ["0.self_attn.in_proj", "0.self_attn.out_proj", "0.experts.0.up"]
     assert len({tuple(units) for units in one["sets"]}) > 1
     for rank in ranks:
-        assert rank["sets"] == one["sets"] and equal(rank["weights"], one["weights"])
-        close(rank["norms"], one["norms"], 1e-6)
+        assert rank["sets"] == one["sets"]
+        assert_close(rank["weights"], one["weights"], **SHARDED)
+        close(rank["norms"], one["norms"], 1e-3)
 
 
 MEASURED = ["gap_recovery", "mse", "input_std"]

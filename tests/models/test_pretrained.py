@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES
+from close import apart, assert_close
 from safetensors.torch import load_file, save_file
 
 from gnmr.errors import UserError
@@ -24,6 +25,8 @@ from gnmr.precision import PathLinear, PathSpec, convert
 CPU = torch.device("cpu")
 INDEX = "model.safetensors.index.json"
 TOKENS = torch.arange(32).view(2, 16) % 61
+SUMS: dict[str, Any] = {"terms": 128, "products": 24}
+"""Of the longest sums of these models, and the products in a row. Weights in a mapped file begin at any address."""
 
 
 def llama(**changes: object) -> Llama:
@@ -63,7 +66,7 @@ def test_only_the_adapters_are_trained_and_they_start_as_nothing(checkpoint: Pat
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert len(trained) == 2 * 2 * 2 and all(".lora_" in name for name in trained)
     with torch.no_grad():
-        assert torch.equal(model(input_ids=TOKENS).logits, plain(input_ids=TOKENS).logits)
+        assert_close(model(input_ids=TOKENS).logits, plain(input_ids=TOKENS).logits, **SUMS)
 
 
 def test_adapters_are_drawn_from_their_seed_alone(checkpoint: Path) -> None:
@@ -91,7 +94,8 @@ def test_adapters_keep_32_bits_and_compute_in_16(checkpoint: Path) -> None:
     hidden = torch.nn.functional.linear(x, down.weight.bfloat16())
     added = torch.nn.functional.linear(hidden, up.weight.bfloat16()) * 8.0  # scaling 16 over rank 2
     expected = layer.base_layer(x) + added
-    assert expected.dtype == torch.bfloat16 and torch.equal(layer(x), expected)
+    assert_close(layer(x), expected, terms=32, products=3)
+    assert expected.dtype == torch.bfloat16 and apart(layer.base_layer(x), expected, terms=32, products=3)
 
 
 def test_adapters_are_saved_as_peft_loads_them(checkpoint: Path, tmp_path: Path) -> None:
@@ -201,15 +205,17 @@ def test_a_causal_model_of_any_family_is_read(family: str, tmp_path: Path) -> No
     assert torch.equal(torch.get_rng_state(), before), "it drew from the run"
     with torch.no_grad():
         expected = theirs.eval()(input_ids=TOKENS).logits
-        assert ours.training and torch.equal(ours.eval()(input_ids=TOKENS).logits, expected)
+        assert ours.training
+        assert_close(ours.eval()(input_ids=TOKENS).logits, expected, **SUMS)
     shapes = {name: p.shape for name, p in empty(str(tmp_path / "hf"), torch.float32).named_parameters()}
     assert shapes == {name: p.shape for name, p in ours.named_parameters()}
     assert len(blocks_of(ours)) == 2 and max_length(ours) >= 128
-    apart, other = torch.arange(16) % 8, TOKENS[:1].clone()
+    positions, other = torch.arange(16) % 8, TOKENS[:1].clone()  # two documents
     other[0, 0] += 1  # of the first document
     with torch.no_grad():
-        first, second = (ours(**model_inputs(Batch(x, x, apart[None]))).logits for x in (TOKENS[:1], other))
-    assert torch.allclose(first[0, 8:], second[0, 8:], rtol=0, atol=1e-7) == ours.separates_documents
+        first, second = (ours(**model_inputs(Batch(x, x, positions[None]))).logits for x in (TOKENS[:1], other))
+    seen = apart(first[0, 8:], second[0, 8:], terms=128)  # tokens that other experts get are multiplied in other groups
+    assert (not seen) == ours.separates_documents
     assert ours.separates_documents == SEPARATES[family]
 
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import io
 import math
 import re
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,20 @@ import pytest
 from made_rows import eval_row, step_row, unit_rows
 from rich.console import Console
 
+from gnmr.lab.records import view as view_module
 from gnmr.lab.records.view import RunInfo, View
 from gnmr.records.schema import UnitRows
 from gnmr.records.summary import summarize
 
 INFO = RunInfo("int4-abc-s0", Path("runs/x"), "int4", "cpu", 40, 4, 2, 1_234_567, 2048)
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The view's clock, which stands still until a test sets `now`."""
+    standing = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(view_module, "time", SimpleNamespace(monotonic=lambda: standing.now))
+    return standing
 
 
 def drive(view: View, folder: Path) -> None:
@@ -35,7 +44,8 @@ def drive(view: View, folder: Path) -> None:
         if step % 20 == 0:
             view.eval(eval_row(step))
     view.say("a [bold]message[/bold]")
-    time.sleep(0.3)  # one refresh
+    if view._live is not None:
+        view._live.refresh()
     summary = summarize(folder, 4, 2, "failed", "why it failed") | {"tokens_per_s": 5461.3}
     view.stop(summary, ["next: gnmr report runs/x"])
     view.stop()
@@ -141,7 +151,7 @@ def test_off_only_says_what_it_is_told(tmp_path: Path) -> None:
     assert shown(file.getvalue()) == "a [bold]message[/bold]\n"
 
 
-def test_a_resumed_run_measures_its_own_pace() -> None:
+def test_a_resumed_run_measures_its_own_pace(clock: SimpleNamespace) -> None:
     file = io.StringIO()
     view = View("plain", 20, Console(file=file, width=80))
     view.start(RunInfo("n", Path("x"), "a", "cpu", 100, 0, 4, 10, 2048, start_step=59))
@@ -149,7 +159,7 @@ def test_a_resumed_run_measures_its_own_pace() -> None:
     assert "from step 60" in file.getvalue()
     assert file.getvalue().splitlines()[-1].endswith("left -:--")  # nothing to go by yet
     assert "recovery" not in file.getvalue().splitlines()[-1]  # a run without units
-    view._first = (60, time.monotonic() - 20.0)
+    clock.now += 20.0
     view.step(step_row(80), None)
     assert file.getvalue().splitlines()[-1].endswith("left 0:00:20")
 

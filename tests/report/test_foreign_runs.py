@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
 import re
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,9 +46,8 @@ def odd(odd_runs: Callable[[], Path]) -> Path:
 
 def shown(runs: Path, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
     """Exit code, the lines for people, and all that was printed or written."""
-    began = time.process_time()
+    gc.collect()  # an abandoned controller of another test says so when it is collected
     code = main(["report", str(runs), f"--out={runs}/out", f"--html={runs}/page.html", *words])
-    assert time.process_time() - began < 60
     printed = capsys.readouterr()
     files = [runs / "out" / "report.md", runs / "page.html"]
     written = [file.read_text().partition('id="data">')[2] or file.read_text() for file in files if file.is_file()]

@@ -1,4 +1,4 @@
-"""Off is off: with every unit on the 16-bit path a run is, to the last bit, what plain PyTorch makes of it."""
+"""Off is off: with every unit on the 16-bit path a run is what plain PyTorch makes of it, but for the order of sums."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from gnmr.lab import models
 from gnmr.lab.data.sequences import TrainSequences
 from gnmr.lab.data.tokens import prepare
 from gnmr.records.reader import read_jsonl
+
+SUMS = {"terms": 48, "products": 60}
+"""Of the longest sum of a tiny model, and of the products in a row of some steps."""
 
 
 def plain_loop(config) -> tuple[list[float], nn.Module]:
@@ -72,10 +75,10 @@ def test_off_is_off(site, words, train, tiny, tmp_path):
     losses, model = plain_loop(tiny(*words))
     folder = train(tmp_path / "run", *words, *off)
     rows = read_jsonl(folder / "steps.jsonl")
-    assert [row["loss"] for row in rows] == losses
+    assert differences([row["loss"] for row in rows], losses, **SUMS) == []
     assert losses[-1] < losses[0] - 0.1  # it learned something
     trained = weights(folder)["model"]
-    assert differences(dict(model.state_dict()), trained) == []
+    assert differences(dict(model.state_dict()), trained, **SUMS) == []
     assert {row["num_active"] for row in rows} == {0}
 
 
@@ -83,5 +86,9 @@ def test_routed_between_two_16_bit_paths_is_off_too(train, tiny, tmp_path):
     losses, model = plain_loop(tiny())
     folder = train(tmp_path / "run", "precision.low=bf16", "precision.recovery=bf16")
     rows = read_jsonl(folder / "steps.jsonl")
-    assert [row["loss"] for row in rows] == losses and any(row["num_active"] for row in rows)
-    assert differences(dict(model.state_dict()), weights(folder)["model"]) == []
+    assert differences([row["loss"] for row in rows], losses, **SUMS) == []
+    assert any(row["num_active"] for row in rows)
+    trained = weights(folder)["model"]
+    assert differences(dict(model.state_dict()), trained, **SUMS) == []
+    low = weights(train(tmp_path / "low", "precision.low=sim_int8", "precision.recovery=bf16"))["model"]
+    assert differences(low, trained, **SUMS) != [], "INT8 would pass for BF16"
