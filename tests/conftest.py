@@ -11,9 +11,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell has it that 
 
 from omegaconf import OmegaConf
 
+from gnmr.control import hints
 from gnmr.lab import config
 from gnmr.precision import cpu_products
 from gnmr.precision.kernels import scaled_mm
@@ -78,6 +81,21 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GNMR_CACHE", str(folder))
         yield folder
+
+
+@pytest.fixture(autouse=True)
+def no_last_words(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A controller that a test leaves behind warns of nothing in the test during which its model is collected."""
+    ends: list[weakref.finalize[..., Any]] = []
+
+    def finalize(*words: Any) -> weakref.finalize[..., Any]:
+        ends.append(weakref.finalize(*words))
+        return ends[-1]
+
+    monkeypatch.setattr(hints, "weakref", SimpleNamespace(finalize=finalize))
+    yield
+    for end in ends:
+        end.detach()
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
 import os
@@ -46,7 +45,6 @@ def odd(odd_runs: Callable[[], Path]) -> Path:
 
 def shown(runs: Path, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
     """Exit code, the lines for people, and all that was printed or written."""
-    gc.collect()  # an abandoned controller of another test says so when it is collected
     code = main(["report", str(runs), f"--out={runs}/out", f"--html={runs}/page.html", *words])
     printed = capsys.readouterr()
     files = [runs / "out" / "report.md", runs / "page.html"]
