@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from close import assert_close
 from test_scaled_mm import RECOVERED, through
 from test_simulated import normal
 from torch import Tensor, nn
@@ -72,10 +73,6 @@ def on_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
 OPERANDS = normal(130, 384, seed=2), normal(256, 384, seed=1), normal(130, 256, seed=3)
 
 
-def difference(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours.double() - theirs.double()).norm() / theirs.double().norm())
-
-
 @pytest.mark.parametrize("recovers", [None, *RECOVERED], ids=str)
 @pytest.mark.usefixtures("on_hardware")
 def test_a_linear_is_the_simulation_for_all_gemms_low_or_recovered(recovers: list[str] | None) -> None:
@@ -87,7 +84,7 @@ def test_a_linear_is_the_simulation_for_all_gemms_low_or_recovered(recovers: lis
     # wgrad's groups lie along the tokens: 2 of them
     assert recovers or converted.cost.predicted_bytes() == 130 * 384 + 384 * 2 * 4
     for ours, theirs in zip(real, simulated, strict=True):
-        assert difference(ours, theirs) < 1e-6
+        assert_close(ours, theirs, terms=384)
 
 
 @pytest.mark.usefixtures("on_hardware")
