@@ -25,6 +25,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell has it that starts the tests in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+from hypothesis import HealthCheck, settings
 from omegaconf import OmegaConf
 
 from gnmr.control import hints
@@ -34,6 +35,9 @@ from gnmr.precision.kernels import scaled_mm
 
 # Here, and not when a test builds the first model: products before and after differ in their last bits.
 cpu_products.provide()
+
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # no clock decides
+settings.load_profile("tests")
 
 TINY = """
 model: {hidden_size: 32, intermediate_size: 48, num_layers: 1, num_heads: 2}

@@ -99,7 +99,7 @@ NOT_POSITIVE = st.one_of(
 
 
 @given(key=st.sampled_from(POSITIVE_KEYS), value=NOT_POSITIVE)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_controller_keys_take_positive_numbers_alone(key, value):
     with pytest.raises(UserError, match=key) as caught:
         config.load({"controller": {key: value}})
@@ -139,7 +139,7 @@ NO_NAMES = st.one_of(
 
 
 @given(key=st.sampled_from(NAMES), case=NO_NAMES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_names_that_no_file_can_have(key, case):
     value, told = case
     tree: object = value

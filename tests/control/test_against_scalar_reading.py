@@ -86,7 +86,7 @@ def equals(slow: ScalarController, decision: Decision, row: list[float | None]) 
     return True
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(histories())
 def test_equals_the_scalar_reading_and_the_cap_holds(history) -> None:
     kwargs, rows = history
@@ -99,7 +99,7 @@ def test_equals_the_scalar_reading_and_the_cap_holds(history) -> None:
         compared = compared and equals(slow, decision, row)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(histories(), st.randoms(use_true_random=False))
 def test_a_step_that_blames_nobody_changes_nothing(history, draw) -> None:
     """Our own rule: with such steps in between, all others are as the paper has them without."""

@@ -136,7 +136,7 @@ def any_documents(draw: st.DrawFn) -> Documents:
     return Documents(np.arange(sum(lengths), dtype=np.uint16), borders, 9999)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(any_documents(), st.sampled_from([1, 2, 4, 9, 40]))
 def test_sequences_against_a_slow_search(documents: Documents, seq_len: int) -> None:
     sequences: list[list[tuple[int, int | None, int]]] = []  # input, target, position

@@ -118,7 +118,7 @@ def test_a_word_without_end_is_learned_in_pieces(
     assert "".join(texts(corpus, "train") + texts(corpus, "val")) == f"x{word}y"
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.lists(st.text(), min_size=1, max_size=8), st.integers(1, 30))
 def test_any_text_comes_back(documents: list[str], piece: int) -> None:
     """Pieces join to the documents, and each document decodes to itself."""

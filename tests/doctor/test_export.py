@@ -212,13 +212,13 @@ MIXED = st.dictionaries(
 
 
 @pytest.mark.parametrize("target", READ)
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(pins=MIXED)
 def test_of_any_pins(target: str, pins: dict[str, dict[str, str]]) -> None:
     check(target, pins)
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(pins=MIXED)
 @pytest.mark.parametrize(
     "low", ["nvfp4", "deepseek_v3", *(pytest.param(x, marks=pytest.mark.slow) for x in ("fp8_hybrid", "mxfp8"))]
@@ -402,7 +402,7 @@ def test_modules_that_a_library_does_not_convert_stay_in_16_bits() -> None:
         assert "experts" not in "".join(found.files.values()).partition("\n\n")[2]
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(data=st.data())
 @pytest.mark.parametrize("target", ["rl", "torchao", "te_debug"])
 def test_with_prices_the_best_of_what_the_library_has_in_the_plans_time(target: str, data: st.DataObject) -> None:

@@ -171,7 +171,7 @@ JUNK = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(key=st.sampled_from([*PLAN, "more"]), value=JUNK)
 def test_whatever_a_key_says_is_read_or_refused_in_one_line(key: str, value: object, tmp_path: Path) -> None:
     try:
