@@ -118,12 +118,11 @@ def cpu_missing() -> str | None:
     Small products decide: PyTorch hands them to oneDNN if the processor has AMX, and oneDNN refuses them if
     ONEDNN_MAX_CPU_ISA forbids AMX.
     """
-    weight, scale = (torch.zeros(shape, device="cpu") for shape in ((MULTIPLE, MULTIPLE), ()))
-    weight = weight.to(torch.float8_e4m3fn)
+    zeros, scale = (torch.zeros(shape, dtype=torch.float32, device="cpu") for shape in ((MULTIPLE, MULTIPLE), ()))
+    weight = zeros.to(torch.float8_e4m3fn)
     try:
         for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):  # two E4M3 and a mixed pair have different kernels
-            operand = weight.float().to(dtype)
-            torch._scaled_mm(operand, weight.t(), scale_a=scale, scale_b=scale, out_dtype=torch.float32)
+            torch._scaled_mm(zeros.to(dtype), weight.t(), scale_a=scale, scale_b=scale, out_dtype=torch.float32)
     except RuntimeError as error:
         reason = str(error).partition("\n")[0].partition(". ")[0]  # advice for developers of oneDNN follows
         return f"PyTorch cannot multiply FP8 matrices on this CPU ({reason})"
