@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, islice, product
@@ -64,17 +64,20 @@ class Doctor:
         rescued = np.mean([one.rescued for one in priced], axis=0)[..., times > 0]
         alone = {} if priced[0].kl is None else self._confirmed(kept, samples, first)
         self._measure_beyond(kept, alone, rescued, first)
+        beside = self._rows_beside(first, priced[0].labels == "model")
+        unpriced = self._rows_without_gradient(first) if priced[0].kl is not None else ()
         shapes = {o.operator_name: (o.in_features, o.out_features) for o in self.passes.converted.operators}
         operators = {o.operator_name: shapes[o.operator_name] for o in kept}
         work, rest = self._work(operators, rows, list(shapes))
-        idle = {name: self._why(name) for name in shapes if name not in operators}
+        choices = {row.operator for row in unpriced if row.value}
+        idle = {name: self._why(name, choices) for name in shapes if name not in operators}
         narrow = self._targets(list(operators)) if idle else None
         found = Diagnosis(
             recipe=self.spec.low,
             recovery=self.spec.recovery or "bf16",
             operators=operators,
             rows=self._rows(kept, samples, in_use, alone, rescued),
-            beside=self._rows_beside(first, priced[0].labels == "model"),
+            beside=(*beside, *unpriced),
             samples=in_use,
             measured=Measured.of([one.kl for one in priced], [one.high for one in priced], [one.low for one in priced]),
             scores={
@@ -240,10 +243,25 @@ class Doctor:
             rows.append(Row.of_fprop(name, value, (low, high), by_token, by_sequence, found.get(name)))
         return tuple(rows)
 
+    def _rows_without_gradient(self, batches: Sequence[Any]) -> tuple[Row, ...]:
+        """Measure the KL alone of the first `confirm` operators whose output has no gradient: it needs none."""
+        named = {o.operator_name: o for o in self.passes.converted.operators}
+        chosen: dict[str, PathLinear | None] = {
+            name: own for name, own in named.items() if name in self.passes.without_gradient
+        }
+        chosen = dict(islice(chosen.items(), self.confirm))
+        self.passes.expect_more(len(batches) * (1 + len(chosen)) * bool(chosen))
+        found = self.passes.alone(chosen, batches)
+        return tuple(Row.of_fprop(name, 0.0, (0.0, 0.0), None, None, kls) for name, kls in found.items())
+
     # ---- the model ----
 
-    def _why(self, name: str) -> str:
-        """Return the reason why an operator has no price."""
+    def _why(self, name: str, choices: Collection[str]) -> str:
+        """Return the reason why an operator has no price; `choices` are operators without gradient that have a KL."""
+        if name in self.passes.without_gradient and (name in choices or name not in self.passes.graphs):
+            return "they run without gradient (a choice of tokens)"
+        if name in self.passes.called - self.passes.without_gradient:
+            return "no token reached them"
         if name in self.passes.called:
             return "the loss does not depend on what they give"
         if name in self.passes.read:

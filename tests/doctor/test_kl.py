@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -12,6 +13,7 @@ from plausible import diagnosis
 from torch import Tensor, nn
 from torch.func import jvp
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 import gnmr
 from gnmr.doctor.diagnosis import Diagnosis
@@ -526,3 +528,111 @@ def test_words_of_two_sides() -> None:
     assert diagnosed(Mixer(), against="bf16", gate=low * 10, held_out=(), **few).little
     with pytest.raises(ValueError, match=r"^against=bf16: is about a KL"):
         diagnosed(model := Mixer(), run=lambda tokens: model(tokens).square().mean(), against="bf16")
+
+
+def assert_alike(found: Diagnosis, right: Diagnosis) -> None:
+    """Assert that both have the same numbers, up to the order of sums."""
+    assert found.measured.kl == pytest.approx(right.measured.kl, rel=1e-4)
+    assert [row.operator for row in found.rows] == [row.operator for row in right.rows]
+    assert [row.value for row in found.rows] == pytest.approx([row.value for row in right.rows], rel=1e-3)
+    for key, scores in right.scores.items():
+        assert found.scores[key] == pytest.approx(scores, rel=1e-3)
+
+
+def pruned(linear: nn.Linear) -> None:
+    prune.l1_unstructured(linear, "weight", 0.5)
+
+
+def replaced(linear: nn.Linear) -> None:
+    """Its pre-hook puts a new weight in the module's place, as DropConnect and low-rank products do."""
+    made = nn.Parameter(linear.weight.detach() * 2)
+    del linear.weight
+    linear.made = made
+    linear.register_forward_pre_hook(lambda module, _inputs: setattr(module, "weight", module.made / 2))
+    linear.weight = made.detach() / 2
+
+
+HOOKS: dict[str, Callable[[nn.Linear], Any]] = {
+    "pruned": pruned,
+    "weight_norm": nn.utils.weight_norm,
+    "spectral_norm": nn.utils.spectral_norm,
+    "replaced": replaced,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("names", [("q_proj",), ("q_proj", "k_proj", "v_proj", "up_proj")], ids=["some", "all"])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_weights_that_a_pre_hook_makes_are_priced_as_the_plain_model_with_these_weights(
+    hook: str, names: Sequence[str]
+) -> None:
+    """Also if they are frozen."""
+    model, plain = Mixer().eval(), Mixer().eval()
+    for layer, other in zip(model.layers, plain.layers, strict=True):
+        for name in names:
+            HOOKS[hook](layer[name].eval())
+            layer[name].requires_grad_(False)
+            layer[name](torch.zeros(1, WIDTH))
+            other[name].weight.data = layer[name].weight.detach().clone()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    few: Any = {"batches": batches_of(2), "confirm": 2, "held_out": ()}
+    found, right = (diagnosed(one, run=lambda x, one=one: (one(x), x), **few) for one in (model, plain))
+    assert not found.idle and found.coverage == right.coverage
+    assert_alike(found, right)
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+    assert not any(p.requires_grad for layer in model.layers for name in names for p in layer[name].parameters())
+
+
+def test_each_pass_is_priced_with_the_weight_that_it_read() -> None:
+    """The caller puts other weights into the module for a call, as `functional_call` does."""
+    model, plain = Mixer().eval(), Mixer().eval()
+    for layer in plain.layers:
+        layer["up_proj"].weight.data *= 3
+    other = {name: 3 * value for name, value in model.state_dict().items() if "up_proj" in name}
+    few: Any = {"batches": batches_of(2), "confirm": 0, "held_out": ()}
+    found = diagnosed(model, run=lambda x: torch.func.functional_call(model, other, (x,)), **few)
+    right = diagnosed(plain, **few)
+    assert_alike(found, right)
+
+
+class Chooser(Mixer):
+    """Its `index_proj` chooses a token to read in `no_grad`, and `late_proj` one in a graph that no gradient passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer["index_proj"], layer["late_proj"] = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+
+    def forward(self, tokens_ST: Tensor) -> Tensor:
+        h = self.embed(tokens_ST)
+        for layer in self.layers:
+            with torch.no_grad():
+                first = layer["index_proj"](h).sum(-1).argmax(-1)
+            for chosen in (first, layer["late_proj"](h).sum(-1).argmax(-1)):
+                read = h.gather(1, chosen[:, None, None].expand(-1, 1, WIDTH))
+                h = h + torch.tanh(layer["up_proj"](h + layer["v_proj"](read)))
+            layer["q_proj"](h), layer["k_proj"](h)
+        return self.head(h)
+
+
+def test_operators_without_a_gradient_stay_in_16_bits_and_are_measured_alone() -> None:
+    model, choices = Chooser().eval(), [f"layers.{i}.{name}_proj" for i in range(2) for name in ("index", "late")]
+    given: Any = {"batches": batches_of(4, size=16), "budget": 0.3}
+    found = diagnosed(model, **given)
+    without = diagnosed(model, exclude=["index_proj", "late_proj"], **given)
+    assert_alike(found, without)
+    assert found.left["plan"].kl == pytest.approx(without.left["plan"].kl) and found.plan().pins == without.plan().pins
+    alone, lost = {row.operator: row.measured for row in found.beside}, "the loss does not depend on what they give"
+    for name, why in found.idle.items():
+        chooses = "index" in name or alone[name]
+        assert why == ("they run without gradient (a choice of tokens)" if chooses else lost)
+    with torch.no_grad():
+        high = [model(batch) for batch in given["batches"][:2]]
+        converted = convert(model, PathSpec(low="sim_e2m1", recovery="bf16", backend="simulated"))
+        for name in choices:
+            for operator in converted.operators:
+                operator.switch(operator.operator_name != name)
+            kls = [kl_by_hand(a, model(batch)) for a, batch in zip(high, given["batches"], strict=False)]
+            assert alone[name] == pytest.approx(float(torch.cat(kls).mean()), rel=1e-3, abs=1e-9)
+        converted.restore()
+    assert any(alone[name] > 0 for name in choices)
