@@ -76,11 +76,12 @@ def not_finite(model: nn.Module) -> Iterator[tuple[str, int, int]]:
             yield name, number, parameter.numel()
 
 
-def refuse_not_finite(value: float, where: str, model: nn.Module) -> None:
-    """Raise ValueError if the loss is not finite; the message names the first non-finite parameter."""
+def refuse_not_finite(
+    value: float, where: str, model: nn.Module, right: str = "is not finite; has it any targets?"
+) -> None:
+    """Raise ValueError if the loss is not finite; the message names the first non-finite parameter, or says `right`."""
     if math.isfinite(value):
         return
-    right = "is not finite; has it any targets?"
     if wrong := next(not_finite(model), None):
         right = f"{wrong[1]} of the {wrong[2]} elements of {wrong[0]} are not finite; take weights that are"
     raise ValueError(f"{where}={value}: {right}")

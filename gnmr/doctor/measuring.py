@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from gnmr.doctor.diagnosis import CURVE, RANDOM_DRAWS, Diagnosis
-from gnmr.doctor.guards import refuse_not_finite
 from gnmr.doctor.knapsack import GUESSES, REST, Choice, Pins, Shapes, Times, groups_of, times_of
 from gnmr.doctor.measured import Measured, Row, intervals, nats, paired
 from gnmr.doctor.passes import IN_USE, NUMBERS, PRICED, Passes, Priced
@@ -123,7 +122,7 @@ class Doctor:
             return None
         rescues, confirmed = len(self.passes.rescues), min(2 * self.confirm, len(self.passes.weights))
         choices = 3 + rescues * (rescues > 1) + len(GUESSES) - 1 + RANDOM_DRAWS + 2 + len(CURVE)
-        return PRICED * len(batches) + 2 + min(CONFIRMED, len(batches)) * (1 + confirmed) + held_out * choices
+        return PRICED * len(batches) + 3 + min(CONFIRMED, len(batches)) * (1 + confirmed) + held_out * choices
 
     def _limit(self, batch: Any) -> float | None:
         """Return the KL from rounding. Raises ValueError if it is unknown or above the gate, and two sides need it."""
@@ -339,7 +338,7 @@ class Doctor:
             place = before + done
             whole = self.passes.forward(batch, place, recovering=True)
             high.append(whole.loss_value)
-            refuse_not_finite(whole.worth, f"run of held-out batch {done + 1}", self.passes.model)
+            whole.refuse_not_finite(f"run of held-out batch {done + 1}", self.passes.model)
             for key, pins in plans.items():
                 with self.passes.pinned(pins):
                     own = self.passes.forward(batch, place, recovering=False)

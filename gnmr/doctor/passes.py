@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.doctor.beside import Beside
-from gnmr.doctor.guards import refuse_constant, refuse_not_finite, refuse_reentrant
+from gnmr.doctor.guards import refuse_constant, refuse_reentrant
 from gnmr.doctor.knapsack import Pins
 from gnmr.doctor.output import Output, output_of
 from gnmr.errors import require
@@ -32,6 +32,8 @@ PRICED = 8
 """Forward passes that take as long as a priced batch, most of whose time is its backward pass and casts."""
 _NORMED = 2
 """Number of batches on which gradient norms are measured, on the data's labels."""
+SAME = 1e-8
+"""Nats up to which two passes count as the same; sums in another order make less."""
 IN_USE = {"token": "fprop", "sequence": "fprop_sequence"}
 """Name of each estimate of fprop among `NUMBERS`."""
 _LOW = ("fprop", "fprop_sequence", "fprop_input", "fprop_weight", "dgrad", "wgrad", "dgrad_bias", "wgrad_bias")
@@ -209,10 +211,17 @@ class Passes:
             low.switch(False)
         with self._beside.running(beside):
             torch.manual_seed(place)
-            found = output_of(self._run(batch), f"run of batch {place + 1}", trained=False)
+            found = self._output(batch, place, trained=False)
         self.converted.end_step()
         self._advance(1)
         return found
+
+    def _output(self, batch: Any, place: int, trained: bool = True) -> Output:
+        """Run the model on batch number `place`."""
+        found = output_of(self._run(batch), f"run of batch {place + 1}", trained)
+        kind = getattr(getattr(self.model, "config", None), "problem_type", None)  # transformers' classifiers
+        numbers = found.loss is not None and kind in ("regression", "multi_label_classification")
+        return replace(found, logits=None) if numbers else found  # no softmax is taken over these
 
     def alone(self, chosen: Mapping[str, PathLinear | None], batches: Sequence[Any]) -> dict[str, list[np.ndarray]]:
         """Return {name: KLs (S,) by batch} with each operator alone in low precision; None: a part of `beside`."""
@@ -230,7 +239,8 @@ class Passes:
     def rounding(self, batch: Any) -> float | None:
         """Return the KL from rounding: the model against itself with each operator's output moved by one rounding.
 
-        The products that the model runs on this batch are counted too (`coverage`).
+        The products that the model runs on this batch are counted too (`coverage`). Raises ValueError if two passes
+        that should be the same differ by more than rounding.
         """
         draw = torch.Generator(self.weights[0].device).manual_seed(0)
 
@@ -242,14 +252,24 @@ class Passes:
         with counting.all():
             whole = self.forward(batch, 0, recovering=True)
         self.coverage = counting.found
-        refuse_not_finite(whole.worth, "run of batch 1", self.model)
+        whole.refuse_not_finite("run of batch 1", self.model)
+        again = self.forward(batch, 0, recovering=True)
         handles = [operator.register_forward_hook(apart) for operator in self.converted.operators]
         try:
-            kl = whole.kl_to(self.forward(batch, 0, recovering=True))
+            moved = again.apart(self.forward(batch, 0, recovering=True))
         finally:
             for handle in handles:
                 handle.remove()
-        return None if kl is None else float(kl.mean())
+        if whole.apart(again) > SAME:  # the counted pass ran without torch.compile
+            apart = again.apart(self.forward(batch, 0, recovering=True))
+            right = (
+                "two passes of batch 1 on the recovery path differ by this many nats; does it keep state, such as a "
+                "cache of keys and values, or draw random numbers that torch.manual_seed does not set (dropout, masks)?"
+                " Have it compute the same in every pass"
+            )
+            noise = 0.0 if whole.logits is None else moved / 8  # a GPU may add up 16-bit products in any order
+            require(not apart > max(SAME, noise), "run", f"{apart:.2g}", right)
+        return None if whole.logits is None else moved
 
     @contextmanager
     def pinned(self, pins: Pins) -> Iterator[None]:
@@ -277,8 +297,8 @@ class Passes:
         try:
             with self._beside.priced(place), self._watching() as calls:
                 torch.manual_seed(place)
-                whole = output_of(self._run(batch), where)
-                refuse_not_finite(whole.worth, where, self.model)
+                whole = self._output(batch, place)
+                whole.refuse_not_finite(where, self.model)
                 objective, meter.loss_tokens = whole.objective(self._labels, self._draw, where)
                 meter.positions = self._beside.positions = None if whole.logits is None else whole.logits.shape[:-1]
                 if meter.loss_tokens is None and self._terms is not None:
@@ -372,7 +392,7 @@ class Passes:
         self._put(True)
         torch.manual_seed(place)
         with self._watching() as calls:
-            loss = output_of(self._run(batch), f"run of batch {place + 1}").loss
+            loss = self._output(batch, place).loss
             if loss is None or not loss.requires_grad:
                 return drawn
             return self._norms_of(calls.gradients(loss, self.converted.operators))

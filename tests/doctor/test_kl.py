@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from torch.nn.utils import prune
 
 import gnmr
 from gnmr.doctor.diagnosis import Diagnosis
-from gnmr.doctor.measured import Measured, Row
+from gnmr.doctor.measured import Measured, Row, nats
 from gnmr.doctor.page import page
 from gnmr.measure.kl import IGNORED, divergence, draw_labels
 from gnmr.measure.price import measure_prices
@@ -636,3 +638,93 @@ def test_operators_without_a_gradient_stay_in_16_bits_and_are_measured_alone() -
             assert alone[name] == pytest.approx(float(torch.cat(kls).mean()), rel=1e-3, abs=1e-9)
         converted.restore()
     assert any(alone[name] > 0 for name in choices)
+
+
+def with_memory(model: nn.Module, seen: list[Tensor]) -> Callable[[Tensor], Tensor]:
+    """Add what it saw in earlier passes, as a cache of keys and values that is never emptied."""
+
+    def run(tokens: Tensor) -> Tensor:
+        seen.append(model.embed(tokens).mean(1, keepdim=True))
+        return model(tokens) + model.head(torch.stack(seen).sum(0))
+
+    return run
+
+
+def with_noise(model: nn.Module, draw: torch.Generator) -> Callable[[Tensor], Tensor]:
+    return lambda tokens: model(tokens).masked_fill(torch.rand(VOCABULARY, generator=draw) < 0.1, -10)
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["logits", "loss"])
+@pytest.mark.parametrize("kind", ["memory", "noise"])
+def test_a_run_that_differs_from_pass_to_pass_is_refused(kind: str, alone: bool) -> None:
+    model = Mixer().eval()
+    run = with_memory(model, []) if kind == "memory" else with_noise(model, torch.Generator())
+
+    def loss(tokens: Tensor) -> Tensor:
+        return F.cross_entropy(run(tokens).flatten(0, 1), tokens.flatten())
+
+    with pytest.raises(ValueError, match=r"^run=.*: two passes of batch 1 .* cache .*\(dropout, masks\)"):
+        diagnosed(model, run=loss if alone else run)
+
+
+def test_dropout_of_pytorchs_generator_is_the_same_in_all_passes() -> None:
+    model = Mixer().eval()
+    found = diagnosed(model, run=lambda tokens: F.dropout(model(tokens), 0.1), confirm=0, held_out=())
+    assert found.limit < 1e-9 < found.measured.kl
+
+
+@pytest.mark.parametrize("targets", [False, True])
+@pytest.mark.parametrize("value", [-torch.inf, torch.finfo(torch.float32).min])
+def test_tokens_of_the_vocabulary_may_be_masked(value: float, targets: bool) -> None:
+    model, some = Mixer().eval(), torch.arange(VOCABULARY) >= VOCABULARY - 5
+
+    def run(tokens: Tensor, mask: bool) -> Any:
+        logits = model(tokens).masked_fill(some, value) if mask else model(tokens)[..., ~some]
+        return (logits, tokens.clamp(max=VOCABULARY - 6)) if targets else logits
+
+    runs = (partial(run, mask=mask) for mask in (True, False))
+    found, cut = (diagnosed(model, run=one, confirm=2, held_out=batches_of(1)) for one in runs)
+    assert_alike(found, cut)
+    assert found.left["plan"].kl == pytest.approx(cut.left["plan"].kl, rel=1e-3)
+
+
+def test_predictions_that_are_nowhere_finite_are_refused() -> None:
+    model = Mixer().eval()
+    with pytest.raises(ValueError, match=r"^run of batch 1=-inf: has logits that are not finite"):
+        diagnosed(model, run=lambda tokens: model(tokens) - torch.inf)
+    with pytest.raises(ValueError, match=r"^run of batch 1=.*: is not finite; has a target a logit of -inf"):
+        diagnosed(model, run=lambda tokens: (model(tokens).masked_fill(tokens[..., None] >= 0, -torch.inf), tokens))
+
+
+class Rewards(Mixer):
+    """A reward model: one number for each text, and the loss of transformers' classifiers."""
+
+    def __init__(self, outputs: int, problem_type: str | None) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, outputs)
+        self.config = SimpleNamespace(problem_type=problem_type)
+
+    def judged(self, tokens_ST: Tensor) -> SimpleNamespace:
+        logits = self(tokens_ST)[:, -1]
+        return SimpleNamespace(logits=logits, loss=(logits - tokens_ST[:, : logits.shape[-1]] / 8).square().mean())
+
+
+@pytest.mark.parametrize(("outputs", "kind"), [(1, None), (1, "regression"), (3, "regression")])
+def test_numbers_without_a_distribution_are_measured_by_the_loss(outputs: int, kind: str | None) -> None:
+    model = Rewards(outputs, kind).eval()
+    few: Any = {"confirm": 2, "held_out": batches_of(1)}
+    found = diagnosed(model, run=model.judged, **few)
+    right = diagnosed(model, run=lambda tokens: model.judged(tokens).loss, **few)
+    assert found.measured.kl is None and found.measured.cost == pytest.approx(right.measured.cost)
+    assert found.verdict() == right.verdict() and "constant" not in found.verdict()
+    for wrong in (lambda tokens: model.judged(tokens).logits, lambda tokens: SimpleNamespace(logits=model(tokens))):
+        if outputs == 1:
+            with pytest.raises(ValueError, match=r"^run of batch 1=logits .*one number per position.*give a loss"):
+                diagnosed(model, run=wrong)
+
+
+def test_a_kl_below_the_detection_limit_is_said() -> None:
+    found = diagnosed(Mixer().eval(), confirm=0, held_out=())
+    below = replace(found, limit=2 * found.measured.kl)
+    assert "no more than rounding of this model makes" not in found.verdict()
+    assert f"nats of KL per token, no more than rounding of this model makes ({nats(below.limit)})" in below.verdict()
