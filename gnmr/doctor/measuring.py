@@ -56,7 +56,13 @@ class Doctor:
         rows = np.array([one.rows for one in priced])
         times = (rows > 0).sum(axis=0)
         kept = [o for o, number in zip(self.passes.converted.operators, times, strict=True) if number]
-        require(kept, "run", "...", "its loss does not run the linears of this model")
+        right = "its loss does not run the linears of this model"
+        if self.passes.read:
+            right = (
+                "its loss reads the weights of this model's linears without calling them (F.linear, a fused kernel, "
+            )
+            right += "a forward that was replaced or wrapped), so no path is in force; call the modules"
+        require(kept, "run", "...", right)
         samples = dict(zip(NUMBERS, np.stack([one.numbers for one in priced], axis=1)[..., times > 0], strict=True))
         samples["norm"] = samples["norm"][~np.isnan(samples["norm"]).any(axis=1)]
         in_use = samples[IN_USE[priced[0].estimate]]

@@ -193,3 +193,43 @@ def test_reentrant_checkpointing_is_refused_in_one_line(what: str) -> None:
     for own, says in ((loss, "use use_reentrant=False"), (whole, "is no checkpointing reentrant")):
         with pytest.raises(ValueError, match=says):
             gnmr.diagnose(model, own, X) if what == "diagnose" else gnmr.audit(model, own, X[0])
+
+
+class Shared(nn.Module):
+    """Two blocks with the same weights, each with a branch of its own that the other does not call (Zamba2)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(32, 32), nn.Linear(32, 32)
+        self.layers = nn.ModuleList(nn.ModuleDict({n: nn.Linear(32, 32) for n in ("up", "0", "1")}) for _ in range(2))
+        for name, module in self.layers[0].items():
+            self.layers[1][name].weight = module.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for i, layer in enumerate(self.layers):
+            h = h + torch.tanh(layer["up"](h) + layer[f"{i}"](h))
+        return self.head(h)
+
+
+def test_a_module_whose_weight_another_one_reads_never_ran() -> None:
+    model = Shared()
+    batches = [torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    found = gnmr.diagnose(model, model, batches, recipe="sim_e2m1", confirm=0)
+    assert found.idle == dict.fromkeys(("layers.0.1", "layers.1.0"), "they never run")
+    controller = gnmr.attach(model, low="fp8_hybrid", recovery="bf16", signal="always_low")
+    audit = gnmr.audit(model, lambda x: F.cross_entropy(model(x).flatten(0, 1), x.flatten()), batches[0])
+    controller.detach()
+    (finding,) = [one for one in audit.findings if one.kind == "never ran"]
+    assert finding.what.startswith("did not run in this batch") and finding.where == ("layers.0.1", "layers.1.0")
+
+
+def test_weights_that_are_read_around_all_modules_are_the_reason() -> None:
+    model = nn.Sequential(nn.Embedding(32, 32), nn.Linear(32, 32))
+
+    def run(x: Tensor) -> Tensor:
+        return F.linear(model[0](x), model[1].weight).tanh()
+
+    with pytest.raises(ValueError, match=r"^run=.*without calling them \(F.linear, a fused kernel, a forward that was"):
+        gnmr.diagnose(model, run, [torch.randint(32, (4, 8)) for _ in range(2)], recipe="sim_e2m1", targets=["1"])
