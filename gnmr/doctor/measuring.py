@@ -59,9 +59,9 @@ class Doctor:
         right = "its loss does not run the linears of this model"
         if self.passes.read:
             right = (
-                "its loss reads the weights of this model's linears without calling them (F.linear, a fused kernel, "
+                "its loss reads the weights of the linears without calling them (F.linear, a fused kernel, a forward "
+                "that was replaced or wrapped), so no path is in force; call the modules"
             )
-            right += "a forward that was replaced or wrapped), so no path is in force; call the modules"
         require(kept, "run", "...", right)
         samples = dict(zip(NUMBERS, np.stack([one.numbers for one in priced], axis=1)[..., times > 0], strict=True))
         samples["norm"] = samples["norm"][~np.isnan(samples["norm"]).any(axis=1)]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.doctor.beside import Beside
-from gnmr.doctor.guards import refuse_constant, refuse_reentrant
+from gnmr.doctor.guards import refuse_constant, refuse_reentrant, refuse_transformed
 from gnmr.doctor.knapsack import Pins
 from gnmr.doctor.output import Output, output_of
 from gnmr.errors import require
@@ -23,6 +23,7 @@ from gnmr.measure.errors import measure_errors
 from gnmr.measure.price import PRICES, measure_prices
 from gnmr.precision import ConvertedModel, PathLinear, Recipe
 from gnmr.precision.kernels.simulated import in_backward
+from gnmr.precision.passes import repeated
 from gnmr.precision.recipes import Gemm
 
 Progress = Callable[[int, int | None], None]
@@ -70,8 +71,8 @@ class _Calls:
         """Operators that were called."""
         self.ran: set[str] = set()
         """Operators that were called with at least one row."""
-        self.repeated: set[str] = set()
-        """Operators that ran without a gradient, and again with one in the backward pass."""
+        self.hidden: set[str] = set()
+        """Operators that ran inside an autograd function of the model, which hides their gradient."""
         self.graphs: set[str] = set()
         """Operators whose output had a graph."""
         self._weights: dict[PathLinear, list[Tensor]] = {}
@@ -82,10 +83,10 @@ class _Calls:
         """Record a call."""
         name = operator.operator_name
         if in_backward():
-            if output.requires_grad and name in self.names - self.graphs:
-                self.repeated.add(name)
             return
         self.names.add(name)
+        if not output.requires_grad and any(not hasattr(one, "weak_holders") for one in repeated(operator)[1]):
+            self.hidden.add(name)  # the others are checkpointed regions
         if input.numel():
             self.ran.add(name)
         if output.requires_grad:
@@ -97,6 +98,7 @@ class _Calls:
     def before(self, operator: nn.Module, _inputs: Any) -> None:
         """Have a weight that is not the operator's parameter require a gradient, be it made of frozen ones."""
         assert isinstance(operator, PathLinear)
+        refuse_transformed(operator.operator_name)
         weight = operator.weight
         if weight.is_leaf and not weight.requires_grad and not weight.is_inference() and weight.is_floating_point():
             self._frozen.append(weight.requires_grad_())
@@ -249,7 +251,7 @@ class Passes:
             return torch.nextafter(output, torch.inf * sign)
 
         counting = Counting(self.model, self.converted.operators)
-        with counting.all():
+        with counting.all(), self._watching():
             whole = self.forward(batch, 0, recovering=True)
         self.coverage = counting.found
         whole.refuse_not_finite("run of batch 1", self.model)
@@ -341,12 +343,13 @@ class Passes:
         """Return the gradient of each weight. Raises ValueError if the objective does not depend on the weights."""
         refuse_reentrant(objective)
         weights = calls.weights(self.converted.operators)
+        if hidden := min(calls.hidden, default=None):
+            right = f"{hidden} runs inside a custom autograd function, which hides its gradient (reversible layers)"
+            require(False, "run", "...", f"{right}; use layers that are plain modules, or gnmr.attach alone")
         gradients = calls.gradients(objective, self.converted.operators, self._beside.weights)
-        right = "its linears run with a gradient in the backward pass alone, as in reversible layers; use others"
-        require(not calls.repeated, "run", "...", right)
         right = "its loss does not depend on the linears of this model (or reentrant checkpointing hides that it does)"
         if calls.ran:
-            right = "its linears run without gradient (no_grad, or a custom autograd function); have it run them with"
+            right = "its linears run without gradient; have it run them outside of torch.no_grad() and without detach()"
         require(any(gradient is not None for gradient in gradients), "run", "...", right)
         refuse_constant(objective, weights, gradients, where, "its linears")
         self.called |= calls.names
