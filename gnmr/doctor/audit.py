@@ -339,7 +339,7 @@ def _of_idle(operators: Sequence[Operator], ran: set[str], read: set[str]) -> It
     """
     reached = {of_any_expert(name) for name in ran}
     idle = [o.name for o in operators if of_any_expert(o.name) not in reached and o.low is not False]
-    kernel = "its weight has a gradient, and it is never called (F.linear, a fused kernel): no precision is in force"
+    kernel = "its weight has a gradient, and it is never called (F.linear, a wrapped forward): no precision is in force"
     for other, what, right in (
         (True, kernel, "call the module"),
         (False, "did not run in this batch, so nothing is known of it", "a batch that reaches it"),

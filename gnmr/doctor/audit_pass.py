@@ -77,7 +77,8 @@ def measured_pass(
     coverage = _by_operator(counted, operators)
     ran = watch.ran | {o.name for o in operators if isinstance(o.module, Found) and o.name in coverage.called()}
     require(ran, "loss_of_batch", "...", right)
-    names = {o.name for o in operators if id(o.module.weight) in read}
+    read -= {id(o.module.weight) for o in operators if o.name in ran}  # weights that another linear shares
+    names = {o.name for o in operators if o.name in ran or id(o.module.weight) in read}
     return watch.found, ran, names | {one.name for one in coverage.products if not one.called}, coverage
 
 

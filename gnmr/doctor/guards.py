@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.errors import require
+from gnmr.precision.linear import transformed
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -24,10 +25,12 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
     """
     fast = torch.backends.mha.get_fastpath_enabled()
     modes = [(module, module.training) for module in model.modules()]
-    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    trained = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.parameters()]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     try:
         model.eval()
+        for parameter, _, _ in trained:
+            parameter.grad = None  # a custom autograd function may add to it
         torch.backends.mha.set_fastpath_enabled(False)
         with torch.random.fork_rng(devices), torch.enable_grad():
             yield
@@ -35,14 +38,21 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast)
         for module, mode in modes:
             module.training = mode
-        for parameter, wanted in trained:
+        for parameter, wanted, grad in trained:
             parameter.requires_grad_(wanted)
+            parameter.grad = grad
 
 
 def refuse_meta(model: nn.Module) -> None:
     """Raise ValueError if the model has parameters on the meta device."""
     meta = any(parameter.is_meta for parameter in model.parameters())
     require(not meta, "model", type(model).__name__, "has parameters on the meta device; give it its weights")
+
+
+def refuse_transformed(name: str) -> None:
+    """Raise ValueError if a linear runs within a transform of torch.func, whose passes cannot be measured."""
+    right = "runs in a transform of torch.func (vmap, jvp, grad, ...), which has no casts; call it outside of them"
+    require(not transformed(), "model", name, right)
 
 
 def scalar(loss: object, where: str, trained: bool = True) -> Tensor:
@@ -76,11 +86,12 @@ def not_finite(model: nn.Module) -> Iterator[tuple[str, int, int]]:
             yield name, number, parameter.numel()
 
 
-def refuse_not_finite(value: float, where: str, model: nn.Module) -> None:
-    """Raise ValueError if the loss is not finite; the message names the first non-finite parameter."""
+def refuse_not_finite(
+    value: float, where: str, model: nn.Module, right: str = "is not finite; has it any targets?"
+) -> None:
+    """Raise ValueError if the loss is not finite; the message names the first non-finite parameter, or says `right`."""
     if math.isfinite(value):
         return
-    right = "is not finite; has it any targets?"
     if wrong := next(not_finite(model), None):
         right = f"{wrong[1]} of the {wrong[2]} elements of {wrong[0]} are not finite; take weights that are"
     raise ValueError(f"{where}={value}: {right}")

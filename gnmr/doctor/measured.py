@@ -46,7 +46,7 @@ class Row:
         name: str,
         value: float,
         interval: tuple[float, float],
-        by_token: float,
+        by_token: float | None,
         by_sequence: float | None,
         kls: Sequence[np.ndarray] | None,
     ) -> Row:

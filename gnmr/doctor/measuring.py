@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, islice, product
@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from gnmr.doctor.diagnosis import CURVE, RANDOM_DRAWS, Diagnosis
-from gnmr.doctor.guards import refuse_not_finite
 from gnmr.doctor.knapsack import GUESSES, REST, Choice, Pins, Shapes, Times, groups_of, times_of
 from gnmr.doctor.measured import Measured, Row, intervals, nats, paired
 from gnmr.doctor.passes import IN_USE, NUMBERS, PRICED, Passes, Priced
@@ -57,24 +56,33 @@ class Doctor:
         rows = np.array([one.rows for one in priced])
         times = (rows > 0).sum(axis=0)
         kept = [o for o, number in zip(self.passes.converted.operators, times, strict=True) if number]
-        require(kept, "run", "...", "its loss does not run the linears of this model")
+        right = "its loss does not run the linears of this model"
+        if self.passes.read:
+            right = (
+                "its loss reads the weights of the linears without calling them (F.linear, a fused kernel, a forward "
+                "that was replaced or wrapped), so no path is in force; call the modules"
+            )
+        require(kept, "run", "...", right)
         samples = dict(zip(NUMBERS, np.stack([one.numbers for one in priced], axis=1)[..., times > 0], strict=True))
         samples["norm"] = samples["norm"][~np.isnan(samples["norm"]).any(axis=1)]
         in_use = samples[IN_USE[priced[0].estimate]]
         rescued = np.mean([one.rescued for one in priced], axis=0)[..., times > 0]
         alone = {} if priced[0].kl is None else self._confirmed(kept, samples, first)
         self._measure_beyond(kept, alone, rescued, first)
+        beside = self._rows_beside(first, priced[0].labels == "model")
+        unpriced = self._rows_without_gradient(first) if priced[0].kl is not None else ()
         shapes = {o.operator_name: (o.in_features, o.out_features) for o in self.passes.converted.operators}
         operators = {o.operator_name: shapes[o.operator_name] for o in kept}
         work, rest = self._work(operators, rows, list(shapes))
-        idle = {name: self._why(name) for name in shapes if name not in operators}
+        choices = {row.operator for row in unpriced if row.value}
+        idle = {name: self._why(name, choices) for name in shapes if name not in operators}
         narrow = self._targets(list(operators)) if idle else None
         found = Diagnosis(
             recipe=self.spec.low,
             recovery=self.spec.recovery or "bf16",
             operators=operators,
             rows=self._rows(kept, samples, in_use, alone, rescued),
-            beside=self._rows_beside(first, priced[0].labels == "model"),
+            beside=(*beside, *unpriced),
             samples=in_use,
             measured=Measured.of([one.kl for one in priced], [one.high for one in priced], [one.low for one in priced]),
             scores={
@@ -120,7 +128,7 @@ class Doctor:
             return None
         rescues, confirmed = len(self.passes.rescues), min(2 * self.confirm, len(self.passes.weights))
         choices = 3 + rescues * (rescues > 1) + len(GUESSES) - 1 + RANDOM_DRAWS + 2 + len(CURVE)
-        return PRICED * len(batches) + 2 + min(CONFIRMED, len(batches)) * (1 + confirmed) + held_out * choices
+        return PRICED * len(batches) + 3 + min(CONFIRMED, len(batches)) * (1 + confirmed) + held_out * choices
 
     def _limit(self, batch: Any) -> float | None:
         """Return the KL from rounding. Raises ValueError if it is unknown or above the gate, and two sides need it."""
@@ -240,10 +248,25 @@ class Doctor:
             rows.append(Row.of_fprop(name, value, (low, high), by_token, by_sequence, found.get(name)))
         return tuple(rows)
 
+    def _rows_without_gradient(self, batches: Sequence[Any]) -> tuple[Row, ...]:
+        """Measure the KL alone of the first `confirm` operators whose output has no gradient: it needs none."""
+        named = {o.operator_name: o for o in self.passes.converted.operators}
+        chosen: dict[str, PathLinear | None] = {
+            name: own for name, own in named.items() if name in self.passes.without_gradient
+        }
+        chosen = dict(islice(chosen.items(), self.confirm))
+        self.passes.expect_more(len(batches) * (1 + len(chosen)) * bool(chosen))
+        found = self.passes.alone(chosen, batches)
+        return tuple(Row.of_fprop(name, 0.0, (0.0, 0.0), None, None, kls) for name, kls in found.items())
+
     # ---- the model ----
 
-    def _why(self, name: str) -> str:
-        """Return the reason why an operator has no price."""
+    def _why(self, name: str, choices: Collection[str]) -> str:
+        """Return the reason why an operator has no price; `choices` are operators without gradient that have a KL."""
+        if name in self.passes.without_gradient and (name in choices or name not in self.passes.graphs):
+            return "they run without gradient (a choice of tokens)"
+        if name in self.passes.called - self.passes.without_gradient:
+            return "no token reached them"
         if name in self.passes.called:
             return "the loss does not depend on what they give"
         if name in self.passes.read:
@@ -321,7 +344,7 @@ class Doctor:
             place = before + done
             whole = self.passes.forward(batch, place, recovering=True)
             high.append(whole.loss_value)
-            refuse_not_finite(whole.worth, f"run of held-out batch {done + 1}", self.passes.model)
+            whole.refuse_not_finite(f"run of held-out batch {done + 1}", self.passes.model)
             for key, pins in plans.items():
                 with self.passes.pinned(pins):
                     own = self.passes.forward(batch, place, recovering=False)

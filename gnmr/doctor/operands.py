@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gnmr.doctor.causes import Cause, decibels, energy, explained, is_multiple, of_output
+from gnmr.doctor.guards import refuse_transformed
 from gnmr.doctor.in_force import CONTRACTS, Operator
 from gnmr.precision.cast import rotated
 from gnmr.precision.recipes import HADAMARD
@@ -100,6 +101,7 @@ class Watch(TorchDispatchMode):
 
     def before(self, operator: Operator, x: Tensor) -> None:
         """Begin a forward pass of `operator` on `x`."""
+        refuse_transformed(operator.name)
         rows = x.detach().reshape(-1, x.shape[-1])
         self._now = _Pass(operator, rows) if rows.numel() else None
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gnmr.doctor.guards import scalar
+from gnmr.doctor.guards import refuse_not_finite, scalar
 from gnmr.errors import require
 from gnmr.measure.kl import IGNORED, divergence, draw_labels
 
@@ -35,13 +35,15 @@ class Output:
         """Return the loss, or NaN without one."""
         return math.nan if self.loss is None else float(self.loss.detach())
 
-    @property
-    def worth(self) -> float:
-        """Return a number that is finite if the output is: the loss, or without one the mean of the logits."""
-        if self.loss is not None:
-            return self.loss_value
-        assert self.logits is not None
-        return float(self.logits.detach().float().mean())
+    def refuse_not_finite(self, where: str, model: nn.Module) -> None:
+        """Raise ValueError if the loss is not finite, or without one the predictions; single logits may be -inf."""
+        value, right = self.loss_value, "is not finite; has it any targets?"
+        if self.targets is not None:
+            right = "is not finite; has a target a logit of -inf?"
+        elif self.loss is None:
+            assert self.logits is not None
+            value, right = float(self.logits.detach().float().logsumexp(-1).mean()), "has logits that are not finite"
+        refuse_not_finite(value, where, model, right)
 
     def objective(self, labels: str, generator: torch.Generator, where: str) -> tuple[Tensor, int | None]:
         """Return the scalar to differentiate and the number of terms in its mean (None: only the caller knows).
@@ -75,6 +77,17 @@ class Output:
                     found = mean + counts / counts.mean() * (found - mean)
         return found
 
+    def apart(self, other: Output) -> float:
+        """Return the KL per token to another output of the same batch; without logits, the difference of the losses.
+
+        Differences of losses within 16 roundings are 0, because sums may be in another order on a GPU.
+        """
+        if (kl := self.kl_to(other)) is not None:
+            return float(kl.mean())
+        assert self.loss is not None
+        rounding = 16 * torch.finfo(self.loss.dtype).eps * abs(self.loss_value)
+        return max(0.0, abs(self.loss_value - other.loss_value) - rounding)
+
     @cached_property
     def _log_p(self) -> Tensor:
         """Return log-probabilities (S, T, V) in float32, computed once for all comparisons."""
@@ -102,8 +115,12 @@ def output_of(found: Any, where: str, trained: bool = True) -> Output:
     else:
         logits, loss = getattr(found, "logits", None), getattr(found, "loss", None)
         require(isinstance(logits, Tensor), where, type(found).__name__, _RIGHT)
+        if loss is not None and logits.shape[-1] == 1:  # rewards or values: there is no distribution
+            return Output(None, None, scalar(loss, where, trained))
     if logits is not None:
         require(isinstance(logits, Tensor) and logits.dim() >= 2, where, type(logits).__name__, _RIGHT)
+        right = "have one number per position, and no probabilities; give a loss, for example by labels"
+        require(logits.shape[-1] > 1, where, f"logits {tuple(logits.shape)}", right)
         logits = logits.reshape(len(logits), -1, logits.shape[-1]) if logits.dim() > 3 else logits
         if targets is not None:
             fits = isinstance(targets, Tensor) and targets.numel() == logits.shape[:-1].numel()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import reduce
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.doctor.beside import Beside
-from gnmr.doctor.guards import refuse_constant, refuse_not_finite, refuse_reentrant
+from gnmr.doctor.guards import refuse_constant, refuse_reentrant, refuse_transformed
 from gnmr.doctor.knapsack import Pins
 from gnmr.doctor.output import Output, output_of
 from gnmr.errors import require
@@ -20,6 +22,8 @@ from gnmr.measure.coverage import Counting, Coverage
 from gnmr.measure.errors import measure_errors
 from gnmr.measure.price import PRICES, measure_prices
 from gnmr.precision import ConvertedModel, PathLinear, Recipe
+from gnmr.precision.kernels.simulated import in_backward
+from gnmr.precision.passes import repeated
 from gnmr.precision.recipes import Gemm
 
 Progress = Callable[[int, int | None], None]
@@ -29,6 +33,8 @@ PRICED = 8
 """Forward passes that take as long as a priced batch, most of whose time is its backward pass and casts."""
 _NORMED = 2
 """Number of batches on which gradient norms are measured, on the data's labels."""
+SAME = 1e-8
+"""Nats up to which two passes count as the same; sums in another order make less."""
 IN_USE = {"token": "fprop", "sequence": "fprop_sequence"}
 """Name of each estimate of fprop among `NUMBERS`."""
 _LOW = ("fprop", "fprop_sequence", "fprop_input", "fprop_weight", "dgrad", "wgrad", "dgrad_bias", "wgrad_bias")
@@ -55,6 +61,69 @@ class Priced(NamedTuple):
     """Labels of the backward pass: `model` (drawn from its predictions) or `data`."""
     estimate: str
     """The estimate of fprop in use, one of `IN_USE`."""
+
+
+class _Calls:
+    """The calls of operators in one forward pass."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        """Operators that were called."""
+        self.ran: set[str] = set()
+        """Operators that were called with at least one row."""
+        self.hidden: set[str] = set()
+        """Operators that ran inside an autograd function of the model, which hides their gradient."""
+        self.graphs: set[str] = set()
+        """Operators whose output had a graph."""
+        self._weights: dict[PathLinear, list[Tensor]] = {}
+        self._frozen: list[Tensor] = []
+        """Weights that did not require a gradient before their call."""
+
+    def add(self, operator: PathLinear, input: Tensor, output: Tensor) -> None:
+        """Record a call."""
+        name = operator.operator_name
+        if in_backward():
+            return
+        self.names.add(name)
+        if not output.requires_grad and any(not hasattr(one, "weak_holders") for one in repeated(operator)[1]):
+            self.hidden.add(name)  # the others are checkpointed regions
+        if input.numel():
+            self.ran.add(name)
+        if output.requires_grad:
+            self.graphs.add(name)
+            read = self._weights.setdefault(operator, [])
+            if all(operator.weight is not one for one in read):
+                read.append(operator.weight)
+
+    def before(self, operator: nn.Module, _inputs: Any) -> None:
+        """Have a weight that is not the operator's parameter require a gradient, be it made of frozen ones."""
+        assert isinstance(operator, PathLinear)
+        refuse_transformed(operator.operator_name)
+        weight = operator.weight
+        if weight.is_leaf and not weight.requires_grad and not weight.is_inference() and weight.is_floating_point():
+            self._frozen.append(weight.requires_grad_())
+
+    def end(self) -> None:
+        """Restore these weights."""
+        for weight in self._frozen:
+            weight.requires_grad_(False)
+
+    def weights(self, operators: Iterable[PathLinear]) -> list[Tensor]:
+        """Return the weight that each operator read first, or that it has if it was not called."""
+        return [self._weights.get(operator, [operator.weight])[0] for operator in operators]
+
+    def gradients(
+        self, loss: Tensor, operators: Sequence[PathLinear], others: Sequence[Tensor] = ()
+    ) -> list[Tensor | None]:
+        """Return the gradient of each operator's weight, None if it has none; the backward pass reaches `others` too.
+
+        A pre-hook (pruning, weight_norm) makes a new weight in every call; the gradient is the sum over these.
+        """
+        read = [self._weights.get(operator, [operator.weight]) for operator in operators]
+        known = {id(weight): weight for weight in (*chain(*read), *others) if weight.requires_grad}
+        found = dict(zip(known, torch.autograd.grad(loss, [*known.values()], allow_unused=True), strict=True))
+        each = [[one for weight in own if (one := found.get(id(weight))) is not None] for own in read]
+        return [reduce(torch.add, own) if own else None for own in each]
 
 
 class Passes:
@@ -98,6 +167,15 @@ class Passes:
         self._draw = torch.Generator(self.weights[0].device).manual_seed(0)
         self.called: set[str] = set()
         """Operators that were called in any batch."""
+        self.without_gradient: set[str] = set()
+        """Operators that ran in any batch, and whose output had a gradient in none.
+
+        They have no price. They stay on the recovery path in all passes except those that measure them alone.
+        """
+        self.graphs: set[str] = set()
+        """Operators whose output had a graph in any batch, whether or not a gradient reached it."""
+        self._reached: set[str] = set()
+        """Operators whose output had a gradient in any batch."""
         self.read: set[str] = set()
         """Operators whose weight had a gradient in any batch."""
         self.beside_by_batch: list[dict[str, tuple[float, float]]] = []
@@ -135,10 +213,17 @@ class Passes:
             low.switch(False)
         with self._beside.running(beside):
             torch.manual_seed(place)
-            found = output_of(self._run(batch), f"run of batch {place + 1}", trained=False)
+            found = self._output(batch, place, trained=False)
         self.converted.end_step()
         self._advance(1)
         return found
+
+    def _output(self, batch: Any, place: int, trained: bool = True) -> Output:
+        """Run the model on batch number `place`."""
+        found = output_of(self._run(batch), f"run of batch {place + 1}", trained)
+        kind = getattr(getattr(self.model, "config", None), "problem_type", None)  # transformers' classifiers
+        numbers = found.loss is not None and kind in ("regression", "multi_label_classification")
+        return replace(found, logits=None) if numbers else found  # no softmax is taken over these
 
     def alone(self, chosen: Mapping[str, PathLinear | None], batches: Sequence[Any]) -> dict[str, list[np.ndarray]]:
         """Return {name: KLs (S,) by batch} with each operator alone in low precision; None: a part of `beside`."""
@@ -156,7 +241,8 @@ class Passes:
     def rounding(self, batch: Any) -> float | None:
         """Return the KL from rounding: the model against itself with each operator's output moved by one rounding.
 
-        The products that the model runs on this batch are counted too (`coverage`).
+        The products that the model runs on this batch are counted too (`coverage`). Raises ValueError if two passes
+        that should be the same differ by more than rounding.
         """
         draw = torch.Generator(self.weights[0].device).manual_seed(0)
 
@@ -165,17 +251,27 @@ class Passes:
             return torch.nextafter(output, torch.inf * sign)
 
         counting = Counting(self.model, self.converted.operators)
-        with counting.all():
+        with counting.all(), self._watching():
             whole = self.forward(batch, 0, recovering=True)
         self.coverage = counting.found
-        refuse_not_finite(whole.worth, "run of batch 1", self.model)
+        whole.refuse_not_finite("run of batch 1", self.model)
+        again = self.forward(batch, 0, recovering=True)
         handles = [operator.register_forward_hook(apart) for operator in self.converted.operators]
         try:
-            kl = whole.kl_to(self.forward(batch, 0, recovering=True))
+            moved = again.apart(self.forward(batch, 0, recovering=True))
         finally:
             for handle in handles:
                 handle.remove()
-        return None if kl is None else float(kl.mean())
+        if whole.apart(again) > SAME:  # the counted pass ran without torch.compile
+            apart = again.apart(self.forward(batch, 0, recovering=True))
+            right = (
+                "two passes of batch 1 on the recovery path differ by this many nats; does it keep state, such as a "
+                "cache of keys and values, or draw random numbers that torch.manual_seed does not set (dropout, masks)?"
+                " Have it compute the same in every pass"
+            )
+            noise = 0.0 if whole.logits is None else moved / 8  # a GPU may add up 16-bit products in any order
+            require(not apart > max(SAME, noise), "run", f"{apart:.2g}", right)
+        return None if whole.logits is None else moved
 
     @contextmanager
     def pinned(self, pins: Pins) -> Iterator[None]:
@@ -198,23 +294,23 @@ class Passes:
         """Measure batch number `place` by a backward pass and a forward pass with everything low."""
         meter, where, mark = self._meter, f"run of batch {place + 1}", self.converted.mark()
         self._put(True)
-        for operator in self.converted.operators:
-            operator.read = None
         meter.begin_step(place)
         self._measuring(True)
         try:
-            with self._beside.priced(place):
+            with self._beside.priced(place), self._watching() as calls:
                 torch.manual_seed(place)
-                whole = output_of(self._run(batch), where)
-                refuse_not_finite(whole.worth, where, self.model)
+                whole = self._output(batch, place)
+                whole.refuse_not_finite(where, self.model)
                 objective, meter.loss_tokens = whole.objective(self._labels, self._draw, where)
                 meter.positions = self._beside.positions = None if whole.logits is None else whole.logits.shape[:-1]
                 if meter.loss_tokens is None and self._terms is not None:
                     meter.loss_tokens = self._terms(batch)
-                gradients = self._gradients(objective, where)
+                gradients = self._gradients(objective, calls, where)
         finally:
             self._measuring(False)
         rows, drawn = list(meter.rows), self._labels == "model" and whole.logits is not None
+        self._reached |= {name for name, number in zip(meter.operators, rows, strict=True) if number}
+        self.without_gradient = (self.without_gradient | calls.ran) - self._reached
         estimate = "sequence" if drawn and self.tokens == 1 else "token"
         norms = self._norms_of(gradients) if place < _NORMED or not drawn else None
         del objective, gradients
@@ -229,18 +325,42 @@ class Passes:
         labels = "model" if drawn else "data"
         return Priced(whole.loss_value, low.loss_value, whole.kl_to(low), numbers, rescued, rows, labels, estimate)
 
-    def _gradients(self, objective: Tensor, where: str) -> Sequence[Tensor | None]:
+    @contextmanager
+    def _watching(self) -> Iterator[_Calls]:
+        """Record the calls of the operators inside."""
+        shared, calls = self.converted.shared, _Calls()
+        shared.watch = calls.add
+        handles = [operator.register_forward_pre_hook(calls.before) for operator in self.converted.operators]
+        try:
+            yield calls
+        finally:
+            shared.watch = None
+            for handle in handles:
+                handle.remove()
+            calls.end()
+
+    def _gradients(self, objective: Tensor, calls: _Calls, where: str) -> list[Tensor | None]:
         """Return the gradient of each weight. Raises ValueError if the objective does not depend on the weights."""
         refuse_reentrant(objective)
-        reached = [*self.weights, *self._beside.weights]
-        gradients = torch.autograd.grad(objective, reached, allow_unused=True)[: len(self.weights)]
+        weights = calls.weights(self.converted.operators)
+        if hidden := min(calls.hidden, default=None):
+            right = f"{hidden} runs inside a custom autograd function, which hides its gradient (reversible layers)"
+            require(False, "run", "...", f"{right}; use layers that are plain modules, or gnmr.attach alone")
+        gradients = calls.gradients(objective, self.converted.operators, self._beside.weights)
         right = "its loss does not depend on the linears of this model (or reentrant checkpointing hides that it does)"
+        if calls.ran:
+            right = "its linears run without gradient; have it run them outside of torch.no_grad() and without detach()"
         require(any(gradient is not None for gradient in gradients), "run", "...", right)
-        refuse_constant(objective, self.weights, gradients, where, "its linears")
-        for operator, gradient in zip(self.converted.operators, gradients, strict=True):
-            if operator.read is not None:
-                self.called.add(operator.operator_name)
-            if gradient is not None:
+        refuse_constant(objective, weights, gradients, where, "its linears")
+        self.called |= calls.names
+        self.graphs |= calls.graphs
+        used = {
+            id(weight)
+            for operator, weight in zip(self.converted.operators, weights, strict=True)
+            if operator.operator_name in calls.names
+        }
+        for operator, weight, gradient in zip(self.converted.operators, weights, gradients, strict=True):
+            if gradient is not None and (operator.operator_name in calls.names or id(weight) not in used):
                 self.read.add(operator.operator_name)
         return gradients
 
@@ -274,10 +394,11 @@ class Passes:
         self.converted.end_step()
         self._put(True)
         torch.manual_seed(place)
-        loss = output_of(self._run(batch), f"run of batch {place + 1}").loss
-        if loss is None or not loss.requires_grad:
-            return drawn
-        return self._norms_of(torch.autograd.grad(loss, self.weights, allow_unused=True))
+        with self._watching() as calls:
+            loss = self._output(batch, place).loss
+            if loss is None or not loss.requires_grad:
+                return drawn
+            return self._norms_of(calls.gradients(loss, self.converted.operators))
 
     def _norms_of(self, gradients: Iterable[Tensor | None]) -> Tensor:
         own = zip(self.converted.operators, gradients, strict=True)
@@ -286,7 +407,7 @@ class Passes:
 
     def _put(self, recovering: bool) -> None:
         for operator in self.converted.operators:
-            operator.switch(recovering)
+            operator.switch(recovering or operator.operator_name in self.without_gradient)
 
     def _measuring(self, on: bool) -> None:
         self._meter.enabled = self._probe.enabled = on

@@ -61,6 +61,11 @@ def _sentence(found: Diagnosis) -> str:
         return _of_two_sides(found)
     start = f"nothing {'more ' if found.pins else ''}has to be kept: " if found.little else ""
     unit = "nats" if measured.kl is None else "nats of KL per token"
+    if measured.kl is not None and measured.nats <= (found.limit or 0.0):
+        return (
+            f"{start}{under}{name} costs {nats(measured.nats)} {unit}, no more than rounding of this model makes "
+            f"({nats(found.limit or 0.0)}), so nothing can be told of it"
+        )
     if not measured.shown and not start and measured.kl is not None:
         return (
             f"{plural(measured.batches, 'batch')} are too few to tell what {under}{name} costs: {measured.nats:.2g} ± "

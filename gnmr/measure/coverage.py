@@ -1,7 +1,8 @@
 """Count the GEMMs that a model's forward passes really run, and the share of some operators in their arithmetic.
 
-A linear that is called counts rows times inputs times outputs, whatever kernels run inside. All other products are
-counted as PyTorch dispatches them, by the formulas of `torch.utils.flop_counter` and a few more (grouped products,
+A linear that is called counts rows times inputs times outputs, whatever kernels run inside. A subclass of `nn.Linear`
+may multiply less (grouped, low rank), so it counts the products inside, if PyTorch dispatches any. All other products
+are counted as PyTorch dispatches them, by the formulas of `torch.utils.flop_counter` and a few more (grouped products,
 recurrent kernels). They belong to the parameter that they read: fused experts, `Conv1D`, the `in_proj` of an attention,
 convolutions, recurrent layers, and a linear whose weight is read without a call. Products of two activations belong to
 attention; they are counted separately and enter no share. A library's kernel that is not a PyTorch product is not seen,
@@ -175,6 +176,18 @@ def _short(one: Product) -> str:
     return f"{name} ({one.kind if one.called else 'read without a call'})".lstrip()
 
 
+class _Call:
+    """A call of a linear."""
+
+    def __init__(self, product: Product, module: nn.Module) -> None:
+        self.product, self.counted = product, 0
+        """`counted` are the multiplications that were dispatched inside."""
+        self.number: int | None = None
+        """Multiplications of a dense linear; None: another one that is being called counts them, or nobody."""
+        self.dense = type(module) is nn.Linear or isinstance(module, PathLinear) or not isinstance(module, nn.Linear)
+        """True if `number` is right, whatever kernels run inside: `nn.Linear`, ours and TransformerEngine's."""
+
+
 class Counting(TorchDispatchMode):
     """Count the products inside `all`, or after `arm` in a loop's own passes, without reading values of tensors."""
 
@@ -191,8 +204,10 @@ class Counting(TorchDispatchMode):
         self._linears |= {operator: operator.operator_name for operator in operators}
         self._weights: dict[int, tuple[StorageWeakRef, Product]] = {}
         self._sharded = any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
-        self._inside = self._depth = 0
-        """Number of linears that are being called, and of modules of a loop's own pass."""
+        self._calls: list[_Call] = []
+        """The linears that are being called, the innermost last."""
+        self._depth = 0
+        """Number of modules of a loop's own pass that are being called."""
         self._open = False
         """True if everything is counted, inside a module or not (`all`)."""
         self._outermost: tuple[int, FrameType] | None = None
@@ -267,7 +282,8 @@ class Counting(TorchDispatchMode):
         while frame is not None and frame is not self._outermost[1]:
             frame = frame.f_back
         if frame is None and _get_current_dispatch_mode_stack()[-1] is self:  # else another mode would be left
-            self._depth = self._inside = 0
+            self._depth = 0
+            self._calls.clear()
             self._close(failed=True)
 
     def _enter(self, module: nn.Module, *_: object) -> None:
@@ -299,13 +315,16 @@ class Counting(TorchDispatchMode):
         self.__exit__(None, None, None)
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        x = next(_tensors((args, kwargs)), None)
-        if x is not None and self._open and not self._inside:
-            self._products[Product(self._linears[module], "Linear")] += x.numel() // x.size(-1) * _area(module)
-        self._inside += 1
+        call, x = _Call(Product(self._linears[module], "Linear"), module), next(_tensors((args, kwargs)), None)
+        if x is not None and self._open and not any(one.dense for one in self._calls):
+            call.number = x.numel() // x.size(-1) * _area(module)
+        self._calls.append(call)
 
     def _after(self, *_: object) -> None:
-        self._inside = max(self._inside - 1, 0)
+        if self._calls:
+            call = self._calls.pop()
+            if call.number is not None:
+                self._products[call.product] += call.counted or call.number
 
     # ---- products ----
 
@@ -322,7 +341,10 @@ class Counting(TorchDispatchMode):
             if whole is not NotImplemented:
                 return whole
         out = func(*args, **kwargs)
-        if self._inside:
+        if any(call.dense for call in self._calls):
+            return out
+        if self._calls and formula is not None:
+            self._calls[-1].counted += formula(args, kwargs, out)
             return out
         if formula is not None:
             self._count(formula(args, kwargs, out), [*_tensors((args, kwargs))][_opname(func) in _SUMS :])
@@ -476,6 +498,15 @@ def _of_attention(args: Any, _kwargs: Any, _out: Any) -> int:
     return int(prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1]))
 
 
+def _trilinear(args: Any, _kwargs: Any, _out: Any) -> int:
+    """Count i1 x i2 x i3, each expanded by its dimensions: the product of the sizes of all dimensions."""
+    sizes: dict[int, int] = {}
+    for one, expanded in zip(args[:3], args[3:6], strict=True):
+        there = (dim for dim in range(one.dim() + len(expanded)) if dim not in expanded)
+        sizes |= {dim: max(size, sizes.get(dim, 1)) for dim, size in zip(there, one.shape, strict=True)}
+    return prod(sizes.values())
+
+
 def _recurrent(args: Any, _kwargs: Any, _out: Any) -> int:
     """Count a recurrent layer, whose matrices are the next arguments, or all layers, with matrices in a list.
 
@@ -489,6 +520,7 @@ _FORMULAS = {
     "grouped_mm": _inner,
     "_int_mm": _inner,
     "_weight_int": _inner,
+    "_trilinear": _trilinear,
     "mkldnn_rnn_layer": _recurrent,
     "cudnn_rnn": _recurrent,
     "miopen_rnn": _recurrent,

@@ -50,7 +50,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gnmr.measure.operands import Casts, broken_inputs, inputs_on, outliers, result_in, weight_of
 from gnmr.measure.units import ByUnit
@@ -242,7 +242,9 @@ class PriceMeter:
             if isinstance(path, Recipe) and (kept := outliers(path.fprop.input, rows)) is not None
         }
         length = input.shape[-2] if input.dim() > 2 else None
-        weight, bias = operator.given or (None, operator.bias)
+        # A weight that is no parameter was made for this pass: pruned, or put there by functional_call.
+        made = None if isinstance(operator.weight, nn.Parameter) else operator.matrix
+        weight, bias = operator.given or (made, operator.bias)
         given = None if weight is None else weight.detach()
         found = _Pass(
             operator, paths, given, bias, rows[chosen].float(), inputs, columns, dtype, chosen, len(rows), length

@@ -27,7 +27,7 @@ from gnmr.precision.resolve import Pair, as_run, named, pinned, recipes_of, reso
 from gnmr.precision.rounding import Rounding
 from gnmr.precision.shared import SharedState, Widths
 from gnmr.precision.spec import PathSpec
-from gnmr.precision.targets import exact, kinds, roles_of, targeted
+from gnmr.precision.targets import exact, kinds, others_in, roles_of, targeted
 from gnmr.precision.units import check_unit, grouped, operator_names
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -151,7 +151,8 @@ def _chosen(model: nn.Module, spec: PathSpec, kept: bool = False) -> tuple[dict[
     """
     linears = operators_in(model)
     paths = [path for path in named(spec) if isinstance(path, Recipe)]
-    asked = targeted(roles_of(model, linears), spec.targets, spec.exclude, recipes=bool(paths) and not kept)
+    roles, others = roles_of(model, linears), others_in(model, linears)
+    asked = targeted(roles, spec.targets, spec.exclude, recipes=bool(paths) and not kept, others=others)
     if len(paths) == 2:
         paths[1] = paths[0].with_gemms(dict.fromkeys(spec.recovers, paths[1]))
     chosen, left_out = {}, {}

@@ -262,7 +262,7 @@ class PathLinear(nn.Linear):
         bias: Tensor | None = self.bias
         keeps = torch.is_grad_enabled() and weight.requires_grad
         quantizes = isinstance(path, Recipe) or (shared.quantize_forward and not isinstance(path, KeepFormat))
-        if path is not None and (keeps or quantizes) and _transformed():
+        if path is not None and (keeps or quantizes) and transformed():
             if casts_nothing(path):
                 return self.plain(input)
             raise RuntimeError(
@@ -407,7 +407,7 @@ class PathLinear(nn.Linear):
         return f"{super().extra_repr()}, low={self.low.name}, recovery={recovery}"
 
 
-def _transformed() -> bool:
+def transformed() -> bool:
     """Return whether a transform of torch.func or forward-mode differentiation is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 

@@ -135,7 +135,12 @@ class Matching:
 
 
 def targeted(
-    roles: Mapping[str, str], targets: Sequence[str] | None, exclude: Sequence[str], *, recipes: bool
+    roles: Mapping[str, str],
+    targets: Sequence[str] | None,
+    exclude: Sequence[str],
+    *,
+    recipes: bool,
+    others: Sequence[str] = (),
 ) -> dict[str, bool]:
     """Return the names in `roles` that the targets choose and `exclude` does not.
 
@@ -146,6 +151,7 @@ def targeted(
         targets: patterns; None: the default (see the module).
         exclude: patterns of names to leave out.
         recipes: whether heads and routers are skipped, whatever pattern names them.
+        others: classes of other modules with matrices, for messages.
 
     Raises:
         ValueError: if a pattern matches no linear, or only skipped ones, or if no linear is left.
@@ -169,10 +175,10 @@ def targeted(
             raise ValueError(f"targets {kept}: recipes keep {heads} in 16 bits (output head and gates); name others")
     if not (chosen := {name: chosen[name] for name in roles if name in chosen and name not in out}):
         key = f"exclude {list(exclude)}" if exclude else "targets"
+        there = f", as {', '.join(others)} of this model" if others else ""
         raise ValueError(
             f"{key}: no linear is left to convert; this model has {kinds(roles)}, of which output heads, routers and "
-            "adapters stay in 16 bits (other layers can be declared: "
-            "gnmr.precision.adapters.register)"
+            f"adapters stay in 16 bits (other layers can be declared{there}: gnmr.precision.adapters.register)"
         )
     return chosen
 
@@ -183,6 +189,17 @@ def _default(names: Matching, roles: Mapping[str, str]) -> list[str]:
     usual = {*names.of(USUAL)}
     found = [name for name in some if name in usual or (blocks and roles[name] == "")]
     return found or some
+
+
+def others_in(model: nn.Module, linears: Mapping[str, Any]) -> list[str]:
+    """Return the classes of modules with matrices that are neither linears nor embeddings."""
+    known = {linear.module for linear in linears.values()}
+    found = {
+        type(module).__name__
+        for module in model.modules()
+        if module not in known and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
+    }
+    return sorted(name for name in found if "Embedding" not in name)
 
 
 def kinds(names: Iterable[str]) -> str:

@@ -193,3 +193,134 @@ def test_reentrant_checkpointing_is_refused_in_one_line(what: str) -> None:
     for own, says in ((loss, "use use_reentrant=False"), (whole, "is no checkpointing reentrant")):
         with pytest.raises(ValueError, match=says):
             gnmr.diagnose(model, own, X) if what == "diagnose" else gnmr.audit(model, own, X[0])
+
+
+class Shared(nn.Module):
+    """Two blocks with the same weights, each with a branch of its own that the other does not call (Zamba2)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(32, 32), nn.Linear(32, 32)
+        self.layers = nn.ModuleList(nn.ModuleDict({n: nn.Linear(32, 32) for n in ("up", "0", "1")}) for _ in range(2))
+        for name, module in self.layers[0].items():
+            self.layers[1][name].weight = module.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for i, layer in enumerate(self.layers):
+            h = h + torch.tanh(layer["up"](h) + layer[f"{i}"](h))
+        return self.head(h)
+
+
+def test_a_module_whose_weight_another_one_reads_never_ran() -> None:
+    model = Shared()
+    batches = [torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    found = gnmr.diagnose(model, model, batches, recipe="sim_e2m1", confirm=0)
+    assert found.idle == dict.fromkeys(("layers.0.1", "layers.1.0"), "they never run")
+    controller = gnmr.attach(model, low="fp8_hybrid", recovery="bf16", signal="always_low")
+    audit = gnmr.audit(model, lambda x: F.cross_entropy(model(x).flatten(0, 1), x.flatten()), batches[0])
+    controller.detach()
+    (finding,) = [one for one in audit.findings if one.kind == "never ran"]
+    assert finding.what.startswith("did not run in this batch") and finding.where == ("layers.0.1", "layers.1.0")
+
+
+def test_weights_that_are_read_around_all_modules_are_the_reason() -> None:
+    model = nn.Sequential(nn.Embedding(32, 32), nn.Linear(32, 32))
+
+    def run(x: Tensor) -> Tensor:
+        return F.linear(model[0](x), model[1].weight).tanh()
+
+    with pytest.raises(ValueError, match=r"^run=.*without calling them \(F.linear, a fused kernel, a forward that was"):
+        gnmr.diagnose(model, run, [torch.randint(32, (4, 8)) for _ in range(2)], recipe="sim_e2m1", targets=["1"])
+
+
+class Stacked(nn.Module):
+    """Four experts whose stacked weights run in one `vmap`, through the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(32, 32), nn.Linear(32, 32)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = {name: torch.stack([e.get_parameter(name) for e in self.experts]) for name in ("0.weight", "0.bias")}
+        h = self.embed(x)
+        run = torch.vmap(lambda own, h: torch.func.functional_call(self.experts[0], own, (h,)), in_dims=(0, None))
+        return self.head(h + run(weights, h).mean(0))
+
+
+class Reversible(torch.autograd.Function):
+    """A layer that keeps nothing and runs again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return x + torch.tanh(layer(x))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            (x + torch.tanh(ctx.layer(x))).backward(grad)
+        return x.grad, None
+
+
+class Reversed(nn.Module):
+    """`below` whether a plain linear precedes the reversible layer, else it follows."""
+
+    def __init__(self, below: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head, self.below = nn.Embedding(32, 32), nn.Linear(32, 32), below
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, (first, second) = self.embed(x), self.layers
+        h = Reversible.apply(first(h), second) if self.below else second(Reversible.apply(h, first))
+        return self.head(h)
+
+
+@pytest.mark.parametrize("what", ["diagnose", "audit"])
+def test_experts_in_vmap_are_refused_in_one_line(what: str) -> None:
+    model = Stacked()
+    batches = [torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    with pytest.raises(ValueError, match=r"^model=experts.0.0: runs in a transform of torch.func \(vmap,"):
+        if what == "diagnose":
+            gnmr.diagnose(model, model, batches, recipe="sim_e2m1", targets=["experts.*"])
+        else:
+            gnmr.audit(model, lambda x: model(x).square().mean(), batches[0])
+
+
+@pytest.mark.parametrize("below", [False, True])
+def test_reversible_layers_are_refused_with_their_reason(below: bool) -> None:
+    model = Reversed(below)
+    model.layers[0].weight.grad = torch.ones(32, 32)
+    batches = [torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    with pytest.raises(ValueError, match=rf"^run=.*: layers.{int(below)} runs inside a custom autograd function"):
+        gnmr.diagnose(model, model, batches, recipe="sim_e2m1")
+    grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert list(grads) == ["layers.0.weight"] and grads["layers.0.weight"].eq(1).all()
+
+
+class Quantized(nn.Module):
+    """A linear that is no `nn.Linear` (I-BERT)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+def test_blocks_without_an_nn_linear_name_what_they_hold() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(64, 32), "layers": nn.ModuleList([Quantized()])})
+    model["lm_head"] = nn.Linear(32, 64)
+    with pytest.raises(
+        ValueError, match=r"^targets: no linear is left .*lm_head.*can be declared, as Quantized of this"
+    ):
+        gnmr.diagnose(model, model, X, recipe="sim_e2m1")

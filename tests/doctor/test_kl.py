@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,10 +15,11 @@ from plausible import diagnosis
 from torch import Tensor, nn
 from torch.func import jvp
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 import gnmr
 from gnmr.doctor.diagnosis import Diagnosis
-from gnmr.doctor.measured import Measured, Row
+from gnmr.doctor.measured import Measured, Row, nats
 from gnmr.doctor.page import page
 from gnmr.measure.kl import IGNORED, divergence, draw_labels
 from gnmr.measure.price import measure_prices
@@ -526,3 +530,201 @@ def test_words_of_two_sides() -> None:
     assert diagnosed(Mixer(), against="bf16", gate=low * 10, held_out=(), **few).little
     with pytest.raises(ValueError, match=r"^against=bf16: is about a KL"):
         diagnosed(model := Mixer(), run=lambda tokens: model(tokens).square().mean(), against="bf16")
+
+
+def assert_alike(found: Diagnosis, right: Diagnosis) -> None:
+    """Assert that both have the same numbers, up to the order of sums."""
+    assert found.measured.kl == pytest.approx(right.measured.kl, rel=1e-4)
+    assert [row.operator for row in found.rows] == [row.operator for row in right.rows]
+    assert [row.value for row in found.rows] == pytest.approx([row.value for row in right.rows], rel=1e-3)
+    for key, scores in right.scores.items():
+        assert found.scores[key] == pytest.approx(scores, rel=1e-3)
+
+
+def pruned(linear: nn.Linear) -> None:
+    prune.l1_unstructured(linear, "weight", 0.5)
+
+
+def replaced(linear: nn.Linear) -> None:
+    """Its pre-hook puts a new weight in the module's place, as DropConnect and low-rank products do."""
+    made = nn.Parameter(linear.weight.detach() * 2)
+    del linear.weight
+    linear.made = made
+    linear.register_forward_pre_hook(lambda module, _inputs: setattr(module, "weight", module.made / 2))
+    linear.weight = made.detach() / 2
+
+
+HOOKS: dict[str, Callable[[nn.Linear], Any]] = {
+    "pruned": pruned,
+    "weight_norm": nn.utils.weight_norm,
+    "spectral_norm": nn.utils.spectral_norm,
+    "replaced": replaced,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("names", [("q_proj",), ("q_proj", "k_proj", "v_proj", "up_proj")], ids=["some", "all"])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_weights_that_a_pre_hook_makes_are_priced_as_the_plain_model_with_these_weights(
+    hook: str, names: Sequence[str]
+) -> None:
+    """Also if they are frozen."""
+    model, plain = Mixer().eval(), Mixer().eval()
+    for layer, other in zip(model.layers, plain.layers, strict=True):
+        for name in names:
+            HOOKS[hook](layer[name].eval())
+            layer[name].requires_grad_(False)
+            layer[name](torch.zeros(1, WIDTH))
+            other[name].weight.data = layer[name].weight.detach().clone()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    few: Any = {"batches": batches_of(2), "confirm": 2, "held_out": ()}
+    found, right = (diagnosed(one, run=lambda x, one=one: (one(x), x), **few) for one in (model, plain))
+    assert not found.idle and found.coverage == right.coverage
+    assert_alike(found, right)
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+    assert not any(p.requires_grad for layer in model.layers for name in names for p in layer[name].parameters())
+
+
+def test_each_pass_is_priced_with_the_weight_that_it_read() -> None:
+    """The caller puts other weights into the module for a call, as `functional_call` does."""
+    model, plain = Mixer().eval(), Mixer().eval()
+    for layer in plain.layers:
+        layer["up_proj"].weight.data *= 3
+    other = {name: 3 * value for name, value in model.state_dict().items() if "up_proj" in name}
+    few: Any = {"batches": batches_of(2), "confirm": 0, "held_out": ()}
+    found = diagnosed(model, run=lambda x: torch.func.functional_call(model, other, (x,)), **few)
+    right = diagnosed(plain, **few)
+    assert_alike(found, right)
+
+
+class Chooser(Mixer):
+    """Its `index_proj` chooses a token to read in `no_grad`, and `late_proj` one in a graph that no gradient passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer["index_proj"], layer["late_proj"] = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+
+    def forward(self, tokens_ST: Tensor) -> Tensor:
+        h = self.embed(tokens_ST)
+        for layer in self.layers:
+            with torch.no_grad():
+                first = layer["index_proj"](h).sum(-1).argmax(-1)
+            for chosen in (first, layer["late_proj"](h).sum(-1).argmax(-1)):
+                read = h.gather(1, chosen[:, None, None].expand(-1, 1, WIDTH))
+                h = h + torch.tanh(layer["up_proj"](h + layer["v_proj"](read)))
+            layer["q_proj"](h), layer["k_proj"](h)
+        return self.head(h)
+
+
+def test_operators_without_a_gradient_stay_in_16_bits_and_are_measured_alone() -> None:
+    model, choices = Chooser().eval(), [f"layers.{i}.{name}_proj" for i in range(2) for name in ("index", "late")]
+    given: Any = {"batches": batches_of(4, size=16), "budget": 0.3}
+    found = diagnosed(model, **given)
+    without = diagnosed(model, exclude=["index_proj", "late_proj"], **given)
+    assert_alike(found, without)
+    assert found.left["plan"].kl == pytest.approx(without.left["plan"].kl) and found.plan().pins == without.plan().pins
+    alone, lost = {row.operator: row.measured for row in found.beside}, "the loss does not depend on what they give"
+    for name, why in found.idle.items():
+        chooses = "index" in name or alone[name]
+        assert why == ("they run without gradient (a choice of tokens)" if chooses else lost)
+    with torch.no_grad():
+        high = [model(batch) for batch in given["batches"][:2]]
+        converted = convert(model, PathSpec(low="sim_e2m1", recovery="bf16", backend="simulated"))
+        for name in choices:
+            for operator in converted.operators:
+                operator.switch(operator.operator_name != name)
+            kls = [kl_by_hand(a, model(batch)) for a, batch in zip(high, given["batches"], strict=False)]
+            assert alone[name] == pytest.approx(float(torch.cat(kls).mean()), rel=1e-3, abs=1e-9)
+        converted.restore()
+    assert any(alone[name] > 0 for name in choices)
+
+
+def with_memory(model: nn.Module, seen: list[Tensor]) -> Callable[[Tensor], Tensor]:
+    """Add what it saw in earlier passes, as a cache of keys and values that is never emptied."""
+
+    def run(tokens: Tensor) -> Tensor:
+        seen.append(model.embed(tokens).mean(1, keepdim=True))
+        return model(tokens) + model.head(torch.stack(seen).sum(0))
+
+    return run
+
+
+def with_noise(model: nn.Module, draw: torch.Generator) -> Callable[[Tensor], Tensor]:
+    return lambda tokens: model(tokens).masked_fill(torch.rand(VOCABULARY, generator=draw) < 0.1, -10)
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["logits", "loss"])
+@pytest.mark.parametrize("kind", ["memory", "noise"])
+def test_a_run_that_differs_from_pass_to_pass_is_refused(kind: str, alone: bool) -> None:
+    model = Mixer().eval()
+    run = with_memory(model, []) if kind == "memory" else with_noise(model, torch.Generator())
+
+    def loss(tokens: Tensor) -> Tensor:
+        return F.cross_entropy(run(tokens).flatten(0, 1), tokens.flatten())
+
+    with pytest.raises(ValueError, match=r"^run=.*: two passes of batch 1 .* cache .*\(dropout, masks\)"):
+        diagnosed(model, run=loss if alone else run)
+
+
+def test_dropout_of_pytorchs_generator_is_the_same_in_all_passes() -> None:
+    model = Mixer().eval()
+    found = diagnosed(model, run=lambda tokens: F.dropout(model(tokens), 0.1), confirm=0, held_out=())
+    assert found.limit < 1e-9 < found.measured.kl
+
+
+@pytest.mark.parametrize("targets", [False, True])
+@pytest.mark.parametrize("value", [-torch.inf, torch.finfo(torch.float32).min])
+def test_tokens_of_the_vocabulary_may_be_masked(value: float, targets: bool) -> None:
+    model, some = Mixer().eval(), torch.arange(VOCABULARY) >= VOCABULARY - 5
+
+    def run(tokens: Tensor, mask: bool) -> Any:
+        logits = model(tokens).masked_fill(some, value) if mask else model(tokens)[..., ~some]
+        return (logits, tokens.clamp(max=VOCABULARY - 6)) if targets else logits
+
+    runs = (partial(run, mask=mask) for mask in (True, False))
+    found, cut = (diagnosed(model, run=one, confirm=2, held_out=batches_of(1)) for one in runs)
+    assert_alike(found, cut)
+    assert found.left["plan"].kl == pytest.approx(cut.left["plan"].kl, rel=1e-3)
+
+
+def test_predictions_that_are_nowhere_finite_are_refused() -> None:
+    model = Mixer().eval()
+    with pytest.raises(ValueError, match=r"^run of batch 1=-inf: has logits that are not finite"):
+        diagnosed(model, run=lambda tokens: model(tokens) - torch.inf)
+    with pytest.raises(ValueError, match=r"^run of batch 1=.*: is not finite; has a target a logit of -inf"):
+        diagnosed(model, run=lambda tokens: (model(tokens).masked_fill(tokens[..., None] >= 0, -torch.inf), tokens))
+
+
+class Rewards(Mixer):
+    """A reward model: one number for each text, and the loss of transformers' classifiers."""
+
+    def __init__(self, outputs: int, problem_type: str | None) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, outputs)
+        self.config = SimpleNamespace(problem_type=problem_type)
+
+    def judged(self, tokens_ST: Tensor) -> SimpleNamespace:
+        logits = self(tokens_ST)[:, -1]
+        return SimpleNamespace(logits=logits, loss=(logits - tokens_ST[:, : logits.shape[-1]] / 8).square().mean())
+
+
+@pytest.mark.parametrize(("outputs", "kind"), [(1, None), (1, "regression"), (3, "regression")])
+def test_numbers_without_a_distribution_are_measured_by_the_loss(outputs: int, kind: str | None) -> None:
+    model = Rewards(outputs, kind).eval()
+    few: Any = {"confirm": 2, "held_out": batches_of(1)}
+    found = diagnosed(model, run=model.judged, **few)
+    right = diagnosed(model, run=lambda tokens: model.judged(tokens).loss, **few)
+    assert found.measured.kl is None and found.measured.cost == pytest.approx(right.measured.cost)
+    assert found.verdict() == right.verdict() and "constant" not in found.verdict()
+    for wrong in (lambda tokens: model.judged(tokens).logits, lambda tokens: SimpleNamespace(logits=model(tokens))):
+        if outputs == 1:
+            with pytest.raises(ValueError, match=r"^run of batch 1=logits .*one number per position.*give a loss"):
+                diagnosed(model, run=wrong)
+
+
+def test_a_kl_below_the_detection_limit_is_said() -> None:
+    found = diagnosed(Mixer().eval(), confirm=0, held_out=())
+    below = replace(found, limit=2 * found.measured.kl)
+    assert "no more than rounding of this model makes" not in found.verdict()
+    assert f"nats of KL per token, no more than rounding of this model makes ({nats(below.limit)})" in below.verdict()

@@ -235,3 +235,63 @@ def test_numbers_of_a_step_do_not_change_by_counting() -> None:
         found.append([parameter.grad for parameter in model.parameters()])
     for a, b in zip(*found, strict=True):
         assert a is not None and torch.equal(a, b)
+
+
+class Grouped(nn.Linear):
+    """Eight groups with matrices of their own, as DeepSeek-V4's output projection."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bgi,goi->bgo", x, self.weight.view(8, 32, 64))
+
+
+class LowRank(nn.Linear):
+    """A dense product, and a linear of its own."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.down = nn.Linear(inputs, 4)
+        self.up = nn.Parameter(torch.zeros(outputs, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.down(x) @ self.up.t()
+
+
+class Hidden(nn.Linear):
+    """A kernel whose products PyTorch does not dispatch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x[..., None, :] * self.weight).sum(-1)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    ("module", "shape", "products"),
+    [
+        (Grouped(64, 256), (5, 8, 64), {"": 5 * 8 * 32 * 64}),
+        (LowRank(64, 32), (5, 64), {"": 5 * (64 * 32 + 4 * 32), "down": 5 * 4 * 64}),
+        (Hidden(64, 32), (5, 64), {"": 5 * 64 * 32}),
+        (nn.Linear(64, 32), (5, 64), {"": 5 * 64 * 32}),
+    ],
+)
+def test_a_linear_that_multiplies_less_counts_what_it_multiplies(
+    module: nn.Module, shape: tuple[int, ...], products: dict[str, int], training: bool
+) -> None:
+    model = nn.Sequential(nn.Identity(), module)
+    x = torch.randn(shape)
+    if training:
+        counting = Counting(model)
+        counting.arm()
+        model(x).sum().backward()
+        counting.disarm()
+        found = counting.found
+    else:
+        found = count(model, lambda: model(x))
+    assert found.called() == {f"1.{name}".rstrip("."): number for name, number in products.items()}
+    assert found.whole == sum(products.values()) and found.attention == 0
+
+
+def test_a_bilinear_counts_its_products() -> None:
+    model = nn.ModuleDict({"pair": nn.Bilinear(6, 10, 7), "plain": nn.Linear(7, 3)})
+    found = count(model, lambda: model["plain"](model["pair"](torch.randn(2, 5, 6), torch.randn(2, 5, 10))))
+    assert found.products == {Product("pair", "Bilinear"): 10 * 6 * 10 * 7, Product("plain", "Linear"): 10 * 7 * 3}
+    assert "pair (Bilinear)" in found.line(["plain"])
