@@ -58,8 +58,13 @@ def compress(rows: Tensor, fmt: Format, generator: torch.Generator | None = None
     else:
         scale = row_scale(scaled, fmt, scale_dtype(rows.dtype))
         scaled.div_(scale.float())
-    noise = None if generator is None else torch.rand(scaled.shape, generator=generator, device=scaled.device)
+    noise = None if generator is None else uniform_noise(scaled, generator)
     return pack(fmt.encode(scaled, noise), fmt.bits), scale
+
+
+def uniform_noise(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Return uniform float32 numbers in [0, 1), in the shape and on the device of `like`."""
+    return torch.rand(like.shape, generator=generator, dtype=torch.float32, device=like.device)
 
 
 def _ranges(rows: Tensor, fmt: RangeFormat, dtype: torch.dtype) -> Tensor:

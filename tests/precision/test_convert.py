@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from test_linear import gradients, inputs, model
 from test_simulated import same
 from torch import nn
 
-from gnmr.precision import PathLinear, PathSpec, convert
+from gnmr.precision import PathLinear, PathSpec, cast, convert
+from gnmr.precision.formats import FORMATS
+from gnmr.precision.recipes import RECIPES
 
 
 def net(layers: int = 3) -> nn.Module:
@@ -161,3 +164,40 @@ def test_a_converted_model_can_be_pickled_and_copied_and_restored() -> None:
         assert same(gradients(other, 2 * inputs()), expected)
     converted.restore()
     assert same(gradients(net, inputs()), gradients(plain, inputs()))
+
+
+PATHS = [(name, "nearest") for name in RECIPES if name != "bf16"]
+PATHS += [(name, "stochastic") for name in FORMATS if name != "bf16"]
+
+
+@pytest.fixture
+def no_tables(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Forget what is made once in a process."""
+
+    def forget() -> None:
+        monkeypatch.setattr(cast, "_ROTATIONS", {})
+        for fmt in FORMATS.values():
+            getattr(fmt, "_tables", {}).clear()
+
+    return forget
+
+
+@pytest.mark.parametrize(("low", "rounding"), PATHS)
+def test_no_path_depends_on_the_default_dtype(low: str, rounding: str, no_tables: Callable[[], None]) -> None:
+    plain, x = model(), inputs()
+
+    def two_steps(dtype: torch.dtype) -> list[torch.Tensor]:
+        no_tables()
+        torch.set_default_dtype(dtype)
+        try:
+            net = copy.deepcopy(plain)
+            converted = convert(net, PathSpec.of(low, None, rounding=rounding))
+            first = gradients(net, x)
+            converted.end_step()  # delayed scales come from the step before
+            return [*first, *gradients(net, 1.5 * x)]
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    expected = two_steps(torch.float32)
+    for dtype in (torch.bfloat16, torch.float64):
+        assert same(two_steps(dtype), expected), dtype
