@@ -31,7 +31,7 @@ from gnmr.names import GEMMS, OPERANDS
 from gnmr.precision.formats import Format, KeepFormat
 from gnmr.precision.kernels.scaled_mm import ScaledContext
 from gnmr.precision.kernels.simulated import GemmContext, casts_nothing, in_backward, owned, recipe_linear, refuse_twice
-from gnmr.precision.passes import Pass, keep, repeated
+from gnmr.precision.passes import Pass, always_recomputed, keep, repeated
 from gnmr.precision.reads import SHARDED, Place, is_sharded, place_of
 from gnmr.precision.recipes import ExecutionPath, Recipe
 from gnmr.precision.scaling import decompress
@@ -238,9 +238,9 @@ class PathLinear(nn.Linear):
         begun = self._begin()
         output, prices = self._on_path(input, begun), self.shared.prices
         if prices is not None and prices.enabled and begun.path is not None:
-            prices.watch(self, input, output)
+            always_recomputed(prices.watch)(self, input, output)
         if self.shared.watch is not None:
-            self.shared.watch(self, input, output)
+            always_recomputed(self.shared.watch)(self, input, output)
         return output
 
     def _begin(self) -> Pass:
@@ -370,7 +370,7 @@ class PathLinear(nn.Linear):
                 "checkpointing cannot be repeated exactly; use torch.utils.checkpoint, or rounding='nearest'"
             )
         if fault is not None and not begun.recovered:
-            copy, kept_by = fault.compress(input, fmt, draws), f"{self.operator_name} (broken)"
+            copy, kept_by = always_recomputed(fault.compress)(input, fmt, draws), f"{self.operator_name} (broken)"
         elif isinstance(fmt, KeepFormat):
             copy, kept_by = (x.detach(),), place_of(x)
         else:
@@ -378,7 +378,7 @@ class PathLinear(nn.Linear):
             copy, kept_by = read.copy_of(input, fmt, generator), read.reader
         measured = None
         if keeps and shared.probe is not None and shared.probe.enabled:
-            measured = shared.probe.measure(self.index, read, input, x, fault, copy)
+            measured = always_recomputed(shared.probe.measure)(self.index, read, input, x, fault, copy)
         return _Linear.apply(x, weight, bias, fmt, quantizes, measured, self.operator_name, *copy), kept_by
 
     def kept(self) -> tuple[Tensor, ...]:
