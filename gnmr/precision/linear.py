@@ -251,6 +251,7 @@ class PathLinear(nn.Linear):
             amax, path = shared.amax, None if shared.high_precision else self.path
             history, replaced = (None, None) if amax is None else (amax.history, amax.replaced)
             counts = (torch.is_grad_enabled() or bool(around)) and not shared.no_side_effects
+            counts = counts or shared.repeats_step
             begun = Pass(path, self.recovered, self.sound, shared.step, history, replaced, counts)
         keep(self, begun, around)
         return begun
