@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -211,6 +212,8 @@ class PathLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., in_features) to (..., out_features), as `nn.Linear`. Does not wait for the device."""
+        if not isinstance(self, PathLinear):  # a wrapper of the instance's forward outlived the paths
+            return type(self).forward(self, input)
         in_graph = self.in_graphs is not None and torch.compiler.is_compiling()
         if in_graph and (self.shared.high_precision or (self.recovering and self.shared.warmup is not None)):
             return self.plain(input)
@@ -406,6 +409,25 @@ class PathLinear(nn.Linear):
             return super().extra_repr()
         recovery = "none" if self.recovery is None else self.recovery.name
         return f"{super().extra_repr()}, low={self.low.name}, recovery={recovery}"
+
+
+def exchange_class(module: nn.Module, made: type[nn.Module]) -> None:
+    """Give the module another class. Attributes of the instance that are the old class's forward follow.
+
+    Hooks that replace `module.forward` (accelerate) keep the forward that they call in such an attribute.
+    """
+    before = type(module).forward
+    for name, value in vars(module).items():
+        if isinstance(value, MethodType) and value.__self__ is module and value.__func__ is before:
+            vars(module)[name] = MethodType(made.forward, module)
+    module.__class__ = made
+
+
+def hides_class(module: nn.Module) -> bool:
+    """Return whether calls of the module do not reach the forward of its class, and would not after an exchange."""
+    names = ("_old_forward",) if hasattr(module, "_hf_hook") else ("forward",)  # `_old_forward` is accelerate's
+    held = [vars(module).get(name) for name in names if name in vars(module)]
+    return any(getattr(value, "__func__", None) is not type(module).forward for value in held)
 
 
 def _transformed() -> bool:
