@@ -335,8 +335,9 @@ def explain_step(
     loss: float | None,
     usual: tuple[float, float] | None,
     grad_scale: float,
+    start: Start,
 ) -> Verdict:
-    """Return the verdict of `Router.explain`, with the number `step`."""
+    """Return the verdict of `Router.explain` on the step with the number `step`, whose passes began at `start`."""
     if not callable(loss_of_batch):
         kind = type(loss_of_batch).__name__
         raise ValueError(f"loss_of_batch: must be a function that runs the step's forward passes again, not a {kind}")
@@ -369,7 +370,7 @@ def explain_step(
             parameter.grad = None
         return found
 
-    again = Again(converted, Start.of(converted, device), lambda: run(False), both)
+    again = Again(converted, start, lambda: run(False), both, model.buffers())
     for parameter in parameters:
         parameter.grad = None
     try:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gnmr.attachment.repeat import Start
 from gnmr.control.device import to_device
 from gnmr.control.evidence import PATH_EVIDENCE, PRICE_EVIDENCE
 from gnmr.control.ranks import Ranks
@@ -55,7 +56,8 @@ class PathSteps:
         self._scale_histories()
         self._share_draws()
         self._converted.begin_step(step)
-        self._began = self._converted.mark()
+        self.start = Start.of(self._converted, self._converted.operators[0].weight.device)
+        """State before the first pass of the step."""
         for one in self.meters:
             one.enabled = read
         if self._prices is not None:
@@ -81,7 +83,7 @@ class PathSteps:
 
     def undo(self) -> None:
         """Forget the draws and records of the step's passes; `begin` comes next."""
-        self._converted.begin_again(self._began)
+        self._converted.begin_again(self.start.paths)
 
     def _scale_histories(self) -> None:
         """Set the factor by which gradients in this process are larger, for delayed scales."""

@@ -68,13 +68,19 @@ class Again:
     """
 
     def __init__(
-        self, converted: ConvertedModel, start: Start, forward: Callable[[], Tensor], both: Callable[[], Seen]
+        self,
+        converted: ConvertedModel,
+        start: Start,
+        forward: Callable[[], Tensor],
+        both: Callable[[], Seen],
+        buffers: Iterable[Tensor] = (),
     ) -> None:
         self.converted, self.passes = converted, 0.0
         self.units = [i for i, unit in enumerate(converted.units) if unit.routable]
         self._start, self._forward, self._both = start, forward, both
         self._put = {operator: operator.recovered for operator in converted.operators}
         self._warmup = converted.shared.warmup
+        self._buffers = [(buffer, buffer.clone()) for buffer in buffers]
 
     @property
     def low(self) -> list[int]:
@@ -90,13 +96,20 @@ class Again:
             operator.put(put)
         for i in recover:
             self.converted.units[i].switch(True)
-        self.converted.shared.warmup = self._warmup
+        shared = self.converted.shared
+        shared.warmup, shared.repeats_step = self._warmup, True
         self._start.again(self.converted)
-        with (
-            self.converted.high_precision() if sixteen else nullcontext(),
-            nullcontext() if compiled or not compiles() else torch.compiler.set_stance("force_eager"),
-        ):
-            yield
+        with torch.no_grad():
+            for buffer, before in self._buffers:  # the pass before may have changed them
+                buffer.copy_(before)
+        try:
+            with (
+                self.converted.high_precision() if sixteen else nullcontext(),
+                nullcontext() if compiled or not compiles() else torch.compiler.set_stance("force_eager"),
+            ):
+                yield
+        finally:
+            shared.repeats_step = False
 
     @torch.no_grad()
     def loss(self, recover: Iterable[int] = (), sixteen: bool = False) -> float:

@@ -384,15 +384,23 @@ class Router:
         Raises ValueError if `usual` is missing and loss and norm are finite. Takes at most four times the step's time,
         and a third of the step's time if the loss is not finite in 16 bits either. Gradients, generators, buffers,
         paths and history are restored; outside of the attached model, gradients of parameters that reentrant
-        checkpointing hides are not. Dropout draws new numbers, so passes that differ by less than a quarter count as
-        equal. Waits for the device. See docs/blame.md.
+        checkpointing hides are not. Dropout draws the step's numbers again if nothing but the step has drawn since the
+        step before; passes that differ by less than a quarter count as equal. Waits for the device. See docs/blame.md.
         """
         self.follow()
         if self.controller.measured.together or is_sharded(*self.model.parameters()):
             raise ValueError("explain: runs in one process, on parameters that are whole; not under DDP or FSDP")
         with self.unmeasured():
             return explain_step(
-                self.converted, self.model, self.units, loss_of_batch, self.t + 1, loss, usual, grad_scale
+                self.converted,
+                self.model,
+                self.units,
+                loss_of_batch,
+                self.t + 1,
+                loss,
+                usual,
+                grad_scale,
+                self._paths.start,
             )
 
     @contextmanager

@@ -33,6 +33,7 @@ from gnmr.precision.contained import (
     owner_class,
     parameter_of,
 )
+from gnmr.precision.linear import exchange_class
 from gnmr.precision.units import operator_names
 
 LAYOUTS = ("oi", "io", "eoi", "eio")
@@ -173,7 +174,7 @@ def contain(found: Found, integer: bool) -> Contained:
     module, forward = found.module, found.forward
     assert forward is not None
     if not isinstance(module, Owner):
-        module.__class__ = owner_class(type(module), forward)
+        exchange_class(module, owner_class(type(module), forward))
         module.__dict__["path_operators"] = ()
     assert isinstance(module, Owner)
     operator = (ContainedInt8 if integer else Contained)(module, found.key, found.layout, found.place)
@@ -184,7 +185,7 @@ def contain(found: Found, integer: bool) -> Contained:
 def release(owner: Owner) -> None:
     """Give an owner its original class back."""
     del owner.path_operators
-    owner.__class__ = type(owner).plain_class  # type: ignore[assignment]
+    exchange_class(owner, type(owner).plain_class)
 
 
 # ---- the known ones ----

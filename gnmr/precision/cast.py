@@ -245,7 +245,7 @@ def _rotation(device: torch.device) -> Tensor:
     """Return H S, (16, 16) float32."""
     if device not in _ROTATIONS:
         rows = [[(-1) ** (i & j).bit_count() * SIGNS[j] / 4 for j in range(HADAMARD)] for i in range(HADAMARD)]
-        _ROTATIONS[device] = torch.tensor(rows, device=device)
+        _ROTATIONS[device] = torch.tensor(rows, dtype=torch.float32, device=device)
     return _ROTATIONS[device]
 
 

@@ -58,7 +58,7 @@ class AmaxHistory:
 
     def __init__(self, operators: int, history: int, device: torch.device) -> None:
         self.counts = torch.zeros(operators, len(OPERANDS), 2, dtype=torch.int64, device=device)
-        self.history = torch.zeros(operators, 3, 1 + history, device=device) if history else None
+        self.history = torch.zeros(operators, 3, 1 + history, dtype=torch.float32, device=device) if history else None
         self.times = 1.0
         self._written = False
         self.replaced = torch.zeros((), dtype=torch.bool, device=device)

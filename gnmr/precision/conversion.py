@@ -20,7 +20,7 @@ from gnmr.precision.cast_stats import AmaxHistory
 from gnmr.precision.contained import Owner
 from gnmr.precision.converted import ConvertedModel
 from gnmr.precision.int8 import MOST_INPUTS, PER_ROW, Int8Linear
-from gnmr.precision.linear import PathLinear
+from gnmr.precision.linear import PathLinear, exchange_class, hides_class
 from gnmr.precision.reads import SHARDED, is_sharded
 from gnmr.precision.recipes import ExecutionPath, Gemm, Recipe
 from gnmr.precision.resolve import Pair, as_run, named, pinned, recipes_of, resolve, routes, warn_without_effect
@@ -212,7 +212,7 @@ def _exchanged(
     else:
         made = _class_of(type(module), kind)
         assert made is not None
-        module.__class__ = made
+        exchange_class(module, made)
     assert isinstance(module, PathLinear)
     module.low, module.recovery = paths
     module.operator_name, module.index, module.pinned = name, index, ()
@@ -312,10 +312,16 @@ def _check_linear(name: str, found: Found, model: nn.Module, kind: type[PathLine
             "targets, or declare it (gnmr.precision.adapters.register)"
         )
     exchanged = contained or made is not type(module)
-    if exchanged and type(module) is not nn.Linear and "forward" in vars(module):
+    hidden = exchanged and hides_class(module)
+    if hidden and not contained and type(module) is not nn.Linear:
         raise ValueError(
             f"{name}: its forward was wrapped as it was (torchtitan's Module.parallelize), so paths would never be in "
             "force; convert before, or have gnmr.integrations.torchtitan's converter build the model"
+        )
+    if hidden:
+        raise ValueError(
+            f"{name}: its forward was replaced on the module itself (a patch or a wrapper), so its paths would never "
+            "be in force; attach before that, undo it, or exclude this linear"
         )
     weight = found.weight
     shape, whole = tuple(weight.shape), (found.out_features, found.in_features)

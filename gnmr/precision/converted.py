@@ -17,7 +17,7 @@ from gnmr.precision.contained import Contained, Owner
 from gnmr.precision.cost import Cost
 from gnmr.precision.formats import FORMATS, Format, KeepFormat
 from gnmr.precision.int8 import Int8Linear
-from gnmr.precision.linear import PathLinear
+from gnmr.precision.linear import PathLinear, exchange_class
 from gnmr.precision.recipes import RECIPES, ExecutionPath, Recipe, described
 from gnmr.precision.rounding import Mark, Rounding
 from gnmr.precision.shared import SharedState, Switches
@@ -279,7 +279,7 @@ class ConvertedModel:
                 operator.unstore()
             for name in PathLinear.__annotations__:
                 delattr(operator, name)
-            operator.__class__ = type(operator).plain_class  # type: ignore[assignment]
+            exchange_class(operator, type(operator).plain_class)
         for module, name, value in self.around:
             setattr(module, name, value)
         self.restored = self.shared.switches.high_precision = True

@@ -136,7 +136,7 @@ class FloatFormat(Format):
             if value > self.max:
                 break
             values.append(value)
-        return torch.tensor(values, device="cpu")
+        return torch.tensor(values, dtype=torch.float32, device="cpu")
 
     def encode(self, scaled: Tensor, noise: Tensor | None = None) -> Tensor:
         if noise is None and self.native is not None:

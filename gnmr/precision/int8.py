@@ -47,7 +47,7 @@ from gnmr.precision.formats import FORMATS
 from gnmr.precision.kernels.scaled_mm import width_missing
 from gnmr.precision.kernels.simulated import Draw, GemmContext, owned
 from gnmr.precision.linear import Given, PathLinear, autocast_dtype
-from gnmr.precision.passes import Pass
+from gnmr.precision.passes import Pass, always_recomputed
 from gnmr.precision.reads import Place
 from gnmr.precision.recipes import Cast, Recipe
 from gnmr.precision.scaling import count_nonfinite, largest_magnitude, scale_of
@@ -76,6 +76,7 @@ class Integers(NamedTuple):
     outliers: Tensor | None = None
     """The columns in 16 bits, (N, C), in their own dtype."""
 
+    @always_recomputed
     def values(self, dtype: torch.dtype) -> Tensor:
         """Return codes times scale, (N, D), rounded to `dtype` once."""
         return self.codes.to(torch.float32).mul_(self.scale).to(dtype)
@@ -161,6 +162,7 @@ class IntContext(GemmContext):
         found = self.cast("weight", weight, self.recipe.fprop.weight if kept is None else None)
         return (found, weight) if kept is None else (kept, (kept.codes, kept.scale))
 
+    @always_recomputed
     def fprop(self, x: Tensor, x_fprop: Any, weight: Tensor, w_fprop: Any, bias: Tensor | None) -> Tensor:
         output = products(x_fprop.codes, w_fprop.codes, self.recipe.backend == "int_mm").float()
         output.mul_(x_fprop.scale * w_fprop.scale.t())

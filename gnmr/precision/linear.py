@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ from gnmr.names import GEMMS, OPERANDS
 from gnmr.precision.formats import Format, KeepFormat
 from gnmr.precision.kernels.scaled_mm import ScaledContext
 from gnmr.precision.kernels.simulated import GemmContext, casts_nothing, in_backward, owned, recipe_linear, refuse_twice
-from gnmr.precision.passes import Pass, keep, repeated
+from gnmr.precision.passes import Pass, always_recomputed, keep, repeated
 from gnmr.precision.reads import SHARDED, Place, is_sharded, place_of
 from gnmr.precision.recipes import ExecutionPath, Recipe
 from gnmr.precision.scaling import decompress
@@ -211,6 +212,8 @@ class PathLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., in_features) to (..., out_features), as `nn.Linear`. Does not wait for the device."""
+        if not isinstance(self, PathLinear):  # a wrapper of the instance's forward outlived the paths
+            return type(self).forward(self, input)
         in_graph = self.in_graphs is not None and torch.compiler.is_compiling()
         if in_graph and (self.shared.high_precision or (self.recovering and self.shared.warmup is not None)):
             return self.plain(input)
@@ -238,9 +241,9 @@ class PathLinear(nn.Linear):
         begun = self._begin()
         output, prices = self._on_path(input, begun), self.shared.prices
         if prices is not None and prices.enabled and begun.path is not None:
-            prices.watch(self, input, output)
+            always_recomputed(prices.watch)(self, input, output)
         if self.shared.watch is not None:
-            self.shared.watch(self, input, output)
+            always_recomputed(self.shared.watch)(self, input, output)
         return output
 
     def _begin(self) -> Pass:
@@ -251,6 +254,7 @@ class PathLinear(nn.Linear):
             amax, path = shared.amax, None if shared.high_precision else self.path
             history, replaced = (None, None) if amax is None else (amax.history, amax.replaced)
             counts = (torch.is_grad_enabled() or bool(around)) and not shared.no_side_effects
+            counts = counts or shared.repeats_step
             begun = Pass(path, self.recovered, self.sound, shared.step, history, replaced, counts)
         keep(self, begun, around)
         return begun
@@ -370,7 +374,7 @@ class PathLinear(nn.Linear):
                 "checkpointing cannot be repeated exactly; use torch.utils.checkpoint, or rounding='nearest'"
             )
         if fault is not None and not begun.recovered:
-            copy, kept_by = fault.compress(input, fmt, draws), f"{self.operator_name} (broken)"
+            copy, kept_by = always_recomputed(fault.compress)(input, fmt, draws), f"{self.operator_name} (broken)"
         elif isinstance(fmt, KeepFormat):
             copy, kept_by = (x.detach(),), place_of(x)
         else:
@@ -378,7 +382,7 @@ class PathLinear(nn.Linear):
             copy, kept_by = read.copy_of(input, fmt, generator), read.reader
         measured = None
         if keeps and shared.probe is not None and shared.probe.enabled:
-            measured = shared.probe.measure(self.index, read, input, x, fault, copy)
+            measured = always_recomputed(shared.probe.measure)(self.index, read, input, x, fault, copy)
         return _Linear.apply(x, weight, bias, fmt, quantizes, measured, self.operator_name, *copy), kept_by
 
     def kept(self) -> tuple[Tensor, ...]:
@@ -405,6 +409,25 @@ class PathLinear(nn.Linear):
             return super().extra_repr()
         recovery = "none" if self.recovery is None else self.recovery.name
         return f"{super().extra_repr()}, low={self.low.name}, recovery={recovery}"
+
+
+def exchange_class(module: nn.Module, made: type[nn.Module]) -> None:
+    """Give the module another class. Attributes of the instance that are the old class's forward follow.
+
+    Hooks that replace `module.forward` (accelerate) keep the forward that they call in such an attribute.
+    """
+    before = type(module).forward
+    for name, value in vars(module).items():
+        if isinstance(value, MethodType) and value.__self__ is module and value.__func__ is before:
+            vars(module)[name] = MethodType(made.forward, module)
+    module.__class__ = made
+
+
+def hides_class(module: nn.Module) -> bool:
+    """Return whether calls of the module do not reach the forward of its class, and would not after an exchange."""
+    names = ("_old_forward",) if hasattr(module, "_hf_hook") else ("forward",)  # `_old_forward` is accelerate's
+    held = [vars(module).get(name) for name in names if name in vars(module)]
+    return any(getattr(value, "__func__", None) is not type(module).forward for value in held)
 
 
 def transformed() -> bool:

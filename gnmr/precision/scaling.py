@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from gnmr.precision.formats import Format, RangeFormat
+from gnmr.precision.passes import always_recomputed
 
 TINY = torch.finfo(torch.float32).tiny
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -44,6 +45,7 @@ def scale_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
+@always_recomputed
 def compress(rows: Tensor, fmt: Format, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
     """Return (packed (N, row_bytes) uint8, scale (N, `scales_of`)) of `rows` (N, D), any floating dtype.
 
@@ -58,8 +60,13 @@ def compress(rows: Tensor, fmt: Format, generator: torch.Generator | None = None
     else:
         scale = row_scale(scaled, fmt, scale_dtype(rows.dtype))
         scaled.div_(scale.float())
-    noise = None if generator is None else torch.rand(scaled.shape, generator=generator, device=scaled.device)
+    noise = None if generator is None else uniform_noise(scaled, generator)
     return pack(fmt.encode(scaled, noise), fmt.bits), scale
+
+
+def uniform_noise(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Return uniform float32 numbers in [0, 1), in the shape and on the device of `like`."""
+    return torch.rand(like.shape, generator=generator, dtype=torch.float32, device=like.device)
 
 
 def _ranges(rows: Tensor, fmt: RangeFormat, dtype: torch.dtype) -> Tensor:
@@ -146,6 +153,7 @@ def count_nonfinite(x: Tensor, largest: Tensor | None = None) -> Tensor | None:
     return (bad != bad).sum()
 
 
+@always_recomputed
 def decompress(packed: Tensor, scale: Tensor, fmt: Format, width: int, dtype: torch.dtype) -> Tensor:
     """Return the rows (N, width) in `dtype` from which `compress` made `packed` and `scale`."""
     if isinstance(fmt, RangeFormat):

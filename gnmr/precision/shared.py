@@ -104,6 +104,7 @@ class SharedState:
     - `rounding`: the random numbers of stochastic rounding; None: round to nearest.
     - `step`: the current optimizer step, from 1.
     - `no_side_effects`: while true, a pass leaves no trace in the state of faults and casts.
+    - `repeats_step`: while true, passes are those of a training step once more, although they leave no trace.
     - `high_precision`: while true, every operator is a plain linear, also in copies of the model. Evaluation always
       uses this 16-bit path.
     - `warmup`: in a 16-bit warm-up, the path of operators in recovery; else None.
@@ -128,7 +129,7 @@ class SharedState:
         self.amax = amax
         self.switches = Switches()
         self.warmup: ExecutionPath | None = None
-        self.no_side_effects = False
+        self.no_side_effects = self.repeats_step = False
         self.probe: Observer | None = None
         self.prices: PriceObserver | None = None
         self.watch: Callable[[Any, Tensor, Tensor], None] | None = None

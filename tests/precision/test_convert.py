@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
+from functools import partial, update_wrapper
 
 import pytest
 import torch
-from test_linear import gradients, inputs, model
+from test_linear import WIDTH, gradients, inputs, model
 from test_simulated import same
 from torch import nn
 
-from gnmr.precision import PathLinear, PathSpec, convert
+from gnmr.precision import PathLinear, PathSpec, cast, convert
+from gnmr.precision.formats import FORMATS
+from gnmr.precision.recipes import RECIPES
 
 
 def net(layers: int = 3) -> nn.Module:
@@ -161,3 +165,99 @@ def test_a_converted_model_can_be_pickled_and_copied_and_restored() -> None:
         assert same(gradients(other, 2 * inputs()), expected)
     converted.restore()
     assert same(gradients(net, inputs()), gradients(plain, inputs()))
+
+
+PATHS = [(name, "nearest") for name in RECIPES if name != "bf16"]
+PATHS += [(name, "stochastic") for name in FORMATS if name != "bf16"]
+
+
+@pytest.fixture
+def no_tables(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Forget what is made once in a process."""
+
+    def forget() -> None:
+        monkeypatch.setattr(cast, "_ROTATIONS", {})
+        for fmt in FORMATS.values():
+            getattr(fmt, "_tables", {}).clear()
+
+    return forget
+
+
+@pytest.mark.parametrize(("low", "rounding"), PATHS)
+def test_no_path_depends_on_the_default_dtype(low: str, rounding: str, no_tables: Callable[[], None]) -> None:
+    plain, x = model(), inputs()
+
+    def two_steps(dtype: torch.dtype) -> list[torch.Tensor]:
+        no_tables()
+        torch.set_default_dtype(dtype)
+        try:
+            net = copy.deepcopy(plain)
+            converted = convert(net, PathSpec.of(low, None, rounding=rounding))
+            first = gradients(net, x)
+            converted.end_step()  # delayed scales come from the step before
+            return [*first, *gradients(net, 1.5 * x)]
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    expected = two_steps(torch.float32)
+    for dtype in (torch.bfloat16, torch.float64):
+        assert same(two_steps(dtype), expected), dtype
+
+
+def hook(module: nn.Module) -> None:
+    """Replace the module's forward as accelerate's hooks do, without needing that library."""
+    module._hf_hook, module._old_forward = object(), module.forward
+    module.forward = update_wrapper(partial(lambda self, *args: self._old_forward(*args), module), module.forward)
+
+
+def around(module: nn.Module) -> None:
+    """Replace the module's forward by a function that alone knows the forward before."""
+    before = module.forward
+    module.forward = lambda *args: before(*args)
+
+
+def plain_and_low(layer: nn.Module) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """A model of this layer, its outputs without paths, and on the low path."""
+    net = nn.ModuleDict({"up_proj": layer})
+    x = inputs()
+    plain = net["up_proj"](x)
+    converted = convert(net, PathSpec.of("nvfp4", None))
+    low = net["up_proj"](x)
+    converted.restore()
+    assert not torch.equal(plain, low)
+    return net, plain, low
+
+
+def conv1d() -> nn.Module:
+    module = pytest.importorskip("transformers.pytorch_utils")
+    return module.Conv1D(WIDTH, WIDTH)
+
+
+LAYERS = {"nn.Linear": lambda: nn.Linear(WIDTH, WIDTH), "Conv1D": conv1d}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("hooked", ["before", "after"])
+def test_hooks_that_replace_forward_leave_the_path_in_force(kind: str, hooked: str) -> None:
+    net, plain, low = plain_and_low(LAYERS[kind]())
+    if hooked == "before":
+        hook(net["up_proj"])
+    converted = convert(net, PathSpec.of("nvfp4", None))
+    if hooked == "after":
+        hook(net["up_proj"])
+    assert torch.equal(net["up_proj"](inputs()), low)
+    assert torch.equal(copy.deepcopy(net)["up_proj"](inputs()), low)
+    converted.restore()
+    assert torch.equal(net["up_proj"](inputs()), plain)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_forward_that_paths_cannot_reach_is_refused_and_a_later_one_outlives_them(kind: str) -> None:
+    net, plain, low = plain_and_low(LAYERS[kind]())
+    converted = convert(net, PathSpec.of("nvfp4", None))
+    around(net["up_proj"])
+    assert torch.equal(net["up_proj"](inputs()), low)
+    converted.restore()
+    assert torch.equal(net["up_proj"](inputs()), plain)
+    with pytest.raises(ValueError, match="^up_proj: its forward was replaced on the module itself"):
+        convert(net, PathSpec.of("nvfp4", None))

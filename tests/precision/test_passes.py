@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from close import apart, assert_close
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch._ops import OpOverload
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import gnmr
+from gnmr.precision.recipes import RECIPES
 
 PATHS = ["bf16", "int4", "sim_int4", "fp8_hybrid", "fp8_delayed", "nvfp4", "mxfp8", "deepseek_v3", "llm_int8"]
 CASTING = [name for name in PATHS if name != "bf16"]
 WIDTH = 64
-pytestmark = pytest.mark.filterwarnings("ignore:.*caps nothing", "ignore:backend", "ignore:low=")
+pytestmark = pytest.mark.filterwarnings("ignore:.*caps nothing", "ignore:backend", "ignore:low=", "ignore:recipe")
 
 
 class Two(nn.Module):
@@ -406,3 +409,30 @@ def test_micro_batches_and_steps_draw_anew_and_a_resumed_run_draws_the_same() ->
     model, other = attached("nvfp4", "bf16", seed=7)
     other.load_state_dict(state)
     assert all(torch.equal(a, b) for a, b in zip(steps(model, other, 1), rest, strict=True))
+
+
+def saves_products(_context: object, operation: OpOverload, *_args: object, **_kwargs: object) -> CheckpointPolicy:
+    """Match by name, so that products into given memory are saved too."""
+    products = ("aten::mm", "aten::bmm", "aten::addmm")
+    return CheckpointPolicy.MUST_SAVE if operation._schema.name in products else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def saves_all(*_args: object, **_kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE
+
+
+@pytest.mark.parametrize("low", [*RECIPES, "int4", "int4 forward"])
+@pytest.mark.parametrize("policy", [saves_products, saves_all])
+def test_selective_checkpointing_changes_no_gradient_and_no_count(low: str, policy: Callable) -> None:
+    fmt, _, site = low.partition(" ")
+    context_fn = partial(create_selective_checkpoint_contexts, policy)
+    found = []
+    for around in (lambda f, x: f(x), partial(checkpoint, use_reentrant=False, context_fn=context_fn)):
+        model, controller = attached(fmt, site=site or "saved")
+        x = numbers(8, WIDTH).requires_grad_()
+        for _ in range(2):
+            around(model, x).square().sum().backward()
+            found.append([*[p.grad.clone() for p in model.parameters()], *controller.converted.saturation().values()])
+            controller.step()
+    for ours, theirs in zip(found[:2], found[2:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

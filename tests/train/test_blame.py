@@ -293,6 +293,56 @@ def test_from_a_loop_of_ones_own():
     assert not controller.promote(["0", "2"]) and controller.active == ["1"]
 
 
+def blocks_with_dropout():
+    torch.manual_seed(0)
+    pairs = [(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Dropout(0.5), torch.nn.Linear(64, 32)) for _ in "ab"]
+    return torch.nn.Sequential(*(torch.nn.Sequential(*pair) for pair in pairs))
+
+
+PATHS = {
+    "delayed": {"low": "fp8_delayed", "backend": "simulated"},
+    "stochastic": {"low": "nvfp4"},
+    "format": {"low": "int2", "site": "forward", "rounding": "stochastic"},
+}
+
+
+@pytest.mark.parametrize("paths", PATHS)
+def test_a_repetition_starts_where_the_step_started(paths, monkeypatch):
+    """Delayed scales too, when a weight has been replaced: the step's own passes have noticed already."""
+    compared = []
+    monkeypatch.setattr(blame, "_same", lambda seen, repeated, _: compared.append((seen, repeated)) or True)
+    model, x = blocks_with_dropout(), torch.randn(16, 32)
+    controller = gnmr.attach(model, **PATHS[paths], targets=["?.?"], recovery="bf16", signal="always_low")
+
+    def loss_of_step():
+        return model(x).square().mean() + model(2 * x).square().mean()
+
+    loss_of_step().backward()
+    controller.step()
+    model.zero_grad()
+    with torch.no_grad():
+        model[0][3].weight.mul_(4)
+    (loss := loss_of_step()).backward()
+    controller.explain(loss_of_step, loss=loss.item(), usual=(0.1, 0.1))
+    ((seen, repeated),) = compared
+    assert repeated.loss == seen.loss and repeated.norm == pytest.approx(seen.norm, rel=1e-6)
+
+
+def test_all_repetitions_start_with_the_same_buffers():
+    model, x, seen = torch.nn.Sequential(torch.nn.Linear(8, 8)), torch.ones(4, 8), []
+    model.register_buffer("passes", torch.zeros(()))
+
+    def loss_of_step():
+        seen.append(model.passes.item())
+        model.passes += 1
+        return model(x).square().mean()
+
+    controller = gnmr.attach(model, low="sim_int8", recovery="bf16", targets=["0"], signal="always_low")
+    (loss := loss_of_step()).backward()
+    controller.explain(loss_of_step, loss=loss.item(), usual=(0.01, 0.01))
+    assert seen == [0, 1, 1] and model.passes == 1
+
+
 def test_gradients_outside_of_the_attached_part_are_left_as_they_are():
     body, head = torch.nn.Sequential(torch.nn.Linear(16, 16)), torch.nn.Linear(16, 16)
     controller = gnmr.attach(body, low="sim_int8", recovery="bf16", targets=["*"], max_o=1, signal="always_low")

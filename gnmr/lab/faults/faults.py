@@ -42,7 +42,7 @@ from gnmr.precision.cast import BEYOND, Reference, over_scale, rotated, scale_of
 from gnmr.precision.cast_stats import CastStats
 from gnmr.precision.formats import Format
 from gnmr.precision.recipes import Cast
-from gnmr.precision.scaling import TINY, over_max, pack, row_scale, scale_dtype
+from gnmr.precision.scaling import TINY, over_max, pack, row_scale, scale_dtype, uniform_noise
 
 KINDS = ("scale_up", "scale_down", "stale_scale", "noise", "bit_flip", "nan", "inf")
 
@@ -90,7 +90,7 @@ class Fault:
 
         scaled.div_(scale.float())
         self._add_noise(scaled, hit, fmt, generator)
-        noise = torch.rand(scaled.shape, generator=generator, device=scaled.device) if stochastic else None
+        noise = uniform_noise(scaled, generator) if stochastic else None
         codes = fmt.encode(scaled.clamp_(-fmt.max, fmt.max), noise)
         if self.kind == "bit_flip":
             codes[hit] = _flipped(codes[hit], fmt.bits, generator)
@@ -160,7 +160,7 @@ class Fault:
     def _add_noise(self, scaled: Tensor, hit: Tensor, fmt: Format, generator: torch.Generator) -> None:
         if self.kind == "noise":
             rough = scaled[hit]
-            uniform = torch.rand(rough.shape, generator=generator, device=scaled.device)
+            uniform = uniform_noise(rough, generator)
             scaled[hit] = rough + (2 * uniform - 1) * self.magnitude * fmt.step(rough)
 
 

@@ -50,7 +50,13 @@ def look_again(
     """
     router, number = step.router, step.router.t
     loss, norm = float(taken.host["loss"]), float(taken.host["grad_norm"])
-    again = Again(router.converted, start, lambda: step.mean_loss(micro_batches), lambda: step.seen(micro_batches))
+    again = Again(
+        router.converted,
+        start,
+        lambda: step.mean_loss(micro_batches),
+        lambda: step.seen(micro_batches),
+        step.model.buffers(),
+    )
     with router.unmeasured(), repeating(router.converted, step.model, start.device):
         if not math.isfinite(loss):
             verdict = find_nonfinite(again, number)

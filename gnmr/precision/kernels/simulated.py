@@ -27,7 +27,7 @@ from gnmr.names import OPERANDS
 from gnmr.precision.cast import Reference, quantize, rotated_dtype
 from gnmr.precision.cast_stats import AmaxHistory, CastStats
 from gnmr.precision.formats import KeepFormat
-from gnmr.precision.passes import Pass
+from gnmr.precision.passes import Pass, always_recomputed
 from gnmr.precision.reads import SHARDED, Place, Read, is_sharded, place_of
 from gnmr.precision.recipes import Cast, ExecutionPath, Recipe
 from gnmr.precision.scaling import count_nonfinite, largest_magnitude
@@ -81,6 +81,7 @@ class GemmContext:
         """Statistics by identity, because two GEMMs may read the same cast."""
         self._largest: dict[int, Tensor] = {}
 
+    @always_recomputed
     def cast(
         self, operand: str, x: Tensor, cast: Cast | None, contraction_dim: int = 1, made: Casts | None = None
     ) -> Any:
@@ -192,6 +193,7 @@ class GemmContext:
         own = (self.index, id(self._history)) if cast.scale == "delayed" else None
         return cast, contraction_dim if cast.directed else None, own, draws
 
+    @always_recomputed
     def end(self) -> None:
         """Write the statistics, once, after the last GEMM."""
         if not self._no_side_effects:
@@ -312,7 +314,7 @@ def recipe_linear(
     made = context.casts_of(read, x.dtype)
     x_fprop = context.cast("input", rows, recipe.fprop.input, 1, made)
     x_wgrad = context.cast("input", rows, recipe.wgrad.input, 0, made) if keeps else None
-    measured = None if observe is None or not keeps else observe(rows, context, made)
+    measured = None if observe is None or not keeps else always_recomputed(observe)(rows, context, made)
     output: Tensor = RecipeLinear.apply(x, weight, bias, context, x_fprop, x_wgrad, measured)
     if torch.is_grad_enabled() and not output.requires_grad and not in_backward():
         context.end()  # frozen, like everything before it: no backward pass follows
