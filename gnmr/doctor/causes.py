@@ -156,8 +156,13 @@ def _outlier(x: Tensor, q: Tensor, grain: Grain, contracted: int) -> Cause | Non
 
 def is_multiple(y: Tensor, exact: Tensor) -> bool:
     """Return True if `y` is a multiple of `exact` but for a tenth of its energy, or if one is 0 or not finite."""
-    inner = float((y.double() * exact.double()).sum())
-    return not inner**2 < 0.9 * energy(y.float()) * energy(exact)
+    return not alignment(y, exact) < 0.9
+
+
+def alignment(y: Tensor, exact: Tensor) -> float:
+    """Return the squared cosine between two tensors; NaN if one is 0 or not finite."""
+    norms = energy(y.float()) * energy(exact.float())
+    return float((y.double() * exact.double()).sum()) ** 2 / norms if math.isfinite(norms) and norms else math.nan
 
 
 def of_output(exact: Tensor, y: Tensor, ideal: Tensor | None, bias: Tensor | None) -> Cause | None:
@@ -170,8 +175,10 @@ def of_output(exact: Tensor, y: Tensor, ideal: Tensor | None, bias: Tensor | Non
     if signal == 0:
         return None
     floor = signal * 10 ** (-PRODUCT / 10)
-    if ideal is None:  # nothing is declared, so only a wrong multiple is a problem
+    if ideal is None:  # nothing is declared, so only a wrong multiple is a problem; ternary weights leave 0.8 of it
         floor = signal * 0.1
+        if 0.25 < alignment(y, exact) < 0.9:
+            return None
     possible = max(floor, 0.0 if ideal is None else energy(ideal.float() - exact) * 10 ** (TOLERANCE / 10))
     if noise <= possible:
         return None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gnmr.doctor.in_force import values_of
 from gnmr.errors import require
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -99,7 +100,9 @@ def refuse_constant(
     if not there:
         return
     # How far a change as large as the weight (at least 1) moves the loss; below its last digit it moves nothing.
-    reach = torch.stack([g.float().norm() * w.float().norm().clamp(min=1) for g, w in there]).max()
+    values = ((g, values_of(w)) for g, w in there)
+    norms = [g.float().norm() * (1 if w is None else w.float().norm().clamp(min=1)) for g, w in values]
+    reach = torch.stack(norms).max()
     value, constant = float(loss.detach()), torch.finfo(torch.float32).eps
     zero = f"every gradient that reaches {of} is 0, so the loss is constant"
     right = f"{zero}; does the batch have targets, and is every later layer nonzero?"
