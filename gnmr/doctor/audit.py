@@ -25,7 +25,7 @@ from gnmr.doctor.causes import Cause
 from gnmr.doctor.diagnose import recipe_named
 from gnmr.doctor.guards import not_finite
 from gnmr.doctor.in_force import READS, Operator, operators_of
-from gnmr.doctor.lists import LISTS, Entry, entries_of, fits_none, read_lists, repaired, suggested
+from gnmr.doctor.lists import HEADS, LISTS, Entry, entries_of, fits_none, read_lists, repaired, suggested
 from gnmr.doctor.operands import Measured
 from gnmr.doctor.passes import Progress
 from gnmr.errors import first_few, plural, require
@@ -43,8 +43,6 @@ LOW = 50.0
 
 INT8 gives at most 48.4 dB, for uniform numbers, and products of BF16 operands lie above 51 dB.
 """
-_HEADS = ("lm_head", "output")
-"""Two names of the output head; a list often has both."""
 _QKV = {"wq", "wk", "wv", "wkv", "wqkv", "qkv_linear"}
 """Names that torchtitan's versions give the linears of an attention's queries, keys and values."""
 
@@ -190,13 +188,14 @@ def _of_lists(entries: Sequence[Entry], model: nn.Module, operators: Sequence[Op
             yield Finding("substring", (f"{entry.which} {entry.text!r}",), what, right)
         if not fits_none(entry, names) or _alias(entry, entries):
             continue
-        what, right = "matches no module of this model", suggested(entry.text, names)
+        what, right = "matches no module of this model", suggested(entry.text, names, entry.which)
         if matched := entries_of(entry.which, [entry.text], others)[0].names:
             inside = [[name for name in linears if name.startswith(f"{module}.")] for module in matched]
             if not all(inside):
                 continue  # a module without a GEMM: an embedding, a norm
             what = f"matches {first_few(matched, 2)}, and none of the linears in it"
-            right = f"their names, such as {inside[0][0]!r}"
+            right = suggested(f"{inside[0][0]}{':off' if ':' in entry.text else ''}", names, entry.which)
+            right = right if right.startswith("their") else f"their names, such as {right}"
         yield Finding("no match", (f"{entry.which} {entry.text!r}",), what, right)
 
 
@@ -208,7 +207,7 @@ def _alias(entry: Entry, entries: Sequence[Entry]) -> bool:
         if other.which != entry.which or not other.names:
             continue
         own = other.text.strip(".").split(".")
-        if parts[-1] in _HEADS and own[-1] in _HEADS:
+        if parts[-1] in HEADS and own[-1] in HEADS:
             return True
         alike = own[-1] == parts[-1] or {own[-1], parts[-1]} <= _QKV
         if len(parts) > 1 and alike and [part for part in own if part.isdigit()] == numbers:
@@ -319,12 +318,18 @@ def _of_roles(operators: Sequence[Operator], entries: Sequence[Entry], found: Me
             what = f"lies in the memory of {operator.tied} and is a parameter of its own: two gradients, one weight"
             right = "tie them again after the conversion, or leave the head out of it"
             yield Finding("tied head", (operator.name,), what, right)
-        if low and operator.tied and operator.shared:
-            what = f"shares its weight with {operator.tied}, and is in {said}"
-            yield Finding("tied head", (operator.name,), what, "16 bits: the cast also changes the embedding")
-        elif low and operator.role in KEPT and operator.name not in chosen and not operator.tied:
-            what = f"the {'output head' if operator.role == 'head' else 'router of experts'} is in {said}"
-            yield Finding(operator.role, (operator.name,), what, "16 bits, as every published recipe has it")
+        tied = operator.tied and operator.shared
+        if low and (tied or (operator.role in KEPT and operator.name not in chosen and not operator.tied)):
+            yield head_or_router(operator, f"in {said}")
+
+
+def head_or_router(operator: Operator, state: str) -> Finding:
+    """Return the finding on an output head or a router in low precision; `state` completes "it is"."""
+    if operator.tied and operator.shared:
+        what = f"shares its weight with {operator.tied}, and is {state}"
+        return Finding("tied head", (operator.name,), what, "16 bits: the cast also changes the embedding")
+    what = f"the {'output head' if operator.role == 'head' else 'router of experts'} is {state}"
+    return Finding(operator.role, (operator.name,), what, "16 bits, as every published recipe has it")
 
 
 def _of_parameters(model: nn.Module, found: Measurements) -> Iterator[Finding]:
@@ -389,7 +394,8 @@ def _of_passes(operators: Sequence[Operator], found: Measurements) -> Iterator[F
             alike.setdefault((cause.kind, operand, cause.right), []).append((f"{name} {gemm} {operand}", cause))
     for (kind, _, right), several in alike.items():
         first = several[0][1].text
-        text = first if all(cause.text == first for _, cause in several) else f"{first} (the first)"
+        same = all(cause.text == first for _, cause in several)
+        text = first if same else f"{first} (numbers of the first of {len(several)})"
         yield Finding(kind, tuple(where for where, _ in several), text, right)
 
 

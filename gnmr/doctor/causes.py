@@ -143,12 +143,14 @@ def _outlier(x: Tensor, q: Tensor, grain: Grain, contracted: int) -> Cause | Non
         signal = energy(x[others])
         now, then = (decibels(signal, energy((each - x)[others])) for each in (q, without))
         if now < then / 2:
-            which = few.nonzero().flatten().tolist()
-            what = "channel" if dim == 0 else "row"
-            names = first_few([*map(str, which)], 3)
-            times = float(peaks[few].max() / peaks.median())
+            numbers = first_few([str(number) for number in few.nonzero().flatten().tolist()], 3)
+            what, times = "channel" if dim == 0 else "row", float(peaks[few].max() / peaks.median())
+            subject, it = f"{what} {numbers} is", "it"
+            if int(few.sum()) > 1:
+                subject, it = f"{what}s {numbers} are up to", "them"
             said = (
-                f"{what} {names} is {times:.3g} times the median one: all others have {now:.1f} dB, {then:.1f} without"
+                f"{subject} {times:.3g} times as large as the median {what}: beside {it} the other {what}s have "
+                f"{now:.1f} dB, without {it} they would have {then:.1f} dB"
             )
             return Cause("outlier", said, "smaller groups with a scale, a rotation, or 16 bits for this operator")
     return None

@@ -40,10 +40,15 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(wanted)
 
 
-def refuse_meta(model: nn.Module) -> None:
-    """Raise ValueError if the model has parameters on the meta device."""
-    meta = any(parameter.is_meta for parameter in model.parameters())
-    require(not meta, "model", type(model).__name__, "has parameters on the meta device; give it its weights")
+def refuse_without_gradients(model: nn.Module) -> None:
+    """Raise ValueError if the model has parameters on the meta device, or if inference mode excludes gradients."""
+    name, parameters = type(model).__name__, [*model.parameters()]
+    meta = any(parameter.is_meta for parameter in parameters)
+    require(not meta, "model", name, "has parameters on the meta device; give it its weights")
+    require(not torch.is_inference_mode_enabled(), "model", name, "has no gradients in inference mode; leave the mode")
+    made = any(parameter.is_inference() for parameter in parameters)
+    right = "was made or loaded in torch.inference_mode() and has no gradients; use copy.deepcopy(model) outside of it"
+    require(not made, "model", name, right)
 
 
 def scalar(loss: object, where: str, trained: bool = True) -> Tensor:

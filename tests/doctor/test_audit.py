@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import re
 from collections.abc import Callable
 
 import pytest
@@ -197,7 +199,11 @@ def test_an_outlier_channel_has_its_number() -> None:
         model.layers[1].up_proj.weight[:, 23] *= 1e-3  # what training does about it
     found = audited(model)
     one = next(finding for finding in found.findings if f"{UP} fprop input" in finding.where)
-    assert one.kind == "outlier" and "channel 23 is" in one.what, lines(found)
+    assert one.kind == "outlier" and re.match(
+        r"channel 23 is \d+ times as large as the median channel: beside it the other channels have [\d.]+ dB, without "
+        r"it they would have [\d.]+ dB$",
+        one.what,
+    ), lines(found)
     clean, _ = converted("sim_int8", torch.float32)
     assert audited(clean).sound
 
@@ -313,6 +319,21 @@ def reentrant() -> object:
     )
 
 
+@torch.inference_mode()
+def in_inference_mode() -> object:
+    return audited(net())
+
+
+def made_in_inference_mode() -> object:
+    with torch.inference_mode():
+        model = net()
+    assert audited(copy.deepcopy(model)).sound, "as the message advises"
+    with pytest.raises(ValueError, match="was made or loaded in"):
+        gnmr.diagnose(model, model, [batch_of()], recipe="mxfp8")
+    assert gnmr.audit(model).sound, "nothing is run"
+    return audited(model)
+
+
 def sharded() -> object:
     class Shard(Tensor):
         device_mesh = "as a DTensor has one"
@@ -325,6 +346,8 @@ def sharded() -> object:
 @pytest.mark.parametrize(
     ("ask", "line"),
     [
+        (made_in_inference_mode, "^model=Net: was made or loaded in torch.inference_mode.*use copy.deepcopy"),
+        (in_inference_mode, "^model=Net: has no gradients in inference mode; leave the mode"),
         (reentrant, "^model: its activation checkpointing is reentrant; use use_reentrant=False"),
         (sharded, "^model=Net: has sharded parameters"),
         (lambda: audited(net(), lists={"filter_fqn": ["a"]}), "^lists=filter_fqn: .*filter_fqns"),
@@ -620,7 +643,7 @@ def test_adapters_of_peft_are_no_findings(adapter: str) -> None:
     convert(model, PathSpec(low="mxfp8", recovery=None))
     model = peft.get_peft_model(model, options)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
     found = audited(model)
