@@ -151,7 +151,7 @@ def _audited(asked: Namespace, place: str, config: Config | None) -> tuple[Audit
     elif plan is not None:
         _on_plan(subject, plan, lists, asked.plan)
     elif isinstance(recipe, str):
-        _planned(subject, recipe, lists)
+        extra = _planned(subject, recipe, lists)
     loss, batch = None, None
     if not asked.static:
         blocks = blocks_for(subject, asked, 1, 0)
@@ -195,14 +195,20 @@ def _lists_of(spec: PathSpec) -> dict[str, list[str]]:
     return {key: list(own) for key in ("targets", "exclude", "pins") if (own := getattr(spec, key))}
 
 
-def _planned(subject: Subject, recipe: str, lists: dict[str, list[str]]) -> None:
-    """Put a checkpoint's linears on the recipe, except those that the lists leave out."""
+def _planned(subject: Subject, recipe: str, lists: dict[str, list[str]]) -> list[Finding]:
+    """Put a checkpoint's linears on the recipe, except those that the lists leave out.
+
+    Our recipes leave out output heads and routers. Other libraries convert them if their lists do not leave them out,
+    and these are the findings that are returned.
+    """
+    from gnmr.doctor.audit import head_or_router
     from gnmr.doctor.in_force import operators_of
-    from gnmr.doctor.lists import entries_of
+    from gnmr.doctor.lists import entries_of, never_quantized
     from gnmr.precision import PathSpec, convert
     from gnmr.precision.targets import KEPT
 
-    roles = {operator.name: operator.role for operator in operators_of(subject.model)}
+    operators = operators_of(subject.model)
+    roles = {operator.name: operator.role for operator in operators}
     names = list(roles)
     entries = [entry for which, own in lists.items() for entry in entries_of(which, own, names)]
     out = {name for entry in entries if not entry.converts for name in entry.names}
@@ -215,6 +221,14 @@ def _planned(subject: Subject, recipe: str, lists: dict[str, list[str]]) -> None
     with as_user_error():
         spec = PathSpec.of(recipe, None, targets=targets, exclude=exclude, backend="simulated")
         subject.converted = convert(subject.model, spec)
+    wanted = {name for entry in entries if entry.converts for name in entry.meant}
+    converted = (chosen if named else {*names}) - out - wanted
+    return [
+        head_or_router(operator, f"converted to recipe={recipe}, as {', '.join(lists)} does not leave it out")
+        for operator in operators
+        if operator.role in KEPT and operator.name in converted and lists
+        if not any(never_quantized(which, operator.name) for which in lists)
+    ]
 
 
 def _show(found: Audit, name: str, table: bool) -> None:

@@ -12,6 +12,7 @@ msProbe compares two runs. None of them reports which list was not applied or wh
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -24,7 +25,7 @@ from gnmr.doctor.causes import Cause
 from gnmr.doctor.diagnose import recipe_named
 from gnmr.doctor.guards import not_finite
 from gnmr.doctor.in_force import READS, Operator, operators_of
-from gnmr.doctor.lists import LISTS, Entry, entries_of, fits_none, read_lists, repaired, suggested
+from gnmr.doctor.lists import HEADS, LISTS, Entry, entries_of, fits_none, read_lists, repaired, suggested
 from gnmr.doctor.operands import Measured
 from gnmr.doctor.passes import Progress
 from gnmr.errors import first_few, plural, require
@@ -37,8 +38,11 @@ from gnmr.precision.units import of_any_expert, unit_of
 
 Measurements = Mapping[tuple[str, str, str], Measured]
 """Measurements by (operator, GEMM, operand)."""
-_HEADS = ("lm_head", "output")
-"""Two names of the output head; a list often has both."""
+LOW = 50.0
+"""Ratio in dB below which an operator that declares nothing is in low precision.
+
+INT8 gives at most 48.4 dB, for uniform numbers, and products of BF16 operands lie above 51 dB.
+"""
 _QKV = {"wq", "wk", "wv", "wkv", "wqkv", "qkv_linear"}
 """Names that torchtitan's versions give the linears of an attention's queries, keys and values."""
 
@@ -74,6 +78,8 @@ class Row:
     measured: dict[str, dict[str, tuple[float, float | None]]]
     """(measured dB, possible dB) by GEMM and operand, with fprop's output. Infinite: never quantized."""
     ran: bool
+    low: bool
+    """True if it is in low precision: as declared, as its weight is kept, or as measured."""
     note: str = ""
 
 
@@ -96,13 +102,13 @@ class Audit:
     def verdict(self) -> str:
         """Return the verdict in one sentence."""
         rows = [row for row in self.rows if row.ran] if self.dynamic else self.rows
-        low = sum(any("/" in words for words in row.precision.values()) for row in rows)
+        low = sum(row.low for row in rows)
         head = f"{len(rows)} linears, {low} in low precision"
         measured = sum(bool(row.measured) for row in rows)
         head += f", {measured} of them measured in one batch" if self.dynamic else ", nothing measured"
         if idle := [row.operator for row in self.rows if row not in rows]:
             head += f"; {first_few(idle, 3)} did not run"
-        names = [row.operator for row in rows if not low or any("/" in words for words in row.precision.values())]
+        names = [row.operator for row in rows if not low or row.low]
         if self.coverage.others(names):
             head += f"; {self.coverage.line(names, 'low precision covers' if low else 'linears are')}"
         return f"{head}: " + ("sound" if self.sound else plural(len(self.findings), "finding"))
@@ -182,13 +188,14 @@ def _of_lists(entries: Sequence[Entry], model: nn.Module, operators: Sequence[Op
             yield Finding("substring", (f"{entry.which} {entry.text!r}",), what, right)
         if not fits_none(entry, names) or _alias(entry, entries):
             continue
-        what, right = "matches no module of this model", suggested(entry.text, names)
+        what, right = "matches no module of this model", suggested(entry.text, names, entry.which)
         if matched := entries_of(entry.which, [entry.text], others)[0].names:
             inside = [[name for name in linears if name.startswith(f"{module}.")] for module in matched]
             if not all(inside):
                 continue  # a module without a GEMM: an embedding, a norm
             what = f"matches {first_few(matched, 2)}, and none of the linears in it"
-            right = f"their names, such as {inside[0][0]!r}"
+            right = suggested(f"{inside[0][0]}{':off' if ':' in entry.text else ''}", names, entry.which)
+            right = right if right.startswith("their") else f"their names, such as {right}"
         yield Finding("no match", (f"{entry.which} {entry.text!r}",), what, right)
 
 
@@ -200,7 +207,7 @@ def _alias(entry: Entry, entries: Sequence[Entry]) -> bool:
         if other.which != entry.which or not other.names:
             continue
         own = other.text.strip(".").split(".")
-        if parts[-1] in _HEADS and own[-1] in _HEADS:
+        if parts[-1] in HEADS and own[-1] in HEADS:
             return True
         alike = own[-1] == parts[-1] or {own[-1], parts[-1]} <= _QKV
         if len(parts) > 1 and alike and [part for part in own if part.isdigit()] == numbers:
@@ -243,12 +250,14 @@ def _of_conversion(
     if recipe is None and not listed:  # some may be left out on purpose
         missing = within if any_low else []
     for why, several in not_applied.items():
-        what = f"{why}, and it is in {several[0].words('fprop')}"
+        what = f"{why}, and it is in {_in_words(several[0])}"
         right = "16 bits; hand the list to the conversion itself"
         yield Finding("not applied", tuple(one.name for one in several), what, right)
     if not any_low and missing:
         asked = "the lists leave out others alone" if recipe is None else f"recipe={recipe.name} was to be"
         what = f"no linear is in low precision, {asked}"
+        if wrapped := {operator.kind for operator in operators if operator.declared is None}:
+            what = f"no GEMM reads low precision, also in linears of {', '.join(sorted(wrapped))}, and {asked}"
         yield Finding("not converted", tuple(missing), what, "convert before training, and audit the trained model")
     elif missing:
         what = "is in 16 bits, and nothing leaves it out"
@@ -263,7 +272,7 @@ def _of_recipe(operators: Sequence[Operator], recipe: Recipe) -> Iterator[Findin
     """Yield GEMMs that are not on this recipe."""
     other: dict[tuple[str, str, str], list[str]] = {}
     for operator in operators:
-        for gemm in GEMMS if operator.low else ():
+        for gemm in GEMMS if operator.low and operator.declared is not None else ():
             now = " x ".join(_word(operator.grain(gemm, operand)) for operand in READS[gemm])
             want = " x ".join(_word(getattr(getattr(recipe, gemm), operand)) for operand in READS[gemm])
             if now != want and gemm not in operator.pinned:
@@ -304,17 +313,23 @@ def _of_roles(operators: Sequence[Operator], entries: Sequence[Entry], found: Me
     """Yield output heads and routers in low precision, and tied heads that are cast or no longer shared."""
     chosen = {name for entry in entries if entry.converts for name in entry.meant}
     for operator in operators:
-        low, said = _low(operator, found), operator.words("fprop")
+        low, said = _low(operator, found), _in_words(operator)
         if operator.tied and not operator.shared:
             what = f"lies in the memory of {operator.tied} and is a parameter of its own: two gradients, one weight"
             right = "tie them again after the conversion, or leave the head out of it"
             yield Finding("tied head", (operator.name,), what, right)
-        if low and operator.tied and operator.shared:
-            what = f"shares its weight with {operator.tied}, and is in {said}"
-            yield Finding("tied head", (operator.name,), what, "16 bits: the cast also changes the embedding")
-        elif low and operator.role in KEPT and operator.name not in chosen and not operator.tied:
-            what = f"the {'output head' if operator.role == 'head' else 'router of experts'} is in {said}"
-            yield Finding(operator.role, (operator.name,), what, "16 bits, as every published recipe has it")
+        tied = operator.tied and operator.shared
+        if low and (tied or (operator.role in KEPT and operator.name not in chosen and not operator.tied)):
+            yield head_or_router(operator, f"in {said}")
+
+
+def head_or_router(operator: Operator, state: str) -> Finding:
+    """Return the finding on an output head or a router in low precision; `state` completes "it is"."""
+    if operator.tied and operator.shared:
+        what = f"shares its weight with {operator.tied}, and is {state}"
+        return Finding("tied head", (operator.name,), what, "16 bits: the cast also changes the embedding")
+    what = f"the {'output head' if operator.role == 'head' else 'router of experts'} is {state}"
+    return Finding(operator.role, (operator.name,), what, "16 bits, as every published recipe has it")
 
 
 def _of_parameters(model: nn.Module, found: Measurements) -> Iterator[Finding]:
@@ -338,7 +353,8 @@ def _of_idle(operators: Sequence[Operator], ran: set[str], read: set[str]) -> It
     An expert that no token reached is not reported if other experts of its kind ran.
     """
     reached = {of_any_expert(name) for name in ran}
-    idle = [o.name for o in operators if of_any_expert(o.name) not in reached and o.low is not False]
+    maybe = [o for o in operators if o.low or (o.low is None and o.kind != "ParametrizedLinear")]
+    idle = [o.name for o in maybe if of_any_expert(o.name) not in reached]
     kernel = "its weight has a gradient, and it is never called (F.linear, a wrapped forward): no precision is in force"
     for other, what, right in (
         (True, kernel, "call the module"),
@@ -378,15 +394,26 @@ def _of_passes(operators: Sequence[Operator], found: Measurements) -> Iterator[F
             alike.setdefault((cause.kind, operand, cause.right), []).append((f"{name} {gemm} {operand}", cause))
     for (kind, _, right), several in alike.items():
         first = several[0][1].text
-        text = first if all(cause.text == first for _, cause in several) else f"{first} (the first)"
+        same = all(cause.text == first for _, cause in several)
+        text = first if same else f"{first} (numbers of the first of {len(several)})"
         yield Finding(kind, tuple(where for where, _ in several), text, right)
 
 
 def _low(operator: Operator, found: Measurements) -> bool:
-    """Return True if the operator declares low precision, or declares nothing and its output shows it."""
+    """Return True if the operator declares low precision, or declares nothing and its forward pass shows it.
+
+    The operands show it if their product was seen; otherwise the output does.
+    """
     if operator.low is not None:
         return operator.low
-    return any(one.noise > 0 and one.snr < 45 for (name, *_), one in found.items() if name == operator.name)
+    forward = {key: found.get((operator.name, "fprop", key)) for key in ("input", "weight", "output")}
+    seen = [one for key, one in forward.items() if one is not None and (key != "output" or one.by == "output")]
+    return any(one.noise > 0 and -math.inf < one.snr < LOW for one in seen)
+
+
+def _in_words(operator: Operator) -> str:
+    """Return its precision for a sentence."""
+    return operator.words("fprop") if operator.declared is not None else f"low precision ({operator.kind})"
 
 
 def _row(operator: Operator, found: Measurements, ran: set[str], dynamic: bool) -> Row:
@@ -403,6 +430,8 @@ def _row(operator: Operator, found: Measurements, ran: set[str], dynamic: bool) 
         notes.append("did not run in this batch")
     elif dynamic and (out := found.get((operator.name, "fprop", "output"))) is not None and out.by == "output":
         notes.append("judged by its output: its GEMMs run elsewhere")
+    elif dynamic and not measured["fprop"] and not isinstance(operator.module, Found):
+        notes.append("nothing of it could be measured: its class does not give the weight's values")
     if operator.pinned:
         notes.append(f"pinned: {', '.join(operator.pinned)}")
     return Row(
@@ -411,5 +440,6 @@ def _row(operator: Operator, found: Measurements, ran: set[str], dynamic: bool) 
         {gemm: operator.words(gemm) for gemm in GEMMS},
         {gemm: own for gemm, own in measured.items() if own},
         operator.name in ran,
+        _low(operator, found),
         "; ".join(notes),
     )

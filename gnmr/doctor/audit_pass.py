@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gnmr.doctor.guards import as_it_was, refuse_constant, refuse_meta, refuse_not_finite, refuse_reentrant, scalar
+from gnmr.doctor.guards import (
+    as_it_was,
+    refuse_constant,
+    refuse_not_finite,
+    refuse_reentrant,
+    refuse_without_gradients,
+    scalar,
+)
 from gnmr.doctor.in_force import Operator
 from gnmr.doctor.operands import Measured, watching
 from gnmr.doctor.passes import Progress
@@ -45,7 +52,7 @@ def measured_pass(
     """
     if loss_of_batch is None:
         return {}, set(), set(), Coverage()
-    refuse_meta(model)
+    refuse_without_gradients(model)
     sharded = any(is_sharded(parameter) for parameter in model.parameters())
     right = "has sharded parameters (DTensor); audit it in one process, before it is sharded"
     require(not sharded, "model", type(model).__name__, right)

@@ -143,12 +143,14 @@ def _outlier(x: Tensor, q: Tensor, grain: Grain, contracted: int) -> Cause | Non
         signal = energy(x[others])
         now, then = (decibels(signal, energy((each - x)[others])) for each in (q, without))
         if now < then / 2:
-            which = few.nonzero().flatten().tolist()
-            what = "channel" if dim == 0 else "row"
-            names = first_few([*map(str, which)], 3)
-            times = float(peaks[few].max() / peaks.median())
+            numbers = first_few([str(number) for number in few.nonzero().flatten().tolist()], 3)
+            what, times = "channel" if dim == 0 else "row", float(peaks[few].max() / peaks.median())
+            subject, it = f"{what} {numbers} is", "it"
+            if int(few.sum()) > 1:
+                subject, it = f"{what}s {numbers} are up to", "them"
             said = (
-                f"{what} {names} is {times:.3g} times the median one: all others have {now:.1f} dB, {then:.1f} without"
+                f"{subject} {times:.3g} times as large as the median {what}: beside {it} the other {what}s have "
+                f"{now:.1f} dB, without {it} they would have {then:.1f} dB"
             )
             return Cause("outlier", said, "smaller groups with a scale, a rotation, or 16 bits for this operator")
     return None
@@ -156,8 +158,13 @@ def _outlier(x: Tensor, q: Tensor, grain: Grain, contracted: int) -> Cause | Non
 
 def is_multiple(y: Tensor, exact: Tensor) -> bool:
     """Return True if `y` is a multiple of `exact` but for a tenth of its energy, or if one is 0 or not finite."""
-    inner = float((y.double() * exact.double()).sum())
-    return not inner**2 < 0.9 * energy(y.float()) * energy(exact)
+    return not alignment(y, exact) < 0.9
+
+
+def alignment(y: Tensor, exact: Tensor) -> float:
+    """Return the squared cosine between two tensors; NaN if one is 0 or not finite."""
+    norms = energy(y.float()) * energy(exact.float())
+    return float((y.double() * exact.double()).sum()) ** 2 / norms if math.isfinite(norms) and norms else math.nan
 
 
 def of_output(exact: Tensor, y: Tensor, ideal: Tensor | None, bias: Tensor | None) -> Cause | None:
@@ -170,8 +177,10 @@ def of_output(exact: Tensor, y: Tensor, ideal: Tensor | None, bias: Tensor | Non
     if signal == 0:
         return None
     floor = signal * 10 ** (-PRODUCT / 10)
-    if ideal is None:  # nothing is declared, so only a wrong multiple is a problem
+    if ideal is None:  # nothing is declared, so only a wrong multiple is a problem; ternary weights leave 0.8 of it
         floor = signal * 0.1
+        if 0.25 < alignment(y, exact) < 0.9:
+            return None
     possible = max(floor, 0.0 if ideal is None else energy(ideal.float() - exact) * 10 ** (TOLERANCE / 10))
     if noise <= possible:
         return None

@@ -19,12 +19,11 @@ from os import PathLike
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from gnmr.doctor.beside import Beside, kv_cast_of
 from gnmr.doctor.diagnosis import Diagnosis
-from gnmr.doctor.guards import as_it_was, refuse_meta
+from gnmr.doctor.guards import as_it_was, refuse_without_gradients
 from gnmr.doctor.knapsack import Pins, budget_of, check_fused
 from gnmr.doctor.measuring import Doctor
 from gnmr.doctor.passes import Passes, Progress
@@ -296,8 +295,7 @@ def _check_model(model: nn.Module) -> None:
     require(isinstance(model, nn.Module), "model", type(model).__name__, "must be an nn.Module")
     right = "has no linear operator, so no GEMM that a recipe would cast (others: gnmr.precision.adapters.register)"
     require(operators_in(model), "model", type(model).__name__, right)
-    refuse_meta(model)
-    require(not torch.is_inference_mode_enabled(), "model", type(model).__name__, "has no gradients in inference mode")
+    refuse_without_gradients(model)
 
 
 def _spec(recipe: str | Recipe, recovery: str | Recipe, sides: bool, **more: Any) -> PathSpec:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gnmr.doctor.in_force import values_of
 from gnmr.errors import require
 from gnmr.precision.linear import transformed
 
@@ -43,10 +44,15 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
             parameter.grad = grad
 
 
-def refuse_meta(model: nn.Module) -> None:
-    """Raise ValueError if the model has parameters on the meta device."""
-    meta = any(parameter.is_meta for parameter in model.parameters())
-    require(not meta, "model", type(model).__name__, "has parameters on the meta device; give it its weights")
+def refuse_without_gradients(model: nn.Module) -> None:
+    """Raise ValueError if the model has parameters on the meta device, or if inference mode excludes gradients."""
+    name, parameters = type(model).__name__, [*model.parameters()]
+    meta = any(parameter.is_meta for parameter in parameters)
+    require(not meta, "model", name, "has parameters on the meta device; give it its weights")
+    require(not torch.is_inference_mode_enabled(), "model", name, "has no gradients in inference mode; leave the mode")
+    made = any(parameter.is_inference() for parameter in parameters)
+    right = "was made or loaded in torch.inference_mode() and has no gradients; use copy.deepcopy(model) outside of it"
+    require(not made, "model", name, right)
 
 
 def refuse_transformed(name: str) -> None:
@@ -110,7 +116,9 @@ def refuse_constant(
     if not there:
         return
     # How far a change as large as the weight (at least 1) moves the loss; below its last digit it moves nothing.
-    reach = torch.stack([g.float().norm() * w.float().norm().clamp(min=1) for g, w in there]).max()
+    values = ((g, values_of(w)) for g, w in there)
+    norms = [g.float().norm() * (1 if w is None else w.float().norm().clamp(min=1)) for g, w in values]
+    reach = torch.stack(norms).max()
     value, constant = float(loss.detach()), torch.finfo(torch.float32).eps
     zero = f"every gradient that reaches {of} is 0, so the loss is constant"
     right = f"{zero}; does the batch have targets, and is every later layer nonzero?"

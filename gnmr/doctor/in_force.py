@@ -4,8 +4,9 @@
     torchao float8          `Float8Linear`, and weights under `Float8TrainingOpConfig`
     torchao mx              `MXFP8Linear`, and weights under `MXFP8TrainingOpConfig`
     Transformer Engine      its linears: its autocast decides while it runs, so nothing is declared
-    another's               any other subclass of nn.Linear: nothing is declared
-    plain                   nn.Linear: the dtype of its tensors, 16 or 32 bits
+    another's               any other subclass of nn.Linear, and weights that are of a tensor subclass or made by a
+                            parametrization: nothing is declared
+    plain                   nn.Linear with a plain weight: the dtype of its tensors, 16 or 32 bits
     Conv1D, ...             an unconverted operator within a module that an adapter knows: the same as plain
 
 Modules are recognized by class name, so that nothing is imported that the model did not import.
@@ -13,17 +14,21 @@ Modules are recognized by class name, so that nothing is imported that the model
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from gnmr.precision import Recipe
 from gnmr.precision.adapters import Found, operators_in
 from gnmr.precision.cast import over_scale, quantize, scale_of_each
 from gnmr.precision.contained import Contained, Owner, matrix_of
 from gnmr.precision.formats import Format, KeepFormat
+from gnmr.precision.int8 import Int8Linear, Integers
 from gnmr.precision.linear import PathLinear
 from gnmr.precision.recipes import Cast
 from gnmr.precision.scaling import TINY
@@ -113,22 +118,37 @@ class Operator:
     """True if a tied weight is the same parameter as the embedding."""
 
     @property
-    def weight(self) -> Tensor:
-        """Return the weight (O, I) in high precision."""
+    def raw_weight(self) -> Tensor:
+        """Return the weight as it is now, of any class; that of an operator within a module is the matrix (O, I)."""
         if isinstance(self.module, Found):
-            return matrix_of(_plain(self.module.weight), self.module.layout, self.module.place)
-        return self.module.matrix.detach() if isinstance(self.module, Contained) else _plain(self.module.weight)
+            return matrix_of(self.module.weight.detach(), self.module.layout, self.module.place)
+        weight: Tensor = (self.module.matrix if isinstance(self.module, Contained) else self.module.weight).detach()
+        return weight
+
+    def values(self, weight: Tensor) -> Tensor | None:
+        """Return `raw_weight` (O, I) in high precision; None if its class does not give its values."""
+        if isinstance(self.module, Int8Linear) and not weight.is_floating_point():
+            return Integers(weight, self.module.weight_scale).values(torch.float32)
+        return values_of(weight)
 
     @property
     def bias(self) -> Tensor | None:
         """Return the bias (O,) in float32, or None."""
         bias = getattr(self.module, "bias", None)
-        return _plain(bias).float() if isinstance(bias, Tensor) and bias.numel() else None
+        values = values_of(bias) if isinstance(bias, Tensor) and bias.numel() else None
+        return None if values is None else values.float()
+
+    @property
+    def stored(self) -> str:
+        """Return the dtype in which the elements of the weight are kept if it has fewer than 16 bits, else nothing."""
+        return _few_bits(self.module.weight)
 
     @property
     def low(self) -> bool | None:
-        """Return True if any operand is cast; None if the module declares nothing."""
-        return None if self.declared is None else any(self.declared.values())
+        """Return True if any operand is cast or the weight is kept in few bits; None if nothing is declared."""
+        if self.declared is None:
+            return True if self.stored else None
+        return any(self.declared.values())
 
     def grain(self, gemm: str, operand: str) -> Grain | None:
         """Return the cast of one operand; None if it is not cast or nothing is declared."""
@@ -141,9 +161,10 @@ class Operator:
     def words(self, gemm: str) -> str:
         """Describe its operands in one GEMM: `e4m3/tensor x e4m3/tensor`."""
         if self.declared is None:
-            return "not said"
+            return f"not said, {self.stored} weight" if self.stored and gemm != "wgrad" else "not said"
         sixteen = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
-        kept = sixteen.get(self.weight.dtype, str(self.weight.dtype).removeprefix("torch."))
+        dtype = self.module.weight.dtype
+        kept = sixteen.get(dtype, str(dtype).removeprefix("torch."))
         own = [self.grain(gemm, operand) for operand in READS[gemm]]
         return " x ".join(kept if grain is None else str(grain) for grain in own) if any(own) else kept
 
@@ -171,10 +192,53 @@ def operators_of(model: nn.Module) -> list[Operator]:
     return made
 
 
-def _plain(parameter: Any) -> Tensor:
-    """Return a parameter without torchao's wrapper."""
-    found: Tensor = (parameter._data if _wrapped(parameter) else parameter).detach()
-    return found
+def values_of(tensor: Tensor) -> Tensor | None:
+    """Return the values of a tensor of any class in high precision; None if its class does not give them.
+
+    A class that wraps one tensor in high precision (torchao's training weights, DTensor) has that tensor's values.
+    Others are asked for their values, and a weight (O, I) that refuses is multiplied with the identity.
+    """
+    if _is_plain(tensor):
+        return tensor.detach().as_subclass(Tensor) if _is_high(tensor) else None
+    parts = _parts_of(tensor)
+    if len(parts) == 1 and parts[0].shape == tensor.shape:
+        return values_of(parts[0])
+    methods = (getattr(tensor, name, None) for name in ("to_original_precision", "dequantize"))
+    identity = partial(torch.eye, tensor.shape[-1], dtype=tensor.dtype, device=tensor.device)
+    for convert in (*methods, lambda: F.linear(identity(), tensor).t()):
+        with suppress(Exception), torch.no_grad():  # a class of another library may refuse with any exception
+            values = convert() if convert is not None else None
+            if type(values) is Tensor and values.shape == tensor.shape and _is_high(values):
+                return values.detach()
+    return None
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return True if no class of another library decides what an operation on the tensor does."""
+    return all(
+        cls in (Tensor, nn.Parameter) or not {"__torch_function__", "__torch_dispatch__"} & cls.__dict__.keys()
+        for cls in type(tensor).__mro__
+        if issubclass(cls, Tensor)
+    )
+
+
+def _is_high(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.element_size() > 1
+
+
+def _parts_of(tensor: Any) -> list[Tensor]:
+    """Return the tensors that a tensor subclass wraps, by PyTorch's protocol or else its attributes."""
+    if _is_plain(tensor):
+        return []
+    names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else vars(tensor)
+    return [part for name in names if isinstance(part := getattr(tensor, name), Tensor)]
+
+
+def _few_bits(weight: Tensor) -> str:
+    """Return the dtype of the largest tensor in a weight if it is of one byte or of integers, else nothing."""
+    while parts := _parts_of(weight):
+        weight = max(parts, key=lambda part: part.numel())
+    return "" if _is_high(weight) else str(weight.dtype).removeprefix("torch.")
 
 
 def _wrapped(weight: Any) -> bool:
@@ -209,8 +273,11 @@ def _declared(name: str, module: nn.Module | Found) -> Operator:
         return Operator(name, module, "torchao mx", _mx(module))
     if isinstance(module, Found):
         return Operator(name, module, kind, dict.fromkeys(CONTRACTS))
-    if type(module) is nn.Linear or kind in ("NonDynamicallyQuantizableLinear", "ParametrizedLinear"):
+    plain = type(module) is nn.Linear or kind == "NonDynamicallyQuantizableLinear"
+    if plain and _is_plain(weight) and _is_high(weight):
         return Operator(name, module, "plain", dict.fromkeys(CONTRACTS))
+    if plain:
+        return Operator(name, module, type(weight.data).__name__, None)
     return Operator(name, module, "Transformer Engine" if _is_te(module) else kind, None)
 
 

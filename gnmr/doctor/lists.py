@@ -8,7 +8,7 @@ nvidia-modelopt 0.47. Other criteria of a library are ignored: widths that do no
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase, translate
@@ -146,6 +146,8 @@ LAYOUTS = {
     ),
 }
 """Substitutions, in this order, that make module names from the checkpoint's names."""
+HEADS = ("lm_head", "output", "output_layer", "head", "embed_out")
+"""Names of the output head; a list often has several."""
 _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
 
 
@@ -235,6 +237,12 @@ def called(name: str, layout: str) -> str:
     return name
 
 
+def never_quantized(which: str, name: str) -> bool:
+    """Return True if the library of this list never quantizes the linear of a checkpoint, whatever the list says."""
+    built = called(name, LISTS[which].layout)
+    return any(matches(always, built, "weight") for always in LISTS[which].always)
+
+
 def entries_of(which: str, texts: Iterable[str], names: Sequence[str]) -> list[Entry]:
     """Return the matches of each entry of a list among `names`, which are a checkpoint's or the model's own."""
     own, found, texts = LISTS[which], [], list(texts)
@@ -291,7 +299,12 @@ def matches(text: str, name: str, rule: str) -> bool:
 
 
 def fits_none(entry: Entry, names: Iterable[str]) -> bool:
-    """Return True if an entry fits none of the names, even where a later entry of `quant_cfg` overrides it."""
+    """Return True if an entry fits none of the names, even where a later entry of `quant_cfg` overrides it.
+
+    No blocks (0 of the first or last) fit any model.
+    """
+    if LISTS[entry.which].rule in ("first", "last") and not int(entry.text):
+        return False
     late = LISTS[entry.which].rule == "quantizer" and any(matches(entry.text, name, "quantizer") for name in names)
     return not (entry.names or late)
 
@@ -310,26 +323,83 @@ def _fits(text: str, name: str, operand: str) -> bool:
     return fnmatchcase(f"{name}.{operand}_quantizer", text.rpartition(":")[0])
 
 
-def suggested(text: str, names: Sequence[str]) -> str:
-    """Return the name, end or part of a name that `text` probably meant, or an example of a name."""
+def suggested(text: str, names: Sequence[str], which: str = "filter_fqns") -> str:
+    """Return an entry of a list that matches the linears that `text` probably meant, or an example of an entry.
+
+    Every entry in the answer matches by the rule of the list's library.
+
+    >>> names = ["model.layers.3.mlp.up_proj", "model.layers.4.mlp.up_proj", "lm_head"]
+    >>> [suggested("layers.3", names, which) for which in ("filter_fqns", "ignore", "ignored_layers")]
+    ["'layers.3'", "'re:.*layers.3'", "their names, such as 'model.layers.3.mlp.up_proj'"]
+    """
+    reading = LISTS[which]
+    if reading.rule in ("first", "last"):
+        return "a number of blocks, in a model whose linears lie in numbered blocks"
+    theirs = {name: called(name, reading.layout) for name in names}
+    spellings = {name: [name, built] if reading.layout == "engine" else [built] for name, built in theirs.items()}
+    end = f":{text.rpartition(':')[2]}" if reading.rule == "quantizer" else ""
+    word, meant = _meant(text.removesuffix(end).removeprefix("re:"), spellings)
+    for entry in _spelled(word, end) if word else ():
+        if {*_matched(which, entry, names)} == {*meant}:
+            return repr(entry)
+    some = meant or names
+    for name in (some[0], called(some[0], reading.layout)):
+        for entry in _spelled(name, end):
+            if _matched(which, entry, names):
+                return f"their names, such as {entry!r}" if meant else f"names such as {entry}"
+    return "names of linears"
+
+
+def _meant(text: str, spellings: Mapping[str, Sequence[str]]) -> tuple[str, list[str]]:
+    """Return the words between dots that `text` probably meant, and the linears in whose spellings they occur."""
+    bare = re.sub(r"\\(.)|\[\.\]", lambda escaped: escaped[1] or ".", text).strip("*.^$")
+    bare = bare.removesuffix(".weight").removesuffix("_quantizer").strip("*.")
     words: dict[str, None] = {}
-    for name in names:
-        parts = name.split(".")
+    for parts in (spelling.split(".") for several in spellings.values() for spelling in several):
         words |= dict.fromkeys(".".join(parts[i:j]) for i, j in combinations(range(len(parts) + 1), 2))
-    bare = text.strip("*.")
-    same = [word for word in words if word.casefold() == bare.casefold()]
-    near = [*same, *get_close_matches(bare, words, 1, cutoff=0.7)]
-    return repr(near[0]) if near else f"names such as {names[0]}"
+    near = [word for word in words if word.casefold() == bare.casefold()]
+    if not near and bare.rpartition(".")[2] in HEADS:
+        near = [name for several in spellings.values() for name in several if name.rpartition(".")[2] in HEADS]
+    if not near:  # a name of another library's layout
+        linears = [name for name in spellings if any(_between_dots(bare, called(name, layout)) for layout in LAYOUTS)]
+        ends = {spellings[name][0].rpartition(".")[2] for name in linears}
+        near = [spellings[linears[0]][0]] if len(linears) == 1 else [*ends] if len(ends) == 1 else []
+    near = near or get_close_matches(bare, words, 1, cutoff=0.7)
+    if not near:
+        return "", []
+    meant = [name for name, several in spellings.items() if any(_between_dots(near[0], one) for one in several)]
+    return near[0], meant
+
+
+def _spelled(word: str, end: str) -> Iterator[str]:
+    """Yield words as the libraries' lists may spell them: a part of a name, a regular expression, or a glob."""
+    spellings = (
+        "{}",
+        "{}.",
+        ".{}",
+        ".{}.",
+        "re:.*{}",
+        "re:.*{}.*",
+        "re:.*{}[.].*",
+        "re:.*{}$",
+        "re:(?:.*[.])?{}(?:[.].*)?$",
+    )
+    spellings += (".*{}", ".*{}[.]", "{}.*", "*{}", "*.{}", "*{}*", "*{}.*", "*.{}.*")
+    yield from (f"{spelling.format(word)}{end}" for spelling in spellings)
+
+
+def _matched(which: str, text: str, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names that an entry matches; none if it is invalid in this list."""
+    try:
+        return entries_of(which, read_lists({which: [text]})[which], names)[0].names
+    except ValueError:
+        return ()
 
 
 def repaired(entry: Entry, names: Sequence[str]) -> str | None:
     """Return a text that matches only the whole words of the entry; None if no such text is known."""
     for text in (f"{entry.text}.", f".{entry.text}", f".{entry.text}.", f"{entry.text.rstrip('*')}.*"):
-        try:
-            now = entries_of(entry.which, [text], names)[0].names
-        except re.error:
-            continue
-        if now == entry.meant:
+        if _matched(entry.which, text, names) == entry.meant:
             return text
     return None
 

@@ -1,9 +1,10 @@
 """Measure the signal-to-noise ratios of the operands that the GEMMs of linears really read.
 
 One forward and backward pass is measured; `causes` explains poor ratios. No recipe is trusted. A dispatch mode sees
-each product of matrices (`aten.mm`, `addmm`, `linear`) that runs within a linear, forward or backward. The operands may
-come from our kernels, from torchao's `Float8TrainingTensor` and `MXTensor` (converted back to high precision by their
-own method), or be plain tensors. An operand is compared, in its dtype, with the tensor that the linear was given:
+each product of matrices (`aten.mm`, `addmm`, `linear`) that runs within a linear: during its forward call, or in the
+autograd nodes that this call made. The operands may be plain tensors or of any subclass that gives its values in high
+precision (`in_force.values_of`). If several products resemble a GEMM of the linear, the one whose two operands resemble
+it most is that GEMM. An operand is compared, in its dtype, with the tensor that the linear was given:
 
     measured    ||x||^2 / ||q - x||^2, of q as the GEMM reads it; infinite: never quantized
     possible    the same of an ideal cast of that very x: the declared format under scales of its own magnitudes
@@ -23,16 +24,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from gnmr.doctor.causes import Cause, decibels, energy, explained, is_multiple, of_output
 from gnmr.doctor.guards import refuse_transformed
-from gnmr.doctor.in_force import CONTRACTS, Operator
+from gnmr.doctor.in_force import CONTRACTS, Operator, values_of
 from gnmr.precision.cast import rotated
+from gnmr.precision.kernels.simulated import in_backward
 from gnmr.precision.recipes import HADAMARD
 
 _ROWS = 256
 """Number of rows by which an operand is recognized."""
+_CERTAIN = 1.9
+"""Sum of the cosines of two operands with their tensors from which on no other product can be the GEMM."""
+_NODES = 64
+"""Largest number of autograd nodes that one call of a linear makes."""
 
 
 @dataclass
@@ -65,16 +71,21 @@ class Measured:
             self.possible = (self.possible or 0.0) + energy(ideal.float() - x.float())
 
 
-@dataclass
+@dataclass(eq=False)
 class _Pass:
     """One forward pass of an operator, until its backward pass is over."""
 
     operator: Operator
     x: Tensor
+    weight: Tensor
+    """The weight (O, I) as it was during the forward pass (adapters may change it there), of any class."""
+    origin: Any
+    """The autograd node of the input."""
     grad: Tensor | None = None
+    candidates: dict[str, tuple[float, dict[str, Tensor]]] = field(default_factory=dict)
+    """By GEMM: the product that resembles it most, as the sum of its operands' cosines and the operands."""
     seen: set[str] = field(default_factory=set)
-    operands: tuple[Tensor, Tensor] | None = None
-    """The operands of fprop, as its GEMM read them."""
+    """GEMMs that were measured."""
 
 
 class Watch(TorchDispatchMode):
@@ -87,88 +98,117 @@ class Watch(TorchDispatchMode):
         self.found: dict[tuple[str, str, str], Measured] = {}
         """Measurements by operator, GEMM and operand."""
         self.ran: set[str] = set()
-        self._now: _Pass | None = None
-        self._busy = False
+        self._running: list[_Pass | None] = []
+        """Passes whose forward call or autograd node runs now, from the outside in; None: a call that is ignored."""
+        self._open: dict[_Pass, None] = {}
+        """Passes with a candidate that is not certain."""
         self._draw = torch.Generator().manual_seed(0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self._now is None or self._busy or (pair := _pair(func, args)) is None:
-            return result
-        with self._aside():
-            self._gemm(self._now, *pair)
+        running = self._running[-1] if self._running else None
+        if running is not None and (pair := _pair(func, args)) is not None:
+            with _aside():
+                self._gemm(running, *pair)
         return result
 
-    def before(self, operator: Operator, x: Tensor) -> None:
-        """Begin a forward pass of `operator` on `x`."""
+    def before(self, operator: Operator, x: Any) -> None:
+        """Begin a forward pass of `operator` on `x`; passes that checkpointing runs again are ignored."""
         refuse_transformed(operator.name)
-        rows = x.detach().reshape(-1, x.shape[-1])
-        self._now = _Pass(operator, rows) if rows.numel() else None
+        with _aside():
+            rows = x.detach().reshape(-1, x.shape[-1]) if isinstance(x, Tensor) and not in_backward() else None
+            measured = rows is not None and rows.numel()
+            self._running.append(_Pass(operator, rows, operator.raw_weight, x.grad_fn) if measured else None)
 
     def after(self, output: Any) -> None:
-        """End the forward pass with this output."""
-        now, self._now = self._now, None
+        """End the forward pass with this output; None: the call raised an exception."""
+        ended = self._running.pop() if self._running else None
         output = output[0] if isinstance(output, tuple) else output
-        if now is None:
+        if ended is None or not isinstance(output, Tensor):
             return
-        self.ran.add(now.operator.name)
+        self.ran.add(ended.operator.name)
         self._report()
-        with self._aside():
-            judged = self._output(now, output.detach().reshape(-1, output.shape[-1]))
+        with _aside():
+            if ended.operator.stored and not self._explains(ended, output):
+                ended.candidates.clear()
+                ended.seen |= {"fprop", "dgrad"}  # codes, whose sums are scaled
+            operands = self._decide(ended, "fprop")
+            judged = self._output(ended, output.detach().reshape(-1, output.shape[-1]), operands)
         if judged and output.requires_grad:
-            output.register_hook(lambda grad: self._backward(now, grad))
-        now.operands = None
+            output.register_hook(lambda grad: self._gradient(ended, grad))
+            for node in _nodes_between(output.grad_fn, ended.origin):
+                node.register_prehook(lambda _grads: self._running.append(ended))
+                node.register_hook(lambda _inputs, _outputs: self._leave())
+
+    def _explains(self, ended: _Pass, output: Tensor) -> bool:
+        """Return True if the output is the product that was seen, but for a tenth of its energy and a bias."""
+        _, operands = ended.candidates.get("fprop", (0.0, None))
+        if operands is None:
+            return True
+        product = F.linear(operands["input"].float(), operands["weight"].float(), ended.operator.bias)
+        y = output.detach().reshape(product.shape).float()
+        return energy(y - product) <= 0.1 * energy(product)
+
+    def _leave(self) -> None:
+        self._running.pop()
 
     def _report(self) -> None:
         self._done += 1
         self._progress(self._done)
 
-    def _backward(self, now: _Pass, grad: Tensor) -> None:
+    def _gradient(self, ended: _Pass, grad: Tensor) -> None:
         self._report()
-        with self._aside():
-            now.grad = grad.detach().reshape(-1, grad.shape[-1])
-        self._now = now
+        with _aside():
+            ended.grad = grad.detach().reshape(-1, grad.shape[-1])
 
-    @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Mark products inside as our own, so that they are not measured."""
-        before, self._busy = self._busy, True
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self._busy = before
+    def finish(self) -> None:
+        """Measure the products that resembled a GEMM most, where none was certain."""
+        with _aside():
+            for ended in self._open:
+                for gemm in [*ended.candidates]:
+                    self._decide(ended, gemm)
 
     # ---- operands ----
 
     def _gemm(self, now: _Pass, a: Tensor, b: Tensor) -> None:
-        """Match a product of a (M, K) and b (K, N) while `now` runs with one of its GEMMs, or with none."""
-        gemms = ("fprop",) if now.grad is None else ("dgrad", "wgrad")
-        best: tuple[float, str, dict[str, Tensor]] | None = None
-        for gemm in gemms:
+        """Compare a product of a (M, K) and b (K, N) with the GEMMs that `now` may run; keep it for the nearest."""
+        values = values_of(a), values_of(b)
+        if values[0] is None or values[1] is None:
+            return
+        nearest: tuple[float, str, dict[str, Tensor]] | None = None
+        for gemm in ("fprop",) if now.grad is None else ("dgrad", "wgrad"):
             if gemm in now.seen or now.operator.multiplies_codes(gemm):
                 continue
-            for given in _as_operands(gemm, a, b):
-                if any(not self._fits(now, gemm, operand, shape) for operand, shape in given.items()):
+            for operands in _as_operands(gemm, *values):
+                if any(not self._fits(now, gemm, operand, q) for operand, q in operands.items()):
                     continue
-                values = {operand: _values(q) for operand, q in given.items()}
-                likeness = [self._likeness(now, gemm, operand, q) for operand, q in values.items()]
-                if max(likeness) > 0.5 and (best is None or sum(likeness) > best[0]):
-                    best = sum(likeness), gemm, values
-        if best is None:
+                likeness = [self._likeness(now, gemm, operand, q) for operand, q in operands.items()]
+                if max(likeness) > 0.5 and (nearest is None or sum(likeness) > nearest[0]):
+                    nearest = sum(likeness), gemm, operands
+        if nearest is None or nearest[0] <= now.candidates.get(nearest[1], (0.0, {}))[0]:
             return
-        _, gemm, values = best
-        now.seen.add(gemm)
-        for operand, q in values.items():
-            self._operand(now, gemm, operand, q)
+        likeness_sum, gemm, operands = nearest
+        now.candidates[gemm] = likeness_sum, operands
         if gemm == "fprop":
-            now.operands = values["input"], values["weight"]
-        if {"dgrad", "wgrad"} <= now.seen:
-            self._now = None
+            return  # it is decided when the call ends
+        self._open[now] = None
+        if likeness_sum >= _CERTAIN:
+            self._decide(now, gemm)
+
+    def _decide(self, now: _Pass, gemm: str) -> dict[str, Tensor] | None:
+        """Measure the product that resembles the GEMM most, and return its operands; None: there is none."""
+        _, operands = now.candidates.pop(gemm, (0.0, None))
+        if operands is None:
+            return None
+        now.seen.add(gemm)
+        for operand, q in operands.items():
+            self._operand(now, gemm, operand, q)
+        return operands
 
     def _fits(self, now: _Pass, gemm: str, operand: str, q: Tensor) -> bool:
         """Return True if a tensor has the shape of this operand; a rotated one may be padded."""
-        have, want = tuple(q.shape), tuple(self._reference(now, operand).shape)
+        x = now.weight if operand == "weight" else self._reference(now, operand)
+        have, want = tuple(q.shape), tuple(x.shape)
         if gemm == "wgrad" and have[0] == -(-want[0] // HADAMARD) * HADAMARD:
             return have[1] == want[1]
         return have == want
@@ -176,7 +216,7 @@ class Watch(TorchDispatchMode):
     def _likeness(self, now: _Pass, gemm: str, operand: str, q: Tensor) -> float:
         """Return the cosine between q and its reference tensor; 1 if q is not finite, 0 for zeros."""
         x = self._turned(now, gemm, operand)
-        if x.shape != q.shape:
+        if x is None or x.shape != q.shape:
             return 0.0
         every = max(1, len(x) // _ROWS)
         a, b = q[::every].double().flatten(), x[::every].double().flatten()
@@ -185,21 +225,25 @@ class Watch(TorchDispatchMode):
             return 1.0
         return abs(float(a @ b)) / norms if norms else 0.0
 
-    def _reference(self, now: _Pass, operand: str) -> Tensor:
-        """Return the tensor (N, D) that the operator was given."""
-        found = {"weight": now.operator.weight, "input": now.x, "grad_output": now.grad}[operand]
-        assert found is not None
-        return found
+    def _reference(self, now: _Pass, operand: str) -> Tensor | None:
+        """Return the tensor (N, D) that the operator was given; None if the weight's class does not give its values."""
+        if operand == "weight":
+            return now.operator.values(now.weight)
+        return now.x if operand == "input" else now.grad
 
-    def _turned(self, now: _Pass, gemm: str, operand: str) -> Tensor:
+    def _turned(self, now: _Pass, gemm: str, operand: str) -> Tensor | None:
         """Return the reference, rotated if that is declared."""
         x, grain = self._reference(now, operand), now.operator.grain(gemm, operand)
-        return rotated(x, CONTRACTS[gemm, operand]) if grain is not None and grain.cast.hadamard else x
+        if x is None or grain is None or not grain.cast.hadamard:
+            return x
+        return rotated(x, CONTRACTS[gemm, operand])
 
     def _operand(self, now: _Pass, gemm: str, operand: str, q: Tensor) -> None:
         operator = now.operator
-        grain = operator.grain(gemm, operand)
-        x = self._turned(now, gemm, operand).to(q.dtype)
+        grain, reference = operator.grain(gemm, operand), self._turned(now, gemm, operand)
+        if reference is None:
+            return
+        x = reference.to(q.dtype)
         one = self.found.setdefault((operator.name, gemm, operand), Measured())
         ideal = None if grain is None else grain.ideal(x, CONTRACTS[gemm, operand], self._generator(x))
         one.add(x, q, ideal)
@@ -215,42 +259,65 @@ class Watch(TorchDispatchMode):
 
     # ---- outputs ----
 
-    def _output(self, now: _Pass, y: Tensor) -> bool:
+    def _output(self, now: _Pass, y: Tensor, operands: dict[str, Tensor] | None) -> bool:
         """Compare the output with the product of the seen operands, or of the given tensors.
 
         A class that declares nothing may do more after the product that was seen, as a router does. Then its output is
         no multiple of the product, it and the backward pass say nothing about precision, and False is returned.
         """
         operator = now.operator
-        bias = operator.bias
-        x, weight = now.x.float(), operator.weight.float()
-        if x.shape[1] != weight.shape[1] or y.shape != (x.shape[0], weight.shape[0]):
+        bias, weight = operator.bias, operator.values(now.weight)
+        if weight is None or now.x.shape[1] != weight.shape[1] or y.shape != (now.x.shape[0], weight.shape[0]):
             return True  # packed weights, or a parallel shard
-        if now.operands is not None:
-            x, weight = (operand.float() for operand in now.operands)
-        exact = F.linear(x, weight, bias)
-        if now.operands is not None and operator.declared is None:
+        if operands is None:
+            exact = F.linear(now.x.float(), weight.float(), bias)
+        else:
+            exact = F.linear(operands["input"].float(), operands["weight"].float(), bias)
+        if operands is not None and operator.declared is None:
             products = [exact] if bias is None else [exact, exact - bias.float()]  # it may lack the bias
             if not any(is_multiple(y, product) for product in products):
                 return False
         one = self.found.setdefault((operator.name, "fprop", "output"), Measured())
-        if now.operands is None:
+        ideal: Tensor | None = None
+        if operands is None:
             one.by = "output"
-            ideal = self._ideal_output(operator, now.x.to(y.dtype), bias)
+            ideal = self._ideal_output(operator, now.x.to(y.dtype), weight, bias)
             exact = exact.to(y.dtype).float()
-        else:
+        elif operator.declared is not None:
             ideal = exact.to(y.dtype) if operator.result is None else operator.result.ideal(exact.to(y.dtype), 1)
         one.add(exact, y, ideal)
         if not one.causes and (cause := of_output(exact, y, ideal, bias)) is not None:
             one.causes.append(cause)
         return True
 
-    def _ideal_output(self, operator: Operator, x: Tensor, bias: Tensor | None) -> Tensor | None:
+    def _ideal_output(self, operator: Operator, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         if operator.declared is None:
             return None
-        grains = (operator.grain("fprop", "input"), x), (operator.grain("fprop", "weight"), operator.weight)
-        own, weight = ((tensor if grain is None else grain.ideal(tensor, 1)).float() for grain, tensor in grains)
-        return F.linear(own, weight, bias).to(x.dtype)
+        grains = (operator.grain("fprop", "input"), x), (operator.grain("fprop", "weight"), weight)
+        cast = ((tensor if grain is None else grain.ideal(tensor, 1)).float() for grain, tensor in grains)
+        return F.linear(*cast, bias).to(x.dtype)
+
+
+@contextmanager
+def _aside() -> Iterator[None]:
+    """Run products of our own without gradients, unseen by every dispatch mode.
+
+    Selective checkpointing would otherwise count them among the operations that it saves and looks up again.
+    """
+    # `_disable_current_modes` has no public counterpart: a mode can leave only itself, not those that others entered.
+    with torch.no_grad(), _disable_current_modes():
+        yield
+
+
+def _nodes_between(output: Any, origin: Any) -> list[Any]:
+    """Return the autograd nodes from an output's down to `origin`, the input's, without it and without leaves."""
+    nodes, ahead = dict.fromkeys([output]), [output]
+    while ahead and len(nodes) < _NODES:
+        for node, _ in ahead.pop(0).next_functions:
+            if node is not None and node is not origin and node not in nodes and node.next_functions:
+                nodes[node] = None
+                ahead.append(node)
+    return [*nodes]
 
 
 @contextmanager
@@ -261,16 +328,19 @@ def watching(operators: Sequence[Operator], progress: Callable[[int], None]) -> 
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         x = args[0] if args else next((value for value in kwargs.values() if isinstance(value, Tensor)), None)
-        if isinstance(x, Tensor):
-            watch.before(by_module[module], x)
+        watch.before(by_module[module], x)
+
+    def after(_module: nn.Module, _args: Any, output: Any) -> None:
+        watch.after(output)
 
     with ExitStack() as stack:
         for module in by_module:
             stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-            stack.callback(module.register_forward_hook(lambda _module, _args, output: watch.after(output)).remove)
+            stack.callback(module.register_forward_hook(after, always_call=True).remove)
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(watch)
-        yield watch
+        with watch:
+            yield watch
+    watch.finish()
 
 
 def _pair(func: Any, args: Any) -> tuple[Tensor, Tensor] | None:
@@ -292,12 +362,3 @@ def _as_operands(gemm: str, a: Tensor, b: Tensor) -> list[dict[str, Tensor]]:
     if gemm == "dgrad":
         return [{"grad_output": a, "weight": b}]
     return [{"grad_output": a.t(), "input": b}, {"grad_output": b, "input": a.t()}]
-
-
-def _values(q: Any) -> Tensor:
-    """Return the high-precision values of a torchao tensor; other tensors are unchanged."""
-    for method in ("to_original_precision", "dequantize"):
-        if type(q) is not Tensor and hasattr(type(q), method) and type(q).__module__.startswith("torchao."):
-            found: Tensor = getattr(q, method)()
-            return found.detach()
-    return q.detach()

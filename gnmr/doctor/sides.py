@@ -12,7 +12,18 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
 from gnmr.doctor.audit import Finding
-from gnmr.doctor.lists import LISTS, Entry, called, entries_of, fits_none, matches, read_lists, repaired, suggested
+from gnmr.doctor.lists import (
+    LISTS,
+    Entry,
+    called,
+    entries_of,
+    fits_none,
+    matches,
+    never_quantized,
+    read_lists,
+    repaired,
+    suggested,
+)
 
 Lists: TypeAlias = Mapping[str, Sequence[object] | str | int]
 """Entries by key of `gnmr.doctor.lists.LISTS`."""
@@ -105,8 +116,7 @@ def _treated(side: str, entries: Entries, names: Sequence[str]) -> dict[str, Tre
     chosen: dict[str, Treatment] = {}
     for which, own in entries.items():
         for name in names:
-            built = called(name, LISTS[which].layout)
-            if any(matches(always, built, "weight") for always in LISTS[which].always):
+            if never_quantized(which, name):
                 kept[name] = Treatment(False, f"never quantized under {which}")
         for entry in own:
             better = repaired(entry, names) if entry.trap else None
@@ -184,7 +194,7 @@ def _matchless(side: str, entries: Entries, names: Sequence[str]) -> Iterator[Fi
             if fits_none(entry, names):
                 lost.setdefault(_numberless(entry.text), []).append(entry)
         for several in lost.values():
-            right = _right(several[0], [called(name, LISTS[which].layout) for name in names])
+            right = _right(several[0], names)
             if sum(map(len, lost.values())) == len(own):
                 raise ValueError(f"{side}.{which}={several[0].text}: matches no linear of this model; {right}")
             where = tuple(f"{side}.{which} {entry.text!r}" for entry in several)
@@ -196,4 +206,4 @@ def _right(entry: Entry, names: Sequence[str]) -> str:
     rule = LISTS[entry.which].rule
     if set(entry.text) & set("*?") and not entry.text.startswith("re:") and rule in ("exact", "re:", "part", "weight"):
         return "* is not a wildcard in this list" + (", use re: and a regular expression" if rule == "re:" else "")
-    return suggested(entry.text, names)
+    return suggested(entry.text, names, entry.which)

@@ -26,6 +26,7 @@ GEMM's unit and is 0 for the others. A measurement of the operator (norms, `inpu
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -162,15 +163,22 @@ def unwrapped(name: str) -> str:
 def operator_names(names: Sequence[str]) -> list[str]:
     """Return the operators' names without the parts that wrappers add, so that units keep their names.
 
-    The wrappers are peft, DistributedDataParallel, torch.compile and activation checkpointing.
+    The wrappers are peft, DistributedDataParallel, torch.compile and activation checkpointing. Two operators that would
+    get one name keep their parts, as adapters of two nested wrappers do.
 
     >>> operator_names(["base_model.model.model.layers.3.self_attn.q_proj.base_layer", "lm_head"])
     ['model.layers.3.self_attn.q_proj', 'lm_head']
     >>> operator_names(["module._orig_mod.layers.3.self_attn.q_proj"])
     ['layers.3.self_attn.q_proj']
+    >>> operator_names(["experts.base_layer.base_layer.0.up", "experts.base_layer.lora_A", "experts.lora_A"])
+    ['experts.0.up', 'experts.base_layer.lora_A', 'experts.lora_A']
     """
     short = [_BASE_LAYERS.sub("", unwrapped(name).removeprefix("base_model.model.")) for name in names]
-    return short if len(set(short)) == len(short) else list(names)
+    times = Counter(short)
+    return [
+        unwrapped_name if times[unwrapped_name] == 1 else name
+        for unwrapped_name, name in zip(short, names, strict=True)
+    ]
 
 
 def check_unit(names: Sequence[str], unit: str) -> None:

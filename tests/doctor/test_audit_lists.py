@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from audited import lines, net, said
 from torch import nn
 
 import gnmr
-from gnmr.doctor.lists import entries_of, matches, repaired, suggested
+from gnmr.doctor.lists import LISTS, Entry, entries_of, fits_none, matches, read_lists, repaired, suggested
 from gnmr.precision import PathSpec, convert
 
 NAMES = [f"layers.{i}.mlp.{name}" for i in range(12) for name in ("gate_proj", "up_proj", "down_proj")] + ["lm_head"]
@@ -62,6 +64,55 @@ def test_a_near_miss_is_named() -> None:
     for text, near in (("lm_haed", "lm_head"), ("LM_HEAD", "lm_head"), ("layer.1.mlp", "layers.1.mlp")):
         assert suggested(text, NAMES) == repr(near)
     assert suggested("zzz", NAMES) == f"names such as {NAMES[0]}"
+
+
+CHECKPOINT = [
+    f"model.layers.{i}.{name}"
+    for i in range(12)
+    for name in (
+        *(f"self_attn.{letter}_proj" for letter in "qkvo"),
+        *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
+    )
+] + ["lm_head"]
+MEANT = ["layers.3", "layers.1", "model.layers.3.mlp", "q_proj", "self_attn", "up_proj", "lm_head", "output", "lm_haed"]
+MEANT += ["*.layers.3.*", "re:layers[.]3.*", r"re:layers\.3\..*", "mlp.up", "feed_forward.w2", "QPROJ", "nobody"]
+
+
+@pytest.mark.parametrize("which", LISTS)
+def test_advice_is_an_entry_that_the_library_matches(which: str) -> None:
+    """Also for an entry that is a name of the model, but no entry of this list."""
+    rule = LISTS[which].rule
+    texts = ["0", "1", "99"] if rule in ("first", "last") else MEANT
+    for text in [f"{text}:off" for text in texts] if rule == "quantizer" else texts:
+        advice = suggested(text, CHECKPOINT, which)
+        if rule in ("first", "last"):
+            assert advice.startswith("a number of blocks") and not fits_none(Entry(which, "0", (), ()), CHECKPOINT)
+            continue
+        entry = re.search(r"'([^']+)'$", advice) or re.match(r"names such as (\S+)$", advice)
+        assert entry is not None, (text, advice)
+        (fed_back,) = entries_of(which, read_lists({which: [entry[1]]})[which], CHECKPOINT)
+        assert fed_back.names and not fed_back.trap, (text, advice)
+        if text.startswith("layers.3") and advice.startswith("'"):
+            assert {*fed_back.names} == {name for name in CHECKPOINT if ".layers.3." in name}
+
+
+@pytest.mark.parametrize(
+    ("which", "text", "advice"),
+    [
+        ("ignore", "layers.3", "'re:.*layers.3'"),
+        ("ignore", "layers.1", "'re:.*layers.1[.].*'"),
+        ("ignored_layers", "q_proj", "their names, such as 'model.layers.0.self_attn.q_proj'"),
+        ("disabled_layers", "layers.3", "'*layers.3*'"),
+        ("quant_cfg", "layers.3:off", "'*layers.3*:off'"),
+        ("modules_to_not_convert", "layers.3", "'.*layers.3'"),
+        ("targets", "layers.3", "'layers.3.*'"),
+        ("filter_fqns", "output", "'lm_head'"),
+        ("filter_fqns", "feed_forward.w2", "'down_proj'"),
+        ("fqns", "up_proj", "'w3'"),
+    ],
+)
+def test_advice_keeps_the_words_and_takes_the_spelling_of_the_list(which: str, text: str, advice: str) -> None:
+    assert suggested(text, CHECKPOINT, which) == advice
 
 
 def low(skip: object = None, **options: bool) -> nn.Module:

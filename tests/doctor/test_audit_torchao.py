@@ -168,3 +168,43 @@ def test_mx_drops_the_bias_of_a_wrapped_weight() -> None:
     assert found.sound or (
         said(found) == [("output", "layers.0.up_proj fprop output")] and "lacks the bias" in lines(found)
     )
+
+
+# ---- inference, quantization-aware training and INT8 training ----
+
+
+def few_bits(model: nn.Module, config: Any) -> nn.Module:
+    from torchao.quantization import quantize_
+
+    quantize_(model, config, filter_fn=lambda module, name: isinstance(module, nn.Linear) and name != "lm_head")
+    return model
+
+
+@pytest.mark.parametrize("recipe", [None, "sim_int8"])
+@pytest.mark.parametrize(
+    ("of", "options"),
+    [
+        ("torchao.quantization.Int8DynamicActivationInt8WeightConfig", {}),
+        ("torchao.quantization.Int8WeightOnlyConfig", {}),
+        ("torchao.quantization.Float8WeightOnlyConfig", {}),
+        ("torchao.quantization.IntxWeightOnlyConfig", {"weight_dtype": torch.int4}),
+        ("torchao.quantization.Int8DynamicActivationIntxWeightConfig", {"weight_dtype": torch.int4}),
+        ("torchao.quantization.qat.QATConfig", {"step": "prepare"}),
+        ("torchao.prototype.quantized_training.int8_weight_only_quantized_training", {}),
+        ("torchao.prototype.quantized_training.int8_mixed_precision_training", {"module_swap": True}),
+        ("torchao.prototype.quantized_training.bitnet_training", {}),
+    ],
+)
+def test_few_bits_are_low_whatever_keeps_or_makes_them(of: str, options: dict[str, Any], recipe: str | None) -> None:
+    pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    module, _, name = of.rpartition(".")
+    if name == "QATConfig":
+        from torchao.quantization import Int8DynamicActivationIntxWeightConfig
+
+        options = {**options, "base_config": Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4)}
+    config = getattr(pytest.importorskip(module, reason="this torchao has none"), name)(**options)
+    found = audited(few_bits(net(), config), recipe=recipe)
+    assert found.sound, lines(found)
+    assert found.verdict().startswith("7 linears, 6 in low precision, 7 of them measured"), found.verdict()
+    assert all(row.precision["fprop"].startswith("not said") for row in found.rows if row.low)
+    assert [row.precision["fprop"] for row in found.rows if not row.low] == ["bf16"]
