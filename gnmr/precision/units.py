@@ -26,6 +26,7 @@ GEMM's unit and is 0 for the others. A measurement of the operator (norms, `inpu
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,12 +46,11 @@ _LACKING = {
     "layer": "no operator lies in a numbered block (layers.3.mlp.up_proj)",
     "block": "no operator lies in a numbered block (layers.3.mlp.up_proj)",
 }
-_WRAPPERS = re.compile(
-    r"^(?:(?:module|_orig_mod|_checkpoint_wrapped_module)\.)+|(?<=\.)(?:_orig_mod|_checkpoint_wrapped_module)\."
-)
-"""Parts that DistributedDataParallel, torch.compile and checkpoint_wrapper add to names."""
-_BASE_LAYERS = re.compile(r"(?:\.base_layer)+(?=\.|$)")
-"""Parts that peft adds: after the name of a linear, or before the name of an expert."""
+_INSIDE = "_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module"
+_WRAPPERS = re.compile(rf"^(?:(?:module|{_INSIDE})\.)+|(?<=\.)(?:{_INSIDE})\.")
+"""Parts that DistributedDataParallel, torch.compile, checkpoint_wrapper and FSDP add to names."""
+_BASE_LAYERS = re.compile(r"(?:\.base_layer|\.modules_to_save\.[^.]+)+(?=\.|$)")
+"""Parts that peft adds: after the name of a linear or of a module that it trains, or before the name of an expert."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,11 +166,12 @@ def operator_names(names: Sequence[str]) -> list[str]:
 
     >>> operator_names(["base_model.model.model.layers.3.self_attn.q_proj.base_layer", "lm_head"])
     ['model.layers.3.self_attn.q_proj', 'lm_head']
-    >>> operator_names(["module._orig_mod.layers.3.self_attn.q_proj"])
-    ['layers.3.self_attn.q_proj']
+    >>> operator_names(["module._orig_mod.layers.3.self_attn.q_proj", "layers.3.mlp.modules_to_save.default.up_proj"])
+    ['layers.3.self_attn.q_proj', 'layers.3.mlp.up_proj']
     """
     short = [_BASE_LAYERS.sub("", unwrapped(name).removeprefix("base_model.model.")) for name in names]
-    return short if len(set(short)) == len(short) else list(names)
+    number = Counter(short)  # several adapters may each hold a copy of one linear
+    return [name if number[one] > 1 else one for name, one in zip(names, short, strict=True)]
 
 
 def check_unit(names: Sequence[str], unit: str) -> None:
