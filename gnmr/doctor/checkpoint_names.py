@@ -66,32 +66,37 @@ def linears_of(model: nn.Module, folder: str | Path | None = None) -> ModelLinea
         model: the model, perhaps converted or on the meta device. Its weights are not read.
         folder: the checkpoint's folder. None: the one that transformers loaded the model from, if any.
     """
-    parameters: dict[str, tuple[str, int | None]] = {}  # parameter and expert, by the operator's name
-    shapes: dict[str, torch.Size] = {}
+    parameters: dict[str, tuple[list[str], int | None]] = {}  # parameters and expert, by the operator's name
     modules: dict[str, Any] = {}
     contained = operators_in(model)
     inside = {one.weight for one in contained.values()}
     for name, one in contained.items():
-        parameters[name], modules[name] = (f"{one.path}.{one.key}".lstrip("."), one.place), one
-        shapes[parameters[name][0]] = one.weight.shape
+        parameters[name], modules[name] = ([f"{one.path}.{one.key}".lstrip(".")], one.place), one
     for name, module in model.named_modules():
         if _is_matrix(module) and module.weight not in inside:  # type: ignore[operator]
-            parameters[name], modules[name] = (f"{name}.weight", None), module
-            shapes[f"{name}.weight"] = module.weight.shape  # type: ignore[union-attr]
+            parameters[name], modules[name] = ([f"{name}.weight"], None), module
+        if name.endswith("experts"):  # without an adapter, so all of them are one
+            stacked = [
+                key for key, own in module.named_parameters(recurse=False) if own.dim() == 3 and own not in inside
+            ]
+            if stacked:
+                parameters[name] = [f"{name}.{key}" for key in stacked], None
     roles = roles_of(model, modules)
-    names = [name for name in parameters if roles[name] != "adapter"]
-    saved_as = _saved_as(model, {parameters[name][0]: shapes[parameters[name][0]] for name in names})
+    names = [name for name in parameters if roles.get(name) != "adapter"]
+    shapes = {name: own.shape for name, own in model.named_parameters(remove_duplicate=False)}
+    shapes |= {parameters[name][0][0]: one.weight.shape for name, one in modules.items()}
+    saved_as, every = _saved_as(model, shapes)
     prefix, inner = _transformers_model(model)
     around = operator_names([f"{prefix}.x"])[0].removesuffix("x") if prefix else ""  # what holds the model is not saved
     saved: dict[str, tuple[str, ...]] = {}
     for name, short in zip(names, operator_names(names), strict=True):
-        parameter, expert = parameters[name]
-        theirs = tuple(_of_expert(saved_as.get(parameter, ()), expert))
+        own, expert = parameters[name]
+        theirs = tuple(_of_expert([one for parameter in own for one in saved_as.get(parameter, ())], expert))
         saved[short] = theirs or (short.removeprefix(around),)
     found = _in_files(folder or getattr(inner, "name_or_path", None)) if inner is not None or folder else []
-    known = {one for own in saved.values() for one in own}
+    every |= {one for own in saved.values() for one in own}
     # Files under other names than a model saves its weights (of an older version) tell nothing.
-    unloaded = [name for name in found if name not in known] if known & {*found} else []
+    unloaded = [name for name in found if name not in every] if every & {*found} else []
     return ModelLinears(saved, tuple(unloaded))
 
 
@@ -102,14 +107,13 @@ def _is_matrix(module: nn.Module) -> bool:
 
 
 def _of_expert(saved: Sequence[str], expert: int | None) -> Iterator[str]:
-    """Yield the names of one expert's matrix among those that its tensor is saved as."""
+    """Yield the names of one expert's matrix among those that its tensor is saved as; None: all of them."""
     for one in saved:
         number = _STACKED.search(one)
-        if expert is None or number is None:
-            # A tensor of all experts: name each of them, as in memory.
-            yield one if expert is None else re.sub(r"\.(\w+)$", rf".{expert}.\1", one)
-        elif number[0] == f".{expert}":
+        if expert is None or (number is not None and number[0] == f".{expert}"):
             yield one
+        elif number is None:  # a tensor of all experts in the file too
+            yield re.sub(r"(?<=experts)\.(\w+)$", rf".{expert}.\1", one)
 
 
 class _Traced(Tensor):
@@ -147,15 +151,18 @@ def _transformers_model(model: nn.Module) -> tuple[str, Any]:
     return "", None
 
 
-def _saved_as(model: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[str, list[str]]:
-    """Return the names of the modules under which transformers saves these parameters, where they are others."""
+def _saved_as(model: nn.Module, shapes: Mapping[str, torch.Size]) -> tuple[dict[str, list[str]], set[str]]:
+    """Return the names of the modules under which transformers saves these parameters, where they are others.
+
+    The second result are the names of all modules that it saves.
+    """
     prefix, inner = _transformers_model(model)
     if inner is None:
-        return {}
+        return {}, set()
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # before version 5 the names are the same
-        return {}
+        return {}, set()
     before = f"{prefix}." if prefix else ""
     state, full = {}, dict[str, str]()
     ours = [name for name in shapes if name.startswith(before)]
@@ -171,13 +178,13 @@ def _saved_as(model: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[str, l
             saved = revert_weight_conversion(inner, state)
     except Exception as error:  # a conversion that cannot be undone; save_pretrained would fail too
         warnings.warn(f"the names in the checkpoint are not known ({error}); exports use those in memory", stacklevel=2)
-        return {}
+        return {}, set()
     found: dict[str, list[str]] = {}
     for name, tensor in saved.items():
         for source in getattr(tensor, "sources", ()):
             if name != full[source]:
                 found.setdefault(source, []).append(name.removesuffix(".weight"))
-    return found
+    return found, {name.removesuffix(".weight") for name in saved}
 
 
 def _in_files(folder: str | Path | None) -> list[str]:

@@ -217,13 +217,17 @@ def _in_router(name: str, linear: Any, modules: Mapping[str, nn.Module]) -> bool
 def _is_adapter(name: str, modules: Mapping[str, nn.Module]) -> bool:
     """Return whether peft holds the linear beside another that runs.
 
-    It lies in a module that has a base_layer, but not in that base_layer; or it is what `modules_to_save` replaces.
+    It lies in a module that has a base_layer, but not in that base_layer; or in a module that `modules_to_save` copies,
+    but not in the active copy.
     """
-    return any(
-        (f"{one}.base_layer" in modules and not f"{name}.".startswith(f"{one}.base_layer."))
-        or (f"{one}.modules_to_save" in modules and f"{name}.".startswith(f"{one}.original_module."))
-        for one in _around(name)
-    )
+    for around in _around(name):
+        if f"{around}.base_layer" in modules and not f"{name}.".startswith(f"{around}.base_layer."):
+            return True
+        if f"{around}.modules_to_save" in modules:
+            active = getattr(modules[around], "active_adapters", None) or ["default"]
+            if not any(f"{name}.".startswith(f"{around}.modules_to_save.{adapter}.") for adapter in active):
+                return True
+    return False
 
 
 def _around(name: str) -> Iterator[str]:

@@ -577,7 +577,9 @@ def test_modules_that_peft_trains_keep_their_names() -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
     for trained in (["down_proj"], ["mlp"]):
         config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=trained)
-        plan = plan_of(peft.get_peft_model(of_transformers("Llama"), config))
+        model = peft.get_peft_model(of_transformers("Llama"), config)
+        model.add_adapter("other", config)  # a second copy, which does not run
+        plan = plan_of(model)
         assert [*plan.operators] == [f"model.{name}" for name in LLAMA if name.startswith(("layers.0.", "layers.1."))]
         assert plan.unconverted == ["lm_head"]
 
