@@ -18,6 +18,7 @@ from gnmr.records import output
 
 if TYPE_CHECKING:
     from gnmr.doctor.audit import Audit, Finding
+    from gnmr.doctor.checkpoint_names import ModelLinears
     from gnmr.doctor.plan import PinPlan
     from gnmr.lab.config import Config
     from gnmr.lab.evaluation.subjects import Subject
@@ -102,9 +103,12 @@ def _compare(asked: Namespace, place: str, config: Config | None, argv: list[str
     ]
     if other:
         raise UserError(f"{other[0]}: two sides are compared by their own lists and by names alone; leave it out")
-    names = _linears(place, config)
+    linears = _linears(place, config)
+    in_memory = {one: name for name, saved in linears.saved.items() for one in saved if one != name}
+    names = list(dict.fromkeys(one for saved in linears.saved.values() for one in saved))
+    sides = {side: _given(asked, f"{side}.") for side in SIDES}
     with as_user_error():
-        found = compare(names, trainer=_given(asked, "trainer."), rollout=_given(asked, "rollout."))
+        found = compare(names, **sides, in_memory=in_memory, unloaded=linears.unloaded)
     console = for_tables()
     try:
         _write(asked, place, argv, found.tree())
@@ -115,25 +119,23 @@ def _compare(asked: Namespace, place: str, config: Config | None, argv: list[str
     return 0 if found.sound else 1
 
 
-def _linears(place: str, config: Config | None) -> list[str]:
-    """Return the names of a model's linears and routers in Hugging Face's layout, from its config alone."""
+def _linears(place: str, config: Config | None) -> ModelLinears:
+    """Return the names of a model's linears and routers, from its config, and of what its checkpoint has besides."""
     import torch
-    from torch import Tensor, nn
+    from torch import nn
 
+    from gnmr.doctor.checkpoint_names import ModelLinears, linears_of
     from gnmr.lab import models
     from gnmr.lab.models import pretrained
 
     checkpoint = place if config is None else config.model.checkpoint
-    if checkpoint is None:
-        assert config is not None
-        with torch.device("meta"):
-            model: nn.Module = models.build(config.model, config.data.vocab_size, config.training.seq_len)
-    else:
-        model = pretrained.empty(checkpoint, torch.bfloat16, place)
-    weights = {name: getattr(module, "weight", None) for name, module in model.named_modules()}
-    embeddings = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
-    names = [name for name, weight in weights.items() if isinstance(weight, Tensor) and weight.dim() == 2]
-    return [f"model.{n}" if n.startswith("layers.") else n for n in names if n not in embeddings]
+    if checkpoint is not None:
+        return linears_of(pretrained.empty(checkpoint, torch.bfloat16, place), checkpoint)
+    assert config is not None
+    with torch.device("meta"):
+        model: nn.Module = models.build(config.model, config.data.vocab_size, config.training.seq_len)
+    names = [f"model.{name}" if name.startswith("layers.") else name for name in linears_of(model).saved]
+    return ModelLinears({name: (name,) for name in names})
 
 
 def _audited(asked: Namespace, place: str, config: Config | None) -> tuple[Audit, Subject]:

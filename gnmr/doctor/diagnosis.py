@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from scipy import special
 
+from gnmr.doctor.checkpoint_names import ModelLinears
 from gnmr.doctor.knapsack import (
     GUESSES,
     Choice,
@@ -32,6 +33,7 @@ from gnmr.doctor.knapsack import (
     by_score,
     choose,
     front,
+    groups_of,
     guessed,
     pin_in_order,
 )
@@ -102,10 +104,15 @@ class Diagnosis:
     idle: Mapping[str, str] = field(default_factory=dict)
     """Operators that ran in no batch or without an effect on the loss, with the reason.
 
-    They have no price, and no share, budget or plan contains them.
+    They have no price, and no share or budget contains them.
     """
     matched: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """(inputs, outputs) of those idle operators that `targets` still match, because no list of names excludes them."""
+    """(inputs, outputs) of those idle operators that are in the plan.
+
+    They are experts that no token reached, which go with their group, and what no list of names excludes.
+    """
+    linears: ModelLinears | None = None
+    """Every linear of the model, with its names in the checkpoint; None: not known."""
     modules: Mapping[str, str] = field(default_factory=dict)
     """Classes of the modules that hold operators and are not nn.Linear, by module name."""
     partly: Mapping[str, int] = field(default_factory=dict)
@@ -318,15 +325,25 @@ class Diagnosis:
         for (name, gemm), own in self.prices.items() if not self.against else ():
             if all(map(np.isfinite, own.values())):
                 prices.setdefault(name, {})[gemm] = {on: float(f"{nats:.6g}") for on, nats in own.items()}
+        operators, pins = self.operators | dict(self.matched), dict(chosen.pins)
+        if self.linears is not None:  # in the model's order
+            operators = {name: operators[name] for name in (*self.linears.saved, *operators) if name in operators}
+        for group in groups_of(operators, self.fused):
+            for name in group:  # an expert without a price has the recipe of its group
+                if name in self.matched and (own := next((pins[one] for one in group if one in pins), None)):
+                    pins[name] = dict(own)
         return PinPlan(
-            operators=self.operators | dict(self.matched),
+            operators=operators,
             low=self.recipe,
             recovery=self.recovery,
             recipes=self.recipes,
             targets=self.targets,
             exclude=self.exclude,
             modules=dict(self.modules),
-            pins=chosen.pins,
+            unconverted=None if self.linears is None else [one for one in self.linears.saved if one not in operators],
+            saved_as={} if self.linears is None else self.linears.renamed(),
+            unloaded=[] if self.linears is None else list(self.linears.unloaded),
+            pins=pins,
             times=self.times,
             work=dict(self.work) | dict.fromkeys(self.matched if self.work else (), 0),
             rest=self.rest,

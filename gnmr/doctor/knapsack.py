@@ -41,13 +41,23 @@ REST = ""
 GUESSES = ("last", "first", "first_last", "random")
 """Whole blocks from the end, from the beginning, or from both ends in turn; or operators at random."""
 FUSED = ("qkv", "gate_up", "experts", "moe")
-"""Operators that a library may run as one: q, k and v of an attention; gate and up of an MLP; one projection of all
-experts; all projections of all experts.
+"""Operators that a library may run as one: projections of one input in an attention (q, k and v; or those to the latent
+dimensions of MLA); gate and up of an MLP; one projection of all experts; all projections of all experts.
 """
 _PARTS = {
-    "qkv": (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("wq", "wk", "wv"), ("q", "k", "v")),
+    "qkv": (
+        ("q_proj", "k_proj", "v_proj"),
+        ("query", "key", "value"),
+        ("wq", "wk", "wv"),
+        ("q", "k", "v"),
+        ("q_a_proj", "kv_a_proj_with_mqa", "kv_proj"),  # DeepSeek-V2 and V3; V4 has the last
+        ("in_proj_qkv", "in_proj_z"),  # the linear attention of Qwen3.5
+        ("in_proj_b", "in_proj_a"),
+        ("key_proj", "value_proj"),  # Qwen4, whose query is apart
+    ),
     "gate_up": (("gate_proj", "up_proj"), ("w1", "w3")),
 }
+"""Linears that vLLM (`packed_modules_mapping`) and SGLang build as one, by their names in memory."""
 GAP = 1e-4
 """Allowed excess of a choice over the smallest possible sum, as a share of the cost of everything on the low recipe."""
 _SECONDS = 5

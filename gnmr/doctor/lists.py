@@ -115,6 +115,10 @@ LISTS: dict[str, Reading] = {
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
+    "w13": ("w1", "w3"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+    "fused_wqa_wkv": ("wq_a", "wkv"),
+    "kv_proj": ("key_proj", "value_proj"),
     "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }

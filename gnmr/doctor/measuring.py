@@ -11,17 +11,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from gnmr.doctor.checkpoint_names import linears_of
 from gnmr.doctor.diagnosis import CURVE, RANDOM_DRAWS, Diagnosis
 from gnmr.doctor.knapsack import GUESSES, REST, Choice, Pins, Shapes, Times, groups_of, times_of
 from gnmr.doctor.measured import Measured, Row, intervals, nats, paired
 from gnmr.doctor.passes import IN_USE, NUMBERS, PRICED, Passes, Priced
+from gnmr.doctor.verdict import UNREACHED
 from gnmr.errors import require
 from gnmr.names import GEMMS, RECIPES
 from gnmr.precision import PathLinear, PathSpec, Recipe
-from gnmr.precision.contained import Contained
+from gnmr.precision.adapters import operators_in
 from gnmr.precision.conversion import operator_shapes
 from gnmr.precision.cost import gemm_time
-from gnmr.precision.units import operator_names
+from gnmr.precision.units import of_any_expert, operator_names
 
 CONFIRMED = 2
 """Number of batches on which single KLs are measured."""
@@ -75,8 +77,16 @@ class Doctor:
         operators = {o.operator_name: shapes[o.operator_name] for o in kept}
         work, rest = self._work(operators, rows, list(shapes))
         choices = {row.operator for row in unpriced if row.value}
-        idle = {name: self._why(name, choices) for name in shapes if name not in operators}
-        narrow = self._targets(list(operators)) if idle else None
+        reached = {of_any_expert(name) for name in operators}
+        known = {*operators} | (self.passes.read - self.passes.called)
+        unreached = {name for name in shapes if name not in known and of_any_expert(name) in reached}
+        idle = {
+            name: UNREACHED if name in unreached else self._why(name, choices)
+            for name in shapes
+            if name not in operators
+        }
+        in_plan = [name for name in shapes if name in operators or name in unreached]
+        narrow = self._targets(in_plan) if {*idle} - unreached else None
         found = Diagnosis(
             recipe=self.spec.low,
             recovery=self.spec.recovery or "bf16",
@@ -112,7 +122,8 @@ class Doctor:
                 if name not in RECIPES
             },
             idle=idle,
-            matched={} if narrow else {name: shapes[name] for name in idle},
+            matched={name: shapes[name] for name in idle if name in unreached or not narrow},
+            linears=linears_of(self.passes.model),
             modules=self._modules(),
             partly={name: int(n) for name, n in zip(shapes, times, strict=True) if 0 < n < len(priced)},
             against=self.against,
@@ -266,7 +277,7 @@ class Doctor:
         if name in self.passes.without_gradient and (name in choices or name not in self.passes.graphs):
             return "they run without gradient (a choice of tokens)"
         if name in self.passes.called - self.passes.without_gradient:
-            return "no token reached them"
+            return "no token reached them or others of their kind"
         if name in self.passes.called:
             return "the loss does not depend on what they give"
         if name in self.passes.read:
@@ -283,9 +294,9 @@ class Doctor:
         return None
 
     def _modules(self) -> dict[str, str]:
-        """Return the class of each module that contains operators, by its name."""
-        held = {one.owner: one.kind for one in self.passes.converted.operators if isinstance(one, Contained)}
-        found = {name: held[module] for name, module in self.passes.model.named_modules() if name and module in held}
+        """Return the class of each module that contains linears, converted or not, by its name."""
+        contained = (one for one in operators_in(self.passes.model).values() if one.forward is not None)
+        found = {one.path: one.kind for one in contained if one.path}
         return dict(zip(operator_names([*found]), found.values(), strict=True))
 
     def _work(self, operators: Shapes, rows: np.ndarray, names: list[str]) -> tuple[dict[str, int], int]:

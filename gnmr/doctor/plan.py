@@ -6,6 +6,10 @@
                                                                numbers of inputs and outputs
       "targets": null, "exclude": [],                          what chose them, as precision.targets and .exclude
       "modules": {"layers.0.mlp.experts": "MixtralExperts"},   class of what holds operators and is no nn.Linear, if any
+      "unconverted": ["layers.0.mlp.gate", "lm_head"],         every other linear of the model; these stay in 16 bits
+      "saved_as": {"layers.0.mlp.gate":                        names in the checkpoint where they differ from those in
+                   ["layers.0.block_sparse_moe.gate"]},        memory; experts by the module that holds them
+      "unloaded": ["model.layers.32.eh_proj"],                 linears in the checkpoint's file that the model lacks
       "low": "nvfp4", "recovery": "bf16", "recipes": {},       as precision.low, .recovery and .recipes
       "pins": {"layers.0.mlp.down_proj": {"fprop": "mxfp8"}},  recipes by operator and GEMM; all others are on low
       "times": {},                                             relative GEMM times, as precision.times
@@ -64,10 +68,13 @@ MAX_PLAN = 1 << 24
 """Limit in bytes; 10,000 operators take less than two million."""
 _MOST_OPERATORS, _MOST_NATS = 100_000, 1e30
 _PLAIN = (
-    *("targets", "exclude", "modules", "low", "recovery", "recipes", "pins", "times"),
+    *("targets", "exclude", "modules", "unconverted", "saved_as", "unloaded", "low", "recovery", "recipes", "pins"),
+    "times",
     *("work", "rest", "budget", "extra", "fused", "prices"),
 )
-_BY_LINE = ("operators", "pins", "work", "prices")
+_IF_ANY = ("modules", "unconverted", "saved_as", "unloaded")
+"""Keys that are left out if there is nothing to say."""
+_BY_LINE = ("operators", "pins", "work", "prices", "saved_as")
 """Keys that are written with one operator per line."""
 _KEYS = ("operators", *_PLAIN, "expected", "triggers", "provenance")
 _NEEDED = ("operators", "low", "recovery", "pins")
@@ -91,6 +98,12 @@ class PinPlan:
     exclude: list[str] = field(default_factory=list)
     modules: dict[str, str] = field(default_factory=dict)
     """Classes of the modules that hold operators and are not nn.Linear, by module name."""
+    unconverted: list[str] | None = None
+    """Linears of the model that are not operators (heads, routers, what was left out); None: they are not known."""
+    saved_as: dict[str, list[str]] = field(default_factory=dict)
+    """Names in the checkpoint where they differ, by the name in memory; experts by the module that holds them."""
+    unloaded: list[str] = field(default_factory=list)
+    """Linears that are in the checkpoint's file alone, by its names."""
     recipes: dict[str, Any] = field(default_factory=dict)
     times: dict[str, float] = field(default_factory=dict)
     """Relative GEMM times, as `PathSpec.times`."""
@@ -131,6 +144,12 @@ class PinPlan:
         for name, kind in self.modules.items():
             _name("modules", name)
             _name(f"modules.{name}", kind)
+        for key in ("unconverted", "unloaded"):
+            _names(key, getattr(self, key) if key == "unloaded" or self.unconverted is not None else [])
+        require(isinstance(self.saved_as, dict), "saved_as", self.saved_as, "must be {name in memory: [names]}")
+        for name, saved in self.saved_as.items():
+            _name("saved_as", name)
+            _names(f"saved_as.{name}", saved)
         for key, number in {**{f"work.{name}": one for name, one in self.work.items()}, "rest": self.rest}.items():
             whole = type(number) is int and 0 <= number < 1 << 100
             require(whole, key, number, "must be a whole number of multiplications")
@@ -240,8 +259,9 @@ class PinPlan:
             "triggers": self.triggers or None,
             "provenance": self.provenance,
         }
-        if not self.modules:
-            del tree["modules"]
+        for key in _IF_ANY:
+            if tree[key] is None or (not tree[key] and key != "unconverted"):
+                del tree[key]
         lines = [
             f"  {json.dumps(key)}: " + (_lines(value) if key in _BY_LINE else json.dumps(value))
             for key, value in tree.items()
@@ -343,6 +363,13 @@ def _name(key: str, name: object) -> None:
     require(
         sound, key, repr(name)[:80], f"an operator's name is printable, of at most {MAX_NAME} characters, no pattern"
     )
+
+
+def _names(key: str, names: object) -> None:
+    some = isinstance(names, list) and len(names) <= _MOST_OPERATORS
+    require(some, key, "...", f"must be a list of names, {_MOST_OPERATORS:,} at most")
+    for name in names:  # type: ignore[attr-defined]
+        _name(key, name)
 
 
 def _width(value: object) -> bool:

@@ -2,13 +2,17 @@
 
 Everything is decided by names. Each side's lists are read by the rules of their libraries (`gnmr.doctor.lists`), so
 that neither weights nor these libraries are needed.
+
+A linear is called by its name in the checkpoint, as engines call it. Libraries that change a model in memory may know
+it by another name (`gnmr.doctor.checkpoint_names`). Their lists are read by that name, and an entry that matches none
+of these by the checkpoint's.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias
 
 from gnmr.doctor.audit import Finding
@@ -28,6 +32,13 @@ from gnmr.doctor.lists import (
 Lists: TypeAlias = Mapping[str, Sequence[object] | str | int]
 """Entries by key of `gnmr.doctor.lists.LISTS`."""
 Entries: TypeAlias = Mapping[str, Sequence[Entry]]
+_OF_CHECKPOINTS = (
+    "sglang.ignored_layers",
+    "num_first_layers_in_bf16",
+    "num_last_layers_in_bf16",
+    "extra_high_precision_layers_hf",
+)
+"""Lists besides those of engines that are read by the checkpoint's names."""
 _PAIR = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 
 
@@ -54,7 +65,9 @@ class Comparison:
     findings: tuple[Finding, ...]
     """Linears that the sides treat differently, and fused linears of which a list names only a part."""
     notes: tuple[Finding, ...]
-    """Entries that match nothing, in lists with other entries that match."""
+    """Entries that match nothing, in lists with other entries that match; and linears that one side does not have."""
+    unloaded: dict[str, Treatment] = field(default_factory=dict)
+    """Treatment by the rollout of linears that are in the checkpoint's file alone, so that no trainer has them."""
 
     @property
     def sound(self) -> bool:
@@ -66,7 +79,10 @@ class Comparison:
         low = [sum(one.low for one in side.values()) for side in (self.trainer, self.rollout)]
         unlike = sum(one.low != self.rollout[name].low for name, one in self.trainer.items())
         head = f"{len(self.trainer)} linears, {low[0]} quantized by the trainer and {low[1]} by the rollout"
-        return f"{head}: " + ("both sides agree" if self.sound else f"{unlike} are treated differently")
+        alone = f"; {len(self.unloaded)} more are in the checkpoint's file alone and were not compared" * bool(
+            self.unloaded
+        )
+        return f"{head}: " + ("both sides agree" if self.sound else f"{unlike} are treated differently") + alone
 
     def tree(self) -> dict[str, Any]:
         """Return the comparison as a tree for JSON."""
@@ -81,18 +97,29 @@ class Comparison:
         }
 
 
-def compare(names: Sequence[str], *, trainer: Lists, rollout: Lists) -> Comparison:
+def compare(
+    names: Sequence[str],
+    *,
+    trainer: Lists,
+    rollout: Lists,
+    in_memory: Mapping[str, str] | None = None,
+    unloaded: Sequence[str] = (),
+) -> Comparison:
     """Return which linears the two sides treat differently, and which entry is responsible.
 
     Args:
         names: the model's linears under the names of its checkpoint in Hugging Face's layout, with routers and head.
         trainer: the lists of the side that trains, {key: entries}; an empty list leaves nothing out.
         rollout: the lists of the side that generates.
+        in_memory: names of these linears in memory where they differ, by the checkpoint's.
+        unloaded: linears that the checkpoint has and the model has not. They are compared with nothing, but entries may
+            name them.
 
     Raises ValueError, in one line, if a list is unknown, if an entry is invalid, or if a whole list matches nothing.
     """
     if not names:
         raise ValueError("names=[]: must name the linears of the model")
+    every = [*names, *unloaded]
     sides: list[dict[str, Treatment]] = []
     findings: list[Finding] = []
     notes: list[Finding] = []
@@ -103,20 +130,53 @@ def compare(names: Sequence[str], *, trainer: Lists, rollout: Lists) -> Comparis
         if len(lone := [key for key in _PAIR if key in texts]) == 1:
             other = _PAIR[lone[0] == _PAIR[0]]
             raise ValueError(f"{side}.{lone[0]}: name {side}.{other} too; its default is 1 in Megatron-LM")
-        entries = {which: entries_of(which, own, names) for which, own in texts.items()}
-        notes += _matchless(side, entries, names)
-        findings += _split(side, entries, names)
-        sides.append(_treated(side, entries, names))
-    return Comparison(sides[0], sides[1], (*_differences(*sides), *findings), tuple(notes))
+        entries = {which: _entries(which, own, names, unloaded, in_memory or {}) for which, own in texts.items()}
+        notes += _matchless(side, entries, every, in_memory or {})
+        findings += _split(side, entries, every)
+        sides.append(_treated(side, entries, every, in_memory or {}))
+    alone = {name: sides[1][name] for name in unloaded}
+    both = [{name: side[name] for name in names} for side in sides]
+    notes += _alone(f"rollout.{next(iter(rollout))}", alone)
+    return Comparison(both[0], both[1], (*_differences(*both), *findings), tuple(notes), alone)
 
 
-def _treated(side: str, entries: Entries, names: Sequence[str]) -> dict[str, Treatment]:
+def _entries(
+    which: str, texts: Sequence[str], names: Sequence[str], unloaded: Sequence[str], in_memory: Mapping[str, str]
+) -> list[Entry]:
+    """Return the entries of a list with the linears that they match, by the checkpoint's names.
+
+    A count of blocks is of the model's own.
+    """
+    every = [*names, *(unloaded if LISTS[which].rule not in ("first", "last") else ())]
+    entries = entries_of(which, texts, every)
+    if not _reads_memory(which) or not in_memory:
+        return entries
+    saved: dict[str, list[str]] = {}
+    for name in every:
+        saved.setdefault(in_memory.get(name, name), []).append(name)
+    found = []
+    for entry, by_checkpoint in zip(entries_of(which, texts, list(saved)), entries, strict=True):
+        if not (entry.names or LISTS[which].rule == "quantizer"):
+            entry = by_checkpoint
+        else:
+            meant, swept = ([one for name in own for one in saved[name]] for own in (entry.meant, entry.swept))
+            entry = replace(entry, meant=tuple(meant), swept=tuple(swept))
+        found.append(entry)
+    return found
+
+
+def _reads_memory(which: str) -> bool:
+    """Return True if the library goes through the modules of a model in memory, False if it loads the checkpoint."""
+    return LISTS[which].layout != "engine" and which not in _OF_CHECKPOINTS
+
+
+def _treated(side: str, entries: Entries, names: Sequence[str], in_memory: Mapping[str, str]) -> dict[str, Treatment]:
     """Return how a side treats each linear."""
     kept: dict[str, Treatment] = {}
     chosen: dict[str, Treatment] = {}
     for which, own in entries.items():
         for name in names:
-            if never_quantized(which, name):
+            if never_quantized(which, in_memory.get(name, name) if _reads_memory(which) else name):
                 kept[name] = Treatment(False, f"never quantized under {which}")
         for entry in own:
             better = repaired(entry, names) if entry.trap else None
@@ -128,6 +188,13 @@ def _treated(side: str, entries: Entries, names: Sequence[str]) -> dict[str, Tre
     key = narrow or next(iter(entries))
     rest = Treatment(narrow is None, f"no entry of {', '.join(entries)} names it", f"an entry for it in {side}.{key}")
     return {name: kept.get(name) or chosen.get(name) or rest for name in names}
+
+
+def _alone(key: str, unloaded: Mapping[str, Treatment]) -> Iterator[Finding]:
+    """Yield the linears in the checkpoint's file alone that the rollout, whose list is `key`, quantizes."""
+    if names := tuple(name for name, one in unloaded.items() if one.low):
+        what = "in the checkpoint's file and not in the model, so no trainer has them; the rollout quantizes them"
+        yield Finding("in the file alone", names, what, f"an entry for them in {key}, unless the engine skips them")
 
 
 def _how(entry: Entry, name: str) -> str:
@@ -184,17 +251,26 @@ def _split(side: str, entries: Entries, names: Sequence[str]) -> Iterator[Findin
             yield Finding("split", tuple(where), what, "all of them in the list, or none")
 
 
-def _matchless(side: str, entries: Entries, names: Sequence[str]) -> Iterator[Finding]:
-    """Yield the entries that match nothing. Raises ValueError if no entry of a list matches."""
+def _matchless(side: str, entries: Entries, names: Sequence[str], in_memory: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield the entries that match nothing. Raises ValueError if no entry of a list matches.
+
+    A list may name a linear both as the checkpoint does and as a model in memory does, for readers of either kind.
+    """
     for which, own in entries.items():
         if LISTS[which].rule in ("first", "last"):
             continue
+        hit = {name for entry in own for name in entry.names}
         lost: dict[str, list[Entry]] = {}
-        for entry in own:
-            if fits_none(entry, names):
+        as_saved: dict[str, str] = {}
+        for entry in (entry for entry in own if fits_none(entry, names)):
+            meant = [name for name in names if matches(entry.text, in_memory.get(name, name), LISTS[which].rule)]
+            if not meant or not hit.issuperset(meant):
                 lost.setdefault(_numberless(entry.text), []).append(entry)
-        for several in lost.values():
-            right = _right(several[0], names)
+                as_saved.update({_numberless(entry.text): meant[0]} if meant else {})
+        for text, several in lost.items():
+            right = _right(several[0], [in_memory.get(name, name) for name in names] if _reads_memory(which) else names)
+            if text in as_saved:
+                right = f"{as_saved[text]!r}, as the checkpoint calls it"
             if sum(map(len, lost.values())) == len(own):
                 raise ValueError(f"{side}.{which}={several[0].text}: matches no linear of this model; {right}")
             where = tuple(f"{side}.{which} {entry.text!r}" for entry in several)

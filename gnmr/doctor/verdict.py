@@ -28,6 +28,8 @@ LABELS = {
     "gradient norm": "by gradient norm",
 }
 """What choices are called in tables."""
+UNREACHED = "no token reached them"
+"""The reason why experts have no price although others of their layer have one; a plan puts them with their group."""
 
 
 def verdict(found: Diagnosis) -> str:
@@ -40,7 +42,10 @@ def left_out(found: Diagnosis) -> list[str]:
     by_reason: dict[str, list[str]] = {}
     for name, why in found.idle.items():
         by_reason.setdefault(why, []).append(name)
-    clauses = [f"left out, as {why}: {first_few(names)}" for why, names in by_reason.items()]
+    clauses = [
+        f"{'without a price' if why == UNREACHED else 'left out'}, as {why}: {first_few(names)}"
+        for why, names in by_reason.items()
+    ]
     if found.partly:
         clauses.append(f"only in some of the batches ran {first_few(list(found.partly))}")
     if found.coverage.others(found.operators):

@@ -155,8 +155,8 @@ class Coverage:
 
 
 def routes(one: Product) -> bool:
-    """Return True if it is a router, by its name or class."""
-    return one.name.rpartition(".")[2] in ("gate", "router") or "Router" in one.kind
+    """Return True if it is a router or a part of one, by its name or class."""
+    return bool({*one.name.split(".")} & {"gate", "router"}) or "Router" in one.kind
 
 
 def percent(share: float) -> str:

@@ -4,8 +4,9 @@ Every linear has a role, which its name, its widths and its place in the model d
 
     head       an output head: tied to an embedding, called lm_head, or outside of the blocks with as many outputs as an
                embedding has rows
-    router     chooses experts: called router, or a gate that is narrow or a sibling of experts
-    adapter    a part of one of peft's adapters, next to its base_layer
+    router     chooses experts: called router, or a gate that is narrow or a sibling of experts; and all linears of a
+               module that is called router or has Router in its class, or that is a gate next to experts
+    adapter    a part of one of peft's adapters, next to its base_layer, or the original of a module that peft trains
     outside    any other linear that is not in a numbered block, in a model that has such blocks
     ""         a linear of a block, and any other linear of a model without blocks
 
@@ -16,7 +17,7 @@ are never among them. Recipes skip heads and routers, whatever pattern names the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,7 +51,11 @@ def roles_of(model: nn.Module, linears: Mapping[str, Any]) -> dict[str, str]:
         parts, parent = short[name].split("."), modules.get(name.rpartition(".")[0])
         if name in tied or role_by_name(short[name]) == "head" or (not inside[name] and outputs in vocabularies):
             role = "head"
-        elif role_by_name(short[name]) == "router" or _is_gate(parts, outputs, inputs, parent):
+        elif (
+            role_by_name(short[name]) == "router"
+            or _is_gate(parts, outputs, inputs, parent)
+            or _in_router(name, linear, modules)
+        ):
             role = "router"
         elif _is_adapter(name, modules):
             role = "adapter"
@@ -215,8 +220,34 @@ def _is_gate(parts: Sequence[str], outputs: int, inputs: int, parent: nn.Module 
     return narrow and parts[-1] == "shared_expert_gate"
 
 
+def _in_router(name: str, linear: Any, modules: Mapping[str, nn.Module]) -> bool:
+    """Return whether the linear is, or lies in, a module with Router in its class or a gate next to experts."""
+    for around in (name, *_around(name)):
+        module = linear if around == name else modules.get(around)
+        parent, _, leaf = around.rpartition(".")
+        gate = leaf == "gate" and around != name and hasattr(modules.get(parent), "experts")
+        if gate or ("Router" in type(module).__name__ and not hasattr(module, "experts") and "." in around):
+            return True
+    return False
+
+
 def _is_adapter(name: str, modules: Mapping[str, nn.Module]) -> bool:
-    """Return whether the linear lies in a module that has a base_layer, but not in that base_layer."""
+    """Return whether peft holds the linear beside another that runs.
+
+    It lies in a module that has a base_layer, but not in that base_layer; or in a module that `modules_to_save` copies,
+    but not in the active copy.
+    """
+    for around in _around(name):
+        if f"{around}.base_layer" in modules and not f"{name}.".startswith(f"{around}.base_layer."):
+            return True
+        if f"{around}.modules_to_save" in modules:
+            active = getattr(modules[around], "active_adapters", None) or ["default"]
+            if not any(f"{name}.".startswith(f"{around}.modules_to_save.{adapter}.") for adapter in active):
+                return True
+    return False
+
+
+def _around(name: str) -> Iterator[str]:
+    """Yield the names of the modules around a module, the outermost first."""
     parts = name.split(".")
-    around = (".".join(parts[:end]) for end in range(1, len(parts)))
-    return any(f"{one}.base_layer" in modules and not f"{name}.".startswith(f"{one}.base_layer.") for one in around)
+    return (".".join(parts[:end]) for end in range(1, len(parts)))

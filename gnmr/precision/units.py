@@ -46,12 +46,11 @@ _LACKING = {
     "layer": "no operator lies in a numbered block (layers.3.mlp.up_proj)",
     "block": "no operator lies in a numbered block (layers.3.mlp.up_proj)",
 }
-_WRAPPERS = re.compile(
-    r"^(?:(?:module|_orig_mod|_checkpoint_wrapped_module)\.)+|(?<=\.)(?:_orig_mod|_checkpoint_wrapped_module)\."
-)
-"""Parts that DistributedDataParallel, torch.compile and checkpoint_wrapper add to names."""
-_BASE_LAYERS = re.compile(r"(?:\.base_layer)+(?=\.|$)")
-"""Parts that peft adds: after the name of a linear, or before the name of an expert."""
+_INSIDE = "_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module"
+_WRAPPERS = re.compile(rf"^(?:(?:module|{_INSIDE})\.)+|(?<=\.)(?:{_INSIDE})\.")
+"""Parts that DistributedDataParallel, torch.compile, checkpoint_wrapper and FSDP add to names."""
+_BASE_LAYERS = re.compile(r"(?:\.base_layer|\.modules_to_save\.[^.]+)+(?=\.|$)")
+"""Parts that peft adds: after the name of a linear or of a module that it trains, or before the name of an expert."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,6 +171,8 @@ def operator_names(names: Sequence[str]) -> list[str]:
     ['layers.3.self_attn.q_proj']
     >>> operator_names(["experts.base_layer.base_layer.0.up", "experts.base_layer.lora_A", "experts.lora_A"])
     ['experts.0.up', 'experts.base_layer.lora_A', 'experts.lora_A']
+    >>> operator_names(["module._orig_mod.layers.3.self_attn.q_proj", "layers.3.mlp.modules_to_save.default.up_proj"])
+    ['layers.3.self_attn.q_proj', 'layers.3.mlp.up_proj']
     """
     short = [_BASE_LAYERS.sub("", unwrapped(name).removeprefix("base_model.model.")) for name in names]
     times = Counter(short)

@@ -6,13 +6,16 @@ from __future__ import annotations
 import json
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from fnmatch import fnmatch
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
 from exported import (
     BF16,
@@ -37,11 +40,18 @@ from exported import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
+import gnmr
 from gnmr.cli import main
+from gnmr.doctor.checkpoint_names import linears_of
 from gnmr.doctor.export import TARGETS, Export, export
 from gnmr.doctor.export.job import mixes
 from gnmr.doctor.lists import entries_of
+from gnmr.doctor.plan import PinPlan, read_plan
+from gnmr.doctor.sides import compare
 from gnmr.errors import UserError
 from gnmr.names import GEMMS
 from gnmr.precision.recipes import RECIPES
@@ -469,6 +479,274 @@ def test_other_models_keep_their_names_or_are_refused() -> None:
         export(moe, "torchtitan")
     with pytest.raises(UserError, match="low=int4 is a format"):
         export(planned({}, low="int4", recovery=None), "te")
+
+
+# ---- names: in memory, in the checkpoint, and what is no operator ----
+
+
+def of_transformers(family: str) -> nn.Module:
+    """A tiny model of transformers, of which mixtures have some experts."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"vocab_size": 96, "num_key_value_heads": 4}
+    more = {
+        "Mixtral": {"num_local_experts": 4},
+        "Phimoe": {"num_local_experts": 4, "bos_token_id": 1, "eos_token_id": 2},
+        "Qwen3Moe": {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 16},
+        "MiniMaxM2": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
+    }
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**sizes | more.get(family, {}))
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    for parameter in model.parameters():
+        parameter.data.mul_(2.0)
+    return model
+
+
+def plan_of(model: nn.Module, **options: Any) -> PinPlan:
+    batches = [torch.randint(3, 96, (2, 32), generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    run = lambda tokens: model(input_ids=tokens)
+    return gnmr.diagnose(model, run, batches, confirm=0, **{"recipe": "mxfp4"} | options).plan()
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Phimoe", "MiniMaxM2", "Qwen3Moe", "Llama"])
+def test_names_in_the_checkpoint_are_those_that_save_pretrained_writes(family: str, tmp_path: Path) -> None:
+    model = of_transformers(family)
+    model.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        written = {n.removesuffix(".weight") for n in file.keys() if len(file.get_slice(n).get_shape()) == 2}  # noqa: SIM118
+    held = nn.ModuleDict({"policy": model})
+    for subject in (model, held):
+        found = linears_of(subject, tmp_path)
+        assert {one for saved in found.saved.values() for one in saved} == written - {"model.embed_tokens"}
+        assert not found.unloaded
+    assert all(name.startswith("policy.") for name in linears_of(held).saved)
+
+
+@pytest.mark.parametrize("target", ["ignore", "transformers", "rl"])
+@pytest.mark.parametrize("family", ["Mixtral", "Phimoe"])
+def test_lists_name_every_linear_in_16_bits_as_its_readers_do(family: str, target: str) -> None:
+    """Readers of a checkpoint know no `mlp` of a Mixtral, and those of a model in memory no `block_sparse_moe`."""
+    plan = plan_of(of_transformers(family), budget=9.0, fused=["qkv", "moe"])
+    low = {name for name in plan.operators if name not in plan.pins}
+    assert not low and plan.unconverted, "the budget is for all"
+    found = export(plan, target)
+    assert "NOT" not in "".join(found.notes).replace("NOT as the plan says", "")
+    tree = yaml.safe_load(next(iter(found.files.values())))
+    lists = tree.values() if target == "rl" else [tree]
+    experts = [o for o in plan.operators if "experts" in o and o in found.plan.pins and "fprop" in found.plan.pins[o]]
+    parts = {"self_attn.q_proj": False, "mlp.router" if family == "Phimoe" else "mlp.gate": True}
+    for which, texts in ((which, texts) for own in lists for which, texts in own.items() if "megatron" not in which):
+        texts = [text.replace("\\", "") for text in texts]
+        assert any("lm_head" in text for text in texts), which
+        for part, is_router in parts.items():
+            saved = "block_sparse_moe.gate" if is_router else part
+            in_memory = target != "rl" or which == "ignore_patterns"
+            wanted = {f"model.layers.1.{saved}", *([f"model.layers.1.{part}"] if in_memory else [])}
+            if is_router or "model.layers.1.self_attn.q_proj" in found.plan.pins:
+                assert all(any(name in text for text in texts) for name in wanted), (which, wanted)
+        if experts:
+            assert any("layers.1.block_sparse_moe.experts" in text for text in texts), which
+        assert (family != "Phimoe") or not any("mlp.gate" in text for text in texts), "it has no such linear"
+
+
+def test_linears_in_the_checkpoints_file_alone_stay_in_16_bits(tmp_path: Path) -> None:
+    """Such as a layer that predicts further tokens."""
+    model = of_transformers("Qwen3Moe")
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    more = {n.replace("layers.1.", "layers.2."): x.clone() for n, x in tensors.items() if "layers.1." in n}
+    more["model.layers.2.eh_proj.weight"], more["model.layers.2.embed_tokens.weight"] = (
+        torch.ones(8, 16),
+        torch.ones(8, 8),
+    )
+    save_file(tensors | more, tmp_path / "model.safetensors", {"format": "pt"})
+    plan = plan_of(type(model).from_pretrained(tmp_path).eval())
+    assert "model.layers.2.eh_proj" in plan.unloaded and not any("embed" in name for name in plan.unloaded)
+    file = tmp_path / "plan.json"
+    file.write_text(plan.text())
+    assert read_plan(file) == plan
+    found = export(plan, "ignore")
+    (ignored,) = yaml.safe_load(found.files["ignore.yaml"]).values()
+    names = [*plan.unloaded, *plan.unconverted]
+    kept = {name for entry in entries_of("ignore", ignored, names) for name in entry.names}
+    assert kept == {*names} and "file alone" in "".join(found.notes)
+
+
+def test_modules_that_peft_trains_keep_their_names() -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    for trained in (["down_proj"], ["mlp"]):
+        config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=trained)
+        model = peft.get_peft_model(of_transformers("Llama"), config)
+        model.add_adapter("other", config)  # a second copy, which does not run
+        plan = plan_of(model)
+        assert [*plan.operators] == [f"model.{name}" for name in LLAMA if name.startswith(("layers.0.", "layers.1."))]
+        assert plan.unconverted == ["lm_head"]
+
+
+@pytest.mark.parametrize("linears", [False, True], ids=["one tensor", "linears"])
+def test_an_expert_that_no_token_reached_goes_with_its_group(linears: bool) -> None:
+    """In no file is another operator moved to 16 bits for it, and stages need no number of blocks."""
+    model = of_transformers("Qwen3Moe")
+    with torch.no_grad():
+        gate = model.model.layers[0].mlp.gate.weight
+        gate[2] = 0  # never among the two highest
+        gate[:2] += 2
+        gate[3:] -= 2
+    idle = [f"model.layers.0.mlp.experts.2.{name}" for name in ("gate_up_proj", "down_proj")]
+    batches = [torch.randint(3, 96, (2, 32), generator=torch.Generator().manual_seed(i)) for i in range(2)]
+
+    class Routed(nn.Module):
+        """Two of the three experts that are linears are reached."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.lm_head = nn.Embedding(96, 64), nn.Linear(64, 96)
+            experts = nn.ModuleList(nn.ModuleDict({"up_proj": nn.Linear(64, 64)}) for _ in range(3))
+            self.layers = nn.ModuleList([nn.ModuleDict({"mlp": nn.ModuleDict({"experts": experts})})])
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            h = self.embed(tokens)
+            first, second, _ = (one["up_proj"] for one in self.layers[0]["mlp"]["experts"])
+            return self.lm_head(h + torch.tanh(first(h)) + torch.tanh(second(h)))
+
+    run = lambda tokens: model(input_ids=tokens)
+    if linears:
+        idle, run = ["layers.0.mlp.experts.2.up_proj"], (model := Routed().eval())
+    found = gnmr.diagnose(model, run, batches, recipe="mxfp4", confirm=0, budget=0.6)
+    assert found.idle == dict.fromkeys(idle, "no token reached them") and "no token reached them" in found.verdict()
+    plan = found.plan()
+    assert {*idle} < {*plan.operators} and plan.targets is None and not {*idle} & {*plan.pins}
+    every = [name for name in plan.operators if "layers.0.mlp.experts" in name]
+    for target in ("modelopt", "ignore", "rl", *(() if linears else ("transformers",))):
+        made = export(plan, target)
+        assert (
+            len({json.dumps(made.plan.pins.get(name)) for name in every if name.endswith(every[0][-7:])}) == 1
+            or linears
+        )
+        assert made.plan.extra is not None and made.plan.extra <= plan.extra + 1e-9, target
+        assert "NOT measured, as no token reached them" in "".join(made.notes)
+    grouped = gnmr.diagnose(model, run, batches, recipe="mxfp4", confirm=0, budget=9.0, fused=["moe"]).plan()
+    assert len({json.dumps(grouped.pins.get(name)) for name in every}) == 1 and idle[0] in grouped.pins
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gnmr.attach(model, plan=plan, max_o=1).detach()
+
+
+ATTENTIONS = [
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
+    ("w1", "w3"),
+]
+
+
+@pytest.mark.parametrize("parts", ATTENTIONS, ids="+".join)
+def test_engines_build_one_linear_of_these(parts: tuple[str, str]) -> None:
+    names = [f"model.layers.0.mixer.{part}" for part in (*parts, "o_proj")]
+    plan = planned({names[1]: {"fprop": "bf16"}}, dict.fromkeys(names, (128, 128)))
+    for target in ("ignore", "rl"):
+        assert {*export(plan, target).plan.pins} == {*names[:2]}
+    found = export(plan, "modelopt")
+    assert found.plan is plan and "NOT for vLLM and SGLang" in "".join(found.notes)
+    split = compare([*names, "lm_head"], trainer={"filter_fqns": ["lm_head"]}, rollout={"ignore": [names[1]]})
+    assert "split" in [one.kind for one in split.findings]
+
+
+# ---- the model that a file converts ----
+
+
+def like_llama(blocks: int = 12, wide: int = 1, prefix: str = "model.", cls: type[nn.Module] = nn.Linear) -> nn.Module:
+    """The linears of `LLAMA` below a prefix, and a head."""
+    root = nn.Module()
+    shapes = {f"layers.{i}.{name}": shape for i in range(blocks) for name, shape in SIZES.items()}
+    for name, (inputs, outputs) in [*shapes.items(), ("lm_head", (128, 32))]:
+        *path, leaf = f"{prefix}{name}".split(".")
+        at = root
+        for part in path:
+            if not hasattr(at, part):
+                at.add_module(part, nn.Module())
+            at = at.get_submodule(part)
+        at.add_module(leaf, cls(inputs * wide, outputs, device="meta"))
+    return root
+
+
+def held(name: str, model: nn.Module) -> nn.Module:
+    return nn.ModuleDict({name: model})
+
+
+AO = {
+    "torchao": {},
+    "torchao.float8": dict.fromkeys(("CastConfig", "Float8LinearConfig", "ScalingType", "convert_to_float8_training")),
+    "torchao.quantization": {"quantize_": None},
+}
+
+
+def test_torchao_converts_all_of_the_plans_linears_or_says_why_not() -> None:
+    kept = {"layers.1.mlp.up_proj": BF16}
+    with stubbed(**AO):
+        space = run(export(planned(kept, unconverted=["lm_head"]), "torchao"), "torchao_convert.py")
+    labels_of = space["labels_of"]
+    for model in (
+        like_llama(),
+        like_llama(prefix=""),
+        held("model", like_llama()),
+        held("policy", like_llama(prefix="")),
+        held("a", held("b", held("model", like_llama()))),
+        held("_orig_mod", held("module", like_llama())),
+    ):
+        labels = labels_of(model)
+        assert set(labels.values()) == {"nvfp4"} and len(labels) == len(LLAMA) - 1
+        own = {name.split("layers.", 1)[-1] for name, one in model.named_modules() if one in labels}
+        assert own == {name.removeprefix("layers.") for name in LLAMA} - {"1.mlp.up_proj"}
+    both = nn.ModuleDict({"policy": like_llama(), "reference": like_llama()})
+    for model, why in (
+        (like_llama(wide=2), "is 256 -> 128, and 128 -> 128 in the plan"),
+        (held("model", like_llama(wide=2)), "is 256 -> 128, and 128 -> 128 in the plan"),
+        (like_llama(blocks=24), "it has model.layers.12.self_attn.q_proj, which the plan does not know"),
+        (like_llama(blocks=6), "of the plan's 83 linears are not in it"),
+        (nn.Sequential(nn.Linear(8, 8)), "none of its linears has a name of the plan's"),
+        (both, r"several parts of it fit the plan \(policy, reference\)"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            labels_of(model)
+
+
+def test_a_plan_of_a_model_within_another_converts_the_model_alone() -> None:
+    operators = {f"policy.model.{name}": shape for name, shape in LLAMA.items()}
+    with stubbed(**AO):
+        labels_of = run(export(planned({}, operators), "torchao"), "torchao_convert.py")["labels_of"]
+    for model in (held("policy", like_llama()), like_llama(), like_llama(prefix="")):
+        assert len(labels_of(model)) == len(LLAMA)
+
+
+class Quantized(nn.Module):
+    """As Transformer Engine's Linear."""
+
+    def __init__(self, inputs: int, outputs: int, device: str = "") -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.name = inputs, outputs, None
+
+
+Quantized.__module__ = "transformer_engine.pytorch.module.linear"
+
+
+@pytest.mark.parametrize("prefix", ["", "model.", "model.model.", "policy.base.model."])
+def test_transformer_engine_finds_the_plans_linears_below_a_prefix_or_refuses(prefix: str) -> None:
+    plan = planned({"layers.1.mlp.down_proj": BF16})
+    with stubbed():
+        space = run(export(plan, "te"), "qfactory.py")
+        model = like_llama(prefix=prefix, cls=Quantized)
+        if prefix.count(".") > 1:
+            with pytest.raises(ValueError, match="call name_modules"):
+                quantizers_read(space["qfactory"], name=f"{prefix}{NAMES[0]}")
+        space["name_modules"](model)
+        called = {name: model.get_submodule(f"{prefix}{name}").name for name in NAMES}
+        assert {name: quantizers_read(space["qfactory"], name=own) for name, own in called.items()} == casts_of(plan)
+        assert quantizers_read(space["qfactory"], name=model.get_submodule(f"{prefix}lm_head").name) == ({}, {}, {})
+        for other in (like_llama(wide=2, prefix=prefix, cls=Quantized), held("x", Quantized(8, 8))):
+            with pytest.raises(ValueError, match=r"it is another model|none of its linears"):
+                space["name_modules"](other)
 
 
 # ---- the command ----

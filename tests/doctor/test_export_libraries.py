@@ -113,6 +113,18 @@ def test_torchao(pins: Pins, low: str) -> None:
     assert low != "fp8_hybrid" or found.plan.pins == plan.pins, "float8 GEMM by GEMM is exact"
 
 
+def test_torchao_converts_below_a_prefix_or_nothing() -> None:
+    pytest.importorskip("torchao.float8", reason="torchao is not installed")
+    convert_all = run(export(planned({}, low="fp8_hybrid"), "torchao"), "torchao_convert.py")["convert"]
+    for model in (network(), network()["model"], nn.ModuleDict({"policy": network()})):
+        convert_all(model)
+        assert sum(type(one).__name__ == "Float8Linear" for one in model.modules()) == len(LLAMA)
+    other = nn.ModuleDict({"policy": network(6)})
+    with pytest.raises(ValueError, match="nothing was converted"):
+        convert_all(other)
+    assert not any(type(one).__name__ == "Float8Linear" for one in other.modules())
+
+
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "base_model.model.")
 
 
@@ -122,17 +134,18 @@ def test_names_are_looked_up_below_wrappers() -> None:
     names = [in_hf(name) for name in ("layers.0.self_attn.q_proj", "layers.10.mlp.up_proj", "layers.1.mlp.up_proj")]
     kept = {"layers.1.mlp.up_proj": BF16}
     with stubbed():
-        found = [run(export(planned(kept), "te"), "qfactory.py")["label_of"]]
-    found.append(run(export(planned(kept), "torchao"), "torchao_convert.py")["label_of"])
-    for label_of in found:
-        for wraps in (*((one,) for one in WRAPPERS), WRAPPERS, WRAPPERS[::-1]):
-            around, inner = "".join(wraps), "".join(wrap for wrap in wraps if wrap.startswith("_"))
-            for name in names:
-                at = name.replace("layers.", f"layers.{inner}").replace("mlp.", f"mlp.{inner}")
-                for called in (around + name, at, around + at, f"{around}{at}.base_layer"):
-                    assert label_of(called) in (("bf16", None) if name == names[2] else ("nvfp4",)), called
-            assert label_of(f"{around}lm_head") in ("bf16", None)
-            assert label_of(f"{around}vision.model.layers.0.self_attn.q_proj") in ("bf16", None)
+        label_of = run(export(planned(kept), "te"), "qfactory.py")["label_of"]
+    unwrapped = run(export(planned(kept), "torchao"), "torchao_convert.py")["unwrapped"]
+    for wraps in (*((one,) for one in WRAPPERS), WRAPPERS, WRAPPERS[::-1]):
+        around, inner = "".join(wraps), "".join(wrap for wrap in wraps if wrap.startswith("_"))
+        for name in names:
+            at = name.replace("layers.", f"layers.{inner}").replace("mlp.", f"mlp.{inner}")
+            below = (f"{around}{at}{end}" for end in (".base_layer", ".modules_to_save.default"))
+            for called in (around + name, at, around + at, *below):
+                assert label_of(called) == ("bf16" if name == names[2] else "nvfp4"), called
+                assert unwrapped(called) == name
+        assert label_of(f"{around}lm_head") == "bf16"
+        assert label_of(f"{around}vision.model.layers.0.self_attn.q_proj") == "bf16"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -62,6 +62,9 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert plan.operators["layers.1.down_proj"] == (16, 8) and plan.expected == (0.1, 0.02)
     assert (plan.targets, plan.recipes, plan.budget, plan.triggers) == (None, {}, 0.8, {"price": 0.001})
     assert read_plan(written(tmp_path, plan.text())) == plan
+    names = {"unconverted": ["lm_head"], "saved_as": {"lm_head": ["output"]}, "unloaded": ["layers.2.eh_proj"]}
+    named = read_plan(written(tmp_path, PLAN | names))
+    assert read_plan(written(tmp_path, named.text())) == named != plan and named.saved_as == names["saved_as"]
     least = PinPlan(operators={"a_proj": (2, 3)}, low="int4", recovery=None)
     assert read_plan(written(tmp_path, least.text())) == least
     assert json.loads(least.text()) == {
@@ -118,6 +121,11 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"modules": []}, "modules=[]: must be {module: class}"),
     ({"modules": {"layers.*": "Mlp"}}, "modules='layers.*': an operator's name is printable"),
     ({"modules": {"layers.0": 1}}, "modules.layers.0=1: an operator's name is printable"),
+    ({"unconverted": "lm_head"}, "unconverted=...: must be a list of names"),
+    ({"unconverted": ["lm_*"]}, "unconverted='lm_*': an operator's name is printable"),
+    ({"saved_as": []}, "saved_as=[]: must be {name in memory: [names]}"),
+    ({"saved_as": {"mlp.gate": "gate"}}, "saved_as.mlp.gate=...: must be a list of names"),
+    ({"unloaded": {"eh_proj": 1}}, "unloaded=...: must be a list of names"),
 ]
 
 

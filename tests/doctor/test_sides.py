@@ -110,6 +110,48 @@ def test_blocks_at_the_ends_are_counted_over_the_whole_model() -> None:
     assert unlike(found) == {name for name in DENSE if name.startswith(("model.layers.10.", "model.layers.11."))}
 
 
+def test_a_linear_has_one_name_in_the_checkpoint_and_another_in_memory() -> None:
+    """transformers 5 calls Mixtral's block_sparse_moe mlp; lists of libraries that load the checkpoint do not."""
+    saved = [f"block_sparse_moe.{x}" for x in ("gate", *(f"experts.{i}.w{n}" for i in range(2) for n in (1, 2, 3)))]
+    names = model(*[[*ATTENTION, *saved]] * 2)
+    parts = {"w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"}
+    in_memory = {}
+    for name in (name for name in names if "block_sparse_moe" in name):
+        *path, leaf = name.replace("block_sparse_moe", "mlp").split(".")
+        in_memory[name] = ".".join([*path, parts.get(leaf, leaf)])
+    engine = {"ignore": ["lm_head", r"re:.*\.block_sparse_moe\.experts"]}
+    for trainer in (
+        {"filter_fqns": ["lm_head", "mlp.experts"]},
+        {"filter_fqns": ["lm_head", "block_sparse_moe.experts"]},
+        {"quant_cfg": ["*mlp.experts*:off", "*lm_head*:off"]},
+        {"modules_to_not_convert": ["lm_head", r".*mlp\.experts"]},
+    ):
+        found = compare(names, trainer=trainer, rollout=engine, in_memory=in_memory)
+        assert found.sound and not found.notes and not found.trainer["model.layers.1.block_sparse_moe.experts.0.w3"].low
+    wrong = {"ignore": ["lm_head", "model.layers.0.mlp.gate"]}
+    found = compare(names, trainer={"filter_fqns": ["lm_head"]}, rollout=wrong, in_memory=in_memory)
+    assert [one.right for one in found.notes] == ["'model.layers.0.block_sparse_moe.gate', as the checkpoint calls it"]
+    both = {"ignore": [*wrong["ignore"], "model.layers.0.block_sparse_moe.gate"]}
+    found = compare(names, trainer={"filter_fqns": ["lm_head", "layers.0.mlp.gate"]}, rollout=both, in_memory=in_memory)
+    assert found.sound and not found.notes, "a list may have the names of both"
+
+
+def test_linears_in_the_checkpoints_file_alone_are_compared_with_nothing() -> None:
+    """The layer of GLM-4.5 that predicts further tokens is no part of the model that is trained."""
+    alone = [f"model.layers.12.{name}" for name in ("eh_proj", *ATTENTION)]
+    out = {"ignore": ["lm_head", r"re:model\.layers\.12\."]}
+    found = compare(DENSE, trainer=HEAD, rollout=out, unloaded=alone)
+    assert found.sound and not found.notes and not {*alone} & {*found.trainer}
+    assert found.verdict().endswith("both sides agree; 5 more are in the checkpoint's file alone and were not compared")
+    found = compare(DENSE, trainer=HEAD, rollout={"ignore": ["lm_head"]}, unloaded=alone)
+    assert (
+        found.sound and [one.kind for one in found.notes] == ["in the file alone"] and found.notes[0].where == (*alone,)
+    )
+    last = {"num_first_layers_in_bf16": 0, "num_last_layers_in_bf16": 1}
+    found = compare(DENSE, trainer={"filter_fqns": ["lm_head", "layers.11."]}, rollout=last, unloaded=alone)
+    assert found.sound, "blocks are counted without it"
+
+
 # ---- one entry more, and equal lists in other words ----
 
 PLANTED = [

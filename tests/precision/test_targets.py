@@ -192,3 +192,24 @@ def test_diagnose_passes_over_a_head_of_ten_classes() -> None:
     assert list(found.operators) == ["0"]
     found = gnmr.diagnose(model, lambda b: (model(b[0]), b[1]), batches, exclude=["2"])
     assert list(found.operators) == ["0"] and found.exclude == ["2"]
+
+
+def test_all_of_a_router_is_one() -> None:
+    """A gate next to experts may be an MLP, and a class may say what its name does not."""
+
+    class Top1Router(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down_proj, self.mlp = nn.Linear(64, 64), modules(**linears("fc1", "fc2"))
+
+    experts = nn.ModuleList(modules(**linears("up_proj")) for _ in range(2))
+    mixtures = [
+        modules(gate=modules(down_proj=nn.Linear(64, 64), router_mlp=modules(**linears("fc1"))), experts=experts),
+        modules(chooser=Top1Router(), experts=copy.deepcopy(experts)),
+        modules(gate=modules(**linears("fc1")), up_proj=nn.Linear(64, 64)),
+    ]
+    model = modules(layers=nn.ModuleList(modules(mlp=one) for one in mixtures))
+    named = {name: one for name, one in model.named_modules() if isinstance(one, nn.Linear)}
+    roles = roles_of(model, named)
+    routers = {name for name, role in roles.items() if role == "router"}
+    assert routers == {name for name in named if re.search(r"0\.mlp\.gate|chooser", name)}, "the last is a gated MLP"

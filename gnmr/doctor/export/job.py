@@ -14,13 +14,15 @@ from typing import Any
 
 import yaml
 
+from gnmr.doctor.checkpoint_names import holder_of
 from gnmr.doctor.knapsack import FUSED, Item, choose, fused_name
 from gnmr.doctor.lists import called
 from gnmr.doctor.plan import PinPlan
-from gnmr.errors import UserError, require
+from gnmr.errors import UserError, first_few, require
 from gnmr.names import GEMMS, Words
 from gnmr.precision.cost import gemm_time
 from gnmr.precision.recipes import RECIPES
+from gnmr.precision.targets import role_by_name
 
 Mix = tuple[str, ...]
 """The recipes of an operator's fprop, dgrad and wgrad."""
@@ -66,16 +68,26 @@ class Job:
     def __init__(self, plan: PinPlan, target: Target, pp: int = 1, layers: int | None = None) -> None:
         self.plan, self.pp, self.layers, self.recipes = plan, pp, layers, _recipes(plan)
         known, llama = layers or not (plan.targets or plan.exclude), _all_llama(plan.operators)
+        known = known or plan.unconverted is not None
         require(llama or not layers, "layers", layers, "is for a plan whose operators are those of LLaMA's blocks")
         require(
             known or pp == 1, "pp", pp, "a plan of some linears does not say how many blocks the model has: add layers="
         )
-        named, others = _names(plan, plan.operators, target), _names(plan, outside(plan, layers), target)
+        apart = outside(plan, layers)
+        nameless = [name for name in apart if target.layout and not _in_layout(name)]
+        named, others = _names(plan, plan.operators, target), _names(plan, {*apart}.difference(nameless), target)
         ours = set(named.values())
-        self.outside = [name for name in dict.fromkeys(others.values()) if name not in ours]
+        self.outside = [
+            one for one in dict.fromkeys(others[name] for name in apart if name in others) if one not in ours
+        ]
         """Linears of the model outside the plan, by the library's names; they stay in 16 bits."""
+        self._saved = {own: _saved_as(plan, name, own) for name, own in (named | others).items()}
+        self.unloaded = [*dict.fromkeys(map(holder_of, plan.unloaded))]
+        """Linears that are in the checkpoint's file alone, by its names; they stay in 16 bits."""
         self.labels = {named[name]: self.label(mix) for name, mix in mixes(plan).items()}
         """Label of the recipes of each linear, by the library's name."""
+        self.widths = {named[name]: shape for name, shape in plan.operators.items()}
+        """(inputs, outputs) of each linear, by the library's name; of experts, those of each."""
         self.experts = {named[name] for name in plan.operators if "*" in target.fused_name(plan, name)}
         """Linears that contain all experts of a layer."""
         every = dict.fromkeys([(plan.low,) * len(GEMMS), *mixes(plan).values()])
@@ -88,14 +100,41 @@ class Job:
         changed = {label for label, own in self.casts.items() if [own[gemm] for gemm in target.gemms] != low}
         self.kept = [name for name, label in self.labels.items() if label in changed]
         """Linears that the target must not run on the low recipe."""
+        self.unlisted = plan.unconverted is None
+        """True if the plan does not list the linears that are not its operators."""
         self.notes: list[str] = []
         kinds = Counter(_kind(plan, name, target) for name in plan.operators if not target.converts(plan, name))
         for kind, number in kinds.items():
             self.notes.append(f"NOT converted by it: {number} operators of {kind}, which stay in 16 bits")
-        if not (target.formats or llama):
-            self.notes.append("NOT in it: linears that are not the plan's, which stay in 16 bits: name them too")
+        unreached = [name for name in plan.operators if _unreached(plan, name)]
+        if unreached:
+            on = f"on the recipe of their group, and on {plan.low} if each expert has its own"
+            self.notes.append(f"NOT measured, as no token reached them: {first_few(unreached, 3)}; they are {on}")
+        if nameless := [name for name in nameless if not role_by_name(name) and not name.endswith("gate")]:
+            self.notes.append(f"NOT named in it, as {target.library} has no such linears: {first_few(nameless, 3)}")
+        if not target.formats and not target.layout and plan.saved_as and target.gemms != GEMMS:
+            self.notes.append("names are those in memory and, where it has others, the checkpoint's")
+        if not target.formats and plan.unloaded:
+            which = first_few(self.unloaded, 2)
+            self.notes.append(f"in 16 bits too: linears in the checkpoint's file alone, never measured ({which})")
+        if self.unlisted and not (target.formats or llama):
+            which = "which this plan.json does not list: have `gnmr diagnose` write it anew"
+            self.notes.append(f"NOT in it: linears that are not the plan's, {which}")
         elif not known and (target.layout or not target.formats):
             self.notes.append("NOT in it: blocks after the plan's last one, if the model has any: export with layers=")
+
+    def in_checkpoint(self, names: Iterable[str]) -> list[str]:
+        """Return the names that the checkpoint has for these linears: those of engines that load it."""
+        return [*dict.fromkeys(one for name in names for one in self._saved.get(name, [name])), *self.unloaded]
+
+    def in_both(self, names: Iterable[str]) -> list[str]:
+        """Return the names in memory and those in the checkpoint, for a list that readers of either kind go by."""
+        return [*dict.fromkeys(one for name in names for one in (name, *self._saved.get(name, ()))), *self.unloaded]
+
+    def heads(self) -> list[str]:
+        """Return lm_head for a model whose head is not known."""
+        known = any(role_by_name(name) == "head" for name in self.plan.unconverted or ())
+        return [] if known else ["lm_head"]
 
     def label(self, mix: Mix) -> str:
         """Return a name for these recipes, one for each set of casts."""
@@ -118,6 +157,25 @@ def _all_llama(names: Iterable[str]) -> bool:
     return all(_LLAMA.fullmatch(name) for name in names)
 
 
+def _in_layout(name: str) -> bool:
+    """Return True if the layouts of other libraries have a name for this linear."""
+    return bool(_LLAMA.fullmatch(name)) or bool(re.fullmatch(r"(?:model\.)?layers\.\d+\.mlp\.gate", name))
+
+
+def _unreached(plan: PinPlan, name: str) -> bool:
+    """Return True if an operator is in the plan without having run, so that its recipe costs neither nats nor time."""
+    return plan.work.get(name) == 0 and name not in plan.prices
+
+
+def _saved_as(plan: PinPlan, name: str, named: str) -> list[str]:
+    """Return the checkpoint's names of an operator whose name in memory is `named` in exports."""
+    holder = holder_of(name)
+    if holder != name and not named.endswith("experts"):
+        return [named]  # one of several experts, which engines do not name
+    before = "model." * (named.startswith("model.") and not name.startswith("model."))
+    return [before + one for one in plan.saved_as[holder]] if holder in plan.saved_as else [named]
+
+
 def _kind(plan: PinPlan, name: str, target: Target) -> str:
     """Return the class of the module that holds an operator: "" for nn.Linear, "experts" for experts in one tensor."""
     expert, module = _EXPERT.fullmatch(name), plan.module_of(name)
@@ -127,28 +185,31 @@ def _kind(plan: PinPlan, name: str, target: Target) -> str:
 
 
 def outside(plan: PinPlan, layers: int | None = None) -> list[str]:
-    """Return the linears of LLaMA's blocks that are not operators of the plan, in a model of `layers` blocks.
+    """Return the linears of the model that are not operators of the plan.
 
-    They are excluded, not among its targets, of widths that its recipes do not have, or routers. The result is empty
-    for other models, whose linears are unknown. With layers=None, blocks up to the plan's last one count. A block
-    without an MLP in the plan is assumed to have the MLPs of the other blocks.
+    They are excluded, not among its targets, of widths that its recipes do not have, heads or routers. A plan that does
+    not list them is assumed to be of LLaMA's blocks, of which there are `layers`; None: up to the plan's last one. A
+    block without an MLP in the plan is assumed to have the MLPs of the other blocks. The result is empty for other
+    models, whose linears are unknown.
 
     >>> names = [f"layers.0.{x}_proj" for x in ("self_attn.k", "self_attn.o", "mlp.up")]
     >>> outside(PinPlan(operators=dict.fromkeys(names, (8, 8)), low="nvfp4", recovery=None))
     ['layers.0.self_attn.q_proj', 'layers.0.self_attn.v_proj', 'layers.0.mlp.gate_proj', 'layers.0.mlp.down_proj']
     """
     if not _all_llama(plan.operators):
-        return []
-    before = "model." * next(iter(plan.operators)).startswith("model.")
+        return plan.unconverted or []
     found = [name.removeprefix("model.").split(".", 3) for name in plan.operators]
+    last = 1 + max(int(number) for _, number, _, _ in found)
+    require(layers is None or layers >= last, "layers", layers, f"the plan has {last}")
+    if plan.unconverted is not None:
+        return plan.unconverted
+    before = "model." * next(iter(plan.operators)).startswith("model.")
     mlps: dict[int, dict[str, None]] = {}
     for _, number, part, rest in found:
         if part == "mlp":
             mlps.setdefault(int(number), {})[f"mlp.{rest.rpartition('.')[0]}".rstrip(".") + "."] = None
     usual = dict.fromkeys(mlp for own in mlps.values() for mlp in own) or {"mlp.": None}
     fused = any(name.endswith("gate_up_proj") for name in plan.operators)
-    last = 1 + max(int(number) for _, number, _, _ in found)
-    require(layers is None or layers >= last, "layers", layers, f"the plan has {last}")
     every = []
     for block in range(layers or last):
         own = mlps.get(block, usual)
@@ -169,7 +230,7 @@ def _names(plan: PinPlan, names: Iterable[str], target: Target) -> dict[str, str
         other = next(name for name in plan.operators if not _LLAMA.fullmatch(name))
         raise UserError(f"export: {target.library} has no linear such as {other}")
     for name in names:
-        before, whole = "model." * (llama and not name.startswith("model.")), target.fused_name(plan, name)
+        before, whole = "model." * (llama and name.startswith("layers.")), target.fused_name(plan, name)
         if target.layout:
             named[name] = called(before + name, target.layout)
         else:  # all experts have the name of the module, or of one of its tensors
@@ -266,7 +327,8 @@ def _solved(
     The result is empty if the plan has pins without prices.
     """
     low, prices, times = (plan.low,) * len(GEMMS), plan.nats(), plan.gemm_times()
-    if any((name, gemm) not in prices for name, own in plan.pins.items() for gemm in own):
+    pinned = [(name, gemm) for name, own in plan.pins.items() if not _unreached(plan, name) for gemm in own]
+    if any(item not in prices for item in pinned):
         return {}
 
     def total(what: Mapping[Item, Mapping[str, float]], mix: Mix, names: Iterable[str]) -> float:
@@ -322,7 +384,26 @@ UNWRAPPED = r"""
 def unwrapped(name):
     # Below what wraps the model or its blocks: DDP, FSDP, compile, checkpointing, peft.
     name = re.sub(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.", "", name)
-    return re.sub(r"^(?:module\.|base_model\.model\.)+", "", name).removesuffix(".base_layer")
+    name = re.sub(r"^(?:module\.|base_model\.model\.)+", "", name)
+    return re.sub(r"\.base_layer(?=\.|$)|\.modules_to_save\.[^.]+(?=\.|$)", "", name)
+
+
+def placements(names, planned):
+    # The ways to find the plan's linears here below one common prefix: (prefix there, prefix here, {there: here}).
+    # A base model lacks a prefix of theirs (layers.0 for model.layers.0), and what holds the model adds one.
+    parts, found = next(iter(planned), "").split("."), []
+    for i in range(len(parts)):
+        start = ".".join([*parts[:i], ""]) if i else ""
+        if parts[i].isdigit() or not all(name.startswith(start) for name in planned):
+            break
+        ways = {}
+        for name in names:
+            for at in [0, *(place + 1 for place, letter in enumerate(name) if letter == ".")]:
+                if start + name[at:] in planned:
+                    ways.setdefault(name[:at], {})[start + name[at:]] = name
+        known = [way for _, _, way in found]
+        found += [(start, before, way) for before, way in ways.items() if way not in known]
+    return sorted(found, key=lambda one: -len(one[2]))
 """
 
 

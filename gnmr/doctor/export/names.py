@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 
 from gnmr.doctor.export.job import ONE_LINEAR, Job, Target, as_python, as_yaml, whole
+from gnmr.doctor.knapsack import groups_of
 from gnmr.doctor.lists import called
+from gnmr.errors import first_few
 from gnmr.names import Words
 
 _FPROP = ("fprop",)
@@ -14,28 +16,38 @@ _IN_ENGINES = ("qkv", "gate_up", "moe")
 
 
 def transformers(job: Job) -> dict[str, str]:
-    """Write the list `modules_to_not_convert`."""
-    return {"modules_to_not_convert.yaml": as_yaml({"modules_to_not_convert": [*job.kept, *job.outside, "lm_head"]})}
+    """Write the list `modules_to_not_convert`, which transformers reads in memory, and vLLM in the checkpoint."""
+    names = job.in_both([*job.kept, *job.outside, *job.heads()])
+    return {"modules_to_not_convert.yaml": as_yaml({"modules_to_not_convert": names})}
 
 
 def ignore(job: Job) -> dict[str, str]:
-    """Write the list `ignore`."""
-    entries = [rf"re:{re.escape(name)}\b" if _all_experts(name) else name for name in (*job.kept, *job.outside)]
-    return {"ignore.yaml": as_yaml({"ignore": [*entries, "lm_head"]})}
+    """Write the list `ignore`, which compressed-tensors reads in memory, and vLLM and SGLang in the checkpoint."""
+    names = job.in_both([*job.kept, *job.outside, *job.heads()])
+    entries = [rf"re:{re.escape(name)}\b" if _all_experts(name) else name for name in names]
+    return {"ignore.yaml": as_yaml({"ignore": entries})}
 
 
 def rl(job: Job) -> dict[str, str]:
-    """Write the lists of reinforcement-learning trainers and rollouts, by library and key."""
-    kept = [*job.kept, *job.outside]
+    """Write the lists of reinforcement-learning trainers and rollouts, by library and key.
+
+    prime-rl's trainer reads the model in memory; NeMo-RL, verl and miles read the checkpoint. Megatron-LM has one name
+    of its own for the experts, however a checkpoint calls them.
+    """
+    in_memory = [*job.kept, *job.outside]
+    kept, others = (
+        job.in_checkpoint(in_memory),
+        job.in_checkpoint(name for name in job.labels if name not in {*in_memory}),
+    )
     for name in kept:
-        if swept := [other for other in job.labels if name in other and other not in kept]:
+        if swept := [other for other in others if name in other and other not in kept]:
             job.notes.append(f"NOT for nemo_rl, where any part of a name counts: {name} would leave out {swept[0]} too")
-    fused = dict.fromkeys(called(name, "megatron") for name in kept)
+    fused = dict.fromkeys(called(name, "megatron") for name in in_memory)
     ends = {name: "." if _all_experts(name) else ".weight" for name in (*kept, *fused)}
     tree = {
         "nemo_rl": {"quantization_ignored_layer_kws": [*kept]},  # a list of its own, or YAML refers to the other
         "verl": {"ignored_layers": kept},
-        "prime_rl": {"ignore_patterns": [rf"(?:^|\.){re.escape(name)}(?![^.])" for name in kept]},
+        "prime_rl": {"ignore_patterns": [rf"(?:^|\.){re.escape(name)}(?![^.])" for name in job.in_both(in_memory)]},
         "miles": {
             "extra_high_precision_layers_hf": [f"{name}{ends[name]}" for name in kept],
             "extra_high_precision_layers_megatron": [f"{name}{ends[name]}" for name in fused],
@@ -68,6 +80,13 @@ def modelopt(job: Job) -> dict[str, str]:
     casts = {label: words["fprop"] for label, words in job.casts.items() if words["fprop"]}
     attributes = {label: {operand: _MODELOPT[cast] for operand, cast in own.items()} for label, own in casts.items()}
     linears = {name: label for name, label in job.labels.items() if label in casts}
+    groups = groups_of(job.labels, ("qkv", "gate_up"))
+    if unlike := [own for own in groups if len({job.labels[name] for name in own}) > 1]:
+        which = f"{len(unlike)} such groups have several recipes ({first_few(unlike[0], 3)})"
+        job.notes.append(
+            f"NOT for vLLM and SGLang, which build q, k and v as one linear, gate and up too: {which}; diagnose with "
+            "fused=qkv,gate_up"
+        )
     text = "".join(f"    {label!r}: {own!r},\n" for label, own in attributes.items())
     text = f"CASTS = {{\n{text}}}\nLINEARS = {as_python(linears)}\n"
     text += f"EXPERTS = {as_python([name for name in linears if name in job.experts])}\n" + _QUANT_CFG

@@ -72,22 +72,56 @@ def nvfp4(fprop, dgrad, wgrad):
 
 CONFIGS = {
 [CONFIGS]}
+# The linears to convert, with inputs and outputs.
 LINEARS = [LINEARS]
+# The model's other linears, which stay in 16 bits; None: they are not known.
+OTHERS = [OTHERS]
 
 [UNWRAPPED]
 
-def label_of(fqn):
-    return LINEARS.get(fqn) or LINEARS.get(unwrapped(fqn))
+def misfit(linears, start, before, way):
+    # Why these linears are not those of the plan; "" if they are.
+    if lacking := [name for name in LINEARS if name not in way]:
+        return f"{len(lacking)} of the plan's {len(LINEARS)} linears are not in it, such as {lacking[0]}"
+    for name, here in way.items():
+        (_, *planned), widths = LINEARS[name], [linears[here].in_features, linears[here].out_features]
+        if widths != planned:
+            return f"{here} is {widths[0]} -> {widths[1]}, and {planned[0]} -> {planned[1]} in the plan"
+    kinds, ours = {re.sub(r"\d+", "*", here) for here in way.values()}, {*way.values()}
+    alike = [here for here in linears if here not in ours and re.sub(r"\d+", "*", here) in kinds]
+    more = [here for here in alike if start + here[len(before):] not in (OTHERS or ())]
+    return f"it has {more[0]}, which the plan does not know" if OTHERS is not None and more else ""
+
+
+def labels_of(model):
+    # The config of each module to convert. Raises ValueError unless the plan's linears, all of them, are here.
+    linears = {unwrapped(fqn): module for fqn, module in model.named_modules() if isinstance(module, nn.Linear)}
+    ways = placements(linears, LINEARS)
+    whys = [misfit(linears, *one) for one in ways]
+    fits = [one for one, why in zip(ways, whys) if not why]
+    if LINEARS and not fits:
+        why = (whys or ["none of its linears has a name of the plan's"])[0]
+        raise ValueError(f"model: is not the model of the plan, as {why}; nothing was converted")
+    whole = [one for one in fits if one[0] == one[1]] or fits
+    if len(whole) > 1:
+        places = ", ".join(before.rstrip(".") or "the model itself" for _, before, _ in whole)
+        raise ValueError(f"model: several parts of it fit the plan ({places}); call convert with one of them")
+    return {linears[here]: LINEARS[name][0] for _, _, way in whole for name, here in way.items()}
 
 
 def convert(model, **options):
     # In place. `options` replace fields of the configs: emulate=True of float8.
+    labels = labels_of(model)
     for label, config in CONFIGS.items():
         config = replace(config(), **options)
+
+        def chosen(module, fqn, label=label):
+            return labels.get(module) == label
+
         if isinstance(config, Float8LinearConfig):
-            convert_to_float8_training(model, config=config, module_filter_fn=lambda _, fqn: label_of(fqn) == label)
+            convert_to_float8_training(model, config=config, module_filter_fn=chosen)
         else:
-            quantize_(model, config, lambda module, fqn: isinstance(module, nn.Linear) and label_of(fqn) == label)
+            quantize_(model, config, chosen)
     return model
 """
 
@@ -98,9 +132,11 @@ def torchao(job: Job) -> dict[str, str]:
     for label, words in job.casts.items():
         kind, on = _family(words, {}, (128, 128)), ", ".join(f"{gemm}={bool(words[gemm])}" for gemm in GEMMS)
         configs += f'    "{label}": lambda: {kind}({on}),\n' * (kind != "bf16" and label in used)
-    linears = {name: label for name, label in job.labels.items() if label != "bf16"}
-    job.notes.append("convert(model) converts the model in place")
-    text = filled(_TORCHAO, CONFIGS=configs, LINEARS=as_python(linears), UNWRAPPED=UNWRAPPED)
+    linears = {name: [label, *job.widths[name]] for name, label in job.labels.items() if label != "bf16"}
+    others = [*(name for name in job.labels if name not in linears), *job.outside]
+    job.notes.append("convert(model) converts the model in place, and raises ValueError if it is another one")
+    parts = {"LINEARS": as_python(linears), "OTHERS": "None" if job.unlisted else as_python(others)}
+    text = filled(_TORCHAO, CONFIGS=configs, UNWRAPPED=UNWRAPPED, **parts)
     return {"torchao_convert.py": text}
 
 

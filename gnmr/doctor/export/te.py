@@ -103,21 +103,31 @@ def quantizer(label, role):
     return HybridQuantizer(rowwise_quantizer=QUANTIZERS[rowwise](), columnwise_quantizer=QUANTIZERS[columnwise]())
 """
 _QFACTORY = r"""
-# Linears by Hugging Face's names. Any other stays in 16 bits.
+# Linears by Hugging Face's names, with inputs and outputs. Any other stays in 16 bits.
 LINEARS = [LINEARS]
 # By Megatron-LM's, where q, k and v are one linear, and gate and up; TransformerLayer's are made of them.
 FUSED = [FUSED]
+# Linears that name_modules found to be none of the plan's.
+OTHERS = set()
 
 [UNWRAPPED]
 
+def of_megatron(name):
+    name = re.sub(r"self_attention\.(?:layernorm_)?(?:linear_)?qkv$", "self_attention.linear_qkv", name)
+    name = re.sub(r"self_attention\.proj$", "self_attention.linear_proj", name)
+    name = re.sub(r"layernorm_mlp\.fc([12])$", r"mlp.linear_fc\1", name)
+    return re.sub(r"\.experts\.local_experts\.\d+\.", ".experts.", name)
+
+
+def planned(name):
+    # The label of a linear, None if the plan does not have it.
+    found = LINEARS.get(name) or LINEARS.get(f"model.{name}")
+    fused = re.sub(r"^(?:model\.|decoder\.)?layers\.", "decoder.layers.", of_megatron(name))
+    return found[0] if found else FUSED.get(fused)
+
+
 def label_of(name):
-    name = unwrapped(name)
-    fused = re.sub(r"self_attention\.(?:layernorm_)?(?:linear_)?qkv$", "self_attention.linear_qkv", name)
-    fused = re.sub(r"self_attention\.proj$", "self_attention.linear_proj", fused)
-    fused = re.sub(r"layernorm_mlp\.fc([12])$", r"mlp.linear_fc\1", fused)
-    fused = re.sub(r"\.experts\.local_experts\.\d+\.", ".experts.", fused)
-    fused = re.sub(r"^(?:model\.|decoder\.)?layers\.", "decoder.layers.", fused)
-    return LINEARS.get(name) or LINEARS.get(f"model.{name}") or FUSED.get(fused, "bf16")
+    return planned(unwrapped(name)) or "bf16"
 
 
 def qfactory(role):
@@ -125,14 +135,41 @@ def qfactory(role):
         return IdentityQuantizer()
     if re.fullmatch(r"(?:Layer_\d+(?:\..*)?)?", role.name):
         raise ValueError("a linear has no name of its own: call name_modules(model) first")
+    parts = unwrapped(role.name).split(".")
+    tails = [".".join(parts[i:]) for i in range(len(parts))]
+    if role.name not in OTHERS and not planned(tails[0]) and any(map(planned, tails)):
+        raise ValueError(f"{role.name}: ends as a linear of the plan, below another prefix: call name_modules(model)")
     return quantizer(label_of(role.name), role)
 
 
 def name_modules(model):
-    # As named_modules calls them.
-    for name, module in model.named_modules():
-        if type(module).__module__.startswith("transformer_engine.") and hasattr(module, "name"):
-            module.name = name
+    # As named_modules calls them, but as the plan does below another prefix. Raises ValueError for another model.
+    ours = {
+        name: module
+        for name, module in model.named_modules()
+        if type(module).__module__.startswith("transformer_engine.") and hasattr(module, "name")
+    }
+    here = {of_megatron(unwrapped(name) + end): name for name in ours for end in ("", ".fc1", ".fc2")}
+    in_hf = placements(here, LINEARS)
+    ways = in_hf or placements(here, FUSED)
+    if ours and not ways:
+        raise ValueError(f"model: none of its linears has a name of the plan's, such as {next(iter(LINEARS))}")
+    if len(ways) > 1 and len(ways[0][2]) == len(ways[1][2]) and ways[0][0] != ways[0][1]:
+        raise ValueError(f"model: several parts of it have the plan's names ({ways[0][1]}, {ways[1][1]}); pass one")
+    start, before, way = ways[0] if ways else ("", "", {})
+    for name, own in way.items() if in_hf else ():
+        module, (_, *widths) = ours[here[own]], LINEARS[name]
+        widths_here = [getattr(module, key, width) for key, width in zip(("in_features", "out_features"), widths)]
+        if widths_here != widths:
+            raise ValueError(f"model: {own} is {widths_here}, and {widths} in the plan: it is another model")
+    of_plan = {here[own] for own in way.values()}
+    OTHERS.clear()
+    for name, module in ours.items():
+        module.name = name
+        if name in of_plan:
+            module.name = (start if in_hf else "") + unwrapped(name)[len(before):]
+        else:
+            OTHERS.update(name + end for end in ("", ".fc1", ".fc2"))
 """
 
 
@@ -160,7 +197,8 @@ def te(job: Job) -> dict[str, str]:
         fused, casts = other.labels, casts | other.casts
         job.notes += [f"by the names of Megatron-LM: {line}" for line in difference(job.plan, plan, MEGATRON)]
     job.notes.append("te.autocast(recipe=CustomRecipe(qfactory=qfactory)), after name_modules(model)")
-    names = filled(_QFACTORY, LINEARS=as_python(job.labels), FUSED=as_python(fused), UNWRAPPED=UNWRAPPED)
+    linears = {name: [label, *job.widths[name]] for name, label in job.labels.items()}
+    names = filled(_QFACTORY, LINEARS=as_python(linears), FUSED=as_python(fused), UNWRAPPED=UNWRAPPED)
     return {"qfactory.py": "import re\n\n" + _quantizers(casts) + "\n" + names}
 
 
