@@ -9,15 +9,16 @@ import os
 import shlex
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from omegaconf import DictConfig, open_dict
 
 from gnmr.cli.parser import runs
+from gnmr.cli.side_by_side import Call, run_side_by_side
 from gnmr.console import next_lines, say, shown_command
 from gnmr.distributed.torchrun import is_first, started
 from gnmr.errors import RunFailed, UserError, as_user_error, plural
@@ -72,7 +73,12 @@ def _hydra(words: list[str]) -> None:
     """Let Hydra call `run_cell` for each config that it composes of these words."""
     import hydra
 
+
     register()
+    if any(word.startswith(("-m", "--multirun", "hydra.mode=")) for word in words):
+        from hydra_plugins.hydra_joblib_launcher import _core  # imports joblib (0.3 s)
+
+        _core.Parallel = _parallel
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # exceptions come to us instead of being printed
     _failures.clear()
     before, sys.argv = sys.argv, ["gnmr train", *words]
@@ -82,6 +88,21 @@ def _hydra(words: list[str]) -> None:
         sys.argv = before
     if _failures:
         raise _failures[0]
+
+
+def _parallel(n_jobs: int = -1, **_: object) -> Callable[[Iterable[Call]], list[Any]]:
+    """Take the place of `joblib.Parallel` in Hydra's launcher, whose calls are (number, words, ...) of each cell."""
+
+    def run(calls: Iterable[Call]) -> list[Any]:
+        cells = list(calls)
+        shared = set[str].intersection(*(set(arguments[1]) for _, arguments, _ in cells))
+        names = [
+            " ".join([f"#{arguments[0]}", *(word for word in arguments[1] if word not in shared)])
+            for _, arguments, _ in cells
+        ]
+        return run_side_by_side(cells, names, n_jobs)
+
+    return run
 
 
 _failures: list[Exception] = []
