@@ -65,7 +65,9 @@ def run_side_by_side(calls: Sequence[Call], names: Sequence[str], n_jobs: int = 
             raise KeyboardInterrupt if number == signal.SIGINT else Stopped(number)
         tell(number)
         runs = plural(len(running), "run")
-        line = f"{signal.Signals(number).name}: waiting until {runs} saved a checkpoint; a second signal ends them at once"
+        line = (
+            f"{signal.Signals(number).name}: waiting until {runs} saved a checkpoint; a second signal ends them at once"
+        )
         threading.Thread(target=say, args=(line,), daemon=True).start()  # the signal may have interrupted a print
 
     def tell(number: int) -> None:

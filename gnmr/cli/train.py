@@ -73,7 +73,6 @@ def _hydra(words: list[str]) -> None:
     """Let Hydra call `run_cell` for each config that it composes of these words."""
     import hydra
 
-
     register()
     if any(word.startswith(("-m", "--multirun", "hydra.mode=")) for word in words):
         from hydra_plugins.hydra_joblib_launcher import _core  # imports joblib (0.3 s)

@@ -87,20 +87,25 @@ def run(
     if world.from_first(lambda: done_already(config, say)):
         return folder
     reset_peak_memory(device_of(config.training.device))
-    try:
-        parts = assemble(config, folder, say, world)
-    except (RuntimeError, MemoryError) as error:
-        if not _out_of_memory(error):
-            raise
-        raise UserError("the model does not fit into memory: use a smaller model.* or scale") from error
-    if config.scores.tasks and not world.from_first(lambda: (folder / "DONE").exists()):
-        if scorer is None:
-            raise ValueError("scores.tasks: run() needs a scorer; gnmr.lab.evaluation.scores has RunScorer")
-        with world.agreed():
-            scorer.check(parts)
     with ExitStack() as stack:
         stack.enter_context(then_as_before())
-        world.from_first(lambda: stack.enter_context(locked(folder)))
+
+        def lock() -> None:
+            stack.enter_context(locked(folder, "runs_dir" if config.run_dir is None else "run_dir"))
+
+        world.from_first(lambda: lock() if folder.exists() else None)  # before the minutes that loading may take
+        try:
+            parts = assemble(config, folder, say, world)
+        except (RuntimeError, MemoryError) as error:
+            if not _out_of_memory(error):
+                raise
+            raise UserError("the model does not fit into memory: use a smaller model.* or scale") from error
+        if config.scores.tasks and not world.from_first(lambda: (folder / "DONE").exists()):
+            if scorer is None:
+                raise ValueError("scores.tasks: run() needs a scorer; gnmr.lab.evaluation.scores has RunScorer")
+            with world.agreed():
+                scorer.check(parts)
+        world.from_first(lock)  # a new folder is made once nothing more can be refused
         if world.from_first(finished):  # check again: another process may have finished this run meanwhile
             if unexported(config, folder):
                 checkpointer = _checkpointer(parts)
@@ -307,4 +312,3 @@ def _out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and any(word in str(error) for word in words)
     )
-
