@@ -130,7 +130,7 @@ def test_a_writer_whose_folder_was_taken_ends_and_leaves_it_alone(ends, tmp_path
     writer = RunWriter(tmp_path, None)
     writer.step(step_row(1))
     elsewhere(tmp_path)
-    with pytest.raises(RunFailed, match="another process writes .* by now; this one ends"):
+    with pytest.raises(RunFailed, match=r"another process writes .* by now; this one ends"):
         writer.step(step_row(2)) if ends == "step" else writer.sync()
     writer.finish("failed", "another process", 4, 2)
     assert not (tmp_path / "FAILED").exists() and json.loads((tmp_path / OWNER).read_text())["machine"] == "another"
