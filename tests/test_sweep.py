@@ -68,9 +68,25 @@ def test_cells_that_are_done_are_skipped(gnmr, tiny_words, tmp_path, monkeypatch
     before = {p: p.stat().st_mtime_ns for folder in cells(tmp_path).values() for p in folder.rglob("*")}
     again = gnmr("train", *words)
     skipped = [f"{folder} is done: skipped" for folder in cells(tmp_path).values()]
-    assert (again.code, again.out.splitlines()) == (0, skipped)
+    folder = cells(tmp_path)[0].parent
+    told = [f"2 cells done in {folder}", f"next: gnmr report {folder}"]
+    assert (again.code, [line for line in again.out.splitlines() if "first: source" not in line]) == (0, skipped + told)
     assert before == {p: p.stat().st_mtime_ns for folder in cells(tmp_path).values() for p in folder.rglob("*")}
     assert [p.name for p in tmp_path.iterdir()] == ["runs"], "Hydra leaves nothing beside the runs"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [[], JOBLIB], ids=["one by one", "joblib"])
+def test_a_short_sweep_is_a_trial_and_says_what_comes_next(launcher, gnmr, tiny_words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = [word for word in tiny_words if not word.startswith(("debug=", "runs_dir=", "records.live="))]
+    small = ["model.num_heads=2", "training.batch_size=2", "training.eval_sequences=2"]
+    ended = gnmr("train", "-m", *words, *small, "training.steps=2", SEEDS, *launcher)
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.splitlines()[-1] == "next: gnmr report runs/smoke/custom"
+    assert {path.parent.name for path in (tmp_path / "runs").rglob("DONE")} == {
+        path.name for path in (tmp_path / "runs" / "smoke" / "custom").iterdir()
+    }
 
 
 @pytest.mark.slow
