@@ -8,7 +8,7 @@ import pytest
 
 from gnmr.lab import stopping
 
-ALL = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP]
+ALL = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP]
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def own_handlers():
 @pytest.mark.parametrize("number", ALL)
 def test_the_first_is_collected_and_a_second_acts_as_usual(number):
     told = []
-    with stopping.signals_collected(lambda: told.append(number)) as received:
+    with stopping.signals_collected(told.append) as received:
         signal.raise_signal(number)
         assert (received, told) == ([number], [number])
         with pytest.raises(RuntimeError):
@@ -43,7 +43,7 @@ def test_a_worker_is_told_twice_without_ending(monkeypatch):
 
 def test_what_is_ignored_stays_so():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    assert stopping.ending() == [signal.SIGTERM, signal.SIGUSR1]
+    assert stopping.ending() == [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
     with stopping.signals_collected() as received:
         signal.raise_signal(signal.SIGHUP)
     assert received == []

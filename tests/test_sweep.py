@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -66,9 +68,25 @@ def test_cells_that_are_done_are_skipped(gnmr, tiny_words, tmp_path, monkeypatch
     before = {p: p.stat().st_mtime_ns for folder in cells(tmp_path).values() for p in folder.rglob("*")}
     again = gnmr("train", *words)
     skipped = [f"{folder} is done: skipped" for folder in cells(tmp_path).values()]
-    assert (again.code, again.out.splitlines()) == (0, skipped)
+    folder = cells(tmp_path)[0].parent
+    told = [f"2 cells done in {folder}", f"next: gnmr report {folder}"]
+    assert (again.code, [line for line in again.out.splitlines() if "first: source" not in line]) == (0, skipped + told)
     assert before == {p: p.stat().st_mtime_ns for folder in cells(tmp_path).values() for p in folder.rglob("*")}
     assert [p.name for p in tmp_path.iterdir()] == ["runs"], "Hydra leaves nothing beside the runs"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [[], JOBLIB], ids=["one by one", "joblib"])
+def test_a_short_sweep_is_a_trial_and_says_what_comes_next(launcher, gnmr, tiny_words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = [word for word in tiny_words if not word.startswith(("debug=", "runs_dir=", "records.live="))]
+    small = ["model.num_heads=2", "training.batch_size=2", "training.eval_sequences=2"]
+    ended = gnmr("train", "-m", *words, *small, "training.steps=2", SEEDS, *launcher)
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.splitlines()[-1] == "next: gnmr report runs/smoke/custom"
+    assert {path.parent.name for path in (tmp_path / "runs").rglob("DONE")} == {
+        path.name for path in (tmp_path / "runs" / "smoke" / "custom").iterdir()
+    }
 
 
 @pytest.mark.slow
@@ -108,31 +126,73 @@ def test_a_mistake_in_all_cells_writes_nothing(word, gnmr, tiny_words, tmp_path)
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("launcher", "number"), [([], signal.SIGTERM), (JOBLIB, signal.SIGINT)])
-def test_a_sweep_that_is_stopped_goes_on_where_it_was(launcher, number, gnmr, tiny_words, tmp_path):
-    """One by one, the cell that runs saves a checkpoint; joblib ends its workers, and a cell goes on from its last."""
-    long = ["training.steps=300", "training.checkpoint_every=20", "training.eval_every=1000", SEEDS, "-m"]
+LONG = ["training.steps=300", "training.checkpoint_every=1000", "training.eval_every=1000", "-m"]
+
+
+@contextmanager
+def sweeping(tmp_path: Path, *words: str, cells_at_work: int) -> Iterator[subprocess.Popen[str]]:
+    """A sweep, once so many of its cells have taken 30 steps."""
     sweep = subprocess.Popen(
-        [sys.executable, "-m", "gnmr", "train", *tiny_words, *long, *launcher],
+        [sys.executable, "-m", "gnmr", "train", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
     )
     until = time.monotonic() + 120
-    while not any(last_step(folder) > 30 for folder in cells(tmp_path).values()) and time.monotonic() < until:
-        assert sweep.poll() is None
+    while sum(last_step(folder) > 30 for folder in cells(tmp_path).values()) < cells_at_work:
+        assert sweep.poll() is None and time.monotonic() < until
         time.sleep(0.01)
-    (os.killpg if number == signal.SIGINT else os.kill)(sweep.pid, number)
-    out, _ = sweep.communicate(timeout=60)
-    assert sweep.returncode == 128 + number, out
-    if not launcher:
-        summary = read_json(cells(tmp_path)[0] / "summary.json")
-        assert summary["status"] == "interrupted" and 0 < summary["steps"] < 300, out
-        assert (cells(tmp_path)[0] / "checkpoints" / f"step-{summary['steps']:08d}").is_dir()
-    assert gnmr("train", *tiny_words, *long).code == 0 and done(tmp_path) == [0, 1]
-    assert last_step(cells(tmp_path)[0]) == 300
+    try:
+        yield sweep
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(sweep.pid, signal.SIGKILL)
+
+
+def until_saved(folder: Path) -> int:
+    """The step of the checkpoint of a cell that was stopped, which is that of its last row."""
+    until = time.monotonic() + 60
+    while not (folder / "summary.json").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    summary = read_json(folder / "summary.json")
+    assert summary["status"] == "interrupted" and 0 < summary["steps"] < 300
+    assert (folder / "checkpoints" / f"step-{summary['steps']:08d}").is_dir()
+    assert last_step(folder) == summary["steps"]
+    return summary["steps"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "number"),
+    [([], signal.SIGTERM), (JOBLIB, signal.SIGINT), (JOBLIB, signal.SIGTERM), (JOBLIB, signal.SIGKILL)],
+)
+def test_a_sweep_that_is_stopped_goes_on_where_it_was(launcher, number, gnmr, tiny_words, tmp_path):
+    """Ctrl-C reaches all its processes, the other signals the first one alone."""
+    words = [*tiny_words, *LONG, SEEDS, *launcher]
+    with sweeping(tmp_path, *words, cells_at_work=2 if launcher else 1) as sweep:
+        (os.killpg if number == signal.SIGINT else os.kill)(sweep.pid, number)
+        out, _ = sweep.communicate(timeout=60)
+        assert sweep.returncode == (128 + number if number != signal.SIGKILL else -number), out
+        assert "Traceback" not in out
+        stopped = {seed: until_saved(folder) for seed, folder in cells(tmp_path).items()}
+    assert list(stopped) == ([0, 1] if launcher else [0])
+    again = gnmr("train", *tiny_words, *LONG, SEEDS)
+    assert again.code == 0 and done(tmp_path) == [0, 1]
+    for seed, step in stopped.items():
+        assert read_json(cells(tmp_path)[seed] / "header.json")["resumed"][0]["after_step"] == step
+
+
+@pytest.mark.slow
+def test_a_cell_whose_worker_is_killed_is_named_and_stops_no_other(gnmr, tiny_words, tmp_path):
+    words = [*tiny_words, *LONG, "training.seed=0,1,2", *JOBLIB]
+    with sweeping(tmp_path, *words, cells_at_work=2) as sweep:
+        workers = subprocess.run(["pgrep", "-P", str(sweep.pid), "-f", "popen_loky"], capture_output=True, text=True)
+        os.kill(min(map(int, workers.stdout.split())), signal.SIGKILL)
+        out, _ = sweep.communicate(timeout=120)
+    line = r"#0 .*seed=0 failed: its process was killed by SIGKILL \(out of memory\?\); the same command continues it"
+    assert sweep.returncode == 1 and re.search(line, out) and "Traceback" not in out
+    assert done(tmp_path) == [1, 2]
 
 
 @pytest.mark.slow

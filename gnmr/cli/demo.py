@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import shlex
 import threading
 import time
@@ -14,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gnmr.cli.parser import Parser, path, whole
+from gnmr.cli.side_by_side import Call, run_side_by_side
 from gnmr.console import for_tables, next_lines, print_plain, showing, shown_command
-from gnmr.errors import RunFailed, UserError, plural
+from gnmr.errors import UserError, plural
 
 if TYPE_CHECKING:
     from gnmr.lab.config import Config
@@ -71,18 +71,12 @@ def _cells(orders: int, runs_dir: Path) -> Iterator[tuple[list[str], Config]]:
 
 def _run(cells: Sequence[tuple[list[str], Config]]) -> None:
     """Run the cells side by side. Raises RunFailed and UserError as a run does."""
-    import joblib
-    from joblib.externals.loky.process_executor import TerminatedWorkerError
-
     if not cells:
         return
-    jobs = min(os.cpu_count() or 1, len(cells))
     _prepare(cells[0][1])
-    try:
-        with _watched([config for _, config in cells]):
-            joblib.Parallel(jobs)(joblib.delayed(_run_one)(config, words) for words, config in cells)
-    except TerminatedWorkerError as error:
-        raise RunFailed("a worker process was ended; the same command continues") from error
+    calls: list[Call] = [(_train, (config, words), {}) for words, config in cells]
+    with _watched([config for _, config in cells]):
+        run_side_by_side(calls, [" ".join(words[1:]) for words, _ in cells])
 
 
 def _prepare(config: Config) -> None:
@@ -92,7 +86,7 @@ def _prepare(config: Config) -> None:
     open_data(config, lambda line: print(f"gnmr demo: {line}", flush=True))
 
 
-def _run_one(config: Config, words: Sequence[str]) -> None:
+def _train(config: Config, words: Sequence[str]) -> None:
     """Train one run in a worker, without a word."""
     from gnmr.lab.train.run import run
 

@@ -9,19 +9,20 @@ import os
 import shlex
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from omegaconf import DictConfig, open_dict
 
 from gnmr.cli.parser import runs
+from gnmr.cli.side_by_side import Call, run_side_by_side
 from gnmr.console import next_lines, say, shown_command
 from gnmr.distributed.torchrun import is_first, started
 from gnmr.errors import RunFailed, UserError, as_user_error, plural
-from gnmr.lab.config import Config, ControllerConfig
+from gnmr.lab.config import Config, ControllerConfig, to_dict
 from gnmr.lab.config.base_run import typed
 from gnmr.lab.config.compose import conf_dir, load_composed, register
 from gnmr.lab.config.text_checks import place
@@ -60,6 +61,8 @@ def _refuse_flags(words: list[str]) -> None:
     from hydra._internal.utils import get_args_parser
 
     def refuse(message: str) -> NoReturn:
+        if "unrecognized arguments" in message:
+            _refuse_dashes(words)
         raise UserError(f"train: {message} (gnmr train --hydra-help)")
 
     parser = get_args_parser()
@@ -68,28 +71,88 @@ def _refuse_flags(words: list[str]) -> None:
         refuse(f"--experiment {again}: write experiment={again}")
 
 
+def _refuse_dashes(words: list[str]) -> None:
+    """Raise UserError for a key of the config that was typed as an option: --steps 10, --training.steps=10."""
+    known = sorted(_keys(to_dict(Config())), key=lambda key: not key.startswith("training."))
+    for i, word in enumerate(words):
+        name, equals, value = word.lstrip("-").partition("=")
+        name = name.replace("-", "_")
+        keys = [key for key in known if name in (key, key.rpartition(".")[2])]
+        if word.startswith("-") and keys:
+            if not equals:
+                value = next((after for after in words[i + 1 :] if "=" not in after), "...")
+            raise UserError(
+                f"{word}: settings have no dashes; write {' or '.join(f'{key}={value}' for key in keys[:4])}"
+            )
+
+
+def _keys(tree: dict[str, Any], above: str = "") -> Iterator[str]:
+    for key, value in tree.items():
+        yield above + key
+        if isinstance(value, dict):
+            yield from _keys(value, f"{above}{key}.")
+
+
 def _hydra(words: list[str]) -> None:
     """Let Hydra call `run_cell` for each config that it composes of these words."""
     import hydra
 
     register()
+    if any(word.startswith(("-m", "--multirun", "hydra.mode=")) for word in words):
+        from hydra_plugins.hydra_joblib_launcher import _core  # imports joblib (0.3 s)
+
+        _core.Parallel = _parallel
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # exceptions come to us instead of being printed
     _failures.clear()
+    _swept.clear()
     before, sys.argv = sys.argv, ["gnmr train", *words]
     try:
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(cell)()
+    except Exception:
+        _tell_swept()
+        raise
     finally:
         sys.argv = before
+    _tell_swept()
     if _failures:
         raise _failures[0]
+
+
+def _parallel(n_jobs: int = -1, **_: object) -> Callable[[Iterable[Call]], list[Any]]:
+    """Take the place of `joblib.Parallel` in Hydra's launcher, whose calls are (number, words, ...) of each cell."""
+
+    def run(calls: Iterable[Call]) -> list[Any]:
+        cells = list(calls)
+        shared = set[str].intersection(*(set(arguments[1]) for _, arguments, _ in cells))
+        names = [
+            " ".join([f"#{arguments[0]}", *(word for word in arguments[1] if word not in shared)])
+            for _, arguments, _ in cells
+        ]
+        results = run_side_by_side(cells, names, n_jobs)
+        _swept.extend(result._return_value for result in results if isinstance(result._return_value, Path))
+        return results
+
+    return run
 
 
 _failures: list[Exception] = []
 """The exception of a run. Hydra would print all overrides with it, so it is not raised through Hydra."""
 
 
-def cell(composed: DictConfig) -> None:
-    """Run one composed config.
+_swept: list[Path] = []
+"""The folders of a sweep's cells that are done, if they print."""
+
+
+def _tell_swept() -> None:
+    """Print where the cells of a sweep are, and the next command."""
+    if _swept:
+        folder = Path(os.path.commonpath([cell_folder.parent for cell_folder in _swept]))
+        say(f"{plural(len(_swept), 'cell')} done in {folder}")
+        say("\n".join(next_lines(shown_command("report", folder))))
+
+
+def cell(composed: DictConfig) -> Path | None:
+    """Run one composed config, and return the folder of a sweep's cell that prints.
 
     A failed cell of a sweep prints its own line and does not stop the others; Hydra raises its error after all cells.
     """
@@ -98,18 +161,22 @@ def cell(composed: DictConfig) -> None:
 
     job, sweeping = HydraConfig.get().job, HydraConfig.get().mode == RunMode.MULTIRUN
     try:
-        run_cell(composed)
+        folder = run_cell(composed)
+        if not sweeping or composed.records.live == "off":
+            return None
+        _swept.append(folder)
+        return folder
     except Exception as error:
         if not sweeping:
             _failures.append(error)
-            return
+            return None
         if isinstance(error, UserError | RunFailed):
             say(f"#{job.num} failed: {error}")
         raise
 
 
-def run_cell(composed: DictConfig) -> None:
-    """Run one composed config, unless its folder says that it is done."""
+def run_cell(composed: DictConfig) -> Path:
+    """Run one composed config, unless its folder says that it is done, and return the folder."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
@@ -118,8 +185,7 @@ def run_cell(composed: DictConfig) -> None:
         if settings.mode == RunMode.MULTIRUN and composed.records.live == "auto":
             composed.records.live = "log"  # the sweep has a line for each cell
     config = load_composed(composed, settings.overrides.task)
-    if settings.mode != RunMode.MULTIRUN:
-        config = _apart(config, settings.overrides.task)
+    config = _apart(config, settings.overrides.task)
     if settings.mode != RunMode.MULTIRUN and settings.sweeper.get("params"):
         say("this is one run; the sweep's arms and seeds need -m: gnmr train -m ...")
     with as_user_error():
@@ -133,7 +199,7 @@ def run_cell(composed: DictConfig) -> None:
     if done_already(config, tell):
         if settings.mode != RunMode.MULTIRUN and config.records.live != "off" and is_first():
             _tell_next(config)
-        return
+        return run_folder(config)
     if settings.mode != RunMode.MULTIRUN and config.records.live != "off":
         tell(f"{run_folder(config)}: {plural(config.total_steps, 'step')}; loading PyTorch")
 
@@ -148,6 +214,7 @@ def run_cell(composed: DictConfig) -> None:
     folder = _train(config, command)
     if settings.mode == RunMode.MULTIRUN:
         say(f"#{settings.job.num} {finished(folder)}")
+    return folder
 
 
 def _apart(config: Config, words: Sequence[str]) -> Config:
@@ -173,6 +240,8 @@ def _train(config: Config, command: str) -> Path:
 
     if started() > 1:
         never_at_once()  # the launcher sends a signal twice, and the terminal may have sent it too
+    if config.precision.backend == "scaled_mm" and device_of(config.training.device).type == "cpu":
+        raise UserError("precision.backend=scaled_mm: takes minutes a step on a CPU; use auto or simulated")
     with joined(device_of(config.training.device).type == "cuda") as world:
         try:
             return run(config, say if world.first else _silent, command=command, scorer=RunScorer(), world=world)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -16,11 +17,51 @@ _came = False
 def ending() -> list[signal.Signals]:
     """Return the signals besides Ctrl-C that end a run gracefully.
 
-    They are SIGTERM, SIGUSR1 (Slurm's warning before the time limit) and SIGHUP (the terminal is closed). SIGUSR1 and
-    SIGHUP are left out if they were ignored when the process began (nohup).
+    They are SIGTERM, SIGUSR1 and SIGUSR2 (warnings of Slurm and submitit before the time limit) and SIGHUP (the
+    terminal is closed). A signal other than SIGTERM is left out if it is ignored (nohup).
     """
-    others = [one for one in (signal.SIGUSR1, signal.SIGHUP) if signal.getsignal(one) is not signal.SIG_IGN]
-    return [signal.SIGTERM, *others]
+    others = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+    return [signal.SIGTERM, *(number for number in others if signal.getsignal(number) is not signal.SIG_IGN)]
+
+
+class Stopped(SystemExit):
+    """The end of this process by a signal; its exit code is 128 + the signal's number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.number = number
+
+    def __reduce__(self) -> tuple[type[Stopped], tuple[int]]:
+        """A worker sends it to its sweep."""
+        return type(self), (self.number,)
+
+
+@contextmanager
+def then_as_before() -> Iterator[None]:
+    """After `Stopped`, call the signal's handler if it is not Python's: it was set before this block began.
+
+    A launcher such as submitit sets one, which puts the job into the queue again and ends the process.
+    """
+    try:
+        yield
+    except Stopped as stopped:
+        handler = signal.getsignal(stopped.number)
+        if handler not in (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler):
+            signal.raise_signal(stopped.number)
+        raise
+
+
+def is_bypassed(number: int) -> bool:
+    """Return True if a job goes on after this signal: submitit ignores SIGTERM, because its own signal follows."""
+    return number == signal.SIGTERM and "SUBMITIT_EXECUTOR" in os.environ
+
+
+def end_at_once(number: int, _frame: object) -> None:
+    """Handle a signal outside the step loop: raise `Stopped`, unless this process is ending already."""
+    global _came
+    if not expected() and not is_bypassed(number):
+        _came = True
+        raise Stopped(number)
 
 
 @contextmanager
@@ -44,21 +85,26 @@ def handled(numbers: list[signal.Signals], handler: Callable[[int, object], None
 
 
 @contextmanager
-def signals_collected(then: Callable[[], None] | None = None) -> Iterator[list[int]]:
-    """Collect Ctrl-C or a signal of `ending` and call `then`. A second signal of any kind acts as usual."""
+def signals_collected(then: Callable[[int], None] | None = None) -> Iterator[list[int]]:
+    """Collect Ctrl-C or a signal of `ending` and call `then` with it. A second signal of any kind acts as usual."""
     received: list[int] = []
 
     def note(number: int, _frame: object) -> None:
         global _came
         _came = True
         received.append(number)
-        if _insist:
+        if _insist and not is_bypassed(number):
             restore()
         if then is not None:
-            then()
+            then(number)
 
     with handled([signal.SIGINT, *ending()], note) as restore:
         yield received
+
+
+def second_ends() -> bool:
+    """Return True if a second signal ends this process at once."""
+    return _insist
 
 
 def expected() -> bool:

@@ -53,13 +53,16 @@ def truncate(path: Path, size: int) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Write a folder's entries to the disk, if it may be read."""
+    """Write a folder's entries to the disk, if it may be read and its file system can."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except PermissionError:
         return
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
     finally:
         os.close(descriptor)
 

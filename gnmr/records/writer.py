@@ -13,6 +13,7 @@ from typing import Any
 from gnmr.errors import RunFailed, UserError
 from gnmr.records.disk import sync_folder
 from gnmr.records.files import AppendFile, JsonLines, begins_with, cut_jsonl, replace_json, replace_text
+from gnmr.records.lock import FolderLock, Owner, lock_folder
 from gnmr.records.reader import UNITS
 from gnmr.records.schema import EVAL_FIELDS, EVENT_FIELDS, FAULT_FIELDS, SCORE_FIELDS, STEP_FIELDS, UnitRows
 from gnmr.records.summary import summarize
@@ -40,8 +41,8 @@ class RunWriter:
             counted: what `sync` returned for that checkpoint.
 
         Raises:
-            UserError: if a new run's folder already holds records, or if the records are not those that the checkpoint
-                counted. Nothing has changed then.
+            UserError: if a new run's folder already holds records, if another process writes the folder, or if the
+                records are not those that the checkpoint counted. Nothing has changed then.
         """
         self.folder = folder
         if resume_step is None and (found := next((name for name in (*_JSONL, UNITS) if (folder / name).exists()), "")):
@@ -50,6 +51,8 @@ class RunWriter:
         with self._guard("its files"):
             folder.mkdir(parents=True, exist_ok=True)
             self._place = os.stat(folder)
+            self._lock: FolderLock | None = lock_folder(folder)
+            self._owner = Owner(folder)
             if resume_step is not None:
                 self._cut(resume_step if resume_step > 0 else -1, {} if counted is None else counted)
             self._lines = {name: JsonLines(folder / name, fields) for name, fields in _JSONL.items()}
@@ -65,6 +68,7 @@ class RunWriter:
 
     def sync(self) -> dict[str, list[int]]:
         """Bring all rows to the disk and return the size and CRC-32 of each file, which a resumed run compares."""
+        self._check_owner()
         with self._guard("its records"):
             moved = [] if self._ours() else [f"the run folder {self.folder}"]
             if moved := moved or [str(file.path) for file in self._files() if not file.in_place()]:
@@ -76,6 +80,7 @@ class RunWriter:
 
     def step(self, row: dict[str, Any]) -> None:
         """Append a row of `STEP_FIELDS`."""
+        self._check_owner(now=False)
         self._append("steps.jsonl", [row])
         self.last_step = row["step"]
 
@@ -127,10 +132,11 @@ class RunWriter:
             self.sync()
             if altered := next((file.path for file in self._files() if not begins_with(file.path, file.count())), None):
                 raise RunFailed(f"{altered} was altered while the run was going")
-        self.close()
+        self._close_files()
         summary = summarize(self.folder, num_recoverable, max_o, status, reason, peak_memory_bytes)
         if self._ours():
             self._end(status, reason, summary)
+        self.close()
         return summary
 
     def _end(self, status: str, reason: str | None, summary: dict[str, Any]) -> None:
@@ -147,7 +153,12 @@ class RunWriter:
                 replace_text(self.folder / "DONE", "")
 
     def close(self) -> None:
-        """Close the files without an end of the run; does nothing if they are closed already."""
+        """Close the files without an end of the run, and let other processes write the folder."""
+        self._close_files()
+        self._owner.close()
+        self._lock = None
+
+    def _close_files(self) -> None:
         for file in self._files():
             with suppress(OSError):  # a full disk was reported when the row was written
                 file.close()
@@ -156,9 +167,9 @@ class RunWriter:
         return [*self._lines.values(), *([] if self._units.file is None else [self._units.file])]
 
     def _ours(self) -> bool:
-        """Return True if the folder at the path is still that in which the run began."""
+        """Return True if the folder at the path is still that in which the run began, and nobody else writes it."""
         try:
-            return os.path.samestat(os.stat(self.folder), self._place)
+            return not self._owner.lost() and os.path.samestat(os.stat(self.folder), self._place)
         except OSError:
             return False
 
@@ -176,6 +187,10 @@ class RunWriter:
         for name in ("eval.jsonl", "events.jsonl", _SCORES):
             cut_jsonl(self.folder / name, last_step)
         cut_units(self.folder, last_step)
+
+    def _check_owner(self, now: bool = True) -> None:
+        if self._owner.lost(now):
+            raise RunFailed(f"another process writes {self.folder} by now; this one ends and leaves the folder to it")
 
     def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
         with self._guard(name):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -331,3 +333,43 @@ def test_rows_that_cannot_be_read_back_stop_wandb_alone(tmp_path: Path, fake: An
     sink.resume(tmp_path, 3)
     sink._thread.shutdown()
     assert len(said) == 1 and "its resume failed" in said[0] and sink.where() is None
+
+
+@pytest.mark.parametrize("hangs", ["log", "finish", "teardown"])
+def test_a_service_that_never_answers_is_left_after_a_limit(
+    hangs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake: Any
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(wandb_sink, "_LIMIT_S", 0.2)
+    monkeypatch.setattr(wandb_sink, "_TEARDOWN_S", 0.1)
+    if hangs == "teardown":
+        monkeypatch.setattr(fake, "teardown", answers.wait)
+    monkeypatch.setattr(FakeRun, "log" if hangs == "log" else "finish", lambda *_, **__: answers.wait())
+    said: list[str] = []
+    sink = WandbSink(said.append)
+    start(sink, tmp_path)
+    began = time.monotonic()
+    sink.step(step_row(1), unit_rows(1))
+    sink.finish(SUMMARY, [])
+    sink.close()
+    assert time.monotonic() - began < 5
+    assert said == ["W&B is off from here, its service did not answer within 0 s; the run goes on"]
+    assert all(thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
+    answers.set()
+
+
+def test_after_a_failure_wandbs_own_end_is_unhooked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[bool] = []
+
+    def teardown() -> None:
+        ended.append(True)
+        raise BrokenPipeError("the service was killed")
+
+    fake = fake_wandb("log")
+    fake.teardown = teardown
+    monkeypatch.setattr(wandb_sink, "_wandb", lambda: fake)
+    sink = WandbSink(lambda _: None)
+    start(sink, tmp_path)
+    sink.step(step_row(1))
+    sink.finish(SUMMARY, [])
+    assert ended == [True]

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from everything import differences, everything, in_child
 
 from gnmr.lab.train.step import TrainStep
 from gnmr.records.files import JsonLines
-from gnmr.records.reader import read_jsonl
+from gnmr.records.reader import read_json, read_jsonl
 from gnmr.records.units import recorded_units
 
 RICH = [
@@ -205,7 +206,8 @@ def test_killed_twice(train, tmp_path, uninterrupted):
     assert differences(uninterrupted(*RICH), everything(folder)) == []
 
 
-SIGNALS = [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 138), (signal.SIGHUP, 129)]
+SIGNALS = [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 138)]
+SIGNALS += [(signal.SIGUSR2, 140), (signal.SIGHUP, 129)]
 
 
 @pytest.mark.parametrize(("number", "code"), SIGNALS)
@@ -228,6 +230,56 @@ def test_a_signal_saves_and_leaves(number, code, train, tmp_path, uninterrupted)
     got, want = everything(folder), uninterrupted()
     # The checkpoint of step 4 stands where that of step 3 would.
     assert differences({**want, "checkpoints": None}, {**got, "checkpoints": None}) == []
+
+
+def newest(folder: Path) -> str:
+    return max(path.name for path in (folder / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR2, 44), (signal.SIGUSR1, 44), (signal.SIGTERM, 44)])
+def test_the_handler_of_a_launcher_is_called_after_the_checkpoint(number, code, train, tmp_path):
+    """Like that of submitit, which puts the job into the queue again and leaves with a code of its own."""
+    folder = tmp_path / "run"
+
+    def requeue(*_: object) -> None:
+        assert newest(folder) == "step-00000004" and read_json(folder / "summary.json")["status"] == "interrupted"
+        raise SystemExit(code)
+
+    def stopped() -> None:
+        signal.signal(number, requeue)
+        before_steps(lambda step: os.kill(os.getpid(), number) if step == 4 else None)
+        train(folder)
+
+    assert in_child(stopped) == code
+    assert read_jsonl(folder / "steps.jsonl")[-1]["step"] == 4
+    train(folder)
+
+
+def test_a_handler_that_returns_leaves_the_end_as_it_is(train, tmp_path):
+    def stopped() -> None:
+        signal.signal(signal.SIGUSR2, lambda *_: (tmp_path / "requeued").touch())
+        before_steps(lambda step: os.kill(os.getpid(), signal.SIGUSR2) if step == 4 else None)
+        train(tmp_path / "run")
+
+    assert in_child(stopped) == 128 + signal.SIGUSR2
+    assert newest(tmp_path / "run") == "step-00000004" and (tmp_path / "requeued").exists()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_under_submitit_a_run_saves_at_sigterm_and_goes_on(again, train, tmp_path):
+    """Submitit ignores SIGTERM, because a cluster sends it before or after the signal that it waits for."""
+    sent = {4: signal.SIGTERM, 5: signal.SIGTERM} | ({7: signal.SIGUSR2} if again else {})
+
+    def bypassed() -> None:
+        os.environ["SUBMITIT_EXECUTOR"] = "slurm"
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        signal.signal(signal.SIGUSR2, lambda *_: exec("raise SystemExit(44)"))
+        before_steps(lambda step: os.kill(os.getpid(), sent[step]) if step in sent else None)
+        train(tmp_path / "run", "training.keep_checkpoints=9")
+
+    assert in_child(bypassed) == (44 if again else 0)
+    saved = {int(path.name.rsplit("-", 1)[1]) for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert saved == {3, 4, 5, 6, 7 if again else 8}
 
 
 @pytest.mark.slow

@@ -2,14 +2,66 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from gnmr.lab.config import config_hash, read
+from gnmr.lab.train import provenance
 from gnmr.lab.train.provenance import portable_command
 from gnmr.lab.train.run import run
 from gnmr.records.reader import read_json
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A checkout of this package inside another repository, and what git says of its commit."""
+    for folder in (tmp_path, tmp_path / "checkout"):
+        git(folder, "init", "-q")
+        git(folder, "commit", "-q", "--allow-empty", "-m", folder.name)
+    monkeypatch.setattr(provenance.gnmr, "__file__", str(tmp_path / "checkout" / "gnmr" / "__init__.py"))
+    provenance.commit.cache_clear()
+    yield tmp_path / "checkout"
+    provenance.commit.cache_clear()
+
+
+def git(folder: Path, *words: str) -> str:
+    folder.mkdir(exist_ok=True)
+    who = ["-c", "user.name=x", "-c", "user.email=x@y"]
+    return subprocess.run(["git", *who, *words], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"GIT_DIR": ".git"},
+        {"GIT_DIR": ".git", "GIT_WORK_TREE": "."},
+        {"GIT_COMMON_DIR": ".git"},
+        {"GIT_INDEX_FILE": "none"},
+        {"GIT_TEST_ASSUME_DIFFERENT_OWNER": "1"},
+    ],
+)
+def test_the_commit_is_that_of_this_package(variables, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a hook has exported."""
+    ours = git(checkout, "rev-parse", "--short=12", "HEAD")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value if value == "1" else str(checkout.parent / value))
+    assert provenance.commit() == ours
+
+
+@pytest.mark.parametrize("how", ["broken", "no git", "empty"])
+def test_a_checkout_without_a_commit_is_told(how, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how == "no git":
+        monkeypatch.setenv("PATH", "")
+    else:
+        shutil.rmtree(checkout / ".git")
+        (checkout / ".git").write_text("gitdir: nowhere") if how == "broken" else (checkout / ".git").mkdir()
+    with pytest.warns(UserWarning, match="the records name no commit: git gives none for"):
+        assert provenance.commit() is None
 
 
 @pytest.fixture

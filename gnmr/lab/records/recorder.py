@@ -11,7 +11,7 @@ from gnmr.console import next_lines, shown_command
 from gnmr.errors import RunFailed
 from gnmr.lab.records.view import RunInfo, View
 from gnmr.lab.records.wandb_sink import WandbSink
-from gnmr.records.reader import read_json, read_jsonl
+from gnmr.records.reader import iter_sound, read_json, read_jsonl
 from gnmr.records.schema import UnitRows
 from gnmr.records.writer import RunWriter
 
@@ -124,7 +124,7 @@ class Recorder:
                 self.finish("failed", str(error))
             raise
         where = self._wandb.where()
-        self._wandb.finish(summary, read_jsonl(info.folder / "events.jsonl"))
+        self._wandb.finish(summary, [row for row, _ in iter_sound(info.folder / "events.jsonl")])
         following = next_lines(shown_command("report", info.folder))
         self._view.stop(summary, [*following, *([where] if where else [])])
         return summary

@@ -7,9 +7,11 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -43,6 +45,10 @@ _MAX_TAG = 64
 _CHARTS = 20
 """Times that the charts of a run are sent, besides at its end: each time W&B stores their points anew."""
 
+_LIMIT_S = 30.0
+"""Time for W&B to take the last rows and to end a run."""
+_TEARDOWN_S = 2.0
+
 _SETTINGS = {
     "init_timeout": 30.0,  # s; the run waits for it
     "silent": True,
@@ -54,6 +60,32 @@ _SETTINGS = {
     "x_disable_stats": True,
     "x_save_requirements": False,
 }
+
+
+class _Sender:
+    """A thread that makes calls in order. Unlike that of an executor, it does not keep the process alive."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: Thread | None = None
+
+    def submit(self, function: Callable[..., None], *arguments: Any) -> None:
+        if self._thread is None:
+            self._thread = Thread(target=self._make_calls, daemon=True, name="wandb-sink")
+            self._thread.start()
+        self._calls.put(partial(function, *arguments))
+
+    def shutdown(self, limit_s: float | None = None) -> bool:
+        """Wait until all calls were made, and return False if they were not within the limit."""
+        if self._thread is None:
+            return True
+        self._calls.put(None)
+        self._thread.join(limit_s)
+        return not self._thread.is_alive()
+
+    def _make_calls(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
 
 
 class WandbSink:
@@ -83,7 +115,8 @@ class WandbSink:
         self._promotions: Counter[str] = Counter()
         self._last_step = 0
         self._run: Any = None
-        self._thread = ThreadPoolExecutor(1, "wandb-sink")  # starts with the first row
+        self._gave_up = False
+        self._thread = _Sender()  # starts with the first row
 
     def start(
         self, info: RunInfo, config: dict[str, Any], header: dict[str, Any], *, project: str | None, mode: str
@@ -189,27 +222,36 @@ class WandbSink:
             summary: `SUMMARY_FIELDS`.
             events: rows of `EVENT_FIELDS`, sent as a table: the newest, if there are more than W&B takes.
         """
-        self._thread.shutdown()
-        if self._run is None:
-            return
-        with self._tolerant("finish"):
-            wandb = _wandb()
-            last = self._charts()
-            if rows := [[row.get(key) for key in EVENT_FIELDS] for row in events[-wandb.Table.MAX_ROWS :]]:
-                last["events"] = wandb.Table(columns=list(EVENT_FIELDS), data=rows)
-            if last:
-                self._run.log(last, step=self._run.step)
-            self._run.summary.update({f"summary/{key}": value for key, value in summary.items()})
-            self._run.finish(exit_code=0 if summary.get("status") == "done" else 1)
-            self._run = None
+        self._end(lambda: self._finish(summary, events))
+
+    def _finish(self, summary: dict[str, Any], events: list[dict[str, Any]]) -> None:
+        wandb = _wandb()
+        last = self._charts()
+        if rows := [[row.get(key) for key in EVENT_FIELDS] for row in events[-wandb.Table.MAX_ROWS :]]:
+            last["events"] = wandb.Table(columns=list(EVENT_FIELDS), data=rows)
+        if last:
+            self._run.log(last, step=self._run.step)
+        self._run.summary.update({f"summary/{key}": value for key, value in summary.items()})
+        self._run.finish(exit_code=0 if summary.get("status") == "done" else 1)
 
     def close(self) -> None:
         """Close the run without `finish`, so that W&B marks it as failed; does nothing after `finish`."""
-        self._thread.shutdown()
-        if self._run is not None:
-            with self._tolerant("finish"):
-                self._run.finish(exit_code=1)
-            self._run = None
+        self._end(lambda: self._run.finish(exit_code=1))
+
+    def _end(self, finish: Callable[[], None]) -> None:
+        """Make the queued calls and the last one, in the thread, because W&B's service may never answer."""
+        if self._run is None:
+            return
+
+        def end() -> None:
+            if self._run is not None:  # else an earlier row failed
+                with self._tolerant("finish"):
+                    finish()
+
+        self._thread.submit(end)
+        if not self._thread.shutdown(_LIMIT_S) and self._run is not None:
+            self._give_up(f"its service did not answer within {_LIMIT_S:.0f} s")
+        self._run = None
 
     def where(self) -> str | None:
         """Return the run's address, or the command that uploads it; None without W&B."""
@@ -278,8 +320,17 @@ class WandbSink:
         try:
             yield
         except Exception as error:
-            self._run = None
-            self._say(f"W&B is off from here, its {doing} failed ({_one_line(error)}); the run goes on")
+            self._give_up(f"its {doing} failed ({_one_line(error)})")
+
+    def _give_up(self, why: str) -> None:
+        self._run = None
+        if self._gave_up:  # in the other thread
+            return
+        self._gave_up = True
+        self._say(f"W&B is off from here, {why}; the run goes on")
+        ending = Thread(target=_tear_down, daemon=True)
+        ending.start()
+        ending.join(_TEARDOWN_S)
 
 
 def group_of(name: str, arm: str) -> str:
@@ -313,6 +364,12 @@ def _wandb() -> Any:
     import wandb
 
     return wandb
+
+
+def _tear_down() -> None:
+    """End W&B's service and its hook at the end of this process, which would wait without a limit."""
+    with suppress(Exception):
+        _wandb().teardown()
 
 
 def _open(wandb: Any, mode: str, arguments: dict[str, Any]) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -11,7 +9,6 @@ from contextlib import contextmanager, suppress
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 from gnmr.errors import UserError, writing
@@ -21,6 +18,7 @@ from gnmr.lab.data import tokenizer as bpe
 from gnmr.lab.data.corpora import open_corpus
 from gnmr.lab.data.files import user_path
 from gnmr.records.disk import check_tree
+from gnmr.records.lock import lock_folder
 from gnmr.records.untrusted import reading
 
 
@@ -150,17 +148,14 @@ def say_done(config: Config, folder: Path, say: Callable[[str], None]) -> None:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Create the folder and lock it until the process ends."""
+def locked(folder: Path, key: str = "run_dir") -> Iterator[None]:
+    """Create the folder and lock it until the block ends. A message advises another value of `key`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        TemporaryFile(dir=folder).close()  # .lock may exist already in a folder that is not writable
-        lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        lock = lock_folder(folder)
     except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({error.strerror}); choose another run_dir") from error
-    with os.fdopen(lock, "r+b", buffering=0) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UserError(f"{folder} is being written by another process") from error
+        raise UserError(f"{folder}: cannot be written ({error.strerror}); choose another {key}") from error
+    try:
         yield
+    finally:
+        del lock

@@ -22,6 +22,7 @@ from gnmr.distributed import shards
 from gnmr.errors import RunFailed
 from gnmr.lab.data.batch import Batch
 from gnmr.lab.records.recorder import Recorder, Silent
+from gnmr.lab.stopping import is_bypassed
 from gnmr.lab.train.build import Blocks, Parts, train_step
 from gnmr.lab.train.checkpoint import Checkpointer
 from gnmr.lab.train.loss import evaluate
@@ -171,7 +172,10 @@ class Loop:
                 self.stopped = next((number for number in told if number is not None), None)
             if self.stopped and not last:
                 name = signal.Signals(self.stopped).name
-                return "interrupted", f"stopped after step {step} by {name}, checkpoint saved"
+                if not is_bypassed(self.stopped):
+                    return "interrupted", f"stopped after step {step} by {name}, checkpoint saved"
+                self.recorder.say(f"{name} after step {step}: checkpoint saved; going on until submitit's own signal")
+                stop[:] = [number for number in stop if not is_bypassed(number)]
         return "done", None
 
     def score(self) -> None:

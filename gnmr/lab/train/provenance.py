@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import subprocess
+import warnings
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 import gnmr
+from gnmr.errors import users_level
 from gnmr.lab.config import Config, DataConfig, to_dict
 from gnmr.records.rows import versions
 
@@ -37,13 +39,21 @@ def machine(device: torch.device) -> dict[str, Any]:
 @cache
 def commit() -> str | None:
     """Return the commit of the checkout, with -dirty if it has changes, or None for an installed package."""
-    root = Path(gnmr.__file__).parent.parent
+    root = Path(gnmr.__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return None
+    # A hook or a manager of dotfiles exports GIT_DIR, which would win over -C; without a ceiling, git would look above
+    # the checkout. A container often runs as another user than the owner of the checkout.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    environment["GIT_CEILING_DIRECTORIES"] = str(root.parent)
+    git = ["git", "-C", str(root), "-c", f"safe.directory={root}"]
+    describe = [*git, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
-        describe = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-        return subprocess.run(describe, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
+        told = subprocess.run(describe, capture_output=True, text=True, timeout=10, check=True, env=environment)
+        return told.stdout.strip()
+    except (OSError, subprocess.SubprocessError) as error:
+        why = (getattr(error, "stderr", None) or str(error)).strip().partition("\n")[0]
+        warnings.warn(f"the records name no commit: git gives none for {root} ({why})", stacklevel=users_level())
         return None
 
 

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import errno
 import shlex
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,17 @@ from gnmr.lab.config import Config, config_hash
 from gnmr.lab.data.packing import PackedSequences
 from gnmr.lab.models import pretrained
 from gnmr.lab.records.recorder import Recorder, Silent
-from gnmr.lab.stopping import ending, ends, expected, handled, signals_collected
+from gnmr.lab.stopping import (
+    Stopped,
+    end_at_once,
+    ending,
+    ends,
+    handled,
+    is_bypassed,
+    second_ends,
+    signals_collected,
+    then_as_before,
+)
 from gnmr.lab.train.build import Blocks, Parts, assemble, device_of, training_blocks, validation
 from gnmr.lab.train.checkpoint import Checkpointer, Stateful, gathered
 from gnmr.lab.train.checks import refuse_processes
@@ -59,7 +72,8 @@ def run(
     Raises:
         UserError: Before the first record is written or changed.
         RunFailed: Training cannot continue; the folder is marked FAILED.
-        SystemExit: With 128 + signal after Ctrl-C or a signal of `stopping.ending`, once a checkpoint is saved.
+        SystemExit: With 128 + signal after Ctrl-C or a signal of `stopping.ending`, once a checkpoint is saved. A
+            handler that the caller had set for the signal is called first.
     """
     folder = run_folder(config)
 
@@ -73,19 +87,25 @@ def run(
     if world.from_first(lambda: done_already(config, say)):
         return folder
     reset_peak_memory(device_of(config.training.device))
-    try:
-        parts = assemble(config, folder, say, world)
-    except (RuntimeError, MemoryError) as error:
-        if not _out_of_memory(error):
-            raise
-        raise UserError("the model does not fit into memory: use a smaller model.* or scale") from error
-    if config.scores.tasks and not world.from_first(lambda: (folder / "DONE").exists()):
-        if scorer is None:
-            raise ValueError("scores.tasks: run() needs a scorer; gnmr.lab.evaluation.scores has RunScorer")
-        with world.agreed():
-            scorer.check(parts)
     with ExitStack() as stack:
-        world.from_first(lambda: stack.enter_context(locked(folder)))
+        stack.enter_context(then_as_before())
+
+        def lock() -> None:
+            stack.enter_context(locked(folder, "runs_dir" if config.run_dir is None else "run_dir"))
+
+        world.from_first(lambda: lock() if folder.exists() else None)  # before the minutes that loading may take
+        try:
+            parts = assemble(config, folder, say, world)
+        except (RuntimeError, MemoryError) as error:
+            if not _out_of_memory(error):
+                raise
+            raise UserError("the model does not fit into memory: use a smaller model.* or scale") from error
+        if config.scores.tasks and not world.from_first(lambda: (folder / "DONE").exists()):
+            if scorer is None:
+                raise ValueError("scores.tasks: run() needs a scorer; gnmr.lab.evaluation.scores has RunScorer")
+            with world.agreed():
+                scorer.check(parts)
+        world.from_first(lock)  # a new folder is made once nothing more can be refused
         if world.from_first(finished):  # check again: another process may have finished this run meanwhile
             if unexported(config, folder):
                 checkpointer = _checkpointer(parts)
@@ -165,7 +185,7 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
 
     info = run_info(parts, f"{config.experiment_name}/{folder.name}", counters.step)
     with ExitStack() as stack:
-        stack.enter_context(handled(ending(), _exit))
+        stack.enter_context(handled(ending(), end_at_once))
         recorder: Recorder | Silent = Silent()
         with world.agreed():
             if world.first:
@@ -178,7 +198,7 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
             _begin(recorder, parts, command, anew=newest is None)
             loop = Loop(parts, blocks, held_out, counters, checkpointer, recorder, levels, scorer)
             looping = True
-            with signals_collected() as stop:
+            with signals_collected(partial(_answer, say)) as stop:
                 status, reason = loop(stop)
             looping = False
             if status == "done":
@@ -202,7 +222,19 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
     if status == "interrupted":
         say(f"{reason}; the same command continues it")
         assert loop.stopped is not None
-        raise SystemExit(128 + loop.stopped)
+        raise Stopped(loop.stopped)
+
+
+def _answer(say: Callable[[str], None], number: int) -> None:
+    """Say that a signal was noticed; a step may take minutes.
+
+    A thread says it, because the signal may have interrupted a print.
+    """
+    if is_bypassed(number):
+        return
+    again = "; a second one ends the run at once, without a checkpoint" if second_ends() else ""
+    line = f"{signal.Signals(number).name}: the run stops after this step{again}"
+    threading.Thread(target=say, args=(line,), daemon=True).start()
 
 
 def _begin(recorder: Recorder | Silent, parts: Parts, command: str, *, anew: bool) -> None:
@@ -280,9 +312,3 @@ def _out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and any(word in str(error) for word in words)
     )
-
-
-def _exit(number: int, _frame: object) -> None:
-    """Raise SystemExit for a signal, as Ctrl-C raises KeyboardInterrupt, so that the records are closed."""
-    if not expected():
-        raise SystemExit(128 + number)

@@ -46,7 +46,7 @@ from gnmr.names import select
 from gnmr.precision.cost import Spent
 from gnmr.precision.units import module_of
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 """The signals that end a run gracefully (`stopping`)."""
 
 

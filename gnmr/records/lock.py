@@ -1,0 +1,196 @@
+"""Let one process at a time write a run folder.
+
+    .lock     locked by the operating system while a process works on the folder
+    .owner    says which process writes the records; removed when it closes them
+
+The second file serves where a file system has no locks, where its locks hold on one machine only, and where somebody
+has deleted the first. Its owner touches it every `_TOUCH_S` seconds, so that another machine can see that it lives.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import threading
+import time
+import warnings
+import weakref
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryFile
+
+from gnmr.errors import UserError, users_level
+from gnmr.records.disk import no_link, replacing
+
+OWNER = ".owner"
+_TOUCH_S = 15.0
+_SILENT_S = 60.0
+"""Time without a touch after which an owner on another machine counts as dead."""
+_CHECK_S = 1.0
+_DYING_S = 2.0
+"""Time for a process that is being killed, which loses its lock first."""
+_locks: weakref.WeakValueDictionary[tuple[int, int], FolderLock] = weakref.WeakValueDictionary()
+"""The locks of this process, by device and inode: an interrupted loop may attach to its folder again."""
+
+
+class FolderLock:
+    """The lock on one folder, until nothing refers to this object or the process ends."""
+
+    def __init__(self, folder: Path, descriptor: int) -> None:
+        """Raises UserError if another process holds the lock. The descriptor is that of .lock."""
+        weakref.finalize(self, _unlock, descriptor, os.getpid())
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
+                raise UserError(f"{folder} is being written by another process") from error
+            warnings.warn(
+                f"{folder}: its file system has no locks ({error.strerror}); start this run once",
+                stacklevel=users_level(),
+            )
+
+
+def lock_folder(folder: Path) -> FolderLock:
+    """Lock an existing folder. Raises UserError if another process writes it, and OSError if it cannot be written."""
+    TemporaryFile(dir=folder).close()  # .lock may exist already in a folder that is not writable
+    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    status = os.fstat(descriptor)
+    place = status.st_dev, status.st_ino
+    if (held := _locks.get(place)) is not None:
+        os.close(descriptor)
+        return held
+    lock = FolderLock(folder, descriptor)
+    _refuse_living_owner(folder)
+    _locks[place] = lock
+    return lock
+
+
+def _unlock(descriptor: int, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child has the same lock
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
+
+
+class Owner:
+    """Marks this process as the one that writes the records of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Write the mark. Raises UserError if another process that lives has marked the folder."""
+        _refuse_living_owner(folder)
+        self._path, self._mark, self._checked = folder / OWNER, _mark(), 0.0
+        _write(self._path, self._mark)
+        ended = threading.Event()
+        self.close = weakref.finalize(self, _remove, self._path, self._mark, os.getpid(), ended)
+        threading.Thread(target=_touch, args=(self._path, self._mark, ended), daemon=True).start()
+
+    def lost(self, now: bool = True) -> bool:
+        """Return True if another process has marked the folder since; without `now`, look once a second at most."""
+        if not now and time.monotonic() - self._checked < _CHECK_S:
+            return False
+        self._checked = time.monotonic()
+        return self.close.alive and _read(self._path) not in (None, self._mark)
+
+
+def _mark() -> dict[str, str | int]:
+    """Return what identifies this process; a digest stands for the machine, whose name is nobody's business."""
+    where = [platform.node()]
+    with suppress(OSError):
+        where.append(Path("/proc/sys/kernel/random/boot_id").read_text())
+        where.append(os.readlink("/proc/self/ns/pid"))  # containers of one machine have numbers of their own
+    pid = os.getpid()
+    return {
+        "machine": hashlib.sha256(" ".join(where).encode()).hexdigest()[:16],
+        "pid": pid,
+        "start": _start_of(pid) or "",
+    }
+
+
+def _start_of(pid: int) -> str | None:
+    """Return when a process of this machine began (empty where the system does not say), or None if it has ended."""
+    if Path("/proc/self/stat").exists():
+        with suppress(OSError):
+            state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            return None if state in "ZX" else rest[18]
+        return None
+    with suppress(PermissionError):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return None
+    return ""
+
+
+def _read(path: Path) -> dict[str, str | int] | None:
+    """Return a mark, or None if there is none that can be read."""
+    with suppress(OSError, ValueError), open(path, "rb", opener=no_link) as file:
+        mark = json.loads(file.read(1000))
+        if isinstance(mark, dict) and type(mark.get("pid")) is int:
+            return mark
+    return None
+
+
+def _write(path: Path, mark: dict[str, str | int]) -> None:
+    with suppress(OSError), replacing(path) as file:  # on a full disk the run goes on without the mark
+        file.write(json.dumps(mark).encode())
+
+
+def _remove(path: Path, mark: dict[str, str | int], pid: int, ended: threading.Event) -> None:
+    ended.set()
+    if os.getpid() == pid and _read(path) == mark:
+        with suppress(OSError):
+            path.unlink()
+
+
+def _touch(path: Path, mark: dict[str, str | int], ended: threading.Event) -> None:
+    while not ended.wait(_TOUCH_S):
+        there = _read(path)
+        if there == mark:
+            with suppress(OSError):
+                os.utime(path)
+        elif there is None and path.parent.is_dir() and not path.exists():
+            _write(path, mark)
+
+
+def _refuse_living_owner(folder: Path) -> None:
+    path = folder / OWNER
+    mark = _read(path)
+    if mark is None or mark == (ours := _mark()):
+        return
+    if mark.get("machine") == ours["machine"]:
+        until = time.monotonic() + _DYING_S
+        while mark.get("start") == _start_of(int(mark["pid"])):
+            if time.monotonic() > until:
+                raise UserError(f"{folder} is being written by another process, {mark['pid']} of this machine")
+            time.sleep(0.05)
+        return
+    if (seen := _age(path)) is None or seen[1] > _SILENT_S:
+        return
+    warnings.warn(
+        f"{folder}: another machine wrote here within the last minute; looking whether it still does",
+        stacklevel=users_level(),
+    )
+    touched, age = seen
+    while age <= _SILENT_S:
+        time.sleep(min(1.0, _TOUCH_S))
+        if (seen := _age(path)) is None:
+            return
+        if seen[0] != touched:
+            raise UserError(f"{folder} is being written by another process, on another machine")
+        age = seen[1]
+
+
+def _age(path: Path) -> tuple[float, float] | None:
+    """Return when a file was touched, and how long ago by the clock of its file system; None without the file."""
+    try:
+        with open(path, "rb", opener=no_link) as file, TemporaryFile(dir=path.parent) as fresh:  # open: NFS looks anew
+            fresh.write(b"x")
+            fresh.flush()
+            touched = os.fstat(file.fileno()).st_mtime
+            return touched, os.fstat(fresh.fileno()).st_mtime - touched
+    except OSError:
+        return None
