@@ -20,6 +20,7 @@ from gnmr.lab.config.base_run import place_of_base
 from gnmr.lab.data import tokenizer as bpe
 from gnmr.lab.data.corpora import open_corpus
 from gnmr.lab.data.files import user_path
+from gnmr.lab.records.find import last_step
 from gnmr.records.disk import check_tree
 from gnmr.records.untrusted import reading
 
@@ -138,6 +139,11 @@ def done_already(config: Config, say: Callable[[str], None]) -> bool:
     check_inputs(folder, config)
     if not (folder / "DONE").exists() or unexported(config, folder):
         return False
+    if 0 < (last := last_step(folder)) < config.total_steps:
+        raise UserError(
+            f"{folder / 'DONE'}: the rows end after step {last:,} of {config.total_steps:,}; remove DONE, and the same "
+            "command continues the run"
+        )
     say_done(config, folder, say)
     return True
 
