@@ -22,7 +22,7 @@ from pathlib import Path
 from gnmr.errors import UserError
 from gnmr.lab.config import DataConfig
 from gnmr.lab.data.rows import named
-from gnmr.records.disk import sha256
+from gnmr.records.disk import of_a_file_browser, sha256
 
 TRAIN, VALIDATION = "train", "validation"
 ONE_IN = 20  # one document in 20 is for validation
@@ -171,12 +171,13 @@ def _below(path: Path, where: str) -> tuple[list[str], list[str]]:
 
     for folder, children, names in os.walk(path, onerror=refuse):
         below = Path(folder)
-        children[:] = [child for child in children if not child.startswith(".")]
+        children[:] = [child for child in children if not child.startswith(".") and not of_a_file_browser(child)]
+        names = [name for name in names if not name.startswith(".") and not of_a_file_browser(name)]
         for child in children[:]:
             if kind := _records(below / child):
                 children.remove(child)
                 not_read.append(f"{(below / child).relative_to(path).as_posix()}/ ({kind})")
-        for file in (below / name for name in names if not name.startswith(".")):
+        for file in (below / name for name in names):
             usable = is_supported(file) and file.name not in _METADATA and file.is_file()
             (found if usable else not_read).append(file.relative_to(path).as_posix())
     if not found:

@@ -21,7 +21,7 @@ from gnmr.lab.data import tokenizer as bpe
 from gnmr.lab.data.corpora import open_corpus
 from gnmr.lab.data.files import user_path
 from gnmr.lab.records.find import last_step
-from gnmr.records.disk import check_tree
+from gnmr.records.disk import check_tree, of_a_file_browser
 from gnmr.records.untrusted import reading
 
 
@@ -41,7 +41,8 @@ def check_folder(folder: Path, config: Config) -> None:
     saved = folder / "config.yaml"
     if not saved.exists():
         # The lock is a run's first file. It identifies a run that was killed before it wrote its config.
-        foreign = not folder.is_dir() or (any(folder.iterdir()) and not (folder / ".lock").exists())
+        inside = [p for p in folder.iterdir() if not of_a_file_browser(p.name)] if folder.is_dir() else [folder]
+        foreign = inside and not (folder / ".lock").exists()
         if folder.exists() and foreign:
             raise UserError(f"run_dir={folder}: is not a run folder; choose an empty folder or a new one")
         return
