@@ -89,7 +89,7 @@ def test_a_column_that_occurs_twice_matters_only_if_it_is_read(config: Make, tmp
     assert len(texts(build(config(path=str(file)))[0], "train")) == 38
     file = tmp_path / "a.parquet"
     pq.write_table(pa.table([pa.array(DOCUMENTS)] * 2, names=["text", "text"]), file)
-    with pytest.raises(UserError, match="a.parquet: row 1: has column 'text' more than once"):
+    with pytest.raises(UserError, match=r"a\.parquet: row 1: has column 'text' more than once"):
         build(config(path=str(file)))
 
 

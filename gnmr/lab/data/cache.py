@@ -137,8 +137,8 @@ def open_folder(folder: Path) -> TokenCorpus:
     except (OSError, ValueError, KeyError, TypeError, RecursionError, UserError) as error:
         if isinstance(error, PermissionError) or isinstance(error.__cause__, PermissionError):
             raise UserError(
-                f"data.cache_dir={folder.parent}: this user may not read {folder.name} there; its owner can share it by "
-                "chmod -R a+rX, or set data.cache_dir or GNMR_CACHE to a folder of your own"
+                f"data.cache_dir={folder.parent}: this user may not read {folder.name} there; its owner can share it "
+                "by chmod -R a+rX, or set data.cache_dir or GNMR_CACHE to a folder of your own"
             ) from error
         raise Corrupt(f"it cannot be read: {error}") from error
 
