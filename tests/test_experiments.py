@@ -83,6 +83,20 @@ def quick(of: Iterable[Any], some: Collection[Any]) -> list[Any]:
     return [pytest.param(one, marks=() if one in some else pytest.mark.slow, id=str(one)) for one in of]
 
 
+@pytest.mark.parametrize(
+    "words, name",
+    [
+        (["data.path=my.txt"], "text"),
+        (["data.path=my.txt", "data.name=stdlib"], "stdlib"),
+        (["data.path=my.txt", "data.name=c4"], "c4"),
+        (["data.path=my_gsm8k", "experiment=finetune", "model.checkpoint=base"], "gsm8k"),
+        ([], "stdlib"),
+    ],
+)
+def test_a_path_of_text_is_read_without_the_name_of_a_corpus(words, name):
+    assert compose(*words).data.name == name
+
+
 @pytest.mark.parametrize("words", quick(SWEEPS, [("act_quant_stress",), ("faults",)]))
 def test_every_sweep_composes(words: tuple[str, ...]) -> None:
     """Its arms are different runs of one experiment with signals that there are, and those that it runs are its own."""

@@ -28,6 +28,7 @@ from gnmr.control import Decision
 from gnmr.control.spec import TwoStage
 from gnmr.errors import UserError
 from gnmr.precision.cost import Spent
+from gnmr.records.disk import of_a_file_browser
 from gnmr.records.lock import OWNER
 from gnmr.records.reader import calibrated_trigger, calibration_steps, read_json
 from gnmr.records.rows import event_rows, step_row, unit_rows, versions
@@ -58,9 +59,9 @@ class Recording:
             max_o: the most units on the recovery path.
         """
         self._folder = folder = folder.expanduser()
-        begun = folder.exists() and (
-            not folder.is_dir() or any(file.name not in (".lock", OWNER) for file in folder.iterdir())
-        )
+        names = {path.name for path in folder.iterdir()} - {".lock", OWNER} if folder.is_dir() else set()
+        inside = any(not of_a_file_browser(name) for name in names)
+        begun = folder.exists() and (inside or not folder.is_dir())
         if begun and (why := _no_part_of(folder, header["units"])) is not None:
             raise UserError(f"record={folder}: {why}; choose another folder")
         named = _SEED.fullmatch(folder.name)

@@ -18,7 +18,8 @@ from gnmr.cli.parser import Parser, whole
 from gnmr.console import NARROW, for_tables, print_plain
 from gnmr.errors import UserError, plural, printable
 from gnmr.lab.records.find import LATEST, changed, find_runs, last_step
-from gnmr.records.reader import read_json, read_jsonl
+from gnmr.records import seal
+from gnmr.records.reader import UNITS, read_json, read_jsonl
 from gnmr.records.untrusted import exists
 
 _TEXT = f"""\
@@ -64,6 +65,7 @@ def _row(folder: Path) -> _Row:
     """`Damaged` records make a row too."""
     steps, ppl, spent = 0, math.nan, math.nan
     try:
+        _check(folder)
         summary = read_json(folder / "summary.json") or {}
         status = _status(folder, summary)
         steps = int(_number(summary.get("steps"), last_step(folder)))
@@ -74,6 +76,22 @@ def _row(folder: Path) -> _Row:
     except UserError:
         status = "damaged"
     return _Row(folder, changed(folder), status, steps, ppl, spent)
+
+
+def _check(folder: Path) -> None:
+    """Raise `Damaged` for a run that `gnmr report` leaves out because its rows were changed or lost."""
+    if seal.check(folder, set(seal.FILES) - {UNITS}):
+        return
+    steps = [row["step"] for row in read_jsonl(folder / "steps.jsonl")]
+    evals = read_jsonl(folder / "eval.jsonl")
+    from gnmr.lab.config import flatten, read_tree  # imported here, because it takes long
+
+    settings = flatten(read_tree(folder / "config.yaml"))
+    planned = settings.get("training.steps")
+    if isinstance(planned, int):
+        planned += settings.get("fork.heal") or 0
+    later = max((rows[-1]["step"] for rows in (evals, read_jsonl(folder / "events.jsonl")) if rows), default=0)
+    seal.check_rows(folder, steps, evals[-1].get("val_loss") if evals else None, planned, later)
 
 
 def _status(folder: Path, summary: dict[str, Any]) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,6 +14,19 @@ from pathlib import Path
 from typing import BinaryIO
 
 from gnmr.errors import UserError
+
+_OF_A_FILE_BROWSER = re.compile(
+    r"\.DS_Store|\._.*|\.AppleDouble|\.localized|Icon\r|__MACOSX|\.Spotlight-.*|\.fseventsd|"  # macOS
+    r"Thumbs\.db|ehthumbs\.db|desktop\.ini|\$RECYCLE\.BIN|System Volume Information|"  # Windows
+    r"\.directory|\.Trash.*|lost\+found|\.ipynb_checkpoints|"  # Linux desktops, file systems, Jupyter
+    r"\.nfs[0-9a-f]+|\.fuse_hidden.*|\.smbdelete.*|@eaDir|#recycle|@Recycle|\.snapshots?",  # servers of files
+    re.IGNORECASE,
+)
+
+
+def of_a_file_browser(name: str) -> bool:
+    """Return True if file browsers, operating systems or file servers make files or folders of this name."""
+    return _OF_A_FILE_BROWSER.fullmatch(name) is not None
 
 
 def no_link(path: str, flags: int) -> int:
@@ -44,6 +59,16 @@ def replacing(path: Path, beside: Path | None = None) -> Iterator[BinaryIO]:
             beside.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def move_folder(old: Path, new: Path) -> None:
+    """Rename a folder; copy it where overlayfs cannot rename a folder of a lower layer (EXDEV)."""
+    try:
+        old.rename(new)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        shutil.move(old, new)
 
 
 def truncate(path: Path, size: int) -> None:

@@ -85,9 +85,15 @@ class AppendFile:
         self._file.close()
 
 
-def begins_with(path: Path, count: list[int]) -> bool:
-    """Return True if the file begins with what `AppendFile.count` counted."""
-    size, crc32 = count
+def count(path: Path) -> list[int]:
+    """Return the size of a file and its CRC-32, for `begins_with`."""
+    size = path.lstat().st_size
+    return [size, _crc32(path, size) if size else 0]
+
+
+def begins_with(path: Path, counted: list[int]) -> bool:
+    """Return True if the file begins with what `AppendFile.count` or `count` counted."""
+    size, crc32 = counted
     return (path.stat().st_size if path.exists() else 0) >= size and (not size or _crc32(path, size) == crc32)
 
 

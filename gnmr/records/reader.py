@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from gnmr.records.schema import unit_schema
@@ -24,6 +25,8 @@ UNITS = "units.arrows"
 """The file of the per-unit rows (`gnmr.records.units`)."""
 _MARKER = 0xFFFFFFFF
 """The first four bytes of each message of a stream."""
+_END_OF_STREAM = 8
+"""Bytes of the marker that pyarrow's own writer appends when it is closed."""
 MAX_STEP = 2**31 - 1
 MAX_UNITS = 2**16 - 1
 """The report's maps count them in 16 bits; a mixture of 64 experts in 60 layers has 12,000."""
@@ -42,8 +45,9 @@ def decode(value: Any) -> Any:
 def iter_jsonl(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
     """Yield each row of a .jsonl file and the offset of the byte after it; nothing if there is no file.
 
-    Stops at the first line that is not whole: the last one, if a kill cut it short. Raises `Damaged` for a row that is
-    too long or too deep, or whose step cannot follow on that of the row before.
+    A last line without its end is left out, because a kill may have cut it short. Raises `Damaged` for any other line
+    that is no JSON object, for a row that is too long or too deep, and for a step that cannot follow that of the row
+    before.
     """
     try:
         file = opened(path)
@@ -55,9 +59,10 @@ def iter_jsonl(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
             with reading(f"{path}, line {number}"):
                 if len(line) > MAX_ROW:
                     raise ValueError(f"a row of more than {MAX_ROW:,} bytes")
-                row = _object(line)
-                if row is None or not line.endswith(b"\n"):
+                if not line.endswith(b"\n"):
                     return
+                if (row := _object(line)) is None:
+                    raise ValueError("not a JSON object")
                 after = row.get("step")
                 if type(after) is not int or not max(0, step + apart) <= after <= MAX_STEP:
                     raise ValueError(f"step {after!r:.40} comes after step {step}")
@@ -130,7 +135,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 def open_units(path: Path) -> Iterator[tuple[pa.RecordBatch, int]]:
     """Yield each record batch of an Arrow IPC stream and the offset of the byte after it.
 
-    A message that the file cuts short is left out. Raises `Damaged` if the file is not such a stream.
+    A last message that the file cuts short is left out. Raises `Damaged` if the file is not such a stream.
     """
     with opened(path) as file:
         data = pa.py_buffer(file.read())
@@ -143,22 +148,49 @@ def open_units(path: Path) -> Iterator[tuple[pa.RecordBatch, int]]:
 
 
 def _batch_ends(data: pa.Buffer) -> Iterator[int]:
-    """Yield the offset behind each record batch that is there as a whole."""
-    source = pa.BufferReader(data)
-    while (at := source.tell()) + 8 <= data.size:
+    """Yield the offset behind each record batch that is there as a whole.
+
+    Raises ValueError if a message that is not whole has a whole one behind it, because a kill cuts only the last one.
+    """
+    at = 0
+    while at + 8 <= data.size:
         marker, length = struct.unpack("<Ii", data.slice(at, 8))
         if marker != _MARKER:
             raise ValueError(f"no message at byte {at}")
-        if length == 0 or at + 8 + length > data.size:
+        message, after = _message(data, at) if length else (None, at)
+        if message is None:
+            if _has_batch(data, at + 8):
+                raise ValueError(f"the message at byte {at} is damaged")
             return
-        try:
-            message = pa.ipc.read_message(source)
-        except OSError as error:
-            if "Expected to be able to read" in str(error):  # the body is cut short
-                return
-            raise
+        at = after
         if message.type == "record batch":
-            yield source.tell()
+            yield at
+
+
+def _message(data: pa.Buffer, at: int) -> tuple[pa.ipc.Message | None, int]:
+    """Return the message at byte `at` and the offset behind it; None for a message that the data cuts short."""
+    (length,) = struct.unpack("<i", data.slice(at + 4, 4))
+    if length < 0 or at + 8 + length > data.size:
+        return None, at
+    source = pa.BufferReader(data)
+    source.seek(at)
+    try:
+        return pa.ipc.read_message(source), source.tell()
+    except OSError as error:
+        if "Expected to be able to read" in str(error):  # the body is cut short
+            return None, at
+        raise
+
+
+def _has_batch(data: pa.Buffer, at: int) -> bool:
+    """Return True if a whole record batch begins at or behind byte `at`, where a multiple of 8 bytes is searched."""
+    words = np.frombuffer(data, np.uint32, count=(data.size - at) // 8 * 2, offset=at)[::2]
+    for place in at + 8 * np.flatnonzero(words == _MARKER):
+        with suppress(pa.ArrowInvalid, OSError, ValueError):
+            message, _ = _message(data, int(place))
+            if message is not None and message.type == "record batch":
+                return True
+    return False
 
 
 def read_units(folder: Path) -> pa.Table:
@@ -168,10 +200,12 @@ def read_units(folder: Path) -> pa.Table:
     below 1 and for names that no unit has.
     """
     path = folder / UNITS
-    try:
-        batches = [batch for batch, _ in open_units(path)]
-    except FileNotFoundError:
-        batches = []
+    batches, end = [], 0
+    with suppress(FileNotFoundError):
+        for batch, end in open_units(path):  # noqa: B007 (the last offset is compared below)
+            batches.append(batch)
+        if (folder / "DONE").exists() and path.lstat().st_size not in (end, end + _END_OF_STREAM):
+            raise Damaged(f"{path}: ends within a message, although the run is done; copy the run again")
     if not batches:
         return unit_schema(()).empty_table()
     with reading(path):

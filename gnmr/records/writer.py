@@ -16,6 +16,7 @@ from gnmr.records.files import AppendFile, JsonLines, begins_with, cut_jsonl, re
 from gnmr.records.lock import FolderLock, Owner, lock_folder
 from gnmr.records.reader import UNITS
 from gnmr.records.schema import EVAL_FIELDS, EVENT_FIELDS, FAULT_FIELDS, SCORE_FIELDS, STEP_FIELDS, UnitRows
+from gnmr.records.seal import sealed
 from gnmr.records.summary import summarize
 from gnmr.records.units import UnitStream, cut_units
 
@@ -150,7 +151,7 @@ class RunWriter:
             replace_json(self.folder / "summary.json", summary)
         if status == "done":
             with guarded("DONE"):
-                replace_text(self.folder / "DONE", "")
+                replace_text(self.folder / "DONE", sealed(self.folder))
 
     def close(self) -> None:
         """Close the files without an end of the run, and let other processes write the folder."""

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,37 @@ def test_a_cache_that_cannot_be_written_is_one_line(config: Make, corpus_file: P
 
 
 # ---- while a run reads ----
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize(
+    "mode, spoil, says",
+    [
+        (0o700, False, r"this user may not read text-\w+ there; its owner can share it by chmod -R a\+rX"),
+        (0o755, True, r"cannot be written \(Operation not permitted\); set data.cache_dir or GNMR_CACHE to a folder"),
+    ],
+)
+def test_a_cache_of_another_user_is_refused_before_any_work(
+    mode: int, spoil: bool, says: str, config: Make, corpus_file: Path
+) -> None:
+    """Tokens that only their owner may read; and damaged ones that only their owner may replace."""
+    with tempfile.TemporaryDirectory() as place:  # below pytest's folders, which are root's alone, no user may read
+        Path(place).chmod(0o755)
+        shared = Path(place, "cache")
+        shared.mkdir()
+        shared.chmod(0o1777)
+        folder = prepare(config(path=str(corpus_file), cache_dir=str(shared)), 100, lambda _: None).folder
+        folder.chmod(mode)
+        if spoil:
+            (folder / cache.META).write_text("{}")
+        os.seteuid(65534)
+        said: list[str] = []
+        try:
+            with pytest.raises(UserError, match=rf"^data.cache_dir=\S+: {says}") as caught:
+                cache.open_or_build(folder, lambda _: pytest.fail("it was built"), said.append)
+        finally:
+            os.seteuid(0)
+        assert "\n" not in str(caught.value) and len(said) == spoil
 
 
 @pytest.mark.parametrize("dtype", ["<u2", "<u4"])

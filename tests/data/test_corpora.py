@@ -42,8 +42,9 @@ def test_text_files_are_documents(config: Make, tmp_path: Path) -> None:
         (tmp_path / "books" / f"{i % 3}" / f"{i:02}.txt").write_bytes(text.encode())
     (tmp_path / "books" / "README.md").write_text("not a document")
     (tmp_path / "books" / ".hidden.txt").write_text("not a document")
-    (tmp_path / "books" / ".cache").mkdir()
-    (tmp_path / "books" / ".cache" / "x.txt").write_text("not a document")
+    for folder in (".cache", ".ipynb_checkpoints", "@eaDir", "#recycle"):
+        (tmp_path / "books" / folder).mkdir()
+        (tmp_path / "books" / folder / "x.txt").write_text("not a document")
     in_path_order = [text for folder in range(3) for text in DOCUMENTS[folder::3]]
     train, validation = read(config(path=str(tmp_path / "books")))
     assert validation == [in_path_order[19], in_path_order[39]]

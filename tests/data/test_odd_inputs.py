@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import bz2
+import gc
 import gzip
+import inspect
 import json
 import lzma
 import os
@@ -35,6 +37,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "digits.jsonl": (b'{"text": ' + b"9" * 5000 + b"}", "row 1 is not JSON"),
     "end.jsonl": (ROWS + b"{{{", "row 41 is not JSON"),
     "numbers.jsonl": (ROWS + b'{"text": 3}\n', "row 41: column 'text' holds int"),
+    "repeated.jsonl": (ROWS + b'{"text": "a", "text": null}\n', "row 41: has column 'text' more than once; rename"),
     "scalars.jsonl": (b'1\n"a"\n', "row 1 is not an object with columns"),
     "names.jsonl": (
         json.dumps({"k" * 999: 1, "\n\x1b[31m": 2}).encode(),
@@ -70,6 +73,21 @@ def test_refused_in_one_line(name: str, config: Make, tmp_path: Path, cache_dir:
         build(config(path=str(tmp_path / name)))
     assert "\n" not in str(caught.value) and name in str(caught.value) and len(str(caught.value)) < 500
     assert not list(cache_dir.glob("*"))
+    readers = [each for each in gc.get_objects() if inspect.isgenerator(each) and each.__name__ in READERS]
+    assert not [each for each in readers if each.gi_frame is not None], "Python would close them while it shuts down"
+
+
+READERS = ("read_rows", "_json", "_parquet", "_texts", "_made")
+
+
+def test_a_column_that_occurs_twice_matters_only_if_it_is_read(config: Make, tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "the quick brown fox", "n": 1, "n": 2, "more": {"text": 1, "text": 2}}\n' * 40)
+    assert len(texts(build(config(path=str(file)))[0], "train")) == 38
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.table([pa.array(DOCUMENTS)] * 2, names=["text", "text"]), file)
+    with pytest.raises(UserError, match=r"a\.parquet: row 1: has column 'text' more than once"):
+        build(config(path=str(file)))
 
 
 def test_parquet_columns(config: Make, tmp_path: Path) -> None:

@@ -36,6 +36,22 @@ def test_documents_come_back_from_the_tokens(config: Make, corpus_file: Path, ca
     assert said[-1].startswith(f"38 train documents with {len(corpus.train):,} tokens, 2 validation documents")
 
 
+def test_lines_about_a_text_of_one_document(config: Make, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(tokens, "SAY_EVERY", 0.0)
+    monkeypatch.setattr(tokens, "PIECE", 1000)
+    (tmp_path / "a.txt").write_text("the quick brown fox\n" * 2000)
+    _, said = build(config(path=str(tmp_path / "a.txt")))
+    assert any(line.endswith("training files: 1, validation: the last 5% of the text") for line in said)
+    assert any(line.startswith("tokenizing train documents: 1 with") for line in said)
+    assert not any("documents: 0 with" in line for line in said)
+
+
+def test_a_path_that_the_library_does_not_read_is_a_warning(config: Make, monkeypatch) -> None:
+    monkeypatch.setattr(tokens, "_prepared", lambda *_, **__: None)
+    with pytest.warns(UserWarning, match=r"data.path=a.txt: has no effect, because data.name=stdlib"):
+        tokens.prepare(config(name="stdlib", path="a.txt"), 100, lambda _: None)
+
+
 def test_the_tokenizer_sees_training_documents_alone(config: Make, tmp_path: Path) -> None:
     documents = ["common words here"] * 40
     documents[18], documents[19] = "learnable " * 50, "forbidden " * 50

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -17,8 +18,9 @@ from everything import differences, everything, same_bits
 
 from gnmr.errors import RunFailed, UserError
 from gnmr.lab.data.tokens import prepare
+from gnmr.lab.train import checkpoint_files
 from gnmr.lab.train.build import Parts, assemble
-from gnmr.lab.train.checkpoint import Checkpointer, load_model
+from gnmr.lab.train.checkpoint import Checkpointer, find, load_model
 from gnmr.lab.train.checkpoint_files import steps_in
 
 
@@ -79,7 +81,6 @@ DAMAGE = {
     "a_byte_changed": lambda folder: flip(folder / "__0_0.distcp"),
     "metadata_gone": lambda folder: (folder / ".metadata").unlink(),
     "other_meta": lambda folder: (folder / "meta.json").write_text("[]"),
-    "another_file": lambda folder: (folder / "more").write_text(""),
     "a_link": lambda folder: link(folder / "__0_0.distcp"),
     "position_edited": lambda folder: edit(folder, host={"blocks": {"epoch": 0, "position": 1}}),
     "no_files_and_a_new_sum": lambda folder: edit(folder, True, files={}),
@@ -121,6 +122,35 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_changes(damage, saved, copi
     assert all(same_bits(a, b) for a, b in zip(before, other.model.parameters(), strict=True))
 
 
+BROWSERS = [".DS_Store", "._meta.json", "Thumbs.db", "desktop.ini", ".nfs000000000001", ".any_hidden", "@eaDir/file"]
+
+
+def test_files_of_a_file_browser_are_passed_over(saved, copied, checkpointer):
+    for name in BROWSERS:
+        file = copied / "step-00000003" / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("")
+    assert find(copied).step == 3
+    checkpointer(saved[0]).load(3)
+
+
+def test_a_surplus_file_is_named_and_no_checkpoint_is_set_aside(half_way, train):
+    checkpoints = half_way / "checkpoints"
+    (checkpoints / "step-00000006" / "notes.txt").write_text("")
+    with pytest.raises(UserError, match=r"step-00000006/notes.txt: is not part of the checkpoint; remove what"):
+        train(half_way)
+    assert steps_in(checkpoints) == [3, 6]
+
+
+def test_a_checkpoint_that_may_not_be_read_is_not_corrupt(saved, copied, checkpointer, monkeypatch):
+    def refuse(path: Path) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(checkpoint_files, "sha256", refuse)
+    with pytest.raises(UserError, match=r"step-00000003/\S+: cannot be read \(Permission denied\); its owner can"):
+        checkpointer(saved[0]).load(3)
+
+
 def test_a_foreign_checkpoint_is_refused(saved, copied, assembled, checkpointer):
     with pytest.raises(UserError, match=r"belongs to another run \(a-s0, this one is b-s0\)"):
         checkpointer(saved[0], owner="b-s0").load(3)
@@ -140,6 +170,23 @@ def test_a_corrupt_newest_checkpoint_is_set_aside(keep, half_way, train, uninter
     assert (checkpoints / "step-00000006.corrupt" / "meta.json").exists()
     shutil.rmtree(checkpoints / "step-00000006.corrupt")
     assert differences(uninterrupted(*words) if keep == 1 else uninterrupted(), everything(half_way)) == []
+
+
+def test_a_corrupt_checkpoint_is_set_aside_where_folders_cannot_be_renamed(saved, copied, checkpointer, monkeypatch):
+    """As overlayfs answers for a folder of a lower layer."""
+    saver = checkpointer(saved[0])
+    damaged = shutil.copytree(copied / "step-00000003", copied / "step-00000004")
+    rename = os.rename
+
+    def refuse(old: Path, new: Path) -> None:
+        if Path(old) == damaged:
+            raise OSError(errno.EXDEV, "Invalid cross-device link", str(old))
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.warns(UserWarning, match=r"set aside as step-00000004.corrupt, step 3 is taken"):
+        assert saver.newest() == 3
+    assert (saver.folder / "step-00000004.corrupt" / "meta.json").exists() and not damaged.exists()
 
 
 def test_where_none_is_whole_nothing_is_touched(half_way, train):

@@ -109,6 +109,15 @@ def test_a_config_that_cannot_be_read_is_told_in_one_line(content, copied, train
     assert "\n" not in str(caught.value) and "choose another run_dir" in str(caught.value)
 
 
+def test_a_run_is_not_done_before_its_last_step(copied, train):
+    rows = (copied / "steps.jsonl").read_text().splitlines(keepends=True)
+    (copied / "steps.jsonl").write_text("".join(rows[:-2]))
+    (copied / "DONE").write_text("")  # somebody put it there
+    last = len(rows) - 2
+    with pytest.raises(UserError, match=f"DONE: the rows end after step {last} of {last + 2}; remove DONE"):
+        train(copied)
+
+
 def test_one_process_at_a_time(train, tmp_path):
     """A child holds the folder; the lock goes with the child, however it ends."""
     folder = tmp_path / "run"

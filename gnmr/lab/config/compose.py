@@ -20,6 +20,7 @@ from gnmr.doctor.plan import PATHS, read_plan
 from gnmr.errors import UserError, guess, nearest
 from gnmr.lab.config import Config, flatten, from_words, load, one_line, schema
 from gnmr.lab.config.base_run import covers, typed, with_base
+from gnmr.lab.config.data import DataConfig
 
 
 def conf_dir() -> Path:
@@ -78,6 +79,7 @@ def composed_tree(overrides: list[str], hydra: bool = True) -> Any:
 def load_composed(composed: DictConfig, words: Sequence[str]) -> Config:
     """Return the config of a composed tree, after applying the sweep's arm, the plan and a fork's base."""
     apply_arm(composed, words)
+    with_own_text(composed, words)
     with_plan(composed, words)
     with_base(composed, words)
     return load(composed)
@@ -107,6 +109,14 @@ def apply_arm(composed: DictConfig, words: Sequence[str]) -> None:
     except (UserError, ValueError) as error:
         raise UserError(f"arms.{arm}={arms[arm]}: {error}") from error
     composed.arm = None
+
+
+def with_own_text(composed: DictConfig, words: Sequence[str]) -> None:
+    """Set data.name=text if the words name a path and no corpus, and the default corpus would not read it."""
+    chosen = typed(words)
+    if "data.path" in chosen and not chosen & {"data", "data.name"} and composed.get("base") is None:
+        if composed.data.path is not None and composed.data.name == DataConfig.name:
+            composed.data.name = "text"
 
 
 def with_plan(composed: DictConfig, words: Sequence[str]) -> None:

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from gnmr.errors import RunFailed, UserError
-from gnmr.records.disk import no_link, sha256
+from gnmr.records.disk import move_folder, no_link, of_a_file_browser, sha256
 from gnmr.records.untrusted import content
 
 TOKENIZER, TRAIN, VAL, META = "tokenizer.json", "train.bin", "val.bin", "meta.json"
@@ -109,7 +109,7 @@ def open_folder(folder: Path) -> TokenCorpus:
     """Return the verified corpus in `folder`.
 
     No symbolic link is followed, because others may write into a shared cache. Raises FileNotFoundError if there is no
-    folder, and `Corrupt` if it is damaged.
+    folder, `Corrupt` if it is damaged, and UserError if this user may not read it.
     """
     if not os.path.lexists(folder):
         raise FileNotFoundError(folder)
@@ -135,13 +135,18 @@ def open_folder(folder: Path) -> TokenCorpus:
         fingerprint = meta["fingerprint"]
         return TokenCorpus(split(TRAIN), split(VAL), vocab_size, end_token, fingerprint, folder / TOKENIZER, folder)
     except (OSError, ValueError, KeyError, TypeError, RecursionError, UserError) as error:
+        if isinstance(error, PermissionError) or isinstance(error.__cause__, PermissionError):
+            raise UserError(
+                f"data.cache_dir={folder.parent}: this user may not read {folder.name} there; its owner can share it "
+                "by chmod -R a+rX, or set data.cache_dir or GNMR_CACHE to a folder of your own"
+            ) from error
         raise Corrupt(f"it cannot be read: {error}") from error
 
 
 def open_or_build(folder: Path, build: Callable[[Path], None], say: Callable[[str], None]) -> TokenCorpus:
     """Return the verified corpus in `folder`. If it is missing or damaged, `build(new folder)` creates it first.
 
-    Raises UserError if the cache cannot be written. No files remain after an error.
+    Raises UserError if the cache cannot be read or written, before `build` is called. No files remain after an error.
     """
     try:
         return open_folder(folder)
@@ -160,12 +165,11 @@ def open_or_build(folder: Path, build: Callable[[Path], None], say: Callable[[st
         with tempfile.TemporaryDirectory(prefix=hidden, dir=cache, ignore_cleanup_errors=True) as temporary:
             new = Path(temporary, "new")
             new.mkdir()  # the permissions of the temporary folder would exclude other users of a shared cache
+            if (there := _opened_or_moved(folder, Path(temporary, "before"))) is not None:
+                return there
             build(new)
-            try:
-                return open_folder(folder)  # another process has built it in the meantime
-            except (FileNotFoundError, Corrupt):
-                with suppress(FileNotFoundError):
-                    folder.rename(Path(temporary, "old"))
+            if (there := _opened_or_moved(folder, Path(temporary, "after"))) is not None:
+                return there
             try:
                 new.rename(folder)
             except OSError:  # another process was faster
@@ -177,13 +181,28 @@ def open_or_build(folder: Path, build: Callable[[Path], None], say: Callable[[st
     except OSError as error:
         raise UserError(
             f"data.cache_dir={cache}: cannot be written ({error.strerror or error}); "
-            "set data.cache_dir or GNMR_CACHE to a folder with room"
+            "set data.cache_dir or GNMR_CACHE to a folder with room, in which you may write"
         ) from error
+
+
+def _opened_or_moved(folder: Path, aside: Path) -> TokenCorpus | None:
+    """Return the corpus if another process has built it; move a corrupt folder `aside` and return None.
+
+    Raises OSError if the folder may not be moved, as that of another user in a folder with the sticky bit.
+    """
+    try:
+        return open_folder(folder)
+    except FileNotFoundError:
+        pass
+    except Corrupt:
+        with suppress(FileNotFoundError):
+            move_folder(folder, aside)
+    return None
 
 
 def seal(folder: Path, vocab_size: int, end_token: int, dtype: np.dtype) -> None:
     """Complete a build: write meta.json with the sizes and checksums of the files in `folder`."""
-    files = {file.name: _recorded(file) for file in sorted(folder.iterdir())}
+    files = {file.name: _recorded(file) for file in sorted(folder.iterdir()) if not of_a_file_browser(file.name)}
     meta = {"vocab_size": vocab_size, "end_token": end_token, "dtype": dtype.str, "files": files}
     (folder / META).write_text(json.dumps(meta | {"fingerprint": _fingerprint(meta)}, indent=1) + "\n")
 

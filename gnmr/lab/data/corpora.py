@@ -20,7 +20,8 @@ import gc
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
@@ -33,6 +34,7 @@ from gnmr.records.untrusted import first_line
 
 PROMPTED = ("gsm8k", "instructions")  # values of data.name with prompts and answers
 HUB_TIMEOUT = 10.0  # seconds to wait for the hub
+Rows = Generator[Row, None, None]
 COLUMN_WITHIN = 1000  # the text column must appear within this number of rows
 
 
@@ -85,7 +87,7 @@ class Corpus:
 def open_corpus(config: DataConfig, tell: Callable[[str], None] = lambda _: None) -> Corpus:
     """Return the corpus that `config` names, and report progress to `tell`. Raises UserError if there is none."""
     skipped, prompted = Skipped(), config.name in PROMPTED
-    rows: Callable[[str], Iterator[Row]]
+    rows: Callable[[str], Rows]
     texts: Callable[[str], Iterator[str]]
     if config.path is None and config.name in HUBS:
         hub = HUBS[config.name]
@@ -97,13 +99,13 @@ def open_corpus(config: DataConfig, tell: Callable[[str], None] = lambda _: None
     else:
         local = library_files(tell) if config.name == "stdlib" else local_files(config, tell)
         where, summary, source, by_name, streamed = local.where, local.summary, local.identity, local.by_name, False
-        rows = lambda split: chain.from_iterable(map(read_rows, local.of(split)))
+        rows = lambda split: _rows_of(local.of(split))
         texts = lambda split: chain.from_iterable(_texts_of(config, file, skipped) for file in local.of(split))
 
     def examples(split: str) -> Iterator[Example]:
         if prompted:
             make = _gsm8k if config.name == "gsm8k" else _instruction
-            return (make(row, config) for row in rows(split))
+            return _made(make, rows(split), config)
         return (Example("", text) for text in texts(split))
 
     def read(split: str) -> Iterator[Example]:
@@ -123,7 +125,19 @@ def open_corpus(config: DataConfig, tell: Callable[[str], None] = lambda _: None
     return Corpus(where, summary, identity, read, streamed, skipped)
 
 
-def hub_rows(name: str, split: str) -> Iterator[Row]:
+def _rows_of(files: Iterable[Path]) -> Rows:
+    for file in files:
+        with closing(read_rows(file)) as rows:
+            yield from rows
+
+
+def _made(make: Callable[[Row, DataConfig], Example], rows: Rows, config: DataConfig) -> Iterator[Example]:
+    with closing(rows):
+        for row in rows:
+            yield make(row, config)
+
+
+def hub_rows(name: str, split: str) -> Rows:
     """Yield the rows of a split of the data set that data.name=`name` reads from the hub."""
     hub = HUBS[name]
     try:
@@ -164,21 +178,23 @@ def _texts_of(config: DataConfig, file: Path, skipped: Skipped) -> Iterator[str]
         skipped.note("file{s} without text", str(file), 1)
 
 
-def _texts(config: DataConfig, rows: Iterable[Row], where: str, skipped: Skipped) -> Iterator[str]:
-    """Yield the text of each row and count the rows without text.
+def _texts(config: DataConfig, rows: Rows, where: str, skipped: Skipped) -> Iterator[str]:
+    """Yield the text of each row and count the rows without text. Closes `rows`, also after an error.
 
     Raises UserError unless one of the first rows has the text column.
     """
     column, seen, lacking, row = config.text_column, False, 0, None
-    for number, row in enumerate(rows, start=1):
-        seen = seen or column in row.cells
-        if not seen and number == COLUMN_WITHIN:
-            break
-        if row.cells.get(column) is not None and (text := row.text(column)).strip():
-            yield text
-        else:
-            lacking += 1
-            skipped.note("row{s} without text", where, lacking)
+    with closing(rows):
+        for number, row in enumerate(rows, start=1):
+            seen = seen or column in row.cells
+            if not seen and number == COLUMN_WITHIN:
+                break
+            text = row.text(column, optional=True) if column in row.cells else ""
+            if text.strip():
+                yield text
+            else:
+                lacking += 1
+                skipped.note("row{s} without text", where, lacking)
     if row is not None and not seen:
         raise UserError(f"{where}: no column {column!r}; data.text_column must be one of {named(row.cells)}")
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from gnmr.errors import UserError
 from gnmr.lab.config import DataConfig
 from gnmr.lab.data.rows import named
-from gnmr.records.disk import sha256
+from gnmr.records.disk import of_a_file_browser, sha256
 
 TRAIN, VALIDATION = "train", "validation"
 ONE_IN = 20  # one document in 20 is for validation
@@ -105,7 +105,7 @@ def local_files(config: DataConfig, tell: Callable[[str], None] = lambda _: None
     train, validation = splits[TRAIN], splits[VALIDATION]
     left_out = [name for name in names if name not in {*train, *validation}]
     summary = f"training files: {len(train)}, " + (
-        f"validation files: {len(validation)}" if validation else f"validation: every {ONE_IN}th document"
+        f"validation files: {len(validation)}" if validation else _validation_by_content(config, train)
     )
     if left_out:
         summary += f"; left out because there are files named train: {named(left_out)}"
@@ -113,6 +113,16 @@ def local_files(config: DataConfig, tell: Callable[[str], None] = lambda _: None
         summary += f"; of the folder {path.name} alone"
     files = {split: [folder / name for name in names] for split, names in splits.items()}
     return LocalFiles(where, files, summary + _not_read(not_read), identity)
+
+
+def _validation_by_content(config: DataConfig, names: list[str]) -> str:
+    """Return what `corpora.every_twentieth` takes for validation, in words."""
+    if config.name in ("gsm8k", "instructions"):
+        return f"validation: every {ONE_IN}th row (of fewer than {ONE_IN}, the last one)"
+    share = f"the last {100 // ONE_IN}% of the text"
+    if len(names) < ONE_IN and all(name.lower().endswith((".txt", ".txt.gz")) for name in names):
+        return f"validation: {share}"
+    return f"validation: every {ONE_IN}th document (of fewer than {ONE_IN}, {share})"
 
 
 def library_files(tell: Callable[[str], None] = lambda _: None) -> LocalFiles:
@@ -171,12 +181,13 @@ def _below(path: Path, where: str) -> tuple[list[str], list[str]]:
 
     for folder, children, names in os.walk(path, onerror=refuse):
         below = Path(folder)
-        children[:] = [child for child in children if not child.startswith(".")]
+        children[:] = [child for child in children if not child.startswith(".") and not of_a_file_browser(child)]
+        names = [name for name in names if not name.startswith(".") and not of_a_file_browser(name)]
         for child in children[:]:
             if kind := _records(below / child):
                 children.remove(child)
                 not_read.append(f"{(below / child).relative_to(path).as_posix()}/ ({kind})")
-        for file in (below / name for name in names if not name.startswith(".")):
+        for file in (below / name for name in names):
             usable = is_supported(file) and file.name not in _METADATA and file.is_file()
             (found if usable else not_read).append(file.relative_to(path).as_posix())
     if not found:

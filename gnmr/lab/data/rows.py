@@ -10,7 +10,9 @@ import codecs
 import gzip
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -25,6 +27,24 @@ LOOKED_AT = 2**16  # size in bytes of the blocks in which control characters are
 _CONTROLS = bytes({*range(32)} - {*b"\t\n\v\f\r\b\x1b"})
 
 
+class _Repeating(dict[str, Any]):
+    """Cells of a row that names a column more than once; the last one is in the mapping."""
+
+    def __init__(self, pairs: Iterable[tuple[str, Any]], repeated: Iterable[str]) -> None:
+        super().__init__(pairs)
+        self.repeated = frozenset(repeated)
+
+
+def _cells(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; `json` calls this with its keys and values."""
+    cells = dict(pairs)
+    return cells if len(cells) == len(pairs) else _Repeating(pairs, _repeated(name for name, _ in pairs))
+
+
+def _repeated(names: Iterable[str]) -> list[str]:
+    return [name for name, number in Counter(names).items() if number > 1]
+
+
 @dataclass(frozen=True)
 class Row:
     """A row of a file, with cells by column name."""
@@ -34,7 +54,9 @@ class Row:
     cells: dict[str, Any]
 
     def text(self, column: str, key: str | None = None, optional: bool = False) -> str:
-        """Return the text in `column`, which `key` names. Raises UserError if there is no text."""
+        """Return the text in `column`, which `key` names. Raises UserError if there is no text, or more than one."""
+        if isinstance(self.cells, _Repeating) and column in self.cells.repeated:
+            raise UserError(f"{self.where}: has column {column!r} more than once; rename or remove all but one")
         if column not in self.cells:
             known = f"{key} must be one of" if key is not None else "it has"
             raise UserError(f"{self.where}: no column {column!r}; {known} {named(self.cells)}")
@@ -81,7 +103,7 @@ def opened(file: Path) -> BinaryIO:
     return gzip.open(file) if file.name.lower().endswith(".gz") else file.open("rb")  # type: ignore[return-value]
 
 
-def read_rows(file: Path, least: int = 1) -> Iterator[Row]:
+def read_rows(file: Path, least: int = 1) -> Generator[Row, None, None]:
     """Yield the rows of a .jsonl, .json or .parquet file, or of a .gz of the former two. A .json file may be one list.
 
     If each row is a line, the row number is the line number. Raises UserError with one line for malformed data, and for
@@ -89,11 +111,13 @@ def read_rows(file: Path, least: int = 1) -> Iterator[Row]:
     """
     found = 0
     try:
-        for number, cells in _parquet(file) if file.name.lower().endswith(".parquet") else _json(file):
-            if not isinstance(cells, dict):
-                raise UserError(f"{file}: row {number} is not an object with columns")
-            found += 1
-            yield Row(f"{file}: row {number}", cells)
+        # Closed here: a generator that is left open after an error would be closed while Python shuts down.
+        with closing(_parquet(file) if file.name.lower().endswith(".parquet") else _json(file)) as numbered:
+            for number, cells in numbered:
+                if not isinstance(cells, dict):
+                    raise UserError(f"{file}: row {number} is not an object with columns")
+                found += 1
+                yield Row(f"{file}: row {number}", cells)
     except UserError:
         raise
     except Exception as error:  # gzip, JSON, Arrow: many libraries without a common base class
@@ -102,15 +126,17 @@ def read_rows(file: Path, least: int = 1) -> Iterator[Row]:
         raise UserError(f"{file}: holds no rows")
 
 
-def _parquet(file: Path) -> Iterator[tuple[int, Any]]:
+def _parquet(file: Path) -> Generator[tuple[int, Any], None, None]:
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(file) as table:
-        batches = (batch.to_pylist() for batch in table.iter_batches(PARQUET_ROWS))
-        yield from enumerate(chain.from_iterable(batches), start=1)
+        repeated = _repeated(table.schema_arrow.names)
+        rows = chain.from_iterable(batch.to_pylist() for batch in table.iter_batches(PARQUET_ROWS))
+        for number, cells in enumerate(rows, start=1):
+            yield number, _Repeating(cells.items(), repeated) if repeated else cells
 
 
-def _json(file: Path) -> Iterator[tuple[int, Any]]:
+def _json(file: Path) -> Generator[tuple[int, Any], None, None]:
     if file.name.lower().endswith((".txt", ".txt.gz")):
         raise UserError(f"{file}: plain text has no columns; give .jsonl, .json or .parquet")
     with opened(file) as stream:
@@ -128,7 +154,7 @@ def _json(file: Path) -> Iterator[tuple[int, Any]]:
             if text:
                 first = False
                 try:
-                    yield number, json.loads(text)
+                    yield number, json.loads(text, object_pairs_hook=_cells)
                 except (ValueError, RecursionError) as error:
                     raise UserError(f"{file}: row {number} is not JSON ({error})") from error
 
@@ -136,9 +162,9 @@ def _json(file: Path) -> Iterator[tuple[int, Any]]:
 def _values(text: str) -> Iterator[Any]:
     """Yield the items of the list in `text`, or its consecutive objects."""
     if text.startswith("["):
-        yield from json.loads(text)
+        yield from json.loads(text, object_pairs_hook=_cells)
         return
-    decoder, space, at = json.JSONDecoder(), re.compile(r"\s*"), 0
+    decoder, space, at = json.JSONDecoder(object_pairs_hook=_cells), re.compile(r"\s*"), 0
     while at < len(text):
         value, at = decoder.raw_decode(text, at)
         yield value

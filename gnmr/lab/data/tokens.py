@@ -10,6 +10,7 @@ import json
 import os
 import threading
 import time
+import warnings
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -49,7 +50,11 @@ def prepare(config: DataConfig, needed_tokens: int, say: Callable[[str], None]) 
         UserError: With one line, if the corpus or the tokenizer cannot be used.
     """
     if config.name == "stdlib" and config.path is not None:
-        say(f"data.path={config.path} has no effect: data.name=stdlib reads this Python's library, text a path")
+        warnings.warn(
+            f"data.path={config.path}: has no effect, because data.name=stdlib reads this Python's library; use "
+            "data.name=text",
+            stacklevel=2,
+        )
     if config.name in PROMPTED:
         raise UserError(f"data.name={config.name}: prompts and answers fine-tune a checkpoint; use text for plain text")
     needed = needed_tokens + needed_tokens // 100 + 1  # + 1: the last sequence's last target
@@ -196,7 +201,8 @@ class Encoder:
                     written, documents, inside = written + len(ids), documents + is_last, not is_last
                     if is_last and self.packed:
                         borders.extend([written, before if self.answers_only else 0])
-                    progress(f"tokenizing {split} {kind}: {documents:,} with {written:,} tokens")
+                    begun = documents + inside
+                    progress(f"tokenizing {split} {kind}: {begun:,} with {written:,} tokens")
                     if most is not None and written >= most and (is_last or not self.packed):
                         break
             if written == 0:

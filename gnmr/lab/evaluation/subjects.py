@@ -179,6 +179,13 @@ def _corpus(folder: Path, config: Config) -> cache.TokenCorpus:
     except (KeyError, TypeError) as error:
         raise UserError(f"{folder}: header.json does not say which data the run was trained on ({error})") from error
     places = dict.fromkeys([config.data.cache_dir, os.environ.get("GNMR_CACHE") or "~/.cache/gnmr"])
+    unreadable = [
+        path
+        for place in places
+        for seen in _seen_from(folder, place)
+        for path in seen.glob(f"{config.data.name}-*")
+        if not os.access(path, os.R_OK | os.X_OK)
+    ]
     for seen in (seen for place in places for seen in _seen_from(folder, place)):
         for meta in seen.glob(f"{config.data.name}-*/{cache.META}"):
             try:
@@ -188,6 +195,8 @@ def _corpus(folder: Path, config: Config) -> cache.TokenCorpus:
                 continue
             except cache.Corrupt as error:
                 raise UserError(f"{meta.parent}: the run's tokenizer and tokens are damaged ({error})") from error
+    if unreadable:
+        raise UserError(f"{folder}: its tokenizer may be in {unreadable[0]}, which this user may not read")
     raise UserError(
         f"{folder}: its tokenizer is missing: no token folder in {' or '.join(places)} is of data {fingerprint[:12]}; "
         "set GNMR_CACHE, or repeat the run's command, which prepares the data again"

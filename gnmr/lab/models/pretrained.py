@@ -25,6 +25,7 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -97,7 +98,9 @@ def check_files(folder: Path) -> list[Path]:
     file = folder / "model.safetensors.index.json"
     try:
         shards = json.loads(file.read_bytes())["weight_map"].values() if file.is_file() else []
-        files = sorted({folder / name for name in shards} or folder.glob("*.safetensors"))
+        files = sorted(
+            {folder / name for name in shards} or folder.glob("[!.]*.safetensors")
+        )  # hidden: a file browser's
         for file in files:
             with safe_open(file, framework="pt"):
                 pass
@@ -327,7 +330,7 @@ class _AdapterLinear(nn.Linear):
 def fingerprint(checkpoint: str) -> str:
     """Return a sha256 over config and weight files; of a hub name, over the files from `local` (1 to 2 s per GB)."""
     mine = ("config.json", "model.safetensors.index.json")
-    files = sorted(p for p in local(checkpoint).iterdir() if p.name in mine or p.suffix == ".safetensors")
+    files = sorted(p for p in local(checkpoint).iterdir() if p.name in mine or fnmatch(p.name, "[!.]*.safetensors"))
     return hashlib.sha256("".join(f"{p.name} {sha256(p.resolve())}\n" for p in files).encode()).hexdigest()
 
 

@@ -25,6 +25,7 @@ from gnmr.control.signals import SIGNALS, SignalBase
 from gnmr.errors import UserError, plural
 from gnmr.lab.config import ControllerConfig, load, one_line, read_tree
 from gnmr.lab.config import read as read_config
+from gnmr.records import seal
 from gnmr.records.reader import calibrated_trigger, calibration_steps, check_units, read_json, read_jsonl, read_units
 from gnmr.records.untrusted import Damaged, exists, opened, reading
 
@@ -75,6 +76,7 @@ def read_norms(path: Path) -> Norms:
             raise UserError(f"{path}: there is no such file or run folder")
         with reading(path):
             return _dense(path, _read_file(path), [])
+    seal.check(path)
     table, header = read_units(path), read_json(path / "header.json") or {}
     if table.num_rows == 0:
         inside = [] if exists(path / "config.yaml") else sorted(one.parent for one in path.glob("*/units.arrows"))

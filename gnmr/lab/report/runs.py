@@ -17,7 +17,8 @@ import numpy as np
 
 from gnmr.errors import UserError
 from gnmr.lab import config
-from gnmr.records.reader import MAX_UNITS, check_units, read_json, read_jsonl, read_units
+from gnmr.records import seal
+from gnmr.records.reader import MAX_UNITS, UNITS, check_units, read_json, read_jsonl, read_units
 from gnmr.records.schema import EVAL_FIELDS, STEP_FIELDS, SUMMARY_FIELDS, unit_schema
 from gnmr.records.summary import summarize
 from gnmr.records.untrusted import Damaged, content, exists, reading, text
@@ -87,12 +88,22 @@ class Run:
         if self.status == "done" and written.get("promotion_frac") is not None:
             return dict.fromkeys(SUMMARY_FIELDS) | written
         units, max_o = len(self.header.get("units") or []), self.settings.get("controller.max_o")
-        return summarize(self.folder, units, max_o or MAX_UNITS, self.status, self.reason) | written
+        counted = summarize(self.folder, units, max_o or MAX_UNITS, self.status, self.reason)
+        if self.status == "done" or not len(self.steps["step"]):
+            return counted | written
+        # Nothing protects summary.json of an unfinished run, but its checkpoint protects the rows.
+        return counted | written | {key: value for key, value in counted.items() if value is not None}
 
     def check(self) -> Run:
         """Itself, with everything read that a table shows but for the per-unit rows; `Damaged` where that cannot be."""
         with reading(self.folder):
+            whole = seal.check(self.folder, set(seal.FILES) - {UNITS})
             _ = self.steps, self.evals, self.summary, self.events
+            if not whole:
+                later = max(_last(self.evals["step"]) or 0, self.events[-1]["step"] if self.events else 0)
+                seal.check_rows(
+                    self.folder, self.steps["step"], _last(self.evals["val_loss"]), self.planned_steps, int(later)
+                )
         return self
 
     def final(self, field: str) -> float | None:
@@ -149,6 +160,7 @@ class Run:
 
     def units(self) -> UnitMatrices:
         """Read anew at each call: too large to keep for every run of a sweep."""
+        seal.check(self.folder, [UNITS])
         table = read_units(self.folder).unify_dictionaries()
         if missing := [name for name in _SHOWN if name not in table.column_names]:
             raise Damaged(f"{self.folder}: units.arrows has no column {missing[0]!r}")
@@ -238,7 +250,10 @@ _HEADER |= dict.fromkeys(("command", "commit", "arm", "experiment", "scale"), st
 
 def _header(path: Path) -> dict[str, Any]:
     """header.json, its words in short printable lines; empty without it."""
-    header = read_json(path) or {}
+    header = read_json(path)
+    if header is None and exists(path) and content(path).strip():  # it is replaced as a whole, so no kill cuts it
+        raise Damaged(f"{path}: not a JSON object; copy the run again")
+    header = header or {}
     with reading(path):
         for key, kind in _HEADER.items():
             if not isinstance(header.get(key), kind | None):

@@ -48,7 +48,7 @@ from gnmr.lab.train.checkpoint_files import (
     write_meta,
 )
 from gnmr.precision import ConvertedModel
-from gnmr.records.disk import sync_folder
+from gnmr.records.disk import move_folder, sync_folder
 
 
 class Stateful(Protocol):
@@ -174,7 +174,7 @@ class Checkpointer:
             aside = path.with_name(f"{path.name}.corrupt")
             with writing(path):
                 shutil.rmtree(aside, ignore_errors=True)
-                path.rename(aside)
+                move_folder(path, aside)
             warnings.warn(f"{error}: set aside as {aside.name}, step {whole['step']} is taken", stacklevel=5)
         self._prune()
         return whole

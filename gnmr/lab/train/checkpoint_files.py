@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import ReadItem
 
 from gnmr.errors import UserError
-from gnmr.records.disk import no_link, sha256, sync_folder
+from gnmr.records.disk import no_link, of_a_file_browser, sha256, sync_folder
 
 Meta = dict[str, Any]
 """meta.json: the host state, the run that owns the checkpoint, and the sha256 of every other file."""
@@ -77,7 +77,11 @@ def newest_whole(folder: Path, steps: Sequence[int]) -> tuple[Meta, dict[Path, C
 
 
 def _verified(path: Path) -> Meta:
-    """Return meta.json of a checkpoint after checking that the folder holds exactly the files that it names."""
+    """Return meta.json of a checkpoint after checking every file that it names.
+
+    Raises `Corrupt` for a missing or changed file. Raises UserError for a file that this user may not read, and for a
+    file that meta.json does not name, unless it is hidden or a file browser's.
+    """
     try:
         text, named = ((path / name).read_bytes() for name in (META, _META_SUM))
         if named != _sum_line(text):
@@ -86,21 +90,35 @@ def _verified(path: Path) -> Meta:
         kinds = {"step": int, "owner": str, "units": list, "host": dict, "files": dict}
         if any(type(meta[key]) is not kind for key, kind in kinds.items()) or path.name != f"step-{meta['step']:08d}":
             raise ValueError(f"{META} is of another checkpoint")
+        if _INDEX not in meta["files"]:
+            raise ValueError(f"{META} names no {_INDEX}")
         known = {META, _META_SUM, *meta["files"]}
-        for name in sorted(known | {p.name for p in path.iterdir()}):
+        for name in sorted(known):
             file, wanted = path / name, meta["files"].get(name)
-            if name not in known or not stat.S_ISREG(file.lstat().st_mode) or (wanted and sha256(file) != wanted):
+            if not stat.S_ISREG(file.lstat().st_mode) or (wanted and sha256(file) != wanted):
                 raise ValueError(f"{name} is missing or changed")
+        surplus = sorted(p.name for p in path.iterdir() if p.name not in known and not _passed_over(p.name))
     except FileNotFoundError as error:
         raise Corrupt(f"checkpoint {path} is corrupt ({Path(error.filename).name} is missing)") from error
+    except PermissionError as error:
+        where = error.filename or path
+        raise UserError(f"{where}: cannot be read ({error.strerror}); its owner can make it readable") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Corrupt(f"checkpoint {path} is corrupt ({error})") from error
+    if surplus:
+        more = f", and {len(surplus) - 1} more are" if len(surplus) > 1 else ""
+        raise UserError(f"{path / surplus[0]}: is not part of the checkpoint{more}; remove what does not belong there")
     return {key: meta[key] for key in kinds}
+
+
+def _passed_over(name: str) -> bool:
+    return name.startswith(".") or of_a_file_browser(name)
 
 
 def write_meta(folder: Path, meta: Meta) -> None:
     """Write meta.json of the files in `folder` and its checksum, and sync both to disk."""
-    text = json.dumps(meta | {"files": {p.name: sha256(p) for p in sorted(folder.iterdir())}}, indent=1).encode()
+    files = [p for p in sorted(folder.iterdir()) if p.name == _INDEX or not _passed_over(p.name)]
+    text = json.dumps(meta | {"files": {p.name: sha256(p) for p in files}}, indent=1).encode()
     for name, data in ((META, text), (_META_SUM, _sum_line(text))):
         with (folder / name).open("xb") as file:
             file.write(data)

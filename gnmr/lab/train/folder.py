@@ -17,7 +17,8 @@ from gnmr.lab.config.base_run import place_of_base
 from gnmr.lab.data import tokenizer as bpe
 from gnmr.lab.data.corpora import open_corpus
 from gnmr.lab.data.files import user_path
-from gnmr.records.disk import check_tree
+from gnmr.lab.records.find import last_step
+from gnmr.records.disk import check_tree, of_a_file_browser
 from gnmr.records.lock import lock_folder
 from gnmr.records.untrusted import reading
 
@@ -38,7 +39,8 @@ def check_folder(folder: Path, config: Config) -> None:
     saved = folder / "config.yaml"
     if not saved.exists():
         # The lock is a run's first file. It identifies a run that was killed before it wrote its config.
-        foreign = not folder.is_dir() or (any(folder.iterdir()) and not (folder / ".lock").exists())
+        inside = [p for p in folder.iterdir() if not of_a_file_browser(p.name)] if folder.is_dir() else [folder]
+        foreign = inside and not (folder / ".lock").exists()
         if folder.exists() and foreign:
             raise UserError(f"run_dir={folder}: is not a run folder; choose an empty folder or a new one")
         return
@@ -136,6 +138,11 @@ def done_already(config: Config, say: Callable[[str], None]) -> bool:
     check_inputs(folder, config)
     if not (folder / "DONE").exists() or unexported(config, folder):
         return False
+    if 0 < (last := last_step(folder)) < config.total_steps:
+        raise UserError(
+            f"{folder / 'DONE'}: the rows end after step {last:,} of {config.total_steps:,}; remove DONE, and the same "
+            "command continues the run"
+        )
     say_done(config, folder, say)
     return True
 
