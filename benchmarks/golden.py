@@ -22,6 +22,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -117,13 +118,20 @@ def digest(folder: Path) -> dict[str, str]:
     return {"loss": repr(steps[-1][1]), "folder": folder.name, **hashes}
 
 
+def without_origin(tree: Any) -> Any:
+    """Return the tree of a JSON file without the values of `VOLATILE` keys."""
+    if isinstance(tree, dict):
+        return {key: without_origin(value) for key, value in tree.items() if key not in VOLATILE}
+    return [without_origin(value) for value in tree] if isinstance(tree, list) else tree
+
+
 def digest_of_files(folder: Path) -> dict[str, str]:
     """Return a hash of each file by its name. Values of `VOLATILE` keys in JSON objects do not count."""
     hashes = {}
     for file in sorted(folder.iterdir()):
         text = file.read_text()
         if file.suffix == ".json":
-            text = json.dumps({key: value for key, value in json.loads(text).items() if key not in VOLATILE})
+            text = json.dumps(without_origin(json.loads(text)))
         hashes[file.name] = hashlib.sha256(text.encode()).hexdigest()[:16]
     return hashes
 
