@@ -33,8 +33,8 @@ from torch.nn import functional as F
 
 import gnmr
 from gnmr.control.spec import NO_CAP
+from gnmr.lab.rivals.transforms import StepContext, build_transform
 from gnmr.lab.train.provenance import commit
-from gnmr.lab.train.transforms import StepContext, build_transform
 from gnmr.names import GEMMS
 from gnmr.precision.cast import quantize
 from gnmr.precision.recipes import Recipe

@@ -1,4 +1,4 @@
-"""Golden records: one short run of every experiment, recipe, signal, fault and transform, with all digits.
+"""Golden records: short runs of every experiment, recipe, signal, fault and transform, diagnoses, exports, a report.
 
     python benchmarks/golden.py OUT.json             records them
     python benchmarks/golden.py NEW.json OLD.json    records them and says which runs changed: exit code 1 if any did
@@ -6,6 +6,8 @@
 
 Run it before and after a refactoring, on one machine: rounding differs between processors. The record of a run is a
 digest of its losses, gradient norms, sets, validation losses, events and per-unit rows. Times and memory are omitted.
+That of a diagnosis has its plan, its numbers and the files of every export; that of the report is of a run in the
+repository.
 """
 
 from __future__ import annotations
@@ -20,8 +22,11 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
+
+ROOT = Path(__file__).resolve().parent.parent
 
 QUIET = "training.threads=1 records.live=off records.wandb=off"
 STEPS = "training.steps=6 training.seq_len=32 training.batch_size=2 training.accumulation=2 training.eval_every=3"
@@ -32,6 +37,13 @@ STRESSES = {"saturation": "scale_down", "scale_inf": "inf", "scale_nan": "nan", 
 STRESSES |= {name: name for name in ("bit_flip", "noise", "stale_scale")}
 """Part of a run's name: its kind of fault."""
 TRANSFORMS = ("agc", "gradient_stabilizer", "skip_step", "stable_spam")
+DIAGNOSES = {
+    "diagnose_base": f"{ROOT}/gnmr/lab/bases/shipped recipe=nvfp4 batches=4 held_out=2 confirm=4 fused=[qkv]",
+    "diagnose_llama": "tiny data=babble.txt recipe=fp8_hybrid batches=3 held_out=2 confirm=3 block=32",
+    "diagnose_moe": "moe recipe=mxfp4 rescue=mxfp8,bf16 batches=3 held_out=2 confirm=3",
+}
+"""Words of `gnmr diagnose` by name; `moe` is the golden run of that name."""
+VOLATILE = {"seconds", "command", "commit", "machine", "gnmr", "torch", "date", "python", "subject"}
 STEP_KEYS = [
     "loss",
     "grad_norm_pre_clip",
@@ -106,6 +118,24 @@ def digest(folder: Path) -> dict[str, str]:
     return {"loss": repr(steps[-1][1]), "folder": folder.name, **hashes}
 
 
+def without_origin(tree: Any) -> Any:
+    """Return the tree of a JSON file without the values of `VOLATILE` keys."""
+    if isinstance(tree, dict):
+        return {key: without_origin(value) for key, value in tree.items() if key not in VOLATILE}
+    return [without_origin(value) for value in tree] if isinstance(tree, list) else tree
+
+
+def digest_of_files(folder: Path) -> dict[str, str]:
+    """Return a hash of each file by its name. Values of `VOLATILE` keys in JSON objects do not count."""
+    hashes = {}
+    for file in sorted(folder.iterdir()):
+        text = file.read_text()
+        if file.suffix == ".json":
+            text = json.dumps(without_origin(json.loads(text)))
+        hashes[file.name] = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashes
+
+
 def kept_digits(found: dict[str, dict[str, str]], name: str) -> dict[str, str] | None:
     """Return the compared part of a run: all but the config hash in the folder's name, which a renamed key changes."""
     run = found.get(name)
@@ -134,6 +164,18 @@ def main() -> int:
         code = gnmr(["train", *words, f"runs_dir={name}"])
         folders = list(Path(name).glob("*/*"))
         found[name] = digest(folders[0]) if code == 0 and folders else {"exit": str(code)}
+        asked.out.write_text(json.dumps(found, indent=1) + "\n")
+    for name, words in {**DIAGNOSES, "report": f"{ROOT}/runs/reference/example"}.items():
+        if not re.search(asked.only, name):
+            continue
+        place, *options = words.split()
+        place = str(next(Path(place).glob("*/*/config.yaml")).parent) if place == "moe" else place
+        print(f"{name}: {words}", file=sys.stderr, flush=True)
+        command = "report" if name == "report" else "diagnose"
+        code = gnmr([command, place, *options, f"out=out_{name}"])
+        if code == 0 and command == "diagnose":
+            code = gnmr(["export", f"out_{name}"])
+        found[name] = digest_of_files(Path(f"out_{name}")) if code == 0 else {"exit": str(code)}
         asked.out.write_text(json.dumps(found, indent=1) + "\n")
     shutil.rmtree(scratch)
     if asked.against is None:

@@ -9,7 +9,7 @@ set whose recovery leaves no spike, searched from the most suspicious unit on (`
 forward passes alone identify them: operators whose input is finite and whose output is not (`find_nonfinite`).
 
 A step spikes if its loss or gradient norm is more than 6 standard deviations above the mean of the 128 steps before
-(SkipStep's rule, gnmr/lab/train/transforms.py). A spike is gone if less than half of its excess over the mean is left.
+(SkipStep's rule, gnmr/lab/rivals/transforms.py). A spike is gone if less than half of its excess over the mean is left.
 """
 
 from __future__ import annotations

@@ -187,15 +187,3 @@ def number(value: str) -> float:
         return float(value)
     except ValueError:
         return math.nan
-
-
-def fraction(name: str, value: str) -> float:
-    """Read a share of the unit-steps."""
-    if not 0 < (share := number(value)) <= 1:
-        raise UserError(f"{name}={value}: must be a share of the unit-steps above 0, at most 1")
-    return share
-
-
-def fractions(name: str, value: str) -> tuple[float, ...]:
-    """Read one or several shares, separated by commas."""
-    return tuple(fraction(name, one) for one in value.split(","))

@@ -1,232 +1,215 @@
-"""`gnmr replay FILE [key=value ...]`: run the controller over recorded norms, without training."""
+"""`gnmr replay FILE [key=value ...]`: the sets that Algorithm 2 chooses from recorded norms, without training.
+
+Replay plays the paper's rule alone: the ratios GNMR and dGNMR of the norms, their thresholds, the lock and the cap. It
+cannot know how the norms would have changed if other units had been in recovery.
+"""
 
 from __future__ import annotations
 
 import json
-import shlex
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import torch
 from rich.table import Table
+from torch import nn
 
-from gnmr.cli.parser import Parser, fraction, fractions, path, settings_and_places
-from gnmr.console import for_tables, shown_command, tracked
-from gnmr.control.signals import SIGNALS, BlindSignal
-from gnmr.errors import UserError, did_you_mean
+from gnmr.cli.parser import Parser, path, settings_and_places
+from gnmr.console import for_tables, tracked
+from gnmr.control import Controller, Decision, Unit
+from gnmr.control.spec import ControlSpec
+from gnmr.errors import UserError, nearest
+from gnmr.lab.config import ControllerConfig, one_line, read_tree
 from gnmr.lab.records.view import recovery_figures
-from gnmr.lab.replay import detect
-from gnmr.lab.replay.calibrate import Calibration, calibrate, write_arms
-from gnmr.lab.replay.replay import Totals, replay, settings_of
-from gnmr.lab.replay.trace import read_norms, refuse_gaps
-from gnmr.records import output
-from gnmr.records.reader import read_json, read_windows
-from gnmr.records.untrusted import exists, reading
+from gnmr.records import output, seal
+from gnmr.records.reader import read_json, read_units
+from gnmr.records.untrusted import exists, opened, reading
 
-_T = TypeVar("_T")
+KEYS = ("alpha", "beta", "delta", "max_o", "t_lock", "trigger")
+_NOT_OF_THE_RULE = {"name", "signal", "options", "observe", "nonfinite", "budget", "cost"}
+MAX_CELLS = 1 << 28
+"""Limit on steps times units, 2 GB of norms: 1e6 steps of 84 units are a third of it."""
 _TEXT = """\
-FILE is a run folder, or a CSV, Parquet or Arrow file with columns step,unit,norm (steps from 1, nan and inf allowed; a
-missing row is a unit that was not observed in that step).
+FILE is a run folder, or a CSV, Parquet or Arrow file with the columns step, unit and norm. Steps count from 1; nan and
+inf are allowed. A missing row is a unit that was not observed in that step.
 
-Shown is what would have been on the recovery path, under the names of gnmr train, and beside it what was in the run.
+Algorithm 2 chooses a set in every step. The figures have the names of gnmr train; those of the run stand beside them.
 
 keys:
-  alpha beta max_o t_lock hold delta alpha_init beta_init init_frac warmup_frac eps routing trigger, as in
-  conf/config.yaml; default: the run's own values, for a file those of conf/config.yaml
-  signal     another signal (docs/signals.md), its options as options.KEY=VALUE; the run's trigger and options are not
-             those of another signal. What it needs besides norms must have been recorded (records.evidence). With
-             calibrate or detect: several with commas between, or all
+  alpha beta delta max_o t_lock trigger
+             as in conf/config.yaml; default: the run's own values, for a file those of conf/config.yaml
 
   gnmr replay runs/act_quant_stress/RUN alpha=2.0 beta=1.5 out=decisions.jsonl
-  gnmr replay runs/act_quant_stress/RUN calibrate=0.01,0.05 signal=all
 """
-
-
-def _parser() -> Parser:
-    usage = "FILE... [key=value ...] [calibrate=SHARE,...|detect=SHARE] [out=OUT.jsonl]"
-    parser = Parser("replay", usage, _TEXT, keys=True, bare=False)
-    parser.option(
-        "calibrate",
-        fractions,
-        "finds the controller.trigger (for random and fixed sets the option active_frac) at which the mean share of "
-        "unit-steps on the recovery path is SHARE, over all runs. A line a signal and share: the share that it gives, "
-        "and words for gnmr train; with out=FOLDER also their arms, FOLDER/sweep/calibrated.yaml, for gnmr train "
-        "-m --config-dir FOLDER sweep=calibrated",
-    )
-    parser.option(
-        "detect",
-        fraction,
-        "holds the signals against the runs' injected faults (faults.kind), each at the trigger that raises false "
-        "alarms in SHARE of the unit-steps outside of them: recall, precision and delay; with out=FILE as JSON",
-    )
-    parser.option(
-        "out",
-        path,
-        'one JSON line a step: {"step": t, "candidates": [...], "active": [...]}; active is the set chosen from step t '
-        "(in force in step t + 1), largest risk first; of a step that was tried again in_force is the set of that try",
-    )
-    parser.flag("trust", "import the signal too that a run's config names as package.module:Class: its maker's code")
-    return parser
 
 
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
-    parser = _parser()
-    given = parser.parse(argv)
-    words, places = settings_and_places(given.words)
-    paths = [Path(place) for place in places]
-    if not paths:
-        parser.error("name a run folder or a file")
-    if given.calibrate and given.detect:
-        raise UserError("calibrate and detect: one at a time")
-    words, signals = _signals([word.removeprefix("controller.") for word in words])
-    if signals and not (given.calibrate or given.detect):
-        raise UserError(f"signal={','.join(signals)}: only with calibrate=SHARE or detect=SHARE; name one signal")
-    if given.calibrate:
-        return _calibrate(paths, words, signals, given)
-    if given.out is not None:
-        output.check(given.out, f"out={given.out}")
-    if given.detect:
-        return _detect(paths, words, signals, given)
-    if len(paths) > 1:
-        raise UserError(f"replay: {paths[1]}: one run folder or file at a time; calibrate= and detect= take several")
-    return _replay(paths[0], words, given)
+    parser = Parser("replay", "FILE [key=value ...] [out=OUT.jsonl]", _TEXT, keys=True, bare=False)
+    parser.option(
+        "out",
+        path,
+        'one JSON line a step: {"step": t, "candidates": [...], "active": [...]}; active is the set chosen from step t '
+        "(in force in step t + 1), largest risk first",
+    )
+    asked = parser.parse(argv)
+    words, places = settings_and_places(asked.words)
+    if len(places) != 1:
+        parser.error("name one run folder or file")
+    place = Path(places[0])
+    if asked.out is not None:
+        output.check(asked.out, f"out={asked.out}")
+    units, norms_TU, observed_TU = read_norms(place)
+    spec = _spec(place, dict(word.removeprefix("controller.").split("=", 1) for word in words), len(norms_TU))
 
-
-def _signals(words: list[str]) -> tuple[list[str], list[str]]:
-    """Return the words without those that name several signals, and these names; ["all"] stands for all signals."""
-    several = [word for word in words if word.startswith("signal=") and (word == "signal=all" or "," in word)]
-    names = [name for word in several for name in word.removeprefix("signal=").split(",")]
-    if names and (options := [word for word in words if word.startswith("options.")]):
-        raise UserError(f"{options[0]}: of which signal? Name one signal alone, or leave its options out")
-    for name in names:
-        if name not in (*SIGNALS, "all") and ":" not in name:
-            known = f"use one of {', '.join(SIGNALS)}{did_you_mean(name, SIGNALS)}"
-            raise UserError(f"signal {name!r} is not known: {known}")
-    return [word for word in words if word not in several], names
-
-
-def _replay(place: Path, words: list[str], given: Any) -> int:
-    norms = read_norms(place)
-    settings = settings_of(place, norms.settings, words, given.trust)
-    if norms.every > 1:
-        note = f"it has norms of one step in {norms.every}; in the others no unit counts as observed"
-        print(f"gnmr: {place}: {note}, so the sets are not the run's", file=sys.stderr)
-    totals = Totals(norms, settings)
-    with nullcontext() if given.out is None else output.replacing(given.out, f"out={given.out}") as file:
-        for decision in tracked(replay(norms, settings), "replaying", len(norms.norm)):
-            totals.add(decision)
-            if file is None:
-                continue
-            line = {"candidates": decision.by_risk(decision.candidate), "active": decision.by_risk(decision.active)}
-            if any(event.cause == "retry" for event in decision.events):
-                line["in_force"] = decision.by_risk(decision.in_force)
-            file.write(json.dumps({"step": decision.step, **line}).encode() + b"\n")
-    _show(totals, place)
-    if given.out is not None:
-        print(f"decisions: {given.out}")
+    steps_over, unit_steps_recovered, steps_at_cap = Counter[str](), 0, 0
+    with nullcontext() if asked.out is None else output.replacing(asked.out, f"out={asked.out}") as file:
+        for decision in tracked(decisions(units, norms_TU, observed_TU, spec), "replaying", len(norms_TU)):
+            num_recovered = int(decision.in_force.sum())
+            unit_steps_recovered += num_recovered
+            steps_at_cap += num_recovered >= spec.max_o
+            steps_over.update({ratio: decision.over(ratio) for ratio in decision.columns})
+            if file is not None:
+                sets = {"candidates": decision.candidate, "active": decision.active}
+                row = {"step": decision.step, **{name: decision.by_risk(members) for name, members in sets.items()}}
+                file.write(json.dumps(row).encode() + b"\n")
+    _show(
+        place,
+        len(units),
+        {
+            "steps": len(norms_TU),
+            "promotion_frac": unit_steps_recovered / norms_TU.size,
+            "hit_max_o_frac": steps_at_cap / len(norms_TU),
+            "over_frac": {ratio: number / norms_TU.size for ratio, number in steps_over.items()},
+        },
+    )
+    if asked.out is not None:
+        print(f"decisions: {asked.out}")
     return 0
 
 
-def _show(totals: Totals, place: Path) -> None:
-    """Print the figures under the names of `gnmr train`, next to the run's own for a run folder."""
-    found = {"replay": _figures(totals.summary(), totals.num_units)}
-    if own := read_json(place / "summary.json") if place.is_dir() else None:
-        with reading(place / "summary.json"):
-            found["run"] = _figures(own, totals.num_units)
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("", overflow="fold")
-    for column in found:
-        table.add_column(column, justify="right", no_wrap=True, min_width=8)
-    for name in dict.fromkeys(name for figures in found.values() for name in figures):
-        table.add_row(name, *(figures.get(name, "–") for figures in found.values()))
-    for_tables().print(table)
+def decisions(units: list[str], norms_TU: np.ndarray, observed_TU: np.ndarray, spec: ControlSpec) -> Iterator[Decision]:
+    """Yield the decision of every step, in order.
+
+    Args:
+        units: names of the U units; ties of the risk go by their order.
+        norms_TU: gradient norms, float64, of T steps.
+        observed_TU: whether the unit has a norm in the step, bool.
+        spec: the thresholds, the lock and the cap of Algorithm 2.
+    """
+    nothing = (nn.Parameter(torch.empty(0, dtype=torch.float32)),)
+    controller = Controller([Unit(name, nothing, lambda _recovering: None) for name in units], spec)
+    for norms_U, observed_U in zip(norms_TU, observed_TU, strict=True):
+        evidence = {"norm": torch.from_numpy(norms_U), "observed": torch.from_numpy(observed_U)}
+        yield controller.apply(controller.observe(evidence).to_host())
 
 
-def _figures(summary: dict[str, Any], units: int) -> dict[str, str]:
-    shares = {name: share for name, share in recovery_figures(summary) if share is not None}
-    return {"steps": f"{summary['steps']:,}", "units": f"{units:,}", **shares}
+def read_norms(place: Path) -> tuple[list[str], np.ndarray, np.ndarray]:
+    """Return the recorded norms of a run folder or a file.
+
+    Returns:
+        The names of the U units in the order of their first rows, the norms (T, U) in float64, and whether each unit
+        was observed in each step (T, U).
+
+    Raises:
+        UserError: if the place does not exist or its rows are not norms of steps and units.
+    """
+    if not place.exists():
+        raise UserError(f"{place}: there is no such file or run folder")
+    frame = _rows_of_run(place) if place.is_dir() else _rows_of_file(place)
+    if absent := {"step", "unit", "norm"} - {*frame.columns}:
+        raise UserError(f"{place}: column {min(absent)!r} is missing; it needs step, unit and norm")
+    try:
+        if not frame["unit"].map(type).eq(str).all() or (frame["step"] % 1 != 0).any():
+            raise ValueError("a step is not whole, or a unit is not a text")
+        frame = frame.astype({"step": "int64", "norm": "float64"})
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{place}: columns must hold numbers, and unit names ({one_line(error)})") from error
+    if frame.empty or frame["step"].min() < 1:
+        raise UserError(f"{place}: steps count from 1{'; the file has no rows' if frame.empty else ''}")
+    if (frame["norm"] < 0).any():
+        raise UserError(f"{place}: a norm is negative (step {frame.loc[frame['norm'] < 0, 'step'].iloc[0]})")
+    if frame.duplicated(["step", "unit"]).any():
+        raise UserError(f"{place}: a step and unit appear in two rows")
+    units, last_step = list(frame["unit"].unique()), int(frame["step"].max())
+    if last_step * len(units) > MAX_CELLS:
+        raise UserError(f"{place}: step {last_step} is too large: {MAX_CELLS:,} norms are the most that are read")
+    rows, columns = frame["step"].to_numpy() - 1, pd.Index(units).get_indexer(frame["unit"])
+    norms_TU, observed_TU = np.zeros((last_step, len(units))), np.zeros((last_step, len(units)), bool)
+    norms_TU[rows, columns], observed_TU[rows, columns] = frame["norm"], True
+    return units, norms_TU, observed_TU
 
 
-def _calibrate(paths: list[Path], words: list[str], signals: list[str], given: Any) -> int:
-    """Print one line for each signal and share, with `out` also write the arms of a sweep."""
-    out = given.out
-    if out is not None and (not out.parent.is_dir() or (exists(out) and not out.is_dir())):
-        raise UserError(f"out={out}: must be a folder in a folder that exists")
-    if sought := next((word for word in words if word.startswith(("trigger=", "options.active_frac="))), None):
-        raise UserError(f"{sought}: calibrate finds this value; leave it out")
-    recorded = [replace(read_norms(place), triggers={}) for place in paths]
-    plain = [*words, "trigger=1"]  # the words that are found replace the runs' own triggers
-    settings = settings_of(paths[0], recorded[0].settings, plain, given.trust)
-    for place, norms in zip(paths, recorded, strict=True):
-        if settings_of(place, norms.settings, plain, given.trust) != settings:
-            raise UserError(f"calibrate: {place}: has other controller settings than {paths[0]}")
-        refuse_gaps(place, norms, "calibrate")
-    if len({len(norms.units) for norms in recorded}) > 1:
-        raise UserError("calibrate: these runs differ in their number of units")
-
-    names = list(SIGNALS) if signals == ["all"] else signals or [settings.signal]
-    shared = [f"controller.{word}" for word in words if not word.startswith(("signal=", "options."))]
-    own = [f"controller.{word}" for word in words if word.startswith("options.")]
-    found: list[tuple[Calibration, float]] = []
-
-    def one(point: tuple[str, float]) -> None:
-        name, share = point
-        is_own = name == settings.signal
-        signal = replace(settings, signal=name, options=settings.options if is_own else {})
-        calibration = calibrate(recorded, signal, share)
-        overrides = [*calibration.overrides, *(own if is_own else []), *shared]
-        if not found:  # on standard error, because other programs may read the lines
-            print(f"{'signal':20} {'share':7}  words for gnmr train", file=sys.stderr)
-        found.append((replace(calibration, overrides=overrides), share))
-        if out is not None:
-            write_arms(out, found)
-        print(f"{name:20} {calibration.share:.5f}  {shlex.join(overrides)}", flush=True)
-
-    _each([(name, share) for name in names for share in given.calibrate], one, lambda point: point[0], "calibrating")
-    if len(found) == 1:
-        print(f"use: {shown_command('train', '...', *found[0][0].overrides)}", file=sys.stderr)
-    return 0
+def _rows_of_run(place: Path) -> pd.DataFrame:
+    seal.check(place)
+    frame = read_units(place).select(["step", "unit", "norm"]).to_pandas()
+    if frame.empty:
+        runs = [] if exists(place / "config.yaml") else sorted(file.parent for file in place.glob("*/units.arrows"))
+        several = f"holds {len(runs)} runs; name one, such as {runs[0]}" if runs else ""
+        raise UserError(f"{place}: {several or 'no recorded norms in this folder (units.arrows is missing or empty)'}")
+    return frame.assign(unit=frame["unit"].astype(str))
 
 
-def _detect(paths: list[Path], words: list[str], signals: list[str], given: Any) -> int:
-    """Print a table, and with `out` write the same as JSON."""
-    runs: list[detect.FaultyRun] = []
-    for place in paths:
-        norms = read_norms(place)
-        settings = settings_of(place, norms.settings, words, given.trust)
-        refuse_gaps(place, norms, "detect")
-        if windows := read_windows(place) if place.is_dir() else []:
-            runs.append(detect.FaultyRun(place, norms, settings, windows))
-        else:
-            print(f"gnmr: {place}: no faults, passed over", file=sys.stderr)
-    if not runs:
-        raise UserError("detect: none of these runs had faults; train with faults.kind=... (conf/config.yaml)")
-    names = signals or [runs[0].settings.signal]
-    if names == ["all"]:  # those that choose blindly have no detections to compare; random shows what chance catches
-        blind = set(BlindSignal.__subclasses__())
-        names = [name for name, cls in SIGNALS.items() if name == "random" or (cls.columns and cls not in blind)]
-    found: dict[str, detect.Detection] = {}
-    _each(names, lambda name: found.update({name: detect.detections(name, runs, given.detect)}), str, "detecting")
-    if given.out is not None:
-        tree = {"false_alarms": given.detect, "runs": [str(run.folder) for run in runs]}
-        figures = {name: asdict(one) for name, one in found.items()}
-        output.write_json(given.out, tree | {"signals": figures}, f"out={given.out}")
-    for_tables().print(detect.table(found))
-    if given.out is not None:
-        print(f"figures: {given.out}")
-    return 0
+def _rows_of_file(place: Path) -> pd.DataFrame:
+    try:
+        with opened(Path(os.path.realpath(place))) as file:
+            if place.suffix == ".parquet":
+                return pd.read_parquet(file)
+            if place.suffix == ".arrows":
+                frame = pa.ipc.open_stream(file).read_all().to_pandas()
+                return frame.assign(unit=frame["unit"].astype(str))
+            return pd.read_csv(file, dtype={"unit": str}, keep_default_na=False, na_values={"norm": ["nan", ""]})
+    except (pa.ArrowInvalid, OSError, ValueError) as error:
+        raise UserError(f"{place}: cannot be read as CSV, Parquet or Arrow ({one_line(error)})") from error
 
 
-def _each(points: Sequence[_T], act: Callable[[_T], None], named: Callable[[_T], str], doing: str) -> None:
-    """Act on every point. A signal that raises UserError is left out, and reported; a single one raises it."""
-    for point in tracked(points, doing):
+def _spec(place: Path, words: dict[str, str], num_steps: int) -> ControlSpec:
+    """Return the rule: the words, over the values of the run in `place`, over the defaults."""
+    values: dict[str, Any] = {}
+    if place.is_dir() and exists(place / "config.yaml"):
+        with reading(place / "config.yaml"):
+            tree = read_tree(place / "config.yaml")
+            recorded, num_steps = tree.get("controller") or {}, tree["training"].get("steps", num_steps)
+            rule = {field.name for field in fields(ControllerConfig)} - _NOT_OF_THE_RULE
+            rule = {key for key in rule & recorded.keys() if not isinstance(recorded[key], dict | list)}
+            values = {key: recorded[key] for key in rule}
+        if (signal := recorded.get("signal", "gnmr_delta")) != "gnmr_delta":
+            print(f"gnmr: {place}: the run chose by {signal}; replay chooses by GNMR and dGNMR", file=sys.stderr)
+    for key, text in words.items():
+        if key not in KEYS:
+            raise UserError(f"replay: unknown key {key!r}{nearest(key, KEYS)} (gnmr replay --help)")
         try:
-            act(point)
-        except UserError as error:
-            if len(points) == 1:
-                raise
-            print(f"{named(point):20} left out: {str(error).removeprefix('replay: ')}", file=sys.stderr)
+            values[key] = None if text == "null" else int(text) if key in ("max_o", "t_lock", "delta") else float(text)
+        except ValueError:
+            raise UserError(f"replay: {key}={text}: must be a number") from None
+    try:
+        return ControllerConfig(**values).spec(num_steps)
+    except UserError as error:
+        raise UserError(f"replay: {error}") from error
+
+
+def _show(place: Path, num_units: int, replayed: dict[str, Any]) -> None:
+    """Print the figures of the replay next to those of the run, if `place` is its folder."""
+    summaries = {"replay": replayed}
+    if recorded := read_json(place / "summary.json") if place.is_dir() else None:
+        summaries["run"] = recorded
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in ("", *summaries):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=bool(heading), min_width=8)
+    with reading(place / "summary.json"):
+        columns = {
+            heading: {"steps": f"{summary['steps']:,}", "units": f"{num_units:,}", **dict(recovery_figures(summary))}
+            for heading, summary in summaries.items()
+        }
+    for label in dict.fromkeys(label for figures in columns.values() for label, figure in figures.items() if figure):
+        table.add_row(label, *(figures.get(label) or "–" for figures in columns.values()))
+    for_tables().print(table)

@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     # thousands of numbers. torch reads this variable at its first multiplication.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")
     # Silence DDP's warning, one per process, that its search for unused parameters finds none
-    # (gnmr/distributed/wrap.py). torch reads this variable when it is imported.
+    # (gnmr/lab/train/wrap.py). torch reads this variable when it is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     words = [f"base={runs('base', word[5:])}" if word.startswith("base=") else word for word in argv]
     words.sort(key=lambda word: word.startswith("-") or not ("=" in word or word.startswith("~")))  # Hydra's parser

@@ -70,7 +70,7 @@ class Rules:
     trigger: float = 1.0
     """Factor on all thresholds of the signal: a unit is over its threshold if R > trigger.
 
-    `gnmr replay RUN calibrate=...` and `Controller.calibrate` find a value.
+    `Controller.calibrate` finds a value.
     """
     delta: int = 5
     """Window of dGNMR, in steps. Only the signal gnmr_delta reads alpha, beta, delta and eps."""

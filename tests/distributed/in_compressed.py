@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gnmr.control import Controller, ControlSpec
 from gnmr.distributed import world
-from gnmr.distributed.compressed import GreedyLore, GreedyLoreSpec, RankWorkers, VirtualWorkers
 from gnmr.distributed.reduce import Ranks
+from gnmr.lab.rivals.greedylore import GreedyLore, GreedyLoreSpec, RankWorkers, VirtualWorkers
 
 SPEC: dict[str, Any] = {"rank": 3, "refresh_every": 15, "dense_steps": 3}
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from gnmr.control.evidence import weight_std
 from gnmr.control.unit import Unit
 from gnmr.distributed.reduce import Ranks
-from gnmr.lab.train.transforms import TRANSFORMS, StepContext, tensor_norms
+from gnmr.lab.rivals.transforms import TRANSFORMS, StepContext, tensor_norms
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "agc": {"clip": 0.001},

@@ -12,7 +12,7 @@ import torch
 from in_compressed import compress
 from torch import Tensor, nn
 
-from gnmr.distributed.compressed import GreedyLore, GreedyLoreSpec, RankWorkers, VirtualWorkers
+from gnmr.lab.rivals.greedylore import GreedyLore, GreedyLoreSpec, RankWorkers, VirtualWorkers
 
 Pair = Callable[..., list[Any]]
 START, TAU = 2, 5

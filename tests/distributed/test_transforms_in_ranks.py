@@ -10,7 +10,7 @@ import torch
 from everything import differences, everything
 from in_transforms import OPTIONS, transformed
 
-from gnmr.lab.train.transforms import TRANSFORMS
+from gnmr.lab.rivals.transforms import TRANSFORMS
 
 pytestmark = [
     pytest.mark.xdist_group("pair"),

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -85,7 +84,7 @@ def test_a_file_that_is_none(odd_runs: Callable[[], Path], secret: Path, capsys)
 
 
 def test_replay_follows_no_link_either(odd: Path, secret: Path, gnmr) -> None:
-    for name in ("header.json", "config.yaml", "units.arrows"):
+    for name in ("config.yaml", "units.arrows"):
         kept = (odd / name).read_bytes()
         (odd / name).unlink()
         (odd / name).symlink_to(secret)
@@ -99,23 +98,6 @@ def test_no_interpolation_is_resolved(odd: Path, secret: Path, capsys) -> None:
     config = odd / "config.yaml"
     config.write_text(config.read_text().replace("scale_name: cpu", "scale_name: ${oc.env:SECRET}"))
     assert SECRET not in left_out({odd: "an interpolation"}, capsys)
-
-
-def test_a_signal_of_the_folders_is_imported_with_trust_alone(
-    odd: Path, tmp_path: Path, gnmr, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code = f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom gnmr.control.signals.gnmr import GnmrSignal as Own\n"
-    (tmp_path / "folders_own.py").write_text(code)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    tree = yaml.safe_load((odd / "config.yaml").read_text())
-    tree["controller"]["signal"] = "folders_own:Own"
-    (odd / "config.yaml").write_text(yaml.safe_dump(tree))
-    for words in ([], ["calibrate=0.1"], ["detect=0.1"]):
-        assert "its signal folders_own:Own would be imported" in gnmr("replay", str(odd), *words).mistake
-    assert "folders_own" not in sys.modules and not (tmp_path / "ran").exists()
-    assert gnmr("replay", str(odd), "signal=gnmr_delta").code == 0 and not (tmp_path / "ran").exists()
-    gnmr("replay", str(odd), "--trust")
-    assert (tmp_path / "ran").exists()
 
 
 def rows(*changes: dict) -> str:

@@ -65,7 +65,6 @@ def test_a_recipe_of_ones_own_runs_as_the_built_in_one_with_its_casts(train, sto
     assert differences(wanted, found) == []
     assert config_hash(tiny(*words)) != config_hash(tiny(*built_in))
     assert read(ours / "config.yaml").precision == tiny(*words).precision  # what the run saved can be read again
-    assert gnmr("replay", str(ours)).code == 0
     assert "mine" in gnmr("report", str(tmp_path / "runs")).out
 
 

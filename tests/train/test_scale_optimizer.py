@@ -11,8 +11,8 @@ from torch import nn
 
 from gnmr.lab import models
 from gnmr.lab.config import ModelConfig, OptimConfig
+from gnmr.lab.rivals.scale import SCALE, build_scale
 from gnmr.lab.train.optim import build_optimizer, skip_where
-from gnmr.lab.train.scale_optimizer import SCALE, build_scale
 
 
 def near(*numbers: float) -> list:

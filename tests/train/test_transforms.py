@@ -9,8 +9,8 @@ import torch
 from everything import Waits, same_bits
 from torch import Tensor, nn
 
+from gnmr.lab.rivals.transforms import TRANSFORMS, StepContext, build_transform
 from gnmr.lab.train.optim import skip_where
-from gnmr.lab.train.transforms import TRANSFORMS, StepContext, build_transform
 
 # So short that eight steps meet every branch: warm-up, clipping, reset, a full window.
 BUSY: dict[str, dict[str, object]] = {

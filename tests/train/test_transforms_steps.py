@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gnmr.lab.train.transforms import StepContext, Transform, build_transform
+from gnmr.lab.rivals.transforms import StepContext, Transform, build_transform
 
 
 class Bench:

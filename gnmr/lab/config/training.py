@@ -66,10 +66,10 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class TransformConfig:
-    """A gradient transform before the optimizer (gnmr/lab/train/transforms)."""
+    """A gradient transform before the optimizer (gnmr/lab/rivals/transforms)."""
 
     name: str | None = None
-    """A transform of gnmr/lab/train/transforms, or null for none."""
+    """A transform of gnmr/lab/rivals/transforms, or null for none."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the transform's constructor. The defaults are the published ones."""
 

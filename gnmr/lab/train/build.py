@@ -14,10 +14,8 @@ from torch import Tensor, nn
 
 from gnmr.attachment import Router, controller_of
 from gnmr.attachment.blame import Levels
-from gnmr.distributed.compressed import GreedyLore
 from gnmr.distributed.reduce import Ranks
 from gnmr.distributed.world import ALONE, World
-from gnmr.distributed.wrap import Wrapped, wrap
 from gnmr.doctor.plan import read_plan
 from gnmr.errors import UserError, as_user_error
 from gnmr.lab import models
@@ -30,16 +28,18 @@ from gnmr.lab.data.tokens import prepare, prepare_packed
 from gnmr.lab.faults.faults import Fault
 from gnmr.lab.faults.schedule import FaultSchedule
 from gnmr.lab.models import pretrained
+from gnmr.lab.rivals.compression import build_compression, compressed_router
+from gnmr.lab.rivals.greedylore import GreedyLore
+from gnmr.lab.rivals.transforms import Transform, build_transform
 from gnmr.lab.train.checkpoint import Stateful
 from gnmr.lab.train.checks import check_evidence, check_sizes, refuse_compression
-from gnmr.lab.train.compression import build_compression, compressed_router
 from gnmr.lab.train.fork_base import Base, open_base
 from gnmr.lab.train.loss import Draws, loss_of
 from gnmr.lab.train.memory import refuse_run
 from gnmr.lab.train.model import Stress, blocks_of, empty_model, new_model, pretrained_model, with_paths
 from gnmr.lab.train.optim import build_optimizer, learning_rate
 from gnmr.lab.train.step import TrainStep, monitored
-from gnmr.lab.train.transforms import Transform, build_transform
+from gnmr.lab.train.wrap import Wrapped, wrap
 from gnmr.measure.coverage import count
 from gnmr.precision import ConvertedModel
 from gnmr.precision.conversion import operator_shapes

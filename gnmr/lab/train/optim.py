@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from gnmr.errors import as_user_error
 from gnmr.lab.config import OptimConfig
-from gnmr.lab.train.scale_optimizer import build_scale
-from gnmr.lab.train.transforms import check_options
+from gnmr.lab.rivals.scale import build_scale
+from gnmr.lab.rivals.transforms import check_options
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:

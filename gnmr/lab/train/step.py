@@ -35,13 +35,13 @@ from gnmr.control.unit import Slice, identity, whole_of
 from gnmr.distributed.reduce import Ranks
 from gnmr.distributed.shards import is_sharded
 from gnmr.distributed.world import ALONE, World
-from gnmr.distributed.wrap import Wrapped
 from gnmr.lab.data.batch import Batch
 from gnmr.lab.models import Decoder
+from gnmr.lab.rivals.transforms import StepContext, Transform, tensor_norms
 from gnmr.lab.train.loss import Draws, Experts, divisors, loss_of, objective_of, statistics_of
 from gnmr.lab.train.optim import clip_gradients, skip_where
 from gnmr.lab.train.retry import keep_set, look_again, looks_again, nonfinite_place
-from gnmr.lab.train.transforms import StepContext, Transform, tensor_norms
+from gnmr.lab.train.wrap import Wrapped
 from gnmr.names import select
 from gnmr.precision.cost import Spent
 from gnmr.precision.units import module_of

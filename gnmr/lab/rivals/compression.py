@@ -12,10 +12,10 @@ from gnmr.attachment import Router
 from gnmr.control import Controller
 from gnmr.control.evidence import PATH_EVIDENCE, PRICE_EVIDENCE
 from gnmr.control.ranks import Ranks
-from gnmr.distributed.compressed import GreedyLore, GreedyLoreSpec, VirtualWorkers
 from gnmr.distributed.world import World
 from gnmr.errors import UserError, as_user_error
 from gnmr.lab.config import Config
+from gnmr.lab.rivals.greedylore import GreedyLore, GreedyLoreSpec, VirtualWorkers
 from gnmr.precision import ConvertedModel
 
 GAPS = ("gap_low", "gap_recovery")

@@ -1,7 +1,7 @@
 """Wrap a model for several processes: DistributedDataParallel, FSDP2, or both (HSDP); or leave it as it is.
 
 Every wrapper averages gradients over ranks, so each rank starts backward from its part of the step's loss times the
-number of ranks. Gradients are compressed (`gnmr.distributed.compressed`) during the reduction.
+number of ranks. Gradients are compressed (`gnmr.lab.rivals.greedylore`) during the reduction.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gnmr.distributed.compressed import GreedyLore
 from gnmr.distributed.world import World
 from gnmr.errors import UserError
+from gnmr.lab.rivals.greedylore import GreedyLore
 
 
 class Wrapped:

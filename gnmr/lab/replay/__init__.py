@@ -1,1 +1,0 @@
-"""The controller on recorded norms: the decisions it would have made, without training."""
