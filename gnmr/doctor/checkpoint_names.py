@@ -73,7 +73,7 @@ def linears_of(model: nn.Module, folder: str | Path | None = None) -> ModelLinea
     for name, one in contained.items():
         parameters[name], modules[name] = ([f"{one.path}.{one.key}".lstrip(".")], one.place), one
     for name, module in model.named_modules():
-        if _is_matrix(module) and module.weight not in inside:  # type: ignore[operator]
+        if _is_matrix(module) and module.weight not in inside:
             parameters[name], modules[name] = ([f"{name}.weight"], None), module
         if name.endswith("experts"):  # without an adapter, so all of them are one
             stacked = [
@@ -125,7 +125,7 @@ class _Traced(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = super().__torch_function__(func, types, args, kwargs or {})
         made = [one for one in _flat(found) if isinstance(one, _Traced)]
-        if made and not isinstance(found, bool):
+        if made:
             sources = frozenset().union(*(one.sources for one in _flat(args) if isinstance(one, _Traced)))
             for one in made:
                 one.sources = one.sources | sources
@@ -167,7 +167,8 @@ def _saved_as(model: nn.Module, shapes: Mapping[str, torch.Size]) -> tuple[dict[
     state, full = {}, dict[str, str]()
     ours = [name for name in shapes if name.startswith(before)]
     bare = [name.removeprefix(before).rpartition(".") for name in ours]
-    modules = dict(zip({one[0] for one in bare}, operator_names([*{one[0] for one in bare}]), strict=True))
+    paths = list(dict.fromkeys(path for path, _, _ in bare))
+    modules = dict(zip(paths, operator_names(paths), strict=True))
     for name, (module, dot, leaf) in zip(ours, bare, strict=True):
         traced: Any = torch.empty(shapes[name], device="meta").as_subclass(_Traced)
         traced.sources = frozenset([name])

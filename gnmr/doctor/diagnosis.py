@@ -329,9 +329,9 @@ class Diagnosis:
         if self.linears is not None:  # in the model's order
             operators = {name: operators[name] for name in (*self.linears.saved, *operators) if name in operators}
         for group in groups_of(operators, self.fused):
-            for name in group:  # an expert without a price has the recipe of its group
-                if name in self.matched and (own := next((pins[one] for one in group if one in pins), None)):
-                    pins[name] = dict(own)
+            of_group = next((pins[name] for name in group if name in pins), {})
+            if of_group:  # an expert without a price has the recipe of its group
+                pins |= {name: dict(of_group) for name in group if name in self.matched}
         return PinPlan(
             operators=operators,
             low=self.recipe,

@@ -573,6 +573,20 @@ def test_linears_in_the_checkpoints_file_alone_stay_in_16_bits(tmp_path: Path) -
     assert kept == {*names} and "file alone" in "".join(found.notes)
 
 
+def test_experts_without_an_adapter_and_tables_that_are_no_linears() -> None:
+    """Of experts that gnmr cannot run in low precision an engine must not quantize any, and tables are not theirs."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    experts = nn.Module()
+    experts.up = nn.Parameter(torch.randn(4, 16, 16))
+    mlp = nn.ModuleDict({"experts": experts, "gate": nn.Linear(64, 4), "up_proj": nn.Linear(64, 64)})
+    bias = nn.Embedding(32, 8)
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"mlp": mlp, "bias": bias})])})
+    assert [*linears_of(model).saved] == [f"layers.0.mlp.{name}" for name in ("gate", "up_proj", "experts")]
+    plan = planned({}, {"layers.0.mlp.up_proj": (64, 64)}, unconverted=["layers.0.mlp.gate", "layers.0.mlp.experts"])
+    (ignored,) = yaml.safe_load(export(plan, "ignore").files["ignore.yaml"]).values()
+    assert {r"re:model\.layers\.0\.mlp\.experts\b", "model.layers.0.mlp.gate"} < {*ignored}
+
+
 def test_modules_that_peft_trains_keep_their_names() -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
     for trained in (["down_proj"], ["mlp"]):
