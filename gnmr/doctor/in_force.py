@@ -122,8 +122,9 @@ class Operator:
         """Return the weight as it is now, of any class; that of an operator within a module is the matrix (O, I)."""
         if isinstance(self.module, Found):
             return matrix_of(self.module.weight.detach(), self.module.layout, self.module.place)
-        weight: Tensor = (self.module.matrix if isinstance(self.module, Contained) else self.module.weight).detach()
-        return weight
+        weight: Any = self.module.matrix if isinstance(self.module, Contained) else self.module.weight
+        detached: Tensor = weight.detach()
+        return detached
 
     def values(self, weight: Tensor) -> Tensor | None:
         """Return `raw_weight` (O, I) in high precision; None if its class does not give its values."""
@@ -163,7 +164,8 @@ class Operator:
         if self.declared is None:
             return f"not said, {self.stored} weight" if self.stored and gemm != "wgrad" else "not said"
         sixteen = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
-        dtype = self.module.weight.dtype
+        weight: Any = self.module.weight
+        dtype = weight.dtype
         kept = sixteen.get(dtype, str(dtype).removeprefix("torch."))
         own = [self.grain(gemm, operand) for operand in READS[gemm]]
         return " x ".join(kept if grain is None else str(grain) for grain in own) if any(own) else kept
@@ -234,7 +236,7 @@ def _parts_of(tensor: Any) -> list[Tensor]:
     return [part for name in names if isinstance(part := getattr(tensor, name), Tensor)]
 
 
-def _few_bits(weight: Tensor) -> str:
+def _few_bits(weight: Any) -> str:
     """Return the dtype of the largest tensor in a weight if it is of one byte or of integers, else nothing."""
     while parts := _parts_of(weight):
         weight = max(parts, key=lambda part: part.numel())

@@ -377,19 +377,10 @@ def _meant(text: str, spellings: Mapping[str, Sequence[str]]) -> tuple[str, list
 
 def _spelled(word: str, end: str) -> Iterator[str]:
     """Yield words as the libraries' lists may spell them: a part of a name, a regular expression, or a glob."""
-    spellings = (
-        "{}",
-        "{}.",
-        ".{}",
-        ".{}.",
-        "re:.*{}",
-        "re:.*{}.*",
-        "re:.*{}[.].*",
-        "re:.*{}$",
-        "re:(?:.*[.])?{}(?:[.].*)?$",
-    )
-    spellings += (".*{}", ".*{}[.]", "{}.*", "*{}", "*.{}", "*{}*", "*{}.*", "*.{}.*")
-    yield from (f"{spelling.format(word)}{end}" for spelling in spellings)
+    parts = "{}", "{}.", ".{}", ".{}."
+    after_re = "re:.*{}", "re:.*{}.*", "re:.*{}[.].*", "re:.*{}$", "re:(?:.*[.])?{}(?:[.].*)?$"
+    patterns = ".*{}", ".*{}[.]", "{}.*", "*{}", "*.{}", "*{}*", "*{}.*", "*.{}.*"
+    yield from (f"{spelling.format(word)}{end}" for spelling in (*parts, *after_re, *patterns))
 
 
 def _matched(which: str, text: str, names: Sequence[str]) -> tuple[str, ...]:

@@ -116,9 +116,10 @@ class Watch(TorchDispatchMode):
         """Begin a forward pass of `operator` on `x`; passes that checkpointing runs again are ignored."""
         refuse_transformed(operator.name)
         with _aside():
-            rows = x.detach().reshape(-1, x.shape[-1]) if isinstance(x, Tensor) and not in_backward() else None
-            measured = rows is not None and rows.numel()
-            self._running.append(_Pass(operator, rows, operator.raw_weight, x.grad_fn) if measured else None)
+            begun: _Pass | None = None
+            if isinstance(x, Tensor) and x.numel() and not in_backward():
+                begun = _Pass(operator, x.detach().reshape(-1, x.shape[-1]), operator.raw_weight, x.grad_fn)
+            self._running.append(begun)
 
     def after(self, output: Any) -> None:
         """End the forward pass with this output; None: the call raised an exception."""
@@ -172,14 +173,14 @@ class Watch(TorchDispatchMode):
 
     def _gemm(self, now: _Pass, a: Tensor, b: Tensor) -> None:
         """Compare a product of a (M, K) and b (K, N) with the GEMMs that `now` may run; keep it for the nearest."""
-        values = values_of(a), values_of(b)
-        if values[0] is None or values[1] is None:
+        first, second = values_of(a), values_of(b)
+        if first is None or second is None:
             return
         nearest: tuple[float, str, dict[str, Tensor]] | None = None
         for gemm in ("fprop",) if now.grad is None else ("dgrad", "wgrad"):
             if gemm in now.seen or now.operator.multiplies_codes(gemm):
                 continue
-            for operands in _as_operands(gemm, *values):
+            for operands in _as_operands(gemm, first, second):
                 if any(not self._fits(now, gemm, operand, q) for operand, q in operands.items()):
                     continue
                 likeness = [self._likeness(now, gemm, operand, q) for operand, q in operands.items()]
@@ -207,7 +208,8 @@ class Watch(TorchDispatchMode):
 
     def _fits(self, now: _Pass, gemm: str, operand: str, q: Tensor) -> bool:
         """Return True if a tensor has the shape of this operand; a rotated one may be padded."""
-        x = now.weight if operand == "weight" else self._reference(now, operand)
+        x = {"weight": now.weight, "input": now.x, "grad_output": now.grad}[operand]
+        assert x is not None
         have, want = tuple(q.shape), tuple(x.shape)
         if gemm == "wgrad" and have[0] == -(-want[0] // HADAMARD) * HADAMARD:
             return have[1] == want[1]
@@ -294,8 +296,8 @@ class Watch(TorchDispatchMode):
         if operator.declared is None:
             return None
         grains = (operator.grain("fprop", "input"), x), (operator.grain("fprop", "weight"), weight)
-        cast = ((tensor if grain is None else grain.ideal(tensor, 1)).float() for grain, tensor in grains)
-        return F.linear(*cast, bias).to(x.dtype)
+        cast = [(tensor if grain is None else grain.ideal(tensor, 1)).float() for grain, tensor in grains]
+        return F.linear(cast[0], cast[1], bias).to(x.dtype)
 
 
 @contextmanager

@@ -85,6 +85,24 @@ def test_a_checkpoint_as_it_is_and_on_a_recipe(gnmr, checkpoint: Path) -> None:
     assert ended.code == 1 and ended.out.startswith("differs: lm_head: "), "vLLM never quantizes it to FP8"
 
 
+def test_a_list_that_forgets_the_head_is_found_on_a_checkpoint(gnmr, checkpoint: Path) -> None:
+    """As on the model that the list's library converts; a library that never converts the head is no finding."""
+    words = ("audit", str(checkpoint), "--static", "device=cpu", "recipe=fp8_hybrid")
+    for which, kinds in (
+        ("filter_fqns=[]", ["head"]),
+        ("filter_fqns=[output]", ["head", "no match"]),
+        ("filter_fqns=[lm_head]", []),
+        ("fqns=[wq,lm_head]", []),
+        ("ignored_layers=[]", []),
+        ("num_first_layers_in_bf16=0", []),
+    ):
+        ended = gnmr(*words, which)
+        *lines, _verdict = ended.out.strip().splitlines()
+        assert [line.split(":")[0] for line in lines] == kinds and ended.code == bool(kinds), ended.out + ended.err
+        assert "no match" not in kinds or lines[1].endswith("right would be: 'lm_head'")
+    assert gnmr(*words).code == 0, "without a list, our own rule leaves out the head"
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
