@@ -46,7 +46,10 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
 def refuse_meta(model: nn.Module) -> None:
     """Raise ValueError if the model has parameters on the meta device."""
     meta = any(parameter.is_meta for parameter in model.parameters())
-    require(not meta, "model", type(model).__name__, "has parameters on the meta device; give it its weights")
+    right = "has parameters on the meta device; give it its weights"
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        right = "has offloaded parameters (accelerate); load it without offloading"
+    require(not meta, "model", type(model).__name__, right)
 
 
 def refuse_transformed(name: str) -> None:
