@@ -146,7 +146,8 @@ def _audited(asked: Namespace, place: str, config: Config | None) -> tuple[Audit
     with as_user_error():
         lists = read_lists(_given(asked))
     plan, recipe = paths_of(asked, config)
-    subject = load_subject(place, device=asked.device)
+    with memory_bound("audit: out of memory while the model was loaded; use a smaller model or a larger machine"):
+        subject = load_subject(place, device=asked.device, gradients=not asked.static)
     extra: list[Finding] = []
     if config is not None:
         extra = _as_trained(subject, config, lists)

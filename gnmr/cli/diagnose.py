@@ -42,6 +42,7 @@ the hub, with data=FILE.txt. Nothing is trained, and nothing written but what ou
   gnmr diagnose my_llama/ data=prompts.txt recipe=fp8_hybrid against=fp8_hybrid,*.down_proj:bf16
 """
 NUMBERS = "diagnosis.json"
+_LOADING = "diagnose: out of memory while the model was loaded; use dtype=own, a smaller model or a larger machine"
 _SAME = (
     *("recovery", "rescue", "targets", "budget", "times", "fused", "against", "gate"),
     *("labels", "confirm", "include", "kv_cast", "tokens"),
@@ -127,9 +128,12 @@ def main(argv: list[str]) -> int:
     if asked.gate is not None and asked.against is None:
         raise UserError(f"gate={asked.gate}: is between two sides; give against=RECIPE, the trainer's")
 
+    from gnmr.lab.evaluation.blocks import LONGEST, TOKENS
     from gnmr.lab.evaluation.subjects import load_subject
 
-    subject = load_subject(place, device=asked.device)
+    tokens = (asked.batch_size or max(1, TOKENS // 2 // (asked.block or LONGEST))) * (asked.block or LONGEST)
+    with memory_bound(_LOADING):
+        subject = load_subject(place, device=asked.device, floats=asked.dtype == "float32", tokens=tokens)
     asked.batches = asked.batches or (16 if config is not None else 8)
     asked.held_out = asked.batches // 4 if asked.held_out is None else asked.held_out
     blocks = blocks_for(subject, asked, asked.batches, asked.held_out)
@@ -223,7 +227,8 @@ def _diagnosed(subject: Subject, blocks: Blocks, asked: Namespace, plan: PinPlan
     if subject.converted is not None:  # a fine-tuned run's own paths
         subject.converted.restore()
     if asked.dtype == "float32":
-        subject.model.float()
+        with memory_bound(_LOADING):
+            subject.model.float()
     right = f"diagnose: out of memory at batch_size={blocks.size}: use a smaller one, or block="
     with memory_bound(right), as_user_error(), showing("diagnosing", "forward passes") as progress:
         return diagnose(

@@ -79,9 +79,11 @@ def blocks_for(subject: Subject, asked: Namespace, batches: int, held_out: int) 
 @contextmanager
 def memory_bound(right: str) -> Iterator[None]:
     """Raise UserError with the remedy `right` if the block runs out of memory."""
-    import torch
+    from gnmr.lab.train.memory import out_of_memory
 
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError) as error:
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
         raise UserError(right) from error

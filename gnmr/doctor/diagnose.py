@@ -34,6 +34,7 @@ from gnmr.precision import ConvertedModel, PathLinear, PathSpec, Recipe, convert
 from gnmr.precision.adapters import operators_in
 from gnmr.precision.conversion import check_widths, operator_shapes
 from gnmr.precision.cost import gemm_time
+from gnmr.precision.reads import is_sharded
 from gnmr.precision.recipes import RECIPES as RECIPES_OF
 from gnmr.precision.recipes import Cast, Gemm
 
@@ -296,6 +297,9 @@ def _check_model(model: nn.Module) -> None:
     right = "has no linear operator, so no GEMM that a recipe would cast (others: gnmr.precision.adapters.register)"
     require(operators_in(model), "model", type(model).__name__, right)
     refuse_without_gradients(model)
+    sharded = any(is_sharded(parameter) for parameter in model.parameters())
+    right = "has sharded parameters (DTensor); diagnose it in one process, before it is sharded"
+    require(not sharded, "model", type(model).__name__, right)
 
 
 def _spec(recipe: str | Recipe, recovery: str | Recipe, sides: bool, **more: Any) -> PathSpec:

@@ -48,7 +48,10 @@ def refuse_without_gradients(model: nn.Module) -> None:
     """Raise ValueError if the model has parameters on the meta device, or if inference mode excludes gradients."""
     name, parameters = type(model).__name__, [*model.parameters()]
     meta = any(parameter.is_meta for parameter in parameters)
-    require(not meta, "model", name, "has parameters on the meta device; give it its weights")
+    right = "has parameters on the meta device; give it its weights"
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        right = "has offloaded parameters (accelerate); load it without offloading"
+    require(not meta, "model", name, right)
     require(not torch.is_inference_mode_enabled(), "model", name, "has no gradients in inference mode; leave the mode")
     made = any(parameter.is_inference() for parameter in parameters)
     right = "was made or loaded in torch.inference_mode() and has no gradients; use copy.deepcopy(model) outside of it"

@@ -115,6 +115,7 @@ def output_of(found: Any, where: str, trained: bool = True) -> Output:
     else:
         logits, loss = getattr(found, "logits", None), getattr(found, "loss", None)
         require(isinstance(logits, Tensor), where, type(found).__name__, _RIGHT)
+        assert logits is not None
         if loss is not None and logits.shape[-1] == 1:  # rewards or values: there is no distribution
             return Output(None, None, scalar(loss, where, trained))
     if logits is not None:

@@ -263,14 +263,14 @@ class Passes:
             for handle in handles:
                 handle.remove()
         if whole.apart(again) > SAME:  # the counted pass ran without torch.compile
-            apart = again.apart(self.forward(batch, 0, recovering=True))
+            differ = again.apart(self.forward(batch, 0, recovering=True))
             right = (
                 "two passes of batch 1 on the recovery path differ by this many nats; does it keep state, such as a "
                 "cache of keys and values, or draw random numbers that torch.manual_seed does not set (dropout, masks)?"
                 " Have it compute the same in every pass"
             )
             noise = 0.0 if whole.logits is None else moved / 8  # a GPU may add up 16-bit products in any order
-            require(not apart > max(SAME, noise), "run", f"{apart:.2g}", right)
+            require(not differ > max(SAME, noise), "run", f"{differ:.2g}", right)
         return None if whole.logits is None else moved
 
     @contextmanager

@@ -25,6 +25,7 @@ from gnmr.errors import RunFailed, UserError
 from gnmr.lab.evaluation.subjects import tokenizer_with_end
 from gnmr.lab.models import pretrained
 from gnmr.lab.train.build import Parts
+from gnmr.lab.train.memory import out_of_memory
 from gnmr.precision import Recipe
 
 THEIRS = {"gsm8k": "gsm8k", "mmlu": "mmlu", "hellaswag": "hellaswag", "wikitext2": "wikitext"}
@@ -69,7 +70,9 @@ class RunScorer:
                 for name in config.tasks:
                     say(f"scoring {name}")
                     found[name] = _scored(parts, name)
-        except (UserError, torch.OutOfMemoryError, MemoryError) as error:
+        except Exception as error:
+            if not isinstance(error, UserError) and not out_of_memory(error):
+                raise
             smaller = f"out of memory, use a smaller scores.batch_size than {config.batch_size}"
             why = error if isinstance(error, UserError) else smaller
             raise RunFailed(f"scores after step {step}: {why}; the same command goes on with them") from error

@@ -19,7 +19,7 @@ from gnmr.lab.data import cache
 from gnmr.lab.data import tokenizer as bpe
 from gnmr.lab.models import pretrained
 from gnmr.lab.train.checkpoint import load_model
-from gnmr.lab.train.memory import refuse_run
+from gnmr.lab.train.memory import refuse_checkpoint, refuse_run
 from gnmr.lab.train.model import pretrained_model
 from gnmr.precision import ConvertedModel
 from gnmr.precision.recipes import described
@@ -89,10 +89,13 @@ class Subject:
     """Facts for records: kind, model, dtype, ..."""
 
 
-def load_subject(path: str, device: str = "auto") -> Subject:
+def load_subject(
+    path: str, device: str = "auto", *, gradients: bool = True, floats: bool = False, tokens: int = 0
+) -> Subject:
     """Return the model at `path`: a run folder, a checkpoint folder, or a hub name of Hugging Face.
 
-    `device` is auto, cpu or cuda. Raises UserError if the model cannot be loaded. Folders are not trusted
+    `device` is auto, cpu or cuda. The other arguments say what a checkpoint is loaded for, as
+    `memory.refuse_checkpoint`. Raises UserError if the model cannot be loaded. Folders are not trusted
     (`gnmr.records.untrusted`): no links below them are followed, and only safetensors and data of checkpoints are read.
     """
     with as_user_error():
@@ -110,7 +113,7 @@ def load_subject(path: str, device: str = "auto") -> Subject:
             raise UserError(f"{path}: neither a run (config.yaml) nor a Hugging Face checkpoint (config.json)")
     elif folder.exists() or folder.parent.is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
         raise UserError(f"{path}: there is no such run, checkpoint folder or hub name")
-    return _checkpoint(path, where)
+    return _checkpoint(path, where, gradients=gradients, floats=floats, tokens=tokens)
 
 
 # ---- runs ----
@@ -215,8 +218,9 @@ def _seen_from(folder: Path, place: str) -> list[Path]:
 # ---- Hugging Face's checkpoints ----
 
 
-def _checkpoint(name: str, device: torch.device) -> Subject:
+def _checkpoint(name: str, device: torch.device, **purpose: Any) -> Subject:
     tokenizer_with_end(name)  # check first: it is missing more often than the weights, which load for minutes
+    refuse_checkpoint(pretrained.tensors_of(pretrained.local(name, name)), device, where=name, **purpose)
     model = pretrained.load(name, "auto", device, where=name)
     facts = {"kind": "checkpoint", "model": model.config.model_type}  # type: ignore[union-attr]
     facts |= {"parameters": sum(p.numel() for p in model.parameters())}

@@ -111,6 +111,20 @@ def check_files(folder: Path) -> list[Path]:
     return files
 
 
+def tensors_of(folder: Path) -> dict[str, tuple[tuple[int, ...], int]]:
+    """Return (shape, bytes of a number) of each tensor of a checkpoint, by its name, from the headers of its files."""
+    from safetensors import safe_open
+
+    found = {}
+    for file in check_files(folder):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                part = opened.get_slice(name)
+                bits = "".join(filter(str.isdigit, part.get_dtype().partition("_")[0]))
+                found[name] = tuple(part.get_shape()), int(bits or 8) // 8
+    return found
+
+
 def local(checkpoint: str, where: str | None = None) -> Path:
     """Return the folder of a checkpoint. Files of a hub checkpoint are fetched into the hub's cache.
 

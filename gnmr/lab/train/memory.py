@@ -9,15 +9,23 @@ weights of a new model are drawn in FP32 on the CPU.
 
 from __future__ import annotations
 
+import math
 import os
+import resource
+import warnings
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-from gnmr.errors import UserError
+from gnmr.errors import UserError, users_level
 from gnmr.lab.config import Config, ModelConfig
+from gnmr.lab.models import pretrained
 
+_CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_IMPORTS, _PER_INPUT, _PER_LOGIT = 400_000_000, 23, 36
+"""Bytes of a diagnosis: of the libraries, and per token of an input of a linear and of a logit (measured on a CPU)."""
 _BYTES = 257
 """Vocabulary size of a byte-level BPE without merges."""
 
@@ -40,19 +48,26 @@ def needs_of(config: Config, vocab_size: int) -> list[tuple[int, str, str]]:
     """Return (bytes, purpose, the settings that determine it) for each part of a run's device memory."""
     training, model = config.training, config.model
     batch = f"training.batch_size={training.batch_size}, training.seq_len={training.seq_len}"
-    tokens, weights = training.batch_size * training.seq_len, 0  # a checkpoint's size is not known here
+    tokens, size, weights = training.batch_size * training.seq_len, 2 if training.dtype == "bfloat16" else 4, 0
     if model.checkpoint is None:
-        weights = parameters(model, vocab_size, training.seq_len) * (2 if training.dtype == "bfloat16" else 4)
-    gradients = 0 if model.name == "moe" else weights  # an expert without tokens has no gradient
+        weights = trained = size * parameters(model, vocab_size, training.seq_len)
+    else:  # adapters may be all that is trained
+        trained = 0
+        with suppress(UserError):  # a name on the hub, or a fault that loading tells
+            tensors = pretrained.tensors_of(Path(model.checkpoint).expanduser())
+            weights = size * sum(math.prod(shape) for shape, _ in tensors.values())
+    gradients = 0 if model.name == "moe" else trained  # an expert without tokens has no gradient
     return [
         (weights, "weights", _sizes(model)),
-        (2 * weights if config.optim.name == "adamw" else 0, "optimizer state", _sizes(model)),
+        (2 * trained if config.optim.name == "adamw" else 0, "optimizer state", _sizes(model)),
         max((gradients, "gradients", _sizes(model)), (8 * tokens * vocab_size, "logits", batch)),
         (8 * tokens * training.accumulation, "tokens", f"{batch}, training.accumulation={training.accumulation}"),
     ]
 
 
 def _sizes(model: ModelConfig) -> str:
+    if model.checkpoint is not None:
+        return f"model.checkpoint={model.checkpoint}"
     found = ", ".join(
         f"model.{key}={getattr(model, key)}" for key in ("hidden_size", "intermediate_size", "num_layers")
     )
@@ -84,12 +99,71 @@ def _refuse(needs: list[tuple[int, str, str]], there: int, has: str) -> None:
 
 
 def machine_memory() -> int:
-    """Return the bytes of memory and swap."""
-    swap = 0
+    """Return the bytes of memory and swap, or what a container or `ulimit -v` leaves of them."""
+    swap, page = 0, os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError, ValueError, IndexError):
         lines = Path("/proc/meminfo").read_text().splitlines()
         swap = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("SwapTotal:")), 0)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") + swap
+    found = [page * os.sysconf("SC_PHYS_PAGES") + swap]
+    for file in _CGROUPS:
+        with suppress(OSError, ValueError):
+            found.append(int(Path(file).read_text()) + swap)
+    with suppress(OSError, ValueError, IndexError):
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if limit != resource.RLIM_INFINITY:  # addresses that the process holds are not given back
+            found.append(max(0, limit - page * int(Path("/proc/self/statm").read_text().split()[0])))
+    return min(found)
+
+
+def refuse_checkpoint(
+    tensors: Mapping[str, tuple[tuple[int, ...], int]],
+    device: torch.device,
+    *,
+    where: str,
+    gradients: bool,
+    floats: bool,
+    tokens: int,
+) -> None:
+    """Raise UserError if a checkpoint's weights cannot fit; warn if a diagnosis of it probably does not.
+
+    Args:
+        tensors: (shape, bytes of a number) of each tensor, by its name.
+        device: where the model will be.
+        where: its name in messages.
+        gradients: whether there is a gradient for each weight.
+        floats: whether the weights will be converted to float32.
+        tokens: tokens of a batch that is diagnosed; 0: it is not.
+    """
+    numbers = {name: math.prod(shape) for name, (shape, _) in tensors.items()}
+    weights = sum(number * (4 if floats else max(2, tensors[name][1])) for name, number in numbers.items())
+    need, there, has = weights * (1 + gradients), machine_memory(), "this process can have"
+    if device.type == "cuda":
+        there, has = torch.cuda.get_device_properties(device).total_memory, "this GPU has"
+    needs = f"{sum(numbers.values()) / 1e9:,.3g} billion parameters{' with gradients' * gradients} take"
+    smaller = f"use {'dtype=own, ' * floats}a smaller model or a larger machine"
+    if need > there:
+        raise UserError(
+            f"{where}: cannot fit into memory: its {needs} {need / 1e9:,.3g} GB, and {has} {there / 1e9:,.3g} GB; "
+            f"{smaller}"
+        )
+    matrices = {name: shape for name, (shape, _) in tensors.items() if len(shape) == 2}
+    inputs = sum(shape[1] for name, shape in matrices.items() if "emb" not in name and "wte" not in name)
+    per_token = _PER_INPUT * inputs + _PER_LOGIT * max((shape[0] for shape in matrices.values()), default=0)
+    total = _IMPORTS + need + tokens * per_token
+    if tokens and total > there:
+        warnings.warn(
+            f"{where}: may not fit into memory: about {total / 1e9:,.3g} GB for its weights and {tokens:,} tokens a "
+            f"batch, and {has} {there / 1e9:,.3g} GB; use a smaller batch_size= or block=, or {smaller[4:]}",
+            stacklevel=users_level(),
+        )
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Return True if memory ran out; the CPU's allocator has no error type of its own."""
+    words = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "unable to mmap")
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, (RuntimeError, OSError)) and any(word in str(error) for word in words)
+    )
 
 
 def reset_peak_memory(device: torch.device) -> None:

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import OmegaConf
 
 from gnmr.attachment.blame import Levels
@@ -44,7 +43,7 @@ from gnmr.lab.train.checkpoint import Checkpointer, Stateful, gathered
 from gnmr.lab.train.checks import refuse_processes
 from gnmr.lab.train.folder import begun_with, check_folder, done_already, locked, run_folder, say_done, unexported
 from gnmr.lab.train.loop import Loop, Scorer
-from gnmr.lab.train.memory import peak_memory_bytes, reset_peak_memory
+from gnmr.lab.train.memory import out_of_memory, peak_memory_bytes, reset_peak_memory
 from gnmr.lab.train.provenance import portable_config
 from gnmr.lab.train.rows import Counters, fault_rows, header, run_info
 from gnmr.precision import Recipe
@@ -96,8 +95,8 @@ def run(
         world.from_first(lambda: lock() if folder.exists() else None)  # before the minutes that loading may take
         try:
             parts = assemble(config, folder, say, world)
-        except (RuntimeError, MemoryError) as error:
-            if not _out_of_memory(error):
+        except (RuntimeError, MemoryError, OSError) as error:
+            if not out_of_memory(error):
                 raise
             raise UserError("the model does not fit into memory: use a smaller model.* or scale") from error
         if config.scores.tasks and not world.from_first(lambda: (folder / "DONE").exists()):
@@ -301,14 +300,6 @@ def _failure(error: BaseException, step: int) -> UserError | RunFailed | None:
         return RunFailed(f"{error.filename}: {error.strerror}, after step {step}")
     if lost(error):
         return RunFailed(f"another process ended, in step {step + 1}; the same command continues the run")
-    if _out_of_memory(error):
+    if out_of_memory(error):
         return RunFailed(f"out of memory in step {step + 1}: use a smaller training.batch_size")
     return None
-
-
-def _out_of_memory(error: BaseException) -> bool:
-    """Return True if memory ran out; the CPU's allocator has no error type of its own."""
-    words = ("can't allocate memory", "not enough memory")
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-    )
