@@ -194,12 +194,17 @@ def _number(value: object) -> float:
     return value if number and -math.inf < value < math.inf else math.nan  # type: ignore[operator,return-value]
 
 
-def share_of(given: object) -> object:
-    """Return 0.1 for "10%", and any other value unchanged."""
-    if isinstance(given, str) and given.endswith("%"):
+def share_of(value: object) -> object:
+    """Return the number of a word, and any other value unchanged, for a check such as `share`.
+
+    >>> share_of("10%"), share_of("+10%"), share_of("0.1"), share_of(0.1), share_of("some")
+    (0.1, 0.1, 0.1, 0.1, 'some')
+    """
+    if isinstance(value, str):
         with suppress(ValueError):
-            return float(given[:-1]) / 100
-    return given
+            number = float(value.removeprefix("+").removesuffix("%"))
+            return number / 100 if value.endswith("%") else number
+    return value
 
 
 def install(extra: str) -> str:

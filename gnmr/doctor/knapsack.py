@@ -15,10 +15,9 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gnmr.errors import one_of, require, share_of
 from gnmr.names import GEMMS
@@ -273,15 +272,17 @@ def pin_in_order(
 def budget_of(given: float | str) -> float:
     """Return a budget of extra GEMM time as a share: 0.1 for "+10%", "10%" and 0.1.
 
-    Raises ValueError if it is not above 0.
+    Raises ValueError if it is not above 0. A word without a percent sign and a whole number are also refused above 1,
+    because 10 would rather mean 10% than ten times the time.
     """
-    value: float | str = given
-    if isinstance(given, str):
-        with suppress(ValueError):
-            value = float(share_of(given.removeprefix("+")))  # type: ignore[arg-type]
+    value: Any = share_of(given)
     sound = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
     require(sound, "budget", given, "must be extra GEMM time, a share above 0 (+10%, or 0.1)")
-    return value  # type: ignore[return-value]
+    said = isinstance(given, float) or (isinstance(given, str) and given.endswith("%"))
+    if not said and value > 1:
+        right = f"is a share of the GEMM time, so it would be +{100 * value:g}%; write {value:g}% or {100 * value:g}%"
+        require(False, "budget", given, right)
+    return float(value) if isinstance(given, str) else value
 
 
 class _Option(NamedTuple):

@@ -189,6 +189,13 @@ def test_a_budget_in_a_word() -> None:
             budget_of(word)
 
 
+@pytest.mark.parametrize("budget", ["10", "+10", "10.0", "1.5", 10, 2])
+def test_a_budget_above_the_whole_time_needs_a_percent_sign(budget: str | int) -> None:
+    with pytest.raises(ValueError, match=rf"^budget=.*: is a share of the GEMM time.*; write {float(budget):g}%"):
+        budget_of(budget)
+    assert budget_of("150%") == budget_of(1.5) == 1.5 and budget_of("1") == budget_of(1) == 1
+
+
 @pytest.mark.parametrize("layout", ["", "model."])
 def test_attach_takes_paths_and_pins_of_it(layout: str, tmp_path: Path) -> None:
     """Of a model in either layout."""
