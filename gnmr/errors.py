@@ -94,12 +94,19 @@ _BETWEEN = ("gnmr", "torch", "contextlib", "weakref")
 
 
 def guess(word: str, known: Iterable[str]) -> str | None:
-    """Return the first known word that begins with this one (fp8: fp8_hybrid), else the nearest, or None."""
+    """Return the first known word that begins with this one (fp8: fp8_hybrid), else the nearest, or None.
+
+    A word with the same letters as a known word, or as its first part, is nearest: letters were swapped.
+
+    >>> guess("gnrm", ["gsnr", "gnmr_delta"])
+    'gnmr_delta'
+    """
     from difflib import get_close_matches
 
     known = list(known)
     begun = [one for one in known if word and one.startswith((f"{word}_", f"{word}-", f"{word}/"))]
-    return next(iter([*begun, *get_close_matches(word, known, 1)]), None)
+    swapped = [one for one in known if sorted(word) in (sorted(one), sorted(one.partition("_")[0]))]
+    return next(iter([*begun, *swapped, *get_close_matches(word, known, 1)]), None)
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:

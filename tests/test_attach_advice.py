@@ -86,6 +86,7 @@ def test_a_recipe_that_is_simulated_unasked_is_told_once(how: dict[str, Any], to
         ({"record": "gap_low"}, "record='gap_low': must be a list"),
         ({"low": "llm_int8", "recovery": "bf16", "outlier_threshold": "6"}, "outlier_threshold=6: must be"),
         ({"signal": 3}, "is not a signal: int has no"),
+        ({"signal": "gnrm"}, "did you mean gnmr_delta[?]"),
         ({"signal": "recovery_gap", "recovery": None}, "gap_recovery"),
         ({"signal": partial(SIGNALS["mse"], level=1.0)}, "level"),
         ({"record": ["colour"]}, "evidence 'colour' is not known"),
@@ -420,3 +421,17 @@ def test_a_warning_shows_the_loops_line(text: str) -> None:
     with pytest.warns(UserWarning) as seen:
         WARNS[text]()
     assert [one.filename for one in seen if text in str(one.message)] == [__file__]
+
+
+def test_a_model_of_inference_tensors_is_refused() -> None:
+    with torch.inference_mode():
+        model = net()
+        with pytest.raises(ValueError, match="^model: was made in torch.inference_mode"):
+            attached(net())
+    with pytest.raises(ValueError, match="^model: was made in torch.inference_mode"):
+        attached(model)
+
+
+def test_no_record_is_none() -> None:
+    controller = attached(net(), record=None)
+    assert not controller.recorded and controller.controller.record == ()

@@ -10,6 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from gnmr.attachment.assembly import close_hooks, controller_of
@@ -69,7 +70,7 @@ def attach(
     plan: PinPlan | str | PathLike[str] | None = None,
     steps: int | None = None,
     seed: int = 0,
-    record: str | PathLike[str] | Sequence[str] = (),
+    record: str | PathLike[str] | Sequence[str] | None = (),
     share: float | None = None,
     **named: Any,
 ) -> Router:
@@ -87,7 +88,7 @@ def attach(
         seed: seed of signals and of stochastic rounding.
         record: a folder for the records of this loop, which `gnmr report` reads (gnmr/attachment/record.py). It is new,
             or the folder of the run that `load_state_dict` resumes from a checkpoint. Names of evidence are accepted
-            too; see `gnmr.control.Controller`.
+            too; see `gnmr.control.Controller`. None: nothing is recorded.
         share: with several processes, the part of the step's loss from which each one's backward pass starts, as it
             enters the sum of gradients. None: 1 / processes, for losses that DDP and FSDP average. 1: gradients are
             summed, and the loss was divided by the tokens of all processes.
@@ -99,7 +100,7 @@ def attach(
     penalty (`create_graph=True`) cannot pass through them. Raises ValueError if a value is invalid; the model is then
     unchanged. The first `step` counts the model's GEMMs, and raises ValueError if no unit fits a budget of these.
     """
-    folder, evidence = (Path(record), ()) if isinstance(record, str | PathLike) else (None, record)
+    folder, evidence = (Path(record), ()) if isinstance(record, str | PathLike) else (None, record or ())
     if isinstance(record, str) and record in EVIDENCE:
         raise ValueError(f"record={record!r}: must be a list, where evidence is meant: [{record!r}]")
     if not isinstance(plan, PinPlan | str | PathLike | None):
@@ -189,6 +190,11 @@ def _check_request(model: nn.Module, paths: PathSpec, control: ControlSpec) -> N
         raise ValueError(
             "model: is wrapped by FullyShardedDataParallel (FSDP1), which flattens its parameters; use FSDP2 "
             "(torch.distributed.fsdp.fully_shard)"
+        )
+    if torch.is_inference_mode_enabled() or any(tensor.is_inference() for tensor in model.parameters()):
+        raise ValueError(
+            "model: was made in torch.inference_mode(), or attach is called there, and inference tensors have no "
+            "gradients; make the model and attach outside of it (torch.no_grad() is fine)"
         )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("model: has parameters on the meta device; attach when its weights are loaded")

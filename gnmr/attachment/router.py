@@ -175,6 +175,7 @@ class Router:
         self, grad_scale: float = 1.0, evidence: Evidence | None = None, *, loss_scale: float | None = None
     ) -> Decision:
         """Take a step; see `Controller.step`. Evidence that the paths measure need not be in `evidence`."""
+        self.controller.hints.stepped = True
         between = self.controller.hints.to_host
         decision = self.finish_step(grad_scale, evidence, loss_scale=loss_scale, between=between)
         never = self._paths.never_ran(decision.observed)

@@ -76,7 +76,7 @@ class Controller:
         *,
         steps: int | None = None,
         seed: int = 0,
-        record: Sequence[str] = (),
+        record: Sequence[str] | None = (),
         norms: Callable[[], tuple[Tensor, Tensor]] | None = None,
         whole_cost: float | None = None,
         pinned: float = 0.0,
@@ -87,6 +87,7 @@ class Controller:
         self.names = unit_names(units)
         self.spec = spec = ControlSpec() if spec is None else spec
         whole(or_null=True, steps=steps)
+        record = () if record is None else record
         if isinstance(record, str) or not isinstance(record, Sequence):
             raise ValueError(f"record={record!r}: must be a list of names")
         spend = None if spec.budget is None else tuple(float(unit.cost) for unit in units)

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from gnmr.control.decision import Decision
 from gnmr.control.device import HostPacket
@@ -52,7 +52,8 @@ class Hints:
         """Norms of the gradients that existed when the first backward pass began."""
         self.trained = False
         """Whether there was a backward pass in any step."""
-        self._stepped = False
+        self.stepped = False
+        """Whether `step` was called, even if it raised."""
         self._calibrating: tuple[int, int] | None = None
         """(steps taken, steps wanted) of a calibration that is not over."""
         self._end: weakref.finalize[..., nn.Module] | None = None
@@ -81,8 +82,9 @@ class Hints:
         for name, parameter in self._first.items():
             # FSDP2 gives gradients to other tensors
             if parameter.requires_grad and not hasattr(parameter, "device_mesh"):
-                before = parameter.register_hook(partial(self._before, name, parameter))
-                self._handles[name] = before, parameter.register_post_accumulate_grad_hook(partial(self._after, name))
+                before = parameter.register_hook(unserializable_hook(partial(self._before, name, parameter)))
+                after = unserializable_hook(partial(self._after, name))
+                self._handles[name] = before, parameter.register_post_accumulate_grad_hook(after)
 
     def to_host(self, packet: HostPacket) -> dict[str, np.ndarray]:
         """Return the packet on the host, with norms of the gradients that existed before the backward passes."""
@@ -95,7 +97,7 @@ class Hints:
 
     def say(self, decision: Decision, calibrating: tuple[int, int] | None = None) -> None:
         """Give the warnings of a step after `to_host`, each once."""
-        self._stepped, self._calibrating = True, calibrating
+        self._calibrating = calibrating
         new = self._of(decision)
         self._told |= new.keys()
         self.watch()
@@ -172,7 +174,7 @@ class Hints:
 
     def _say_at_end(self, low: str) -> None:
         text = ""
-        if not self._stepped and self.trained:
+        if not self.stepped and self.trained:
             text = (
                 f"step() was never called: the model was trained on its low path ({low}) and nothing was ever "
                 "routed; call controller.step() once per optimizer step, after its last backward pass"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -26,7 +26,12 @@ class Rounding:
         self.step, self._micro_batch = 1, None
         self._passes: dict[tuple[int, int], int] = {}
         """Number of passes that drew, by step and operator, in the current micro-batch if one was named."""
-        self._generator = torch.Generator(device)
+        self._device = device
+        self._generator: torch.Generator | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for pickle, deepcopy and other processes, to which a generator cannot be sent."""
+        return {**self.__dict__, "_generator": None}
 
     _micro_batch: tuple[int, int] | None
 
@@ -56,6 +61,8 @@ class Rounding:
     def generator(self, *key: int) -> torch.Generator:
         """Return the generator, seeded for the numbers of `key`; it is the same object each time."""
         words = np.random.SeedSequence([self.seed, *key]).generate_state(1, np.uint64)
+        if self._generator is None:
+            self._generator = torch.Generator(self._device)
         return self._generator.manual_seed(int(words[0]))
 
     def mark(self) -> Mark:

@@ -231,9 +231,18 @@ def evaluated(it: Loop, step: int) -> None:
         it.loss()
 
 
+def refused_by_step(it: Loop, step: int) -> None:
+    """As with a used folder for records."""
+    it.loss().backward()
+    with pytest.raises(ValueError, match="evidence"):
+        it.controller.step(evidence={"colour": torch.ones(2)})
+    it.optimizer.zero_grad()
+
+
 def test_what_is_told_at_the_end() -> None:
     (hint,) = told(never)
     assert hint.startswith("step() was never called: the model was trained on its low path (int4)")
+    assert not told(refused_by_step)
     (hint,) = told(calibrated)
     assert hint.startswith("still calibrating after 14 of 100 steps: nothing was ever routed")
     assert told(never, recovery=None) == [] == told(never, signal="always_low"), "there is nothing to route"
