@@ -209,6 +209,12 @@ def test_words_of_a_command_that_are_none(words, line, gnmr, place):
     assert line in gnmr(*words).mistake
 
 
+def test_gemms_that_a_cpu_emulates_are_refused(gnmr, tiny_words, tmp_path):
+    ended = gnmr("train", *tiny_words, "precision=fp8_bf16", "precision.backend=scaled_mm", "training.device=cpu")
+    assert ended.mistake == "precision.backend=scaled_mm: takes minutes a step on a CPU; use auto or simulated"
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.slow
 def test_a_page_in_place_of_a_folder(train, gnmr, tmp_path):
     """Refused before anything is printed or written."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import math
+import subprocess
+import sys
 from copy import deepcopy
 from pathlib import Path
 
@@ -174,6 +177,26 @@ def test_records_go_on_behind_a_checkpoint(end, tmp_path):
     assert (cut.units().norm_SU == whole.units().norm_SU).all() and cut.events == whole.events
     resumed = json.loads((tmp_path / "cut" / "header.json").read_text())["resumed"]
     assert [one["after_step"] for one in resumed] == [4]
+
+
+def test_a_loop_is_refused_while_another_process_records_there(tmp_path):
+    """Resumed from a checkpoint of the loop that lives, or begun at the same time."""
+    folder = tmp_path / "a"
+    saved = going_on(folder, range(1, 5), save_after=4)
+    gc.collect()  # the controller, with its lock
+    held = (
+        "import sys; from gnmr.records.lock import *; lock = lock_folder(Path(sys.argv[1])); print(flush=True); input()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", held, folder], **pipes) as other:
+        other.stdout.readline()
+        before = contents(folder)
+        with pytest.raises(UserError, match="is being written by another process"):
+            going_on(folder, range(5, 9), saved)
+        assert contents(folder) == before
+        other.kill()
+    going_on(folder, range(5, 9), saved)
+    assert load(folder).check().steps["step"].tolist() == [*range(1, 9)]
 
 
 @pytest.mark.parametrize("observe", ["parameters", "input_grad"])

@@ -89,6 +89,12 @@ def test_a_short_sweep_is_a_trial_and_says_what_comes_next(launcher, gnmr, tiny_
     }
 
 
+def test_a_folder_that_cannot_be_made_is_told_with_its_key(gnmr, tmp_path):
+    (tmp_path / "file").touch()
+    line = f"{tmp_path / 'file'}: cannot be written (File exists); choose another runs_dir"
+    assert gnmr("train", "-m", SEEDS, f"runs_dir={tmp_path / 'file'}").mistake == line
+
+
 @pytest.mark.slow
 def test_a_failed_cell_does_not_stop_the_others_and_runs_again(gnmr, tiny_words, tmp_path, monkeypatch):
     plain = run_module.assemble

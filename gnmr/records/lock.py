@@ -35,6 +35,7 @@ _DYING_S = 2.0
 """Time for a process that is being killed, which loses its lock first."""
 _locks: weakref.WeakValueDictionary[tuple[int, int], FolderLock] = weakref.WeakValueDictionary()
 """The locks of this process, by device and inode: an interrupted loop may attach to its folder again."""
+os.register_at_fork(after_in_child=_locks.clear)
 
 
 class FolderLock:

@@ -224,6 +224,7 @@ def test_a_signal_saves_and_leaves(number, code, train, tmp_path, uninterrupted)
     name = signal.Signals(number).name
     line = f"stopped after step 4 by {name}, checkpoint saved; the same command continues it"
     assert note.read_text().splitlines()[-1] == line
+    assert f"{name}: the run stops after this step; a second one ends the run at once" in note.read_text()
     assert (folder / "checkpoints" / "step-00000004").is_dir()
     assert not (folder / "DONE").exists() and not (folder / "FAILED").exists()
     train(folder)
