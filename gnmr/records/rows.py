@@ -60,7 +60,12 @@ def versions() -> dict[str, Any]:
 
     from gnmr.precision import cpu_products
 
-    machine = {"cpu": cpu_name(), "threads": torch.get_num_threads(), "products": cpu_products.kind()}
+    machine = {
+        "cpu": cpu_name(),
+        "kernels": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "products": cpu_products.kind(),
+    }
     return {
         "gnmr": __version__,
         "python": platform.python_version(),

@@ -64,6 +64,38 @@ def test_fans_out_resumes_and_finishes(
     assert "step 10/10  loss" in out and out.rstrip().endswith(f"next: gnmr report {tmp_path}")
 
 
+CPU = {"device": "cpu", "cpu": "Xeon", "threads": 1, "kernels": "AVX512", "products": "16-bit"}
+GPU = CPU | {"device": "H100"}
+
+
+@pytest.mark.parametrize(
+    "began, now, says",
+    [
+        (
+            CPU,
+            CPU | {"threads": 2},
+            "began with 1 thread, continues with 2 threads: the result is not equal",
+        ),
+        (CPU, CPU | {"cpu": "EPYC"}, "began with cpu Xeon, continues with cpu EPYC: the result"),
+        (CPU, CPU | {"products": "in FP32"}, "began with products 16-bit, continues with products in FP32: the result"),
+        (GPU, GPU | {"device": "H200"}, "began with device H100, continues with device H200: the result"),
+        (CPU, CPU, None),
+        (GPU, GPU | {"threads": 2, "cpu": "EPYC"}, None),
+        ({}, CPU, None),  # an earlier version's header
+    ],
+)
+def test_a_run_that_continues_on_another_machine_says_so(tmp_path: Path, capsys, began, now, says) -> None:
+    settings = RecordsConfig(live="off", wandb="off")
+    with Recorder(info(tmp_path), settings, None) as recorder:
+        recorder.start("a: 1\n", {}, {"machine": began})
+        recorder.step(step_row(1), None)
+    with Recorder(info(tmp_path, 1), settings, 1) as recorder:
+        recorder.start("a: 1\n", {}, {"machine": now})
+    out = capsys.readouterr().out
+    words = " ".join(out.split())  # a console wraps lines
+    assert words == "" if says is None else words.startswith(says)
+
+
 def test_an_end_that_cannot_be_written_is_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(info(tmp_path), RecordsConfig(live="off", wandb="off"), None)
     recorder.start("a: 1\n", {}, {})

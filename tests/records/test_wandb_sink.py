@@ -75,7 +75,7 @@ def test_offline_file_equals_what_was_given(tmp_path: Path) -> None:
         assert logged["step"] == step
         assert set(EVAL_METRICS.values()) <= logged.keys() if step % 6 == 0 else "val/loss" not in logged
         sent = {name.split("/")[1] for name in logged if name.startswith("traces/")}
-        assert sent == ({"delta_gnmr_table", "gnmr_table"} if step % 2 == 0 and step > 5 else set())
+        assert sent == ({"delta_gnmr_table", "gnmr_table"} if step % 10 == 0 else set())
         assert logged["recovery/promotions"] == 2 * (step >= 2) + 2 * (step >= 9)
     assert history[12]["val/loss"] == eval_row(12)["val_loss"]
     assert history[5]["risk/highest"] == of_units[5].risk.max()
@@ -98,11 +98,17 @@ def test_offline_file_equals_what_was_given(tmp_path: Path) -> None:
         for step, unit, value in table_of(tmp_path, history[40][f"traces/{column}_table/path"])["data"]:
             points.setdefault(unit, {})[step] = value
         units = of_units[1].units
-        assert list(points)[:2] == [units[0], units[2]] and set(points) == set(units), "the most promoted come first"
+        assert {*list(points)[:2]} == {units[0], units[2]}, "the most promoted come first"
+        assert set(points) == set(units)
         for place, unit in enumerate(units):
-            want = {step: of_units[step].columns[column][place] for step in range(5, 41, 5)}
-            if unit == units[3] or (column, unit) == ("delta_gnmr", units[0]):
-                del want[10]  # not observed, NaN
+            want = {
+                last: max(
+                    of_units[step].columns[column][place]
+                    for step in range(last - 4, last + 1)
+                    if step != 10 or not (unit == units[3] or (column, unit) == ("delta_gnmr", units[0]))  # NaN there
+                )
+                for last in range(5, 41, 5)
+            }
             assert points[unit] == want
 
 
@@ -268,6 +274,7 @@ def test_a_resumed_run_sends_first_what_wandb_lacks(
     writer.close()
     sink = WandbSink(pytest.fail, wandb_every=2)
     start(sink, tmp_path)
+    sink._chart_every = 2
     sink.resume(tmp_path, 3)
     sink.step(step_row(4), unit_rows(4))
     sink._thread.shutdown()
@@ -284,6 +291,7 @@ def test_a_resumed_run_sends_first_what_wandb_lacks(
 def test_the_most_promoted_units_have_lines(tmp_path: Path, fake: Any) -> None:
     sink = WandbSink(pytest.fail, 1, 3)
     start(sink, tmp_path)
+    sink._chart_every = 2
     units = [f"u{i}" for i in range(70)]
     values = np.arange(70.0)
     sink.events([event_row(1, unit=unit) for unit in ("u9", "u4", "u9")])
@@ -306,8 +314,24 @@ def test_a_chart_never_has_more_points_than_wandb_draws(tmp_path: Path, fake: An
         sink.step(step_row(step), unit_rows(step))
     sink._thread.shutdown()
     charts = [metrics["traces/gnmr"] for metrics in sink._run.logged if "traces/gnmr" in metrics]
-    assert len(charts) == 20 and all(sum(map(len, chart.xs)) <= 10 for chart in charts)
-    assert charts[-1].xs == [[8, 16, 24, 32, 40]] * 2
+    assert len(charts) == 3 and all(sum(map(len, chart.xs)) <= 10 for chart in charts), "the last one is `finish`'s"
+    assert sink._charts()["traces/gnmr"].xs == [[8, 16, 24, 32, 40]] * 2
+
+
+@pytest.mark.parametrize("every, most", [(10, 3), (1, 2)], ids=["ten steps a point", "doubled to eight"])
+def test_a_spike_of_one_step_is_in_the_chart(tmp_path: Path, fake: Any, every: int, most: int) -> None:
+    sink = WandbSink(pytest.fail, every, most)
+    start(sink, tmp_path)
+    for step in range(1, 38):
+        gnmr = np.full(4, 99.0 if step == 13 else 1.0)
+        sink.step(step_row(step, over={"gnmr": 0}), unit_rows(step, columns={"gnmr": gnmr}))
+    sink._thread.shutdown()
+    chart = sink._charts()["traces/gnmr"]
+    size = sink._every
+    last = -(-13 // size) * size
+    assert dict(zip(chart.xs[0], chart.ys[0], strict=True)) == {
+        min(step, 37): 99.0 if step == last else 1.0 for step in range(size, 37 + size, size)
+    }
 
 
 @pytest.mark.parametrize(("project", "expected"), [(None, ("theirs", None)), ("we/ours", ("ours", "we"))])

@@ -179,6 +179,7 @@ def test_words_of_a_folder_are_shown_as_words(case: str, write_run: Write, tmp_p
         (folder / "config.yaml").write_text(yaml.safe_dump(tree))
         (folder / "DONE").unlink()
         (folder / "FAILED").write_text(evil)
+        folder.rename(folder.with_name(f"{folder.name}\u202e"))
     code, told, everything = shown(tmp_path / "runs", capsys)
     assert (code, told) == (0, "")
     assert "\x1b" not in everything and "\x07" not in everything and "\u202e" not in everything

@@ -117,7 +117,7 @@ def test_a_run_tells_no_user_host_or_folder(tiny, text_file: Path, here: Path, t
     assert header is not None and header["command"] == "gnmr train run_dir=runs/one data.path=babble.txt"
     written = (folder / "config.yaml").read_text() + (folder / "header.json").read_text()
     assert str(tmp_path) not in written
-    assert header["machine"].keys() == {"cpu", "cores", "threads", "products", "device"}
+    assert header["machine"].keys() == {"cpu", "kernels", "cores", "threads", "products", "device"}
     saved = read(folder / "config.yaml")
     assert saved.data.cache_dir == "~/cache" and (saved.run_dir, saved.runs_dir) == (None, "runs")
     assert config_hash(saved) == config_hash(made)

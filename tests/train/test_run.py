@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
@@ -116,6 +117,35 @@ def test_a_run_is_not_done_before_its_last_step(copied, train):
     last = len(rows) - 2
     with pytest.raises(UserError, match=f"DONE: the rows end after step {last} of {last + 2}; remove DONE"):
         train(copied)
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["scores.tasks=[hellaswag]"], None),
+        (["scores.tasks=[wikitext2,hellaswag]"], "scores.tasks=[wikitext2]: the run is done without these scores; exp"),
+        (
+            ["scores.tasks=[hellaswag]", "scores.limit=10"],
+            "scores.limit=10: the scores of the run were taken",
+        ),
+        (["scores.tasks=[hellaswag]", "scores.shots=0"], "scores.shots=0: the scores of the run were taken"),
+        (
+            ["scores.tasks=[hellaswag]", "scores.path=low"],
+            "scores.path=low: the scores of the run were taken",
+        ),
+        ([], None),
+    ],
+)
+def test_other_scores_asked_of_a_done_run_are_told(words, says, copied, train, tiny):
+    last = tiny().total_steps
+    rows = [
+        {"step": step, "path": "16bit", "tasks": {name: {}}} for step, name in ((1, "wikitext2"), (last, "hellaswag"))
+    ]
+    (copied / "scores.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said: list[str] = []
+    train(copied, *words, say=said.append)
+    assert said[0] == f"{copied} is done: skipped"
+    assert len(said) == 1 if says is None else said[1].startswith(says) and "lm_eval" in said[1]
 
 
 def test_one_process_at_a_time(train, tmp_path):

@@ -113,10 +113,11 @@ def apply_arm(composed: DictConfig, words: Sequence[str]) -> None:
 
 def with_own_text(composed: DictConfig, words: Sequence[str]) -> None:
     """Set data.name=text if the words name a path and no corpus, and the default corpus would not read it."""
-    chosen = typed(words)
-    if "data.path" in chosen and not chosen & {"data", "data.name"} and composed.get("base") is None:
-        if composed.data.path is not None and composed.data.name == DataConfig.name:
-            composed.data.name = "text"
+    chosen, data = typed(words), composed.data
+    if "data.path" not in chosen or chosen & {"data", "data.name"} or composed.get("base") is not None:
+        return
+    if data.path is not None and data.name == DataConfig.name:
+        data.name = "text"
 
 
 def with_plan(composed: DictConfig, words: Sequence[str]) -> None:

@@ -64,7 +64,7 @@ class RecordsConfig:
     wandb_project: str | None = None
     """NAME or ENTITY/NAME. If null, it is WANDB_PROJECT of the environment, else gnmr."""
     wandb_every: int = 10
-    """Steps between points of the W&B charts of units. Losses are sent every step."""
+    """Steps per point of the W&B charts of units, which show the maximum over them. Losses are sent every step."""
     wandb_units: int = 5
     """Number of units with a line in the W&B charts: the most promoted ones."""
 

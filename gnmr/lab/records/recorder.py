@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from gnmr.console import next_lines, shown_command
-from gnmr.errors import RunFailed
+from gnmr.errors import RunFailed, plural
 from gnmr.lab.records.view import RunInfo, View
 from gnmr.lab.records.wandb_sink import WandbSink
 from gnmr.records.reader import iter_sound, read_json, read_jsonl
@@ -20,6 +20,21 @@ if TYPE_CHECKING:
 
 _BEGAN = ("gnmr", "python", "torch", "commit", "command", "machine")
 """What header.json says of the process that began a run."""
+
+
+def _other_machine(began: dict[str, Any], now: dict[str, Any]) -> str | None:
+    """Return in words how the machine that continues a run differs from the one that began it, or None.
+
+    Only what decides the last bits is compared. The threads and the type of the CPU do not decide them on a GPU.
+    """
+    on_cpu = now.get("device") == began.get("device") == "cpu"
+    changes = []
+    for key in ("threads", "cpu", "kernels", "products") if on_cpu else ("device",):
+        if began.get(key) != now.get(key) and None not in (began.get(key), now.get(key)):
+            sides = (began, now)
+            old, new = (plural(side[key], "thread") if key == "threads" else f"{key} {side[key]}" for side in sides)
+            changes.append(f"began with {old}, continues with {new}")
+    return "; ".join(changes) or None
 
 
 class Recorder:
@@ -58,6 +73,8 @@ class Recorder:
             again = {key: header.get(key) for key in ("commit", "command", "torch", "machine")}
             header |= {key: before[key] for key in _BEGAN if key in before}
             header["resumed"] = [*before.get("resumed", []), again | {"after_step": info.start_step}]
+            if info.start_step and (change := _other_machine(before.get("machine") or {}, again["machine"] or {})):
+                self.say(f"{change}: the result is not equal to the last bit to that of an undisturbed run")
         self._writer.write_header(config_yaml, header)
         self._wandb.start(info, config, header, project=settings.wandb_project, mode=settings.wandb)
         if before:

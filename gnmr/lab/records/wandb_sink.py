@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from gnmr.errors import plural
 from gnmr.lab.records.view import RunInfo
 from gnmr.records.reader import iter_jsonl, read_jsonl
 from gnmr.records.schema import EVENT_FIELDS, UnitRows
@@ -42,8 +43,8 @@ EVAL_METRICS = {"val_loss": "val/loss", "val_ppl": "val/ppl"}
 _PRICES = ("price", "price_fprop")
 _MAX_TAG = 64
 """Characters; W&B's own limit."""
-_CHARTS = 20
-"""Times that the charts of a run are sent, besides at its end: each time W&B stores their points anew."""
+_CHARTS = 4
+"""Times that the charts of a run are sent, the end included: each time W&B stores each of them anew as an artifact."""
 
 _LIMIT_S = 30.0
 """Time for W&B to take the last rows and to end a run."""
@@ -104,12 +105,13 @@ class WandbSink:
 
         Args:
             say: gets the one line when W&B fails.
-            wandb_every: steps between the points of a chart; doubled whenever a chart has more than W&B draws.
+            wandb_every: steps in a point of a chart, the maximum over them; doubled whenever a chart has more points
+                than W&B draws.
             wandb_units: how many units have a line in a chart, the most promoted ones.
         """
         self._say = say
         self._every, self._most = wandb_every, wandb_units
-        self._chart_every = 0  # steps; `start` knows how long the run is
+        self._chart_every = self._total_steps = 0  # `start` knows how long the run is
         self._units: list[str] = []
         self._traces: dict[str, dict[int, np.ndarray]] = {}  # column: step: (U,), NaN where nothing is known
         self._promotions: Counter[str] = Counter()
@@ -135,7 +137,7 @@ class WandbSink:
         """
         if mode == "off":
             return
-        self._chart_every = max(1, info.total_steps // _CHARTS)
+        self._chart_every, self._total_steps = max(1, -(-info.total_steps // _CHARTS)), info.total_steps
         entity, _, name = (project or "").rpartition("/")
         own = (info.arm, header.get("experiment"), header.get("scale"))
         tags = (*map(str, filter(None, own)), *map(str.strip, os.environ.get("WANDB_TAGS", "").split(",")))
@@ -278,30 +280,35 @@ class WandbSink:
         if units is not None:
             metrics |= _unit_metrics(units)
             self._keep(units, [name for name in row["over"] if name in units.columns])
-        if row["step"] % self._chart_every == 0:
+        if row["step"] % self._chart_every == 0 and row["step"] != self._total_steps:  # `finish` sends the last ones
             metrics |= self._charts()
         return metrics
 
     def _keep(self, rows: UnitRows, columns: list[str]) -> None:
-        """Keep the signal's columns for the charts, or the risk if it has none."""
-        if rows.step % self._every:
-            return
+        """Keep the signal's columns for the charts, or the risk if it has none: the maximum over each interval.
+
+        An interval of `_every` steps has the name of its last step, so that a spike of one step is in the chart.
+        """
         self._units = rows.units
         for column, values in ({name: rows.columns[name] for name in columns} or {"risk": rows.risk}).items():
             known = np.where(rows.observed & np.isfinite(values), values, np.nan)
-            self._traces.setdefault(column, {})[rows.step] = known
+            _raise_to(self._traces.setdefault(column, {}), self._interval(rows.step), known)
         if max(map(len, self._traces.values())) * self._most > _wandb().Table.MAX_ROWS:
             self._every *= 2
-            for points in self._traces.values():
-                for step in [step for step in points if step % self._every]:
-                    del points[step]
+            for column, points in self._traces.items():
+                self._traces[column] = {}
+                for step, values in points.items():
+                    _raise_to(self._traces[column], self._interval(step), values)
+
+    def _interval(self, step: int) -> int:
+        return -(-step // self._every) * self._every
 
     def _charts(self) -> dict[str, Any]:
         """Return {traces/COLUMN: chart} with a line for each of the units promoted most so far, if any is known."""
         promotions = np.array([self._promotions[unit] for unit in self._units])
         charts: dict[str, Any] = {}
         for column, points in self._traces.items():
-            steps, values = np.array(list(points)), np.array(list(points.values()))  # (T,), (T, U)
+            steps, values = np.minimum(list(points), self._last_step), np.array(list(points.values()))  # (T,), (T, U)
             highest = np.fmax.reduce(values)  # decides between units with equal promotions
             places = [place for place in np.lexsort((-highest, -promotions)) if not np.isnan(highest[place])]
             lines = [(place, ~np.isnan(values[:, place])) for place in places[: self._most]]
@@ -310,7 +317,7 @@ class WandbSink:
                     [steps[known].tolist() for _, known in lines],
                     [values[known, place].tolist() for place, known in lines],
                     keys=[self._units[place] for place, _ in lines],
-                    title=f"{column} of the most promoted units",
+                    title=f"{column} of the most promoted units, highest in {plural(self._every, 'step')}",
                     xname="step",
                 )
         return charts
@@ -337,6 +344,11 @@ def group_of(name: str, arm: str) -> str:
     """Return the run's name, EXPERIMENT/ARM-HASH-s0, without its seed; EXPERIMENT/ARM for a run of another name."""
     without = re.sub(r"-s\d+$", "", name)
     return (without if without != name else f"{name.partition('/')[0]}/{arm}")[:128]
+
+
+def _raise_to(points: dict[int, np.ndarray], step: int, values: np.ndarray) -> None:
+    """Raise the point of `step` to the maximum of itself and `values`; NaN is no number."""
+    points[step] = np.fmax(points[step], values) if step in points else values
 
 
 def _promoted(rows: list[dict[str, Any]]) -> list[str]:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from gnmr.errors import printable
 from gnmr.lab.report.arms import Arm
 from gnmr.lab.report.comparisons import Comparison, short
 from gnmr.lab.report.faults import Detection, detect, trigger
@@ -83,7 +84,8 @@ def run_table(runs: Iterable[Run], root: Path) -> Table:
     for run in runs:
         steps = f"{run.last_step} of {run.planned_steps or '?'}"
         status = "unfinished" if run.status == "running" else run.status
-        table.rows.append([os.path.relpath(run.folder, root), status, steps, run.commit, run.machine, run.command])
+        place = printable(os.path.relpath(run.folder, root))
+        table.rows.append([place, status, steps, run.commit, run.machine, run.command])
     return table
 
 

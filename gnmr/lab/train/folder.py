@@ -148,10 +148,29 @@ def done_already(config: Config, say: Callable[[str], None]) -> bool:
 
 
 def say_done(config: Config, folder: Path, say: Callable[[str], None]) -> None:
-    """Report that a run is DONE, and how to score it if requested scores are missing."""
+    """Report that a run is DONE, and how to score it if its scores are not the requested ones."""
     say(f"{folder} is done: skipped")
-    if config.scores.tasks and not (folder / "scores.jsonl").exists():
-        say("scores.tasks: it is done without scores; export it (training.export_hf=true) and score hf/ with lm_eval")
+    if config.scores.tasks and (lacking := _unscored(config, folder)):
+        say(f"{lacking}; export it (training.export_hf=true) and score hf/ with lm_eval")
+
+
+def _word(value: object) -> str:
+    return "null" if value is None else str(value)
+
+
+def _unscored(config: Config, folder: Path) -> str | None:
+    """Return which of the requested scores a DONE run lacks, or None."""
+    from gnmr.records.reader import read_jsonl
+
+    rows, before = read_jsonl(folder / "scores.jsonl"), read(folder / "config.yaml").scores
+    scored = {name for row in rows if row["step"] == config.total_steps for name in row.get("tasks", ())}
+    if missing := [name for name in config.scores.tasks if name not in scored]:
+        return f"scores.tasks=[{','.join(missing)}]: the run is done without these scores"
+    for key in ("path", "shots", "limit"):
+        asked, taken = getattr(config.scores, key), getattr(before, key)
+        if asked != taken:
+            return f"scores.{key}={_word(asked)}: the scores of the run were taken with {_word(taken)}"
+    return None
 
 
 @contextmanager
