@@ -83,7 +83,10 @@ class Measured:
 
     @staticmethod
     def of(
-        kls: Sequence[np.ndarray | None], high: Sequence[float], low: Sequence[float], terms: Sequence[float]
+        kls: Sequence[np.ndarray | None],
+        high: Sequence[float],
+        low: Sequence[float],
+        terms: Sequence[float] | np.ndarray,
     ) -> Measured:
         """Return the means over all tokens of the batches.
 

@@ -64,6 +64,7 @@ from gnmr.measure.units import ByUnit
 from gnmr.names import GEMMS
 from gnmr.precision.converted import ConvertedModel
 from gnmr.precision.formats import Format, KeepFormat
+from gnmr.precision.kernels.simulated import in_backward
 from gnmr.precision.linear import PathLinear, autocast_dtype
 from gnmr.precision.recipes import Cast, ExecutionPath, Recipe
 from gnmr.precision.scaling import TINY
@@ -274,9 +275,12 @@ class PriceMeter:
         length = input.shape[-2] if input.dim() > 2 else 1
         marks = [] if self.sequences is None else self.sequences.watch(output)
         self._called += 1
+        # Reentrant checkpointing repeats the forward pass inside the backward pass that its own ones belong to.
+        around = torch._C._current_graph_task_id() if in_backward() else None
         place = self._place[operator.index]
-        self._calls[place] = 1 if place in self._measured else self._calls[place] + 1
-        self._measured.discard(place)
+        if around is None:
+            self._calls[place] = 1 if place in self._measured else self._calls[place] + 1
+            self._measured.discard(place)
         weight, bias = operator.given or (None, operator.bias)
         given = None if weight is None else weight.detach()
         found = _Pass(
@@ -293,6 +297,7 @@ class PriceMeter:
             length,
             marks,
             self._called,
+            around,
         )
         output.register_hook(partial(self._backward, found))
 
@@ -315,7 +320,8 @@ class PriceMeter:
     def _measure(self, found: _Pass, grad: Tensor) -> None:
         """Add up one pass; `grad` (..., O) is the gradient of its output."""
         operator, x = found.operator, found.x
-        place, task = self._place[operator.index], torch._C._current_graph_task_id()
+        place = self._place[operator.index]
+        task = torch._C._current_graph_task_id() if found.around is None else found.around
         grad_2d = grad.reshape(-1, grad.shape[-1]).to(found.dtype)
         self._count_terms(found, task, grad_2d)
         dy, weight = grad_2d[found.chosen].float(), weight_of(operator, found.dtype, found.weight)
@@ -385,7 +391,9 @@ class PriceMeter:
         """Count the terms of the loss in the gradient of the last call, which backward meets first."""
         name = found.operator.operator_name
         last = self._terms.get(task, (0,))[0]
-        if self.loss_tokens is None and found.call > last and of_any_expert(name) == name:
+        # Checkpointed parts are repeated from the last to the first, so that the number of a call means nothing.
+        later = found.call > last if found.around is None else not last
+        if self.loss_tokens is None and later and of_any_expert(name) == name:
             self._terms[task] = found.call, (grad_2d != 0).any(dim=1).sum()
 
     def _sequence_of(self, found: _Pass, grad: Tensor) -> tuple[Tensor, int] | None:
@@ -518,6 +526,8 @@ class _Pass:
     """As in `Sequences.of`."""
     call: int
     """Number of the call among those of all operators."""
+    around: int | None
+    """The backward pass in which checkpointing repeated this pass, if it did."""
 
 
 class _Operands(NamedTuple):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from gnmr.lab.faults.faults import Fault, Injector
 from gnmr.measure.price import PRICES, PriceMeter, measure_prices
@@ -263,6 +264,22 @@ def test_calls_of_one_operator_make_one_error(spec: dict[str, object], stride: i
             wgrad, exact = wgrad + float(error.square().sum()), exact + float(gradient.square().sum())
         assert float(found["fprop"][operator.index]) == pytest.approx(fprop, rel=5e-3)
         assert float(found["wgrad"][operator.index]) == pytest.approx(wgrad / exact, rel=5e-3)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_changes_no_price(reentrant: bool) -> None:
+    (x, targets), prices = batch_of(), []
+    targets = targets.masked_fill(torch.arange(TOKENS) % 10 > 0, -100)
+    for checkpointed in (False, True):
+        model = model_of()
+        plan = planned(model, low="sim_e2m1", recovery="bf16")
+        meter, hidden = measure_prices(plan, tokens=1), x.clone().requires_grad_()
+        for block in (model[:2], model[2:]):
+            hidden = checkpoint(block, hidden, use_reentrant=reentrant) if checkpointed else block(hidden)
+        F.cross_entropy(hidden, targets).backward()
+        prices.append(meter.read())
+    for name, value in prices[0].items():
+        torch.testing.assert_close(prices[1][name], value, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("calls", [1, 3])
