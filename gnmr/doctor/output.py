@@ -99,7 +99,8 @@ class Output:
             chosen = draw_labels(logits, generator, targets).transpose(0, dim)
         each = F.cross_entropy(self.logits.flatten(0, -2).float(), chosen.flatten(), reduction="none")
         each = each.view(chosen.shape) / self.terms
-        return each.sum(), each.transpose(0, self.sequence_dim).flatten(1).sum(dim=1) if each.dim() > 1 else each
+        by_sequence = each.transpose(0, self.sequence_dim).flatten(1).sum(dim=1) if each.dim() > 1 else each
+        return scalar(each.sum(), where), by_sequence
 
     def kl_to(self, low: Output) -> np.ndarray | None:
         """Return (KL in nats, positions that count) of each sequence, (S, 2) float64; None without logits.

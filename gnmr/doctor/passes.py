@@ -163,6 +163,7 @@ class Passes:
         self._put(True)
         with self._beside.running():
             found = self._run_counted(batch, place).detached()
+        self._sequences.begin()  # nothing of the graph is kept
         self.converted.end_step()
         self._advance(1)
         return found
@@ -186,7 +187,9 @@ class Passes:
             with self._sequences.passing():
                 whole = whole.with_terms(results)
         if whole.logits is None and self._terms is not None:
-            whole = replace(whole, terms=self._terms(batch))
+            terms = self._terms(batch)
+            require(terms >= 1, "terms", terms, "must be the number of terms in the loss of a batch, 1 or more")
+            whole = replace(whole, terms=int(terms))
         return whole
 
     def alone(self, chosen: Mapping[str, PathLinear | None], batches: Sequence[Any]) -> dict[str, list[np.ndarray]]:
@@ -258,6 +261,7 @@ class Passes:
                 gradients = self._gradients(objective, where)
         finally:
             self._measuring(False)
+            self._sequences.begin()
         if by_sequence is not None and self.tokens == 1 and self._other_dim(whole):
             meter.reset()
             self._probe.reset()

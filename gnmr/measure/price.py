@@ -434,6 +434,8 @@ class Sequences:
 
     def find(self, losses: Tensor) -> None:
         """Run the backward passes of `losses` (S,), whose sum is the loss, and keep the graph."""
+        if not self._edges:
+            return
         self._number = len(losses)
         self._marking = True
         try:

@@ -248,7 +248,7 @@ def padded(several: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
     return tokens, torch.where(kept, (tokens * 5 + 1) % VOCABULARY, IGNORED)
 
 
-SPLITS = [[1, 5], [2, 2, 2], [1, 1, 1, 1, 1, 1]]
+SPLITS = [[1, 5], [2, 2, 2], [4, 1, 1]]
 
 
 def in_batches(split: list[int]) -> list[tuple[Tensor, Tensor]]:
@@ -256,7 +256,10 @@ def in_batches(split: list[int]) -> list[tuple[Tensor, Tensor]]:
     return [padded(SENTENCES[start : start + size]) for start, size in zip(starts, split, strict=False)]
 
 
-@pytest.mark.parametrize("returns", ["targets", "output", "loss"])
+SLOW = [pytest.param(returns, marks=pytest.mark.slow) for returns in ("output", "loss")]
+
+
+@pytest.mark.parametrize("returns", ["targets", *SLOW])
 def test_any_split_into_batches_gives_the_same_averages(returns: str) -> None:
     """KL, losses and prices are means over the tokens that count, of all batches."""
     model = Mixer().eval()
@@ -359,7 +362,7 @@ def usual(size: int) -> Diagnosis:
     return diagnosed(Mixer().eval(), **few)
 
 
-@pytest.mark.parametrize("size", [4, LENGTH, 40])
+@pytest.mark.parametrize("size", [LENGTH, *[pytest.param(size, marks=pytest.mark.slow) for size in (4, 40)]])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_layout_of_operators_changes_no_price(layout: str, size: int) -> None:
     """40 sequences have two digits, and as many sequences as tokens leave no trace in a shape."""

@@ -224,7 +224,7 @@ class Repeated(nn.Module):
 @pytest.mark.parametrize("spec", [PATHS[0], PATHS[-2]], ids=["recipe", "format"])
 @pytest.mark.parametrize("stride", [1, 3])
 def test_calls_of_one_operator_make_one_error(spec: dict[str, object], stride: int) -> None:
-    """Also of its weight gradient, whichever micro-batch's backward pass comes first; T is not the rows of all calls."""
+    """Also of its weight gradient, if two micro-batches are under way at once; T is not the rows of all calls."""
     model, (x, targets) = Repeated(), batch_of()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
