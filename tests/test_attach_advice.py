@@ -426,9 +426,9 @@ def test_a_warning_shows_the_loops_line(text: str) -> None:
 def test_a_model_of_inference_tensors_is_refused() -> None:
     with torch.inference_mode():
         model = net()
-        with pytest.raises(ValueError, match="^model: was made in torch.inference_mode"):
+        with pytest.raises(ValueError, match=r"^model: was made in torch.inference_mode"):
             attached(net())
-    with pytest.raises(ValueError, match="^model: was made in torch.inference_mode"):
+    with pytest.raises(ValueError, match=r"^model: was made in torch.inference_mode"):
         attached(model)
 
 

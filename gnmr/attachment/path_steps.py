@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.attachment.repeat import Start
-from gnmr.control.device import to_device
 from gnmr.control.evidence import PATH_EVIDENCE, PRICE_EVIDENCE
 from gnmr.control.ranks import Ranks
 from gnmr.distributed import world
@@ -104,8 +103,7 @@ class PathSteps:
         if self._probe is not None:
             found["probe"] = self._probe.parts(ranks.share)
         if self._prices is not None:
-            rows = torch.tensor(self._prices.rows, dtype=torch.float64)
-            found |= {"prices": self._prices.parts(ranks.share), "price_rows": to_device(rows, device)}
+            found |= {"prices": self._prices.parts(ranks.share), "price_terms": self._prices.terms.reshape(1)}
         return found
 
     def read(self, grad_scale: float, sums: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
@@ -118,7 +116,7 @@ class PathSteps:
                 for name, value in self._probe.read(None if sums is None else sums["probe"]).items()
             }
         if self._prices is not None:
-            found |= self._prices.read(grad_scale, None if sums is None else (sums["prices"], sums["price_rows"]))
+            found |= self._prices.read(grad_scale, None if sums is None else (sums["prices"], sums["price_terms"][0]))
         self.reset()
         return found
 

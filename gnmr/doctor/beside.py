@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -20,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from gnmr.doctor.in_force import operators_of
 from gnmr.errors import require
-from gnmr.measure.price import PriceMeter, measure_prices
+from gnmr.measure.price import PriceMeter, Sequences, measure_prices
 from gnmr.names import KV_CAST
 from gnmr.precision import ConvertedModel, PathSpec, Recipe, convert
 from gnmr.precision.cast import quantize
@@ -68,15 +69,12 @@ class Beside:
         """Return the weights of the linears, which backward must reach so that all are measured."""
         return [] if self.converted is None else [operator.weight for operator in self.converted.operators]
 
-    @property
-    def positions(self) -> tuple[int, ...] | None:
-        """`PriceMeter.positions` of the linears."""
-        return None if self._meter is None else self._meter.positions
-
-    @positions.setter
-    def positions(self, given: tuple[int, ...] | None) -> None:
+    def find_sequences(self, sequences: Sequences) -> None:
+        """Let `sequences` find those of the rows of linears and caches."""
         if self._meter is not None:
-            self._meter.positions = given
+            self._meter.sequences = sequences
+        if self.kv is not None:
+            self.kv.sequences = sequences
 
     def restore(self) -> None:
         """Undo the conversion of the linears."""
@@ -108,7 +106,7 @@ class Beside:
                 self._meter.enabled = False
 
     def take(self, loss_tokens: int) -> dict[str, tuple[float, float]]:
-        """Return and reset {name: (nats by token, nats by sequence)} of the backward passes since the last call.
+        """Return and reset {name: (nats by token, nats by sequence or NaN)} of the backward passes since the last call.
 
         `loss_tokens` is the number of tokens in the mean of their loss.
         """
@@ -134,7 +132,9 @@ class KVCache(TorchFunctionMode):
         self._model, self._cast = model, cast
         self._inside: list[str] = []
         self._alone: str | None = None
-        self._sums: dict[str, list[Tensor]] = {}
+        self._sums: dict[str, list[tuple[Tensor, Tensor | None]]] = {}
+        """Inner products by token (B, T) and by sequence (S,) of each call, by cache."""
+        self.sequences = Sequences()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.scaled_dot_product_attention:
@@ -151,7 +151,7 @@ class KVCache(TorchFunctionMode):
             return self._stored(x)
         if torch.is_grad_enabled() and x.requires_grad:
             x = x.view_as(x)
-            x.register_hook(partial(self._measure, name, x.detach()))
+            x.register_hook(partial(self._measure, name, x.detach(), self.sequences.watch(x)))
         self._sums.setdefault(name, [])
         return x
 
@@ -161,9 +161,14 @@ class KVCache(TorchFunctionMode):
         return values.view(by_token.shape).movedim(1, -2).view(x.shape)
 
     @torch.no_grad()
-    def _measure(self, name: str, x: Tensor, grad: Tensor) -> None:
-        u = _by_token(grad.float() * (self._stored(x) - x).float()).flatten(2).sum(dim=2).double()  # (B, T)
-        self._sums[name].append(torch.stack([u.square().sum(), u.sum(dim=1).square().sum()]))
+    def _measure(self, name: str, x: Tensor, marks: list[Tensor], grad: Tensor) -> None:
+        if self.sequences.takes(marks, grad):
+            return
+        each = (grad.float() * (self._stored(x) - x).float()).sum(dim=-1).double()  # (B, ..., T)
+        by_token, by_sequence = _by_token(each[..., None]).flatten(2).sum(dim=2), None
+        if (rows := self.sequences.of(marks, grad)) is not None:
+            by_sequence = each.new_zeros(rows[1]).index_add_(0, rows[0], each.flatten())
+        self._sums[name].append((by_token, by_sequence))
 
     @contextmanager
     def running(self, alone: str | None = None) -> Iterator[None]:
@@ -189,10 +194,16 @@ class KVCache(TorchFunctionMode):
         """Return the numbers of `Beside.take`. Raises ValueError if no attention was seen."""
         require(self._sums, "include", "kv", "this model's attention is not PyTorch's scaled_dot_product_attention")
         found = {}
-        for name, parts in self._sums.items():
-            if parts:
-                by_token, by_sequence = (loss_tokens / 2 * torch.stack(parts).sum(dim=0)).tolist()
-                found[name] = by_token, by_sequence
+        for name, calls in self._sums.items():
+            if not calls:
+                continue
+            by_shape: dict[torch.Size, Tensor] = {}  # the error of several calls is one error
+            for by_token, _ in calls:
+                by_shape[by_token.shape] = by_shape.get(by_token.shape, 0.0) + by_token
+            token = sum(float(u.square().sum()) for u in by_shape.values())
+            known = [by_sequence for _, by_sequence in calls if by_sequence is not None]
+            sequence = float(torch.stack(known).sum(dim=0).square().sum()) if len(known) == len(calls) else math.nan
+            found[name] = loss_tokens / 2 * token, loss_tokens / 2 * sequence
         self._sums = {}
         return found
 

@@ -19,6 +19,7 @@ from os import PathLike
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from gnmr.doctor.beside import Beside, kv_cast_of
@@ -77,8 +78,9 @@ def diagnose(
             error.
         run: runs `model` on a batch. It returns one of the following: the logits (..., V); the logits and the targets
             (...), in which -100 excludes a position; an output of transformers with `logits` and perhaps `loss`, of
-            which every position counts, padding too; or, for a model without logits, the mean loss in nats, one number
-            with a gradient. In the last case no KL is measured.
+            which the positions count that have a gradient of this loss, or without one all of them, padding too; or,
+            for a model without logits, the mean loss in nats, one number with a gradient. In the last case no KL is
+            measured.
         batches: at least two; more batches give narrower intervals.
         recipe: the low path, where `int8` stands for `sim_int8`, and so on. Several recipes are given as {pattern of
             operators: recipe}: "*" is the recipe of all others, and the last pattern that matches counts. Casts are
@@ -105,8 +107,8 @@ def diagnose(
         include: parts to measure alone and outside the plan: head, router, kv (`gnmr.doctor.beside`).
         kv_cast: cast of the cache of keys and values: a number format and the group that shares a scale.
         tokens: price one token in every `tokens`; above 1, there is no estimate by sequence.
-        terms: returns the number of terms in the mean loss of a batch. None: one term per token. A model that makes one
-            prediction per text has one term per text.
+        terms: returns the number of terms in the mean loss of a batch, if `run` returns a loss alone. None: it is
+            counted in the gradient of the linear that is called last, where positions without a target have none.
         progress: see `Progress`.
 
     Raises:
@@ -137,7 +139,9 @@ def diagnose(
         require(both, "recipe", "bf16", "both sides are in 16 bits; there is nothing to compare")
         own = {one.name: one for one in named if isinstance(one, Recipe)}
         spec = _spec(low, high, sides, targets=targets, exclude=exclude, recipes=own, times=dict(times or {}))
-    with as_it_was(model), _converted(model, spec, sides, include, cast) as (converted, beside):
+    # Passes that are compared, and passes in which products are counted, must run the same kernels.
+    eager = torch.compiler.set_stance("force_eager")
+    with as_it_was(model), eager, _converted(model, spec, sides, include, cast) as (converted, beside):
         apart = _divided(converted, low_parts, high_parts)
         check_fused([operator.operator_name for operator in converted.operators], fused)
         rescues = {} if sides or pins else _rescues(converted, named, spec.times)

@@ -37,7 +37,7 @@ from gnmr.doctor.knapsack import (
     guessed,
     pin_in_order,
 )
-from gnmr.doctor.measured import Measured, Row, resampled
+from gnmr.doctor.measured import Measured, Row, resampled, weighted_mean
 from gnmr.doctor.plan import PinPlan
 from gnmr.doctor.verdict import LITTLE, verdict
 from gnmr.measure.coverage import Coverage
@@ -63,7 +63,7 @@ class Stability:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Diagnosis:
-    """The results of a diagnosis (see the module). Numbers are means over batches."""
+    """The results of a diagnosis (see the module). Numbers are means over the tokens of all batches."""
 
     recipe: str
     recovery: str
@@ -73,6 +73,8 @@ class Diagnosis:
     """Every GEMM of every operator, in the model's order."""
     samples: np.ndarray
     """(B, U): nats that each operator's fprop costs on the low recipe in each batch, by the estimate in use."""
+    terms: np.ndarray | None = None
+    """(B,) tokens that count in each batch, the weights of all means over batches; None: equal weights."""
     measured: Measured
     """KL and loss on the batches of the prices."""
     scores: dict[str, dict[str, float]]
@@ -93,7 +95,7 @@ class Diagnosis:
     rest: int = 0
     """Multiplications of all other GEMMs of the model."""
     coverage: Coverage = field(default_factory=Coverage)
-    """Products that the model ran in the first batch."""
+    """Products that the model ran in all batches."""
     times: dict[str, float] = field(default_factory=dict)
     """Relative times of GEMMs that the user gave."""
     fused: Sequence[str] = ()
@@ -181,6 +183,12 @@ class Diagnosis:
         low, high = min(low, 0.5), max(high, 2.0)
         both = ((row, row.by_token, row.by_sequence) for row in self.worst())
         return [row for row, token, sequence in both if token and sequence and not low <= sequence / token <= high]
+
+    @property
+    def without_sequences(self) -> list[str]:
+        """Return the operators whose estimate is by token because their rows belong to no single sequence."""
+        rows = self.worst() if self.estimate == "sequence" else []
+        return [row.operator for row in rows if row.by_sequence is None]
 
     @property
     def little(self) -> bool:
@@ -361,13 +369,14 @@ class Diagnosis:
         areas = np.array([self.work.get(name) or a * b for name, (a, b) in self.operators.items()], dtype=float)
         top = max(1, len(self.pins or self.choice().pins))
         rng = np.random.default_rng(0)
-        means = resampled(len(self.samples), rng) @ self.samples / areas
-        own = _top(self.samples.mean(axis=0)[None] / areas, top)
+        weights = np.ones(len(self.samples)) if self.terms is None else self.terms
+        means = resampled(weights, rng) @ self.samples / areas
+        own = _top(weighted_mean(self.samples, weights)[None] / areas, top)
         kept = (_top(means, top) & own).sum(axis=1)
         halves = []
         for _ in range(_SPLITS):
             order = rng.permutation(len(self.samples))
-            a, b = (self.samples[part].mean(axis=0) for part in np.array_split(order, 2))
+            a, b = (weighted_mean(self.samples[part], weights[part]) for part in np.array_split(order, 2))
             halves.append(_spearman(a, b))
         return Stability(top, float((kept == top).mean()), float(np.mean(halves)))
 

@@ -15,7 +15,7 @@ DRAWS = 1000
 
 @dataclass(frozen=True)
 class Row:
-    """One GEMM of one operator on the low path, averaged over batches."""
+    """One GEMM of one operator on the low path, averaged over the tokens of all batches."""
 
     operator: str
     gemm: str
@@ -29,7 +29,7 @@ class Row:
     by_token: float | None = None
     """For fprop, the estimate in nats from squares by token."""
     by_sequence: float | None = None
-    """Estimate from squares of sums over a sequence; None: not all tokens were priced."""
+    """Estimate from squares of sums over a sequence; None: not all tokens were priced, or sequences are unknown."""
     measured: float | None = None
     """KL with this operator alone on the low path."""
     input: float | None = None
@@ -50,13 +50,13 @@ class Row:
         by_sequence: float | None,
         kls: Sequence[np.ndarray] | None,
     ) -> Row:
-        """Return the row of an fprop: its value is the mean of its measured KLs, if there are any.
+        """Return the row of an fprop: its value is its measured KL, if there are `kls` (`Output.kl_to`).
 
         The value is Inf if this fprop alone makes the predictions NaN or Inf.
         """
         measured = None
         if kls:
-            single = Measured.of(kls, [np.nan], [np.nan])
+            single = Measured.of(kls, [np.nan], [np.nan], [1])
             assert single.kl is not None
             measured = value = single.kl if np.isfinite(single.kl) else np.inf
             half = single.noise if np.isfinite(value) else 0.0
@@ -70,9 +70,9 @@ class Measured:
 
     batches: int
     kl: float | None
-    """KL(high || low), nats per token: the mean over sequences (`Output.kl_to`); None: there were no logits."""
+    """KL(high || low), nats per token: the mean over all tokens that count; None: there were no logits."""
     kl_error: float
-    """Standard error of its mean over sequences."""
+    """Standard error over sequences, of a ratio: nats over tokens."""
     sequences: int
     high: float | None
     """Mean loss with every operator on the recovery path, nats per token; None: there were no targets."""
@@ -82,29 +82,35 @@ class Measured:
     """Standard error of the mean difference of losses, paired by batch; NaN for one batch."""
 
     @staticmethod
-    def of(kls: Sequence[np.ndarray | None], high: Sequence[float], low: Sequence[float]) -> Measured:
-        """Return the means of the batches.
+    def of(
+        kls: Sequence[np.ndarray | None],
+        high: Sequence[float],
+        low: Sequence[float],
+        terms: Sequence[float] | np.ndarray,
+    ) -> Measured:
+        """Return the means over all tokens of the batches.
 
         Args:
-            kls: for each batch, the KL of each sequence (S,), or None.
+            kls: for each batch (nats, tokens) of each sequence, (S, 2), as `Output.kl_to` returns them, or None.
             high: losses on the recovery path; NaN if there is none.
             low: losses on the low path.
+            terms: numbers of terms in the losses.
         """
         before, after = np.array(high), np.array(low)
         each = None if kls[0] is None else np.concatenate([kl for kl in kls if kl is not None])
         with np.errstate(invalid="ignore"):  # the low path's loss may be Inf
-            error = _standard_error(after - before)
-            kl_error = float("nan") if each is None else _standard_error(each)
-        known = not np.isnan(before).any()
-        return Measured(
-            len(before),
-            None if each is None else float(each.mean()),
-            kl_error,
-            0 if each is None else len(each),
-            float(before.mean()) if known else None,
-            float(after.mean()) if known else None,
-            error,
-        )
+            _, error = _ratio(after - before, np.array(terms))
+            kl, kl_error = (None, float("nan")) if each is None else _ratio(each[:, 0] / each[:, 1], each[:, 1])
+            known = not np.isnan(before).any()
+            return Measured(
+                len(before),
+                kl,
+                kl_error,
+                0 if each is None else len(each),
+                weighted_mean(before, terms) if known else None,
+                weighted_mean(after, terms) if known else None,
+                error,
+            )
 
     @property
     def cost(self) -> float | None:
@@ -141,32 +147,55 @@ class Measured:
         return {**vars(self), "cost": self.cost, "noise": self.noise, "loss_noise": self.loss_noise}
 
 
-def resampled(batches: int, rng: np.random.Generator) -> np.ndarray:
-    """Return (DRAWS, batches) weights of the batches in the mean of each bootstrap draw."""
-    return rng.multinomial(batches, [1 / batches] * batches, size=DRAWS) / batches
+def weighted_mean(values: Any, weights: Any, axis: int = 0) -> Any:
+    """Return the mean of values over an axis, weighted: nats per token of batches or sequences by their tokens."""
+    return np.average(values, axis=axis, weights=weights)
 
 
-def intervals(samples: np.ndarray) -> np.ndarray:
-    """Return the (2, U) ends of the bootstrap 95% interval of the mean of `samples` (B, U) over batches."""
-    ends: np.ndarray = np.percentile(resampled(len(samples), np.random.default_rng(0)) @ samples, [2.5, 97.5], axis=0)
+def resampled(weights: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Return (DRAWS, batches) weights of the batches, which have these weights, in the mean of each bootstrap draw."""
+    batches = len(weights)
+    found = rng.multinomial(batches, [1 / batches] * batches, size=DRAWS) * (weights / np.mean(weights))
+    return found / found.sum(axis=1, keepdims=True)
+
+
+def intervals(samples: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Return the (2, U) ends of the bootstrap 95% interval of the weighted mean of `samples` (B, U) over batches."""
+    ends: np.ndarray = np.percentile(resampled(weights, np.random.default_rng(0)) @ samples, [2.5, 97.5], axis=0)
     return ends
 
 
-def paired(guess: tuple[list[Any], list[float]], plan: tuple[list[Any], list[float]]) -> tuple[float, float]:
+def paired(
+    guess: tuple[list[Any], list[float]], plan: tuple[list[Any], list[float]], terms: Sequence[float]
+) -> tuple[float, float]:
     """Return the extra nats that a guess leaves compared with the plan, and half the width of the paired 95% interval.
 
-    Each argument is (KLs by batch, losses by batch).
+    Args:
+        guess: (KLs by batch, losses by batch), as `Measured.of` takes them.
+        plan: those of the plan.
+        terms: numbers of terms in the losses.
     """
     if guess[0][0] is None:
-        apart = np.array(guess[1]) - np.array(plan[1])
+        apart, weights = np.array(guess[1]) - np.array(plan[1]), np.array(terms)
     else:
-        apart = np.concatenate(guess[0]) - np.concatenate(plan[0])
+        both, weights = np.concatenate(guess[0]), np.concatenate(plan[0])[:, 1]
+        apart = (both[:, 0] - np.concatenate(plan[0])[:, 0]) / weights
     with np.errstate(invalid="ignore"):
-        return float(apart.mean()), _half_width(len(apart), _standard_error(apart))
+        mean, error = _ratio(apart, weights)
+        return mean, _half_width(len(apart), error)
 
 
-def _standard_error(values: np.ndarray) -> float:
-    return float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else float("nan")
+def _ratio(values: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
+    """Return the weighted mean and its standard error, of a ratio of two sums (linearized, as in survey sampling).
+
+    The weights are those of sequences or batches that were drawn, and vary with them: the error of the ratio is that of
+    the mean of `weights * (values - mean)`.
+    """
+    mean = float(weighted_mean(values, weights))
+    if len(values) < 2:
+        return mean, float("nan")
+    apart = weights / np.mean(weights) * (values - mean)
+    return mean, float(apart.std(ddof=1) / len(values) ** 0.5)
 
 
 def _half_width(number: int, error: float) -> float:

@@ -14,10 +14,11 @@ import torch
 from gnmr.doctor.checkpoint_names import linears_of
 from gnmr.doctor.diagnosis import CURVE, RANDOM_DRAWS, Diagnosis
 from gnmr.doctor.knapsack import GUESSES, REST, Choice, Pins, Shapes, Times, groups_of, times_of
-from gnmr.doctor.measured import Measured, Row, intervals, nats, paired
+from gnmr.doctor.measured import Measured, Row, intervals, nats, paired, weighted_mean
 from gnmr.doctor.passes import IN_USE, NUMBERS, PRICED, Passes, Priced
 from gnmr.doctor.verdict import UNREACHED
 from gnmr.errors import require
+from gnmr.measure.coverage import Coverage
 from gnmr.names import GEMMS, RECIPES
 from gnmr.precision import PathLinear, PathSpec, Recipe
 from gnmr.precision.adapters import operators_in
@@ -65,17 +66,27 @@ class Doctor:
                 "that was replaced or wrapped), so no path is in force; call the modules"
             )
         require(kept, "run", "...", right)
+        terms = np.array([one.terms for one in priced], dtype=float)
         samples = dict(zip(NUMBERS, np.stack([one.numbers for one in priced], axis=1)[..., times > 0], strict=True))
-        samples["norm"] = samples["norm"][~np.isnan(samples["norm"]).any(axis=1)]
-        in_use = samples[IN_USE[priced[0].estimate]]
-        rescued = np.mean([one.rescued for one in priced], axis=0)[..., times > 0]
-        alone = {} if priced[0].kl is None else self._confirmed(kept, samples, first)
+        estimate, sequences = priced[0].estimate, ~np.isnan(samples["fprop_sequence"]).any(axis=0)
+        in_use = np.where(sequences & (estimate == "sequence"), samples["fprop_sequence"], samples["fprop"])
+        samples["fprop_sequence"] = np.where(sequences, samples["fprop_sequence"], samples["fprop"])
+        by_token, by_sequence = (
+            weighted_mean([one.rescued[name] for one in priced], terms)[..., times > 0] for name in IN_USE
+        )
+        rescued = np.where(sequences & (estimate == "sequence"), by_sequence, by_token)
+        normed = ~np.isnan(samples["norm"]).any(axis=1)
+        alone = {} if priced[0].kl is None else self._confirmed(kept, samples, first, terms)
         self._measure_beyond(kept, alone, rescued, first)
-        beside = self._rows_beside(first, priced[0].labels == "model")
+        beside = self._rows_beside(first, priced[0].labels == "model", terms)
         unpriced = self._rows_without_gradient(first) if priced[0].kl is not None else ()
         shapes = {o.operator_name: (o.in_features, o.out_features) for o in self.passes.converted.operators}
         operators = {o.operator_name: shapes[o.operator_name] for o in kept}
-        work, rest = self._work(operators, rows, list(shapes))
+        coverage = Coverage.total(one.coverage for one in priced)
+        every = dict(zip(shapes, rows.sum(axis=0).tolist(), strict=True))
+        work = {name: every[name] * a * b for name, (a, b) in operators.items()}
+        called = coverage.called()
+        rest = coverage.whole - sum(called.get(name, 0) for name in operators)
         choices = {row.operator for row in unpriced if row.value}
         reached = {of_any_expert(name) for name in operators}
         known = {*operators} | (self.passes.read - self.passes.called)
@@ -91,19 +102,24 @@ class Doctor:
             recipe=self.spec.low,
             recovery=self.spec.recovery or "bf16",
             operators=operators,
-            rows=self._rows(kept, samples, in_use, alone, rescued),
+            rows=self._rows(kept, samples, in_use, alone, rescued, terms, sequences),
             beside=(*beside, *unpriced),
             samples=in_use,
-            measured=Measured.of([one.kl for one in priced], [one.high for one in priced], [one.low for one in priced]),
+            terms=terms,
+            measured=Measured.of(
+                [one.kl for one in priced], [one.high for one in priced], [one.low for one in priced], terms
+            ),
             scores={
-                name: dict(zip(operators, samples[key].mean(axis=0).tolist(), strict=True))
-                for name, key in (("mse", "mse"), ("gradient norm", "norm"))
+                "mse": dict(zip(operators, weighted_mean(samples["mse"], terms).tolist(), strict=True)),
+                "gradient norm": dict(
+                    zip(operators, weighted_mean(samples["norm"][normed], terms[normed]).tolist(), strict=True)
+                ),
             },
             budget=self.budget,
             gate=self.gate,
             limit=limit,
             labels=priced[0].labels,
-            estimate=priced[0].estimate,
+            estimate=estimate,
             tokens=self.passes.tokens,
             pins={name: own for name in operators if (own := self.pins.get(name.removeprefix("model.")))},
             rescues=tuple(self._rescues()),
@@ -111,7 +127,7 @@ class Doctor:
             costs=self._costs(operators, work, rest),
             work=work,
             rest=rest,
-            coverage=self.passes.coverage,
+            coverage=coverage,
             fused=self.fused,
             groups=groups_of(operators, self.fused),
             targets=narrow or self.spec.targets,
@@ -169,8 +185,11 @@ class Doctor:
         low = self.passes.converted.low
         assert isinstance(low, Recipe)
         recipes = {self.spec.low: low, **self.passes.rescues}
-        of_low = first.numbers[NUMBERS.index(IN_USE[first.estimate])].sum()
-        costs = dict(zip(recipes, [of_low, *first.rescued.sum(axis=1)], strict=True))
+        estimate = first.estimate
+        if np.isnan(first.numbers[NUMBERS.index(IN_USE[estimate])]).any():
+            estimate = "token"
+        of_low = first.numbers[NUMBERS.index(IN_USE[estimate])].sum()
+        costs = dict(zip(recipes, [of_low, *first.rescued[estimate].sum(axis=1)], strict=True))
         time = {name: gemm_time(recipe, "fprop", self.spec.times) for name, recipe in recipes.items()}
         for name, other in product(self.passes.rescues, recipes):
             if time[name] > time[other] and costs[name] >= costs[other] and costs[name] > 0:
@@ -181,12 +200,16 @@ class Doctor:
     # ---- operators alone ----
 
     def _confirmed(
-        self, operators: Sequence[PathLinear], samples: Mapping[str, np.ndarray], batches: Sequence[Any]
+        self,
+        operators: Sequence[PathLinear],
+        samples: Mapping[str, np.ndarray],
+        batches: Sequence[Any],
+        terms: np.ndarray,
     ) -> dict[str, list[np.ndarray]]:
         """Measure alone the `confirm` operators that are highest by each estimate."""
         chosen: dict[str, PathLinear | None] = {}
         for name in IN_USE.values():
-            values = samples[name].mean(axis=0)
+            values = weighted_mean(samples[name], terms)
             if np.isfinite(values).all():
                 order = np.argsort(-values, kind="stable")[: self.confirm]
                 chosen |= {operators[i].operator_name: operators[i] for i in order if values[i] > 0}
@@ -212,8 +235,8 @@ class Doctor:
                 with self.passes.pinned({one.operator_name: {"fprop": rescue} for one in lost.values()}):
                     kls = self.passes.alone({one.operator_name: one for one in lost.values()}, batches)
                 for i, one in lost.items():
-                    kl = np.concatenate(kls[one.operator_name]).mean()
-                    own[i] = kl if np.isfinite(kl) else np.inf
+                    nats, tokens = np.concatenate(kls[one.operator_name]).sum(axis=0)
+                    own[i] = nats / tokens if np.isfinite(nats) else np.inf
 
     # ---- rows ----
 
@@ -224,14 +247,16 @@ class Doctor:
         in_use: np.ndarray,
         alone: Mapping[str, Sequence[np.ndarray]],
         rescued: np.ndarray,
+        terms: np.ndarray,
+        sequences: np.ndarray,
     ) -> tuple[Row, ...]:
-        means = {name: values.mean(axis=0).tolist() for name, values in samples.items()}
-        values = in_use.mean(axis=0).tolist()
-        ends = {gemm: intervals(samples[gemm] if gemm != "fprop" else in_use).T.tolist() for gemm in GEMMS}
+        means = {name: weighted_mean(values, terms).tolist() for name, values in samples.items() if name != "norm"}
+        values = weighted_mean(in_use, terms).tolist()
+        ends = {gemm: intervals(samples[gemm] if gemm != "fprop" else in_use, terms).T.tolist() for gemm in GEMMS}
         rows = []
         for i, operator in enumerate(operators):
             name = operator.operator_name
-            by_sequence = means["fprop_sequence"][i] if self.passes.tokens == 1 else None
+            by_sequence = means["fprop_sequence"][i] if sequences[i] else None
             ends_of = {gemm: tuple(ends[gemm][i]) for gemm in GEMMS}
             row = Row.of_fprop(name, values[i], ends_of["fprop"], means["fprop"][i], by_sequence, alone.get(name))
             others = dict.fromkeys(self._rescues(), 0.0)
@@ -241,22 +266,26 @@ class Doctor:
                 rows.append(Row(name, gemm, means[gemm][i], ends_of[gemm], bias=means[f"{gemm}_bias"][i]))
         return tuple(rows)
 
-    def _rows_beside(self, batches: Sequence[Any], drawn: bool) -> tuple[Row, ...]:
+    def _rows_beside(self, batches: Sequence[Any], drawn: bool, terms: np.ndarray) -> tuple[Row, ...]:
         """Return the rows of the parts outside the plan, and measure the KL of the `confirm` highest alone.
 
-        The value is the estimate by sequence if labels were `drawn`, else by token.
+        The value is the estimate by sequence if labels were `drawn` and sequences are known, else by token.
         """
         batch_by_batch, nothing = self.passes.beside_by_batch, (0.0, 0.0)
         names = dict.fromkeys(name for one in batch_by_batch for name in one)  # some may not run in every batch
         samples = {name: np.array([one.get(name, nothing) for one in batch_by_batch]) for name in names}  # (B, 2)
-        highest = sorted(samples, key=lambda name: -samples[name].mean(axis=0).max())[: self.confirm]
+        known = {name: not np.isnan(values).any() for name, values in samples.items()}
+        samples = {name: values if known[name] else values[:, [0, 0]] for name, values in samples.items()}
+        means = {name: weighted_mean(values, terms).tolist() for name, values in samples.items()}
+        highest = sorted(samples, key=lambda name: -max(means[name]))[: self.confirm]
         self.passes.expect_more(len(batches) * (1 + len(highest)) * bool(highest))
         found = self.passes.alone(dict.fromkeys(highest), batches)
         rows = []
         for name, values in samples.items():
-            by_token, by_sequence = values.mean(axis=0).tolist()
-            value, (low, high) = by_sequence if drawn else by_token, intervals(values)[:, int(drawn)].tolist()
-            rows.append(Row.of_fprop(name, value, (low, high), by_token, by_sequence, found.get(name)))
+            by_token, by_sequence = means[name]
+            value, (low, high) = means[name][int(drawn)], intervals(values, terms)[:, int(drawn)].tolist()
+            both = by_token, by_sequence if known[name] else None
+            rows.append(Row.of_fprop(name, value, (low, high), *both, found.get(name)))
         return tuple(rows)
 
     def _rows_without_gradient(self, batches: Sequence[Any]) -> tuple[Row, ...]:
@@ -299,16 +328,6 @@ class Doctor:
         found = {one.path: one.kind for one in contained if one.path}
         return dict(zip(operator_names([*found]), found.values(), strict=True))
 
-    def _work(self, operators: Shapes, rows: np.ndarray, names: list[str]) -> tuple[dict[str, int], int]:
-        """Return the multiplications of each operator in all batches, and those of all other GEMMs.
-
-        The latter follow from their share in the first batch. `rows` is (B, U), of the operators with these `names`.
-        """
-        every = dict(zip(names, rows.sum(axis=0).tolist(), strict=True))
-        work = {name: every[name] * a * b for name, (a, b) in operators.items()}
-        share = self.passes.coverage.share(operators)
-        return work, round(sum(work.values()) * (1 / share - 1)) if share else 0
-
     def _rescues(self) -> list[str]:
         """Return the names of the recipes that a plan may keep a GEMM on; with two sides, the other side's."""
         if not (self.against or self.sides):
@@ -349,12 +368,14 @@ class Doctor:
         plans = {repr(one.pins): one.pins for several in choices.values() for one in several}  # some are alike
         self.passes.expect(len(batches) * (1 + len(plans)))
         high: list[float] = []
+        terms: list[int] = []
         low: dict[str, list[float]] = {key: [] for key in plans}
         kls: dict[str, list[Any]] = {key: [] for key in plans}
         for done, batch in enumerate(batches):
             place = before + done
-            whole = self.passes.forward(batch, place, recovering=True)
+            whole = self.passes.reference(batch, place)
             high.append(whole.loss_value)
+            terms.append(max(1, whole.terms))
             whole.refuse_not_finite(f"run of held-out batch {done + 1}", self.passes.model)
             for key, pins in plans.items():
                 with self.passes.pinned(pins):
@@ -370,11 +391,11 @@ class Doctor:
             return kl, np.mean([low[key] for key in keys], axis=0).tolist()
 
         left = {name: mean(name) for name in choices}
-        named = {name: Measured.of(kl, high, losses) for name, (kl, losses) in left.items()}
+        named = {name: Measured.of(kl, high, losses, terms) for name, (kl, losses) in left.items()}
         return replace(
             found,
             held_out=named["all"],
             left={name: named[name] for name in choices if name in ("plan", *guesses)},
-            apart={name: paired(left[name], left["plan"]) for name in guesses},
+            apart={name: paired(left[name], left["plan"], terms) for name in guesses},
             curve=tuple((one.extra, named[f"{one.extra}"]) for one in curve),
         )

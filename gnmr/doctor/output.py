@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.nn import functional as F
 
 from gnmr.doctor.guards import refuse_not_finite, scalar
@@ -26,9 +28,15 @@ class Output:
     logits: Tensor | None
     """(S, T, V) or (S, V); None: there is only a loss."""
     targets: Tensor | None
-    """(S, T) or (S,) int64, `IGNORED` at positions that do not count."""
+    """(S, T) or (S,) int64, `IGNORED` at positions that do not count; None: all count."""
     loss: Tensor | None
     """Mean over positions that count, in nats."""
+    terms: int = 0
+    """Number of terms in this mean: positions that count, or without logits what `with_terms` counts."""
+    labeled: bool = True
+    """False: the targets only mark the positions that count."""
+    sequence_dim: int = 0
+    """Dimension of the logits that numbers sequences: 1 for (T, S, V)."""
 
     @property
     def loss_value(self) -> float:
@@ -45,36 +53,75 @@ class Output:
             value, right = float(self.logits.detach().float().logsumexp(-1).mean()), "has logits that are not finite"
         refuse_not_finite(value, where, model, right)
 
-    def objective(self, labels: str, generator: torch.Generator, where: str) -> tuple[Tensor, int | None]:
-        """Return the scalar to differentiate and the number of terms in its mean (None: only the caller knows).
+    def with_terms(self, linears: Sequence[GradientEdge]) -> Output:
+        """Return this output with the positions that the loss counts, or without logits the number of its terms.
+
+        They are the rows with a gradient: of the logits, or of the linear that was called last on the way to the loss.
+        The output is returned as it is if its positions are known, or if it has no graph.
+
+        Args:
+            linears: the results of the model's linears, in the order of their calls.
+        """
+        if self.loss is None or self.targets is not None or not self.loss.requires_grad:
+            return self
+        if self.logits is None:
+            for linear in reversed(linears):
+                (gradient,) = torch.autograd.grad(self.loss, linear, retain_graph=True, allow_unused=True)
+                if gradient is not None and (terms := int(_counted(gradient).sum())):
+                    return replace(self, terms=terms)
+            return self
+        if not self.logits.requires_grad:
+            return self
+        (gradient,) = torch.autograd.grad(self.loss, self.logits, retain_graph=True, allow_unused=True)
+        if gradient is None or not (counts := _counted(gradient)).any():
+            return self
+        return replace(self, targets=torch.where(counts, 0, IGNORED), labeled=False, terms=int(counts.sum()))
+
+    def detached(self) -> Output:
+        """Return this output without its graph."""
+        logits, loss = (None if x is None else x.detach() for x in (self.logits, self.loss))
+        return replace(self, logits=logits, loss=loss)
+
+    def objective(self, labels: str, generator: torch.Generator, where: str) -> tuple[Tensor, Tensor | None]:
+        """Return the scalar to differentiate and its part of each sequence, (S,) (None: unknown).
 
         With labels="model", labels are drawn from the logits; without logits, the loss is used.
         """
         if self.logits is None or labels == "data":
             right = "has no loss to take the data's labels from; use labels='model', or give the targets"
             require(self.loss is not None, where, "logits", right)
-            terms = None if self.targets is None else int((self.targets != IGNORED).sum())
-            return scalar(self.loss, where), terms
-        drawn = draw_labels(self.logits, generator, self.targets).flatten()
-        require(self.logits.requires_grad, where, "logits without gradient", "must depend on the model's weights")
-        return F.cross_entropy(self.logits.flatten(0, -2).float(), drawn), int((drawn != IGNORED).sum())
+            if self.logits is None or self.targets is None or not self.labeled:
+                return scalar(self.loss, where), None
+            chosen = self.targets
+        else:
+            require(self.logits.requires_grad, where, "logits without gradient", "must depend on the model's weights")
+            logits, targets, dim = self.logits, self.targets, self.sequence_dim
+            if dim:  # sequence by sequence, so that the layout does not change the labels
+                logits, targets = logits.transpose(0, dim), None if targets is None else targets.transpose(0, dim)
+            chosen = draw_labels(logits, generator, targets).transpose(0, dim)
+        each = F.cross_entropy(self.logits.flatten(0, -2).float(), chosen.flatten(), reduction="none")
+        each = each.view(chosen.shape) / self.terms
+        by_sequence = each.transpose(0, self.sequence_dim).flatten(1).sum(dim=1) if each.dim() > 1 else each
+        return scalar(each.sum(), where), by_sequence
 
     def kl_to(self, low: Output) -> np.ndarray | None:
-        """Return the KL of each sequence against the same batch's `low` output, (S,) float64; None without logits.
+        """Return (KL in nats, positions that count) of each sequence, (S, 2) float64; None without logits.
 
-        If sequences have different numbers of positions that count, their mean is still the KL per token of the batch,
-        and their spread is that of this ratio over sequences (linearized, so single numbers may be negative).
+        The KL is that of `low`, an output of the same batch, against this one, added up over positions.
         """
         if self.logits is None or low.logits is None:
             return None
-        found: np.ndarray = divergence(self._log_p, low.logits, self.targets).cpu().numpy()
-        if self.targets is not None:
-            counts = (self.targets != IGNORED).view(len(self.targets), -1).sum(dim=1).cpu().numpy()
-            counts = counts[counts > 0]
-            if (counts != counts[0]).any():
-                mean = np.average(found, weights=counts)
-                with np.errstate(invalid="ignore"):  # predictions may not be finite
-                    found = mean + counts / counts.mean() * (found - mean)
+        if self.targets is None:
+            counts = torch.ones(self.logits.shape[:-1], dtype=torch.bool)
+        else:
+            counts = (self.targets != IGNORED).cpu()
+        log_p, other, targets = self._log_p, low.logits, self.targets
+        if self.sequence_dim:
+            log_p, other, counts = (x.transpose(0, 1) for x in (log_p, other, counts))
+            targets = None if targets is None else targets.transpose(0, 1)
+        number = counts.flatten(1).sum(dim=1) if counts.dim() > 1 else counts.long()
+        number = number[number > 0].double()
+        found: np.ndarray = torch.stack([divergence(log_p, other, targets).cpu() * number, number], dim=1).numpy()
         return found
 
     def apart(self, other: Output) -> float:
@@ -83,7 +130,7 @@ class Output:
         Differences of losses within 16 roundings are 0, because sums may be in another order on a GPU.
         """
         if (kl := self.kl_to(other)) is not None:
-            return float(kl.mean())
+            return float(kl[:, 0].sum() / kl[:, 1].sum())
         assert self.loss is not None
         rounding = 16 * torch.finfo(self.loss.dtype).eps * abs(self.loss_value)
         return max(0.0, abs(self.loss_value - other.loss_value) - rounding)
@@ -136,4 +183,10 @@ def output_of(found: Any, where: str, trained: bool = True) -> Output:
             known = bool(((targets >= 0) & (targets < logits.shape[-1]))[counts].all())
             require(known, where, "targets", f"must be below {logits.shape[-1]}, the width of the logits, or -100")
             loss = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
-    return Output(logits, targets, loss)
+    terms = 0 if logits is None else logits.shape[:-1].numel() if targets is None else int((targets != IGNORED).sum())
+    return Output(logits, targets, loss, terms)
+
+
+def _counted(gradient: Tensor) -> Tensor:
+    """Return where a gradient (..., V) is not 0, (...) bool."""
+    return (gradient != 0).any(dim=-1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import reduce
 from itertools import chain
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gnmr.doctor.beside import Beside
 from gnmr.doctor.guards import refuse_constant, refuse_reentrant, refuse_transformed
@@ -20,11 +21,12 @@ from gnmr.doctor.output import Output, output_of
 from gnmr.errors import require
 from gnmr.measure.coverage import Counting, Coverage
 from gnmr.measure.errors import measure_errors
-from gnmr.measure.price import PRICES, measure_prices
+from gnmr.measure.price import PRICES, Sequences, measure_prices
 from gnmr.precision import ConvertedModel, PathLinear, Recipe
 from gnmr.precision.kernels.simulated import in_backward
 from gnmr.precision.passes import repeated
 from gnmr.precision.recipes import Gemm
+from gnmr.precision.units import of_any_expert
 
 Progress = Callable[[int, int | None], None]
 """Called with the number of finished forward passes and the total (None: unknown); a priced batch is `PRICED`."""
@@ -45,22 +47,26 @@ NUMBERS = (*_LOW, "mse", "norm")
 class Priced(NamedTuple):
     """The measurements of one batch."""
 
+    terms: int
+    """Tokens that count in the batch, over which its numbers are means."""
     high: float
     """Loss on the recovery path, NaN if there is none."""
     low: float
     """Loss with everything low."""
     kl: np.ndarray | None
-    """KL of each sequence with everything low, (S,); None without logits."""
+    """(KL, tokens that count) of each sequence with everything low, (S, 2); None without logits."""
     numbers: np.ndarray
-    """`NUMBERS` of each operator, (names, U)."""
-    rescued: np.ndarray
-    """Nats of fprop on each rescue, by the estimate in use, (rescues, U)."""
+    """`NUMBERS` of each operator, (names, U); NaN by sequence if its rows have no known sequences."""
+    rescued: dict[str, np.ndarray]
+    """Nats of fprop on each rescue by estimate (`IN_USE`), (rescues, U)."""
     rows: list[int]
     """Rows of each operator."""
     labels: str
     """Labels of the backward pass: `model` (drawn from its predictions) or `data`."""
     estimate: str
     """The estimate of fprop in use, one of `IN_USE`."""
+    coverage: Coverage
+    """Products of a forward pass."""
 
 
 class _Calls:
@@ -162,9 +168,21 @@ class Passes:
         exact = converted.recovery.fprop
         candidates = {f"rescue {name}": recipe for name, recipe in rescues.items() if recipe.fprop != exact}
         self._meter = measure_prices(converted, PRICES[:3], tokens, against_recovery=True, candidates=candidates)
+        self._meter.sequences = self._sequences = Sequences()
+        beside.find_sequences(self._sequences)
+        self._sequence_dim = 0
+        """Dimension of the logits that numbers sequences."""
+        self._lost: list[int] = []
+        """Numbers of operators without known sequences, with either dimension of the logits in their place."""
+        self._counts_by_gradient = False
+        """True if `run` computes a loss itself, so that its gradient alone says what counts."""
         self._probe = measure_errors(converted, ["mse"], tokens)
         self._measuring(False)
         self._draw = torch.Generator(self.weights[0].device).manual_seed(0)
+        experts = {o for o in converted.operators if of_any_expert(o.operator_name) != o.operator_name}
+        others = (m for n, m in model.named_modules() if isinstance(m, nn.Linear) and of_any_expert(n) == n)
+        self._whole_linears = [m for m in dict.fromkeys([*others, *converted.operators]) if m not in experts]
+        """Linears that all tokens reach: the last of them on the way to the loss has a row per term."""
         self.called: set[str] = set()
         """Operators that were called in any batch."""
         self.without_gradient: set[str] = set()
@@ -180,8 +198,6 @@ class Passes:
         """Operators whose weight had a gradient in any batch."""
         self.beside_by_batch: list[dict[str, tuple[float, float]]] = []
         """Nats by token and by sequence of the parts outside the plan, in each batch."""
-        self.coverage = Coverage()
-        """Products of the batch of `rounding`."""
         self._done = 0
         self._total: int | None = None
         self._progress = progress
@@ -216,6 +232,18 @@ class Passes:
             found = self._output(batch, place, trained=False)
         self.converted.end_step()
         self._advance(1)
+        return replace(found, sequence_dim=self._sequence_dim)
+
+    def reference(self, batch: Any, place: int) -> Output:
+        """Run a forward pass with every operator on the recovery path, and find the positions that count."""
+        if not self._counts_by_gradient:
+            return self.forward(batch, place, recovering=True)
+        self._put(True)
+        with self._beside.running():
+            found = self._run_counted(batch, place).detached()
+        self._sequences.begin()  # nothing of the graph is kept
+        self.converted.end_step()
+        self._advance(1)
         return found
 
     def _output(self, batch: Any, place: int, trained: bool = True) -> Output:
@@ -225,11 +253,35 @@ class Passes:
         numbers = found.loss is not None and kind in ("regression", "multi_label_classification")
         return replace(found, logits=None) if numbers else found  # no softmax is taken over these
 
+    def _run_counted(self, batch: Any, place: int) -> Output:
+        """Run a forward pass with a graph, and find the positions that count, and the number of terms of the loss."""
+        results: list[GradientEdge] = []
+
+        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            if isinstance(output, Tensor) and output.requires_grad:
+                results.append(get_gradient_edge(output))
+
+        with ExitStack() as stack:
+            for module in self._whole_linears:
+                stack.callback(module.register_forward_hook(keep).remove)
+            torch.manual_seed(place)
+            whole = self._output(batch, place)
+        self._counts_by_gradient = whole.loss is not None and whole.targets is None
+        whole = replace(whole, sequence_dim=self._sequence_dim)
+        if self._counts_by_gradient:
+            with self._sequences.passing():
+                whole = whole.with_terms(results)
+        if whole.logits is None and self._terms is not None:
+            terms = self._terms(batch)
+            require(terms >= 1, "terms", terms, "must be the number of terms in the loss of a batch, 1 or more")
+            whole = replace(whole, terms=int(terms))
+        return whole
+
     def alone(self, chosen: Mapping[str, PathLinear | None], batches: Sequence[Any]) -> dict[str, list[np.ndarray]]:
-        """Return {name: KLs (S,) by batch} with each operator alone in low precision; None: a part of `beside`."""
+        """Return {name: KLs (S, 2) by batch} with each operator alone in low precision; None: a part of `beside`."""
         found: dict[str, list[np.ndarray]] = {name: [] for name in chosen}
         for place, batch in enumerate(batches if chosen else ()):
-            whole = self.forward(batch, place, recovering=True)
+            whole = self.reference(batch, place)
             for name, operator in chosen.items():
                 beside = name if operator is None else None
                 own = self.forward(batch, place, recovering=True, low=operator, beside=beside)
@@ -241,8 +293,7 @@ class Passes:
     def rounding(self, batch: Any) -> float | None:
         """Return the KL from rounding: the model against itself with each operator's output moved by one rounding.
 
-        The products that the model runs on this batch are counted too (`coverage`). Raises ValueError if two passes
-        that should be the same differ by more than rounding.
+        Raises ValueError if two passes that should be the same differ by more than rounding.
         """
         draw = torch.Generator(self.weights[0].device).manual_seed(0)
 
@@ -250,10 +301,8 @@ class Passes:
             sign = torch.empty_like(output).bernoulli_(0.5, generator=draw) * 2 - 1
             return torch.nextafter(output, torch.inf * sign)
 
-        counting = Counting(self.model, self.converted.operators)
-        with counting.all(), self._watching():
+        with self._watching():
             whole = self.forward(batch, 0, recovering=True)
-        self.coverage = counting.found
         whole.refuse_not_finite("run of batch 1", self.model)
         again = self.forward(batch, 0, recovering=True)
         handles = [operator.register_forward_hook(apart) for operator in self.converted.operators]
@@ -262,7 +311,7 @@ class Passes:
         finally:
             for handle in handles:
                 handle.remove()
-        if whole.apart(again) > SAME:  # the counted pass ran without torch.compile
+        if whole.apart(again) > SAME:  # the first pass may have compiled the model
             differ = again.apart(self.forward(batch, 0, recovering=True))
             right = (
                 "two passes of batch 1 on the recovery path differ by this many nats; does it keep state, such as a "
@@ -293,37 +342,72 @@ class Passes:
     def priced(self, batch: Any, place: int) -> Priced:
         """Measure batch number `place` by a backward pass and a forward pass with everything low."""
         meter, where, mark = self._meter, f"run of batch {place + 1}", self.converted.mark()
+        drawn_before = self._draw.get_state()
         self._put(True)
         meter.begin_step(place)
         self._measuring(True)
         try:
             with self._beside.priced(place), self._watching() as calls:
-                torch.manual_seed(place)
-                whole = self._output(batch, place)
+                self._sequences.begin()
+                whole = self._run_counted(batch, place)
                 whole.refuse_not_finite(where, self.model)
-                objective, meter.loss_tokens = whole.objective(self._labels, self._draw, where)
-                meter.positions = self._beside.positions = None if whole.logits is None else whole.logits.shape[:-1]
-                if meter.loss_tokens is None and self._terms is not None:
-                    meter.loss_tokens = self._terms(batch)
+                objective, by_sequence = whole.objective(self._labels, self._draw, where)
+                meter.loss_tokens = whole.terms or None
+                if by_sequence is not None and self.tokens == 1:
+                    self._sequences.find(by_sequence)
                 gradients = self._gradients(objective, calls, where)
         finally:
             self._measuring(False)
+            self._sequences.begin()
+        if by_sequence is not None and self.tokens == 1 and self._other_dim(whole):
+            meter.reset()
+            self._probe.reset()
+            self._beside.take(1)
+            self._draw.set_state(drawn_before)
+            self.converted.end_step()
+            self.converted.back_to(mark)
+            return self.priced(batch, place)
         rows, drawn = list(meter.rows), self._labels == "model" and whole.logits is not None
         self._reached |= {name for name, number in zip(meter.operators, rows, strict=True) if number}
         self.without_gradient = (self.without_gradient | calls.ran) - self._reached
+        terms = round(float(meter.terms))
         estimate = "sequence" if drawn and self.tokens == 1 else "token"
         norms = self._norms_of(gradients) if place < _NORMED or not drawn else None
-        del objective, gradients
+        del objective, gradients, by_sequence
+        whole = whole.detached()
         if drawn and place < _NORMED:
             norms = self._norms(batch, place, norms)
-        self.beside_by_batch.append(self._beside.take(meter.loss_tokens or max(meter.rows)))
-        rescued, numbers = self._rescued(IN_USE[estimate]), self._numbers(norms, place)
+        self.beside_by_batch.append(self._beside.take(terms))
+        rescued = {name: self._rescued(number) for name, number in IN_USE.items()}
+        numbers = self._numbers(norms, place)
         self.converted.end_step()
         self.converted.back_to(mark)  # all passes of a batch use the same delayed scales
-        low = self.forward(batch, place, recovering=False)
+        counting = Counting(self.model, self.converted.operators)
+        with counting.all():
+            low = self.forward(batch, place, recovering=False)
         self._advance(PRICED - 1)
-        labels = "model" if drawn else "data"
-        return Priced(whole.loss_value, low.loss_value, whole.kl_to(low), numbers, rescued, rows, labels, estimate)
+        labels, kl = "model" if drawn else "data", whole.kl_to(low)
+        return Priced(
+            terms, whole.loss_value, low.loss_value, kl, numbers, rescued, rows, labels, estimate, counting.found
+        )
+
+    def _other_dim(self, whole: Output) -> bool:
+        """Try the second dimension of the logits as that of sequences, (T, S, V), if the first is not.
+
+        Returns True if the batch has to be measured again.
+        """
+        assert whole.logits is not None
+        lost = int(self._meter.by_operator()["fprop_sequence"].isnan().sum())
+        if len(self._lost) == 2 or whole.logits.dim() < 3 or not (lost or self._lost):
+            return False
+        self._lost.append(lost)
+        if len(self._lost) == 1:
+            self._sequence_dim = 1
+            return True
+        if lost < self._lost[0]:
+            return False
+        self._sequence_dim = 0
+        return True
 
     @contextmanager
     def _watching(self) -> Iterator[_Calls]:
@@ -375,15 +459,15 @@ class Passes:
     def _numbers(self, norms: Tensor | None, place: int) -> np.ndarray:
         """Return the (names, U) numbers of a batch from the meter and the probe, and reset both."""
         low = self._meter.by_operator()
-        if self.tokens > 1:
-            low["fprop_sequence"] = low["fprop"]
         known = torch.zeros_like(low["fprop"]) if norms is None else norms
         prices = [low[name] for name in _LOW]
         numbers: np.ndarray = torch.stack([*prices, self._probe.read()["mse"], known]).cpu().numpy()
         self._meter.reset()
         self._probe.reset()
-        if not np.isfinite(numbers).all():
-            first = self.converted.operators[int(np.argwhere(~np.isfinite(numbers))[0][1])].operator_name
+        finite = np.isfinite(numbers)
+        finite[NUMBERS.index("fprop_sequence")] = True  # NaN if there are no sequences
+        if not finite.all():
+            first = self.converted.operators[int(np.argwhere(~finite)[0][1])].operator_name
             raise ValueError(f"batch {place + 1}: what {first} reads, or its gradient, is not finite in 16 bits")
         if norms is None:
             numbers[-1] = np.nan

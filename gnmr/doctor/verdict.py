@@ -48,6 +48,9 @@ def left_out(found: Diagnosis) -> list[str]:
     ]
     if found.partly:
         clauses.append(f"only in some of the batches ran {first_few(list(found.partly))}")
+    if names := found.without_sequences:
+        why = "as rows of theirs belong to several sequences of the logits (S, T, V)"
+        clauses.append(f"estimated by token alone, {why}: {first_few(names)}")
     if found.coverage.others(found.operators):
         clauses.append(found.coverage.line(found.operators, "this covers"))
     return clauses

@@ -84,6 +84,15 @@ class Coverage:
     attention: int = 0
     """Products of two activations."""
 
+    @staticmethod
+    def total(several: Iterable[Coverage]) -> Coverage:
+        """Return the sum of several counts."""
+        products, attention = Counter[Product](), 0
+        for one in several:
+            products.update(one.products)
+            attention += one.attention
+        return Coverage(dict(products), attention)
+
     @property
     def whole(self) -> int:
         """Return all products that read a weight."""

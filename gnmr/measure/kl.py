@@ -60,13 +60,17 @@ def _of_positions(log_p: Tensor, low: Tensor) -> Tensor:
 def draw_labels(logits: Tensor, generator: torch.Generator, targets: Tensor | None = None) -> Tensor:
     """Return a label of each position, drawn from softmax(logits): (..., V) -> (...) int64.
 
-    Labels are `IGNORED` where `targets` (...) int64 are, so that the loss has the same terms as on the data.
+    Labels are `IGNORED` where `targets` (...) int64 are, so that the loss has the same terms as on the data. No label
+    is drawn for these positions, so that padding does not change the labels of other sequences.
     """
     width = logits.shape[-1]
-    found = []
-    for rows in logits.detach().reshape(-1, width).split(_ROWS):
+    found, every = [], logits.detach().reshape(-1, width)
+    counts = None if targets is None else (targets != IGNORED).flatten()
+    for rows in (every if counts is None else every[counts]).split(_ROWS):
         below = rows.double().softmax(dim=1).cumsum(dim=1)
         drawn = torch.rand(len(rows), 1, dtype=torch.float64, device=rows.device, generator=generator)
         found.append(torch.searchsorted(below, drawn * below[:, -1:]).clamp_(max=width - 1)[:, 0])
-    labels = torch.cat(found).view(logits.shape[:-1])
-    return labels if targets is None else torch.where(targets == IGNORED, IGNORED, labels)
+    labels = torch.cat(found)
+    if counts is not None:
+        labels = torch.full_like(counts, IGNORED, dtype=torch.int64).masked_scatter_(counts, labels)
+    return labels.view(logits.shape[:-1])

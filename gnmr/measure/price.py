@@ -18,10 +18,13 @@ taken:
 
     sequence    T/2 * sum over sequences of (sum_t u_t)^2: with drawn labels the KL with the products of two tokens of a
                 sequence, which matter where the error is coherent over tokens. One sample a sequence, so it is noisier.
-                Rows of an operator that is given no sequences, (T, I), are each their own, unless they are as many as
-                the `positions` of the predictions, whose order they then have
+                `Sequences` finds the sequence of every row, whatever the layout. Without it, a sequence is the last but
+                one dimension of an input (S, T, I), and rows (T, I) are each their own
     elements    squares of the elements of the inner products one by one: where errors are large they grow together, and
                 the square of their sum loses the order of the operators; the sum of their squares keeps it
+
+An operator that runs several times in one pass makes one error, so u is added up over its calls before it is squared:
+by sequence over all calls, by token over calls of the same number of rows. Its weight gradient is that of all calls.
 
 Errors are relative to the exact product. With `against_recovery`, errors of the low path are relative to the recovery
 path's result, so Q(x) and Q(W) of that path replace x and W. The same holds for `candidates`: recipes that no operator
@@ -29,8 +32,10 @@ is on, whose fprop is priced by the same backward pass.
 
 `dgrad` and `wgrad` change the next step, not the current loss. Their price is the squared error of the gradient that
 they give, relative to that gradient, ||d||^2 / ||g||^2. Their bias is <g, d> / ||g||^2. Both have no unit. For dgrad, g
-is dy W; for wgrad, it is dy^T x of the measured tokens. An operator that only some tokens reach (an expert) has the T
-of the loss: the largest number of rows of any operator of the step, or `loss_tokens`.
+is dy W; for wgrad, it is dy^T x of the measured tokens.
+
+T is `loss_tokens`, or else the number of nonzero rows in the gradient of the operator that was called last, experts
+aside: tokens without a target have no gradient there, and of a classifier only the rows that it reads have one.
 
 The measured numbers are those of the path itself, whatever path is in force and whatever kernels run it. They use the
 casts of `gnmr.precision.cast` in float32, with the scales of whole tensors, current delayed scales, and a fault in
@@ -44,22 +49,26 @@ AutoQuantize, which sums (grad_output * output error)^2 for inference. docs/pric
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gnmr.measure.operands import Casts, broken_inputs, inputs_on, outliers, result_in, weight_of
 from gnmr.measure.units import ByUnit
 from gnmr.names import GEMMS
 from gnmr.precision.converted import ConvertedModel
 from gnmr.precision.formats import Format, KeepFormat
+from gnmr.precision.kernels.simulated import in_backward
 from gnmr.precision.linear import PathLinear, autocast_dtype
 from gnmr.precision.recipes import Cast, ExecutionPath, Recipe
 from gnmr.precision.scaling import TINY
+from gnmr.precision.units import of_any_expert
 
 PATHS = ("low", "recovery")
 _FPROP = ("fprop", "fprop_sequence", "fprop_elements", "fprop_input", "fprop_weight")
@@ -67,6 +76,8 @@ _FPROP = ("fprop", "fprop_sequence", "fprop_elements", "fprop_input", "fprop_wei
 _OF_PATH = (*_FPROP, "dgrad", "dgrad_bias", "wgrad", "wgrad_bias")
 """Sums of each path."""
 _SHARED = ("dgrad_square", "wgrad_square")
+_CODES = 32
+"""Powers of two that tell sequences apart in one backward pass: float32 and bfloat16 hold the products exactly."""
 
 PRICES = (*(f"price_{gemm}{path}" for path in ("", "_recovery") for gemm in GEMMS), "price")
 """Prices that can be measured, as `gnmr.control.evidence` describes them."""
@@ -127,9 +138,9 @@ class PriceMeter:
         self._against_recovery = against_recovery
         operators, units = model.operators, model.units
         self.loss_tokens: int | None = None
-        """Tokens in the mean of a step's loss; None: the largest number of rows of any operator."""
-        self.positions: tuple[int, ...] | None = None
-        """(sequences, tokens of each) of the step's predictions, if known."""
+        """Tokens in the mean of a step's loss; None: they are counted in the gradients (see the module)."""
+        self.sequences: Sequences | None = None
+        """Finds the sequence of each row; None: it follows from the shape of the input."""
         self._step = 0
         self._operators = list(operators)
         self._place = {operator.index: i for i, operator in enumerate(operators)}
@@ -154,6 +165,14 @@ class PriceMeter:
         self._sums = torch.zeros(len(self._operators), len(self._columns), dtype=torch.float64, device=device)
         self.rows = [0] * len(self._operators)
         """Rows of each operator, including those that were not measured."""
+        self._open: dict[int, _Calls] = {}
+        """Calls of operators that ran several times, by place, until the backward pass of all is measured."""
+        self._calls = [0] * len(self._operators)
+        """Calls of each operator since its last backward pass, which `_measured` has."""
+        self._measured: set[int] = set()
+        self._called = 0
+        self._terms: dict[int, tuple[int, Tensor]] = {}
+        """(number of the call, nonzero rows of its gradient) of the last call in each backward pass."""
 
     @property
     def operators(self) -> list[str]:
@@ -168,12 +187,24 @@ class PriceMeter:
         """Forget everything measured so far."""
         self._sums.zero_()
         self.rows = [0] * len(self._operators)
+        self._open.clear()
+        self._terms.clear()
+
+    @property
+    def terms(self) -> Tensor:
+        """Return the number of terms in the mean of the step's loss, () float64 on the device."""
+        if self.loss_tokens is not None:
+            return self._sums.new_tensor(self.loss_tokens)
+        if self._terms:
+            return torch.stack([terms for _, terms in self._terms.values()]).sum().to(self._sums)
+        return self._sums.new_tensor(max(self.rows))
 
     def parts(self, share: float) -> Tensor:
         """Return a copy of this rank's part of the sums, (num_operators, columns) float64.
 
-        `share` is the rank's part of the step's loss. `rows` add up without a factor.
+        `share` is the rank's part of the step's loss. `terms` add up without a factor.
         """
+        self._close_all()
         return self._sums * share**2
 
     def by_operator(self, path: str = "low", summed: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
@@ -182,15 +213,15 @@ class PriceMeter:
         The names are `fprop`, `fprop_sequence`, `fprop_elements`, `fprop_input` and `fprop_weight` in nats, `dgrad` and
         `wgrad` (||d||^2/||g||^2), and their `_bias` (<g, d>/||g||^2). An operator that was not measured has 0; an
         operator whose operands were not finite has NaN or Inf. `fprop_sequence` is NaN if tokens were left out, because
-        their products are unknown.
+        their products are unknown, or if rows of the operator belong to no single sequence.
 
         Args:
             path: low, recovery, or a candidate, which has only the names of fprop.
-            summed: sums of `parts` and of `rows` over all ranks.
+            summed: sums of `parts` and of `terms` over all ranks.
         """
-        totals, rows = (self._sums, None) if summed is None else summed
+        self._close_all()
+        totals, loss_tokens = (self._sums, self.terms) if summed is None else summed
         sums = {name: totals[:, at] for at, (of, name) in enumerate(self._columns) if of in (path, "")}
-        loss_tokens = self.loss_tokens or (max(self.rows) if rows is None else rows.max())
         found = {name: loss_tokens / 2 * sums[name] for name in _FPROP}
         for gemm in ("dgrad", "wgrad") if path in PATHS else ():
             for name in (gemm, f"{gemm}_bias"):
@@ -241,15 +272,36 @@ class PriceMeter:
             for name, path in paths.items()
             if isinstance(path, Recipe) and (kept := outliers(path.fprop.input, rows)) is not None
         }
-        length = input.shape[-2] if input.dim() > 2 else None
+        length = input.shape[-2] if input.dim() > 2 else 1
+        marks = [] if self.sequences is None else self.sequences.watch(output)
+        self._called += 1
+        # Reentrant checkpointing repeats the forward pass inside the backward pass that its own ones belong to.
+        around = torch._C._current_graph_task_id() if in_backward() else None
+        place = self._place[operator.index]
+        if around is None:
+            self._calls[place] = 1 if place in self._measured else self._calls[place] + 1
+            self._measured.discard(place)
         # A weight that is no parameter was made for this pass: pruned, or put there by functional_call.
         made = None if isinstance(operator.weight, nn.Parameter) else operator.matrix
         weight, bias = operator.given or (made, operator.bias)
         given = None if weight is None else weight.detach()
         found = _Pass(
-            operator, paths, given, bias, rows[chosen].float(), inputs, columns, dtype, chosen, len(rows), length
+            operator,
+            paths,
+            given,
+            bias,
+            rows[chosen].float(),
+            inputs,
+            columns,
+            dtype,
+            chosen,
+            len(rows),
+            length,
+            marks,
+            self._called,
+            around,
         )
-        output.register_hook(partial(self._measure, found))
+        output.register_hook(partial(self._backward, found))
 
     def _chosen(self, count: int, paths: Collection[ExecutionPath], device: torch.device) -> Tensor:
         """Return the indices of the measured tokens among `count`; tokens that share a scale stay together."""
@@ -261,48 +313,194 @@ class PriceMeter:
         indices = (starts[:, None] + torch.arange(length, device=device)).flatten()
         return indices if count % length == 0 else indices[indices < count]
 
-    def _length(self, found: _Pass) -> int:
-        """Return the number of rows per sequence; 1 if it is unknown."""
-        if found.length is not None:
-            return found.length
-        positions = self.positions or (0,)
-        return math.prod(positions[1:]) if found.count == math.prod(positions) else 1
-
     @torch.no_grad()
+    def _backward(self, found: _Pass, grad: Tensor) -> None:
+        """Measure one pass, or mark its rows if the backward pass is one of `Sequences.find`."""
+        if self.sequences is None or not self.sequences.takes(found.marks, grad):
+            self._measure(found, grad)
+
     def _measure(self, found: _Pass, grad: Tensor) -> None:
         """Add up one pass; `grad` (..., O) is the gradient of its output."""
         operator, x = found.operator, found.x
+        place = self._place[operator.index]
+        task = torch._C._current_graph_task_id() if found.around is None else found.around
         grad_2d = grad.reshape(-1, grad.shape[-1]).to(found.dtype)
+        self._count_terms(found, task, grad_2d)
         dy, weight = grad_2d[found.chosen].float(), weight_of(operator, found.dtype, found.weight)
         dx = dy @ weight
         gradient = dy.t() @ x if "wgrad" in self.gemms and operator.weight.requires_grad else None
-        nothing = torch.zeros((), dtype=torch.float64, device=dy.device)
+        sequence = self._sequence_of(found, grad)
         casts = {
             name: Casts(operator, path, weight, grad_2d, dy, seed=self._step << 20 | operator.index)
             for name, path in found.paths.items()
         }
         exact = _Operands(x, weight, None)
         operands = {name: _fprop_operands(found, name, one, exact) for name, one in casts.items()}
-        parts: list[Tensor] = []
-        for name in (*PATHS, *self.candidates):
-            sums = {column: nothing for of, column in self._columns if of == name}
-            if (own := casts.get(name)) is not None:
-                high = operands.get("recovery", exact) if self._against_recovery and name != "recovery" else exact
-                if "fprop" in self.gemms and not (operands[name] is high is exact):
-                    of_high = dx if high.weight is weight else dy @ high.weight
-                    sums |= _fprop(found, self._length(found), operands[name], high, dy, of_high)
-                if "dgrad" in self.gemms and own.of("dgrad").casts:
-                    product = own.grad_output("dgrad", 1) @ own.weight("dgrad")
-                    sums |= _relative("dgrad", result_in(product, own.of("dgrad").result), dx)
-                if gradient is not None and "wgrad" in found.inputs[name]:
-                    product = own.grad_output("wgrad", 0).t() @ found.inputs[name]["wgrad"]
-                    sums |= _relative("wgrad", result_in(product, own.of("wgrad").result), gradient)
-            parts += sums.values()
-        parts += [_square(dx), nothing if gradient is None else _square(gradient)]
+        squares: dict[tuple[str, str], Tensor] = {("", "dgrad_square"): _square(dx)}
+        errors: dict[tuple[str, str], Tensor] = {} if gradient is None else {("", "wgrad_square"): gradient}
+        for name, own in casts.items():
+            high = operands.get("recovery", exact) if self._against_recovery and name != "recovery" else exact
+            if "fprop" in self.gemms and not (operands[name] is high is exact):
+                of_high = dx if high.weight is weight else dy @ high.weight
+                terms, elements = _fprop(found, sequence, operands[name], high, dy, of_high)
+                errors |= {(name, key): value for key, value in terms.items()}
+                squares[name, "fprop_elements"] = elements
+            if name in self.candidates:
+                continue
+            if "dgrad" in self.gemms and own.of("dgrad").casts:
+                product = own.grad_output("dgrad", 1) @ own.weight("dgrad")
+                error = result_in(product, own.of("dgrad").result) - dx
+                squares |= {(name, "dgrad"): _square(error), (name, "dgrad_bias"): _inner(dx, error)}
+            if gradient is not None and "wgrad" in found.inputs[name]:
+                product = own.grad_output("wgrad", 0).t() @ found.inputs[name]["wgrad"]
+                errors[name, "wgrad"] = result_in(product, own.of("wgrad").result) - gradient
         scale = found.count / len(found.chosen)
-        place = self._place[operator.index]
-        self._sums[place].add_(torch.stack(parts), alpha=scale)
         self.rows[place] += found.count
+        self._measured.add(place)
+        if place in self._open and self._open[place].task != task:
+            self._close(place)
+        if place not in self._open and self._calls[place] <= 1:
+            self._add(place, squares | _squared(errors), scale)
+            return
+        # Several calls in one backward pass: their errors are one error, and are squared together.
+        self._add(place, squares, scale)
+        calls = self._open.setdefault(place, _Calls(task, {}))
+        for key, error in errors.items():
+            rows = 0 if key[1] in ("fprop_sequence", "wgrad", "wgrad_square") else found.count
+            before = calls.errors.get((*key, rows))
+            error = error * scale**0.5
+            calls.errors[*key, rows] = error if before is None else before + error
+
+    def _add(self, place: int, sums: dict[tuple[str, str], Tensor], scale: float = 1.0) -> None:
+        """Add the sums of a call to those of its operator."""
+        nothing = self._sums.new_zeros(())
+        parts = torch.stack([sums.get(column, nothing).to(self._sums) for column in self._columns])
+        self._sums[place].add_(parts, alpha=scale)
+
+    def _close(self, place: int) -> None:
+        """Square and add the errors of an operator that ran several times."""
+        by_rows: dict[int, dict[tuple[str, str], Tensor]] = {}
+        for (path, name, rows), error in self._open.pop(place).errors.items():
+            by_rows.setdefault(rows, {})[path, name] = error
+        for errors in by_rows.values():
+            self._add(place, _squared(errors))
+
+    def _close_all(self) -> None:
+        for place in list(self._open):
+            self._close(place)
+
+    def _count_terms(self, found: _Pass, task: int, grad_2d: Tensor) -> None:
+        """Count the terms of the loss in the gradient of the last call, which backward meets first."""
+        name = found.operator.operator_name
+        last = self._terms.get(task, (0,))[0]
+        # Checkpointed parts are repeated from the last to the first, so that the number of a call means nothing.
+        later = found.call > last if found.around is None else not last
+        if self.loss_tokens is None and later and of_any_expert(name) == name:
+            self._terms[task] = found.call, (grad_2d != 0).any(dim=1).sum()
+
+    def _sequence_of(self, found: _Pass, grad: Tensor) -> tuple[Tensor, int] | None:
+        """Return (the sequence of each row, their number); None: unknown."""
+        if len(found.chosen) < found.count:
+            return None
+        if self.sequences is not None:
+            return self.sequences.of(found.marks, grad)
+        rows = torch.arange(found.count, device=grad.device)
+        return rows // found.length, found.count // found.length
+
+
+class Sequences:
+    """Finds which sequence each row of a tensor belongs to, whatever the tensor's layout.
+
+    A row belongs to the sequence whose loss its gradient comes from. `find` runs backward passes in which the loss of
+    every sequence has a weight of its own, a power of two, so that it multiplies the gradient of each of its rows.
+    These gradients are computed without the gradients of weights. A sequence's number has digits of base `_CODES`, and
+    each digit takes one pass.
+    """
+
+    def __init__(self) -> None:
+        self._marking = False
+        """True during the backward passes of `find`."""
+        self._passing = False
+        self._number = 0
+        self._edges: list[GradientEdge] = []
+
+    def begin(self) -> None:
+        """Forget the pass before."""
+        self._number = 0
+        self._edges.clear()
+
+    def watch(self, output: Tensor) -> list[Tensor]:
+        """Return a list for the sizes of the rows of this tensor's gradient in each pass of `find` (`_sizes`)."""
+        self._edges.append(get_gradient_edge(output))
+        return []
+
+    def find(self, losses: Tensor) -> None:
+        """Run the backward passes of `losses` (S,), whose sum is the loss, and keep the graph."""
+        if not self._edges:
+            return
+        self._number = len(losses)
+        self._marking = True
+        try:
+            for digit in range(math.ceil(math.log(max(1, self._number), _CODES) - 1e-9)):
+                codes = torch.arange(self._number, device=losses.device) // _CODES**digit % _CODES
+                weighted = (losses * torch.exp2(codes.to(losses.dtype))).sum()
+                torch.autograd.grad(weighted, self._edges, retain_graph=True, allow_unused=True)
+        finally:
+            self._marking = False
+            self._edges.clear()
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Let backward passes inside measure and mark nothing."""
+        self._passing = True
+        try:
+            yield
+        finally:
+            self._passing = False
+
+    def takes(self, marks: list[Tensor], grad: Tensor) -> bool:
+        """Return True if this backward pass is not the one to measure; mark the rows if it is one of `find`."""
+        if self._marking:
+            marks.append(_sizes(grad))
+        return self._marking or self._passing
+
+    def of(self, marks: list[Tensor], grad: Tensor) -> tuple[Tensor, int] | None:
+        """Return (the sequence of each row, the number of sequences).
+
+        Returns None if `find` did not run, or if rows have a gradient from several sequences. Waits for the device.
+
+        Args:
+            marks: (rows,) the sizes of the gradient in the passes of `find`.
+            grad: the gradient (..., O) of the loss.
+        """
+        sizes = _sizes(grad)
+        sequence = torch.zeros_like(sizes, dtype=torch.int64)
+        if not self._number:
+            return None
+        # Tiny rows have lost digits, and add nothing to any sum.
+        counts = sizes > 1e-6 * sizes.amax()
+        for digit, mark in enumerate(marks):
+            code = torch.where(counts, mark / sizes, 1.0).log2()
+            whole = code.round()
+            if bool(((code - whole).abs() > 0.05).any() | (whole < 0).any() | (whole >= _CODES).any()):
+                return None
+            sequence += whole.long() * _CODES**digit
+        return (sequence, self._number) if bool((sequence < self._number).all()) else None
+
+
+def _sizes(grad: Tensor) -> Tensor:
+    """Return the largest magnitude of each row of a gradient (..., O), (rows,) float32."""
+    return grad.abs().amax(dim=-1).flatten().float()
+
+
+@dataclass(frozen=True)
+class _Calls:
+    """Errors of several calls of one operator in one backward pass."""
+
+    task: int
+    """The backward pass."""
+    errors: dict[tuple[str, str, int], Tensor]
+    """Sums over calls by path, name, and number of rows (0: calls of any number)."""
 
 
 @dataclass(frozen=True)
@@ -326,8 +524,14 @@ class _Pass:
     """Indices of the measured tokens, (n,)."""
     count: int
     """Number of all rows."""
-    length: int | None
-    """Number of rows per sequence; None: it is given rows alone."""
+    length: int
+    """Number of rows per sequence by the shape of the input."""
+    marks: list[Tensor]
+    """As in `Sequences.of`."""
+    call: int
+    """Number of the call among those of all operators."""
+    around: int | None
+    """The backward pass in which checkpointing repeated this pass, if it did."""
 
 
 class _Operands(NamedTuple):
@@ -365,24 +569,28 @@ def _fprop_operands(found: _Pass, path: str, casts: Casts, exact: _Operands) -> 
     return _Operands(x, weight, casts.of("fprop").result)
 
 
-def _fprop(found: _Pass, length: int, low: _Operands, high: _Operands, dy: Tensor, dx: Tensor) -> dict[str, Tensor]:
-    """Return sums of the error of `low` against `high` (see the module) in sequences of `length` rows.
+def _fprop(
+    found: _Pass, sequence: tuple[Tensor, int] | None, low: _Operands, high: _Operands, dy: Tensor, dx: Tensor
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the error of `low` against `high` as inner products to be squared, and the squares of their elements.
 
-    dx is dy times the weight of `high`.
+    The inner products are (n,) by token and (S,) by sequence; dx is dy times the weight of `high`.
     """
     by_input = dx * (low.x - high.x)
-    sums = {"fprop_input": _square(by_input.sum(dim=1))}
+    errors = {"fprop_input": by_input.sum(dim=1)}
     terms = by_input
     if low.weight is not high.weight:
         by_weight = (dy @ (low.weight - high.weight)) * low.x
-        sums["fprop_weight"], terms = _square(by_weight.sum(dim=1)), by_input + by_weight
+        errors["fprop_weight"], terms = by_weight.sum(dim=1), by_input + by_weight
     u, elements = terms.sum(dim=1), _square(terms)
     if low.result is not None or high.result is not None:
         by_result = dy * (_result_error(found.bias, low) - _result_error(found.bias, high))
         u, elements = u + by_result.sum(dim=1), elements + _square(by_result)
-    whole = len(found.chosen) == found.count
-    sequence = _square(u.view(-1, length).sum(dim=1)) if whole else elements.new_full((), torch.nan)
-    return sums | {"fprop": _square(u), "fprop_sequence": sequence, "fprop_elements": elements}
+    if sequence is None:
+        by_sequence = u.new_full((1,), torch.nan)
+    else:
+        by_sequence = u.new_zeros(sequence[1], dtype=torch.float64).index_add_(0, sequence[0], u.double())
+    return errors | {"fprop": u, "fprop_sequence": by_sequence}, elements
 
 
 def _result_error(bias: Tensor | None, operands: _Operands) -> Tensor | float:
@@ -394,10 +602,20 @@ def _result_error(bias: Tensor | None, operands: _Operands) -> Tensor | float:
     return result_in(y, operands.result) - y
 
 
-def _relative(gemm: str, low: Tensor, exact: Tensor) -> dict[str, Tensor]:
-    """Return ||low - exact||^2 and <exact, low - exact>."""
-    error = low - exact
-    return {gemm: _square(error), f"{gemm}_bias": (exact * error).sum(dtype=torch.float64)}
+def _squared(errors: dict[tuple[str, str], Tensor]) -> dict[tuple[str, str], Tensor]:
+    """Return the squared norms of errors by (path, name), and the bias of wgrad against the exact gradient."""
+    squares = {key: _square(error) for key, error in errors.items()}
+    exact = errors.get(("", "wgrad_square"))
+    for (path, name), error in errors.items():
+        if name == "wgrad":
+            assert exact is not None
+            squares[path, "wgrad_bias"] = _inner(exact, error)
+    return squares
+
+
+def _inner(a: Tensor, b: Tensor) -> Tensor:
+    """Return the inner product of two matrices, () float64."""
+    return (a * b).sum(dtype=torch.float64)
 
 
 def _square(x: Tensor) -> Tensor:

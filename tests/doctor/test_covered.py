@@ -161,6 +161,32 @@ def test_rows_decide_on_time() -> None:
     assert chosen.after == pytest.approx(found.choice().after, rel=1e-4)
 
 
+def test_the_rest_of_the_model_is_counted_in_all_batches() -> None:
+    """A head that reads the last token of each text, and a tower that one batch lacks: the order changes nothing."""
+    torch.manual_seed(0)
+    names = {"up_proj": nn.Linear(64, 64), "lm_head": nn.Linear(64, 320), "tower": nn.Linear(64, 64)}
+    model = nn.ModuleDict({"emb": nn.Embedding(320, 64), **names})
+    batches = [torch.randint(1, 320, (2, n), generator=torch.Generator().manual_seed(n)) for n in (4, 32, 16)]
+    batches[1][0, 0] = 0
+
+    def run(x: Tensor) -> Tensor:
+        hidden = model["emb"](x)
+        hidden = hidden + model["up_proj"](hidden).relu()
+        if x[0, 0] == 0:
+            hidden = hidden + model["tower"](hidden)
+        return model["lm_head"](hidden[:, -1:])
+
+    found = [
+        gnmr.diagnose(model, run, order, recipe="mxfp4", confirm=0, targets=["up_proj"], budget=0.5)
+        for order in (batches, batches[::-1], batches[1:] + batches[:1])
+    ]
+    for one in found:
+        assert one.rest == 3 * 2 * 64 * 320 + 2 * 32 * 64 * 64
+        assert one.work == {"up_proj": 2 * (4 + 32 + 16) * 64 * 64}
+        assert one.coverage == found[0].coverage and one.choice().extra == found[0].choice().extra
+        assert one.coverage.share(one.operators) == one.work["up_proj"] / (one.work["up_proj"] + one.rest)
+
+
 def test_a_plan_names_the_modules_that_hold_its_operators() -> None:
     conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
     torch.manual_seed(0)

@@ -237,6 +237,247 @@ def test_sequences_of_different_lengths_count_by_their_tokens() -> None:
     assert found.measured.kl_error == pytest.approx(float(spread), rel=0.1), "the standard error of a ratio"
 
 
+SENTENCES = [(1, 11), (5, 3), (9, 12), (2, 7), (12, 4), (7, 9)]
+"""(first token, length) of sequences."""
+
+
+def sentence(first: int, length: int) -> Tensor:
+    return (torch.arange(length) * 7 + first) % VOCABULARY
+
+
+def padded(several: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    """A batch of tokens and targets, padded to the longest."""
+    tokens = nn.utils.rnn.pad_sequence([sentence(*one) for one in several], batch_first=True)
+    kept = torch.arange(tokens.shape[1]) < torch.tensor([length for _, length in several])[:, None]
+    return tokens, torch.where(kept, (tokens * 5 + 1) % VOCABULARY, IGNORED)
+
+
+SPLITS = [[1, 5], [2, 2, 2], [4, 1, 1]]
+
+
+def in_batches(split: list[int]) -> list[tuple[Tensor, Tensor]]:
+    starts = np.cumsum([0, *split])
+    return [padded(SENTENCES[start : start + size]) for start, size in zip(starts, split, strict=False)]
+
+
+SLOW = [pytest.param(returns, marks=pytest.mark.slow) for returns in ("output", "loss")]
+
+
+@pytest.mark.parametrize("returns", ["targets", *SLOW])
+def test_any_split_into_batches_gives_the_same_averages(returns: str) -> None:
+    """KL, losses and prices are means over the tokens that count, of all batches."""
+    model = Mixer().eval()
+
+    class Result:
+        def __init__(self, tokens: Tensor, targets: Tensor) -> None:
+            self.logits = model(tokens)
+            self.loss = F.cross_entropy(self.logits.flatten(0, 1), targets.flatten())
+
+    runs: dict[str, Any] = {
+        "targets": lambda batch: (model(batch[0]), batch[1]),
+        "output": lambda batch: Result(*batch),
+        "loss": lambda batch: Result(*batch).loss,
+    }
+    options: Any = {"run": runs[returns], "confirm": 0, "rescue": "bf16"}
+    found = [
+        diagnosed(model, batches=in_batches(split), held_out=in_batches(split)[::-1], **options) for split in SPLITS
+    ]
+    kl, loss = kls_by_hand(model, SENTENCES)
+    for one in found:
+        if returns != "loss":
+            assert one.measured.kl == pytest.approx(kl, rel=1e-4)
+            assert one.left["last"].kl == pytest.approx(found[0].left["last"].kl, rel=1e-4)
+        assert one.measured.high == pytest.approx(loss, rel=1e-5)
+        assert one.held_out.cost == pytest.approx(one.measured.cost, abs=1e-5)
+        for row, same in zip(one.rows, found[0].rows, strict=True):
+            if row.gemm == "fprop":
+                assert row.by_token == pytest.approx(same.by_token, rel=1e-4)
+                assert row.value == pytest.approx(same.value, rel=1e-4)
+
+
+def kls_by_hand(model: nn.Module, sentences: list[tuple[int, int]]) -> tuple[float, float]:
+    """KL and loss per token, by one sequence at a time in float64."""
+    kls, losses = [], []
+    with torch.no_grad():
+        for first, length in sentences:
+            tokens, targets = padded([(first, length)])
+            high = model(tokens)
+            converted = convert(model, PathSpec(low="sim_e2m1", recovery="bf16", backend="simulated"))
+            kls.append(kl_by_hand(high, model(tokens)).flatten())
+            converted.restore()
+            losses.append(F.cross_entropy(high.double().flatten(0, 1), targets.flatten(), reduction="none"))
+    return float(torch.cat(kls).mean()), float(torch.cat(losses).mean())
+
+
+def test_the_error_of_unequal_sequences_is_that_of_a_ratio() -> None:
+    """As in resampling sequences: long ones weigh more, and their number of tokens varies too."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(1, 50, 400).astype(float)
+    nats = tokens * rng.gamma(2.0, 0.01, 400)
+    found = Measured.of([np.stack([nats, tokens], axis=1)], [np.nan], [np.nan], [1])
+    draws = rng.integers(0, 400, (2000, 400))
+    assert found.kl == pytest.approx(nats.sum() / tokens.sum())
+    assert found.kl_error == pytest.approx((nats[draws].sum(1) / tokens[draws].sum(1)).std(), rel=0.1)
+
+
+class Arranged(Mixer):
+    """The same function, whose linears are given their rows in another layout."""
+
+    def __init__(self, layout: str) -> None:
+        super().__init__()
+        self.layout = layout
+
+    def run(self, linear: nn.Module, x: Tensor) -> Tensor:
+        sequences, length, width = x.shape
+        if self.layout == "rows":
+            return linear(x.flatten(0, 1)).view_as(x)
+        if self.layout in ("tokens first", "logits tokens first"):
+            return linear(x.transpose(0, 1)).transpose(0, 1)
+        if self.layout == "rows, tokens first":
+            return linear(x.transpose(0, 1).flatten(0, 1)).view(length, sequences, width).transpose(0, 1)
+        if self.layout == "windows":
+            return linear(x.reshape(4 * sequences, length // 4, width)).view_as(x)
+        if self.layout == "windows first":
+            parts = x.view(sequences, 4, length // 4, width).transpose(0, 1)
+            return linear(parts.flatten(0, 1)).view_as(parts).transpose(0, 1).reshape_as(x)
+        if self.layout == "two calls":
+            return torch.cat([linear(part) for part in x.split([5, length - 5], dim=1)], dim=1)
+        return linear(x.view(sequences, 2, length // 2, width)).view_as(x)  # heads
+
+    def forward(self, tokens_ST: Tensor) -> Tensor:
+        h = self.embed(tokens_ST)
+        for layer in self.layers:
+            q, k, v = (self.run(layer[name], h) for name in ("q_proj", "k_proj", "v_proj"))
+            h = h + F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            h = h + torch.tanh(self.run(layer["up_proj"], h))
+        logits = self.head(h)
+        return logits.transpose(0, 1) if self.layout == "logits tokens first" else logits
+
+
+LAYOUTS = (
+    *("rows", "tokens first", "logits tokens first", "rows, tokens first"),
+    *("windows", "windows first", "heads", "two calls"),
+)
+
+
+@cache
+def usual(size: int) -> Diagnosis:
+    few: Any = {"batches": batches_of(2, size=size), "confirm": 0, "held_out": []}
+    return diagnosed(Mixer().eval(), **few)
+
+
+@pytest.mark.parametrize("size", [LENGTH, *[pytest.param(size, marks=pytest.mark.slow) for size in (4, 40)]])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_layout_of_operators_changes_no_price(layout: str, size: int) -> None:
+    """40 sequences have two digits, and as many sequences as tokens leave no trace in a shape."""
+    few: Any = {"batches": batches_of(2, size=size), "confirm": 0, "held_out": []}
+    found = diagnosed(Arranged(layout).eval(), **few)
+    for row, same in zip(found.rows, usual(size).rows, strict=True):
+        assert row.by_sequence == pytest.approx(same.by_sequence, rel=1e-4), row.operator
+        assert row.by_token == pytest.approx(same.by_token, rel=1e-4), row.operator
+    assert found.measured.kl_error == pytest.approx(usual(size).measured.kl_error, rel=1e-3)
+    assert not found.without_sequences
+
+
+def test_where_sequences_are_unknown_the_estimate_is_by_token_and_it_is_said() -> None:
+    """Flat logits do not say which of them belong together."""
+    model = Mixer().eval()
+    found = diagnosed(model, run=lambda tokens: model(tokens).flatten(0, 1), confirm=0, held_out=[])
+    assert "layers.0.v_proj" in found.without_sequences and "estimated by token alone, as " in found.verdict()
+    for row in found.rows:
+        if row.operator in found.without_sequences and row.gemm == "fprop":
+            assert row.by_sequence is None and row.value == row.by_token
+
+
+class Looped(Mixer):
+    """One block that runs four times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.layers[1]
+        with torch.no_grad():
+            self.layers[0]["up_proj"].weight.mul_(3)
+
+    def forward(self, tokens_ST: Tensor) -> Tensor:
+        h = self.embed(tokens_ST)
+        for _ in range(4):
+            h = h + torch.tanh(self.layers[0]["up_proj"](h))
+        return self.head(h)
+
+
+def test_a_block_that_runs_several_times_makes_one_error() -> None:
+    model = Looped().eval()
+    options: Any = {"targets": ["up_proj"], "batches": batches_of(6, size=40), "held_out": [], "recipe": "mxfp4"}
+    (estimate,), (measured,) = (
+        [row for row in diagnosed(model, confirm=number, **options).rows if row.gemm == "fprop"] for number in (0, 1)
+    )
+    assert estimate.by_sequence == pytest.approx(measured.measured, rel=0.25)
+    assert estimate.by_token == pytest.approx(measured.measured, rel=0.25), "tokens do not meet in this model"
+
+    def loss(tokens: Tensor) -> Tensor:
+        return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+    alone, targets = (
+        diagnosed(model, run=run, labels="data", confirm=0, **options).total
+        for run in (loss, lambda tokens: (model(tokens), tokens))
+    )
+    assert alone == pytest.approx(targets, rel=1e-4), "the number of tokens is not that of rows of all calls"
+
+
+class Towers(nn.Module):
+    """One tower that reads two texts of a pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.up_proj = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(2 * WIDTH, 5)
+
+    def forward(self, tokens_ST: Tensor) -> Tensor:
+        both = [torch.tanh(self.up_proj(self.embed(one) * 3)).mean(1) for one in tokens_ST.split([5, LENGTH - 5], 1)]
+        return 8 * self.head(torch.cat(both, dim=-1))
+
+
+def test_of_two_towers_the_errors_of_a_pair_are_one_error() -> None:
+    model = Towers().eval()
+    options: Any = {"targets": ["up_proj"], "batches": batches_of(4, size=120), "held_out": [], "recipe": "mxfp4"}
+    found = diagnosed(model, confirm=0, **options)
+    (row,) = [row for row in diagnosed(model, confirm=1, **options).rows if row.gemm == "fprop"]
+    assert row.by_sequence == pytest.approx(row.measured, rel=0.25) and found.rows[0].value == row.by_sequence
+
+    def loss(tokens: Tensor) -> Tensor:
+        return F.cross_entropy(model(tokens), tokens[:, 0] % 5)
+
+    alone, targets = (
+        diagnosed(model, run=run, labels="data", confirm=0, **options).total
+        for run in (loss, lambda tokens: (model(tokens), tokens[:, 0] % 5))
+    )
+    assert alone == pytest.approx(targets, rel=1e-4), "a loss term per pair, not per token"
+
+
+def test_a_loss_alone_counts_its_own_terms() -> None:
+    """Nine in ten labels are masked; logits with a loss inside say the same as targets."""
+    model, batches = Mixer().eval(), batches_of(3)
+    few: Any = {"batches": batches, "confirm": 0, "rescue": "bf16", "held_out": []}
+
+    def targets(tokens: Tensor) -> Tensor:
+        return tokens.masked_fill(torch.arange(LENGTH) < LENGTH - 1, IGNORED)
+
+    class Result:
+        def __init__(self, tokens: Tensor) -> None:
+            self.logits = model(tokens)
+            self.loss = F.cross_entropy(self.logits.flatten(0, 1), targets(tokens).flatten())
+
+    runs = (lambda tokens: (model(tokens), targets(tokens)), Result, lambda tokens: Result(tokens).loss)
+    data = [diagnosed(model, run=run, labels="data", **few) for run in runs]
+    assert [one.total for one in data[1:]] == pytest.approx([data[0].total] * 2, rel=1e-4)
+    drawn = [diagnosed(model, run=run, **few | {"held_out": batches_of(1, seed=2)}) for run in runs[:2]]
+    assert drawn[1].total == pytest.approx(drawn[0].total, rel=1e-4)
+    assert drawn[1].measured.kl == pytest.approx(drawn[0].measured.kl, rel=1e-5)
+    assert drawn[1].left["plan"].kl == pytest.approx(drawn[0].left["plan"].kl, rel=1e-5)
+    assert diagnosed(model, run=runs[2], terms=lambda _: 8, **few).total == pytest.approx(2 * data[0].total, rel=1e-4)
+
+
 def test_operators_are_measured_alone_on_batches_of_different_sizes() -> None:
     model, batches = Mixer().eval(), [batch[:size] for batch, size in zip(batches_of(3), (4, 2, 3), strict=True)]
     found = diagnosed(model, batches=batches, run=model, held_out=[], confirm=1)

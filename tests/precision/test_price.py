@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from gnmr.lab.faults.faults import Fault, Injector
 from gnmr.measure.price import PRICES, PriceMeter, measure_prices
@@ -204,6 +205,98 @@ def test_accumulation_adds_up_to_the_price_of_the_whole_batch() -> None:
     for part in (slice(0, 48), slice(48, 96)):
         (loss_of(model, (x[part], targets[part])) / 2).backward()
     torch.testing.assert_close(meter.by_operator()["fprop"], whole, rtol=1e-4, atol=0)
+
+
+class Repeated(nn.Module):
+    """One block that runs three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up_proj, self.down_proj = nn.Linear(WIDTH, 256), nn.Linear(256, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = x + self.down_proj(F.silu(self.up_proj(x)))
+        return x
+
+
+@pytest.mark.parametrize("spec", [PATHS[0], PATHS[-2]], ids=["recipe", "format"])
+@pytest.mark.parametrize("stride", [1, 3])
+def test_calls_of_one_operator_make_one_error(spec: dict[str, object], stride: int) -> None:
+    """Also of its weight gradient, if two micro-batches are under way at once; T is not the rows of all calls."""
+    model, (x, targets) = Repeated(), batch_of()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plan = convert(model, PathSpec(targets=["*_proj"], **spec), shown=False)  # type: ignore[arg-type]
+    seen: dict[int, list[tuple[Tensor, Tensor]]] = {0: [], 1: []}
+
+    def keep(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        output.register_hook(lambda grad: seen[module.index].append((inputs[0].detach(), grad)))
+
+    for operator in plan.operators:
+        operator.switch(True)
+        operator.register_forward_hook(keep)
+    meter = measure_prices(plan, PRICES[:3], tokens=stride)
+    parts = [(x[:48], targets[:48]), (x[48:], targets[48:])]
+    losses = [loss_of(model, part) / 2 for part in parts]
+    losses[0].backward()
+    losses[1].backward()
+    found = meter.by_operator()
+    meter.enabled = False
+    for operator in plan.operators:
+        fprop, wgrad, exact = 0.0, 0.0, 0.0
+        for start in (0, 3):
+            u, error, gradient = torch.zeros(48, dtype=torch.float64), 0.0, 0.0
+            chosen = meter._chosen(48, [plan.low], x.device)
+            for given, dy in seen[operator.index][start : start + 3]:
+                both = []
+                for low in (True, False):
+                    plan.shared.forget()
+                    operator.switch(not low)
+                    rows = given[chosen].clone().requires_grad_()
+                    y = operator(rows) if low else F.linear(rows, operator.weight, operator.bias)
+                    both.append((y, torch.autograd.grad(y, operator.weight, dy[chosen])[0]))
+                u[chosen] += ((both[0][0] - both[1][0]).detach().double() * dy[chosen]).sum(1)
+                error, gradient = error + both[0][1] - both[1][1], gradient + both[1][1]
+            scale = 48 / len(chosen)
+            fprop += float(96 / 2 * u.square().sum()) * scale
+            wgrad, exact = wgrad + float(error.square().sum()), exact + float(gradient.square().sum())
+        assert float(found["fprop"][operator.index]) == pytest.approx(fprop, rel=5e-3)
+        assert float(found["wgrad"][operator.index]) == pytest.approx(wgrad / exact, rel=5e-3)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_changes_no_price(reentrant: bool) -> None:
+    (x, targets), prices = batch_of(), []
+    targets = targets.masked_fill(torch.arange(TOKENS) % 10 > 0, -100)
+    for checkpointed in (False, True):
+        model = model_of()
+        plan = planned(model, low="sim_e2m1", recovery="bf16")
+        meter, hidden = measure_prices(plan, tokens=1), x.clone().requires_grad_()
+        for block in (model[:2], model[2:]):
+            hidden = checkpoint(block, hidden, use_reentrant=reentrant) if checkpointed else block(hidden)
+        F.cross_entropy(hidden, targets).backward()
+        prices.append(meter.read())
+    for name, value in prices[0].items():
+        torch.testing.assert_close(prices[1][name], value, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+def test_masked_tokens_are_no_terms_of_the_loss(calls: int) -> None:
+    """As `loss_tokens` says, which nothing gives in training."""
+    batch, prices = batch_of(), []
+    targets = batch[1].masked_fill(torch.arange(TOKENS) % 10 > 0, -100)
+    for known in (None, 10):
+        model = Repeated() if calls > 1 else model_of()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            plan = convert(model, PathSpec(targets=["*"], low="sim_e2m1", recovery="bf16"), shown=False)
+        meter = measure_prices(plan, tokens=1)
+        meter.loss_tokens = known
+        loss_of(model, (batch[0], targets)).backward()
+        prices.append(meter.read()["price_fprop"])
+    assert torch.equal(*prices) and (prices[0] > 0).all()
 
 
 @pytest.mark.parametrize("low", ["sim_e2m1", "mxfp8", "deepseek_v3"])
