@@ -203,14 +203,14 @@ def values_of(tensor: Tensor) -> Tensor | None:
     if _is_plain(tensor):
         return tensor.detach().as_subclass(Tensor) if _is_high(tensor) else None
     parts = _parts_of(tensor)
-    if len(parts) == 1 and parts[0].shape == tensor.shape:
-        return values_of(parts[0])
+    if len(parts) == 1 and parts[0].shape == tensor.shape and (inner := values_of(parts[0])) is not None:
+        return inner
     methods = (getattr(tensor, name, None) for name in ("to_original_precision", "dequantize"))
     identity = partial(torch.eye, tensor.shape[-1], dtype=tensor.dtype, device=tensor.device)
     for convert in (*methods, lambda: F.linear(identity(), tensor).t()):
         with suppress(Exception), torch.no_grad():  # a class of another library may refuse with any exception
             values = convert() if convert is not None else None
-            if type(values) is Tensor and values.shape == tensor.shape and _is_high(values):
+            if isinstance(values, Tensor) and values.shape == tensor.shape and _is_plain(values) and _is_high(values):
                 return values.detach()
     return None
 

@@ -37,6 +37,8 @@ _ROWS = 256
 """Number of rows by which an operand is recognized."""
 _CERTAIN = 1.9
 """Sum of the cosines of two operands with their tensors from which on no other product can be the GEMM."""
+_CLAIMED = "gnmr.doctor.operands"
+"""Key in the metadata of an autograd node, for the pass that made the node."""
 _NODES = 64
 """Largest number of autograd nodes that one call of a linear makes."""
 
@@ -138,6 +140,8 @@ class Watch(TorchDispatchMode):
         if judged and output.requires_grad:
             output.register_hook(lambda grad: self._gradient(ended, grad))
             for node in _nodes_between(output.grad_fn, ended.origin):
+                if node.metadata.setdefault(_CLAIMED, ended) is not ended:
+                    continue  # a node of a linear within this one
                 node.register_prehook(lambda _grads: self._running.append(ended))
                 node.register_hook(lambda _inputs, _outputs: self._leave())
 
@@ -165,7 +169,7 @@ class Watch(TorchDispatchMode):
     def finish(self) -> None:
         """Measure the products that resembled a GEMM most, where none was certain."""
         with _aside():
-            for ended in self._open:
+            for ended in [*self._open]:
                 for gemm in [*ended.candidates]:
                     self._decide(ended, gemm)
 
@@ -204,6 +208,8 @@ class Watch(TorchDispatchMode):
         now.seen.add(gemm)
         for operand, q in operands.items():
             self._operand(now, gemm, operand, q)
+        if not now.candidates:
+            self._open.pop(now, None)
         return operands
 
     def _fits(self, now: _Pass, gemm: str, operand: str, q: Tensor) -> bool:
@@ -272,7 +278,7 @@ class Watch(TorchDispatchMode):
         if weight is None or now.x.shape[1] != weight.shape[1] or y.shape != (now.x.shape[0], weight.shape[0]):
             return True  # packed weights, or a parallel shard
         if operands is None:
-            exact = F.linear(now.x.float(), weight.float(), bias)
+            exact = F.linear(now.x.to(y.dtype).float(), weight.to(y.dtype).float(), bias)  # as autocast rounds them
         else:
             exact = F.linear(operands["input"].float(), operands["weight"].float(), bias)
         if operands is not None and operator.declared is None:

@@ -591,6 +591,41 @@ def test_of_two_products_the_nearer_one_is_the_gemm(first: bool) -> None:
     assert not found.rows[1].low
 
 
+class Shell(nn.Linear):
+    """A linear around the linear that holds its weight, as some of peft's adapters are."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.base_layer, self.weight, self.bias = base, base.weight, base.bias
+        self.in_features, self.out_features = base.in_features, base.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x)
+
+
+def test_products_belong_to_the_innermost_linear() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    convert(model, PathSpec(low="mxfp8", recovery=None))
+    model[1] = Shell(model[1])  # after the conversion
+    found = gnmr.audit(model, lambda x: model(x).square().mean(), torch.randn(64, 32))
+    row = next(row for row in found.rows if row.kind == "gnmr" and row.operator.startswith("1"))
+    assert set(row.measured) == {"fprop", "dgrad", "wgrad"} and row.measured["dgrad"]["weight"][0] < 40, found.rows
+
+
+def test_autocast_of_a_class_that_is_judged_by_its_output_is_not_low(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Linear(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            x, weight = x.bfloat16(), self.weight.bfloat16()
+            return torch.einsum("abi,oi->abo", x.float(), weight.float()).bfloat16()
+
+    model = net(torch.float32)
+    model.lm_head.__class__ = Linear
+    monkeypatch.setattr("gnmr.doctor.operands._pair", lambda *_: None)  # as if the product ran in another kernel
+    row = audited(model).rows[-1]
+    assert row.operator == "lm_head" and not row.low and row.measured["fprop"]["output"][0] > 55, row
+
+
 # ---- selective checkpointing ----
 
 
