@@ -30,7 +30,11 @@ def main(argv: list[str]) -> int:
     parser.option("to", names_of, "targets, with commas between; default: all that can run the plan's low recipe")
     parser.option("out", path, "folder for the files, made where there is none; default: PLAN's")
     parser.option("pp", whole(1), "pipeline stages, of equal length (megatron)", 1)
-    parser.option("layers", whole(1), "blocks of the model; default: the plan's, if it has no targets= and exclude=")
+    parser.option(
+        "layers",
+        whole(1),
+        "blocks of the model, if the plan has targets= or exclude= and does not list the model's linears",
+    )
     asked, place = parser.of_one_place(argv, "plan.json, or its folder")
     out = asked.out or (Path(place) if Path(place).is_dir() else Path(place).parent)
     with as_user_error():

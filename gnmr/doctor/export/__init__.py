@@ -15,6 +15,10 @@ set of recipes. A plan with prices is then solved again within its own extra tim
 cheapest set of the library that lowers no GEMM's precision. Operators in modules that a library does not convert
 (`Conv1D`, experts in one tensor: the plan's `modules`) stay in 16 bits.
 
+Libraries that change a model in memory get the names in memory. Lists that an engine reads while it loads a checkpoint
+get the checkpoint's names (`gnmr.doctor.checkpoint_names`), and lists with readers of either kind get both. All lists
+name every linear of the model that the plan does not convert: heads, routers, and what was left out.
+
 A model with the operators of LLaMA's blocks (`layers.N.self_attn.q_proj`) gets the names of Hugging Face, torchtitan or
 Megatron. Any other model keeps its names, and cannot be exported to the latter two.
 """
@@ -51,7 +55,8 @@ def export(plan: PinPlan, target: str, pp: int = 1, layers: int | None = None) -
         plan: the plan.
         target: one of `TARGETS`.
         pp: pipeline stages of equal length (megatron).
-        layers: number of blocks of the model; needed if the plan's `targets` or `exclude` may omit the last blocks.
+        layers: number of blocks of the model; needed if the plan's `targets` or `exclude` may omit the last blocks and
+            it does not list the model's linears.
 
     Raises:
         UserError: the target cannot express an operator or the low recipe.
