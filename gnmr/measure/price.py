@@ -171,6 +171,7 @@ class PriceMeter:
         """Calls of each operator since its last backward pass, which `_measured` has."""
         self._measured: set[int] = set()
         self._called = 0
+        """Calls of all operators, by which the last one is known."""
         self._terms: dict[int, tuple[int, Tensor]] = {}
         """(number of the call, nonzero rows of its gradient) of the last call in each backward pass."""
 
@@ -422,7 +423,9 @@ class Sequences:
         """True during the backward passes of `find`."""
         self._passing = False
         self._number = 0
+        """Number of sequences; 0: unknown."""
         self._edges: list[GradientEdge] = []
+        """Tensors whose rows are watched."""
 
     def begin(self) -> None:
         """Forget the pass before."""
@@ -441,13 +444,17 @@ class Sequences:
         self._number = len(losses)
         self._marking = True
         try:
-            for digit in range(math.ceil(math.log(max(1, self._number), _CODES) - 1e-9)):
+            for digit in range(self._digits):
                 codes = torch.arange(self._number, device=losses.device) // _CODES**digit % _CODES
                 weighted = (losses * torch.exp2(codes.to(losses.dtype))).sum()
                 torch.autograd.grad(weighted, self._edges, retain_graph=True, allow_unused=True)
         finally:
             self._marking = False
             self._edges.clear()
+
+    @property
+    def _digits(self) -> int:
+        return math.ceil(math.log(max(1, self._number), _CODES) - 1e-9)
 
     @contextmanager
     def passing(self) -> Iterator[None]:
@@ -473,10 +480,10 @@ class Sequences:
             marks: (rows,) the sizes of the gradient in the passes of `find`.
             grad: the gradient (..., O) of the loss.
         """
+        if not self._number or len(marks) != self._digits:
+            return None
         sizes = _sizes(grad)
         sequence = torch.zeros_like(sizes, dtype=torch.int64)
-        if not self._number:
-            return None
         # Tiny rows have lost digits, and add nothing to any sum.
         counts = sizes > 1e-6 * sizes.amax()
         for digit, mark in enumerate(marks):
