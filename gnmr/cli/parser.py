@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gnmr import errors as checks
-from gnmr.errors import UserError, as_user_error, install, nearest
+from gnmr.errors import UserError, as_user_error, install, nearest, share_of
 from gnmr.lab.records.find import named
 
 Read = Callable[[str, str], Any]
@@ -191,7 +191,8 @@ def number(value: str) -> float:
 
 def fraction(name: str, value: str) -> float:
     """Read a share of the unit-steps."""
-    if not 0 < (share := number(value)) <= 1:
+    share = share_of(value)
+    if not isinstance(share, float) or not 0 < share <= 1:
         raise UserError(f"{name}={value}: must be a share of the unit-steps above 0, at most 1")
     return share
 
