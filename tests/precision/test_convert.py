@@ -263,7 +263,7 @@ def test_a_forward_that_paths_cannot_reach_is_refused_and_a_later_one_outlives_t
     assert torch.equal(net["up_proj"](inputs()), low)
     converted.restore()
     assert torch.equal(net["up_proj"](inputs()), plain)
-    with pytest.raises(ValueError, match="^up_proj: its forward was replaced on the module itself"):
+    with pytest.raises(ValueError, match=r"^up_proj: its forward was replaced on the module itself"):
         convert(net, PathSpec.of("nvfp4", None))
 
 
