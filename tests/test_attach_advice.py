@@ -426,12 +426,19 @@ def test_a_warning_shows_the_loops_line(text: str) -> None:
 def test_a_model_of_inference_tensors_is_refused() -> None:
     with torch.inference_mode():
         model = net()
-        with pytest.raises(ValueError, match=r"^model: was made in torch.inference_mode"):
+        with pytest.raises(ValueError, match=r"^model: was made in torch\.inference_mode"):
             attached(net())
-    with pytest.raises(ValueError, match=r"^model: was made in torch.inference_mode"):
+    with pytest.raises(ValueError, match=r"^model: was made in torch\.inference_mode"):
         attached(model)
 
 
 def test_no_record_is_none() -> None:
     controller = attached(net(), record=None)
     assert not controller.recorded and controller.controller.record == ()
+
+
+def test_a_budget_is_read_as_on_the_command_line() -> None:
+    assert attached(net(), budget="50%").spec.budget == attached(net(), budget=0.5).spec.budget == 0.5
+    for wrong in (1.5, "ten", 10):
+        with pytest.raises(ValueError, match=f"budget={wrong}: must be a share above 0, at most 1"):
+            attached(net(), budget=wrong)

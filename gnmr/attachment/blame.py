@@ -1,7 +1,7 @@
 """Find the cause of a step that spikes or is not finite by repeating the step.
 
     the step, repeated            differs from the first time        not_reproducible   a race, a faulty device
-    with all on the recovery path still there                        data               the batch, or the model itself
+    with all on the recovery path still there                        data_or_model      the batch, the weights, the lr
                                   gone                               precision          the low path: of which units?
 
 Data, weights and random numbers are those of the step, so only the paths differ. The units to blame are the smallest
@@ -46,7 +46,7 @@ class Verdict:
 
     step: int
     cause: str
-    """data, precision or not_reproducible."""
+    """data_or_model, precision or not_reproducible."""
     units: tuple[str, ...] = ()
     """Units whose recovery removes the spike, for the cause precision; may be empty.
 
@@ -129,13 +129,13 @@ class Levels:
 def find_nonfinite(again: Again, step: int) -> Verdict:
     """Find the cause of a step whose loss is not finite, by forward passes alone. Waits for the device.
 
-    The cause is data if the loss is not finite in 16 bits either. Otherwise it is precision. The units are those whose
-    operators turn finite inputs into non-finite outputs, collected until the loss is finite with all of them on the
-    recovery path.
+    The cause is data or the model if the loss is not finite in 16 bits either. Otherwise it is precision. The units are
+    those whose operators turn finite inputs into non-finite outputs, collected until the loss is finite with all of
+    them on the recovery path.
     """
     if not math.isfinite(again.loss(sixteen=True)):
         told = "the loss is not finite in 16 bits either: the batch or the model"
-        return Verdict(step, "data", passes=again.passes, told=told)
+        return Verdict(step, "data_or_model", passes=again.passes, told=told)
     chosen: list[int] = []
     while True:
         loss, culprits = _first_nonfinite(again, chosen)
@@ -241,7 +241,7 @@ def explain(again: Again, seen: Seen, levels: tuple[Level, Level], step: int, sa
             told = f"loss {seen.loss:.4g}, norm {seen.norm:.4g}; in 16 bits {sixteen.loss:.4g}, {sixteen.norm:.4g}, "
             told += "and the recovery path does not remove it"
             return Verdict(step, "precision", passes=again.passes, told=told)
-    return Verdict(step, "data", passes=again.passes, told=told)
+    return Verdict(step, "data_or_model", passes=again.passes, told=told)
 
 
 def _same(one: Seen, other: Seen, most: float) -> bool:

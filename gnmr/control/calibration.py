@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnmr.errors import positive, require, users_level, whole
+from gnmr.errors import positive, require, share_of, users_level, whole
 
 NO_TRIGGER = 1e300
 """Trigger during a calibration: it exceeds every finite risk, so that only a non-finite risk promotes."""
@@ -33,6 +33,7 @@ class Trigger:
 
     def calibrate(self, fraction: float, first: int, steps: int) -> None:
         """Calibrate on the `steps` steps from `first` on; see `Controller.calibrate`."""
+        fraction = share_of(fraction)  # type: ignore[assignment]
         positive(fraction=fraction)
         require(fraction < 1, "fraction", fraction, "must lie between 0 and 1")
         whole(2, steps=steps)

@@ -165,8 +165,8 @@ class Controller:
         `state_dict` holds the trigger or the progress of the calibration, and `load_state_dict` continues with either.
         A loop that always calls `calibrate` calls it before loading.
 
-        Raises ValueError without a threshold (routing="ranked", signals that read no evidence). Adds no
-        synchronization to `step`.
+        A fraction may be given as "1%". Raises ValueError without a threshold (routing="ranked", signals that read no
+        evidence). Adds no synchronization to `step`.
         """
         if self.spec.ranked:
             raise ValueError("calibrate: routing='ranked' has no threshold, max_o or a budget is what it spends")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from gnmr.errors import one_of, positive, require, share, whole
+from gnmr.errors import one_of, positive, require, share, share_of, whole
 
 if TYPE_CHECKING:
     from gnmr.control.signals import Signal
@@ -117,8 +117,9 @@ class ControlSpec(Rules):
     budget: float | None = None
     """Limit on the total cost of the units on the recovery path, a share above 0 and at most 1; None: no budget.
 
-    It is a share of the cost of recovering everything, or for cost=gemm of all GEMMs of the model. The budget is filled
-    by risk per cost. max_o applies too (`NO_CAP`: the budget alone). Pins count against the budget.
+    It is a share of the cost of recovering everything, or for cost=gemm of all GEMMs of the model; "10%" is read as
+    0.1. The budget is filled by risk per cost. max_o applies too (`NO_CAP`: the budget alone). Pins count against the
+    budget.
     """
     cost: str | Mapping[str, float] = "gemm"
     """Cost that a budget counts: gemm (arithmetic of the GEMMs), bytes (extra bytes, Eq. 5) or a table.
@@ -141,6 +142,7 @@ class ControlSpec(Rules):
         one_of(("thresholded", "ranked"), routing=self.routing)
         one_of(("recovery", "16bit"), warmup_path=self.warmup_path)
         one_of(("find", "keep"), nonfinite=self.nonfinite)
+        object.__setattr__(self, "budget", share_of(self.budget))
         if self.budget is not None:
             share(budget=self.budget)
         self._check_cost()

@@ -28,7 +28,8 @@ _NAMES = frozenset({"forward", "backward", "checkpoint", "unpack_hook"})
 _CHECKPOINT = ("torch", "utils", "checkpoint.py")
 _CACHES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 """Modes by which selective checkpointing caches the results of operations, and returns them in the recomputation."""
-_P, _R = ParamSpec("_P"), TypeVar("_R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def always_recomputed(function: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -103,7 +103,7 @@ EVENT_FIELDS: dict[str, str] = {
     "signal took it under its threshold), nonfinite, retry (the loss was not finite by its low path, and the step was "
     "tried again with it on the recovery path) or warmup; release: lock (it ran out), max_o (riskier units took the "
     "places), budget (they took what may be spent) or warmup (it ended); verdict: what is to blame for a spike or a "
-    "loss that is not finite: data, precision or not_reproducible (docs/blame.md)",
+    "loss that is not finite: data_or_model, precision or not_reproducible (docs/blame.md)",
     "risk": "R of the unit at that step; null where it has none",
 }
 

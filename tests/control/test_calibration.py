@@ -31,7 +31,7 @@ def play(it: Controller, steps: int, seed: int = 0):
 
 def test_the_trigger_is_a_quantile_of_the_second_half():
     of = Trigger(1.0)
-    of.calibrate(0.25, first=1, steps=4)
+    of.calibrate("25%", first=1, steps=4)
     seen = np.array([True, True, True, False])
     for step in (1, 2):
         of.learn(step, np.full(4, 100.0), seen)  # the first half counts for nothing

@@ -67,7 +67,7 @@ def test_what_is_not_finite_in_16_bits_either_blames_nobody(assembled, blocks_of
     parts = assembled(*TWO, *FORWARD, "controller.max_o=99")
     handle = parts.model.layers[1].register_forward_hook(lambda _m, _i, output: output * math.nan)
     result = step_of(parts)([blocks_of(parts, 2)], LR)
-    assert result.verdict is not None and result.verdict.cause == "data" and result.skipped
+    assert result.verdict is not None and result.verdict.cause == "data_or_model" and result.skipped
     assert not result.decision.active.any() and not result.decision.events
     handle.remove()
     assert not step_of(parts)([blocks_of(parts, 2)], LR).skipped
@@ -241,7 +241,7 @@ def test_precision_of_gradients_that_are_not_finite(spiking):
 @pytest.mark.parametrize("words", [[], pytest.param(MOE + FORWARD, marks=pytest.mark.slow)], ids=["llama", "moe"])
 def test_chance_and_data(words, spiking):
     assert spiking(words, blown_up(300.0)).cause == "not_reproducible"
-    assert spiking(words, blown_up(-300.0)).cause == "data"
+    assert spiking(words, blown_up(-300.0)).cause == "data_or_model"
 
 
 @given(st.sets(st.integers(0, 30), min_size=1, max_size=3), st.integers(31, 40))
@@ -286,9 +286,10 @@ def test_from_a_loop_of_ones_own():
     for operator in controller.converted.operators:
         operator.fault = None
     (model(100 * x) - y).square().mean().backward()
-    assert controller.explain(lambda: (model(100 * x) - y).square().mean(), usual=usual).cause == "data"
+    assert controller.explain(lambda: (model(100 * x) - y).square().mean(), usual=usual).cause == "data_or_model"
     verdict = controller.explain(lambda: (model(math.inf * x) - y).square().mean(), loss=math.inf)
-    assert (verdict.cause, verdict.passes) == ("data", pytest.approx(1 / 3))
+    assert (verdict.cause, verdict.passes) == ("data_or_model", pytest.approx(1 / 3))
+    assert "to blame: data or model; the loss is not finite in 16 bits either" in str(verdict)
     assert controller.promote(["1"]) and controller.active == ["1"]
     assert not controller.promote(["0", "2"]) and controller.active == ["1"]
 

@@ -176,7 +176,7 @@ def planted(made: Bed) -> Iterator[Plant]:
     for shift in range(3):
         made.steady(shift)
         undo = corrupt(made)
-        yield Plant(made(), "data")
+        yield Plant(made(), "data_or_model")
         undo()
     for unit in made.targets(3):
         made.steady()
@@ -191,7 +191,7 @@ def test_planted_causes(name, inputs):
     spike and no others; of six faults of the forward pass not one costs a step."""
     made = Bed(ARMS[name])
     found = [plant for plant in planted(made) if plant.result.verdict is not None]
-    assert {plant.cause for plant in found} == {"data", "precision", "not_reproducible"}
+    assert {plant.cause for plant in found} == {"data_or_model", "precision", "not_reproducible"}
     wrong, precision = [], [plant for plant in found if plant.cause == "precision"]
     for plant in found:
         verdict = plant.result.verdict
