@@ -19,6 +19,7 @@ import pytest
 from gnmr.lab.config import read
 from gnmr.lab.records.find import finished, last_step
 from gnmr.lab.train import run as run_module
+from gnmr.lab.train.step import TrainStep
 from gnmr.records.reader import read_json
 
 SEEDS = "training.seed=0,1"
@@ -187,6 +188,18 @@ def test_a_sweep_that_is_stopped_goes_on_where_it_was(launcher, number, gnmr, ti
     assert again.code == 0 and done(tmp_path) == [0, 1]
     for seed, step in stopped.items():
         assert read_json(cells(tmp_path)[seed] / "header.json")["resumed"][0]["after_step"] == step
+
+
+def test_a_signal_in_the_last_step_of_a_cell_ends_the_sweep(gnmr, tiny_words, tmp_path, monkeypatch):
+    plain = TrainStep.__call__
+
+    def call(self, *args):
+        if self.router.t == 1:
+            signal.raise_signal(signal.SIGINT)
+        return plain(self, *args)
+
+    monkeypatch.setattr(TrainStep, "__call__", call)
+    assert gnmr("train", *tiny_words, SEEDS, "-m").code == 130 and done(tmp_path) == [0]
 
 
 @pytest.mark.slow

@@ -71,9 +71,10 @@ def run_side_by_side(calls: Sequence[Call], names: Sequence[str], n_jobs: int = 
         threading.Thread(target=say, args=(line,), daemon=True).start()  # the signal may have interrupted a print
 
     def tell(number: int) -> None:
-        for _, _, worker in list(running.values()):
-            with suppress(ProcessLookupError):
-                os.kill(worker.pid, number)
+        for _, pool, _ in list(running.values()):
+            for pid in list(pool._processes):  # loky may have replaced a worker that needs much memory
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
     def start(number: int) -> None:
         options = {"env": environment, "initializer": _begin, "initargs": (os.getpid(),)}

@@ -27,7 +27,7 @@ from gnmr.lab.config.base_run import typed
 from gnmr.lab.config.compose import conf_dir, load_composed, register
 from gnmr.lab.config.text_checks import place
 from gnmr.lab.records.find import SMOKE, TRIAL, finished
-from gnmr.lab.stopping import never_at_once
+from gnmr.lab.stopping import Stopped, is_bypassed, never_at_once, seen
 from gnmr.records.untrusted import MAX_DEPTH
 
 
@@ -120,6 +120,8 @@ def _hydra(words: list[str]) -> None:
 
 def _parallel(n_jobs: int = -1, **_: object) -> Callable[[Iterable[Call]], list[Any]]:
     """Take the place of `joblib.Parallel` in Hydra's launcher, whose calls are (number, words, ...) of each cell."""
+    if n_jobs == 0:
+        raise UserError("hydra.launcher.n_jobs=0: must be a number of processes, or -1 for one on each CPU")
 
     def run(calls: Iterable[Call]) -> list[Any]:
         cells = list(calls)
@@ -160,8 +162,11 @@ def cell(composed: DictConfig) -> Path | None:
     from hydra.types import RunMode
 
     job, sweeping = HydraConfig.get().job, HydraConfig.get().mode == RunMode.MULTIRUN
+    signals = len(seen)
     try:
         folder = run_cell(composed)
+        if sweeping and len(seen) > signals and not is_bypassed(seen[-1]):  # in its last step, after which it was done
+            raise Stopped(seen[-1])
         if not sweeping or composed.records.live == "off":
             return None
         _swept.append(folder)

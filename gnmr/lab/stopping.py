@@ -12,6 +12,8 @@ _insist = True
 """True if a second signal ends this process at once."""
 _came = False
 """True if a signal was collected."""
+seen: list[int] = []
+"""All signals that were collected in this process."""
 
 
 def ending() -> list[signal.Signals]:
@@ -93,6 +95,7 @@ def signals_collected(then: Callable[[int], None] | None = None) -> Iterator[lis
         global _came
         _came = True
         received.append(number)
+        seen.append(number)
         if _insist and not is_bypassed(number):
             restore()
         if then is not None:
