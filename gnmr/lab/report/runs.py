@@ -102,7 +102,11 @@ class Run:
             if not whole:
                 later = max(_last(self.evals["step"]) or 0, self.events[-1]["step"] if self.events else 0)
                 seal.check_rows(
-                    self.folder, self.steps["step"], _last(self.evals["val_loss"]), self.planned_steps, int(later)
+                    self.folder,
+                    self.steps["step"].tolist(),
+                    _last(self.evals["val_loss"]),
+                    self.planned_steps,
+                    int(later),
                 )
         return self
 
