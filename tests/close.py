@@ -23,7 +23,7 @@ def apart(ours: Results, theirs: Results, terms: int, products: int = 1, recast:
     A sum of K terms in FP32 makes K roundings of independent sign, each of at most eps/2 of a partial sum. The result
     is off by about e = eps * sqrt(K) of its norm, on either side. Norms of whole tensors are compared, because terms
     cancel in single elements. They cancel in whole tensors too (the gradient of a key's bias is 0), so that the error
-    in FP32 is a part of the largest norm among the results.
+    in FP32 is a part of the largest norm among the results. A scalar, such as a loss, counts for itself alone.
 
     A result of 16 bits is rounded once more, by eps16. Two FP32 sums that differ by e fall on different sides of a
     rounding boundary in a share e / eps16 of the elements, which adds sqrt(e * eps16) of the norm. The next product
@@ -43,7 +43,8 @@ def apart(ours: Results, theirs: Results, terms: int, products: int = 1, recast:
     assert named.keys() == expected.keys()
     norms = {name: 0.0 if tensor is None else _norm(tensor) for name, tensor in expected.items()}
     order = 2 * torch.finfo(torch.float32).eps * terms**0.5
-    largest = max(norms.values(), default=0.0)
+    tensors = {name for name, tensor in expected.items() if tensor is not None and tensor.dim() > 0}
+    largest = max((norms[name] for name in tensors), default=0.0)
     found = {}
     for name, tensor in named.items():
         other = expected[name]
@@ -52,7 +53,7 @@ def apart(ours: Results, theirs: Results, terms: int, products: int = 1, recast:
                 found[name] = "one of them does not exist"
             continue
         assert (tensor.dtype, tensor.shape) == (other.dtype, other.shape), name
-        allowed = products * order * largest + recast * norms[name]
+        allowed = products * order * (largest if name in tensors else norms[name]) + recast * norms[name]
         if other.dtype in (torch.float16, torch.bfloat16) and other.numel():
             eps = torch.finfo(other.dtype).eps
             allowed += eps * (order / eps) ** 0.5**products * norms[name] + eps * float(other.detach().abs().max())
