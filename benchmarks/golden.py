@@ -165,12 +165,12 @@ def main() -> int:
         folders = list(Path(name).glob("*/*"))
         found[name] = digest(folders[0]) if code == 0 and folders else {"exit": str(code)}
         asked.out.write_text(json.dumps(found, indent=1) + "\n")
-    for name, words in {**DIAGNOSES, "report": f"{ROOT}/runs/reference/example"}.items():
+    for name, command_line in {**DIAGNOSES, "report": f"{ROOT}/runs/reference/example"}.items():
         if not re.search(asked.only, name):
             continue
-        place, *options = words.split()
+        place, *options = command_line.split()
         place = str(next(Path(place).glob("*/*/config.yaml")).parent) if place == "moe" else place
-        print(f"{name}: {words}", file=sys.stderr, flush=True)
+        print(f"{name}: {command_line}", file=sys.stderr, flush=True)
         command = "report" if name == "report" else "diagnose"
         code = gnmr([command, place, *options, f"out=out_{name}"])
         if code == 0 and command == "diagnose":
