@@ -181,7 +181,7 @@ def train(
     `other_seed`: rank 1 has one.
     `other_data`: the text that rank 1 finds in the place of the others'.
     """
-    from gnmr.distributed import wrap
+    from gnmr.lab.train import wrap
     from gnmr.distributed.world import World
     from gnmr.lab.evaluation.scores import RunScorer
     from gnmr.lab.train import build, loop

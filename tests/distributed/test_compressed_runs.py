@@ -92,7 +92,8 @@ class TestRanks:
 
 
 def test_a_run_does_not_go_on_with_other_workers(train, tmp_path, monkeypatch):
-    from gnmr.lab.train import compression, run
+    from gnmr.lab.rivals import compression
+    from gnmr.lab.train import run
 
     monkeypatch.setattr(run, "config_hash", lambda _: "same")  # as under parallel=ddp, where workers are processes
     monkeypatch.setattr("gnmr.lab.train.folder.config_hash", lambda _: "same", raising=False)
