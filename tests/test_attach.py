@@ -53,6 +53,39 @@ def test_attach_routes_blocks(signal: str) -> None:
         gnmr.attach(net(), targets=["?"], unit="expert")
 
 
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"low": "nvfp4", "signal": "gnmr_delta"},
+        {"low": "fp8_delayed", "signal": "price", "routing": "ranked"},
+        {"low": "int4", "rounding": "stochastic", "signal": "recovery_gap"},
+        {"low": "llm_int8", "signal": "mse"},
+    ],
+    ids=lambda how: how["low"],
+)
+def test_the_default_device_changes_nothing(how: dict[str, Any]) -> None:
+    """A loop on a GPU may set it to "cuda"; here "meta" shows tensors that name no device."""
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+    results = []
+    for device in ("cpu", "meta"):
+        model = net()
+        torch.set_default_device(device)
+        try:
+            controller = gnmr.attach(model, recovery="bf16", targets=["?"], max_o=1, **how)
+            for _ in range(3):
+                (loss := (model(x) - x).square().mean()).backward()
+                verdict = controller.explain(
+                    lambda model=model: (model(x) - x).square().mean(), loss=loss.item(), usual=(1e-3, 1e-3)
+                )
+                controller.step()
+                model.zero_grad()
+            controller.load_state_dict(controller.state_dict())
+        finally:
+            torch.set_default_device(None)
+        results.append((loss.item(), verdict, controller.active))
+    assert results[0] == results[1]
+
+
 # ---- other signals ----
 
 

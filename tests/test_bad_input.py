@@ -31,6 +31,8 @@ CASES = {
     "sweep=paper/table": "did you mean paper/table",
     "training.seed=0,1": "training.seed=0,1: several values are a sweep's: add -m; a list is training.seed=[0,1]",
     "training.steps=10e2": "training.steps",
+    "optim.warmup_frac=2.5%": "(key optim.warmup_frac); write 0.025",
+    "controller.init_frac=5%": "(key controller.init_frac); write 0.05",
     f"training.steps={'[' * 500}": "nested 500 deep",
     "--config-dir=nowhere": "nowhere",
     "hydra.run.dir=/proc/x": "/proc/x: No such file or directory",

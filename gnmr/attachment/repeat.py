@@ -80,7 +80,7 @@ class Again:
         self._start, self._forward, self._both = start, forward, both
         self._put = {operator: operator.recovered for operator in converted.operators}
         self._warmup = converted.shared.warmup
-        self._buffers = [(buffer, buffer.clone()) for buffer in buffers]
+        self._buffers = _copies(buffers)
 
     @property
     def low(self) -> list[int]:
@@ -99,9 +99,7 @@ class Again:
         shared = self.converted.shared
         shared.warmup, shared.repeats_step = self._warmup, True
         self._start.again(self.converted)
-        with torch.no_grad():
-            for buffer, before in self._buffers:  # the pass before may have changed them
-                buffer.copy_(before)
+        _put_back(self._buffers)  # the pass before may have changed them
         try:
             with (
                 self.converted.high_precision() if sixteen else nullcontext(),
@@ -178,16 +176,26 @@ def compiles() -> bool:
 def repeating(converted: ConvertedModel, model: nn.Module, device: torch.device) -> Iterator[None]:
     """Restore paths, faults, generators and buffers afterwards, but not gradients and meters (`Router.unmeasured`)."""
     ran = [(operator, operator.read, operator._node) for operator in converted.operators]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    buffers = _copies(model.buffers())
     with converted.no_side_effects(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:
             yield
         finally:
             for operator, read, node in ran:
                 operator.read, operator._node = read, node
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+            _put_back(buffers)
+
+
+def _copies(buffers: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Return each buffer with a copy, except inference tensors, which a training step cannot change either."""
+    return [(buffer, buffer.clone()) for buffer in buffers if not buffer.is_inference()]
+
+
+@torch.no_grad()
+def _put_back(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Give the buffers of `_copies` their former values."""
+    for buffer, before in copies:
+        buffer.copy_(before)
 
 
 def true_gap(

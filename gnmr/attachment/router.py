@@ -272,7 +272,9 @@ class Router:
         work, missed = found.work(operators), found.missed(operator.operator_name for operator in operators)
         counted = zip(operators, work.operators, strict=True)
         unseen = any(not number and missed.get(one.operator_name) != READ for one, number in counted)
-        parts = torch.tensor([*work.operators, work.rest, unseen and counting.compiled], dtype=torch.float64)
+        parts = torch.tensor(
+            [*work.operators, work.rest, unseen and counting.compiled], dtype=torch.float64, device="cpu"
+        )
         if ranks is not None and self.controller.measured.together:
             parts = ranks.sum({"work": parts.to(self.controller.device)})["work"]
         *counts, rest, uncounted = map(int, parts.tolist())

@@ -24,7 +24,7 @@ def to_device(here: Tensor, device: torch.device) -> Tensor:
 
 def flags(values: Sequence[bool], device: torch.device) -> Tensor:
     """Return `values` as a bool tensor on the device, without waiting for it."""
-    return to_device(torch.tensor(values), device)
+    return to_device(torch.tensor(values, device="cpu"), device)
 
 
 def waits_for_nothing(x: Tensor) -> bool:

@@ -193,7 +193,7 @@ def weight_std(units: Sequence[Unit], ranks: Ranks | None = None) -> Tensor:
     for group in weights:
         own = torch.cat([part_of(p.detach(), p, holders).double().flatten() for p in group])
         sums.append(torch.stack([own.sum(), own.square().sum()]))
-    numbers = torch.tensor([sum(p.numel() for p in group) for group in weights], dtype=torch.float64)
+    numbers = torch.tensor([sum(p.numel() for p in group) for group in weights], dtype=torch.float64, device="cpu")
     mean, square = (summed(torch.stack(sums), holders) / to_device(numbers, sums[0].device)[:, None]).unbind(1)
     return distinct.of_each((square - mean.square()).clamp(min=0).sqrt())
 

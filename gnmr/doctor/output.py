@@ -112,7 +112,7 @@ class Output:
         if self.logits is None or low.logits is None:
             return None
         if self.targets is None:
-            counts = torch.ones(self.logits.shape[:-1], dtype=torch.bool)
+            counts = torch.ones(self.logits.shape[:-1], dtype=torch.bool, device="cpu")
         else:
             counts = (self.targets != IGNORED).cpu()
         log_p, other, targets = self._log_p, low.logits, self.targets

@@ -485,9 +485,10 @@ class Passes:
             return self._norms_of(calls.gradients(loss, self.converted.operators))
 
     def _norms_of(self, gradients: Iterable[Tensor | None]) -> Tensor:
-        own = zip(self.converted.operators, gradients, strict=True)
-        norms = [0.0 if gradient is None else o.part(gradient).float().norm().double() for o, gradient in own]
-        return torch.stack([torch.as_tensor(norm, dtype=torch.float64) for norm in norms])
+        nothing = torch.zeros((), dtype=torch.float64, device=self.converted.operators[0].weight.device)
+        each = zip(self.converted.operators, gradients, strict=True)
+        norms = [nothing if gradient is None else o.part(gradient).float().norm().double() for o, gradient in each]
+        return torch.stack(norms)
 
     def _put(self, recovering: bool) -> None:
         for operator in self.converted.operators:

@@ -76,7 +76,7 @@ class Rounding:
 
     def state(self) -> Tensor:
         """Return (seed, step), (2,) int64."""
-        return torch.tensor([self.seed - 2**64 if self.seed >= 2**63 else self.seed, self.step])
+        return torch.tensor([self.seed - 2**64 if self.seed >= 2**63 else self.seed, self.step], device="cpu")
 
     def load(self, state: Tensor) -> None:
         """Continue at the position of `state`. Raises ValueError if `state` is not (seed, step)."""

@@ -219,6 +219,24 @@ def test_a_diagnosis_measures_what_plain_passes_say() -> None:
     assert "nats of KL per token" in found.verdict() and found.labels == "model" and found.estimate == "sequence"
 
 
+def test_the_default_device_changes_no_diagnosis() -> None:
+    """A script on a GPU may set it to "cuda"; here "meta" shows tensors that name no device."""
+    model, options = Mixer().eval(), {"batches": batches_of(2), "held_out": batches_of(1, seed=2), "confirm": 1}
+
+    def run(batch: Tensor) -> Tensor:
+        with torch.device("cpu"):  # attention makes a mask
+            return model(batch)
+
+    expected = diagnosed(model, run=run, **options)
+    torch.set_default_device("meta")
+    try:
+        found = diagnosed(model, run=run, **options)
+    finally:
+        torch.set_default_device(None)
+    assert found.measured.kl == expected.measured.kl
+    assert [row.value for row in found.rows] == [row.value for row in expected.rows]
+
+
 def test_sequences_of_different_lengths_count_by_their_tokens() -> None:
     model, batches = Mixer().eval(), batches_of(4)
     lengths = torch.tensor([1, 3, LENGTH, 5])

@@ -344,6 +344,16 @@ def test_all_repetitions_start_with_the_same_buffers():
     assert seen == [0, 1, 1] and model.passes == 1
 
 
+def test_buffers_that_are_inference_tensors_are_left_alone():
+    model, x = torch.nn.Sequential(torch.nn.Linear(8, 8)), torch.ones(4, 8)
+    with torch.inference_mode():  # as a table that a first evaluation fills
+        model.register_buffer("shift", torch.ones(8))
+    controller = gnmr.attach(model, low="sim_int8", recovery="bf16", targets=["0"], signal="always_low")
+    (loss := (model(x) + model.shift).square().mean()).backward()
+    verdict = controller.explain(lambda: (model(x) + model.shift).square().mean(), loss=loss.item(), usual=(0.01, 0.01))
+    assert verdict.cause == "data_or_model" and model.shift.is_inference()
+
+
 def test_gradients_outside_of_the_attached_part_are_left_as_they_are():
     body, head = torch.nn.Sequential(torch.nn.Linear(16, 16)), torch.nn.Linear(16, 16)
     controller = gnmr.attach(body, low="sim_int8", recovery="bf16", targets=["*"], max_o=1, signal="always_low")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -292,6 +293,8 @@ def one_line(error: Exception) -> str:
     full_key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), None)
     if full_key and full_key not in text:
         text = f"{text} (key {full_key})"
+    if percent := re.search(r"Value '(\d+\.?\d*)%' of type 'str' could not be converted to Float", text):
+        text = f"{text}; write {float(percent[1]) / 100:g}"
     # Under a debugger or a tracer, OmegaConf sets an error as its own cause.
     if isinstance(error.__cause__, OmegaConfBaseException) and error.__cause__ is not error:
         return f"{text.rstrip('.')}: {one_line(error.__cause__)}"
