@@ -5,10 +5,10 @@ from __future__ import annotations
 import bz2
 import gc
 import gzip
-import inspect
 import json
 import lzma
 import os
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -73,7 +73,7 @@ def test_refused_in_one_line(name: str, config: Make, tmp_path: Path, cache_dir:
         build(config(path=str(tmp_path / name)))
     assert "\n" not in str(caught.value) and name in str(caught.value) and len(str(caught.value)) < 500
     assert not list(cache_dir.glob("*"))
-    readers = [each for each in gc.get_objects() if inspect.isgenerator(each) and each.__name__ in READERS]
+    readers = [each for each in gc.get_objects() if type(each) is types.GeneratorType and each.__name__ in READERS]
     assert not [each for each in readers if each.gi_frame is not None], "Python would close them while it shuts down"
 
 
