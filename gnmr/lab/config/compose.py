@@ -144,7 +144,8 @@ def with_plan(composed: DictConfig, words: Sequence[str]) -> None:
 def mistake(error: Exception) -> str | None:
     """Return one line for an error that Hydra raised while composing or creating a folder, or None for other errors."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    modules = [module for frame in frames if (module := str(frame.f_globals["__name__"])) not in ("pathlib", "os")]
+    names = [str(frame.f_globals["__name__"]) for frame in frames]
+    modules = [name for name in names if name.partition(".")[0] not in ("pathlib", "os")]  # 3.13 has pathlib._local
     by_hydra = modules[-1].startswith(("hydra.", "yaml.")) and frames[-1].f_code.co_name != "return_value"  # not a job
     if isinstance(error, yaml.MarkedYAMLError) and by_hydra:
         mark = error.problem_mark or error.context_mark
