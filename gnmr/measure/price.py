@@ -35,7 +35,8 @@ they give, relative to that gradient, ||d||^2 / ||g||^2. Their bias is <g, d> / 
 is dy W; for wgrad, it is dy^T x of the measured tokens.
 
 T is `loss_tokens`, or else the number of nonzero rows in the gradient of the operator that was called last, experts
-aside: tokens without a target have no gradient there, and of a classifier only the rows that it reads have one.
+aside: tokens without a target have no gradient there, and of a classifier only the rows that it reads have one. If this
+operator runs on the tokens in parts (chunks), T is that of all of its calls.
 
 The measured numbers are those of the path itself, whatever path is in force and whatever kernels run it. They use the
 casts of `gnmr.precision.cast` in float32, with the scales of whole tensors, current delayed scales, and a fault in
@@ -172,8 +173,10 @@ class PriceMeter:
         self._measured: set[int] = set()
         self._called = 0
         """Calls of all operators, by which the last one is known."""
-        self._terms: dict[int, tuple[int, Tensor]] = {}
-        """(number of the call, nonzero rows of its gradient) of the last call in each backward pass."""
+        self._terms: dict[int, _Last] = {}
+        """The operator that was called last in each backward pass."""
+        self._most = 0
+        """Rows of the largest call."""
 
     @property
     def operators(self) -> list[str]:
@@ -190,6 +193,7 @@ class PriceMeter:
         self.rows = [0] * len(self._operators)
         self._open.clear()
         self._terms.clear()
+        self._most = 0
 
     @property
     def terms(self) -> Tensor:
@@ -197,7 +201,8 @@ class PriceMeter:
         if self.loss_tokens is not None:
             return self._sums.new_tensor(self.loss_tokens)
         if self._terms:
-            return torch.stack([terms for _, terms in self._terms.values()]).sum().to(self._sums)
+            terms = [last.together if last.rows <= self._most else last.terms for last in self._terms.values()]
+            return torch.stack(terms).sum().to(self._sums)
         return self._sums.new_tensor(max(self.rows))
 
     def parts(self, share: float) -> Tensor:
@@ -392,12 +397,21 @@ class PriceMeter:
 
     def _count_terms(self, found: _Pass, task: int, grad_2d: Tensor) -> None:
         """Count the terms of the loss in the gradient of the last call, which backward meets first."""
-        name = found.operator.operator_name
-        last = self._terms.get(task, (0,))[0]
+        if self.loss_tokens is not None or of_any_expert(name := found.operator.operator_name) != name:
+            return
+        last = self._terms.get(task)
         # Checkpointed parts are repeated from the last to the first, so that the number of a call means nothing.
-        later = found.call > last if found.around is None else not last
-        if self.loss_tokens is None and later and of_any_expert(name) == name:
-            self._terms[task] = found.call, (grad_2d != 0).any(dim=1).sum()
+        later = last is None or (found.around is None and found.call > last.call)
+        self._most = max(self._most, found.count)
+        if not later and last is not None and last.operator is not found.operator:
+            return
+        terms = (grad_2d != 0).any(dim=1).sum()
+        if last is None or last.operator is not found.operator:
+            self._terms[task] = _Last(found.operator, found.call, found.count, terms, terms)
+            return
+        together = last.together + terms
+        first = (found.call, terms) if later else (last.call, last.terms)
+        self._terms[task] = _Last(found.operator, first[0], last.rows + found.count, first[1], together)
 
     def _sequence_of(self, found: _Pass, grad: Tensor) -> tuple[Tensor, int] | None:
         """Return (the sequence of each row, their number); None: unknown."""
@@ -498,6 +512,20 @@ class Sequences:
 def _sizes(grad: Tensor) -> Tensor:
     """Return the largest magnitude of each row of a gradient (..., O), (rows,) float32."""
     return grad.abs().amax(dim=-1).flatten().float()
+
+
+class _Last(NamedTuple):
+    """The operator that was called last in one forward pass."""
+
+    operator: PathLinear
+    call: int
+    """Number of its last call among those of all operators."""
+    rows: int
+    """Rows of all of its calls."""
+    terms: Tensor
+    """Rows with a gradient in its last call."""
+    together: Tensor
+    """Those in all of its calls, which count if the calls are parts of the tokens: no more rows than another call."""
 
 
 @dataclass(frozen=True)
