@@ -175,6 +175,9 @@ class Doctor:
         found: list[Priced] = []
         for place, batch in enumerate(batches):
             found.append(self.passes.priced(batch, place))
+            alike = (found[0].kl is None) == (found[place].kl is None)
+            right = f"{'returns logits' if found[0].kl is None else 'returns no logits'}, unlike that of batch 1"
+            require(alike, f"run of batch {place + 1}", "...", right)
             if place == 0 and self.asked:
                 self._refuse_worse(found[0])
         require(len(found) > 1, "batches", len(found), "needs two at least, for the spread between them")
@@ -382,6 +385,9 @@ class Doctor:
                     own = self.passes.forward(batch, place, recovering=False)
                 low[key].append(own.loss_value)
                 kls[key].append(whole.kl_to(own))
+            alike = (found.measured.kl is None) == (whole.logits is None)
+            right = f"{'returns logits' if found.measured.kl is None else 'returns no logits'}, unlike the others'"
+            require(alike, f"run of held-out batch {done + 1}", "...", right)
 
         def mean(name: str) -> tuple[list[Any], list[float]]:
             """Return (KLs by batch, losses by batch), averaged over the draws of a guess."""

@@ -468,9 +468,17 @@ def test_a_loss_alone_counts_its_own_terms() -> None:
             self.logits = model(tokens)
             self.loss = F.cross_entropy(self.logits.flatten(0, 1), targets(tokens).flatten())
 
-    runs = (lambda tokens: (model(tokens), targets(tokens)), Result, lambda tokens: Result(tokens).loss)
+    def in_chunks(tokens: Tensor) -> Tensor:
+        head, model.head = model.head, nn.Identity()
+        hidden, model.head = model(tokens), head
+        parts = zip(hidden.flatten(0, 1).split(13), targets(tokens).flatten().split(13), strict=True)
+        return (
+            sum(F.cross_entropy(head(h), right, reduction="sum") for h, right in parts) / (targets(tokens) >= 0).sum()
+        )
+
+    runs = (lambda tokens: (model(tokens), targets(tokens)), Result, lambda tokens: Result(tokens).loss, in_chunks)
     data = [diagnosed(model, run=run, labels="data", **few) for run in runs]
-    assert [one.total for one in data[1:]] == pytest.approx([data[0].total] * 2, rel=1e-4)
+    assert [one.total for one in data[1:]] == pytest.approx([data[0].total] * 3, rel=1e-4)
     drawn = [diagnosed(model, run=run, **few | {"held_out": batches_of(1, seed=2)}) for run in runs[:2]]
     assert drawn[1].total == pytest.approx(drawn[0].total, rel=1e-4)
     assert drawn[1].measured.kl == pytest.approx(drawn[0].measured.kl, rel=1e-5)
@@ -938,20 +946,28 @@ def test_predictions_that_are_nowhere_finite_are_refused() -> None:
 
 
 class Rewards(Mixer):
-    """A reward model: one number for each text, and the loss of transformers' classifiers."""
+    """A model of which the loss takes no softmax over the last dimension of the logits."""
 
-    def __init__(self, outputs: int, problem_type: str | None) -> None:
+    def __init__(self, outputs: int, kind: str) -> None:
         super().__init__()
-        self.head = nn.Linear(WIDTH, outputs)
-        self.config = SimpleNamespace(problem_type=problem_type)
+        self.head, self.kind = nn.Linear(WIDTH, outputs), kind
 
     def judged(self, tokens_ST: Tensor) -> SimpleNamespace:
-        logits = self(tokens_ST)[:, -1]
-        return SimpleNamespace(logits=logits, loss=(logits - tokens_ST[:, : logits.shape[-1]] / 8).square().mean())
+        logits = self(tokens_ST)
+        if self.kind == "segments":  # (S, classes, rows, columns)
+            logits = logits.movedim(-1, 1).unflatten(-1, (2, -1))
+            return SimpleNamespace(logits=logits, loss=F.cross_entropy(logits, tokens_ST.unflatten(-1, (2, -1)) % 3))
+        logits = logits[:, -1]
+        right = tokens_ST[:, : logits.shape[-1]]
+        if self.kind == "labels":
+            loss = F.binary_cross_entropy_with_logits(logits, (right % 2).float())
+        else:
+            loss = (logits - right / 8).square().mean()
+        return SimpleNamespace(logits=logits, loss=loss)
 
 
-@pytest.mark.parametrize(("outputs", "kind"), [(1, None), (1, "regression"), (3, "regression")])
-def test_numbers_without_a_distribution_are_measured_by_the_loss(outputs: int, kind: str | None) -> None:
+@pytest.mark.parametrize(("outputs", "kind"), [(1, "numbers"), (3, "numbers"), (3, "labels"), (3, "segments")])
+def test_numbers_without_a_distribution_are_measured_by_the_loss(outputs: int, kind: str) -> None:
     model = Rewards(outputs, kind).eval()
     few: Any = {"confirm": 2, "held_out": batches_of(1)}
     found = diagnosed(model, run=model.judged, **few)
@@ -962,6 +978,18 @@ def test_numbers_without_a_distribution_are_measured_by_the_loss(outputs: int, k
         if outputs == 1:
             with pytest.raises(ValueError, match=r"^run of batch 1=logits .*one number per position.*give a loss"):
                 diagnosed(model, run=wrong)
+
+
+@pytest.mark.parametrize(("which", "where"), [(1, "run of batch 2"), (4, "run of held-out batch 1")])
+def test_batches_with_outputs_of_different_kinds_are_refused(which: int, where: str) -> None:
+    model, batches = Mixer().eval(), batches_of(5)
+
+    def run(tokens: Tensor) -> Tensor | SimpleNamespace:
+        logits = model(tokens)
+        return logits.square().mean() if torch.equal(tokens, batches[which]) else SimpleNamespace(logits=logits)
+
+    with pytest.raises(ValueError, match=f"^{where}=.*: returns no logits, unlike"):
+        diagnosed(model, run=run, batches=batches[:4], held_out=batches[4:], confirm=0, rescue="bf16")
 
 
 def test_a_kl_below_the_detection_limit_is_said() -> None:
