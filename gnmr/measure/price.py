@@ -79,6 +79,8 @@ _OF_PATH = (*_FPROP, "dgrad", "dgrad_bias", "wgrad", "wgrad_bias")
 _SHARED = ("dgrad_square", "wgrad_square")
 _CODES = 32
 """Powers of two that tell sequences apart in one backward pass: float32 and bfloat16 hold the products exactly."""
+_CODES_FP16 = 8
+"""The same if a gradient is in float16, which has a smaller range."""
 
 PRICES = (*(f"price_{gemm}{path}" for path in ("", "_recovery") for gemm in GEMMS), "price")
 """Prices that can be measured, as `gnmr.control.evidence` describes them."""
@@ -428,8 +430,8 @@ class Sequences:
 
     A row belongs to the sequence whose loss its gradient comes from. `find` runs backward passes in which the loss of
     every sequence has a weight of its own, a power of two, so that it multiplies the gradient of each of its rows.
-    These gradients are computed without the gradients of weights. A sequence's number has digits of base `_CODES`, and
-    each digit takes one pass.
+    These gradients are computed without the gradients of weights. A sequence's number has digits of base `_CODES` (or
+    `_CODES_FP16`), and each digit takes one pass.
     """
 
     def __init__(self) -> None:
@@ -440,15 +442,18 @@ class Sequences:
         """Number of sequences; 0: unknown."""
         self._edges: list[GradientEdge] = []
         """Tensors whose rows are watched."""
+        self._codes = _CODES
 
     def begin(self) -> None:
         """Forget the pass before."""
-        self._number = 0
+        self._number, self._codes = 0, _CODES
         self._edges.clear()
 
     def watch(self, output: Tensor) -> list[Tensor]:
         """Return a list for the sizes of the rows of this tensor's gradient in each pass of `find` (`_sizes`)."""
         self._edges.append(get_gradient_edge(output))
+        if output.dtype == torch.float16:
+            self._codes = _CODES_FP16
         return []
 
     def find(self, losses: Tensor) -> None:
@@ -459,7 +464,7 @@ class Sequences:
         self._marking = True
         try:
             for digit in range(self._digits):
-                codes = torch.arange(self._number, device=losses.device) // _CODES**digit % _CODES
+                codes = torch.arange(self._number, device=losses.device) // self._codes**digit % self._codes
                 weighted = (losses * torch.exp2(codes.to(losses.dtype))).sum()
                 torch.autograd.grad(weighted, self._edges, retain_graph=True, allow_unused=True)
         finally:
@@ -468,7 +473,7 @@ class Sequences:
 
     @property
     def _digits(self) -> int:
-        return math.ceil(math.log(max(1, self._number), _CODES) - 1e-9)
+        return math.ceil(math.log(max(1, self._number), self._codes) - 1e-9)
 
     @contextmanager
     def passing(self) -> Iterator[None]:
@@ -503,9 +508,10 @@ class Sequences:
         for digit, mark in enumerate(marks):
             code = torch.where(counts, mark / sizes, 1.0).log2()
             whole = code.round()
-            if bool(((code - whole).abs() > 0.05).any() | (whole < 0).any() | (whole >= _CODES).any()):
+            known = ((code - whole).abs() <= 0.05) & (whole >= 0) & (whole < self._codes)  # NaN is not
+            if not bool(known.all()):
                 return None
-            sequence += whole.long() * _CODES**digit
+            sequence += whole.long() * self._codes**digit
         return (sequence, self._number) if bool((sequence < self._number).all()) else None
 
 
