@@ -145,7 +145,9 @@ class Doctor:
             against=self.against,
             sides=self.sides,
         )
-        return self._held_out(found, held_out, len(priced)) if held_out else found
+        found = self._held_out(found, held_out, len(priced)) if held_out else found
+        self.passes.refuse_state(first[0])
+        return found
 
     # ---- the batches of the prices ----
 
@@ -155,7 +157,7 @@ class Doctor:
             return None
         rescues, confirmed = len(self.passes.rescues), min(2 * self.confirm, len(self.passes.weights))
         choices = 3 + rescues * (rescues > 1) + len(GUESSES) - 1 + RANDOM_DRAWS + 2 + len(CURVE)
-        return PRICED * len(batches) + 3 + min(CONFIRMED, len(batches)) * (1 + confirmed) + held_out * choices
+        return PRICED * len(batches) + 4 + min(CONFIRMED, len(batches)) * (1 + confirmed) + held_out * choices
 
     def _limit(self, batch: Any) -> float | None:
         """Return the KL from rounding. Raises ValueError if it is unknown or above the gate, and two sides need it."""
@@ -307,7 +309,7 @@ class Doctor:
     def _why(self, name: str, choices: Collection[str]) -> str:
         """Return the reason why an operator has no price; `choices` are operators without gradient that have a KL."""
         if name in self.passes.without_gradient and (name in choices or name not in self.passes.graphs):
-            return "they run without gradient (a choice of tokens)"
+            return "they run without gradient (frozen, or a choice of tokens)"
         if name in self.passes.called - self.passes.without_gradient:
             return "no token reached them or others of their kind"
         if name in self.passes.called:
@@ -369,7 +371,7 @@ class Doctor:
             curve = [others[extra] for extra in sorted(others)]
             choices |= {f"{one.extra}": [one] for one in curve}
         plans = {repr(one.pins): one.pins for several in choices.values() for one in several}  # some are alike
-        self.passes.expect(len(batches) * (1 + len(plans)))
+        self.passes.expect(len(batches) * (1 + len(plans)) + 1)
         high: list[float] = []
         terms: list[int] = []
         low: dict[str, list[float]] = {key: [] for key in plans}

@@ -200,6 +200,10 @@ class Passes:
         """Operators whose weight had a gradient in any batch."""
         self.beside_by_batch: list[dict[str, tuple[float, float]]] = []
         """Nats by token and by sequence of the parts outside the plan, in each batch."""
+        self._first: Output | None = None
+        """Output of batch 1 on the recovery path, before all measurements."""
+        self._noise = SAME
+        """Nats by which two such outputs may differ."""
         self._done = 0
         self._total: int | None = None
         self._progress = progress
@@ -319,16 +323,22 @@ class Passes:
         finally:
             for handle in handles:
                 handle.remove()
+        self._noise = max(SAME, 0.0 if whole.logits is None else moved / 8)  # a GPU may add up products in any order
+        self._first = again
         if whole.apart(again) > SAME:  # the first pass may have compiled the model
-            differ = again.apart(self.forward(batch, 0, recovering=True))
-            right = (
-                "two passes of batch 1 on the recovery path differ by this many nats; does it keep state, such as a "
-                "cache of keys and values, or draw random numbers that torch.manual_seed does not set (dropout, masks)?"
-                " Have it compute the same in every pass"
-            )
-            noise = 0.0 if whole.logits is None else moved / 8  # a GPU may add up 16-bit products in any order
-            require(not differ > max(SAME, noise), "run", f"{differ:.2g}", right)
+            self.refuse_state(batch)
         return None if whole.logits is None else moved
+
+    def refuse_state(self, batch: Any) -> None:
+        """Raise ValueError if a pass of batch 1 differs from the one before all measurements by more than rounding."""
+        assert self._first is not None
+        differ = self._first.apart(self.forward(batch, 0, recovering=True))
+        right = (
+            "two passes of batch 1 on the recovery path differ by this many nats; does it keep state, such as a cache "
+            "of keys and values, or draw random numbers that torch.manual_seed does not set (dropout, masks)? Have it "
+            "compute the same in every pass"
+        )
+        require(not differ > self._noise, "run", f"{differ:.2g}", right)
 
     @contextmanager
     def pinned(self, pins: Pins) -> Iterator[None]:
