@@ -177,9 +177,7 @@ class Doctor:
         found: list[Priced] = []
         for place, batch in enumerate(batches):
             found.append(self.passes.priced(batch, place))
-            alike = (found[0].kl is None) == (found[place].kl is None)
-            right = f"{'returns logits' if found[0].kl is None else 'returns no logits'}, unlike that of batch 1"
-            require(alike, f"run of batch {place + 1}", "...", right)
+            _refuse_other_kind(f"run of batch {place + 1}", found[place].kl is None, found[0].kl is None)
             if place == 0 and self.asked:
                 self._refuse_worse(found[0])
         require(len(found) > 1, "batches", len(found), "needs two at least, for the spread between them")
@@ -387,9 +385,7 @@ class Doctor:
                     own = self.passes.forward(batch, place, recovering=False)
                 low[key].append(own.loss_value)
                 kls[key].append(whole.kl_to(own))
-            alike = (found.measured.kl is None) == (whole.logits is None)
-            right = f"{'returns logits' if found.measured.kl is None else 'returns no logits'}, unlike the others'"
-            require(alike, f"run of held-out batch {done + 1}", "...", right)
+            _refuse_other_kind(f"run of held-out batch {done + 1}", whole.logits is None, found.measured.kl is None)
 
         def mean(name: str) -> tuple[list[Any], list[float]]:
             """Return (KLs by batch, losses by batch), averaged over the draws of a guess."""
@@ -407,3 +403,9 @@ class Doctor:
             apart={name: paired(left[name], left["plan"], terms) for name in guesses},
             curve=tuple((one.extra, named[f"{one.extra}"]) for one in curve),
         )
+
+
+def _refuse_other_kind(where: str, loss_alone: bool, first_alone: bool) -> None:
+    """Raise ValueError unless a batch and the first one both have logits, or both a loss alone."""
+    right = f"returns {'no ' * loss_alone}logits, unlike that of batch 1; have it return the same kind for all batches"
+    require(loss_alone == first_alone, where, "...", right)

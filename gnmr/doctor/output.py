@@ -92,7 +92,8 @@ class Output:
         """
         if (gradient := self._gradient()) is None or gradient.dtype == torch.float16:
             return False
-        return bool(gradient.double().sum(dim=-1).abs().sum() > _APART * gradient.double().abs().sum())
+        apart = gradient.sum(dim=-1, dtype=torch.float32).abs().sum()
+        return bool(apart > _APART * gradient.abs().sum(dtype=torch.float32))
 
     def _rows_with_gradient(self, result: GradientEdge) -> int:
         assert self.loss is not None

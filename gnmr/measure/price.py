@@ -177,8 +177,8 @@ class PriceMeter:
         """Calls of all operators, by which the last one is known."""
         self._terms: dict[int, _Last] = {}
         """The operator that was called last in each backward pass."""
-        self._most = 0
-        """Rows of the largest call."""
+        self._most: dict[int, int] = {}
+        """Rows of the largest call in each backward pass."""
 
     @property
     def operators(self) -> list[str]:
@@ -195,7 +195,7 @@ class PriceMeter:
         self.rows = [0] * len(self._operators)
         self._open.clear()
         self._terms.clear()
-        self._most = 0
+        self._most.clear()
 
     @property
     def terms(self) -> Tensor:
@@ -203,7 +203,8 @@ class PriceMeter:
         if self.loss_tokens is not None:
             return self._sums.new_tensor(self.loss_tokens)
         if self._terms:
-            terms = [last.together if last.rows <= self._most else last.terms for last in self._terms.values()]
+            most = self._most
+            terms = [one.together if one.rows <= most[task] else one.terms for task, one in self._terms.items()]
             return torch.stack(terms).sum().to(self._sums)
         return self._sums.new_tensor(max(self.rows))
 
@@ -404,7 +405,7 @@ class PriceMeter:
         last = self._terms.get(task)
         # Checkpointed parts are repeated from the last to the first, so that the number of a call means nothing.
         later = last is None or (found.around is None and found.call > last.call)
-        self._most = max(self._most, found.count)
+        self._most[task] = max(self._most.get(task, 0), found.count)
         if not later and last is not None and last.operator is not found.operator:
             return
         terms = (grad_2d != 0).any(dim=1).sum()

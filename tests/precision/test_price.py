@@ -310,6 +310,15 @@ def test_masked_tokens_are_no_terms_of_the_loss(calls: int) -> None:
     assert torch.equal(*prices) and (prices[0] > 0).all()
 
 
+def test_a_looped_operator_counts_once_in_each_of_unequal_micro_batches() -> None:
+    model, (x, targets) = Repeated(), batch_of()
+    plan = convert(model, PathSpec(targets=["*"], low="sim_e2m1", recovery="bf16"), shown=False)
+    meter = measure_prices(plan, tokens=1)
+    for part in (slice(TOKENS // 8), slice(TOKENS)):
+        loss_of(model, (x[part], targets[part])).backward()
+    assert float(meter.terms) == TOKENS // 8 + TOKENS
+
+
 @pytest.mark.parametrize("low", ["sim_e2m1", "mxfp8", "deepseek_v3"])
 def test_samples_of_tokens_give_the_price_on_average(low: str) -> None:
     """Of all offsets together they are every token once, whatever the scales' granularity."""
