@@ -107,8 +107,8 @@ class Measured:
                 kl,
                 kl_error,
                 0 if each is None else len(each),
-                weighted_mean(before, terms) if known else None,
-                weighted_mean(after, terms) if known else None,
+                float(weighted_mean(before, terms)) if known else None,
+                float(weighted_mean(after, terms)) if known else None,
                 error,
             )
 

@@ -145,7 +145,9 @@ class Doctor:
             against=self.against,
             sides=self.sides,
         )
-        return self._held_out(found, held_out, len(priced)) if held_out else found
+        found = self._held_out(found, held_out, len(priced)) if held_out else found
+        self.passes.refuse_state(first[0])
+        return found
 
     # ---- the batches of the prices ----
 
@@ -155,7 +157,7 @@ class Doctor:
             return None
         rescues, confirmed = len(self.passes.rescues), min(2 * self.confirm, len(self.passes.weights))
         choices = 3 + rescues * (rescues > 1) + len(GUESSES) - 1 + RANDOM_DRAWS + 2 + len(CURVE)
-        return PRICED * len(batches) + 3 + min(CONFIRMED, len(batches)) * (1 + confirmed) + held_out * choices
+        return PRICED * len(batches) + 4 + min(CONFIRMED, len(batches)) * (1 + confirmed) + held_out * choices
 
     def _limit(self, batch: Any) -> float | None:
         """Return the KL from rounding. Raises ValueError if it is unknown or above the gate, and two sides need it."""
@@ -175,6 +177,7 @@ class Doctor:
         found: list[Priced] = []
         for place, batch in enumerate(batches):
             found.append(self.passes.priced(batch, place))
+            _refuse_other_kind(f"run of batch {place + 1}", found[place].kl is None, found[0].kl is None)
             if place == 0 and self.asked:
                 self._refuse_worse(found[0])
         require(len(found) > 1, "batches", len(found), "needs two at least, for the spread between them")
@@ -304,7 +307,7 @@ class Doctor:
     def _why(self, name: str, choices: Collection[str]) -> str:
         """Return the reason why an operator has no price; `choices` are operators without gradient that have a KL."""
         if name in self.passes.without_gradient and (name in choices or name not in self.passes.graphs):
-            return "they run without gradient (a choice of tokens)"
+            return "they run without gradient (frozen, or a choice of tokens)"
         if name in self.passes.called - self.passes.without_gradient:
             return "no token reached them or others of their kind"
         if name in self.passes.called:
@@ -366,7 +369,7 @@ class Doctor:
             curve = [others[extra] for extra in sorted(others)]
             choices |= {f"{one.extra}": [one] for one in curve}
         plans = {repr(one.pins): one.pins for several in choices.values() for one in several}  # some are alike
-        self.passes.expect(len(batches) * (1 + len(plans)))
+        self.passes.expect(len(batches) * (1 + len(plans)) + 1)
         high: list[float] = []
         terms: list[int] = []
         low: dict[str, list[float]] = {key: [] for key in plans}
@@ -382,6 +385,7 @@ class Doctor:
                     own = self.passes.forward(batch, place, recovering=False)
                 low[key].append(own.loss_value)
                 kls[key].append(whole.kl_to(own))
+            _refuse_other_kind(f"run of held-out batch {done + 1}", whole.logits is None, found.measured.kl is None)
 
         def mean(name: str) -> tuple[list[Any], list[float]]:
             """Return (KLs by batch, losses by batch), averaged over the draws of a guess."""
@@ -399,3 +403,9 @@ class Doctor:
             apart={name: paired(left[name], left["plan"], terms) for name in guesses},
             curve=tuple((one.extra, named[f"{one.extra}"]) for one in curve),
         )
+
+
+def _refuse_other_kind(where: str, loss_alone: bool, first_alone: bool) -> None:
+    """Raise ValueError unless a batch and the first one both have logits, or both a loss alone."""
+    right = f"returns {'no ' * loss_alone}logits, unlike that of batch 1; have it return the same kind for all batches"
+    require(loss_alone == first_alone, where, "...", right)

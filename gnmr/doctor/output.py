@@ -18,6 +18,8 @@ from gnmr.doctor.guards import refuse_not_finite, scalar
 from gnmr.errors import require
 from gnmr.measure.kl import IGNORED, divergence, draw_labels
 
+_APART = 0.1
+"""Share of a gradient that may be left of its sum over a dimension with a softmax: rounding, and other terms."""
 _RIGHT = "must be logits (..., V), these and targets (...), an output with logits, or one number, the mean loss"
 
 
@@ -37,6 +39,8 @@ class Output:
     """False: the targets only mark the positions that count."""
     sequence_dim: int = 0
     """Dimension of the logits that numbers sequences: 1 for (T, S, V)."""
+    source: Tensor | None = None
+    """The logits in the shape in which the model gave them, which its loss depends on."""
 
     @property
     def loss_value(self) -> float:
@@ -53,34 +57,61 @@ class Output:
             value, right = float(self.logits.detach().float().logsumexp(-1).mean()), "has logits that are not finite"
         refuse_not_finite(value, where, model, right)
 
-    def with_terms(self, linears: Sequence[GradientEdge]) -> Output:
+    def with_terms(self, linears: Sequence[tuple[nn.Module, int, GradientEdge]]) -> Output:
         """Return this output with the positions that the loss counts, or without logits the number of its terms.
 
         They are the rows with a gradient: of the logits, or of the linear that was called last on the way to the loss.
-        The output is returned as it is if its positions are known, or if it has no graph.
+        The calls of this linear count together if they have no more rows than the largest call of all. The output is
+        returned as it is if its positions are known, or if it has no graph.
 
         Args:
-            linears: the results of the model's linears, in the order of their calls.
+            linears: (linear, number of rows, result) of the calls of the model's linears, in their order.
         """
         if self.loss is None or self.targets is not None or not self.loss.requires_grad:
             return self
         if self.logits is None:
-            for linear in reversed(linears):
-                (gradient,) = torch.autograd.grad(self.loss, linear, retain_graph=True, allow_unused=True)
-                if gradient is not None and (terms := int(_counted(gradient).sum())):
+            most = max((rows for _, rows, _ in linears), default=0)
+            for last, _, result in reversed(linears):
+                if terms := self._rows_with_gradient(result):
+                    calls = [(rows, edge) for linear, rows, edge in linears if linear is last]
+                    if sum(rows for rows, _ in calls) <= most:  # the tokens in parts, as of a head in chunks
+                        terms = sum(self._rows_with_gradient(edge) for _, edge in calls)
                     return replace(self, terms=terms)
             return self
-        if not self.logits.requires_grad:
-            return self
-        (gradient,) = torch.autograd.grad(self.loss, self.logits, retain_graph=True, allow_unused=True)
+        gradient = self._gradient()
         if gradient is None or not (counts := _counted(gradient)).any():
             return self
         return replace(self, targets=torch.where(counts, 0, IGNORED), labeled=False, terms=int(counts.sum()))
 
+    @property
+    def of_numbers(self) -> bool:
+        """Return True if the loss takes no softmax over the last dimension of the logits.
+
+        It is one of regression or of several labels, or has its classes in another dimension: the gradient of a softmax
+        adds up to 0 over its dimension. In float16 small parts of it are lost, so that nothing can be said.
+        """
+        if (gradient := self._gradient()) is None or gradient.dtype == torch.float16:
+            return False
+        apart = gradient.sum(dim=-1, dtype=torch.float32).abs().sum()
+        return bool(apart > _APART * gradient.abs().sum(dtype=torch.float32))
+
+    def _rows_with_gradient(self, result: GradientEdge) -> int:
+        assert self.loss is not None
+        (gradient,) = torch.autograd.grad(self.loss, result, retain_graph=True, allow_unused=True)
+        return 0 if gradient is None else int(_counted(gradient).sum())
+
+    def _gradient(self) -> Tensor | None:
+        """Return the gradient of the loss with respect to the logits; None if it has none."""
+        source, loss = self.source, self.loss
+        if source is None or loss is None or self.logits is None or not (source.requires_grad and loss.requires_grad):
+            return None
+        (gradient,) = torch.autograd.grad(loss, source, retain_graph=True, allow_unused=True)
+        return None if gradient is None else gradient.reshape(self.logits.shape)
+
     def detached(self) -> Output:
         """Return this output without its graph."""
         logits, loss = (None if x is None else x.detach() for x in (self.logits, self.loss))
-        return replace(self, logits=logits, loss=loss)
+        return replace(self, logits=logits, loss=loss, source=None)
 
     def objective(self, labels: str, generator: torch.Generator, where: str) -> tuple[Tensor, Tensor | None]:
         """Return the scalar to differentiate and its part of each sequence, (S,) (None: unknown).
@@ -152,7 +183,7 @@ def output_of(found: Any, where: str, trained: bool = True) -> Output:
 
     Raises ValueError if the result is of another kind.
     """
-    logits, targets, loss = None, None, None
+    logits, targets, loss, source = None, None, None, None
     if isinstance(found, Tensor) and found.numel() == 1:
         loss = scalar(found, where, trained)
     elif isinstance(found, Tensor):
@@ -169,6 +200,7 @@ def output_of(found: Any, where: str, trained: bool = True) -> Output:
         require(isinstance(logits, Tensor) and logits.dim() >= 2, where, type(logits).__name__, _RIGHT)
         right = "have one number per position, and no probabilities; give a loss, for example by labels"
         require(logits.shape[-1] > 1, where, f"logits {tuple(logits.shape)}", right)
+        source = logits
         logits = logits.reshape(len(logits), -1, logits.shape[-1]) if logits.dim() > 3 else logits
         if targets is not None:
             fits = isinstance(targets, Tensor) and targets.numel() == logits.shape[:-1].numel()
@@ -184,7 +216,7 @@ def output_of(found: Any, where: str, trained: bool = True) -> Output:
             require(known, where, "targets", f"must be below {logits.shape[-1]}, the width of the logits, or -100")
             loss = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
     terms = 0 if logits is None else logits.shape[:-1].numel() if targets is None else int((targets != IGNORED).sum())
-    return Output(logits, targets, loss, terms)
+    return Output(logits, targets, loss, terms, source=source)
 
 
 def _counted(gradient: Tensor) -> Tensor:

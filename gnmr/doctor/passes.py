@@ -176,6 +176,8 @@ class Passes:
         """Numbers of operators without known sequences, with either dimension of the logits in their place."""
         self._counts_by_gradient = False
         """True if `run` computes a loss itself, so that its gradient alone says what counts."""
+        self._of_numbers = False
+        """True if this loss takes no softmax over the logits, so that these give no KL."""
         self._probe = measure_errors(converted, ["mse"], tokens)
         self._measuring(False)
         self._draw = torch.Generator(self.weights[0].device).manual_seed(0)
@@ -198,6 +200,10 @@ class Passes:
         """Operators whose weight had a gradient in any batch."""
         self.beside_by_batch: list[dict[str, tuple[float, float]]] = []
         """Nats by token and by sequence of the parts outside the plan, in each batch."""
+        self._first: Output | None = None
+        """Output of batch 1 on the recovery path, before all measurements."""
+        self._noise = SAME
+        """Nats by which two such outputs may differ."""
         self._done = 0
         self._total: int | None = None
         self._progress = progress
@@ -249,17 +255,15 @@ class Passes:
     def _output(self, batch: Any, place: int, trained: bool = True) -> Output:
         """Run the model on batch number `place`."""
         found = output_of(self._run(batch), f"run of batch {place + 1}", trained)
-        kind = getattr(getattr(self.model, "config", None), "problem_type", None)  # transformers' classifiers
-        numbers = found.loss is not None and kind in ("regression", "multi_label_classification")
-        return replace(found, logits=None) if numbers else found  # no softmax is taken over these
+        return replace(found, logits=None) if self._of_numbers and found.loss is not None else found
 
     def _run_counted(self, batch: Any, place: int) -> Output:
         """Run a forward pass with a graph, and find the positions that count, and the number of terms of the loss."""
-        results: list[GradientEdge] = []
+        results: list[tuple[nn.Module, int, GradientEdge]] = []
 
-        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        def keep(module: nn.Module, _inputs: Any, output: Any) -> None:
             if isinstance(output, Tensor) and output.requires_grad:
-                results.append(get_gradient_edge(output))
+                results.append((module, output.shape[:-1].numel(), get_gradient_edge(output)))
 
         with ExitStack() as stack:
             for module in self._whole_linears:
@@ -304,6 +308,14 @@ class Passes:
         with self._watching():
             whole = self.forward(batch, 0, recovering=True)
         whole.refuse_not_finite("run of batch 1", self.model)
+        if whole.logits is not None and whole.loss is not None and whole.targets is None:
+            self._put(True)
+            with torch.enable_grad(), self._beside.running(), self._sequences.passing():
+                torch.manual_seed(0)
+                self._of_numbers = self._output(batch, 0).of_numbers
+            self._sequences.begin()
+            self.converted.end_step()
+            whole = replace(whole, logits=None) if self._of_numbers else whole
         again = self.forward(batch, 0, recovering=True)
         handles = [operator.register_forward_hook(apart) for operator in self.converted.operators]
         try:
@@ -311,16 +323,22 @@ class Passes:
         finally:
             for handle in handles:
                 handle.remove()
+        self._noise = max(SAME, 0.0 if whole.logits is None else moved / 8)  # a GPU may add up products in any order
+        self._first = again
         if whole.apart(again) > SAME:  # the first pass may have compiled the model
-            differ = again.apart(self.forward(batch, 0, recovering=True))
-            right = (
-                "two passes of batch 1 on the recovery path differ by this many nats; does it keep state, such as a "
-                "cache of keys and values, or draw random numbers that torch.manual_seed does not set (dropout, masks)?"
-                " Have it compute the same in every pass"
-            )
-            noise = 0.0 if whole.logits is None else moved / 8  # a GPU may add up 16-bit products in any order
-            require(not differ > max(SAME, noise), "run", f"{differ:.2g}", right)
+            self.refuse_state(batch)
         return None if whole.logits is None else moved
+
+    def refuse_state(self, batch: Any) -> None:
+        """Raise ValueError if a pass of batch 1 differs from the one before all measurements by more than rounding."""
+        assert self._first is not None
+        differ = self._first.apart(self.forward(batch, 0, recovering=True))
+        right = (
+            "two passes of batch 1 on the recovery path differ by this many nats; does it keep state, such as a cache "
+            "of keys and values, or draw random numbers that torch.manual_seed does not set (dropout, masks)? Have it "
+            "compute the same in every pass"
+        )
+        require(not differ > self._noise, "run", f"{differ:.2g}", right)
 
     @contextmanager
     def pinned(self, pins: Pins) -> Iterator[None]:

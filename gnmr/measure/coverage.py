@@ -35,7 +35,7 @@ from torch.utils.flop_counter import flop_registry
 from gnmr.errors import first_few
 from gnmr.precision.cost import Work
 from gnmr.precision.kernels.simulated import in_backward
-from gnmr.precision.linear import PathLinear
+from gnmr.precision.linear import PathLinear, transformed
 from gnmr.precision.units import of_any_expert, operator_names
 
 _NAMED = 4
@@ -325,6 +325,7 @@ class Counting(TorchDispatchMode):
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         call, x = _Call(Product(self._linears[module], "Linear"), module), next(_tensors((args, kwargs)), None)
+        call.dense = call.dense and not transformed()  # vmap runs one call for many rows or weights
         if x is not None and self._open and not any(one.dense for one in self._calls):
             call.number = x.numel() // x.size(-1) * _area(module)
         self._calls.append(call)

@@ -35,7 +35,8 @@ they give, relative to that gradient, ||d||^2 / ||g||^2. Their bias is <g, d> / 
 is dy W; for wgrad, it is dy^T x of the measured tokens.
 
 T is `loss_tokens`, or else the number of nonzero rows in the gradient of the operator that was called last, experts
-aside: tokens without a target have no gradient there, and of a classifier only the rows that it reads have one.
+aside: tokens without a target have no gradient there, and of a classifier only the rows that it reads have one. If this
+operator runs on the tokens in parts (chunks), T is that of all of its calls.
 
 The measured numbers are those of the path itself, whatever path is in force and whatever kernels run it. They use the
 casts of `gnmr.precision.cast` in float32, with the scales of whole tensors, current delayed scales, and a fault in
@@ -78,6 +79,8 @@ _OF_PATH = (*_FPROP, "dgrad", "dgrad_bias", "wgrad", "wgrad_bias")
 _SHARED = ("dgrad_square", "wgrad_square")
 _CODES = 32
 """Powers of two that tell sequences apart in one backward pass: float32 and bfloat16 hold the products exactly."""
+_CODES_FP16 = 8
+"""The same if a gradient is in float16, which has a smaller range."""
 
 PRICES = (*(f"price_{gemm}{path}" for path in ("", "_recovery") for gemm in GEMMS), "price")
 """Prices that can be measured, as `gnmr.control.evidence` describes them."""
@@ -172,8 +175,10 @@ class PriceMeter:
         self._measured: set[int] = set()
         self._called = 0
         """Calls of all operators, by which the last one is known."""
-        self._terms: dict[int, tuple[int, Tensor]] = {}
-        """(number of the call, nonzero rows of its gradient) of the last call in each backward pass."""
+        self._terms: dict[int, _Last] = {}
+        """The operator that was called last in each backward pass."""
+        self._most: dict[int, int] = {}
+        """Rows of the largest call in each backward pass."""
 
     @property
     def operators(self) -> list[str]:
@@ -190,6 +195,7 @@ class PriceMeter:
         self.rows = [0] * len(self._operators)
         self._open.clear()
         self._terms.clear()
+        self._most.clear()
 
     @property
     def terms(self) -> Tensor:
@@ -197,7 +203,9 @@ class PriceMeter:
         if self.loss_tokens is not None:
             return self._sums.new_tensor(self.loss_tokens)
         if self._terms:
-            return torch.stack([terms for _, terms in self._terms.values()]).sum().to(self._sums)
+            most = self._most
+            terms = [one.together if one.rows <= most[task] else one.terms for task, one in self._terms.items()]
+            return torch.stack(terms).sum().to(self._sums)
         return self._sums.new_tensor(max(self.rows))
 
     def parts(self, share: float) -> Tensor:
@@ -392,12 +400,21 @@ class PriceMeter:
 
     def _count_terms(self, found: _Pass, task: int, grad_2d: Tensor) -> None:
         """Count the terms of the loss in the gradient of the last call, which backward meets first."""
-        name = found.operator.operator_name
-        last = self._terms.get(task, (0,))[0]
+        if self.loss_tokens is not None or of_any_expert(name := found.operator.operator_name) != name:
+            return
+        last = self._terms.get(task)
         # Checkpointed parts are repeated from the last to the first, so that the number of a call means nothing.
-        later = found.call > last if found.around is None else not last
-        if self.loss_tokens is None and later and of_any_expert(name) == name:
-            self._terms[task] = found.call, (grad_2d != 0).any(dim=1).sum()
+        later = last is None or (found.around is None and found.call > last.call)
+        self._most[task] = max(self._most.get(task, 0), found.count)
+        if not later and last is not None and last.operator is not found.operator:
+            return
+        terms = (grad_2d != 0).any(dim=1).sum()
+        if last is None or last.operator is not found.operator:
+            self._terms[task] = _Last(found.operator, found.call, found.count, terms, terms)
+            return
+        together = last.together + terms
+        first = (found.call, terms) if later else (last.call, last.terms)
+        self._terms[task] = _Last(found.operator, first[0], last.rows + found.count, first[1], together)
 
     def _sequence_of(self, found: _Pass, grad: Tensor) -> tuple[Tensor, int] | None:
         """Return (the sequence of each row, their number); None: unknown."""
@@ -414,8 +431,8 @@ class Sequences:
 
     A row belongs to the sequence whose loss its gradient comes from. `find` runs backward passes in which the loss of
     every sequence has a weight of its own, a power of two, so that it multiplies the gradient of each of its rows.
-    These gradients are computed without the gradients of weights. A sequence's number has digits of base `_CODES`, and
-    each digit takes one pass.
+    These gradients are computed without the gradients of weights. A sequence's number has digits of base `_CODES` (or
+    `_CODES_FP16`), and each digit takes one pass.
     """
 
     def __init__(self) -> None:
@@ -426,15 +443,18 @@ class Sequences:
         """Number of sequences; 0: unknown."""
         self._edges: list[GradientEdge] = []
         """Tensors whose rows are watched."""
+        self._codes = _CODES
 
     def begin(self) -> None:
         """Forget the pass before."""
-        self._number = 0
+        self._number, self._codes = 0, _CODES
         self._edges.clear()
 
     def watch(self, output: Tensor) -> list[Tensor]:
         """Return a list for the sizes of the rows of this tensor's gradient in each pass of `find` (`_sizes`)."""
         self._edges.append(get_gradient_edge(output))
+        if output.dtype == torch.float16:
+            self._codes = _CODES_FP16
         return []
 
     def find(self, losses: Tensor) -> None:
@@ -445,7 +465,7 @@ class Sequences:
         self._marking = True
         try:
             for digit in range(self._digits):
-                codes = torch.arange(self._number, device=losses.device) // _CODES**digit % _CODES
+                codes = torch.arange(self._number, device=losses.device) // self._codes**digit % self._codes
                 weighted = (losses * torch.exp2(codes.to(losses.dtype))).sum()
                 torch.autograd.grad(weighted, self._edges, retain_graph=True, allow_unused=True)
         finally:
@@ -454,7 +474,7 @@ class Sequences:
 
     @property
     def _digits(self) -> int:
-        return math.ceil(math.log(max(1, self._number), _CODES) - 1e-9)
+        return math.ceil(math.log(max(1, self._number), self._codes) - 1e-9)
 
     @contextmanager
     def passing(self) -> Iterator[None]:
@@ -489,15 +509,30 @@ class Sequences:
         for digit, mark in enumerate(marks):
             code = torch.where(counts, mark / sizes, 1.0).log2()
             whole = code.round()
-            if bool(((code - whole).abs() > 0.05).any() | (whole < 0).any() | (whole >= _CODES).any()):
+            known = ((code - whole).abs() <= 0.05) & (whole >= 0) & (whole < self._codes)  # NaN is not
+            if not bool(known.all()):
                 return None
-            sequence += whole.long() * _CODES**digit
+            sequence += whole.long() * self._codes**digit
         return (sequence, self._number) if bool((sequence < self._number).all()) else None
 
 
 def _sizes(grad: Tensor) -> Tensor:
     """Return the largest magnitude of each row of a gradient (..., O), (rows,) float32."""
     return grad.abs().amax(dim=-1).flatten().float()
+
+
+class _Last(NamedTuple):
+    """The operator that was called last in one forward pass."""
+
+    operator: PathLinear
+    call: int
+    """Number of its last call among those of all operators."""
+    rows: int
+    """Rows of all of its calls."""
+    terms: Tensor
+    """Rows with a gradient in its last call."""
+    together: Tensor
+    """Those in all of its calls, which count if the calls are parts of the tokens: no more rows than another call."""
 
 
 @dataclass(frozen=True)

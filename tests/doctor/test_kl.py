@@ -255,6 +255,14 @@ def test_sequences_of_different_lengths_count_by_their_tokens() -> None:
     assert found.measured.kl_error == pytest.approx(float(spread), rel=0.1), "the standard error of a ratio"
 
 
+def test_forty_sequences_are_told_apart_in_float16() -> None:
+    """Their marks stay within its range; the gradients of queries and keys lie below it, and are by token."""
+    found = diagnosed(Mixer().eval().half(), batches=batches_of(2, size=40), held_out=[], confirm=0)
+    right = diagnosed(Mixer().eval(), batches=batches_of(2, size=40), held_out=[], confirm=0)
+    assert {name.split(".")[-1] for name in found.without_sequences} <= {"q_proj", "k_proj"}
+    assert found.total == pytest.approx(right.total, rel=0.1)
+
+
 SENTENCES = [(1, 11), (5, 3), (9, 12), (2, 7), (12, 4), (7, 9)]
 """(first token, length) of sequences."""
 
@@ -486,9 +494,17 @@ def test_a_loss_alone_counts_its_own_terms() -> None:
             self.logits = model(tokens)
             self.loss = F.cross_entropy(self.logits.flatten(0, 1), targets(tokens).flatten())
 
-    runs = (lambda tokens: (model(tokens), targets(tokens)), Result, lambda tokens: Result(tokens).loss)
+    def in_chunks(tokens: Tensor) -> Tensor:
+        head, model.head = model.head, nn.Identity()
+        hidden, model.head = model(tokens), head
+        parts = zip(hidden.flatten(0, 1).split(13), targets(tokens).flatten().split(13), strict=True)
+        return (
+            sum(F.cross_entropy(head(h), right, reduction="sum") for h, right in parts) / (targets(tokens) >= 0).sum()
+        )
+
+    runs = (lambda tokens: (model(tokens), targets(tokens)), Result, lambda tokens: Result(tokens).loss, in_chunks)
     data = [diagnosed(model, run=run, labels="data", **few) for run in runs]
-    assert [one.total for one in data[1:]] == pytest.approx([data[0].total] * 2, rel=1e-4)
+    assert [one.total for one in data[1:]] == pytest.approx([data[0].total] * 3, rel=1e-4)
     drawn = [diagnosed(model, run=run, **few | {"held_out": batches_of(1, seed=2)}) for run in runs[:2]]
     assert drawn[1].total == pytest.approx(drawn[0].total, rel=1e-4)
     assert drawn[1].measured.kl == pytest.approx(drawn[0].measured.kl, rel=1e-5)
@@ -886,7 +902,7 @@ def test_operators_without_a_gradient_stay_in_16_bits_and_are_measured_alone() -
     alone, lost = {row.operator: row.measured for row in found.beside}, "the loss does not depend on what they give"
     for name, why in found.idle.items():
         chooses = "index" in name or alone[name]
-        assert why == ("they run without gradient (a choice of tokens)" if chooses else lost)
+        assert why == ("they run without gradient (frozen, or a choice of tokens)" if chooses else lost)
     with torch.no_grad():
         high = [model(batch) for batch in given["batches"][:2]]
         converted = convert(model, PathSpec(low="sim_e2m1", recovery="bf16", backend="simulated"))
@@ -909,21 +925,32 @@ def with_memory(model: nn.Module, seen: list[Tensor]) -> Callable[[Tensor], Tens
     return run
 
 
+def with_late_memory(model: nn.Module, seen: list[Tensor]) -> Callable[[Tensor], Tensor]:
+    """Another model from the third pass with gradients on."""
+
+    def run(tokens: Tensor) -> Tensor:
+        seen.extend([tokens] * torch.is_grad_enabled())
+        return model(tokens) * (1 + 0.2 * (len(seen) > 2))
+
+    return run
+
+
 def with_noise(model: nn.Module, draw: torch.Generator) -> Callable[[Tensor], Tensor]:
     return lambda tokens: model(tokens).masked_fill(torch.rand(VOCABULARY, generator=draw) < 0.1, -10)
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["logits", "loss"])
-@pytest.mark.parametrize("kind", ["memory", "noise"])
+@pytest.mark.parametrize("kind", ["memory", "late memory", "noise"])
 def test_a_run_that_differs_from_pass_to_pass_is_refused(kind: str, alone: bool) -> None:
     model = Mixer().eval()
-    run = with_memory(model, []) if kind == "memory" else with_noise(model, torch.Generator())
+    memory = with_memory if kind == "memory" else with_late_memory
+    run = with_noise(model, torch.Generator()) if kind == "noise" else memory(model, [])
 
     def loss(tokens: Tensor) -> Tensor:
         return F.cross_entropy(run(tokens).flatten(0, 1), tokens.flatten())
 
     with pytest.raises(ValueError, match=r"^run=.*: two passes of batch 1 .* cache .*\(dropout, masks\)"):
-        diagnosed(model, run=loss if alone else run)
+        diagnosed(model, run=loss if alone else run, confirm=0)
 
 
 def test_dropout_of_pytorchs_generator_is_the_same_in_all_passes() -> None:
@@ -956,20 +983,28 @@ def test_predictions_that_are_nowhere_finite_are_refused() -> None:
 
 
 class Rewards(Mixer):
-    """A reward model: one number for each text, and the loss of transformers' classifiers."""
+    """A model of which the loss takes no softmax over the last dimension of the logits."""
 
-    def __init__(self, outputs: int, problem_type: str | None) -> None:
+    def __init__(self, outputs: int, kind: str) -> None:
         super().__init__()
-        self.head = nn.Linear(WIDTH, outputs)
-        self.config = SimpleNamespace(problem_type=problem_type)
+        self.head, self.kind = nn.Linear(WIDTH, outputs), kind
 
     def judged(self, tokens_ST: Tensor) -> SimpleNamespace:
-        logits = self(tokens_ST)[:, -1]
-        return SimpleNamespace(logits=logits, loss=(logits - tokens_ST[:, : logits.shape[-1]] / 8).square().mean())
+        logits = self(tokens_ST)
+        if self.kind == "segments":  # (S, classes, rows, columns)
+            logits = logits.movedim(-1, 1).unflatten(-1, (2, -1))
+            return SimpleNamespace(logits=logits, loss=F.cross_entropy(logits, tokens_ST.unflatten(-1, (2, -1)) % 3))
+        logits = logits[:, -1]
+        right = tokens_ST[:, : logits.shape[-1]]
+        if self.kind == "labels":
+            loss = F.binary_cross_entropy_with_logits(logits, (right % 2).float())
+        else:
+            loss = (logits - right / 8).square().mean()
+        return SimpleNamespace(logits=logits, loss=loss)
 
 
-@pytest.mark.parametrize(("outputs", "kind"), [(1, None), (1, "regression"), (3, "regression")])
-def test_numbers_without_a_distribution_are_measured_by_the_loss(outputs: int, kind: str | None) -> None:
+@pytest.mark.parametrize(("outputs", "kind"), [(1, "numbers"), (3, "numbers"), (3, "labels"), (3, "segments")])
+def test_numbers_without_a_distribution_are_measured_by_the_loss(outputs: int, kind: str) -> None:
     model = Rewards(outputs, kind).eval()
     few: Any = {"confirm": 2, "held_out": batches_of(1)}
     found = diagnosed(model, run=model.judged, **few)
@@ -980,6 +1015,18 @@ def test_numbers_without_a_distribution_are_measured_by_the_loss(outputs: int, k
         if outputs == 1:
             with pytest.raises(ValueError, match=r"^run of batch 1=logits .*one number per position.*give a loss"):
                 diagnosed(model, run=wrong)
+
+
+@pytest.mark.parametrize(("which", "where"), [(1, "run of batch 2"), (4, "run of held-out batch 1")])
+def test_batches_with_outputs_of_different_kinds_are_refused(which: int, where: str) -> None:
+    model, batches = Mixer().eval(), batches_of(5)
+
+    def run(tokens: Tensor) -> Tensor | SimpleNamespace:
+        logits = model(tokens)
+        return logits.square().mean() if torch.equal(tokens, batches[which]) else SimpleNamespace(logits=logits)
+
+    with pytest.raises(ValueError, match=f"^{where}=.*: returns no logits, unlike"):
+        diagnosed(model, run=run, batches=batches[:4], held_out=batches[4:], confirm=0, rescue="bf16")
 
 
 def test_a_kl_below_the_detection_limit_is_said() -> None:

@@ -108,6 +108,18 @@ class Pieces(nn.Module):
         return logits @ self.table.weight.t() + (each.flatten(0, 1) @ x.flatten(0, 1).t()[:4] @ x.flatten(0, 1)).sum()
 
 
+def test_one_call_in_vmap_counts_all_its_products() -> None:
+    model = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(8, 4) for _ in range(3)]), "down": nn.Linear(4, 8)})
+    weights, _ = torch.func.stack_module_state(model["experts"])
+
+    def run() -> None:
+        x = torch.randn(5, 8)
+        torch.vmap(lambda own: torch.func.functional_call(model["experts"][0], own, (x,)))(weights)
+        model["down"](torch.randn(2, 4))
+
+    assert count(model, run).called() == {"experts.0": 3 * 5 * 32, "down": 2 * 32}
+
+
 def test_weights_are_followed_through_views_and_casts() -> None:
     model = Pieces()
     found = count(model, lambda: model(TOKENS))

@@ -282,13 +282,24 @@ def test_checkpointing_changes_no_price(reentrant: bool) -> None:
         torch.testing.assert_close(prices[1][name], value, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("calls", [1, 3])
+class Chunked(nn.Sequential):
+    """The last linear runs on parts of the tokens."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        *first, last = self
+        for module in first:
+            x = module(x)
+        return torch.cat([last(part) for part in x.split(TOKENS // 3)])
+
+
+@pytest.mark.parametrize("calls", [1, 3, -4])
 def test_masked_tokens_are_no_terms_of_the_loss(calls: int) -> None:
     """As `loss_tokens` says, which nothing gives in training."""
     batch, prices = batch_of(), []
     targets = batch[1].masked_fill(torch.arange(TOKENS) % 10 > 0, -100)
     for known in (None, 10):
         model = Repeated() if calls > 1 else model_of()
+        model = Chunked(*model) if calls < 0 else model
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             plan = convert(model, PathSpec(targets=["*"], low="sim_e2m1", recovery="bf16"), shown=False)
@@ -297,6 +308,15 @@ def test_masked_tokens_are_no_terms_of_the_loss(calls: int) -> None:
         loss_of(model, (batch[0], targets)).backward()
         prices.append(meter.read()["price_fprop"])
     assert torch.equal(*prices) and (prices[0] > 0).all()
+
+
+def test_a_looped_operator_counts_once_in_each_of_unequal_micro_batches() -> None:
+    model, (x, targets) = Repeated(), batch_of()
+    plan = convert(model, PathSpec(targets=["*"], low="sim_e2m1", recovery="bf16"), shown=False)
+    meter = measure_prices(plan, tokens=1)
+    for part in (slice(TOKENS // 8), slice(TOKENS)):
+        loss_of(model, (x[part], targets[part])).backward()
+    assert float(meter.terms) == TOKENS // 8 + TOKENS
 
 
 @pytest.mark.parametrize("low", ["sim_e2m1", "mxfp8", "deepseek_v3"])
