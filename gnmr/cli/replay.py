@@ -186,18 +186,20 @@ def _spec(place: Path, words: dict[str, str], num_steps: int) -> ControlSpec:
             raise UserError(f"replay: unknown key {key!r}{nearest(key, KEYS)} (gnmr replay --help)")
         before, whole = getattr(spec, key), key in ("max_o", "t_lock", "delta")
         try:
-            value = (NO_CAP if key == "max_o" else None) if word == "null" else int(word) if whole else float(word)
+            value: Any = (NO_CAP if key == "max_o" else None) if word == "null" else int(word) if whole else float(word)
         except ValueError:
             raise UserError(f"replay: {key}={word}: must be a {'whole number' if whole else 'number'}") from None
         with as_user_error("replay: "):
-            two_stage = isinstance(before, TwoStage) and value is not None
-            spec = replace(spec, **{key: replace(before, main=value) if two_stage else value})
+            if isinstance(before, TwoStage) and value is not None:
+                value = replace(before, main=value)
+            changed: dict[str, Any] = {key: value}
+            spec = replace(spec, **changed)
     return spec
 
 
 def _spec_of_run(place: Path, num_steps: int, words: dict[str, str]) -> ControlSpec:
     """Return the rule of the run in `place`, and say where the run did not follow it."""
-    header, differences = read_json(place / "header.json") or {}, []
+    header, differences = read_json(place / "header.json") or {}, list[str]()
     with reading(place / "config.yaml"), as_user_error():
         tree = read_tree(place / "config.yaml")
         recorded = dict(tree.get("controller") or {})
@@ -206,15 +208,17 @@ def _spec_of_run(place: Path, num_steps: int, words: dict[str, str]) -> ControlS
         if (budget := recorded.get("budget")) is not None:
             differences.append(f"the run had budget={budget} too; in replay max_o alone limits the set")
             recorded["max_o"] = NO_CAP if recorded.get("max_o") is None else recorded["max_o"]
-        kind = ControlSpec if tree.get("own_loop") else ControllerConfig
-        rule = {field.name for field in fields(kind)} - _NOT_OF_THE_RULE
-        values = {key: recorded[key] for key in rule & recorded.keys()}
-        if kind is ControlSpec:
-            spec = kind(
-                **{key: TwoStage(**value) if isinstance(value, dict) else value for key, value in values.items()}
-            )
+        own_loop = bool(tree.get("own_loop"))
+        rule = {field.name for field in fields(ControlSpec if own_loop else ControllerConfig)} - _NOT_OF_THE_RULE
+        values: dict[str, Any] = {
+            key: TwoStage(**value) if own_loop and isinstance(value, dict) else value
+            for key, value in recorded.items()
+            if key in rule
+        }
+        if own_loop:  # its lengths are in steps, and both values of a two-stage threshold are in one entry
+            spec = ControlSpec(**values)
         else:
-            spec = kind(**values).spec((tree.get("training") or {}).get("steps", num_steps))
+            spec = ControllerConfig(**values).spec((tree.get("training") or {}).get("steps", num_steps))
     if (calibrated := calibrated_trigger(header)) is not None:
         after_step, trigger = calibrated
         spec = replace(spec, trigger=trigger)
