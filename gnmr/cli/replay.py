@@ -200,7 +200,7 @@ def _spec(place: Path, words: dict[str, str], num_steps: int) -> ControlSpec:
 def _spec_of_run(place: Path, num_steps: int, words: dict[str, str]) -> ControlSpec:
     """Return the rule of the run in `place`, and say where the run did not follow it."""
     header, differences = read_json(place / "header.json") or {}, list[str]()
-    with reading(place / "config.yaml"), as_user_error():
+    with reading(place / "config.yaml"), as_user_error(f"{place / 'config.yaml'}: "):
         tree = read_tree(place / "config.yaml")
         recorded = dict(tree.get("controller") or {})
         if (signal := recorded.get("signal", "gnmr_delta")) != "gnmr_delta":
