@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn, track
 from rich.text import Text
 
-from gnmr.errors import Unwritable, lost, unread, why_unwritable
+from gnmr.errors import Unwritable, lost, printable, unread, why_unwritable
 
 NARROW = 64
 """Number of columns below which tables have fewer columns, or more lines."""
@@ -87,10 +87,11 @@ def say(text: str, by_words: bool = False) -> None:
 
 
 def print_plain(console: Console, text: str, by_words: bool = False) -> None:
-    """Print the text without markup or emoji.
+    """Print the text without markup or emoji, and with control characters and directional marks written out.
 
     Without `by_words` no line break is added. With it, none is added inside a word, however long: a path stays whole.
     """
+    text = "\n".join(map(printable, text.split("\n")))
     if by_words:
         lines = (wrap(line, console.width, break_long_words=False, break_on_hyphens=False) for line in text.split("\n"))
         text = "\n".join("\n".join(line) for line in lines)
@@ -99,7 +100,15 @@ def print_plain(console: Console, text: str, by_words: bool = False) -> None:
 
 def shown_command(*words: object) -> str:
     """Return a gnmr command as it is typed, from its words."""
-    return shlex.join(["gnmr", *map(str, words)])
+    return " ".join(["gnmr", *(_quoted(str(word)) for word in words)])
+
+
+def _quoted(word: str) -> str:
+    """Quote a word for the shell; characters that would not be seen, or turn the text around, are written out."""
+    if word.isprintable():
+        return shlex.quote(word)
+    escaped = word.replace("\\", "\\\\").replace("'", "\\'")
+    return "$'" + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in escaped) + "'"
 
 
 def activation() -> list[str]:

@@ -11,7 +11,11 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
+import torch
+from torch import nn
 
+from gnmr import attach
+from gnmr.control.spec import NO_CAP, TwoStage
 from gnmr.lab.train.step import TrainStep
 from gnmr.records.reader import read_json, read_jsonl, read_units
 
@@ -217,3 +221,61 @@ def test_a_run_of_another_signal_is_replayed_by_gnmr_and_said_so(train, gnmr, tm
     run = train(tmp_path / "run", "controller.signal=grad_norm", "controller.routing=ranked")
     outcome = gnmr("replay", str(run), "max_o=1")
     assert outcome.code == 0 and "the run chose by grad_norm; replay chooses by GNMR" in outcome.err
+
+
+OWN_LOOPS = {
+    "two stages": ({"alpha": TwoStage(9.0, 1.1, 10), "beta": TwoStage(9.0, 1.1, 10)}, None),
+    "warm-up": ({"warmup_steps": 10}, None),
+    "ranked": ({"routing": "ranked"}, None),
+    "calibrated": ({}, "the run found trigger="),
+    "budget": ({"budget": 0.2}, "the run had budget=0.2 too; in replay max_o alone limits the set"),
+    "budget alone": ({"budget": 0.2, "max_o": NO_CAP}, "the run had budget=0.2 too; in replay max_o alone"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:attach covers")
+@pytest.mark.parametrize("name", OWN_LOOPS)
+def test_a_loop_of_the_user_is_replayed_by_its_own_rule(name, gnmr, tmp_path):
+    """What replay cannot follow, it says."""
+    settings, difference = OWN_LOOPS[name]
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
+    record = tmp_path / "mine-s0"
+    controller = attach(model, low="int4", recovery="int8", record=record, **settings)
+    if name == "calibrated":
+        controller.calibrate(fraction=0.05, steps=10)
+    for step in range(20):
+        model.zero_grad()
+        (model(torch.randn(8, 16) * (6 if step % 7 == 0 else 1)) ** 2).mean().backward()
+        controller.step()
+    controller.detach()
+    outcome = gnmr("replay", str(record), f"out={tmp_path / 'out.jsonl'}")
+    assert outcome.code == 0 and (difference or "") in outcome.err and bool(outcome.err) == (difference is not None)
+    if difference is None:
+        candidates = [row["num_candidates"] for row in read_jsonl(record / "steps.jsonl")]
+        assert [len(line["candidates"]) for line in decisions(tmp_path / "out.jsonl")] == candidates and any(candidates)
+        assert told(outcome)["run"].items() >= told(outcome)["replay"].items() - {("GEMM FLOPs recovered", "–")}
+
+
+def test_it_does_not_write_over_the_records_that_it_reads(train, gnmr, tmp_path):
+    run, file = train(tmp_path / "run"), tmp_path / "norms.csv"
+    file.write_text("step,unit,norm\n1,a,1\n")
+    for place, out in ((run, run / "steps.jsonl"), (file, file)):
+        before = out.read_bytes()
+        outcome = gnmr("replay", str(place), f"out={out}")
+        assert outcome.code == 2 and "would replace the records that are read" in outcome.err
+        assert out.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("text", "word", "line"),
+    [
+        ("step,unit,norm,norm\n1,a,1,7\n", "alpha=2", "column 'norm' is there more than once"),
+        ("step,unit,norm\n1,a,1\n", "max_o=1e9", "max_o=1e9: must be a whole number"),
+        ("step,unit,norm\n1,a,1\n", "alpha=-1", "alpha=-1.0: must be a positive number"),
+    ],
+)
+def test_what_it_cannot_use_is_refused_in_a_line(text, word, line, gnmr, tmp_path):
+    (tmp_path / "norms.csv").write_text(text)
+    outcome = gnmr("replay", str(tmp_path / "norms.csv"), word)
+    assert outcome.code == 2 and line in outcome.err and outcome.err.count("\n") == 1

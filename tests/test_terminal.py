@@ -194,3 +194,14 @@ def test_time_left_does_not_count_what_was_before_the_first_of_all(monkeypatch, 
         for now, done in ((27.0, 1), (33.0, 7), (40.0, 14)):  # noqa: B007  (the clock reads it)
             show(done, 301)
     assert capsys.readouterr().err == "gnmr: demo: 1 of 301 steps\ngnmr: demo: 14 of 301 steps, 287 s left\n"
+
+
+@pytest.mark.parametrize("name", ["a\u202eb", "it's \x1b[2J", "a\\b\t\u202ec"])
+def test_letters_that_are_not_seen_are_written_out_and_a_command_can_be_pasted(name):
+    console = Terminal(file=io.StringIO(), width=40)
+    command = shown_command("report", name)
+    print_plain(console, f"{name}: {command}")
+    printed = console.file.getvalue().removesuffix("\n")
+    assert printed.isprintable() and printed.endswith(command)
+    pasted = command.removeprefix("gnmr report ")
+    assert subprocess.run(["bash", "-c", f"printf %s {pasted}"], capture_output=True).stdout.decode() == name

@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,12 @@ from torch import nn
 from gnmr.cli.parser import Parser, path, settings_and_places
 from gnmr.console import for_tables, tracked
 from gnmr.control import Controller, Decision, Unit
-from gnmr.control.spec import ControlSpec
-from gnmr.errors import UserError, nearest
+from gnmr.control.spec import NO_CAP, ControlSpec, TwoStage
+from gnmr.errors import UserError, as_user_error, nearest
 from gnmr.lab.config import ControllerConfig, one_line, read_tree
 from gnmr.lab.records.view import recovery_figures
 from gnmr.records import output, seal
-from gnmr.records.reader import read_json, read_units
+from gnmr.records.reader import calibrated_trigger, read_json, read_units
 from gnmr.records.untrusted import exists, opened, reading
 
 KEYS = ("alpha", "beta", "delta", "max_o", "t_lock", "trigger")
@@ -68,6 +68,9 @@ def main(argv: list[str]) -> int:
     place = Path(places[0])
     if asked.out is not None:
         output.check(asked.out, f"out={asked.out}")
+        read_files = [file for file in (place, *map(place.joinpath, seal.FILES)) if file.exists()]
+        if asked.out.exists() and any(map(asked.out.samefile, read_files)):
+            raise UserError(f"out={asked.out}: would replace the records that are read; name another file")
     units, norms_TU, observed_TU = read_norms(place)
     spec = _spec(place, dict(word.removeprefix("controller.").split("=", 1) for word in words), len(norms_TU))
 
@@ -167,34 +170,65 @@ def _rows_of_file(place: Path) -> pd.DataFrame:
             if place.suffix == ".arrows":
                 frame = pa.ipc.open_stream(file).read_all().to_pandas()
                 return frame.assign(unit=frame["unit"].astype(str))
-            return pd.read_csv(file, dtype={"unit": str}, keep_default_na=False, na_values={"norm": ["nan", ""]})
+            frame = pd.read_csv(file, dtype={"unit": str}, keep_default_na=False, na_values={"norm": ["nan", ""]})
+            if repeated := {"step.1", "unit.1", "norm.1"} & {*frame.columns}:  # pandas renames the second column
+                raise ValueError(f"column {min(repeated)[:-2]!r} is there more than once")
+            return frame
     except (pa.ArrowInvalid, OSError, ValueError) as error:
         raise UserError(f"{place}: cannot be read as CSV, Parquet or Arrow ({one_line(error)})") from error
 
 
 def _spec(place: Path, words: dict[str, str], num_steps: int) -> ControlSpec:
     """Return the rule: the words, over the values of the run in `place`, over the defaults."""
-    values: dict[str, Any] = {}
-    if place.is_dir() and exists(place / "config.yaml"):
-        with reading(place / "config.yaml"):
-            tree = read_tree(place / "config.yaml")
-            recorded, num_steps = tree.get("controller") or {}, tree["training"].get("steps", num_steps)
-            rule = {field.name for field in fields(ControllerConfig)} - _NOT_OF_THE_RULE
-            rule = {key for key in rule & recorded.keys() if not isinstance(recorded[key], dict | list)}
-            values = {key: recorded[key] for key in rule}
-        if (signal := recorded.get("signal", "gnmr_delta")) != "gnmr_delta":
-            print(f"gnmr: {place}: the run chose by {signal}; replay chooses by GNMR and dGNMR", file=sys.stderr)
-    for key, text in words.items():
+    spec = _spec_of_run(place, num_steps, words) if place.is_dir() and exists(place / "config.yaml") else ControlSpec()
+    for key, word in words.items():
         if key not in KEYS:
             raise UserError(f"replay: unknown key {key!r}{nearest(key, KEYS)} (gnmr replay --help)")
+        before, whole = getattr(spec, key), key in ("max_o", "t_lock", "delta")
         try:
-            values[key] = None if text == "null" else int(text) if key in ("max_o", "t_lock", "delta") else float(text)
+            value: Any = (NO_CAP if key == "max_o" else None) if word == "null" else int(word) if whole else float(word)
         except ValueError:
-            raise UserError(f"replay: {key}={text}: must be a number") from None
-    try:
-        return ControllerConfig(**values).spec(num_steps)
-    except UserError as error:
-        raise UserError(f"replay: {error}") from error
+            raise UserError(f"replay: {key}={word}: must be a {'whole number' if whole else 'number'}") from None
+        with as_user_error("replay: "):
+            if isinstance(before, TwoStage) and value is not None:
+                value = replace(before, main=value)
+            changed: dict[str, Any] = {key: value}
+            spec = replace(spec, **changed)
+    return spec
+
+
+def _spec_of_run(place: Path, num_steps: int, words: dict[str, str]) -> ControlSpec:
+    """Return the rule of the run in `place`, and say where the run did not follow it."""
+    header, differences = read_json(place / "header.json") or {}, list[str]()
+    with reading(place / "config.yaml"), as_user_error(f"{place / 'config.yaml'}: "):
+        tree = read_tree(place / "config.yaml")
+        recorded = dict(tree.get("controller") or {})
+        if (signal := recorded.get("signal", "gnmr_delta")) != "gnmr_delta":
+            differences.append(f"the run chose by {signal}; replay chooses by GNMR and dGNMR")
+        if (budget := recorded.get("budget")) is not None:
+            differences.append(f"the run had budget={budget} too; in replay max_o alone limits the set")
+            recorded["max_o"] = NO_CAP if recorded.get("max_o") is None else recorded["max_o"]
+        own_loop = bool(tree.get("own_loop"))
+        rule = {field.name for field in fields(ControlSpec if own_loop else ControllerConfig)} - _NOT_OF_THE_RULE
+        values: dict[str, Any] = {
+            key: TwoStage(**value) if own_loop and isinstance(value, dict) else value
+            for key, value in recorded.items()
+            if key in rule
+        }
+        if own_loop:  # its lengths are in steps, and both values of a two-stage threshold are in one entry
+            spec = ControlSpec(**values)
+        else:
+            spec = ControllerConfig(**values).spec((tree.get("training") or {}).get("steps", num_steps))
+    if (calibrated := calibrated_trigger(header)) is not None:
+        after_step, trigger = calibrated
+        spec = replace(spec, trigger=trigger)
+        if "trigger" not in words:
+            differences.append(
+                f"the run found trigger={trigger:g} after step {after_step}; replay uses it in all steps"
+            )
+    for difference in differences:
+        print(f"gnmr: {place}: {difference}", file=sys.stderr)
+    return spec
 
 
 def _show(place: Path, num_units: int, replayed: dict[str, Any]) -> None:

@@ -83,18 +83,26 @@ class Owner:
     def __init__(self, folder: Path) -> None:
         """Write the mark. Raises UserError if another process that lives has marked the folder."""
         _refuse_living_owner(folder)
-        self._path, self._mark, self._checked = folder / OWNER, _mark(), 0.0
+        self._path, self._mark = folder / OWNER, _mark()
         _write(self._path, self._mark)
+        self._status, self._checked = _identity(self._path), time.monotonic()
         ended = threading.Event()
         self.close = weakref.finalize(self, _remove, self._path, self._mark, os.getpid(), ended)
         threading.Thread(target=_touch, args=(self._path, self._mark, ended), daemon=True).start()
 
     def lost(self, now: bool = True) -> bool:
-        """Return True if another process has marked the folder since; without `now`, look once a second at most."""
-        if not now and time.monotonic() - self._checked < _CHECK_S:
+        """Return True if another process has marked the folder since.
+
+        Without `now`, the mark is read if its file was replaced, and else once a second at most: a run asks before
+        every row. The attributes of a file may be old on NFS, which looks anew when it opens a file.
+        """
+        status = _identity(self._path)
+        if not now and status == self._status and time.monotonic() - self._checked < _CHECK_S:
             return False
-        self._checked = time.monotonic()
-        return self.close.alive and _read(self._path) not in (None, self._mark)
+        if self.close.alive and _read(self._path) not in (None, self._mark):
+            return True
+        self._status, self._checked = status, time.monotonic()
+        return False
 
 
 def _mark() -> dict[str, str | int]:
@@ -132,6 +140,14 @@ def _read(path: Path) -> dict[str, str | int] | None:
         mark = json.loads(file.read(1000))
         if isinstance(mark, dict) and type(mark.get("pid")) is int:
             return mark
+    return None
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Return the inode of a file and when it was made or renamed; None without the file."""
+    with suppress(OSError):
+        status = path.lstat()
+        return status.st_ino, status.st_ctime_ns
     return None
 
 

@@ -81,7 +81,6 @@ class RunWriter:
 
     def step(self, row: dict[str, Any]) -> None:
         """Append a row of `STEP_FIELDS`."""
-        self._check_owner(now=False)
         self._append("steps.jsonl", [row])
         self.last_step = row["step"]
 
@@ -109,6 +108,7 @@ class RunWriter:
 
     def units(self, rows: UnitRows) -> None:
         """Append the observed units of one step."""
+        self._check_owner(now=False)
         with self._guard(UNITS):
             self._units.write(rows)
 
@@ -194,6 +194,7 @@ class RunWriter:
             raise RunFailed(f"another process writes {self.folder} by now; this one ends and leaves the folder to it")
 
     def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
+        self._check_owner(now=False)
         with self._guard(name):
             self._lines[name].write(rows)
 

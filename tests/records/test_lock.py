@@ -20,6 +20,7 @@ from gnmr.errors import RunFailed, UserError
 from gnmr.records import lock as lock_module
 from gnmr.records.lock import OWNER, lock_folder
 from gnmr.records.reader import read_jsonl
+from gnmr.records.schema import EVAL_FIELDS
 from gnmr.records.writer import RunWriter
 
 
@@ -124,17 +125,18 @@ def test_an_owner_on_another_machine_that_is_silent_is_dead(age, tmp_path, monke
     assert len(recwarn) == (age == 0)
 
 
-@pytest.mark.parametrize("ends", ["step", "sync"])
-def test_a_writer_whose_folder_was_taken_ends_and_leaves_it_alone(ends, tmp_path, monkeypatch):
-    monkeypatch.setattr(lock_module, "_CHECK_S", 0.0)
+@pytest.mark.parametrize("call", ["step", "eval", "sync"])
+def test_a_writer_whose_folder_was_taken_adds_no_row_and_ends(call, tmp_path):
     writer = RunWriter(tmp_path, None)
     writer.step(step_row(1))
     elsewhere(tmp_path)
-    with pytest.raises(RunFailed, match=r"another process writes .* by now; this one ends"):
-        writer.step(step_row(2)) if ends == "step" else writer.sync()
+    arguments = {"step": [step_row(2)], "eval": [dict.fromkeys(EVAL_FIELDS) | {"step": 1}], "sync": []}[call]
+    for _ in range(2):  # a loop may catch the first error
+        with pytest.raises(RunFailed, match=r"another process writes .* by now; this one ends"):
+            getattr(writer, call)(*arguments)
     writer.finish("failed", "another process", 4, 2)
     assert not (tmp_path / "FAILED").exists() and json.loads((tmp_path / OWNER).read_text())["machine"] == "another"
-    assert len(read_jsonl(tmp_path / "steps.jsonl")) == 1
+    assert len(read_jsonl(tmp_path / "steps.jsonl")) == 1 and not read_jsonl(tmp_path / "eval.jsonl")
 
 
 def test_a_mark_that_was_deleted_is_written_again(tmp_path, monkeypatch):

@@ -57,6 +57,13 @@ def test_the_first_line_is_the_pages_sentence_and_the_rest_is_asked_for(write_ru
     assert "--all" not in long
 
 
+def test_a_single_run_has_the_name_of_its_folder(write_run: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(arm="int4")
+    assert run.name in printed([run], everything=True).partition("\nRuns\n")[2]
+    monkeypatch.chdir(run)
+    assert run.name in printed([Path()], everything=True).partition("\nRuns\n")[2]
+
+
 def test_its_files_are_there_when_the_reader_leaves(write_run: Write, tmp_path: Path) -> None:
     class Left(io.StringIO):
         def write(self, text: str) -> int:

@@ -148,8 +148,8 @@ def test_other_scores_asked_of_a_done_run_are_told(words, says, copied, train, t
     assert len(said) == 1 if says is None else said[1].startswith(says) and "lm_eval" in said[1]
 
 
-def test_one_process_at_a_time(train, tmp_path):
-    """A child holds the folder; the lock goes with the child, however it ends."""
+def test_one_process_at_a_time(train, tmp_path, monkeypatch):
+    """A child holds the folder, so nothing is loaded; the lock goes with the child, however it ends."""
     folder = tmp_path / "run"
     read, write = os.pipe()
     pid = os.fork()
@@ -160,7 +160,8 @@ def test_one_process_at_a_time(train, tmp_path):
         os._exit(0)
     try:
         os.read(read, 1)
-        with pytest.raises(UserError, match="is being written by another process"):
+        with monkeypatch.context() as patch, pytest.raises(UserError, match="is being written by another process"):
+            patch.setattr(run_module, "assemble", lambda *_: pytest.fail("the data and the model were loaded"))
             train(folder, "training.steps=1")
         assert [p.name for p in folder.iterdir()] == [".lock"]
     finally:

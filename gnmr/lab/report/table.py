@@ -79,12 +79,13 @@ def fault_table(comparison: Comparison) -> Table:
 
 
 def run_table(runs: Iterable[Run], root: Path) -> Table:
-    """Return every run with the command that repeats it; folders are relative to `root`."""
+    """Return every run with the command that repeats it; folders are relative to `root`, a single run has its name."""
     table = Table("Runs", ["run", "status", "steps", "commit", "machine", "command"])
     for run in runs:
         steps = f"{run.last_step} of {run.planned_steps or '?'}"
         status = "unfinished" if run.status == "running" else run.status
-        place = printable(os.path.relpath(run.folder, root))
+        below = os.path.relpath(run.folder, root)
+        place = printable(run.folder.resolve().name if below == "." else below)
         table.rows.append([place, status, steps, run.commit, run.machine, run.command])
     return table
 
