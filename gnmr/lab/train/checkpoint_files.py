@@ -160,6 +160,7 @@ class _Index(pickle.Unpickler):
         """Return the class, function or dtype that the pickle names. Raises UnpicklingError if it is not admitted."""
         known = _INDEX_NAMES.get(module, ())
         if name in known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            module = "pathlib" if module == "pathlib._local" else module  # Python 3.13 alone has that name
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"its index asks for {module}.{name}")
 
