@@ -26,7 +26,7 @@ from gnmr.doctor.causes import Cause
 from gnmr.doctor.checkpoint_names import linears_of
 from gnmr.doctor.diagnose import recipe_named
 from gnmr.doctor.guards import not_finite
-from gnmr.doctor.in_force import READS, Operator, operators_of
+from gnmr.doctor.in_force import READS, Operator, operators_of, packed_in
 from gnmr.doctor.lists import (
     HEADS,
     LISTS,
@@ -165,7 +165,10 @@ def audit(
     texts = read_lists(lists)
     wanted = RECIPES[recipe_named(recipe)] if isinstance(recipe, str) else recipe
     operators = operators_of(model)
-    require(operators, "model", type(model).__name__, "has no linear, so no GEMM that a recipe would cast")
+    right = "has no linear, so no GEMM that a recipe would cast"
+    if packed := packed_in(model):
+        right = f"has no linear that an audit can read, only {', '.join(dict.fromkeys(packed.values()))}"
+    require(operators, "model", type(model).__name__, right)
     dynamic = loss_of_batch is not None
     found, ran, read, coverage = measured_pass(model, operators, loss_of_batch, batch, progress)
     saved = names_in_checkpoint(model, texts)
@@ -177,6 +180,7 @@ def audit(
         *_of_conversion(operators, entries, texts, wanted, found),
         *_of_roles(operators, entries, found),
         *_of_parameters(model, found),
+        *_of_packed(packed),
         *_of_others(coverage, operators, wanted),
         *(_of_idle(operators, ran, read) if dynamic else ()),
         *_of_passes(operators, found),
@@ -406,6 +410,16 @@ def _of_parameters(model: nn.Module, found: Measurements) -> Iterator[Finding]:
                 dtype = str(parameter.dtype).removeprefix("torch.")
                 what = f"a parameter of {type(module).__name__} is kept in {dtype}"
                 yield Finding("parameter", (f"{path}.{name}".lstrip("."),), what, "16 bits")
+
+
+def _of_packed(packed: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield the linears of other classes that keep codes, of which neither precision nor weights are known."""
+    by_class: dict[str, list[str]] = {}
+    for name, kind in packed.items():
+        by_class.setdefault(kind, []).append(name)
+    for kind, names in by_class.items():
+        what = f"is a {kind}, no nn.Linear, and keeps its weight in codes that an audit cannot read"
+        yield Finding("not examined", tuple(names), what, "an audit before that conversion, which shows the rest")
 
 
 def _of_idle(operators: Sequence[Operator], ran: set[str], read: set[str]) -> Iterator[Finding]:
