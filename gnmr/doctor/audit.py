@@ -30,6 +30,7 @@ from gnmr.doctor.in_force import READS, Operator, operators_of, packed_in
 from gnmr.doctor.lists import (
     HEADS,
     LISTS,
+    OF_BOTH,
     Entry,
     entries_of,
     fits_none,
@@ -198,7 +199,8 @@ def names_in_checkpoint(model: nn.Module, lists: Iterable[str]) -> Mapping[str, 
 
     The result is empty if none is.
     """
-    return {} if all(map(reads_memory, lists)) else linears_of(model).saved
+    by_memory = all(reads_memory(which) and which not in OF_BOTH for which in lists)
+    return {} if by_memory else linears_of(model).saved
 
 
 def names_in_lists(
@@ -206,12 +208,12 @@ def names_in_lists(
 ) -> dict[str, dict[str, str]]:
     """Return, for each list, the name in memory of each linear by the name that the list has for it.
 
-    Engines call a linear as its checkpoint does. compressed-tensors reads `ignore` in memory too, so it has both names.
+    Engines call a linear as its checkpoint does. Lists with readers of either kind may have both names.
     """
     same = {name: name for name in names}
     by_checkpoint = {theirs: name for name in same for theirs in saved.get(name, (name,))}
     of_both = same | by_checkpoint
-    return {which: same if reads_memory(which) else of_both if which == "ignore" else by_checkpoint for which in lists}
+    return {which: of_both if which in OF_BOTH else same if reads_memory(which) else by_checkpoint for which in lists}
 
 
 def _modules_in_checkpoint(loaded: Sequence[str], saved: Mapping[str, Sequence[str]]) -> list[str]:
@@ -242,7 +244,7 @@ def _of_lists(
     of_both = [*dict.fromkeys((*loaded, *in_file))]
     for entry in entries:
         names = [*names_of[entry.which]]
-        others = loaded if reads_memory(entry.which) else of_both if entry.which == "ignore" else in_file
+        others = of_both if entry.which in OF_BOTH else loaded if reads_memory(entry.which) else in_file
         if entry.trap:
             better = repaired(entry, names)
             first = ", ".join(entry.swept[:2])

@@ -157,6 +157,8 @@ _OF_CHECKPOINTS = (
     "extra_high_precision_layers_hf",
 )
 """Lists besides those of engines that are read by the checkpoint's names."""
+OF_BOTH = ("ignore", "modules_to_not_convert", "ignore_patterns")
+"""Lists with readers of either kind: libraries that go through a model in memory, and engines."""
 HEADS = ("lm_head", "output", "output_layer", "head", "embed_out")
 """Names of the output head; a list often has several."""
 _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"

@@ -170,6 +170,11 @@ def test_a_block_in_a_list_of_whole_names_leaves_out_none_of_its_linears(which: 
         ("ignored_layers", ["model.layers.0.mlp.experts", "model.layers.0.mlp.gate"], [0, 1]),
         ("quantization_ignored_layer_kws", ["w2", "mlp"], [1]),
         ("ignore", ["lm_head", "re:.*block_sparse_moe.experts", "re:.*mlp.experts"], []),
+        (
+            "modules_to_not_convert",
+            ["lm_head", "model.layers.0.block_sparse_moe.experts", "model.layers.0.mlp.gate"],
+            [],
+        ),
         ("disabled_layers", ["*lm_head*", "*.mlp.experts.*", "*block_sparse_moe*"], [2]),
     ],
 )
