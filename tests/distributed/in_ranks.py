@@ -181,10 +181,9 @@ def train(
     `other_seed`: rank 1 has one.
     `other_data`: the text that rank 1 finds in the place of the others'.
     """
-    from gnmr.lab.train import wrap
     from gnmr.distributed.world import World
     from gnmr.lab.evaluation.scores import RunScorer
-    from gnmr.lab.train import build, loop
+    from gnmr.lab.train import build, loop, wrap
     from gnmr.lab.train.run import run
 
     def opened(config: Any, *rest: Any) -> Any:
