@@ -203,7 +203,7 @@ def packed_in(model: nn.Module) -> dict[str, str]:
     """
     found = {}
     for name, module in model.named_modules():
-        widths = [getattr(module, key, None) for key in ("in_features", "out_features")]
+        widths: list[Any] = [getattr(module, key, None) for key in ("in_features", "out_features")]
         if _is_linear(module) or not all(isinstance(width, int) for width in widths):
             continue
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
