@@ -220,7 +220,8 @@ def _modules_in_checkpoint(loaded: Sequence[str], saved: Mapping[str, Sequence[s
     """Return the names of modules and parameters, with those of the checkpoint where linears have others."""
     ours = {part for name, theirs in saved.items() if name not in theirs for part in _parts_of(name)}
     theirs = dict.fromkeys(part for several in saved.values() for name in several for part in _parts_of(name))
-    same = [name for name in loaded if ours.difference(theirs).isdisjoint(_parts_of(name))]
+    gone = ours.difference(theirs)
+    same = [name for name in loaded if gone.isdisjoint(_parts_of(name))]
     return [*dict.fromkeys((*same, *theirs))]
 
 
@@ -255,9 +256,9 @@ def _of_lists(
             continue
         what, right = "matches no module of this model", suggested(entry.text, names, entry.which)
         if matched := entries_of(entry.which, [entry.text], others)[0].names:
-            inside = [
-                [name for name in names if name.startswith(f"{module}.") and name in others] for module in matched
-            ]
+            modules = {*others}
+            linears = [name for name in names if name in modules]
+            inside = [[name for name in linears if name.startswith(f"{module}.")] for module in matched]
             if not all(inside):
                 continue  # a module without a GEMM: an embedding, a norm
             what = f"matches {first_few(matched, 2)}, and none of the linears in it"
