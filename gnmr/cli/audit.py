@@ -204,16 +204,21 @@ def _planned(subject: Subject, recipe: str, lists: dict[str, list[str]]) -> list
     Our recipes leave out output heads and routers. Other libraries convert them if their lists do not leave them out,
     and these are the findings that are returned.
     """
-    from gnmr.doctor.audit import head_or_router
+    from gnmr.doctor.audit import head_or_router, names_in_checkpoint, names_in_lists
     from gnmr.doctor.in_force import operators_of
-    from gnmr.doctor.lists import entries_of, never_quantized
+    from gnmr.doctor.lists import entries_of, in_memory, never_quantized
     from gnmr.precision import PathSpec, convert
     from gnmr.precision.targets import KEPT
 
     operators = operators_of(subject.model)
     roles = {operator.name: operator.role for operator in operators}
     names = list(roles)
-    entries = [entry for which, own in lists.items() for entry in entries_of(which, own, names)]
+    by_list = names_in_lists(lists, names, names_in_checkpoint(subject.model, lists))
+    entries = [
+        in_memory(entry, by_list[which])
+        for which, own in lists.items()
+        for entry in entries_of(which, own, [*by_list[which]])
+    ]
     out = {name for entry in entries if not entry.converts for name in entry.names}
     chosen = {name for entry in entries if entry.converts for name in entry.names}
     named = any(LISTS[which].converts for which in lists)
@@ -230,7 +235,12 @@ def _planned(subject: Subject, recipe: str, lists: dict[str, list[str]]) -> list
         head_or_router(operator, f"converted to recipe={recipe}, as {', '.join(lists)} does not leave it out")
         for operator in operators
         if operator.role in KEPT and operator.name in converted and lists
-        if not any(never_quantized(which, operator.name) for which in lists)
+        if not any(
+            never_quantized(which, theirs)
+            for which, own in by_list.items()
+            for theirs, name in own.items()
+            if name == operator.name
+        )
     ]
 
 

@@ -14,18 +14,32 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor, nn
 
 from gnmr.doctor.audit_pass import measured_pass, met_not_finite
 from gnmr.doctor.causes import Cause
+from gnmr.doctor.checkpoint_names import linears_of
 from gnmr.doctor.diagnose import recipe_named
 from gnmr.doctor.guards import not_finite
-from gnmr.doctor.in_force import READS, Operator, operators_of
-from gnmr.doctor.lists import HEADS, LISTS, Entry, entries_of, fits_none, read_lists, repaired, suggested
+from gnmr.doctor.in_force import READS, Operator, operators_of, packed_in
+from gnmr.doctor.lists import (
+    HEADS,
+    LISTS,
+    OF_BOTH,
+    Entry,
+    entries_of,
+    fits_none,
+    in_memory,
+    read_lists,
+    reads_memory,
+    repaired,
+    suggested,
+)
 from gnmr.doctor.operands import Measured
 from gnmr.doctor.passes import Progress
 from gnmr.errors import first_few, plural, require
@@ -152,15 +166,22 @@ def audit(
     texts = read_lists(lists)
     wanted = RECIPES[recipe_named(recipe)] if isinstance(recipe, str) else recipe
     operators = operators_of(model)
-    require(operators, "model", type(model).__name__, "has no linear, so no GEMM that a recipe would cast")
+    right = "has no linear, so no GEMM that a recipe would cast"
+    if packed := packed_in(model):
+        right = f"has no linear that an audit can read, only {', '.join(dict.fromkeys(packed.values()))}"
+    require(operators, "model", type(model).__name__, right)
     dynamic = loss_of_batch is not None
     found, ran, read, coverage = measured_pass(model, operators, loss_of_batch, batch, progress)
-    entries = [one for which, own in texts.items() for one in entries_of(which, own, [o.name for o in operators])]
+    saved = names_in_checkpoint(model, texts)
+    names = names_in_lists(texts, [operator.name for operator in operators], saved)
+    by_list = [one for which, own in texts.items() for one in entries_of(which, own, [*names[which]])]
+    entries = [in_memory(entry, names[entry.which]) for entry in by_list]
     findings = [
-        *_of_lists(entries, model, operators),
+        *_of_lists(by_list, names, saved, model),
         *_of_conversion(operators, entries, texts, wanted, found),
         *_of_roles(operators, entries, found),
         *_of_parameters(model, found),
+        *_of_packed(packed),
         *_of_others(coverage, operators, wanted),
         *(_of_idle(operators, ran, read) if dynamic else ()),
         *_of_passes(operators, found),
@@ -173,13 +194,58 @@ def audit(
 # ---- findings ----
 
 
-def _of_lists(entries: Sequence[Entry], model: nn.Module, operators: Sequence[Operator]) -> Iterator[Finding]:
-    """Yield entries that match nothing, and entries that match more names than they seem to."""
-    names = [operator.name for operator in operators]
-    others = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
-    modules = {*others}
-    linears = [name for name in names if name in modules]
+def names_in_checkpoint(model: nn.Module, lists: Iterable[str]) -> Mapping[str, Sequence[str]]:
+    """Return the checkpoint's names of the model's linears by the name in memory, if any of the lists is read by them.
+
+    The result is empty if none is.
+    """
+    by_memory = all(reads_memory(which) and which not in OF_BOTH for which in lists)
+    return {} if by_memory else linears_of(model).saved
+
+
+def names_in_lists(
+    lists: Iterable[str], names: Iterable[str], saved: Mapping[str, Sequence[str]]
+) -> dict[str, dict[str, str]]:
+    """Return, for each list, the name in memory of each linear by the name that the list has for it.
+
+    Engines call a linear as its checkpoint does. Lists with readers of either kind may have both names.
+    """
+    same = {name: name for name in names}
+    by_checkpoint = {theirs: name for name in same for theirs in saved.get(name, (name,))}
+    of_both = same | by_checkpoint
+    return {which: of_both if which in OF_BOTH else same if reads_memory(which) else by_checkpoint for which in lists}
+
+
+def _modules_in_checkpoint(loaded: Sequence[str], saved: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the names of modules and parameters, with those of the checkpoint where linears have others."""
+    ours = {part for name, theirs in saved.items() if name not in theirs for part in _parts_of(name)}
+    theirs = dict.fromkeys(part for several in saved.values() for name in several for part in _parts_of(name))
+    gone = ours.difference(theirs)
+    same = [name for name in loaded if gone.isdisjoint(_parts_of(name))]
+    return [*dict.fromkeys((*same, *theirs))]
+
+
+def _parts_of(name: str) -> list[str]:
+    """Return a name and those of all modules around it."""
+    return [*accumulate(name.split("."), "{}.{}".format)]
+
+
+def _of_lists(
+    entries: Sequence[Entry],
+    names_of: Mapping[str, Mapping[str, str]],
+    saved: Mapping[str, Sequence[str]],
+    model: nn.Module,
+) -> Iterator[Finding]:
+    """Yield entries that match nothing, and entries that match more names than they seem to.
+
+    Entries and `names_of` have the names that the library of each list reads (`names_in_lists`).
+    """
+    loaded = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
+    in_file = _modules_in_checkpoint(loaded, saved)
+    of_both = [*dict.fromkeys((*loaded, *in_file))]
     for entry in entries:
+        names = [*names_of[entry.which]]
+        others = of_both if entry.which in OF_BOTH else loaded if reads_memory(entry.which) else in_file
         if entry.trap:
             better = repaired(entry, names)
             first = ", ".join(entry.swept[:2])
@@ -190,6 +256,8 @@ def _of_lists(entries: Sequence[Entry], model: nn.Module, operators: Sequence[Op
             continue
         what, right = "matches no module of this model", suggested(entry.text, names, entry.which)
         if matched := entries_of(entry.which, [entry.text], others)[0].names:
+            modules = {*others}
+            linears = [name for name in names if name in modules]
             inside = [[name for name in linears if name.startswith(f"{module}.")] for module in matched]
             if not all(inside):
                 continue  # a module without a GEMM: an embedding, a norm
@@ -345,6 +413,16 @@ def _of_parameters(model: nn.Module, found: Measurements) -> Iterator[Finding]:
                 dtype = str(parameter.dtype).removeprefix("torch.")
                 what = f"a parameter of {type(module).__name__} is kept in {dtype}"
                 yield Finding("parameter", (f"{path}.{name}".lstrip("."),), what, "16 bits")
+
+
+def _of_packed(packed: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield the linears of other classes that keep codes, of which neither precision nor weights are known."""
+    by_class: dict[str, list[str]] = {}
+    for name, kind in packed.items():
+        by_class.setdefault(kind, []).append(name)
+    for kind, names in by_class.items():
+        what = f"is a {kind}, no nn.Linear, and keeps its weight in codes that an audit cannot read"
+        yield Finding("not examined", tuple(names), what, "an audit before that conversion, which shows the rest")
 
 
 def _of_idle(operators: Sequence[Operator], ran: set[str], read: set[str]) -> Iterator[Finding]:

@@ -14,6 +14,7 @@ Modules are recognized by class name, so that nothing is imported that the model
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -192,6 +193,26 @@ def operators_of(model: nn.Module) -> list[Operator]:
         shared = not table or embeddings[table] is module.weight
         made.append(replace(_declared(short, module), tied=table, shared=shared, role=roles[name]))
     return made
+
+
+def packed_in(model: nn.Module) -> dict[str, str]:
+    """Return the class of each module that is no nn.Linear and keeps the matrix of a linear in codes, by its name.
+
+    It has `in_features` and `out_features`, and one bit or more per weight in integers or bytes, but no such matrix in
+    high precision: the linears of HQQ, GPTQ and AWQ, and PyTorch's quantized ones.
+    """
+    found = {}
+    for name, module in model.named_modules():
+        widths: list[Any] = [getattr(module, key, None) for key in ("in_features", "out_features")]
+        if _is_linear(module) or not all(isinstance(width, int) for width in widths):
+            continue
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        codes = [one for one in tensors if _few_bits(one) and one.dtype != torch.bool]
+        bits = 8 * sum(one.numel() * one.element_size() for one in codes)
+        matrix = any(_is_high(one) and {*one.shape} == {*widths} for one in tensors)
+        if hasattr(module, "_packed_params") or (bits >= math.prod(widths) and not matrix):
+            found[name] = module._get_name()
+    return dict(zip(operator_names(list(found)), found.values(), strict=True))
 
 
 def values_of(tensor: Tensor) -> Tensor | None:

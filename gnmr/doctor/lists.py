@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase, translate
 from functools import cache
@@ -150,6 +150,15 @@ LAYOUTS = {
     ),
 }
 """Substitutions, in this order, that make module names from the checkpoint's names."""
+_OF_CHECKPOINTS = (
+    "sglang.ignored_layers",
+    "num_first_layers_in_bf16",
+    "num_last_layers_in_bf16",
+    "extra_high_precision_layers_hf",
+)
+"""Lists besides those of engines that are read by the checkpoint's names."""
+OF_BOTH = ("ignore", "modules_to_not_convert", "ignore_patterns")
+"""Lists with readers of either kind: libraries that go through a model in memory, and engines."""
 HEADS = ("lm_head", "output", "output_layer", "head", "embed_out")
 """Names of the output head; a list often has several."""
 _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
@@ -241,10 +250,21 @@ def called(name: str, layout: str) -> str:
     return name
 
 
+def reads_memory(which: str) -> bool:
+    """Return True if the library goes through the modules of a model in memory, False if it loads the checkpoint."""
+    return LISTS[which].layout != "engine" and which not in _OF_CHECKPOINTS
+
+
 def never_quantized(which: str, name: str) -> bool:
     """Return True if the library of this list never quantizes the linear of a checkpoint, whatever the list says."""
     built = called(name, LISTS[which].layout)
     return any(matches(always, built, "weight") for always in LISTS[which].always)
+
+
+def in_memory(entry: Entry, names: Mapping[str, str]) -> Entry:
+    """Return an entry with the names in memory of the linears that it matches; `names` has them by the list's names."""
+    meant, swept = ({names[name]: None for name in several} for several in (entry.meant, entry.swept))
+    return replace(entry, meant=(*meant,), swept=tuple(name for name in swept if name not in meant))
 
 
 def entries_of(which: str, texts: Iterable[str], names: Sequence[str]) -> list[Entry]:

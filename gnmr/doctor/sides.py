@@ -25,6 +25,7 @@ from gnmr.doctor.lists import (
     matches,
     never_quantized,
     read_lists,
+    reads_memory,
     repaired,
     suggested,
 )
@@ -32,13 +33,6 @@ from gnmr.doctor.lists import (
 Lists: TypeAlias = Mapping[str, Sequence[object] | str | int]
 """Entries by key of `gnmr.doctor.lists.LISTS`."""
 Entries: TypeAlias = Mapping[str, Sequence[Entry]]
-_OF_CHECKPOINTS = (
-    "sglang.ignored_layers",
-    "num_first_layers_in_bf16",
-    "num_last_layers_in_bf16",
-    "extra_high_precision_layers_hf",
-)
-"""Lists besides those of engines that are read by the checkpoint's names."""
 _PAIR = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 
 
@@ -149,7 +143,7 @@ def _entries(
     """
     every = [*names, *(unloaded if LISTS[which].rule not in ("first", "last") else ())]
     entries = entries_of(which, texts, every)
-    if not _reads_memory(which) or not in_memory:
+    if not reads_memory(which) or not in_memory:
         return entries
     saved: dict[str, list[str]] = {}
     for name in every:
@@ -165,18 +159,13 @@ def _entries(
     return found
 
 
-def _reads_memory(which: str) -> bool:
-    """Return True if the library goes through the modules of a model in memory, False if it loads the checkpoint."""
-    return LISTS[which].layout != "engine" and which not in _OF_CHECKPOINTS
-
-
 def _treated(side: str, entries: Entries, names: Sequence[str], in_memory: Mapping[str, str]) -> dict[str, Treatment]:
     """Return how a side treats each linear."""
     kept: dict[str, Treatment] = {}
     chosen: dict[str, Treatment] = {}
     for which, own in entries.items():
         for name in names:
-            if never_quantized(which, in_memory.get(name, name) if _reads_memory(which) else name):
+            if never_quantized(which, in_memory.get(name, name) if reads_memory(which) else name):
                 kept[name] = Treatment(False, f"never quantized under {which}")
         for entry in own:
             better = repaired(entry, names) if entry.trap else None
@@ -268,7 +257,7 @@ def _matchless(side: str, entries: Entries, names: Sequence[str], in_memory: Map
                 lost.setdefault(_numberless(entry.text), []).append(entry)
                 as_saved.update({_numberless(entry.text): meant[0]} if meant else {})
         for text, several in lost.items():
-            right = _right(several[0], [in_memory.get(name, name) for name in names] if _reads_memory(which) else names)
+            right = _right(several[0], [in_memory.get(name, name) for name in names] if reads_memory(which) else names)
             if text in as_saved:
                 right = f"{as_saved[text]!r}, as the checkpoint calls it"
             if sum(map(len, lost.values())) == len(own):

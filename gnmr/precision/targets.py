@@ -49,7 +49,9 @@ def roles_of(model: nn.Module, linears: Mapping[str, Any]) -> dict[str, str]:
     for name, linear in linears.items():
         outputs, inputs = widths(linear)
         parts, parent = short[name].split("."), modules.get(name.rpartition(".")[0])
-        if name in tied or role_by_name(short[name]) == "head" or (not inside[name] and outputs in vocabularies):
+        if _is_adapter(name, modules):
+            role = "adapter"
+        elif name in tied or role_by_name(short[name]) == "head" or (not inside[name] and outputs in vocabularies):
             role = "head"
         elif (
             role_by_name(short[name]) == "router"
@@ -57,8 +59,6 @@ def roles_of(model: nn.Module, linears: Mapping[str, Any]) -> dict[str, str]:
             or _in_router(name, linear, modules)
         ):
             role = "router"
-        elif _is_adapter(name, modules):
-            role = "adapter"
         else:
             role = "outside" if blocks and not inside[name] else ""
         found[name] = role

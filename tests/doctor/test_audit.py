@@ -513,6 +513,48 @@ def test_a_weight_of_another_class_is_never_called_16_bits(how: type, words: str
         assert 35 < row.measured["fprop"]["weight"][0] < 50, "what the GEMM reads against the weight itself"
 
 
+class CodesAlone(nn.Module):
+    """As the linears of HQQ, GPTQ and AWQ: no nn.Linear, and no attribute called weight."""
+
+    def __init__(self, linear: nn.Linear, bits: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        packed = torch.randint(0, 2**31, (self.in_features * bits // 32, self.out_features), dtype=torch.int32)
+        self.register_buffer("qweight", packed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shifts = torch.arange(0, 32, 32 * len(self.qweight) // self.in_features)
+        codes = (self.qweight.unsqueeze(1) >> shifts.view(-1, 1)) & 1
+        return x @ (codes.reshape(self.in_features, -1).to(x.dtype) - 0.5) * 0.01
+
+
+class Scaled(nn.Module):
+    """Has widths and a mask, and no matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_features = self.out_features = 64
+        self.scale = nn.Parameter(torch.ones(64))
+        self.register_buffer("mask", torch.ones(64, 64, dtype=torch.bool))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+@pytest.mark.parametrize("bits", [1, 4, 8])
+def test_linears_of_other_classes_that_keep_codes_are_named(bits: int) -> None:
+    model = net(torch.float32)
+    for block in model.layers:
+        block.up_proj = CodesAlone(block.up_proj, bits)
+        block.norm = Scaled()
+    found = audited(model)
+    assert said(found) == [("not examined", "layers.0.up_proj")], lines(found)
+    assert len(found.findings[0].where) == 3 and "is a CodesAlone, no nn.Linear" in lines(found)
+    assert said(gnmr.audit(model)) == said(found), "also before anything runs"
+    with pytest.raises(ValueError, match="has no linear that an audit can read, only CodesAlone"):
+        gnmr.audit(model.layers[0].up_proj)
+
+
 def test_a_weight_in_few_bits_is_low_before_anything_runs() -> None:
     model = net(torch.float32)
     keep_weight_as(model.lm_head, Codes)

@@ -162,6 +162,40 @@ def test_a_block_in_a_list_of_whole_names_leaves_out_none_of_its_linears(which: 
     assert gnmr.audit(low(lambda name: "layers.1." in name), lists={"modules_to_not_convert": ["layers.1"]}).sound
 
 
+@pytest.mark.slow  # it imports transformers
+@pytest.mark.parametrize(
+    ("which", "texts", "unmatched"),
+    [
+        ("ignored_layers", ["model.layers.0.block_sparse_moe.experts", "model.layers.0.block_sparse_moe.gate"], []),
+        ("ignored_layers", ["model.layers.0.mlp.experts", "model.layers.0.mlp.gate"], [0, 1]),
+        ("quantization_ignored_layer_kws", ["w2", "mlp"], [1]),
+        ("ignore", ["lm_head", "re:.*block_sparse_moe.experts", "re:.*mlp.experts"], []),
+        (
+            "modules_to_not_convert",
+            ["lm_head", "model.layers.0.block_sparse_moe.experts", "model.layers.0.mlp.gate"],
+            [],
+        ),
+        ("disabled_layers", ["*lm_head*", "*.mlp.experts.*", "*block_sparse_moe*"], [2]),
+    ],
+)
+def test_lists_of_engines_are_read_by_the_names_in_the_checkpoint(
+    which: str, texts: list[str], unmatched: list[int]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    widths = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
+    config = transformers.MixtralConfig(num_hidden_layers=1, vocab_size=64, **widths, **experts)
+    model = transformers.MixtralForCausalLM(config)
+    convert(model, PathSpec(low="fp8_hybrid", recovery=None, targets=["self_attn.*"]))
+    found = gnmr.audit(model, lists={which: texts})
+    misses = [one.where[0] for one in found.findings if one.kind == "no match"]
+    assert misses == [f"{which} {texts[i]!r}" for i in unmatched], lines(found)
+    inside = {f"model.layers.0.mlp.experts.{i}.{x}_proj" for i in (0, 1) for x in ("gate_up", "down")}
+    missing = {name for one in found.findings if one.kind == "not converted" for name in one.where}
+    left_out = set() if unmatched == [0, 1] else {name for name in inside if "down" in name or texts[0] != "w2"}
+    assert missing & inside == inside - left_out
+
+
 def test_lists_of_a_model_of_which_nothing_is_converted() -> None:
     """The conversion was forgotten: what the lists leave to it is named, the rest is not."""
     left_out = gnmr.audit(net(), lists={"filter_fqns": ["layers.1.", "lm_head"]})

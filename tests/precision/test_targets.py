@@ -108,6 +108,18 @@ def test_an_output_head_stays_in_16_bits_whatever_its_name(head: str) -> None:
     assert head in taken(model, low="int4", targets=["*"]), "formats leave the forward pass as it is"
 
 
+def test_the_copy_of_a_head_that_peft_does_not_run_is_no_head() -> None:
+    head = modules(
+        original_module=nn.Linear(64, VOCABULARY), modules_to_save=modules(default=nn.Linear(64, VOCABULARY))
+    )
+    model = modules(embed=nn.Embedding(VOCABULARY, 64), layers=blocks(1, **linears("q_proj")), lm_head=head)
+    assert {one.name: one.role for one in operators_of(model)} == {
+        "layers.0.q_proj": "",
+        "lm_head.original_module": "adapter",
+        "lm_head": "head",
+    }
+
+
 def test_attach_and_audit_give_a_linear_the_same_role() -> None:
     for model in (encoder(), mixture(), adapted()):
         named = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
