@@ -10,7 +10,7 @@ import os
 import pickle
 import shutil
 from io import BytesIO
-from pathlib import Path
+from pathlib import Path, PosixPath
 
 import pytest
 import torch
@@ -307,6 +307,12 @@ def test_a_foreign_checkpoint_runs_no_code(spoil, saved, copied, checkpointer, t
         with pytest.raises(UserError, match=r"asks for posix\.mkdir"):
             load_model(copied, parts.model)
     assert not mark.exists()
+
+
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+def test_an_index_is_read_whichever_python_wrote_it(module):
+    """Python 3.13 pickles paths under another name."""
+    assert checkpoint_files._Index(BytesIO(f"c{module}\nPosixPath\n.".encode())).load() is PosixPath
 
 
 @pytest.mark.parametrize("what", ["weight", "moment"])
