@@ -284,7 +284,7 @@ def test_replay_of_a_bad_file(rows, line, gnmr, tmp_path):
         (["norms.csv", "alfa=1"], "unknown key 'alfa': did you mean alpha?"),
         (["norms.csv", "alpha"], "replay: name one run folder or file"),
         (["norms.csv", "alpha={"], "replay: alpha={: must be a number"),
-        (["norms.csv", "alpha=-1"], "replay: controller.alpha=-1"),
+        (["norms.csv", "alpha=-1"], "replay: alpha=-1.0: must be a positive number or null"),
         (["norms.csv", "out=nowhere/x"], "out=nowhere/x: must be a file in a folder that exists"),
         (["norms.csv", "out=empty_folder"], "out=empty_folder: must be a file in a folder that exists"),
     ],
