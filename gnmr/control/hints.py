@@ -5,6 +5,8 @@
     twice   no backward pass since the last step                        step() twice after one backward pass
     idle    half of the units never have a gradient, or a unit that     a part of the model that the loss does not
             had one has none in some step                               depend on; experts may be idle
+    clipped the norm of all gradients is the same in each of    clipping before step()
+            the first steps, and the units' norms are not
     never   the use of a model ended, and nothing was ever routed       no step() at all, or a calibration that is
                                                                         longer than the training
 
@@ -20,6 +22,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
+from weakref import ReferenceType
 
 import numpy as np
 import torch
@@ -33,6 +36,8 @@ from gnmr.errors import users_level
 
 _STEPS = 10
 """Number of steps in which hooks check gradients."""
+_CLIPPED, _SAME, _MOVED = 5, 1e-3, 0.02
+"""Steps whose norms of all gradients are compared, their largest relative difference, and the least of units' norms."""
 _SEEN = 3
 """Steps after which a unit that never had a gradient counts as one without."""
 
@@ -45,6 +50,10 @@ class Hints:
         """Which units had a gradient in any step."""
         self._told: set[str] = set()
         self._norms = np.zeros(0)
+        self._model: ReferenceType[nn.Module] | None = None
+        self._totals: list[np.ndarray] = []
+        """Norm of all gradients of the model in each of the first steps, (1,), or (0,) where it is not known."""
+        self._unit_norms: list[np.ndarray] = []
         self._steps = self._armed = 0
         self._handles: dict[str, tuple[RemovableHandle, RemovableHandle]] = {}
         """Hooks by unit name, for parameters that no backward pass has reached since `watch`."""
@@ -61,7 +70,7 @@ class Hints:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle and deepcopy: copies of parameters have no hooks."""
-        return {**self.__dict__, "_handles": {}, "_left": {}, "_end": None}
+        return {**self.__dict__, "_handles": {}, "_left": {}, "_end": None, "_model": None}
 
     def look(self, units: Sequence[Unit]) -> None:
         """Use the units' current parameters."""
@@ -91,9 +100,24 @@ class Hints:
         device = packet.tensors["norm"].device
         norms = [norm.to(device, torch.float64) for name, norm in self._left.items() if name not in self._handles]
         packet.add("left", torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float64, device=device))
+        packet.add("total", self._total_norm().to(device))
         host = packet.to_host()
         self._norms = host["left"]
+        if len(self._totals) < _CLIPPED:
+            self._totals.append(host["total"])
         return host
+
+    def _total_norm(self) -> Tensor:
+        """Return the norm of all gradients of the model in the first steps, (1,) float64; (0,) later and if sharded."""
+        model = self._model() if self._model is not None and len(self._totals) < _CLIPPED else None
+        gradients = [] if model is None else [p.grad for p in model.parameters() if p.grad is not None]
+        if not gradients or any(gradient.is_sparse or hasattr(gradient, "device_mesh") for gradient in gradients):
+            return torch.zeros(0, dtype=torch.float64, device="cpu")
+        # A norm in bfloat16 would be the same in steps that differ by 0.4%.
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+        together = torch.stack([norm.to(norms[0].device) for norm in norms]).double()
+        total: Tensor = torch.linalg.vector_norm(together, dim=0, keepdim=True)
+        return total
 
     def say(self, decision: Decision, calibrating: tuple[int, int] | None = None) -> None:
         """Give the warnings of a step after `to_host`, each once."""
@@ -106,6 +130,7 @@ class Hints:
 
     def _of(self, decision: Decision) -> dict[str, str]:
         found = {"zeros": self._zeros(decision), "left": self._kept(self._norms), "twice": self._twice(decision)}
+        found["clipped"] = self._clipped(decision)
         self._steps += bool(decision.observed.any())
         found["idle"] = self._idle(decision)
         self._ever |= decision.observed
@@ -137,6 +162,23 @@ class Hints:
             "optimizer step, after the backward pass of its last micro-batch"
         )
 
+    def _clipped(self, decision: Decision) -> str:
+        if len(self._unit_norms) >= _CLIPPED:
+            return ""
+        self._unit_norms.append(decision.norm.copy())
+        if len(self._unit_norms) < _CLIPPED or sum(total.size for total in self._totals) < _CLIPPED:
+            return ""
+        totals, norms = np.concatenate(self._totals), np.stack(self._unit_norms)
+        if not (np.isfinite(totals).all() and np.isfinite(norms).all()) or totals.max() == 0:
+            return ""
+        moved = (norms.max(axis=0) - norms.min(axis=0)).max() > _MOVED * norms.max()
+        if np.ptp(totals) > _SAME * totals.max() or not moved:
+            return ""
+        return (
+            f"the norm of all gradients was {totals[0]:.4g} in each of the first {_CLIPPED} steps: they seem to be "
+            "clipped before step(), which hides a unit whose gradient grows; call step() first, then clip"
+        )
+
     def _idle(self, decision: Decision) -> str:
         there, step = decision.observed, decision.step
         if not there.any():
@@ -165,6 +207,7 @@ class Hints:
         nobody calls `step`.
         """
         self.watch(model.named_parameters())
+        self._model = ReferenceType(model)
         self._end = weakref.finalize(model, self._say_at_end, low)
 
     def end_use(self) -> None:

@@ -54,6 +54,40 @@ def never_zeroed(it: Loop, step: int) -> None:
     it.optimizer.step()
 
 
+def noisy_loss(it: Loop, step: int) -> torch.Tensor:
+    y = torch.randn(8, 16, generator=torch.Generator().manual_seed(step)) * (1 + step % 3)
+    for linear in it.model.values():
+        y = torch.tanh(linear(y))
+    return y.square().mean()
+
+
+def clipped_before(it: Loop, step: int) -> None:
+    noisy_loss(it, step).backward()
+    nn.utils.clip_grad_norm_(it.model.parameters(), 0.01)
+    it.controller.step()
+    it.end()
+
+
+def clipped_after(it: Loop, step: int) -> None:
+    noisy_loss(it, step).backward()
+    it.controller.step()
+    nn.utils.clip_grad_norm_(it.model.parameters(), 0.01)
+    it.end()
+
+
+def hardly_ever_clipped_before(it: Loop, step: int) -> None:
+    noisy_loss(it, step).backward()
+    nn.utils.clip_grad_norm_(it.model.parameters(), 100.0)
+    it.controller.step()
+    it.end()
+
+
+def the_same_batch(it: Loop, step: int) -> None:
+    it.loss().backward()
+    it.controller.step()
+    it.model.zero_grad()
+
+
 def a_step_a_micro_batch(it: Loop, step: int) -> None:
     it.loss().backward()
     it.controller.step()
@@ -157,6 +191,7 @@ def told(body: Callable[[Loop, int], None], steps: int = 14, **how: Any) -> list
         (half, f"2 of 4 {IDLE} (the first is c_proj)"),
         (half_of_zeros, f"2 of 4 {IDLE} (the first is c_proj)"),
         (some_steps, GONE),
+        (clipped_before, "the norm of all gradients was 0.01 in each of the first 5 steps: they seem to be clipped"),
     ],
 )
 def test_one_hint(body: Callable[[Loop, int], None], line: str) -> None:
@@ -166,7 +201,10 @@ def test_one_hint(body: Callable[[Loop, int], None], line: str) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [right, right_in_place, zeroed_before_backward, accumulated, grad_in_between, discarded, masked, by_hand],
+    [
+        *(right, right_in_place, zeroed_before_backward, accumulated, grad_in_between, discarded, masked, by_hand),
+        *(clipped_after, hardly_ever_clipped_before, the_same_batch),
+    ],
 )
 @pytest.mark.parametrize("how", [{}, {"observe": "input_grad"}], ids=["parameters", "input_grad"])
 def test_no_false_alarm(body: Callable[[Loop, int], None], how: dict[str, Any]) -> None:
