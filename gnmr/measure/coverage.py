@@ -189,8 +189,8 @@ class _Call:
     """A call of a linear."""
 
     def __init__(self, product: Product, module: nn.Module) -> None:
-        self.product, self.counted = product, 0
-        """`counted` are the multiplications that were dispatched inside."""
+        self.product, self.counted, self.has_inner = product, 0, False
+        """`counted` are the multiplications that were dispatched inside; linears inside count their own."""
         self.number: int | None = None
         """Multiplications of a dense linear; None: another one that is being called counts them, or nobody."""
         self.dense = type(module) is nn.Linear or isinstance(module, PathLinear) or not isinstance(module, nn.Linear)
@@ -328,12 +328,14 @@ class Counting(TorchDispatchMode):
         call.dense = call.dense and not transformed()  # vmap runs one call for many rows or weights
         if x is not None and self._open and not any(one.dense for one in self._calls):
             call.number = x.numel() // x.size(-1) * _area(module)
+            if self._calls:
+                self._calls[-1].has_inner = True
         self._calls.append(call)
 
     def _after(self, *_: object) -> None:
         if self._calls:
             call = self._calls.pop()
-            if call.number is not None:
+            if call.number is not None and (call.counted or not call.has_inner):
                 self._products[call.product] += call.counted or call.number
 
     # ---- products ----

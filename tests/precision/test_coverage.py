@@ -302,6 +302,17 @@ def test_a_linear_that_multiplies_less_counts_what_it_multiplies(
     assert found.whole == sum(products.values()) and found.attention == 0
 
 
+def test_a_converted_linear_with_its_own_forward_counts_once() -> None:
+    """It is called, and so is the operator in it."""
+    falcon = pytest.importorskip("transformers.models.falcon.modeling_falcon")
+    model = nn.ModuleDict({"up_proj": falcon.FalconLinear(32, 64), "head": nn.Linear(64, 8)})
+    run = lambda: model["head"](model["up_proj"](torch.randn(4, 32)))
+    plain = count(model, run)
+    converted = convert(model, PathSpec.of("mxfp8", "bf16", targets=["up_proj"]))
+    found = count(model, run, converted.operators)
+    assert found.called() == plain.called() == {"up_proj": 4 * 32 * 64, "head": 4 * 64 * 8}
+
+
 def test_a_bilinear_counts_its_products() -> None:
     model = nn.ModuleDict({"pair": nn.Bilinear(6, 10, 7), "plain": nn.Linear(7, 3)})
     found = count(model, lambda: model["plain"](model["pair"](torch.randn(2, 5, 6), torch.randn(2, 5, 10))))

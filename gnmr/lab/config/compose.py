@@ -151,8 +151,9 @@ def mistake(error: Exception) -> str | None:
         mark = error.problem_mark or error.context_mark
         return f"{mark.name}, line {mark.line + 1}: {error.problem}" if mark else one_line(error)
     if isinstance(error, OSError) and not isinstance(error, HydraException):  # Hydra's missing file has both types
+        sweeps = any(frame.f_code.co_name == "sweep" for frame in frames)
         saved = modules[-1].startswith("omegaconf.") and frames[-1].f_code.co_name == "save"
-        if saved or (by_hydra and frames[-1].f_code.co_name == "mkdir"):  # a sweep's folder and its multirun.yaml
+        if saved or (by_hydra and sweeps):  # a sweep's folder and its multirun.yaml
             return f"{error.filename}: cannot be written ({error.strerror}); choose another runs_dir"
         return f"{error.filename}: {error.strerror}" if by_hydra else None
     if not isinstance(error, HydraException | OmegaConfBaseException) and not (by_hydra and type(error) is ValueError):
