@@ -100,16 +100,17 @@ class Hints:
         device = packet.tensors["norm"].device
         norms = [norm.to(device, torch.float64) for name, norm in self._left.items() if name not in self._handles]
         packet.add("left", torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float64, device=device))
-        packet.add("total", self._total_norm().to(device))
+        if first := len(self._totals) < _CLIPPED:
+            packet.add("total", self._total_norm().to(device))
         host = packet.to_host()
         self._norms = host["left"]
-        if len(self._totals) < _CLIPPED:
+        if first:
             self._totals.append(host["total"])
         return host
 
     def _total_norm(self) -> Tensor:
-        """Return the norm of all gradients of the model in the first steps, (1,) float64; (0,) later and if sharded."""
-        model = self._model() if self._model is not None and len(self._totals) < _CLIPPED else None
+        """Return the norm of all gradients of the model, (1,) float64; (0,) if they are sharded or there are none."""
+        model = None if self._model is None else self._model()
         gradients = [] if model is None else [p.grad for p in model.parameters() if p.grad is not None]
         if not gradients or any(gradient.is_sparse or hasattr(gradient, "device_mesh") for gradient in gradients):
             return torch.zeros(0, dtype=torch.float64, device="cpu")
