@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from gnmr.doctor.page import ticks
+from gnmr.plan.page import ticks
 
 LEFT, RIGHT, TOP, BOTTOM = 56.0, 500.0, 50.0, 356.0
 """Edges of the plot in a picture of 700 x 420; the names of the arms are to the right of it."""

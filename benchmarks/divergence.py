@@ -33,11 +33,11 @@ from torch.nn import functional as F
 
 import gnmr
 from gnmr.control.spec import NO_CAP
+from gnmr.formats.cast import quantize
+from gnmr.formats.recipes import Recipe
 from gnmr.lab.rivals.transforms import StepContext, build_transform
 from gnmr.lab.train.provenance import commit
 from gnmr.names import GEMMS
-from gnmr.precision.cast import quantize
-from gnmr.precision.recipes import Recipe
 from gnmr.records import output
 from timing import header
 

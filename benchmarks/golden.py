@@ -144,7 +144,7 @@ def kept_digits(found: dict[str, dict[str, str]], name: str) -> dict[str, str] |
 
 def main() -> int:
     """Record, compare, print; return the exit code."""
-    from gnmr.cli import main as gnmr
+    from gnmr.lab.cli import main as gnmr
     from gnmr.lab.config.compose import compose
     from gnmr.lab.train.run import run as train
 

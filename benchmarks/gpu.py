@@ -33,9 +33,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gnmr.precision import FORMATS, RECIPES, PathSpec, convert
-from gnmr.precision.cast import quantize
-from gnmr.precision.scaling import compress, decompress
+from gnmr.conversion import PathSpec, convert
+from gnmr.formats import FORMATS, RECIPES
+from gnmr.formats.cast import quantize
+from gnmr.formats.scaling import compress, decompress
 from step import HARDWARE
 from timing import write
 

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 
 import gnmr
-from gnmr.doctor.knapsack import choose
 from gnmr.names import GEMMS
+from gnmr.plan.knapsack import choose
 from timing import write
 
 WIDTH, TOKENS, VOCABULARY, STEPS = 16, 32, 32, 5

@@ -62,9 +62,8 @@ from scipy import stats
 from torch import nn
 
 import curve
-from gnmr.doctor.diagnose import diagnose
-from gnmr.doctor.diagnosis import Diagnosis
-from gnmr.doctor.knapsack import REST, Choice, by_score, choose, front, guessed, pin_in_order
+from gnmr.conversion import PathSpec, convert
+from gnmr.conversion.converted import ConvertedModel
 from gnmr.lab.config import Config
 from gnmr.lab.data.batch import Batch
 from gnmr.lab.evaluation.blocks import blocks_of
@@ -75,8 +74,9 @@ from gnmr.lab.train.loss import logits_of
 from gnmr.lab.train.provenance import commit
 from gnmr.measure.kl import divergence
 from gnmr.names import GEMMS
-from gnmr.precision import PathSpec, convert
-from gnmr.precision.converted import ConvertedModel
+from gnmr.plan.diagnose import diagnose
+from gnmr.plan.diagnosis import Diagnosis
+from gnmr.plan.knapsack import REST, Choice, by_score, choose, front, guessed, pin_in_order
 from gnmr.records import output
 from timing import header, write
 

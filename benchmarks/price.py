@@ -45,6 +45,7 @@ from scipy.stats import sem
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gnmr.conversion import PathSpec, convert
 from gnmr.lab.data.batch import Batch
 from gnmr.lab.evaluation.blocks import blocks_of
 from gnmr.lab.evaluation.subjects import Subject, load_subject
@@ -52,7 +53,6 @@ from gnmr.lab.train.loss import logits_of
 from gnmr.measure.errors import measure_errors
 from gnmr.measure.kl import divergence, draw_labels
 from gnmr.measure.price import measure_prices
-from gnmr.precision import PathSpec, convert
 from gnmr.records import output
 from timing import header
 

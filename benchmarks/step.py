@@ -42,17 +42,18 @@ from torch import Tensor, nn
 from gnmr.attachment import Router
 from gnmr.control import Controller
 from gnmr.control.norms import UnitNorms
+from gnmr.conversion import PathSpec, convert
+from gnmr.conversion.cost import Cost
 from gnmr.errors import UserError
+from gnmr.formats.cast import quantize
+from gnmr.formats.recipes import Cast
 from gnmr.lab.config.compose import compose
+from gnmr.lab.models import cpu_products
 from gnmr.lab.records.recorder import Recorder
 from gnmr.lab.train import rows
 from gnmr.lab.train.build import Parts, assemble, first_batch, train_step
 from gnmr.lab.train.step import loss_of, objective_of
 from gnmr.names import FORMATS, RECIPES
-from gnmr.precision import PathSpec, convert, cpu_products
-from gnmr.precision.cast import quantize
-from gnmr.precision.cost import Cost
-from gnmr.precision.recipes import Cast
 from gnmr.records.rows import event_rows, unit_rows
 from timing import alternate, clock_of, spread, write
 

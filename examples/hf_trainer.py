@@ -16,7 +16,7 @@ import peft
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from gnmr.integrations.trainer import GnmrCallback
+from gnmr.attachment.trainer import GnmrCallback
 
 SEQ_LEN, BATCH, ACCUMULATION = 48, 4, 2
 

@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from gnmr.integrations.lightning import GnmrCallback
+from gnmr.attachment.lightning import GnmrCallback
 
 SEQ_LEN, BATCH, ACCUMULATION = 64, 8, 2
 

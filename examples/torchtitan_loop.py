@@ -61,7 +61,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.train import main
 from torchtitan.trainer import Trainer
 
-from gnmr.integrations.torchtitan import GnmrConverter, GnmrTrainer, routed
+from gnmr.attachment.torchtitan import GnmrConverter, GnmrTrainer, routed
 
 
 class Bytes(BaseTokenizer):

@@ -35,11 +35,11 @@ __all__ = [
 
 if TYPE_CHECKING:
     from gnmr.attachment import Router, attach
+    from gnmr.auditing.audit import Audit, audit
     from gnmr.control import Context, Controller, ControlSpec, Decision, GnmrSignal, TwoStage, Unit
-    from gnmr.doctor.audit import Audit, audit
-    from gnmr.doctor.diagnose import diagnose
-    from gnmr.doctor.diagnosis import Diagnosis
-    from gnmr.precision import PathSpec, convert
+    from gnmr.conversion import PathSpec, convert
+    from gnmr.plan.diagnose import diagnose
+    from gnmr.plan.diagnosis import Diagnosis
 
 
 def loader(package: str, homes: dict[str, tuple[str, ...]]) -> Callable[[str], Any]:
@@ -59,9 +59,9 @@ __getattr__ = loader(
     {
         "attachment": ("Router", "attach"),
         "control": ("Context", "ControlSpec", "Controller", "Decision", "GnmrSignal", "TwoStage", "Unit"),
-        "doctor.audit": ("Audit", "audit"),
-        "doctor.diagnose": ("diagnose",),
-        "doctor.diagnosis": ("Diagnosis",),
-        "precision": ("PathSpec", "convert"),
+        "auditing.audit": ("Audit", "audit"),
+        "conversion": ("PathSpec", "convert"),
+        "plan.diagnose": ("diagnose",),
+        "plan.diagnosis": ("Diagnosis",),
     },
 )

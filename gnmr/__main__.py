@@ -2,6 +2,6 @@
 
 import sys
 
-from gnmr.cli import main
+from gnmr.lab.cli import main
 
 sys.exit(main())

@@ -118,11 +118,11 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
 def users_level() -> int:
     """Return the `stacklevel` at which a warning shows the line that called into this package.
 
-    Under a command it is 1, our own line: commands show our warnings without a place (`gnmr.cli`).
+    Under a command it is 1, our own line: commands show our warnings without a place (`gnmr.lab.cli`).
     """
     for level, (frame, _) in enumerate(walk_stack(sys._getframe(1)), 1):
         name = frame.f_globals.get("__name__", "")
-        if name.startswith("gnmr.cli"):
+        if name.startswith("gnmr.lab.cli"):
             return 1
         if name.partition(".")[0] not in _BETWEEN:
             return level

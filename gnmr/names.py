@@ -1,7 +1,7 @@
 """Define the names that config, precision, reports and tests share, and select modules by patterns.
 
-New number formats and recipes are added here. `gnmr.precision.formats` makes the format of a name (`int5`, `e3m3`), and
-`gnmr.precision.recipes` the recipe of its words.
+New number formats and recipes are added here. `gnmr.formats.number_formats` makes the format of a name (`int5`,
+`e3m3`), and `gnmr.formats.recipes` the recipe of its words.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 BESIDE = ("head", "router", "kv")
-"""Parts that `gnmr diagnose` can measure besides the operators of a plan (`gnmr.doctor.beside`)."""
+"""Parts that `gnmr diagnose` can measure besides the operators of a plan (`gnmr.measure.beside`)."""
 KV_CAST = "e4m3/tensor"
 """Default cast of keys and values."""
 
@@ -70,17 +70,19 @@ FORMATS = ("int2", "int3", "int4", "int8", "e2m1", "e2m3", "e3m2", "e4m3", "e5m2
 GEMMS = ("fprop", "dgrad", "wgrad")
 OPERANDS = ("input", "weight", "grad_output", "result")
 UNITS = ("gemm", "operator", "expert", "layer", "block")
-"""Kinds of units that change path together: one GEMM of an operator, or operators (gnmr/precision/units.py)."""
+"""Kinds of units that change path together: one GEMM of an operator, or operators (gnmr/conversion/unit_names.py)."""
 SITES = ("saved", "forward")
 """Tensors that a format quantizes: those kept for backward, or also those that the forward pass reads."""
 ROUNDINGS = ("nearest", "stochastic")
 BACKENDS = ("auto", "simulated", "scaled_mm", "int_mm")
-"""Implementations of recipes (gnmr/precision/resolve.py)."""
+"""Implementations of recipes (gnmr/conversion/resolve.py)."""
 TASKS = ("gsm8k", "mmlu", "hellaswag", "wikitext2")
 """Scoring tasks (gnmr/lab/evaluation/tasks.py)."""
 WEIGHTS = ("online", "instead")
-"""How INT8 codes of weights are kept (gnmr/precision/int8.py)."""
+"""How INT8 codes of weights are kept (gnmr/conversion/int8.py)."""
 
+Pins = dict[str, dict[str, str]]
+"""{operator: {gemm: recipe}}; a GEMM that is missing runs on the low recipe."""
 Words = dict[str, dict[str, str]]
 """{gemm: {operand: cast}}; a missing operand is not cast."""
 
@@ -135,4 +137,4 @@ RECIPES: dict[str, Words] = {
     },
     "bf16": {},
 }
-"""The casts of each recipe (gnmr/precision/recipes.py teaches them)."""
+"""The casts of each recipe (gnmr/formats/recipes.py teaches them)."""

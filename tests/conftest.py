@@ -29,9 +29,9 @@ from hypothesis import HealthCheck, settings
 from omegaconf import OmegaConf
 
 from gnmr.control import hints
+from gnmr.conversion.kernels import scaled_mm
 from gnmr.lab import config
-from gnmr.precision import cpu_products
-from gnmr.precision.kernels import scaled_mm
+from gnmr.lab.models import cpu_products
 
 # Here, and not when a test builds the first model: products before and after differ in their last bits.
 cpu_products.provide()
@@ -186,7 +186,7 @@ def gnmr(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Outcome]]
     """Runs a command line in this process, which it leaves as it was: gnmr("train", "--help") -> Outcome."""
     from hydra.core.global_hydra import GlobalHydra
 
-    from gnmr.cli import main
+    from gnmr.lab.cli import main
 
     root = logging.getLogger()
     environment, argv, handlers, level = dict(os.environ), list(sys.argv), list(root.handlers), root.level

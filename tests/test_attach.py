@@ -16,8 +16,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import gnmr
+from gnmr.attachment.callback_tally import check_options
 from gnmr.control.signals import SIGNALS
-from gnmr.integrations.tally import check_options
 
 
 def train(model: nn.Module, steps: int, controller: gnmr.Router) -> list[list[str]]:

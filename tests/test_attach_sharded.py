@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import gnmr
-from gnmr.precision import PathSpec, convert
+from gnmr.conversion import PathSpec, convert
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without torch.distributed")
 

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from gnmr import __version__
-from gnmr.cli import COMMANDS
 from gnmr.lab import config
+from gnmr.lab.cli import COMMANDS
 from gnmr.lab.config import compose as composing
 from gnmr.lab.config.compose import compose, conf_dir
 from gnmr.records.reader import read_jsonl
@@ -27,7 +27,7 @@ def process(*words: str) -> subprocess.CompletedProcess[str]:
 def loaded(*words: str) -> tuple[str, set[str]]:
     """What a command prints in a process of its own, and which heavy packages it loads."""
     program = (
-        f"import sys; from gnmr.cli import main; main({[*words]});"
+        f"import sys; from gnmr.lab.cli import main; main({[*words]});"
         "heavy = {'torch', 'numpy', 'hydra', 'omegaconf', 'pyarrow', 'wandb', 'rich'};"
         "sys.exit(' '.join(heavy & set(sys.modules)))"
     )
@@ -57,7 +57,7 @@ def test_a_run_that_is_done_says_so_without_torch(gnmr, tiny_words):
 def test_training_keeps_the_kernels_of_every_length_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch):
     """Experts of a mixture read a different number of rows in every step."""
     program = (
-        "import os, sys; from gnmr.cli import main; main(['train', '--cfg', 'job']);"
+        "import os, sys; from gnmr.lab.cli import main; main(['train', '--cfg', 'job']);"
         "sys.exit(os.environ['ONEDNN_PRIMITIVE_CACHE_CAPACITY'])"
     )
     monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)

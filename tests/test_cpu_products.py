@@ -1,4 +1,4 @@
-"""16-bit products in FP32 (gnmr/precision/cpu_products.py): against products in float64, rounded once."""
+"""16-bit products in FP32 (gnmr/lab/models/cpu_products.py): against products in float64, rounded once."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import torch
 
 from gnmr.lab import models
 from gnmr.lab.config import ModelConfig
-from gnmr.lab.models import pretrained
-from gnmr.precision import cpu_products
+from gnmr.lab.models import cpu_products, pretrained
 
 DTYPES = (torch.bfloat16, torch.float16)
 

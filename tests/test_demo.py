@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from gnmr.cli import demo
+from gnmr.lab.cli import demo
 from gnmr.lab.train.folder import run_folder
 
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gnmr as package
-from gnmr.cli import COMMANDS
-from gnmr.cli.parser import Parser
+from gnmr.lab.cli import COMMANDS
+from gnmr.lab.cli.parser import Parser
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
@@ -121,7 +121,7 @@ def check_words(line: str) -> None:
 
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Understood):
             patch.setattr(Parser, "parse", stop)
-            import_module(f"gnmr.cli.{command}").main(words)
+            import_module(f"gnmr.lab.cli.{command}").main(words)
 
 
 def check_train(words: list[str]) -> None:

@@ -16,11 +16,11 @@ from torch import nn
 
 from gnmr.control import Unit
 from gnmr.control.signals import Context, build_signal
+from gnmr.conversion import PathSpec, convert
 from gnmr.errors import UserError
 from gnmr.lab import config, models
 from gnmr.lab.config import compose as composing
 from gnmr.lab.train.build import assemble, train_step
-from gnmr.precision import PathSpec, convert
 
 CHECKPOINT = "model.checkpoint=somewhere"
 SETTINGS = {

@@ -18,11 +18,12 @@ from torch import nn
 import gnmr
 from gnmr.control import TwoStage
 from gnmr.control.signals import SIGNALS
+from gnmr.conversion import PathLinear
 from gnmr.errors import UserError
+from gnmr.formats import Recipe
 from gnmr.lab.report.comparisons import compare
 from gnmr.lab.report.runs import load
 from gnmr.lab.report.units import thresholds, trigger
-from gnmr.precision import PathLinear, Recipe
 
 
 def net() -> nn.Sequential:

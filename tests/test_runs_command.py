@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from gnmr.cli import runs as runs_command
-from gnmr.cli.parser import Parser, runs, settings_and_places
-from gnmr.cli.train import _apart
 from gnmr.console import Terminal
 from gnmr.errors import UserError
+from gnmr.lab.cli import runs as runs_command
+from gnmr.lab.cli.parser import Parser, runs, settings_and_places
+from gnmr.lab.cli.train import _apart
 from gnmr.lab.config import load, to_dict
 from gnmr.lab.config.compose import compose
 from gnmr.lab.records.find import changed, named

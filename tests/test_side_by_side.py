@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from gnmr.cli.side_by_side import run_side_by_side
 from gnmr.errors import RunFailed, UserError
+from gnmr.lab.cli.side_by_side import run_side_by_side
 
 
 def square(number: int) -> int:

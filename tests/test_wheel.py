@@ -35,4 +35,4 @@ def test_contents(tmp_path: Path) -> None:
     assert {"gnmr/lab/bases/shipped/config.yaml", "gnmr/conf/experiment/act_quant_stress.yaml"} < sources | settings
     assert {name for name in names if ".dist-info/" not in name} == sources | settings
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
-    assert "gnmr = gnmr.cli:main" in commands
+    assert "gnmr = gnmr.lab.cli:main" in commands

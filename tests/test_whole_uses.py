@@ -13,8 +13,8 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 from architectures import ARCHITECTURES  # noqa: E402
 
 import gnmr as package  # noqa: E402
-from gnmr.doctor.plan import read_plan  # noqa: E402
 from gnmr.lab.models import pretrained  # noqa: E402
+from gnmr.plan.pin_plan import read_plan  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

@@ -10,11 +10,11 @@ from gnmr.control import Controller, ControlSpec, OutputGradients, Unit
 from gnmr.control.norms import adapters
 from gnmr.control.ranks import Ranks
 from gnmr.control.unit import Slice
-from gnmr.precision import ConvertedModel
-from gnmr.precision.contained import Contained, bias_of
-from gnmr.precision.cost import nominal_bits
-from gnmr.precision.linear import PathLinear
-from gnmr.precision.units import PathUnit, module_of
+from gnmr.conversion import ConvertedModel
+from gnmr.conversion.contained import Contained, bias_of
+from gnmr.conversion.cost import nominal_bits
+from gnmr.conversion.linear import PathLinear
+from gnmr.conversion.unit_names import PathUnit, module_of
 
 
 def costs_of(converted: ConvertedModel, control: ControlSpec) -> tuple[list[float], float]:

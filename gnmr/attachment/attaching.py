@@ -14,16 +14,17 @@ import torch
 from torch import nn
 
 from gnmr.attachment.assembly import close_hooks, controller_of
+from gnmr.attachment.ranks.reduce import Ranks
+from gnmr.attachment.ranks.world import rank
 from gnmr.attachment.router import Router
 from gnmr.control import ControlSpec, Unit
 from gnmr.control.evidence import EVIDENCE
-from gnmr.distributed.reduce import Ranks
-from gnmr.distributed.world import rank
-from gnmr.doctor.plan import PATHS, PinPlan, read_plan
+from gnmr.conversion import ConvertedModel, PathSpec, convert
+from gnmr.conversion.converting import operator_shapes
 from gnmr.errors import nearest, users_level, whole
 from gnmr.errors import share as check_share
-from gnmr.precision import ConvertedModel, PathSpec, Recipe, convert
-from gnmr.precision.conversion import operator_shapes
+from gnmr.formats import Recipe
+from gnmr.plan.pin_plan import PATHS, PinPlan, read_plan
 
 if TYPE_CHECKING:
     from gnmr.attachment.record import Recording

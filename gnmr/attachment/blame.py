@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from gnmr.attachment.repeat import FORWARD, Again, Seen, Start, compiles, repeating
 from gnmr.control import Unit
 from gnmr.control.norms import UnitNorms, gradient_norms
+from gnmr.conversion import ConvertedModel
+from gnmr.conversion.linear import PathLinear
 from gnmr.errors import first_few, positive
-from gnmr.precision import ConvertedModel
-from gnmr.precision.linear import PathLinear
 
 MOST = 4.0
 """Step times that a verdict may take; beyond them the smallest set that was tried is reported."""

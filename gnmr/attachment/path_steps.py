@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gnmr.attachment.ranks import world
 from gnmr.attachment.repeat import Start
 from gnmr.control.evidence import PATH_EVIDENCE, PRICE_EVIDENCE
 from gnmr.control.ranks import Ranks
-from gnmr.distributed import world
+from gnmr.conversion import ConvertedModel
+from gnmr.conversion.converting import tensor_parallel
 from gnmr.measure.errors import Probe, measure_errors
 from gnmr.measure.price import PriceMeter, measure_prices
-from gnmr.precision import ConvertedModel
-from gnmr.precision.conversion import tensor_parallel
 
 
 class PathSteps:

@@ -26,8 +26,8 @@ import yaml
 
 from gnmr.control import Decision
 from gnmr.control.spec import TwoStage
+from gnmr.conversion.cost import Spent
 from gnmr.errors import UserError
-from gnmr.precision.cost import Spent
 from gnmr.records.disk import of_a_file_browser
 from gnmr.records.lock import OWNER
 from gnmr.records.reader import calibrated_trigger, calibration_steps, read_json

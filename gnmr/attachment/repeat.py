@@ -17,10 +17,10 @@ from gnmr.control import Unit
 from gnmr.control.evidence import of_shards, part_of, summed
 from gnmr.control.norms import Distinct
 from gnmr.control.ranks import Ranks
-from gnmr.precision import ConvertedModel
-from gnmr.precision.converted import StepMark
-from gnmr.precision.kernels.simulated import in_backward
-from gnmr.precision.linear import PathLinear
+from gnmr.conversion import ConvertedModel
+from gnmr.conversion.converted import StepMark
+from gnmr.conversion.kernels.simulated import in_backward
+from gnmr.conversion.linear import PathLinear
 
 FORWARD = 1 / 3
 """Share of a step's time that its forward passes take."""

@@ -24,15 +24,15 @@ from gnmr.attachment.repeat import Start, true_gap
 from gnmr.control import Controller, ControlSpec, Decision, Evidence, HostPacket, OutputGradients, Unit
 from gnmr.control.norms import watched
 from gnmr.control.signals.blind import AlwaysLow
+from gnmr.conversion import ConvertedModel
+from gnmr.conversion.converting import tensor_parallel
+from gnmr.conversion.converted import DETACHED
+from gnmr.conversion.cost import Work
+from gnmr.conversion.reads import is_sharded
+from gnmr.conversion.unit_names import module_of
 from gnmr.errors import first_few, users_level
 from gnmr.measure.coverage import READ, Counting, Coverage, percent
 from gnmr.names import GEMMS
-from gnmr.precision import ConvertedModel
-from gnmr.precision.conversion import tensor_parallel
-from gnmr.precision.converted import DETACHED
-from gnmr.precision.cost import Work
-from gnmr.precision.reads import is_sharded
-from gnmr.precision.units import module_of
 
 if TYPE_CHECKING:
     from gnmr.attachment.record import Recording

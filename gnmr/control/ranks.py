@@ -1,4 +1,4 @@
-"""The interface to several processes that train one model; `gnmr.distributed` implements it with torch."""
+"""The interface to several processes that train one model; `gnmr.attachment.ranks` implements it with torch."""
 
 from __future__ import annotations
 

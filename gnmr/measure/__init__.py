@@ -1,1 +1,1 @@
-"""Measure the cost of low precision: the errors of a path and the prices of GEMMs."""
+"""What low precision costs: errors of a path, prices of GEMMs, the KL, and the passes that measure them."""

@@ -32,11 +32,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import flop_registry
 
+from gnmr.conversion.cost import Work
+from gnmr.conversion.kernels.simulated import in_backward
+from gnmr.conversion.linear import PathLinear, transformed
+from gnmr.conversion.unit_names import of_any_expert, operator_names
 from gnmr.errors import first_few
-from gnmr.precision.cost import Work
-from gnmr.precision.kernels.simulated import in_backward
-from gnmr.precision.linear import PathLinear, transformed
-from gnmr.precision.units import of_any_expert, operator_names
 
 _NAMED = 4
 """Number of operators that a line names."""

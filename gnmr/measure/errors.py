@@ -49,17 +49,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gnmr.conversion.converted import ConvertedModel
+from gnmr.conversion.kernels.simulated import GemmContext
+from gnmr.conversion.linear import PathLinear
+from gnmr.conversion.reads import Read
+from gnmr.conversion.shared import Casts, FaultInjection
 from gnmr.errors import users_level
-from gnmr.measure.units import ByUnit
-from gnmr.precision.cast import rotated
-from gnmr.precision.converted import ConvertedModel
-from gnmr.precision.formats import Format, KeepFormat
-from gnmr.precision.kernels.simulated import GemmContext
-from gnmr.precision.linear import PathLinear
-from gnmr.precision.reads import Read
-from gnmr.precision.recipes import Cast, Recipe
-from gnmr.precision.scaling import compress, decompress
-from gnmr.precision.shared import Casts, FaultInjection
+from gnmr.formats.cast import rotated
+from gnmr.formats.number_formats import Format, KeepFormat
+from gnmr.formats.recipes import Cast, Recipe
+from gnmr.formats.scaling import compress, decompress
+from gnmr.measure.per_unit import ByUnit
 
 STATISTICS = ("gap_low", "gap_recovery", "mse", "input_std")
 _GEMM = {"gap_low": "wgrad", "gap_recovery": "wgrad", "mse": "fprop"}

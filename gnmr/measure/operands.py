@@ -8,14 +8,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from gnmr.conversion.int8 import Int8Linear, Integers
+from gnmr.conversion.linear import PathLinear
+from gnmr.conversion.shared import FaultInjection
+from gnmr.formats.cast import Reference, quantize, rotated
+from gnmr.formats.number_formats import Format, KeepFormat
+from gnmr.formats.recipes import Cast, ExecutionPath, Gemm, Recipe
+from gnmr.formats.scaling import compress, decompress, largest_magnitude
 from gnmr.names import OPERANDS
-from gnmr.precision.cast import Reference, quantize, rotated
-from gnmr.precision.formats import Format, KeepFormat
-from gnmr.precision.int8 import Int8Linear, Integers
-from gnmr.precision.linear import PathLinear
-from gnmr.precision.recipes import Cast, ExecutionPath, Gemm, Recipe
-from gnmr.precision.scaling import compress, decompress, largest_magnitude
-from gnmr.precision.shared import FaultInjection
 
 
 def inputs_on(

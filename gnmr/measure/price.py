@@ -39,7 +39,7 @@ aside: tokens without a target have no gradient there, and of a classifier only 
 operator runs on the tokens in parts (chunks), T is that of all of its calls.
 
 The measured numbers are those of the path itself, whatever path is in force and whatever kernels run it. They use the
-casts of `gnmr.precision.cast` in float32, with the scales of whole tensors, current delayed scales, and a fault in
+casts of `gnmr.formats.cast` in float32, with the scales of whole tensors, current delayed scales, and a fault in
 force on the low path. dy is the gradient that came back. One token in `tokens` is measured, or one group of tokens if
 some share a scale. The choice depends only on the step's number.
 
@@ -60,16 +60,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from gnmr.conversion.converted import ConvertedModel
+from gnmr.conversion.kernels.simulated import in_backward
+from gnmr.conversion.linear import PathLinear, autocast_dtype
+from gnmr.conversion.unit_names import of_any_expert
+from gnmr.formats.number_formats import Format, KeepFormat
+from gnmr.formats.recipes import Cast, ExecutionPath, Recipe
+from gnmr.formats.scaling import TINY
 from gnmr.measure.operands import Casts, broken_inputs, inputs_on, outliers, result_in, weight_of
-from gnmr.measure.units import ByUnit
+from gnmr.measure.per_unit import ByUnit
 from gnmr.names import GEMMS
-from gnmr.precision.converted import ConvertedModel
-from gnmr.precision.formats import Format, KeepFormat
-from gnmr.precision.kernels.simulated import in_backward
-from gnmr.precision.linear import PathLinear, autocast_dtype
-from gnmr.precision.recipes import Cast, ExecutionPath, Recipe
-from gnmr.precision.scaling import TINY
-from gnmr.precision.units import of_any_expert
 
 PATHS = ("low", "recovery")
 _FPROP = ("fprop", "fprop_sequence", "fprop_elements", "fprop_input", "fprop_weight")

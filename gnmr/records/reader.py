@@ -22,7 +22,7 @@ from gnmr.records.schema import unit_schema
 from gnmr.records.untrusted import MAX_NAME, MAX_ROW, Damaged, bounded, content, opened, reading, text
 
 UNITS = "units.arrows"
-"""The file of the per-unit rows (`gnmr.records.units`)."""
+"""The file of the per-unit rows (`gnmr.records.unit_stream`)."""
 _MARKER = 0xFFFFFFFF
 """The first four bytes of each message of a stream."""
 _END_OF_STREAM = 8

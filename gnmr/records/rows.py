@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,13 +59,12 @@ def versions() -> dict[str, Any]:
     """Return the entries of header.json that name the software and the processor of a run."""
     import torch
 
-    from gnmr.precision import cpu_products
-
+    replaced_products = sys.modules.get("gnmr.lab.models.cpu_products")
     machine = {
         "cpu": cpu_name(),
         "kernels": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
-        "products": cpu_products.kind(),
+        "products": "16-bit" if replaced_products is None else replaced_products.kind(),
     }
     return {
         "gnmr": __version__,

@@ -14,7 +14,7 @@ A run folder holds
     scores.jsonl    one `SCORE_FIELDS` row a scoring; only where scores.tasks asks for some
     events.jsonl    one `EVENT_FIELDS` row a promotion, release or verdict
     faults.jsonl    one `FAULT_FIELDS` row a window of injected faults, written at the start; only with stress
-    units.arrows    `unit_schema` rows: an Arrow IPC stream, one record batch a step (gnmr.records.units)
+    units.arrows    `unit_schema` rows: an Arrow IPC stream, one record batch a step (gnmr.records.unit_stream)
     summary.json    `SUMMARY_FIELDS`
     checkpoints/    step-<number>/
     log.txt         lines for people, of a cell of a sweep or under records.live=log; nothing reads it
@@ -64,7 +64,7 @@ STEP_FIELDS: dict[str, str] = {
     "spent_extra_bytes": "bytes that backward kept more than with all on the low path (Eq. 5), of the step's last "
     "micro-batch; 0 under simulated recipes, which keep the input's own width; null while a fork heals",
     "spent_extra_time": "time of all GEMMs of the model in this step over that with its linears on the low recipe, "
-    "less 1, pins included, by relative times (gnmr/precision/cost.py); 0 under formats; null while a fork heals",
+    "less 1, pins included, by relative times (gnmr/conversion/cost.py); 0 under formats; null while a fork heals",
     "skipped": "true where a non-finite loss or gradient, or a gradient transform, kept the optimizer from stepping",
     "nonfinite_total": "steps with a non-finite loss or gradient so far (never resets)",
     "nonfinite_streak": "such steps in a row (resets)",
@@ -72,7 +72,7 @@ STEP_FIELDS: dict[str, str] = {
     "step_time_s": "wall time of the step, s",
     "slowest_rank": "of a run of several processes the one that the others waited for; null in one process",
     "weights_digest": "of a run of several processes every records.check_every steps: 64 bits of all weights after the "
-    "step, the same under any number of processes (gnmr/distributed/shards.py); else null",
+    "step, the same under any number of processes (gnmr/attachment/ranks/shards.py); else null",
     "numbers_sent": "numbers that each worker sent of its gradients in this step; null where they are not compressed",
     "numbers_sent_frac": "of that the share of what it would send dense",
 }

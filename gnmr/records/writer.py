@@ -18,7 +18,7 @@ from gnmr.records.reader import UNITS
 from gnmr.records.schema import EVAL_FIELDS, EVENT_FIELDS, FAULT_FIELDS, SCORE_FIELDS, STEP_FIELDS, UnitRows
 from gnmr.records.seal import sealed
 from gnmr.records.summary import summarize
-from gnmr.records.units import UnitStream, cut_units
+from gnmr.records.unit_stream import UnitStream, cut_units
 
 _JSONL = {"steps.jsonl": STEP_FIELDS, "eval.jsonl": EVAL_FIELDS, "events.jsonl": EVENT_FIELDS}
 _SCORES = "scores.jsonl"

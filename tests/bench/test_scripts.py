@@ -21,12 +21,12 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from gnmr.formats.cast import quantize
+from gnmr.formats.recipes import Cast
 from gnmr.lab.config.compose import compose, composed_tree, load_composed
 from gnmr.lab.data.batch import Batch
 from gnmr.lab.data.sequences import validation_sequences
 from gnmr.lab.train.fork import Forks
-from gnmr.precision.cast import quantize
-from gnmr.precision.recipes import Cast
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 if not BENCHMARKS.is_dir():

@@ -16,8 +16,8 @@ from gnmr import attach
 from gnmr.attachment.assembly import costs_of
 from gnmr.control import NO_CAP, Controller, ControlSpec, Decision, Unit, decide
 from gnmr.control.policy import Budget
+from gnmr.conversion import PathSpec, convert
 from gnmr.lab.config import ControllerConfig
-from gnmr.precision import PathSpec, convert
 
 
 @st.composite

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gnmr.attachment.ranks import world
+from gnmr.attachment.ranks.reduce import Ranks
 from gnmr.control import Controller, ControlSpec
-from gnmr.distributed import world
-from gnmr.distributed.reduce import Ranks
 from gnmr.lab.rivals.greedylore import GreedyLore, GreedyLoreSpec, RankWorkers, VirtualWorkers
 
 SPEC: dict[str, Any] = {"rank": 3, "refresh_every": 15, "dense_steps": 3}

@@ -20,10 +20,10 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import gnmr
-from gnmr.distributed import world
-from gnmr.distributed.shards import local
-from gnmr.precision import cpu_products
-from gnmr.precision.adapters import register
+from gnmr.attachment.ranks import world
+from gnmr.attachment.ranks.shards import local
+from gnmr.conversion.adapters import register
+from gnmr.lab.models import cpu_products
 
 
 def serve(rank: int, size: int, store: str, pipe: Any) -> None:
@@ -181,7 +181,7 @@ def train(
     `other_seed`: rank 1 has one.
     `other_data`: the text that rank 1 finds in the place of the others'.
     """
-    from gnmr.distributed.world import World
+    from gnmr.attachment.ranks.world import World
     from gnmr.lab.evaluation.scores import RunScorer
     from gnmr.lab.train import build, loop, wrap
     from gnmr.lab.train.run import run

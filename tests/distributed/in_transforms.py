@@ -8,9 +8,9 @@ import torch
 from in_ranks import net, whole, wrapped
 from torch import Tensor
 
+from gnmr.attachment.ranks.reduce import Ranks
 from gnmr.control.evidence import weight_std
 from gnmr.control.unit import Unit
-from gnmr.distributed.reduce import Ranks
 from gnmr.lab.rivals.transforms import TRANSFORMS, StepContext, tensor_norms
 
 OPTIONS: dict[str, dict[str, Any]] = {

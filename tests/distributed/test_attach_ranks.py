@@ -11,8 +11,8 @@ import pytest
 import torch
 from close import EIGHT_BITS, assert_close
 
-from gnmr.distributed import world
-from gnmr.distributed.reduce import Ranks
+from gnmr.attachment.ranks import world
+from gnmr.attachment.ranks.reduce import Ranks
 from gnmr.errors import RunFailed
 
 pytestmark = [

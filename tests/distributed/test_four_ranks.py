@@ -8,8 +8,8 @@ import pytest
 import torch
 from everything import differences, everything
 
-from gnmr.distributed import shards
-from gnmr.distributed.world import ALONE
+from gnmr.attachment.ranks import shards
+from gnmr.attachment.ranks.world import ALONE
 from gnmr.records.reader import read_json
 
 pytestmark = [

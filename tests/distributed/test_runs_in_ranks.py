@@ -12,8 +12,8 @@ import pytest
 import torch
 from everything import SHARDED, differences, everything
 
-from gnmr.distributed import shards, world
-from gnmr.distributed.world import ALONE
+from gnmr.attachment.ranks import shards, world
+from gnmr.attachment.ranks.world import ALONE
 from gnmr.errors import UserError
 from gnmr.records.reader import read_json, read_jsonl
 

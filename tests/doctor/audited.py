@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gnmr
-from gnmr.doctor.audit import Audit
+from gnmr.auditing.audit import Audit
 
 WIDTH, VOCAB = 64, 96
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
-from gnmr.doctor.export import TARGETS, Export
-from gnmr.doctor.export.job import mixes
-from gnmr.doctor.plan import PinPlan
+from gnmr.formats.recipes import RECIPES
 from gnmr.names import GEMMS
-from gnmr.precision.recipes import RECIPES
+from gnmr.plan.export import TARGETS, Export
+from gnmr.plan.export.job import mixes
+from gnmr.plan.pin_plan import PinPlan
 
 SIZES = {f"self_attn.{x}_proj": (128, 128) for x in "qkvo"}
 SIZES |= {"mlp.gate_proj": (128, 256), "mlp.up_proj": (128, 256), "mlp.down_proj": (256, 128)}

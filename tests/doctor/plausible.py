@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from gnmr.doctor.diagnosis import Diagnosis
-from gnmr.doctor.knapsack import times_of
-from gnmr.doctor.measured import Measured, Row
-from gnmr.precision.recipes import RECIPES
+from gnmr.formats.recipes import RECIPES
+from gnmr.measure.measured import Measured, Row
+from gnmr.plan.diagnosis import Diagnosis
+from gnmr.plan.knapsack import times_of
 
 PROJECTIONS = {
     "self_attn.q_proj": (576, 576),

@@ -17,10 +17,10 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import gnmr
+from gnmr.conversion import ConvertedModel, PathLinear, PathSpec, convert
+from gnmr.conversion.kernels.simulated import GemmContext
 from gnmr.lab.faults.faults import Fault, Injector
 from gnmr.names import OPERANDS
-from gnmr.precision import ConvertedModel, PathLinear, PathSpec, convert
-from gnmr.precision.kernels.simulated import GemmContext
 
 UP = "layers.1.up_proj"
 
@@ -663,7 +663,7 @@ def test_autocast_of_a_class_that_is_judged_by_its_output_is_not_low(monkeypatch
 
     model = net(torch.float32)
     model.lm_head.__class__ = Linear
-    monkeypatch.setattr("gnmr.doctor.operands._pair", lambda *_: None)  # as if the product ran in another kernel
+    monkeypatch.setattr("gnmr.auditing.seen_operands._pair", lambda *_: None)  # as if the product ran in another kernel
     row = audited(model).rows[-1]
     assert row.operator == "lm_head" and not row.low and row.measured["fprop"]["output"][0] > 55, row
 

@@ -10,8 +10,8 @@ from audited import lines, net, said
 from torch import nn
 
 import gnmr
-from gnmr.doctor.lists import LISTS, Entry, entries_of, fits_none, matches, read_lists, repaired, suggested
-from gnmr.precision import PathSpec, convert
+from gnmr.conversion import PathSpec, convert
+from gnmr.plan.lists import LISTS, Entry, entries_of, fits_none, matches, read_lists, repaired, suggested
 
 NAMES = [f"layers.{i}.mlp.{name}" for i in range(12) for name in ("gate_proj", "up_proj", "down_proj")] + ["lm_head"]
 

@@ -8,7 +8,8 @@ import random
 
 import pytest
 
-from gnmr.doctor.knapsack import (
+from gnmr.names import GEMMS
+from gnmr.plan.knapsack import (
     GUESSES,
     Choice,
     Prices,
@@ -22,7 +23,6 @@ from gnmr.doctor.knapsack import (
     guessed,
     pin_in_order,
 )
-from gnmr.names import GEMMS
 
 SHAPES = {f"layers.{i}.{name}": 32.0 if name == "up" else 16.0 for i in range(4) for name in ("up", "o")}
 TIMES = {

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import gnmr
-from gnmr.precision import adapters
+from gnmr.conversion import adapters
 
 K = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]

@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gnmr
-from gnmr.doctor.diagnosis import Diagnosis
-from gnmr.doctor.measured import Measured
-from gnmr.doctor.page import page, totals
-from gnmr.doctor.plan import read_plan
+from gnmr.conversion import PathSpec, convert
 from gnmr.errors import UserError
+from gnmr.formats import Recipe
+from gnmr.formats.recipes import RECIPES, Gemm
+from gnmr.measure.measured import Measured
 from gnmr.measure.price import measure_prices
-from gnmr.precision import PathSpec, Recipe, convert
-from gnmr.precision.recipes import RECIPES, Gemm
+from gnmr.plan.diagnosis import Diagnosis
+from gnmr.plan.page import page, totals
+from gnmr.plan.pin_plan import read_plan
 
 Batch = tuple[Tensor, Tensor]
 NAMES = ["0", "3", "5"]
@@ -443,7 +444,7 @@ def test_a_senseless_request_is_refused_in_one_line(options: dict[str, Any], say
     with pytest.raises(ValueError) as refused:
         gnmr.diagnose(model, **asked)
     assert str(refused.value).startswith(says) and "\n" not in str(refused.value)
-    assert all(type(module) is not gnmr.precision.PathLinear for module in model.modules())
+    assert all(type(module) is not gnmr.conversion.PathLinear for module in model.modules())
 
 
 def test_a_rescue_has_the_price_of_a_plan_that_keeps_all_on_it() -> None:

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from gnmr.cli import main
-from gnmr.doctor.plan import read_plan
 from gnmr.errors import UserError
+from gnmr.lab.cli import main
 from gnmr.lab.config.compose import compose
+from gnmr.plan.pin_plan import read_plan
 
 pytestmark = pytest.mark.xdist_group("diagnose")
 
@@ -204,6 +204,6 @@ def test_a_disk_that_is_full_costs_no_numbers(gnmr, run: Path, monkeypatch: pyte
     def full(*_: object, **__: object) -> None:
         raise UserError("out=plan/plan.json: cannot be written (No space left on device)")
 
-    monkeypatch.setattr("gnmr.cli.diagnose._write", full)
+    monkeypatch.setattr("gnmr.lab.cli.diagnose._write", full)
     ended = gnmr("diagnose", str(run), *LEAST, "out=plan")
     assert "single values add up to" in ended.out and "No space left" in ended.mistake

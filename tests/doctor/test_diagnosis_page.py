@@ -10,10 +10,10 @@ import pytest
 from plausible import PROJECTIONS, diagnosis
 
 from gnmr.console import Terminal
-from gnmr.doctor.diagnosis import Diagnosis
-from gnmr.doctor.measured import Measured, Row, nats
-from gnmr.doctor.page import View, choices, page, shade, totals
-from gnmr.doctor.terminal import story
+from gnmr.measure.measured import Measured, Row, nats
+from gnmr.plan.diagnosis import Diagnosis
+from gnmr.plan.page import View, choices, page, shade, totals
+from gnmr.plan.terminal import story
 
 HOSTILE = "<img src=x onerror='window.owned = 1'>\x1b[31m"
 ORIGIN = {"command": f"gnmr diagnose {HOSTILE}", "machine": {"cpu": "Test CPU"}}

@@ -11,7 +11,7 @@ from plausible import diagnosis
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 
-from gnmr.doctor.page import page
+from gnmr.plan.page import page
 
 pytestmark = pytest.mark.slow
 

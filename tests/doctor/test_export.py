@@ -45,16 +45,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import gnmr
-from gnmr.cli import main
-from gnmr.doctor.checkpoint_names import linears_of
-from gnmr.doctor.export import TARGETS, Export, export
-from gnmr.doctor.export.job import mixes
-from gnmr.doctor.lists import entries_of
-from gnmr.doctor.plan import PinPlan, read_plan
-from gnmr.doctor.sides import compare
+from gnmr.auditing.sides import compare
 from gnmr.errors import UserError
+from gnmr.formats.recipes import RECIPES
+from gnmr.lab.cli import main
 from gnmr.names import GEMMS
-from gnmr.precision.recipes import RECIPES
+from gnmr.plan.checkpoint_names import linears_of
+from gnmr.plan.export import TARGETS, Export, export
+from gnmr.plan.export.job import mixes
+from gnmr.plan.lists import entries_of
+from gnmr.plan.pin_plan import PinPlan, read_plan
 
 NAMES = list(LLAMA)
 LOW = tuple(RECIPES["nvfp4"].words().values())

@@ -40,10 +40,10 @@ from exported import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gnmr.doctor.export import export
-from gnmr.precision import PathSpec, convert
-from gnmr.precision.recipes import RECIPES
-from gnmr.precision.units import unit_of
+from gnmr.conversion import PathSpec, convert
+from gnmr.conversion.unit_names import unit_of
+from gnmr.formats.recipes import RECIPES
+from gnmr.plan.export import export
 
 pytestmark = pytest.mark.slow
 NAMES = list(LLAMA)

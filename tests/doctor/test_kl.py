@@ -18,14 +18,14 @@ from torch.nn import functional as F
 from torch.nn.utils import prune
 
 import gnmr
-from gnmr.doctor.diagnosis import Diagnosis
-from gnmr.doctor.measured import Measured, Row, nats
-from gnmr.doctor.page import page
+from gnmr.conversion import ConvertedModel, PathLinear, PathSpec, convert
+from gnmr.formats.cast import quantize
+from gnmr.formats.recipes import Cast
 from gnmr.measure.kl import IGNORED, divergence, draw_labels
+from gnmr.measure.measured import Measured, Row, nats
 from gnmr.measure.price import measure_prices
-from gnmr.precision import ConvertedModel, PathLinear, PathSpec, convert
-from gnmr.precision.cast import quantize
-from gnmr.precision.recipes import Cast
+from gnmr.plan.diagnosis import Diagnosis
+from gnmr.plan.page import page
 
 VOCABULARY, WIDTH, LENGTH = 24, 32, 12
 

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gnmr
-from gnmr.doctor.knapsack import budget_of
-from gnmr.doctor.plan import PinPlan, read_plan
+from gnmr.conversion import PathLinear
 from gnmr.errors import MAX_LINE, UserError
 from gnmr.lab import config
 from gnmr.lab.config.compose import compose
 from gnmr.names import GEMMS
-from gnmr.precision import PathLinear
+from gnmr.plan.knapsack import budget_of
+from gnmr.plan.pin_plan import PinPlan, read_plan
 
 Z = {"operators": {"layers.0.up_proj": [8, 16], "layers.1.up_proj": [8, 16], "layers.1.down_proj": [16, 8]}}
 PLAN: dict[str, Any] = {

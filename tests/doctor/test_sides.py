@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gnmr.doctor.sides import Comparison, compare
+from gnmr.auditing.sides import Comparison, compare
 
 ATTENTION = [f"self_attn.{x}_proj" for x in "qkvo"]
 MLP = [f"mlp.{x}_proj" for x in ("gate", "up", "down")]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from gnmr.integrations.lightning import GnmrCallback
+from gnmr.attachment.lightning import GnmrCallback
 
 OPTIONS: dict[str, Any] = {"targets": ["net.*"], "max_o": 1, "alpha": 1.02, "beta": 1.01}
 X = torch.randn(24, 16, generator=torch.Generator().manual_seed(1))

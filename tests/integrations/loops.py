@@ -171,7 +171,7 @@ def accelerate(start: Start, folder: Path) -> list[Decision]:
 def hf_trainer(start: Start, folder: Path) -> list[Decision]:
     from transformers import Trainer, TrainingArguments
 
-    from gnmr.integrations.trainer import GnmrCallback
+    from gnmr.attachment.trainer import GnmrCallback
 
     decisions: list[Decision] = []
 
@@ -211,7 +211,7 @@ def lightning(start: Start, folder: Path) -> list[Decision]:
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.strategies import DDPStrategy
 
-    from gnmr.integrations.lightning import GnmrCallback
+    from gnmr.attachment.lightning import GnmrCallback
 
     rank, world = place()
     decisions: list[Decision] = []

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from gnmr.conversion import PathLinear
 from gnmr.errors import UserError
 from gnmr.lab.report.runs import load
-from gnmr.precision import PathLinear
 
 pytestmark = pytest.mark.slow
 
@@ -115,6 +115,6 @@ def test_what_is_not_supported(fits: ModuleType, tmp_path: Path, monkeypatch: py
     with pytest.raises(TypeError, match="colour"):
         fits.GnmrCallback(colour=1)
 
-    monkeypatch.setattr("gnmr.integrations.lightning.SingleDeviceStrategy", fits.pl.strategies.FSDPStrategy)
+    monkeypatch.setattr("gnmr.attachment.lightning.SingleDeviceStrategy", fits.pl.strategies.FSDPStrategy)
     with pytest.raises(UserError, match="strategy SingleDeviceStrategy is not supported"):
         fits.fit(tmp_path)

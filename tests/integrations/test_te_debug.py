@@ -18,7 +18,7 @@ pytest.importorskip("nvdlfw_inspect", reason="nvdlfw-inspect is not installed")
 
 import nvdlfw_inspect.api as debug_api
 
-from gnmr.integrations import te_debug
+from gnmr.attachment import te_debug
 
 CONFIG = """
 routed:

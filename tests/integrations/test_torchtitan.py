@@ -12,7 +12,7 @@ import pytest
 import torch
 from pairs import assert_same, run_pair
 
-from gnmr.integrations.torchtitan_rules import ControlSection
+from gnmr.attachment.torchtitan_rules import ControlSection
 from gnmr.records.reader import read_json, read_jsonl
 
 if importlib.util.find_spec("torchtitan") is None:
@@ -102,7 +102,7 @@ def test_blocks_are_compiled_as_one_graph_a_path(pair: tuple[Path, list[dict[str
 
 @pytest.fixture(scope="module")
 def titan() -> Any:
-    import gnmr.integrations.torchtitan as module
+    import gnmr.attachment.torchtitan as module
 
     return module
 
@@ -164,7 +164,7 @@ def small_spec(converter: Any) -> Any:
 
 
 def test_a_plan_says_paths_and_pins(titan: Any, tmp_path: Path) -> None:
-    from gnmr.doctor.plan import PinPlan
+    from gnmr.plan.pin_plan import PinPlan
 
     shapes = {"attention.qkv_linear.wqkv": (256, 768), "attention.wo": (256, 256)}
     shapes |= {f"feed_forward.{name}": (256, 768) for name in ("w1", "w3")} | {"feed_forward.w2": (768, 256)}

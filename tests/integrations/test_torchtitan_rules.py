@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import gnmr
+from gnmr.attachment import torchtitan_rules as rules
+from gnmr.conversion import PathLinear
 from gnmr.errors import UserError
-from gnmr.integrations import torchtitan_rules as rules
-from gnmr.precision import PathLinear
 
 NAMES = [
     *(

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 import gnmr
 from gnmr.control import Decision
 from gnmr.control.signals import SIGNALS
+from gnmr.conversion import PathLinear
 from gnmr.errors import UserError
 from gnmr.lab.report.runs import load
-from gnmr.precision import PathLinear
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -27,7 +27,7 @@ from pairs import assert_same
 from tiny_lora import BASE, llama, lora_llama, token_blocks
 from transformers import Trainer, TrainingArguments
 
-from gnmr.integrations.trainer import STATE_FILE, GnmrCallback
+from gnmr.attachment.trainer import STATE_FILE, GnmrCallback
 
 pytestmark = pytest.mark.slow
 

@@ -28,10 +28,10 @@ from torchtitan.models.llama3 import model_registry
 from torchtitan.trainer import Trainer
 
 import gnmr
+from gnmr.attachment.torchtitan import GnmrConverter, GnmrTrainer, RoutedLinear, _attached, _routing_of
+from gnmr.attachment.torchtitan_rules import ControlSection
 from gnmr.control import Decision
 from gnmr.errors import UserError
-from gnmr.integrations.torchtitan import GnmrConverter, GnmrTrainer, RoutedLinear, _attached, _routing_of
-from gnmr.integrations.torchtitan_rules import ControlSection
 
 STEPS, SAVED, SIZE, ACCUMULATION, SEQ_LEN, LR, CLIP = 8, 4, 2, 2, 16, 5e-3, 0.5
 PATHS = {"low": "int4", "recovery": "int8"}

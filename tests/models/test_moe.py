@@ -10,9 +10,9 @@ import torch
 from torch.nn import functional as F
 
 from gnmr.control.norms import UnitNorms
+from gnmr.conversion import PathSpec, convert
 from gnmr.lab.config.model import ExpertsConfig, ModelConfig
 from gnmr.lab.models.moe import MoEMLP, hashed_scores
-from gnmr.precision import PathSpec, convert
 
 
 def mixture(number: int = 6, top_k: int = 2, seed: int = 0, **options: object) -> MoEMLP:

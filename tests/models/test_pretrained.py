@@ -14,13 +14,13 @@ from architectures import ARCHITECTURES
 from close import apart, assert_close
 from safetensors.torch import load_file, save_file
 
+from gnmr.conversion import PathLinear, PathSpec, convert
 from gnmr.errors import UserError
 from gnmr.lab.config.model import AdapterConfig, ModelConfig
 from gnmr.lab.data.batch import Batch, model_inputs
 from gnmr.lab.models import Llama, pretrained
 from gnmr.lab.models.pretrained import add_adapter, as_hugging_face, empty, fingerprint, load, max_length, save
 from gnmr.lab.train.model import blocks_of
-from gnmr.precision import PathLinear, PathSpec, convert
 
 CPU = torch.device("cpu")
 INDEX = "model.safetensors.index.json"

@@ -22,11 +22,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gnmr.conversion import ConvertedModel, PathSpec, convert
 from gnmr.lab import models
 from gnmr.lab.config.model import ExpertsConfig, ModelConfig
 from gnmr.lab.train.loss import loss_of
 from gnmr.measure.errors import measure_errors
-from gnmr.precision import ConvertedModel, PathSpec, convert
 
 MAX_O = 3
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 1, "num_heads": 2}

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import gnmr
 from gnmr.control import Unit
-from gnmr.precision import ConvertedModel, PathSpec, adapters, convert
-from gnmr.precision.adapters import operators_in, register
-from gnmr.precision.contained import Owner
+from gnmr.conversion import ConvertedModel, PathSpec, adapters, convert
+from gnmr.conversion.adapters import operators_in, register
+from gnmr.conversion.contained import Owner
 
 D, H, E, T = 32, 64, 4, 24
 PATHS = [("bf16", None), ("int4", "int8"), ("fp8_hybrid", "bf16"), ("mxfp8", "bf16"), ("llm_int8", "bf16")]

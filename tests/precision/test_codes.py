@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from gnmr.precision import PathSpec, convert
-from gnmr.precision.kernels import scaled_mm
+from gnmr.conversion import PathSpec, convert
+from gnmr.conversion.kernels import scaled_mm
 
 Scaling = F.ScalingType
 PLAIN = F.scaled_mm

@@ -12,13 +12,13 @@ import torch
 from close import EIGHT_BITS, FOUR_BITS, apart, assert_close
 from torch import Tensor, nn
 
+from gnmr.conversion import ConvertedModel, PathSpec, convert
+from gnmr.formats.recipes import Recipe
 from gnmr.lab import models
 from gnmr.lab.config.model import ModelConfig
 from gnmr.lab.faults.faults import Fault
 from gnmr.lab.faults.schedule import FaultSchedule
 from gnmr.measure.errors import measure_errors
-from gnmr.precision import ConvertedModel, PathSpec, convert
-from gnmr.precision.recipes import Recipe
 
 pytestmark = pytest.mark.slow
 

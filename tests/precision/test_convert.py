@@ -17,9 +17,10 @@ from test_simulated import same
 from torch import nn
 
 import gnmr
-from gnmr.precision import PathLinear, PathSpec, cast, convert
-from gnmr.precision.formats import FORMATS
-from gnmr.precision.recipes import RECIPES
+from gnmr.conversion import PathLinear, PathSpec, convert
+from gnmr.formats import cast
+from gnmr.formats.number_formats import FORMATS
+from gnmr.formats.recipes import RECIPES
 
 
 def net(layers: int = 3) -> nn.Module:

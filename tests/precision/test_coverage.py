@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from gnmr.conversion import PathSpec, convert
 from gnmr.measure.coverage import Counting, Coverage, Product, count, percent
-from gnmr.precision import PathSpec, convert
 
 TOKENS = torch.arange(64).view(2, 32)
 SIZES = {"vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

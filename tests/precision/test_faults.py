@@ -16,14 +16,15 @@ from test_simulated import BY_HAND, recast, same
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from gnmr.conversion import ConvertedModel, PathSpec, convert
+from gnmr.formats import FORMATS
+from gnmr.formats.cast import quantize
+from gnmr.formats.cast_stats import CastStats
+from gnmr.formats.recipes import Cast, Recipe
+from gnmr.formats.scaling import compress, decompress, unpack
 from gnmr.lab.faults.faults import KINDS, Fault
 from gnmr.lab.faults.schedule import FaultSchedule
 from gnmr.measure.errors import measure_errors
-from gnmr.precision import FORMATS, ConvertedModel, PathSpec, convert
-from gnmr.precision.cast import quantize
-from gnmr.precision.cast_stats import CastStats
-from gnmr.precision.recipes import Cast, Recipe
-from gnmr.precision.scaling import compress, decompress, unpack
 from gnmr.records.reader import FaultWindow
 
 FEW_BITS = [name for name, fmt in FORMATS.items() if fmt.bits < 16]

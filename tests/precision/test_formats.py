@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gnmr.precision.formats import FORMATS, Format
+from gnmr.formats.number_formats import FORMATS, Format
 
 # OCP Microscaling Formats v1.0, tables of FP4 and FP6 (non-negative half, in the order of their codes).
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]

@@ -11,10 +11,11 @@ from test_simulated import normal, same
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gnmr.conversion import ConvertedModel, PathSpec, convert
+from gnmr.formats import RECIPES
+from gnmr.formats.cast import SIGNS, quantize, rotated
+from gnmr.formats.recipes import Cast, Recipe
 from gnmr.measure.errors import measure_errors
-from gnmr.precision import RECIPES, ConvertedModel, PathSpec, convert
-from gnmr.precision.cast import SIGNS, quantize, rotated
-from gnmr.precision.recipes import Cast, Recipe
 
 
 def cast(x: Tensor, word: str, dim: int = 1) -> Tensor:

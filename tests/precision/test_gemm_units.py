@@ -11,10 +11,11 @@ from test_simulated import same
 from torch import Tensor, nn
 
 from gnmr import attach
+from gnmr.conversion import PathLinear, PathSpec, convert
+from gnmr.formats import Recipe
 from gnmr.lab.faults.faults import Fault
 from gnmr.lab.faults.schedule import FaultSchedule
 from gnmr.names import GEMMS, RECIPES
-from gnmr.precision import PathLinear, PathSpec, Recipe, convert
 
 SETS = [frozenset(some) for some in chain.from_iterable(combinations(GEMMS, k) for k in range(4))]
 

@@ -16,12 +16,12 @@ from slow_casts import slow_cast, slow_integer_linear
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gnmr.conversion import ConvertedModel, PathSpec, convert, int8
+from gnmr.conversion.int8 import integers, products
 from gnmr.lab.faults.faults import Fault
 from gnmr.lab.faults.schedule import FaultSchedule
 from gnmr.measure.errors import measure_errors
 from gnmr.names import WEIGHTS
-from gnmr.precision import ConvertedModel, PathSpec, convert, int8
-from gnmr.precision.int8 import integers, products
 
 BF16 = torch.bfloat16
 

@@ -12,8 +12,9 @@ from close import apart, assert_close
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gnmr.precision import FORMATS, RECIPES, ConvertedModel, PathLinear, PathSpec, convert
-from gnmr.precision.scaling import compress, decompress
+from gnmr.conversion import ConvertedModel, PathLinear, PathSpec, convert
+from gnmr.formats import FORMATS, RECIPES
+from gnmr.formats.scaling import compress, decompress
 
 FEW_BITS = [name for name, fmt in FORMATS.items() if fmt.bits < 16]
 ROWS, WIDTH = 2 * 24, 32
@@ -251,8 +252,8 @@ def test_a_frozen_weight_keeps_nothing() -> None:
 def test_nothing_is_cast_for_an_input_without_rows(low: str, monkeypatch: pytest.MonkeyPatch) -> None:
     net = nn.Sequential(nn.Linear(32, 32))
     converted = convert(net, PathSpec.of(low, None, targets=["?"]))
-    monkeypatch.setattr("gnmr.precision.kernels.simulated.quantize", None)
-    monkeypatch.setattr("gnmr.precision.reads.compress", None)
+    monkeypatch.setattr("gnmr.conversion.kernels.simulated.quantize", None)
+    monkeypatch.setattr("gnmr.conversion.reads.compress", None)
     net(torch.randn(0, 32, requires_grad=True)).sum().backward()
     assert torch.equal(net[0].weight.grad, torch.zeros(32, 32))
     assert converted.cost.predicted_bytes() == converted.cost.saved_bytes() == 0

@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import gnmr
-from gnmr.precision.recipes import RECIPES
+from gnmr.formats.recipes import RECIPES
 
 PATHS = ["bf16", "int4", "sim_int4", "fp8_hybrid", "fp8_delayed", "nvfp4", "mxfp8", "deepseek_v3", "llm_int8"]
 CASTING = [name for name in PATHS if name != "bf16"]

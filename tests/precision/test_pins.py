@@ -16,14 +16,15 @@ from torch import nn
 
 import gnmr
 from gnmr.attachment import units_of
-from gnmr.doctor.knapsack import as_choice, times_of
-from gnmr.doctor.plan import PinPlan
+from gnmr.conversion import ConvertedModel, PathLinear, PathSpec, convert
+from gnmr.conversion.cost import gemm_time
+from gnmr.conversion.path_table import brief
+from gnmr.formats import RECIPES, Recipe
 from gnmr.lab.faults.faults import Fault
 from gnmr.lab.faults.schedule import FaultSchedule
 from gnmr.names import GEMMS
-from gnmr.precision import RECIPES, ConvertedModel, PathLinear, PathSpec, Recipe, convert
-from gnmr.precision.cost import gemm_time
-from gnmr.precision.table import brief
+from gnmr.plan.knapsack import as_choice, times_of
+from gnmr.plan.pin_plan import PinPlan
 from gnmr.records.reader import read_json
 
 WHOLE = list(GEMMS)

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from gnmr.conversion import ConvertedModel, PathSpec, convert
+from gnmr.formats.recipes import RECIPES
 from gnmr.lab.faults.faults import Fault, Injector
 from gnmr.measure.price import PRICES, PriceMeter, measure_prices
-from gnmr.precision import ConvertedModel, PathSpec, convert
-from gnmr.precision.recipes import RECIPES
 
 TOKENS, WIDTH = 96, 128
 

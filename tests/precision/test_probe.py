@@ -12,10 +12,11 @@ from test_simulated import BY_HAND, by_us, single
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from gnmr.conversion import PathSpec, convert
+from gnmr.conversion.kernels import simulated
+from gnmr.formats import FORMATS
+from gnmr.formats.scaling import compress, decompress
 from gnmr.measure.errors import STATISTICS, measure_errors
-from gnmr.precision import FORMATS, PathSpec, convert
-from gnmr.precision.kernels import simulated
-from gnmr.precision.scaling import compress, decompress
 
 ROWS, WIDTH, OUT = 48, 32, 16
 NAMES = ["a", "b", "c"]

@@ -11,11 +11,11 @@ import pytest
 from torch import nn
 
 from gnmr import attach
+from gnmr.conversion import PathSpec, convert
 from gnmr.errors import UserError
+from gnmr.formats.recipes import RECIPES, Cast, Gemm, Recipe
 from gnmr.lab import config
 from gnmr.names import GEMMS
-from gnmr.precision import PathSpec, convert
-from gnmr.precision.recipes import RECIPES, Cast, Gemm, Recipe
 
 
 def test_a_recipe_with_some_gemms_recovered() -> None:

@@ -11,10 +11,10 @@ import torch
 from close import assert_close
 from torch import Tensor, nn
 
+from gnmr.conversion import ConvertedModel, PathSpec, convert
+from gnmr.conversion.kernels import scaled_mm
 from gnmr.measure.errors import measure_errors
 from gnmr.names import GEMMS
-from gnmr.precision import ConvertedModel, PathSpec, convert
-from gnmr.precision.kernels import scaled_mm
 
 RECOVERED = [
     gemms for n in product((False, True), repeat=3) if (gemms := [g for g, yes in zip(GEMMS, n, strict=True) if yes])

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from gnmr.precision.formats import FORMATS, RangeFormat
-from gnmr.precision.scaling import compress, decompress, largest_magnitude, pack, row_bytes, scales_of, unpack
+from gnmr.formats.number_formats import FORMATS, RangeFormat
+from gnmr.formats.scaling import compress, decompress, largest_magnitude, pack, row_bytes, scales_of, unpack
 
 FEW_BITS = [name for name, fmt in FORMATS.items() if fmt.bits < 16]
 

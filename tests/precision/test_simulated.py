@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from gnmr.conversion import PathSpec, convert
+from gnmr.conversion.kernels import simulated
+from gnmr.formats import RECIPES
+from gnmr.formats import cast as casting
+from gnmr.formats.cast import quantize
+from gnmr.formats.recipes import Cast, Recipe
 from gnmr.names import GEMMS
-from gnmr.precision import RECIPES, PathSpec, convert
-from gnmr.precision import cast as casting
-from gnmr.precision.cast import quantize
-from gnmr.precision.kernels import simulated
-from gnmr.precision.recipes import Cast, Recipe
 
 SCALES = ("tensor", "row", "tile", "block", "mx", "mx_floor", "nv", "nv2d", "nv_row")
 FOUR_OVER_SIX = ("e2m1/nv_4over6", "e2m1/nv2d_4over6")

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import gnmr
-from gnmr.doctor.in_force import operators_of
-from gnmr.precision import PathLinear, PathSpec, convert
-from gnmr.precision.conversion import operator_shapes
-from gnmr.precision.targets import roles_of
+from gnmr.conversion import PathLinear, PathSpec, convert
+from gnmr.conversion.converting import operator_shapes
+from gnmr.conversion.targets import roles_of
+from gnmr.measure.in_force import operators_of
 
 VOCABULARY = 320
 

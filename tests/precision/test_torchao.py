@@ -22,10 +22,10 @@ from test_scaling import round_trip
 from test_simulated import normal
 from torch import Tensor
 
-from gnmr.precision.cast import quantize
-from gnmr.precision.formats import FORMATS
-from gnmr.precision.recipes import Cast
-from gnmr.precision.scaling import compress
+from gnmr.formats.cast import quantize
+from gnmr.formats.number_formats import FORMATS
+from gnmr.formats.recipes import Cast
+from gnmr.formats.scaling import compress
 
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from gnmr.attachment import units_of
 from gnmr.control.norms import UnitNorms
+from gnmr.conversion import ConvertedModel, PathSpec, convert
+from gnmr.conversion.unit_names import unit_of
 from gnmr.lab.faults.faults import Fault
 from gnmr.lab.faults.schedule import FaultSchedule
 from gnmr.measure.errors import measure_errors
-from gnmr.precision import ConvertedModel, PathSpec, convert
-from gnmr.precision.units import unit_of
 
 
 class Block(nn.Module):

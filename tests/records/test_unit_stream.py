@@ -16,7 +16,7 @@ from made_rows import unit_rows
 from gnmr.errors import RunFailed
 from gnmr.records.reader import UNITS, open_units, read_units
 from gnmr.records.schema import unit_schema
-from gnmr.records.units import UnitStream, cut_units, recorded_units
+from gnmr.records.unit_stream import UnitStream, cut_units, recorded_units
 from gnmr.records.untrusted import Damaged
 
 
@@ -62,7 +62,7 @@ def test_the_bytes_are_those_of_pyarrows_writer(number: int, tmp_path: Path) -> 
 def test_a_run_does_not_import_pandas(tmp_path: Path) -> None:
     """`pa.array` does, which takes longer than a step."""
     script = (
-        "import sys, pathlib, numpy as np; from gnmr.records.units import UnitStream, UnitRows;"
+        "import sys, pathlib, numpy as np; from gnmr.records.unit_stream import UnitStream, UnitRows;"
         "x = np.ones(2); rows = UnitRows(1, ['a', 'b'], x > 0, x, {}, x, x > 0, x.astype(int));"
         "UnitStream(pathlib.Path(sys.argv[1])).write(rows); print('pandas' in sys.modules)"
     )

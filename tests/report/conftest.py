@@ -19,7 +19,7 @@ from gnmr.lab.records.find import find_runs
 from gnmr.lab.report.comparisons import Comparison, compare
 from gnmr.lab.report.runs import load
 from gnmr.records.schema import UnitRows
-from gnmr.records.units import UnitStream
+from gnmr.records.unit_stream import UnitStream
 
 
 def build_config(arm: str, steps: int, seed: int, experiment: str, settings: dict[str, Any]) -> config.Config:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gnmr.cli import main
+from gnmr.lab.cli import main
 from gnmr.lab.report import table
 from gnmr.lab.report.arms import Arm
 from gnmr.lab.report.comparisons import Comparison

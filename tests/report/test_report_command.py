@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gnmr.cli.report import main
 from gnmr.console import Terminal
 from gnmr.errors import UserError
+from gnmr.lab.cli.report import main
 from gnmr.lab.report import report
 
 Write = Callable[..., Path]

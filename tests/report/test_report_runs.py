@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from recorded import UNITS
 
-from gnmr.cli import runs as runs_command
 from gnmr.errors import UserError
+from gnmr.lab.cli import runs as runs_command
 from gnmr.lab.records.find import find_runs
 from gnmr.lab.report.runs import load
 from gnmr.records import seal

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 import gnmr
 from gnmr.attachment import blame
 from gnmr.attachment.blame import Levels, needed
+from gnmr.formats.scaling import compress
 from gnmr.lab.faults.faults import Fault
 from gnmr.lab.faults.schedule import FaultSchedule
 from gnmr.lab.train import run as run_module
-from gnmr.precision.scaling import compress
 from gnmr.records.reader import read_jsonl
 
 LR = 1e-2

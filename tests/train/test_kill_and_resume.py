@@ -20,7 +20,7 @@ from everything import differences, everything, in_child
 from gnmr.lab.train.step import TrainStep
 from gnmr.records.files import JsonLines
 from gnmr.records.reader import read_json, read_jsonl
-from gnmr.records.units import recorded_units
+from gnmr.records.unit_stream import recorded_units
 
 RICH = [
     "precision.rounding=stochastic",

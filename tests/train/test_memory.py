@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from gnmr.cli.subject import memory_bound
 from gnmr.errors import UserError
 from gnmr.lab import models
+from gnmr.lab.cli.subject import memory_bound
 from gnmr.lab.config import ModelConfig
 from gnmr.lab.config.model import ExpertsConfig
 from gnmr.lab.train import memory

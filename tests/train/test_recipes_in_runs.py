@@ -8,11 +8,12 @@ import pytest
 import torch
 from everything import differences, everything
 
+from gnmr.conversion import PathLinear, PathSpec, convert
+from gnmr.formats import RECIPES
 from gnmr.lab import models
 from gnmr.lab.config import config_hash, read
 from gnmr.lab.config.model import ExpertsConfig, ModelConfig
 from gnmr.lab.train.loss import evaluate
-from gnmr.precision import RECIPES, PathLinear, PathSpec, convert
 from gnmr.records.reader import read_jsonl
 
 WIDE = ["model.hidden_size=128", "model.intermediate_size=256"]

@@ -59,7 +59,7 @@ class Config:
     """Run folder. If null, it is `runs_dir/<experiment>/<arm>-<hash>-s<seed>`."""
     runs_dir: str = "runs"
     plan: str | None = None
-    """plan.json of `gnmr diagnose` (gnmr/doctor/plan.py), which sets low, recovery, recipes, targets and pins."""
+    """plan.json of `gnmr diagnose` (gnmr/plan/pin_plan.py), which sets low, recovery, recipes, targets and pins."""
     parallel: str = "none"
     """Data parallelism: none (one process), ddp, fsdp (FSDP2) or hsdp (docs/distributed.md)."""
     compression: CompressionConfig = field(default_factory=CompressionConfig)

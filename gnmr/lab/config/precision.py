@@ -1,16 +1,16 @@
-"""precision.* and faults.*: the two execution paths (`gnmr.precision.spec`), and faults of the low-cost path."""
+"""precision.* and faults.*: the two execution paths (`gnmr.conversion.path_spec`), and faults of the low-cost path."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from gnmr.conversion.path_spec import PathSpec
 from gnmr.errors import as_user_error, fields, one_of, positive, require, whole, within
-from gnmr.precision.spec import PathSpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig(PathSpec):
-    """The two execution paths of a unit (gnmr/precision)."""
+    """The two execution paths of a unit (gnmr/conversion)."""
 
     name: str | None = None
     """Part of the arm's name. If null, it is `<low>_<recovery>`, with `_pins` if there are pins."""

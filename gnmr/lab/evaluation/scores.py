@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from gnmr.errors import RunFailed, UserError
+from gnmr.formats import Recipe
 from gnmr.lab.evaluation.subjects import tokenizer_with_end
 from gnmr.lab.models import pretrained
 from gnmr.lab.train.build import Parts
 from gnmr.lab.train.memory import out_of_memory
-from gnmr.precision import Recipe
 
 THEIRS = {"gsm8k": "gsm8k", "mmlu": "mmlu", "hellaswag": "hellaswag", "wikitext2": "wikitext"}
 """lm-eval's name of each of `gnmr.names.TASKS`."""

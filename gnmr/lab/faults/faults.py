@@ -38,11 +38,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gnmr.precision.cast import BEYOND, Reference, over_scale, rotated, scale_of_each, scale_under
-from gnmr.precision.cast_stats import CastStats
-from gnmr.precision.formats import Format
-from gnmr.precision.recipes import Cast
-from gnmr.precision.scaling import TINY, over_max, pack, row_scale, scale_dtype, uniform_noise
+from gnmr.formats.cast import BEYOND, Reference, over_scale, rotated, scale_of_each, scale_under
+from gnmr.formats.cast_stats import CastStats
+from gnmr.formats.number_formats import Format
+from gnmr.formats.recipes import Cast
+from gnmr.formats.scaling import TINY, over_max, pack, row_scale, scale_dtype, uniform_noise
 
 KINDS = ("scale_up", "scale_down", "stale_scale", "noise", "bit_flip", "nan", "inf")
 

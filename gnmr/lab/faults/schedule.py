@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gnmr.conversion.converted import ConvertedModel
+from gnmr.conversion.unit_names import module_of
+from gnmr.formats.number_formats import KeepFormat, RangeFormat
+from gnmr.formats.recipes import Recipe
 from gnmr.lab.faults.faults import Fault, Injector
 from gnmr.names import GEMMS, select
-from gnmr.precision.converted import ConvertedModel
-from gnmr.precision.formats import KeepFormat, RangeFormat
-from gnmr.precision.recipes import Recipe
-from gnmr.precision.units import module_of
 from gnmr.records.reader import FaultWindow
 
 

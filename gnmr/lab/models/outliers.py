@@ -27,7 +27,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from gnmr.distributed.shards import local, part
+from gnmr.attachment.ranks.shards import local, part
 from gnmr.errors import UserError
 from gnmr.lab.models.layers import Block, Decoder, SwiGLU
 from gnmr.lab.models.llama import Llama

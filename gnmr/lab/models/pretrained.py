@@ -38,9 +38,9 @@ from torch.nn import functional as F
 from gnmr.errors import UserError, install
 from gnmr.lab.config.model import AdapterConfig
 from gnmr.lab.data.batch import Batch, model_inputs
+from gnmr.lab.models import cpu_products
 from gnmr.lab.models.llama import Llama
 from gnmr.names import select
-from gnmr.precision import cpu_products
 from gnmr.records.disk import sha256
 from gnmr.records.untrusted import first_line
 

@@ -20,7 +20,7 @@ from gnmr.errors import plural
 from gnmr.lab.records.view import RunInfo
 from gnmr.records.reader import iter_jsonl, read_jsonl
 from gnmr.records.schema import EVENT_FIELDS, UnitRows
-from gnmr.records.units import recorded_units
+from gnmr.records.unit_stream import recorded_units
 
 STEP_METRICS = {
     "tokens": "train/tokens",

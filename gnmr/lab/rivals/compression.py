@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.attachment import Router
+from gnmr.attachment.ranks.world import World
 from gnmr.control import Controller
 from gnmr.control.evidence import PATH_EVIDENCE, PRICE_EVIDENCE
 from gnmr.control.ranks import Ranks
-from gnmr.distributed.world import World
+from gnmr.conversion import ConvertedModel
 from gnmr.errors import UserError, as_user_error
 from gnmr.lab.config import Config
 from gnmr.lab.rivals.greedylore import GreedyLore, GreedyLoreSpec, VirtualWorkers
-from gnmr.precision import ConvertedModel
 
 GAPS = ("gap_low", "gap_recovery")
 """Evidence that is measured on compressed matrices."""

@@ -31,11 +31,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from gnmr.attachment.ranks import world
+from gnmr.attachment.ranks.reduce import reaching
+from gnmr.attachment.ranks.shards import is_sharded
 from gnmr.control.device import to_device
 from gnmr.control.unit import Unit
-from gnmr.distributed import world
-from gnmr.distributed.reduce import reaching
-from gnmr.distributed.shards import is_sharded
 from gnmr.errors import RunFailed, whole
 from gnmr.names import listed, select
 

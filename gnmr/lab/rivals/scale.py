@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
-from gnmr.distributed.reduce import Ranks
-from gnmr.distributed.shards import counts, is_sharded, local
+from gnmr.attachment.ranks.reduce import Ranks
+from gnmr.attachment.ranks.shards import counts, is_sharded, local
 from gnmr.errors import fraction, positive, require
 from gnmr.lab.config import OptimConfig
 

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gnmr.attachment.ranks.reduce import Ranks
+from gnmr.attachment.ranks.shards import counts, is_sharded, local
 from gnmr.control.device import flags
-from gnmr.distributed.reduce import Ranks
-from gnmr.distributed.shards import counts, is_sharded, local
 from gnmr.errors import UserError, as_user_error, fraction, positive, require, whole
 
 

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from gnmr.attachment import Router, controller_of
 from gnmr.attachment.blame import Levels
-from gnmr.distributed.reduce import Ranks
-from gnmr.distributed.world import ALONE, World
-from gnmr.doctor.plan import read_plan
+from gnmr.attachment.ranks.reduce import Ranks
+from gnmr.attachment.ranks.world import ALONE, World
+from gnmr.conversion import ConvertedModel
+from gnmr.conversion.converting import operator_shapes
 from gnmr.errors import UserError, as_user_error
 from gnmr.lab import models
 from gnmr.lab.config import Config
@@ -41,8 +42,7 @@ from gnmr.lab.train.optim import build_optimizer, learning_rate
 from gnmr.lab.train.step import TrainStep, monitored
 from gnmr.lab.train.wrap import Wrapped, wrap
 from gnmr.measure.coverage import count
-from gnmr.precision import ConvertedModel
-from gnmr.precision.conversion import operator_shapes
+from gnmr.plan.pin_plan import read_plan
 
 _THREADS = torch.get_num_threads()  # read before a run in this process sets its own number
 

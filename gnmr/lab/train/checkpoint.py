@@ -31,8 +31,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from gnmr.attachment import Router
-from gnmr.distributed.shards import is_sharded, local
-from gnmr.distributed.world import ALONE, World
+from gnmr.attachment.ranks.shards import is_sharded, local
+from gnmr.attachment.ranks.world import ALONE, World
+from gnmr.conversion import ConvertedModel
 from gnmr.errors import RunFailed, UserError, writing
 from gnmr.lab.train.checkpoint_files import (
     ANEW,
@@ -47,7 +48,6 @@ from gnmr.lab.train.checkpoint_files import (
     steps_in,
     write_meta,
 )
-from gnmr.precision import ConvertedModel
 from gnmr.records.disk import move_folder, sync_folder
 
 

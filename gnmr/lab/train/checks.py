@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import nn
 
+from gnmr.attachment.ranks.torchrun import is_torchrun, started
 from gnmr.control.evidence import PATH_EVIDENCE
-from gnmr.distributed.torchrun import is_torchrun, started
+from gnmr.conversion import ConvertedModel
 from gnmr.errors import UserError
 from gnmr.lab.config import Config
 from gnmr.lab.models import pretrained
 from gnmr.lab.train.wrap import shards_of
-from gnmr.precision import ConvertedModel
 
 _ORACLE_PARAMETERS = 200_000_000
 

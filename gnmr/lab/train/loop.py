@@ -17,8 +17,8 @@ from torch import Tensor
 
 from gnmr.attachment import Router, units_of
 from gnmr.attachment.blame import Levels
+from gnmr.attachment.ranks import shards
 from gnmr.control import Controller, ControlSpec, Unit
-from gnmr.distributed import shards
 from gnmr.errors import RunFailed
 from gnmr.lab.data.batch import Batch
 from gnmr.lab.records.recorder import Recorder, Silent

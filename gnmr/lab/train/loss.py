@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gnmr.distributed.reduce import Ranks
-from gnmr.distributed.world import ALONE, World
+from gnmr.attachment.ranks.reduce import Ranks
+from gnmr.attachment.ranks.world import ALONE, World
+from gnmr.conversion import ConvertedModel
 from gnmr.lab.data.batch import Batch, model_inputs
 from gnmr.lab.models import Decoder
-from gnmr.precision import ConvertedModel
 
 
 def loss_of(model: nn.Module, batch: Tensor | Batch, call: Callable[..., Any] | None = None) -> Tensor:

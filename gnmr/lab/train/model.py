@@ -8,13 +8,13 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from gnmr.conversion import ConvertedModel, convert
 from gnmr.errors import UserError, as_user_error
 from gnmr.lab import models
 from gnmr.lab.config import Config, PrecisionConfig
 from gnmr.lab.models import pretrained
 from gnmr.lab.train.checkpoint import Stateful
 from gnmr.lab.train.checks import check_sizes, check_watched
-from gnmr.precision import ConvertedModel, convert
 
 
 class Stress(Stateful, Protocol):
@@ -91,7 +91,7 @@ def pretrained_model(config: Config, device: torch.device) -> tuple[nn.Module, C
 def with_paths(model: nn.Module, config: Config, device: torch.device | None = None) -> ConvertedModel:
     """Give `model` its two paths. If the config has adapters, freeze the model and add them.
 
-    Raises UserError if the model cannot have these paths. See `gnmr.precision.conversion` for `device`.
+    Raises UserError if the model cannot have these paths. See `gnmr.conversion.converting` for `device`.
     """
     adapter, seed = config.model.adapter, config.training.seed
     if adapter.rank:
@@ -109,7 +109,7 @@ def with_paths(model: nn.Module, config: Config, device: torch.device | None = N
 def build_converted(
     model: nn.Module, paths: PrecisionConfig, seed: int, device: torch.device | None = None
 ) -> ConvertedModel:
-    """Give the model's linears the paths of the config. Raises UserError like `gnmr.precision.conversion`."""
+    """Give the model's linears the paths of the config. Raises UserError like `gnmr.conversion.converting`."""
     with as_user_error("paths: "):
         return convert(model, paths, seed=seed, device=device)
 

@@ -9,13 +9,13 @@ from torch import nn
 
 from gnmr.attachment.blame import Verdict
 from gnmr.errors import fields
+from gnmr.formats.recipes import described
 from gnmr.lab import models
 from gnmr.lab.records.view import RunInfo
 from gnmr.lab.train.build import Parts, tokens_of
 from gnmr.lab.train.folder import signal_sha256
 from gnmr.lab.train.provenance import commit, machine, portable_command
 from gnmr.lab.train.step import StepResult
-from gnmr.precision.recipes import described
 from gnmr.records import rows as records
 from gnmr.records.disk import sha256
 from gnmr.records.reader import FaultWindow

@@ -20,9 +20,12 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from gnmr.attachment.blame import Levels
-from gnmr.distributed.reduce import lost
-from gnmr.distributed.world import ALONE, World
+from gnmr.attachment.ranks.reduce import lost
+from gnmr.attachment.ranks.world import ALONE, World
+from gnmr.conversion.path_table import brief
 from gnmr.errors import RunFailed, UserError
+from gnmr.formats import Recipe
+from gnmr.formats.recipes import described
 from gnmr.lab.config import Config, config_hash
 from gnmr.lab.data.packing import PackedSequences
 from gnmr.lab.models import pretrained
@@ -46,9 +49,6 @@ from gnmr.lab.train.loop import Loop, Scorer
 from gnmr.lab.train.memory import out_of_memory, peak_memory_bytes, reset_peak_memory
 from gnmr.lab.train.provenance import portable_config
 from gnmr.lab.train.rows import Counters, fault_rows, header, run_info
-from gnmr.precision import Recipe
-from gnmr.precision.recipes import described
-from gnmr.precision.table import brief
 
 
 def run(

@@ -27,14 +27,16 @@ from torch import Tensor, nn
 
 from gnmr.attachment import Router
 from gnmr.attachment.blame import NO_LEVEL, Level, Levels, Verdict
+from gnmr.attachment.ranks.reduce import Ranks
+from gnmr.attachment.ranks.shards import is_sharded
+from gnmr.attachment.ranks.world import ALONE, World
 from gnmr.attachment.repeat import Seen, Start
 from gnmr.control import Decision, HostPacket
 from gnmr.control.device import to_device
 from gnmr.control.norms import Distinct, UnitNorms, gradient_norms
 from gnmr.control.unit import Slice, identity, whole_of
-from gnmr.distributed.reduce import Ranks
-from gnmr.distributed.shards import is_sharded
-from gnmr.distributed.world import ALONE, World
+from gnmr.conversion.cost import Spent
+from gnmr.conversion.unit_names import module_of
 from gnmr.lab.data.batch import Batch
 from gnmr.lab.models import Decoder
 from gnmr.lab.rivals.transforms import StepContext, Transform, tensor_norms
@@ -43,8 +45,6 @@ from gnmr.lab.train.optim import clip_gradients, skip_where
 from gnmr.lab.train.retry import keep_set, look_again, looks_again, nonfinite_place
 from gnmr.lab.train.wrap import Wrapped
 from gnmr.names import select
-from gnmr.precision.cost import Spent
-from gnmr.precision.units import module_of
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 """The signals that end a run gracefully (`stopping`)."""

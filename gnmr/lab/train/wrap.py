@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gnmr.distributed.world import World
+from gnmr.attachment.ranks.world import World
 from gnmr.errors import UserError
 from gnmr.lab.rivals.greedylore import GreedyLore
 

@@ -1,0 +1,132 @@
+"""Find the processes that train together: torch.distributed's default group, or this process alone."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+
+from gnmr.attachment.ranks.torchrun import started
+from gnmr.errors import RunFailed, UserError
+
+T = TypeVar("T")
+
+
+def _grouped() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def size() -> int:
+    """Return the current number of processes; a controller may be made before its group."""
+    return torch.distributed.get_world_size() if _grouped() else 1
+
+
+def rank() -> int:
+    """Return the rank of this process, from 0."""
+    return torch.distributed.get_rank() if _grouped() else 0
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a run; every method waits for all of them."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def first(self) -> bool:
+        """Return True if this process writes and prints."""
+        return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, by rank; for small host values."""
+        if self.size == 1:
+            return [value]
+        found: list[T | None] = [None] * self.size
+        torch.distributed.all_gather_object(found, value)
+        return found  # type: ignore[return-value]
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Run a block on every rank or fail on all: the first error of any rank is raised on all ranks.
+
+        The block must not contain a collective.
+        """
+        if self.size == 1:
+            yield
+            return
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        told = None if error is None else (isinstance(error, UserError), f"{error}" or type(error).__name__)
+        others = [one for one in self.gather(told) if one is not None]
+        if error is not None:
+            raise error
+        if others:
+            raise UserError(others[0][1]) if others[0][0] else RunFailed(others[0][1])
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """Return the result of `make`, which only rank 0 calls; its error is raised on all ranks."""
+        if self.size == 1:
+            return make()
+        found: list[Any] = [None]
+        if self.first:
+            try:
+                found = [(make(), None)]
+            except Exception as error:
+                kept = isinstance(error, (UserError, RunFailed, OSError))
+                found = [(None, error if kept else RunFailed(f"{type(error).__name__}: {error}"))]
+                torch.distributed.broadcast_object_list(found)
+                raise
+        torch.distributed.broadcast_object_list(found)
+        value, raised = found[0]
+        if raised is not None:
+            raise raised
+        return cast(T, value)
+
+    def same(self, what: str, value: str) -> None:
+        """Raise UserError if ranks have different values."""
+        found = self.gather(value)
+        for other, theirs in enumerate(found):
+            if theirs != found[0]:
+                raise UserError(f"{what} is {found[0]} in rank 0 and {theirs} in rank {other}: start all of them alike")
+
+
+ALONE = World()
+
+
+@contextmanager
+def joined(cuda: bool) -> Iterator[World]:
+    """Join the processes that were started together into one world; `ALONE` if there is one.
+
+    Only rank 0 shows warnings. Raises UserError if the rendezvous fails.
+    """
+    if started() == 1:
+        yield ALONE
+        return
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    try:
+        store, own, number = next(torch.distributed.rendezvous("env://"))
+        # torchrun's store survives a restart, with the addresses of processes that are gone.
+        store = torch.distributed.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        torch.distributed.init_process_group(backend, store=store, rank=own, world_size=number)
+    except (RuntimeError, ValueError) as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        line = str(error).strip().partition("\n")[0]
+        raise UserError(f"{started()} processes do not find each other at {where} ({line}): use a free port") from error
+    try:
+        with warnings.catch_warnings():
+            if rank() > 0:
+                warnings.simplefilter("ignore")
+            yield World(rank(), size())
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,350 @@
+"""The result of `convert`: the converted operators, their units, and the state that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from gnmr.conversion.adapters import release
+from gnmr.conversion.compile import into_graphs
+from gnmr.conversion.contained import Contained, Owner
+from gnmr.conversion.cost import Cost
+from gnmr.conversion.int8 import Int8Linear
+from gnmr.conversion.linear import PathLinear, exchange_class
+from gnmr.conversion.path_table import as_text
+from gnmr.conversion.shared import SharedState, Switches
+from gnmr.conversion.unit_names import PathUnit
+from gnmr.formats.number_formats import FORMATS, Format, KeepFormat
+from gnmr.formats.recipes import RECIPES, ExecutionPath, Recipe, described
+from gnmr.formats.rounding import Mark, Rounding
+from gnmr.names import GEMMS, OPERANDS
+
+DETACHED = "this controller was detached: its model has plain linears again; attach another"
+"""Message of every call that needs converted operators after `ConvertedModel.restore`."""
+
+_OURS = {*RECIPES, *GEMMS, "in", "and"}
+"""Words in the names of our recipes and of the mixtures that `Recipe.with_gemms` makes of them."""
+
+StepMark: TypeAlias = tuple[Mark | None, tuple[Tensor | None, Tensor] | None, int]
+"""State at the start of a step: place of stochastic rounding, delayed scales, step."""
+
+
+@dataclass(eq=False)
+class ConvertedModel:
+    """The converted operators of a model, in module order, the units that they form, and their shared state."""
+
+    operators: list[PathLinear]
+    units: list[PathUnit]
+    low: ExecutionPath
+    recovery: ExecutionPath | None
+    shared: SharedState
+    recovers: tuple[str, ...] = GEMMS
+    """GEMMs that recovery takes over."""
+    times: Mapping[str, float] = field(default_factory=dict)
+    """Relative GEMM times (`PathSpec.times`)."""
+    recipes: Mapping[str, Recipe] = field(default_factory=dict)
+    """User-defined recipes that `times` may name."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Linears that match the targets but stay unchanged, with the reason (`gnmr.conversion.converting`)."""
+    warmup_steps: int = 0
+    """Number of first steps in which operators in recovery compute in 16 bits; see `begin_step`."""
+    around: Sequence[tuple[nn.Module, str, Any]] = ()
+    """Attributes of other modules that the conversion changed, with their former values: (module, name, value)."""
+    restored: bool = False
+    """Whether the operators are plain linears again; calls that need converted ones then raise RuntimeError."""
+
+    def __post_init__(self) -> None:
+        self.cost = Cost(self)
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+    @property
+    def frozen(self) -> bool:
+        """Whether no operator's weight is trained, so that there is no weight gradient."""
+        return not any(operator.weight.requires_grad for operator in self.operators)
+
+    @property
+    def without_effect(self) -> bool:
+        """Whether the paths change nothing: the formats compress for a weight gradient that no operator has."""
+        low = self.low
+        saved = isinstance(low, Format) and not isinstance(low, KeepFormat) and not self.shared.quantize_forward
+        return self.frozen and saved
+
+    def store(self, weights: str) -> None:
+        """Replace the weights by their INT8 codes if `weights` is "instead"."""
+        for operator in self.operators:
+            if isinstance(operator, Int8Linear):
+                operator.store(weights)
+
+    @contextmanager
+    def high_precision(self) -> Iterator[None]:
+        """Run every operator as a plain 16-bit linear inside this context, whatever its path (evaluation).
+
+        Contexts nest. They also cover copies of the model (an average of its weights), which otherwise stay on the
+        paths that they were copied on.
+        """
+        switches, before = self.shared.switches, self.shared.high_precision
+        switches.high_precision = True
+        try:
+            yield
+        finally:
+            switches.high_precision = before or self.restored
+
+    @property
+    def casts_forward(self) -> bool:
+        """Whether a forward pass on the low path differs from the 16-bit one."""
+        if isinstance(self.low, Recipe):
+            return bool(self.low.fprop.casts)
+        return self.shared.quantize_forward and not isinstance(self.low, KeepFormat)
+
+    @contextmanager
+    def on_low_path(self) -> Iterator[None]:
+        """Run every operator on its low path, without faults and side effects, inside this context (evaluation)."""
+        with self.no_side_effects():
+            for operator in self.operators:
+                operator.switch(False)
+                operator.fault = None  # a fault belongs to the run, not to the model
+            yield
+
+    def compile(self, blocks: Iterable[nn.Module], **options: Any) -> str | None:
+        """Call `block.compile(**options)` on each block, and take the operators into the graphs if few graphs result.
+
+        Operators are taken in if the paths are recipes and all operators of a block switch together (unit=block, or no
+        recovery path). A block type then has one graph for each path, one for evaluation, and these again for other
+        lengths. Otherwise operators run between the graphs, as they do in steps with a probe or a fault. In both cases
+        a switch compiles nothing new.
+
+        `fullgraph=True` enforces full graphs. It fails in a mixture of experts, and if neither the operator's weight
+        nor anything before it is trained (the first block of a frozen base). Models of Hugging Face need
+        `use_cache=False`, or every layer counts as its own type.
+
+        In graphs `saved_bytes` is not available, because the compiler chooses what backward keeps. `saturation` counts
+        in `backward()` only, not in `torch.autograd.grad`. Inductor omits roundings to 16 bits between fused
+        operations, as in any model.
+
+        Returns:
+            The reason why operators stay between the graphs, or None if they are in the graphs.
+        """
+        blocks = list(blocks)
+        why = into_graphs(self, blocks)
+        for block in blocks:
+            block.compile(**options)
+        return why
+
+    @property
+    def in_graphs(self) -> bool:
+        """Whether `compile` took the operators into its graphs."""
+        self.check_converted()
+        return any(operator.in_graphs is not None for operator in self.operators)
+
+    def _collect(self, into_counts: bool = True) -> None:
+        """Add the counts of casts in graphs to the other counts, or drop them."""
+        self.check_converted()
+        tallies = [operator.tally for operator in self.operators]
+        found = [None if tally is None else tally.grad for tally in tallies]
+        if into_counts and (first := next((one for one in found if one is not None), None)) is not None:
+            assert self.shared.amax is not None
+            zero = torch.zeros_like(first)
+            self.shared.amax.add(torch.stack([zero if one is None else one for one in found]))
+        for tally in tallies:
+            if tally is not None:
+                tally.grad = None
+
+    @contextmanager
+    def no_side_effects(self) -> Iterator[None]:
+        """Undo, after this context, every change to the state of faults and casts.
+
+        Paths and faults of the operators may change inside; they are restored too, as is the generator of stochastic
+        rounding. No compressed copy is kept. Recovery means the recovery path inside, even in a 16-bit warm-up. The
+        caller takes care of gradients and a probe.
+        """
+        self._collect()
+        shared, state = self.shared, self.state_dict()
+        in_force = [(operator.recovered, operator.fault) for operator in self.operators]
+        mark = self.mark()
+        before, shared.no_side_effects = shared.no_side_effects, True
+        warmup, shared.warmup = shared.warmup, None
+        try:
+            yield
+        finally:
+            self._collect(into_counts=False)
+            shared.no_side_effects, shared.warmup = before, warmup
+            shared.forget()
+            self._load(state)  # unchecked: a check waits for the device
+            self.back_to(mark)
+            for operator, (recovered, fault) in zip(self.operators, in_force, strict=True):
+                operator.put(recovered)
+                operator.fault = fault
+
+    def mark(self) -> StepMark:
+        """Return the part of the paths' state that a step changes, for `back_to`. Does not wait for the device."""
+        rounding, amax = self.shared.rounding, self.shared.amax
+        return (
+            None if rounding is None else rounding.mark(),
+            None if amax is None else (amax.history, amax.replaced),
+            self.shared.step,
+        )
+
+    def back_to(self, mark: StepMark) -> None:
+        """Return to `mark`, for a pass within `no_side_effects`.
+
+        Rounding draws the same numbers again, and delayed scales come from the steps before the mark.
+        """
+        drawn, scales, self.shared.step = mark
+        self.shared.forget()
+        if self.shared.rounding is not None and drawn is not None:
+            self.shared.rounding.back_to(drawn)
+        if self.shared.amax is not None and scales is not None:
+            history, self.shared.amax.replaced = scales
+            self.shared.amax.history = None if history is None else history.clone()
+
+    def begin_again(self, mark: StepMark) -> None:
+        """Restart the step that began at `mark`, and forget everything that it wrote."""
+        self.back_to(mark)
+        self._collect(into_counts=False)
+        if self.shared.amax is not None:
+            self.shared.amax.begin_again()
+
+    def begin_step(self, step: int) -> None:
+        """Begin step `step` (from 1): needed with `warmup_steps`, or if steps are not taken in order.
+
+        Until the warm-up is over, operators in recovery run in 16 bits, whatever the recovery path is. Stochastic
+        rounding draws the numbers of this step.
+        """
+        self._enter(step)
+        sixteen: ExecutionPath = FORMATS["bf16"] if isinstance(self.low, Format) else RECIPES["bf16"]
+        self.shared.warmup = sixteen if step <= self.warmup_steps else None
+
+    def _enter(self, step: int) -> None:
+        self.shared.step = step
+        if self.shared.rounding is not None:
+            self.shared.rounding.begin_step(step)
+
+    def end_step(self) -> None:
+        """End an optimizer step; call this once, after the step's last backward pass.
+
+        Drops compressed copies, advances the history of delayed scales, and resets `saturation`.
+        """
+        self.shared.forget()
+        self._collect(into_counts=False)
+        if self.shared.amax is not None:
+            self.shared.amax.end_step()
+        self._enter(self.shared.step + 1)
+
+    def saturation(self) -> dict[str, Tensor]:
+        """Return the numbers of saturated and of non-finite elements since the last `end_step`, by operand.
+
+        Read it before the controller's `step`. Does not wait for the device.
+
+        Returns:
+            {operand: (num_operators, 2) int64} on the device, for casts of the operators' `input`, `weight`,
+            `grad_output` and `result`. Column 0 counts elements that saturated, column 1 elements that were Inf or NaN.
+            Every cast counts once: a cast that several operators share counts for the first. Empty if the paths are
+            formats.
+        """
+        self._collect()
+        amax = self.shared.amax
+        return {} if amax is None else {name: amax.counts[:, i].clone() for i, name in enumerate(OPERANDS)}
+
+    def restore(self) -> None:
+        """Turn every operator back into its original module; a second call does nothing.
+
+        Operators in copies of the model compute as plain linears from now on. Weights that are kept only as INT8 codes
+        become codes times scale, in their original dtype. Raises ValueError, before anything is changed, if an operator
+        has been changed since (for example parametrized).
+        """
+        if self.restored:
+            return
+        for operator in self.operators:
+            module = operator.module
+            if isinstance(module, PathLinear | Owner) and "plain_class" not in vars(type(module)):
+                raise ValueError(
+                    f"{operator.operator_name} has become a {type(module).__name__} since: undo that first (of a "
+                    "parametrization torch.nn.utils.parametrize.remove_parametrizations)"
+                )
+        for operator in self.operators:
+            if isinstance(operator, Contained):
+                if isinstance(operator.owner, Owner):
+                    release(operator.owner)
+                continue
+            if not (isinstance(operator, PathLinear) and operator.converted):
+                continue
+            if isinstance(operator, Int8Linear):
+                operator.unstore()
+            for name in PathLinear.__annotations__:
+                delattr(operator, name)
+            exchange_class(operator, type(operator).plain_class)
+        for module, name, value in self.around:
+            setattr(module, name, value)
+        self.restored = self.shared.switches.high_precision = True
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy of model and paths together; the copy has switches of its own."""
+        self.__dict__.update(state)
+        before, self.shared.switches = self.shared.high_precision, Switches()
+        self.shared.switches.high_precision = before
+
+    def check_converted(self) -> None:
+        """Raise RuntimeError after `restore`."""
+        if self.restored:
+            raise RuntimeError(DETACHED)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the owner of the state (`paths`), and the state of stochastic rounding and delayed scales, if any."""
+        state: dict[str, Any] = {"paths": self._owner()}
+        if self.shared.rounding is not None:
+            state["rounding"] = self.shared.rounding.state()
+        history = None if self.shared.amax is None else self.shared.amax.history
+        return state if history is None else state | {"largest": history.clone()}
+
+    def check_state(self, state: Any) -> None:
+        """Raise ValueError if `state` is damaged or belongs to other paths, rounding or operators."""
+        owner = state.get("paths") if isinstance(state, Mapping) else None
+        if owner != self._owner():
+            raise ValueError(f"the paths' state belongs to {owner or 'unknown paths'}; this model has {self._owner()}")
+        shared = self.shared
+        try:
+            if shared.rounding is not None:
+                Rounding(0, torch.device("cpu")).load(state["rounding"])
+            if shared.amax is not None and (history := shared.amax.history) is not None:
+                largest = state["largest"]
+                if largest.shape != history.shape or not bool((largest.isfinite() & (largest >= 0)).all()):
+                    raise ValueError(f"must be {tuple(history.shape)} magnitudes")
+        except (KeyError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+            what = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise ValueError(f"the paths' state is damaged ({what})") from error
+
+    def _owner(self) -> str:
+        self.check_converted()
+        # Recipes name the recovered GEMMs, unless all are recovered.
+        low, recovery = described(self.low), "none" if self.recovery is None else described(self.recovery)
+        rounding = "nearest" if self.shared.rounding is None else "stochastic"
+        # The name of a user's recipe does not define it, so its casts are added.
+        by_name = {o.operator_name: described(o.low) for o in self.operators if o.pinned}
+        pinned = {o.low.name: o.low for o in self.operators if o.pinned}
+        own = "".join(
+            f", {path.name}: {path.words()}"
+            for path in (self.low, self.recovery, *pinned.values())
+            if isinstance(path, Recipe) and not {*path.name.replace(",", "").split()} <= _OURS
+        )
+        site = ", site=forward" if self.shared.quantize_forward else ""
+        pins = f", pins: {by_name}" if by_name else ""
+        return f"low={low}, recovery={recovery}, rounding={rounding}{site}, {len(self.operators)} operators{own}{pins}"
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load `state`; raises ValueError, before anything is loaded, as `check_state` does."""
+        self.check_state(state)
+        self._load(state)
+
+    def _load(self, state: dict[str, Any]) -> None:
+        if self.shared.rounding is not None:
+            self.shared.rounding.load(state["rounding"])
+            self.shared.step = self.shared.rounding.step
+        if self.shared.amax is not None and self.shared.amax.history is not None:
+            self.shared.amax.load(state["largest"])

@@ -1,0 +1,309 @@
+"""Costs of the operators of a converted model: arithmetic and time of GEMMs, and memory that is kept for backward.
+
+GEMM time is relative: rows * inputs * outputs * the time of the GEMM's recipe, which its widest operand decides
+(`TIMES`). Extra GEMM time is the GEMM time now minus the time on the low recipe, divided by the latter. Both are sums
+over all GEMMs. After `Cost.count`, "all GEMMs" are those of the whole model, with those outside of the operators in 16
+bits. Before, they are the operators' own GEMMs, with one token each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from gnmr.conversion.int8 import Int8Linear
+from gnmr.conversion.linear import PathLinear
+from gnmr.formats.cast import rotated_dtype
+from gnmr.formats.number_formats import Format, KeepFormat
+from gnmr.formats.recipes import HADAMARD, READS, RECIPES, ExecutionPath, Recipe
+from gnmr.formats.scaling import row_bytes, scale_dtype, scales_of
+from gnmr.names import GEMMS
+
+if TYPE_CHECKING:
+    from gnmr.conversion.converted import ConvertedModel
+
+
+TIMES = {"4": 1.0, "8": 2.0, "16": 4.0}
+"""Relative time of a GEMM by the bits of its widest operand."""
+
+
+def gemm_time(
+    recipe: Recipe, gemm: str, times: Mapping[str, float] | None = None, recipes: Mapping[str, Recipe] | None = None
+) -> float:
+    """Return the relative time of a GEMM under `recipe`.
+
+    Operands of 2 and 3 bits count as 4 bits, and 6 bits as 8. An operand that is not cast counts as 16 bits. The result
+    does not count.
+
+    Args:
+        recipe: the recipe, or a mixture of several (`Recipe.with_gemms`).
+        gemm: fprop, dgrad or wgrad.
+        times: replacements for `TIMES`, by width or by recipe. The time of a recipe applies to every GEMM with the same
+            casts as the same GEMM of that recipe. A GEMM that the recipe leaves in 16 bits has the time of 16.
+        recipes: user-defined recipes that `times` may name.
+    """
+    times = times or {}
+    known = {**RECIPES, recipe.name: recipe, **(recipes or {})}
+    casts = recipe.words()[gemm]
+    for name in (name for name in (recipe.name, *times) if name in times and name in known):
+        named = known[name]
+        if named.words()[gemm] == casts and (casts or not named.casts):
+            return times[name]
+    operands = [getattr(getattr(recipe, gemm), operand) for operand in READS[gemm]]
+    widest = max(16 if cast is None else cast.format.bits for cast in operands)
+    return {**TIMES, **times}["4" if widest <= 4 else "8" if widest <= 8 else "16"]
+
+
+class Work(NamedTuple):
+    """Multiplications of a model's forward pass."""
+
+    operators: tuple[int, ...]
+    """Multiplications of each operator, in order."""
+    rest: int
+    """Multiplications of all other GEMMs."""
+    told: tuple[str, ...] = ()
+    """Lines for tables that describe the operators' part of the whole."""
+
+
+class Spent(NamedTuple):
+    """Costs of a step; see `Cost.spent`."""
+
+    share: float
+    extra_bytes: float
+    extra_time: float
+
+
+_STATE = attrgetter("low", "recovered", "read")
+"""The attributes of an operator that its costs depend on."""
+
+
+@dataclass
+class _Numbers:
+    """Costs of all operators, and the state for which they were computed."""
+
+    state: tuple[Any, ...]
+    """The path of a warm-up in 16 bits, then `_STATE` of each operator."""
+    predicted: int
+    spent: Spent
+    saved: int | None = None
+    """Bytes that were read from the graph; `held` says which operators held an input then."""
+    held: list[bool] | None = None
+
+
+class Cost:
+    """Costs of a converted model now, in total and by unit; see `ConvertedModel.cost`."""
+
+    def __init__(self, model: ConvertedModel) -> None:
+        self._model = model
+        self.work: Work | None = None
+        """Counted arithmetic of the whole model; None: not counted yet."""
+        self._numbers: _Numbers | None = None
+        self._times: dict[int, tuple[ExecutionPath, float]] = {}
+
+    def count(self, work: Work | None) -> None:
+        """Set the arithmetic of one pass of the whole model; costs are shares of it from now on."""
+        self.work, self._numbers = work, None
+
+    def saved_bytes(self) -> int:
+        """Return the bytes that the operators' inputs occupy in the autograd graph now, between forward and backward.
+
+        The bytes are read from the graph's nodes. A storage that several operators share counts once, and an operator
+        that ran several times counts with its last pass. The previous result is reused if every operator kept as many
+        rows of the same tensors on the same path, and the graph holds them again.
+
+        Do not call this under activation checkpointing: the graph holds no inputs at this point, and reading them would
+        recompute them. Raises ValueError if the operators are in graphs of `gnmr.conversion.compile`.
+        """
+        if self._model.in_graphs:
+            raise ValueError("saved_bytes: what compiled blocks keep for backward is the compiler's choice")
+        numbers, holds = self._now(), [operator.holds for operator in self._model.operators]
+        if numbers.saved is None or numbers.held != holds:
+            storages: dict[int, int] = {}
+            for operator in self._model.operators:
+                for tensor in operator.kept():
+                    at = tensor.data_ptr()
+                    storages[at] = max(storages.get(at, 0), tensor.nbytes)
+            numbers.held, numbers.saved = holds, sum(storages.values())
+        return numbers.saved
+
+    def of_pass(self) -> tuple[int, int, Spent]:
+        """Return (`saved_bytes`, `predicted_bytes`, `spent`) between forward and backward."""
+        saved, numbers = self.saved_bytes(), self._numbers
+        assert numbers is not None
+        return saved, numbers.predicted, numbers.spent
+
+    def predicted_bytes(self) -> int:
+        """Return the same number as the memory model predicts it.
+
+        The model counts p/8 bytes per element, the scales, and one copy per tensor and format. Tensors that are kept
+        unchanged count once if they are views of one storage. A simulated recipe keeps the input's own width: one
+        tensor per tensor that is read and per cast that wgrad reads. On real hardware the copy is codes of one byte and
+        their scales.
+        """
+        return self._now().predicted
+
+    def weight_bytes(self) -> tuple[int, int]:
+        """Return (bytes of the operators' weights in their own dtype, bytes of their INT8 codes and scales).
+
+        With O outputs and I inputs in bfloat16 the result is (2 O I, 0), and (0, O (I + 4)) with weights="instead". The
+        graph holds these same tensors between forward and backward. A parameter of several operators counts once.
+        Biases do not count.
+        """
+        self._model.check_converted()
+        own = {id(o.weight): o.weight.nbytes for o in self._model.operators if o.weight.is_floating_point()}
+        return sum(own.values()), sum(o.code_bytes for o in self._model.operators if isinstance(o, Int8Linear))
+
+    def spent(self) -> Spent:
+        """Return the costs of the current paths: recovered share of arithmetic, extra bytes (Eq. 5) and extra time.
+
+        Does not wait for the device.
+
+        Returns:
+            share: share of the arithmetic of all GEMMs (see the module) that runs on the recovery path. A GEMM counts
+                rows * in_features * out_features. A forward GEMM outside of the operators counts three times, as the
+                operators' GEMMs do. Pinned GEMMs always count, and GEMMs of an operator in recovery if `recovers` names
+                them. In a 16-bit warm-up all GEMMs of such an operator count. Under formats an operator counts as a
+                whole.
+            extra_bytes: (p_high - p_low)/8 times the sum of A_b over the operators in recovery, each counted
+                separately. Pins count if they keep more of the input. p_high is 16 in a 16-bit warm-up. The result is 0
+                under simulated recipes, which always keep the input in its own width.
+            extra_time: extra GEMM time that pins and recovery add, as a share of the time with every GEMM on the low
+                recipe. The result is 0 under formats, whose GEMMs run in 16 bits.
+        """
+        return self._now().spent
+
+    def of_units(self, kind: str) -> tuple[list[float], float]:
+        """Return (what recovery of each unit adds, what pins take), as shares of what recovery of everything takes.
+
+        `kind` is gemm for the arithmetic that `spent` counts, or bytes for Eq. 5's extra bytes with the bits of the
+        input that wgrad reads. Raises ValueError if `kind` is bytes and recovery adds none.
+        """
+        if kind == "bytes":
+            return self._bytes_of_units()
+        model, whole = self._model, self._arithmetic()
+        costs = []
+        for unit in model.units:
+            named = model.recovers if unit.gemm is None else (unit.gemm,)
+            moved = GEMMS if isinstance(model.low, Format) else named
+            costs.append(sum(len({*moved} - {*o.pinned}) * self._area(o) for o in unit.operators) / whole)
+        return costs, self.pinned_share()
+
+    def pinned_share(self) -> float:
+        """Return the share of all arithmetic that pinned GEMMs take."""
+        return sum(len(o.pinned) * self._area(o) for o in self._model.operators) / self._arithmetic()
+
+    def _arithmetic(self) -> int:
+        """Return the number of multiplications of all GEMMs."""
+        self._model.check_converted()
+        return len(GEMMS) * (sum(map(self._area, self._model.operators)) + self._rest)
+
+    @property
+    def _rest(self) -> int:
+        return 0 if self.work is None else self.work.rest
+
+    def _bytes_of_units(self) -> tuple[list[float], float]:
+        model = self._model
+        model.check_converted()
+        low, recovery = model.low, model.low if model.recovery is None else model.recovery
+
+        def more(operator: PathLinear, path: ExecutionPath, than: ExecutionPath) -> float:
+            rows = self._area(operator) / operator.out_features
+            return rows * max(0, nominal_bits(path) - nominal_bits(than))
+
+        whole = sum(more(o, recovery, low) for o in model.operators)
+        if not whole:
+            raise ValueError("cost=bytes: recovery keeps no more bits of the input than the low path; use gemm")
+        costs = [sum(more(o, unit.path_of(o), o.low) for o in unit.operators) / whole for unit in model.units]
+        return costs, sum(more(o, o.low, low) for o in model.operators) / whole
+
+    def _now(self) -> _Numbers:
+        """Return the costs of the paths in force and of the last forward pass, recomputed if anything changed."""
+        model = self._model
+        model.check_converted()
+        state = model.shared.warmup, *map(_STATE, model.operators)
+        if self._numbers is not None and self._numbers.state == state:
+            return self._numbers
+        recovered, extra, time, copies = 0, 0.0, 0.0, dict[tuple[object, str], int]()
+        low_bits, low_time = _kept_bits(model.low), self._time(model.low)
+        for operator in model.operators:
+            path, read, area = operator.path, operator.read, self._area(operator)
+            recovered += len(self._recovered(operator)) * area
+            time += (self._time(path) - low_time) * area
+            if read is not None:
+                extra += max(0, _kept_bits(path) - low_bits) / 8 * read[0] * operator.in_features
+                key = read[1], kept_as(path)
+                copies[key] = max(copies.get(key, 0), kept_bytes(operator, path, read[0], read[2]))
+        arithmetic = self._arithmetic()
+        usual = self._time(model.low) * (arithmetic / len(GEMMS) - self._rest)
+        usual += len(GEMMS) * self._rest * {**TIMES, **model.times}["16"]
+        spent = Spent(recovered / arithmetic, extra, time / (usual or 1.0))
+        self._numbers = _Numbers(state, sum(copies.values()), spent)
+        return self._numbers
+
+    def _area(self, operator: PathLinear) -> int:
+        """Return the multiplications of one of the operator's GEMMs, as counted or for one token."""
+        if self.work is None:
+            return operator.in_features * operator.out_features
+        return self.work.operators[operator.index]
+
+    def _time(self, path: ExecutionPath) -> float:
+        """Return the relative time per multiplication of an operator's GEMMs on `path`; 0 for formats."""
+        if isinstance(path, Format):
+            return 0.0
+        if id(path) not in self._times:  # by identity: hashing a recipe takes as long as the rest of an operator's work
+            of = self._model
+            self._times[id(path)] = path, sum(gemm_time(path, gemm, of.times, of.recipes) for gemm in GEMMS)
+        return self._times[id(path)][1]
+
+    def _recovered(self, operator: PathLinear) -> Collection[str]:
+        """Return the GEMMs of the operator that are on the recovery path now."""
+        if not operator.recovering:
+            return operator.pinned
+        if self._model.shared.warmup is not None or isinstance(operator.low, Format):
+            return GEMMS
+        return {*operator.pinned, *(operator.recovered if operator.gemms else self._model.recovers)}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for pickle and deepcopy, without the last step's numbers."""
+        return {**self.__dict__, "_numbers": None, "_times": {}}
+
+
+def kept_as(path: ExecutionPath) -> str:
+    """Return how an operator on `path` keeps its input: operators with equal answers can share one copy."""
+    if isinstance(path, Format):
+        return path.name
+    return f"{path.wgrad.input} {path.backend}" if path.wgrad.input else "bf16"
+
+
+def kept_bytes(operator: PathLinear, path: ExecutionPath, rows: int, dtype: torch.dtype) -> int:
+    """Return the bytes of `rows` rows (tokens) in `dtype` of the operator's input on `path`, with their scales."""
+    width = operator.in_features
+    if isinstance(path, Recipe) and path.wgrad.input is not None and path.wgrad.input.hadamard:
+        rows, dtype = rows + -rows % HADAMARD, rotated_dtype(dtype)
+    if isinstance(path, Format) and not isinstance(path, KeepFormat):
+        return rows * (row_bytes(width, path.bits) + scales_of(width, path) * scale_dtype(dtype).itemsize)
+    if isinstance(path, Recipe) and _kept_bits(path) == 8 and rows:
+        cast = path.wgrad.input
+        assert cast is not None
+        height, columns = cast.group(0)
+        scales = -(-rows // (height or rows)) * -(-width // (columns or width))
+        return rows * width + scales * torch.float32.itemsize
+    return rows * width * dtype.itemsize
+
+
+def nominal_bits(path: ExecutionPath) -> int:
+    """Return the width of the saved input as wgrad reads it, which Eq. 5 counts even if it is stored wider."""
+    if isinstance(path, Format):
+        return path.bits
+    return 16 if path.wgrad.input is None else path.wgrad.input.format.bits
+
+
+def _kept_bits(path: ExecutionPath) -> int:
+    """Return the width of elements kept for backward: 16 for a recipe, unless its GEMMs really run in FP8."""
+    if isinstance(path, Format):
+        return path.bits
+    return 8 if path.backend == "scaled_mm" and path.wgrad.input is not None else 16

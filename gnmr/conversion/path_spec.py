@@ -1,0 +1,192 @@
+"""The settings of a conversion, checked without torch: the config's `paths` and the argument of `convert`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from gnmr.errors import one_of, positive, require, whole, within
+from gnmr.names import BACKENDS, FORMATS, GEMMS, RECIPES, ROUNDINGS, SITES, UNITS, WEIGHTS, listed
+
+if TYPE_CHECKING:
+    from gnmr.formats.recipes import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathSpec:
+    """The two execution paths of a unit. Raises ValueError, naming the field, if a value is invalid."""
+
+    low: str = "int4"
+    """The low-cost path: a format of the saved activations, or a recipe (gnmr/formats/recipes.py)."""
+    recovery: str | None = "int8"
+    """The recovery path, of the same kind (bf16 is both); null: units are monitored but never routed (a static run)."""
+    recipes: dict[str, Any] = field(default_factory=dict)
+    """User-defined recipes, {name: {gemm: {operand: cast}}}, which low and recovery may name."""
+    targets: list[str] | None = None
+    """Patterns with * and ? of the linears to convert; null: every linear of the numbered blocks, and other *_proj.
+
+    A pattern matches at the end of the dotted name: down_proj is every layer's, and layers.2.* is not layer 20's. In a
+    model without blocks, null means the linears that are called *_proj, or all if there are none. Output heads, routers
+    and peft's adapters are not among the defaults. Recipes skip heads and routers, whatever pattern names them
+    (gnmr/conversion/targets.py). A linear whose widths or class do not fit is left out with a warning, unless a pattern
+    without * and ? names it.
+    """
+    exclude: list[str] = field(default_factory=list)
+    """Patterns of linears that are not converted, although targets name them."""
+    unit: str = "operator"
+    """What one decision moves: gemm, operator, expert, layer or block (5.2), among the operators that targets choose.
+
+    gemm is fprop, dgrad or wgrad of an operator, of those in recovers, and needs recipes. expert is all operators of an
+    expert. layer is an attention, or an MLP with all its experts.
+    """
+    site: str = "saved"
+    """saved: only the copy for backward is quantized; forward: the forward pass reads the quantized input too.
+
+    Recipes define what each GEMM reads.
+    """
+    rounding: str = "nearest"
+    """nearest (ties to even) or, for formats, stochastic; recipes define the rounding of each cast."""
+    group: int | None = None
+    """For integer formats: elements of a token whose range the codes span, as in ActNN (256).
+
+    null: codes are symmetric about 0, with one scale per token.
+    """
+    recovers: list[str] = field(default_factory=lambda: list(GEMMS))
+    """GEMMs that the recovery recipe takes over; no effect if the paths are formats."""
+    pins: dict[str, Any] = field(default_factory=dict)
+    """GEMMs that always run on one recipe, {pattern of operators: {fprop: mxfp8}}.
+
+    [fprop, dgrad] pins to the recovery recipe (bf16 if recovery is null). Under formats a pin puts the whole operator,
+    all three GEMMs, on recovery.
+    """
+    times: dict[str, float] = field(default_factory=dict)
+    """Relative GEMM times (gnmr/conversion/cost.py), by width (4, 8, 16) or recipe: {8: 1.8, mxfp8: 1.9}.
+
+    They define extra GEMM time. Missing entries have the default 1 : 2 : 4.
+    """
+    backend: str = "auto"
+    """What runs a recipe (gnmr/conversion/resolve.py): simulated, scaled_mm (FP8 hardware), int_mm (integers), or auto.
+
+    auto uses a hardware backend if device, recipe and widths allow it, else simulated.
+    """
+    weights: str = "online"
+    """Where the weights' INT8 codes are under llm_int8 (gnmr/conversion/int8.py): online or instead.
+
+    online makes them in every forward pass; instead replaces the 16-bit weights, which have to be frozen.
+    """
+    outlier_threshold: float | None = None
+    """Input columns with at least this magnitude stay in 16 bits under llm_int8; published: 6.0; null: off."""
+    probe_tokens: int = 1
+    """One of this many tokens is measured if a signal needs the paths' errors (evidence gap_low, mse, ...)."""
+    price_tokens: int = 16
+    """The same for signals that need the paths' prices (evidence price, price_fprop, ...)."""
+
+    _SECTION: ClassVar[str] = ""
+    """Prefix of a field's name in messages, as the user types it."""
+
+    @classmethod
+    def of(cls, low: str | Recipe, recovery: str | Recipe | None, **more: Any) -> PathSpec:
+        """Return the spec of these paths, each by name or as a `Recipe`; `more` are the other fields."""
+        own: dict[str, Any] = dict(more.pop("recipes", {}))
+        names: list[str | None] = []
+        for path in (low, recovery):
+            if path is None or isinstance(path, str):
+                names.append(path)
+                continue
+            if own.setdefault(path.name, path) != path:
+                raise ValueError(f"recipe {path.name}: there are two of this name; name one otherwise")
+            names.append(path.name)
+        return cls(low=names[0] or "", recovery=names[1], recipes=own, **more)
+
+    def __post_init__(self) -> None:
+        for name in ("targets", "exclude", "recovers"):
+            if name != "targets" or self.targets is not None:
+                object.__setattr__(self, name, listed(name, getattr(self, name)))
+        whole(probe_tokens=self.probe_tokens, price_tokens=self.price_tokens)
+        for name, right in (("recipes", "{name: {gemm: {operand: cast}}}"), ("times", "{bits or recipe: time}")):
+            require(isinstance(getattr(self, name), Mapping), name, getattr(self, name), f"must be {right}")
+        self._check_recipes()
+        recipes = (*RECIPES, *self.recipes)
+        choices = tuple(dict.fromkeys((*FORMATS, *recipes)))
+        one_of(choices, low=self.low)
+        if self.recovery is not None:
+            one_of(choices, recovery=self.recovery)
+            kind = "a format" if self.low in FORMATS else "a recipe"
+            alike = any(self.low in known and self.recovery in known for known in (FORMATS, recipes))
+            right = f"must be {kind}, as low={self.low} is; add {self._SECTION}recovery=bf16, which fits every low path"
+            require(alike, "recovery", self.recovery, right)
+        some = self.recovers and set(self.recovers) <= set(GEMMS)
+        require(some, "recovers", self.recovers, f"must be some of {', '.join(GEMMS)}")
+        self._check_pins()
+        times = {str(key): time for key, time in self.times.items()}
+        for key, time in times.items():
+            require(key in ("4", "8", "16", *recipes), f"times.{key}", time, "must be of 4, 8, 16 or a recipe")
+            within(1e-9, 1e9, **{f"times.{key}": time})  # type: ignore[arg-type]
+        object.__setattr__(self, "times", times)
+        some = self.targets is None or self.targets
+        require(some, "targets", self.targets, "needs at least one pattern; null is the default")
+        one_of(UNITS, unit=self.unit)
+        formats = all(path is None or path in FORMATS for path in (self.low, self.recovery))
+        right = f"routes the GEMMs of recipes one by one, and low={self.low} is a format; use operator"
+        require(self.unit != "gemm" or not formats, "unit", self.unit, right)
+        one_of(BACKENDS, backend=self.backend)
+        one_of(WEIGHTS, weights=self.weights)
+        positive(or_null=True, outlier_threshold=self.outlier_threshold)
+        for name, choices in (("site", SITES), ("rounding", ROUNDINGS)):
+            value = getattr(self, name)
+            one_of(choices, **{name: value})
+            right = f"belongs to formats; with the recipe {self.low} it must be {choices[0]}"
+            require(formats or value == choices[0], name, value, right)
+        if self.group is not None:
+            whole(group=self.group)
+            other = [path for path in (self.low, self.recovery) if path is not None and not _integer(path)]
+            right = f"belongs to integer formats (int2 ... int8, and bf16); {(other or [self.low])[0]} is not one"
+            require(_integer(self.low) and set(other) <= {"bf16"}, "group", self.group, right)
+
+    @property
+    def pinned(self) -> dict[str, dict[str, str]]:
+        """The recipe (or format) of each pinned GEMM, by pattern."""
+        usual = self.recovery or "bf16"
+        return {
+            pattern: dict(given) if isinstance(given, Mapping) else dict.fromkeys(given, usual)
+            for pattern, given in self.pins.items()
+        }
+
+    def _check_pins(self) -> None:
+        """Check the pins, and put their GEMMs in order, each once."""
+        right = "must be {pattern of operators: {GEMM: recipe}}, as {down_proj: {fprop: mxfp8}}, or {pattern: [GEMMs]}"
+        require(isinstance(self.pins, Mapping), "pins", self.pins, right)
+        formats = all(path is None or path in FORMATS for path in (self.low, self.recovery))
+        recipes, pins = (*RECIPES, *self.recipes), {}
+        for pattern, given in self.pins.items():
+            require(isinstance(pattern, str) and pattern, "pins", self.pins, right)
+            key, by_recipe = f"pins.{pattern}", isinstance(given, Mapping)
+            gemms = list(given) if by_recipe else listed(key, given)
+            require(gemms and set(gemms) <= set(GEMMS), key, given, f"must be some of {', '.join(GEMMS)}")
+            whole = f"low={self.low} is a format, and pins the whole operator: [{', '.join(GEMMS)}]"
+            require(not formats or set(gemms) == set(GEMMS), key, given, whole)
+            for gemm in gemms if by_recipe else ():
+                one_of([self.recovery or "bf16"] if formats else recipes, **{f"{key}.{gemm}": given[gemm]})
+            some = [gemm for gemm in GEMMS if gemm in gemms]
+            pins[pattern] = {gemm: given[gemm] for gemm in some} if by_recipe else some
+        object.__setattr__(self, "pins", pins)
+
+    def _check_recipes(self) -> None:
+        """Check the recipes; imports torch only if recipes are declared."""
+        for name, one in self.recipes.items():
+            from gnmr.formats.recipes import Recipe
+
+            if not isinstance(one, Recipe):
+                try:
+                    Recipe.of(name, one)
+                except ValueError as error:
+                    raise ValueError(f"recipes: {error}") from error
+            elif name in FORMATS or name in RECIPES:
+                words = {gemm: casts for gemm, casts in one.words().items() if casts}
+                if words != RECIPES.get(name):
+                    raise ValueError(f"recipe {name}: is not what has this name already; name it otherwise")
+
+
+def _integer(path: str) -> bool:
+    return path in FORMATS and path.startswith("int")

@@ -1,0 +1,48 @@
+"""Keep casts out of the caches of selective activation checkpointing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch.utils import _python_dispatch as dispatch
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+_CACHES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
+"""Modes by which selective checkpointing caches the results of operations, and returns them in the recomputation."""
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def always_recomputed(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Keep the operations of `function` out of the caches of selective checkpointing.
+
+    Casts write to memory that they use again, and record statistics: a cached result would be overwritten, and a result
+    from the cache would leave the rest undone. Without such a cache the call costs one look at an empty stack.
+    """
+
+    @wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not torch._C._len_torch_dispatch_stack():
+            return function(*args, **kwargs)
+        modes = dispatch._get_current_dispatch_mode_stack()
+        if not any(isinstance(mode, _CACHES) for mode in modes):
+            return function(*args, **kwargs)
+        for _ in modes:
+            dispatch._pop_mode()
+        others = [mode for mode in modes if not isinstance(mode, _CACHES)]
+        try:
+            for mode in others:
+                dispatch._push_mode(mode)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                for _ in others:
+                    dispatch._pop_mode()
+        finally:
+            for mode in modes:
+                dispatch._push_mode(mode)
+
+    return run

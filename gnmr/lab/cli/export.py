@@ -1,0 +1,68 @@
+"""`gnmr export PLAN [to=TARGET,...] [out=FOLDER] [pp=N] [layers=N]`: write a plan for other libraries."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gnmr.console import Terminal, print_plain
+from gnmr.errors import UserError, as_user_error, one_of, printable, writing
+from gnmr.lab.cli.parser import Parser, names_of, path, whole
+from gnmr.plan.export import TARGETS, export
+from gnmr.plan.pin_plan import read_plan
+from gnmr.records import output
+
+_TEXT = """\
+PLAN is a plan.json, or the folder that holds it (gnmr diagnose ... out=FOLDER). Each file says in its first lines what
+the library cannot do as the plan says, and what that costs.
+
+  gnmr diagnose my_llama/ data=text.txt recipe=nvfp4 budget=+10% out=plan/
+  gnmr export plan/
+  gnmr export plan/ to=te,megatron pp=4 out=job/
+
+targets:
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Run the command and return its exit code. Raises UserError before anything is written."""
+    targets = "".join(f"  {name:13} {one.library}\n" for name, one in TARGETS.items())
+    parser = Parser("export", "PLAN [to=TARGET,...] [out=FOLDER] [pp=N] [layers=N]", _TEXT + targets, bare=False)
+    parser.option("to", names_of, "targets, with commas between; default: all that can run the plan's low recipe")
+    parser.option("out", path, "folder for the files, made where there is none; default: PLAN's")
+    parser.option("pp", whole(1), "pipeline stages, of equal length (megatron)", 1)
+    parser.option(
+        "layers",
+        whole(1),
+        "blocks of the model, if the plan has targets= or exclude= and does not list the model's linears",
+    )
+    asked, place = parser.of_one_place(argv, "plan.json, or its folder")
+    out = asked.out or (Path(place) if Path(place).is_dir() else Path(place).parent)
+    with as_user_error():
+        for target in asked.to or ():
+            one_of(TARGETS, to=target)
+    if asked.pp > 1 and asked.to and "megatron" not in asked.to:
+        raise UserError(f"pp={asked.pp}: is for to=megatron alone; leave it out")
+    plan, files, lines = read_plan(place), dict[str, str](), list[str]()
+    for target in asked.to or TARGETS:
+        try:
+            with as_user_error():
+                found = export(plan, target, asked.pp, asked.layers)
+        except UserError as error:
+            if asked.to:
+                raise
+            lines.append(f"{target}: not written: {error}")
+            continue
+        files |= found.files
+        lines += [f"{', '.join(found.files)}: {note}" for note in found.notes if "NOT" in note]
+    if not files:
+        raise UserError(f"out={out}: nothing to write: {lines[0]}")
+    with writing(f"out={out}"):
+        out.mkdir(exist_ok=True)
+    for name in files:
+        output.check(out / name, f"out={out / name}", follow=False)
+    for name, text in files.items():
+        output.write_text(out / name, text, f"out={out / name}", follow=False)
+    terminal = Terminal()
+    for line in (*lines, f"files: {', '.join(files)} in {out}"):
+        print_plain(terminal, printable(line))
+    return 0

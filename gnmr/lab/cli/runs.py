@@ -1,0 +1,141 @@
+"""`gnmr runs [FOLDER...]`: which runs there are, how they ended, their perplexity and the GEMM FLOPs they recovered."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from gnmr.console import NARROW, for_tables, print_plain
+from gnmr.errors import UserError, plural, printable
+from gnmr.lab.cli.parser import Parser, whole
+from gnmr.lab.records.find import LATEST, changed, find_runs, last_step
+from gnmr.records import seal
+from gnmr.records.reader import UNITS, read_json, read_jsonl
+from gnmr.records.untrusted import exists
+
+_TEXT = f"""\
+FOLDER is a run folder, or any folder above run folders (default: runs). The newest run is listed last, and is what
+`{LATEST}` means in place of a run's folder:
+
+  gnmr report {LATEST}            gnmr replay {LATEST} alpha=2.0            gnmr audit {LATEST}
+"""
+
+
+@dataclass(frozen=True)
+class _Row:
+    place: Path
+    changed: float
+    """When its records were written last, seconds since the epoch."""
+    status: str
+    steps: int
+    ppl: float
+    """Of the last evaluation; NaN where there is none."""
+    spent: float
+    """Share of the GEMMs' arithmetic on the recovery path; NaN where it is not known."""
+
+
+def main(argv: list[str]) -> int:
+    """Run the command and return its exit code. Raises UserError without a run."""
+    parser = Parser("runs", "[FOLDER...] [last=N]", _TEXT)
+    parser.option("last", whole(1), "show the newest N runs; null: all of them", 30)
+    given = parser.parse(argv)
+    folders = [Path(word) for word in given.words] or [Path("runs")]
+    if not given.words and not folders[0].is_dir():
+        raise UserError("runs: there is no folder runs/ here; gnmr demo or gnmr train make one, or name another")
+    found = sorted(find_runs(folders), key=changed)
+    shown = found[-given.last :] if given.last else found
+    console = for_tables()
+    table = _narrow if console.width < NARROW else _table
+    console.print(table([_row(folder) for folder in shown], os.path.commonpath(folders) or "."))
+    if left_out := len(found) - len(shown):
+        print_plain(console, f"{plural(left_out, 'older run')} hidden; last=null shows all")
+    return 0
+
+
+def _row(folder: Path) -> _Row:
+    """`Damaged` records make a row too."""
+    steps, ppl, spent = 0, math.nan, math.nan
+    try:
+        _check(folder)
+        summary = read_json(folder / "summary.json") or {}
+        status = _status(folder, summary)
+        steps = int(_number(summary.get("steps"), last_step(folder)))
+        spent = _number(summary.get("spent_gemm_frac"))
+        ppl = _number(summary.get("final_val_ppl"))
+        if math.isnan(ppl) and (rows := read_jsonl(folder / "eval.jsonl")):
+            ppl = _number(rows[-1].get("val_ppl"))
+    except UserError:
+        status = "damaged"
+    return _Row(folder, changed(folder), status, steps, ppl, spent)
+
+
+def _check(folder: Path) -> None:
+    """Raise `Damaged` for a run that `gnmr report` leaves out because its rows were changed or lost."""
+    if seal.check(folder, set(seal.FILES) - {UNITS}):
+        return
+    steps = [row["step"] for row in read_jsonl(folder / "steps.jsonl")]
+    evals = read_jsonl(folder / "eval.jsonl")
+    from gnmr.lab.config import flatten, read_tree  # imported here, because it takes long
+
+    settings = flatten(read_tree(folder / "config.yaml"))
+    planned = settings.get("training.steps")
+    if isinstance(planned, int):
+        planned += settings.get("fork.heal") or 0
+    later = max((rows[-1]["step"] for rows in (evals, read_jsonl(folder / "events.jsonl")) if rows), default=0)
+    seal.check_rows(folder, steps, evals[-1].get("val_loss") if evals else None, planned, later)
+
+
+def _status(folder: Path, summary: dict[str, Any]) -> str:
+    if exists(folder / "FAILED"):
+        return "failed"
+    if exists(folder / "DONE"):
+        return "done"
+    return "interrupted" if summary.get("status") == "interrupted" else "unfinished"
+
+
+def _number(value: Any, otherwise: float = math.nan) -> float:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else otherwise
+
+
+_STYLES = {"done": "green", "failed": "red", "damaged": "red"}
+
+
+def _cells(row: _Row, root: str) -> tuple[Text, Text, str, str, str, str]:
+    return (
+        Text(printable(os.path.relpath(row.place, root))),
+        Text(row.status, _STYLES.get(row.status, "yellow")),
+        f"{row.steps:,}",
+        "–" if math.isnan(row.ppl) else f"{row.ppl:.2f}",
+        "–" if math.isnan(row.spent) else f"{row.spent:.1%}",
+        f"{datetime.fromtimestamp(row.changed):%Y-%m-%d %H:%M}",
+    )
+
+
+def _table(rows: list[_Row], root: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 0))
+    table.add_column(f"run, below {printable(root)}", overflow="fold")
+    table.add_column("status", no_wrap=True)
+    for name in ("steps", "ppl", "GEMM\nFLOPs", "written"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*_cells(row, root))
+    return table
+
+
+def _narrow(rows: list[_Row], root: str) -> Group:
+    """Two lines a run: its name, then how it ended."""
+    lines = [Text(f"runs below {printable(root)}", "bold")]
+    for row in rows:
+        name, status, steps, ppl, spent, when = _cells(row, root)
+        figures = f", {steps} steps, ppl {ppl}, GEMM FLOPs recovered {spent}"
+        lines += [name, Text.assemble("  ", status, figures), Text(f"  {when}", "dim")]
+    return Group(*lines)

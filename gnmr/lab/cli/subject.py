@@ -1,0 +1,89 @@
+"""Share the model, its paths and its batches between `gnmr diagnose` and `gnmr audit`."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gnmr.errors import UserError, as_user_error
+from gnmr.lab.cli.parser import Parser, needs, path, recipe_of, text, whole
+from gnmr.records.untrusted import exists, reading
+
+if TYPE_CHECKING:
+    from gnmr.formats import Recipe
+    from gnmr.lab.config import Config
+    from gnmr.lab.evaluation.blocks import Blocks
+    from gnmr.lab.evaluation.subjects import Subject
+    from gnmr.plan.pin_plan import PinPlan
+
+
+def add_options(parser: Parser, batches: str) -> None:
+    """Add the options for the text, its `batches` and the device."""
+    parser.option("data", path, "a file of text, of which the model's own tokens are read")
+    parser.option(
+        "batch_size", whole(1), f"blocks of {batches}; default: as many as make 1,024 tokens, of a checkpoint 512"
+    )
+    parser.option("block", whole(2), "tokens of a block; default: as the run was trained, of a checkpoint 128 at most")
+    parser.option("device", text, "auto, cpu or cuda", "auto")
+
+
+def asked_of(parser: Parser, argv: list[str], command: str) -> tuple[Namespace, str, Config | None]:
+    """Return (the options, the place, its config if it is a run). Raises UserError before anything is loaded."""
+    asked, place = parser.of_one_place(argv, "run folder or checkpoint")
+    if asked.plan is not None and asked.recipe is not None:
+        raise UserError("recipe: the plan says which; leave one of them out")
+    folder = Path(place).expanduser()
+    if not exists(folder / "config.yaml"):
+        needs(command, "transformers")
+        return asked, place, None
+    from gnmr.lab.config import read
+
+    with reading(folder):
+        return asked, place, read(folder / "config.yaml")
+
+
+def paths_of(
+    asked: Namespace, config: Config | None, default: str | None = None
+) -> tuple[PinPlan | None, str | Recipe | None]:
+    """Return (the plan, the recipe), at most one of them; a recipe that the run does not define is given by name."""
+    from gnmr.plan.pin_plan import read_plan
+
+    own: dict[str, Any] = {} if config is None else dict(config.precision.recipes)
+    if asked.plan is not None:
+        return read_plan(asked.plan), None
+    if (word := asked.recipe or default) is None:
+        return None, None
+    with as_user_error():
+        return None, recipe_from("recipe", word, own)
+
+
+def recipe_from(key: str, word: str, own: Mapping[str, Any]) -> str | Recipe:
+    """Return the recipe that a word names, as a `Recipe` if the run defines it. Raises ValueError if it is unknown."""
+    from gnmr.formats import Recipe
+
+    name = recipe_of(key, word, own)
+    return Recipe.of(name, own[name]) if name in own else name
+
+
+def blocks_for(subject: Subject, asked: Namespace, batches: int, held_out: int) -> Blocks:
+    """Return the batches of the text that was asked for."""
+    from gnmr.lab.evaluation.blocks import blocks_of
+
+    data = None if asked.data is None else asked.data.expanduser()
+    return blocks_of(subject, data, batches=batches, held_out=held_out, length=asked.block, size=asked.batch_size)
+
+
+@contextmanager
+def memory_bound(right: str) -> Iterator[None]:
+    """Raise UserError with the remedy `right` if the block runs out of memory."""
+    from gnmr.lab.train.memory import out_of_memory
+
+    try:
+        yield
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        raise UserError(right) from error

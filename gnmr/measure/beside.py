@@ -1,0 +1,214 @@
+"""Measure low precision in parts that no plan covers: the output head, routers, and the cache of keys and values.
+
+- head, router: linears that every recipe leaves in 16 bits, on the low path.
+- kv: the keys and values that attention reads (`scaled_dot_product_attention`), under a separate cast. No GEMM reads
+  them in low precision. Their error is an inner product with the gradient, u = <dk, Q(k) - k>. It is summed over heads,
+  by token and by sequence as in `gnmr.measure.price`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from gnmr.conversion import ConvertedModel, PathSpec, convert
+from gnmr.errors import require
+from gnmr.formats import Recipe
+from gnmr.formats.cast import quantize
+from gnmr.formats.recipes import Cast, Gemm
+from gnmr.measure.in_force import operators_of
+from gnmr.measure.price import PriceMeter, Sequences, measure_prices
+from gnmr.names import KV_CAST
+
+
+def kv_cast_of(word: str) -> Cast:
+    """Return the cast of a cache. Raises ValueError if the word names no cast, or one that needs a history."""
+    require(isinstance(word, str), "kv_cast", word, f"must be a cast, as {KV_CAST}")
+    try:
+        cast = Cast.of(word)
+    except ValueError as error:
+        raise ValueError(f"kv_cast={word}: {error} (such as {KV_CAST})") from error
+    require(cast is not None, "kv_cast", word, f"casts nothing; use one such as {KV_CAST}")
+    assert cast is not None
+    require(cast.scale != "delayed", "kv_cast", word, "a cache has no history of magnitudes; use the scale tensor")
+    return cast
+
+
+class Beside:
+    """The parts (`BESIDE` in gnmr.names) to measure, each alone with everything else on the recovery path."""
+
+    def __init__(self, model: nn.Module, kinds: Sequence[str], low: Recipe, kv_cast: Cast) -> None:
+        """Convert the linears of these kinds. Raises ValueError if the model has none of a kind."""
+        self.converted: ConvertedModel | None = None
+        self._meter: PriceMeter | None = None
+        names = []
+        for kind in (kind for kind in kinds if kind != "kv"):
+            chosen = [one.name for one in operators_of(model) if one.role == kind]
+            require(chosen, "include", kind, "this model has none that is an nn.Linear")
+            names += chosen
+        if names:
+            spec = PathSpec.of(low, "bf16", targets=names, backend="simulated")
+            self.converted = convert(model, spec, kept=True)
+            for operator in self.converted.operators:
+                operator.weight.requires_grad_()
+                assert isinstance(operator.low, Recipe)
+                operator.low = Recipe(operator.low.name, fprop=operator.low.fprop, dgrad=Gemm(), wgrad=Gemm())
+            self._meter = measure_prices(self.converted, ["price_fprop"], 1)
+            self._meter.enabled = False
+        self.kv = KVCache(model, kv_cast) if "kv" in kinds else None
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """Return the weights of the linears, which backward must reach so that all are measured."""
+        return [] if self.converted is None else [operator.weight for operator in self.converted.operators]
+
+    def find_sequences(self, sequences: Sequences) -> None:
+        """Let `sequences` find those of the rows of linears and caches."""
+        if self._meter is not None:
+            self._meter.sequences = sequences
+        if self.kv is not None:
+            self.kv.sequences = sequences
+
+    def restore(self) -> None:
+        """Undo the conversion of the linears."""
+        if self.converted is not None:
+            self.converted.restore()
+
+    @contextmanager
+    def running(self, alone: str | None = None) -> Iterator[None]:
+        """Keep everything on the recovery path except the part `alone`."""
+        if self.converted is not None:
+            for operator in self.converted.operators:
+                operator.switch(operator.operator_name != alone)
+        with ExitStack() as stack:
+            if self.kv is not None:
+                stack.enter_context(self.kv.running(alone))
+            yield
+
+    @contextmanager
+    def priced(self, place: int) -> Iterator[None]:
+        """Measure the backward pass of batch `place`."""
+        if self._meter is not None:
+            self._meter.begin_step(place)
+            self._meter.enabled = True
+        try:
+            with self.running():
+                yield
+        finally:
+            if self._meter is not None:
+                self._meter.enabled = False
+
+    def take(self, loss_tokens: int) -> dict[str, tuple[float, float]]:
+        """Return and reset {name: (nats by token, nats by sequence or NaN)} of the backward passes since the last call.
+
+        `loss_tokens` is the number of tokens in the mean of their loss.
+        """
+        found: dict[str, tuple[float, float]] = {}
+        if self._meter is not None:
+            self._meter.loss_tokens = loss_tokens
+            numbers = self._meter.by_operator()
+            both = zip(numbers["fprop"].tolist(), numbers["fprop_sequence"].tolist(), strict=True)
+            found |= dict(zip(self._meter.operators, both, strict=True))
+            self._meter.reset()
+            assert self.converted is not None
+            self.converted.end_step()
+        if self.kv is not None:
+            found |= self.kv.take(loss_tokens)
+        return found
+
+
+class KVCache(TorchFunctionMode):
+    """A mode that watches the keys and values that attention reads, or casts one of them, inside `running`."""
+
+    def __init__(self, model: nn.Module, cast: Cast) -> None:
+        super().__init__()
+        self._model, self._cast = model, cast
+        self._inside: list[str] = []
+        self._alone: str | None = None
+        self._sums: dict[str, list[tuple[Tensor, Tensor | None]]] = {}
+        """Inner products by token (B, T) and by sequence (S,) of each call, by cache."""
+        self.sequences = Sequences()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
+        for operand in ("key", "value"):
+            module = self._inside[-1] if self._inside else ""  # "": called by the model itself, or by `run`
+            given[operand] = self._read(f"{module}.{operand[0]}_cache".lstrip("."), given[operand])
+        return func(given.pop("query"), given.pop("key"), given.pop("value"), *args[3:], **given)
+
+    def _read(self, name: str, x: Tensor) -> Tensor:
+        """Return the tensor that attention reads in place of `x` (B, ..., T, D)."""
+        if name == self._alone:
+            return self._stored(x)
+        if torch.is_grad_enabled() and x.requires_grad:
+            x = x.view_as(x)
+            x.register_hook(partial(self._measure, name, x.detach(), self.sequences.watch(x)))
+        self._sums.setdefault(name, [])
+        return x
+
+    def _stored(self, x: Tensor) -> Tensor:
+        by_token = _by_token(x)
+        values = quantize(by_token.reshape(-1, x.shape[-1]), self._cast, 1)[0].to(x.dtype)
+        return values.view(by_token.shape).movedim(1, -2).view(x.shape)
+
+    @torch.no_grad()
+    def _measure(self, name: str, x: Tensor, marks: list[Tensor], grad: Tensor) -> None:
+        if self.sequences.takes(marks, grad):
+            return
+        each = (grad.float() * (self._stored(x) - x).float()).sum(dim=-1).double()  # (B, ..., T)
+        by_token, by_sequence = _by_token(each[..., None]).flatten(2).sum(dim=2), None
+        if (rows := self.sequences.of(marks, grad)) is not None:
+            by_sequence = each.new_zeros(rows[1]).index_add_(0, rows[0], each.flatten())
+        self._sums[name].append((by_token, by_sequence))
+
+    @contextmanager
+    def running(self, alone: str | None = None) -> Iterator[None]:
+        """Turn the mode on, and cast the cache `alone`."""
+        self._alone = alone
+        with ExitStack() as stack:
+            for name, module in self._model.named_modules():
+                enter = partial(self._enter, name)
+                stack.callback(module.register_forward_pre_hook(enter).remove)
+                stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
+            stack.enter_context(self)
+            yield
+        self._alone = None
+        self._inside.clear()
+
+    def _enter(self, name: str, _module: nn.Module, _inputs: Any) -> None:
+        self._inside.append(name)
+
+    def _leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+        self._inside.pop()
+
+    def take(self, loss_tokens: int) -> dict[str, tuple[float, float]]:
+        """Return the numbers of `Beside.take`. Raises ValueError if no attention was seen."""
+        require(self._sums, "include", "kv", "this model's attention is not PyTorch's scaled_dot_product_attention")
+        found = {}
+        for name, calls in self._sums.items():
+            if not calls:
+                continue
+            by_shape: dict[torch.Size, Tensor] = {}  # the error of several calls is one error
+            for by_token, _ in calls:
+                by_shape[by_token.shape] = by_shape.get(by_token.shape, 0.0) + by_token
+            token = sum(float(u.square().sum()) for u in by_shape.values())
+            known = [by_sequence for _, by_sequence in calls if by_sequence is not None]
+            sequence = float(torch.stack(known).sum(dim=0).square().sum()) if len(known) == len(calls) else math.nan
+            found[name] = loss_tokens / 2 * token, loss_tokens / 2 * sequence
+        self._sums = {}
+        return found
+
+
+def _by_token(x: Tensor) -> Tensor:
+    """Reshape (B, ..., T, D), or (T, D) of one sequence, to (B, T, ..., D), so that each head of a token is a row."""
+    return (x if x.dim() > 2 else x[None]).movedim(-2, 1)

@@ -1,0 +1,128 @@
+"""Guard a diagnosis or an audit: restore the model afterwards, and refuse an unusable loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gnmr.conversion.linear import transformed
+from gnmr.errors import require
+from gnmr.measure.in_force import values_of
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@contextmanager
+def as_it_was(model: nn.Module) -> Iterator[None]:
+    """Run in evaluation mode with gradients, and restore the model and PyTorch's random numbers afterwards.
+
+    PyTorch's fast path around the linears of a `nn.TransformerEncoder` is disabled inside. Restored are the modes of
+    all modules and `requires_grad` of all parameters.
+    """
+    fast = torch.backends.mha.get_fastpath_enabled()
+    modes = [(module, module.training) for module in model.modules()]
+    trained = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.parameters()]
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    try:
+        model.eval()
+        for parameter, _, _ in trained:
+            parameter.grad = None  # a custom autograd function may add to it
+        torch.backends.mha.set_fastpath_enabled(False)
+        with torch.random.fork_rng(devices), torch.enable_grad():
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        for module, mode in modes:
+            module.training = mode
+        for parameter, wanted, grad in trained:
+            parameter.requires_grad_(wanted)
+            parameter.grad = grad
+
+
+def refuse_without_gradients(model: nn.Module) -> None:
+    """Raise ValueError if the model has parameters on the meta device, or if inference mode excludes gradients."""
+    name, parameters = type(model).__name__, [*model.parameters()]
+    meta = any(parameter.is_meta for parameter in parameters)
+    right = "has parameters on the meta device; give it its weights"
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        right = "has offloaded parameters (accelerate); load it without offloading"
+    require(not meta, "model", name, right)
+    require(not torch.is_inference_mode_enabled(), "model", name, "has no gradients in inference mode; leave the mode")
+    made = any(parameter.is_inference() for parameter in parameters)
+    right = "was made or loaded in torch.inference_mode() and has no gradients; use copy.deepcopy(model) outside of it"
+    require(not made, "model", name, right)
+
+
+def refuse_transformed(name: str) -> None:
+    """Raise ValueError if a linear runs within a transform of torch.func, whose passes cannot be measured."""
+    right = "runs in a transform of torch.func (vmap, jvp, grad, ...), which has no casts; call it outside of them"
+    require(not transformed(), "model", name, right)
+
+
+def scalar(loss: object, where: str, trained: bool = True) -> Tensor:
+    """Return the loss as a tensor (). Raises ValueError if it is not one number, or lacks a gradient if `trained`."""
+    right = "must be one number with a gradient; does the batch have targets, and is no checkpointing reentrant?"
+    if not isinstance(loss, Tensor):
+        raise ValueError(f"{where}={type(loss).__name__}: {right}")
+    require(loss.numel() == 1, where, f"a tensor {tuple(loss.shape)}", right)
+    require(loss.requires_grad or not trained, where, "a tensor without gradient", right)
+    return loss.reshape(())
+
+
+def refuse_reentrant(loss: Tensor) -> None:
+    """Raise ValueError if activation checkpointing hides passes from autograd (reentrant)."""
+    seen, ahead = set[Any](), [loss.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        if type(node).__name__ == "CheckpointFunctionBackward":
+            raise ValueError("model: its activation checkpointing is reentrant; use use_reentrant=False, or none")
+        seen.add(node)
+        ahead += [one for one, _ in node.next_functions]
+
+
+def not_finite(model: nn.Module) -> Iterator[tuple[str, int, int]]:
+    """Yield (name, number of NaN or Inf elements, number of all elements) of each parameter that has any."""
+    for name, parameter in model.named_parameters():
+        plain = type(parameter) is nn.Parameter and parameter.dtype in _DTYPES
+        if plain and (number := int((~parameter.isfinite()).sum())):
+            yield name, number, parameter.numel()
+
+
+def refuse_not_finite(
+    value: float, where: str, model: nn.Module, right: str = "is not finite; has it any targets?"
+) -> None:
+    """Raise ValueError if the loss is not finite; the message names the first non-finite parameter, or says `right`."""
+    if math.isfinite(value):
+        return
+    if wrong := next(not_finite(model), None):
+        right = f"{wrong[1]} of the {wrong[2]} elements of {wrong[0]} are not finite; take weights that are"
+    raise ValueError(f"{where}={value}: {right}")
+
+
+@torch.no_grad()
+def refuse_constant(
+    loss: Tensor, weights: Sequence[Tensor], gradients: Sequence[Tensor | None], where: str, of: str
+) -> None:
+    """Raise ValueError if no weight changes the loss: gradients are zeros or rounding errors.
+
+    `of` says in the message which weights these are.
+    """
+    both = zip(gradients, weights, strict=True)
+    there = [(g.coalesce().values() if g.is_sparse else g, w) for g, w in both if g is not None]
+    if not there:
+        return
+    # How far a change as large as the weight (at least 1) moves the loss; below its last digit it moves nothing.
+    values = ((g, values_of(w)) for g, w in there)
+    norms = [g.float().norm() * (1 if w is None else w.float().norm().clamp(min=1)) for g, w in values]
+    reach = torch.stack(norms).max()
+    value, constant = float(loss.detach()), torch.finfo(torch.float32).eps
+    zero = f"every gradient that reaches {of} is 0, so the loss is constant"
+    right = f"{zero}; does the batch have targets, and is every later layer nonzero?"
+    require(not float(reach) <= constant * abs(value), where, value, right)

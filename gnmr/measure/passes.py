@@ -1,0 +1,517 @@
+"""Run the passes of a diagnosis over a converted model, and measure one batch at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import reduce
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from gnmr.conversion import ConvertedModel, PathLinear
+from gnmr.conversion.kernels.simulated import in_backward
+from gnmr.conversion.passes import repeated
+from gnmr.conversion.unit_names import of_any_expert
+from gnmr.errors import require
+from gnmr.formats import Recipe
+from gnmr.formats.recipes import Gemm
+from gnmr.measure.beside import Beside
+from gnmr.measure.coverage import Counting, Coverage
+from gnmr.measure.errors import measure_errors
+from gnmr.measure.guards import refuse_constant, refuse_reentrant, refuse_transformed
+from gnmr.measure.model_output import Output, output_of
+from gnmr.measure.price import PRICES, Sequences, measure_prices
+from gnmr.names import Pins
+
+Progress = Callable[[int, int | None], None]
+"""Called with the number of finished forward passes and the total (None: unknown); a priced batch is `PRICED`."""
+
+PRICED = 8
+"""Forward passes that take as long as a priced batch, most of whose time is its backward pass and casts."""
+_NORMED = 2
+"""Number of batches on which gradient norms are measured, on the data's labels."""
+SAME = 1e-8
+"""Nats up to which two passes count as the same; sums in another order make less."""
+IN_USE = {"token": "fprop", "sequence": "fprop_sequence"}
+"""Name of each estimate of fprop among `NUMBERS`."""
+_LOW = ("fprop", "fprop_sequence", "fprop_input", "fprop_weight", "dgrad", "wgrad", "dgrad_bias", "wgrad_bias")
+NUMBERS = (*_LOW, "mse", "norm")
+"""Numbers per operator and batch: prices, mse of the input, norm of the gradient."""
+
+
+class Priced(NamedTuple):
+    """The measurements of one batch."""
+
+    terms: int
+    """Tokens that count in the batch, over which its numbers are means."""
+    high: float
+    """Loss on the recovery path, NaN if there is none."""
+    low: float
+    """Loss with everything low."""
+    kl: np.ndarray | None
+    """(KL, tokens that count) of each sequence with everything low, (S, 2); None without logits."""
+    numbers: np.ndarray
+    """`NUMBERS` of each operator, (names, U); NaN by sequence if its rows have no known sequences."""
+    rescued: dict[str, np.ndarray]
+    """Nats of fprop on each rescue by estimate (`IN_USE`), (rescues, U)."""
+    rows: list[int]
+    """Rows of each operator."""
+    labels: str
+    """Labels of the backward pass: `model` (drawn from its predictions) or `data`."""
+    estimate: str
+    """The estimate of fprop in use, one of `IN_USE`."""
+    coverage: Coverage
+    """Products of a forward pass."""
+
+
+class _Calls:
+    """The calls of operators in one forward pass."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        """Operators that were called."""
+        self.ran: set[str] = set()
+        """Operators that were called with at least one row."""
+        self.hidden: set[str] = set()
+        """Operators that ran inside an autograd function of the model, which hides their gradient."""
+        self.graphs: set[str] = set()
+        """Operators whose output had a graph."""
+        self._weights: dict[PathLinear, list[Tensor]] = {}
+        self._frozen: list[Tensor] = []
+        """Weights that did not require a gradient before their call."""
+
+    def add(self, operator: PathLinear, input: Tensor, output: Tensor) -> None:
+        """Record a call."""
+        name = operator.operator_name
+        if in_backward():
+            return
+        self.names.add(name)
+        if not output.requires_grad and any(not hasattr(one, "weak_holders") for one in repeated(operator)[1]):
+            self.hidden.add(name)  # the others are checkpointed regions
+        if input.numel():
+            self.ran.add(name)
+        if output.requires_grad:
+            self.graphs.add(name)
+            read = self._weights.setdefault(operator, [])
+            if all(operator.weight is not one for one in read):
+                read.append(operator.weight)
+
+    def before(self, operator: nn.Module, _inputs: Any) -> None:
+        """Have a weight that is not the operator's parameter require a gradient, be it made of frozen ones."""
+        assert isinstance(operator, PathLinear)
+        refuse_transformed(operator.operator_name)
+        weight = operator.weight
+        if weight.is_leaf and not weight.requires_grad and not weight.is_inference() and weight.is_floating_point():
+            self._frozen.append(weight.requires_grad_())
+
+    def end(self) -> None:
+        """Restore these weights."""
+        for weight in self._frozen:
+            weight.requires_grad_(False)
+
+    def weights(self, operators: Iterable[PathLinear]) -> list[Tensor]:
+        """Return the weight that each operator read first, or that it has if it was not called."""
+        return [self._weights.get(operator, [operator.weight])[0] for operator in operators]
+
+    def gradients(
+        self, loss: Tensor, operators: Sequence[PathLinear], others: Sequence[Tensor] = ()
+    ) -> list[Tensor | None]:
+        """Return the gradient of each operator's weight, None if it has none; the backward pass reaches `others` too.
+
+        A pre-hook (pruning, weight_norm) makes a new weight in every call; the gradient is the sum over these.
+        """
+        read = [self._weights.get(operator, [operator.weight]) for operator in operators]
+        known = {id(weight): weight for weight in (*chain(*read), *others) if weight.requires_grad}
+        found = dict(zip(known, torch.autograd.grad(loss, [*known.values()], allow_unused=True), strict=True))
+        each = [[one for weight in own if (one := found.get(id(weight))) is not None] for own in read]
+        return [reduce(torch.add, own) if own else None for own in each]
+
+
+class Passes:
+    """The passes of a converted model."""
+
+    def __init__(
+        self,
+        converted: ConvertedModel,
+        model: nn.Module,
+        run: Callable[[Any], Any],
+        beside: Beside,
+        progress: Progress,
+        *,
+        tokens: int,
+        labels: str,
+        terms: Callable[[Any], int] | None,
+        rescues: Mapping[str, Recipe],
+        apart: Collection[str],
+    ) -> None:
+        """Prepare the meters.
+
+        `beside` holds the parts to measure outside the plan. `rescues` are the recipes, by name, on which a plan may
+        keep a GEMM. `apart` names the operators that have recipes of their own. The other arguments are those of
+        `gnmr.diagnose`.
+        """
+        self.converted, self.model, self.tokens, self.rescues = converted, model, tokens, rescues
+        self._run, self._labels, self._terms, self._beside = run, labels, terms, beside
+        self.weights = [operator.weight for operator in converted.operators]
+        for weight in self.weights:
+            weight.requires_grad_()  # a frozen model has prices too
+        for operator in converted.operators:  # scores come from what forward computes, without pins
+            recovery = operator.recovery if operator.operator_name in apart else converted.recovery
+            assert isinstance(recovery, Recipe)
+            operator.recovery = replace(recovery, dgrad=Gemm(), wgrad=Gemm())
+        assert isinstance(converted.recovery, Recipe)
+        exact = converted.recovery.fprop
+        candidates = {f"rescue {name}": recipe for name, recipe in rescues.items() if recipe.fprop != exact}
+        self._meter = measure_prices(converted, PRICES[:3], tokens, against_recovery=True, candidates=candidates)
+        self._meter.sequences = self._sequences = Sequences()
+        beside.find_sequences(self._sequences)
+        self._sequence_dim = 0
+        """Dimension of the logits that numbers sequences."""
+        self._lost: list[int] = []
+        """Numbers of operators without known sequences, with either dimension of the logits in their place."""
+        self._counts_by_gradient = False
+        """True if `run` computes a loss itself, so that its gradient alone says what counts."""
+        self._of_numbers = False
+        """True if this loss takes no softmax over the logits, so that these give no KL."""
+        self._probe = measure_errors(converted, ["mse"], tokens)
+        self._measuring(False)
+        self._draw = torch.Generator(self.weights[0].device).manual_seed(0)
+        experts = {o for o in converted.operators if of_any_expert(o.operator_name) != o.operator_name}
+        others = (m for n, m in model.named_modules() if isinstance(m, nn.Linear) and of_any_expert(n) == n)
+        self._whole_linears = [m for m in dict.fromkeys([*others, *converted.operators]) if m not in experts]
+        """Linears that all tokens reach: the last of them on the way to the loss has a row per term."""
+        self.called: set[str] = set()
+        """Operators that were called in any batch."""
+        self.without_gradient: set[str] = set()
+        """Operators that ran in any batch, and whose output had a gradient in none.
+
+        They have no price. They stay on the recovery path in all passes except those that measure them alone.
+        """
+        self.graphs: set[str] = set()
+        """Operators whose output had a graph in any batch, whether or not a gradient reached it."""
+        self._reached: set[str] = set()
+        """Operators whose output had a gradient in any batch."""
+        self.read: set[str] = set()
+        """Operators whose weight had a gradient in any batch."""
+        self.beside_by_batch: list[dict[str, tuple[float, float]]] = []
+        """Nats by token and by sequence of the parts outside the plan, in each batch."""
+        self._first: Output | None = None
+        """Output of batch 1 on the recovery path, before all measurements."""
+        self._noise = SAME
+        """Nats by which two such outputs may differ."""
+        self._done = 0
+        self._total: int | None = None
+        self._progress = progress
+
+    # ---- progress ----
+
+    def expect(self, passes: int | None) -> None:
+        """Set how many forward passes are still to come; None: unknown."""
+        self._total = None if passes is None else self._done + passes
+
+    def expect_more(self, passes: int) -> None:
+        """Add to the number of forward passes that are still to come, if it is known."""
+        if self._total is not None:
+            self._total += passes
+
+    def _advance(self, passes: int) -> None:
+        self._done += passes
+        self._progress(self._done, self._total)
+
+    # ---- forward ----
+
+    @torch.no_grad()
+    def forward(
+        self, batch: Any, place: int, *, recovering: bool, low: PathLinear | None = None, beside: str | None = None
+    ) -> Output:
+        """Run a forward pass with every operator on one path, except the operator `low` or the part `beside`."""
+        self._put(recovering)
+        if low is not None:
+            low.switch(False)
+        with self._beside.running(beside):
+            torch.manual_seed(place)
+            found = self._output(batch, place, trained=False)
+        self.converted.end_step()
+        self._advance(1)
+        return replace(found, sequence_dim=self._sequence_dim)
+
+    def reference(self, batch: Any, place: int) -> Output:
+        """Run a forward pass with every operator on the recovery path, and find the positions that count."""
+        if not self._counts_by_gradient:
+            return self.forward(batch, place, recovering=True)
+        self._put(True)
+        with self._beside.running():
+            found = self._run_counted(batch, place).detached()
+        self._sequences.begin()  # nothing of the graph is kept
+        self.converted.end_step()
+        self._advance(1)
+        return found
+
+    def _output(self, batch: Any, place: int, trained: bool = True) -> Output:
+        """Run the model on batch number `place`."""
+        found = output_of(self._run(batch), f"run of batch {place + 1}", trained)
+        return replace(found, logits=None) if self._of_numbers and found.loss is not None else found
+
+    def _run_counted(self, batch: Any, place: int) -> Output:
+        """Run a forward pass with a graph, and find the positions that count, and the number of terms of the loss."""
+        results: list[tuple[nn.Module, int, GradientEdge]] = []
+
+        def keep(module: nn.Module, _inputs: Any, output: Any) -> None:
+            if isinstance(output, Tensor) and output.requires_grad:
+                results.append((module, output.shape[:-1].numel(), get_gradient_edge(output)))
+
+        with ExitStack() as stack:
+            for module in self._whole_linears:
+                stack.callback(module.register_forward_hook(keep).remove)
+            torch.manual_seed(place)
+            whole = self._output(batch, place)
+        self._counts_by_gradient = whole.loss is not None and whole.targets is None
+        whole = replace(whole, sequence_dim=self._sequence_dim)
+        if self._counts_by_gradient:
+            with self._sequences.passing():
+                whole = whole.with_terms(results)
+        if whole.logits is None and self._terms is not None:
+            terms = self._terms(batch)
+            require(terms >= 1, "terms", terms, "must be the number of terms in the loss of a batch, 1 or more")
+            whole = replace(whole, terms=int(terms))
+        return whole
+
+    def alone(self, chosen: Mapping[str, PathLinear | None], batches: Sequence[Any]) -> dict[str, list[np.ndarray]]:
+        """Return {name: KLs (S, 2) by batch} with each operator alone in low precision; None: a part of `beside`."""
+        found: dict[str, list[np.ndarray]] = {name: [] for name in chosen}
+        for place, batch in enumerate(batches if chosen else ()):
+            whole = self.reference(batch, place)
+            for name, operator in chosen.items():
+                beside = name if operator is None else None
+                own = self.forward(batch, place, recovering=True, low=operator, beside=beside)
+                if (kl := whole.kl_to(own)) is not None:
+                    found[name].append(kl)
+        return found
+
+    @torch.no_grad()
+    def rounding(self, batch: Any) -> float | None:
+        """Return the KL from rounding: the model against itself with each operator's output moved by one rounding.
+
+        Raises ValueError if two passes that should be the same differ by more than rounding.
+        """
+        draw = torch.Generator(self.weights[0].device).manual_seed(0)
+
+        def apart(_operator: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+            sign = torch.empty_like(output).bernoulli_(0.5, generator=draw) * 2 - 1
+            return torch.nextafter(output, torch.inf * sign)
+
+        with self._watching():
+            whole = self.forward(batch, 0, recovering=True)
+        whole.refuse_not_finite("run of batch 1", self.model)
+        if whole.logits is not None and whole.loss is not None and whole.targets is None:
+            self._put(True)
+            with torch.enable_grad(), self._beside.running(), self._sequences.passing():
+                torch.manual_seed(0)
+                self._of_numbers = self._output(batch, 0).of_numbers
+            self._sequences.begin()
+            self.converted.end_step()
+            whole = replace(whole, logits=None) if self._of_numbers else whole
+        again = self.forward(batch, 0, recovering=True)
+        handles = [operator.register_forward_hook(apart) for operator in self.converted.operators]
+        try:
+            moved = again.apart(self.forward(batch, 0, recovering=True))
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._noise = max(SAME, 0.0 if whole.logits is None else moved / 8)  # a GPU may add up products in any order
+        self._first = again
+        if whole.apart(again) > SAME:  # the first pass may have compiled the model
+            self.refuse_state(batch)
+        return None if whole.logits is None else moved
+
+    def refuse_state(self, batch: Any) -> None:
+        """Raise ValueError if a pass of batch 1 differs from the one before all measurements by more than rounding."""
+        assert self._first is not None
+        differ = self._first.apart(self.forward(batch, 0, recovering=True))
+        right = (
+            "two passes of batch 1 on the recovery path differ by this many nats; does it keep state, such as a cache "
+            "of keys and values, or draw random numbers that torch.manual_seed does not set (dropout, masks)? Have it "
+            "compute the same in every pass"
+        )
+        require(not differ > self._noise, "run", f"{differ:.2g}", right)
+
+    @contextmanager
+    def pinned(self, pins: Pins) -> Iterator[None]:
+        """Put these GEMMs of the low path on other recipes: a rescue, or the operator's own recovery recipe."""
+        before = [operator.low for operator in self.converted.operators]
+        try:
+            for operator in self.converted.operators:
+                for gemm, name in pins.get(operator.operator_name, {}).items():
+                    recipe = self.rescues.get(name, operator.recovery)
+                    assert isinstance(operator.low, Recipe) and isinstance(recipe, Recipe)
+                    operator.low = operator.low.with_gemms({gemm: recipe})
+            yield
+        finally:
+            for operator, low in zip(self.converted.operators, before, strict=True):
+                operator.low = low
+
+    # ---- backward ----
+
+    def priced(self, batch: Any, place: int) -> Priced:
+        """Measure batch number `place` by a backward pass and a forward pass with everything low."""
+        meter, where, mark = self._meter, f"run of batch {place + 1}", self.converted.mark()
+        drawn_before = self._draw.get_state()
+        self._put(True)
+        meter.begin_step(place)
+        self._measuring(True)
+        try:
+            with self._beside.priced(place), self._watching() as calls:
+                self._sequences.begin()
+                whole = self._run_counted(batch, place)
+                whole.refuse_not_finite(where, self.model)
+                objective, by_sequence = whole.objective(self._labels, self._draw, where)
+                meter.loss_tokens = whole.terms or None
+                if by_sequence is not None and self.tokens == 1:
+                    self._sequences.find(by_sequence)
+                gradients = self._gradients(objective, calls, where)
+        finally:
+            self._measuring(False)
+            self._sequences.begin()
+        if by_sequence is not None and self.tokens == 1 and self._other_dim(whole):
+            meter.reset()
+            self._probe.reset()
+            self._beside.take(1)
+            self._draw.set_state(drawn_before)
+            self.converted.end_step()
+            self.converted.back_to(mark)
+            return self.priced(batch, place)
+        rows, drawn = list(meter.rows), self._labels == "model" and whole.logits is not None
+        self._reached |= {name for name, number in zip(meter.operators, rows, strict=True) if number}
+        self.without_gradient = (self.without_gradient | calls.ran) - self._reached
+        terms = round(float(meter.terms))
+        estimate = "sequence" if drawn and self.tokens == 1 else "token"
+        norms = self._norms_of(gradients) if place < _NORMED or not drawn else None
+        del objective, gradients, by_sequence
+        whole = whole.detached()
+        if drawn and place < _NORMED:
+            norms = self._norms(batch, place, norms)
+        self.beside_by_batch.append(self._beside.take(terms))
+        rescued = {name: self._rescued(number) for name, number in IN_USE.items()}
+        numbers = self._numbers(norms, place)
+        self.converted.end_step()
+        self.converted.back_to(mark)  # all passes of a batch use the same delayed scales
+        counting = Counting(self.model, self.converted.operators)
+        with counting.all():
+            low = self.forward(batch, place, recovering=False)
+        self._advance(PRICED - 1)
+        labels, kl = "model" if drawn else "data", whole.kl_to(low)
+        return Priced(
+            terms, whole.loss_value, low.loss_value, kl, numbers, rescued, rows, labels, estimate, counting.found
+        )
+
+    def _other_dim(self, whole: Output) -> bool:
+        """Try the second dimension of the logits as that of sequences, (T, S, V), if the first is not.
+
+        Returns True if the batch has to be measured again.
+        """
+        assert whole.logits is not None
+        lost = int(self._meter.by_operator()["fprop_sequence"].isnan().sum())
+        if len(self._lost) == 2 or whole.logits.dim() < 3 or not (lost or self._lost):
+            return False
+        self._lost.append(lost)
+        if len(self._lost) == 1:
+            self._sequence_dim = 1
+            return True
+        if lost < self._lost[0]:
+            return False
+        self._sequence_dim = 0
+        return True
+
+    @contextmanager
+    def _watching(self) -> Iterator[_Calls]:
+        """Record the calls of the operators inside."""
+        shared, calls = self.converted.shared, _Calls()
+        shared.watch = calls.add
+        handles = [operator.register_forward_pre_hook(calls.before) for operator in self.converted.operators]
+        try:
+            yield calls
+        finally:
+            shared.watch = None
+            for handle in handles:
+                handle.remove()
+            calls.end()
+
+    def _gradients(self, objective: Tensor, calls: _Calls, where: str) -> list[Tensor | None]:
+        """Return the gradient of each weight. Raises ValueError if the objective does not depend on the weights."""
+        refuse_reentrant(objective)
+        weights = calls.weights(self.converted.operators)
+        if hidden := min(calls.hidden, default=None):
+            right = f"{hidden} runs inside a custom autograd function, which hides its gradient (reversible layers)"
+            require(False, "run", "...", f"{right}; use layers that are plain modules, or gnmr.attach alone")
+        gradients = calls.gradients(objective, self.converted.operators, self._beside.weights)
+        right = "its loss does not depend on the linears of this model (or reentrant checkpointing hides that it does)"
+        if calls.ran:
+            right = "its linears run without gradient; have it run them outside of torch.no_grad() and without detach()"
+        require(any(gradient is not None for gradient in gradients), "run", "...", right)
+        refuse_constant(objective, weights, gradients, where, "its linears")
+        self.called |= calls.names
+        self.graphs |= calls.graphs
+        used = {
+            id(weight)
+            for operator, weight in zip(self.converted.operators, weights, strict=True)
+            if operator.operator_name in calls.names
+        }
+        for operator, weight, gradient in zip(self.converted.operators, weights, gradients, strict=True):
+            if gradient is not None and (operator.operator_name in calls.names or id(weight) not in used):
+                self.read.add(operator.operator_name)
+        return gradients
+
+    def _rescued(self, number: str) -> np.ndarray:
+        """Return one of the meter's numbers of fprop on each rescue, (rescues, U)."""
+        found = np.zeros((len(self.rescues), len(self.weights)))
+        for at, name in enumerate(self.rescues):
+            if (candidate := f"rescue {name}") in self._meter.candidates:  # else it is the reference of all errors
+                found[at] = self._meter.by_operator(candidate)[number].cpu().numpy()
+        return found
+
+    def _numbers(self, norms: Tensor | None, place: int) -> np.ndarray:
+        """Return the (names, U) numbers of a batch from the meter and the probe, and reset both."""
+        low = self._meter.by_operator()
+        known = torch.zeros_like(low["fprop"]) if norms is None else norms
+        prices = [low[name] for name in _LOW]
+        numbers: np.ndarray = torch.stack([*prices, self._probe.read()["mse"], known]).cpu().numpy()
+        self._meter.reset()
+        self._probe.reset()
+        finite = np.isfinite(numbers)
+        finite[NUMBERS.index("fprop_sequence")] = True  # NaN if there are no sequences
+        if not finite.all():
+            first = self.converted.operators[int(np.argwhere(~finite)[0][1])].operator_name
+            raise ValueError(f"batch {place + 1}: what {first} reads, or its gradient, is not finite in 16 bits")
+        if norms is None:
+            numbers[-1] = np.nan
+        return numbers
+
+    def _norms(self, batch: Any, place: int, drawn: Tensor | None) -> Tensor | None:
+        """Return the weights' gradient norms on the data's labels, (U,) float64; without such labels, `drawn`."""
+        self.converted.end_step()
+        self._put(True)
+        torch.manual_seed(place)
+        with self._watching() as calls:
+            loss = self._output(batch, place).loss
+            if loss is None or not loss.requires_grad:
+                return drawn
+            return self._norms_of(calls.gradients(loss, self.converted.operators))
+
+    def _norms_of(self, gradients: Iterable[Tensor | None]) -> Tensor:
+        nothing = torch.zeros((), dtype=torch.float64, device=self.converted.operators[0].weight.device)
+        each = zip(self.converted.operators, gradients, strict=True)
+        norms = [nothing if gradient is None else o.part(gradient).float().norm().double() for o, gradient in each]
+        return torch.stack(norms)
+
+    def _put(self, recovering: bool) -> None:
+        for operator in self.converted.operators:
+            operator.switch(recovering or operator.operator_name in self.without_gradient)
+
+    def _measuring(self, on: bool) -> None:
+        self._meter.enabled = self._probe.enabled = on

@@ -1,0 +1,321 @@
+"""Write the quantizer of each operand of a linear for Transformer Engine and Megatron-LM."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from gnmr.errors import UserError, require
+from gnmr.formats.recipes import RECIPES
+from gnmr.names import GEMMS, Words
+from gnmr.plan.export.job import (
+    UNWRAPPED,
+    Job,
+    Mix,
+    Target,
+    adapted,
+    as_python,
+    as_yaml,
+    difference,
+    each,
+    filled,
+)
+
+_FP8_BLOCKS = "Float8BlockQuantizer(DType.kFloat8E4M3, rowwise=True, columnwise=True, force_pow_2_scales=False, "
+_TE = {
+    "e4m3/tensor": 'Float8CurrentScalingQuantizer(DType.kFloat8E4M3, torch.device("cuda"))',
+    "e5m2/tensor": 'Float8CurrentScalingQuantizer(DType.kFloat8E5M2, torch.device("cuda"))',
+    "e4m3/tile": f"{_FP8_BLOCKS}block_scaling_dim=1)",
+    "e4m3/block": f"{_FP8_BLOCKS}block_scaling_dim=2)",
+    "e4m3/mx": "MXFP8Quantizer(DType.kFloat8E4M3)",
+    "e2m1/nv": "NVFP4Quantizer()",
+    "e2m1/nv/hadamard": "NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)",
+    "e2m1/nv/stochastic": "NVFP4Quantizer(stochastic_rounding=True)",
+    "e2m1/nv/hadamard/stochastic": "NVFP4Quantizer(with_rht=True, with_post_rht_amax=True, stochastic_rounding=True)",
+    "e2m1/nv2d": "NVFP4Quantizer(with_2d_quantization=True)",
+    "e2m1/nv_4over6": "NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_e4m3_max=256)",
+    "e2m1/nv2d_4over6": "NVFP4Quantizer(with_2d_quantization=True, nvfp4_use_4over6=True, nvfp4_e4m3_max=256)",
+    "e2m1/nv_row": "NVFP4Quantizer(row_scaled_nvfp4=True)",
+}
+for _history, _steps in (("", 16), ("/1024", 1024)):
+    for _number in ("e4m3", "e5m2"):
+        _TE[f"{_number}/delayed{_history}"] = f"DelayedScalingRequest(Format.HYBRID, amax_history_len={_steps})"
+"""The quantizer of each cast."""
+_SLOTS = {"input": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "grad_output": ("dgrad", "wgrad")}
+"""The GEMMs that read an operand's rowwise and its columnwise copy."""
+
+
+def _te(casts: Words, low: Words, shape: tuple[int, int]) -> bool:
+    """Return True if Transformer Engine runs these casts.
+
+    The two operands of a GEMM have one kind of quantizer, and are not both in blocks. Row scales occur only in fprop,
+    and delayed scales in all GEMMs or none. 16 divides the widths of all that is cast, and 32 those of MXFP8.
+    """
+    if _refused(casts, shape):
+        return False
+    if "delayed" in str(casts):
+        return casts in (RECIPES["fp8_delayed"].words(), RECIPES["fp8_delayed_1024"].words())
+    for gemm, own in casts.items():
+        kinds = {_TE.get(cast, cast).partition("(")[0] for cast in own.values()}
+        sound = len(own) == 2 and len(kinds) == 1 and all(cast in _TE for cast in own.values())
+        rows = gemm != "fprop" and "e2m1/nv_row" in own.values()
+        if own and (not sound or rows or set(own.values()) == {"e4m3/block"}):
+            return False
+    return True
+
+
+def _te_debug(casts: Words, low: Words, shape: tuple[int, int]) -> bool:
+    """Return True if every GEMM is on the low recipe, or in 16 bits."""
+    return each(casts, low, shape) and not _refused(casts, shape)
+
+
+def _refused(casts: Words, shape: tuple[int, int]) -> bool:
+    """Return True if Transformer Engine refuses to cast operands of these widths."""
+    multiple = 32 if "/mx" in str(casts) else 16
+    return any(casts.values()) and any(width % multiple for width in shape)
+
+
+_QUANTIZERS = """import torch
+from transformer_engine.common.recipe import Format
+from transformer_engine.pytorch.constants import DType
+from transformer_engine.pytorch.quantization import DelayedScalingRequest
+from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
+from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizer
+from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer
+from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
+from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
+
+# Of each operand the cast of its rowwise and of its columnwise copy. fprop reads the rowwise input and weight, dgrad
+# the columnwise weight and the rowwise gradient, wgrad the columnwise input and gradient.
+CASTS = [CASTS]
+QUANTIZERS = {
+    "bf16": lambda: IdentityQuantizer(),
+[QUANTIZERS]}
+
+
+def quantizer(label, role):
+    # What is no operand of a linear is kept as it is.
+    rowwise, columnwise = CASTS[label].get(role.tensor_type, ("bf16", "bf16"))
+    if columnwise in (rowwise, rowwise.replace("/nv", "/nv/hadamard")):  # one that rotates its columnwise copy alone
+        return QUANTIZERS[columnwise]()
+    return HybridQuantizer(rowwise_quantizer=QUANTIZERS[rowwise](), columnwise_quantizer=QUANTIZERS[columnwise]())
+"""
+_QFACTORY = r"""
+# Linears by Hugging Face's names, with inputs and outputs. Any other stays in 16 bits.
+LINEARS = [LINEARS]
+# By Megatron-LM's, where q, k and v are one linear, and gate and up; TransformerLayer's are made of them.
+FUSED = [FUSED]
+# Linears that name_modules found to be none of the plan's.
+OTHERS = set()
+
+[UNWRAPPED]
+
+def of_megatron(name):
+    name = re.sub(r"self_attention\.(?:layernorm_)?(?:linear_)?qkv$", "self_attention.linear_qkv", name)
+    name = re.sub(r"self_attention\.proj$", "self_attention.linear_proj", name)
+    name = re.sub(r"layernorm_mlp\.fc([12])$", r"mlp.linear_fc\1", name)
+    return re.sub(r"\.experts\.local_experts\.\d+\.", ".experts.", name)
+
+
+def planned(name):
+    # The label of a linear, None if the plan does not have it.
+    found = LINEARS.get(name) or LINEARS.get(f"model.{name}")
+    fused = re.sub(r"^(?:model\.|decoder\.)?layers\.", "decoder.layers.", of_megatron(name))
+    return found[0] if found else FUSED.get(fused)
+
+
+def label_of(name):
+    return planned(unwrapped(name)) or "bf16"
+
+
+def qfactory(role):
+    if role is None or role.module_type not in ("linear", "grouped_linear"):
+        return IdentityQuantizer()
+    if re.fullmatch(r"(?:Layer_\d+(?:\..*)?)?", role.name):
+        raise ValueError("a linear has no name of its own: call name_modules(model) first")
+    parts = unwrapped(role.name).split(".")
+    tails = [".".join(parts[i:]) for i in range(len(parts))]
+    if role.name not in OTHERS and not planned(tails[0]) and any(map(planned, tails)):
+        raise ValueError(f"{role.name}: ends as a linear of the plan, below another prefix: call name_modules(model)")
+    return quantizer(label_of(role.name), role)
+
+
+def name_modules(model):
+    # As named_modules calls them, but as the plan does below another prefix. Raises ValueError for another model.
+    ours = {
+        name: module
+        for name, module in model.named_modules()
+        if type(module).__module__.startswith("transformer_engine.") and hasattr(module, "name")
+    }
+    here = {of_megatron(unwrapped(name) + end): name for name in ours for end in ("", ".fc1", ".fc2")}
+    in_hf = placements(here, LINEARS)
+    ways = in_hf or placements(here, FUSED)
+    if ours and not ways:
+        raise ValueError(f"model: none of its linears has a name of the plan's, such as {next(iter(LINEARS))}")
+    if len(ways) > 1 and len(ways[0][2]) == len(ways[1][2]) and ways[0][0] != ways[0][1]:
+        raise ValueError(f"model: several parts of it have the plan's names ({ways[0][1]}, {ways[1][1]}); pass one")
+    start, before, way = ways[0] if ways else ("", "", {})
+    for name, own in way.items() if in_hf else ():
+        module, (_, *widths) = ours[here[own]], LINEARS[name]
+        widths_here = [getattr(module, key, width) for key, width in zip(("in_features", "out_features"), widths)]
+        if widths_here != widths:
+            raise ValueError(f"model: {own} is {widths_here}, and {widths} in the plan: it is another model")
+    of_plan = {here[own] for own in way.values()}
+    OTHERS.clear()
+    for name, module in ours.items():
+        module.name = name
+        if name in of_plan:
+            module.name = (start if in_hf else "") + unwrapped(name)[len(before):]
+        else:
+            OTHERS.update(name + end for end in ("", ".fc1", ".fc2"))
+"""
+
+
+def _quantizers(labels: Mapping[str, Words]) -> str:
+    """Return Python source that defines `quantizer(label, role)` for these labels."""
+    kept: Words = {gemm: {} for gemm in GEMMS}
+    casts = {
+        label: {operand: [words[gemm].get(operand, "bf16") for gemm in gemms] for operand, gemms in _SLOTS.items()}
+        for label, words in ({"bf16": kept} | dict(labels)).items()
+    }
+    used = sorted({cast for own in casts.values() for pair in own.values() for cast in pair} - {"bf16"})
+    of_casts = "".join(f'    "{cast}": lambda: {_TE[cast]},\n' for cast in used)
+    return filled(_QUANTIZERS, CASTS=as_python(casts), QUANTIZERS=of_casts)
+
+
+def te(job: Job) -> dict[str, str]:
+    """Write a quantizer factory for CustomRecipe, with the names of Hugging Face and of Megatron-LM."""
+    fused, casts = dict[str, str](), dict(job.casts)
+    try:
+        plan = adapted(job.plan, MEGATRON, job.layers)
+    except UserError:
+        job.notes.append("it has no names of Megatron-LM: the operators are not those of LLaMA's blocks")
+    else:
+        other = Job(plan, MEGATRON, layers=job.layers)
+        fused, casts = other.labels, casts | other.casts
+        job.notes += [f"by the names of Megatron-LM: {line}" for line in difference(job.plan, plan, MEGATRON)]
+    job.notes.append("te.autocast(recipe=CustomRecipe(qfactory=qfactory)), after name_modules(model)")
+    linears = {name: [label, *job.widths[name]] for name, label in job.labels.items()}
+    names = filled(_QFACTORY, LINEARS=as_python(linears), FUSED=as_python(fused), UNWRAPPED=UNWRAPPED)
+    return {"qfactory.py": "import re\n\n" + _quantizers(casts) + "\n" + names}
+
+
+_FLAGS = {
+    "nvfp4": ("fp4_quantization_recipe", "nvfp4", "--fp4-format e2m1 --fp4-recipe nvfp4"),
+    "mxfp8": ("fp8_quantization_recipe", "mxfp8", "--fp8-format e4m3 --fp8-recipe mxfp8"),
+}
+"""Recipes that Megatron-LM has built in: key and value of its YAML, and the flags of a whole model."""
+_BY_STAGE = """
+
+def by_stage(labels, role):
+    from megatron.core import parallel_state
+
+    return quantizer(labels[parallel_state.get_pipeline_model_parallel_rank()], role)
+"""
+
+
+def megatron(job: Job) -> dict[str, str]:
+    """Write YAML with a matcher for each linear that is not on the low recipe, and the factories that it names.
+
+    Raises ValueError if the stages do not all have the same number of layers.
+    """
+    linears = job.labels | {name: "bf16" for name in job.outside if not name.endswith(".router")}
+    layers = 1 + max(int(name.split(".")[2]) for name in linears)
+    require(layers % job.pp == 0, "pp", job.pp, f"must divide the model's {layers} layers")
+    by_name: dict[str, list[str]] = {}
+    for name, label in linears.items():
+        _, _, number, rest = name.split(".", 3)
+        rest = rest.replace("experts.", "experts.*")  # grouped, or one by one: experts.local_experts.3.linear_fc1
+        stage, local = divmod(int(number), layers // job.pp)
+        by_name.setdefault(f"decoder.layers.{local}.{rest}", [job.low] * job.pp)[stage] = label
+    bits = {"bf16": 8} | {label: 4 if "e2m1" in str(words) else 8 for label, words in job.casts.items()}
+    stages, factories = dict[tuple[str, ...], str](), dict[str, str]()
+    configs, matchers = dict[str, Any](), dict[str, Any]()
+    for name, own in by_name.items():
+        if set(own) == {job.low}:
+            continue
+        one = len(set(own)) == 1
+        config = own[0] if one else stages.setdefault(tuple(own), f"stages_{len(stages)}")
+        key, value, _ = _FLAGS.get(config, ("", "", ""))
+        recipe = {key: value} if key else {}
+        if not key and config != "bf16":
+            factories[config] = f"quantizer, {config!r}" if one else f"by_stage, {own}"
+            fp = f"fp{min(bits[label] for label in own)}"
+            recipe = {f"{fp}_quantization_recipe": "custom", "custom_recipe_factory": f"gnmr_megatron.{config}"}
+        configs[config] = {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": recipe}
+        matchers[name.replace("*", "").replace(".", "_")] = {
+            "type": "glob",
+            "enabled": True,
+            "pattern": f"*{name}",
+            "config": config,
+        }
+    flags = _FLAGS.get(job.low, ("", "", ""))[2]
+    if not flags:
+        fp = f"fp{bits[job.low]}"
+        flags = f"--{fp}-format {'e2m1' if fp == 'fp4' else 'hybrid'} --{fp}-recipe custom "
+        flags += f"--{fp}-quantizer-factory gnmr_megatron.{job.low}"
+        factories[job.low] = f"quantizer, {job.low!r}"
+    job.notes.append(f"{flags} --te-precision-config-file te_precision.yaml, with this folder in PYTHONPATH")
+    within = "its names count layers within a stage"
+    job.notes.append(
+        f"{within}: for {job.pp} stages of {layers // job.pp}, none virtual"
+        if job.pp > 1
+        else f"{within}: with pipeline parallelism export it with pp="
+    )
+    code = "from functools import partial\n\n" + _quantizers(job.casts) + _BY_STAGE * bool(stages)
+    code += "\n\n" + "".join(f"{name} = partial({what})\n" for name, what in factories.items())
+    return {"te_precision.yaml": as_yaml({"configs": configs, "matchers": matchers}), "gnmr_megatron.py": code}
+
+
+def te_debug(job: Job) -> dict[str, str]:
+    """Write YAML of DisableQuantizationGEMM and DisableQuantizationLayer, a section for each set of GEMMs."""
+    sets: dict[Mix, list[str]] = {}
+    for name in job.kept:
+        words, low = job.casts[job.labels[name]], job.casts[job.low]
+        sets.setdefault(tuple(gemm for gemm in GEMMS if words[gemm] != low[gemm]), []).append(name)
+    if job.outside:
+        sets.setdefault(GEMMS, []).extend(job.outside)
+    sections = {}
+    for gemms, names in sets.items():
+        whole = gemms == GEMMS
+        feature = {"enabled": True} if whole else {"enabled": True, "gemms": list(gemms)}
+        sections["gnmr_" + ("layer" if whole else "_".join(gemms))] = {
+            "enabled": True,
+            "layers": {"layer_name_regex_pattern": f"^(?:{'|'.join(map(re.escape, names))})$"},
+            "transformer_engine": {f"DisableQuantization{'Layer' if whole else 'GEMM'}": feature},
+        }
+    return {"te_debug.yaml": as_yaml(sections)}
+
+
+MEGATRON = Target(
+    "Megatron-LM (d98e8a64, core 0.16.1)",
+    "q, k and v are one linear for it, gate and up too, and each of these of all experts: they have one recipe; 16 "
+    "divides the widths of what is cast, 32 those of MXFP8",
+    megatron,
+    _te,
+    "megatron",
+    ("qkv", "gate_up", "experts"),
+    "experts",
+)
+TE = Target(
+    "Transformer Engine 2.20.2, CustomRecipe",
+    "by the names of Hugging Face every operator has its own recipes, all experts in one tensor the same (a "
+    "GroupedLinear of its name); results of GEMMs are not cast, nor widths that 16 does not divide, in "
+    "MXFP8 32",
+    te,
+    _te,
+    experts="experts",
+    modules=("*",),
+)
+TE_DEBUG = Target(
+    "Transformer Engine 2.20.2, debug features",
+    "a GEMM is on the recipe of autocast or in 16 bits, of other widths than 16 divides (MXFP8: 32) in 16 bits; "
+    "names are Hugging Face's",
+    te_debug,
+    _te_debug,
+    experts="experts",
+    modules=("*",),
+    formats=False,
+)
