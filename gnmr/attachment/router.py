@@ -25,8 +25,8 @@ from gnmr.control import Controller, ControlSpec, Decision, Evidence, HostPacket
 from gnmr.control.norms import watched
 from gnmr.control.signals.blind import AlwaysLow
 from gnmr.conversion import ConvertedModel
-from gnmr.conversion.converting import tensor_parallel
 from gnmr.conversion.converted import DETACHED
+from gnmr.conversion.converting import tensor_parallel
 from gnmr.conversion.cost import Work
 from gnmr.conversion.reads import is_sharded
 from gnmr.conversion.unit_names import module_of

@@ -12,8 +12,8 @@ from gnmr import loader
 __all__ = ["ConvertedModel", "PathLinear", "PathSpec", "convert"]
 
 if TYPE_CHECKING:
-    from gnmr.conversion.converting import convert
     from gnmr.conversion.converted import ConvertedModel
+    from gnmr.conversion.converting import convert
     from gnmr.conversion.linear import PathLinear
     from gnmr.conversion.path_spec import PathSpec
 
