@@ -3,8 +3,8 @@
 Some apparent instabilities of low precision are silent mistakes: the head was converted too, a list of names was never
 applied, a pattern matched too many names, or a scale was off by a factor of 2. An audit reads the precision in force
 (`in_force`) and compares it with lists of names (`lists`). It measures the operands that the GEMMs really read in one
-forward and backward pass (`operands`). Every finding names the problem, its place, and the remedy. A sound model has no
-findings.
+forward and backward pass (`seen_operands`). Every finding names the problem, its place, and the remedy. A sound model
+has no findings.
 
 **Related work**: torchao's SQNR and Transformer Engine's debug statistics measure the casts that a user names, and
 msProbe compares two runs. None of them reports which list was not applied or which scale is wrong.
@@ -14,23 +14,35 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from gnmr.auditing.audit_pass import measured_pass, met_not_finite
-from gnmr.auditing.causes import Cause
-from gnmr.auditing.seen_operands import Measured
+from gnmr.auditing.seen_operands import Cause, MeasuredOperand, watching
+from gnmr.conversion import PathLinear
 from gnmr.conversion.adapters import Found
+from gnmr.conversion.reads import is_sharded
+from gnmr.conversion.shared import SharedState
 from gnmr.conversion.targets import KEPT
-from gnmr.conversion.unit_names import of_any_expert, unit_of
+from gnmr.conversion.unit_names import of_any_expert, operator_names, unit_of
 from gnmr.errors import first_few, plural, require
 from gnmr.formats import RECIPES, Recipe
-from gnmr.measure.coverage import MUCH, Coverage, percent, routes
-from gnmr.measure.guards import not_finite
+from gnmr.measure.coverage import MUCH, Coverage, Product, count, percent, routes
+from gnmr.measure.guards import (
+    as_it_was,
+    not_finite,
+    refuse_constant,
+    refuse_not_finite,
+    refuse_reentrant,
+    refuse_without_gradients,
+    scalar,
+)
 from gnmr.measure.in_force import READS, Operator, operators_of, packed_in
 from gnmr.measure.passes import Progress
 from gnmr.names import GEMMS
@@ -50,8 +62,6 @@ from gnmr.plan.lists import (
     suggested,
 )
 
-Measurements = Mapping[tuple[str, str, str], Measured]
-"""Measurements by (operator, GEMM, operand)."""
 LOW = 50.0
 """Ratio in dB below which an operator that declares nothing is in low precision.
 
@@ -81,7 +91,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Row:
+class OperatorRow:
     """The precision in force in one operator, and its measurements."""
 
     operator: str
@@ -102,7 +112,7 @@ class Audit:
     """The result of an audit."""
 
     findings: tuple[Finding, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[OperatorRow, ...]
     dynamic: bool
     """True if a batch was run."""
     coverage: Coverage = field(default_factory=Coverage)
@@ -116,15 +126,14 @@ class Audit:
     def verdict(self) -> str:
         """Return the verdict in one sentence."""
         rows = [row for row in self.rows if row.ran] if self.dynamic else self.rows
-        low = sum(row.low for row in rows)
-        head = f"{len(rows)} linears, {low} in low precision"
-        measured = sum(bool(row.measured) for row in rows)
-        head += f", {measured} of them measured in one batch" if self.dynamic else ", nothing measured"
+        num_low, num_measured = sum(row.low for row in rows), sum(bool(row.measured) for row in rows)
+        head = f"{len(rows)} linears, {num_low} in low precision"
+        head += f", {num_measured} of them measured in one batch" if self.dynamic else ", nothing measured"
         if idle := [row.operator for row in self.rows if row not in rows]:
             head += f"; {first_few(idle, 3)} did not run"
-        names = [row.operator for row in rows if not low or row.low]
-        if self.coverage.others(names):
-            head += f"; {self.coverage.line(names, 'low precision covers' if low else 'linears are')}"
+        covered = [row.operator for row in rows if not num_low or row.low]
+        if self.coverage.others(covered):
+            head += f"; {self.coverage.line(covered, 'low precision covers' if num_low else 'linears are')}"
         return f"{head}: " + ("sound" if self.sound else plural(len(self.findings), "finding"))
 
     def tree(self) -> dict[str, Any]:
@@ -159,202 +168,345 @@ def audit(
         lists: entries by list (`gnmr.plan.lists.LISTS`), for example {"filter_fqns": ["output", "layers.1."]}.
         progress: called with the number of passes of linears that are done and the approximate total.
 
+    Returns:
+        The findings, and the precision and the measurements of every linear.
+
     Raises:
         ValueError: an argument is invalid; the message is one line.
     """
     require(isinstance(model, nn.Module), "model", type(model).__name__, "must be an nn.Module")
     texts = read_lists(lists)
-    wanted = RECIPES[recipe_named(recipe)] if isinstance(recipe, str) else recipe
+    intended = RECIPES[recipe_named(recipe)] if isinstance(recipe, str) else recipe
     operators = operators_of(model)
     right = "has no linear, so no GEMM that a recipe would cast"
     if packed := packed_in(model):
         right = f"has no linear that an audit can read, only {', '.join(dict.fromkeys(packed.values()))}"
     require(operators, "model", type(model).__name__, right)
-    dynamic = loss_of_batch is not None
-    found, ran, read, coverage = measured_pass(model, operators, loss_of_batch, batch, progress)
-    saved = names_in_checkpoint(model, texts)
-    names = names_in_lists(texts, [operator.name for operator in operators], saved)
-    by_list = [one for which, own in texts.items() for one in entries_of(which, own, [*names[which]])]
-    entries = [in_memory(entry, names[entry.which]) for entry in by_list]
+    observed = _Observed() if loss_of_batch is None else _observe(model, operators, loss_of_batch, batch, progress)
+    matched = match_lists(model, texts, [operator.name for operator in operators])
     findings = [
-        *_of_lists(by_list, names, saved, model),
-        *_of_conversion(operators, entries, texts, wanted, found),
-        *_of_roles(operators, entries, found),
-        *_of_parameters(model, found),
-        *_of_packed(packed),
-        *_of_others(coverage, operators, wanted),
-        *(_of_idle(operators, ran, read) if dynamic else ()),
-        *_of_passes(operators, found),
+        *_list_findings(matched, model),
+        *_conversion_findings(operators, matched, intended, observed),
+        *_role_findings(operators, matched.entries, observed),
+        *_parameter_findings(model, observed),
+        *_packed_findings(packed),
+        *_coverage_findings(observed.coverage, operators, intended),
+        *(_idle_findings(operators, observed) if loss_of_batch is not None else ()),
+        *_operand_findings(observed),
     ]
-    return Audit(
-        tuple(findings), tuple(_row(operator, found, ran, dynamic) for operator in operators), dynamic, coverage
+    dynamic = loss_of_batch is not None
+    rows = tuple(_row(operator, observed, dynamic) for operator in operators)
+    return Audit(tuple(findings), rows, dynamic, observed.coverage)
+
+
+# ---- the measured pass ----
+
+
+@dataclass(frozen=True)
+class _Observed:
+    """What one forward and backward pass showed; empty if nothing was run."""
+
+    measurements: Mapping[tuple[str, str, str], MeasuredOperand] = field(default_factory=dict)
+    """By (operator, GEMM, operand)."""
+    ran: frozenset[str] = frozenset()
+    """Names of the operators that ran."""
+    read: frozenset[str] = frozenset()
+    """Names of the operators whose weight has a gradient or was read without a call."""
+    coverage: Coverage = field(default_factory=Coverage)
+    """Products that the model ran, in another forward pass."""
+
+    def low(self, operator: Operator) -> bool:
+        """Return True if the operator declares low precision, or declares nothing and its forward pass shows it.
+
+        The operands show it if their product was seen; otherwise the output does.
+        """
+        if operator.low is not None:
+            return operator.low
+        for operand in (*READS["fprop"], "output"):
+            measured = self.measurements.get((operator.name, "fprop", operand))
+            if measured is None or (operand == "output" and measured.by != "output"):
+                continue
+            if measured.noise > 0 and -math.inf < measured.snr < LOW:
+                return True
+        return False
+
+
+def _met_not_finite(measurements: Mapping[tuple[str, str, str], MeasuredOperand]) -> bool:
+    return any(cause.kind == "not finite" for measured in measurements.values() for cause in measured.causes)
+
+
+def _observe(
+    model: nn.Module,
+    operators: Sequence[Operator],
+    loss_of_batch: Callable[[Any], Tensor],
+    batch: Any,
+    progress: Progress | None,
+) -> _Observed:
+    """Measure one forward and backward pass, and count the model's products in another forward pass.
+
+    Unconverted operators within modules (`Found`) are known from the counted products alone.
+    """
+    refuse_without_gradients(model)
+    sharded = any(is_sharded(parameter) for parameter in model.parameters())
+    right = "has sharded parameters (DTensor); audit it in one process, before it is sharded"
+    require(not sharded, "model", type(model).__name__, right)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with_gradient: set[int] = set()
+    passes = 2 * len(operators)
+
+    def report(done: int) -> None:
+        if progress is not None:
+            progress(min(done, passes), passes)
+
+    converted = [operator.module for operator in operators if isinstance(operator.module, PathLinear)]
+    with as_it_was(model), _without_side_effects(converted), watching(operators, report) as watch:
+        torch.manual_seed(0)
+        loss = scalar(loss_of_batch(batch), "loss_of_batch", bool(trained))
+        right = "its loss does not run the linears of this model"
+        require(watch.ran or any(isinstance(o.module, Found) for o in operators), "loss_of_batch", "...", right)
+        if not _met_not_finite(watch.measurements):
+            refuse_not_finite(float(loss.detach()), "loss_of_batch", model)
+        if trained:
+            refuse_reentrant(loss)
+            gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+            refuse_constant(loss, trained, gradients, "loss_of_batch", "what is trained")
+            pairs = zip(trained, gradients, strict=True)
+            with_gradient = {id(parameter) for parameter, gradient in pairs if gradient is not None}
+            del gradients
+        del loss
+        torch.manual_seed(0)
+        products = count(model, lambda: loss_of_batch(batch), [linear for linear in converted if linear.converted])
+    coverage = _by_operator(products, operators)
+    called = coverage.called()
+    ran = watch.ran | {o.name for o in operators if isinstance(o.module, Found) and o.name in called}
+    require(ran, "loss_of_batch", "...", right)
+    with_gradient -= {id(o.module.weight) for o in operators if o.name in ran}  # weights that another linear shares
+    read = {o.name for o in operators if o.name in ran or id(o.module.weight) in with_gradient}
+    read |= {product.name for product in coverage.products if not product.called}
+    return _Observed(watch.measurements, frozenset(ran), frozenset(read), coverage)
+
+
+def _by_operator(coverage: Coverage, operators: Sequence[Operator]) -> Coverage:
+    """Return the coverage with products of unconverted inner operators counted as called linears.
+
+    Operators that lie in one tensor share its products evenly.
+    """
+    by_tensor: dict[str, list[str]] = {}
+    for operator in operators:
+        if isinstance(operator.module, Found):
+            (name,) = operator_names([replace(operator.module, place=None).name])
+            by_tensor.setdefault(name, []).append(operator.name)
+    products = Counter[Product]()
+    for product, number in coverage.products.items():
+        if inner := by_tensor.get(product.name):
+            shares = {Product(name, "Linear"): (number + i) // len(inner) for i, name in enumerate(inner)}
+            products.update(shares)
+        else:
+            products[product] += number
+    return replace(coverage, products=dict(products))
+
+
+@contextmanager
+def _without_side_effects(linears: Sequence[PathLinear]) -> Iterator[None]:
+    """Keep passes of converted operators from changing delayed scales, probes and generators."""
+    shared: dict[int, SharedState] = {id(linear.shared): linear.shared for linear in linears}
+    before = [(linear, linear.read, linear._node) for linear in linears]
+    with ExitStack() as stack:
+        for state in shared.values():
+            stack.enter_context(_restored(state))
+        try:
+            yield
+        finally:
+            for linear, read, node in before:
+                linear.read, linear._node = read, node
+
+
+@contextmanager
+def _restored(state: SharedState) -> Iterator[None]:
+    effects, probe, prices = state.no_side_effects, state.probe, state.prices
+    drawn = None if state.rounding is None else state.rounding.mark()
+    replaced = None if state.amax is None else state.amax.replaced
+    state.no_side_effects, state.probe, state.prices = True, None, None
+    state.forget()
+    try:
+        yield
+    finally:
+        state.no_side_effects, state.probe, state.prices = effects, probe, prices
+        state.forget()
+        if drawn is not None and state.rounding is not None:
+            state.rounding.back_to(drawn)
+        if replaced is not None and state.amax is not None:
+            state.amax.replaced = replaced
+
+
+# ---- lists ----
+
+
+@dataclass(frozen=True)
+class MatchedLists:
+    """Lists of names, matched with the linears of a model."""
+
+    texts: Mapping[str, Sequence[str]]
+    """Entries by list."""
+    in_checkpoint: Mapping[str, Sequence[str]]
+    """The checkpoint's names of the linears by the name in memory; empty if no list is read by them."""
+    names: Mapping[str, Mapping[str, str]]
+    """By list: the name in memory of each linear, by the name that the list has for it."""
+    by_list: Sequence[Entry]
+    """The entries with the names that their lists have for the linears."""
+    entries: Sequence[Entry]
+    """The same entries with the names in memory."""
+
+
+def match_lists(model: nn.Module, texts: Mapping[str, Sequence[str]], names: Sequence[str]) -> MatchedLists:
+    """Match the entries of lists with the linears of a model.
+
+    Engines call a linear as its checkpoint does. Lists with readers of either kind may have both names.
+
+    Args:
+        model: the model, perhaps converted; its weights are not read.
+        texts: entries by list, as `read_lists` returns them.
+        names: the names in memory of its linears.
+
+    Returns:
+        The linears that each entry matches, by the names of the list and by those in memory.
+    """
+    by_memory = all(reads_memory(which) and which not in OF_BOTH for which in texts)
+    in_checkpoint = {} if by_memory else linears_of(model).saved
+    same = {name: name for name in names}
+    saved = {saved_name: name for name in same for saved_name in in_checkpoint.get(name, (name,))}
+    by_which = {which: same | saved if which in OF_BOTH else same if reads_memory(which) else saved for which in texts}
+    by_list = [entry for which, lines in texts.items() for entry in entries_of(which, lines, [*by_which[which]])]
+    return MatchedLists(
+        texts, in_checkpoint, by_which, by_list, [in_memory(entry, by_which[entry.which]) for entry in by_list]
     )
 
 
-# ---- findings ----
-
-
-def names_in_checkpoint(model: nn.Module, lists: Iterable[str]) -> Mapping[str, Sequence[str]]:
-    """Return the checkpoint's names of the model's linears by the name in memory, if any of the lists is read by them.
-
-    The result is empty if none is.
-    """
-    by_memory = all(reads_memory(which) and which not in OF_BOTH for which in lists)
-    return {} if by_memory else linears_of(model).saved
-
-
-def names_in_lists(
-    lists: Iterable[str], names: Iterable[str], saved: Mapping[str, Sequence[str]]
-) -> dict[str, dict[str, str]]:
-    """Return, for each list, the name in memory of each linear by the name that the list has for it.
-
-    Engines call a linear as its checkpoint does. Lists with readers of either kind may have both names.
-    """
-    same = {name: name for name in names}
-    by_checkpoint = {theirs: name for name in same for theirs in saved.get(name, (name,))}
-    of_both = same | by_checkpoint
-    return {which: of_both if which in OF_BOTH else same if reads_memory(which) else by_checkpoint for which in lists}
-
-
-def _modules_in_checkpoint(loaded: Sequence[str], saved: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the names of modules and parameters, with those of the checkpoint where linears have others."""
-    ours = {part for name, theirs in saved.items() if name not in theirs for part in _parts_of(name)}
-    theirs = dict.fromkeys(part for several in saved.values() for name in several for part in _parts_of(name))
-    gone = ours.difference(theirs)
-    same = [name for name in loaded if gone.isdisjoint(_parts_of(name))]
-    return [*dict.fromkeys((*same, *theirs))]
-
-
-def _parts_of(name: str) -> list[str]:
+def _with_parents(name: str) -> list[str]:
     """Return a name and those of all modules around it."""
     return [*accumulate(name.split("."), "{}.{}".format)]
 
 
-def _of_lists(
-    entries: Sequence[Entry],
-    names_of: Mapping[str, Mapping[str, str]],
-    saved: Mapping[str, Sequence[str]],
-    model: nn.Module,
-) -> Iterator[Finding]:
-    """Yield entries that match nothing, and entries that match more names than they seem to.
-
-    Entries and `names_of` have the names that the library of each list reads (`names_in_lists`).
-    """
+def _list_findings(matched: MatchedLists, model: nn.Module) -> Iterator[Finding]:
+    """Yield entries that match nothing, and entries that match more names than they seem to."""
+    # Names of all modules and parameters: in memory, and with those of the checkpoint where linears have others.
     loaded = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
-    in_file = _modules_in_checkpoint(loaded, saved)
-    of_both = [*dict.fromkeys((*loaded, *in_file))]
-    for entry in entries:
-        names = [*names_of[entry.which]]
-        others = of_both if entry.which in OF_BOTH else loaded if reads_memory(entry.which) else in_file
+    saved = {part for names in matched.in_checkpoint.values() for name in names for part in _with_parents(name)}
+    renamed = {name for name, names in matched.in_checkpoint.items() if name not in names}
+    gone = {part for name in renamed for part in _with_parents(name)} - saved
+    in_file = [*(name for name in loaded if gone.isdisjoint(_with_parents(name))), *saved]
+    for entry in matched.by_list:
+        names = [*matched.names[entry.which]]
         if entry.trap:
             better = repaired(entry, names)
             first = ", ".join(entry.swept[:2])
             what = f"means {len(entry.meant)} linears between dots, and {len(entry.swept)} more within a word ({first})"
             right = f"{better!r}" if better else "whole names"
             yield Finding("substring", (f"{entry.which} {entry.text!r}",), what, right)
-        if not fits_none(entry, names) or _alias(entry, entries):
+        if not fits_none(entry, names) or _is_alias(entry, matched.by_list):
             continue
         what, right = "matches no module of this model", suggested(entry.text, names, entry.which)
-        if matched := entries_of(entry.which, [entry.text], others)[0].names:
-            modules = {*others}
-            linears = [name for name in names if name in modules]
-            inside = [[name for name in linears if name.startswith(f"{module}.")] for module in matched]
+        if entry.which in OF_BOTH:
+            modules = [*dict.fromkeys((*loaded, *in_file))]
+        else:
+            modules = loaded if reads_memory(entry.which) else [*dict.fromkeys(in_file)]
+        if around := entries_of(entry.which, [entry.text], modules)[0].names:
+            linears = {*modules}.intersection(names)
+            inside = [[name for name in names if name in linears and name.startswith(f"{path}.")] for path in around]
             if not all(inside):
                 continue  # a module without a GEMM: an embedding, a norm
-            what = f"matches {first_few(matched, 2)}, and none of the linears in it"
+            what = f"matches {first_few(around, 2)}, and none of the linears in it"
             right = suggested(f"{inside[0][0]}{':off' if ':' in entry.text else ''}", names, entry.which)
             right = right if right.startswith("their") else f"their names, such as {right}"
         yield Finding("no match", (f"{entry.which} {entry.text!r}",), what, right)
 
 
-def _alias(entry: Entry, entries: Sequence[Entry]) -> bool:
+def _is_alias(entry: Entry, entries: Sequence[Entry]) -> bool:
     """Return True if another entry of the list has the same meaning under a name of another library version."""
-    parts = entry.text.strip(".").split(".")
-    numbers = [part for part in parts if part.isdigit()]
+    words = entry.text.strip(".").split(".")
     for other in entries:
         if other.which != entry.which or not other.names:
             continue
-        own = other.text.strip(".").split(".")
-        if parts[-1] in HEADS and own[-1] in HEADS:
+        other_words = other.text.strip(".").split(".")
+        if words[-1] in HEADS and other_words[-1] in HEADS:
             return True
-        alike = own[-1] == parts[-1] or {own[-1], parts[-1]} <= _QKV
-        if len(parts) > 1 and alike and [part for part in own if part.isdigit()] == numbers:
+        same_block = [word for word in other_words if word.isdigit()] == [word for word in words if word.isdigit()]
+        same_linear = other_words[-1] == words[-1] or {other_words[-1], words[-1]} <= _QKV
+        if len(words) > 1 and same_linear and same_block:
             return True
     return False
 
 
-def _of_conversion(
-    operators: Sequence[Operator],
-    entries: Sequence[Entry],
-    texts: Mapping[str, Sequence[str]],
-    recipe: Recipe | None,
-    found: Measurements,
+# ---- findings on the conversion ----
+
+
+def _conversion_findings(
+    operators: Sequence[Operator], matched: MatchedLists, recipe: Recipe | None, observed: _Observed
 ) -> Iterator[Finding]:
     """Yield lists that were not applied, operators that were left out, and recipes other than the intended one."""
-    out: dict[str, Entry] = {}
+    excluded: dict[str, Entry] = {}
     chosen: dict[str, Entry] = {}
-    for entry in entries:
+    for entry in matched.entries:
         if entry.which != "pins":
-            own = chosen if entry.converts else out
             for name in entry.names:
-                own.setdefault(name, entry)
-    selects = any(LISTS[which].converts for which in texts)
-    listed = any(which != "pins" for which in texts)
+                (chosen if entry.converts else excluded).setdefault(name, entry)
+    selects = any(LISTS[which].converts for which in matched.texts)
+    listed = any(which != "pins" for which in matched.texts)
     not_applied: dict[str, list[Operator]] = {}
-    missing: list[str] = []
-    within: list[str] = []
+    missing: list[Operator] = []
     any_low = False
     for operator in operators:
-        low, name = _low(operator, found), operator.name
+        low, name = observed.low(operator), operator.name
         any_low |= low
-        if low and name in out:
-            not_applied.setdefault(f"{out[name].which} {out[name].text!r} leaves it out", []).append(operator)
+        if low and name in excluded:
+            reason = f"{excluded[name].which} {excluded[name].text!r} leaves it out"
+            not_applied.setdefault(reason, []).append(operator)
         elif low and selects and name not in chosen:
             not_applied.setdefault("no entry names it", []).append(operator)
-        wanted = name in chosen or (name not in out and not selects)
-        if wanted and not low and not operator.role:
-            missing.append(name)
-            within += [name] if isinstance(operator.module, Found) else []
+        intended = name in chosen or (name not in excluded and not selects)
+        if intended and not low and not operator.role:
+            missing.append(operator)
     if recipe is None and not listed:  # some may be left out on purpose
-        missing = within if any_low else []
-    for why, several in not_applied.items():
-        what = f"{why}, and it is in {_in_words(several[0])}"
+        missing = [operator for operator in missing if any_low and isinstance(operator.module, Found)]
+    for reason, misfits in not_applied.items():
+        what = f"{reason}, and it is in {_in_words(misfits[0])}"
         right = "16 bits; hand the list to the conversion itself"
-        yield Finding("not applied", tuple(one.name for one in several), what, right)
-    if not any_low and missing:
-        asked = "the lists leave out others alone" if recipe is None else f"recipe={recipe.name} was to be"
-        what = f"no linear is in low precision, {asked}"
-        if wrapped := {operator.kind for operator in operators if operator.declared is None}:
-            what = f"no GEMM reads low precision, also in linears of {', '.join(sorted(wrapped))}, and {asked}"
-        yield Finding("not converted", tuple(missing), what, "convert before training, and audit the trained model")
-    elif missing:
-        what = "is in 16 bits, and nothing leaves it out"
-        yield Finding("not converted", tuple(missing), what, "convert it, or name it in the list (widths may not fit)")
+        yield Finding("not applied", tuple(operator.name for operator in misfits), what, right)
+    what, right = "is in 16 bits, and nothing leaves it out", "convert it, or name it in the list (widths may not fit)"
+    if not any_low:
+        right = "convert before training, and audit the trained model"
+        intention = "the lists leave out others alone" if recipe is None else f"recipe={recipe.name} was to be"
+        what = f"no linear is in low precision, {intention}"
+        if undeclared := {operator.kind for operator in operators if operator.declared is None}:
+            what = f"no GEMM reads low precision, also in linears of {', '.join(sorted(undeclared))}, and {intention}"
+    if missing:
+        yield Finding("not converted", tuple(operator.name for operator in missing), what, right)
     if recipe is not None:
-        yield from _of_recipe(operators, recipe)
-    if recipe is None and not listed:
-        yield from _odd(operators)
+        yield from _recipe_findings(operators, recipe)
+    elif not listed:
+        yield from _odd_findings(operators)
 
 
-def _of_recipe(operators: Sequence[Operator], recipe: Recipe) -> Iterator[Finding]:
+def _recipe_findings(operators: Sequence[Operator], recipe: Recipe) -> Iterator[Finding]:
     """Yield GEMMs that are not on this recipe."""
-    other: dict[tuple[str, str, str], list[str]] = {}
+    unlike: dict[tuple[str, str, str], list[str]] = {}
     for operator in operators:
         for gemm in GEMMS if operator.low and operator.declared is not None else ():
-            now = " x ".join(_word(operator.grain(gemm, operand)) for operand in READS[gemm])
-            want = " x ".join(_word(getattr(getattr(recipe, gemm), operand)) for operand in READS[gemm])
-            if now != want and gemm not in operator.pinned:
-                other.setdefault((gemm, now, want), []).append(operator.name)
-    for (gemm, now, want), names in other.items():
-        yield Finding("another recipe", tuple(names), f"{gemm} is {now}, and recipe={recipe.name} has {want}", want)
+            actual = " x ".join(_format_and_scale(operator.grain(gemm, operand)) for operand in READS[gemm])
+            wanted = " x ".join(_format_and_scale(getattr(getattr(recipe, gemm), operand)) for operand in READS[gemm])
+            if actual != wanted and gemm not in operator.pinned:
+                unlike.setdefault((gemm, actual, wanted), []).append(operator.name)
+    for (gemm, actual, wanted), names in unlike.items():
+        what = f"{gemm} is {actual}, and recipe={recipe.name} has {wanted}"
+        yield Finding("another recipe", tuple(names), what, wanted)
 
 
-def _word(cast: Any) -> str:
+def _format_and_scale(cast: Any) -> str:
     """Return the format and scale of a cast, without its other options."""
     return "16 bits" if cast is None else "/".join(str(cast).replace("/axis", "/row").split("/")[:2])
 
 
-def _odd(operators: Sequence[Operator]) -> Iterator[Finding]:
+def _odd_findings(operators: Sequence[Operator]) -> Iterator[Finding]:
     """Yield the few operators of a kind that differ in precision from the rest of their kind and of their block."""
     kinds: dict[str, list[Operator]] = {}
     blocks: dict[str, list[Operator]] = {}
@@ -362,33 +514,34 @@ def _odd(operators: Sequence[Operator]) -> Iterator[Finding]:
         if not operator.role and operator.declared is not None and not operator.pinned:
             kinds.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", operator.name), []).append(operator)
             blocks.setdefault(unit_of(operator.name, "block"), []).append(operator)
-    for own in kinds.values():
-        signs: dict[tuple[str, ...], list[Operator]] = {}
-        for operator in own:
-            signs.setdefault(tuple(operator.words(gemm) for gemm in GEMMS), []).append(operator)
-        usual = max(signs.values(), key=len)
-        for sign, few in signs.items():
-            if few is usual or len(few) * 4 > len(own):
+    for alike in kinds.values():
+        by_precision: dict[tuple[str, ...], list[Operator]] = {}
+        for operator in alike:
+            by_precision.setdefault(tuple(operator.words(gemm) for gemm in GEMMS), []).append(operator)
+        usual = max(by_precision.values(), key=len)
+        for precision, few in by_precision.items():
+            if few is usual or len(few) * 4 > len(alike):
                 continue
+            # A whole block in 16 bits is somebody's choice, and so no finding.
             alone = [o for o in few if any(other.low != o.low for other in blocks[unit_of(o.name, "block")])]
             if alone or any(o.low for o in few):
                 names = tuple(o.name for o in alone or few)
-                what = f"is in {sign[0]}, and the {len(usual)} others of its kind in {usual[0].words('fprop')}"
+                what = f"is in {precision[0]}, and the {len(usual)} others of its kind in {usual[0].words('fprop')}"
                 yield Finding("odd one out", names, what, "the same, or a list that says so")
 
 
-def _of_roles(operators: Sequence[Operator], entries: Sequence[Entry], found: Measurements) -> Iterator[Finding]:
+def _role_findings(operators: Sequence[Operator], entries: Sequence[Entry], observed: _Observed) -> Iterator[Finding]:
     """Yield output heads and routers in low precision, and tied heads that are cast or no longer shared."""
     chosen = {name for entry in entries if entry.converts for name in entry.meant}
     for operator in operators:
-        low, said = _low(operator, found), _in_words(operator)
         if operator.tied and not operator.shared:
             what = f"lies in the memory of {operator.tied} and is a parameter of its own: two gradients, one weight"
             right = "tie them again after the conversion, or leave the head out of it"
             yield Finding("tied head", (operator.name,), what, right)
         tied = operator.tied and operator.shared
-        if low and (tied or (operator.role in KEPT and operator.name not in chosen and not operator.tied)):
-            yield head_or_router(operator, f"in {said}")
+        unasked = operator.role in KEPT and operator.name not in chosen and not operator.tied
+        if observed.low(operator) and (tied or unasked):
+            yield head_or_router(operator, f"in {_in_words(operator)}")
 
 
 def head_or_router(operator: Operator, state: str) -> Finding:
@@ -400,9 +553,19 @@ def head_or_router(operator: Operator, state: str) -> Finding:
     return Finding(operator.role, (operator.name,), what, "16 bits, as every published recipe has it")
 
 
-def _of_parameters(model: nn.Module, found: Measurements) -> Iterator[Finding]:
+def unused_recipes(declared: Sequence[str], named: Sequence[str | None]) -> list[Finding]:
+    """Return a finding for each declared recipe that is not among the `named` recipes of the paths."""
+    right = f"one of {', '.join(name for name in named if name)}, or a path that names it"
+    what = "is declared, and no path is on it"
+    return [Finding("unused recipe", (name,), what, right) for name in declared if name not in named]
+
+
+# ---- findings on the model and its pass ----
+
+
+def _parameter_findings(model: nn.Module, observed: _Observed) -> Iterator[Finding]:
     """Yield non-finite parameters, if a GEMM read NaN or Inf, and one-byte parameters outside linears."""
-    if met_not_finite(found) and (wrong := list(not_finite(model))):
+    if _met_not_finite(observed.measurements) and (wrong := list(not_finite(model))):
         what = f"{wrong[0][1]} of its {wrong[0][2]} elements are not finite{' (the first)' if len(wrong) > 1 else ''}"
         yield Finding("not finite", tuple(name for name, _, _ in wrong), what, "weights from before the loss was NaN")
     for path, module in model.named_modules():
@@ -415,7 +578,7 @@ def _of_parameters(model: nn.Module, found: Measurements) -> Iterator[Finding]:
                 yield Finding("parameter", (f"{path}.{name}".lstrip("."),), what, "16 bits")
 
 
-def _of_packed(packed: Mapping[str, str]) -> Iterator[Finding]:
+def _packed_findings(packed: Mapping[str, str]) -> Iterator[Finding]:
     """Yield the linears of other classes that keep codes, of which neither precision nor weights are known."""
     by_class: dict[str, list[str]] = {}
     for name, kind in packed.items():
@@ -425,68 +588,49 @@ def _of_packed(packed: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("not examined", tuple(names), what, "an audit before that conversion, which shows the rest")
 
 
-def _of_idle(operators: Sequence[Operator], ran: set[str], read: set[str]) -> Iterator[Finding]:
+def _coverage_findings(coverage: Coverage, operators: Sequence[Operator], recipe: Recipe | None) -> Iterator[Finding]:
+    """Yield the share of GEMMs outside linear operators if the model is in low precision or they are most of it."""
+    uncovered = {
+        product: share
+        for product, share in coverage.others([o.name for o in operators]).items()
+        if product.kind != "Linear" and not routes(product)
+    }
+    share = sum(uncovered.values())
+    if share >= (MUCH if recipe is not None or any(o.low for o in operators) else 0.5):
+        kinds = ", ".join(dict.fromkeys(product.kind for product in uncovered))
+        what = f"{percent(share)} of the GEMMs' arithmetic is in no linear operator ({kinds}) and in 16 bits"
+        right = "put linears in its place, or declare its products (gnmr.conversion.adapters.register)"
+        yield Finding("not covered", tuple(product.name or product.kind for product in uncovered), what, right)
+
+
+def _idle_findings(operators: Sequence[Operator], observed: _Observed) -> Iterator[Finding]:
     """Yield linears that may be in low precision and did not run.
 
     An expert that no token reached is not reported if other experts of its kind ran.
     """
-    reached = {of_any_expert(name) for name in ran}
-    maybe = [o for o in operators if o.low or (o.low is None and o.kind != "ParametrizedLinear")]
-    idle = [o.name for o in maybe if of_any_expert(o.name) not in reached]
-    kernel = "its weight has a gradient, and it is never called (F.linear, a wrapped forward): no precision is in force"
-    for other, what, right in (
-        (True, kernel, "call the module"),
-        (False, "did not run in this batch, so nothing is known of it", "a batch that reaches it"),
-    ):
-        if names := tuple(name for name in idle if (name in read) == other):
-            yield Finding("never ran", names, what, f"{right}, or leave it out of the conversion")
+    reached = {of_any_expert(name) for name in observed.ran}
+    maybe_low = [o for o in operators if o.low or (o.low is None and o.kind != "ParametrizedLinear")]
+    idle = [o.name for o in maybe_low if of_any_expert(o.name) not in reached]
+    if uncalled := tuple(name for name in idle if name in observed.read):
+        what = (
+            "its weight has a gradient, and it is never called (F.linear, a wrapped forward): no precision is in force"
+        )
+        yield Finding("never ran", uncalled, what, "call the module, or leave it out of the conversion")
+    if unreached := tuple(name for name in idle if name not in observed.read):
+        what = "did not run in this batch, so nothing is known of it"
+        yield Finding("never ran", unreached, what, "a batch that reaches it, or leave it out of the conversion")
 
 
-def _of_others(coverage: Coverage, operators: Sequence[Operator], recipe: Recipe | None) -> Iterator[Finding]:
-    """Yield the share of GEMMs outside linear operators if the model is in low precision or they are most of it."""
-    others = {
-        one: share
-        for one, share in coverage.others([o.name for o in operators]).items()
-        if one.kind != "Linear" and not routes(one)
-    }
-    share = sum(others.values())
-    if share >= (MUCH if recipe is not None or any(o.low for o in operators) else 0.5):
-        kinds = ", ".join(dict.fromkeys(one.kind for one in others))
-        what = f"{percent(share)} of the GEMMs' arithmetic is in no linear operator ({kinds}) and in 16 bits"
-        right = "put linears in its place, or declare its products (gnmr.conversion.adapters.register)"
-        yield Finding("not covered", tuple(one.name or one.kind for one in others), what, right)
-
-
-def unused_recipes(declared: Sequence[str], named: Sequence[str | None]) -> list[Finding]:
-    """Return a finding for each declared recipe that no path names."""
-    right = f"one of {', '.join(name for name in named if name)}, or a path that names it"
-    what = "is declared, and no path is on it"
-    return [Finding("unused recipe", (name,), what, right) for name in declared if name not in named]
-
-
-def _of_passes(operators: Sequence[Operator], found: Measurements) -> Iterator[Finding]:
+def _operand_findings(observed: _Observed) -> Iterator[Finding]:
     """Yield the causes that were measured; those of one kind and operand share one finding."""
-    alike: dict[tuple[str, str, str], list[tuple[str, Cause]]] = {}
-    for (name, gemm, operand), one in found.items():
-        for cause in one.causes:
-            alike.setdefault((cause.kind, operand, cause.right), []).append((f"{name} {gemm} {operand}", cause))
-    for (kind, _, right), several in alike.items():
-        first = several[0][1].text
-        same = all(cause.text == first for _, cause in several)
-        text = first if same else f"{first} (numbers of the first of {len(several)})"
-        yield Finding(kind, tuple(where for where, _ in several), text, right)
-
-
-def _low(operator: Operator, found: Measurements) -> bool:
-    """Return True if the operator declares low precision, or declares nothing and its forward pass shows it.
-
-    The operands show it if their product was seen; otherwise the output does.
-    """
-    if operator.low is not None:
-        return operator.low
-    forward = {key: found.get((operator.name, "fprop", key)) for key in ("input", "weight", "output")}
-    seen = [one for key, one in forward.items() if one is not None and (key != "output" or one.by == "output")]
-    return any(one.noise > 0 and -math.inf < one.snr < LOW for one in seen)
+    alike: dict[tuple[str, str, str], dict[str, Cause]] = {}
+    for (name, gemm, operand), measured in observed.measurements.items():
+        for cause in measured.causes:
+            alike.setdefault((cause.kind, operand, cause.right), {})[f"{name} {gemm} {operand}"] = cause
+    for (kind, _, right), causes in alike.items():
+        texts = [cause.text for cause in causes.values()]
+        text = texts[0] + (f" (numbers of the first of {len(texts)})" if len({*texts}) > 1 else "")
+        yield Finding(kind, tuple(causes), text, right)
 
 
 def _in_words(operator: Operator) -> str:
@@ -494,30 +638,22 @@ def _in_words(operator: Operator) -> str:
     return operator.words("fprop") if operator.declared is not None else f"low precision ({operator.kind})"
 
 
-def _row(operator: Operator, found: Measurements, ran: set[str], dynamic: bool) -> Row:
-    measured = {
-        gemm: {
-            operand: (one.snr, one.best)
-            for operand in (*READS[gemm], "output")
-            if (one := found.get((operator.name, gemm, operand))) is not None
-        }
-        for gemm in GEMMS
-    }
-    notes = []
-    if dynamic and operator.name not in ran:
+def _row(operator: Operator, observed: _Observed, dynamic: bool) -> OperatorRow:
+    measured: dict[str, dict[str, tuple[float, float | None]]] = {}
+    output = observed.measurements.get((operator.name, "fprop", "output"))
+    for gemm in GEMMS:
+        for operand in (*READS[gemm], "output"):
+            if (values := observed.measurements.get((operator.name, gemm, operand))) is not None:
+                measured.setdefault(gemm, {})[operand] = values.snr, values.best
+    ran, notes = operator.name in observed.ran, []
+    if dynamic and not ran:
         notes.append("did not run in this batch")
-    elif dynamic and (out := found.get((operator.name, "fprop", "output"))) is not None and out.by == "output":
+    elif output is not None and output.by == "output":
         notes.append("judged by its output: its GEMMs run elsewhere")
-    elif dynamic and not measured["fprop"] and not isinstance(operator.module, Found):
+    elif dynamic and "fprop" not in measured and not isinstance(operator.module, Found):
         notes.append("nothing of it could be measured: its class does not give the weight's values")
     if operator.pinned:
         notes.append(f"pinned: {', '.join(operator.pinned)}")
-    return Row(
-        operator.name,
-        operator.kind,
-        {gemm: operator.words(gemm) for gemm in GEMMS},
-        {gemm: own for gemm, own in measured.items() if own},
-        operator.name in ran,
-        _low(operator, found),
-        "; ".join(notes),
-    )
+    precision = {gemm: operator.words(gemm) for gemm in GEMMS}
+    low = observed.low(operator)
+    return OperatorRow(operator.name, operator.kind, precision, measured, ran, low, "; ".join(notes))

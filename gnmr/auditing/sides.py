@@ -51,7 +51,7 @@ class Treatment:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class SideComparison:
     """The treatment of each linear by two sides."""
 
     trainer: dict[str, Treatment]
@@ -98,7 +98,7 @@ def compare(
     rollout: Lists,
     in_memory: Mapping[str, str] | None = None,
     unloaded: Sequence[str] = (),
-) -> Comparison:
+) -> SideComparison:
     """Return which linears the two sides treat differently, and which entry is responsible.
 
     Args:
@@ -131,7 +131,7 @@ def compare(
     alone = {name: sides[1][name] for name in unloaded}
     both = [{name: side[name] for name in names} for side in sides]
     notes += _alone(f"rollout.{next(iter(rollout))}", alone)
-    return Comparison(both[0], both[1], (*_differences(*both), *findings), tuple(notes), alone)
+    return SideComparison(both[0], both[1], (*_differences(*both), *findings), tuple(notes), alone)
 
 
 def _entries(

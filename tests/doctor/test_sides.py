@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gnmr.auditing.sides import Comparison, compare
+from gnmr.auditing.sides import SideComparison, compare
 
 ATTENTION = [f"self_attn.{x}_proj" for x in "qkvo"]
 MLP = [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
@@ -23,7 +23,7 @@ ALL = {"filter_fqns": []}
 HEAD = {"filter_fqns": ["lm_head"]}
 
 
-def unlike(found: Comparison) -> set[str]:
+def unlike(found: SideComparison) -> set[str]:
     return {name for name, one in found.trainer.items() if one.low != found.rollout[name].low}
 
 
@@ -31,7 +31,7 @@ def ends(*parts: str, names: list[str] = DENSE) -> set[str]:
     return {name for name in names if name.endswith(parts)}
 
 
-def text(found: Comparison) -> str:
+def text(found: SideComparison) -> str:
     return "\n".join(one.line() for one in found.findings)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from argparse import SUPPRESS, Namespace
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,12 +18,12 @@ from gnmr.plan.lists import LISTS, RULES, read_lists
 from gnmr.records import output
 
 if TYPE_CHECKING:
-    from gnmr.auditing.audit import Audit, Finding
+    from gnmr.auditing.audit import Audit, Finding, OperatorRow
+    from gnmr.auditing.sides import SideComparison
     from gnmr.conversion.path_spec import PathSpec
     from gnmr.lab.config import Config
     from gnmr.lab.evaluation.subjects import Subject
     from gnmr.plan.checkpoint_names import ModelLinears
-    from gnmr.plan.pin_plan import PinPlan
 
 SIDES = ("trainer", "rollout")
 _TEXT = """\
@@ -48,10 +49,10 @@ def _parser() -> Parser:
     parser = Parser("audit", "RUN|CHECKPOINT [key=value ...]", _TEXT, bare=False)
     parser.option("recipe", text, "what a checkpoint's linears are put on, or what a run's should be on")
     parser.option("plan", optional, "a plan.json, or its folder: what a checkpoint's linears are put on, with its pins")
-    for name, own in LISTS.items():
-        if own.library != "gnmr":
-            does = "chosen" if own.rule == "quantizer" else "converted" if own.converts else "left out"
-            parser.option(name, names_of, f"{own.library}: {does}; {RULES[own.rule]}")
+    for name, reading in LISTS.items():
+        if reading.library != "gnmr":
+            effect = "chosen" if reading.rule == "quantizer" else "converted" if reading.converts else "left out"
+            parser.option(name, names_of, f"{reading.library}: {effect}; {RULES[reading.rule]}")
             for side in SIDES:
                 parser.option(f"{side}.{name}", names_of, SUPPRESS)
     add_options(parser, "the batch")
@@ -63,60 +64,64 @@ def _parser() -> Parser:
 
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code. Raises UserError in one line, if possible before anything is loaded."""
-    parser = _parser()
-    asked, place, config = asked_of(parser, argv, "audit")
-    if asked.out is not None:
-        output.check(asked.out, f"out={asked.out}")
-    if any(_given(asked, f"{side}.") for side in SIDES):
-        return _compare(asked, place, config, argv)
-    if config is not None and asked.plan is not None:
-        raise UserError(f"plan={asked.plan}: {place} is a run, and is audited under its own; use a checkpoint")
-    found, subject = _audited(asked, place, config)
+    options, place, config = asked_of(_parser(), argv, "audit")
+    if options.out is not None:
+        output.check(options.out, f"out={options.out}")
+    two_sides = any(_lists(options, f"{side}.") for side in SIDES)
+    if config is not None and options.plan is not None and not two_sides:
+        raise UserError(f"plan={options.plan}: {place} is a run, and is audited under its own; use a checkpoint")
+    name = place
+    rows: tuple[OperatorRow, ...] = ()
+    result: Audit | SideComparison
+    if two_sides:
+        result = _compared(options, place, config)
+        findings = (*result.findings, *result.notes)
+    else:
+        result, name = _audited(options, place, config)
+        findings, rows = result.findings, result.rows
     try:  # written before it is shown, because the reader may have left
-        _write(asked, subject.name, argv, found.tree())
+        _write(options, name, argv, result.tree())
     finally:
-        _show(found, subject.name, asked.table)
-    return 0 if found.sound else 1
+        console = for_tables()
+        if options.table and rows:
+            console.print(_table(rows))
+        for finding in findings:
+            print_plain(console, printable(finding.line()))
+        print_plain(console, f"{printable(name)}: {result.verdict()}")
+    return 0 if result.sound else 1
 
 
-def _write(asked: Namespace, subject: str, argv: list[str], tree: dict[str, Any]) -> None:
+def _write(options: Namespace, subject: str, argv: list[str], tree: dict[str, Any]) -> None:
     from gnmr.lab.train.provenance import commit, portable_command
 
-    if asked.out is not None:
+    if options.out is not None:
         origin = {"subject": subject, "command": portable_command(shlex.join(["gnmr", "audit", *argv]))}
-        output.write_json(asked.out, origin | {"commit": commit()} | tree, f"out={asked.out}")
+        output.write_json(options.out, origin | {"commit": commit()} | tree, f"out={options.out}")
 
 
-def _given(asked: Namespace, start: str = "") -> dict[str, list[str]]:
-    """Return the given lists whose keys begin with `start`."""
-    found = {name: getattr(asked, f"{start}{name}", None) for name in LISTS}
-    return {name: own for name, own in found.items() if own is not None}
+def _lists(options: Namespace, start: str = "") -> dict[str, list[str]]:
+    """Return the lists whose keys begin with `start`."""
+    values = {name: getattr(options, f"{start}{name}", None) for name in LISTS}
+    return {name: entries for name, entries in values.items() if entries is not None}
 
 
-def _compare(asked: Namespace, place: str, config: Config | None, argv: list[str]) -> int:
-    """Compare the lists of two sides over the names of the model's linears; return the exit code."""
+# ---- two sides ----
+
+
+def _compared(options: Namespace, place: str, config: Config | None) -> SideComparison:
+    """Compare the lists of two sides over the names of the model's linears."""
     from gnmr.auditing.sides import compare
 
-    other = [
-        *_given(asked),
-        *(key for key in ("recipe", "plan", "data", "table", "block", "batch_size") if getattr(asked, key)),
-    ]
-    if other:
-        raise UserError(f"{other[0]}: two sides are compared by their own lists and by names alone; leave it out")
+    keys = [*_lists(options)]
+    keys += [key for key in ("recipe", "plan", "data", "table", "block", "batch_size") if getattr(options, key)]
+    if keys:
+        raise UserError(f"{keys[0]}: two sides are compared by their own lists and by names alone; leave it out")
     linears = _linears(place, config)
-    in_memory = {one: name for name, saved in linears.saved.items() for one in saved if one != name}
-    names = list(dict.fromkeys(one for saved in linears.saved.values() for one in saved))
-    sides = {side: _given(asked, f"{side}.") for side in SIDES}
+    in_memory = {saved: name for name, names in linears.saved.items() for saved in names if saved != name}
+    saved_names = list(dict.fromkeys(saved for names in linears.saved.values() for saved in names))
+    sides = {side: _lists(options, f"{side}.") for side in SIDES}
     with as_user_error():
-        found = compare(names, **sides, in_memory=in_memory, unloaded=linears.unloaded)
-    console = for_tables()
-    try:
-        _write(asked, place, argv, found.tree())
-    finally:
-        for finding in (*found.findings, *found.notes):
-            print_plain(console, printable(finding.line()))
-        print_plain(console, f"{printable(place)}: {found.verdict()}")
-    return 0 if found.sound else 1
+        return compare(saved_names, **sides, in_memory=in_memory, unloaded=linears.unloaded)
 
 
 def _linears(place: str, config: Config | None) -> ModelLinears:
@@ -138,36 +143,47 @@ def _linears(place: str, config: Config | None) -> ModelLinears:
     return ModelLinears({name: (name,) for name in names})
 
 
-def _audited(asked: Namespace, place: str, config: Config | None) -> tuple[Audit, Subject]:
+# ---- one model ----
+
+
+def _audited(options: Namespace, place: str, config: Config | None) -> tuple[Audit, str]:
+    """Load the model, put it on its low path, and audit it on one batch; return (the audit, the model's name)."""
     from gnmr.auditing.audit import audit
+    from gnmr.conversion import PathSpec, convert
+    from gnmr.conversion.converting import operator_shapes
     from gnmr.lab.evaluation.subjects import load_subject
     from gnmr.lab.train.loss import loss_of
 
     with as_user_error():
-        lists = read_lists(_given(asked))
-    plan, recipe = paths_of(asked, config)
+        lists = read_lists(_lists(options))
+    plan, recipe = paths_of(options, config)
     with memory_bound("audit: out of memory while the model was loaded; use a smaller model or a larger machine"):
-        subject = load_subject(place, device=asked.device, gradients=not asked.static)
-    extra: list[Finding] = []
+        subject = load_subject(place, device=options.device, gradients=not options.static)
+    of_conversion: list[Finding] = []
     if config is not None:
-        extra = _as_trained(subject, config, lists)
+        of_conversion = _as_trained(subject, config)
+        lists |= _lists_of(config.precision)
     elif plan is not None:
-        _on_plan(subject, plan, lists, asked.plan)
+        with as_user_error():
+            spec = PathSpec(**plan.paths())
+            plan.refuse_other(f"plan={options.plan}", operator_shapes(subject.model, spec))
+            subject.converted = convert(subject.model, spec)
+        lists |= _lists_of(spec)
     elif isinstance(recipe, str):
-        extra = _planned(subject, recipe, lists)
+        of_conversion = _on_recipe(subject, recipe, lists)
     loss, batch = None, None
-    if not asked.static:
-        blocks = blocks_for(subject, asked, 1, 0)
+    if not options.static:
+        blocks = blocks_for(subject, options, 1, 0)
         say(printable(f"gnmr: {subject.name}: a batch of {blocks.size} x {blocks.length} tokens on {subject.device}"))
-        loss, batch = (lambda own: loss_of(subject.model, own)), blocks.batches[0]
+        loss, batch = (lambda tokens: loss_of(subject.model, tokens)), blocks.batches[0]
     right = "audit: out of memory: use a smaller batch_size= or block="
     with memory_bound(right), as_user_error(), showing("auditing", "passes of linears") as progress:
-        found = audit(subject.model, loss, batch, recipe=recipe, lists=lists, progress=progress)
-    return replace(found, findings=(*extra, *found.findings)), subject
+        result = audit(subject.model, loss, batch, recipe=recipe, lists=lists, progress=progress)
+    return replace(result, findings=(*of_conversion, *result.findings)), subject.name
 
 
-def _as_trained(subject: Subject, config: Config, lists: dict[str, list[str]]) -> list[Finding]:
-    """Put a run's model on its low path and add its lists; return findings on unused declarations in its config."""
+def _as_trained(subject: Subject, config: Config) -> list[Finding]:
+    """Put a run's model on its low path; return findings on unused declarations in its config."""
     from gnmr.auditing.audit import unused_recipes
     from gnmr.lab.train.checkpoint import load_model
     from gnmr.lab.train.model import build_converted
@@ -177,83 +193,56 @@ def _as_trained(subject: Subject, config: Config, lists: dict[str, list[str]]) -
         load_model(Path(subject.name) / "checkpoints", subject.model, subject.converted)
     for operator in subject.converted.operators:
         operator.switch(False)
-    lists |= _lists_of(config.precision)
     return unused_recipes(list(config.precision.recipes), [config.precision.low, config.precision.recovery])
-
-
-def _on_plan(subject: Subject, plan: PinPlan, lists: dict[str, list[str]], where: str) -> None:
-    """Put a checkpoint's linears on the paths of a plan.json, and add its pins to the lists."""
-    from gnmr.conversion import PathSpec, convert
-    from gnmr.conversion.converting import operator_shapes
-
-    with as_user_error():
-        spec = PathSpec(**plan.paths())
-        plan.refuse_other(f"plan={where}", operator_shapes(subject.model, spec))
-        subject.converted = convert(subject.model, spec)
-    lists |= _lists_of(spec)
 
 
 def _lists_of(spec: PathSpec) -> dict[str, list[str]]:
     """Return the patterns by which a spec names linears, except its defaults."""
-    return {key: list(own) for key in ("targets", "exclude", "pins") if (own := getattr(spec, key))}
+    return {key: list(patterns) for key in ("targets", "exclude", "pins") if (patterns := getattr(spec, key))}
 
 
-def _planned(subject: Subject, recipe: str, lists: dict[str, list[str]]) -> list[Finding]:
+def _on_recipe(subject: Subject, recipe: str, lists: dict[str, list[str]]) -> list[Finding]:
     """Put a checkpoint's linears on the recipe, except those that the lists leave out.
 
     Our recipes leave out output heads and routers. Other libraries convert them if their lists do not leave them out,
     and these are the findings that are returned.
     """
-    from gnmr.auditing.audit import head_or_router, names_in_checkpoint, names_in_lists
+    from gnmr.auditing.audit import head_or_router, match_lists
     from gnmr.conversion import PathSpec, convert
     from gnmr.conversion.targets import KEPT
     from gnmr.measure.in_force import operators_of
-    from gnmr.plan.lists import entries_of, in_memory, never_quantized
+    from gnmr.plan.lists import never_quantized
 
     operators = operators_of(subject.model)
     roles = {operator.name: operator.role for operator in operators}
-    names = list(roles)
-    by_list = names_in_lists(lists, names, names_in_checkpoint(subject.model, lists))
-    entries = [
-        in_memory(entry, by_list[which])
-        for which, own in lists.items()
-        for entry in entries_of(which, own, [*by_list[which]])
-    ]
-    out = {name for entry in entries if not entry.converts for name in entry.names}
-    chosen = {name for entry in entries if entry.converts for name in entry.names}
-    named = any(LISTS[which].converts for which in lists)
-    targets = [name for name in names if name in chosen - out and roles[name] not in KEPT] if named else None
-    if targets == [] or out >= {*names}:
+    matched = match_lists(subject.model, lists, list(roles))
+    excluded = {name for entry in matched.entries if not entry.converts for name in entry.names}
+    chosen = {name for entry in matched.entries if entry.converts for name in entry.names}
+    meant = {name for entry in matched.entries if entry.converts for name in entry.meant}
+    selects = any(LISTS[which].converts for which in lists)
+    targets = [name for name in roles if name in chosen - excluded and roles[name] not in KEPT] if selects else None
+    if targets == [] or excluded >= {*roles}:
         raise UserError(f"recipe={recipe}: the lists leave no linear to convert")
-    exclude = [] if named else [name for name in names if name in out]
+    exclude = [] if selects else [name for name in roles if name in excluded]
     with as_user_error():
         spec = PathSpec.of(recipe, None, targets=targets, exclude=exclude, backend="simulated")
         subject.converted = convert(subject.model, spec)
-    wanted = {name for entry in entries if entry.converts for name in entry.meant}
-    converted = (chosen if named else {*names}) - out - wanted
+    spared = {
+        name
+        for which, names in matched.names.items()
+        for name_in_list, name in names.items()
+        if never_quantized(which, name_in_list)
+    }
+    forgotten = (chosen if selects else {*roles}) - excluded - meant - spared
+    state = f"converted to recipe={recipe}, as {', '.join(lists)} does not leave it out"
     return [
-        head_or_router(operator, f"converted to recipe={recipe}, as {', '.join(lists)} does not leave it out")
+        head_or_router(operator, state)
         for operator in operators
-        if operator.role in KEPT and operator.name in converted and lists
-        if not any(
-            never_quantized(which, theirs)
-            for which, own in by_list.items()
-            for theirs, name in own.items()
-            if name == operator.name
-        )
+        if lists and operator.role in KEPT and operator.name in forgotten
     ]
 
 
-def _show(found: Audit, name: str, table: bool) -> None:
-    console = for_tables()
-    if table:
-        console.print(_table(found))
-    for finding in found.findings:
-        print_plain(console, printable(finding.line()))
-    print_plain(console, f"{printable(name)}: {found.verdict()}")
-
-
-def _table(found: Audit) -> Any:
+def _table(rows: Iterable[OperatorRow]) -> Any:
     """Return a table of the operators: the precision in force, and measured / possible dB of each operand."""
     from rich import box
     from rich.table import Table
@@ -262,20 +251,17 @@ def _table(found: Audit) -> Any:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for heading in ("operator", "GEMM", "in force", "dB measured / possible"):
         table.add_column(heading, overflow="fold")
-    for row in found.rows:
+    for row in rows:
         for i, (gemm, words) in enumerate(row.precision.items()):
-            cells = [f"{key} {_db(*own)}" for key, own in row.measured.get(gemm, {}).items()]
-            seen = ", ".join(cells) or ("-" if not (i == 0 and row.note) else row.note)
-            table.add_row(Text(printable(row.operator) if i == 0 else ""), gemm, words, seen)
+            ratios = [f"{operand} {_db(*values)}" for operand, values in row.measured.get(gemm, {}).items()]
+            note = row.note if i == 0 else ""
+            table.add_row(
+                Text(printable(row.operator) if i == 0 else ""), gemm, words, ", ".join(ratios) or note or "-"
+            )
     return table
 
 
 def _db(measured: float, possible: float | None) -> str:
-    def short(value: float) -> str:
-        return (
-            f"{value:.0f}"
-            if math.isfinite(value)
-            else ("inf" if value > 0 else "zeros" if math.isnan(value) else "NaN")
-        )
-
-    return short(measured) if possible is None else f"{short(measured)}/{short(possible)}"
+    values = [measured] if possible is None else [measured, possible]
+    words = {math.inf: "inf", -math.inf: "NaN"}  # zeros have no ratio, and -inf is that of values that are not finite
+    return "/".join("zeros" if math.isnan(value) else words.get(value, f"{value:.0f}") for value in values)
