@@ -32,8 +32,8 @@ from gnmr.plan.lists import (
 
 Lists: TypeAlias = Mapping[str, Sequence[object] | str | int]
 """Entries by key of `gnmr.plan.lists.LISTS`."""
-Entries: TypeAlias = Mapping[str, Sequence[Entry]]
 _PAIR = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+"""Lists of Megatron-LM of which both must be given."""
 
 
 @dataclass(frozen=True)
@@ -70,23 +70,23 @@ class SideComparison:
 
     def verdict(self) -> str:
         """Return the verdict in one sentence."""
-        low = [sum(one.low for one in side.values()) for side in (self.trainer, self.rollout)]
-        unlike = sum(one.low != self.rollout[name].low for name, one in self.trainer.items())
-        head = f"{len(self.trainer)} linears, {low[0]} quantized by the trainer and {low[1]} by the rollout"
-        alone = f"; {len(self.unloaded)} more are in the checkpoint's file alone and were not compared" * bool(
-            self.unloaded
-        )
-        return f"{head}: " + ("both sides agree" if self.sound else f"{unlike} are treated differently") + alone
+        by_trainer, by_rollout = (sum(linear.low for linear in side.values()) for side in (self.trainer, self.rollout))
+        unlike = sum(linear.low != self.rollout[name].low for name, linear in self.trainer.items())
+        line = f"{len(self.trainer)} linears, {by_trainer} quantized by the trainer and {by_rollout} by the rollout: "
+        line += "both sides agree" if self.sound else f"{unlike} are treated differently"
+        if self.unloaded:
+            line += f"; {len(self.unloaded)} more are in the checkpoint's file alone and were not compared"
+        return line
 
     def tree(self) -> dict[str, Any]:
         """Return the comparison as a tree for JSON."""
         return {
             "verdict": self.verdict(),
-            "findings": [one.tree() for one in self.findings],
-            "notes": [one.tree() for one in self.notes],
+            "findings": [finding.tree() for finding in self.findings],
+            "notes": [note.tree() for note in self.notes],
             "modules": [
-                {"module": name, "trainer": asdict(one), "rollout": asdict(self.rollout[name])}
-                for name, one in self.trainer.items()
+                {"module": name, "trainer": asdict(by_trainer), "rollout": asdict(self.rollout[name])}
+                for name, by_trainer in self.trainer.items()
             ],
         }
 
@@ -109,164 +109,186 @@ def compare(
         unloaded: linears that the checkpoint has and the model has not. They are compared with nothing, but entries may
             name them.
 
-    Raises ValueError, in one line, if a list is unknown, if an entry is invalid, or if a whole list matches nothing.
+    Returns:
+        The treatment of each linear by both sides, and what differs.
+
+    Raises:
+        ValueError: a list is unknown, an entry is invalid, or a whole list matches nothing; one line.
     """
     if not names:
         raise ValueError("names=[]: must name the linears of the model")
-    every = [*names, *unloaded]
-    sides: list[dict[str, Treatment]] = []
-    findings: list[Finding] = []
-    notes: list[Finding] = []
-    for side, given in (("trainer", trainer), ("rollout", rollout)):
-        texts = read_lists(given, side)
-        if not texts:
-            raise ValueError(f"{side}: has no list; give {side}.filter_fqns=[] if nothing is left out")
-        if len(lone := [key for key in _PAIR if key in texts]) == 1:
-            other = _PAIR[lone[0] == _PAIR[0]]
-            raise ValueError(f"{side}.{lone[0]}: name {side}.{other} too; its default is 1 in Megatron-LM")
-        entries = {which: _entries(which, own, names, unloaded, in_memory or {}) for which, own in texts.items()}
-        notes += _matchless(side, entries, every, in_memory or {})
-        findings += _split(side, entries, every)
-        sides.append(_treated(side, entries, every, in_memory or {}))
-    alone = {name: sides[1][name] for name in unloaded}
-    both = [{name: side[name] for name in names} for side in sides]
-    notes += _alone(f"rollout.{next(iter(rollout))}", alone)
-    return SideComparison(both[0], both[1], (*_differences(*both), *findings), tuple(notes), alone)
-
-
-def _entries(
-    which: str, texts: Sequence[str], names: Sequence[str], unloaded: Sequence[str], in_memory: Mapping[str, str]
-) -> list[Entry]:
-    """Return the entries of a list with the linears that they match, by the checkpoint's names.
-
-    A count of blocks is of the model's own.
-    """
-    every = [*names, *(unloaded if LISTS[which].rule not in ("first", "last") else ())]
-    entries = entries_of(which, texts, every)
-    if not reads_memory(which) or not in_memory:
-        return entries
-    saved: dict[str, list[str]] = {}
-    for name in every:
-        saved.setdefault(in_memory.get(name, name), []).append(name)
-    found = []
-    for entry, by_checkpoint in zip(entries_of(which, texts, list(saved)), entries, strict=True):
-        if not (entry.names or LISTS[which].rule == "quantizer"):
-            entry = by_checkpoint
-        else:
-            meant, swept = ([one for name in own for one in saved[name]] for own in (entry.meant, entry.swept))
-            entry = replace(entry, meant=tuple(meant), swept=tuple(swept))
-        found.append(entry)
-    return found
-
-
-def _treated(side: str, entries: Entries, names: Sequence[str], in_memory: Mapping[str, str]) -> dict[str, Treatment]:
-    """Return how a side treats each linear."""
-    kept: dict[str, Treatment] = {}
-    chosen: dict[str, Treatment] = {}
-    for which, own in entries.items():
-        for name in names:
-            if never_quantized(which, in_memory.get(name, name) if reads_memory(which) else name):
-                kept[name] = Treatment(False, f"never quantized under {which}")
-        for entry in own:
-            better = repaired(entry, names) if entry.trap else None
-            remedy = f"{better!r}" if better else f"no {entry.text!r}"
-            for name in entry.names:
-                one = Treatment(entry.converts, _how(entry, name), f"{remedy} in {side}.{which}")
-                (chosen if entry.converts else kept).setdefault(name, one)
-    narrow = next((which for which, own in entries.items() if LISTS[which].converts and own), None)
-    key = narrow or next(iter(entries))
-    rest = Treatment(narrow is None, f"no entry of {', '.join(entries)} names it", f"an entry for it in {side}.{key}")
-    return {name: kept.get(name) or chosen.get(name) or rest for name in names}
-
-
-def _alone(key: str, unloaded: Mapping[str, Treatment]) -> Iterator[Finding]:
-    """Yield the linears in the checkpoint's file alone that the rollout, whose list is `key`, quantizes."""
-    if names := tuple(name for name, one in unloaded.items() if one.low):
+    by_side = {"trainer": trainer, "rollout": rollout}
+    sides = [_Side.of(key, lists, names, unloaded, in_memory or {}) for key, lists in by_side.items()]
+    treatments = [side.treatments() for side in sides]
+    by_trainer, by_rollout = ({name: linears[name] for name in names} for linears in treatments)
+    alone = {name: treatments[1][name] for name in unloaded}
+    findings, notes = [*_differences(by_trainer, by_rollout)], list[Finding]()
+    for side in sides:
+        notes += side.matchless()
+        findings += side.split()
+    if quantized := tuple(name for name, linear in alone.items() if linear.low):
         what = "in the checkpoint's file and not in the model, so no trainer has them; the rollout quantizes them"
-        yield Finding("in the file alone", names, what, f"an entry for them in {key}, unless the engine skips them")
+        right = f"an entry for them in rollout.{next(iter(rollout))}, unless the engine skips them"
+        notes.append(Finding("in the file alone", quantized, what, right))
+    return SideComparison(by_trainer, by_rollout, tuple(findings), tuple(notes), alone)
 
 
-def _how(entry: Entry, name: str) -> str:
+@dataclass(frozen=True)
+class _Side:
+    """The lists of one side, matched with the model's linears by the checkpoint's names."""
+
+    key: str
+    """trainer or rollout."""
+    entries: Mapping[str, Sequence[Entry]]
+    """Matched entries by list."""
+    names: Sequence[str]
+    """The linears of the checkpoint, by its names."""
+    in_memory: Mapping[str, str]
+    """Names in memory where they differ, by the checkpoint's."""
+
+    @classmethod
+    def of(
+        cls, key: str, lists: Lists, names: Sequence[str], unloaded: Sequence[str], in_memory: Mapping[str, str]
+    ) -> _Side:
+        """Read the lists and match them; a count of blocks is over the model's own linears."""
+        texts = read_lists(lists, key)
+        if not texts:
+            raise ValueError(f"{key}: has no list; give {key}.filter_fqns=[] if nothing is left out")
+        if len(lone := [which for which in _PAIR if which in texts]) == 1:
+            other = _PAIR[1 - _PAIR.index(lone[0])]
+            raise ValueError(f"{key}.{lone[0]}: name {key}.{other} too; its default is 1 in Megatron-LM")
+        entries = {}
+        for which, lines in texts.items():
+            of_model = LISTS[which].rule in ("first", "last")
+            entries[which] = _matched(which, lines, names if of_model else [*names, *unloaded], in_memory)
+        return cls(key, entries, [*names, *unloaded], in_memory)
+
+    def name_for(self, which: str, name: str) -> str:
+        """Return the name that the reader of a list has for a linear."""
+        return self.in_memory.get(name, name) if reads_memory(which) else name
+
+    def treatments(self) -> dict[str, Treatment]:
+        """Return how the side treats each linear: an entry that leaves it out precedes one that converts it."""
+        excluded: dict[str, Treatment] = {}
+        chosen: dict[str, Treatment] = {}
+        for which, entries in self.entries.items():
+            for name in self.names:
+                if never_quantized(which, self.name_for(which, name)):
+                    excluded[name] = Treatment(False, f"never quantized under {which}")
+            for entry in entries:
+                better = repaired(entry, self.names) if entry.trap else None
+                remedy = f"{better!r}" if better else f"no {entry.text!r}"
+                for name in entry.names:
+                    treatment = Treatment(entry.converts, _why(entry, name), f"{remedy} in {self.key}.{which}")
+                    (chosen if entry.converts else excluded).setdefault(name, treatment)
+        selecting = [which for which, entries in self.entries.items() if LISTS[which].converts and entries]
+        which = selecting[0] if selecting else next(iter(self.entries))
+        why, remedy = f"no entry of {', '.join(self.entries)} names it", f"an entry for it in {self.key}.{which}"
+        unnamed = Treatment(not selecting, why, remedy)
+        return {name: excluded.get(name) or chosen.get(name) or unnamed for name in self.names}
+
+    def split(self) -> Iterator[Finding]:
+        """Yield the linears that an engine builds from several, if a list leaves out only some of these."""
+        built_of: dict[str, list[str]] = {}
+        for name in self.names:
+            built_of.setdefault(called(name, "engine"), []).append(name)
+        for which, entries in self.entries.items():
+            if LISTS[which].layout != "engine":
+                continue
+            texts = {entry.text for entry in entries}
+            matched = {name for entry in entries for name in entry.names}
+            if LISTS[which].rule == "any":  # whole names come first, and one projection of an expert leaves out all
+                matched &= {text for text in texts if ".experts." not in text}
+            torn: dict[str, list[str]] = {}
+            for built, names in built_of.items():
+                inside = [name for name in names if name in matched]
+                if built not in texts and 0 < len(inside) < len(names):
+                    ends = ", ".join(sorted({name.rpartition(".")[2] for name in inside}))
+                    torn.setdefault(f"{ends}, {len(inside)} of the {len(names)}", []).append(built)
+            for some, where in torn.items():
+                what = f"{self.key}.{which} leaves out {some} that the engine builds as one linear"
+                right = "all of them in the list, or none"
+                yield Finding("split", tuple(where), f"{what}, and it refuses to load them", right)
+
+    def matchless(self) -> Iterator[Finding]:
+        """Yield the entries that match nothing. Raises ValueError if no entry of a list matches.
+
+        A list may name a linear both as the checkpoint does and as a model in memory does, for readers of either kind.
+        """
+        for which, entries in self.entries.items():
+            rule = LISTS[which].rule
+            if rule in ("first", "last"):
+                continue
+            matched = {name for entry in entries for name in entry.names}
+            lost: dict[str, list[Entry]] = {}
+            saved_names: dict[str, str] = {}
+            for entry in (entry for entry in entries if fits_none(entry, self.names)):
+                meant = [name for name in self.names if matches(entry.text, self.in_memory.get(name, name), rule)]
+                if not meant or not matched.issuperset(meant):
+                    lost.setdefault(_numberless(entry.text), []).append(entry)
+                    if meant:
+                        saved_names[_numberless(entry.text)] = meant[0]
+            for pattern, alike in lost.items():
+                right = _intention(alike[0], [self.name_for(which, name) for name in self.names])
+                if pattern in saved_names:
+                    right = f"{saved_names[pattern]!r}, as the checkpoint calls it"
+                if sum(map(len, lost.values())) == len(entries):
+                    raise ValueError(f"{self.key}.{which}={alike[0].text}: matches no linear of this model; {right}")
+                where = tuple(f"{self.key}.{which} {entry.text!r}" for entry in alike)
+                yield Finding("no match", where, "matches no linear of this model", right)
+
+
+def _matched(which: str, texts: Sequence[str], names: Sequence[str], in_memory: Mapping[str, str]) -> list[Entry]:
+    """Return the entries of a list with the linears that they match, by the checkpoint's names."""
+    by_checkpoint = entries_of(which, texts, names)
+    if not reads_memory(which) or not in_memory:
+        return by_checkpoint
+    saved: dict[str, list[str]] = {}
+    for name in names:
+        saved.setdefault(in_memory.get(name, name), []).append(name)
+    entries = []
+    for by_memory, otherwise in zip(entries_of(which, texts, list(saved)), by_checkpoint, strict=True):
+        meant = tuple(name for own_name in by_memory.meant for name in saved[own_name])
+        swept = tuple(name for own_name in by_memory.swept for name in saved[own_name])
+        fits = by_memory.names or LISTS[which].rule == "quantizer"
+        entries.append(replace(by_memory, meant=meant, swept=swept) if fits else otherwise)
+    return entries
+
+
+def _why(entry: Entry, name: str) -> str:
     """Return the entry, and if its text does not show it, the engine's name or a match within a word."""
-    own = LISTS[entry.which]
-    built = called(name, own.layout)
-    direct = entry.text == name if own.rule == "any" else matches(entry.text, name, own.rule)
-    fused = own.layout == "engine" and built != name and not direct
-    by = f", by the engine's name {built.rpartition('.')[2]}" if fused else ""
-    return f"{entry.which} {entry.text!r}{by}{', within a word' if name in entry.swept else ''}"
+    reading = LISTS[entry.which]
+    built = called(name, reading.layout)
+    direct = entry.text == name if reading.rule == "any" else matches(entry.text, name, reading.rule)
+    why = f"{entry.which} {entry.text!r}"
+    if reading.layout == "engine" and built != name and not direct:
+        why += f", by the engine's name {built.rpartition('.')[2]}"
+    return f"{why}, within a word" if name in entry.swept else why
 
 
 def _differences(trainer: Mapping[str, Treatment], rollout: Mapping[str, Treatment]) -> Iterator[Finding]:
     """Yield the linears that only one side quantizes; those with the same entries share a finding."""
     alike: dict[tuple[str, str], list[str]] = {}
-    for name, one in trainer.items():
-        if one.low != rollout[name].low:
-            alike.setdefault((_numberless(one), _numberless(rollout[name])), []).append(name)
+    for name, treatment in trainer.items():
+        if treatment.low != rollout[name].low:
+            alike.setdefault((_numberless(treatment), _numberless(rollout[name])), []).append(name)
     for names in alike.values():
-        said, remedies = [], []
+        texts, remedies = [], []
         for side in (trainer, rollout):
-            own = {str(side[name]): side[name].remedy for name in names}
-            text, remedy = next(iter(own.items()))
-            said.append(text if len(own) == 1 else _numberless(text))
-            remedies.append(remedy if len(own) == 1 else _numberless(remedy))
+            treatment = side[names[0]]
+            same = len({str(side[name]) for name in names}) == 1
+            texts.append(str(treatment) if same else _numberless(treatment))
+            remedies.append(treatment.remedy if same else _numberless(treatment.remedy))
         right = ", or ".join(filter(None, remedies))
-        yield Finding("differs", tuple(names), f"trainer {said[0]}, rollout {said[1]}", right)
+        yield Finding("differs", tuple(names), f"trainer {texts[0]}, rollout {texts[1]}", right)
 
 
-def _numberless(one: object) -> str:
+def _numberless(text: object) -> str:
     """Return the text with * for the numbers between its dots."""
-    return re.sub(r"(?<=\.)\d+(?=\.)", "*", str(one))
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", str(text))
 
 
-def _split(side: str, entries: Entries, names: Sequence[str]) -> Iterator[Finding]:
-    """Yield the linears that an engine builds from several, if a list leaves out only some of these."""
-    parts: dict[str, list[str]] = {}
-    for name in names:
-        parts.setdefault(called(name, "engine"), []).append(name)
-    for which, own in entries.items():
-        if LISTS[which].layout != "engine":
-            continue
-        texts, torn = {entry.text for entry in own}, dict[str, list[str]]()
-        hit = {name for entry in own for name in entry.names}
-        if LISTS[which].rule == "any":  # whole names come first, and one projection of an expert leaves out all experts
-            hit &= {text for text in texts if ".experts." not in text}
-        for built, several in parts.items():
-            inside = [name for name in several if name in hit]
-            if built not in texts and 0 < len(inside) < len(several):
-                last = ", ".join(sorted({name.rpartition(".")[2] for name in inside}))
-                torn.setdefault(f"{last}, {len(inside)} of the {len(several)}", []).append(built)
-        for some, where in torn.items():
-            what = f"{side}.{which} leaves out {some} that the engine builds as one linear, and it refuses to load them"
-            yield Finding("split", tuple(where), what, "all of them in the list, or none")
-
-
-def _matchless(side: str, entries: Entries, names: Sequence[str], in_memory: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield the entries that match nothing. Raises ValueError if no entry of a list matches.
-
-    A list may name a linear both as the checkpoint does and as a model in memory does, for readers of either kind.
-    """
-    for which, own in entries.items():
-        if LISTS[which].rule in ("first", "last"):
-            continue
-        hit = {name for entry in own for name in entry.names}
-        lost: dict[str, list[Entry]] = {}
-        as_saved: dict[str, str] = {}
-        for entry in (entry for entry in own if fits_none(entry, names)):
-            meant = [name for name in names if matches(entry.text, in_memory.get(name, name), LISTS[which].rule)]
-            if not meant or not hit.issuperset(meant):
-                lost.setdefault(_numberless(entry.text), []).append(entry)
-                as_saved.update({_numberless(entry.text): meant[0]} if meant else {})
-        for text, several in lost.items():
-            right = _right(several[0], [in_memory.get(name, name) for name in names] if reads_memory(which) else names)
-            if text in as_saved:
-                right = f"{as_saved[text]!r}, as the checkpoint calls it"
-            if sum(map(len, lost.values())) == len(own):
-                raise ValueError(f"{side}.{which}={several[0].text}: matches no linear of this model; {right}")
-            where = tuple(f"{side}.{which} {entry.text!r}" for entry in several)
-            yield Finding("no match", where, "matches no linear of this model", right)
-
-
-def _right(entry: Entry, names: Sequence[str]) -> str:
+def _intention(entry: Entry, names: Sequence[str]) -> str:
     """Return the likely intention of an entry that matches nothing."""
     rule = LISTS[entry.which].rule
     if set(entry.text) & set("*?") and not entry.text.startswith("re:") and rule in ("exact", "re:", "part", "weight"):
