@@ -53,9 +53,9 @@ def refuse_without_gradients(model: nn.Module) -> None:
         right = "has offloaded parameters (accelerate); load it without offloading"
     require(not meta, "model", name, right)
     require(not torch.is_inference_mode_enabled(), "model", name, "has no gradients in inference mode; leave the mode")
-    made = any(parameter.is_inference() for parameter in parameters)
+    inference = any(parameter.is_inference() for parameter in parameters)
     right = "was made or loaded in torch.inference_mode() and has no gradients; use copy.deepcopy(model) outside of it"
-    require(not made, "model", name, right)
+    require(not inference, "model", name, right)
 
 
 def refuse_transformed(name: str) -> None:
@@ -84,7 +84,7 @@ def refuse_reentrant(loss: Tensor) -> None:
         if type(node).__name__ == "CheckpointFunctionBackward":
             raise ValueError("model: its activation checkpointing is reentrant; use use_reentrant=False, or none")
         seen.add(node)
-        ahead += [one for one, _ in node.next_functions]
+        ahead += [previous for previous, _ in node.next_functions]
 
 
 def not_finite(model: nn.Module) -> Iterator[tuple[str, int, int]]:
@@ -114,12 +114,12 @@ def refuse_constant(
 
     `of` says in the message which weights these are.
     """
-    both = zip(gradients, weights, strict=True)
-    there = [(g.coalesce().values() if g.is_sparse else g, w) for g, w in both if g is not None]
-    if not there:
+    pairs = zip(gradients, weights, strict=True)
+    reached = [(g.coalesce().values() if g.is_sparse else g, w) for g, w in pairs if g is not None]
+    if not reached:
         return
     # How far a change as large as the weight (at least 1) moves the loss; below its last digit it moves nothing.
-    values = ((g, values_of(w)) for g, w in there)
+    values = ((g, values_of(w)) for g, w in reached)
     norms = [g.float().norm() * (1 if w is None else w.float().norm().clamp(min=1)) for g, w in values]
     reach = torch.stack(norms).max()
     value, constant = float(loss.detach()), torch.finfo(torch.float32).eps

@@ -48,6 +48,7 @@ CONTRACTS = {
 }
 """The dimension of input (T, I), weight (O, I) or grad_output (T, O) that a GEMM contracts."""
 _FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+_SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,15 @@ class Grain:
         return f"{self.cast.format.name}/axis" if self.along else str(self.cast)
 
     def ideal(self, x: Tensor, contracted: int, generator: torch.Generator | None = None) -> Tensor:
-        """Return `x` (N, D) cast with scales from its own magnitudes, the best that this format can give.
+        """Return `x` cast with scales from its own magnitudes, the best that this format can give.
 
-        For a cast with `hadamard`, `x` must be rotated already.
+        Args:
+            x: a tensor (N, D), already rotated for a cast with `hadamard`.
+            contracted: its dimension that the GEMM contracts.
+            generator: draws for stochastic rounding.
+
+        Returns:
+            The cast tensor (N, D), in the dtype of `x`.
         """
         if self.along and contracted == 0:
             return replace(self, along=False).ideal(x.t().contiguous(), 1, generator).t()
@@ -164,35 +171,41 @@ class Operator:
         """Describe its operands in one GEMM: `e4m3/tensor x e4m3/tensor`."""
         if self.declared is None:
             return f"not said, {self.stored} weight" if self.stored and gemm != "wgrad" else "not said"
-        sixteen = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
         weight: Any = self.module.weight
-        dtype = weight.dtype
-        kept = sixteen.get(dtype, str(dtype).removeprefix("torch."))
-        own = [self.grain(gemm, operand) for operand in READS[gemm]]
-        return " x ".join(kept if grain is None else str(grain) for grain in own) if any(own) else kept
+        dtype = _SHORT.get(weight.dtype, str(weight.dtype).removeprefix("torch."))
+        grains = [self.grain(gemm, operand) for operand in READS[gemm]]
+        return " x ".join(dtype if grain is None else str(grain) for grain in grains) if any(grains) else dtype
 
 
 def operators_of(model: nn.Module) -> list[Operator]:
-    """Return every linear operator of the model, converted or not, by its name without wrapper prefixes."""
-    found: dict[str, nn.Module | Found] = {}
-    within: dict[str, list[Found]] = {}
-    for one in operators_in(model).values():
-        if one.forward is not None:
-            within.setdefault(one.path, []).append(one)
-    inside = {one.weight for own in within.values() for one in own}
+    """Return every linear operator of a model, converted or not, in the order of its modules.
+
+    Args:
+        model: a plain model, or one that gnmr or another library converted.
+
+    Returns:
+        The operators, by their names without wrapper prefixes.
+    """
+    modules: dict[str, nn.Module | Found] = {}
+    contained: dict[str, list[Found]] = {}
+    for operator in operators_in(model).values():
+        if operator.forward is not None:
+            contained.setdefault(operator.path, []).append(operator)
+    inner_weights = {operator.weight for inside in contained.values() for operator in inside}
     for name, module in model.named_modules():
-        own = {(o.key, o.place): o for o in module.path_operators} if isinstance(module, Owner) else {}
-        found |= {one.name: own.get((one.key, one.place), one) for one in within.get(name, ())}
-        if _is_linear(module) and module.weight not in inside:
-            found[name] = module
+        converted = {(o.key, o.place): o for o in module.path_operators} if isinstance(module, Owner) else {}
+        for operator in contained.get(name, ()):
+            modules[operator.name] = converted.get((operator.key, operator.place), operator)
+        if _is_linear(module) and module.weight not in inner_weights:
+            modules[name] = module
     embeddings = {name: module.weight for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
-    tied, roles = tied_to_embeddings(model, found), roles_of(model, found)
-    made = []
-    for short, (name, module) in zip(operator_names(list(found)), found.items(), strict=True):
+    tied, roles = tied_to_embeddings(model, modules), roles_of(model, modules)
+    operators = []
+    for short, (name, linear) in zip(operator_names(list(modules)), modules.items(), strict=True):
         table = tied.get(name, "")
-        shared = not table or embeddings[table] is module.weight
-        made.append(replace(_declared(short, module), tied=table, shared=shared, role=roles[name]))
-    return made
+        shared = not table or embeddings[table] is linear.weight
+        operators.append(replace(_declared(short, linear), tied=table, shared=shared, role=roles[name]))
+    return operators
 
 
 def packed_in(model: nn.Module) -> dict[str, str]:
@@ -201,18 +214,19 @@ def packed_in(model: nn.Module) -> dict[str, str]:
     It has `in_features` and `out_features`, and one bit or more per weight in integers or bytes, but no such matrix in
     high precision: the linears of HQQ, GPTQ and AWQ, and PyTorch's quantized ones.
     """
-    found = {}
+    classes = {}
     for name, module in model.named_modules():
         widths: list[Any] = [getattr(module, key, None) for key in ("in_features", "out_features")]
         if _is_linear(module) or not all(isinstance(width, int) for width in widths):
             continue
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        codes = [one for one in tensors if _few_bits(one) and one.dtype != torch.bool]
-        bits = 8 * sum(one.numel() * one.element_size() for one in codes)
-        matrix = any(_is_high(one) and {*one.shape} == {*widths} for one in tensors)
-        if hasattr(module, "_packed_params") or (bits >= math.prod(widths) and not matrix):
-            found[name] = module._get_name()
-    return dict(zip(operator_names(list(found)), found.values(), strict=True))
+        codes = [tensor for tensor in tensors if _few_bits(tensor) and tensor.dtype != torch.bool]
+        bits = 8 * sum(tensor.numel() * tensor.element_size() for tensor in codes)
+        has_matrix = any(_is_high(tensor) and {*tensor.shape} == {*widths} for tensor in tensors)
+        if hasattr(module, "_packed_params") or (bits >= math.prod(widths) and not has_matrix):
+            # PyTorch calls its quantized linears Linear too; `_get_name`, which its repr shows, tells them apart.
+            classes[name] = module._get_name()
+    return dict(zip(operator_names(list(classes)), classes.values(), strict=True))
 
 
 def values_of(tensor: Tensor) -> Tensor | None:
@@ -223,9 +237,9 @@ def values_of(tensor: Tensor) -> Tensor | None:
     """
     if _is_plain(tensor):
         return tensor.detach().as_subclass(Tensor) if _is_high(tensor) else None
-    parts = _parts_of(tensor)
-    if len(parts) == 1 and parts[0].shape == tensor.shape and (inner := values_of(parts[0])) is not None:
-        return inner
+    inner = _inner_tensors(tensor)
+    if len(inner) == 1 and inner[0].shape == tensor.shape and (values := values_of(inner[0])) is not None:
+        return values
     methods = (getattr(tensor, name, None) for name in ("to_original_precision", "dequantize"))
     identity = partial(torch.eye, tensor.shape[-1], dtype=tensor.dtype, device=tensor.device)
     for convert in (*methods, lambda: F.linear(identity(), tensor).t()):
@@ -249,30 +263,24 @@ def _is_high(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.element_size() > 1
 
 
-def _parts_of(tensor: Any) -> list[Tensor]:
+def _inner_tensors(tensor: Any) -> list[Tensor]:
     """Return the tensors that a tensor subclass wraps, by PyTorch's protocol or else its attributes."""
     if _is_plain(tensor):
         return []
     names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else vars(tensor)
-    return [part for name in names if isinstance(part := getattr(tensor, name), Tensor)]
+    return [inner for name in names if isinstance(inner := getattr(tensor, name), Tensor)]
 
 
 def _few_bits(weight: Any) -> str:
     """Return the dtype of the largest tensor in a weight if it is of one byte or of integers, else nothing."""
-    while parts := _parts_of(weight):
-        weight = max(parts, key=lambda part: part.numel())
+    while inner := _inner_tensors(weight):
+        weight = max(inner, key=lambda tensor: tensor.numel())
     return "" if _is_high(weight) else str(weight.dtype).removeprefix("torch.")
-
-
-def _wrapped(weight: Any) -> bool:
-    return hasattr(weight, "_data") and hasattr(weight, "config")
 
 
 def _is_linear(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
-    if not isinstance(weight, Tensor) or weight.dim() != 2:
-        return False
-    return isinstance(module, nn.Linear) or _is_te(module)
+    return isinstance(weight, Tensor) and weight.dim() == 2 and (isinstance(module, nn.Linear) or _is_te(module))
 
 
 def _is_te(module: nn.Module) -> bool:
@@ -280,15 +288,17 @@ def _is_te(module: nn.Module) -> bool:
 
 
 def _declared(name: str, module: nn.Module | Found) -> Operator:
+    """Return the operator with what its class, its weight's class or its configuration declares."""
     weight: Any = module.weight
     kind = module.kind if isinstance(module, Found) else type(module).__name__
+    config = weight.config if hasattr(weight, "_data") and hasattr(weight, "config") else None
     if isinstance(module, PathLinear) and module.converted:
-        return _of_ours(name, module)
-    if _wrapped(weight):
-        if hasattr(weight.config, "_float8_linear_config"):
-            return Operator(name, module, "torchao float8", _float8(weight.config._float8_linear_config))
-        if hasattr(weight.config, "wgrad_with_hp"):
-            return Operator(name, module, "torchao mx", _mx(weight.config))
+        return _of_gnmr(name, module)
+    if config is not None:  # a weight that torchao wraps
+        if hasattr(config, "_float8_linear_config"):
+            return Operator(name, module, "torchao float8", _float8(config._float8_linear_config))
+        if hasattr(config, "wgrad_with_hp"):
+            return Operator(name, module, "torchao mx", _mx(config))
         return Operator(name, module, type(weight.data).__name__, None)
     if kind == "Float8Linear" and hasattr(module, "config"):
         return Operator(name, module, "torchao float8", _float8(module.config))
@@ -296,31 +306,32 @@ def _declared(name: str, module: nn.Module | Found) -> Operator:
         return Operator(name, module, "torchao mx", _mx(module))
     if isinstance(module, Found):
         return Operator(name, module, kind, dict.fromkeys(CONTRACTS))
-    plain = type(module) is nn.Linear or kind == "NonDynamicallyQuantizableLinear"
-    if plain and _is_plain(weight) and _is_high(weight):
-        return Operator(name, module, "plain", dict.fromkeys(CONTRACTS))
-    if plain:
+    if type(module) is nn.Linear or kind == "NonDynamicallyQuantizableLinear":
+        if _is_plain(weight) and _is_high(weight):
+            return Operator(name, module, "plain", dict.fromkeys(CONTRACTS))
         return Operator(name, module, type(weight.data).__name__, None)
     return Operator(name, module, "Transformer Engine" if _is_te(module) else kind, None)
 
 
-def _of_ours(name: str, module: PathLinear) -> Operator:
+def _of_gnmr(name: str, module: PathLinear) -> Operator:
     path = module.path
+    declared: Declared = dict.fromkeys(CONTRACTS)
+    result = None
     if isinstance(path, Recipe):
-        casts = {(gemm, operand): getattr(getattr(path, gemm), operand) for gemm, operand in CONTRACTS}
-        declared: Declared = {place: None if cast is None else Grain(cast) for place, cast in casts.items()}
+        for gemm, operand in CONTRACTS:
+            if (cast := getattr(getattr(path, gemm), operand)) is not None:
+                declared[gemm, operand] = Grain(cast)
         result = None if path.fprop.result is None else Grain(path.fprop.result)
-        return Operator(name, module, "gnmr", declared, result=result, pinned=module.pinned)
-    declared = dict.fromkeys(CONTRACTS)
-    if isinstance(path, Format) and not isinstance(path, KeepFormat):
+    elif isinstance(path, Format) and not isinstance(path, KeepFormat):  # a format of the saved input
         declared["wgrad", "input"] = Grain(Cast(path, "row"))
         if module.shared.quantize_forward:
             declared["fprop", "input"] = declared["wgrad", "input"]
-    return Operator(name, module, "gnmr", declared, pinned=module.pinned)
+    return Operator(name, module, "gnmr", declared, result=result, pinned=module.pinned)
 
 
 def _float8(config: Any) -> Declared:
-    given = {
+    """Read torchao's Float8LinearConfig."""
+    casts = {
         ("fprop", "input"): config.cast_config_input,
         ("fprop", "weight"): config.cast_config_weight,
         ("dgrad", "grad_output"): config.cast_config_grad_output,
@@ -328,20 +339,22 @@ def _float8(config: Any) -> Declared:
         ("wgrad", "grad_output"): config.cast_config_grad_output_for_grad_weight,
         ("wgrad", "input"): config.cast_config_input_for_grad_weight,
     }
-    found: Declared = {}
-    for place, one in given.items():
-        name = _FORMATS.get(one.target_dtype)
-        on = one.scaling_type.name != "DISABLED" and name is not None
-        along = one.scaling_granularity.name == "AXISWISE"
-        cast = Cast.of(f"{name}/{'row' if along else 'tensor'}") if on else None
-        found[place] = None if cast is None else Grain(cast, along, bool(config.round_scales_to_power_of_2))
-    return found
+    declared: Declared = dict.fromkeys(casts)
+    for place, cast_config in casts.items():
+        number_format = _FORMATS.get(cast_config.target_dtype)
+        if cast_config.scaling_type.name == "DISABLED" or number_format is None:
+            continue
+        along = cast_config.scaling_granularity.name == "AXISWISE"
+        cast = Cast.of(f"{number_format}/{'row' if along else 'tensor'}")
+        assert cast is not None
+        declared[place] = Grain(cast, along, bool(config.round_scales_to_power_of_2))
+    return declared
 
 
-def _mx(given: Any) -> Declared:
+def _mx(config: Any) -> Declared:
     """Read torchao's MXFP8 config or module, which has 32 elements per scale along the contraction."""
-    rule = getattr(given, "scale_calculation_mode", None)
+    rule = getattr(config, "scale_calculation_mode", None)
     cast = Cast.of("e4m3/mx_floor" if getattr(rule, "name", None) == "FLOOR" else "e4m3/mx")
     assert cast is not None
-    kept = bool(given.wgrad_with_hp)
-    return {place: None if kept and place[0] == "wgrad" else Grain(cast) for place in CONTRACTS}
+    wgrad_in_16_bits = bool(config.wgrad_with_hp)
+    return {place: None if wgrad_in_16_bits and place[0] == "wgrad" else Grain(cast) for place in CONTRACTS}
