@@ -51,7 +51,6 @@ from gnmr.plan.diagnose import recipe_named
 from gnmr.plan.lists import (
     HEADS,
     LISTS,
-    OF_BOTH,
     Entry,
     entries_of,
     fits_none,
@@ -371,11 +370,15 @@ def match_lists(model: nn.Module, texts: Mapping[str, Sequence[str]], names: Seq
     Returns:
         The linears that each entry matches, by the names of the list and by those in memory.
     """
-    by_memory = all(reads_memory(which) and which not in OF_BOTH for which in texts)
+    by_memory = all(reads_memory(which) and not LISTS[which].of_both for which in texts)
     in_checkpoint = {} if by_memory else linears_of(model).saved
     same = {name: name for name in names}
     saved = {saved_name: name for name in same for saved_name in in_checkpoint.get(name, (name,))}
-    by_which = {which: same | saved if which in OF_BOTH else same if reads_memory(which) else saved for which in texts}
+    by_which: dict[str, dict[str, str]] = {}
+    for which in texts:
+        by_which[which] = same if reads_memory(which) else saved
+        if LISTS[which].of_both:
+            by_which[which] = same | saved
     by_list = [entry for which, lines in texts.items() for entry in entries_of(which, lines, [*by_which[which]])]
     return MatchedLists(
         texts, in_checkpoint, by_which, by_list, [in_memory(entry, by_which[entry.which]) for entry in by_list]
@@ -406,7 +409,7 @@ def _list_findings(matched: MatchedLists, model: nn.Module) -> Iterator[Finding]
         if not fits_none(entry, names) or _is_alias(entry, matched.by_list):
             continue
         what, right = "matches no module of this model", suggested(entry.text, names, entry.which)
-        if entry.which in OF_BOTH:
+        if LISTS[entry.which].of_both:
             modules = [*dict.fromkeys((*loaded, *in_file))]
         else:
             modules = loaded if reads_memory(entry.which) else [*dict.fromkeys(in_file)]

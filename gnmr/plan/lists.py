@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase, translate
 from functools import cache
 from itertools import combinations
+from typing import Any
 
 from gnmr.errors import one_of
 from gnmr.names import listed, select
@@ -50,11 +51,16 @@ class Reading:
     """True if the list names linears to convert; False if it names linears to leave out."""
     always: tuple[str, ...] = ()
     """Parts of weight names that the library always leaves out."""
+    of_checkpoint: bool = False
+    """True if the library loads the checkpoint, False if it goes through the modules of a model in memory."""
+    of_both: bool = False
+    """True if the list has readers of either kind."""
 
 
 _VLLM = "vllm-project/vllm vllm/model_executor/layers/quantization/"
 _MILES = ("router", "mlp.gate.", "lm_head", "eh_proj", "weights_proj", "head.", "wo_a", "ffn.gate.", "compressor.")
-_MEGATRON = ("output_layer", "router")
+_MEGATRON: dict[str, Any] = {"layout": "megatron", "always": ("output_layer", "router")}
+_ENGINE: dict[str, Any] = {"layout": "engine", "of_checkpoint": True}
 _NEMO = "NVIDIA-NeMo/RL nemo_rl/models/generation/vllm/quantization/fp8.py"
 _BF16 = "NVIDIA/Megatron-LM megatron/core/fp8_utils.py; radixark/miles tools/convert_hf_to_mxfp8.py"
 _TITAN = "pytorch/torchtitan torchtitan/components/quantization/"
@@ -66,53 +72,60 @@ LISTS: dict[str, Reading] = {
     "torchtitan.filter_fqns": Reading("torchtitan (float8)", "part", f"{_TITAN}utils.py", "torchtitan"),
     "fqns": Reading("torchtitan (MX, NVFP4)", "part", f"{_TITAN}mx.py, nvfp4.py", "torchtitan", converts=True),
     "modules_to_not_convert": Reading(
-        "transformers", "start", "huggingface/transformers src/transformers/quantizers/quantizers_utils.py"
+        "transformers",
+        "start",
+        "huggingface/transformers src/transformers/quantizers/quantizers_utils.py",
+        of_both=True,
     ),
     "ignore": Reading(
         "compressed-tensors, vLLM",
         "re:",
         f"{_VLLM}compressed_tensors/utils.py; vllm-project/compressed-tensors src/compressed_tensors/utils/match.py",
-        "engine",
+        **_ENGINE,
+        of_both=True,
     ),
     "ignored_layers": Reading(
-        "vLLM (fp8), verl", "exact", f"{_VLLM}fp8.py, utils/quant_utils.py", "engine", always=("lm_head",)
+        "vLLM (fp8), verl", "exact", f"{_VLLM}fp8.py, utils/quant_utils.py", **_ENGINE, always=("lm_head",)
     ),
     "sglang.ignored_layers": Reading(
         "verl (SGLang)",
         "words",
         "verl-project/verl verl/utils/sglang/sglang_fp8_utils.py, verl/utils/fp8_utils.py",
         always=("lm_head", "mlp.gate.weight"),
+        of_checkpoint=True,
     ),
-    "exclude_modules": Reading("vLLM (ModelOpt)", "any", f"{_VLLM}modelopt.py", "engine"),
+    "exclude_modules": Reading("vLLM (ModelOpt)", "any", f"{_VLLM}modelopt.py", **_ENGINE),
     "quant_cfg": Reading("ModelOpt", "quantizer", "NVIDIA/Model-Optimizer modelopt/torch/quantization/conversion.py"),
     "disabled_layers": Reading(
         "ModelOpt AutoQuantize", "glob", "NVIDIA/Model-Optimizer modelopt/torch/quantization/algorithms.py"
     ),
-    "quantization_ignored_layer_kws": Reading("NeMo-RL", "part", _NEMO, "engine", always=("lm_head",)),
-    "num_first_layers_in_bf16": Reading("NeMo-RL", "first", _NEMO, always=("lm_head",)),
-    "num_last_layers_in_bf16": Reading("NeMo-RL", "last", _NEMO, always=("lm_head",)),
+    "quantization_ignored_layer_kws": Reading("NeMo-RL", "part", _NEMO, **_ENGINE, always=("lm_head",)),
+    "num_first_layers_in_bf16": Reading("NeMo-RL", "first", _NEMO, always=("lm_head",), of_checkpoint=True),
+    "num_last_layers_in_bf16": Reading("NeMo-RL", "last", _NEMO, always=("lm_head",), of_checkpoint=True),
     "ignore_patterns": Reading(
-        "prime-rl", "search", "PrimeIntellect-ai/prime-rl src/prime_rl/trainer/models/layers/fp8_linear.py"
+        "prime-rl",
+        "search",
+        "PrimeIntellect-ai/prime-rl src/prime_rl/trainer/models/layers/fp8_linear.py",
+        of_both=True,
     ),
     "extra_high_precision_layers_hf": Reading(
-        "miles", "weight", "radixark/miles tools/convert_hf_to_mxfp8.py", always=_MILES
+        "miles", "weight", "radixark/miles tools/convert_hf_to_mxfp8.py", always=_MILES, of_checkpoint=True
     ),
     "extra_high_precision_layers_megatron": Reading(
         "miles",
         "weight",
         "radixark/miles miles/backends/megatron_utils/megatron_to_hf/processors/quantizer_mxfp8.py",
-        "megatron",
-        always=_MEGATRON,
+        **_MEGATRON,
     ),
-    "num_layers_at_start_in_bf16": Reading("Megatron-LM, miles", "first", _BF16, "megatron", always=_MEGATRON),
-    "num_layers_at_end_in_bf16": Reading("Megatron-LM, miles", "last", _BF16, "megatron", always=_MEGATRON),
+    "num_layers_at_start_in_bf16": Reading("Megatron-LM, miles", "first", _BF16, **_MEGATRON),
+    "num_layers_at_end_in_bf16": Reading("Megatron-LM, miles", "last", _BF16, **_MEGATRON),
     "targets": Reading("gnmr", "end", "gnmr/names.py", converts=True),
     "exclude": Reading("gnmr", "end", "gnmr/names.py"),
     "pins": Reading("gnmr", "end", "gnmr/names.py"),
 }
 """Every known list, by its key in the library; if two libraries share a key, their names precede it."""
 
-FUSED = {
+_BUILT = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
     "w13": ("w1", "w3"),
@@ -127,7 +140,7 @@ LAYOUTS = {
     "": (),
     "engine": (
         (r"\.experts\.\d+\..*", ".experts"),
-        *((rf"(?<=\.)(?:{'|'.join(parts)})$", built) for built, parts in FUSED.items()),
+        *((rf"(?<=\.)(?:{'|'.join(parts)})$", built) for built, parts in _BUILT.items()),
     ),
     "torchtitan": (
         (r"^model\.", ""),
@@ -150,15 +163,6 @@ LAYOUTS = {
     ),
 }
 """Substitutions, in this order, that make module names from the checkpoint's names."""
-_OF_CHECKPOINTS = (
-    "sglang.ignored_layers",
-    "num_first_layers_in_bf16",
-    "num_last_layers_in_bf16",
-    "extra_high_precision_layers_hf",
-)
-"""Lists besides those of engines that are read by the checkpoint's names."""
-OF_BOTH = ("ignore", "modules_to_not_convert", "ignore_patterns")
-"""Lists with readers of either kind: libraries that go through a model in memory, and engines."""
 HEADS = ("lm_head", "output", "output_layer", "head", "embed_out")
 """Names of the output head; a list often has several."""
 _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
@@ -189,36 +193,44 @@ class Entry:
     @property
     def trap(self) -> bool:
         """Return True if it matches more than it seems to: parts of names besides whole words, or within a number."""
-        cut = any(_cuts_number(self.text, name) for name in self.swept)
-        return bool(self.swept) and (bool(self.meant) or cut)
+        return bool(self.swept) and (bool(self.meant) or any(_cuts_number(self.text, name) for name in self.swept))
+
+
+# ---- reading ----
 
 
 def read_lists(lists: Mapping[str, Sequence[object] | str | int] | None, side: str = "") -> dict[str, list[str]]:
-    """Return the lists, each as texts; `side` precedes their keys in messages.
+    """Return the lists, each as texts.
 
-    Raises ValueError if a list is unknown, or if an entry is invalid.
+    Args:
+        lists: entries by list.
+        side: what precedes the keys of the lists in messages.
+
+    Raises:
+        ValueError: a list is unknown, or an entry is invalid.
     """
-    found: dict[str, list[str]] = {}
-    for which, given in (lists or {}).items():
+    texts: dict[str, list[str]] = {}
+    for which, entries in (lists or {}).items():
         if which not in LISTS:
             one_of(tuple(LISTS), **{side or "lists": which})
         rule, key = LISTS[which].rule, f"{side}.{which}" if side else which
-        texts = given if isinstance(given, Sequence) else [str(given)]
-        if rule == "quantizer" and not isinstance(texts, str):
-            texts = [_of_config(key, one) for one in texts]
-        found[which] = listed(key, texts)
-        if "" in found[which]:
-            raise ValueError(f"{key}={found[which]}: has an empty entry, which is part of every name")
-        for text in found[which]:
+        if not isinstance(entries, Sequence):
+            entries = [str(entries)]
+        elif rule == "quantizer" and not isinstance(entries, str):
+            entries = [_of_config(key, entry) for entry in entries]
+        texts[which] = listed(key, entries)
+        if "" in texts[which]:
+            raise ValueError(f"{key}={texts[which]}: has an empty entry, which is part of every name")
+        for text in texts[which]:
             if rule == "quantizer" and text.rpartition(":")[2] not in ("on", "off"):
                 raise ValueError(f"{key}={text}: must end in :on or :off")
-            if rule in ("first", "last") and not (text.isdecimal() and len(found[which]) == 1):
+            if rule in ("first", "last") and not (text.isdecimal() and len(texts[which]) == 1):
                 raise ValueError(f"{key}={text}: must be one whole number")
             try:
                 re.compile(_pattern(text, rule) or "")
             except re.error as error:
                 raise ValueError(f"{key}={text}: is not a regular expression ({error})") from error
-    return found
+    return texts
 
 
 def _of_config(key: str, entry: object) -> object:
@@ -244,15 +256,15 @@ def called(name: str, layout: str) -> str:
     >>> called("model.layers.0.mlp.up_proj", "engine"), called("model.layers.0.mlp.up_proj", "megatron")
     ('model.layers.0.mlp.gate_up_proj', 'decoder.layers.0.mlp.linear_fc1')
     """
-    theirs = layout == "engine" or name.startswith("model.") or name == "lm_head"
-    for pattern, other in LAYOUTS[layout] if theirs else ():
-        name = re.sub(pattern, other, name)
+    renamed = layout == "engine" or name.startswith("model.") or name == "lm_head"
+    for pattern, replacement in LAYOUTS[layout] if renamed else ():
+        name = re.sub(pattern, replacement, name)
     return name
 
 
 def reads_memory(which: str) -> bool:
     """Return True if the library goes through the modules of a model in memory, False if it loads the checkpoint."""
-    return LISTS[which].layout != "engine" and which not in _OF_CHECKPOINTS
+    return not LISTS[which].of_checkpoint
 
 
 def never_quantized(which: str, name: str) -> bool:
@@ -261,40 +273,53 @@ def never_quantized(which: str, name: str) -> bool:
     return any(matches(always, built, "weight") for always in LISTS[which].always)
 
 
-def in_memory(entry: Entry, names: Mapping[str, str]) -> Entry:
-    """Return an entry with the names in memory of the linears that it matches; `names` has them by the list's names."""
-    meant, swept = ({names[name]: None for name in several} for several in (entry.meant, entry.swept))
-    return replace(entry, meant=(*meant,), swept=tuple(name for name in swept if name not in meant))
+# ---- matching ----
 
 
 def entries_of(which: str, texts: Iterable[str], names: Sequence[str]) -> list[Entry]:
-    """Return the matches of each entry of a list among `names`, which are a checkpoint's or the model's own."""
-    own, found, texts = LISTS[which], [], list(texts)
+    """Return the matches of each entry of a list.
+
+    Args:
+        which: the list, one of `LISTS`.
+        texts: all entries of the list; of `quant_cfg` the last that fits decides.
+        names: the linears, by the checkpoint's names or the model's own.
+
+    Returns:
+        The entries in their order, with the names that each matches.
+    """
+    reading, entries, texts = LISTS[which], [], list(texts)
     blocks = {name: int(number[1]) for name in names if (number := re.search(r"\b(?:layers?|h)\.(\d+)\.", name))}
-    total = 1 + max(blocks.values(), default=-1)
+    num_blocks = 1 + max(blocks.values(), default=-1)
     for text in texts:
-        if own.rule in ("first", "last"):
-            kept = range(int(text)) if own.rule == "first" else range(total - int(text), total)
-            matched = meant = [name for name, block in blocks.items() if block in kept]
-        elif own.rule == "quantizer":
-            matched = meant = [name for name in names if _decides(texts, name) == text]
+        if reading.rule in ("first", "last"):
+            in_range = range(int(text)) if reading.rule == "first" else range(num_blocks - int(text), num_blocks)
+            matched = meant = [name for name, block in blocks.items() if block in in_range]
+        elif reading.rule == "quantizer":
+            matched = meant = [name for name in names if _deciding(texts, name) == text]
         else:
-            matched = [name for name in names if _reads(own, text, name)]
-            meant = [name for name in matched if _whole(text, called(name, own.layout), own.rule)]
-        found.append(Entry(which, text, tuple(meant), tuple(name for name in matched if name not in meant)))
-    return found
+            matched = [name for name in names if _matches_linear(reading, text, name)]
+            meant = [name for name in matched if _at_dots(text, called(name, reading.layout), reading.rule)]
+        entries.append(Entry(which, text, tuple(meant), tuple(name for name in matched if name not in meant)))
+    return entries
 
 
-def _reads(own: Reading, text: str, name: str) -> bool:
+def in_memory(entry: Entry, names: Mapping[str, str]) -> Entry:
+    """Return an entry with the names in memory of the linears that it matches; `names` has them by the list's names."""
+    meant = tuple(dict.fromkeys(names[name] for name in entry.meant))
+    swept = tuple(dict.fromkeys(names[name] for name in entry.swept if names[name] not in meant))
+    return replace(entry, meant=meant, swept=swept)
+
+
+def _matches_linear(reading: Reading, text: str, name: str) -> bool:
     """Return True if an entry of this list matches the linear; an engine that fuses linears knows both names."""
-    built = called(name, own.layout)
-    if own.layout != "engine":
-        return matches(text, built, own.rule)
-    if own.rule in ("exact", "any") and built.endswith(".experts") and built in text:
+    built = called(name, reading.layout)
+    if reading.layout != "engine":
+        return matches(text, built, reading.rule)
+    if reading.rule in ("exact", "any") and built.endswith(".experts") and built in text:
         return True  # one projection of one expert leaves out all of them
-    if own.rule == "any":
-        return text == name or matches(text, built, own.rule)
-    return matches(text, name, own.rule) or (own.rule != "part" and text == built)
+    if reading.rule == "any":
+        return text == name or matches(text, built, reading.rule)
+    return matches(text, name, reading.rule) or (reading.rule != "part" and text == built)
 
 
 def matches(text: str, name: str, rule: str) -> bool:
@@ -303,11 +328,11 @@ def matches(text: str, name: str, rule: str) -> bool:
     >>> matches("layers.1", "layers.10.mlp.up_proj", "part"), matches("layers.1", "layers.10.mlp.up_proj", "start")
     (True, False)
     """
+    pattern = _pattern(text, rule)
     if rule == "end":
         return bool(select([name], [text])[0])
     if rule == "quantizer":
-        return _fits(text, name, "weight") or _fits(text, name, "input")
-    pattern = _pattern(text, rule)
+        return _fits_quantizer(text, name, "weight") or _fits_quantizer(text, name, "input")
     if rule == "start":
         return bool(re.match(rf"(?:{text}){_BOUNDARY}", name)) or name.endswith(text)
     if rule == "search":
@@ -318,8 +343,9 @@ def matches(text: str, name: str, rule: str) -> bool:
         return f".{text.strip('.').lower()}." in f".{name.lower()}.weight."
     if rule in ("exact", "re:"):
         return text == name
-    parts = text in (f"{name}.weight" if rule == "weight" else name)
-    return (rule != "glob" and parts) or (rule in ("glob", "any") and fnmatchcase(name, text))
+    if rule == "glob":
+        return fnmatchcase(name, text)
+    return text in (f"{name}.weight" if rule == "weight" else name) or (rule == "any" and fnmatchcase(name, text))
 
 
 def fits_none(entry: Entry, names: Iterable[str]) -> bool:
@@ -327,104 +353,39 @@ def fits_none(entry: Entry, names: Iterable[str]) -> bool:
 
     No blocks (0 of the first or last) fit any model.
     """
-    if LISTS[entry.which].rule in ("first", "last") and not int(entry.text):
+    rule = LISTS[entry.which].rule
+    if rule in ("first", "last") and not int(entry.text):
         return False
-    late = LISTS[entry.which].rule == "quantizer" and any(matches(entry.text, name, "quantizer") for name in names)
-    return not (entry.names or late)
+    overridden = rule == "quantizer" and any(matches(entry.text, name, rule) for name in names)
+    return not (entry.names or overridden)
 
 
-def _decides(texts: Sequence[str], name: str) -> str | None:
+def _deciding(texts: Sequence[str], name: str) -> str | None:
     """Return the entry of `quant_cfg` that decides on a linear, or None if none fits and ModelOpt's quantizers are on.
 
     The last entry that fits decides on each quantizer; the first of these that turns one on decides on the linear.
     """
-    last = [next((text for text in reversed(texts) if _fits(text, name, one)), None) for one in ("weight", "input")]
-    on = [text for text in last if text is not None and text.endswith(":on")]
-    return on[0] if on else None if None in last else last[0]
+    last = []
+    for operand in ("weight", "input"):
+        fitting = [text for text in texts if _fits_quantizer(text, name, operand)]
+        last.append(fitting[-1] if fitting else None)
+    turned_on = [text for text in last if text is not None and text.endswith(":on")]
+    if turned_on:
+        return turned_on[0]
+    return None if None in last else last[0]
 
 
-def _fits(text: str, name: str, operand: str) -> bool:
+def _fits_quantizer(text: str, name: str, operand: str) -> bool:
     return fnmatchcase(f"{name}.{operand}_quantizer", text.rpartition(":")[0])
 
 
-def suggested(text: str, names: Sequence[str], which: str = "filter_fqns") -> str:
-    """Return an entry of a list that matches the linears that `text` probably meant, or an example of an entry.
-
-    Every entry in the answer matches by the rule of the list's library.
-
-    >>> names = ["model.layers.3.mlp.up_proj", "model.layers.4.mlp.up_proj", "lm_head"]
-    >>> [suggested("layers.3", names, which) for which in ("filter_fqns", "ignore", "ignored_layers")]
-    ["'layers.3'", "'re:.*layers.3'", "their names, such as 'model.layers.3.mlp.up_proj'"]
-    """
-    reading = LISTS[which]
-    if reading.rule in ("first", "last"):
-        return "a number of blocks, in a model whose linears lie in numbered blocks"
-    theirs = {name: called(name, reading.layout) for name in names}
-    spellings = {name: [name, built] if reading.layout == "engine" else [built] for name, built in theirs.items()}
-    end = f":{text.rpartition(':')[2]}" if reading.rule == "quantizer" else ""
-    word, meant = _meant(text.removesuffix(end).removeprefix("re:"), spellings)
-    for entry in _spelled(word, end) if word else ():
-        if {*_matched(which, entry, names)} == {*meant}:
-            return repr(entry)
-    some = meant or names
-    for name in (some[0], called(some[0], reading.layout)):
-        for entry in _spelled(name, end):
-            if _matched(which, entry, names):
-                return f"their names, such as {entry!r}" if meant else f"names such as {entry}"
-    return "names of linears"
-
-
-def _meant(text: str, spellings: Mapping[str, Sequence[str]]) -> tuple[str, list[str]]:
-    """Return the words between dots that `text` probably meant, and the linears in whose spellings they occur."""
-    bare = re.sub(r"\\(.)|\[\.\]", lambda escaped: escaped[1] or ".", text).strip("*.^$")
-    bare = bare.removesuffix(".weight").removesuffix("_quantizer").strip("*.")
-    words: dict[str, None] = {}
-    for parts in (spelling.split(".") for several in spellings.values() for spelling in several):
-        words |= dict.fromkeys(".".join(parts[i:j]) for i, j in combinations(range(len(parts) + 1), 2))
-    near = [word for word in words if word.casefold() == bare.casefold()]
-    if not near and bare.rpartition(".")[2] in HEADS:
-        near = [name for several in spellings.values() for name in several if name.rpartition(".")[2] in HEADS]
-    if not near:  # a name of another library's layout
-        linears = [name for name in spellings if any(_between_dots(bare, called(name, layout)) for layout in LAYOUTS)]
-        ends = {spellings[name][0].rpartition(".")[2] for name in linears}
-        near = [spellings[linears[0]][0]] if len(linears) == 1 else [*ends] if len(ends) == 1 else []
-    near = near or get_close_matches(bare, words, 1, cutoff=0.7)
-    if not near:
-        return "", []
-    meant = [name for name, several in spellings.items() if any(_between_dots(near[0], one) for one in several)]
-    return near[0], meant
-
-
-def _spelled(word: str, end: str) -> Iterator[str]:
-    """Yield words as the libraries' lists may spell them: a part of a name, a regular expression, or a glob."""
-    parts = "{}", "{}.", ".{}", ".{}."
-    after_re = "re:.*{}", "re:.*{}.*", "re:.*{}[.].*", "re:.*{}$", "re:(?:.*[.])?{}(?:[.].*)?$"
-    patterns = ".*{}", ".*{}[.]", "{}.*", "*{}", "*.{}", "*{}*", "*{}.*", "*.{}.*"
-    yield from (f"{spelling.format(word)}{end}" for spelling in (*parts, *after_re, *patterns))
-
-
-def _matched(which: str, text: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names that an entry matches; none if it is invalid in this list."""
-    try:
-        return entries_of(which, read_lists({which: [text]})[which], names)[0].names
-    except ValueError:
-        return ()
-
-
-def repaired(entry: Entry, names: Sequence[str]) -> str | None:
-    """Return a text that matches only the whole words of the entry; None if no such text is known."""
-    for text in (f"{entry.text}.", f".{entry.text}", f".{entry.text}.", f"{entry.text.rstrip('*')}.*"):
-        if _matched(entry.which, text, names) == entry.meant:
-            return text
-    return None
-
-
-def _whole(text: str, name: str, rule: str) -> bool:
+def _at_dots(text: str, name: str, rule: str) -> bool:
     """Return True if the match of a text in a name begins and ends at dots."""
     if rule in ("part", "weight", "any"):
         return _between_dots(text, f"{name}.weight") or (rule == "any" and fnmatchcase(name, text))
     if rule == "search":
-        return any(_at_dot(name, one.start()) and _at_dot(name, one.end()) for one in re.finditer(text, name))
+        ends = ((match.start(), match.end()) for match in re.finditer(text, name))
+        return any(_beside_dot(name, start) and _beside_dot(name, end) for start, end in ends)
     if rule == "start":
         return bool(re.match(rf"(?:{text}){_BOUNDARY}", name)) or name == text or name.endswith(f".{text}")
     if rule == "end" and re.search(r"\d\*", text):
@@ -433,7 +394,7 @@ def _whole(text: str, name: str, rule: str) -> bool:
     return True
 
 
-def _at_dot(name: str, place: int) -> bool:
+def _beside_dot(name: str, place: int) -> bool:
     """Return True if a dot or an end of the name is next to this position."""
     return place in (0, len(name)) or "." in name[place - 1 : place + 1]
 
@@ -454,3 +415,82 @@ def _cuts_number(text: str, name: str) -> bool:
     bare = text.rstrip("*")
     after = bare[-1:].isdigit() and bool(re.search(re.escape(bare) + r"\d", name))
     return after or (bare[:1].isdigit() and bool(re.search(r"\d" + re.escape(bare), name)))
+
+
+# ---- advice ----
+
+
+def suggested(text: str, names: Sequence[str], which: str = "filter_fqns") -> str:
+    """Return an entry of a list that matches the linears that `text` probably meant, or an example of an entry.
+
+    Every entry in the answer matches by the rule of the list's library.
+
+    >>> names = ["model.layers.3.mlp.up_proj", "model.layers.4.mlp.up_proj", "lm_head"]
+    >>> [suggested("layers.3", names, which) for which in ("filter_fqns", "ignore", "ignored_layers")]
+    ["'layers.3'", "'re:.*layers.3'", "their names, such as 'model.layers.3.mlp.up_proj'"]
+    """
+    reading = LISTS[which]
+    if reading.rule in ("first", "last"):
+        return "a number of blocks, in a model whose linears lie in numbered blocks"
+    spellings = {name: [called(name, reading.layout)] for name in names}
+    if reading.layout == "engine":
+        spellings = {name: [name, *built] for name, built in spellings.items()}
+    end = f":{text.rpartition(':')[2]}" if reading.rule == "quantizer" else ""
+    word, meant = _nearest_words(text.removesuffix(end).removeprefix("re:"), spellings)
+    for entry in _as_entries(word, end) if word else ():
+        if {*_names_matched(which, entry, names)} == {*meant}:
+            return repr(entry)
+    example = (meant or names)[0]
+    for name in (example, called(example, reading.layout)):
+        for entry in _as_entries(name, end):
+            if _names_matched(which, entry, names):
+                return f"their names, such as {entry!r}" if meant else f"names such as {entry}"
+    return "names of linears"
+
+
+def repaired(entry: Entry, names: Sequence[str]) -> str | None:
+    """Return a text that matches only the whole words of the entry; None if no such text is known."""
+    for text in (f"{entry.text}.", f".{entry.text}", f".{entry.text}.", f"{entry.text.rstrip('*')}.*"):
+        if _names_matched(entry.which, text, names) == entry.meant:
+            return text
+    return None
+
+
+def _nearest_words(text: str, spellings: Mapping[str, Sequence[str]]) -> tuple[str, list[str]]:
+    """Return the words between dots that `text` probably meant, and the linears in whose spellings they occur."""
+    bare = re.sub(r"\\(.)|\[\.\]", lambda escaped: escaped[1] or ".", text).strip("*.^$")
+    bare = bare.removesuffix(".weight").removesuffix("_quantizer").strip("*.")
+    every = [spelling for name in spellings for spelling in spellings[name]]
+    words: dict[str, None] = {}
+    for parts in (spelling.split(".") for spelling in every):
+        words |= dict.fromkeys(".".join(parts[i:j]) for i, j in combinations(range(len(parts) + 1), 2))
+    near = [word for word in words if word.casefold() == bare.casefold()]
+    if not near and bare.rpartition(".")[2] in HEADS:
+        near = [spelling for spelling in every if spelling.rpartition(".")[2] in HEADS]
+    if not near:  # a name of another library's layout
+        linears = [name for name in spellings if any(_between_dots(bare, called(name, layout)) for layout in LAYOUTS)]
+        ends = {spellings[name][0].rpartition(".")[2] for name in linears}
+        if len(linears) == 1:
+            near = [spellings[linears[0]][0]]
+        elif len(ends) == 1:
+            near = [*ends]
+    near = near or get_close_matches(bare, words, 1, cutoff=0.7)
+    if not near:
+        return "", []
+    return near[0], [name for name in spellings if any(_between_dots(near[0], other) for other in spellings[name])]
+
+
+def _as_entries(word: str, end: str) -> Iterator[str]:
+    """Yield words as the libraries' lists may spell them: a part of a name, a regular expression, or a glob."""
+    parts = "{}", "{}.", ".{}", ".{}."
+    after_re = "re:.*{}", "re:.*{}.*", "re:.*{}[.].*", "re:.*{}$", "re:(?:.*[.])?{}(?:[.].*)?$"
+    patterns = ".*{}", ".*{}[.]", "{}.*", "*{}", "*.{}", "*{}*", "*{}.*", "*.{}.*"
+    yield from (f"{spelling.format(word)}{end}" for spelling in (*parts, *after_re, *patterns))
+
+
+def _names_matched(which: str, text: str, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names that an entry matches; none if it is invalid in this list."""
+    try:
+        return entries_of(which, read_lists({which: [text]})[which], names)[0].names
+    except ValueError:
+        return ()
