@@ -18,7 +18,8 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn, track
 from rich.text import Text
 
-from gnmr.errors import Unwritable, lost, printable, unread, why_unwritable
+from gnmr.errors import printable
+from gnmr.streams import Unwritable, lost, unread, why_unwritable
 
 NARROW = 64
 """Number of columns below which tables have fewer columns, or more lines."""

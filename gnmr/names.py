@@ -1,4 +1,4 @@
-"""Define the names that config, precision, reports and tests share, and select modules by patterns.
+"""Names of formats, recipes and GEMMs that config, conversion and reports share.
 
 New number formats and recipes are added here. `gnmr.formats.number_formats` makes the format of a name (`int5`,
 `e3m3`), and `gnmr.formats.recipes` the recipe of its words.
@@ -6,63 +6,10 @@ New number formats and recipes are added here. `gnmr.formats.number_formats` mak
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from fnmatch import fnmatchcase
-
 BESIDE = ("head", "router", "kv")
 """Parts that `gnmr diagnose` can measure besides the operators of a plan (`gnmr.measure.beside`)."""
 KV_CAST = "e4m3/tensor"
 """Default cast of keys and values."""
-
-
-def listed(what: str, given: object) -> list[str]:
-    """Return `given` as a list of names; a single name is allowed. Raises ValueError for any other value."""
-    names = [given] if isinstance(given, str) else given
-    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{what}={given!r}: must be a list of names")
-    return list(names)
-
-
-def by_end(names: Iterable[str]) -> dict[str, list[str]]:
-    """Group the dotted `names` by each of their ends, which a pattern without * and ? selects.
-
-    >>> by_end(["layers.1.up", "layers.2.up"])["up"]
-    ['layers.1.up', 'layers.2.up']
-    """
-    found: dict[str, list[str]] = {}
-    for name in names:
-        for end in ends_of(name):
-            found.setdefault(end, []).append(name)
-    return found
-
-
-def ends_of(name: str) -> list[str]:
-    """Return the ends of a dotted name, the longest first.
-
-    >>> ends_of("layers.1.up")
-    ['layers.1.up', '1.up', 'up']
-    """
-    parts = name.split(".")
-    return [".".join(parts[i:]) for i in range(len(parts))]
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Return True if the pattern, with * and ?, matches the dotted name or an end of it."""
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
-
-
-def select(names: Iterable[str], patterns: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the dotted `names` that match a pattern, in their order, and the patterns that match none."""
-    names = list(names)
-    ends, chosen, empty = by_end(names), set(), []
-    for pattern in patterns:
-        if set(pattern) & set("*?["):
-            found = [name for name in names if matches(name, pattern)]
-        else:
-            found = ends.get(pattern, [])
-        chosen.update(found)
-        empty += [] if found else [pattern]
-    return [name for name in names if name in chosen], empty
 
 
 FORMATS = ("int2", "int3", "int4", "int8", "e2m1", "e2m3", "e3m2", "e4m3", "e5m2", "bf16")

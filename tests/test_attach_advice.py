@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import sys
 import warnings
 import weakref
 from functools import partial
@@ -416,6 +417,7 @@ WARNS = {
 }
 
 
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="warnings cannot skip frames by file")
 @pytest.mark.parametrize("text", WARNS)
 def test_a_warning_shows_the_loops_line(text: str) -> None:
     with pytest.warns(UserWarning) as seen:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gnmr import errors as checks
+from gnmr import options as checks
 from gnmr.errors import UserError, as_user_error
 
 NO_NUMBERS = [None, True, "3", math.nan, math.inf, -math.inf]
@@ -21,7 +21,7 @@ def test_a_value_passes_where_it_is_right(value: object) -> None:
         (number and value > 0, lambda: checks.positive(x=value)),
         (number and 0 <= value < 1, lambda: checks.fraction(x=value)),
         (number and -2 <= value <= 7, lambda: checks.within(-2, 7, x=value)),
-        (type(value) is int and value >= 3, lambda: checks.whole(3, x=value)),
+        (type(value) is int and value >= 3, lambda: checks.whole_number(3, x=value)),
         (value in ("a", "b"), lambda: checks.one_of(("a", "b"), x=value)),
     ):
         if sound:
@@ -33,7 +33,7 @@ def test_a_value_passes_where_it_is_right(value: object) -> None:
 
 @pytest.mark.parametrize("value", NO_NUMBERS)
 def test_null_passes_where_it_may(value: object) -> None:
-    for check in (checks.positive, checks.whole, lambda **options: checks.within(0, 1, **options)):
+    for check in (checks.positive, checks.whole_number, lambda **options: checks.within(0, 1, **options)):
         if value is None:
             check(or_null=True, x=value)
         else:
@@ -49,7 +49,7 @@ def test_a_long_value_is_cut() -> None:
 def test_a_mistake_begins_with_the_whole_key() -> None:
     @as_user_error("training.")
     def check(steps: int) -> None:
-        checks.whole(steps=steps)
+        checks.whole_number(steps=steps)
 
     check(1)
     with pytest.raises(UserError, match=r"^training\.steps=0: must be a whole number of at least 1$"):

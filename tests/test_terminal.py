@@ -15,8 +15,8 @@ import pytest
 import gnmr
 from gnmr import console
 from gnmr.console import Terminal, activation, print_plain, say, shown_command
-from gnmr.errors import Unwritable
 from gnmr.lab.records.view import View
+from gnmr.streams import Unwritable
 
 
 def closed_pipe() -> Terminal:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from os import PathLike
@@ -21,9 +20,10 @@ from gnmr.control import ControlSpec, Unit
 from gnmr.control.evidence import EVIDENCE
 from gnmr.conversion import ConvertedModel, PathSpec, convert
 from gnmr.conversion.converting import operator_shapes
-from gnmr.errors import nearest, users_level, whole
-from gnmr.errors import share as check_share
+from gnmr.errors import warn
 from gnmr.formats import Recipe
+from gnmr.options import nearest, whole_number
+from gnmr.options import share as check_share
 from gnmr.plan.pin_plan import PATHS, PinPlan, read_plan
 
 if TYPE_CHECKING:
@@ -108,15 +108,12 @@ def attach(
         raise TypeError(f"plan: must be plan.json or what Diagnosis.plan() returns, not a {type(plan).__name__}")
     pins = plan if isinstance(plan, PinPlan | None) else read_plan(plan)
     paths, control = specs_of(paths, control, named) if pins is None else _planned(pins, paths, control, named)
-    whole(0, seed=seed)
+    whole_number(0, seed=seed)
     if share is not None:
         check_share(share=share)
     _check_request(model, paths, control)
     if unread := control.unread():
-        warnings.warn(
-            f"{', '.join(unread)}: has no effect, the signal {control.signal_name} does not read it",
-            stacklevel=users_level(),
-        )
+        warn(f"{', '.join(unread)}: has no effect, the signal {control.signal_name} does not read it")
     if pins is not None:
         pins.refuse_other("plan" if pins is plan else f"plan={plan}", operator_shapes(model, paths))
     converted = convert(model, paths, seed=seed, store=False, shown=False)
@@ -210,10 +207,9 @@ def _check_trained(converted: ConvertedModel, units: Sequence[Unit], control: Co
         )
     frozen = [unit.name for unit in units if not any(p.requires_grad for p in unit.parameters)]
     if frozen and control.observe == "parameters":
-        warnings.warn(
+        warn(
             f"{len(frozen)} of {len(units)} units have no trainable parameter, so no gradient norm to watch "
             f"(the first is {frozen[0]}): they stay on the low-cost path; use observe='adapter' where adapters are "
             "trained in them, else observe='input_grad' (a format does nothing for a frozen weight; a recipe, or "
-            "site='forward', does)",
-            stacklevel=users_level(),
+            "site='forward', does)"
         )

@@ -30,7 +30,8 @@ from gnmr.control import Unit
 from gnmr.control.norms import UnitNorms, gradient_norms
 from gnmr.conversion import ConvertedModel
 from gnmr.conversion.linear import PathLinear
-from gnmr.errors import first_few, positive
+from gnmr.errors import first_few
+from gnmr.options import positive
 
 MOST = 4.0
 """Step times that a verdict may take; beyond them the smallest set that was tried is reported."""

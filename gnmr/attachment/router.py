@@ -7,7 +7,6 @@ A user's loop calls it as `step`; `gnmr train` runs its optimizer's step in betw
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,7 @@ from gnmr.conversion.converting import tensor_parallel
 from gnmr.conversion.cost import Work
 from gnmr.conversion.reads import is_sharded
 from gnmr.conversion.unit_names import module_of
-from gnmr.errors import first_few, users_level
+from gnmr.errors import first_few, warn
 from gnmr.measure.coverage import READ, Counting, Coverage, percent
 from gnmr.names import GEMMS
 
@@ -180,7 +179,7 @@ class Router:
         decision = self.finish_step(grad_scale, evidence, loss_scale=loss_scale, between=between)
         never = self._paths.never_ran(decision.observed)
         for text in self._of_first_step(never):
-            warnings.warn(text, stacklevel=users_level())
+            warn(text)
         self.controller.hints.say(decision, calibrating=self.calibrating)
         return decision
 

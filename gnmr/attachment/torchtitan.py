@@ -45,8 +45,9 @@ from gnmr.conversion import PathLinear, PathSpec
 from gnmr.conversion.compile import into_graphs
 from gnmr.conversion.resolve import named
 from gnmr.conversion.unit_names import unwrapped
-from gnmr.errors import UserError, install, nearest
+from gnmr.errors import UserError, install
 from gnmr.formats.recipes import Recipe
+from gnmr.options import nearest
 from gnmr.plan.pin_plan import read_plan
 
 try:

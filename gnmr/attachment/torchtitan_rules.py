@@ -9,7 +9,7 @@ from typing import Any
 
 from gnmr.conversion.targets import role_by_name
 from gnmr.errors import UserError, install
-from gnmr.names import select
+from gnmr.patterns import select
 
 SERIES = "0.3."
 """Prefix of the versions that this was written for and tried with."""

@@ -31,7 +31,7 @@ from gnmr.conversion.reads import is_sharded
 from gnmr.conversion.shared import SharedState
 from gnmr.conversion.targets import KEPT
 from gnmr.conversion.unit_names import of_any_expert, operator_names, unit_of
-from gnmr.errors import first_few, plural, require
+from gnmr.errors import first_few, plural
 from gnmr.formats import RECIPES, Recipe
 from gnmr.measure.coverage import MUCH, Coverage, Product, count, percent, routes
 from gnmr.measure.guards import (
@@ -46,6 +46,7 @@ from gnmr.measure.guards import (
 from gnmr.measure.in_force import READS, Operator, operators_of, packed_in
 from gnmr.measure.passes import Progress
 from gnmr.names import GEMMS
+from gnmr.options import require
 from gnmr.plan.checkpoint_names import linears_of
 from gnmr.plan.diagnose import recipe_named
 from gnmr.plan.lists import (

@@ -1,6 +1,7 @@
 """The paper's controller, for any training loop: which units run in higher precision in the next step.
 
-Of this package it imports only `gnmr.errors`. The names are loaded on first use: a `ControlSpec` needs no torch.
+Of this package it imports only `gnmr.errors` and `gnmr.options`. The names are loaded on first use, because a
+`ControlSpec` needs no torch.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnmr.errors import positive, require, share_of, users_level, whole
+from gnmr.errors import warn
+from gnmr.options import positive, require, share_of, whole_number
 
 NO_TRIGGER = 1e300
 """Trigger during a calibration: it exceeds every finite risk, so that only a non-finite risk promotes."""
@@ -36,7 +36,7 @@ class Trigger:
         fraction = share_of(fraction)  # type: ignore[assignment]
         positive(fraction=fraction)
         require(fraction < 1, "fraction", fraction, "must lie between 0 and 1")
-        whole(2, steps=steps)
+        whole_number(2, steps=steps)
         self._running, self._risks = (fraction, first, steps), []
         self.value, self._calibrated = NO_TRIGGER, True
 
@@ -54,7 +54,7 @@ class Trigger:
         if not found > 0:
             found, self._calibrated = self._given, False
             text = f"calibrate: no unit had a risk above 0; the trigger is {found:g}, as before"
-            warnings.warn(text, stacklevel=users_level())
+            warn(text)
         self.value, self._running = found, None
 
     def progress(self, t: int) -> tuple[int, int] | None:
@@ -99,6 +99,6 @@ class Trigger:
         fraction, first, steps, risks = (state[name] for name in _STATE)
         if not isinstance(risks, Tensor) or risks.ndim != 1 or not risks.is_floating_point():
             raise ValueError("state: calibration's risks must be a row of numbers")
-        whole(**{"state: first": first})
+        whole_number(**{"state: first": first})
         self.calibrate(fraction, first, steps)
         self._risks = [risks.cpu().double().numpy()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,8 @@ from gnmr.control.policy import Budget, may
 from gnmr.control.signals.signal import Evidence, Signal
 from gnmr.control.spec import NO_CAP, ControlSpec
 from gnmr.control.unit import Unit
-from gnmr.errors import users_level, whole
+from gnmr.errors import warn
+from gnmr.options import whole_number
 
 
 def unit_names(units: Sequence[Unit]) -> list[str]:
@@ -48,10 +48,9 @@ def warn_of_cap(units: Sequence[Unit], signal: Signal, max_o: int) -> None:
     """Warn if the cap never limits the set."""
     num_recoverable = sum(unit.recoverable for unit in units)
     if signal.columns and 1 < num_recoverable <= max_o < NO_CAP:
-        warnings.warn(
+        warn(
             f"max_o={max_o} caps nothing: all {num_recoverable} units may be on the recovery path at once (in the "
-            "paper a quarter of them)",
-            stacklevel=users_level(),
+            "paper a quarter of them)"
         )
 
 
@@ -97,7 +96,7 @@ def check_state(state: Any, units: Sequence[Unit], spec: ControlSpec, budget: Bu
         raise ValueError("the controller's state belongs to other units than this model has")
     if lacking := [name for name in ("t", "active", "lock", "signal") if name not in state]:
         raise ValueError(f"state: has no {', '.join(lacking)}")
-    whole(0, **{"state: t": state["t"]})
+    whole_number(0, **{"state: t": state["t"]})
     for name, least, most in (("active", 0, 1), ("lock", 0, spec.t_lock)):
         values = state[name]
         if not isinstance(values, Tensor) or values.shape != (len(units),) or values.is_floating_point():

@@ -39,7 +39,7 @@ from gnmr.control.signals import BlindSignal, Context, Evidence, SignalBase, bui
 from gnmr.control.signals.blind import AlwaysHigh, AlwaysLow
 from gnmr.control.spec import NO_CAP, ControlSpec
 from gnmr.control.unit import Unit
-from gnmr.errors import whole
+from gnmr.options import whole_number
 
 
 class Controller:
@@ -86,7 +86,7 @@ class Controller:
         self.units = units = list(units)
         self.names = unit_names(units)
         self.spec = spec = ControlSpec() if spec is None else spec
-        whole(or_null=True, steps=steps)
+        whole_number(or_null=True, steps=steps)
         record = () if record is None else record
         if isinstance(record, str) or not isinstance(record, Sequence):
             raise ValueError(f"record={record!r}: must be a list of names")

@@ -17,7 +17,6 @@ numbers.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -32,7 +31,7 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 from gnmr.control.decision import Decision
 from gnmr.control.device import HostPacket
 from gnmr.control.unit import Slice, Unit
-from gnmr.errors import users_level
+from gnmr.errors import warn
 
 _STEPS = 10
 """Number of steps in which hooks check gradients."""
@@ -127,7 +126,7 @@ class Hints:
         self._told |= new.keys()
         self.watch()
         for text in new.values():
-            warnings.warn(text, stacklevel=users_level())
+            warn(text)
 
     def _of(self, decision: Decision) -> dict[str, str]:
         found = {"zeros": self._zeros(decision), "left": self._kept(self._norms), "twice": self._twice(decision)}
@@ -230,7 +229,7 @@ class Hints:
                 "calibrate(steps=...) must be shorter than the run"
             )
         if text:
-            warnings.warn(text, stacklevel=users_level())
+            warn(text)
 
     def release(self) -> None:
         """Remove the hooks and forget their findings."""

@@ -17,7 +17,6 @@ and the adapter. The gradient is the same for both terms.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 from gnmr.control.device import flags
 from gnmr.control.ranks import Ranks
 from gnmr.control.unit import Slice, identity
-from gnmr.errors import users_level
+from gnmr.errors import warn
 
 
 def gradient_norms(parameters: Sequence[nn.Parameter | Slice]) -> Tensor:
@@ -156,11 +155,10 @@ class UnitNorms:
         observed = [any(p.grad is not None for p in group) for group in self._groups]
         if not any(observed) and not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 "no unit has a gradient in this step: call step() after backward() and before zero_grad(), on the "
                 "parameters that the model had when the controller was made; where they are sharded or exchanged "
-                "afterwards, or the optimizer steps in backward, use observe='input_grad'",
-                stacklevel=users_level(),
+                "afterwards, or the optimizer steps in backward, use observe='input_grad'"
             )
         return flags(observed, self._all_observed.device)
 
@@ -253,10 +251,9 @@ class OutputGradients:
             observed = flags([i in self._seen for i in range(len(squares))], squares.device)
         if not self._seen and not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 "no gradient reached any unit's output in this step: call step() after backward(), and have something "
-                "trainable before the units",
-                stacklevel=users_level(),
+                "trainable before the units"
             )
         self.reset()
         return (squares, observed) if self._places is None else (squares[self._places], observed[self._places])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from gnmr.errors import one_of, positive, require, share, share_of, whole
+from gnmr.options import one_of, positive, require, share, share_of, whole_number
 
 if TYPE_CHECKING:
     from gnmr.control.signals import Signal
@@ -132,9 +132,9 @@ class ControlSpec(Rules):
 
     def __post_init__(self) -> None:
         for name in ("max_o", "t_lock", "hold", "delta"):
-            whole(**{name: (value := getattr(self, name))})
+            whole_number(**{name: (value := getattr(self, name))})
             require(value < 2**31, name, value, "must be less than 2^31")
-        whole(0, warmup_steps=self.warmup_steps)
+        whole_number(0, warmup_steps=self.warmup_steps)
         positive(trigger=self.trigger, eps=self.eps)
         for name in ("alpha", "beta"):
             check(getattr(self, name), name, or_null=True)

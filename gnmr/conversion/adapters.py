@@ -34,7 +34,7 @@ from gnmr.conversion.contained import (
 )
 from gnmr.conversion.linear import exchange_class
 from gnmr.conversion.unit_names import operator_names
-from gnmr.errors import one_of
+from gnmr.options import one_of
 
 LAYOUTS = ("oi", "io", "eoi", "eio")
 Layouts: TypeAlias = Mapping[str, str]

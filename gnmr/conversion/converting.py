@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
@@ -22,13 +21,14 @@ from gnmr.conversion.path_spec import PathSpec
 from gnmr.conversion.reads import SHARDED, is_sharded
 from gnmr.conversion.resolve import Pair, as_run, named, pinned, recipes_of, resolve, routes, warn_without_effect
 from gnmr.conversion.shared import SharedState, Widths
-from gnmr.conversion.targets import exact, kinds, others_in, roles_of, targeted
+from gnmr.conversion.targets import kinds, others_in, roles_of, targeted
 from gnmr.conversion.unit_names import check_unit, grouped, operator_names
-from gnmr.errors import users_level
+from gnmr.errors import warn
 from gnmr.formats.cast_stats import AmaxHistory
 from gnmr.formats.recipes import ExecutionPath, Gemm, Recipe
 from gnmr.formats.rounding import Rounding
-from gnmr.names import GEMMS, by_end, select
+from gnmr.names import GEMMS
+from gnmr.patterns import by_end, exact, select
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ALIKE = ("torchtitan.models.common.linear.Linear",)
@@ -121,7 +121,7 @@ def convert(
         around=_without_fast_path(model, operators),
     )
     if left_out:
-        warnings.warn(left_out_line(converted.left_out), stacklevel=users_level())
+        warn(left_out_line(converted.left_out))
     if store:
         converted.store(spec.weights)
     return converted

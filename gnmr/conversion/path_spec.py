@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gnmr.errors import one_of, positive, require, whole, within
-from gnmr.names import BACKENDS, FORMATS, GEMMS, RECIPES, ROUNDINGS, SITES, UNITS, WEIGHTS, listed
+from gnmr.names import BACKENDS, FORMATS, GEMMS, RECIPES, ROUNDINGS, SITES, UNITS, WEIGHTS
+from gnmr.options import one_of, positive, require, whole_number, within
+from gnmr.patterns import listed
 
 if TYPE_CHECKING:
     from gnmr.formats.recipes import Recipe
@@ -103,7 +104,7 @@ class PathSpec:
         for name in ("targets", "exclude", "recovers"):
             if name != "targets" or self.targets is not None:
                 object.__setattr__(self, name, listed(name, getattr(self, name)))
-        whole(probe_tokens=self.probe_tokens, price_tokens=self.price_tokens)
+        whole_number(probe_tokens=self.probe_tokens, price_tokens=self.price_tokens)
         for name, right in (("recipes", "{name: {gemm: {operand: cast}}}"), ("times", "{bits or recipe: time}")):
             require(isinstance(getattr(self, name), Mapping), name, getattr(self, name), f"must be {right}")
         self._check_recipes()
@@ -139,7 +140,7 @@ class PathSpec:
             right = f"belongs to formats; with the recipe {self.low} it must be {choices[0]}"
             require(formats or value == choices[0], name, value, right)
         if self.group is not None:
-            whole(group=self.group)
+            whole_number(group=self.group)
             other = [path for path in (self.low, self.recovery) if path is not None and not _integer(path)]
             right = f"belongs to integer formats (int2 ... int8, and bf16); {(other or [self.low])[0]} is not one"
             require(_integer(self.low) and set(other) <= {"bf16"}, "group", self.group, right)

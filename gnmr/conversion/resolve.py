@@ -23,7 +23,7 @@ from gnmr.conversion import int8
 from gnmr.conversion.kernels import scaled_mm
 from gnmr.conversion.path_spec import PathSpec
 from gnmr.conversion.shared import Widths
-from gnmr.errors import users_level
+from gnmr.errors import warn
 from gnmr.formats.number_formats import FORMATS, Format, RangeFormat
 from gnmr.formats.recipes import RECIPES, SCALES, ExecutionPath, Recipe
 from gnmr.names import GEMMS, OPERANDS
@@ -43,19 +43,19 @@ def resolve(spec: PathSpec) -> Pair:
     low, recovery = named(spec)
     if spec.recovery is None:
         if some:
-            _warn(f"recovers={spec.recovers}: has no effect without a recovery path")
+            warn(f"recovers={spec.recovers}: has no effect without a recovery path")
         return low, None
     if isinstance(low, Recipe) and isinstance(recovery, Recipe):
         recovery = low.with_gemms(dict.fromkeys(spec.recovers, recovery))
     elif some:
-        _warn(f"recovers={spec.recovers}: has no effect on formats, which touch wgrad alone")
+        warn(f"recovers={spec.recovers}: has no effect on formats, which touch wgrad alone")
     if spec.low == spec.recovery:
-        _warn(f"the recovery path {spec.recovery} is the low path too: recovery changes nothing")
+        warn(f"the recovery path {spec.recovery} is the low path too: recovery changes nothing")
     elif isinstance(recovery, Recipe) and replace(recovery, name=spec.low) == low:
         what = f"recovers={spec.recovers}: {spec.recovery} has these" if some else f"{spec.recovery} has all GEMMs"
-        _warn(f"{what} as {spec.low} has them: recovery changes nothing")
+        warn(f"{what} as {spec.low} has them: recovery changes nothing")
     elif coarser := _coarser(low, recovery):
-        _warn(f"the recovery path {spec.recovery} is coarser than the low path {spec.low}{coarser}")
+        warn(f"the recovery path {spec.recovery} is coarser than the low path {spec.low}{coarser}")
     return low, recovery
 
 
@@ -90,10 +90,6 @@ def recipes_of(spec: PathSpec) -> dict[str, Recipe]:
 
 def _format(name: str, group: int | None) -> Format:
     return FORMATS[name] if group is None or name == "bf16" else RangeFormat.of(name, group)
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, stacklevel=users_level())
 
 
 def _coarser(low: ExecutionPath, recovery: ExecutionPath) -> str:
@@ -145,7 +141,7 @@ def with_backend(
         raise ValueError(f"backend={backend!r}: {missing}; use backend={instead!r}")
     on_gpu = device.type == "cuda" and torch.cuda.is_available()
     if (on_gpu or not shown) and not recipe.name.startswith("sim_"):
-        _warn(f"recipe {recipe.name} is simulated: {missing}")
+        warn(f"recipe {recipe.name} is simulated: {missing}")
     return recipe
 
 
@@ -201,8 +197,8 @@ def routes(
 def warn_without_effect(spec: PathSpec, low: ExecutionPath, integer: bool) -> None:
     """Warn of settings that these paths do not read."""
     if not integer and spec.weights != "online":
-        _warn(f"weights={spec.weights!r}: has no effect without a recipe of integers (llm_int8)")
+        warn(f"weights={spec.weights!r}: has no effect without a recipe of integers (llm_int8)")
     elif not integer and spec.outlier_threshold is not None:
-        _warn(f"outlier_threshold={spec.outlier_threshold}: has no effect without a recipe of integers (llm_int8)")
+        warn(f"outlier_threshold={spec.outlier_threshold}: has no effect without a recipe of integers (llm_int8)")
     if not isinstance(low, Recipe) and spec.backend != "auto":
-        _warn(f"backend={spec.backend!r}: has no effect on formats, which are packed on any machine")
+        warn(f"backend={spec.backend!r}: has no effect on formats, which are packed on any machine")

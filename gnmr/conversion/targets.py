@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.conversion.unit_names import block_of, operator_names
-from gnmr.names import ends_of, matches
+from gnmr.patterns import ends_of, exact, matches
 
 KEPT = ("head", "router")
 """Roles that recipes leave in 16 bits, from the list of DeepSeek-V3 (2412.19437, section 3.3.1).
@@ -104,11 +104,6 @@ def widths(linear: Any) -> tuple[int, int]:
         return linear.out_features, linear.in_features
     outputs, inputs = linear.weight.shape
     return outputs, inputs
-
-
-def exact(pattern: str) -> bool:
-    """Return True if the pattern is a plain name, without * and ?."""
-    return not set(pattern) & set("*?[")
 
 
 class Matching:

@@ -20,13 +20,13 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from gnmr.conversion import ConvertedModel, PathSpec, convert
-from gnmr.errors import require
 from gnmr.formats import Recipe
 from gnmr.formats.cast import quantize
 from gnmr.formats.recipes import Cast, Gemm
 from gnmr.measure.in_force import operators_of
 from gnmr.measure.price import PriceMeter, Sequences, measure_prices
 from gnmr.names import KV_CAST
+from gnmr.options import require
 
 
 def kv_cast_of(word: str) -> Cast:

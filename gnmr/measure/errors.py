@@ -41,7 +41,6 @@ stochastic copy has a larger expected gap, about twice as large if the remainder
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,7 +53,7 @@ from gnmr.conversion.kernels.simulated import GemmContext
 from gnmr.conversion.linear import PathLinear
 from gnmr.conversion.reads import Read
 from gnmr.conversion.shared import Casts, FaultInjection
-from gnmr.errors import users_level
+from gnmr.errors import warn
 from gnmr.formats.cast import rotated
 from gnmr.formats.number_formats import Format, KeepFormat
 from gnmr.formats.recipes import Cast, Recipe
@@ -85,7 +84,7 @@ def measure_errors(model: ConvertedModel, names: Collection[str], tokens: int = 
             raise ValueError("gap_recovery: this model has no recovery path")
         if isinstance(low, Recipe) and isinstance(recovery, Recipe) and low.wgrad == recovery.wgrad:
             said = "gap_recovery: both paths have the same wgrad, so no unit has a gap"
-            warnings.warn(said, stacklevel=users_level())
+            warn(said)
     found = Probe(model, names, tokens)
     model.shared.forget()  # and the measurements of an earlier probe of the last tensor
     model.shared.probe = found

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.conversion.linear import transformed
-from gnmr.errors import require
 from gnmr.measure.in_force import values_of
+from gnmr.options import require
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn import functional as F
 
-from gnmr.errors import require
 from gnmr.measure.guards import refuse_not_finite, scalar
 from gnmr.measure.kl import IGNORED, divergence, draw_labels
+from gnmr.options import require
 
 _APART = 0.1
 """Share of a gradient that may be left of its sum over a dimension with a softmax: rounding, and other terms."""

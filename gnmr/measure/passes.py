@@ -18,7 +18,6 @@ from gnmr.conversion import ConvertedModel, PathLinear
 from gnmr.conversion.kernels.simulated import in_backward
 from gnmr.conversion.passes import repeated
 from gnmr.conversion.unit_names import of_any_expert
-from gnmr.errors import require
 from gnmr.formats import Recipe
 from gnmr.formats.recipes import Gemm
 from gnmr.measure.beside import Beside
@@ -28,6 +27,7 @@ from gnmr.measure.guards import refuse_constant, refuse_reentrant, refuse_transf
 from gnmr.measure.model_output import Output, output_of
 from gnmr.measure.price import PRICES, Sequences, measure_prices
 from gnmr.names import Pins
+from gnmr.options import require
 
 Progress = Callable[[int, int | None], None]
 """Called with the number of finished forward passes and the total (None: unknown); a priced batch is `PRICED`."""

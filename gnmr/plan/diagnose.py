@@ -27,14 +27,15 @@ from gnmr.conversion.adapters import operators_in
 from gnmr.conversion.converting import check_widths, operator_shapes
 from gnmr.conversion.cost import gemm_time
 from gnmr.conversion.reads import is_sharded
-from gnmr.errors import nearest, one_of, require, whole
 from gnmr.formats import Recipe
 from gnmr.formats.recipes import RECIPES as RECIPES_OF
 from gnmr.formats.recipes import Cast, Gemm
 from gnmr.measure.beside import Beside, kv_cast_of
 from gnmr.measure.guards import as_it_was, refuse_without_gradients
 from gnmr.measure.passes import Passes, Progress
-from gnmr.names import BESIDE, FORMATS, KV_CAST, RECIPES, Pins, listed, select
+from gnmr.names import BESIDE, FORMATS, KV_CAST, RECIPES, Pins
+from gnmr.options import nearest, one_of, require, whole_number
+from gnmr.patterns import listed, select
 from gnmr.plan.diagnosis import Diagnosis
 from gnmr.plan.knapsack import budget_of, check_fused
 from gnmr.plan.measuring import Doctor
@@ -116,8 +117,8 @@ def diagnose(
         ValueError: an argument is invalid; the message is one line, and the model is restored.
     """
     budget = budget_of(budget)
-    whole(tokens=tokens)
-    whole(0, confirm=confirm)
+    whole_number(tokens=tokens)
+    whole_number(0, confirm=confirm)
     one_of(("model", "data"), labels=labels)
     fused, include = listed("fused", fused), listed("include", include)
     for kind in include:

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gnmr.errors import one_of, require, share_of
 from gnmr.names import GEMMS, Pins
+from gnmr.options import one_of, require, share_of
 
 if TYPE_CHECKING:
     from gnmr.formats.recipes import Recipe

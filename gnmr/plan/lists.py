@@ -16,8 +16,8 @@ from functools import cache
 from itertools import combinations
 from typing import Any
 
-from gnmr.errors import one_of
-from gnmr.names import listed, select
+from gnmr.options import one_of
+from gnmr.patterns import listed, select
 
 RULES = {
     "part": "any part of a name",

@@ -16,12 +16,12 @@ from gnmr.conversion.adapters import operators_in
 from gnmr.conversion.converting import operator_shapes
 from gnmr.conversion.cost import gemm_time
 from gnmr.conversion.unit_names import of_any_expert, operator_names
-from gnmr.errors import require
 from gnmr.formats import Recipe
 from gnmr.measure.coverage import Coverage
 from gnmr.measure.measured import Measured, Row, intervals, nats, paired, weighted_mean
 from gnmr.measure.passes import IN_USE, NUMBERS, PRICED, Passes, Priced
 from gnmr.names import GEMMS, RECIPES, Pins
+from gnmr.options import require
 from gnmr.plan.checkpoint_names import linears_of
 from gnmr.plan.diagnosis import CURVE, RANDOM_DRAWS, Diagnosis
 from gnmr.plan.knapsack import GUESSES, REST, Choice, Shapes, Times, groups_of, times_of

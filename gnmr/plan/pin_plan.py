@@ -42,8 +42,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gnmr.conversion.path_spec import PathSpec
-from gnmr.errors import UserError, nearest, one_of, plural, require, within
-from gnmr.names import GEMMS, RECIPES, Pins, by_end, listed
+from gnmr.errors import UserError, plural
+from gnmr.names import GEMMS, RECIPES, Pins
+from gnmr.options import nearest, one_of, require, within
+from gnmr.patterns import by_end, listed
 from gnmr.plan.knapsack import (
     FUSED,
     Choice,

@@ -17,13 +17,12 @@ import os
 import platform
 import threading
 import time
-import warnings
 import weakref
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from gnmr.errors import UserError, users_level
+from gnmr.errors import UserError, warn
 from gnmr.records.disk import no_link, replacing
 
 OWNER = ".owner"
@@ -49,10 +48,7 @@ class FolderLock:
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
                 raise UserError(f"{folder} is being written by another process") from error
-            warnings.warn(
-                f"{folder}: its file system has no locks ({error.strerror}); start this run once",
-                stacklevel=users_level(),
-            )
+            warn(f"{folder}: its file system has no locks ({error.strerror}); start this run once")
 
 
 def lock_folder(folder: Path) -> FolderLock:
@@ -187,10 +183,7 @@ def _refuse_living_owner(folder: Path) -> None:
         return
     if (seen := _age(path)) is None or seen[1] > _SILENT_S:
         return
-    warnings.warn(
-        f"{folder}: another machine wrote here within the last minute; looking whether it still does",
-        stacklevel=users_level(),
-    )
+    warn(f"{folder}: another machine wrote here within the last minute; looking whether it still does")
     touched, age = seen
     while age <= _SILENT_S:
         time.sleep(min(1.0, _TOUCH_S))

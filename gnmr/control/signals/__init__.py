@@ -19,7 +19,7 @@ from gnmr.control.signals.pin_excess import PinExcess
 from gnmr.control.signals.price import Price
 from gnmr.control.signals.recovery_gap import RecoveryGap
 from gnmr.control.signals.signal import Context, Evidence, LevelSignal, RatioSignal, Signal, SignalBase
-from gnmr.errors import did_you_mean
+from gnmr.options import did_you_mean
 
 SIGNALS: dict[str, type[SignalBase]] = {
     "gnmr_delta": GnmrSignal,

@@ -18,7 +18,6 @@ while they are ranked. static_k needs only the norms, and costs as much as GNMR 
 from __future__ import annotations
 
 import math
-import warnings
 
 import numpy as np
 import torch
@@ -27,8 +26,9 @@ from torch import Tensor
 from gnmr.control.device import to_device
 from gnmr.control.signals.history import Cumulative
 from gnmr.control.signals.signal import Context, Evidence, SignalBase, ratio, seen
-from gnmr.errors import positive, require, users_level, whole, within
-from gnmr.errors import share as check_share
+from gnmr.errors import warn
+from gnmr.options import positive, require, whole_number, within
+from gnmr.options import share as check_share
 
 
 class _Always(SignalBase):
@@ -71,7 +71,7 @@ class BlindSignal(SignalBase):
         within(0, 1, or_null=True, active_frac=active_frac)
         if active_frac is not None and active_frac > most * (1 + 1e-6):
             text = f"active_frac is above {most:.4g}, the most that {what} gives: it caps there"
-            warnings.warn(text, stacklevel=users_level())
+            warn(text)
         self.rate = 1.0 if active_frac is None else min(active_frac / most, 1.0)
         """Share of the choices in which it chooses anything."""
 
@@ -144,12 +144,12 @@ class StaticK(BlindSignal):
             if context.steps is None:
                 raise ValueError("static_k: the run's length is not known: give steps, or the option calibration_steps")
             calibration_steps = max(1, round(calibration_frac * context.steps))
-        whole(calibration_steps=calibration_steps)
+        whole_number(calibration_steps=calibration_steps)
         if k is None and k_frac is not None:
             check_share(k_frac=k_frac)
             k = max(1, round(k_frac * num_units))
         k = at_once if k is None else k
-        whole(k=k)
+        whole_number(k=k)
         require(k <= at_once, "k", k, f"at most max_o={context.max_o} of {num_units} units can be in recovery at once")
         self.calibration_steps, self.k, self.eps = calibration_steps, k, eps
         after = 1.0

@@ -28,7 +28,7 @@ from gnmr.control.device import all_finite, all_set, at_hand
 from gnmr.control.signals.history import Cumulative, Window
 from gnmr.control.signals.signal import Context, Evidence, RatioSignal, ratio
 from gnmr.control.spec import Threshold, at, check
-from gnmr.errors import whole
+from gnmr.options import whole_number
 
 
 class GnmrSignal(RatioSignal):
@@ -52,7 +52,7 @@ class GnmrSignal(RatioSignal):
     ) -> None:
         super().__init__(context, Cumulative(len(context.names), context.device), eps)
         self.alpha, self.beta = check(alpha, "alpha", or_null=True), check(beta, "beta", or_null=True)
-        whole(delta=delta)
+        whole_number(delta=delta)
         self.delta = delta
         self.window = Window(self.num_units, context.device, delta)  # the last values of GNMR
 

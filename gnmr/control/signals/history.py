@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gnmr.control.device import all_finite, all_set
-from gnmr.errors import require
+from gnmr.options import require
 
 LARGEST: float = torch.finfo(torch.float64).max
 

@@ -26,7 +26,7 @@ from gnmr.control.evidence import EVIDENCE
 from gnmr.control.signals.history import Ema
 from gnmr.control.signals.signal import TINY, Context, Evidence, LevelSignal, seen
 from gnmr.control.spec import Threshold
-from gnmr.errors import one_of, positive, require, whole
+from gnmr.options import one_of, positive, require, whole_number
 
 
 class PinExcess(LevelSignal):
@@ -61,7 +61,7 @@ class PinExcess(LevelSignal):
     ) -> None:
         super().__init__(context, threshold)
         one_of(EVIDENCE, evidence=evidence)
-        whole(every=every, pin_every=pin_every)
+        whole_number(every=every, pin_every=pin_every)
         positive(down=down)
         if up != math.inf:
             positive(up=up)

@@ -20,7 +20,7 @@ from torch import Tensor
 from gnmr.control.signals.history import Ema
 from gnmr.control.signals.signal import Context, Evidence, LevelSignal, seen
 from gnmr.control.spec import Threshold
-from gnmr.errors import whole
+from gnmr.options import whole_number
 
 
 class Price(LevelSignal):
@@ -45,7 +45,7 @@ class Price(LevelSignal):
         decay: float = 0.9,
     ) -> None:
         super().__init__(context, threshold)
-        whole(early=early, every=every)
+        whole_number(early=early, every=every)
         self.early, self.every = early, every
         self.history = Ema(self.num_units, context.device, decay)
 

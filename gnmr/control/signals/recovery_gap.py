@@ -26,7 +26,7 @@ from torch import Tensor
 
 from gnmr.control.signals.signal import Context, Evidence, LevelSignal, seen
 from gnmr.control.spec import Threshold
-from gnmr.errors import whole
+from gnmr.options import whole_number
 
 
 class RecoveryGap(LevelSignal):
@@ -38,7 +38,7 @@ class RecoveryGap(LevelSignal):
 
     def __init__(self, context: Context, *, threshold: Threshold = 1.0, every: int = 1) -> None:
         super().__init__(context, threshold)
-        whole(every=every)
+        whole_number(every=every)
         self.every = every
         self.estimate = torch.zeros(self.num_units, dtype=torch.float64, device=context.device)  # the last estimate
 

@@ -21,7 +21,7 @@ from gnmr.control.device import all_finite
 from gnmr.control.signals.history import LARGEST, Cumulative, Stateful
 from gnmr.control.spec import Threshold, at, check
 from gnmr.control.unit import Unit
-from gnmr.errors import positive
+from gnmr.options import positive
 
 Evidence: TypeAlias = Mapping[str, Tensor]
 """Evidence of one step: (U,) float64 each, `observed` (U,) bool, on the units' device.

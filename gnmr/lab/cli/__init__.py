@@ -14,17 +14,9 @@ from io import TextIOWrapper
 from typing import Any
 
 from gnmr import __version__
-from gnmr.errors import (
-    MAX_LINE,
-    RunFailed,
-    Unwritable,
-    UserError,
-    nearest,
-    open_streams,
-    printable,
-    unread,
-    why_unwritable,
-)
+from gnmr.errors import MAX_LINE, RunFailed, UserError, printable
+from gnmr.options import nearest
+from gnmr.streams import Unwritable, open_streams, unread, why_unwritable
 
 COMMANDS = {
     "train": ("train a model under the controller; with -m a sweep over arms and seeds", "experiment=act_quant_stress"),

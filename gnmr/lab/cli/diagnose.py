@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
-from gnmr import errors as checks
+from gnmr import options as checks
 from gnmr.console import for_tables, next_lines, print_plain, say, showing, shown_command
 from gnmr.conversion.path_spec import PathSpec
 from gnmr.errors import UserError, as_user_error, printable, writing

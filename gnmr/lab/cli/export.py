@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from gnmr.console import Terminal, print_plain
-from gnmr.errors import UserError, as_user_error, one_of, printable, writing
+from gnmr.errors import UserError, as_user_error, printable, writing
 from gnmr.lab.cli.parser import Parser, names_of, path, whole
+from gnmr.options import one_of
 from gnmr.plan.export import TARGETS, export
 from gnmr.plan.pin_plan import read_plan
 from gnmr.records import output

@@ -12,9 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from gnmr import errors as checks
-from gnmr.errors import UserError, as_user_error, install, nearest
+from gnmr import options as checks
+from gnmr.errors import UserError, as_user_error, install
 from gnmr.lab.records.find import named
+from gnmr.options import nearest
 
 Read = Callable[[str, str], Any]
 """(name, text) of an option -> its value; raises ValueError if the text is invalid."""
@@ -148,7 +149,7 @@ def whole(least: int) -> Read:
         if value == "null":
             return None
         number: Any = int(value) if value.removeprefix("-").isdecimal() and len(value) < 20 else value
-        checks.whole(least, **{name: number})
+        checks.whole_number(least, **{name: number})
         return int(number)
 
     return read

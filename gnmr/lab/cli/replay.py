@@ -26,10 +26,11 @@ from torch import nn
 from gnmr.console import for_tables, tracked
 from gnmr.control import Controller, Decision, Unit
 from gnmr.control.spec import NO_CAP, ControlSpec, TwoStage
-from gnmr.errors import UserError, as_user_error, nearest
+from gnmr.errors import UserError, as_user_error
 from gnmr.lab.cli.parser import Parser, path, settings_and_places
 from gnmr.lab.config import ControllerConfig, one_line, read_tree
 from gnmr.lab.records.view import recovery_figures
+from gnmr.options import nearest
 from gnmr.records import output, seal
 from gnmr.records.reader import calibrated_trigger, read_json, read_units
 from gnmr.records.untrusted import exists, opened, reading

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
-from gnmr.errors import UserError, as_user_error, fields, guess, nearest, one_of, require
+from gnmr.errors import UserError, as_user_error
 from gnmr.lab.config.controller import ControllerConfig
 from gnmr.lab.config.data import DataConfig
 from gnmr.lab.config.model import ModelConfig
@@ -29,6 +29,7 @@ from gnmr.lab.config.precision import USUAL, FaultsConfig, PrecisionConfig
 from gnmr.lab.config.records import RecordsConfig, ScoresConfig
 from gnmr.lab.config.text_checks import LONGEST_NAME, folder_name, place, storable
 from gnmr.lab.config.training import CompressionConfig, ForkConfig, OptimConfig, TrainingConfig
+from gnmr.options import fields, guess, nearest, one_of, require
 from gnmr.records.untrusted import MAX_CONFIG, MAX_DEPTH, Damaged, bounded, content, reading
 
 

@@ -16,10 +16,11 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from gnmr.errors import UserError, guess, nearest
+from gnmr.errors import UserError
 from gnmr.lab.config import Config, flatten, from_words, load, one_line, schema
 from gnmr.lab.config.base_run import covers, typed, with_base
 from gnmr.lab.config.data import DataConfig
+from gnmr.options import guess, nearest
 from gnmr.plan.pin_plan import PATHS, read_plan
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from gnmr.control.spec import COSTS, NO_CAP, ControlSpec, Rules, Threshold, TwoStage, check
-from gnmr.errors import as_user_error, require, share, share_of, within
+from gnmr.errors import as_user_error
 from gnmr.lab.config.text_checks import folder_name, place, storable
+from gnmr.options import require, share, share_of, within
 from gnmr.records.untrusted import opened
 
 _LONGEST_TABLE = 1 << 24

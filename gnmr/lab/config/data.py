@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from gnmr.errors import as_user_error, one_of, require, whole
+from gnmr.errors import as_user_error
+from gnmr.options import one_of, require, whole_number
 
 
 @dataclass(frozen=True)
@@ -52,5 +53,5 @@ class DataConfig:
         )
         fits = 257 <= self.vocab_size <= 2**24  # the trainer reserves memory for each entry and aborts if it fails
         require(fits, "vocab_size", self.vocab_size, "byte-level BPE needs 257 or more, 16,777,216 at most")
-        whole(tokenizer_bytes=self.tokenizer_bytes)
-        whole(or_null=True, max_tokens=self.max_tokens)
+        whole_number(tokenizer_bytes=self.tokenizer_bytes)
+        whole_number(or_null=True, max_tokens=self.max_tokens)

@@ -6,7 +6,8 @@ import re
 from dataclasses import asdict, dataclass, field
 from math import inf
 
-from gnmr.errors import as_user_error, fields, fraction, one_of, positive, require, whole, within
+from gnmr.errors import as_user_error
+from gnmr.options import fields, fraction, one_of, positive, require, whole_number, within
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class OutlierConfig:
     def __post_init__(self) -> None:
         sound = not self.window or (len(self.window) == 2 and 1 <= self.window[0] <= self.window[1])
         require(sound, "window", self.window, "must be empty, or [first step, last step] from 1")
-        whole(0, number=self.number)
+        whole_number(0, number=self.number)
         within(1e-6, 1e6, gain=self.gain)
 
 
@@ -45,8 +46,8 @@ class ExpertsConfig:
 
     @as_user_error("model.experts.")
     def __post_init__(self) -> None:
-        whole(0, number=self.number)
-        whole(top_k=self.top_k)
+        whole_number(0, number=self.number)
+        whole_number(top_k=self.top_k)
         require(0 <= self.balance_coef < inf, "balance_coef", self.balance_coef, "must be a number, 0 or more")
         sound = self.routing_seed is None or 0 <= self.routing_seed < 2**31
         require(sound, "routing_seed", self.routing_seed, "must lie between 0 and 2^31, or be null")
@@ -67,8 +68,8 @@ class AdapterConfig:
 
     @as_user_error("model.adapter.")
     def __post_init__(self) -> None:
-        whole(0, rank=self.rank)
-        whole(scaling=self.scaling)
+        whole_number(0, rank=self.rank)
+        whole_number(scaling=self.scaling)
         fraction(dropout=self.dropout)
         named = [isinstance(p, str) and re.fullmatch(r"[\w.*?!\[\]-]+", p) for p in self.targets]
         require(named and all(named), "targets", self.targets, "needs patterns of linears' names")
@@ -104,7 +105,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         one_of(("llama", "gpt", "moe", "pretrained"), name=self.name)
         self._check_pretrained()
-        whole(**fields(self, "hidden_size", "intermediate_size", "num_layers", "num_heads"))
+        whole_number(**fields(self, "hidden_size", "intermediate_size", "num_layers", "num_heads"))
         most = 50_000 // max(self.experts.number, 1)  # each linear is built separately
         require(self.num_layers <= most, "num_layers", self.num_layers, f"{most:,} layers are the most")
         heads, kv_heads, llama = self.num_heads, self.num_kv_heads, self.name == "llama"

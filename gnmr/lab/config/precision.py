@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from gnmr.conversion.path_spec import PathSpec
-from gnmr.errors import as_user_error, fields, one_of, positive, require, whole, within
+from gnmr.errors import as_user_error
+from gnmr.options import fields, one_of, positive, require, whole_number, within
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,5 +79,5 @@ class FaultsConfig:
         within(0, 1000, rate=self.rate)
         sound = self.kind == "none" or len(self.windows) > 0 or self.rate != 0
         require(sound, "rate", self.rate, "give windows, or a rate above 0")
-        whole(**fields(self, "duration", "history"))
+        whole_number(**fields(self, "duration", "history"))
         require(self.seed is None or 0 <= self.seed < 2**62, "seed", self.seed, "must lie between 0 and 2^62")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gnmr.errors import as_user_error, fields, one_of, whole
+from gnmr.errors import as_user_error
 from gnmr.names import TASKS
+from gnmr.options import fields, one_of, whole_number
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,9 @@ class ScoresConfig:
         for task in self.tasks:
             one_of(TASKS, tasks=task)
         one_of(("16bit", "low"), path=self.path)
-        whole(or_null=True, **fields(self, "every", "limit"))
-        whole(0, or_null=True, shots=self.shots)
-        whole(batch_size=self.batch_size)
+        whole_number(or_null=True, **fields(self, "every", "limit"))
+        whole_number(0, or_null=True, shots=self.shots)
+        whole_number(batch_size=self.batch_size)
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,6 @@ class RecordsConfig:
 
     @as_user_error("records.")
     def __post_init__(self) -> None:
-        whole(**fields(self, "units_every", "check_every", "plain_every", "wandb_every", "wandb_units"))
+        whole_number(**fields(self, "units_every", "check_every", "plain_every", "wandb_every", "wandb_units"))
         one_of(("auto", "plain", "log", "off"), live=self.live)
         one_of(("auto", "online", "offline", "off"), wandb=self.wandb)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from unicodedata import category
 
-from gnmr.errors import require
+from gnmr.options import require
 
 LONGEST_NAME = 255
 """Largest length of a file name in bytes, on current file systems."""

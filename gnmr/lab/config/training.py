@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from gnmr.errors import as_user_error, fields, one_of, require, whole, within
+from gnmr.errors import as_user_error
+from gnmr.options import fields, one_of, require, whole_number, within
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,9 @@ class TrainingConfig:
 
     @as_user_error("training.")
     def __post_init__(self) -> None:
-        whole(**fields(self, "steps", "seq_len", "batch_size", "accumulation", "max_nonfinite_streak"))
-        whole(**fields(self, "eval_every", "eval_sequences", "checkpoint_every", "keep_checkpoints"))
-        whole(or_null=True, **fields(self, "threads"))
+        whole_number(**fields(self, "steps", "seq_len", "batch_size", "accumulation", "max_nonfinite_streak"))
+        whole_number(**fields(self, "eval_every", "eval_sequences", "checkpoint_every", "keep_checkpoints"))
+        whole_number(or_null=True, **fields(self, "threads"))
         require(self.threads is None or self.threads <= 4096, "threads", self.threads, "must be 4096 or less")
         require(0 <= self.seed < 2**62, "seed", self.seed, "must lie between 0 and 2^62")
         one_of(("bfloat16", "float32"), dtype=self.dtype)
@@ -115,7 +116,7 @@ class OptimConfig:
         sound = self.lr * self.weight_decay <= 1
         require(sound, "weight_decay", self.weight_decay, f"times lr={self.lr} must be 1 at most")
         within(0, 1, **fields(self, "warmup_frac", "min_lr_frac"))
-        whole(or_null=True, schedule_steps=self.schedule_steps)
+        whole_number(or_null=True, schedule_steps=self.schedule_steps)
         within(1e-30, 1e30, or_null=True, clip_norm=self.clip_norm)
 
 
@@ -156,9 +157,9 @@ class CompressionConfig:
     @as_user_error("compression.")
     def __post_init__(self) -> None:
         one_of(("none", "greedylore"), name=self.name)
-        whole(**fields(self, "rank", "refresh_every"))
-        whole(0, dense_steps=self.dense_steps)
-        whole(2, or_null=True, workers=self.workers)
+        whole_number(**fields(self, "rank", "refresh_every"))
+        whole_number(0, dense_steps=self.dense_steps)
+        whole_number(2, or_null=True, workers=self.workers)
         require(self.targets, "targets", self.targets, "needs at least one pattern")
 
     @property

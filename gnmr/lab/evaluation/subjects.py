@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gnmr.conversion import ConvertedModel
-from gnmr.errors import UserError, as_user_error, one_of
+from gnmr.errors import UserError, as_user_error
 from gnmr.formats.recipes import described
 from gnmr.lab import models
 from gnmr.lab.config import Config, config_hash, read
@@ -23,6 +23,7 @@ from gnmr.lab.models import pretrained
 from gnmr.lab.train.checkpoint import load_model
 from gnmr.lab.train.memory import refuse_checkpoint, refuse_run
 from gnmr.lab.train.model import pretrained_model
+from gnmr.options import one_of
 from gnmr.records.disk import check_tree
 from gnmr.records.reader import read_json
 from gnmr.records.untrusted import exists, reading

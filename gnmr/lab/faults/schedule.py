@@ -16,7 +16,8 @@ from gnmr.conversion.unit_names import module_of
 from gnmr.formats.number_formats import KeepFormat, RangeFormat
 from gnmr.formats.recipes import Recipe
 from gnmr.lab.faults.faults import Fault, Injector
-from gnmr.names import GEMMS, select
+from gnmr.names import GEMMS
+from gnmr.patterns import select
 from gnmr.records.reader import FaultWindow
 
 

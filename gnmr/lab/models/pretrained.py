@@ -40,7 +40,7 @@ from gnmr.lab.config.model import AdapterConfig
 from gnmr.lab.data.batch import Batch, model_inputs
 from gnmr.lab.models import cpu_products
 from gnmr.lab.models.llama import Llama
-from gnmr.names import select
+from gnmr.patterns import select
 from gnmr.records.disk import sha256
 from gnmr.records.untrusted import first_line
 

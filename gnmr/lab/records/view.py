@@ -20,9 +20,10 @@ from rich.table import Table
 from rich.text import Text
 
 from gnmr.console import NARROW, Picture, print_plain, shared
-from gnmr.errors import plural, unread
+from gnmr.errors import plural
 from gnmr.records.disk import no_link
 from gnmr.records.schema import UnitRows
+from gnmr.streams import unread
 
 LOG = "log.txt"
 """In a run's folder, what `mode="log"` writes."""

@@ -36,8 +36,9 @@ from gnmr.attachment.ranks.reduce import reaching
 from gnmr.attachment.ranks.shards import is_sharded
 from gnmr.control.device import to_device
 from gnmr.control.unit import Unit
-from gnmr.errors import RunFailed, whole
-from gnmr.names import listed, select
+from gnmr.errors import RunFailed
+from gnmr.options import whole_number
+from gnmr.patterns import listed, select
 
 DENSE, REFRESH, LOW = "dense", "refresh", "low"
 
@@ -56,8 +57,8 @@ class GreedyLoreSpec:
     """Seed of xi."""
 
     def __post_init__(self) -> None:
-        whole(rank=self.rank, refresh_every=self.refresh_every)
-        whole(0, dense_steps=self.dense_steps, seed=self.seed)
+        whole_number(rank=self.rank, refresh_every=self.refresh_every)
+        whole_number(0, dense_steps=self.dense_steps, seed=self.seed)
 
     def phase(self, step: int) -> str:
         """Return DENSE, REFRESH or LOW for a step, from 0."""
@@ -123,7 +124,7 @@ class VirtualWorkers:
     """Workers that one process plays; it holds all their gradients. `here`: the workers of this process."""
 
     def __init__(self, number: int) -> None:
-        whole(2, workers=number)
+        whole_number(2, workers=number)
         self.size = number
         self.here = slice(0, number)
 
@@ -384,7 +385,7 @@ class GreedyLore:
 
         Raises ValueError, and changes nothing, if `state` belongs to other matrices or another number of workers.
         """
-        whole(0, t=state["t"], sent_total=state["sent_total"])
+        whole_number(0, t=state["t"], sent_total=state["sent_total"])
         if state["workers"] != self.workers.size:
             raise ValueError(f"state: is of {state['workers']} workers, here are {self.workers.size}; start as many")
         rows = [state[f"worker_{worker}"] for worker in range(self.workers.here.start, self.workers.here.stop)]

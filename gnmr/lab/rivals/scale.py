@@ -29,8 +29,8 @@ from torch.optim.optimizer import ParamsT
 
 from gnmr.attachment.ranks.reduce import Ranks
 from gnmr.attachment.ranks.shards import counts, is_sharded, local
-from gnmr.errors import fraction, positive, require
 from gnmr.lab.config import OptimConfig
+from gnmr.options import fraction, positive, require
 
 
 class SCALE(torch.optim.Optimizer):

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from gnmr.attachment.ranks.reduce import Ranks
 from gnmr.attachment.ranks.shards import counts, is_sharded, local
 from gnmr.control.device import flags
-from gnmr.errors import UserError, as_user_error, fraction, positive, require, whole
+from gnmr.errors import UserError, as_user_error
+from gnmr.options import fraction, positive, require, whole_number
 
 
 @dataclass(frozen=True)
@@ -250,7 +251,7 @@ class StableSPAM(GradientStabilizer):
     ) -> None:
         super().__init__(named_parameters, gamma1=gamma1, gamma2=gamma2, eps=eps)
         fraction(theta=theta)
-        whole(reset_every=reset_every)
+        whole_number(reset_every=reset_every)
         self.theta, self.reset_every = theta, reset_every
         self.state["largest"] = torch.zeros_like(self.state["mean"])
 
@@ -299,7 +300,7 @@ class SkipStep(Transform):
         sigmas: float = 6.0,
     ) -> None:
         super().__init__(named_parameters)
-        whole(window=window, min_values=min_values)
+        whole_number(window=window, min_values=min_values)
         positive(sigmas=sigmas)
         require(
             3 <= min_values <= window + 1,

@@ -12,14 +12,13 @@ from __future__ import annotations
 import math
 import os
 import resource
-import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-from gnmr.errors import UserError, users_level
+from gnmr.errors import UserError, warn
 from gnmr.lab.config import Config, ModelConfig
 from gnmr.lab.models import pretrained
 
@@ -151,10 +150,9 @@ def refuse_checkpoint(
     per_token = _PER_INPUT * inputs + _PER_LOGIT * max((shape[0] for shape in matrices.values()), default=0)
     total = _IMPORTS + need + tokens * per_token
     if tokens and total > there:
-        warnings.warn(
+        warn(
             f"{where}: may not fit into memory: about {total / 1e9:,.3g} GB for its weights and {tokens:,} tokens a "
-            f"batch, and {has} {there / 1e9:,.3g} GB; use a smaller batch_size= or block=, or {smaller[4:]}",
-            stacklevel=users_level(),
+            f"batch, and {has} {there / 1e9:,.3g} GB; use a smaller batch_size= or block=, or {smaller[4:]}"
         )
 
 

@@ -11,7 +11,6 @@ import os
 import re
 import shlex
 import subprocess
-import warnings
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 
 import gnmr
-from gnmr.errors import users_level
+from gnmr.errors import warn
 from gnmr.lab.config import Config, DataConfig, to_dict
 from gnmr.records.rows import versions
 
@@ -53,7 +52,7 @@ def commit() -> str | None:
         return told.stdout.strip()
     except (OSError, subprocess.SubprocessError) as error:
         why = (getattr(error, "stderr", None) or str(error)).strip().partition("\n")[0]
-        warnings.warn(f"the records name no commit: git gives none for {root} ({why})", stacklevel=users_level())
+        warn(f"the records name no commit: git gives none for {root} ({why})")
         return None
 
 

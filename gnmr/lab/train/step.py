@@ -44,7 +44,7 @@ from gnmr.lab.train.loss import Draws, Experts, divisors, loss_of, objective_of,
 from gnmr.lab.train.optim import clip_gradients, skip_where
 from gnmr.lab.train.retry import keep_set, look_again, looks_again, nonfinite_place
 from gnmr.lab.train.wrap import Wrapped
-from gnmr.names import select
+from gnmr.patterns import select
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 """The signals that end a run gracefully (`stopping`)."""

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from gnmr.errors import one_of
+from gnmr.options import one_of
 from gnmr.plan.export.job import Job, adapted, difference, mixes, read_of
 from gnmr.plan.export.names import IGNORE, MODELOPT, RL, TRANSFORMERS
 from gnmr.plan.export.pytorch import TORCHAO, TORCHTITAN

@@ -16,9 +16,10 @@ import yaml
 
 from gnmr.conversion.cost import gemm_time
 from gnmr.conversion.targets import role_by_name
-from gnmr.errors import UserError, first_few, require
+from gnmr.errors import UserError, first_few
 from gnmr.formats.recipes import RECIPES
 from gnmr.names import GEMMS, Words
+from gnmr.options import require
 from gnmr.plan.checkpoint_names import holder_of
 from gnmr.plan.knapsack import FUSED, Item, choose, fused_name
 from gnmr.plan.lists import called

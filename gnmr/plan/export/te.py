@@ -6,9 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from gnmr.errors import UserError, require
+from gnmr.errors import UserError
 from gnmr.formats.recipes import RECIPES
 from gnmr.names import GEMMS, Words
+from gnmr.options import require
 from gnmr.plan.export.job import (
     UNWRAPPED,
     Job,

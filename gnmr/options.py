@@ -1,0 +1,116 @@
+"""Checks of options: each raises a ValueError that names the option, its value and what would be right."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from contextlib import suppress
+from difflib import get_close_matches
+from operator import attrgetter
+from typing import Any
+
+_SHOWN = 500
+"""Maximum characters of a value that a message repeats."""
+
+
+def fields(of: object, *names: str) -> dict[str, Any]:
+    """Return attributes by their names, which may be dotted."""
+    return {name: attrgetter(name)(of) for name in names}
+
+
+def require(sound: object, name: str, value: object, right: str) -> None:
+    """Raise ValueError unless the value is `sound`; `right` describes a valid value."""
+    if not sound:
+        shown = str(value)
+        shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}... ({len(shown):,} characters)"
+        raise ValueError(f"{name}={shown}: {right}")
+
+
+def one_of(choices: Iterable[str], /, **options: object) -> None:
+    """Require one of `choices`."""
+    choices = tuple(choices)
+    for name, value in options.items():
+        if value not in choices:
+            require(False, name, value, f"must be one of {', '.join(choices)}{did_you_mean(value, choices)}")
+
+
+def positive(*, or_null: bool = False, **options: object) -> None:
+    """Require a finite number above 0, or None with `or_null`."""
+    right = "must be a positive number" + (" or null" if or_null else "")
+    for name, value in options.items():
+        require(_number(value) > 0 or (or_null and value is None), name, value, right)
+
+
+def whole_number(least: int = 1, /, *, or_null: bool = False, **options: object) -> None:
+    """Require a whole number of at least `least`, or None with `or_null`."""
+    right = f"must be a whole number of at least {least}" + (", or null" if or_null else "")
+    for name, value in options.items():
+        sound = isinstance(value, int) and not isinstance(value, bool) and value >= least
+        require(sound or (or_null and value is None), name, value, right)
+
+
+def within(least: float, most: float, /, *, or_null: bool = False, **options: object) -> None:
+    """Require a number from `least` to `most`, both included, or None with `or_null`."""
+    right = f"must be a number from {least:g} to {most:g}" + (" or null" if or_null else "")
+    for name, value in options.items():
+        require(least <= _number(value) <= most or (or_null and value is None), name, value, right)
+
+
+def fraction(**options: object) -> None:
+    """Require a number of at least 0 and less than 1."""
+    for name, value in options.items():
+        require(0 <= _number(value) < 1, name, value, "must be a number, at least 0 and less than 1")
+
+
+def share(**options: object) -> None:
+    """Require a number above 0 and at most 1."""
+    for name, value in options.items():
+        require(0 < _number(value) <= 1, name, value, "must be a share above 0, at most 1")
+
+
+def _number(value: object) -> float:
+    """Return the value; NaN, for which no comparison is true, if it is not a finite number."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if number and -math.inf < value < math.inf else math.nan  # type: ignore[operator,return-value]
+
+
+def share_of(value: object) -> object:
+    """Return the number of a word, and any other value unchanged, for a check such as `share`.
+
+    >>> share_of("10%"), share_of("+10%"), share_of("0.1"), share_of(0.1), share_of("some")
+    (0.1, 0.1, 0.1, 0.1, 'some')
+    """
+    if isinstance(value, str):
+        with suppress(ValueError):
+            number = float(value.removeprefix("+").removesuffix("%"))
+            return number / 100 if value.endswith("%") else number
+    return value
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """Return a guess at the meaning of an unknown word, or the first 40 valid words, as the end of a message."""
+    words = list(words)
+    if close := guess(word.partition("=")[0], words):
+        return f": did you mean {close}?"
+    more = f" and {len(words) - 40} more" if len(words) > 40 else ""
+    return f": use one of {', '.join(words[:40])}{more}"
+
+
+def guess(word: str, words: Iterable[str]) -> str | None:
+    """Return the first valid word that begins with this one (fp8: fp8_hybrid), else the nearest, or None.
+
+    A word with the same letters as a valid word, or as its first part, is nearest: letters were swapped.
+
+    >>> guess("gnrm", ["gsnr", "gnmr_delta"])
+    'gnmr_delta'
+    """
+    words = list(words)
+    begun = [valid for valid in words if word and valid.startswith((f"{word}_", f"{word}-", f"{word}/"))]
+    swapped = [valid for valid in words if sorted(word) in (sorted(valid), sorted(valid.partition("_")[0]))]
+    return next(iter([*begun, *swapped, *get_close_matches(word, words, 1)]), None)
+
+
+def did_you_mean(word: object, words: Iterable[str]) -> str:
+    """Return the end of a message about an unknown word; empty if no valid word is near."""
+    close = guess(str(word), words)
+    return f"; did you mean {close}?" if close else ""
