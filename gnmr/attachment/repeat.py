@@ -19,8 +19,8 @@ from gnmr.control.norms import Distinct
 from gnmr.control.ranks import Ranks
 from gnmr.conversion import ConvertedModel
 from gnmr.conversion.converted import StepMark
-from gnmr.conversion.kernels.simulated import in_backward
 from gnmr.conversion.linear import PathLinear
+from gnmr.conversion.passes import in_backward
 
 FORWARD = 1 / 3
 """Share of a step's time that its forward passes take."""

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from gnmr.conversion.kernels.simulated import in_backward
+from gnmr.conversion.passes import in_backward
 from gnmr.errors import first_few
 from gnmr.formats.cast import rotated
 from gnmr.formats.recipes import HADAMARD

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from gnmr.conversion.int8 import Int8Linear
 from gnmr.conversion.linear import PathLinear
-from gnmr.conversion.passes import Pass, keep, repeated
+from gnmr.conversion.passes import Pass, begin
 from gnmr.names import GEMMS
 
 Forward: TypeAlias = Callable[..., Any]
@@ -138,12 +138,11 @@ class Owner(nn.Module):
 
     @torch.compiler.disable
     def _between_graphs(self, args: Any, kwargs: Any) -> Any:
-        again, around = repeated(self)
-        begun, shared = again, self.path_operators[0].shared
-        if begun is None:  # a recomputed region runs as it did, in high precision or on the paths
-            path = None if shared.high_precision else self.path_operators[0].low
-            begun = Pass(path, frozenset(), frozenset(GEMMS), shared.step, None, None, False)
-        keep(self, begun, around)
+        shared = self.path_operators[0].shared
+        path = None if shared.high_precision else self.path_operators[0].low
+        now = Pass(path, frozenset(), frozenset(GEMMS), shared.step, None, None, False)
+        # A recomputation runs in high precision if the pass that it repeats did.
+        begun = begin(self, type(self).__name__, now, side_effects=not shared.no_side_effects)
         if begun.path is None:
             return type(self).plain_class.forward(self, *args, **kwargs)
         with Calls(self.path_operators) as calls:

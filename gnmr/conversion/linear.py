@@ -32,12 +32,11 @@ from gnmr.conversion.kernels.scaled_mm import ScaledContext
 from gnmr.conversion.kernels.simulated import (
     GemmContext,
     casts_nothing,
-    in_backward,
     owned,
     recipe_linear,
     refuse_twice,
 )
-from gnmr.conversion.passes import Pass, keep, repeated
+from gnmr.conversion.passes import Pass, begin, in_backward
 from gnmr.conversion.reads import SHARDED, Place, is_sharded, place_of
 from gnmr.conversion.shared import FaultInjection, GraphLinear, Measurement, SharedState
 from gnmr.formats.number_formats import Format, KeepFormat
@@ -256,16 +255,12 @@ class PathLinear(nn.Linear):
 
     def _begin(self) -> Pass:
         """Return the pass that begins, or the pass that activation checkpointing repeats."""
-        again, around = repeated(self)
-        shared, begun = self.shared, again
-        if begun is None:
-            amax, path = shared.amax, None if shared.high_precision else self.path
-            history, replaced = (None, None) if amax is None else (amax.history, amax.replaced)
-            counts = (torch.is_grad_enabled() or bool(around)) and not shared.no_side_effects
-            counts = counts or shared.repeats_step
-            begun = Pass(path, self.recovered, self.sound, shared.step, history, replaced, counts)
-        keep(self, begun, around)
-        return begun
+        shared = self.shared
+        path, amax = None if shared.high_precision else self.path, shared.amax
+        history, replaced = (None, None) if amax is None else (amax.history, amax.replaced)
+        counts = (torch.is_grad_enabled() and not shared.no_side_effects) or shared.repeats_step
+        now = Pass(path, self.recovered, self.sound, shared.step, history, replaced, counts)
+        return begin(self, self.operator_name, now, side_effects=not shared.no_side_effects)
 
     def _on_path(self, input: Tensor, begun: Pass) -> Tensor:
         """Run `forward` between graphs."""
@@ -376,10 +371,10 @@ class PathLinear(nn.Linear):
         copy: tuple[Tensor, ...]
         kept_by: str | Place
         read, draws = shared.read_of(input, self.operator_name, self.index), shared.rounding is not None
-        if quantizes and draws and in_backward() and not begun.kept:
+        if quantizes and draws and in_backward() and not begun.checkpointed:
             raise RuntimeError(
                 f"{self.operator_name}: with site='forward' and rounding='stochastic' this kind of activation "
-                "checkpointing cannot be repeated exactly; use torch.utils.checkpoint, or rounding='nearest'"
+                "checkpointing cannot be repeated exactly; use use_reentrant=False"
             )
         if fault is not None and not begun.recovered:
             copy, kept_by = always_recomputed(fault.compress)(input, fmt, draws), f"{self.operator_name} (broken)"

@@ -33,8 +33,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.flop_counter import flop_registry
 
 from gnmr.conversion.cost import Work
-from gnmr.conversion.kernels.simulated import in_backward
 from gnmr.conversion.linear import PathLinear, transformed
+from gnmr.conversion.passes import in_backward
 from gnmr.conversion.unit_names import of_any_expert, operator_names
 from gnmr.errors import first_few
 

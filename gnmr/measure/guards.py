@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 
 from gnmr.conversion.linear import transformed
 from gnmr.measure.in_force import values_of
@@ -76,15 +77,34 @@ def scalar(loss: object, where: str, trained: bool = True) -> Tensor:
 
 def refuse_reentrant(loss: Tensor) -> None:
     """Raise ValueError if activation checkpointing hides passes from autograd (reentrant)."""
+    if any(type(node).__name__ == "CheckpointFunctionBackward" for node in _graph(loss)):
+        raise ValueError("model: its activation checkpointing is reentrant; use use_reentrant=False, or none")
+
+
+def refuse_hidden(loss: Tensor, without_graph: set[str]) -> None:
+    """Raise ValueError if a custom autograd function of the model hides the gradients of linears.
+
+    Args:
+        loss: the loss, with its graph.
+        without_graph: names of linears that ran and have no graph.
+    """
+    kinds = [type(node) for node in _graph(loss)] if without_graph else []
+    functions = [kind._forward_cls for kind in kinds if issubclass(kind, BackwardCFunction)]  # type: ignore[attr-defined]
+    if any(not function.__module__.startswith("gnmr.") for function in functions):
+        name = min(without_graph)
+        right = f"{name} runs inside a custom autograd function, which hides its gradient (reversible layers)"
+        require(False, "run", "...", f"{right}; use layers that are plain modules, or gnmr.attach alone")
+
+
+def _graph(loss: Tensor) -> Iterator[Any]:
+    """Yield the nodes of the autograd graph of `loss`."""
     seen, ahead = set[Any](), [loss.grad_fn]
     while ahead:
         node = ahead.pop()
-        if node is None or node in seen:
-            continue
-        if type(node).__name__ == "CheckpointFunctionBackward":
-            raise ValueError("model: its activation checkpointing is reentrant; use use_reentrant=False, or none")
-        seen.add(node)
-        ahead += [previous for previous, _ in node.next_functions]
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            ahead += [following for following, _ in node.next_functions]
 
 
 def not_finite(model: nn.Module) -> Iterator[tuple[str, int, int]]:

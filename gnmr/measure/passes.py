@@ -15,15 +15,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gnmr.conversion import ConvertedModel, PathLinear
-from gnmr.conversion.kernels.simulated import in_backward
-from gnmr.conversion.passes import repeated
+from gnmr.conversion.passes import in_backward
 from gnmr.conversion.unit_names import of_any_expert
 from gnmr.formats import Recipe
 from gnmr.formats.recipes import Gemm
 from gnmr.measure.beside import Beside
 from gnmr.measure.coverage import Counting, Coverage
 from gnmr.measure.errors import measure_errors
-from gnmr.measure.guards import refuse_constant, refuse_reentrant, refuse_transformed
+from gnmr.measure.guards import refuse_constant, refuse_hidden, refuse_reentrant, refuse_transformed
 from gnmr.measure.model_output import Output, output_of
 from gnmr.measure.price import PRICES, Sequences, measure_prices
 from gnmr.names import Pins
@@ -78,8 +77,6 @@ class _Calls:
         """Operators that were called."""
         self.ran: set[str] = set()
         """Operators that were called with at least one row."""
-        self.hidden: set[str] = set()
-        """Operators that ran inside an autograd function of the model, which hides their gradient."""
         self.graphs: set[str] = set()
         """Operators whose output had a graph."""
         self._weights: dict[PathLinear, list[Tensor]] = {}
@@ -92,8 +89,6 @@ class _Calls:
         if in_backward():
             return
         self.names.add(name)
-        if not output.requires_grad and any(not hasattr(one, "weak_holders") for one in repeated(operator)[1]):
-            self.hidden.add(name)  # the others are checkpointed regions
         if input.numel():
             self.ran.add(name)
         if output.requires_grad:
@@ -445,10 +440,8 @@ class Passes:
     def _gradients(self, objective: Tensor, calls: _Calls, where: str) -> list[Tensor | None]:
         """Return the gradient of each weight. Raises ValueError if the objective does not depend on the weights."""
         refuse_reentrant(objective)
+        refuse_hidden(objective, calls.ran - calls.graphs)
         weights = calls.weights(self.converted.operators)
-        if hidden := min(calls.hidden, default=None):
-            right = f"{hidden} runs inside a custom autograd function, which hides its gradient (reversible layers)"
-            require(False, "run", "...", f"{right}; use layers that are plain modules, or gnmr.attach alone")
         gradients = calls.gradients(objective, self.converted.operators, self._beside.weights)
         right = "its loss does not depend on the linears of this model (or reentrant checkpointing hides that it does)"
         if calls.ran:

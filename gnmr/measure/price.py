@@ -61,8 +61,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gnmr.conversion.converted import ConvertedModel
-from gnmr.conversion.kernels.simulated import in_backward
 from gnmr.conversion.linear import PathLinear, autocast_dtype
+from gnmr.conversion.passes import in_backward
 from gnmr.conversion.unit_names import of_any_expert
 from gnmr.formats.number_formats import Format, KeepFormat
 from gnmr.formats.recipes import Cast, ExecutionPath, Recipe

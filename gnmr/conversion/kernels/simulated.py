@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gnmr.conversion.passes import Pass
+from gnmr.conversion.passes import Pass, in_backward
 from gnmr.conversion.reads import SHARDED, Place, Read, is_sharded, place_of
 from gnmr.conversion.shared import Casts, FaultInjection, Measurement
 from gnmr.formats.cast import Reference, quantize, rotated_dtype
@@ -320,8 +320,3 @@ def recipe_linear(
     if torch.is_grad_enabled() and not output.requires_grad and not in_backward():
         context.end()  # frozen, like everything before it: no backward pass follows
     return output, context.kept_by(read, x_wgrad)
-
-
-def in_backward() -> bool:
-    """Return whether a backward pass runs: a forward pass inside one is a recomputation by activation checkpointing."""
-    return torch._C._current_graph_task_id() != -1
