@@ -11,7 +11,7 @@ from gnmr.control.norms import adapters
 from gnmr.control.ranks import Ranks
 from gnmr.control.unit import Slice
 from gnmr.conversion import ConvertedModel
-from gnmr.conversion.contained import Contained, bias_of
+from gnmr.conversion.adapters import Contained, bias_of
 from gnmr.conversion.cost import nominal_bits
 from gnmr.conversion.linear import PathLinear
 from gnmr.conversion.unit_names import PathUnit, module_of
@@ -39,9 +39,11 @@ def parameters_of(operator: PathLinear) -> list[nn.Parameter | Slice]:
     """Return the operator's parameters; an operator that is contained in a module has parts of the module's."""
     if not isinstance(operator, Contained):
         return list(operator.parameters())
-    own = operator.weight, bias_of(operator.owner, operator.key)
-    found = [one for one in own if isinstance(one, nn.Parameter)]
-    return [one if operator.place is None else Slice(one, operator.place) for one in found]
+    tensors = operator.weight, bias_of(operator.owner, operator.parameter_name)
+    parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
+    if operator.expert is None:
+        return [*parameters]
+    return [Slice(parameter, operator.expert) for parameter in parameters]
 
 
 def units_of(

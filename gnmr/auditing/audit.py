@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from gnmr.auditing.seen_operands import Cause, MeasuredOperand, watching
 from gnmr.conversion import PathLinear
-from gnmr.conversion.adapters import Found
+from gnmr.conversion.adapters import LinearOperator
 from gnmr.conversion.reads import is_sharded
 from gnmr.conversion.shared import SharedState
 from gnmr.conversion.targets import KEPT
@@ -244,7 +244,7 @@ def _observe(
 ) -> _Observed:
     """Measure one forward and backward pass, and count the model's products in another forward pass.
 
-    Unconverted operators within modules (`Found`) are known from the counted products alone.
+    Unconverted operators within modules (`LinearOperator`) are known from the counted products alone.
     """
     refuse_without_gradients(model)
     sharded = any(is_sharded(parameter) for parameter in model.parameters())
@@ -263,7 +263,9 @@ def _observe(
         torch.manual_seed(0)
         loss = scalar(loss_of_batch(batch), "loss_of_batch", bool(trained))
         right = "its loss does not run the linears of this model"
-        require(watch.ran or any(isinstance(o.module, Found) for o in operators), "loss_of_batch", "...", right)
+        require(
+            watch.ran or any(isinstance(o.module, LinearOperator) for o in operators), "loss_of_batch", "...", right
+        )
         if not _met_not_finite(watch.measurements):
             refuse_not_finite(float(loss.detach()), "loss_of_batch", model)
         if trained:
@@ -278,7 +280,7 @@ def _observe(
         products = count(model, lambda: loss_of_batch(batch), [linear for linear in converted if linear.converted])
     coverage = _by_operator(products, operators)
     called = coverage.called()
-    ran = watch.ran | {o.name for o in operators if isinstance(o.module, Found) and o.name in called}
+    ran = watch.ran | {o.name for o in operators if isinstance(o.module, LinearOperator) and o.name in called}
     require(ran, "loss_of_batch", "...", right)
     with_gradient -= {id(o.module.weight) for o in operators if o.name in ran}  # weights that another linear shares
     read = {o.name for o in operators if o.name in ran or id(o.module.weight) in with_gradient}
@@ -293,8 +295,8 @@ def _by_operator(coverage: Coverage, operators: Sequence[Operator]) -> Coverage:
     """
     by_tensor: dict[str, list[str]] = {}
     for operator in operators:
-        if isinstance(operator.module, Found):
-            (name,) = operator_names([replace(operator.module, place=None).name])
+        if isinstance(operator.module, LinearOperator):
+            (name,) = operator_names([replace(operator.module, expert=None).name])
             by_tensor.setdefault(name, []).append(operator.name)
     products = Counter[Product]()
     for product, number in coverage.products.items():
@@ -471,7 +473,7 @@ def _conversion_findings(
         if intended and not low and not operator.role:
             missing.append(operator)
     if recipe is None and not listed:  # some may be left out on purpose
-        missing = [operator for operator in missing if any_low and isinstance(operator.module, Found)]
+        missing = [operator for operator in missing if any_low and isinstance(operator.module, LinearOperator)]
     for reason, misfits in not_applied.items():
         what = f"{reason}, and it is in {_in_words(misfits[0])}"
         right = "16 bits; hand the list to the conversion itself"
@@ -654,7 +656,7 @@ def _row(operator: Operator, observed: _Observed, dynamic: bool) -> OperatorRow:
         notes.append("did not run in this batch")
     elif output is not None and output.by == "output":
         notes.append("judged by its output: its GEMMs run elsewhere")
-    elif dynamic and "fprop" not in measured and not isinstance(operator.module, Found):
+    elif dynamic and "fprop" not in measured and not isinstance(operator.module, LinearOperator):
         notes.append("nothing of it could be measured: its class does not give the weight's values")
     if operator.pinned:
         notes.append(f"pinned: {', '.join(operator.pinned)}")

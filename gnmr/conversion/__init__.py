@@ -1,7 +1,7 @@
 """Linear operators on two paths: a low-precision path and a recovery path. Knows nothing of the controller.
 
 `convert` replaces linears in place; `linear` and `int8` are what runs then; `kernels` compute the products; `adapters`
-and `contained` find linears in other modules; `cost` counts what each path takes. The names below are loaded on first
+finds and runs linears in other modules; `cost` counts what each path takes. The names below are loaded on first
 use: the config reads `gnmr.conversion.path_spec`, which does without torch.
 """
 

@@ -10,9 +10,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from gnmr.conversion.adapters import release
+from gnmr.conversion.adapters import Contained, WeightOwner, release
 from gnmr.conversion.compile import into_graphs
-from gnmr.conversion.contained import Contained, Owner
 from gnmr.conversion.cost import Cost
 from gnmr.conversion.int8 import Int8Linear
 from gnmr.conversion.linear import PathLinear, exchange_class
@@ -263,14 +262,14 @@ class ConvertedModel:
             return
         for operator in self.operators:
             module = operator.module
-            if isinstance(module, PathLinear | Owner) and "plain_class" not in vars(type(module)):
+            if isinstance(module, PathLinear | WeightOwner) and "plain_class" not in vars(type(module)):
                 raise ValueError(
                     f"{operator.operator_name} has become a {type(module).__name__} since: undo that first (of a "
                     "parametrization torch.nn.utils.parametrize.remove_parametrizations)"
                 )
         for operator in self.operators:
             if isinstance(operator, Contained):
-                if isinstance(operator.owner, Owner):
+                if isinstance(operator.owner, WeightOwner):
                     release(operator.owner)
                 continue
             if not (isinstance(operator, PathLinear) and operator.converted):

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
-from gnmr.conversion.adapters import Found, contain, operators_in
-from gnmr.conversion.contained import Owner
+from gnmr.conversion.adapters import LinearOperator, WeightOwner, contain, operators_in
 from gnmr.conversion.converted import ConvertedModel
 from gnmr.conversion.int8 import MOST_INPUTS, PER_ROW, Int8Linear
 from gnmr.conversion.linear import PathLinear, exchange_class, hides_class
@@ -88,12 +87,12 @@ def convert(
     chosen, left_out = _chosen(model, spec, kept)
     names = operator_names(list(chosen))
     pins = _pins(names, spec)
-    members: dict[Pins, dict[str, Found]] = {(): chosen}  # low and recovery have to run in all of them
+    members: dict[Pins, dict[str, LinearOperator]] = {(): chosen}  # low and recovery have to run in all of them
     for (name, one), own in zip(chosen.items(), pins.values(), strict=True):
         if own:
             members.setdefault(own, {})[name] = one
     asked = {own: pinned(spec, dict(own)) if own else (low, recovery) for own in members}
-    linears: dict[ExecutionPath, dict[str, Found]] = {}
+    linears: dict[ExecutionPath, dict[str, LinearOperator]] = {}
     for own, pair in asked.items():
         for path in (path for path in pair if path is not None):
             linears.setdefault(path, {}).update(members[own])
@@ -143,7 +142,7 @@ def left_out_line(left_out: Mapping[str, str]) -> str:
     return f"left in 16 bits: {'; '.join(told)}"
 
 
-def _chosen(model: nn.Module, spec: PathSpec, kept: bool = False) -> tuple[dict[str, Found], dict[str, str]]:
+def _chosen(model: nn.Module, spec: PathSpec, kept: bool = False) -> tuple[dict[str, LinearOperator], dict[str, str]]:
     """Return the operators that get two paths, and the reason for each operator that is left out.
 
     A reason is given only for operators that no target names exactly. Recipes skip heads and routers, unless `kept`.
@@ -165,11 +164,11 @@ def _chosen(model: nn.Module, spec: PathSpec, kept: bool = False) -> tuple[dict[
     return chosen or {name: linears[name] for name in asked}, left_out if chosen else {}
 
 
-def _unfit(found: Found, paths: Sequence[Recipe]) -> str | None:
+def _unfit(found: LinearOperator, paths: Sequence[Recipe]) -> str | None:
     """Return why an operator's class or widths do not permit these paths, or None if they do."""
     plain = found.forward is None and not isinstance(found.module, PathLinear)
     if plain and _class_of(type(found.module), PathLinear) is None:
-        return f"is a {found.kind}"
+        return f"is a {found.class_name}"
     return next((why for recipe in paths if (why := cut_by(found, recipe)) is not None), None)
 
 
@@ -203,7 +202,7 @@ def _shared_state(
 
 
 def _exchanged(
-    found: Found, kind: type[PathLinear], name: str, index: int, paths: Pair, shared: SharedState
+    found: LinearOperator, kind: type[PathLinear], name: str, index: int, paths: Pair, shared: SharedState
 ) -> PathLinear:
     """Return the same module, or an operator contained in it, with two paths and on the low one."""
     module = found.module
@@ -240,7 +239,10 @@ def _without_fast_path(model: nn.Module, operators: Iterable[PathLinear]) -> lis
 
 
 def _mixed(
-    spec: PathSpec, paths: Mapping[Pins, Pair], members: Mapping[Pins, Mapping[str, Found]], device: torch.device
+    spec: PathSpec,
+    paths: Mapping[Pins, Pair],
+    members: Mapping[Pins, Mapping[str, LinearOperator]],
+    device: torch.device,
 ) -> dict[Pins, dict[frozenset[str], Recipe]]:
     """Return the recipes of `resolve.routes` by pins; none unless unit=gemm.
 
@@ -277,8 +279,8 @@ def _class_of(cls: type[nn.Module], kind: type[PathLinear]) -> type[PathLinear] 
 def _check(
     model: nn.Module,
     spec: PathSpec,
-    chosen: Mapping[str, Found],
-    linears: Mapping[ExecutionPath, Mapping[str, Found]],
+    chosen: Mapping[str, LinearOperator],
+    linears: Mapping[ExecutionPath, Mapping[str, LinearOperator]],
     kind: type[PathLinear],
 ) -> torch.device:
     """Return the device of the `chosen` operators. Raises ValueError if they cannot get these paths and units.
@@ -300,10 +302,10 @@ def _check(
     return here
 
 
-def _check_linear(name: str, found: Found, model: nn.Module, kind: type[PathLinear]) -> None:
+def _check_linear(name: str, found: LinearOperator, model: nn.Module, kind: type[PathLinear]) -> None:
     """Raise ValueError if the operator cannot be given two paths, whatever the paths are."""
     module, contained = found.module, found.forward is not None
-    if isinstance(module, Owner) or (isinstance(module, PathLinear) and module.converted):
+    if isinstance(module, WeightOwner) or (isinstance(module, PathLinear) and module.converted):
         raise ValueError(f"{name} has two paths already (attached twice?): detach the first controller before")
     made = type(module) if contained else _class_of(type(module), kind)
     if made is None:
@@ -373,7 +375,7 @@ def cut_by(one: Widths, recipe: Recipe) -> str | None:
     return None
 
 
-def _check_weights(weights: str, paths: Iterable[ExecutionPath], linears: Mapping[str, Found]) -> None:
+def _check_weights(weights: str, paths: Iterable[ExecutionPath], linears: Mapping[str, LinearOperator]) -> None:
     """Raise ValueError if the codes of these linears cannot be kept as requested, or if their sums would overflow."""
     for name, linear in linears.items():
         if linear.in_features > MOST_INPUTS:
@@ -382,8 +384,8 @@ def _check_weights(weights: str, paths: Iterable[ExecutionPath], linears: Mappin
             )
         if weights != "online" and linear.forward is not None:
             raise ValueError(
-                f"weights={weights!r}: {name} is part of a {linear.kind}, and only an nn.Linear can keep codes in its "
-                "weight's place; use weights='online' or other targets"
+                f"weights={weights!r}: {name} is part of a {linear.class_name}, and only an nn.Linear can keep codes "
+                "in its weight's place; use weights='online' or other targets"
             )
         if weights != "online" and linear.weight.requires_grad:
             raise ValueError(

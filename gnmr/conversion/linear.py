@@ -175,7 +175,7 @@ class PathLinear(nn.Linear):
 
     @property
     def given(self) -> tuple[Tensor, Tensor | None] | None:
-        """Weight and bias of the current pass if they are not the operator's own; see `gnmr.conversion.contained`."""
+        """Weight and bias of the current pass if they are not the operator's own; see `gnmr.conversion.adapters`."""
         return None
 
     def switch(self, recovering: bool, gemm: str | None = None) -> None:

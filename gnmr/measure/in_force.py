@@ -24,8 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gnmr.conversion.adapters import Found, operators_in
-from gnmr.conversion.contained import Contained, Owner, matrix_of
+from gnmr.conversion.adapters import Contained, LinearOperator, WeightOwner, matrix_of, operators_in
 from gnmr.conversion.int8 import Int8Linear, Integers
 from gnmr.conversion.linear import PathLinear
 from gnmr.conversion.targets import roles_of, tied_to_embeddings
@@ -110,8 +109,8 @@ class Operator:
     """A linear and the precision in force in it."""
 
     name: str
-    module: nn.Module | Found
-    """`Found`: a product within another module's forward, which no hook sees."""
+    module: nn.Module | LinearOperator
+    """`LinearOperator`: a product within another module's forward, which no hook sees."""
     kind: str
     declared: Declared | None
     """None: the module declares nothing."""
@@ -128,8 +127,8 @@ class Operator:
     @property
     def raw_weight(self) -> Tensor:
         """Return the weight as it is now, of any class; that of an operator within a module is the matrix (O, I)."""
-        if isinstance(self.module, Found):
-            return matrix_of(self.module.weight.detach(), self.module.layout, self.module.place)
+        if isinstance(self.module, LinearOperator):
+            return matrix_of(self.module.weight.detach(), self.module.layout, self.module.expert)
         weight: Any = self.module.matrix if isinstance(self.module, Contained) else self.module.weight
         detached: Tensor = weight.detach()
         return detached
@@ -186,16 +185,17 @@ def operators_of(model: nn.Module) -> list[Operator]:
     Returns:
         The operators, by their names without wrapper prefixes.
     """
-    modules: dict[str, nn.Module | Found] = {}
-    contained: dict[str, list[Found]] = {}
+    modules: dict[str, nn.Module | LinearOperator] = {}
+    contained: dict[str, list[LinearOperator]] = {}
     for operator in operators_in(model).values():
         if operator.forward is not None:
             contained.setdefault(operator.path, []).append(operator)
     inner_weights = {operator.weight for inside in contained.values() for operator in inside}
     for name, module in model.named_modules():
-        converted = {(o.key, o.place): o for o in module.path_operators} if isinstance(module, Owner) else {}
-        for operator in contained.get(name, ()):
-            modules[operator.name] = converted.get((operator.key, operator.place), operator)
+        path_operators = module.path_operators if isinstance(module, WeightOwner) else ()
+        converted = {(operator.parameter_name, operator.expert): operator for operator in path_operators}
+        for linear in contained.get(name, ()):
+            modules[linear.name] = converted.get((linear.parameter_name, linear.expert), linear)
         if _is_linear(module) and module.weight not in inner_weights:
             modules[name] = module
     embeddings = {name: module.weight for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
@@ -287,10 +287,10 @@ def _is_te(module: nn.Module) -> bool:
     return type(module).__module__.startswith("transformer_engine.") and type(module).__name__ == "Linear"
 
 
-def _declared(name: str, module: nn.Module | Found) -> Operator:
+def _declared(name: str, module: nn.Module | LinearOperator) -> Operator:
     """Return the operator with what its class, its weight's class or its configuration declares."""
     weight: Any = module.weight
-    kind = module.kind if isinstance(module, Found) else type(module).__name__
+    kind = module.class_name if isinstance(module, LinearOperator) else type(module).__name__
     config = weight.config if hasattr(weight, "_data") and hasattr(weight, "config") else None
     if isinstance(module, PathLinear) and module.converted:
         return _of_gnmr(name, module)
@@ -304,7 +304,7 @@ def _declared(name: str, module: nn.Module | Found) -> Operator:
         return Operator(name, module, "torchao float8", _float8(module.config))
     if kind == "MXFP8Linear" and hasattr(module, "wgrad_with_hp"):
         return Operator(name, module, "torchao mx", _mx(module))
-    if isinstance(module, Found):
+    if isinstance(module, LinearOperator):
         return Operator(name, module, kind, dict.fromkeys(CONTRACTS))
     if type(module) is nn.Linear or kind == "NonDynamicallyQuantizableLinear":
         if _is_plain(weight) and _is_high(weight):

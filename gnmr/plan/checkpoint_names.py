@@ -71,7 +71,7 @@ def linears_of(model: nn.Module, folder: str | Path | None = None) -> ModelLinea
     contained = operators_in(model)
     inside = {one.weight for one in contained.values()}
     for name, one in contained.items():
-        parameters[name], modules[name] = ([f"{one.path}.{one.key}".lstrip(".")], one.place), one
+        parameters[name], modules[name] = ([f"{one.path}.{one.parameter_name}".lstrip(".")], one.expert), one
     for name, module in model.named_modules():
         if _is_matrix(module) and module.weight not in inside:
             parameters[name], modules[name] = ([f"{name}.weight"], None), module

@@ -329,7 +329,7 @@ class Doctor:
     def _modules(self) -> dict[str, str]:
         """Return the class of each module that contains linears, converted or not, by its name."""
         contained = (one for one in operators_in(self.passes.model).values() if one.forward is not None)
-        found = {one.path: one.kind for one in contained if one.path}
+        found = {one.path: one.class_name for one in contained if one.path}
         return dict(zip(operator_names([*found]), found.values(), strict=True))
 
     def _rescues(self) -> list[str]:

@@ -18,8 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import gnmr
 from gnmr.control import Unit
 from gnmr.conversion import ConvertedModel, PathSpec, adapters, convert
-from gnmr.conversion.adapters import operators_in, register
-from gnmr.conversion.contained import Owner
+from gnmr.conversion.adapters import WeightOwner, operators_in, register
 
 D, H, E, T = 32, 64, 4, 24
 PATHS = [("bf16", None), ("int4", "int8"), ("fp8_hybrid", "bf16"), ("mxfp8", "bf16"), ("llm_int8", "bf16")]
@@ -180,7 +179,7 @@ def test_copies_have_operators_of_their_own(copied: Callable[[nn.Module], nn.Mod
     model = experts()
     convert(model, PathSpec.of("fp8_hybrid", "bf16", targets=["*"]))
     other = copied(model)
-    assert isinstance(other["experts"], Owner) and type(other["experts"]) is type(model["experts"])
+    assert isinstance(other["experts"], WeightOwner) and type(other["experts"]) is type(model["experts"])
     assert {id(o.owner) for o in other["experts"].path_operators} == {id(other["experts"])}
     sizes = [7, 0, 12, 5]
     assert equal(*(gradients(net, lambda net=net: loss(net["experts"], sizes)) for net in (model, other)))
@@ -265,7 +264,7 @@ def test_a_layer_of_the_users_own() -> None:
     with pytest.raises(ValueError, match="no linear has such a name"):
         convert(model, PathSpec.of("fp8_hybrid", "bf16", targets=["0.kernel"]))
     register(Scaled, kernel="io")
-    shapes = {name: (one.in_features, one.out_features, one.kind) for name, one in operators_in(model).items()}
+    shapes = {name: (one.in_features, one.out_features, one.class_name) for name, one in operators_in(model).items()}
     assert shapes == {"0.kernel": (D, H, "Scaled"), "2": (H, D, "Linear")}
     linear = nn.Sequential(nn.Linear(D, H))
     linear[0].weight = nn.Parameter(model[0].kernel.detach().t().clone())
@@ -463,7 +462,7 @@ def test_lora_over_experts_runs_as_the_sum_of_both(first: str) -> None:
             sums[experts, name] = getattr(experts, name)  # as peft's parametrization caches it
             sums[experts, name].retain_grad()
 
-    owners = [module for module in adapted.modules() if isinstance(module, Owner)]
+    owners = [module for module in adapted.modules() if isinstance(module, WeightOwner)]
     handles = [owner.register_forward_pre_hook(keep) for owner in owners]
     found = gradients(adapted, lambda: adapted(input_ids=TOKENS, labels=TOKENS).loss)
     assert len(found) == 1 + 2 * 2 * 2 and all(gradient.norm() > 0 for gradient in found)
@@ -481,7 +480,7 @@ def test_lora_over_experts_runs_as_the_sum_of_both(first: str) -> None:
         handle.remove()
     converted.restore()
     assert {type(owner).__name__ for owner in owners} == {"MixtralExperts"}
-    assert not any(isinstance(module, Owner) for module in adapted.modules())
+    assert not any(isinstance(module, WeightOwner) for module in adapted.modules())
     watching: dict[str, Any] = {"low": "fp8_hybrid", "recovery": "bf16", "max_o": 1, "observe": "adapter"}
     with pytest.raises(ValueError, match=r"unit '.*\.mlp\.experts\.0\.gate_up_proj': the model has no module"):
         gnmr.attach(adapted, **watching, targets=EXPERTS)
