@@ -49,12 +49,12 @@ from gnmr.formats.cast import quantize
 from gnmr.formats.recipes import Cast
 from gnmr.lab.config.compose import compose
 from gnmr.lab.models import cpu_products
-from gnmr.lab.records.recorder import Recorder
 from gnmr.lab.train import rows
 from gnmr.lab.train.build import Parts, assemble, first_batch, train_step
 from gnmr.lab.train.step import loss_of, objective_of
+from gnmr.lab.views.recorder import Recorder
 from gnmr.names import FORMATS, RECIPES
-from gnmr.records.rows import event_rows, unit_rows
+from gnmr.records.schema import event_rows, unit_rows
 from timing import alternate, clock_of, spread, write
 
 SIGNALS = ("gnmr_delta", "price", "mse", "grad_norm", "oracle")

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from gnmr.errors import UserError
 from gnmr.lab import config
-from gnmr.records.files import JsonLines
+from gnmr.records.append import JsonLines
 from gnmr.records.reader import read_json, read_jsonl, read_units
 
 HEAD = "step,unit,norm\n"

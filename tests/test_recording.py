@@ -22,7 +22,7 @@ from gnmr.conversion import PathLinear
 from gnmr.errors import UserError
 from gnmr.formats import Recipe
 from gnmr.lab.report.comparisons import compare
-from gnmr.lab.report.runs import load
+from gnmr.lab.report.recorded_run import load
 from gnmr.lab.report.units import thresholds, trigger
 
 

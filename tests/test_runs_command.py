@@ -16,8 +16,8 @@ from gnmr.lab.cli.parser import Parser, runs, settings_and_places
 from gnmr.lab.cli.train import _apart
 from gnmr.lab.config import load, to_dict
 from gnmr.lab.config.compose import compose
-from gnmr.lab.records.find import changed, named
 from gnmr.lab.train.folder import run_folder
+from gnmr.records.find import changed, named
 
 EXAMPLE = Path(__file__).parents[1] / "runs" / "reference" / "example"
 

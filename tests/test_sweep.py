@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from gnmr.lab.config import read
-from gnmr.lab.records.find import finished, last_step
 from gnmr.lab.train import run as run_module
 from gnmr.lab.train.step import TrainStep
+from gnmr.records.find import finished, last_step
 from gnmr.records.reader import read_json
 
 SEEDS = "training.seed=0,1"

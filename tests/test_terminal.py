@@ -15,7 +15,7 @@ import pytest
 import gnmr
 from gnmr import console
 from gnmr.console import Terminal, activation, print_plain, say, shown_command
-from gnmr.lab.records.view import View
+from gnmr.lab.views.live import LiveView
 from gnmr.streams import Unwritable
 
 
@@ -32,7 +32,7 @@ def test_a_reader_that_left_is_an_error_and_no_exit() -> None:
 
 
 def test_a_run_goes_on_without_its_reader() -> None:
-    view = View("plain", console=closed_pipe())
+    view = LiveView("plain", console=closed_pipe())
     view.say("anybody?")
     assert view._console.quiet, "nothing is printed any more"
     view.say("nobody: nothing is raised either")
@@ -46,7 +46,7 @@ def test_a_run_goes_on_without_its_terminal(reason: int) -> None:
         def write(self, _: str) -> int:
             raise OSError(reason, os.strerror(reason))
 
-    view = View("plain", console=Terminal(file=Gone(), force_terminal=True))
+    view = LiveView("plain", console=Terminal(file=Gone(), force_terminal=True))
     view.say("anybody?")
     assert view._console.quiet
     view.stop()
@@ -135,7 +135,7 @@ MANY_PICTURES = """
 import threading
 from pathlib import Path
 from gnmr.console import say
-from gnmr.lab.records.view import RunInfo, View
+from gnmr.lab.views.live import RunInfo, LiveView
 
 over = threading.Event()
 def talk():
@@ -147,7 +147,7 @@ thread = threading.Thread(target=talk)
 thread.start()
 try:
     for number in range(50):
-        view = View("auto")
+        view = LiveView("auto")
         view.start(RunInfo(f"run {number}", Path("runs/x"), "int4", "cpu", 40, 4, 2, 1000, 2048))
         view.stop()
 finally:

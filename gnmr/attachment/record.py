@@ -31,8 +31,7 @@ from gnmr.errors import UserError
 from gnmr.records.disk import of_a_file_browser
 from gnmr.records.lock import OWNER
 from gnmr.records.reader import calibrated_trigger, calibration_steps, read_json
-from gnmr.records.rows import event_rows, step_row, unit_rows, versions
-from gnmr.records.schema import EVAL_FIELDS, OWN, STEP_FIELDS
+from gnmr.records.schema import EVAL_FIELDS, OWN, STEP_FIELDS, event_rows, step_row, unit_rows, versions
 from gnmr.records.writer import RunWriter
 
 FIGURES = ("loss", "lr", "tokens", "val_loss")

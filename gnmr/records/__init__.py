@@ -1,1 +1,1 @@
-"""What a run leaves: the schema, the writer and the reader of a run folder."""
+"""What a run leaves on disk: the schema, the writer with its lock and seal, the reader, and how runs are found."""

@@ -73,7 +73,7 @@ def _unlock(descriptor: int, pid: int) -> None:
     os.close(descriptor)
 
 
-class Owner:
+class OwnerMark:
     """Marks this process as the one that writes the records of a folder."""
 
     def __init__(self, folder: Path) -> None:

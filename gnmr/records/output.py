@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from gnmr.errors import UserError, writing
 from gnmr.records import disk
-from gnmr.records.files import as_json
+from gnmr.records.append import as_json
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from gnmr.records.files import begins_with, count
+from gnmr.records.append import begins_with, count
 from gnmr.records.reader import UNITS, read_json, read_jsonl
 from gnmr.records.untrusted import Damaged, content, exists, opened, reading
 

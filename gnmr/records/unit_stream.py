@@ -16,8 +16,8 @@ import numpy as np
 import pyarrow as pa
 
 from gnmr.errors import RunFailed
+from gnmr.records.append import AppendFile
 from gnmr.records.disk import truncate
-from gnmr.records.files import AppendFile
 from gnmr.records.reader import UNITS, open_units
 from gnmr.records.schema import UnitRows, unit_schema
 from gnmr.records.untrusted import Damaged

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from gnmr.errors import RunFailed, UserError
+from gnmr.records.append import AppendFile, JsonLines, begins_with, cut_jsonl, replace_json, replace_text
 from gnmr.records.disk import sync_folder
-from gnmr.records.files import AppendFile, JsonLines, begins_with, cut_jsonl, replace_json, replace_text
-from gnmr.records.lock import FolderLock, Owner, lock_folder
+from gnmr.records.lock import FolderLock, OwnerMark, lock_folder
 from gnmr.records.reader import UNITS
 from gnmr.records.schema import EVAL_FIELDS, EVENT_FIELDS, FAULT_FIELDS, SCORE_FIELDS, STEP_FIELDS, UnitRows
 from gnmr.records.seal import sealed
@@ -53,7 +53,7 @@ class RunWriter:
             folder.mkdir(parents=True, exist_ok=True)
             self._place = os.stat(folder)
             self._lock: FolderLock | None = lock_folder(folder)
-            self._owner = Owner(folder)
+            self._owner = OwnerMark(folder)
             if resume_step is not None:
                 self._cut(resume_step if resume_step > 0 else -1, {} if counted is None else counted)
             self._lines = {name: JsonLines(folder / name, fields) for name, fields in _JSONL.items()}

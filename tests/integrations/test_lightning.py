@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from gnmr.conversion import PathLinear
 from gnmr.errors import UserError
-from gnmr.lab.report.runs import load
+from gnmr.lab.report.recorded_run import load
 
 pytestmark = pytest.mark.slow
 

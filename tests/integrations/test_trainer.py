@@ -17,7 +17,7 @@ from gnmr.control import Decision
 from gnmr.control.signals import SIGNALS
 from gnmr.conversion import PathLinear
 from gnmr.errors import UserError
-from gnmr.lab.report.runs import load
+from gnmr.lab.report.recorded_run import load
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

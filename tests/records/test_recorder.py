@@ -8,9 +8,9 @@ from made_rows import eval_row, event_row, step_row, unit_rows
 
 from gnmr.errors import RunFailed
 from gnmr.lab.config import RecordsConfig
-from gnmr.lab.records import wandb_sink
-from gnmr.lab.records.recorder import Recorder
-from gnmr.lab.records.view import RunInfo
+from gnmr.lab.views import wandb_sink
+from gnmr.lab.views.live import RunInfo
+from gnmr.lab.views.recorder import Recorder
 from gnmr.records import writer
 from gnmr.records.reader import read_json, read_jsonl, read_units
 

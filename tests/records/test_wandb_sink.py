@@ -17,9 +17,9 @@ import wandb
 from made_rows import eval_row, event_row, step_row, unit_rows
 from wandb_files import history_of, parts_of, records_of
 
-from gnmr.lab.records import wandb_sink
-from gnmr.lab.records.view import RunInfo
-from gnmr.lab.records.wandb_sink import EVAL_METRICS, STEP_METRICS, WandbSink, _has_key
+from gnmr.lab.views import wandb_sink
+from gnmr.lab.views.live import RunInfo
+from gnmr.lab.views.wandb_sink import EVAL_METRICS, STEP_METRICS, WandbSink, _has_key
 from gnmr.records.writer import RunWriter
 
 SUMMARY = {"status": "done", "steps": 12}

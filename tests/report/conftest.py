@@ -15,9 +15,9 @@ from omegaconf import OmegaConf
 from recorded import PATHS, UNITS
 
 from gnmr.lab import config
-from gnmr.lab.records.find import find_runs
 from gnmr.lab.report.comparisons import Comparison, compare
-from gnmr.lab.report.runs import load
+from gnmr.lab.report.recorded_run import load
+from gnmr.records.find import find_runs
 from gnmr.records.schema import UnitRows
 from gnmr.records.unit_stream import UnitStream
 

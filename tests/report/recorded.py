@@ -11,7 +11,7 @@ import numpy as np
 
 from gnmr.lab.report.comparisons import Comparison, compare
 from gnmr.lab.report.layout import Table
-from gnmr.lab.report.runs import Run, UnitMatrices
+from gnmr.lab.report.recorded_run import Run, UnitMatrices
 from gnmr.records.schema import STEP_FIELDS
 
 UNITS = ["layers.0.q_proj", "layers.0.k_proj", "layers.1.<b>mlp</b>"]

@@ -18,8 +18,8 @@ from recorded import HOSTILE, UNITS, fake_run, sweep, unit_matrices
 from gnmr.lab.report import page as page_module
 from gnmr.lab.report import units
 from gnmr.lab.report.comparisons import compare
-from gnmr.lab.report.page import binned, render_page
-from gnmr.lab.report.runs import Run, UnitMatrices
+from gnmr.lab.report.html_page import binned, render_page
+from gnmr.lab.report.recorded_run import Run, UnitMatrices
 from gnmr.lab.report.units import costs, limit, thresholds, unit_map
 
 OWN = Path(page_module.__file__).parent

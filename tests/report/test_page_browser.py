@@ -18,8 +18,8 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from gnmr.lab.report.comparisons import compare
-from gnmr.lab.report.page import render_page
-from gnmr.lab.report.runs import Run
+from gnmr.lab.report.html_page import render_page
+from gnmr.lab.report.recorded_run import Run
 
 pytestmark = pytest.mark.slow
 

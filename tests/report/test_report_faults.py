@@ -11,8 +11,8 @@ from recorded import fake_run, unit_matrices
 
 from gnmr.errors import UserError
 from gnmr.lab.report.comparisons import compare
-from gnmr.lab.report.faults import detect
-from gnmr.lab.report.runs import UnitMatrices
+from gnmr.lab.report.detection import detect
+from gnmr.lab.report.recorded_run import UnitMatrices
 from gnmr.lab.report.table import fault_table
 from gnmr.records.reader import FaultWindow, read_windows
 

@@ -14,10 +14,10 @@ from recorded import UNITS
 
 from gnmr.errors import UserError
 from gnmr.lab.cli import runs as runs_command
-from gnmr.lab.records.find import find_runs
-from gnmr.lab.report.runs import load
+from gnmr.lab.report.recorded_run import load
 from gnmr.records import seal
-from gnmr.records.files import count
+from gnmr.records.append import count
+from gnmr.records.find import find_runs
 from gnmr.records.reader import UNITS as UNITS_FILE
 from gnmr.records.reader import open_units
 

@@ -15,7 +15,7 @@ from scipy import stats
 
 from gnmr.lab.report.headline import _AGAINST, headline
 from gnmr.lab.report.layout import measure
-from gnmr.lab.report.runs import load
+from gnmr.lab.report.recorded_run import load
 from gnmr.lab.report.statistics import Stat
 from gnmr.lab.report.table import arm_table
 

@@ -18,7 +18,7 @@ import pytest
 from everything import differences, everything, in_child
 
 from gnmr.lab.train.step import TrainStep
-from gnmr.records.files import JsonLines
+from gnmr.records.append import JsonLines
 from gnmr.records.reader import read_json, read_jsonl
 from gnmr.records.unit_stream import recorded_units
 

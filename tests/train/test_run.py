@@ -14,11 +14,11 @@ import torch
 
 from gnmr.errors import UserError
 from gnmr.lab.config import config_hash
-from gnmr.lab.records.recorder import Recorder
 from gnmr.lab.train import loop
 from gnmr.lab.train import run as run_module
 from gnmr.lab.train.folder import locked, run_folder
 from gnmr.lab.train.run import run
+from gnmr.lab.views.recorder import Recorder
 from gnmr.records.reader import read_json, read_jsonl, read_units
 
 

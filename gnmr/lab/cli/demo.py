@@ -97,8 +97,8 @@ def _train(config: Config, words: Sequence[str]) -> None:
 @contextmanager
 def _watched(configs: Sequence[Config]) -> Iterator[None]:
     """Show how many steps are done, by the runs' records."""
-    from gnmr.lab.records.find import last_step
     from gnmr.lab.train.folder import run_folder
+    from gnmr.records.find import last_step
 
     over = threading.Event()
     total = sum(config.total_steps for config in configs)

@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 
 from gnmr import options as checks
 from gnmr.errors import UserError, as_user_error, install
-from gnmr.lab.records.find import named
 from gnmr.options import nearest
+from gnmr.records.find import named
 
 Read = Callable[[str, str], Any]
 """(name, text) of an option -> its value; raises ValueError if the text is invalid."""

@@ -29,7 +29,7 @@ from gnmr.control.spec import NO_CAP, ControlSpec, TwoStage
 from gnmr.errors import UserError, as_user_error
 from gnmr.lab.cli.parser import Parser, path, settings_and_places
 from gnmr.lab.config import ControllerConfig, one_line, read_tree
-from gnmr.lab.records.view import recovery_figures
+from gnmr.lab.views.live import recovery_figures
 from gnmr.options import nearest
 from gnmr.records import output, seal
 from gnmr.records.reader import calibrated_trigger, read_json, read_units

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from gnmr.console import for_tables
 from gnmr.lab.cli.parser import Parser, path
-from gnmr.lab.records.find import named
 from gnmr.lab.report import report
+from gnmr.records.find import named
 
 _USAGE = "RUN... [out=DIR] [html=FILE] [--all] [--strict]"
 _TEXT = """\

@@ -17,8 +17,8 @@ from rich.text import Text
 from gnmr.console import NARROW, for_tables, print_plain
 from gnmr.errors import UserError, plural, printable
 from gnmr.lab.cli.parser import Parser, whole
-from gnmr.lab.records.find import LATEST, changed, find_runs, last_step
 from gnmr.records import seal
+from gnmr.records.find import LATEST, changed, find_runs, last_step
 from gnmr.records.reader import UNITS, read_json, read_jsonl
 from gnmr.records.untrusted import exists
 

@@ -26,8 +26,8 @@ from gnmr.lab.config import Config, ControllerConfig, to_dict
 from gnmr.lab.config.base_run import typed
 from gnmr.lab.config.compose import conf_dir, load_composed, register
 from gnmr.lab.config.text_checks import place
-from gnmr.lab.records.find import SMOKE, TRIAL, finished
 from gnmr.lab.stopping import Stopped, is_bypassed, never_at_once, seen
+from gnmr.records.find import SMOKE, TRIAL, finished
 from gnmr.records.untrusted import MAX_DEPTH
 
 

@@ -12,13 +12,13 @@ from rich.console import Console
 
 from gnmr.console import print_plain
 from gnmr.errors import UserError, plural, printable, writing
-from gnmr.lab.records.find import find_runs
 from gnmr.lab.report.comparisons import compare, refuse_rivals
 from gnmr.lab.report.headline import headline
 from gnmr.lab.report.layout import Table, as_markdown
-from gnmr.lab.report.runs import Run, load
+from gnmr.lab.report.recorded_run import Run, load
 from gnmr.lab.report.table import arm_tables, run_table
 from gnmr.records import output
+from gnmr.records.find import find_runs
 from gnmr.records.untrusted import Damaged, first_line, text
 
 
@@ -54,7 +54,7 @@ def report(
             runs.append(load(place).check())
 
     def make(runs: list[Run]) -> tuple[list[tuple[str, str]], list[Table], str]:
-        from gnmr.lab.report.page import render_page
+        from gnmr.lab.report.html_page import render_page
 
         if not runs:
             raise UserError("; ".join(f"{place}: {why}" for place, why in left_out.items()))

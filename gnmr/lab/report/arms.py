@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from gnmr.lab.report.runs import Run
+from gnmr.lab.report.recorded_run import Run
 from gnmr.lab.report.statistics import Losses, Stat, stat
 from gnmr.names import RECIPES
 

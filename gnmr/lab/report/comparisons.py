@@ -17,7 +17,7 @@ from typing import NamedTuple
 from gnmr.errors import UserError
 from gnmr.lab.config import hash_of
 from gnmr.lab.report.arms import Arm, label_arms, same, short_names, varying
-from gnmr.lab.report.runs import Run
+from gnmr.lab.report.recorded_run import Run
 from gnmr.lab.report.statistics import Family, Losses, Result, Share, adjusted, gap_closed, judge, paired
 
 _WHAT_AN_ARM_IS = ("precision.", "controller.", "compression.", "records.", "arm")

@@ -9,7 +9,7 @@ from pathlib import Path
 from gnmr.errors import printable
 from gnmr.lab.report.arms import Arm
 from gnmr.lab.report.comparisons import Comparison, short
-from gnmr.lab.report.faults import Detection, detect, trigger
+from gnmr.lab.report.detection import Detection, detect, trigger
 from gnmr.lab.report.layout import (
     NOTHING,
     Table,
@@ -21,7 +21,7 @@ from gnmr.lab.report.layout import (
     relative,
     whole_percent,
 )
-from gnmr.lab.report.runs import Run
+from gnmr.lab.report.recorded_run import Run
 from gnmr.lab.report.statistics import Result, p_text, stat
 from gnmr.records.reader import read_windows
 

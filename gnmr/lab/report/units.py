@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from gnmr.lab.report.arms import Arm
-from gnmr.lab.report.faults import trigger
-from gnmr.lab.report.runs import Run, UnitMatrices
+from gnmr.lab.report.detection import trigger
+from gnmr.lab.report.recorded_run import Run, UnitMatrices
 from gnmr.records.reader import calibrated_trigger, read_windows
 
 COLUMNS = 800

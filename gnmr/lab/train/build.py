@@ -32,7 +32,7 @@ from gnmr.lab.models import pretrained
 from gnmr.lab.rivals.compression import build_compression, compressed_router
 from gnmr.lab.rivals.greedylore import GreedyLore
 from gnmr.lab.rivals.transforms import Transform, build_transform
-from gnmr.lab.train.checkpoint import Stateful
+from gnmr.lab.train.checkpoint import HasState
 from gnmr.lab.train.checks import check_evidence, check_sizes, refuse_compression
 from gnmr.lab.train.fork_base import Base, open_base
 from gnmr.lab.train.loss import Draws, loss_of
@@ -86,7 +86,7 @@ class Parts:
         return learning_rate(step, config.optim.schedule_steps or config.training.steps, config.optim)
 
 
-class Blocks(Stateful, Protocol):
+class Blocks(HasState, Protocol):
     """Training data in an order that can be saved and restored."""
 
     def next(self, n: int) -> Tensor | Batch:

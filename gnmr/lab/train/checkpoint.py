@@ -1,27 +1,38 @@
-"""Checkpoints that are written atomically and verified when they are read.
+"""Checkpoints that are written atomically, verified when they are read, and read without running code.
 
     checkpoints/step-00000100/              torch.distributed.checkpoint files, meta.json and meta.sha256
     checkpoints/step-00000100.corrupt/      a corrupt checkpoint that was renamed
 
 All files are written and synced under a temporary name first, so a folder with its final name is complete. If a folder
-is corrupt nevertheless, the previous checkpoint is used.
+is corrupt nevertheless, the previous checkpoint is used. meta.json holds the sha256 of every other file.
+
+PyTorch stores its index and plain values as pickles. Restricted unpicklers read them: they admit a few classes and no
+functions, so a checkpoint from an untrusted source cannot run code.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import os
+import pickle
 import re
 import shutil
+import stat
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -35,23 +46,27 @@ from gnmr.attachment.ranks.shards import is_sharded, local
 from gnmr.attachment.ranks.world import ALONE, World
 from gnmr.conversion import ConvertedModel
 from gnmr.errors import RunFailed, UserError, writing
-from gnmr.lab.train.checkpoint_files import (
-    ANEW,
-    META,
-    NAME,
-    Meta,
-    cause_of,
-    fitting,
-    newest_whole,
-    quiet,
-    read,
-    steps_in,
-    write_meta,
-)
-from gnmr.records.disk import move_folder, sync_folder
+from gnmr.records.disk import move_folder, no_link, sha256, sync_folder
+
+Meta = dict[str, Any]
+"""meta.json: the host state, the run that owns the checkpoint, and the sha256 of every other file."""
+_META, _META_SUM, _INDEX = "meta.json", "meta.sha256", ".metadata"
+_NAME = r"step-(\d{8})"
+_ANEW = "start again in another run_dir"
+_INDEX_NAMES = {
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+        *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size",),
+    "pathlib": ("PosixPath",),
+    "pathlib._local": ("PosixPath",),
+}
 
 
-class Stateful(Protocol):
+class HasState(Protocol):
     """An object whose state a checkpoint contains."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -74,7 +89,7 @@ class Checkpointer:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         controller: Router,
-        extras: Mapping[str, Stateful] | None = None,
+        extras: Mapping[str, HasState] | None = None,
         *,
         world: World = ALONE,
     ) -> None:
@@ -86,13 +101,15 @@ class Checkpointer:
         self.folder, self.owner, self.keep = folder, owner, keep
         self._model, self._optimizer, self._controller = model, optimizer, controller
         self._extras = dict(extras or {})
-        self._whole: Meta | None = None  # meta.json of the checkpoint that `newest` found
+        self._verified: Meta | None = (
+            None  # meta.json of the checkpoint that `newest` verified, so that it is read once
+        )
 
     def _state(self) -> dict[str, Any]:
         controller = self._controller.state_dict()
         state = _training_state(self._model, self._optimizer) | {
             # Names and the step count go to meta.json with the host state.
-            "controller": {k: v for k, v in controller.items() if k not in ("units", "t", "converted")},
+            "controller": {key: value for key, value in controller.items() if key not in ("units", "t", "converted")},
             "plan": controller["converted"],
             "rng": {"cpu": torch.get_rng_state()},
             "extras": {name: extra.state_dict() for name, extra in self._extras.items()},
@@ -104,8 +121,13 @@ class Checkpointer:
     def save(self, step: int, host: dict[str, Any]) -> None:
         """Write the checkpoint of `step` and delete all but the newest `keep`. Waits for the device.
 
-        Raises RunFailed if the checkpoint cannot be written or a value in it is not finite. The partial checkpoint is
-        then removed, and earlier checkpoints stay.
+        Args:
+            step: the number of steps taken so far.
+            host: plain values that the next step depends on, such as the position in the data.
+
+        Raises:
+            RunFailed: the checkpoint cannot be written, or a value in it is not finite. The partial checkpoint is then
+                removed, and earlier checkpoints stay.
         """
         with self._world.agreed():
             if (where := self._nonfinite()) is not None:
@@ -116,7 +138,7 @@ class Checkpointer:
         meta = {"step": step, "owner": self.owner, "units": self._controller.names, "host": host}
         try:
             self._world.from_first(lambda: self._begin(beside))
-            with quiet():
+            with _quiet():
                 dcp.save(self._state(), checkpoint_id=beside)
             self._world.from_first(lambda: self._put(meta, beside, final))
         except (OSError, CheckpointException) as error:
@@ -125,7 +147,7 @@ class Checkpointer:
             full = run.is_dir() and shutil.disk_usage(run).free < 2**20
             if self._world.first:
                 shutil.rmtree(beside, ignore_errors=True)
-            reason = "disk full" if full else str(cause_of(error)).partition("\n")[0]
+            reason = "disk full" if full else str(_cause_of(error)).partition("\n")[0]
             raise RunFailed(f"{reason} while writing the checkpoint of step {step} in {self.folder}") from error
         self._world.from_first(self._prune)
 
@@ -135,7 +157,7 @@ class Checkpointer:
         beside.mkdir()
 
     def _put(self, meta: Meta, beside: Path, final: Path) -> None:
-        write_meta(beside, meta)
+        _write_meta(beside, meta)
         shutil.rmtree(final, ignore_errors=True)
         beside.rename(final)
         sync_folder(self.folder)
@@ -144,12 +166,12 @@ class Checkpointer:
         """Return the name of the first trained weight or optimizer state that is not finite."""
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
-                held: dict[str, Any] = {name: parameter.detach()}
-                held |= {f"{key} of {name}": value for key, value in self._optimizer.state.get(parameter, {}).items()}
-                for what, value in held.items():
+                state: dict[str, Any] = {name: parameter.detach()}
+                state |= {f"{key} of {name}": value for key, value in self._optimizer.state.get(parameter, {}).items()}
+                for value_name, value in state.items():
                     numbers = isinstance(value, Tensor) and value.is_floating_point()
                     if numbers and not bool(local(value).isfinite().all()):
-                        return what
+                        return value_name
         return None
 
     def newest(self) -> int | None:
@@ -157,43 +179,53 @@ class Checkpointer:
 
         A newer checkpoint that is corrupt is renamed with a warning. Raises UserError if all checkpoints are corrupt.
         """
-        self._whole = self._world.from_first(self._newest)
-        return None if self._whole is None else int(self._whole["step"])
+        self._verified = self._world.from_first(self._newest)
+        return None if self._verified is None else int(self._verified["step"])
 
     def _newest(self) -> Meta | None:
         """Return meta.json of the newest complete checkpoint. Raises UserError before any change if it is foreign."""
         steps = steps_in(self.folder)
-        whole, corrupt = newest_whole(self.folder, steps) if steps else (None, {})
-        if whole is not None:
-            self._check(whole)
-        for rest in self.folder.glob(".writing-*"):
-            shutil.rmtree(rest, ignore_errors=True)
-        if whole is None:
+        newest, corrupt = _newest_complete(self.folder, steps) if steps else (None, {})
+        if newest is not None:
+            self._check(newest)
+        for unfinished in self.folder.glob(".writing-*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+        if newest is None:
             return None
         for path, error in corrupt.items():
             aside = path.with_name(f"{path.name}.corrupt")
             with writing(path):
                 shutil.rmtree(aside, ignore_errors=True)
                 move_folder(path, aside)
-            warnings.warn(f"{error}: set aside as {aside.name}, step {whole['step']} is taken", stacklevel=5)
+            warnings.warn(f"{error}: set aside as {aside.name}, step {newest['step']} is taken", stacklevel=5)
         self._prune()
-        return whole
+        return newest
 
     def _prune(self) -> None:
         for old in steps_in(self.folder)[: -self.keep]:
             shutil.rmtree(self.folder / f"step-{old:08d}", ignore_errors=True)
 
     def load(self, step: int) -> dict[str, Any]:
-        """Restore everything and return the host state. Raises UserError for a corrupt or foreign checkpoint."""
+        """Restore model, optimizer, controller, random states and extras.
+
+        Args:
+            step: the step after which the checkpoint was saved.
+
+        Returns:
+            The host state that was passed to `save`.
+
+        Raises:
+            UserError: the checkpoint is corrupt or belongs to another run.
+        """
         path = self.folder / f"step-{step:08d}"
-        meta, self._whole = self._whole, None
+        meta, self._verified = self._verified, None
         if meta is None or meta["step"] != step:
-            meta = self._world.from_first(lambda: newest_whole(self.folder, [step])[0])
+            meta = self._world.from_first(lambda: _newest_complete(self.folder, [step])[0])
         self._check(meta)
         units, host = meta["units"], meta["host"]
         state = self._state()
-        with fitting(path, "run"):
-            read(path, meta, state)
+        with _fitting(path, "run"):
+            _read(path, meta, state)
             _set_training_state(self._model, self._optimizer, state)
             self._controller.load_state_dict(
                 {**state["controller"], "converted": state["plan"], "units": units, "t": step}
@@ -209,11 +241,11 @@ class Checkpointer:
         """Raise UserError if the checkpoint belongs to another run."""
         owner, path = meta["owner"], self.folder / f"step-{meta['step']:08d}"
         if owner != self.owner or meta["units"] != self._controller.names:
-            raise UserError(f"checkpoint {path} belongs to another run ({owner}, this one is {self.owner}): {ANEW}")
+            raise UserError(f"checkpoint {path} belongs to another run ({owner}, this one is {self.owner}): {_ANEW}")
 
 
 @dataclass(frozen=True)
-class Found:
+class StoredCheckpoint:
     """A complete checkpoint."""
 
     path: Path
@@ -232,49 +264,64 @@ class Found:
     @property
     def sha256(self) -> str:
         """The sha256 of meta.json, which contains the sha256 of every other file."""
-        return hashlib.sha256((self.path / META).read_bytes()).hexdigest()
+        return hashlib.sha256((self.path / _META).read_bytes()).hexdigest()
 
 
-def find(folder: Path) -> Found:
-    """Return the newest complete checkpoint in `folder`, or `folder` if it is a checkpoint (step-...).
+def find(folder: Path) -> StoredCheckpoint:
+    """Find a checkpoint to read from. The folder is not changed, and a warning names newer corrupt checkpoints.
 
-    The folder is not changed. A warning names newer checkpoints that are corrupt. Raises UserError if no checkpoint is
-    complete.
+    Args:
+        folder: a folder of checkpoints, or one checkpoint (step-...).
+
+    Returns:
+        The newest complete checkpoint.
+
+    Raises:
+        UserError: no checkpoint is complete.
     """
     steps = steps_in(folder)
-    if re.fullmatch(NAME, folder.name):
+    if re.fullmatch(_NAME, folder.name):
         folder, steps = folder.parent, [int(folder.name.removeprefix("step-"))]
     if not steps:
         raise UserError(f"{folder}: holds no checkpoint")
-    meta, corrupt = newest_whole(folder, steps)
+    meta, corrupt = _newest_complete(folder, steps)
     for error in corrupt.values():
         warnings.warn(f"{error}: step {meta['step']} is taken", stacklevel=3)
-    return Found(folder / f"step-{meta['step']:08d}", meta)
+    return StoredCheckpoint(folder / f"step-{meta['step']:08d}", meta)
 
 
-def load_training(found: Found, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load_training(checkpoint: StoredCheckpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load weights and optimizer state. Raises UserError if the model or optimizer differs."""
     state = _training_state(model, optimizer)
-    with fitting(found.path, "model"):
-        read(found.path, found.meta, state)
+    with _fitting(checkpoint.path, "model"):
+        _read(checkpoint.path, checkpoint.meta, state)
         _set_training_state(model, optimizer, state)
 
 
 def load_model(folder: Path, model: nn.Module, converted: ConvertedModel | None = None) -> int:
-    """Load the weights and the state of `converted` from the checkpoint that `find` returns, and return its step.
+    """Load the weights and the state of `converted` from the checkpoint that `find` returns.
 
-    Raises UserError if no checkpoint is complete or if it belongs to another model.
+    Args:
+        folder: as for `find`.
+        model: the model, changed in place.
+        converted: what converted the model, if its state is to be restored too.
+
+    Returns:
+        The checkpoint's step.
+
+    Raises:
+        UserError: no checkpoint is complete, or it belongs to another model.
     """
-    found, options = find(folder), _trained(model)
+    checkpoint, options = find(folder), _trained(model)
     state: dict[str, Any] = {"model": get_model_state_dict(model, options=options)}
     if converted is not None:
         state["plan"] = converted.state_dict()
-    with fitting(found.path, "model"):
-        read(found.path, found.meta, state)
+    with _fitting(checkpoint.path, "model"):
+        _read(checkpoint.path, checkpoint.meta, state)
         if converted is not None:
             converted.load_state_dict(state["plan"])
         set_model_state_dict(model, state["model"], options=options)
-    return found.step
+    return checkpoint.step
 
 
 def gathered(model: nn.Module) -> dict[str, Tensor] | None:
@@ -285,8 +332,8 @@ def gathered(model: nn.Module) -> dict[str, Tensor] | None:
     if not any(is_sharded(parameter) for parameter in model.parameters()):
         return None
     options = replace(_trained(model), full_state_dict=True, cpu_offload=True)
-    found = get_model_state_dict(model, options=options)
-    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    weights = get_model_state_dict(model, options=options)
+    return {name: value for name, value in weights.items() if isinstance(value, Tensor)}
 
 
 def _training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -306,3 +353,153 @@ def _trained(model: nn.Module) -> StateDictOptions:
     return StateDictOptions(
         ignore_frozen_params=True, strict=all(parameter.requires_grad for parameter in model.parameters())
     )
+
+
+class CorruptCheckpoint(ValueError):
+    """Files of a checkpoint differ from the files that were written."""
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Return the steps of the complete checkpoints in ascending order."""
+    names = (re.fullmatch(_NAME, p.name) for p in folder.glob("step-*"))
+    return sorted(int(name[1]) for name in names if name)
+
+
+def _newest_complete(folder: Path, steps: Sequence[int]) -> tuple[Meta, dict[Path, CorruptCheckpoint]]:
+    """Return meta.json of the newest complete checkpoint, and the error of each newer one.
+
+    Raises UserError if none is complete.
+    """
+    corrupt: dict[Path, CorruptCheckpoint] = {}
+    for step in sorted(steps, reverse=True):
+        path = folder / f"step-{step:08d}"
+        try:
+            return _verified(path), corrupt
+        except CorruptCheckpoint as error:
+            corrupt[path] = error
+    more = ", and none before it is whole" if len(corrupt) > 1 else ""
+    remedy = f"delete {folder} to train from step 1 again, or {_ANEW}"
+    if len(corrupt) < len(steps_in(folder)):
+        remedy = f"delete that folder to continue from an earlier checkpoint, or {_ANEW}"
+    raise UserError(f"{next(iter(corrupt.values()))}{more}: {remedy}")
+
+
+def _verified(path: Path) -> Meta:
+    """Return meta.json of a checkpoint after checking every file that it names.
+
+    Files that meta.json does not name are never read.
+
+    Raises:
+        CorruptCheckpoint: a file is missing or changed.
+        UserError: this user may not read a file.
+    """
+    try:
+        text, named = ((path / name).read_bytes() for name in (_META, _META_SUM))
+        if named != _sum_line(text):
+            raise ValueError(f"{_META} is missing or changed")
+        meta = json.loads(text)
+        kinds = {"step": int, "owner": str, "units": list, "host": dict, "files": dict}
+        if any(type(meta[key]) is not kind for key, kind in kinds.items()) or path.name != f"step-{meta['step']:08d}":
+            raise ValueError(f"{_META} is of another checkpoint")
+        if _INDEX not in meta["files"]:
+            raise ValueError(f"{_META} names no {_INDEX}")
+        for name in sorted({_META, _META_SUM, *meta["files"]}):
+            file, wanted = path / name, meta["files"].get(name)
+            if not stat.S_ISREG(file.lstat().st_mode) or (wanted and sha256(file) != wanted):
+                raise ValueError(f"{name} is missing or changed")
+    except FileNotFoundError as error:
+        raise CorruptCheckpoint(f"checkpoint {path} is corrupt ({Path(error.filename).name} is missing)") from error
+    except PermissionError as error:
+        where = error.filename or path
+        raise UserError(f"{where}: cannot be read ({error.strerror}); its owner can make it readable") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpoint(f"checkpoint {path} is corrupt ({error})") from error
+    return {key: meta[key] for key in kinds}
+
+
+def _write_meta(folder: Path, meta: Meta) -> None:
+    """Write meta.json of the files in `folder` and its checksum, and sync both to disk."""
+    files = sorted(folder.iterdir())
+    text = json.dumps(meta | {"files": {p.name: sha256(p) for p in files}}, indent=1).encode()
+    for name, data in ((_META, text), (_META_SUM, _sum_line(text))):
+        with (folder / name).open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    sync_folder(folder)
+
+
+def _sum_line(text: bytes) -> bytes:
+    return f"{hashlib.sha256(text).hexdigest()}  {_META}\n".encode()
+
+
+def _read(path: Path, meta: Meta, state: dict[str, Any]) -> None:
+    """Fill `state` from a checkpoint."""
+    with _quiet():
+        dcp.load(state, storage_reader=_Reader(path, meta["files"]), planner=_Planner())
+
+
+def _cause_of(error: BaseException) -> BaseException:
+    """Return the error of the first failed rank if `error` is one that dcp collected from all ranks."""
+    return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+
+
+@contextmanager
+def _fitting(path: Path, whose: str) -> Iterator[None]:
+    """Raise UserError if the block cannot load the checkpoint's state."""
+    kinds = (CheckpointException, OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError)
+    try:
+        yield
+    except kinds as error:
+        reason = str(_cause_of(error)).strip().partition("\n")[0]
+        raise UserError(f"checkpoint {path} does not fit this {whose} ({reason}): {_ANEW}") from error
+
+
+class _Index(pickle.Unpickler):
+    """Unpickles `.metadata` and admits only the classes that PyTorch stores in it."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return the class, function or dtype that the pickle names. Raises UnpicklingError if it is not admitted."""
+        admitted = _INDEX_NAMES.get(module, ())
+        if name in admitted or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            module = "pathlib" if module == "pathlib._local" else module  # Python 3.13 alone has that name
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"its index asks for {module}.{name}")
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads only files that meta.json names, and the index with `_Index`."""
+
+    def __init__(self, path: Path, files: Mapping[str, str]) -> None:
+        super().__init__(path)
+        self._folder, self._files = path, files
+
+    def read_metadata(self, *_args: Any, **_kwargs: Any) -> dcp_metadata.Metadata:
+        """Return the index. Raises ValueError if it is invalid or names other files."""
+        with open(self._folder / _INDEX, "rb", opener=no_link) as file:
+            metadata = _Index(file).load()
+        if not isinstance(metadata, dcp_metadata.Metadata) or not isinstance(metadata.storage_data, dict):
+            raise ValueError(f"{_INDEX} is not an index")
+        if any(piece.relative_path not in self._files for piece in metadata.storage_data.values()):
+            raise ValueError(f"{_INDEX} names other files")
+        metadata.storage_meta = dcp_metadata.StorageMeta(load_id=self.load_id)
+        return metadata
+
+
+class _Planner(dcp.DefaultLoadPlanner):
+    """Reads plain values with `weights_only`, so that a pickle cannot call functions."""
+
+    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
+        """Read the value with `weights_only`, serialize it again, and load that as the default planner does."""
+        plain = BytesIO()
+        torch.save(torch.load(value, weights_only=True), plain)
+        plain.seek(0)
+        super().load_bytes(read_item, plain)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide the warning of torch.distributed.checkpoint that there is no process group."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

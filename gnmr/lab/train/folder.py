@@ -17,8 +17,8 @@ from gnmr.lab.config.base_run import place_of_base
 from gnmr.lab.data import tokenizer as bpe
 from gnmr.lab.data.corpora import open_corpus
 from gnmr.lab.data.files import user_path
-from gnmr.lab.records.find import last_step
 from gnmr.records.disk import check_tree, of_a_file_browser
+from gnmr.records.find import last_step
 from gnmr.records.lock import lock_folder
 from gnmr.records.untrusted import reading
 

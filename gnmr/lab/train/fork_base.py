@@ -21,7 +21,7 @@ from gnmr.errors import UserError
 from gnmr.lab.config import Config, DataConfig, flatten, to_dict
 from gnmr.lab.config.base_run import PATHS, SHIPPED, agreed, place_of_base, read_base
 from gnmr.lab.data.sequences import Branch
-from gnmr.lab.train.checkpoint import Found, find, load_training
+from gnmr.lab.train.checkpoint import StoredCheckpoint, find, load_training
 from gnmr.records.disk import check_tree
 from gnmr.records.reader import read_json
 from gnmr.records.untrusted import reading, text
@@ -37,7 +37,7 @@ class Base:
     name: str
     """The name in the fork's config."""
     config: Config
-    found: Found
+    found: StoredCheckpoint
     fingerprint: str
     """Fingerprint of the data."""
     position: dict[str, int]

@@ -21,15 +21,15 @@ from gnmr.attachment.ranks import shards
 from gnmr.control import Controller, ControlSpec, Unit
 from gnmr.errors import RunFailed
 from gnmr.lab.data.batch import Batch
-from gnmr.lab.records.recorder import Recorder, Silent
 from gnmr.lab.stopping import is_bypassed
 from gnmr.lab.train.build import Blocks, Parts, train_step
 from gnmr.lab.train.checkpoint import Checkpointer
 from gnmr.lab.train.loss import evaluate
 from gnmr.lab.train.rows import Counters, step_row, verdict_row
 from gnmr.lab.train.step import StepResult, TrainStep
+from gnmr.lab.views.recorder import Recorder, Silent
 from gnmr.records.reader import read_jsonl
-from gnmr.records.rows import event_rows, unit_rows
+from gnmr.records.schema import event_rows, unit_rows
 
 
 class Steps:

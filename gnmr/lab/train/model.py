@@ -13,11 +13,11 @@ from gnmr.errors import UserError, as_user_error
 from gnmr.lab import models
 from gnmr.lab.config import Config, PrecisionConfig
 from gnmr.lab.models import pretrained
-from gnmr.lab.train.checkpoint import Stateful
+from gnmr.lab.train.checkpoint import HasState
 from gnmr.lab.train.checks import check_sizes, check_watched
 
 
-class Stress(Stateful, Protocol):
+class Stress(HasState, Protocol):
     """A disturbance at a known place and time."""
 
     def begin_step(self, step: int) -> None:

@@ -21,7 +21,7 @@ import torch
 import gnmr
 from gnmr.errors import warn
 from gnmr.lab.config import Config, DataConfig, to_dict
-from gnmr.records.rows import versions
+from gnmr.records.schema import versions
 
 _ABSOLUTE = re.compile(r"(?<![^=,\[({'\"])/[^,\])}'\"]*")
 """An absolute path at the beginning of a word or of a value in it."""

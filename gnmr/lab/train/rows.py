@@ -10,13 +10,13 @@ from torch import nn
 from gnmr.attachment.blame import Verdict
 from gnmr.formats.recipes import described
 from gnmr.lab import models
-from gnmr.lab.records.view import RunInfo
 from gnmr.lab.train.build import Parts, tokens_of
 from gnmr.lab.train.folder import signal_sha256
 from gnmr.lab.train.provenance import commit, machine, portable_command
 from gnmr.lab.train.step import StepResult
+from gnmr.lab.views.live import RunInfo
 from gnmr.options import fields
-from gnmr.records import rows as records
+from gnmr.records import schema as records
 from gnmr.records.disk import sha256
 from gnmr.records.reader import FaultWindow
 

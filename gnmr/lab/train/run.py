@@ -29,7 +29,6 @@ from gnmr.formats.recipes import described
 from gnmr.lab.config import Config, config_hash
 from gnmr.lab.data.packing import PackedSequences
 from gnmr.lab.models import pretrained
-from gnmr.lab.records.recorder import Recorder, Silent
 from gnmr.lab.stopping import (
     Stopped,
     end_at_once,
@@ -42,13 +41,14 @@ from gnmr.lab.stopping import (
     then_as_before,
 )
 from gnmr.lab.train.build import Blocks, Parts, assemble, device_of, training_blocks, validation
-from gnmr.lab.train.checkpoint import Checkpointer, Stateful, gathered
+from gnmr.lab.train.checkpoint import Checkpointer, HasState, gathered
 from gnmr.lab.train.checks import refuse_processes
 from gnmr.lab.train.folder import begun_with, check_folder, done_already, locked, run_folder, say_done, unexported
 from gnmr.lab.train.loop import Loop, Scorer
 from gnmr.lab.train.memory import out_of_memory, peak_memory_bytes, reset_peak_memory
 from gnmr.lab.train.provenance import portable_config
 from gnmr.lab.train.rows import Counters, fault_rows, header, run_info
+from gnmr.lab.views.recorder import Recorder, Silent
 
 
 def run(
@@ -280,9 +280,9 @@ def export(parts: Parts) -> None:
     parts.world.from_first(write)
 
 
-def _extras(parts: Parts) -> dict[str, Stateful]:
+def _extras(parts: Parts) -> dict[str, HasState]:
     """Return the state that the next step depends on besides model, optimizer, controller and converted model."""
-    extras: dict[str, Stateful] = {f"stress_{i}": stress for i, stress in enumerate(parts.stress)}
+    extras: dict[str, HasState] = {f"stress_{i}": stress for i, stress in enumerate(parts.stress)}
     if parts.transform is not None:
         extras["transform"] = parts.transform
     if parts.compressed is not None:

@@ -8,7 +8,7 @@ from statistics import median
 
 import numpy as np
 
-from gnmr.lab.report.runs import Run, UnitMatrices
+from gnmr.lab.report.recorded_run import Run, UnitMatrices
 from gnmr.records.reader import FaultWindow, calibrated_trigger
 
 GRACE = 1

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from gnmr.console import next_lines, shown_command
 from gnmr.errors import RunFailed, plural
-from gnmr.lab.records.view import RunInfo, View
-from gnmr.lab.records.wandb_sink import WandbSink
+from gnmr.lab.views.live import LiveView, RunInfo
+from gnmr.lab.views.wandb_sink import WandbSink
 from gnmr.records.reader import iter_sound, read_json, read_jsonl
 from gnmr.records.schema import UnitRows
 from gnmr.records.writer import RunWriter
@@ -55,7 +55,7 @@ class Recorder:
         self._settings = settings
         self._header = {} if resume_step is None else read_json(info.folder / "header.json") or {}
         self._writer = RunWriter(info.folder, resume_step, counted)
-        self._view = View(settings.live, settings.plain_every, folder=info.folder)
+        self._view = LiveView(settings.live, settings.plain_every, folder=info.folder)
         self._wandb = WandbSink(self._view.say, settings.wandb_every, settings.wandb_units)
         self._summary: dict[str, Any] | None = None
 
@@ -123,7 +123,7 @@ class Recorder:
         return self._writer.sync()
 
     def say(self, text: str, narrow: str | None = None) -> None:
-        """Print lines; see `View.say`."""
+        """Print lines; see `LiveView.say`."""
         self._view.say(text, narrow)
 
     def finish(self, status: str, reason: str | None = None, peak_memory_bytes: int | None = None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from gnmr.errors import plural
-from gnmr.lab.records.view import RunInfo
+from gnmr.lab.views.live import RunInfo
 from gnmr.records.reader import iter_jsonl, read_jsonl
 from gnmr.records.schema import EVENT_FIELDS, UnitRows
 from gnmr.records.unit_stream import recorded_units

@@ -56,7 +56,7 @@ class RunInfo:
     """Last step of the checkpoint that the run continues from."""
 
 
-class View:
+class LiveView:
     """Shows one run. `step` and `eval` only keep references; the picture is drawn at most four times a second."""
 
     def __init__(

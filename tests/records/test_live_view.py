@@ -12,8 +12,8 @@ import pytest
 from made_rows import eval_row, step_row, unit_rows
 from rich.console import Console
 
-from gnmr.lab.records import view as view_module
-from gnmr.lab.records.view import RunInfo, View
+from gnmr.lab.views import live as view_module
+from gnmr.lab.views.live import LiveView, RunInfo
 from gnmr.records.schema import UnitRows
 from gnmr.records.summary import summarize
 
@@ -28,7 +28,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return standing
 
 
-def drive(view: View, folder: Path) -> None:
+def drive(view: LiveView, folder: Path) -> None:
     view.start(INFO)
     for step in range(1, 41):
         loss = math.nan if step == 39 else 3.25
@@ -57,7 +57,7 @@ def shown(console_text: str) -> str:
 
 def test_picture_on_a_terminal(tmp_path: Path) -> None:
     file = io.StringIO()
-    view = View("auto", 20, Console(force_terminal=True, file=file, width=80, _environ={"TERM": "xterm"}))
+    view = LiveView("auto", 20, Console(force_terminal=True, file=file, width=80, _environ={"TERM": "xterm"}))
     drive(view, tmp_path)
     text = shown(file.getvalue())
     assert "40/40" in text and "0:00:00 left" in text
@@ -77,7 +77,7 @@ def test_picture_on_a_terminal(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["auto", "plain"])
 def test_plain_lines_without_a_terminal(tmp_path: Path, mode: str) -> None:
     file = io.StringIO()
-    drive(View(mode, 20, Console(file=file, width=80, force_terminal=mode == "plain", no_color=True)), tmp_path)
+    drive(LiveView(mode, 20, Console(file=file, width=80, force_terminal=mode == "plain", no_color=True)), tmp_path)
     lines = shown(file.getvalue()).splitlines()
     assert lines[0] == ("int4-abc-s0: 40 steps of 2,048 tokens, 1.23 M parameters, 4 units, cpu, records in runs/x")
     assert lines[1] == "step 20/40  loss 3.2500  lr 3.33e-04  recovery 2/4  left 0:00:00"
@@ -90,7 +90,7 @@ def test_plain_lines_without_a_terminal(tmp_path: Path, mode: str) -> None:
 def picture(width: int, rows: Any, row: dict[str, Any], events: list[dict[str, Any]], height: int = 40) -> str:
     size: dict[str, Any] = {"width": width, "height": height, "_environ": {"TERM": "xterm"}}
     console = Console(force_terminal=True, file=io.StringIO(), **size)
-    view = View("auto", 20, console)
+    view = LiveView("auto", 20, console)
     view._info = INFO
     for loss in (4.0, 3.0, 2.0):
         view.step(row | {"loss": loss}, rows)
@@ -118,7 +118,7 @@ def test_it_fits_and_marks_who_comes_and_who_leaves(width: int) -> None:
 @pytest.mark.parametrize("width", [80, 50])
 def test_what_is_long_has_a_form_for_few_columns(width: int) -> None:
     file = io.StringIO()
-    view = View("plain", console=Console(file=file, width=width, force_terminal=True, _environ={"TERM": "xterm"}))
+    view = LiveView("plain", console=Console(file=file, width=width, force_terminal=True, _environ={"TERM": "xterm"}))
     view.say("one\ntwo", narrow="less")
     view.say("always")
     assert shown(file.getvalue()).split() == (["one", "two", "always"] if width == 80 else ["less", "always"])
@@ -147,13 +147,13 @@ def test_all_who_are_in_recovery_are_shown_or_counted() -> None:
 
 def test_off_only_says_what_it_is_told(tmp_path: Path) -> None:
     file = io.StringIO()
-    drive(View("off", 20, Console(force_terminal=True, file=file, width=80)), tmp_path)
+    drive(LiveView("off", 20, Console(force_terminal=True, file=file, width=80)), tmp_path)
     assert shown(file.getvalue()) == "a [bold]message[/bold]\n"
 
 
 def test_a_resumed_run_measures_its_own_pace(clock: SimpleNamespace) -> None:
     file = io.StringIO()
-    view = View("plain", 20, Console(file=file, width=80))
+    view = LiveView("plain", 20, Console(file=file, width=80))
     view.start(RunInfo("n", Path("x"), "a", "cpu", 100, 0, 4, 10, 2048, start_step=59))
     view.step(step_row(60), None)
     assert "from step 60" in file.getvalue()
@@ -165,17 +165,17 @@ def test_a_resumed_run_measures_its_own_pace(clock: SimpleNamespace) -> None:
 
 
 def test_lines_of_a_sweeps_cell_go_to_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    drive(View("log", 20, folder=tmp_path), tmp_path)
+    drive(LiveView("log", 20, folder=tmp_path), tmp_path)
     lines = (tmp_path / "log.txt").read_text().splitlines()
     assert lines[0].startswith("int4-abc-s0: 40 steps of 2,048 tokens") and lines[-1] == "next: gnmr report runs/x"
     assert lines[1].startswith("step 20/40  loss 3.2500")
     (tmp_path / "log.txt").unlink()
     (tmp_path / "log.txt").symlink_to(tmp_path / "elsewhere")
-    drive(View("log", 20, folder=tmp_path), tmp_path)  # a log that cannot be written stops nothing
+    drive(LiveView("log", 20, folder=tmp_path), tmp_path)  # a log that cannot be written stops nothing
     assert not (tmp_path / "elsewhere").exists() and capsys.readouterr().out == ""
     if Path("/dev/full").exists():
         with Path("/dev/full").open("w") as full:
-            view = View("log", 20, folder=tmp_path)
+            view = LiveView("log", 20, folder=tmp_path)
             view._console, view._log = Console(file=full), full
             drive(view, tmp_path)
         assert capsys.readouterr().out == ""

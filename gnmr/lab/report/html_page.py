@@ -15,13 +15,13 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from gnmr.errors import plural
-from gnmr.lab.records.find import changed
 from gnmr.lab.report.comparisons import Comparison
 from gnmr.lab.report.headline import headline
 from gnmr.lab.report.layout import count, counted
-from gnmr.lab.report.runs import Run
+from gnmr.lab.report.recorded_run import Run
 from gnmr.lab.report.table import arm_tables, run_table
 from gnmr.lab.report.units import bin_width, unit_map
+from gnmr.records.find import changed
 from gnmr.records.schema import OWN
 
 MAP_CHARACTERS = 9_000_000

@@ -1,1 +1,0 @@
-"""Views of the records while a run goes on (terminal, W&B), and finding runs."""
