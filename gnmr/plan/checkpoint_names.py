@@ -40,10 +40,10 @@ class ModelLinears:
 
         Engines run all experts of a layer alike, so experts are named by the module that holds them.
         """
-        found: dict[str, dict[str, None]] = {}
+        by_holder: dict[str, dict[str, None]] = {}
         for name, saved in self.saved.items():
-            found.setdefault(holder_of(name), {}).update(dict.fromkeys(map(holder_of, saved)))
-        return {name: [*saved] for name, saved in found.items() if [*saved] != [name]}
+            by_holder.setdefault(holder_of(name), {}).update(dict.fromkeys(map(holder_of, saved)))
+        return {name: [*saved] for name, saved in by_holder.items() if [*saved] != [name]}
 
 
 def holder_of(name: str) -> str:
@@ -65,38 +65,46 @@ def linears_of(model: nn.Module, folder: str | Path | None = None) -> ModelLinea
     Args:
         model: the model, perhaps converted or on the meta device. Its weights are not read.
         folder: the checkpoint's folder. None: the one that transformers loaded the model from, if any.
+
+    Returns:
+        The checkpoint's names of each linear, and the linears that only the checkpoint's file has.
     """
-    parameters: dict[str, tuple[list[str], int | None]] = {}  # parameters and expert, by the operator's name
+    # The parameters of each operator, its expert in them, and what holds them.
+    parameters: dict[str, tuple[list[str], int | None]] = {}
     modules: dict[str, Any] = {}
     contained = operators_in(model)
-    inside = {one.weight for one in contained.values()}
-    for name, one in contained.items():
-        parameters[name], modules[name] = ([f"{one.path}.{one.parameter_name}".lstrip(".")], one.expert), one
+    inner_weights = {operator.weight for operator in contained.values()}
+    for name, operator in contained.items():
+        parameters[name] = [f"{operator.path}.{operator.parameter_name}".lstrip(".")], operator.expert
+        modules[name] = operator
     for name, module in model.named_modules():
-        if _is_matrix(module) and module.weight not in inside:
+        if _is_matrix(module) and module.weight not in inner_weights:
             parameters[name], modules[name] = ([f"{name}.weight"], None), module
         if name.endswith("experts"):  # without an adapter, so all of them are one
-            stacked = [
-                key for key, own in module.named_parameters(recurse=False) if own.dim() == 3 and own not in inside
-            ]
+            tensors = module.named_parameters(recurse=False)
+            stacked = [f"{name}.{key}" for key, x in tensors if x.dim() == 3 and x not in inner_weights]
             if stacked:
-                parameters[name] = [f"{name}.{key}" for key in stacked], None
+                parameters[name] = stacked, None
     roles = roles_of(model, modules)
     names = [name for name in parameters if roles.get(name) != "adapter"]
-    shapes = {name: own.shape for name, own in model.named_parameters(remove_duplicate=False)}
-    shapes |= {parameters[name][0][0]: one.weight.shape for name, one in modules.items()}
+
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
+    shapes |= {parameters[name][0][0]: module.weight.shape for name, module in modules.items()}
     saved_as, every = _saved_as(model, shapes)
-    prefix, inner = _transformers_model(model)
+    prefix, inner_model = _transformers_model(model)
     around = operator_names([f"{prefix}.x"])[0].removesuffix("x") if prefix else ""  # what holds the model is not saved
     saved: dict[str, tuple[str, ...]] = {}
     for name, short in zip(names, operator_names(names), strict=True):
-        own, expert = parameters[name]
-        theirs = tuple(_of_expert([one for parameter in own for one in saved_as.get(parameter, ())], expert))
-        saved[short] = theirs or (short.removeprefix(around),)
-    found = _in_files(folder or getattr(inner, "name_or_path", None)) if inner is not None or folder else []
-    every |= {one for own in saved.values() for one in own}
+        keys, expert = parameters[name]
+        tensors_saved = [saved_name for key in keys for saved_name in saved_as.get(key, ())]
+        saved[short] = tuple(_of_expert(tensors_saved, expert)) or (short.removeprefix(around),)
+
+    in_files: list[str] = []
+    if inner_model is not None or folder:
+        in_files = _in_files(folder or getattr(inner_model, "name_or_path", None))
+    every |= {saved_name for saved_names in saved.values() for saved_name in saved_names}
     # Files under other names than a model saves its weights (of an older version) tell nothing.
-    unloaded = [name for name in found if name not in every] if every & {*found} else []
+    unloaded = [name for name in in_files if name not in every] if every & {*in_files} else []
     return ModelLinears(saved, tuple(unloaded))
 
 
@@ -108,12 +116,12 @@ def _is_matrix(module: nn.Module) -> bool:
 
 def _of_expert(saved: Sequence[str], expert: int | None) -> Iterator[str]:
     """Yield the names of one expert's matrix among those that its tensor is saved as; None: all of them."""
-    for one in saved:
-        number = _STACKED.search(one)
+    for name in saved:
+        number = _STACKED.search(name)
         if expert is None or (number is not None and number[0] == f".{expert}"):
-            yield one
+            yield name
         elif number is None:  # a tensor of all experts in the file too
-            yield re.sub(r"(?<=experts)\.(\w+)$", rf".{expert}.\1", one)
+            yield re.sub(r"(?<=experts)\.(\w+)$", rf".{expert}.\1", name)
 
 
 class _Traced(Tensor):
@@ -123,19 +131,20 @@ class _Traced(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = super().__torch_function__(func, types, args, kwargs or {})
-        made = [one for one in _flat(found) if isinstance(one, _Traced)]
-        if made:
-            sources = frozenset().union(*(one.sources for one in _flat(args) if isinstance(one, _Traced)))
-            for one in made:
-                one.sources = one.sources | sources
-        return found
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        outputs = [x for x in _leaves(result) if isinstance(x, _Traced)]
+        if outputs:
+            sources = frozenset().union(*(x.sources for x in _leaves(args) if isinstance(x, _Traced)))
+            for output in outputs:
+                output.sources = output.sources | sources
+        return result
 
 
-def _flat(tree: Any) -> Iterator[Any]:
+def _leaves(tree: Any) -> Iterator[Any]:
+    """Yield what is in nested tuples and lists."""
     if isinstance(tree, tuple | list):
-        for one in tree:
-            yield from _flat(one)
+        for branch in tree:
+            yield from _leaves(branch)
     else:
         yield tree
 
@@ -143,10 +152,8 @@ def _flat(tree: Any) -> Iterator[Any]:
 def _transformers_model(model: nn.Module) -> tuple[str, Any]:
     """Return the outermost model of transformers within a model, with its name; ("", None) if there is none."""
     for name, module in model.named_modules():
-        if any(
-            f"{one.__module__}.{one.__name__}" == "transformers.modeling_utils.PreTrainedModel"
-            for one in type(module).__mro__
-        ):
+        bases = [f"{base.__module__}.{base.__name__}" for base in type(module).__mro__]
+        if "transformers.modeling_utils.PreTrainedModel" in bases:
             return name, module
     return "", None
 
@@ -156,36 +163,37 @@ def _saved_as(model: nn.Module, shapes: Mapping[str, torch.Size]) -> tuple[dict[
 
     The second result are the names of all modules that it saves.
     """
-    prefix, inner = _transformers_model(model)
-    if inner is None:
+    prefix, inner_model = _transformers_model(model)
+    if inner_model is None:
         return {}, set()
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # before version 5 the names are the same
         return {}, set()
     before = f"{prefix}." if prefix else ""
-    state, full = {}, dict[str, str]()
-    ours = [name for name in shapes if name.startswith(before)]
-    bare = [name.removeprefix(before).rpartition(".") for name in ours]
-    paths = list(dict.fromkeys(path for path, _, _ in bare))
+    names = [name for name in shapes if name.startswith(before)]
+    split = [name.removeprefix(before).rpartition(".") for name in names]
+    paths = list(dict.fromkeys(path for path, _, _ in split))
     modules = dict(zip(paths, operator_names(paths), strict=True))
-    for name, (module, dot, leaf) in zip(ours, bare, strict=True):
+    state: dict[str, Any] = {}
+    name_in_state: dict[str, str] = {}
+    for name, (path, dot, leaf) in zip(names, split, strict=True):
         traced: Any = torch.empty(shapes[name], device="meta").as_subclass(_Traced)
         traced.sources = frozenset([name])
-        full[name] = f"{modules[module]}{dot}{leaf}"
-        state[full[name]] = traced
+        name_in_state[name] = f"{modules[path]}{dot}{leaf}"
+        state[name_in_state[name]] = traced
     try:
         with torch.no_grad():
-            saved = revert_weight_conversion(inner, state)
+            saved = revert_weight_conversion(inner_model, state)
     except Exception as error:  # a conversion that cannot be undone; save_pretrained would fail too
         warnings.warn(f"the names in the checkpoint are not known ({error}); exports use those in memory", stacklevel=2)
         return {}, set()
-    found: dict[str, list[str]] = {}
+    saved_as: dict[str, list[str]] = {}
     for name, tensor in saved.items():
         for source in getattr(tensor, "sources", ()):
-            if name != full[source]:
-                found.setdefault(source, []).append(name.removesuffix(".weight"))
-    return found, {name.removesuffix(".weight") for name in saved}
+            if name != name_in_state[source]:
+                saved_as.setdefault(source, []).append(name.removesuffix(".weight"))
+    return saved_as, {name.removesuffix(".weight") for name in saved}
 
 
 def _in_files(folder: str | Path | None) -> list[str]:
@@ -201,10 +209,10 @@ def _in_files(folder: str | Path | None) -> list[str]:
         from safetensors import safe_open
 
         for file in sorted(place.glob("*.safetensors")) if place else ():
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118
                     module = name.removesuffix(".weight")
-                    matrix = module != name and len(opened.get_slice(name).get_shape()) == 2
-                    if matrix and not re.search(r"embed(?!_out)|\bwte\b|\bwpe\b|shared$", module):
+                    is_matrix = module != name and len(tensors.get_slice(name).get_shape()) == 2
+                    if is_matrix and not re.search(r"embed(?!_out)|\bwte\b|\bwpe\b|shared$", module):
                         names.append(module)
     return names

@@ -29,9 +29,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from gnmr.options import one_of
-from gnmr.plan.export.job import Job, adapted, difference, mixes, read_of
-from gnmr.plan.export.names import IGNORE, MODELOPT, RL, TRANSFORMERS
-from gnmr.plan.export.pytorch import TORCHAO, TORCHTITAN
+from gnmr.plan.export.job import Job, adapted, difference, mixes
+from gnmr.plan.export.pytorch import IGNORE, MODELOPT, RL, TORCHAO, TORCHTITAN, TRANSFORMERS
 from gnmr.plan.export.te import MEGATRON, TE, TE_DEBUG
 from gnmr.plan.pin_plan import PinPlan
 
@@ -58,21 +57,24 @@ def export(plan: PinPlan, target: str, pp: int = 1, layers: int | None = None) -
         layers: number of blocks of the model; needed if the plan's `targets` or `exclude` may omit the last blocks and
             it does not list the model's linears.
 
+    Returns:
+        The texts, the plan that the library then runs, and the differences from `plan`.
+
     Raises:
         UserError: the target cannot express an operator or the low recipe.
         ValueError: the number of stages or blocks does not fit the plan.
     """
     one_of(TARGETS, to=target)
-    one = TARGETS[target]
-    made = adapted(plan, one, layers)
-    job = Job(made, one, pp, layers)
-    bodies = one.write(job)
-    notes = (*difference(plan, made, one), *job.notes, one.limits)
-    counts = Counter(recipe for mix in mixes(made).values() for recipe in read_of(mix, one).values())
-    shares = ", ".join(f"{number} on {name}" for name, number in counts.most_common())
-    lines = (f"{one.library}, by gnmr export: of {counts.total()} GEMMs {shares}", *notes)
+    library = TARGETS[target]
+    nearest = adapted(plan, library, layers)
+    job = Job(nearest, library, pp, layers)
+    texts = library.write(job)
+    notes = (*difference(plan, nearest, library), *job.notes, library.limits)
+    counts = Counter(recipe for mix in mixes(nearest).values() for recipe in library.configured(mix).values())
+    shares = ", ".join(f"{number} on {recipe}" for recipe, number in counts.most_common())
+    lines = (f"{library.library}, by gnmr export: of {counts.total()} GEMMs {shares}", *notes)
     head = "".join(f"# {line}\n" for line in lines)
-    return Export({name: head + body for name, body in bodies.items()}, made, notes)
+    return Export({name: head + text for name, text in texts.items()}, nearest, notes)
 
 
 TARGETS = {

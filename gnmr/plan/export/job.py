@@ -27,6 +27,10 @@ from gnmr.plan.pin_plan import PinPlan
 
 Mix = tuple[str, ...]
 """The recipes of an operator's fprop, dgrad and wgrad."""
+_MLP = r"mlp\.(?:(?:gate|up|down)|experts\.\d+\.(?:gate|up|gate_up|down))"
+_LLAMA = re.compile(rf"(?:model\.)?layers\.\d+\.(?:self_attn\.[qkvo]|{_MLP})_proj")
+_GATE = re.compile(r"(?:model\.)?layers\.\d+\.mlp\.gate")
+_EXPERT = re.compile(r"(.*\bexperts)\.\d+\..+")
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class Target:
     """Name, with the version whose source was read."""
     limits: str
     write: Callable[[Job], dict[str, str]]
+    """Returns texts by file name."""
     can: Callable[[Words, Words, tuple[int, int]], bool]
     """Returns True if it runs an operator with (casts, casts of the low recipe, (inputs, outputs))."""
     layout: str = ""
@@ -60,88 +65,16 @@ class Target:
     def converts(self, plan: PinPlan, name: str) -> bool:
         """Return True if it can run an operator in low precision."""
         kind = _kind(plan, name, self)
-        return not kind or "*" in self.modules or (bool(self.experts) if kind == "experts" else kind in self.modules)
+        if not kind or "*" in self.modules:
+            return True
+        return bool(self.experts) if kind == "experts" else kind in self.modules
+
+    def configured(self, mix: Mix) -> dict[str, str]:
+        """Return the recipe of each GEMM that it can configure."""
+        return {gemm: recipe for gemm, recipe in zip(GEMMS, mix, strict=True) if gemm in self.gemms}
 
 
-class Job:
-    """A plan that a target can express, by the library's names."""
-
-    def __init__(self, plan: PinPlan, target: Target, pp: int = 1, layers: int | None = None) -> None:
-        self.plan, self.pp, self.layers, self.recipes = plan, pp, layers, _recipes(plan)
-        known, llama = layers or not (plan.targets or plan.exclude), _all_llama(plan.operators)
-        known = known or plan.unconverted is not None
-        require(llama or not layers, "layers", layers, "is for a plan whose operators are those of LLaMA's blocks")
-        require(
-            known or pp == 1, "pp", pp, "a plan of some linears does not say how many blocks the model has: add layers="
-        )
-        apart = outside(plan, layers)
-        nameless = [name for name in apart if target.layout and not _in_layout(name)]
-        named, others = _names(plan, plan.operators, target), _names(plan, {*apart}.difference(nameless), target)
-        ours = set(named.values())
-        self.outside = [
-            one for one in dict.fromkeys(others[name] for name in apart if name in others) if one not in ours
-        ]
-        """Linears of the model outside the plan, by the library's names; they stay in 16 bits."""
-        self._saved = {own: _saved_as(plan, name, own) for name, own in (named | others).items()}
-        self.unloaded = [*dict.fromkeys(map(holder_of, plan.unloaded))]
-        """Linears that are in the checkpoint's file alone, by its names; they stay in 16 bits."""
-        self.labels = {named[name]: self.label(mix) for name, mix in mixes(plan).items()}
-        """Label of the recipes of each linear, by the library's name."""
-        self.widths = {named[name]: shape for name, shape in plan.operators.items()}
-        """(inputs, outputs) of each linear, by the library's name; of experts, those of each."""
-        self.experts = {named[name] for name in plan.operators if "*" in target.fused_name(plan, name)}
-        """Linears that contain all experts of a layer."""
-        every = dict.fromkeys([(plan.low,) * len(GEMMS), *mixes(plan).values()])
-        self.casts = {
-            self.label(mix): {g: self.recipes[n][g] for g, n in zip(GEMMS, mix, strict=True)} for mix in every
-        }
-        """Casts of each label, the low recipe's first."""
-        self.low = next(iter(self.casts))
-        low = [self.casts[self.low][gemm] for gemm in target.gemms]
-        changed = {label for label, own in self.casts.items() if [own[gemm] for gemm in target.gemms] != low}
-        self.kept = [name for name, label in self.labels.items() if label in changed]
-        """Linears that the target must not run on the low recipe."""
-        self.unlisted = plan.unconverted is None
-        """True if the plan does not list the linears that are not its operators."""
-        self.notes: list[str] = []
-        kinds = Counter(_kind(plan, name, target) for name in plan.operators if not target.converts(plan, name))
-        for kind, number in kinds.items():
-            self.notes.append(f"NOT converted by it: {number} operators of {kind}, which stay in 16 bits")
-        unreached = [name for name in plan.operators if _unreached(plan, name)]
-        if unreached:
-            on = f"on the recipe of their group, and on {plan.low} if each expert has its own"
-            self.notes.append(f"NOT measured, as no token reached them: {first_few(unreached, 3)}; they are {on}")
-        if nameless := [name for name in nameless if not role_by_name(name) and not name.endswith("gate")]:
-            self.notes.append(f"NOT named in it, as {target.library} has no such linears: {first_few(nameless, 3)}")
-        if not target.formats and not target.layout and plan.saved_as and target.gemms != GEMMS:
-            self.notes.append("names are those in memory and, where it has others, the checkpoint's")
-        if not target.formats and plan.unloaded:
-            which = first_few(self.unloaded, 2)
-            self.notes.append(f"in 16 bits too: linears in the checkpoint's file alone, never measured ({which})")
-        if self.unlisted and not (target.formats or llama):
-            which = "which this plan.json does not list: have `gnmr diagnose` write it anew"
-            self.notes.append(f"NOT in it: linears that are not the plan's, {which}")
-        elif not known and (target.layout or not target.formats):
-            self.notes.append("NOT in it: blocks after the plan's last one, if the model has any: export with layers=")
-
-    def in_checkpoint(self, names: Iterable[str]) -> list[str]:
-        """Return the names that the checkpoint has for these linears: those of engines that load it."""
-        return [*dict.fromkeys(one for name in names for one in self._saved.get(name, [name])), *self.unloaded]
-
-    def in_both(self, names: Iterable[str]) -> list[str]:
-        """Return the names in memory and those in the checkpoint, for a list that readers of either kind go by."""
-        return [*dict.fromkeys(one for name in names for one in (name, *self._saved.get(name, ()))), *self.unloaded]
-
-    def heads(self) -> list[str]:
-        """Return lm_head for a model whose head is not known."""
-        known = any(role_by_name(name) == "head" for name in self.plan.unconverted or ())
-        return [] if known else ["lm_head"]
-
-    def label(self, mix: Mix) -> str:
-        """Return a name for these recipes, one for each set of casts."""
-        mix = tuple(name if self.recipes[name][gemm] else "bf16" for gemm, name in zip(GEMMS, mix, strict=True))
-        parts = [mix[0]] if len(set(mix)) == 1 else [f"{g}_{name}" for g, name in zip(GEMMS, mix, strict=True)]
-        return "_".join(parts).replace("-", "__")
+# ---- the plan's operators, and the model's other linears ----
 
 
 def mixes(plan: PinPlan) -> dict[str, Mix]:
@@ -149,18 +82,8 @@ def mixes(plan: PinPlan) -> dict[str, Mix]:
     return {name: tuple(plan.pins.get(name, {}).get(gemm, plan.low) for gemm in GEMMS) for name in plan.operators}
 
 
-_MLP = r"mlp\.(?:(?:gate|up|down)|experts\.\d+\.(?:gate|up|gate_up|down))"
-_LLAMA = re.compile(rf"(?:model\.)?layers\.\d+\.(?:self_attn\.[qkvo]|{_MLP})_proj")
-_EXPERT = re.compile(r"(.*\bexperts)\.\d+\..+")
-
-
 def _all_llama(names: Iterable[str]) -> bool:
     return all(_LLAMA.fullmatch(name) for name in names)
-
-
-def _in_layout(name: str) -> bool:
-    """Return True if the layouts of other libraries have a name for this linear."""
-    return bool(_LLAMA.fullmatch(name)) or bool(re.fullmatch(r"(?:model\.)?layers\.\d+\.mlp\.gate", name))
 
 
 def _unreached(plan: PinPlan, name: str) -> bool:
@@ -168,19 +91,10 @@ def _unreached(plan: PinPlan, name: str) -> bool:
     return plan.work.get(name) == 0 and name not in plan.prices
 
 
-def _saved_as(plan: PinPlan, name: str, named: str) -> list[str]:
-    """Return the checkpoint's names of an operator whose name in memory is `named` in exports."""
-    holder = holder_of(name)
-    if holder != name and not named.endswith("experts"):
-        return [named]  # one of several experts, which engines do not name
-    before = "model." * (named.startswith("model.") and not name.startswith("model."))
-    return [before + one for one in plan.saved_as[holder]] if holder in plan.saved_as else [named]
-
-
 def _kind(plan: PinPlan, name: str, target: Target) -> str:
     """Return the class of the module that holds an operator: "" for nn.Linear, "experts" for experts in one tensor."""
     expert, module = _EXPERT.fullmatch(name), plan.module_of(name)
-    if expert and (target.layout or expert[1] == module or any(one.endswith("experts") for one in plan.modules)):
+    if expert and (target.layout or expert[1] == module or any(path.endswith("experts") for path in plan.modules)):
         return "experts"
     return plan.modules[module] if module else ""
 
@@ -199,43 +113,44 @@ def outside(plan: PinPlan, layers: int | None = None) -> list[str]:
     """
     if not _all_llama(plan.operators):
         return plan.unconverted or []
-    found = [name.removeprefix("model.").split(".", 3) for name in plan.operators]
-    last = 1 + max(int(number) for _, number, _, _ in found)
-    require(layers is None or layers >= last, "layers", layers, f"the plan has {last}")
+    split = [name.removeprefix("model.").split(".", 3) for name in plan.operators]
+    num_blocks = 1 + max(int(number) for _, number, _, _ in split)
+    require(layers is None or layers >= num_blocks, "layers", layers, f"the plan has {num_blocks}")
     if plan.unconverted is not None:
         return plan.unconverted
-    before = "model." * next(iter(plan.operators)).startswith("model.")
-    mlps: dict[int, dict[str, None]] = {}
-    for _, number, part, rest in found:
+    prefix = "model." if next(iter(plan.operators)).startswith("model.") else ""
+    mlps: dict[int, dict[str, None]] = {}  # by block: mlp., or mlp.experts.0. and so on
+    for _, number, part, leaf in split:
         if part == "mlp":
-            mlps.setdefault(int(number), {})[f"mlp.{rest.rpartition('.')[0]}".rstrip(".") + "."] = None
-    usual = dict.fromkeys(mlp for own in mlps.values() for mlp in own) or {"mlp.": None}
+            mlps.setdefault(int(number), {})[f"mlp.{leaf.rpartition('.')[0]}".rstrip(".") + "."] = None
+    usual = dict.fromkeys(mlp for of_block in mlps.values() for mlp in of_block) or {"mlp.": None}
     fused = any(name.endswith("gate_up_proj") for name in plan.operators)
     every = []
-    for block in range(layers or last):
-        own = mlps.get(block, usual)
-        every += [f"{before}layers.{block}.self_attn.{x}_proj" for x in "qkvo"]
-        if any("experts" in mlp for mlp in own):
-            own |= dict.fromkeys(mlp for mlp in usual if "experts" in mlp)
-            every.append(f"{before}layers.{block}.mlp.gate")
-        for mlp in own:
-            parts = ("gate_up", "down") if fused and "experts" in mlp else ("gate", "up", "down")
-            every += [f"{before}layers.{block}.{mlp}{x}_proj" for x in parts]
+    for block in range(layers or num_blocks):
+        of_block = mlps.get(block, usual)
+        every += [f"{prefix}layers.{block}.self_attn.{x}_proj" for x in "qkvo"]
+        if any("experts" in mlp for mlp in of_block):
+            of_block |= dict.fromkeys(mlp for mlp in usual if "experts" in mlp)
+            every.append(f"{prefix}layers.{block}.mlp.gate")
+        for mlp in of_block:
+            leaves = ("gate_up", "down") if fused and "experts" in mlp else ("gate", "up", "down")
+            every += [f"{prefix}layers.{block}.{mlp}{leaf}_proj" for leaf in leaves]
     return [name for name in every if name not in plan.operators]
 
 
-def _names(plan: PinPlan, names: Iterable[str], target: Target) -> dict[str, str]:
+def _named(plan: PinPlan, names: Iterable[str], target: Target) -> dict[str, str]:
     """Return the library's name of each operator. Raises UserError if its models lack an operator of the plan."""
     llama, named = _all_llama(plan.operators), {}
     if target.layout and not llama:
-        other = next(name for name in plan.operators if not _LLAMA.fullmatch(name))
-        raise UserError(f"export: {target.library} has no linear such as {other}")
+        foreign = next(name for name in plan.operators if not _LLAMA.fullmatch(name))
+        raise UserError(f"export: {target.library} has no linear such as {foreign}")
     for name in names:
-        before, whole = "model." * (llama and name.startswith("layers.")), target.fused_name(plan, name)
+        prefix = "model." if llama and name.startswith("layers.") else ""
+        fused = target.fused_name(plan, name)
         if target.layout:
-            named[name] = called(before + name, target.layout)
+            named[name] = called(prefix + name, target.layout)
         else:  # all experts have the name of the module, or of one of its tensors
-            named[name] = before + (whole.replace(".*", "") if "*" in whole else name)
+            named[name] = prefix + (fused.replace(".*", "") if "*" in fused else name)
     return named
 
 
@@ -243,75 +158,97 @@ def _recipes(plan: PinPlan) -> dict[str, Words]:
     """Return the casts of the recipes that a plan names, and of bf16. Raises UserError if low is a format."""
     if plan.low not in (*RECIPES, *plan.recipes):
         raise UserError(f"export: low={plan.low} is a format of saved activations, for which no library has a word")
-    return {one.name: one.words() for one in (*plan.named_recipes(), RECIPES["bf16"])}
+    return {recipe.name: recipe.words() for recipe in (*plan.named_recipes(), RECIPES["bf16"])}
 
 
-def read_of(mix: Mix, target: Target) -> dict[str, str]:
-    """Return the recipe of each GEMM that a target can configure."""
-    return {gemm: name for gemm, name in zip(GEMMS, mix, strict=True) if gemm in target.gemms}
+# ---- the nearest plan ----
 
 
 def adapted(plan: PinPlan, target: Target, layers: int | None = None) -> PinPlan:
-    """Return the plan that the target can express. Raises UserError if the target lacks the low recipe."""
-    _names(plan, (), target)  # refuses models that the library does not have
+    """Return the nearest plan that the target can express; the plan itself if that is one.
+
+    A linear of the library may stand for several operators, and may not have every set of recipes. If the plan has
+    prices, the sets of all linears are chosen anew within the plan's time. Otherwise each gets its cheapest set in
+    which no GEMM has lower precision than in the plan.
+
+    Args:
+        plan: the plan.
+        target: the library.
+        layers: number of blocks of the model; None: those of the plan.
+
+    Raises:
+        UserError: the target lacks the low recipe, or an operator of the plan.
+        ValueError: the plan has more blocks than `layers`.
+    """
+    _named(plan, (), target)  # refuses models that the library does not have
     recipes, low = _recipes(plan), (plan.low,) * len(GEMMS)
     sixteen = tuple("bf16" if gemm in target.gemms else plan.low for gemm in GEMMS)
-    known = {one.name: one for one in (*plan.named_recipes(), RECIPES["bf16"])}
-    relative = {gemm: {name: gemm_time(one, gemm, plan.times, known) for name, one in known.items()} for gemm in GEMMS}
+    by_name = {recipe.name: recipe for recipe in (*plan.named_recipes(), RECIPES["bf16"])}
+    times = {gemm: {name: gemm_time(x, gemm, plan.times, by_name) for name, x in by_name.items()} for gemm in GEMMS}
 
     @cache
     def able(shapes: frozenset[tuple[int, int]]) -> list[Mix]:
         """Return the sets of recipes that the target has for operators of these shapes."""
-        each = [list(recipes) if gemm in target.gemms else [plan.low] for gemm in GEMMS]
-        casts = {mix: {g: recipes[name][g] for g, name in read_of(mix, target).items()} for mix in product(*each)}
+        choices = [list(recipes) if gemm in target.gemms else [plan.low] for gemm in GEMMS]
+        casts = {
+            mix: {gemm: recipes[name][gemm] for gemm, name in target.configured(mix).items()}
+            for mix in product(*choices)
+        }
         return [mix for mix in casts if all(target.can(casts[mix], recipes[plan.low], shape) for shape in shapes)]
 
     @cache
     def cheapest(wanted: frozenset[Mix], shapes: frozenset[tuple[int, int]]) -> Mix:
         """Return the cheapest set in which no GEMM has lower precision than in any wanted set."""
 
-        def serves(gemm: str, name: str, other: str) -> bool:
-            return name == other or not recipes[name][gemm] or relative[gemm][name] > relative[gemm][other]
+        def serves(gemm: str, name: str, wanted_name: str) -> bool:
+            slower = times[gemm][name] > times[gemm][wanted_name]
+            return name == wanted_name or not recipes[name][gemm] or slower
 
         def time(mix: Mix) -> float:
-            return sum(relative[gemm][name] for gemm, name in read_of(mix, target).items())
+            return sum(times[gemm][name] for gemm, name in target.configured(mix).items())
 
-        every = [mix for mix in able(shapes) if all(all(map(serves, GEMMS, mix, other)) for other in wanted)]
-        return min(every, key=lambda mix: (time(mix), mix not in wanted))
+        serving = [mix for mix in able(shapes) if all(all(map(serves, GEMMS, mix, other)) for other in wanted)]
+        return min(serving, key=lambda mix: (time(mix), mix not in wanted))
 
+    # The operators of each linear of the library. One with a part in 16 bits, or of another class, stays in 16 bits.
     linears: dict[str, list[str]] = {}
     for name in plan.operators:
         linears.setdefault(target.fused_name(plan, name), []).append(name)
-    kept = {target.fused_name(plan, name) for name in outside(plan, layers)}  # a part of it stays in 16 bits
-    kept |= {one for one, names in linears.items() if not target.converts(plan, names[0])}
-    shapes = {one: frozenset(plan.operators[name] for name in names) for one, names in linears.items()}
-    options = {one: [sixteen] if one in kept else able(shapes[one]) for one in linears}
-    if target.formats and not any(low in own for own in options.values()):
-        raise UserError(
-            f"export: {target.library} has nothing like low={plan.low} for these operators: {target.limits}"
-        )
+    in_16_bits = {target.fused_name(plan, name) for name in outside(plan, layers)}
+    in_16_bits |= {linear for linear, names in linears.items() if not target.converts(plan, names[0])}
+    shapes = {linear: frozenset(plan.operators[name] for name in names) for linear, names in linears.items()}
+    options = {linear: [sixteen] if linear in in_16_bits else able(shapes[linear]) for linear in linears}
+    if target.formats and not any(low in mixes_of for mixes_of in options.values()):
+        what = f"has nothing like low={plan.low} for these operators"
+        raise UserError(f"export: {target.library} {what}: {target.limits}")
     if not any(target.converts(plan, name) for name in plan.operators):
         raise UserError(f"export: {target.library} converts none of these operators")
-    own = {name: tuple(read_of(mix, target).get(gemm, plan.low) for gemm in GEMMS) for name, mix in mixes(plan).items()}
-    found = {
-        one: sixteen if one in kept else cheapest(frozenset(own[name] for name in names), shapes[one])
-        for one, names in linears.items()
+
+    wanted = {
+        name: tuple(target.configured(mix).get(gemm, plan.low) for gemm in GEMMS) for name, mix in mixes(plan).items()
     }
-    if plan.prices and any(own[name] != found[one] for one, names in linears.items() for name in names):
-        found |= _solved(plan, target, linears, options, found)
+    chosen = {
+        linear: sixteen if linear in in_16_bits else cheapest(frozenset(wanted[x] for x in names), shapes[linear])
+        for linear, names in linears.items()
+    }
+    if plan.prices and any(wanted[name] != chosen[linear] for linear, names in linears.items() for name in names):
+        chosen |= _solved(plan, target, linears, options, chosen)
+
     pins = {}
-    for one, names in linears.items():
+    for linear, names in linears.items():
         for name in names:
-            new = plan.pins.get(name, {}) | read_of(found[one], target)
-            pins[name] = {gemm: new[gemm] for gemm in GEMMS if new.get(gemm, plan.low) != plan.low}
+            recipe_of = plan.pins.get(name, {}) | target.configured(chosen[linear])
+            pins[name] = {gemm: recipe_of[gemm] for gemm in GEMMS if recipe_of.get(gemm, plan.low) != plan.low}
     pins = {name: pins[name] for name in plan.operators if pins[name]}
     if pins == plan.pins:
         return plan
-    kinds = {*target.fused, *plan.fused} | ({target.experts} if any("*" in one for one in linears) else set())
     choice, expected = plan.choice(pins=pins), plan.expected
     if expected is not None:
-        left = choice.after / choice.before if choice.before > 0 else math.inf
-        expected = (expected[0], expected[0] * left) if math.isfinite(left) else None
+        share_left = choice.after / choice.before if choice.before > 0 else math.inf
+        expected = (expected[0], expected[0] * share_left) if math.isfinite(share_left) else None
+    kinds = {*target.fused, *plan.fused}
+    if any("*" in linear for linear in linears):
+        kinds.add(target.experts)
     fused = [kind for kind in FUSED if kind in kinds]
     return replace(plan, pins=pins, fused=fused, extra=choice.extra, expected=expected)
 
@@ -320,7 +257,7 @@ def _solved(
     plan: PinPlan,
     target: Target,
     linears: Mapping[str, Sequence[str]],
-    able: Mapping[str, Sequence[Mix]],
+    options: Mapping[str, Sequence[Mix]],
     cheapest: Mapping[str, Mix],
 ) -> dict[str, Mix]:
     """Return the sets of recipes that leave the fewest nats in the plan's time, for linears that may be low.
@@ -328,56 +265,180 @@ def _solved(
     The result is empty if the plan has pins without prices.
     """
     low, prices, times = (plan.low,) * len(GEMMS), plan.nats(), plan.gemm_times()
-    pinned = [(name, gemm) for name, own in plan.pins.items() if not _unreached(plan, name) for gemm in own]
+    pinned = [(name, gemm) for name, pins in plan.pins.items() if not _unreached(plan, name) for gemm in pins]
     if any(item not in prices for item in pinned):
         return {}
 
-    def total(what: Mapping[Item, Mapping[str, float]], mix: Mix, names: Iterable[str]) -> float:
-        items = [((name, gemm), recipe) for gemm, recipe in read_of(mix, target).items() for name in names]
-        return sum(what[item][recipe] for item, recipe in items if item in what)
+    def total(values: Mapping[Item, Mapping[str, float]], mix: Mix, names: Iterable[str]) -> float:
+        items = [((name, gemm), recipe) for gemm, recipe in target.configured(mix).items() for name in names]
+        return sum(values[item][recipe] for item, recipe in items if item in values)
 
-    free = [one for one in linears if low in able[one]]
+    # The room is the plan's extra time, less that of the linears that cannot be low.
+    free = [linear for linear in linears if low in options[linear]]
     room = sum(total(times, mix, [name]) - total(times, low, [name]) for name, mix in mixes(plan).items())
     room -= sum(
-        total(times, cheapest[one], own) - total(times, low, own) for one, own in linears.items() if one not in free
+        total(times, cheapest[linear], names) - total(times, low, names)
+        for linear, names in linears.items()
+        if linear not in free
     )
     if room <= 0:
         return dict.fromkeys(free, low)
-    words = {mix: json.dumps(mix) for own in able.values() for mix in own}
-    of_prices = {(one, ""): {words[mix]: total(prices, mix, linears[one]) for mix in able[one]} for one in free}
-    of_times = {(one, ""): {words[mix]: total(times, mix, linears[one]) for mix in able[one]} for one in free}
-    share = room / sum(own[words[low]] for own in of_times.values())
-    pins = choose(of_prices, of_times, words[low], share).pins
-    return {one: tuple(json.loads(pins[one][""])) if one in pins else low for one in free}
+
+    # The knapsack's items are the linears, and its recipes whole sets.
+    words = {mix: json.dumps(mix) for mixes_of in options.values() for mix in mixes_of}
+    nats_of, times_of = (
+        {(linear, ""): {words[mix]: total(values, mix, linears[linear]) for mix in options[linear]} for linear in free}
+        for values in (prices, times)
+    )
+    budget = room / sum(time_of[words[low]] for time_of in times_of.values())
+    pins = choose(nats_of, times_of, words[low], budget).pins
+    return {linear: tuple(json.loads(pins[linear][""])) if linear in pins else low for linear in free}
 
 
-def difference(plan: PinPlan, made: PinPlan, target: Target) -> tuple[str, ...]:
-    """Return the differences from the plan, and their cost."""
-    theirs = mixes(made)
-    pairs = [(read_of(mix, target), read_of(theirs[name], target)) for name, mix in mixes(plan).items()]
-    others = sum(ours[gemm] != now[gemm] for ours, now in pairs for gemm in ours)
-    lines = []
-    if left := sum(gemm not in target.gemms for pins in plan.pins.values() for gemm in pins):
-        lines.append(f"NOT in it: {left} pins of other GEMMs than {' and '.join(target.gemms)}")
-    now, planned = plan.choice(target.gemms, made.pins), plan.choice()
-    extra = f"extra GEMM time {now.extra:.1%}"
-    if not others:
+def difference(plan: PinPlan, nearest: PinPlan, target: Target) -> tuple[str, ...]:
+    """Return what the nearest plan does otherwise, and what that costs, as lines."""
+    nearest_mixes, lines = mixes(nearest), []
+    pairs = [(target.configured(mix), target.configured(nearest_mixes[x])) for x, mix in mixes(plan).items()]
+    num_other = sum(planned[gemm] != actual[gemm] for planned, actual in pairs for gemm in planned)
+    if num_lost := sum(gemm not in target.gemms for pins in plan.pins.values() for gemm in pins):
+        lines.append(f"NOT in it: {num_lost} pins of other GEMMs than {' and '.join(target.gemms)}")
+    actual, planned = plan.choice(target.gemms, nearest.pins), plan.choice()
+    extra = f"extra GEMM time {actual.extra:.1%}"
+    if not num_other:
         return (*lines, f"as the plan says: every GEMM that it speaks of is on the plan's recipe; {extra}")
-    line = f"NOT as the plan says: {others} of {len(pairs) * len(target.gemms)} GEMMs are on another recipe; "
+    line = f"NOT as the plan says: {num_other} of {len(pairs) * len(target.gemms)} GEMMs are on another recipe; "
     line += f"{extra}, of the plan {planned.extra:.1%}"
     if plan.prices:
-        line += f"; nats left by price {now.after:.3g}, of the plan {planned.after:.3g}"
+        line += f"; nats left by price {actual.after:.3g}, of the plan {planned.after:.3g}"
     return (*lines, line)
 
 
-def each(casts: Words, low: Words, shape: tuple[int, int]) -> bool:
+# ---- the plan in the library's names ----
+
+
+class Job:
+    """A plan that a target can express, by the library's names."""
+
+    def __init__(self, plan: PinPlan, target: Target, pp: int = 1, layers: int | None = None) -> None:
+        """Name the linears of a plan as the target does.
+
+        Args:
+            plan: a plan that `adapted` returned for this target.
+            target: the library.
+            pp: pipeline stages.
+            layers: number of blocks of the model; None: not known.
+
+        Raises:
+            ValueError: `layers` is for another kind of model, or is needed for stages.
+        """
+        self.plan, self.target, self.pp, self.layers = plan, target, pp, layers
+        self._recipes = _recipes(plan)
+        self._llama = _all_llama(plan.operators)
+        require(
+            self._llama or not layers, "layers", layers, "is for a plan whose operators are those of LLaMA's blocks"
+        )
+        self._blocks_known = bool(layers) or not (plan.targets or plan.exclude) or plan.unconverted is not None
+        right = "a plan of some linears does not say how many blocks the model has: add layers="
+        require(self._blocks_known or pp == 1, "pp", pp, right)
+
+        others = outside(plan, layers)
+        self._nameless = []
+        if target.layout:  # the layouts of other libraries have no name for any other linear
+            self._nameless = [name for name in others if not (_LLAMA.fullmatch(name) or _GATE.fullmatch(name))]
+        named = _named(plan, plan.operators, target)
+        named_others = _named(plan, {*others}.difference(self._nameless), target)
+        planned = set(named.values())
+        outside_names = dict.fromkeys(named_others[name] for name in others if name in named_others)
+        self.outside = [name for name in outside_names if name not in planned]
+        """Linears of the model outside the plan, by the library's names; they stay in 16 bits."""
+        self._saved = {
+            library_name: self._saved_as(x, library_name) for x, library_name in (named | named_others).items()
+        }
+        self.unloaded = [*dict.fromkeys(map(holder_of, plan.unloaded))]
+        """Linears that are in the checkpoint's file alone, by its names; they stay in 16 bits."""
+        self.labels = {named[name]: self._label(mix) for name, mix in mixes(plan).items()}
+        """Label of the recipes of each linear, by the library's name."""
+        self.widths = {named[name]: shape for name, shape in plan.operators.items()}
+        """(inputs, outputs) of each linear, by the library's name; of experts, those of each."""
+        self.experts = {named[name] for name in plan.operators if "*" in target.fused_name(plan, name)}
+        """Linears that contain all experts of a layer."""
+        self.casts: dict[str, Words] = {}
+        """Casts of each label, the low recipe's first."""
+        for mix in ((plan.low,) * len(GEMMS), *mixes(plan).values()):
+            self.casts[self._label(mix)] = {g: self._recipes[x][g] for g, x in zip(GEMMS, mix, strict=True)}
+        self.low = next(iter(self.casts))
+        low = [self.casts[self.low][gemm] for gemm in target.gemms]
+        changed = {label for label, casts in self.casts.items() if [casts[gemm] for gemm in target.gemms] != low}
+        self.kept = [name for name, label in self.labels.items() if label in changed]
+        """Linears that the target must not run on the low recipe."""
+        self.unlisted = plan.unconverted is None
+        """True if the plan does not list the linears that are not its operators."""
+        self.notes = self._notes()
+        """Lines about what the files do not say; a writer adds its own."""
+
+    def _notes(self) -> list[str]:
+        plan, target, notes = self.plan, self.target, []
+        kinds = Counter(_kind(plan, name, target) for name in plan.operators if not target.converts(plan, name))
+        for kind, number in kinds.items():
+            notes.append(f"NOT converted by it: {number} operators of {kind}, which stay in 16 bits")
+        if unreached := [name for name in plan.operators if _unreached(plan, name)]:
+            recipes = f"on the recipe of their group, and on {plan.low} if each expert has its own"
+            notes.append(f"NOT measured, as no token reached them: {first_few(unreached, 3)}; they are {recipes}")
+        if unnamed := [x for x in self._nameless if not role_by_name(x) and not x.endswith("gate")]:
+            notes.append(f"NOT named in it, as {target.library} has no such linears: {first_few(unnamed, 3)}")
+        if not target.formats and not target.layout and plan.saved_as and target.gemms != GEMMS:
+            notes.append("names are those in memory and, where it has others, the checkpoint's")
+        if not target.formats and plan.unloaded:
+            which = first_few(self.unloaded, 2)
+            notes.append(f"in 16 bits too: linears in the checkpoint's file alone, never measured ({which})")
+        if self.unlisted and not (target.formats or self._llama):
+            which = "which this plan.json does not list: have `gnmr diagnose` write it anew"
+            notes.append(f"NOT in it: linears that are not the plan's, {which}")
+        elif not self._blocks_known and (target.layout or not target.formats):
+            notes.append("NOT in it: blocks after the plan's last one, if the model has any: export with layers=")
+        return notes
+
+    def _saved_as(self, name: str, library_name: str) -> list[str]:
+        """Return the checkpoint's names of an operator that exports call `library_name`."""
+        holder, saved_as = holder_of(name), self.plan.saved_as
+        one_of_experts = holder != name and not library_name.endswith("experts")  # which engines do not name
+        if one_of_experts or holder not in saved_as:
+            return [library_name]
+        prefix = "model." if library_name.startswith("model.") and not name.startswith("model.") else ""
+        return [prefix + saved for saved in saved_as[holder]]
+
+    def _label(self, mix: Mix) -> str:
+        """Return a name for these recipes, one for each set of casts."""
+        recipes = [name if self._recipes[name][gemm] else "bf16" for gemm, name in zip(GEMMS, mix, strict=True)]
+        by_gemm = "_".join(f"{gemm}_{name}" for gemm, name in zip(GEMMS, recipes, strict=True))
+        return (recipes[0] if len(set(recipes)) == 1 else by_gemm).replace("-", "__")
+
+    def in_checkpoint(self, names: Iterable[str]) -> list[str]:
+        """Return the names that the checkpoint has for these linears: those of engines that load it."""
+        return [*dict.fromkeys(saved for name in names for saved in self._saved.get(name, [name])), *self.unloaded]
+
+    def in_both(self, names: Iterable[str]) -> list[str]:
+        """Return the names in memory and those in the checkpoint, for a list that readers of either kind go by."""
+        both = (spelling for name in names for spelling in (name, *self._saved.get(name, ())))
+        return [*dict.fromkeys(both), *self.unloaded]
+
+    def heads(self) -> list[str]:
+        """Return lm_head for a model whose head is not known."""
+        known = any(role_by_name(name) == "head" for name in self.plan.unconverted or ())
+        return [] if known else ["lm_head"]
+
+
+# ---- what the writers share ----
+
+
+def low_or_16_by_gemm(casts: Words, low: Words, shape: tuple[int, int]) -> bool:
     """Return True if every GEMM is on the low recipe or in 16 bits."""
-    return all(own in ({}, low[gemm]) for gemm, own in casts.items())
+    return all(operands in ({}, low[gemm]) for gemm, operands in casts.items())
 
 
-def whole(casts: Words, low: Words, shape: tuple[int, int]) -> bool:
+def low_or_16_by_linear(casts: Words, low: Words, shape: tuple[int, int]) -> bool:
     """Return True if all GEMMs are on the low recipe, or all are in 16 bits."""
-    return not any(casts.values()) or all(own == low[gemm] for gemm, own in casts.items())
+    return not any(casts.values()) or all(operands == low[gemm] for gemm, operands in casts.items())
 
 
 ONE_LINEAR = "q, k and v are one linear for it, gate and up too, and all experts of a layer: they have one recipe"
@@ -408,9 +469,9 @@ def placements(names, planned):
 """
 
 
-def filled(template: str, **parts: str) -> str:
+def filled(template: str, **texts: str) -> str:
     """Return the template with each [NAME] replaced."""
-    for name, text in parts.items():
+    for name, text in texts.items():
         template = template.replace(f"[{name}]", text)
     return template
 
@@ -423,10 +484,9 @@ def as_yaml(tree: Mapping[str, Any]) -> str:
 
 def as_python(tree: Mapping[str, Any] | Sequence[str], indent: int = 0) -> str:
     """Return the tree as Python source, one entry per line."""
-    ends, inner = ("{}" if isinstance(tree, Mapping) else "[]"), "    " * (indent + 1)
-    items = (
-        [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in tree.items()]
-        if isinstance(tree, Mapping)
-        else [json.dumps(item) for item in tree]
-    )
-    return f"{ends[0]}\n" + "".join(f"{inner}{item},\n" for item in items) + "    " * indent + ends[1]
+    margin, inner = "    " * indent, "    " * (indent + 1)
+    if isinstance(tree, Mapping):
+        entries = "".join(f"{inner}{json.dumps(key)}: {json.dumps(value)},\n" for key, value in tree.items())
+        return f"{{\n{entries}{margin}}}"
+    entries = "".join(f"{inner}{json.dumps(item)},\n" for item in tree)
+    return f"[\n{entries}{margin}]"

@@ -1,38 +1,55 @@
-"""Write the conversions of each linear for torchao and torchtitan."""
+"""Write a plan for libraries of PyTorch: the conversions of each linear, or the linears that stay in 16 bits.
+
+torchao, torchtitan and ModelOpt convert by name. transformers, compressed-tensors, the engines and the trainers and
+rollouts of reinforcement learning read lists of names to leave out.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 
+from gnmr.errors import first_few
 from gnmr.formats.recipes import RECIPES
 from gnmr.names import GEMMS, Words
-from gnmr.plan.export.job import UNWRAPPED, Job, Target, as_python, filled
+from gnmr.plan.export.job import ONE_LINEAR, UNWRAPPED, Job, Target, as_python, as_yaml, filled, low_or_16_by_linear
+from gnmr.plan.knapsack import groups_of
+from gnmr.plan.lists import called
 
-_TENSOR = {"input": "e4m3/tensor", "weight": "e4m3/tensor", "grad_output": "e5m2/tensor"}
+_FLOAT8 = {"input": "e4m3/tensor", "weight": "e4m3/tensor", "grad_output": "e5m2/tensor"}
+_FPROP = ("fprop",)
+_IN_ENGINES = ("qkv", "gate_up", "moe")
+"""Kinds that vLLM and SGLang fuse; all experts of a layer, with all projections, share one scheme there."""
 
 
-def _family(casts: Words, low: Words, shape: tuple[int, int]) -> str:
+# ---- torchao and torchtitan ----
+
+
+def _family(casts: Words, shape: tuple[int, int]) -> str:
     """Return torchao's conversion of an operator: bf16, float8, mxfp8 or nvfp4; "" if it has none."""
     if not any(casts.values()):
         return "bf16"
-    if all(len(own) in (0, 2) and own.items() <= _TENSOR.items() for own in casts.values()):
-        return "float8" * (not any(width % 16 for width in shape))
     mxfp8, nvfp4 = RECIPES["mxfp8"].words(), RECIPES["nvfp4"].words()
-    if all(own == mxfp8[gemm] or (gemm == "wgrad" and not own) for gemm, own in casts.items()):
-        return "mxfp8" * (not any(width % 32 for width in shape))
-    return "nvfp4" * (casts == nvfp4 and not any(width % 128 for width in shape))
+    family, multiple = "", 1
+    if all(len(operands) in (0, 2) and operands.items() <= _FLOAT8.items() for operands in casts.values()):
+        family, multiple = "float8", 16
+    elif all(operands == mxfp8[gemm] or (gemm == "wgrad" and not operands) for gemm, operands in casts.items()):
+        family, multiple = "mxfp8", 32
+    elif casts == nvfp4:
+        family, multiple = "nvfp4", 128
+    return "" if any(width % multiple for width in shape) else family
 
 
 def _torchao(casts: Words, low: Words, shape: tuple[int, int]) -> bool:
-    return bool(_family(casts, low, shape))
+    return bool(_family(casts, shape))
 
 
 def _torchtitan(casts: Words, low: Words, shape: tuple[int, int]) -> bool:
     """Return True if torchtitan has it: MXFP8 only with low wgrad, float8 only with row scales (two recipes)."""
-    kind = _family(casts, low, shape)
-    of_rows = bool(casts["fprop"] and casts["dgrad"])
-    return bool(kind) and (kind != "mxfp8" or bool(casts["wgrad"])) and (kind != "float8" or of_rows)
+    family = _family(casts, shape)
+    if family == "mxfp8":
+        return bool(casts["wgrad"])
+    return bool(family) and (family != "float8" or bool(casts["fprop"] and casts["dgrad"]))
 
 
 _TORCHAO = r"""import re
@@ -130,59 +147,158 @@ def torchao(job: Job) -> dict[str, str]:
     """Write a Python file with `convert(model)`."""
     used, configs = set(job.labels.values()), ""
     for label, words in job.casts.items():
-        kind, on = _family(words, {}, (128, 128)), ", ".join(f"{gemm}={bool(words[gemm])}" for gemm in GEMMS)
-        configs += f'    "{label}": lambda: {kind}({on}),\n' * (kind != "bf16" and label in used)
+        family, options = _family(words, (128, 128)), ", ".join(f"{gemm}={bool(words[gemm])}" for gemm in GEMMS)
+        if family != "bf16" and label in used:
+            configs += f'    "{label}": lambda: {family}({options}),\n'
     linears = {name: [label, *job.widths[name]] for name, label in job.labels.items() if label != "bf16"}
     others = [*(name for name in job.labels if name not in linears), *job.outside]
     job.notes.append("convert(model) converts the model in place, and raises ValueError if it is another one")
-    parts = {"LINEARS": as_python(linears), "OTHERS": "None" if job.unlisted else as_python(others)}
-    text = filled(_TORCHAO, CONFIGS=configs, UNWRAPPED=UNWRAPPED, **parts)
-    return {"torchao_convert.py": text}
+    texts = {"LINEARS": as_python(linears), "OTHERS": "None" if job.unlisted else as_python(others)}
+    return {"torchao_convert.py": filled(_TORCHAO, CONFIGS=configs, UNWRAPPED=UNWRAPPED, **texts)}
 
 
 def torchtitan(job: Job) -> dict[str, str]:
-    """Write a Python file with its converters. Raises UserError if parts of names do not separate the linears."""
-    by_kind: dict[tuple[str, bool], list[str]] = {}
+    """Write a Python file with its converters; each has the parts of names that separate its linears from all others.
+
+    Experts are no linears of its models, so no converter here takes them.
+    """
+    by_converter: dict[tuple[str, bool], list[str]] = {}
     for name, label in job.labels.items():
-        words = job.casts[label]
-        if ".experts." in name:
-            continue  # no linear of its models, so no converter here takes it
-        name = name.removesuffix("wqkv")  # or wq and wkv
-        by_kind.setdefault((_family(words, {}, (128, 128)), bool(words["wgrad"])), []).append(name)
-    by_kind["bf16", False] = by_kind.get(("bf16", False), []) + [
-        name.removesuffix("wqkv") for name in job.outside if ".experts." not in name
-    ]
-    every, text = list(dict.fromkeys(name for names in by_kind.values() for name in names)), ""
+        if ".experts." not in name:
+            words = job.casts[label]
+            short = name.removesuffix("wqkv")  # or wq and wkv
+            by_converter.setdefault((_family(words, (128, 128)), bool(words["wgrad"])), []).append(short)
+    outside = [name.removesuffix("wqkv") for name in job.outside if ".experts." not in name]
+    by_converter["bf16", False] = by_converter.get(("bf16", False), []) + outside
+    every = list(dict.fromkeys(name for names in by_converter.values() for name in names))
     classes = {"float8": "Float8LinearConverter", "mxfp8": "MXFP8LinearConverter", "nvfp4": "NVFP4LinearConverter"}
-    for (kind, wgrad), names in by_kind.items():
+    text = ""
+    for (family, wgrad), names in by_converter.items():
+        if family == "bf16":
+            continue
         others = [name for name in every if name not in names]
-        if kind == "float8":
+        options = f"fqns={as_python(_separating(names, others), 2)}"
+        if family == "float8":
             recipe = "rowwise" if wgrad else "rowwise_with_gw_hp"
-            listed = (
-                f'recipe_name="{recipe}", filter_fqns={as_python(["output", "lm_head", *_parts(others, names)], 2)}'
-            )
+            kept = ["output", "lm_head", *_separating(others, names)]
+            options = f'recipe_name="{recipe}", filter_fqns={as_python(kept, 2)}'
             job.notes.append(f"NOT the plan's float8: {recipe} has a scale a row, a power of two, and E4M3 gradients")
-        elif kind != "bf16":
-            listed = f"fqns={as_python(_parts(names, others), 2)}"
-        if kind != "bf16":
-            text += f"    {classes[kind]}.Config(\n        {listed},\n    ),\n"
+        text += f"    {classes[family]}.Config(\n        {options},\n    ),\n"
     job.notes.append("model_registry(..., converters=CONVERTERS); model_compile_enabled is for the config to set")
     head = f"from torchtitan.components.quantization import {', '.join(sorted(set(classes.values())))}\n\n"
     return {"torchtitan_converters.py": f"{head}CONVERTERS = [\n{text}]\n"}
 
 
-def _parts(wanted: Sequence[str], others: Sequence[str]) -> list[str]:
-    """Return texts such that each wanted name contains one of them, and no other name contains any.
+def _separating(names: Sequence[str], others: Sequence[str]) -> list[str]:
+    """Return texts such that each name contains one of them, and no other name contains any.
 
     For whole blocks and attentions the text is `layers.1.`, whose dot excludes `layers.10.`; otherwise it is the name.
     """
-    found: dict[str, None] = {}
-    for name in wanted:
-        if not any(part in name for part in found):
-            block, inside = re.match(r"(layers\.\d+\.)(\w+\.)", name).groups()  # type: ignore[union-attr]
-            parts = (block, block + inside, name)
-            found[next(one for one in parts if not any(one in other for other in others))] = None
-    return list(found)
+    texts: dict[str, None] = {}
+    for name in names:
+        if not any(text in name for text in texts):
+            block, module = re.match(r"(layers\.\d+\.)(\w+\.)", name).groups()  # type: ignore[union-attr]
+            candidates = (block, block + module, name)
+            texts[next(text for text in candidates if not any(text in other for other in others))] = None
+    return list(texts)
+
+
+# ---- ModelOpt ----
+
+
+_MODELOPT = {
+    "e4m3/tensor": {"num_bits": (4, 3), "axis": None},
+    "e4m3/mx": {"num_bits": (4, 3), "block_sizes": {-1: 32, "type": "dynamic", "scale_bits": (8, 0)}},
+    "e2m1/mx": {"num_bits": (2, 1), "block_sizes": {-1: 32, "type": "dynamic", "scale_bits": (8, 0)}},
+    "e2m1/nv": {"num_bits": (2, 1), "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": (4, 3)}},
+}
+_MODELOPT["e2m1/nv2d"] = _MODELOPT["e2m1/nv"]
+
+
+def _in_modelopt(casts: Words, low: Words, shape: tuple[int, int]) -> bool:
+    fprop = casts["fprop"]
+    return not fprop or (len(fprop) == 2 and all(cast in _MODELOPT for cast in fprop.values()))
+
+
+_QUANT_CFG = """
+# The last entry that fits a quantizer counts: everything off, then these linears.
+CONFIG = {"quant_cfg": [{"quantizer_name": "*", "enable": False}], "algorithm": "max"}
+for name, label in LINEARS.items():
+    for operand, cast in CASTS[label].items():
+        # Of experts in one tensor there is a quantizer for the input of all, and one for the weight of each.
+        quantizer = f"{name}_{operand}_quantizer*" if name in EXPERTS else f"{name}.{operand}_quantizer"
+        CONFIG["quant_cfg"].append({"quantizer_name": quantizer, "cfg": cast, "enable": True})
+"""
+
+
+def modelopt(job: Job) -> dict[str, str]:
+    """Write a Python file with the config of `mtq.quantize`."""
+    casts = {label: words["fprop"] for label, words in job.casts.items() if words["fprop"]}
+    linears = {name: label for name, label in job.labels.items() if label in casts}
+    groups = groups_of(job.labels, ("qkv", "gate_up"))
+    if unlike := [group for group in groups if len({job.labels[name] for name in group}) > 1]:
+        which = f"{len(unlike)} such groups have several recipes ({first_few(unlike[0], 3)})"
+        job.notes.append(
+            f"NOT for vLLM and SGLang, which build q, k and v as one linear, gate and up too: {which}; diagnose with "
+            "fused=qkv,gate_up"
+        )
+    text = "CASTS = {\n"
+    for label, operands in casts.items():
+        text += f"    {label!r}: { {operand: _MODELOPT[cast] for operand, cast in operands.items()}!r},\n"
+    text += f"}}\nLINEARS = {as_python(linears)}\n"
+    text += f"EXPERTS = {as_python([name for name in linears if name in job.experts])}\n" + _QUANT_CFG
+    return {"modelopt_quant_cfg.py": text}
+
+
+# ---- lists of linears that stay in 16 bits ----
+
+
+def transformers(job: Job) -> dict[str, str]:
+    """Write the list `modules_to_not_convert`, which transformers reads in memory, and vLLM in the checkpoint."""
+    names = job.in_both([*job.kept, *job.outside, *job.heads()])
+    return {"modules_to_not_convert.yaml": as_yaml({"modules_to_not_convert": names})}
+
+
+def ignore(job: Job) -> dict[str, str]:
+    """Write the list `ignore`, which compressed-tensors reads in memory, and vLLM and SGLang in the checkpoint."""
+    names = job.in_both([*job.kept, *job.outside, *job.heads()])
+    entries = [rf"re:{re.escape(name)}\b" if _all_experts(name) else name for name in names]
+    return {"ignore.yaml": as_yaml({"ignore": entries})}
+
+
+def rl(job: Job) -> dict[str, str]:
+    """Write the lists of reinforcement-learning trainers and rollouts, by library and key.
+
+    prime-rl's trainer reads the model in memory; NeMo-RL, verl and miles read the checkpoint. Megatron-LM has one name
+    of its own for the experts, however a checkpoint calls them.
+    """
+    in_memory = [*job.kept, *job.outside]
+    saved = job.in_checkpoint(in_memory)
+    saved_low = job.in_checkpoint(name for name in job.labels if name not in {*in_memory})
+    for name in saved:
+        if swept := [low for low in saved_low if name in low and low not in saved]:
+            job.notes.append(f"NOT for nemo_rl, where any part of a name counts: {name} would leave out {swept[0]} too")
+    megatron = dict.fromkeys(called(name, "megatron") for name in in_memory)
+    tree = {
+        "nemo_rl": {"quantization_ignored_layer_kws": [*saved]},  # a list of its own, or YAML refers to the other
+        "verl": {"ignored_layers": saved},
+        "prime_rl": {"ignore_patterns": [rf"(?:^|\.){re.escape(name)}(?![^.])" for name in job.in_both(in_memory)]},
+        "miles": {
+            "extra_high_precision_layers_hf": [_part_of_weight(name) for name in saved],
+            "extra_high_precision_layers_megatron": [_part_of_weight(name) for name in megatron],
+        },
+    }
+    return {"rl.yaml": as_yaml(tree)}
+
+
+def _all_experts(name: str) -> bool:
+    """Return True if a name stands for all experts of a layer."""
+    return name.endswith("experts")
+
+
+def _part_of_weight(name: str) -> str:
+    """Return the part of a weight's name by which miles leaves out a linear."""
+    return f"{name}." if _all_experts(name) else f"{name}.weight"
 
 
 TORCHAO = Target(
@@ -199,4 +315,41 @@ TORCHTITAN = Target(
     _torchtitan,
     "torchtitan",
     ("qkv",),
+)
+TRANSFORMERS = Target(
+    "transformers 5.23.0, modules_to_not_convert",
+    "a linear is on the format of the model's config or in 16 bits, and so are all experts of a layer",
+    transformers,
+    low_or_16_by_linear,
+    experts="moe",
+    gemms=_FPROP,
+    formats=False,
+)
+MODELOPT = Target(
+    "nvidia-modelopt 0.47.0, mtq.quantize(model, CONFIG)",
+    "fprop's operands, of NVFP4 in blocks of 1 x 16; all experts in one tensor alike; backward is in 16 bits",
+    modelopt,
+    _in_modelopt,
+    experts="experts",
+    modules=("Conv1D",),
+    gemms=_FPROP,
+)
+IGNORE = Target(
+    "compressed-tensors 0.20.0 and vLLM, ignore",
+    "a linear is on the scheme of its config or in 16 bits; " + ONE_LINEAR,
+    ignore,
+    low_or_16_by_linear,
+    fused=_IN_ENGINES,
+    experts="moe",
+    gemms=_FPROP,
+    formats=False,
+)
+RL = Target(
+    "NeMo-RL, verl, prime-rl and miles (August 2026)",
+    "trainer and rollout alike: a linear is on the low recipe or in 16 bits; " + ONE_LINEAR,
+    rl,
+    low_or_16_by_linear,
+    fused=_IN_ENGINES,
+    experts="moe",
+    formats=False,
 )

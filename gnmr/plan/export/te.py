@@ -19,8 +19,8 @@ from gnmr.plan.export.job import (
     as_python,
     as_yaml,
     difference,
-    each,
     filled,
+    low_or_16_by_gemm,
 )
 
 _FP8_BLOCKS = "Float8BlockQuantizer(DType.kFloat8E4M3, rowwise=True, columnwise=True, force_pow_2_scales=False, "
@@ -39,9 +39,9 @@ _TE = {
     "e2m1/nv2d_4over6": "NVFP4Quantizer(with_2d_quantization=True, nvfp4_use_4over6=True, nvfp4_e4m3_max=256)",
     "e2m1/nv_row": "NVFP4Quantizer(row_scaled_nvfp4=True)",
 }
-for _history, _steps in (("", 16), ("/1024", 1024)):
-    for _number in ("e4m3", "e5m2"):
-        _TE[f"{_number}/delayed{_history}"] = f"DelayedScalingRequest(Format.HYBRID, amax_history_len={_steps})"
+for _format in ("e4m3", "e5m2"):
+    _TE[f"{_format}/delayed"] = "DelayedScalingRequest(Format.HYBRID, amax_history_len=16)"
+    _TE[f"{_format}/delayed/1024"] = "DelayedScalingRequest(Format.HYBRID, amax_history_len=1024)"
 """The quantizer of each cast."""
 _SLOTS = {"input": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "grad_output": ("dgrad", "wgrad")}
 """The GEMMs that read an operand's rowwise and its columnwise copy."""
@@ -57,18 +57,20 @@ def _te(casts: Words, low: Words, shape: tuple[int, int]) -> bool:
         return False
     if "delayed" in str(casts):
         return casts in (RECIPES["fp8_delayed"].words(), RECIPES["fp8_delayed_1024"].words())
-    for gemm, own in casts.items():
-        kinds = {_TE.get(cast, cast).partition("(")[0] for cast in own.values()}
-        sound = len(own) == 2 and len(kinds) == 1 and all(cast in _TE for cast in own.values())
-        rows = gemm != "fprop" and "e2m1/nv_row" in own.values()
-        if own and (not sound or rows or set(own.values()) == {"e4m3/block"}):
+    for gemm, operands in casts.items():
+        if not operands:
+            continue
+        kinds = {_TE.get(cast, cast).partition("(")[0] for cast in operands.values()}
+        if len(operands) != 2 or len(kinds) != 1 or any(cast not in _TE for cast in operands.values()):
+            return False
+        if set(operands.values()) == {"e4m3/block"} or (gemm != "fprop" and "e2m1/nv_row" in operands.values()):
             return False
     return True
 
 
 def _te_debug(casts: Words, low: Words, shape: tuple[int, int]) -> bool:
     """Return True if every GEMM is on the low recipe, or in 16 bits."""
-    return each(casts, low, shape) and not _refused(casts, shape)
+    return low_or_16_by_gemm(casts, low, shape) and not _refused(casts, shape)
 
 
 def _refused(casts: Words, shape: tuple[int, int]) -> bool:
@@ -176,14 +178,14 @@ def name_modules(model):
 
 def _quantizers(labels: Mapping[str, Words]) -> str:
     """Return Python source that defines `quantizer(label, role)` for these labels."""
-    kept: Words = {gemm: {} for gemm in GEMMS}
+    no_casts: Words = {gemm: {} for gemm in GEMMS}
     casts = {
         label: {operand: [words[gemm].get(operand, "bf16") for gemm in gemms] for operand, gemms in _SLOTS.items()}
-        for label, words in ({"bf16": kept} | dict(labels)).items()
+        for label, words in {"bf16": no_casts, **labels}.items()
     }
-    used = sorted({cast for own in casts.values() for pair in own.values() for cast in pair} - {"bf16"})
-    of_casts = "".join(f'    "{cast}": lambda: {_TE[cast]},\n' for cast in used)
-    return filled(_QUANTIZERS, CASTS=as_python(casts), QUANTIZERS=of_casts)
+    used = sorted({cast for slots in casts.values() for copies in slots.values() for cast in copies} - {"bf16"})
+    source = "".join(f'    "{cast}": lambda: {_TE[cast]},\n' for cast in used)
+    return filled(_QUANTIZERS, CASTS=as_python(casts), QUANTIZERS=source)
 
 
 def te(job: Job) -> dict[str, str]:
@@ -194,8 +196,8 @@ def te(job: Job) -> dict[str, str]:
     except UserError:
         job.notes.append("it has no names of Megatron-LM: the operators are not those of LLaMA's blocks")
     else:
-        other = Job(plan, MEGATRON, layers=job.layers)
-        fused, casts = other.labels, casts | other.casts
+        in_megatron = Job(plan, MEGATRON, layers=job.layers)
+        fused, casts = in_megatron.labels, casts | in_megatron.casts
         job.notes += [f"by the names of Megatron-LM: {line}" for line in difference(job.plan, plan, MEGATRON)]
     job.notes.append("te.autocast(recipe=CustomRecipe(qfactory=qfactory)), after name_modules(model)")
     linears = {name: [label, *job.widths[name]] for name, label in job.labels.items()}
@@ -225,48 +227,50 @@ def megatron(job: Job) -> dict[str, str]:
     linears = job.labels | {name: "bf16" for name in job.outside if not name.endswith(".router")}
     layers = 1 + max(int(name.split(".")[2]) for name in linears)
     require(layers % job.pp == 0, "pp", job.pp, f"must divide the model's {layers} layers")
+
+    # The label of each linear in every stage of the pipeline; its names count layers within a stage.
     by_name: dict[str, list[str]] = {}
     for name, label in linears.items():
-        _, _, number, rest = name.split(".", 3)
-        rest = rest.replace("experts.", "experts.*")  # grouped, or one by one: experts.local_experts.3.linear_fc1
+        _, _, number, inner = name.split(".", 3)
+        inner = inner.replace("experts.", "experts.*")  # grouped, or one by one: experts.local_experts.3.linear_fc1
         stage, local = divmod(int(number), layers // job.pp)
-        by_name.setdefault(f"decoder.layers.{local}.{rest}", [job.low] * job.pp)[stage] = label
+        by_name.setdefault(f"decoder.layers.{local}.{inner}", [job.low] * job.pp)[stage] = label
+
+    # A config for each set of labels: built in, or a factory of gnmr_megatron.py.
     bits = {"bf16": 8} | {label: 4 if "e2m1" in str(words) else 8 for label, words in job.casts.items()}
     stages, factories = dict[tuple[str, ...], str](), dict[str, str]()
     configs, matchers = dict[str, Any](), dict[str, Any]()
-    for name, own in by_name.items():
-        if set(own) == {job.low}:
+    for name, labels in by_name.items():
+        if set(labels) == {job.low}:
             continue
-        one = len(set(own)) == 1
-        config = own[0] if one else stages.setdefault(tuple(own), f"stages_{len(stages)}")
-        key, value, _ = _FLAGS.get(config, ("", "", ""))
-        recipe = {key: value} if key else {}
-        if not key and config != "bf16":
-            factories[config] = f"quantizer, {config!r}" if one else f"by_stage, {own}"
-            fp = f"fp{min(bits[label] for label in own)}"
-            recipe = {f"{fp}_quantization_recipe": "custom", "custom_recipe_factory": f"gnmr_megatron.{config}"}
+        same = len(set(labels)) == 1
+        config = labels[0] if same else stages.setdefault(tuple(labels), f"stages_{len(stages)}")
+        recipe = {}
+        if config in _FLAGS:
+            key, value, _ = _FLAGS[config]
+            recipe = {key: value}
+        elif config != "bf16":
+            factories[config] = f"quantizer, {config!r}" if same else f"by_stage, {labels}"
+            key = f"fp{min(bits[label] for label in labels)}_quantization_recipe"
+            recipe = {key: "custom", "custom_recipe_factory": f"gnmr_megatron.{config}"}
         configs[config] = {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": recipe}
-        matchers[name.replace("*", "").replace(".", "_")] = {
-            "type": "glob",
-            "enabled": True,
-            "pattern": f"*{name}",
-            "config": config,
-        }
-    flags = _FLAGS.get(job.low, ("", "", ""))[2]
-    if not flags:
+        matcher = {"type": "glob", "enabled": True, "pattern": f"*{name}", "config": config}
+        matchers[name.replace("*", "").replace(".", "_")] = matcher
+
+    if job.low in _FLAGS:
+        flags = _FLAGS[job.low][2]
+    else:
         fp = f"fp{bits[job.low]}"
         flags = f"--{fp}-format {'e2m1' if fp == 'fp4' else 'hybrid'} --{fp}-recipe custom "
         flags += f"--{fp}-quantizer-factory gnmr_megatron.{job.low}"
         factories[job.low] = f"quantizer, {job.low!r}"
     job.notes.append(f"{flags} --te-precision-config-file te_precision.yaml, with this folder in PYTHONPATH")
-    within = "its names count layers within a stage"
-    job.notes.append(
-        f"{within}: for {job.pp} stages of {layers // job.pp}, none virtual"
-        if job.pp > 1
-        else f"{within}: with pipeline parallelism export it with pp="
-    )
-    code = "from functools import partial\n\n" + _quantizers(job.casts) + _BY_STAGE * bool(stages)
-    code += "\n\n" + "".join(f"{name} = partial({what})\n" for name, what in factories.items())
+    for_stages = "with pipeline parallelism export it with pp="
+    if job.pp > 1:
+        for_stages = f"for {job.pp} stages of {layers // job.pp}, none virtual"
+    job.notes.append(f"its names count layers within a stage: {for_stages}")
+    code = "from functools import partial\n\n" + _quantizers(job.casts) + (_BY_STAGE if stages else "")
+    code += "\n\n" + "".join(f"{name} = partial({arguments})\n" for name, arguments in factories.items())
     return {"te_precision.yaml": as_yaml({"configs": configs, "matchers": matchers}), "gnmr_megatron.py": code}
 
 
@@ -280,13 +284,14 @@ def te_debug(job: Job) -> dict[str, str]:
         sets.setdefault(GEMMS, []).extend(job.outside)
     sections = {}
     for gemms, names in sets.items():
-        whole = gemms == GEMMS
-        feature = {"enabled": True} if whole else {"enabled": True, "gemms": list(gemms)}
-        sections["gnmr_" + ("layer" if whole else "_".join(gemms))] = {
-            "enabled": True,
-            "layers": {"layer_name_regex_pattern": f"^(?:{'|'.join(map(re.escape, names))})$"},
-            "transformer_engine": {f"DisableQuantization{'Layer' if whole else 'GEMM'}": feature},
-        }
+        section = "gnmr_layer"
+        feature: dict[str, dict[str, Any]] = {"DisableQuantizationLayer": {"enabled": True}}
+        if gemms != GEMMS:
+            section = f"gnmr_{'_'.join(gemms)}"
+            feature = {"DisableQuantizationGEMM": {"enabled": True, "gemms": list(gemms)}}
+        pattern = f"^(?:{'|'.join(map(re.escape, names))})$"
+        layers = {"layer_name_regex_pattern": pattern}
+        sections[section] = {"enabled": True, "layers": layers, "transformer_engine": feature}
     return {"te_debug.yaml": as_yaml(sections)}
 
 
