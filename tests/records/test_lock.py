@@ -77,7 +77,7 @@ def test_a_second_process_is_refused_and_changes_nothing(locks, tmp_path, monkey
             monkeypatch.setattr(lock_module.fcntl, "flock", lambda *_: None)
         elif locks == "none at all":
             monkeypatch.setattr(lock_module.fcntl, "flock", fails_with(errno.ENOLCK))
-            monkeypatch.setattr(lock_module.warnings, "warn", lambda *_, **__: None)
+            monkeypatch.setattr(lock_module, "warn", lambda *_, **__: None)
         by = "" if locks == "whole" else f", {pid} of this machine"
         with pytest.raises(UserError, match=f"is being written by another process{by}$"):
             RunWriter(tmp_path, 2)

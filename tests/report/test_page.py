@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from recorded import HOSTILE, UNITS, fake_run, sweep, unit_matrices
 
-from gnmr.lab.report import page as page_module
+from gnmr.lab.report import html_page as page_module
 from gnmr.lab.report import units
 from gnmr.lab.report.comparisons import compare
 from gnmr.lab.report.html_page import binned, render_page
