@@ -7,6 +7,7 @@ import math
 import os
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,8 @@ from wandb_files import history_of, parts_of, records_of
 from gnmr.lab.views import wandb_sink
 from gnmr.lab.views.live import RunInfo
 from gnmr.lab.views.wandb_sink import EVAL_METRICS, STEP_METRICS, WandbSink, _has_key
+from gnmr.records.schema import UnitRows
+from gnmr.records.unit_stream import UnitStream
 from gnmr.records.writer import RunWriter
 
 SUMMARY = {"status": "done", "steps": 12}
@@ -47,6 +50,8 @@ def test_offline_file_equals_what_was_given(tmp_path: Path) -> None:
     rows = {step: step_row(step) for step in range(1, 41)}  # more than one block of the log
     rows[7] = step_row(7, loss=math.nan, grad_norm_pre_clip=math.inf, skipped=True, nonfinite_unit="layers.0")
     of_units = {step: unit_rows(step) for step in rows}
+    for units in of_units.values():
+        units.columns["price"] = np.full(4, math.nan)
     columns = {"gnmr": np.ones(4), "delta_gnmr": np.array([math.nan, 1.0, 2.0, 3.0]), "price": np.full(4, 0.25)}
     of_units[10] = unit_rows(10, columns=columns, observed=np.array([True, True, True, False]))
     for step, row in rows.items():
@@ -55,9 +60,10 @@ def test_offline_file_equals_what_was_given(tmp_path: Path) -> None:
             sink.events([event_row(step), event_row(step, unit=of_units[1].units[2]), event_row(step, event="release")])
         if step % 6 == 0:
             sink.eval(eval_row(step))
-    events = [event_row(2), event_row(3, event="release", cause="lock")]
+    events = [event_row(2), event_row(2, unit=of_units[1].units[2]), event_row(3, event="release", cause="lock")]
     events += [event_row(4, unit=None, event="verdict", cause="data")]
-    sink.finish(SUMMARY, events)
+    recorded(tmp_path, of_units.values())
+    sink.finish(SUMMARY, events, tmp_path)
     wandb.teardown()  # as at the end of the process: `finish` alone does not wait until the file is written
     assert said == []
 
@@ -74,8 +80,7 @@ def test_offline_file_equals_what_was_given(tmp_path: Path) -> None:
         )
         assert logged["step"] == step
         assert set(EVAL_METRICS.values()) <= logged.keys() if step % 6 == 0 else "val/loss" not in logged
-        sent = {name.split("/")[1] for name in logged if name.startswith("traces/")}
-        assert sent == ({"delta_gnmr_table", "gnmr_table"} if step % 10 == 0 else set())
+        assert any(name.startswith("traces/") for name in logged) == (step == 40)
         assert logged["recovery/promotions"] == 2 * (step >= 2) + 2 * (step >= 9)
     assert history[12]["val/loss"] == eval_row(12)["val_loss"]
     assert history[5]["risk/highest"] == of_units[5].risk.max()
@@ -112,6 +117,14 @@ def test_offline_file_equals_what_was_given(tmp_path: Path) -> None:
             assert points[unit] == want
 
 
+def recorded(folder: Path, rows: Iterable[UnitRows]) -> None:
+    """Write units.arrows, of which the charts are made."""
+    stream = UnitStream(folder)
+    for units in rows:
+        stream.write(units)
+    stream.close()
+
+
 def table_of(folder: Path, name: str) -> Any:
     (path,) = folder.glob(f"wandb/offline-run-*/files/{name}")
     return json.loads(path.read_text())
@@ -122,7 +135,7 @@ def test_off_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     sink = WandbSink(pytest.fail)
     start(sink, tmp_path, "off")
     sink.step(step_row(1))
-    sink.finish(SUMMARY, [])
+    sink.finish(SUMMARY, [], tmp_path)
     assert sink.where() is None and not list(tmp_path.iterdir())
 
 
@@ -205,7 +218,7 @@ def test_failing_wandb_says_one_line_and_the_run_goes_on(
     start(sink, tmp_path)
     for step in (1, 2, 3):
         sink.step(step_row(step), unit_rows(step))
-    sink.finish(SUMMARY, [])
+    sink.finish(SUMMARY, [], tmp_path)
     assert len(said) == 1 and "\n" not in said[0]
     assert f"its {place} failed" in said[0] and "no network" in said[0] and "the run goes on" in said[0]
     assert sink.where() is None
@@ -272,9 +285,8 @@ def test_a_resumed_run_sends_first_what_wandb_lacks(
         writer.events([event_row(step)])
     writer.eval(eval_row(3))
     writer.close()
-    sink = WandbSink(pytest.fail, wandb_every=2)
+    sink = WandbSink(pytest.fail)
     start(sink, tmp_path)
-    sink._chart_every = 2
     sink.resume(tmp_path, 3)
     sink.step(step_row(4), unit_rows(4))
     sink._thread.shutdown()
@@ -284,53 +296,40 @@ def test_a_resumed_run_sends_first_what_wandb_lacks(
     assert list(merged) == [step for step in (1, 2, 3, 4) if step >= there]
     assert [merged[step]["recovery/promotions"] for step in merged] == [min(step, 3) for step in merged]
     assert merged[3]["val/loss"] == eval_row(3)["val_loss"]
-    assert [step for step in merged if "traces/gnmr" in merged[step]] == [2, 4]
-    assert merged[4]["traces/gnmr"].xs[0] == [2, 4], "with the points from before the stop"
 
 
 def test_the_most_promoted_units_have_lines(tmp_path: Path, fake: Any) -> None:
     sink = WandbSink(pytest.fail, 1, 3)
     start(sink, tmp_path)
-    sink._chart_every = 2
-    units = [f"u{i}" for i in range(70)]
-    values = np.arange(70.0)
-    sink.events([event_row(1, unit=unit) for unit in ("u9", "u4", "u9")])
+    units, values = [f"u{i}" for i in range(70)], np.arange(70.0)
     columns = {"gnmr": np.where(values > 67, np.inf, values), "norm_low": np.ones(70)}
     sink.step(step_row(2, over={"gnmr": 0}), unit_rows(2, units, columns=columns))
-    sink.step(step_row(4, over={}), unit_rows(4, units, columns={}, risk=values))
-    sink._thread.shutdown()
-    _, first, second = sink._run.logged
-    chart = first["traces/gnmr"]
+    recorded(tmp_path, [unit_rows(2, units, columns=columns)])
+    run = sink._run
+    sink.finish(SUMMARY, [event_row(1, unit=unit) for unit in ("u9", "u4", "u9")], tmp_path)
+    chart = run.logged[-1]["traces/gnmr"]
     assert chart.keys == ["u9", "u4", "u67"], "of equally promoted units the one with the highest value"
     assert (chart.xs, chart.ys) == ([[2]] * 3, [[9.0], [4.0], [67.0]])
-    assert [name for name in second if name.startswith("traces/")] == ["traces/gnmr", "traces/risk"]
-    assert second["traces/risk"].keys == ["u9", "u4", "u69"]
 
 
-def test_a_chart_never_has_more_points_than_wandb_draws(tmp_path: Path, fake: Any) -> None:
-    sink = WandbSink(pytest.fail, 1, 2)
-    start(sink, tmp_path)
-    for step in range(1, 41):
-        sink.step(step_row(step), unit_rows(step))
-    sink._thread.shutdown()
-    charts = [metrics["traces/gnmr"] for metrics in sink._run.logged if "traces/gnmr" in metrics]
-    assert len(charts) == 3 and all(sum(map(len, chart.xs)) <= 10 for chart in charts), "the last one is `finish`'s"
-    assert sink._charts()["traces/gnmr"].xs == [[8, 16, 24, 32, 40]] * 2
-
-
-@pytest.mark.parametrize("every, most", [(10, 3), (1, 2)], ids=["ten steps a point", "doubled to eight"])
-def test_a_spike_of_one_step_is_in_the_chart(tmp_path: Path, fake: Any, every: int, most: int) -> None:
+@pytest.mark.parametrize("every, most, interval", [(10, 3, 13), (10, 1, 10), (1, 2, 8)])
+def test_a_chart_is_drawn_in_full_and_has_a_spike_of_one_step(
+    tmp_path: Path, fake: Any, every: int, most: int, interval: int
+) -> None:
+    """W&B draws at most `MAX_ROWS` points, 10 of this one."""
     sink = WandbSink(pytest.fail, every, most)
     start(sink, tmp_path)
-    for step in range(1, 38):
-        gnmr = np.full(4, 99.0 if step == 13 else 1.0)
-        sink.step(step_row(step, over={"gnmr": 0}), unit_rows(step, columns={"gnmr": gnmr}))
-    sink._thread.shutdown()
-    chart = sink._charts()["traces/gnmr"]
-    size = sink._every
-    last = -(-13 // size) * size
+    rows = [unit_rows(step, columns={"gnmr": np.full(4, 99.0 if step == 13 else 1.0)}) for step in range(1, 38)]
+    for units in rows:
+        sink.step(step_row(units.step, over={"gnmr": 0}), units)
+    recorded(tmp_path, rows)
+    run = sink._run
+    sink.finish(SUMMARY, [], tmp_path)
+    chart = run.logged[-1]["traces/gnmr"]
+    assert sum(map(len, chart.xs)) <= 10
+    spike = -(-13 // interval) * interval
     assert dict(zip(chart.xs[0], chart.ys[0], strict=True)) == {
-        min(step, 37): 99.0 if step == last else 1.0 for step in range(size, 37 + size, size)
+        min(step, 37): 99.0 if step == spike else 1.0 for step in range(interval, 37 + interval, interval)
     }
 
 
@@ -374,7 +373,7 @@ def test_a_service_that_never_answers_is_left_after_a_limit(
     start(sink, tmp_path)
     began = time.monotonic()
     sink.step(step_row(1), unit_rows(1))
-    sink.finish(SUMMARY, [])
+    sink.finish(SUMMARY, [], tmp_path)
     sink.close()
     assert time.monotonic() - began < 5
     assert said == ["W&B is off from here, its service did not answer within 0 s; the run goes on"]
@@ -395,5 +394,5 @@ def test_after_a_failure_wandbs_own_end_is_unhooked(tmp_path: Path, monkeypatch:
     sink = WandbSink(lambda _: None)
     start(sink, tmp_path)
     sink.step(step_row(1))
-    sink.finish(SUMMARY, [])
+    sink.finish(SUMMARY, [], tmp_path)
     assert ended == [True]

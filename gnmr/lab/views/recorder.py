@@ -141,7 +141,7 @@ class Recorder:
                 self.finish("failed", str(error))
             raise
         where = self._wandb.where()
-        self._wandb.finish(summary, [row for row, _ in iter_sound(info.folder / "events.jsonl")])
+        self._wandb.finish(summary, [row for row, _ in iter_sound(info.folder / "events.jsonl")], info.folder)
         following = next_lines(shown_command("report", info.folder))
         self._view.stop(summary, [*following, *([where] if where else [])])
         return summary

@@ -18,7 +18,7 @@ import numpy as np
 
 from gnmr.errors import plural
 from gnmr.lab.views.live import RunInfo
-from gnmr.records.reader import iter_jsonl, read_jsonl
+from gnmr.records.reader import iter_jsonl, read_jsonl, read_units
 from gnmr.records.schema import EVENT_FIELDS, UnitRows
 from gnmr.records.unit_stream import recorded_units
 
@@ -43,13 +43,9 @@ EVAL_METRICS = {"val_loss": "val/loss", "val_ppl": "val/ppl"}
 _PRICES = ("price", "price_fprop")
 _MAX_TAG = 64
 """Characters; W&B's own limit."""
-_CHARTS = 4
-"""Times that the charts of a run are sent, the end included: each time W&B stores each of them anew as an artifact."""
-
 _LIMIT_S = 30.0
 """Time for W&B to take the last rows and to end a run."""
 _TEARDOWN_S = 2.0
-
 _SETTINGS = {
     "init_timeout": 30.0,  # s; the run waits for it
     "silent": True,
@@ -90,7 +86,7 @@ class _Sender:
 
 
 class WandbSink:
-    """Sends a run to W&B: losses every step, charts of the most promoted units, a table of events at the end.
+    """Sends a run to W&B: the figures of every step, and at the end charts of units and a table of events.
 
     A resumed run goes on under its id, and first sends the recorded steps that W&B lacks. Offline these are all steps:
     `wandb sync` replaces the history of a run by that of the part which is uploaded last, and a killed process leaves a
@@ -105,17 +101,13 @@ class WandbSink:
 
         Args:
             say: gets the one line when W&B fails.
-            wandb_every: steps in a point of a chart, the maximum over them; doubled whenever a chart has more points
-                than W&B draws.
+            wandb_every: steps in a point of a chart, the maximum over them; more if W&B would draw too many points.
             wandb_units: how many units have a line in a chart, the most promoted ones.
         """
         self._say = say
-        self._every, self._most = wandb_every, wandb_units
-        self._chart_every = self._total_steps = 0  # `start` knows how long the run is
-        self._units: list[str] = []
-        self._traces: dict[str, dict[int, np.ndarray]] = {}  # column: step: (U,), NaN where nothing is known
-        self._promotions: Counter[str] = Counter()
-        self._last_step = 0
+        self._chart_steps, self._chart_units = wandb_every, wandb_units
+        self._columns: list[str] = []  # of the signal, as the last row of steps.jsonl has them
+        self._num_promotions = self._last_step = 0
         self._run: Any = None
         self._gave_up = False
         self._thread = _Sender()  # starts with the first row
@@ -137,10 +129,9 @@ class WandbSink:
         """
         if mode == "off":
             return
-        self._chart_every, self._total_steps = max(1, -(-info.total_steps // _CHARTS)), info.total_steps
         entity, _, name = (project or "").rpartition("/")
-        own = (info.arm, header.get("experiment"), header.get("scale"))
-        tags = (*map(str, filter(None, own)), *map(str.strip, os.environ.get("WANDB_TAGS", "").split(",")))
+        run_tags = (info.arm, header.get("experiment"), header.get("scale"))
+        tags = [*map(str, filter(None, run_tags)), *map(str.strip, os.environ.get("WANDB_TAGS", "").split(","))]
         scalars = {key: value for key, value in header.items() if not isinstance(value, list)}
         arguments = {
             "id": header["run_id"],
@@ -179,62 +170,85 @@ class WandbSink:
 
     def _resume(self, folder: Path, last_step: int) -> None:
         with self._tolerant("resume"):
-            first = self._run.step  # W&B has the steps before it; 0 offline
+            first_step = self._run.step  # W&B has the steps before it; 0 offline
             evals = {row["step"]: row for row in read_jsonl(folder / "eval.jsonl")}
-            promoted: dict[int, list[str]] = {}
-            for row in read_jsonl(folder / "events.jsonl"):
-                promoted.setdefault(row["step"], []).extend(_promoted([row]))
-            self._promotions.update(promoted.get(0, ()))
-            units = recorded_units(folder)
-            held = next(units, None)
+            promotions = Counter(row["step"] for row in read_jsonl(folder / "events.jsonl") if _is_promotion(row))
+            self._num_promotions += promotions[0]
+            recorded = recorded_units(folder)
+            units = next(recorded, None)
             for row, _ in iter_jsonl(folder / "steps.jsonl"):
                 if self._run is None or (step := row["step"]) > last_step:
                     return
-                while held is not None and held.step < step:
-                    held = next(units, None)
-                metrics = self._step_metrics(row, held if held is not None and held.step == step else None)
-                self._promotions.update(promoted.get(step, ()))
-                metrics["recovery/promotions"] = self._promotions.total()
-                if step >= first:
+                while units is not None and units.step < step:
+                    units = next(recorded, None)
+                self._num_promotions += promotions[step]
+                metrics = self._step_metrics(row, units if units is not None and units.step == step else None)
+                if step >= first_step:
                     self._run.log(metrics | (_eval_metrics(evals[step]) if step in evals else {}), step=step)
 
     def step(self, row: dict[str, Any], units: UnitRows | None = None) -> None:
         """Send a row of `STEP_FIELDS`, of every step; `units` is None for a run without units."""
-        if self._run is not None:
-            self._thread.submit(self._log, row["step"], lambda: self._step_metrics(row, units))
+        self._submit(row["step"], lambda: self._step_metrics(row, units))
 
     def eval(self, row: dict[str, Any]) -> None:
         """Send a row of `EVAL_FIELDS`."""
-        if self._run is not None:
-            self._thread.submit(self._log, row["step"], lambda: _eval_metrics(row))
+        self._submit(row["step"], lambda: _eval_metrics(row))
 
     def events(self, rows: list[dict[str, Any]]) -> None:
         """Count the promotions among rows of `EVENT_FIELDS`, of the step that was given last."""
-        if self._run is not None and (units := _promoted(rows)):
-            self._thread.submit(self._count, units)
+        if self._run is not None and (number := sum(map(_is_promotion, rows))):
+            self._thread.submit(self._count, number)
 
-    def _count(self, units: list[str]) -> None:
-        self._promotions.update(units)  # W&B puts the number into the row of the last step
-        self._log(self._last_step, lambda: {"recovery/promotions": self._promotions.total()})
+    def _count(self, number: int) -> None:
+        self._num_promotions += number  # W&B puts the number into the row of the last step
+        self._log(self._last_step, lambda: {"recovery/promotions": self._num_promotions})
 
-    def finish(self, summary: dict[str, Any], events: list[dict[str, Any]]) -> None:
+    def finish(self, summary: dict[str, Any], events: list[dict[str, Any]], folder: Path) -> None:
         """Wait for queued rows and end the W&B run.
 
         Args:
             summary: `SUMMARY_FIELDS`.
             events: rows of `EVENT_FIELDS`, sent as a table: the newest, if there are more than W&B takes.
+            folder: the run folder, whose units.arrows the charts of units are made of.
         """
-        self._end(lambda: self._finish(summary, events))
+        self._end(lambda: self._finish(summary, events, folder))
 
-    def _finish(self, summary: dict[str, Any], events: list[dict[str, Any]]) -> None:
+    def _finish(self, summary: dict[str, Any], events: list[dict[str, Any]], folder: Path) -> None:
         wandb = _wandb()
-        last = self._charts()
+        promotions = Counter(str(row["unit"]) for row in events if _is_promotion(row))
+        last_metrics = self._charts(folder, promotions)
         if rows := [[row.get(key) for key in EVENT_FIELDS] for row in events[-wandb.Table.MAX_ROWS :]]:
-            last["events"] = wandb.Table(columns=list(EVENT_FIELDS), data=rows)
-        if last:
-            self._run.log(last, step=self._run.step)
+            last_metrics["events"] = wandb.Table(columns=list(EVENT_FIELDS), data=rows)
+        if last_metrics:
+            self._run.log(last_metrics, step=self._run.step)
         self._run.summary.update({f"summary/{key}": value for key, value in summary.items()})
         self._run.finish(exit_code=0 if summary.get("status") == "done" else 1)
+
+    def _charts(self, folder: Path, promotions: Counter[str]) -> dict[str, Any]:
+        """Return {traces/COLUMN: chart} with a line for each of the most promoted units; the risk without columns.
+
+        A point is the maximum over an interval and has the name of its last step, so that no spike of one step is lost.
+        """
+        wandb, table = _wandb(), read_units(folder).to_pandas().replace([np.inf, -np.inf], np.nan)
+        most_points = max(1, wandb.Table.MAX_ROWS // self._chart_units)
+        interval = max(self._chart_steps, -(-self._last_step // most_points))
+        table["step"] = np.minimum(-(-table["step"] // interval) * interval, self._last_step)
+        columns = [name for name in self._columns if name in table] or ["risk"]
+        maxima = table.groupby(["step", "unit"], observed=True)[columns].max()
+        charts: dict[str, Any] = {}
+        for column in columns:
+            by_unit = maxima[column].unstack().dropna(axis=1, how="all")
+            units = sorted(by_unit, key=lambda unit: (-promotions[unit], -by_unit[unit].max()))[: self._chart_units]
+            lines = [by_unit[unit].dropna() for unit in units]
+            if lines:
+                charts[f"traces/{column}"] = wandb.plot.line_series(
+                    [line.index.tolist() for line in lines],
+                    [line.tolist() for line in lines],
+                    keys=units,
+                    title=f"{column} of the most promoted units, highest in {plural(interval, 'step')}",
+                    xname="step",
+                )
+        return charts
 
     def close(self) -> None:
         """Close the run without `finish`, so that W&B marks it as failed; does nothing after `finish`."""
@@ -263,64 +277,24 @@ class WandbSink:
             return f"W&B: wandb sync {shlex.quote(str(Path(self._run.dir).parent))}"
         return f"W&B: {self._run.url}" if self._run.url else None  # WANDB_MODE=disabled has none
 
+    def _submit(self, step: int, metrics: Callable[[], dict[str, Any]]) -> None:
+        if self._run is not None:
+            self._thread.submit(self._log, step, metrics)
+
     def _log(self, step: int, metrics: Callable[[], dict[str, Any]]) -> None:
         if self._run is not None:  # else an earlier row failed
             with self._tolerant("log"):
                 self._run.log(metrics(), step=step)
 
     def _step_metrics(self, row: dict[str, Any], units: UnitRows | None) -> dict[str, Any]:
-        self._last_step = row["step"]
-        metrics = {"step": row["step"], "recovery/promotions": self._promotions.total()}
+        self._last_step, self._columns = row["step"], list(row["over"])
+        metrics = {"step": row["step"], "recovery/promotions": self._num_promotions}
         metrics |= {name: row[key] for key, name in STEP_METRICS.items()}
-        metrics |= {f"over/{column}": number for column, number in row["over"].items()}
-        metrics |= {f"model/{name}": number for name, number in row["statistics"].items()}
-        metrics |= {f"monitored/{name}": norm for name, norm in row["monitored"].items()}
+        for prefix, key in (("over", "over"), ("model", "statistics"), ("monitored", "monitored")):
+            metrics |= {f"{prefix}/{name}": number for name, number in row[key].items()}
         for operand, (saturated, nonfinite) in row["saturation"].items():
             metrics |= {f"casts/{operand}_saturated": saturated, f"casts/{operand}_nonfinite": nonfinite}
-        if units is not None:
-            metrics |= _unit_metrics(units)
-            self._keep(units, [name for name in row["over"] if name in units.columns])
-        if row["step"] % self._chart_every == 0 and row["step"] != self._total_steps:  # `finish` sends the last ones
-            metrics |= self._charts()
-        return metrics
-
-    def _keep(self, rows: UnitRows, columns: list[str]) -> None:
-        """Keep the signal's columns for the charts, or the risk if it has none: the maximum over each interval.
-
-        An interval of `_every` steps has the name of its last step, so that a spike of one step is in the chart.
-        """
-        self._units = rows.units
-        for column, values in ({name: rows.columns[name] for name in columns} or {"risk": rows.risk}).items():
-            known = np.where(rows.observed & np.isfinite(values), values, np.nan)
-            _raise_to(self._traces.setdefault(column, {}), self._interval(rows.step), known)
-        if max(map(len, self._traces.values())) * self._most > _wandb().Table.MAX_ROWS:
-            self._every *= 2
-            for column, points in self._traces.items():
-                self._traces[column] = {}
-                for step, values in points.items():
-                    _raise_to(self._traces[column], self._interval(step), values)
-
-    def _interval(self, step: int) -> int:
-        return -(-step // self._every) * self._every
-
-    def _charts(self) -> dict[str, Any]:
-        """Return {traces/COLUMN: chart} with a line for each of the units promoted most so far, if any is known."""
-        promotions = np.array([self._promotions[unit] for unit in self._units])
-        charts: dict[str, Any] = {}
-        for column, points in self._traces.items():
-            steps, values = np.minimum(list(points), self._last_step), np.array(list(points.values()))  # (T,), (T, U)
-            highest = np.fmax.reduce(values)  # decides between units with equal promotions
-            places = [place for place in np.lexsort((-highest, -promotions)) if not np.isnan(highest[place])]
-            lines = [(place, ~np.isnan(values[:, place])) for place in places[: self._most]]
-            if lines:
-                charts[f"traces/{column}"] = _wandb().plot.line_series(
-                    [steps[known].tolist() for _, known in lines],
-                    [values[known, place].tolist() for place, known in lines],
-                    keys=[self._units[place] for place, _ in lines],
-                    title=f"{column} of the most promoted units, highest in {plural(self._every, 'step')}",
-                    xname="step",
-                )
-        return charts
+        return metrics | ({} if units is None else _unit_metrics(units))
 
     @contextmanager
     def _tolerant(self, doing: str) -> Iterator[None]:
@@ -342,17 +316,12 @@ class WandbSink:
 
 def group_of(name: str, arm: str) -> str:
     """Return the run's name, EXPERIMENT/ARM-HASH-s0, without its seed; EXPERIMENT/ARM for a run of another name."""
-    without = re.sub(r"-s\d+$", "", name)
-    return (without if without != name else f"{name.partition('/')[0]}/{arm}")[:128]
+    without_seed = re.sub(r"-s\d+$", "", name)
+    return (without_seed if without_seed != name else f"{name.partition('/')[0]}/{arm}")[:128]
 
 
-def _raise_to(points: dict[int, np.ndarray], step: int, values: np.ndarray) -> None:
-    """Raise the point of `step` to the maximum of itself and `values`; NaN is no number."""
-    points[step] = np.fmax(points[step], values) if step in points else values
-
-
-def _promoted(rows: list[dict[str, Any]]) -> list[str]:
-    return [str(row["unit"]) for row in rows if row["event"] == "promote"]
+def _is_promotion(row: dict[str, Any]) -> bool:
+    return bool(row["event"] == "promote")
 
 
 def _eval_metrics(row: dict[str, Any]) -> dict[str, Any]:
@@ -385,13 +354,13 @@ def _tear_down() -> None:
 
 
 def _open(wandb: Any, mode: str, arguments: dict[str, Any]) -> Any:
-    known = wandb.Settings.model_fields  # the x_ names come and go with versions
+    settings = wandb.Settings.model_fields  # the x_ names come and go with versions
     return wandb.init(
         **arguments,
         mode=mode,
         resume="allow" if mode == "online" else None,  # offline it has no effect: the id joins the parts of a run
         reinit="create_new",
-        settings=wandb.Settings(**{key: value for key, value in _SETTINGS.items() if key in known}),
+        settings=wandb.Settings(**{key: value for key, value in _SETTINGS.items() if key in settings}),
     )
 
 
