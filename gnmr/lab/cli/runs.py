@@ -31,51 +31,62 @@ FOLDER is a run folder, or any folder above run folders (default: runs). The new
 
 
 @dataclass(frozen=True)
-class _Row:
-    place: Path
+class _RunRow:
+    folder: Path
     changed: float
     """When its records were written last, seconds since the epoch."""
     status: str
-    steps: int
-    ppl: float
+    steps: int = 0
+    perplexity: float = math.nan
     """Of the last evaluation; NaN where there is none."""
-    spent: float
+    recovered: float = math.nan
     """Share of the GEMMs' arithmetic on the recovery path; NaN where it is not known."""
+
+    def cells(self, root: str) -> tuple[Text, Text, str, str, str, str]:
+        """Return the texts of the table's columns; names are relative to `root`."""
+        return (
+            Text(printable(os.path.relpath(self.folder, root))),
+            Text(self.status, _STYLES.get(self.status, "yellow")),
+            f"{self.steps:,}",
+            "–" if math.isnan(self.perplexity) else f"{self.perplexity:.2f}",
+            "–" if math.isnan(self.recovered) else f"{self.recovered:.1%}",
+            f"{datetime.fromtimestamp(self.changed):%Y-%m-%d %H:%M}",
+        )
+
+
+_STYLES = {"done": "green", "failed": "red", "damaged": "red"}
 
 
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code. Raises UserError without a run."""
     parser = Parser("runs", "[FOLDER...] [last=N]", _TEXT)
     parser.option("last", whole(1), "show the newest N runs; null: all of them", 30)
-    given = parser.parse(argv)
-    folders = [Path(word) for word in given.words] or [Path("runs")]
-    if not given.words and not folders[0].is_dir():
+    options = parser.parse(argv)
+    folders = [Path(word) for word in options.words] or [Path("runs")]
+    if not options.words and not folders[0].is_dir():
         raise UserError("runs: there is no folder runs/ here; gnmr demo or gnmr train make one, or name another")
-    found = sorted(find_runs(folders), key=changed)
-    shown = found[-given.last :] if given.last else found
-    console = for_tables()
-    table = _narrow if console.width < NARROW else _table
-    console.print(table([_row(folder) for folder in shown], os.path.commonpath(folders) or "."))
-    if left_out := len(found) - len(shown):
-        print_plain(console, f"{plural(left_out, 'older run')} hidden; last=null shows all")
+    runs = sorted(find_runs(folders), key=changed)
+    rows = [_row(folder) for folder in (runs[-options.last :] if options.last else runs)]
+    console, root = for_tables(), os.path.commonpath(folders) or "."
+    console.print(_narrow(rows, root) if console.width < NARROW else _table(rows, root))
+    if hidden := len(runs) - len(rows):
+        print_plain(console, f"{plural(hidden, 'older run')} hidden; last=null shows all")
     return 0
 
 
-def _row(folder: Path) -> _Row:
-    """`Damaged` records make a row too."""
-    steps, ppl, spent = 0, math.nan, math.nan
+def _row(folder: Path) -> _RunRow:
+    """Return the row of a run; damaged records make one too."""
     try:
         _check(folder)
         summary = read_json(folder / "summary.json") or {}
-        status = _status(folder, summary)
+        perplexity = _number(summary.get("final_val_ppl"))
+        if math.isnan(perplexity) and (evaluations := read_jsonl(folder / "eval.jsonl")):
+            perplexity = _number(evaluations[-1].get("val_ppl"))
         steps = int(_number(summary.get("steps"), last_step(folder)))
-        spent = _number(summary.get("spent_gemm_frac"))
-        ppl = _number(summary.get("final_val_ppl"))
-        if math.isnan(ppl) and (rows := read_jsonl(folder / "eval.jsonl")):
-            ppl = _number(rows[-1].get("val_ppl"))
+        recovered = _number(summary.get("spent_gemm_frac"))
+        return _RunRow(folder, changed(folder), _status(folder, summary), steps, perplexity, recovered)
     except UserError:
-        status = "damaged"
-    return _Row(folder, changed(folder), status, steps, ppl, spent)
+        return _RunRow(folder, changed(folder), "damaged")
 
 
 def _check(folder: Path) -> None:
@@ -106,36 +117,22 @@ def _number(value: Any, otherwise: float = math.nan) -> float:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else otherwise
 
 
-_STYLES = {"done": "green", "failed": "red", "damaged": "red"}
-
-
-def _cells(row: _Row, root: str) -> tuple[Text, Text, str, str, str, str]:
-    return (
-        Text(printable(os.path.relpath(row.place, root))),
-        Text(row.status, _STYLES.get(row.status, "yellow")),
-        f"{row.steps:,}",
-        "–" if math.isnan(row.ppl) else f"{row.ppl:.2f}",
-        "–" if math.isnan(row.spent) else f"{row.spent:.1%}",
-        f"{datetime.fromtimestamp(row.changed):%Y-%m-%d %H:%M}",
-    )
-
-
-def _table(rows: list[_Row], root: str) -> Table:
+def _table(rows: list[_RunRow], root: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 0))
     table.add_column(f"run, below {printable(root)}", overflow="fold")
     table.add_column("status", no_wrap=True)
     for name in ("steps", "ppl", "GEMM\nFLOPs", "written"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(*_cells(row, root))
+        table.add_row(*row.cells(root))
     return table
 
 
-def _narrow(rows: list[_Row], root: str) -> Group:
-    """Two lines a run: its name, then how it ended."""
+def _narrow(rows: list[_RunRow], root: str) -> Group:
+    """Return three lines for each run: its name, how it ended, and when."""
     lines = [Text(f"runs below {printable(root)}", "bold")]
     for row in rows:
-        name, status, steps, ppl, spent, when = _cells(row, root)
-        figures = f", {steps} steps, ppl {ppl}, GEMM FLOPs recovered {spent}"
-        lines += [name, Text.assemble("  ", status, figures), Text(f"  {when}", "dim")]
+        name, status, steps, perplexity, recovered, written = row.cells(root)
+        figures = f", {steps} steps, ppl {perplexity}, GEMM FLOPs recovered {recovered}"
+        lines += [name, Text.assemble("  ", status, figures), Text(f"  {written}", "dim")]
     return Group(*lines)
