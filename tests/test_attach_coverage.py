@@ -162,7 +162,7 @@ def test_copies_before_the_first_step_count_nothing() -> None:
     controller = attach(model, **PATHS, signal="always_low")
     twin = copy.deepcopy(model)
     twin(TOKENS).backward()
-    assert sum(controller._counting.found.called().values()) == 0  # type: ignore[union-attr]
+    assert sum(controller._counting.coverage.called().values()) == 0  # type: ignore[union-attr]
     both = copy.deepcopy((model, controller))
     assert not [line for line in one_step(*both) if line.startswith("attach covers")]
     assert one_step(model, controller)
@@ -187,7 +187,7 @@ def test_what_activation_checkpointing_recomputes_counts_once(reentrant: bool) -
     controller = attach(model, **PATHS, signal="always_low")
     one_step(model, controller)
     assert controller.converted.cost.work is not None
-    assert controller.converted.cost.work.rest == 64 * (2 * 64 + HEAD)
+    assert controller.converted.cost.work.outside == 64 * (2 * 64 + HEAD)
     assert sum(controller.converted.cost.work.operators) == 64 * 2 * (BLOCK - 64)
 
 
@@ -223,7 +223,7 @@ def test_a_pass_that_ends_early_is_not_counted_and_leaves_no_mode(
         assert not _get_current_dispatch_mode_stack()
         assert controller.converted.cost.work is not None
         assert controller.converted.cost.work.operators == (64 * 64, 64 * 128, 64 * 128) * 2
-        assert controller.converted.cost.work.rest == 64 * (2 * 64 + HEAD)
+        assert controller.converted.cost.work.outside == 64 * (2 * 64 + HEAD)
 
 
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])

@@ -143,7 +143,7 @@ class Router:
 
     def _share(self) -> float:
         work = self.converted.cost.work
-        return 0.0 if work is None else sum(work.operators) / (sum(work.operators) + work.rest)
+        return 0.0 if work is None else sum(work.operators) / (sum(work.operators) + work.outside)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy (pickle, deepcopy): a copy of the model alone has no probe."""
@@ -193,8 +193,10 @@ class Router:
                 "with one token through each; run the first step before torch.compile"
             )
         if found is not None and self.t == 1:
-            never = [name for name, why in found.missed(o.operator_name for o in operators).items() if why == READ]
-            if found.misses(operators):
+            never = [
+                name for name, why in found.never_called(o.operator_name for o in operators).items() if why == READ
+            ]
+            if found.leaves_out_much(operators):
                 yield f"attach {found.line([o.operator_name for o in operators])}"
         elif self._told_never:
             return
@@ -267,20 +269,20 @@ class Router:
         if counting is None:
             return
         counting.disarm()
-        found, operators, ranks = counting.found, self.converted.operators, self.controller.ranks
-        work, missed = found.work(operators), found.missed(operator.operator_name for operator in operators)
+        found, operators, ranks = counting.coverage, self.converted.operators, self.controller.ranks
+        work, missed = found.work(operators), found.never_called(operator.operator_name for operator in operators)
         counted = zip(operators, work.operators, strict=True)
         unseen = any(not number and missed.get(one.operator_name) != READ for one, number in counted)
         parts = torch.tensor(
-            [*work.operators, work.rest, unseen and counting.compiled], dtype=torch.float64, device="cpu"
+            [*work.operators, work.outside, unseen and counting.compiled], dtype=torch.float64, device="cpu"
         )
         if ranks is not None and self.controller.measured.together:
             parts = ranks.sum({"work": parts.to(self.controller.device)})["work"]
-        *counts, rest, uncounted = map(int, parts.tolist())
+        *counts, outside, uncounted = map(int, parts.tolist())
         self._uncounted = uncounted > 0
         if sum(counts) and not uncounted:
             self.coverage = found
-            self._recount(work._replace(operators=tuple(counts), rest=rest))
+            self._recount(work._replace(operators=tuple(counts), outside=outside))
         self.controller.check_budget()
 
     def _recount(self, work: Work | None) -> None:
@@ -474,7 +476,7 @@ class Router:
         self._check_attached()
         more: dict[str, Any] = {} if self.recording is None else {"record": self.recording.state()}
         if self._counts_itself and (work := self.converted.cost.work) is not None:
-            more["work"] = [*work.operators, work.rest]
+            more["work"] = [*work.operators, work.outside]
         return {**self.controller.state_dict(), "converted": self.converted.state_dict(), **more}
 
     def check_state(self, state: Any) -> None:

@@ -33,7 +33,7 @@ from gnmr.conversion.targets import KEPT
 from gnmr.conversion.unit_names import of_any_expert, operator_names, unit_of
 from gnmr.errors import first_few, plural
 from gnmr.formats import RECIPES, Recipe
-from gnmr.measure.coverage import MUCH, Coverage, Product, count, percent, routes
+from gnmr.measure.coverage import MUCH, Coverage, Product, count, percent
 from gnmr.measure.guards import (
     as_it_was,
     not_finite,
@@ -132,7 +132,7 @@ class Audit:
         if idle := [row.operator for row in self.rows if row not in rows]:
             head += f"; {first_few(idle, 3)} did not run"
         covered = [row.operator for row in rows if not num_low or row.low]
-        if self.coverage.others(covered):
+        if self.coverage.left_out(covered):
             head += f"; {self.coverage.line(covered, 'low precision covers' if num_low else 'linears are')}"
         return f"{head}: " + ("sound" if self.sound else plural(len(self.findings), "finding"))
 
@@ -598,8 +598,8 @@ def _coverage_findings(coverage: Coverage, operators: Sequence[Operator], recipe
     """Yield the share of GEMMs outside linear operators if the model is in low precision or they are most of it."""
     uncovered = {
         product: share
-        for product, share in coverage.others([o.name for o in operators]).items()
-        if product.kind != "Linear" and not routes(product)
+        for product, share in coverage.left_out([o.name for o in operators]).items()
+        if product.kind != "Linear" and not product.routes
     }
     share = sum(uncovered.values())
     if share >= (MUCH if recipe is not None or any(o.low for o in operators) else 0.5):

@@ -63,10 +63,10 @@ class Work(NamedTuple):
 
     operators: tuple[int, ...]
     """Multiplications of each operator, in order."""
-    rest: int
+    outside: int
     """Multiplications of all other GEMMs."""
-    told: tuple[str, ...] = ()
-    """Lines for tables that describe the operators' part of the whole."""
+    notes: tuple[str, ...] = ()
+    """Lines for tables that describe the operators' share of all GEMMs."""
 
 
 class Spent(NamedTuple):
@@ -203,7 +203,7 @@ class Cost:
 
     @property
     def _rest(self) -> int:
-        return 0 if self.work is None else self.work.rest
+        return 0 if self.work is None else self.work.outside
 
     def _bytes_of_units(self) -> tuple[list[float], float]:
         model = self._model

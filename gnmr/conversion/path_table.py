@@ -66,7 +66,7 @@ def _paths_of(operator: PathLinear, model: ConvertedModel) -> tuple[str, str]:
 
 def _notes(model: ConvertedModel) -> list[str]:
     operators, units = model.operators, model.units
-    lines = [] if model.cost.work is None else [*model.cost.work.told]
+    lines = [] if model.cost.work is None else [*model.cost.work.notes]
     if units and len(units) != len(operators):
         lines.append(f"{len(units)} units of {len(operators)} operators: {units[0].name} ... {units[-1].name}")
     if pinned := sum(len(operator.pinned) for operator in operators):

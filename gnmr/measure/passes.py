@@ -402,7 +402,7 @@ class Passes:
         self._advance(PRICED - 1)
         labels, kl = "model" if drawn else "data", whole.kl_to(low)
         return Priced(
-            terms, whole.loss_value, low.loss_value, kl, numbers, rescued, rows, labels, estimate, counting.found
+            terms, whole.loss_value, low.loss_value, kl, numbers, rescued, rows, labels, estimate, counting.coverage
         )
 
     def _other_dim(self, whole: Output) -> bool:

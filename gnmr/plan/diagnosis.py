@@ -409,7 +409,7 @@ class Diagnosis:
             "price_tokens": self.tokens,
             "pins": self.pins,
             "covers": self.coverage.share(self.operators),
-            "left_out": {one.name: share for one, share in self.coverage.others(self.operators).items()},
+            "left_out": {product.name: share for product, share in self.coverage.left_out(self.operators).items()},
             "idle": dict(self.idle),
             "partly": dict(self.partly),
             "choices": self.compared(),

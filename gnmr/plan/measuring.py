@@ -83,11 +83,11 @@ class Doctor:
         unpriced = self._rows_without_gradient(first) if priced[0].kl is not None else ()
         shapes = {o.operator_name: (o.in_features, o.out_features) for o in self.passes.converted.operators}
         operators = {o.operator_name: shapes[o.operator_name] for o in kept}
-        coverage = Coverage.total(one.coverage for one in priced)
+        coverage = Coverage.sum_of(one.coverage for one in priced)
         every = dict(zip(shapes, rows.sum(axis=0).tolist(), strict=True))
         work = {name: every[name] * a * b for name, (a, b) in operators.items()}
         called = coverage.called()
-        rest = coverage.whole - sum(called.get(name, 0) for name in operators)
+        rest = coverage.total - sum(called.get(name, 0) for name in operators)
         choices = {row.operator for row in unpriced if row.value}
         reached = {of_any_expert(name) for name in operators}
         known = {*operators} | (self.passes.read - self.passes.called)

@@ -52,7 +52,7 @@ def left_out(found: Diagnosis) -> list[str]:
     if names := found.without_sequences:
         why = "as rows of theirs belong to several sequences of the logits (S, T, V)"
         clauses.append(f"estimated by token alone, {why}: {first_few(names)}")
-    if found.coverage.others(found.operators):
+    if found.coverage.left_out(found.operators):
         clauses.append(found.coverage.line(found.operators, "this covers"))
     return clauses
 

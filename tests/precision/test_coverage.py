@@ -55,7 +55,7 @@ def test_all_products_are_counted_as_torch_counts_them(model: str, auto: str, op
     found = count(made, lambda: made(**batch))
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         made(**batch)
-    assert 2 * (found.whole + found.attention) == counter.get_total_flops()
+    assert 2 * (found.total + found.attention) == counter.get_total_flops()
 
 
 def test_experts_of_a_mixture_count_the_tokens_that_reach_them() -> None:
@@ -76,7 +76,7 @@ def test_linears_that_are_read_without_a_call_are_named() -> None:
     model = model_of("MambaConfig", **MAMBA)
     found = count(model, lambda: model(input_ids=TOKENS))
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    reasons = found.missed([*names, "nowhere"])
+    reasons = found.never_called([*names, "nowhere"])
     read = "its weight is read without calling it"
     assert reasons == {f"backbone.layers.{i}.mixer.dt_proj": read for i in range(2)} | {"nowhere": "it never ran"}
     assert "mixer.dt_proj (read without a call)" in found.line(names)
@@ -202,7 +202,7 @@ def test_a_loop_is_counted_until_it_is_disarmed() -> None:
         other["head"](torch.randn(3, 8)).sum().backward()
     counting.disarm()
     loss()
-    assert counting.found.called()["head"] == 2 * 64 * 8 * 64
+    assert counting.coverage.called()["head"] == 2 * 64 * 8 * 64
     hooks = [module._forward_hooks or module._forward_pre_hooks for module in model.modules()]
     assert not any(hooks)
 
@@ -221,7 +221,7 @@ def test_a_compiled_model_is_not_counted_and_compiles_once() -> None:
     for _ in range(3):
         model(torch.randn(4, 8)).sum().backward()
         counting.disarm()
-    assert counting.found.whole == 0 and len(frames) == 1
+    assert counting.coverage.total == 0 and len(frames) == 1
 
 
 @pytest.mark.parametrize(
@@ -295,11 +295,11 @@ def test_a_linear_that_multiplies_less_counts_what_it_multiplies(
         counting.arm()
         model(x).sum().backward()
         counting.disarm()
-        found = counting.found
+        found = counting.coverage
     else:
         found = count(model, lambda: model(x))
     assert found.called() == {f"1.{name}".rstrip("."): number for name, number in products.items()}
-    assert found.whole == sum(products.values()) and found.attention == 0
+    assert found.total == sum(products.values()) and found.attention == 0
 
 
 def test_a_converted_linear_with_its_own_forward_counts_once() -> None:
