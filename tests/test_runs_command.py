@@ -13,7 +13,7 @@ from gnmr.console import Terminal
 from gnmr.errors import UserError
 from gnmr.lab.cli import runs as runs_command
 from gnmr.lab.cli.parser import Parser, runs, settings_and_places
-from gnmr.lab.cli.train import _apart
+from gnmr.lab.cli.train import _among_trials
 from gnmr.lab.config import load, to_dict
 from gnmr.lab.config.compose import compose
 from gnmr.lab.train.folder import run_folder
@@ -102,7 +102,7 @@ def test_a_smoke_run_is_the_latest_of_none_else(two, gnmr):
 
 def test_smoke_runs_have_a_folder_of_their_own():
     words = ["debug=smoke", "experiment=fork_base"]
-    assert str(run_folder(_apart(compose(words), words))).startswith("runs/smoke/fork_base/")
+    assert str(run_folder(_among_trials(compose(words), words))).startswith("runs/smoke/fork_base/")
     assert str(run_folder(compose(["debug=smoke", "runs_dir=mine"]))).startswith("mine/custom/")
 
 
@@ -122,12 +122,12 @@ def study() -> dict[str, object]:
 )
 def test_a_trial_stays_out_of_its_experiments_folder(words, below, study):
     config = load(OmegaConf.merge(study, OmegaConf.from_dotlist(words)))
-    assert run_folder(_apart(config, ["experiment=act_quant_stress", *words])).parent == Path(below)
+    assert run_folder(_among_trials(config, ["experiment=act_quant_stress", *words])).parent == Path(below)
 
 
 def test_a_short_fork_is_no_trial():
     words = ["experiment=fork", "training.steps=40"]
-    assert run_folder(_apart(compose(words), words)).parent == Path("runs/fork")
+    assert run_folder(_among_trials(compose(words), words)).parent == Path("runs/fork")
 
 
 @pytest.mark.usefixtures("composed_once")

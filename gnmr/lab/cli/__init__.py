@@ -39,7 +39,7 @@ COMMANDS = {
 }
 """Purpose and example of each command, which is a module of this package: `main(words)` returns the exit code."""
 _LINES = "\n".join(
-    f"  {name:8} {what}\n           gnmr {name} {words}".rstrip() for name, (what, words) in COMMANDS.items()
+    f"  {name:8} {purpose}\n           gnmr {name} {words}".rstrip() for name, (purpose, words) in COMMANDS.items()
 )
 _HELP = f"""\
 gnmr: runtime stability control for low-precision language model training
@@ -76,22 +76,18 @@ def _main(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(_HELP, end="")
         return 0 if words else 2
-    if words[0] in ("-V", "--version"):
+    command, *arguments = words
+    if command in ("-V", "--version"):
         print(f"gnmr {__version__}")
         return 0
-    if odd := [word for word in words if "\0" in word]:
-        return _mistake(f"{odd[0]}: has a NUL in it, which no name or value has")
-    command, rest = words[0], words[1:]
+    if with_nul := [word for word in words if "\0" in word]:
+        return _mistake(f"{with_nul[0]}: has a NUL in it, which no name or value has")
     if command not in COMMANDS:
         return _mistake(f"unknown command {command!r}{nearest(command, COMMANDS)} (gnmr --help)")
-    return _guarded(command, rest)
-
-
-def _guarded(command: str, words: list[str]) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn
-            code: int = import_module(f"gnmr.lab.cli.{command}").main(words)
+            code: int = import_module(f"gnmr.lab.cli.{command}").main(arguments)
             return code
     except UserError as error:
         return _mistake(str(error))
@@ -108,8 +104,7 @@ def _guarded(command: str, words: list[str]) -> int:
             return _mistake(f"{error.filename}: {error.strerror}")  # a name that no file has, wherever it is found
         from gnmr.lab.config.compose import mistake
 
-        line = mistake(error)
-        if line is None:
+        if (line := mistake(error)) is None:
             raise
         return _mistake(line)
 

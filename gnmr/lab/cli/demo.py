@@ -31,27 +31,26 @@ _LOOK_S = 0.5
 
 
 def main(argv: list[str]) -> int:
-    """The command; returns its exit code."""
+    """Run the command and return its exit code."""
     parser = Parser("demo", "[orders=3] [runs_dir=runs]", _TEXT, keys=True)
     parser.option("orders", whole(1), "orders of the data: every arm runs once on each; a test needs three", 3)
     parser.option("runs_dir", path, "where the runs and the report go, in its folder demo/", Path("runs"))
-    given = parser.parse(argv)
-    if given.words or given.orders is None:
-        parser.error(
-            f"{(given.words or ['orders=null'])[0]}: it has orders=N and runs_dir=FOLDER; other arms: sweep=fork"
-        )
-    if given.runs_dir.expanduser().exists() and not given.runs_dir.expanduser().is_dir():
-        raise UserError(f"runs_dir={given.runs_dir}: is a file; name a folder")
+    options = parser.parse(argv)
+    runs_dir = options.runs_dir.expanduser()
+    if options.words or options.orders is None:
+        word = (options.words or ["orders=null"])[0]
+        parser.error(f"{word}: it has orders=N and runs_dir=FOLDER; other arms: sweep=fork")
+    if runs_dir.exists() and not runs_dir.is_dir():
+        raise UserError(f"runs_dir={options.runs_dir}: is a file; name a folder")
     from gnmr.lab.train.folder import run_folder
 
-    began = time.monotonic()
-    opening = (
-        f"gnmr demo: {len(_ARMS)} arms, {plural(given.orders, 'order')} of the data: about a minute on two idle cores"
-    )
-    print_plain(console := for_tables(), opening, by_words=console.is_terminal)
-    cells = list(_cells(given.orders, given.runs_dir.expanduser()))
+    began, console = time.monotonic(), for_tables()
+    orders = plural(options.orders, "order")
+    line = f"gnmr demo: {len(_ARMS)} arms, {orders} of the data: about a minute on two idle cores"
+    print_plain(console, line, by_words=console.is_terminal)
+    cells = list(_cells(options.orders, runs_dir))
     _run([(words, config) for words, config in cells if not (run_folder(config) / "DONE").exists()])
-    _print_result([run_folder(config) for _, config in cells], given.runs_dir.expanduser() / "demo", given.orders)
+    _print_result([run_folder(config) for _, config in cells], runs_dir / "demo", options.orders)
     print(f"in {time.monotonic() - began:.0f} s")
     return 0
 
@@ -73,17 +72,13 @@ def _run(cells: Sequence[tuple[list[str], Config]]) -> None:
     """Run the cells side by side. Raises RunFailed and UserError as a run does."""
     if not cells:
         return
-    _prepare(cells[0][1])
+    from gnmr.lab.train.build import open_data
+
+    # The token files take a while the first time, and all workers read them.
+    open_data(cells[0][1], lambda line: print(f"gnmr demo: {line}", flush=True))
     calls: list[Call] = [(_train, (config, words), {}) for words, config in cells]
     with _watched([config for _, config in cells]):
         run_side_by_side(calls, [" ".join(words[1:]) for words, _ in cells])
-
-
-def _prepare(config: Config) -> None:
-    """Make the token files, which takes a while the first time."""
-    from gnmr.lab.train.build import open_data
-
-    open_data(config, lambda line: print(f"gnmr demo: {line}", flush=True))
 
 
 def _train(config: Config, words: Sequence[str]) -> None:
@@ -106,8 +101,8 @@ def _watched(configs: Sequence[Config]) -> Iterator[None]:
     def watch(show: Callable[[int, int | None], None]) -> None:
         show(0, total)
         while not over.wait(_LOOK_S):
-            if made := sum(last_step(run_folder(config)) for config in configs):
-                show(made, total)
+            if steps := sum(last_step(run_folder(config)) for config in configs):
+                show(steps, total)
 
     with showing("demo", "steps") as show:
         thread = threading.Thread(target=watch, args=(show,), daemon=True)

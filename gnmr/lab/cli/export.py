@@ -26,7 +26,7 @@ targets:
 
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code. Raises UserError before anything is written."""
-    targets = "".join(f"  {name:13} {one.library}\n" for name, one in TARGETS.items())
+    targets = "".join(f"  {name:13} {target.library}\n" for name, target in TARGETS.items())
     parser = Parser("export", "PLAN [to=TARGET,...] [out=FOLDER] [pp=N] [layers=N]", _TEXT + targets, bare=False)
     parser.option("to", names_of, "targets, with commas between; default: all that can run the plan's low recipe")
     parser.option("out", path, "folder for the files, made where there is none; default: PLAN's")
@@ -36,30 +36,30 @@ def main(argv: list[str]) -> int:
         whole(1),
         "blocks of the model, if the plan has targets= or exclude= and does not list the model's linears",
     )
-    asked, place = parser.of_one_place(argv, "plan.json, or its folder")
-    out = asked.out or (Path(place) if Path(place).is_dir() else Path(place).parent)
+    options, place = parser.of_one_place(argv, "plan.json, or its folder")
+    out = options.out or (Path(place) if Path(place).is_dir() else Path(place).parent)
     with as_user_error():
-        for target in asked.to or ():
+        for target in options.to or ():
             one_of(TARGETS, to=target)
-    if asked.pp > 1 and asked.to and "megatron" not in asked.to:
-        raise UserError(f"pp={asked.pp}: is for to=megatron alone; leave it out")
+    if options.pp > 1 and options.to and "megatron" not in options.to:
+        raise UserError(f"pp={options.pp}: is for to=megatron alone; leave it out")
     plan, files, lines = read_plan(place), dict[str, str](), list[str]()
-    for target in asked.to or TARGETS:
+    for target in options.to or TARGETS:
         try:
             with as_user_error():
-                found = export(plan, target, asked.pp, asked.layers)
+                result = export(plan, target, options.pp, options.layers)
         except UserError as error:
-            if asked.to:
+            if options.to:
                 raise
             lines.append(f"{target}: not written: {error}")
             continue
-        files |= found.files
-        lines += [f"{', '.join(found.files)}: {note}" for note in found.notes if "NOT" in note]
+        files |= result.files
+        lines += [f"{', '.join(result.files)}: {note}" for note in result.notes if "NOT" in note]
     if not files:
         raise UserError(f"out={out}: nothing to write: {lines[0]}")
     with writing(f"out={out}"):
         out.mkdir(exist_ok=True)
-    for name in files:
+    for name in files:  # all are checked before any is written
         output.check(out / name, f"out={out / name}", follow=False)
     for name, text in files.items():
         output.write_text(out / name, text, f"out={out / name}", follow=False)

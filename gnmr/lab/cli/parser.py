@@ -70,47 +70,37 @@ class Parser(argparse.ArgumentParser):
         if not (argv or self._bare):
             self.print_help()
             raise SystemExit(2)
-        given, unknown = self.parse_known_intermixed_args([f"--{word}" if self._named(word) else word for word in argv])
+        words = [f"--{word}" if "=" in word and word.partition("=")[0] in self._reads else word for word in argv]
+        options, unknown = self.parse_known_intermixed_args(words)
+        if not self._keys:
+            unknown += settings_and_places(options.words)[0]
         if unknown:
-            self._unknown(unknown[0])
-        if not self._keys and (words := settings_and_places(given.words)[0]):
-            self._unknown(words[0])
+            name = unknown[0].strip("-").partition("=")[0]
+            if name in self._flags:
+                self.error(f"{unknown[0]}: is written --{name}")
+            self.error(f"unknown option {unknown[0]!r}{nearest(name, [*self._reads, *self._flags])}")
         for name, read in self._reads.items():
-            if isinstance(text := getattr(given, name), str):
+            if isinstance(text := getattr(options, name), str):
                 if not text:
                     self.error(f"'{name}=' has no value")
                 with as_user_error():
-                    setattr(given, name, read(name, text))
-        return given
+                    setattr(options, name, read(name, text))
+        return options
 
-    def of_one_place(self, argv: list[str], what: str) -> tuple[argparse.Namespace, str]:
-        """Parse the words, and return the one place besides the options; `what` describes it in messages."""
-        asked = self.parse(argv)
-        if len(asked.words) != 1:
-            self.error(f"name one {what}")
-        return asked, named(asked.words[0])
+    def of_one_place(self, argv: list[str], kind: str) -> tuple[argparse.Namespace, str]:
+        """Parse the words, and return the one place besides the options; `kind` describes it in messages."""
+        options = self.parse(argv)
+        if len(options.words) != 1:
+            self.error(f"name one {kind}")
+        return options, named(options.words[0])
 
     def print_help(self, file: Any = None) -> None:
         """Print the help; unlike argparse, raise if output cannot be written."""
         print(self.format_help(), end="", file=file)
 
-    @property
-    def names(self) -> list[str]:
-        """Return the names of the options and flags."""
-        return [*self._reads, *self._flags]
-
     def error(self, message: str) -> NoReturn:
         """Raise UserError with the message."""
         raise UserError(f"{self._command}: {message} (gnmr {self._command} --help)")
-
-    def _unknown(self, word: str) -> NoReturn:
-        if (name := word.strip("-").partition("=")[0]) in self._flags:
-            self.error(f"{word}: is written --{name}")
-        self.error(f"unknown option {word!r}{nearest(name, self.names)}")
-
-    def _named(self, word: str) -> bool:
-        name, sign, _ = word.partition("=")
-        return bool(sign) and name in self._reads
 
 
 def settings_and_places(words: list[str]) -> tuple[list[str], list[str]]:
@@ -168,7 +158,7 @@ def one_of(*choices: str) -> Read:
 def names_of(_name: str, value: str) -> list[str]:
     """Read names from [a,b] or a,b."""
     inner = value[1:-1] if value.startswith("[") and value.endswith("]") else value
-    return [one.strip(" '\"") for one in inner.split(",")] if inner.strip() else []
+    return [name.strip(" '\"") for name in inner.split(",")] if inner.strip() else []
 
 
 def recipe_of(key: str, word: str, others: Iterable[str] = ()) -> str:

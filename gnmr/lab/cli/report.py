@@ -25,9 +25,9 @@ def main(argv: list[str]) -> int:
     parser.option("html", path, "the page; default: report.html beside report.md")
     parser.flag("all", "print every comparison, all tables and their notes")
     parser.flag("strict", "refuse runs of one experiment and scale that cannot be compared")
-    given = parser.parse(argv)
-    if not given.words:
+    options = parser.parse(argv)
+    if not options.words:
         parser.error("name a run folder, or a folder above run folders")
-    paths = [Path(named(word)) for word in given.words]
-    report(paths, given.out, for_tables(), strict=given.strict, html=given.html, everything=given.all)
+    paths = [Path(named(word)) for word in options.words]
+    report(paths, options.out, for_tables(), strict=options.strict, html=options.html, everything=options.all)
     return 0

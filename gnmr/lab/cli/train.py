@@ -40,24 +40,21 @@ def main(argv: list[str]) -> int:
     # (gnmr/lab/train/wrap.py). torch reads this variable when it is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     words = [f"base={runs('base', word[5:])}" if word.startswith("base=") else word for word in argv]
-    words.sort(key=lambda word: word.startswith("-") or not ("=" in word or word.startswith("~")))  # Hydra's parser
-    # takes the overrides in one piece; flags and what belongs to them go behind, in their order.
+    # Hydra's parser takes the overrides in one piece; flags and what belongs to them go behind, in their order.
+    words.sort(key=lambda word: word.startswith("-") or not ("=" in word or word.startswith("~")))
     _refuse_flags(words)
     for word in words:
-        if _depth(word) > MAX_DEPTH:  # Hydra's parser would end in a RecursionError
-            raise UserError(f"{word.partition('=')[0]}: nested {_depth(word)} deep; use at most {MAX_DEPTH} levels")
+        # Hydra's parser would end in a RecursionError.
+        depth = max(accumulate((letter in "[{") - (letter in "]}") for letter in word), default=0)
+        if depth > MAX_DEPTH:
+            raise UserError(f"{word.partition('=')[0]}: nested {depth} deep; use at most {MAX_DEPTH} levels")
     _hydra(words)
     return 0
 
 
-def _depth(word: str) -> int:
-    """Return how deep the lists and mappings of a word are nested."""
-    steps = ((letter in "[{") - (letter in "]}") for letter in word)
-    return max(accumulate(steps), default=0)
-
-
 def _refuse_flags(words: list[str]) -> None:
     """Raise UserError for words that Hydra's parser refuses; on its own it would first print all its flags."""
+    # Hydra has no public parser; without it, a typing error in a flag would be answered by two screens of help.
     from hydra._internal.utils import get_args_parser
 
     def refuse(message: str) -> NoReturn:
@@ -67,30 +64,29 @@ def _refuse_flags(words: list[str]) -> None:
 
     parser = get_args_parser()
     parser.error = refuse  # type: ignore[method-assign]
-    if again := parser.parse_args(words).experimental_rerun:  # what --experiment abbreviates
-        refuse(f"--experiment {again}: write experiment={again}")
+    if value := parser.parse_args(words).experimental_rerun:  # --experiment abbreviates it
+        refuse(f"--experiment {value}: write experiment={value}")
 
 
 def _refuse_dashes(words: list[str]) -> None:
     """Raise UserError for a key of the config that was typed as an option: --steps 10, --training.steps=10."""
-    known = sorted(_keys(to_dict(Config())), key=lambda key: not key.startswith("training."))
+    settings = sorted(_settings(to_dict(Config())), key=lambda key: not key.startswith("training."))
     for i, word in enumerate(words):
         name, equals, value = word.lstrip("-").partition("=")
         name = name.replace("-", "_")
-        keys = [key for key in known if name in (key, key.rpartition(".")[2])]
+        keys = [key for key in settings if name in (key, key.rpartition(".")[2])]
         if word.startswith("-") and keys:
             if not equals:
-                value = next((after for after in words[i + 1 :] if "=" not in after), "...")
-            raise UserError(
-                f"{word}: settings have no dashes; write {' or '.join(f'{key}={value}' for key in keys[:4])}"
-            )
+                value = next((following for following in words[i + 1 :] if "=" not in following), "...")
+            remedy = " or ".join(f"{key}={value}" for key in keys[:4])
+            raise UserError(f"{word}: settings have no dashes; write {remedy}")
 
 
-def _keys(tree: dict[str, Any], above: str = "") -> Iterator[str]:
+def _settings(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
     for key, value in tree.items():
-        yield above + key
+        yield prefix + key
         if isinstance(value, dict):
-            yield from _keys(value, f"{above}{key}.")
+            yield from _settings(value, f"{prefix}{key}.")
 
 
 def _hydra(words: list[str]) -> None:
@@ -99,7 +95,8 @@ def _hydra(words: list[str]) -> None:
 
     register()
     if any(word.startswith(("-m", "--multirun", "hydra.mode=")) for word in words):
-        from hydra_plugins.hydra_joblib_launcher import _core  # imports joblib (0.3 s)
+        # The launcher has no option for how its cells run, and joblib's own pools lose the runs of a killed worker.
+        from hydra_plugins.hydra_joblib_launcher import _core
 
         _core.Parallel = _parallel
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # exceptions come to us instead of being printed
@@ -109,11 +106,11 @@ def _hydra(words: list[str]) -> None:
     try:
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(cell)()
     except Exception:
-        _tell_swept()
+        _print_swept()
         raise
     finally:
         sys.argv = before
-    _tell_swept()
+    _print_swept()
     if _failures:
         raise _failures[0]
 
@@ -126,10 +123,9 @@ def _parallel(n_jobs: int = -1, **_: object) -> Callable[[Iterable[Call]], list[
     def run(calls: Iterable[Call]) -> list[Any]:
         cells = list(calls)
         shared = set[str].intersection(*(set(arguments[1]) for _, arguments, _ in cells))
-        names = [
-            " ".join([f"#{arguments[0]}", *(word for word in arguments[1] if word not in shared)])
-            for _, arguments, _ in cells
-        ]
+        names = []  # the cell's number, and the words that not all cells have
+        for _, (number, words, *_), _ in cells:
+            names.append(" ".join([f"#{number}", *(word for word in words if word not in shared)]))
         results = run_side_by_side(cells, names, n_jobs)
         _swept.extend(result._return_value for result in results if isinstance(result._return_value, Path))
         return results
@@ -145,7 +141,7 @@ _swept: list[Path] = []
 """The folders of a sweep's cells that are done, if they print."""
 
 
-def _tell_swept() -> None:
+def _print_swept() -> None:
     """Print where the cells of a sweep are, and the next command."""
     if _swept:
         folder = Path(os.path.commonpath([cell_folder.parent for cell_folder in _swept]))
@@ -190,8 +186,9 @@ def run_cell(composed: DictConfig) -> Path:
         if settings.mode == RunMode.MULTIRUN and composed.records.live == "auto":
             composed.records.live = "log"  # the sweep has a line for each cell
     config = load_composed(composed, settings.overrides.task)
-    config = _apart(config, settings.overrides.task)
-    if settings.mode != RunMode.MULTIRUN and settings.sweeper.get("params"):
+    config = _among_trials(config, settings.overrides.task)
+    sweeping = settings.mode == RunMode.MULTIRUN
+    if not sweeping and settings.sweeper.get("params"):
         say("this is one run; the sweep's arms and seeds need -m: gnmr train -m ...")
     with as_user_error():
         place("data.cache_dir", config.data.cache_dir)
@@ -200,13 +197,14 @@ def run_cell(composed: DictConfig) -> Path:
 
     from gnmr.lab.train.folder import done_already, run_folder
 
-    tell = say if is_first() else _silent
-    if done_already(config, tell):
-        if settings.mode != RunMode.MULTIRUN and config.records.live != "off" and is_first():
-            _tell_next(config)
+    report_line = say if is_first() else _silent
+    alone = not sweeping and config.records.live != "off"
+    if done_already(config, report_line):
+        if alone and is_first():
+            _print_next(config)
         return run_folder(config)
-    if settings.mode != RunMode.MULTIRUN and config.records.live != "off":
-        tell(f"{run_folder(config)}: {plural(config.total_steps, 'step')}; loading PyTorch")
+    if alone:
+        report_line(f"{run_folder(config)}: {plural(config.total_steps, 'step')}; loading PyTorch")
 
     if config.plan is not None:
         from gnmr.lab.train.build import check_plan
@@ -214,26 +212,26 @@ def run_cell(composed: DictConfig) -> Path:
         check_plan(config)
 
     command = shlex.join(["gnmr", "train", *settings.overrides.task])
-    if settings.mode == RunMode.MULTIRUN and started() > 1:
+    if sweeping and started() > 1:
         raise UserError(f"-m: torchrun has started {started()} processes; run one cell at a time by torchrun")
     folder = _train(config, command)
-    if settings.mode == RunMode.MULTIRUN:
+    if sweeping:
         say(f"#{settings.job.num} {finished(folder)}")
     return folder
 
 
-def _apart(config: Config, words: Sequence[str]) -> Config:
+def _among_trials(config: Config, words: Sequence[str]) -> Config:
     """Keep a trial, of few steps that the `words` ask for, out of its experiment's folder.
 
     A fork always has few steps, and a run that was begun there goes on there.
     """
     from gnmr.lab.train.folder import run_folder
 
-    given, below = typed(words), Path(config.runs_dir)
-    asked = "training.steps" in given and config.training.steps < TRIAL and config.base is None
-    if not asked or given & {"runs_dir", "run_dir"} or below.name == SMOKE or run_folder(config).exists():
+    keys, runs_dir = typed(words), Path(config.runs_dir)
+    is_trial = "training.steps" in keys and config.training.steps < TRIAL and config.base is None
+    if not is_trial or keys & {"runs_dir", "run_dir"} or runs_dir.name == SMOKE or run_folder(config).exists():
         return config
-    return replace(config, runs_dir=str(below / SMOKE))
+    return replace(config, runs_dir=str(runs_dir / SMOKE))
 
 
 def _train(config: Config, command: str) -> Path:
@@ -260,20 +258,18 @@ def _silent(_: str) -> None:
     """Replace `say` in processes other than the first."""
 
 
-def _tell_next(config: Config) -> None:
+def _print_next(config: Config) -> None:
     """Print the next possible commands after a finished run."""
     from gnmr.lab.train.folder import run_folder
 
     number = config.training.seed + 1
-    another = f"order: fork.order={number}" if config.base is not None else f"seed: training.seed={number}"
-    say("\n".join(next_lines(f"{shown_command('report', run_folder(config))}; another {another}")))
+    repetition = f"order: fork.order={number}" if config.base is not None else f"seed: training.seed={number}"
+    say("\n".join(next_lines(f"{shown_command('report', run_folder(config))}; another {repetition}")))
 
 
 def refuse_sizes(config: Config, words: Sequence[str]) -> None:
     """Raise UserError for words on model=pretrained that its checkpoint sets itself."""
-    if config.model.checkpoint is None:
-        return
-    for key in typed(words):
+    for key in typed(words) if config.model.checkpoint is not None else ():
         if key.startswith("model.") and key.split(".")[1] not in ("name", "checkpoint", "adapter"):
             raise UserError(f"{key}: has no effect on model=pretrained, whose checkpoint says it; leave it out")
 
@@ -284,8 +280,8 @@ def warn_of_unread(controller: ControllerConfig, words: Sequence[str]) -> None:
     Only the `words` of the command line are checked, and a trigger or a lock that is not 1, wherever it was set. The
     reason is that alpha and beta may come from files that know nothing of the signal.
     """
-    given = typed(words)
-    for key, why in controller.unread().items():
+    keys = typed(words)
+    for key, reason in controller.unread().items():
         value = getattr(controller, key)
-        if f"controller.{key}" in given or (key in ("trigger", "t_lock") and value != 1):
-            warnings.warn(f"controller.{key}={value} has no effect under controller.{why}", stacklevel=2)
+        if f"controller.{key}" in keys or (key in ("trigger", "t_lock") and value != 1):
+            warnings.warn(f"controller.{key}={value} has no effect under controller.{reason}", stacklevel=2)
