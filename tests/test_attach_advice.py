@@ -150,7 +150,7 @@ def test_a_detached_controller_says_so() -> None:
         lambda: controller.true_gap(lambda: None),
         lambda: controller.explain(lambda: loss_of(model)),
         lambda: str(converted),
-        converted.cost.spent,
+        lambda: converted.cost.spent(),
         converted.saturation,
         converted.state_dict,
         lambda: measure_prices(converted),

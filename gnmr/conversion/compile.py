@@ -13,8 +13,8 @@ the end of the step.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,35 +22,38 @@ from torch.autograd.function import once_differentiable
 
 from gnmr.conversion.kernels.scaled_mm import ScaledContext
 from gnmr.conversion.kernels.simulated import Draw, GemmContext, RecipeLinear, linear_backward
+from gnmr.conversion.linear import PathLinear
 from gnmr.conversion.shared import Casts, GraphLinear
 from gnmr.conversion.unit_names import unit_of
 from gnmr.formats.cast import Reference, as_matrix, scaled
 from gnmr.formats.cast_stats import AmaxHistory, CastStats
-from gnmr.formats.recipes import Cast, Recipe
+from gnmr.formats.recipes import Cast, ExecutionPath, Recipe
 from gnmr.formats.scaling import count_nonfinite
 from gnmr.names import OPERANDS
 
-if TYPE_CHECKING:
-    from gnmr.conversion.converted import ConvertedModel
 
-
-def into_graphs(model: ConvertedModel, blocks: Iterable[nn.Module]) -> str | None:
+def into_graphs(
+    operators: Sequence[PathLinear],
+    num_units: int,
+    low: ExecutionPath,
+    recovery: ExecutionPath | None,
+    blocks: Iterable[nn.Module],
+) -> str | None:
     """Prepare the operators for blocks that are compiled next; call it before their first pass.
 
     Returns why they stay between the graphs, or None.
     """
-    model.check_converted()
-    why = _missing(model.low, model.recovery)
-    together = {unit_of(operator.operator_name, "block") for operator in model.operators}
-    if model.recovery is not None and len(together) != len(model.units):
+    why = _missing(low, recovery)
+    together = {unit_of(operator.operator_name, "block") for operator in operators}
+    if recovery is not None and len(together) != num_units:
         why = "units are smaller than blocks, and each combination of their paths would be a graph"
-    if any(operator.pinned for operator in model.operators):
+    if any(operator.pinned for operator in operators):
         why = "pinned operators have paths of their own, and each block would be graphs by itself"
     if why is None:
-        recipes = [path for path in (model.low, model.recovery) if isinstance(path, Recipe)]
+        recipes = [path for path in (low, recovery) if isinstance(path, Recipe)]
         graphs = tuple((repr(recipe), graph_linear(recipe)) for recipe in recipes)
         inside = {module for block in blocks for module in block.modules()}
-        for operator in model.operators:
+        for operator in operators:
             if operator in inside:
                 operator.in_graphs, operator.tally = graphs, new_tally(operator.weight.device)
     return why

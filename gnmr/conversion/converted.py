@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +17,6 @@ from gnmr.conversion.compile import into_graphs
 from gnmr.conversion.cost import Cost
 from gnmr.conversion.int8 import Int8Linear
 from gnmr.conversion.linear import PathLinear, exchange_class
-from gnmr.conversion.path_table import as_text
 from gnmr.conversion.shared import SharedState, Switches
 from gnmr.conversion.unit_names import PathUnit
 from gnmr.formats.number_formats import FORMATS, Format, KeepFormat
@@ -58,10 +59,75 @@ class ConvertedModel:
     """Whether the operators are plain linears again; calls that need converted ones then raise RuntimeError."""
 
     def __post_init__(self) -> None:
-        self.cost = Cost(self)
+        fields = self.operators, self.units, self.low, self.recovery, self.shared
+        self._cost = Cost(*fields, self.recovers, self.times, self.recipes)
+
+    @property
+    def cost(self) -> Cost:
+        """The costs of the paths in force. Raises RuntimeError after `restore`."""
+        self.check_converted()
+        return self._cost
 
     def __str__(self) -> str:
-        return as_text(self)
+        """Return a table of the units, with notes."""
+        table = [("unit", "operator", "low path", "recovery path"), *self._rows()]
+        widths = [max(len(row[i]) for row in table) for i in range(4)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
+        return "\n".join([*(line.rstrip() for line in lines), *self._notes()])
+
+    def brief(self) -> str:
+        """Return the table for a narrow terminal: operators listed below their paths."""
+        names_by_paths: dict[str, list[str]] = {}
+        for name, _, low, recovery in self._rows():
+            names_by_paths.setdefault(f"low path {low}, recovery path {recovery}:", []).append(f"  {name}")
+        lines = [line for paths, names in names_by_paths.items() for line in (paths, *names)]
+        return "\n".join([*lines, *self._notes()])
+
+    def _rows(self) -> list[tuple[str, str, str, str]]:
+        """Return rows (unit, operator, low path, recovery path); layers that differ only by their number share a row.
+
+        Pinned layers are listed under their numbers.
+        """
+        self.check_converted()
+        alike: dict[tuple[str, str, str, str], list[PathLinear]] = {}
+        for operator in self.operators:
+            shape = f"{operator.kind} {operator.in_features} -> {operator.out_features}"
+            pattern = re.sub(r"\b\d+\b", "*", operator.operator_name)
+            alike.setdefault((pattern, shape, *self._paths_of(operator)), []).append(operator)
+        noun = "units" if len(self.units) == len(self.operators) else "operators"
+        rows = []
+        for (pattern, shape, low, recovery), operators in alike.items():
+            names = [operator.operator_name for operator in operators]
+            label = names[0]
+            if len(names) > 1:
+                label = f"{_numbered(pattern, names) if operators[0].pinned else pattern}  ({len(names)} {noun})"
+            rows.append((label, shape, low, recovery))
+        return rows
+
+    def _paths_of(self, operator: PathLinear) -> tuple[str, str]:
+        low, recovery = described(self.low), operator.recovery
+        if operator.pinned == GEMMS:
+            low = f"{described(operator.low)} (pinned)"
+        elif operator.pinned:
+            low += f"; {operator.low.name} (pinned)"
+        if recovery is None:
+            return low, "none (static)"
+        return low, "none (pinned)" if operator.pinned and not operator.routable else described(recovery)
+
+    def _notes(self) -> list[str]:
+        operators, units, cost = self.operators, self.units, self.cost
+        notes = [] if cost.work is None else [*cost.work.notes]
+        if units and len(units) != len(operators):
+            notes.append(f"{len(units)} units of {len(operators)} operators: {units[0].name} ... {units[-1].name}")
+        if pinned := sum(len(operator.pinned) for operator in operators):
+            share = cost.pinned_share()
+            notes.append(f"pinned: {pinned} of {len(GEMMS) * len(operators)} GEMMs, {share:.1%} of their arithmetic")
+        if isinstance(operators[0], Int8Linear):
+            (dense, codes), weights = cost.weight_bytes(), operators[0].weights
+            notes.append(f"weights {weights}: {dense:,} bytes in their own dtype, {codes:,} of INT8 codes and scales")
+            if weights == "instead":
+                notes.append("the recovery path and evaluation read codes times scale: W8A16, not the 16-bit weights")
+        return notes
 
     @property
     def frozen(self) -> bool:
@@ -130,8 +196,9 @@ class ConvertedModel:
         Returns:
             The reason why operators stay between the graphs, or None if they are in the graphs.
         """
+        self.check_converted()
         blocks = list(blocks)
-        why = into_graphs(self, blocks)
+        why = into_graphs(self.operators, len(self.units), self.low, self.recovery, blocks)
         for block in blocks:
             block.compile(**options)
         return why
@@ -146,11 +213,11 @@ class ConvertedModel:
         """Add the counts of casts in graphs to the other counts, or drop them."""
         self.check_converted()
         tallies = [operator.tally for operator in self.operators]
-        found = [None if tally is None else tally.grad for tally in tallies]
-        if into_counts and (first := next((one for one in found if one is not None), None)) is not None:
+        counts = [None if tally is None else tally.grad for tally in tallies]
+        if into_counts and (first := next((count for count in counts if count is not None), None)) is not None:
             assert self.shared.amax is not None
             zero = torch.zeros_like(first)
-            self.shared.amax.add(torch.stack([zero if one is None else one for one in found]))
+            self.shared.amax.add(torch.stack([zero if count is None else count for count in counts]))
         for tally in tallies:
             if tally is not None:
                 tally.grad = None
@@ -316,25 +383,29 @@ class ConvertedModel:
                 if largest.shape != history.shape or not bool((largest.isfinite() & (largest >= 0)).all()):
                     raise ValueError(f"must be {tuple(history.shape)} magnitudes")
         except (KeyError, AttributeError, TypeError, ValueError, RuntimeError) as error:
-            what = f"{type(error).__name__}: {error}".partition("\n")[0]
-            raise ValueError(f"the paths' state is damaged ({what})") from error
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise ValueError(f"the paths' state is damaged ({reason})") from error
 
     def _owner(self) -> str:
+        """Return a line that names paths, rounding and operators, by which `check_state` knows its own state."""
         self.check_converted()
         # Recipes name the recovered GEMMs, unless all are recovered.
         low, recovery = described(self.low), "none" if self.recovery is None else described(self.recovery)
         rounding = "nearest" if self.shared.rounding is None else "stochastic"
+        line = f"low={low}, recovery={recovery}, rounding={rounding}"
+        if self.shared.quantize_forward:
+            line += ", site=forward"
+        line += f", {len(self.operators)} operators"
         # The name of a user's recipe does not define it, so its casts are added.
-        by_name = {o.operator_name: described(o.low) for o in self.operators if o.pinned}
-        pinned = {o.low.name: o.low for o in self.operators if o.pinned}
-        own = "".join(
-            f", {path.name}: {path.words()}"
-            for path in (self.low, self.recovery, *pinned.values())
-            if isinstance(path, Recipe) and not {*path.name.replace(",", "").split()} <= _OURS
-        )
-        site = ", site=forward" if self.shared.quantize_forward else ""
-        pins = f", pins: {by_name}" if by_name else ""
-        return f"low={low}, recovery={recovery}, rounding={rounding}{site}, {len(self.operators)} operators{own}{pins}"
+        pinned = [operator for operator in self.operators if operator.pinned]
+        pinned_paths = {operator.low.name: operator.low for operator in pinned}
+        for path in (self.low, self.recovery, *pinned_paths.values()):
+            if isinstance(path, Recipe) and not {*path.name.replace(",", "").split()} <= _OURS:
+                line += f", {path.name}: {path.words()}"
+        if pinned:
+            path_by_name = {operator.operator_name: described(operator.low) for operator in pinned}
+            line += f", pins: {path_by_name}"
+        return line
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load `state`; raises ValueError, before anything is loaded, as `check_state` does."""
@@ -347,3 +418,13 @@ class ConvertedModel:
             self.shared.step = self.shared.rounding.step
         if self.shared.amax is not None and self.shared.amax.history is not None:
             self.shared.amax.load(state["largest"])
+
+
+def _numbered(pattern: str, names: Sequence[str]) -> str:
+    """Return the pattern with numbers for stars, layers.{0,3}.mlp.down_proj, unless other names would match."""
+    numbers = [list(dict.fromkeys(column)) for column in zip(*(re.findall(r"\b\d+\b", n) for n in names), strict=True)]
+    if math.prod(map(len, numbers)) != len(names):
+        return pattern
+    for choices in numbers:
+        pattern = pattern.replace("*", choices[0] if len(choices) == 1 else f"{{{','.join(choices)}}}", 1)
+    return pattern

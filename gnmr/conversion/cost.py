@@ -8,24 +8,22 @@ bits. Before, they are the operators' own GEMMs, with one token each.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from gnmr.conversion.int8 import Int8Linear
 from gnmr.conversion.linear import PathLinear
+from gnmr.conversion.shared import SharedState
+from gnmr.conversion.unit_names import PathUnit
 from gnmr.formats.cast import rotated_dtype
 from gnmr.formats.number_formats import Format, KeepFormat
 from gnmr.formats.recipes import HADAMARD, READS, RECIPES, ExecutionPath, Recipe
 from gnmr.formats.scaling import row_bytes, scale_dtype, scales_of
 from gnmr.names import GEMMS
-
-if TYPE_CHECKING:
-    from gnmr.conversion.converted import ConvertedModel
-
 
 TIMES = {"4": 1.0, "8": 2.0, "16": 4.0}
 """Relative time of a GEMM by the bits of its widest operand."""
@@ -47,15 +45,21 @@ def gemm_time(
         recipes: user-defined recipes that `times` may name.
     """
     times = times or {}
-    known = {**RECIPES, recipe.name: recipe, **(recipes or {})}
+    recipes = {**RECIPES, recipe.name: recipe, **(recipes or {})}
     casts = recipe.words()[gemm]
-    for name in (name for name in (recipe.name, *times) if name in times and name in known):
-        named = known[name]
-        if named.words()[gemm] == casts and (casts or not named.casts):
-            return times[name]
+    for name in (recipe.name, *times):
+        if name in times and name in recipes:
+            same_casts = recipes[name].words()[gemm] == casts
+            if same_casts and (casts or not recipes[name].casts):
+                return times[name]
     operands = [getattr(getattr(recipe, gemm), operand) for operand in READS[gemm]]
     widest = max(16 if cast is None else cast.format.bits for cast in operands)
-    return {**TIMES, **times}["4" if widest <= 4 else "8" if widest <= 8 else "16"]
+    width = "16"
+    if widest <= 4:
+        width = "4"
+    elif widest <= 8:
+        width = "8"
+    return {**TIMES, **times}[width]
 
 
 class Work(NamedTuple):
@@ -82,7 +86,7 @@ _STATE = attrgetter("low", "recovered", "read")
 
 
 @dataclass
-class _Numbers:
+class _Snapshot:
     """Costs of all operators, and the state for which they were computed."""
 
     state: tuple[Any, ...]
@@ -90,23 +94,30 @@ class _Numbers:
     predicted: int
     spent: Spent
     saved: int | None = None
-    """Bytes that were read from the graph; `held` says which operators held an input then."""
-    held: list[bool] | None = None
+    """Bytes that were read from the graph; `holding` says which operators held an input then."""
+    holding: list[bool] | None = None
 
 
+@dataclass(eq=False)
 class Cost:
-    """Costs of a converted model now, in total and by unit; see `ConvertedModel.cost`."""
+    """Costs of a converted model now, in total and by unit; the fields are those of `ConvertedModel`."""
 
-    def __init__(self, model: ConvertedModel) -> None:
-        self._model = model
-        self.work: Work | None = None
-        """Counted arithmetic of the whole model; None: not counted yet."""
-        self._numbers: _Numbers | None = None
-        self._times: dict[int, tuple[ExecutionPath, float]] = {}
+    operators: Sequence[PathLinear]
+    units: Sequence[PathUnit]
+    low: ExecutionPath
+    recovery: ExecutionPath | None
+    shared: SharedState
+    recovers: tuple[str, ...]
+    times: Mapping[str, float]
+    recipes: Mapping[str, Recipe]
+    work: Work | None = None
+    """Counted arithmetic of the whole model; None: not counted yet."""
+    _snapshot: _Snapshot | None = None
+    _path_times: dict[int, tuple[ExecutionPath, float]] = field(default_factory=dict)
 
     def count(self, work: Work | None) -> None:
         """Set the arithmetic of one pass of the whole model; costs are shares of it from now on."""
-        self.work, self._numbers = work, None
+        self.work, self._snapshot = work, None
 
     def saved_bytes(self) -> int:
         """Return the bytes that the operators' inputs occupy in the autograd graph now, between forward and backward.
@@ -118,23 +129,22 @@ class Cost:
         Do not call this under activation checkpointing: the graph holds no inputs at this point, and reading them would
         recompute them. Raises ValueError if the operators are in graphs of `gnmr.conversion.compile`.
         """
-        if self._model.in_graphs:
+        if any(operator.in_graphs is not None for operator in self.operators):
             raise ValueError("saved_bytes: what compiled blocks keep for backward is the compiler's choice")
-        numbers, holds = self._now(), [operator.holds for operator in self._model.operators]
-        if numbers.saved is None or numbers.held != holds:
-            storages: dict[int, int] = {}
-            for operator in self._model.operators:
-                for tensor in operator.kept():
-                    at = tensor.data_ptr()
-                    storages[at] = max(storages.get(at, 0), tensor.nbytes)
-            numbers.held, numbers.saved = holds, sum(storages.values())
-        return numbers.saved
+        snapshot, holding = self._now(), [operator.holds for operator in self.operators]
+        if snapshot.saved is None or snapshot.holding != holding:
+            bytes_by_storage: dict[int, int] = {}
+            for tensor in (tensor for operator in self.operators for tensor in operator.kept()):
+                address = tensor.data_ptr()
+                bytes_by_storage[address] = max(bytes_by_storage.get(address, 0), tensor.nbytes)
+            snapshot.holding, snapshot.saved = holding, sum(bytes_by_storage.values())
+        return snapshot.saved
 
     def of_pass(self) -> tuple[int, int, Spent]:
         """Return (`saved_bytes`, `predicted_bytes`, `spent`) between forward and backward."""
-        saved, numbers = self.saved_bytes(), self._numbers
-        assert numbers is not None
-        return saved, numbers.predicted, numbers.spent
+        saved, snapshot = self.saved_bytes(), self._snapshot
+        assert snapshot is not None
+        return saved, snapshot.predicted, snapshot.spent
 
     def predicted_bytes(self) -> int:
         """Return the same number as the memory model predicts it.
@@ -153,9 +163,9 @@ class Cost:
         graph holds these same tensors between forward and backward. A parameter of several operators counts once.
         Biases do not count.
         """
-        self._model.check_converted()
-        own = {id(o.weight): o.weight.nbytes for o in self._model.operators if o.weight.is_floating_point()}
-        return sum(own.values()), sum(o.code_bytes for o in self._model.operators if isinstance(o, Int8Linear))
+        weights = {id(operator.weight): operator.weight for operator in self.operators}
+        dense = sum(weight.nbytes for weight in weights.values() if weight.is_floating_point())
+        return dense, sum(operator.code_bytes for operator in self.operators if isinstance(operator, Int8Linear))
 
     def spent(self) -> Spent:
         """Return the costs of the current paths: recovered share of arithmetic, extra bytes (Eq. 5) and extra time.
@@ -184,65 +194,68 @@ class Cost:
         """
         if kind == "bytes":
             return self._bytes_of_units()
-        model, whole = self._model, self._arithmetic()
-        costs = []
-        for unit in model.units:
-            named = model.recovers if unit.gemm is None else (unit.gemm,)
-            moved = GEMMS if isinstance(model.low, Format) else named
-            costs.append(sum(len({*moved} - {*o.pinned}) * self._area(o) for o in unit.operators) / whole)
-        return costs, self.pinned_share()
+        shares = []
+        for unit in self.units:
+            gemms = self.recovers if unit.gemm is None else (unit.gemm,)
+            if isinstance(self.low, Format):
+                gemms = GEMMS
+            areas = (len({*gemms} - {*operator.pinned}) * self._area(operator) for operator in unit.operators)
+            shares.append(sum(areas) / self._arithmetic())
+        return shares, self.pinned_share()
 
     def pinned_share(self) -> float:
         """Return the share of all arithmetic that pinned GEMMs take."""
-        return sum(len(o.pinned) * self._area(o) for o in self._model.operators) / self._arithmetic()
+        pinned = sum(len(operator.pinned) * self._area(operator) for operator in self.operators)
+        return pinned / self._arithmetic()
+
+    def _bytes_of_units(self) -> tuple[list[float], float]:
+        recovery = self.low if self.recovery is None else self.recovery
+
+        def added(operator: PathLinear, path: ExecutionPath, base: ExecutionPath) -> float:
+            inputs = self._area(operator) / operator.out_features
+            return inputs * max(0, nominal_bits(path) - nominal_bits(base))
+
+        total = sum(added(operator, recovery, self.low) for operator in self.operators)
+        if not total:
+            raise ValueError("cost=bytes: recovery keeps no more bits of the input than the low path; use gemm")
+        shares = [
+            sum(added(operator, unit.path_of(operator), operator.low) for operator in unit.operators) / total
+            for unit in self.units
+        ]
+        return shares, sum(added(operator, operator.low, self.low) for operator in self.operators) / total
+
+    def _now(self) -> _Snapshot:
+        """Return the costs of the paths in force and of the last forward pass, recomputed if anything changed."""
+        state = self.shared.warmup, *map(_STATE, self.operators)
+        if self._snapshot is not None and self._snapshot.state == state:
+            return self._snapshot
+        recovered, extra_bytes, extra_time, copies = 0, 0.0, 0.0, dict[tuple[object, str], int]()
+        low_bits, low_time = _kept_bits(self.low), self._time(self.low)
+        for operator in self.operators:
+            path, read, area = operator.path, operator.read, self._area(operator)
+            recovered += len(self._recovered(operator)) * area
+            extra_time += (self._time(path) - low_time) * area
+            if read is not None:
+                rows, kept_by, dtype = read
+                # Eq. 5: operators in recovery count separately. The memory model counts a shared copy once.
+                extra_bytes += max(0, _kept_bits(path) - low_bits) / 8 * rows * operator.in_features
+                key = kept_by, kept_as(path)
+                copies[key] = max(copies.get(key, 0), kept_bytes(operator, path, rows, dtype))
+        # The time with every GEMM on the low recipe, and the GEMMs outside of the operators in 16 bits.
+        arithmetic = self._arithmetic()
+        usual_time = low_time * (arithmetic / len(GEMMS) - self._outside)
+        usual_time += len(GEMMS) * self._outside * {**TIMES, **self.times}["16"]
+        spent = Spent(recovered / arithmetic, extra_bytes, extra_time / (usual_time or 1.0))
+        self._snapshot = _Snapshot(state, sum(copies.values()), spent)
+        return self._snapshot
 
     def _arithmetic(self) -> int:
         """Return the number of multiplications of all GEMMs."""
-        self._model.check_converted()
-        return len(GEMMS) * (sum(map(self._area, self._model.operators)) + self._rest)
+        return len(GEMMS) * (sum(map(self._area, self.operators)) + self._outside)
 
     @property
-    def _rest(self) -> int:
+    def _outside(self) -> int:
         return 0 if self.work is None else self.work.outside
-
-    def _bytes_of_units(self) -> tuple[list[float], float]:
-        model = self._model
-        model.check_converted()
-        low, recovery = model.low, model.low if model.recovery is None else model.recovery
-
-        def more(operator: PathLinear, path: ExecutionPath, than: ExecutionPath) -> float:
-            rows = self._area(operator) / operator.out_features
-            return rows * max(0, nominal_bits(path) - nominal_bits(than))
-
-        whole = sum(more(o, recovery, low) for o in model.operators)
-        if not whole:
-            raise ValueError("cost=bytes: recovery keeps no more bits of the input than the low path; use gemm")
-        costs = [sum(more(o, unit.path_of(o), o.low) for o in unit.operators) / whole for unit in model.units]
-        return costs, sum(more(o, o.low, low) for o in model.operators) / whole
-
-    def _now(self) -> _Numbers:
-        """Return the costs of the paths in force and of the last forward pass, recomputed if anything changed."""
-        model = self._model
-        model.check_converted()
-        state = model.shared.warmup, *map(_STATE, model.operators)
-        if self._numbers is not None and self._numbers.state == state:
-            return self._numbers
-        recovered, extra, time, copies = 0, 0.0, 0.0, dict[tuple[object, str], int]()
-        low_bits, low_time = _kept_bits(model.low), self._time(model.low)
-        for operator in model.operators:
-            path, read, area = operator.path, operator.read, self._area(operator)
-            recovered += len(self._recovered(operator)) * area
-            time += (self._time(path) - low_time) * area
-            if read is not None:
-                extra += max(0, _kept_bits(path) - low_bits) / 8 * read[0] * operator.in_features
-                key = read[1], kept_as(path)
-                copies[key] = max(copies.get(key, 0), kept_bytes(operator, path, read[0], read[2]))
-        arithmetic = self._arithmetic()
-        usual = self._time(model.low) * (arithmetic / len(GEMMS) - self._rest)
-        usual += len(GEMMS) * self._rest * {**TIMES, **model.times}["16"]
-        spent = Spent(recovered / arithmetic, extra, time / (usual or 1.0))
-        self._numbers = _Numbers(state, sum(copies.values()), spent)
-        return self._numbers
 
     def _area(self, operator: PathLinear) -> int:
         """Return the multiplications of one of the operator's GEMMs, as counted or for one token."""
@@ -254,22 +267,23 @@ class Cost:
         """Return the relative time per multiplication of an operator's GEMMs on `path`; 0 for formats."""
         if isinstance(path, Format):
             return 0.0
-        if id(path) not in self._times:  # by identity: hashing a recipe takes as long as the rest of an operator's work
-            of = self._model
-            self._times[id(path)] = path, sum(gemm_time(path, gemm, of.times, of.recipes) for gemm in GEMMS)
-        return self._times[id(path)][1]
+        # By identity: hashing a recipe takes as long as all other work for an operator.
+        if id(path) not in self._path_times:
+            times = (gemm_time(path, gemm, self.times, self.recipes) for gemm in GEMMS)
+            self._path_times[id(path)] = path, sum(times)
+        return self._path_times[id(path)][1]
 
     def _recovered(self, operator: PathLinear) -> Collection[str]:
         """Return the GEMMs of the operator that are on the recovery path now."""
         if not operator.recovering:
             return operator.pinned
-        if self._model.shared.warmup is not None or isinstance(operator.low, Format):
+        if self.shared.warmup is not None or isinstance(operator.low, Format):
             return GEMMS
-        return {*operator.pinned, *(operator.recovered if operator.gemms else self._model.recovers)}
+        return {*operator.pinned, *(operator.recovered if operator.gemms else self.recovers)}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle and deepcopy, without the last step's numbers."""
-        return {**self.__dict__, "_numbers": None, "_times": {}}
+        return {**self.__dict__, "_snapshot": None, "_path_times": {}}
 
 
 def kept_as(path: ExecutionPath) -> str:

@@ -18,7 +18,6 @@ import gnmr
 from gnmr.attachment import units_of
 from gnmr.conversion import ConvertedModel, PathLinear, PathSpec, convert
 from gnmr.conversion.cost import gemm_time
-from gnmr.conversion.path_table import brief
 from gnmr.formats import RECIPES, Recipe
 from gnmr.lab.faults.faults import Fault
 from gnmr.lab.faults.schedule import FaultSchedule
@@ -117,7 +116,7 @@ def test_a_pin_hits_what_it_names_and_no_other() -> None:
     }
     assert "pinned: 8 of 39 GEMMs, 20.5% of their arithmetic" in str(converted).splitlines()[-1]
     assert "layers.{0,1,3}.mlp.down_proj  (3 units)" in str(converted)
-    assert "  layers.0.attn.q_proj" in brief(converted).splitlines()
+    assert "  layers.0.attn.q_proj" in converted.brief().splitlines()
     converted.restore()
     assert not any(isinstance(module, PathLinear) for module in model.modules()) and not hasattr(
         model.head_proj, "pinned"

@@ -22,7 +22,6 @@ from omegaconf import OmegaConf
 from gnmr.attachment.blame import Levels
 from gnmr.attachment.ranks.reduce import lost
 from gnmr.attachment.ranks.world import ALONE, World
-from gnmr.conversion.path_table import brief
 from gnmr.errors import RunFailed, UserError
 from gnmr.formats import Recipe
 from gnmr.formats.recipes import described
@@ -239,7 +238,7 @@ def _answer(say: Callable[[str], None], number: int) -> None:
 def _begin(recorder: Recorder | Silent, parts: Parts, command: str, *, anew: bool) -> None:
     """Begin the records. Set `anew` if there is no checkpoint."""
     if anew:
-        recorder.say(str(parts.converted), narrow=brief(parts.converted))
+        recorder.say(str(parts.converted), narrow=parts.converted.brief())
         if parts.compressed is not None:
             recorder.say(str(parts.compressed))
     tree = portable_config(parts.config, parts.folder)
