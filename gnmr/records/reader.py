@@ -23,9 +23,9 @@ from gnmr.records.untrusted import MAX_NAME, MAX_ROW, Damaged, bounded, content,
 
 UNITS = "units.arrows"
 """The file of the per-unit rows (`gnmr.records.unit_stream`)."""
-_MARKER = 0xFFFFFFFF
+_MARKER = b"\xff\xff\xff\xff"
 """The first four bytes of each message of a stream."""
-_END_OF_STREAM = 8
+END_OF_STREAM = 8
 """Bytes of the marker that pyarrow's own writer appends when it is closed."""
 MAX_STEP = 2**31 - 1
 MAX_UNITS = 2**16 - 1
@@ -135,7 +135,10 @@ def read_json(path: Path) -> dict[str, Any] | None:
 def open_units(path: Path) -> Iterator[tuple[pa.RecordBatch, int]]:
     """Yield each record batch of an Arrow IPC stream and the offset of the byte after it.
 
-    A last message that the file cuts short is left out. Raises `Damaged` if the file is not such a stream.
+    A last message that the file cuts short is left out.
+
+    Raises:
+        Damaged: the file is not such a stream.
     """
     with opened(path) as file:
         data = pa.py_buffer(file.read())
@@ -152,45 +155,40 @@ def _batch_ends(data: pa.Buffer) -> Iterator[int]:
 
     Raises ValueError if a message that is not whole has a whole one behind it, because a kill cuts only the last one.
     """
-    at = 0
-    while at + 8 <= data.size:
-        marker, length = struct.unpack("<Ii", data.slice(at, 8))
-        if marker != _MARKER:
-            raise ValueError(f"no message at byte {at}")
-        message, after = _message(data, at) if length else (None, at)
+    start = 0
+    while start + 8 <= data.size:
+        if data.slice(start, 4).to_pybytes() != _MARKER:
+            raise ValueError(f"no message at byte {start}")
+        message, end = _message(data, start)
         if message is None:
-            if _has_batch(data, at + 8):
-                raise ValueError(f"the message at byte {at} is damaged")
-            return
-        at = after
+            # A message begins at a multiple of 8 bytes with the marker.
+            words = np.frombuffer(data, np.uint32, count=(data.size - start - 8) // 8 * 2, offset=start + 8)[::2]
+            for place in start + 8 + 8 * np.flatnonzero(words == np.frombuffer(_MARKER, np.uint32)):
+                with suppress(OSError, ValueError):
+                    later, _ = _message(data, int(place))
+                    if later is not None and later.type == "record batch":
+                        break
+            else:
+                return
+            raise ValueError(f"the message at byte {start} is damaged")
+        start = end
         if message.type == "record batch":
-            yield at
+            yield end
 
 
-def _message(data: pa.Buffer, at: int) -> tuple[pa.ipc.Message | None, int]:
-    """Return the message at byte `at` and the offset behind it; None for a message that the data cuts short."""
-    (length,) = struct.unpack("<i", data.slice(at + 4, 4))
-    if length < 0 or at + 8 + length > data.size:
-        return None, at
+def _message(data: pa.Buffer, start: int) -> tuple[pa.ipc.Message | None, int]:
+    """Return the message at a byte and the offset behind it; None at the end of the stream and for a torn message."""
+    (length,) = struct.unpack("<i", data.slice(start + 4, 4))
+    if not 0 < length <= data.size - start - 8:
+        return None, start
     source = pa.BufferReader(data)
-    source.seek(at)
+    source.seek(start)
     try:
         return pa.ipc.read_message(source), source.tell()
     except OSError as error:
         if "Expected to be able to read" in str(error):  # the body is cut short
-            return None, at
+            return None, start
         raise
-
-
-def _has_batch(data: pa.Buffer, at: int) -> bool:
-    """Return True if a whole record batch begins at or behind byte `at`, where a multiple of 8 bytes is searched."""
-    words = np.frombuffer(data, np.uint32, count=(data.size - at) // 8 * 2, offset=at)[::2]
-    for place in at + 8 * np.flatnonzero(words == _MARKER):
-        with suppress(pa.ArrowInvalid, OSError, ValueError):
-            message, _ = _message(data, int(place))
-            if message is not None and message.type == "record batch":
-                return True
-    return False
 
 
 def read_units(folder: Path) -> pa.Table:
@@ -204,7 +202,7 @@ def read_units(folder: Path) -> pa.Table:
     with suppress(FileNotFoundError):
         for batch, end in open_units(path):  # noqa: B007 (the last offset is compared below)
             batches.append(batch)
-        if (folder / "DONE").exists() and path.lstat().st_size not in (end, end + _END_OF_STREAM):
+        if (folder / "DONE").exists() and path.lstat().st_size not in (end, end + END_OF_STREAM):
             raise Damaged(f"{path}: ends within a message, although the run is done; copy the run again")
     if not batches:
         return unit_schema(()).empty_table()

@@ -18,12 +18,9 @@ import pyarrow as pa
 from gnmr.errors import RunFailed
 from gnmr.records.append import AppendFile
 from gnmr.records.disk import truncate
-from gnmr.records.reader import UNITS, open_units
+from gnmr.records.reader import END_OF_STREAM, UNITS, open_units
 from gnmr.records.schema import UnitRows, unit_schema
 from gnmr.records.untrusted import Damaged
-
-_END_OF_STREAM = 8
-"""Bytes of the marker that a writer of pyarrow's appends when it is closed."""
 
 
 class UnitStream:
@@ -33,69 +30,54 @@ class UnitStream:
         self._path = folder / UNITS
         self.file: AppendFile | None = AppendFile(self._path) if self._path.exists() else None
         self._units: list[str] | None = None
-        self._message, self._columns = bytearray(), list[np.ndarray]()
-        """The message of a batch of as many rows as the last one, and its columns, into which a step is written."""
 
     def write(self, rows: UnitRows) -> None:
-        """Append the observed units of a step as one record batch; does nothing if there are none."""
-        seen, first, begin = rows.observed.nonzero()[0], self._units is None, b""
-        if not len(seen):
+        """Append the observed units of a step as one record batch; does nothing if there are none.
+
+        Raises:
+            RunFailed: the file has other units or columns than this run.
+        """
+        observed_units = np.flatnonzero(rows.observed)
+        if not len(observed_units):
             return
+        first = self._units is None
         if first:
             self._units = rows.units
             self._schema, self._names = unit_schema(list(rows.columns)), _strings(rows.units)
         assert rows.units is self._units or rows.units == self._units, "a run's units stay"
-        if first or len(self._columns[0]) != len(seen):
-            batch = self._prepare(len(seen))
-            begin = self._begin(batch) if first and self._is_new(batch) else b""
-        values = [rows.step, seen, *(each[seen] for each in (rows.norm, *rows.columns.values(), rows.risk))]
-        values += [np.packbits(rows.active[seen], bitorder="little"), rows.lock[seen]]
-        for column, new in zip(self._columns, values, strict=True):
-            column[...] = new
+        batch = self._batch(rows, observed_units)
+        message = batch.serialize().to_pybytes()
+        if first:
+            message = self._start(batch, len(message)) + message
         assert self.file is not None
-        self.file.append(begin + self._message)
+        self.file.append(message)
 
-    def _prepare(self, number: int) -> pa.RecordBatch:
-        """Return a batch of `number` rows, and keep its message as a template.
+    def _batch(self, rows: UnitRows, observed_units: np.ndarray) -> pa.RecordBatch:
+        number = len(observed_units)
+        units = _array(pa.int32(), number, observed_units.astype(np.int32))
+        floats = [rows.norm, *rows.columns.values(), rows.risk]
+        arrays = [
+            _array(pa.int32(), number, np.full(number, rows.step, np.int32)),
+            pa.DictionaryArray.from_arrays(units, self._names),
+            *(_array(pa.float64(), number, column[observed_units].astype(np.float64)) for column in floats),
+            _array(pa.bool_(), number, np.packbits(rows.active[observed_units], bitorder="little")),
+            _array(pa.int32(), number, rows.lock[observed_units].astype(np.int32)),
+        ]
+        return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
 
-        Messages of steps differ from it only in their columns, which follow each other, padded to 8 bytes (the Arrow
-        IPC format).
-        """
-        arrays, marks = [], list[np.ndarray]()
-        for kind in self._schema.types:
-            coded = pa.types.is_dictionary(kind)
-            of = np.dtype(np.int32 if coded else kind.to_pandas_dtype())
-            mark = 0 if coded else len(marks)  # no code is behind the last unit
-            marks.append(np.zeros(-(-number // 8), np.uint8) if of == np.bool_ else np.full(number, mark, of))
-            column = _array(pa.int32() if coded else kind, number, marks[-1])
-            arrays.append(pa.DictionaryArray.from_arrays(column, self._names) if coded else column)
-        batch = pa.RecordBatch.from_arrays(arrays, schema=self._schema)
-        self._message, self._columns = bytearray(batch.serialize()), []
-        at = len(self._message) - sum(-(-each.nbytes // 8) * 8 for each in marks)
-        for each in marks:
-            self._columns.append(np.ndarray(each.shape, each.dtype, self._message, at))
-            at += -(-each.nbytes // 8) * 8
-        found = all(map(np.array_equal, self._columns, marks))
-        assert found, f"{self._path.name}: pyarrow {pa.__version__} pads columns in another way"
-        return batch
-
-    def _begin(self, batch: pa.RecordBatch) -> bytes:
-        """Return what stands before the first batch: the schema and the units' names."""
+    def _start(self, batch: pa.RecordBatch, message_bytes: int) -> bytes:
+        """Open the file and return what a new one begins with: the schema and the units' names."""
+        if self.file is None:
+            self.file = AppendFile(self._path)
+        if self.file.count()[0]:
+            recorded = next((recorded for recorded, _ in open_units(self._path)), batch)
+            if recorded.schema != batch.schema or recorded["unit"].dictionary != batch["unit"].dictionary:
+                raise RunFailed(f"{self._path}: has other units or columns than this run")
+            return b""
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, self._schema) as stream:
             stream.write_batch(batch)
-        return sink.getvalue().to_pybytes()[: -len(self._message) - _END_OF_STREAM]
-
-    def _is_new(self, batch: pa.RecordBatch) -> bool:
-        """Open the file and return True if it is empty. Raises RunFailed if it has other units or columns."""
-        if self.file is None:
-            self.file = AppendFile(self._path)
-        if self.file.count()[0] == 0:
-            return True
-        there = next((one for one, _ in open_units(self._path)), batch)
-        if there.schema != batch.schema or there["unit"].dictionary != batch["unit"].dictionary:
-            raise RunFailed(f"{self._path}: has other units or columns than this run")
-        return False
+        return sink.getvalue().to_pybytes()[: -message_bytes - END_OF_STREAM]
 
     def close(self) -> None:
         """Close the file, if there is one."""
@@ -133,11 +115,11 @@ def recorded_units(folder: Path) -> Iterator[UnitRows]:
         return
     for batch, _ in open_units(folder / UNITS):
         units = batch["unit"].dictionary.to_pylist()
-        at = batch["unit"].indices.to_numpy()
+        observed_units = batch["unit"].indices.to_numpy()
         columns = {name: np.full(len(units), np.nan) for name in batch.schema.names if name not in ("step", "unit")}
         columns |= {"active": np.zeros(len(units), bool), "lock": np.zeros(len(units), int)}
         for name, values in columns.items():
-            values[at] = batch[name].to_numpy(zero_copy_only=False)
-        known = {name: columns.pop(name) for name in ("norm", "risk", "active", "lock")}
-        observed = np.isin(np.arange(len(units)), at)
-        yield UnitRows(step=batch["step"][0].as_py(), units=units, observed=observed, columns=columns, **known)
+            values[observed_units] = batch[name].to_numpy(zero_copy_only=False)
+        fixed = {name: columns.pop(name) for name in ("norm", "risk", "active", "lock")}
+        observed = np.isin(np.arange(len(units)), observed_units)
+        yield UnitRows(step=batch["step"][0].as_py(), units=units, observed=observed, columns=columns, **fixed)
