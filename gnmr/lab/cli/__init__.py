@@ -13,6 +13,7 @@ from importlib import import_module
 from io import TextIOWrapper
 from typing import Any
 
+import gnmr
 from gnmr import __version__
 from gnmr.errors import MAX_LINE, RunFailed, UserError, printable
 from gnmr.options import nearest
@@ -38,6 +39,7 @@ COMMANDS = {
     ),
 }
 """Purpose and example of each command, which is a module of this package: `main(words)` returns the exit code."""
+_PACKAGE = os.path.dirname(gnmr.__file__)
 _LINES = "\n".join(
     f"  {name:8} {purpose}\n           gnmr {name} {words}".rstrip() for name, (purpose, words) in COMMANDS.items()
 )
@@ -111,7 +113,7 @@ def _main(words: list[str]) -> int:
 
 def _warn(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any, **__: Any) -> None:
     """Show a warning of this package in one line, and others as Python does."""
-    if filename.startswith(os.path.dirname(os.path.dirname(__file__))):
+    if filename.startswith(_PACKAGE):
         text = f"gnmr: warning: {printable(message)}\n"
     else:
         text = warnings.formatwarning(message, category, filename, lineno)

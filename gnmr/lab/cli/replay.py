@@ -10,7 +10,6 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from rich.table import Table
 from torch import nn
 
 from gnmr.console import for_tables, tracked
-from gnmr.control import Controller, Decision, Unit
+from gnmr.control import Controller, Unit
 from gnmr.control.spec import NO_CAP, ControlSpec, TwoStage
 from gnmr.errors import UserError, as_user_error
 from gnmr.lab.cli.parser import Parser, path, settings_and_places
@@ -40,7 +39,7 @@ _NOT_OF_THE_RULE = {"name", "signal", "options", "observe", "nonfinite", "budget
 MAX_CELLS = 1 << 28
 """Limit on steps times units, 2 GB of norms: 1e6 steps of 84 units are a third of it."""
 _TEXT = """\
-FILE is a run folder, or a CSV, Parquet or Arrow file with the columns step, unit and norm. Steps count from 1; nan and
+FILE is a run folder, or a CSV or Parquet file with the columns step, unit and norm. Steps count from 1; nan and
 inf are allowed. A missing row is a unit that was not observed in that step.
 
 Algorithm 2 chooses a set in every step. The figures have the names of gnmr train; those of the run stand beside them.
@@ -56,28 +55,31 @@ keys:
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
     parser = Parser("replay", "FILE [key=value ...] [out=OUT.jsonl]", _TEXT, keys=True, bare=False)
-    parser.option(
-        "out",
-        path,
+    about = (
         'one JSON line a step: {"step": t, "candidates": [...], "active": [...]}; active is the set chosen from step t '
-        "(in force in step t + 1), largest risk first",
     )
-    asked = parser.parse(argv)
-    words, places = settings_and_places(asked.words)
+    parser.option("out", path, about + "(in force in step t + 1), largest risk first")
+    options = parser.parse(argv)
+    settings, places = settings_and_places(options.words)
     if len(places) != 1:
         parser.error("name one run folder or file")
     place = Path(places[0])
-    if asked.out is not None:
-        output.check(asked.out, f"out={asked.out}")
+    if options.out is not None:
+        output.check(options.out, f"out={options.out}")
         read_files = [file for file in (place, *map(place.joinpath, seal.FILES)) if file.exists()]
-        if asked.out.exists() and any(map(asked.out.samefile, read_files)):
-            raise UserError(f"out={asked.out}: would replace the records that are read; name another file")
+        if options.out.exists() and any(map(options.out.samefile, read_files)):
+            raise UserError(f"out={options.out}: would replace the records that are read; name another file")
     units, norms_TU, observed_TU = read_norms(place)
-    spec = _spec(place, dict(word.removeprefix("controller.").split("=", 1) for word in words), len(norms_TU))
+    words = dict(word.removeprefix("controller.").split("=", 1) for word in settings)
+    spec = _spec(place, words, len(norms_TU))
 
+    weightless = (nn.Parameter(torch.empty(0, dtype=torch.float32)),)
+    controller = Controller([Unit(name, weightless, lambda _recovering: None) for name in units], spec)
     steps_over, unit_steps_recovered, steps_at_cap = Counter[str](), 0, 0
-    with nullcontext() if asked.out is None else output.replacing(asked.out, f"out={asked.out}") as file:
-        for decision in tracked(decisions(units, norms_TU, observed_TU, spec), "replaying", len(norms_TU)):
+    with nullcontext() if options.out is None else output.replacing(options.out, f"out={options.out}") as file:
+        for norms_U, observed_U in tracked(zip(norms_TU, observed_TU, strict=True), "replaying", len(norms_TU)):
+            evidence = {"norm": torch.from_numpy(norms_U), "observed": torch.from_numpy(observed_U)}
+            decision = controller.apply(controller.observe(evidence).to_host())
             num_recovered = int(decision.in_force.sum())
             unit_steps_recovered += num_recovered
             steps_at_cap += num_recovered >= spec.max_o
@@ -86,35 +88,16 @@ def main(argv: list[str]) -> int:
                 sets = {"candidates": decision.candidate, "active": decision.active}
                 row = {"step": decision.step, **{name: decision.by_risk(members) for name, members in sets.items()}}
                 file.write(json.dumps(row).encode() + b"\n")
-    _show(
-        place,
-        len(units),
-        {
-            "steps": len(norms_TU),
-            "promotion_frac": unit_steps_recovered / norms_TU.size,
-            "hit_max_o_frac": steps_at_cap / len(norms_TU),
-            "over_frac": {ratio: number / norms_TU.size for ratio, number in steps_over.items()},
-        },
-    )
-    if asked.out is not None:
-        print(f"decisions: {asked.out}")
+    summary = {
+        "steps": len(norms_TU),
+        "promotion_frac": unit_steps_recovered / norms_TU.size,
+        "hit_max_o_frac": steps_at_cap / len(norms_TU),
+        "over_frac": {ratio: number / norms_TU.size for ratio, number in steps_over.items()},
+    }
+    for_tables().print(_table(place, len(units), summary))
+    if options.out is not None:
+        print(f"decisions: {options.out}")
     return 0
-
-
-def decisions(units: list[str], norms_TU: np.ndarray, observed_TU: np.ndarray, spec: ControlSpec) -> Iterator[Decision]:
-    """Yield the decision of every step, in order.
-
-    Args:
-        units: names of the U units; ties of the risk go by their order.
-        norms_TU: gradient norms, float64, of T steps.
-        observed_TU: whether the unit has a norm in the step, bool.
-        spec: the thresholds, the lock and the cap of Algorithm 2.
-    """
-    nothing = (nn.Parameter(torch.empty(0, dtype=torch.float32)),)
-    controller = Controller([Unit(name, nothing, lambda _recovering: None) for name in units], spec)
-    for norms_U, observed_U in zip(norms_TU, observed_TU, strict=True):
-        evidence = {"norm": torch.from_numpy(norms_U), "observed": torch.from_numpy(observed_U)}
-        yield controller.apply(controller.observe(evidence).to_host())
 
 
 def read_norms(place: Path) -> tuple[list[str], np.ndarray, np.ndarray]:
@@ -125,7 +108,7 @@ def read_norms(place: Path) -> tuple[list[str], np.ndarray, np.ndarray]:
         was observed in each step (T, U).
 
     Raises:
-        UserError: if the place does not exist or its rows are not norms of steps and units.
+        UserError: the place does not exist, or its rows are not norms of steps and units.
     """
     if not place.exists():
         raise UserError(f"{place}: there is no such file or run folder")
@@ -158,8 +141,8 @@ def _rows_of_run(place: Path) -> pd.DataFrame:
     frame = read_units(place).select(["step", "unit", "norm"]).to_pandas()
     if frame.empty:
         runs = [] if exists(place / "config.yaml") else sorted(file.parent for file in place.glob("*/units.arrows"))
-        several = f"holds {len(runs)} runs; name one, such as {runs[0]}" if runs else ""
-        raise UserError(f"{place}: {several or 'no recorded norms in this folder (units.arrows is missing or empty)'}")
+        remedy = f"holds {len(runs)} runs; name one, such as {runs[0]}" if runs else ""
+        raise UserError(f"{place}: {remedy or 'no recorded norms in this folder (units.arrows is missing or empty)'}")
     return frame.assign(unit=frame["unit"].astype(str))
 
 
@@ -168,15 +151,12 @@ def _rows_of_file(place: Path) -> pd.DataFrame:
         with opened(Path(os.path.realpath(place))) as file:
             if place.suffix == ".parquet":
                 return pd.read_parquet(file)
-            if place.suffix == ".arrows":
-                frame = pa.ipc.open_stream(file).read_all().to_pandas()
-                return frame.assign(unit=frame["unit"].astype(str))
             frame = pd.read_csv(file, dtype={"unit": str}, keep_default_na=False, na_values={"norm": ["nan", ""]})
             if repeated := {"step.1", "unit.1", "norm.1"} & {*frame.columns}:  # pandas renames the second column
                 raise ValueError(f"column {min(repeated)[:-2]!r} is there more than once")
             return frame
     except (pa.ArrowInvalid, OSError, ValueError) as error:
-        raise UserError(f"{place}: cannot be read as CSV, Parquet or Arrow ({one_line(error)})") from error
+        raise UserError(f"{place}: cannot be read as CSV or Parquet ({one_line(error)})") from error
 
 
 def _spec(place: Path, words: dict[str, str], num_steps: int) -> ControlSpec:
@@ -185,12 +165,16 @@ def _spec(place: Path, words: dict[str, str], num_steps: int) -> ControlSpec:
     for key, word in words.items():
         if key not in KEYS:
             raise UserError(f"replay: unknown key {key!r}{nearest(key, KEYS)} (gnmr replay --help)")
-        before, whole = getattr(spec, key), key in ("max_o", "t_lock", "delta")
+        is_whole = key in ("max_o", "t_lock", "delta")
         try:
-            value: Any = (NO_CAP if key == "max_o" else None) if word == "null" else int(word) if whole else float(word)
+            value: Any = int(word) if is_whole else float(word)
         except ValueError:
-            raise UserError(f"replay: {key}={word}: must be a {'whole number' if whole else 'number'}") from None
+            if word != "null":
+                kind = "whole number" if is_whole else "number"
+                raise UserError(f"replay: {key}={word}: must be a {kind}") from None
+            value = NO_CAP if key == "max_o" else None
         with as_user_error("replay: "):
+            before = getattr(spec, key)
             if isinstance(before, TwoStage) and value is not None:
                 value = replace(before, main=value)
             changed: dict[str, Any] = {key: value}
@@ -199,8 +183,8 @@ def _spec(place: Path, words: dict[str, str], num_steps: int) -> ControlSpec:
 
 
 def _spec_of_run(place: Path, num_steps: int, words: dict[str, str]) -> ControlSpec:
-    """Return the rule of the run in `place`, and say where the run did not follow it."""
-    header, differences = read_json(place / "header.json") or {}, list[str]()
+    """Return the rule of the run in `place`, and print where the run did not follow it."""
+    differences = []
     with reading(place / "config.yaml"), as_user_error(f"{place / 'config.yaml'}: "):
         tree = read_tree(place / "config.yaml")
         recorded = dict(tree.get("controller") or {})
@@ -211,40 +195,38 @@ def _spec_of_run(place: Path, num_steps: int, words: dict[str, str]) -> ControlS
             recorded["max_o"] = NO_CAP if recorded.get("max_o") is None else recorded["max_o"]
         own_loop = bool(tree.get("own_loop"))
         rule = {field.name for field in fields(ControlSpec if own_loop else ControllerConfig)} - _NOT_OF_THE_RULE
-        values: dict[str, Any] = {
-            key: TwoStage(**value) if own_loop and isinstance(value, dict) else value
-            for key, value in recorded.items()
-            if key in rule
-        }
+        values: dict[str, Any] = {key: value for key, value in recorded.items() if key in rule}
         if own_loop:  # its lengths are in steps, and both values of a two-stage threshold are in one entry
-            spec = ControlSpec(**values)
+            stages = {key: TwoStage(**value) for key, value in values.items() if isinstance(value, dict)}
+            spec = ControlSpec(**values | stages)
         else:
             spec = ControllerConfig(**values).spec((tree.get("training") or {}).get("steps", num_steps))
-    if (calibrated := calibrated_trigger(header)) is not None:
+    if (calibrated := calibrated_trigger(read_json(place / "header.json") or {})) is not None:
         after_step, trigger = calibrated
         spec = replace(spec, trigger=trigger)
         if "trigger" not in words:
-            differences.append(
-                f"the run found trigger={trigger:g} after step {after_step}; replay uses it in all steps"
-            )
+            difference = f"the run found trigger={trigger:g} after step {after_step}; replay uses it in all steps"
+            differences.append(difference)
     for difference in differences:
         print(f"gnmr: {place}: {difference}", file=sys.stderr)
     return spec
 
 
-def _show(place: Path, num_units: int, replayed: dict[str, Any]) -> None:
-    """Print the figures of the replay next to those of the run, if `place` is its folder."""
+def _table(place: Path, num_units: int, replayed: dict[str, Any]) -> Table:
+    """Return the figures of the replay next to those of the run, if `place` is its folder."""
     summaries = {"replay": replayed}
     if recorded := read_json(place / "summary.json") if place.is_dir() else None:
         summaries["run"] = recorded
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in ("", *summaries):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=bool(heading), min_width=8)
+    figures: dict[str, dict[str, str]] = {}  # by label and column
     with reading(place / "summary.json"):
-        columns = {
-            heading: {"steps": f"{summary['steps']:,}", "units": f"{num_units:,}", **dict(recovery_figures(summary))}
-            for heading, summary in summaries.items()
-        }
-    for label in dict.fromkeys(label for figures in columns.values() for label, figure in figures.items() if figure):
-        table.add_row(label, *(figures.get(label) or "–" for figures in columns.values()))
-    for_tables().print(table)
+        for heading, summary in summaries.items():
+            counts = {"steps": f"{summary['steps']:,}", "units": f"{num_units:,}"}
+            for label, figure in (counts | dict(recovery_figures(summary))).items():
+                if figure:
+                    figures.setdefault(label, {})[heading] = figure
+    for label, by_column in figures.items():
+        table.add_row(label, *(by_column.get(heading, "–") for heading in summaries))
+    return table
