@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gnmr.attachment.assembly import close_hooks, controller_of
-from gnmr.attachment.ranks.reduce import Ranks
+from gnmr.attachment.ranks.reduce import DistributedRanks
 from gnmr.attachment.ranks.world import rank
 from gnmr.attachment.router import Router
 from gnmr.control import ControlSpec, Unit
@@ -120,7 +120,7 @@ def attach(
     controller = None
     try:
         controller = controller_of(
-            converted, model, control, steps=steps, seed=seed, record=evidence, ranks=Ranks(share)
+            converted, model, control, steps=steps, seed=seed, record=evidence, ranks=DistributedRanks(share)
         )
         _check_trained(converted, controller.units, control)
         converted.warmup_steps = control.warmup_steps if control.warmup_path == "16bit" else 0

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from gnmr.attachment import Router, attach
 from gnmr.attachment.callback_tally import Tally, resuming
 from gnmr.attachment.ranks import world
-from gnmr.attachment.ranks.reduce import Ranks
+from gnmr.attachment.ranks.reduce import DistributedRanks
 from gnmr.attachment.torchtitan_rules import (
     ControlSection,
     check_version,
@@ -249,7 +249,7 @@ class GnmrTrainer(Trainer):
 
     def _record(self) -> None:
         """Record the step's figures; the losses are this rank's parts of the loss of all ranks."""
-        total = Ranks().sum({"loss": torch.stack(self._losses).sum()})["loss"].item()
+        total = DistributedRanks().sum({"loss": torch.stack(self._losses).sum()})["loss"].item()
         if self.controller.records:
             rate = next(iter(self.optimizers)).param_groups[0]["lr"]
             self.controller.log(loss=total, lr=float(rate), tokens=self.ntokens_seen * world.size())

@@ -269,7 +269,7 @@ class Measured:
         if sharded and ranks is None:
             raise ValueError(
                 f"{sharded[0]} has sharded parameters (DTensor), of whose gradients each rank has a part: give the "
-                "controller ranks=gnmr.attachment.ranks.reduce.Ranks(), as gnmr.attach does"
+                "controller ranks=gnmr.attachment.ranks.reduce.DistributedRanks(), as gnmr.attach does"
             )
         if ranks is None or ranks.size == 1:
             return

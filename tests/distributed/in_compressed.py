@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gnmr.attachment.ranks import world
-from gnmr.attachment.ranks.reduce import Ranks
+from gnmr.attachment.ranks.reduce import DistributedRanks
 from gnmr.control import Controller, ControlSpec
 from gnmr.lab.rivals.greedylore import GreedyLore, GreedyLoreSpec, RankWorkers, VirtualWorkers
 
@@ -42,7 +42,7 @@ def compress(
         outer = DistributedDataParallel(model, bucket_cap_mb=0.0015)  # type: ignore[arg-type]
         compressed.register(outer)
     control = ControlSpec(alpha=1.02, beta=1.02, delta=3, max_o=2)
-    controller = Controller(compressed.units(), control, ranks=None if how == "virtual" else Ranks())
+    controller = Controller(compressed.units(), control, ranks=None if how == "virtual" else DistributedRanks())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     if isinstance(saved, list):
         saved = saved[world.rank()]
@@ -79,7 +79,7 @@ def compress(
 
 
 def differing_sets(hook: bool) -> None:
-    """Ranks whose sets were made to differ."""
+    """DistributedRanks whose sets were made to differ."""
     model = nn.Sequential(Block())
     compressed = GreedyLore(model, GreedyLoreSpec(rank=2, refresh_every=9, dense_steps=0))
     unit = compressed.units()[0]

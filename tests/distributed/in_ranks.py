@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gnmr
 from gnmr.attachment.ranks import world
-from gnmr.attachment.ranks.shards import local
+from gnmr.attachment.ranks.reduce import local
 from gnmr.conversion.adapters import register
 from gnmr.lab.models import cpu_products
 

@@ -8,7 +8,7 @@ import torch
 from in_ranks import net, whole, wrapped
 from torch import Tensor
 
-from gnmr.attachment.ranks.reduce import Ranks
+from gnmr.attachment.ranks.reduce import DistributedRanks
 from gnmr.control.evidence import weight_std
 from gnmr.control.unit import Unit
 from gnmr.lab.rivals.transforms import TRANSFORMS, StepContext, tensor_norms
@@ -33,7 +33,7 @@ def transformed(how: str = "alone", transform: str | None = None, steps: int = 5
     if transform is not None:
         made = TRANSFORMS[transform](model.named_parameters(), **OPTIONS[transform])
     units = [Unit(f"{i}", tuple(block.parameters()), lambda _: None) for i, block in enumerate(model)]
-    ranks = None if how == "alone" else Ranks()
+    ranks = None if how == "alone" else DistributedRanks()
     found: dict[str, list[Tensor]] = {key: [] for key in ("gradients", "norms", "skips", "std")}
     for step in range(1, steps + 1):
         x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step)) * step**2

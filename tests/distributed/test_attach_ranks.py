@@ -12,7 +12,7 @@ import torch
 from close import EIGHT_BITS, assert_close
 
 from gnmr.attachment.ranks import world
-from gnmr.attachment.ranks.reduce import Ranks
+from gnmr.attachment.ranks.reduce import DistributedRanks
 from gnmr.errors import RunFailed
 
 pytestmark = [
@@ -132,7 +132,7 @@ def test_ranks_that_went_apart_end_in_one_line_on_each(pair: Pair, case: str, li
 @pytest.mark.parametrize("size", [2, 1000, 8192])
 def test_the_guard_is_exact_for_thousands_of_ranks(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world, "size", lambda: size)
-    ranks = Ranks()
+    ranks = DistributedRanks()
     for digest in (0xFFFFF, 714_025):
         same = np.array([size * digest, size * digest**2, 0.0, 0.0])
         ranks.check(same, step=1)

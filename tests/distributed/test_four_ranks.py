@@ -8,7 +8,7 @@ import pytest
 import torch
 from everything import differences, everything
 
-from gnmr.attachment.ranks import shards
+from gnmr.attachment.ranks import reduce
 from gnmr.attachment.ranks.world import ALONE
 from gnmr.records.reader import read_json
 
@@ -30,7 +30,7 @@ def test_a_run_that_was_stopped_and_goes_on_is_the_same(four, tiny, tmp_path, pa
     want, found = (everything(tmp_path / name, "slowest_rank") for name in ("once", "twice"))
     assert differences(want, found) == []
     last = found["steps"][-1]["weights_digest"]
-    assert last == shards.digest(found["state"]["model"], ALONE, 8), "replicas of shards are counted once"
+    assert last == reduce.digest(found["state"]["model"], ALONE, 8), "replicas of shards are counted once"
 
 
 def test_replicas_of_a_shard_that_went_apart_are_named(four, tiny, tmp_path):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from everything import SHARDED, differences, everything
 
-from gnmr.attachment.ranks import shards, world
+from gnmr.attachment.ranks import reduce, world
 from gnmr.attachment.ranks.world import ALONE
 from gnmr.errors import UserError
 from gnmr.records.reader import read_json, read_jsonl
@@ -44,7 +44,7 @@ def digested(folder: Path, run: dict) -> None:
     """The digests of the run's weights were taken in time, and the last is that of its weights in one process."""
     found = {row["step"]: row["weights_digest"] for row in read_jsonl(folder / "steps.jsonl") if row["weights_digest"]}
     assert found.keys() == {4, 8} and found[4] != found[8]
-    assert found[8] == shards.digest(run["state"]["model"], ALONE, 8)
+    assert found[8] == reduce.digest(run["state"]["model"], ALONE, 8)
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,22 @@
-"""Share one sum over ranks per step, in float64, between the processes of a run.
+"""Sums over the processes of a run: the part of a parameter that a rank holds, and one sum of a step.
 
-Every rank decides for itself from the same bits. All ranks get the same result of one all-reduce, although two ranks
-may round differently. The sum also carries two guards. All W ranks have equal numbers if the sum s and the sum of
-squares s2 satisfy s^2 = W s2:
+| wrapped by | a gradient is | counted in a sum |
+|---|---|---|
+| DDP | the same on every rank | by rank 0 |
+| FSDP2 | in parts, one per rank | by each rank, its part |
+| HSDP | in parts, each on several ranks | by the first of these ranks |
+
+Every rank decides for itself from the same bits: all ranks get the same result of one all-reduce in float64 per step,
+although two ranks may round differently. The sum also carries two guards. All W ranks have equal numbers if the sum s
+and the sum of squares s2 satisfy s^2 = W s2:
 
     digest   20 bits of step, units, settings and the set in force: equal, or ranks have diverged
-    plain    sum of squares of the gradients that every rank has whole: unequal if they were not reduced yet
+    plain    sum of squares of the gradients that every rank has completely: unequal if they were not reduced yet
 """
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,15 +25,114 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnmr.attachment.ranks import shards, world
+from gnmr.attachment.ranks import world
+from gnmr.attachment.ranks.world import World
 from gnmr.control.device import to_device
 from gnmr.errors import RunFailed
 
 _EQUAL = 1e-6
 """Relative variance below which gradients of two ranks count as equal, because other processors round differently."""
+_CHUNK = 2**22
+"""Elements that `digest` widens to 64 bits at once."""
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def lost(error: BaseException) -> bool:
+def is_sharded(x: Tensor) -> bool:
+    """Return True for a DTensor."""
+    return hasattr(x, "device_mesh")
+
+
+def local(x: Tensor) -> Tensor:
+    """Return this rank's part of a tensor. Raises RunFailed if it is a gradient that is not summed over ranks yet."""
+    if not is_sharded(x):
+        return x
+    if any(placement.is_partial() for placement in x.placements):  # type: ignore[attr-defined]
+        raise RunFailed(
+            "a gradient is not reduced over the ranks yet (DTensor, Partial): call step() after the backward pass that "
+            "synchronises, or leave what tensor parallelism shards out of the model's trained parameters"
+        )
+    shard: Tensor = x.to_local()  # type: ignore[attr-defined]
+    return shard
+
+
+def shard_like(full: Tensor, like: Tensor) -> Tensor:
+    """Return the part of `full`, which every rank has, where this rank's part of `like` lies; both of one shape."""
+    if not is_sharded(like):
+        return full
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
+    shard: Tensor = distribute_tensor(full, mesh, placements, src_data_rank=None).to_local()
+    return shard
+
+
+def counts(x: Tensor) -> bool:
+    """Return True if a sum over ranks takes this rank's part, so that each part enters once.
+
+    Raises RunFailed if `x` is sharded over some of the ranks only: other ranks may hold the same part.
+    """
+    if not is_sharded(x):
+        return world.rank() == 0
+    if (size := x.device_mesh.size()) != world.size():  # type: ignore[attr-defined]
+        raise RunFailed(
+            f"a parameter is sharded over {size} of {world.size()} processes: shard all over one mesh of all of them"
+        )
+    coordinate = x.device_mesh.get_coordinate()  # type: ignore[attr-defined]
+    if coordinate is None:
+        return False
+    placements = x.placements  # type: ignore[attr-defined]
+    return all(i == 0 for i, placement in zip(coordinate, placements, strict=True) if placement.is_replicate())
+
+
+def _place(x: Tensor) -> tuple[int, ...]:
+    """Return which part of `x` this rank has; equal on ranks that have the same part."""
+    if not is_sharded(x):
+        return ()
+    coordinate = x.device_mesh.get_coordinate() or ()  # type: ignore[attr-defined]
+    placements = x.placements  # type: ignore[attr-defined]
+    return tuple(i for i, placement in zip(coordinate, placements, strict=True) if not placement.is_replicate())
+
+
+@torch.no_grad()
+def _bits(x: Tensor) -> Tensor:
+    """Return the sum over this rank's elements of a square of their bits, modulo 2^64.
+
+    Squares, so that two changes of opposite sign do not cancel.
+    """
+    shard = local(x.detach()).contiguous().flatten()
+    total = torch.zeros((), dtype=torch.int64, device=shard.device)
+    for chunk in shard.view(_BITS[shard.element_size()]).split(_CHUNK):
+        total += (chunk.to(torch.int64) + 0x9E3779B1).square().sum()
+    return total
+
+
+def digest(weights: Mapping[str, Tensor], world: World, step: int) -> str:
+    """Return 16 hexadecimal digits of all weights, equal under DDP, FSDP2, HSDP and in one process.
+
+    Sums of elements add up over parts in any order. Waits for the device and all ranks. Raises RunFailed on all ranks
+    if two of them differ in a part that both hold.
+    """
+    names = sorted(weights)
+    places = [_place(weights[name]) for name in names]
+    bits = torch.stack([_bits(weights[name]) for name in names]).cpu().numpy()
+    counted = np.where([counts(weights[name]) for name in names], bits, 0)
+    of_ranks = world.gather((places, bits.tolist(), counted))
+
+    # Ranks that hold the same part of a weight must hold the same bits.
+    first_with = dict[tuple[str, tuple[int, ...]], tuple[int, int]]()
+    for rank, (places, rank_bits, _) in enumerate(of_ranks):
+        for name, place, part_bits in zip(names, places, rank_bits, strict=True):
+            first_rank, first_bits = first_with.setdefault((name, place), (rank, part_bits))
+            if part_bits != first_bits:
+                raise RunFailed(
+                    f"ranks disagree after step {step}: {name} of rank {rank} is not that of rank {first_rank}; "
+                    "continue from a checkpoint of before"
+                )
+    total = np.sum([counted for *_, counted in of_ranks], axis=0, dtype=np.int64)
+    return hashlib.blake2b(total.tobytes(), digest_size=8).hexdigest()
+
+
+def lost_rank(error: BaseException) -> bool:
     """Return True if a collective, ours or the wrapped model's, did not reach another process."""
     if not isinstance(error, RuntimeError) or isinstance(error, RunFailed) or world.size() == 1:
         return False
@@ -40,13 +146,13 @@ def reaching() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not lost(error):
+        if not lost_rank(error):
             raise
         line = str(error).strip().partition("\n")[0]
         raise RunFailed(f"another process ended, or cannot be reached ({line})") from error
 
 
-class Ranks:
+class DistributedRanks:
     """The processes of torch.distributed's default group, as a controller sees them (`gnmr.control.ranks`)."""
 
     def __init__(self, share: float | None = None, tells_own: bool = False) -> None:
@@ -66,7 +172,7 @@ class Ranks:
         """Return the part of the step's loss that each rank's loss is."""
         return 1 / self.size if self._share is None else self._share
 
-    is_sharded, local, counts = staticmethod(shards.is_sharded), staticmethod(shards.local), staticmethod(shards.counts)
+    is_sharded, local, counts = staticmethod(is_sharded), staticmethod(local), staticmethod(counts)
 
     @torch.no_grad()
     def sum(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -93,8 +199,8 @@ class Ranks:
     def agreement(self, settings: Sequence[object], active: np.ndarray, plain: Tensor) -> Tensor:
         """Return both guards, (4,) float64, a part for `sum`; `settings` must be equal besides the set in force."""
         digest = zlib.crc32(repr(settings).encode() + np.packbits(active).tobytes()) & 0xFFFFF
-        own = to_device(torch.tensor([digest, digest**2], dtype=torch.float64), plain.device)
-        return torch.cat([own, torch.stack([plain, plain.square()])])
+        digests = to_device(torch.tensor([digest, digest**2], dtype=torch.float64), plain.device)
+        return torch.cat([digests, torch.stack([plain, plain.square()])])
 
     def check(self, agreement: np.ndarray, step: int) -> None:
         """Raise RunFailed if the summed `agreement` shows that ranks differ."""

@@ -1,4 +1,4 @@
-"""Find the processes that train together: torch.distributed's default group, or this process alone."""
+"""The processes that train together: torch.distributed's default group, or this process alone."""
 
 from __future__ import annotations
 
@@ -11,10 +11,24 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from gnmr.attachment.ranks.torchrun import started
 from gnmr.errors import RunFailed, UserError
 
 T = TypeVar("T")
+
+
+def is_torchrun() -> bool:
+    """Return True if torchrun's variables are set."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def processes_started() -> int:
+    """Return the number of processes that were started together; 1 without a launcher."""
+    return int(os.environ["WORLD_SIZE"]) if is_torchrun() else 1
+
+
+def is_first() -> bool:
+    """Return True if this process is the one that prints."""
+    return not is_torchrun() or os.environ["RANK"] == "0"
 
 
 def _grouped() -> bool:
@@ -47,9 +61,9 @@ class World:
         """Return the values of all ranks, by rank; for small host values."""
         if self.size == 1:
             return [value]
-        found: list[T | None] = [None] * self.size
-        torch.distributed.all_gather_object(found, value)
-        return found  # type: ignore[return-value]
+        values: list[T | None] = [None] * self.size
+        torch.distributed.all_gather_object(values, value)
+        return values  # type: ignore[return-value]
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
@@ -65,38 +79,40 @@ class World:
             yield
         except Exception as raised:
             error = raised
-        told = None if error is None else (isinstance(error, UserError), f"{error}" or type(error).__name__)
-        others = [one for one in self.gather(told) if one is not None]
+        failure = None if error is None else (isinstance(error, UserError), f"{error}" or type(error).__name__)
+        failures = [failure_of_rank for failure_of_rank in self.gather(failure) if failure_of_rank is not None]
         if error is not None:
             raise error
-        if others:
-            raise UserError(others[0][1]) if others[0][0] else RunFailed(others[0][1])
+        if failures:
+            is_users, message = failures[0]
+            raise UserError(message) if is_users else RunFailed(message)
 
     def from_first(self, make: Callable[[], T]) -> T:
         """Return the result of `make`, which only rank 0 calls; its error is raised on all ranks."""
         if self.size == 1:
             return make()
-        found: list[Any] = [None]
+        result: list[Any] = [None]  # (value, error) of rank 0
         if self.first:
             try:
-                found = [(make(), None)]
+                result = [(make(), None)]
             except Exception as error:
-                kept = isinstance(error, (UserError, RunFailed, OSError))
-                found = [(None, error if kept else RunFailed(f"{type(error).__name__}: {error}"))]
-                torch.distributed.broadcast_object_list(found)
+                # Only these errors are sure to be pickled and to say something on another rank.
+                readable = isinstance(error, (UserError, RunFailed, OSError))
+                result = [(None, error if readable else RunFailed(f"{type(error).__name__}: {error}"))]
+                torch.distributed.broadcast_object_list(result)
                 raise
-        torch.distributed.broadcast_object_list(found)
-        value, raised = found[0]
+        torch.distributed.broadcast_object_list(result)
+        value, raised = result[0]
         if raised is not None:
             raise raised
         return cast(T, value)
 
     def same(self, what: str, value: str) -> None:
-        """Raise UserError if ranks have different values."""
-        found = self.gather(value)
-        for other, theirs in enumerate(found):
-            if theirs != found[0]:
-                raise UserError(f"{what} is {found[0]} in rank 0 and {theirs} in rank {other}: start all of them alike")
+        """Raise UserError if ranks have different values; `what` is the value's name."""
+        values = self.gather(value)
+        for rank, value in enumerate(values):
+            if value != values[0]:
+                raise UserError(f"{what} is {values[0]} in rank 0 and {value} in rank {rank}: start all of them alike")
 
 
 ALONE = World()
@@ -108,21 +124,23 @@ def joined(cuda: bool) -> Iterator[World]:
 
     Only rank 0 shows warnings. Raises UserError if the rendezvous fails.
     """
-    if started() == 1:
+    if processes_started() == 1:
         yield ALONE
         return
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     try:
-        store, own, number = next(torch.distributed.rendezvous("env://"))
+        store, rank_here, number = next(torch.distributed.rendezvous("env://"))
         # torchrun's store survives a restart, with the addresses of processes that are gone.
         store = torch.distributed.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-        torch.distributed.init_process_group(backend, store=store, rank=own, world_size=number)
+        torch.distributed.init_process_group(backend, store=store, rank=rank_here, world_size=number)
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         line = str(error).strip().partition("\n")[0]
-        raise UserError(f"{started()} processes do not find each other at {where} ({line}): use a free port") from error
+        raise UserError(
+            f"{processes_started()} processes do not find each other at {where} ({line}): use a free port"
+        ) from error
     try:
         with warnings.catch_warnings():
             if rank() > 0:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from omegaconf import DictConfig, open_dict
 
-from gnmr.attachment.ranks.torchrun import is_first, started
+from gnmr.attachment.ranks.world import is_first, processes_started
 from gnmr.console import next_lines, say, shown_command
 from gnmr.errors import RunFailed, UserError, as_user_error, plural
 from gnmr.lab.cli.parser import runs
@@ -212,8 +212,8 @@ def run_cell(composed: DictConfig) -> Path:
         check_plan(config)
 
     command = shlex.join(["gnmr", "train", *settings.overrides.task])
-    if sweeping and started() > 1:
-        raise UserError(f"-m: torchrun has started {started()} processes; run one cell at a time by torchrun")
+    if sweeping and processes_started() > 1:
+        raise UserError(f"-m: torchrun has started {processes_started()} processes; run one cell at a time by torchrun")
     folder = _train(config, command)
     if sweeping:
         say(f"#{settings.job.num} {finished(folder)}")
@@ -241,7 +241,7 @@ def _train(config: Config, command: str) -> Path:
     from gnmr.lab.train.build import device_of
     from gnmr.lab.train.run import run
 
-    if started() > 1:
+    if processes_started() > 1:
         never_at_once()  # the launcher sends a signal twice, and the terminal may have sent it too
     if config.precision.backend == "scaled_mm" and device_of(config.training.device).type == "cpu":
         raise UserError("precision.backend=scaled_mm: takes minutes a step on a CPU; use auto or simulated")

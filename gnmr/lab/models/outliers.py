@@ -27,7 +27,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from gnmr.attachment.ranks.shards import local, part
+from gnmr.attachment.ranks.reduce import local, shard_like
 from gnmr.errors import UserError
 from gnmr.lab.models.layers import Block, Decoder, SwiGLU
 from gnmr.lab.models.llama import Llama
@@ -92,12 +92,12 @@ class OutlierWindow:
             scale[chosen] = gain
             for parameter in source.parameters():  # a norm's gain and bias, or a linear's rows and bias
                 rows = scale.to(parameter.device).view(-1, *[1] * (parameter.dim() - 1)).expand(parameter.shape)
-                local(parameter).mul_(part(rows, parameter))
+                local(parameter).mul_(shard_like(rows, parameter))
             # With grouped queries, one channel of v feeds the same column of every query head of its group.
             columns = scale.view(heads[0], -1).repeat_interleave(heads[1], dim=0).flatten()
             for reader in readers:
                 of_columns = columns.to(reader.weight.device).expand(reader.weight.shape)
-                local(reader.weight).div_(part(of_columns, reader.weight))
+                local(reader.weight).div_(shard_like(of_columns, reader.weight))
 
     def touched(self) -> list[str]:
         """Return the names of the linears that write or read one of the channels, in module order."""

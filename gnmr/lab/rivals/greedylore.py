@@ -32,8 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.attachment.ranks import world
-from gnmr.attachment.ranks.reduce import reaching
-from gnmr.attachment.ranks.shards import is_sharded
+from gnmr.attachment.ranks.reduce import is_sharded, reaching
 from gnmr.control.device import to_device
 from gnmr.control.unit import Unit
 from gnmr.errors import RunFailed

@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
-from gnmr.attachment.ranks.reduce import Ranks
-from gnmr.attachment.ranks.shards import counts, is_sharded, local
+from gnmr.attachment.ranks.reduce import DistributedRanks, counts, is_sharded, local
 from gnmr.lab.config import OptimConfig
 from gnmr.options import fraction, positive, require
 
@@ -118,7 +117,7 @@ class SCALE(torch.optim.Optimizer):
         if group["output_dim"] and is_sharded(p):  # sharded by rows, which are the inputs of an embedding
             own = direction if counts(p) else direction[:0]
             squares = own.square().sum(inputs, keepdim=True, dtype=torch.float64)
-            mean = (Ranks().sum({"squares": squares})["squares"] * (p.shape[1] / p.numel())).float()
+            mean = (DistributedRanks().sum({"squares": squares})["squares"] * (p.shape[1] / p.numel())).float()
         else:
             mean = direction.square().mean(inputs, keepdim=True)
         update = direction / mean.sqrt().clamp(min=1e-8)

@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gnmr.attachment.ranks.reduce import Ranks
-from gnmr.attachment.ranks.shards import counts, is_sharded, local
+from gnmr.attachment.ranks.reduce import DistributedRanks, counts, is_sharded, local
 from gnmr.control.device import flags
 from gnmr.errors import UserError, as_user_error
 from gnmr.options import fraction, positive, require, whole_number
@@ -104,10 +103,10 @@ def norms_of(tensors: Sequence[Tensor | None], parameters: Sequence[nn.Parameter
     if not any(is_sharded(p) for p in parameters):
         return found
     if order == torch.inf:
-        Ranks().take_largest(found)
+        DistributedRanks().take_largest(found)
         return found
     counted = flags([counts(p) for p in parameters], found.device)
-    return Ranks().sum({"squares": torch.where(counted, found.square(), 0.0)})["squares"].sqrt()
+    return DistributedRanks().sum({"squares": torch.where(counted, found.square(), 0.0)})["squares"].sqrt()
 
 
 def scale_gradient(gradient: Tensor, factor: Tensor) -> None:

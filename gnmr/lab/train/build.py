@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gnmr.attachment import Router, controller_of
 from gnmr.attachment.blame import Levels
-from gnmr.attachment.ranks.reduce import Ranks
+from gnmr.attachment.ranks.reduce import DistributedRanks
 from gnmr.attachment.ranks.world import ALONE, World
 from gnmr.conversion import ConvertedModel
 from gnmr.conversion.converting import operator_shapes
@@ -170,7 +170,7 @@ def build_parts(
             )
             say(f"training.compile: the first step of each path takes a minute; converted linears are {place}")
         compressed = build_compression(config, model, world)
-        ranks = Ranks(tells_own=config.parallel == "ddp") if world.size > 1 else None
+        ranks = DistributedRanks(tells_own=config.parallel == "ddp") if world.size > 1 else None
         controller = _controller(config, model, converted, ranks, compressed)
         faults = build_faults(config, converted)
     if faults is not None:
@@ -258,7 +258,7 @@ def _controller(
     config: Config,
     model: nn.Module,
     converted: ConvertedModel,
-    ranks: Ranks | None = None,
+    ranks: DistributedRanks | None = None,
     compressed: GreedyLore | None = None,
 ) -> Router:
     """Return the controller of the config. Raises UserError if it does not fit, or its evidence is unavailable."""

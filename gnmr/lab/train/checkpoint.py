@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from gnmr.attachment import Router
-from gnmr.attachment.ranks.shards import is_sharded, local
+from gnmr.attachment.ranks.reduce import is_sharded, local
 from gnmr.attachment.ranks.world import ALONE, World
 from gnmr.conversion import ConvertedModel
 from gnmr.errors import RunFailed, UserError, writing

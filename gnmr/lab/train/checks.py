@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from gnmr.attachment.ranks.torchrun import is_torchrun, started
+from gnmr.attachment.ranks.world import is_torchrun, processes_started
 from gnmr.control.evidence import PATH_EVIDENCE
 from gnmr.conversion import ConvertedModel
 from gnmr.errors import UserError
@@ -17,7 +17,7 @@ _ORACLE_PARAMETERS = 200_000_000
 
 def refuse_processes(config: Config) -> None:
     """Raise UserError if the number of processes does not fit `parallel` or this run."""
-    kind, size = config.parallel, started()
+    kind, size = config.parallel, processes_started()
     if kind == "none" and size > 1:
         raise UserError(f"parallel=none: here are {size} processes; use parallel=ddp, fsdp or hsdp")
     if kind != "none" and not is_torchrun():

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gnmr.attachment import Router, units_of
 from gnmr.attachment.blame import Levels
-from gnmr.attachment.ranks import shards
+from gnmr.attachment.ranks import reduce
 from gnmr.control import Controller, ControlSpec, Unit
 from gnmr.errors import RunFailed
 from gnmr.lab.data.batch import Batch
@@ -215,11 +215,11 @@ class Loop:
         return result
 
     def _weights_digest(self) -> str | None:
-        """Return `shards.digest` every `records.check_every` steps if there are several processes, else None."""
+        """Return `reduce.digest` every `records.check_every` steps if there are several processes, else None."""
         world, step = self.parts.world, self.counters.step
         if world.size == 1 or step % self.parts.config.records.check_every:
             return None
-        return shards.digest(dict(self.parts.model.named_parameters()), world, step)
+        return reduce.digest(dict(self.parts.model.named_parameters()), world, step)
 
     def _validate(self) -> None:
         step = self.counters.step

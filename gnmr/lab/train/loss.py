@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gnmr.attachment.ranks.reduce import Ranks
+from gnmr.attachment.ranks.reduce import DistributedRanks
 from gnmr.attachment.ranks.world import ALONE, World
 from gnmr.conversion import ConvertedModel
 from gnmr.lab.data.batch import Batch, model_inputs
@@ -149,6 +149,6 @@ def evaluate(
                 loss = loss_of(model, batch.to(total.device)).double() * num_targets(batch)
             total += loss if i < len(batches) else 0.0
         if world.size > 1:
-            total = Ranks().sum({"total": total})["total"]
+            total = DistributedRanks().sum({"total": total})["total"]
     model.train(was_training)
     return float(total) / num_targets(blocks)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.attachment.blame import Level, Verdict, explain, find_nonfinite
-from gnmr.attachment.ranks.shards import local
+from gnmr.attachment.ranks.reduce import local
 from gnmr.attachment.ranks.world import World
 from gnmr.attachment.repeat import Again, Seen, Start, repeating
 from gnmr.lab.data.batch import Batch

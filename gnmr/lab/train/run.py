@@ -20,7 +20,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from gnmr.attachment.blame import Levels
-from gnmr.attachment.ranks.reduce import lost
+from gnmr.attachment.ranks.reduce import lost_rank
 from gnmr.attachment.ranks.world import ALONE, World
 from gnmr.errors import RunFailed, UserError
 from gnmr.formats import Recipe
@@ -297,7 +297,7 @@ def _failure(error: BaseException, step: int) -> UserError | RunFailed | None:
         return RunFailed(f"disk full after step {step}" + (f" ({error.filename})" if error.filename else ""))
     if isinstance(error, OSError) and error.filename and error.strerror:
         return RunFailed(f"{error.filename}: {error.strerror}, after step {step}")
-    if lost(error):
+    if lost_rank(error):
         return RunFailed(f"another process ended, in step {step + 1}; the same command continues the run")
     if out_of_memory(error):
         return RunFailed(f"out of memory in step {step + 1}: use a smaller training.batch_size")

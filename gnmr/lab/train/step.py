@@ -27,8 +27,7 @@ from torch import Tensor, nn
 
 from gnmr.attachment import Router
 from gnmr.attachment.blame import NO_LEVEL, Level, Levels, Verdict
-from gnmr.attachment.ranks.reduce import Ranks
-from gnmr.attachment.ranks.shards import is_sharded
+from gnmr.attachment.ranks.reduce import DistributedRanks, is_sharded
 from gnmr.attachment.ranks.world import ALONE, World
 from gnmr.attachment.repeat import Seen, Start
 from gnmr.control import Decision, HostPacket
@@ -171,7 +170,7 @@ class TrainStep:
         groups = [*self._of_units.groups, *((p,) for _, p in others)]
         names = [module_of(router.names[i]) for i in self._of_units.first]
         names += [name.removesuffix(".weight") for name, _ in others]
-        self._norms = UnitNorms(groups, Ranks() if world.size > 1 else None)
+        self._norms = UnitNorms(groups, DistributedRanks() if world.size > 1 else None)
         place = {id(p): len(self._of_units.groups) + i for i, (_, p) in enumerate(others)}
         self._monitored = {name: [place[id(p)] for p in own] for name, own in monitored(model, router, monitor).items()}
         position = {id(p): i for i, p in enumerate(model.parameters())}
