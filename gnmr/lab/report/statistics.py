@@ -33,7 +33,6 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,22 +58,21 @@ Weights = Mapping[str, float]
 
 
 class Stat(NamedTuple):
-    """Mean and sample standard deviation over n seeds."""
+    """Mean and sample standard deviation over n seeds; the latter is None with fewer than two finite numbers."""
 
     n: int
     mean: float
     sd: float | None
-    """None with fewer than two seeds or a number that is not finite."""
 
 
 def stat(values: Iterable[float | None]) -> Stat | None:
     """Return mean and spread, or None without values. An inf or nan is not dropped: it is the mean."""
-    known = np.array([value for value in values if value is not None], dtype=float)
-    if len(known) == 0:
+    numbers = np.array([value for value in values if value is not None], dtype=float)
+    if len(numbers) == 0:
         return None
-    spread = len(known) > 1 and np.isfinite(known).all()
+    spread = len(numbers) > 1 and np.isfinite(numbers).all()
     with np.errstate(over="ignore"):  # perplexities of hundreds of nats, whose spread is infinite
-        return Stat(len(known), float(known.mean()), float(known.std(ddof=1)) if spread else None)
+        return Stat(len(numbers), float(numbers.mean()), float(numbers.std(ddof=1)) if spread else None)
 
 
 class Contrast(NamedTuple):
@@ -106,11 +104,10 @@ class Contrast(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The share of the gap that an arm recovers, with Fieller's 95% interval."""
+    """The share of the gap that an arm recovers, with Fieller's 95% interval; None if the gap may be 0."""
 
     value: float
     interval: tuple[float, float] | None
-    """None if the gap itself is not shown to differ from 0."""
 
 
 @dataclass(frozen=True)
@@ -137,23 +134,29 @@ class Result:
 
 
 def paired(values: Values, arm: str, control: str) -> Result:
-    """Compare two arms by their differences within replicates, not adjusted for other comparisons."""
-    mine, theirs = values[arm], values[control]
-    pairs = np.array([(mine[one], theirs[one]) for one in mine if one in theirs], dtype=float).reshape(-1, 2)
-    n, lost = len(pairs), (~np.isfinite(pairs)).sum(axis=0).tolist()
-    if any(lost):
+    """Compare two arms by their differences within replicates, not adjusted for other comparisons.
+
+    Args:
+        values: losses by arm.
+        arm: the arm in question.
+        control: the arm that it is compared with.
+    """
+    common = [replicate for replicate in values[arm] if replicate in values[control]]
+    pairs = np.array([(values[arm][r], values[control][r]) for r in common], dtype=float).reshape(-1, 2)
+    n, diverged = len(pairs), (~np.isfinite(pairs)).sum(axis=0).tolist()
+    if any(diverged):
         wins, losses = int((pairs[:, 0] < pairs[:, 1]).sum()), int((pairs[:, 0] > pairs[:, 1]).sum())
         sign = stats.binomtest(wins, wins + losses).pvalue if wins + losses else 1.0
-        fisher = stats.fisher_exact([[one, n - one] for one in lost]).pvalue
-        direction = float(np.sign(losses - wins if sign < fisher else lost[0] - lost[1]))
+        fisher = stats.fisher_exact([[count, n - count] for count in diverged]).pvalue
+        direction = float(np.sign(losses - wins if sign < fisher else diverged[0] - diverged[1]))
         p = min(1.0, 2 * float(min(sign, fisher))) if n >= FEWEST_DIVERGED else None
-        return Result(arm, control, n, direction=direction, diverged=(lost[0], lost[1]), p=p)
+        return Result(arm, control, n, direction=direction, diverged=(diverged[0], diverged[1]), p=p)
     if n == 0:
         return Result(arm, control, 0)
     differences = pairs[:, 0] - pairs[:, 1]
     error = float(differences.std(ddof=1)) / math.sqrt(n) if n > 1 else math.nan
-    found = Contrast(float(differences.mean()), error, n - 1)
-    return Result(arm, control, n, found, found.estimate, p=found.p if n >= FEWEST else None)
+    difference = Contrast(float(differences.mean()), error, n - 1)
+    return Result(arm, control, n, difference, difference.estimate, p=difference.p if n >= FEWEST else None)
 
 
 class Model:
@@ -164,48 +167,56 @@ class Model:
         from statsmodels.stats.diagnostic import linear_reset
 
         self.values = values
-        number = {one: place for place, one in enumerate(dict.fromkeys(r for of in values.values() for r in of))}
-        rows = [(loss, arm, number[one]) for arm, of_arm in enumerate(values.values()) for one, loss in of_arm.items()]
-        loss, arms, blocks = (np.array(column) for column in zip(*rows, strict=True))
+        rows = [(loss, arm, replicate) for arm, losses in values.items() for replicate, loss in losses.items()]
+        arm_numbers = {arm: number for number, arm in enumerate(values)}
+        replicate_numbers = {replicate: number for number, replicate in enumerate(dict.fromkeys(r for *_, r in rows))}
+        loss = np.array([row[0] for row in rows])
+        arms = np.array([arm_numbers[arm] for _, arm, _ in rows])
+        replicates = np.array([replicate_numbers[replicate] for *_, replicate in rows])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of arms without replicates in common, which `joint` does not compare
-            self.fit = ols("loss ~ 0 + C(arm) + C(replicate)", {"loss": loss, "arm": arms, "replicate": blocks}).fit()
+            data = {"loss": loss, "arm": arms, "replicate": replicates}
+            self.fit = ols("loss ~ 0 + C(arm) + C(replicate)", data).fit()
         self.freedom = int(self.fit.df_resid)
         residual = np.array(self.fit.resid)
         residual[abs(residual) < 1e-12 * abs(loss).max()] = 0.0  # rounding
         self.sd = math.sqrt(float(residual @ residual) / self.freedom) if self.freedom else math.nan
+        # The two assumptions. The residuals of two arms alone are each other's negatives.
         groups = [group for arm in range(len(values)) if len(group := np.flatnonzero(arms == arm)) >= FEWEST]
         self.spread_p = self.additive_p = math.nan
-        if self.sd and self.freedom > 1 and len(groups) > 2:  # the residuals of two arms are each other's negatives
+        if self.sd and self.freedom > 1 and len(groups) > 2:
             self.spread_p = _spread_p(self.fit.model.exog, residual, groups)
             self.additive_p = float(linear_reset(self.fit, power=2, use_f=True).pvalue)
         self.own_differences = self.spread_p < LEVEL or self.additive_p < LEVEL
 
     def joint(self, *contrasts: Weights) -> tuple[np.ndarray, np.ndarray, int] | None:
         """Estimate contrasts: return their values, covariance and degrees of freedom; None without replicates."""
-        first, *others = (self.values[arm] for arm in dict.fromkeys(arm for one in contrasts for arm in one))
-        common = [one for one in first if all(one in other for other in others)]
+        losses = [self.values[arm] for arm in dict.fromkeys(arm for weights in contrasts for arm in weights)]
+        common = [replicate for replicate in losses[0] if all(replicate in of_arm for of_arm in losses)]
         if self.own_differences:
             if len(common) < 2:
                 return None
-            table = np.array(
-                [[sum(w * self.values[a][c] for a, w in one.items()) for c in common] for one in contrasts]
-            )
-            return table.mean(axis=1), np.cov(table).reshape(len(table), -1) / len(common), len(common) - 1
+            # Each replicate gives one value of every contrast; their mean and its covariance are estimated from them.
+            sums = [
+                [sum(w * self.values[arm][r] for arm, w in weights.items()) for r in common] for weights in contrasts
+            ]
+            covariance = np.cov(sums).reshape(len(sums), -1) / len(common)
+            return np.mean(sums, axis=1), covariance, len(common) - 1
         if not common or self.freedom < 1:
             return None
-        names, wanted = list(self.values), np.zeros((len(contrasts), len(self.fit.params)))
+        # Contrast c of the coefficients b: c b, with covariance c (X'X)^-1 c' s^2.
+        arms, matrix = list(self.values), np.zeros((len(contrasts), len(self.fit.params)))
         for row, weights in enumerate(contrasts):
             for arm, weight in weights.items():
-                wanted[row, names.index(arm)] += weight
-        covariance = wanted @ np.asarray(self.fit.normalized_cov_params) @ wanted.T * self.sd**2
-        return wanted @ np.asarray(self.fit.params), covariance, self.freedom
+                matrix[row, arms.index(arm)] += weight
+        covariance = matrix @ np.asarray(self.fit.normalized_cov_params) @ matrix.T * self.sd**2
+        return matrix @ np.asarray(self.fit.params), covariance, self.freedom
 
     def contrast(self, weights: Weights) -> Contrast | None:
         """Estimate one contrast; None if its arms have no replicates in common."""
-        if (found := self.joint(weights)) is None:
+        if (estimated := self.joint(weights)) is None:
             return None
-        estimate, covariance, freedom = found
+        estimate, covariance, freedom = estimated
         return Contrast(float(estimate[0]), math.sqrt(max(float(covariance[0, 0]), 0.0)), freedom)
 
     def between(self, arm: str, other: str) -> Contrast | None:
@@ -213,11 +224,11 @@ class Model:
         return self.contrast({arm: 1.0, other: -1.0}) if {arm, other} <= self.values.keys() else None
 
     def closed(self, arm: str, low: str, high: str) -> Share | None:
-        """Estimate (low - arm) / (low - high)."""
-        found = self.joint(_sum({low: 1.0}, {arm: -1.0}), {low: 1.0, high: -1.0})
-        if found is None or not found[0][1]:
+        """Estimate (low - arm) / (low - high), by Fieller's theorem."""
+        estimated = self.joint({low: 1.0, arm: -1.0}, {low: 1.0, high: -1.0})
+        if estimated is None or not estimated[0][1]:
             return None
-        (a, b), cov, freedom = found
+        (a, b), cov, freedom = estimated
         t2 = float(stats.t.ppf(1 - LEVEL / 2, freedom)) ** 2
         # |a - s b|^2 <= t^2 var(a - s b) as a quadratic in s
         square, linear, constant = b * b - t2 * cov[1, 1], -2 * (a * b - t2 * cov[0, 1]), a * a - t2 * cov[0, 0]
@@ -236,13 +247,13 @@ def _spread_p(exog: np.ndarray, residual: np.ndarray, groups: Sequence[np.ndarra
     null = np.random.default_rng(0).standard_normal((_DRAWS, len(residual)))
     null -= null @ (exog @ np.linalg.pinv(exog)).T
     rows = np.concatenate([residual[None], null])
-    found = stats.levene(*(rows[:, group] for group in groups), center="median", axis=1).statistic
-    return float((1 + np.sum(found[1:] >= found[0])) / (1 + _DRAWS))
+    levene = stats.levene(*(rows[:, group] for group in groups), center="median", axis=1).statistic
+    return float((1 + np.sum(levene[1:] >= levene[0])) / (1 + _DRAWS))
 
 
 def model_of(values: Values) -> Model | None:
     """Fit the arms without diverged runs; None if no degree of freedom is left for the residual."""
-    finite = {arm: of for arm, of in values.items() if of and max(map(abs, of.values())) < _LARGEST}
+    finite = {arm: losses for arm, losses in values.items() if losses and max(map(abs, losses.values())) < _LARGEST}
     model = Model(finite) if len(finite) > 1 else None
     return model if model is not None and model.freedom >= 1 else None
 
@@ -271,9 +282,13 @@ class Family:
 
     def smallest(self, result: Result) -> float | None:
         """Return the difference to the control, as a share of the gap, that this test shows with 80% power."""
+        from statsmodels.stats.power import TTestPower
+
         if not self.gate or result.difference is None or self.gap is None or self.gap.estimate <= 0:
             return None
-        return result.difference.error * smallest_shift(result.difference.freedom) / self.gap.estimate
+        n = result.difference.freedom + 1
+        shift = float(TTestPower().solve_power(nobs=n, alpha=LEVEL, power=POWER)) * math.sqrt(n)  # in standard errors
+        return result.difference.error * shift / self.gap.estimate
 
     def control_text(self) -> str:
         """Return the outcome of the positive control."""
@@ -281,15 +296,15 @@ class Family:
         shown = f"{'' if self.gate else 'not '}shown (p = {p_text(self.p_gate)})"
         return f"Positive control: {self.high} against {self.low}{size}: {shown}."
 
-    def method_text(self, assumptions: bool = False) -> str:
-        """Return how the contrasts are tested; with the tests of the assumptions that decided it."""
+    def method_text(self) -> str:
+        """Return how the contrasts are tested, with the tests of the assumptions that decided it."""
         if self.model is None:
             return "Exact tests, since runs diverged or replicates are too few for a model."
         method = "Paired t-tests"
         if not self.model.own_differences:
             method = f"Pooled residual, sd {self.model.sd:.3f} nats, {self.model.freedom} degrees of freedom"
-        tests = f" (equal spread p = {p_text(self.model.spread_p)}, additivity p = {p_text(self.model.additive_p)})"
-        return f"{method}{tests if assumptions else ''}."
+        assumptions = f"equal spread p = {p_text(self.model.spread_p)}, additivity p = {p_text(self.model.additive_p)}"
+        return f"{method} ({assumptions})."
 
 
 def judge(values: Values, contrasts: Sequence[tuple[str, str]], *, low: str, high: str) -> Family:
@@ -301,65 +316,54 @@ def judge(values: Values, contrasts: Sequence[tuple[str, str]], *, low: str, hig
         low: the arm that is never on the recovery path.
         high: the arm that always is: the positive control.
     """
-    model = model_of(values)
-    exact = paired(values, high, low)
+    model, exact = model_of(values), paired(values, high, low)
     gap = model.between(low, high) if model else None
     p_gate, better = exact.p, exact.direction < 0
     if gap is not None:
         p_gate, better = gap.p if exact.n >= FEWEST else None, gap.estimate > 0
     gate = p_gate is not None and p_gate < LEVEL and better
-    results = [_test(model, values, arm, control, (low, high) if gap and gate else None) for arm, control in contrasts]
-    if gate:
-        adjusted = zip(holm([one.p for one in results]), holm([one.p_equal for one in results]), strict=True)
-        results = [_verdict(one, p, q) for one, (p, q) in zip(results, adjusted, strict=True)]
-    else:
-        results = [replace(one, p=None) for one in results]
+    bounds = (low, high) if gap and gate else None
+    results = [_test(model, values, arm, control, bounds) for arm, control in contrasts]
+    results = adjusted(results) if gate else [replace(result, p=None) for result in results]
     return Family(low, high, exact.n, tuple(results), model, gap, p_gate, gate)
 
 
 def _test(model: Model | None, values: Values, arm: str, control: str, bounds: tuple[str, str] | None) -> Result:
     """Test one contrast, not adjusted. `bounds`: None without a gap."""
     exact = paired(values, arm, control)
-    if model is None or (found := model.between(arm, control)) is None:
+    if model is None or (difference := model.between(arm, control)) is None:
         return exact if any(exact.diverged) else replace(exact, p=None)
-    closed = p_equal = None
-    if bounds is not None and arm not in bounds:
-        low, high = bounds
-        closed = model.closed(arm, low, high)
-        difference = {arm: 1.0, control: -1.0}
-        above, below = (model.contrast(_sum(difference, {low: sign, high: -sign})) for sign in (MARGIN, -MARGIN))
-        if above and below and exact.n >= FEWEST:
-            p_equal = max(above.above, 1 - below.above)
-    p = found.p if exact.n >= FEWEST else None
-    return replace(exact, difference=found, direction=found.estimate, p=p, closed=closed, p_equal=p_equal)
-
-
-def _sum(one: Weights, other: Weights) -> dict[str, float]:
-    return {key: one.get(key, 0.0) + other.get(key, 0.0) for key in dict.fromkeys([*one, *other])}
+    tested = replace(
+        exact, difference=difference, direction=difference.estimate, p=difference.p if exact.n >= FEWEST else None
+    )
+    if bounds is None or arm in bounds:
+        return tested
+    low, high = bounds
+    # Equivalence: arm - control + margin (low - high) is above 0, and arm - control - margin (low - high) below 0.
+    weights = [dict.fromkeys((arm, control, low, high), 0.0) for _ in range(2)]
+    for contrast, margin in zip(weights, (MARGIN, -MARGIN), strict=True):
+        for name, weight in ((arm, 1.0), (control, -1.0), (low, margin), (high, -margin)):
+            contrast[name] += weight
+    above, below = map(model.contrast, weights)
+    p_equal = max(above.above, 1 - below.above) if above and below and exact.n >= FEWEST else None
+    return replace(tested, closed=model.closed(arm, low, high), p_equal=p_equal)
 
 
 def adjusted(results: Sequence[Result]) -> list[Result]:
-    """Return the results as one family: with adjusted p-values and verdicts."""
-    return [_verdict(one, p) for one, p in zip(results, holm([one.p for one in results]), strict=True)]
-
-
-def _verdict(result: Result, p: float | None, p_equal: float | None = None) -> Result:
-    if p is None:
-        verdict = TOO_FEW
-    elif p < LEVEL and result.direction:
-        verdict = BETTER if result.direction < 0 else WORSE
-    else:
-        verdict = EQUAL if p_equal is not None and p_equal < LEVEL else NO_DIFFERENCE
-    return replace(result, p=p, p_equal=p_equal, verdict=verdict)
-
-
-@lru_cache(maxsize=256)
-def smallest_shift(freedom: int) -> float:
-    """Return the difference, in standard errors, that a two-sided t-test at `LEVEL` shows with `POWER`."""
-    from statsmodels.stats.power import TTestPower
-
-    found = TTestPower().solve_power(nobs=freedom + 1, alpha=LEVEL, power=POWER)
-    return float(found) * math.sqrt(freedom + 1)
+    """Return the results as one family: with Holm-adjusted p-values, and verdicts."""
+    p_values = holm([result.p for result in results])
+    p_values_equal = holm([result.p_equal for result in results])
+    judged = []
+    for result, p, p_equal in zip(results, p_values, p_values_equal, strict=True):
+        verdict = NO_DIFFERENCE
+        if p is None:
+            verdict = TOO_FEW
+        elif p < LEVEL and result.direction:
+            verdict = BETTER if result.direction < 0 else WORSE
+        elif p_equal is not None and p_equal < LEVEL:
+            verdict = EQUAL
+        judged.append(replace(result, p=p, p_equal=p_equal, verdict=verdict))
+    return judged
 
 
 def holm(values: Sequence[float | None]) -> list[float | None]:
@@ -367,13 +371,13 @@ def holm(values: Sequence[float | None]) -> list[float | None]:
 
     The function of statsmodels collects all garbage in every call, which takes longer than the rest of a report.
     """
-    known = sorted((float(value), place) for place, value in enumerate(values) if value is not None)
-    found: list[float | None] = [None] * len(values)
+    ascending = sorted((float(value), place) for place, value in enumerate(values) if value is not None)
+    p_values: list[float | None] = [None] * len(values)
     largest = 0.0
-    for smaller, (value, place) in enumerate(known):
-        largest = max(largest, min(1.0, (len(known) - smaller) * value))
-        found[place] = largest
-    return found
+    for smaller, (value, place) in enumerate(ascending):
+        largest = max(largest, min(1.0, (len(ascending) - smaller) * value))
+        p_values[place] = largest
+    return p_values
 
 
 def gap_closed(low: Losses, arm: Losses, recovery: Losses) -> float | None:

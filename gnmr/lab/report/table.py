@@ -152,7 +152,7 @@ def _notes(comparison: Comparison, columns: list[str]) -> list[str]:
         )
     for one in comparison.bounds:
         if one.between:
-            notes += [one.family.control_text(), *([one.family.method_text(True)] if one.family.tested else [])]
+            notes += [one.family.control_text(), *([one.family.method_text()] if one.family.tested else [])]
     if "gap recovered" in columns:
         notes.append("Gap recovered: the share of the loss gap between the two bounds that the arm recovers.")
     if f"{comparison.spend_of}\nrecovered" in columns:
