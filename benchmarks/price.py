@@ -50,8 +50,8 @@ from gnmr.lab.data.batch import Batch
 from gnmr.lab.evaluation.blocks import blocks_of
 from gnmr.lab.evaluation.subjects import Subject, load_subject
 from gnmr.lab.train.loss import logits_of
-from gnmr.measure.errors import measure_errors
 from gnmr.measure.kl import divergence, draw_labels
+from gnmr.measure.operand_errors import measure_errors
 from gnmr.measure.price import measure_prices
 from gnmr.records import output
 from timing import header

@@ -7,7 +7,7 @@ New number formats and recipes are added here. `gnmr.formats.number_formats` mak
 from __future__ import annotations
 
 BESIDE = ("head", "router", "kv")
-"""Parts that `gnmr diagnose` can measure besides the operators of a plan (`gnmr.measure.beside`)."""
+"""Parts that `gnmr diagnose` can measure besides the operators of a plan (`gnmr.measure.unplanned`)."""
 KV_CAST = "e4m3/tensor"
 """Default cast of keys and values."""
 

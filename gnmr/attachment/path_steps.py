@@ -14,7 +14,7 @@ from gnmr.control.evidence import PATH_EVIDENCE, PRICE_EVIDENCE
 from gnmr.control.ranks import Ranks
 from gnmr.conversion import ConvertedModel
 from gnmr.conversion.converting import tensor_parallel
-from gnmr.measure.errors import Probe, measure_errors
+from gnmr.measure.operand_errors import Probe, measure_errors
 from gnmr.measure.price import PriceMeter, measure_prices
 
 

@@ -44,7 +44,7 @@ from gnmr.measure.guards import (
     scalar,
 )
 from gnmr.measure.in_force import READS, Operator, operators_of, packed_in
-from gnmr.measure.passes import Progress
+from gnmr.measure.model_passes import Progress
 from gnmr.names import GEMMS
 from gnmr.options import require
 from gnmr.plan.checkpoint_names import linears_of

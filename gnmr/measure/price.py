@@ -67,7 +67,7 @@ from gnmr.conversion.unit_names import of_any_expert
 from gnmr.formats.number_formats import Format, KeepFormat
 from gnmr.formats.recipes import Cast, ExecutionPath, Recipe
 from gnmr.formats.scaling import TINY
-from gnmr.measure.operands import Casts, broken_inputs, inputs_on, outliers, result_in, weight_of
+from gnmr.measure.gemm_operands import PathOperands, broken_inputs, inputs_on, outliers, result_in, weight_of
 from gnmr.measure.per_unit import ByUnit
 from gnmr.names import GEMMS
 
@@ -168,7 +168,7 @@ class PriceMeter:
         self._sums = torch.zeros(len(self._operators), len(self._columns), dtype=torch.float64, device=device)
         self.rows = [0] * len(self._operators)
         """Rows of each operator, including those that were not measured."""
-        self._open: dict[int, _Calls] = {}
+        self._open: dict[int, _SummedCalls] = {}
         """Calls of operators that ran several times, by place, until the backward pass of all is measured."""
         self._calls = [0] * len(self._operators)
         """Calls of each operator since its last backward pass, which `_measured` has."""
@@ -340,7 +340,7 @@ class PriceMeter:
         gradient = dy.t() @ x if "wgrad" in self.gemms and operator.weight.requires_grad else None
         sequence = self._sequence_of(found, grad)
         casts = {
-            name: Casts(operator, path, weight, grad_2d, dy, seed=self._step << 20 | operator.index)
+            name: PathOperands(operator, path, weight, grad_2d, dy, seed=self._step << 20 | operator.index)
             for name, path in found.paths.items()
         }
         exact = _Operands(x, weight, None)
@@ -373,7 +373,7 @@ class PriceMeter:
             return
         # Several calls in one backward pass: their errors are one error, and are squared together.
         self._add(place, squares, scale)
-        calls = self._open.setdefault(place, _Calls(task, {}))
+        calls = self._open.setdefault(place, _SummedCalls(task, {}))
         for key, error in errors.items():
             rows = 0 if key[1] in ("fprop_sequence", "wgrad", "wgrad_square") else found.count
             before = calls.errors.get((*key, rows))
@@ -536,7 +536,7 @@ class _Last(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Calls:
+class _SummedCalls:
     """Errors of several calls of one operator in one backward pass."""
 
     task: int
@@ -601,7 +601,7 @@ def _group_rows(path: ExecutionPath) -> int:
     return max((cast.group(dim)[0] or 1 for cast, dim in casts if cast is not None), default=1)
 
 
-def _fprop_operands(found: _Pass, path: str, casts: Casts, exact: _Operands) -> _Operands:
+def _fprop_operands(found: _Pass, path: str, casts: PathOperands, exact: _Operands) -> _Operands:
     """Return the operands of fprop on `path`: `exact` itself if nothing is cast."""
     if (x := found.inputs[path].get("fprop")) is None:
         return exact

@@ -30,9 +30,9 @@ from gnmr.conversion.reads import is_sharded
 from gnmr.formats import Recipe
 from gnmr.formats.recipes import RECIPES as RECIPES_OF
 from gnmr.formats.recipes import Cast, Gemm
-from gnmr.measure.beside import Beside, kv_cast_of
 from gnmr.measure.guards import as_it_was, refuse_without_gradients
-from gnmr.measure.passes import Passes, Progress
+from gnmr.measure.model_passes import ModelPasses, Progress
+from gnmr.measure.unplanned import UnplannedParts, kv_cast_of
 from gnmr.names import BESIDE, FORMATS, KV_CAST, RECIPES, Pins
 from gnmr.options import nearest, one_of, require, whole_number
 from gnmr.patterns import listed, select
@@ -106,7 +106,7 @@ def diagnose(
         labels: labels of the backward pass. "model" draws them from the model's predictions; "data" uses the targets or
             the loss.
         confirm: number of operators, highest by either estimate, whose KL is measured.
-        include: parts to measure alone and outside the plan: head, router, kv (`gnmr.measure.beside`).
+        include: parts to measure alone and outside the plan: head, router, kv (`gnmr.measure.unplanned`).
         kv_cast: cast of the cache of keys and values: a number format and the group that shares a scale.
         tokens: price one token in every `tokens`; above 1, there is no estimate by sequence.
         terms: returns the number of terms in the mean loss of a batch, if `run` returns a loss alone. None: it is
@@ -141,14 +141,14 @@ def diagnose(
         require(both, "recipe", "bf16", "both sides are in 16 bits; there is nothing to compare")
         own = {one.name: one for one in named if isinstance(one, Recipe)}
         spec = _spec(low, high, sides, targets=targets, exclude=exclude, recipes=own, times=dict(times or {}))
-    # Passes that are compared, and passes in which products are counted, must run the same kernels.
+    # ModelPasses that are compared, and passes in which products are counted, must run the same kernels.
     eager = torch.compiler.set_stance("force_eager")
     with as_it_was(model), eager, _converted(model, spec, sides, include, cast) as (converted, beside):
         apart = _divided(converted, low_parts, high_parts)
         check_fused([operator.operator_name for operator in converted.operators], fused)
         rescues = {} if sides or pins else _rescues(converted, named, spec.times)
         tell = progress or (lambda _done, _total: None)
-        passes = Passes(
+        passes = ModelPasses(
             converted, model, run, beside, tell, tokens=tokens, labels=labels, terms=terms, rescues=rescues, apart=apart
         )
         doctor = Doctor(
@@ -169,7 +169,7 @@ def diagnose(
 @contextmanager
 def _converted(
     model: nn.Module, spec: PathSpec, sides: bool, include: Sequence[str], kv_cast: Cast
-) -> Iterator[tuple[ConvertedModel, Beside]]:
+) -> Iterator[tuple[ConvertedModel, UnplannedParts]]:
     """Convert the model, perhaps for two `sides`, and the parts to `include`; restore both afterwards."""
     with ExitStack() as stack:
         with warnings.catch_warnings():
@@ -178,7 +178,7 @@ def _converted(
             converted = convert(model, spec)
         stack.callback(converted.restore)
         assert isinstance(converted.low, Recipe)
-        beside = Beside(model, include, converted.low, kv_cast)
+        beside = UnplannedParts(model, include, converted.low, kv_cast)
         stack.callback(beside.restore)
         yield converted, beside
 

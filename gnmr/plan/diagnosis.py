@@ -23,7 +23,7 @@ import numpy as np
 from scipy import special
 
 from gnmr.measure.coverage import Coverage
-from gnmr.measure.measured import Measured, Row, resampled, weighted_mean
+from gnmr.measure.gemm_costs import GemmCost, PathCost, bootstrap_weights, weighted_mean
 from gnmr.names import Pins
 from gnmr.plan.checkpoint_names import ModelLinears
 from gnmr.plan.knapsack import (
@@ -69,13 +69,13 @@ class Diagnosis:
     recovery: str
     operators: dict[str, tuple[int, int]]
     """(inputs, outputs) of each operator, in the model's order."""
-    rows: tuple[Row, ...]
+    rows: tuple[GemmCost, ...]
     """Every GEMM of every operator, in the model's order."""
     samples: np.ndarray
     """(B, U): nats that each operator's fprop costs on the low recipe in each batch, by the estimate in use."""
     terms: np.ndarray | None = None
     """(B,) tokens that count in each batch, the weights of all means over batches; None: equal weights."""
-    measured: Measured
+    measured: PathCost
     """KL and loss on the batches of the prices."""
     scores: dict[str, dict[str, float]]
     """`mse` (of the input's cast) and `gradient norm` (of the weight), each by operator."""
@@ -119,14 +119,14 @@ class Diagnosis:
     """Classes of the modules that hold operators and are not nn.Linear, by module name."""
     partly: Mapping[str, int] = field(default_factory=dict)
     """Operators that ran only in some batches, with the number of batches."""
-    held_out: Measured | None = None
-    left: Mapping[str, Measured] = field(default_factory=dict)
+    held_out: PathCost | None = None
+    left: Mapping[str, PathCost] = field(default_factory=dict)
     """Cost that remains on the held-out batches under the `plan` of this budget and each of the `alternatives`."""
     apart: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Extra nats that each alternative leaves compared with the plan, and half the width of the paired interval."""
-    curve: tuple[tuple[float, Measured], ...] = ()
+    curve: tuple[tuple[float, PathCost], ...] = ()
     """(extra time, cost that remains on the held-out batches) of plans of other budgets."""
-    beside: tuple[Row, ...] = ()
+    beside: tuple[GemmCost, ...] = ()
     """The output head, routers and caches that were asked for, each measured alone and in no sum or plan."""
     limit: float | None = None
     """KL from rounding in the model's own dtype, nats per token."""
@@ -158,7 +158,7 @@ class Diagnosis:
     def calibration(self) -> float | None:
         """Return the cost of everything low over `total`; None if the cost is within its noise or `total` is 0."""
         found = self.measured
-        return found.nats / self.total if found.shown and found.finite and self.total > 0 else None
+        return found.nats / self.total if found.above_noise and found.finite and self.total > 0 else None
 
     @property
     def interaction(self) -> float | None:
@@ -172,7 +172,7 @@ class Diagnosis:
         return bool(size > self.measured.nats / 2 and size > self.measured.noise and not self.little)
 
     @property
-    def coherent(self) -> list[Row]:
+    def coherent(self) -> list[GemmCost]:
         """Return the fprops for which products of two tokens matter.
 
         The two estimates of such an fprop differ by more than a factor of 2. They also differ by more than chance
@@ -199,7 +199,7 @@ class Diagnosis:
         """
         found = self.measured
         bound = self.gate or ((self.limit or 0.0) if self.against else LITTLE)
-        return bool((found.nats if found.shown else max(self.total, found.nats + found.noise)) < bound)
+        return bool((found.nats if found.above_noise else max(self.total, found.nats + found.noise)) < bound)
 
     def left_by_time(self, rescue: str | None = None) -> list[tuple[float, float]]:
         """Return (extra time, nats left by the values) from no pin to all useful pins.
@@ -208,7 +208,7 @@ class Diagnosis:
         """
         return front(self._prices_on(rescue), self.costs, self.recipe, self.groups)
 
-    def worst(self, gemm: str = "fprop") -> list[Row]:
+    def worst(self, gemm: str = "fprop") -> list[GemmCost]:
         """Return the rows of one GEMM of all operators, the largest value first."""
         return sorted((row for row in self.rows if row.gemm == gemm), key=lambda row: row.value, reverse=True)
 
@@ -370,7 +370,7 @@ class Diagnosis:
         top = max(1, len(self.pins or self.choice().pins))
         rng = np.random.default_rng(0)
         weights = np.ones(len(self.samples)) if self.terms is None else self.terms
-        means = resampled(weights, rng) @ self.samples / areas
+        means = bootstrap_weights(weights, rng) @ self.samples / areas
         own = _top(weighted_mean(self.samples, weights)[None] / areas, top)
         kept = (_top(means, top) & own).sum(axis=1)
         halves = []

@@ -18,8 +18,15 @@ from gnmr.conversion.cost import gemm_time
 from gnmr.conversion.unit_names import of_any_expert, operator_names
 from gnmr.formats import Recipe
 from gnmr.measure.coverage import Coverage
-from gnmr.measure.measured import Measured, Row, intervals, nats, paired, weighted_mean
-from gnmr.measure.passes import IN_USE, NUMBERS, PRICED, Passes, Priced
+from gnmr.measure.gemm_costs import (
+    GemmCost,
+    PathCost,
+    bootstrap_intervals,
+    format_nats,
+    paired_difference,
+    weighted_mean,
+)
+from gnmr.measure.model_passes import IN_USE, NUMBERS, PASSES_PER_BATCH, BatchCosts, ModelPasses
 from gnmr.names import GEMMS, RECIPES, Pins
 from gnmr.options import require
 from gnmr.plan.checkpoint_names import linears_of
@@ -35,7 +42,7 @@ CONFIRMED = 2
 class Doctor:
     """The passes of a diagnosis, and what is asked of it."""
 
-    passes: Passes
+    passes: ModelPasses
     spec: PathSpec
     pins: Pins
     """Pins of the plan in force, by names without `model.`."""
@@ -107,7 +114,7 @@ class Doctor:
             beside=(*beside, *unpriced),
             samples=in_use,
             terms=terms,
-            measured=Measured.of(
+            measured=PathCost.of(
                 [one.kl for one in priced], [one.high for one in priced], [one.low for one in priced], terms
             ),
             scores={
@@ -158,7 +165,7 @@ class Doctor:
             return None
         rescues, confirmed = len(self.passes.rescues), min(2 * self.confirm, len(self.passes.weights))
         choices = 3 + rescues * (rescues > 1) + len(GUESSES) - 1 + RANDOM_DRAWS + 2 + len(CURVE)
-        return PRICED * len(batches) + 4 + min(CONFIRMED, len(batches)) * (1 + confirmed) + held_out * choices
+        return PASSES_PER_BATCH * len(batches) + 4 + min(CONFIRMED, len(batches)) * (1 + confirmed) + held_out * choices
 
     def _limit(self, batch: Any) -> float | None:
         """Return the KL from rounding. Raises ValueError if it is unknown or above the gate, and two sides need it."""
@@ -173,9 +180,9 @@ class Doctor:
             require(self.gate > limit, "gate", self.gate, right + ("" if plain else ", or a model in float32"))
         return limit
 
-    def _priced(self, batches: Iterable[Any]) -> list[Priced]:
+    def _priced(self, batches: Iterable[Any]) -> list[BatchCosts]:
         """Measure each batch. Raises ValueError if there are fewer than two, or if a rescue is of no use."""
-        found: list[Priced] = []
+        found: list[BatchCosts] = []
         for place, batch in enumerate(batches):
             found.append(self.passes.priced(batch, place))
             _refuse_other_kind(f"run of batch {place + 1}", found[place].kl is None, found[0].kl is None)
@@ -184,7 +191,7 @@ class Doctor:
         require(len(found) > 1, "batches", len(found), "needs two at least, for the spread between them")
         return found
 
-    def _refuse_worse(self, first: Priced) -> None:
+    def _refuse_worse(self, first: BatchCosts) -> None:
         """Raise ValueError if a rescue is slower than another path and costs as many nats on the first batch."""
         low = self.passes.converted.low
         assert isinstance(low, Recipe)
@@ -198,7 +205,8 @@ class Doctor:
         for name, other in product(self.passes.rescues, recipes):
             if time[name] > time[other] and costs[name] >= costs[other] and costs[name] > 0:
                 right = f"is slower than {other} in fprop (times {time[name]:g} and {time[other]:g}) and costs no less "
-                right += f"({nats(costs[name])} and {nats(costs[other])} nats of all GEMMs alone); leave it out"
+                right += f"({format_nats(costs[name])} and {format_nats(costs[other])} nats of all GEMMs alone); "
+                right += "leave it out"
                 require(False, "rescue", name, right)
 
     # ---- operators alone ----
@@ -253,24 +261,26 @@ class Doctor:
         rescued: np.ndarray,
         terms: np.ndarray,
         sequences: np.ndarray,
-    ) -> tuple[Row, ...]:
+    ) -> tuple[GemmCost, ...]:
         means = {name: weighted_mean(values, terms).tolist() for name, values in samples.items() if name != "norm"}
         values = weighted_mean(in_use, terms).tolist()
-        ends = {gemm: intervals(samples[gemm] if gemm != "fprop" else in_use, terms).T.tolist() for gemm in GEMMS}
+        ends = {
+            gemm: bootstrap_intervals(samples[gemm] if gemm != "fprop" else in_use, terms).T.tolist() for gemm in GEMMS
+        }
         rows = []
         for i, operator in enumerate(operators):
             name = operator.operator_name
             by_sequence = means["fprop_sequence"][i] if sequences[i] else None
             ends_of = {gemm: tuple(ends[gemm][i]) for gemm in GEMMS}
-            row = Row.of_fprop(name, values[i], ends_of["fprop"], means["fprop"][i], by_sequence, alone.get(name))
+            row = GemmCost.of_fprop(name, values[i], ends_of["fprop"], means["fprop"][i], by_sequence, alone.get(name))
             others = dict.fromkeys(self._rescues(), 0.0)
             others |= dict(zip(self.passes.rescues, rescued[:, i].tolist(), strict=True))
             rows.append(replace(row, input=means["fprop_input"][i], weight=means["fprop_weight"][i], rescued=others))
             for gemm in GEMMS[1:]:
-                rows.append(Row(name, gemm, means[gemm][i], ends_of[gemm], bias=means[f"{gemm}_bias"][i]))
+                rows.append(GemmCost(name, gemm, means[gemm][i], ends_of[gemm], bias=means[f"{gemm}_bias"][i]))
         return tuple(rows)
 
-    def _rows_beside(self, batches: Sequence[Any], drawn: bool, terms: np.ndarray) -> tuple[Row, ...]:
+    def _rows_beside(self, batches: Sequence[Any], drawn: bool, terms: np.ndarray) -> tuple[GemmCost, ...]:
         """Return the rows of the parts outside the plan, and measure the KL of the `confirm` highest alone.
 
         The value is the estimate by sequence if labels were `drawn` and sequences are known, else by token.
@@ -287,12 +297,12 @@ class Doctor:
         rows = []
         for name, values in samples.items():
             by_token, by_sequence = means[name]
-            value, (low, high) = means[name][int(drawn)], intervals(values, terms)[:, int(drawn)].tolist()
+            value, (low, high) = means[name][int(drawn)], bootstrap_intervals(values, terms)[:, int(drawn)].tolist()
             both = by_token, by_sequence if known[name] else None
-            rows.append(Row.of_fprop(name, value, (low, high), *both, found.get(name)))
+            rows.append(GemmCost.of_fprop(name, value, (low, high), *both, found.get(name)))
         return tuple(rows)
 
-    def _rows_without_gradient(self, batches: Sequence[Any]) -> tuple[Row, ...]:
+    def _rows_without_gradient(self, batches: Sequence[Any]) -> tuple[GemmCost, ...]:
         """Measure the KL alone of the first `confirm` operators whose output has no gradient: it needs none."""
         named = {o.operator_name: o for o in self.passes.converted.operators}
         chosen: dict[str, PathLinear | None] = {
@@ -301,7 +311,7 @@ class Doctor:
         chosen = dict(islice(chosen.items(), self.confirm))
         self.passes.expect_more(len(batches) * (1 + len(chosen)) * bool(chosen))
         found = self.passes.alone(chosen, batches)
-        return tuple(Row.of_fprop(name, 0.0, (0.0, 0.0), None, None, kls) for name, kls in found.items())
+        return tuple(GemmCost.of_fprop(name, 0.0, (0.0, 0.0), None, None, kls) for name, kls in found.items())
 
     # ---- the model ----
 
@@ -396,12 +406,12 @@ class Doctor:
             return kl, np.mean([low[key] for key in keys], axis=0).tolist()
 
         left = {name: mean(name) for name in choices}
-        named = {name: Measured.of(kl, high, losses, terms) for name, (kl, losses) in left.items()}
+        named = {name: PathCost.of(kl, high, losses, terms) for name, (kl, losses) in left.items()}
         return replace(
             found,
             held_out=named["all"],
             left={name: named[name] for name in choices if name in ("plan", *guesses)},
-            apart={name: paired(left[name], left["plan"], terms) for name in guesses},
+            apart={name: paired_difference(left[name], left["plan"], terms) for name in guesses},
             curve=tuple((one.extra, named[f"{one.extra}"]) for one in curve),
         )
 

@@ -16,7 +16,7 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from gnmr.errors import plural, printable
-from gnmr.measure.measured import Measured, Row, nats
+from gnmr.measure.gemm_costs import GemmCost, PathCost, format_nats
 from gnmr.plan.diagnosis import CURVE, Diagnosis
 from gnmr.plan.verdict import label, left_out
 
@@ -35,7 +35,7 @@ class Left:
     """GEMM time that this takes more, as a share."""
     estimated: float
     """Sum of the values, nats."""
-    measured: Measured | None
+    measured: PathCost | None
     """On the held-out batches."""
     apart: tuple[float, float] | None
     """Nats more than under the plan, and half the width of the 95% interval."""
@@ -56,9 +56,9 @@ class View:
         self.reach = max((row.interval[1] for row in self.top if math.isfinite(row.interval[1])), default=0.0) or 1.0
         """The end of the longest bar."""
         self._start = "model." if all(name.startswith("model.") for name in found.operators) else ""
-        self.others: list[Row] = []
+        self.others: list[GemmCost] = []
         """fprop of operators whose names have no layer: a head, those of an `nn.Sequential`."""
-        by_kind: dict[tuple[str, str], dict[int, list[Row]]] = {}
+        by_kind: dict[tuple[str, str], dict[int, list[GemmCost]]] = {}
         for row in (row for row in (*found.rows, *found.beside) if row.gemm == "fprop"):
             parts = row.operator.split(".")
             at = next((i for i, part in enumerate(parts[:-1]) if part.isdecimal()), None)
@@ -82,23 +82,23 @@ class View:
         self.largest = max(planned, default=0.0)
 
     @staticmethod
-    def sum(rows: Iterable[Row]) -> float:
+    def sum(rows: Iterable[GemmCost]) -> float:
         """Return the sum of the values."""
         return math.fsum(row.value for row in rows)
 
-    def pins(self, rows: Iterable[Row]) -> int:
+    def pins(self, rows: Iterable[GemmCost]) -> int:
         """Return how many of these GEMMs are kept on another recipe."""
         return sum(row.gemm in self.kept.get(row.operator, {}) for row in rows)
 
-    def on(self, row: Row) -> str:
+    def on(self, row: GemmCost) -> str:
         """Return the recipe that the plan keeps the GEMM on; empty for none."""
         return self.kept.get(row.operator, {}).get(row.gemm, "")
 
-    def name(self, row: Row) -> str:
+    def name(self, row: GemmCost) -> str:
         """Return the operator's name without the `model.` that all of them share."""
         return printable(row.operator.removeprefix(self._start))
 
-    def colour(self, rows: Iterable[Row]) -> int:
+    def colour(self, rows: Iterable[GemmCost]) -> int:
         """Return the number of the cell's colour."""
         return shade(self.sum(rows), self.largest, _STEPS)
 
@@ -120,7 +120,7 @@ def choices(found: Diagnosis) -> list[Left]:
     return made
 
 
-def budgets(found: Diagnosis) -> list[tuple[float, Measured | None]]:
+def budgets(found: Diagnosis) -> list[tuple[float, PathCost | None]]:
     """Return the extra time of the plan and of plans of other budgets, and the measurement of each."""
     if not found.left:
         return [(extra, None) for extra in CURVE]
@@ -145,12 +145,12 @@ def recipes_line(found: Diagnosis) -> str:
 def totals(found: Diagnosis) -> list[str]:
     """Return lines about the diagnosis as a whole, the two most important ones first."""
 
-    def left_text(one: Measured) -> str:
+    def left_text(one: PathCost) -> str:
         rise = f"; loss {one.high:.4f} to {one.low:.4f}, {loss(one)}" if one.high is not None else ""
         value = f"{with_half(one)} nats of KL" if one.kl is not None else "no KL, as there are no logits"
         return f"{value}{rise}; {plural(one.batches, 'batch')}"
 
-    summed = f"single values add up to {nats(found.total)} nats"
+    summed = f"single values add up to {format_nats(found.total)} nats"
     if found.interaction is not None:
         summed += f", interaction {found.interaction:+.2g}"
         if found.interacts:
@@ -188,7 +188,7 @@ def page(found: Diagnosis, title: str, origin: Mapping[str, Any], plan: str | No
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    for function in (nats, short, half_width, with_half, loss, printable):
+    for function in (format_nats, short, half_width, with_half, loss, printable):
         environment.filters[function.__name__] = function
     left = choices(found)
     return environment.get_template("page.html.j2").render(
@@ -265,7 +265,7 @@ def _curve(found: Diagnosis, left: Sequence[Left]) -> dict[str, object]:
     def path(points: Iterable[tuple[float, float]]) -> str:
         return " ".join(f"{x(extra)},{y(value)}" for extra, value in points if value < high and extra < right)
 
-    def point(kind: str, across: float, one: Measured) -> tuple[object, ...]:
+    def point(kind: str, across: float, one: PathCost) -> tuple[object, ...]:
         return kind, across, y(one.nats), *map(y, _ends(one)), with_half(one)
 
     points, labels = [], []
@@ -285,7 +285,7 @@ def _curve(found: Diagnosis, left: Sequence[Left]) -> dict[str, object]:
     }
 
 
-def _ends(one: Measured) -> tuple[float, float]:
+def _ends(one: PathCost) -> tuple[float, float]:
     half = one.noise if math.isfinite(one.noise) else 0.0
     return one.nats - half, one.nats + half
 
@@ -307,11 +307,11 @@ def half_width(noise: float) -> str:
     return f" ± {short(noise)}" if math.isfinite(noise) else ""
 
 
-def with_half(one: Measured) -> str:
+def with_half(one: PathCost) -> str:
     """Return what a path costs."""
-    return nats(one.nats) + half_width(one.noise)
+    return format_nats(one.nats) + half_width(one.noise)
 
 
-def loss(one: Measured | None) -> str:
+def loss(one: PathCost | None) -> str:
     """Return by how much the loss rises."""
     return "-" if one is None or one.cost is None else f"{one.cost:+.3g}{half_width(one.loss_noise)}"

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from gnmr.console import NARROW
 from gnmr.errors import printable
-from gnmr.measure.measured import Measured, nats
+from gnmr.measure.gemm_costs import PathCost, format_nats
 from gnmr.plan.diagnosis import Diagnosis
 from gnmr.plan.page import Left, View, budgets, choices, recipes_line, shade, short, spent
 
@@ -105,7 +105,7 @@ def _choices_table(left: Sequence[Left], found: Diagnosis) -> Table:
     table = _table(f"{left[1].extra:+.1%} {spent(found)}", _left(found), *["loss"] * losses)
     for one in (one for one in left if one.rescue is None):
         found_left = one.measured
-        cells = [f"≈ {nats(one.estimated)}" if found_left is None else _with_relative(found_left)]
+        cells = [f"≈ {format_nats(one.estimated)}" if found_left is None else _with_relative(found_left)]
         cells += ["-" if found_left is None or found_left.cost is None else f"{found_left.cost:+.2g}"] * losses
         table.add_row(one.label, *cells, style="bold" if one is left[1] else None)
     return table
@@ -117,9 +117,9 @@ def _budgets_table(found: Diagnosis, left: Sequence[Left]) -> Table:
     table = _table(spent(found).replace("GEMM ", ""), _left(found), *(one.label for one in alone))
     for extra, measured in budgets(found):
         own = [one.measured if extra == plan.extra else None for one in alone]
-        cells = [f"≈ {nats(found.choice(extra).after)}" if measured is None else _with_relative(measured)]
+        cells = [f"≈ {format_nats(found.choice(extra).after)}" if measured is None else _with_relative(measured)]
         for single, one in zip(alone, own, strict=True):
-            cells.append(_with_relative(one) if one else f"≈ {nats(found.choice(extra, single.rescue).after)}")
+            cells.append(_with_relative(one) if one else f"≈ {format_nats(found.choice(extra, single.rescue).after)}")
         table.add_row(f"{extra:+.1%}", *cells, style="bold" if extra == plan.extra else None)
     return table
 
@@ -133,9 +133,9 @@ def _relative(half: float, value: float) -> str:
     return f"{half / abs(value):.0%}" if value and math.isfinite(half / value) else ""
 
 
-def _with_relative(one: Measured) -> str:
+def _with_relative(one: PathCost) -> str:
     width = _relative(one.noise, one.nats)
-    return f"{nats(one.nats)} ± {width}" if width else nats(one.nats)
+    return f"{format_nats(one.nats)} ± {width}" if width else format_nats(one.nats)
 
 
 def _table(first: str, *others: str) -> Table:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gnmr.errors import first_few, plural
-from gnmr.measure.measured import nats
+from gnmr.measure.gemm_costs import format_nats
 from gnmr.names import Pins
 from gnmr.plan.knapsack import Choice
 
@@ -72,22 +72,22 @@ def _sentence(found: Diagnosis) -> str:
     unit = "nats" if measured.kl is None else "nats of KL per token"
     if measured.kl is not None and measured.nats <= (found.limit or 0.0):
         return (
-            f"{start}{under}{name} costs {nats(measured.nats)} {unit}, no more than rounding of this model makes "
-            f"({nats(found.limit or 0.0)}), so nothing can be told of it"
+            f"{start}{under}{name} costs {format_nats(measured.nats)} {unit}, no more than rounding of this model "
+            f"makes ({format_nats(found.limit or 0.0)}), so nothing can be told of it"
         )
-    if not measured.shown and not start and measured.kl is not None:
+    if not measured.above_noise and not start and measured.kl is not None:
         return (
             f"{plural(measured.batches, 'batch')} are too few to tell what {under}{name} costs: {measured.nats:.2g} ± "
             f"{measured.noise:.1g} {unit}, by estimate {found.total:.2g}; take more batches"
         )
-    if not measured.shown:
+    if not measured.above_noise:
         return (
             f"{start}{under}{name} costs nothing here that {plural(measured.batches, 'batch')} can show "
             f"({measured.nats:+.2g} ± {measured.noise:.1g} {unit}, by estimate {found.total:.2g})"
             f"{'' if start else ': more batches would tell'}"
         )
     losses = "" if measured.high is None else f" (loss {measured.high:.4f} -> {measured.low:.4f})"
-    cost = f"{start}{under}{name} costs {nats(measured.nats)} {unit} against {found.recovery}{losses}"
+    cost = f"{start}{under}{name} costs {format_nats(measured.nats)} {unit} against {found.recovery}{losses}"
     if start:
         return f"{cost}, less than {LITTLE}"
     if found.pins:
@@ -106,10 +106,10 @@ def _sentence(found: Diagnosis) -> str:
 def _of_two_sides(found: Diagnosis) -> str:
     """Return the verdict on two sides: whether the gate holds, what makes the difference, and what to change."""
     measured, gate = found.measured, found.gate
-    width = f" ± {nats(measured.noise)}" if measured.noise > 0 else ""
+    width = f" ± {format_nats(measured.noise)}" if measured.noise > 0 else ""
     differ = (
-        f"the rollout ({found.recipe}) and the trainer ({found.recovery}) differ by {nats(measured.nats)}{width} nats "
-        "of KL per token"
+        f"the rollout ({found.recipe}) and the trainer ({found.recovery}) differ by "
+        f"{format_nats(measured.nats)}{width} nats of KL per token"
     )
     if measured.nats <= (found.limit or 0.0):
         return f"{'the gate holds: ' * (gate is not None)}{differ}, no more than rounding makes"
@@ -140,9 +140,9 @@ def _pinned(found: Diagnosis, chosen: Choice) -> str:
 def _left(found: Diagnosis, chosen: Choice) -> str:
     """Say what the plan leaves: measured on held-out batches, or as expected."""
     if (left := found.left.get("plan")) is not None and left.finite:
-        width = f" ± {nats(left.noise)}" if np.isfinite(left.noise) else ""
-        return f"leaves {nats(left.nats)}{width} nats on other batches"
-    return f"should leave {nats(found.expected(chosen)[1])} nats"
+        width = f" ± {format_nats(left.noise)}" if np.isfinite(left.noise) else ""
+        return f"leaves {format_nats(left.nats)}{width} nats on other batches"
+    return f"should leave {format_nats(found.expected(chosen)[1])} nats"
 
 
 def rival(found: Diagnosis) -> str:
@@ -155,10 +155,10 @@ def rival(found: Diagnosis) -> str:
     best = min(found.apart, key=lambda name: found.left[name].nats)
     more, noise = found.apart[best]
     if more < 0:
-        both = f"{nats(found.left[best].nats)} nats against {nats(found.left['plan'].nats)}"
+        both = f"{format_nats(found.left[best].nats)} nats against {format_nats(found.left['plan'].nats)}"
         unsure = "" if -more > noise else ", which is too few batches to be sure"
         return f"{label(best)} left less than the plan on {batches}: {both}{unsure}"
-    return "" if found.held_out.shown else few
+    return "" if found.held_out.above_noise else few
 
 
 def label(name: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from gnmr.formats.recipes import RECIPES
-from gnmr.measure.measured import Measured, Row
+from gnmr.measure.gemm_costs import GemmCost, PathCost
 from gnmr.plan.diagnosis import Diagnosis
 from gnmr.plan.knapsack import times_of
 
@@ -40,20 +40,20 @@ def diagnosis(layers: int = 30, names: list[str] | None = None, **given: Any) ->
     values = weight * rng.lognormal(0, 1.1, len(shapes))
     values *= given.pop("total", 0.55) / values.sum()
     top = set(np.argsort(-values)[:20].tolist())
-    rows: list[Row] = []
+    rows: list[GemmCost] = []
     for i, (name, value) in enumerate(zip(shapes, values.tolist(), strict=True)):
         token, sequence = (value * float(rng.lognormal(0, 0.5)) for _ in range(2))
         one, share = value if i in top else None, float(rng.uniform(0.2, 0.8))
         near = (value * 0.85, value * 1.2)
         both = {"input": value * share, "weight": value * (1 - share)}
         rescued = {"mxfp8": value * float(rng.uniform(0.03, 0.1)), "bf16": 0.0}
-        rows.append(Row(name, "fprop", value, near, token, sequence, one, **both, rescued=rescued))
+        rows.append(GemmCost(name, "fprop", value, near, token, sequence, one, **both, rescued=rescued))
         for gemm in ("dgrad", "wgrad"):
             error = float(rng.lognormal(-4, 1))
-            rows.append(Row(name, gemm, error, (error * 0.9, error * 1.1), bias=float(rng.normal(0, 0.01))))
+            rows.append(GemmCost(name, gemm, error, (error * 0.9, error * 1.1), bias=float(rng.normal(0, 0.01))))
 
-    def measured(nats: float, batches: int = 12) -> Measured:
-        return Measured(batches, nats, nats / 60, 48, 3.0, 3.0 + 0.9 * nats, nats / 30)
+    def measured(nats: float, batches: int = 12) -> PathCost:
+        return PathCost(batches, nats, nats / 60, 48, 3.0, 3.0 + 0.9 * nats, nats / 30)
 
     scale = float(values.sum()) / 0.55
     rules = {"last": 0.454, "first": 0.43, "first_last": 0.35, "random": 0.45, "mse": 0.22, "gradient norm": 0.18}

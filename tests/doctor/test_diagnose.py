@@ -21,7 +21,7 @@ from gnmr.conversion import PathSpec, convert
 from gnmr.errors import UserError
 from gnmr.formats import Recipe
 from gnmr.formats.recipes import RECIPES, Gemm
-from gnmr.measure.measured import Measured
+from gnmr.measure.gemm_costs import PathCost
 from gnmr.measure.price import measure_prices
 from gnmr.plan.diagnosis import Diagnosis
 from gnmr.plan.page import page, totals
@@ -60,9 +60,9 @@ def loss_by(model: nn.Module) -> Callable[[Batch], Tensor]:
     return lambda batch: F.cross_entropy(model(batch[0]), batch[1])
 
 
-def rose(low: float, error: float) -> Measured:
+def rose(low: float, error: float) -> PathCost:
     """Of six batches whose loss was 2 and is `low`."""
-    return Measured(6, None, float("nan"), 0, 2.0, low, error)
+    return PathCost(6, None, float("nan"), 0, 2.0, low, error)
 
 
 def diagnosed(**options: Any) -> Diagnosis:

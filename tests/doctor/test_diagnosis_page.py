@@ -10,7 +10,7 @@ import pytest
 from plausible import PROJECTIONS, diagnosis
 
 from gnmr.console import Terminal
-from gnmr.measure.measured import Measured, Row, nats
+from gnmr.measure.gemm_costs import GemmCost, PathCost, format_nats
 from gnmr.plan.diagnosis import Diagnosis
 from gnmr.plan.page import View, choices, page, shade, totals
 from gnmr.plan.terminal import story
@@ -37,9 +37,9 @@ def bare(name: str) -> str:
 
 def without_logits() -> Diagnosis:
     """A diagnosis of losses alone, one of which fell."""
-    lost = {"measured": Measured(12, None, float("nan"), 0, 3.0, 3.5, 0.01)}
-    left = dict.fromkeys(diagnosis(2).left, Measured(4, None, float("nan"), 0, 3.0, 2.99, 0.02))
-    return diagnosis(2, **lost, left=left, held_out=Measured(4, None, float("nan"), 0, 3.0, 3.4, 0.02), limit=None)
+    lost = {"measured": PathCost(12, None, float("nan"), 0, 3.0, 3.5, 0.01)}
+    left = dict.fromkeys(diagnosis(2).left, PathCost(4, None, float("nan"), 0, 3.0, 2.99, 0.02))
+    return diagnosis(2, **lost, left=left, held_out=PathCost(4, None, float("nan"), 0, 3.0, 3.4, 0.02), limit=None)
 
 
 def test_a_page_of_210_operators_loads_nothing_and_holds_all_of_them() -> None:
@@ -106,9 +106,11 @@ def test_the_terminal_tells_it_too(width: int, total: float) -> None:
     joined = "\n".join(lines)
     assert all(bare(row.operator) in joined for row in found.worst()[:10])
     plan = found.left["plan"]
-    assert nats(plan.nats) in joined and f"{plan.cost:+.2g}" in joined
+    assert format_nats(plan.nats) in joined and f"{plan.cost:+.2g}" in joined
     assert all(one.label in joined for one in choices(found))
-    assert all(any(f"{extra:+.1%}" in line and nats(one.nats) in line for line in lines) for extra, one in found.curve)
+    assert all(
+        any(f"{extra:+.1%}" in line and format_nats(one.nats) in line for line in lines) for extra, one in found.curve
+    )
     assert "on nvfp4 (time 1), " in joined.replace("\n", " ")
 
 
@@ -141,7 +143,7 @@ def test_what_was_not_measured_is_an_estimate() -> None:
 
 
 def test_a_low_path_that_is_not_finite_is_drawn() -> None:
-    lost = Measured(12, float("inf"), float("nan"), 48, 3.0, float("inf"), float("nan"))
+    lost = PathCost(12, float("inf"), float("nan"), 48, 3.0, float("inf"), float("nan"))
     found = diagnosis(
         2, measured=lost, held_out=lost, left=dict.fromkeys(diagnosis(2).left, lost), curve=((0.1, lost),)
     )
@@ -149,14 +151,14 @@ def test_a_low_path_that_is_not_finite_is_drawn() -> None:
 
 
 def test_a_large_interaction_is_a_warning() -> None:
-    found = diagnosis(2, total=0.05, measured=Measured(12, 0.5, 0.01, 48, 3.0, 3.4, 0.01))
+    found = diagnosis(2, total=0.05, measured=PathCost(12, 0.5, 0.01, 48, 3.0, 3.4, 0.01))
     assert found.interacts and "large" in totals(found)[1] and "⚠" in page(found, "", {})
     assert "large" not in totals(diagnosis(2))[1]
 
 
 def test_what_was_measured_beside_the_plan_is_shown_but_not_ranked() -> None:
     names = ["model.layers.0.self_attn.k_cache", "model.layers.1.self_attn.k_cache", "lm_head"]
-    found = diagnosis(2, beside=tuple(Row(name, "fprop", 9.0, (8.0, 10.0), measured=9.0) for name in names))
+    found = diagnosis(2, beside=tuple(GemmCost(name, "fprop", 9.0, (8.0, 10.0), measured=9.0) for name in names))
     lines, html = printed(found, 100), page(found, "", {})
     assert any(line.startswith("k_cache") for line in lines) and any(line.startswith("lm_head 9") for line in lines)
     assert "All 17 operators" in html and html.count('<i class="cell') == 17

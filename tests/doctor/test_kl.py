@@ -21,8 +21,8 @@ import gnmr
 from gnmr.conversion import ConvertedModel, PathLinear, PathSpec, convert
 from gnmr.formats.cast import quantize
 from gnmr.formats.recipes import Cast
+from gnmr.measure.gemm_costs import GemmCost, PathCost, format_nats
 from gnmr.measure.kl import IGNORED, divergence, draw_labels
-from gnmr.measure.measured import Measured, Row, nats
 from gnmr.measure.price import measure_prices
 from gnmr.plan.diagnosis import Diagnosis
 from gnmr.plan.page import page
@@ -340,7 +340,7 @@ def test_the_error_of_unequal_sequences_is_that_of_a_ratio() -> None:
     rng = np.random.default_rng(0)
     tokens = rng.integers(1, 50, 400).astype(float)
     nats = tokens * rng.gamma(2.0, 0.01, 400)
-    found = Measured.of([np.stack([nats, tokens], axis=1)], [np.nan], [np.nan], [1])
+    found = PathCost.of([np.stack([nats, tokens], axis=1)], [np.nan], [np.nan], [1])
     draws = rng.integers(0, 400, (2000, 400))
     assert found.kl == pytest.approx(nats.sum() / tokens.sum())
     assert found.kl_error == pytest.approx((nats[draws].sum(1) / tokens[draws].sum(1)).std(), rel=0.1)
@@ -787,9 +787,9 @@ def test_weights_that_are_nan_are_named_before_a_gate_is_judged() -> None:
 
 
 def test_errors_of_tokens_are_called_coherent_beyond_chance_alone() -> None:
-    flat, loud = Row("a", "fprop", 1.0, (1.0, 1.0), 1.0, 2.6), Row("b", "fprop", 1.0, (1.0, 1.0), 1.0, 0.01)
+    flat, loud = GemmCost("a", "fprop", 1.0, (1.0, 1.0), 1.0, 2.6), GemmCost("b", "fprop", 1.0, (1.0, 1.0), 1.0, 0.01)
     for sequences, expected in ((6, [loud]), (48, [flat, loud])):
-        given = Measured(2, 1.0, 0.1, sequences, None, None, np.nan)
+        given = PathCost(2, 1.0, 0.1, sequences, None, None, np.nan)
         assert diagnosis(1, names=["a", "b"], rows=(flat, loud), measured=given).coherent == expected
 
 
@@ -1033,4 +1033,7 @@ def test_a_kl_below_the_detection_limit_is_said() -> None:
     found = diagnosed(Mixer().eval(), confirm=0, held_out=())
     below = replace(found, limit=2 * found.measured.kl)
     assert "no more than rounding of this model makes" not in found.verdict()
-    assert f"nats of KL per token, no more than rounding of this model makes ({nats(below.limit)})" in below.verdict()
+    assert (
+        f"nats of KL per token, no more than rounding of this model makes ({format_nats(below.limit)})"
+        in below.verdict()
+    )

@@ -26,7 +26,7 @@ from gnmr.conversion import ConvertedModel, PathSpec, convert
 from gnmr.lab import models
 from gnmr.lab.config.model import ExpertsConfig, ModelConfig
 from gnmr.lab.train.loss import loss_of
-from gnmr.measure.errors import measure_errors
+from gnmr.measure.operand_errors import measure_errors
 
 MAX_O = 3
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 1, "num_heads": 2}

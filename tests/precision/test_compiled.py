@@ -18,7 +18,7 @@ from gnmr.lab import models
 from gnmr.lab.config.model import ModelConfig
 from gnmr.lab.faults.faults import Fault
 from gnmr.lab.faults.schedule import FaultSchedule
-from gnmr.measure.errors import measure_errors
+from gnmr.measure.operand_errors import measure_errors
 
 pytestmark = pytest.mark.slow
 

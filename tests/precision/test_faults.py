@@ -24,7 +24,7 @@ from gnmr.formats.recipes import Cast, Recipe
 from gnmr.formats.scaling import compress, decompress, unpack
 from gnmr.lab.faults.faults import KINDS, Fault
 from gnmr.lab.faults.schedule import FaultSchedule
-from gnmr.measure.errors import measure_errors
+from gnmr.measure.operand_errors import measure_errors
 from gnmr.records.reader import FaultWindow
 
 FEW_BITS = [name for name, fmt in FORMATS.items() if fmt.bits < 16]

@@ -15,7 +15,7 @@ from gnmr.conversion import ConvertedModel, PathSpec, convert
 from gnmr.formats import RECIPES
 from gnmr.formats.cast import SIGNS, quantize, rotated
 from gnmr.formats.recipes import Cast, Recipe
-from gnmr.measure.errors import measure_errors
+from gnmr.measure.operand_errors import measure_errors
 
 
 def cast(x: Tensor, word: str, dim: int = 1) -> Tensor:

@@ -20,7 +20,7 @@ from gnmr.conversion import ConvertedModel, PathSpec, convert, int8
 from gnmr.conversion.int8 import integers, products
 from gnmr.lab.faults.faults import Fault
 from gnmr.lab.faults.schedule import FaultSchedule
-from gnmr.measure.errors import measure_errors
+from gnmr.measure.operand_errors import measure_errors
 from gnmr.names import WEIGHTS
 
 BF16 = torch.bfloat16

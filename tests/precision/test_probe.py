@@ -16,7 +16,7 @@ from gnmr.conversion import PathSpec, convert
 from gnmr.conversion.kernels import simulated
 from gnmr.formats import FORMATS
 from gnmr.formats.scaling import compress, decompress
-from gnmr.measure.errors import STATISTICS, measure_errors
+from gnmr.measure.operand_errors import STATISTICS, measure_errors
 
 ROWS, WIDTH, OUT = 48, 32, 16
 NAMES = ["a", "b", "c"]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gnmr.conversion import ConvertedModel, PathSpec, convert
 from gnmr.conversion.kernels import scaled_mm
-from gnmr.measure.errors import measure_errors
+from gnmr.measure.operand_errors import measure_errors
 from gnmr.names import GEMMS
 
 RECOVERED = [

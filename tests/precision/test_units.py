@@ -12,7 +12,7 @@ from gnmr.conversion import ConvertedModel, PathSpec, convert
 from gnmr.conversion.unit_names import unit_of
 from gnmr.lab.faults.faults import Fault
 from gnmr.lab.faults.schedule import FaultSchedule
-from gnmr.measure.errors import measure_errors
+from gnmr.measure.operand_errors import measure_errors
 
 
 class Block(nn.Module):

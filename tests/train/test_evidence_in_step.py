@@ -12,7 +12,7 @@ from gnmr.control.evidence import EVIDENCE
 from gnmr.lab.train.build import Parts, train_step
 from gnmr.lab.train.loss import loss_of
 from gnmr.lab.train.step import StepResult
-from gnmr.measure.errors import measure_errors
+from gnmr.measure.operand_errors import measure_errors
 from gnmr.records.reader import read_jsonl, read_units
 
 LR = 1e-2

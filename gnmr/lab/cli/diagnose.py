@@ -197,7 +197,7 @@ def _kinds(name: str, value: str) -> list[str]:
 
 def _kv_cast(_name: str, value: str) -> str:
     if value != KV_CAST:  # only other casts need PyTorch
-        from gnmr.measure.beside import kv_cast_of
+        from gnmr.measure.unplanned import kv_cast_of
 
         kv_cast_of(value)
     return value

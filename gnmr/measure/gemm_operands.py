@@ -117,7 +117,7 @@ def weight_of(operator: PathLinear, dtype: torch.dtype, given: Tensor | None = N
     return weight.to(dtype).float()
 
 
-class Casts:
+class PathOperands:
     """The operands of the backward GEMMs, and the weight of all GEMMs, as a path reads them, float32."""
 
     def __init__(

@@ -42,7 +42,7 @@ def kv_cast_of(word: str) -> Cast:
     return cast
 
 
-class Beside:
+class UnplannedParts:
     """The parts (`BESIDE` in gnmr.names) to measure, each alone with everything else on the recovery path."""
 
     def __init__(self, model: nn.Module, kinds: Sequence[str], low: Recipe, kv_cast: Cast) -> None:
@@ -192,7 +192,7 @@ class KVCache(TorchFunctionMode):
         self._inside.pop()
 
     def take(self, loss_tokens: int) -> dict[str, tuple[float, float]]:
-        """Return the numbers of `Beside.take`. Raises ValueError if no attention was seen."""
+        """Return the numbers of `UnplannedParts.take`. Raises ValueError if no attention was seen."""
         require(self._sums, "include", "kv", "this model's attention is not PyTorch's scaled_dot_product_attention")
         found = {}
         for name, calls in self._sums.items():

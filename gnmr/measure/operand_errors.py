@@ -152,7 +152,7 @@ class Probe:
         x: Tensor,
         fault: FaultInjection | None,
         copy: tuple[Tensor, ...],
-    ) -> Measured:
+    ) -> PassErrors:
         """Measure `input`, which was `read`.
 
         `x` is the input after autocast's cast, `copy` the copy that backward will read, and `fault` a fault in force.
@@ -186,7 +186,7 @@ class Probe:
         rows: Tensor,
         context: GemmContext,
         made: Casts,
-    ) -> Measured:
+    ) -> PassErrors:
         """Measure an operator whose paths are recipes, as `measure` does; `rows` (T, D) are its input.
 
         `context` is under way and has `made` casts of the rows.
@@ -219,10 +219,10 @@ class Probe:
 
     def _measured(
         self, index: int, errors: dict[str, Tensor], sums: dict[str, Tensor], rows: Tensor, sampled: Tensor, *more: Any
-    ) -> Measured:
+    ) -> PassErrors:
         errors = {name: own for name, own in errors.items() if name in self.names}
         scale = rows.shape[0] / sampled.shape[0]
-        return Measured(self, self._by_unit.group[index], errors, sums, sampled.numel(), scale, *more)
+        return PassErrors(self, self._by_unit.group[index], errors, sums, sampled.numel(), scale, *more)
 
     def _error_of(
         self,
@@ -310,7 +310,7 @@ def _squares(x: Tensor, dim: int | None = None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Measured:
+class PassErrors:
     """One forward pass of a unit, on its way to backward."""
 
     probe: Probe

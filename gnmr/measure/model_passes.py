@@ -19,19 +19,21 @@ from gnmr.conversion.passes import in_backward
 from gnmr.conversion.unit_names import of_any_expert
 from gnmr.formats import Recipe
 from gnmr.formats.recipes import Gemm
-from gnmr.measure.beside import Beside
 from gnmr.measure.coverage import Counting, Coverage
-from gnmr.measure.errors import measure_errors
 from gnmr.measure.guards import refuse_constant, refuse_hidden, refuse_reentrant, refuse_transformed
 from gnmr.measure.model_output import Output, output_of
+from gnmr.measure.operand_errors import measure_errors
 from gnmr.measure.price import PRICES, Sequences, measure_prices
+from gnmr.measure.unplanned import UnplannedParts
 from gnmr.names import Pins
 from gnmr.options import require
 
 Progress = Callable[[int, int | None], None]
-"""Called with the number of finished forward passes and the total (None: unknown); a priced batch is `PRICED`."""
+"""Called with the numbers of finished and of all forward passes (None: unknown); a priced batch is
+`PASSES_PER_BATCH`.
+"""
 
-PRICED = 8
+PASSES_PER_BATCH = 8
 """Forward passes that take as long as a priced batch, most of whose time is its backward pass and casts."""
 _NORMED = 2
 """Number of batches on which gradient norms are measured, on the data's labels."""
@@ -44,7 +46,7 @@ NUMBERS = (*_LOW, "mse", "norm")
 """Numbers per operator and batch: prices, mse of the input, norm of the gradient."""
 
 
-class Priced(NamedTuple):
+class BatchCosts(NamedTuple):
     """The measurements of one batch."""
 
     terms: int
@@ -69,7 +71,7 @@ class Priced(NamedTuple):
     """Products of a forward pass."""
 
 
-class _Calls:
+class OperatorCalls:
     """The calls of operators in one forward pass."""
 
     def __init__(self) -> None:
@@ -128,7 +130,7 @@ class _Calls:
         return [reduce(torch.add, own) if own else None for own in each]
 
 
-class Passes:
+class ModelPasses:
     """The passes of a converted model."""
 
     def __init__(
@@ -136,7 +138,7 @@ class Passes:
         converted: ConvertedModel,
         model: nn.Module,
         run: Callable[[Any], Any],
-        beside: Beside,
+        beside: UnplannedParts,
         progress: Progress,
         *,
         tokens: int,
@@ -353,7 +355,7 @@ class Passes:
 
     # ---- backward ----
 
-    def priced(self, batch: Any, place: int) -> Priced:
+    def priced(self, batch: Any, place: int) -> BatchCosts:
         """Measure batch number `place` by a backward pass and a forward pass with everything low."""
         meter, where, mark = self._meter, f"run of batch {place + 1}", self.converted.mark()
         drawn_before = self._draw.get_state()
@@ -399,9 +401,9 @@ class Passes:
         counting = Counting(self.model, self.converted.operators)
         with counting.all():
             low = self.forward(batch, place, recovering=False)
-        self._advance(PRICED - 1)
+        self._advance(PASSES_PER_BATCH - 1)
         labels, kl = "model" if drawn else "data", whole.kl_to(low)
-        return Priced(
+        return BatchCosts(
             terms, whole.loss_value, low.loss_value, kl, numbers, rescued, rows, labels, estimate, counting.coverage
         )
 
@@ -424,9 +426,9 @@ class Passes:
         return True
 
     @contextmanager
-    def _watching(self) -> Iterator[_Calls]:
+    def _watching(self) -> Iterator[OperatorCalls]:
         """Record the calls of the operators inside."""
-        shared, calls = self.converted.shared, _Calls()
+        shared, calls = self.converted.shared, OperatorCalls()
         shared.watch = calls.add
         handles = [operator.register_forward_pre_hook(calls.before) for operator in self.converted.operators]
         try:
@@ -437,7 +439,7 @@ class Passes:
                 handle.remove()
             calls.end()
 
-    def _gradients(self, objective: Tensor, calls: _Calls, where: str) -> list[Tensor | None]:
+    def _gradients(self, objective: Tensor, calls: OperatorCalls, where: str) -> list[Tensor | None]:
         """Return the gradient of each weight. Raises ValueError if the objective does not depend on the weights."""
         refuse_reentrant(objective)
         refuse_hidden(objective, calls.ran - calls.graphs)

@@ -14,7 +14,7 @@ DRAWS = 1000
 
 
 @dataclass(frozen=True)
-class Row:
+class GemmCost:
     """One GEMM of one operator on the low path, averaged over the tokens of all batches."""
 
     operator: str
@@ -49,23 +49,23 @@ class Row:
         by_token: float | None,
         by_sequence: float | None,
         kls: Sequence[np.ndarray] | None,
-    ) -> Row:
+    ) -> GemmCost:
         """Return the row of an fprop: its value is its measured KL, if there are `kls` (`Output.kl_to`).
 
         The value is Inf if this fprop alone makes the predictions NaN or Inf.
         """
         measured = None
         if kls:
-            single = Measured.of(kls, [np.nan], [np.nan], [1])
+            single = PathCost.of(kls, [np.nan], [np.nan], [1])
             assert single.kl is not None
             measured = value = single.kl if np.isfinite(single.kl) else np.inf
             half = single.noise if np.isfinite(value) else 0.0
             interval = max(0.0, value - half), value + half
-        return Row(name, "fprop", value, interval, by_token=by_token, by_sequence=by_sequence, measured=measured)
+        return GemmCost(name, "fprop", value, interval, by_token=by_token, by_sequence=by_sequence, measured=measured)
 
 
 @dataclass(frozen=True)
-class Measured:
+class PathCost:
     """The model on two paths, measured on the same batches."""
 
     batches: int
@@ -87,7 +87,7 @@ class Measured:
         high: Sequence[float],
         low: Sequence[float],
         terms: Sequence[float] | np.ndarray,
-    ) -> Measured:
+    ) -> PathCost:
         """Return the means over all tokens of the batches.
 
         Args:
@@ -102,7 +102,7 @@ class Measured:
             _, error = _ratio(after - before, np.array(terms))
             kl, kl_error = (None, float("nan")) if each is None else _ratio(each[:, 0] / each[:, 1], each[:, 1])
             known = not np.isnan(before).any()
-            return Measured(
+            return PathCost(
                 len(before),
                 kl,
                 kl_error,
@@ -133,7 +133,7 @@ class Measured:
         return _half_width(self.batches, self.error)
 
     @property
-    def shown(self) -> bool:
+    def above_noise(self) -> bool:
         """Return True if the cost of low precision exceeds the noise of these batches."""
         return self.nats > self.noise
 
@@ -152,26 +152,28 @@ def weighted_mean(values: Any, weights: Any, axis: int = 0) -> Any:
     return np.average(values, axis=axis, weights=weights)
 
 
-def resampled(weights: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def bootstrap_weights(weights: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Return (DRAWS, batches) weights of the batches, which have these weights, in the mean of each bootstrap draw."""
     batches = len(weights)
     found = rng.multinomial(batches, [1 / batches] * batches, size=DRAWS) * (weights / np.mean(weights))
     return found / found.sum(axis=1, keepdims=True)
 
 
-def intervals(samples: np.ndarray, weights: np.ndarray) -> np.ndarray:
+def bootstrap_intervals(samples: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Return the (2, U) ends of the bootstrap 95% interval of the weighted mean of `samples` (B, U) over batches."""
-    ends: np.ndarray = np.percentile(resampled(weights, np.random.default_rng(0)) @ samples, [2.5, 97.5], axis=0)
+    ends: np.ndarray = np.percentile(
+        bootstrap_weights(weights, np.random.default_rng(0)) @ samples, [2.5, 97.5], axis=0
+    )
     return ends
 
 
-def paired(
+def paired_difference(
     guess: tuple[list[Any], list[float]], plan: tuple[list[Any], list[float]], terms: Sequence[float]
 ) -> tuple[float, float]:
     """Return the extra nats that a guess leaves compared with the plan, and half the width of the paired 95% interval.
 
     Args:
-        guess: (KLs by batch, losses by batch), as `Measured.of` takes them.
+        guess: (KLs by batch, losses by batch), as `PathCost.of` takes them.
         plan: those of the plan.
         terms: numbers of terms in the losses.
     """
@@ -203,10 +205,10 @@ def _half_width(number: int, error: float) -> float:
     return float(special.stdtrit(number - 1, 0.975)) * error if number > 1 else float("nan")
 
 
-def nats(value: float) -> str:
+def format_nats(value: float) -> str:
     """Format a number with three significant digits: 0.101, 0.00123.
 
-    >>> nats(0.1012), nats(0.001234), nats(3.2), nats(0.0)
+    >>> format_nats(0.1012), format_nats(0.001234), format_nats(3.2), format_nats(0.0)
     ('0.101', '0.00123', '3.200', '0')
     """
     if value == 0 or not np.isfinite(value):
