@@ -78,16 +78,22 @@ class Finding:
     kind: str
     where: tuple[str, ...]
     """Operators, with GEMM and operand if it is about one (`layers.0.mlp.up_proj fprop input`), or entries of lists."""
-    what: str
+    problem: str
     right: str
 
     def line(self) -> str:
         """Return the finding in one line."""
-        return f"{self.kind}: {first_few(self.where, 3)}: {self.what}; right would be: {self.right}"
+        return f"{self.kind}: {first_few(self.where, 3)}: {self.problem}; right would be: {self.right}"
 
     def tree(self) -> dict[str, Any]:
         """Return the finding as a tree for JSON."""
-        return asdict(self) | {"line": self.line()}
+        return {
+            "kind": self.kind,
+            "where": self.where,
+            "what": self.problem,
+            "right": self.right,
+            "line": self.line(),
+        }
 
 
 @dataclass(frozen=True)
@@ -397,21 +403,22 @@ def _list_findings(matched: MatchedLists, model: nn.Module) -> Iterator[Finding]
     """Yield entries that match nothing, and entries that match more names than they seem to."""
     # Names of all modules and parameters: in memory, and with those of the checkpoint where linears have others.
     loaded = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
-    saved = {part for names in matched.in_checkpoint.values() for name in names for part in _with_parents(name)}
+    saved = {parent for names in matched.in_checkpoint.values() for name in names for parent in _with_parents(name)}
     renamed = {name for name, names in matched.in_checkpoint.items() if name not in names}
-    gone = {part for name in renamed for part in _with_parents(name)} - saved
+    gone = {parent for name in renamed for parent in _with_parents(name)} - saved
     in_file = [*(name for name in loaded if gone.isdisjoint(_with_parents(name))), *saved]
     for entry in matched.by_list:
         names = [*matched.names[entry.which]]
         if entry.trap:
             better = repaired(entry, names)
             first = ", ".join(entry.swept[:2])
-            what = f"means {len(entry.meant)} linears between dots, and {len(entry.swept)} more within a word ({first})"
+            problem = f"means {len(entry.meant)} linears between dots"
+            problem += f", and {len(entry.swept)} more within a word ({first})"
             right = f"{better!r}" if better else "whole names"
-            yield Finding("substring", (f"{entry.which} {entry.text!r}",), what, right)
+            yield Finding("substring", (f"{entry.which} {entry.text!r}",), problem, right)
         if not fits_none(entry, names) or _is_alias(entry, matched.by_list):
             continue
-        what, right = "matches no module of this model", suggested(entry.text, names, entry.which)
+        problem, right = "matches no module of this model", suggested(entry.text, names, entry.which)
         if LISTS[entry.which].of_both:
             modules = [*dict.fromkeys((*loaded, *in_file))]
         else:
@@ -421,10 +428,10 @@ def _list_findings(matched: MatchedLists, model: nn.Module) -> Iterator[Finding]
             inside = [[name for name in names if name in linears and name.startswith(f"{path}.")] for path in around]
             if not all(inside):
                 continue  # a module without a GEMM: an embedding, a norm
-            what = f"matches {first_few(around, 2)}, and none of the linears in it"
+            problem = f"matches {first_few(around, 2)}, and none of the linears in it"
             right = suggested(f"{inside[0][0]}{':off' if ':' in entry.text else ''}", names, entry.which)
             right = right if right.startswith("their") else f"their names, such as {right}"
-        yield Finding("no match", (f"{entry.which} {entry.text!r}",), what, right)
+        yield Finding("no match", (f"{entry.which} {entry.text!r}",), problem, right)
 
 
 def _is_alias(entry: Entry, entries: Sequence[Entry]) -> bool:
@@ -475,18 +482,20 @@ def _conversion_findings(
     if recipe is None and not listed:  # some may be left out on purpose
         missing = [operator for operator in missing if any_low and isinstance(operator.module, LinearOperator)]
     for reason, misfits in not_applied.items():
-        what = f"{reason}, and it is in {_in_words(misfits[0])}"
+        problem = f"{reason}, and it is in {_in_words(misfits[0])}"
         right = "16 bits; hand the list to the conversion itself"
-        yield Finding("not applied", tuple(operator.name for operator in misfits), what, right)
-    what, right = "is in 16 bits, and nothing leaves it out", "convert it, or name it in the list (widths may not fit)"
+        yield Finding("not applied", tuple(operator.name for operator in misfits), problem, right)
+    problem = "is in 16 bits, and nothing leaves it out"
+    right = "convert it, or name it in the list (widths may not fit)"
     if not any_low:
         right = "convert before training, and audit the trained model"
         intention = "the lists leave out others alone" if recipe is None else f"recipe={recipe.name} was to be"
-        what = f"no linear is in low precision, {intention}"
+        problem = f"no linear is in low precision, {intention}"
         if undeclared := {operator.kind for operator in operators if operator.declared is None}:
-            what = f"no GEMM reads low precision, also in linears of {', '.join(sorted(undeclared))}, and {intention}"
+            kinds = ", ".join(sorted(undeclared))
+            problem = f"no GEMM reads low precision, also in linears of {kinds}, and {intention}"
     if missing:
-        yield Finding("not converted", tuple(operator.name for operator in missing), what, right)
+        yield Finding("not converted", tuple(operator.name for operator in missing), problem, right)
     if recipe is not None:
         yield from _recipe_findings(operators, recipe)
     elif not listed:
@@ -503,8 +512,8 @@ def _recipe_findings(operators: Sequence[Operator], recipe: Recipe) -> Iterator[
             if actual != wanted and gemm not in operator.pinned:
                 unlike.setdefault((gemm, actual, wanted), []).append(operator.name)
     for (gemm, actual, wanted), names in unlike.items():
-        what = f"{gemm} is {actual}, and recipe={recipe.name} has {wanted}"
-        yield Finding("another recipe", tuple(names), what, wanted)
+        problem = f"{gemm} is {actual}, and recipe={recipe.name} has {wanted}"
+        yield Finding("another recipe", tuple(names), problem, wanted)
 
 
 def _format_and_scale(cast: Any) -> str:
@@ -532,8 +541,8 @@ def _odd_findings(operators: Sequence[Operator]) -> Iterator[Finding]:
             alone = [o for o in few if any(other.low != o.low for other in blocks[unit_of(o.name, "block")])]
             if alone or any(o.low for o in few):
                 names = tuple(o.name for o in alone or few)
-                what = f"is in {precision[0]}, and the {len(usual)} others of its kind in {usual[0].words('fprop')}"
-                yield Finding("odd one out", names, what, "the same, or a list that says so")
+                problem = f"is in {precision[0]}, and the {len(usual)} others of its kind in {usual[0].words('fprop')}"
+                yield Finding("odd one out", names, problem, "the same, or a list that says so")
 
 
 def _role_findings(operators: Sequence[Operator], entries: Sequence[Entry], observed: _Observed) -> Iterator[Finding]:
@@ -541,9 +550,9 @@ def _role_findings(operators: Sequence[Operator], entries: Sequence[Entry], obse
     chosen = {name for entry in entries if entry.converts for name in entry.meant}
     for operator in operators:
         if operator.tied and not operator.shared:
-            what = f"lies in the memory of {operator.tied} and is a parameter of its own: two gradients, one weight"
+            problem = f"lies in the memory of {operator.tied} and is a parameter of its own: two gradients, one weight"
             right = "tie them again after the conversion, or leave the head out of it"
-            yield Finding("tied head", (operator.name,), what, right)
+            yield Finding("tied head", (operator.name,), problem, right)
         tied = operator.tied and operator.shared
         unasked = operator.role in KEPT and operator.name not in chosen and not operator.tied
         if observed.low(operator) and (tied or unasked):
@@ -553,17 +562,17 @@ def _role_findings(operators: Sequence[Operator], entries: Sequence[Entry], obse
 def head_or_router(operator: Operator, state: str) -> Finding:
     """Return the finding on an output head or a router in low precision; `state` completes "it is"."""
     if operator.tied and operator.shared:
-        what = f"shares its weight with {operator.tied}, and is {state}"
-        return Finding("tied head", (operator.name,), what, "16 bits: the cast also changes the embedding")
-    what = f"the {'output head' if operator.role == 'head' else 'router of experts'} is {state}"
-    return Finding(operator.role, (operator.name,), what, "16 bits, as every published recipe has it")
+        problem = f"shares its weight with {operator.tied}, and is {state}"
+        return Finding("tied head", (operator.name,), problem, "16 bits: the cast also changes the embedding")
+    problem = f"the {'output head' if operator.role == 'head' else 'router of experts'} is {state}"
+    return Finding(operator.role, (operator.name,), problem, "16 bits, as every published recipe has it")
 
 
 def unused_recipes(declared: Sequence[str], named: Sequence[str | None]) -> list[Finding]:
     """Return a finding for each declared recipe that is not among the `named` recipes of the paths."""
     right = f"one of {', '.join(name for name in named if name)}, or a path that names it"
-    what = "is declared, and no path is on it"
-    return [Finding("unused recipe", (name,), what, right) for name in declared if name not in named]
+    problem = "is declared, and no path is on it"
+    return [Finding("unused recipe", (name,), problem, right) for name in declared if name not in named]
 
 
 # ---- findings on the model and its pass ----
@@ -572,16 +581,18 @@ def unused_recipes(declared: Sequence[str], named: Sequence[str | None]) -> list
 def _parameter_findings(model: nn.Module, observed: _Observed) -> Iterator[Finding]:
     """Yield non-finite parameters, if a GEMM read NaN or Inf, and one-byte parameters outside linears."""
     if _met_not_finite(observed.measurements) and (wrong := list(not_finite(model))):
-        what = f"{wrong[0][1]} of its {wrong[0][2]} elements are not finite{' (the first)' if len(wrong) > 1 else ''}"
-        yield Finding("not finite", tuple(name for name, _, _ in wrong), what, "weights from before the loss was NaN")
+        _, number, elements = wrong[0]
+        problem = f"{number} of its {elements} elements are not finite{' (the first)' if len(wrong) > 1 else ''}"
+        right = "weights from before the loss was NaN"
+        yield Finding("not finite", tuple(name for name, _, _ in wrong), problem, right)
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear):
             continue
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_floating_point() and parameter.element_size() == 1:
                 dtype = str(parameter.dtype).removeprefix("torch.")
-                what = f"a parameter of {type(module).__name__} is kept in {dtype}"
-                yield Finding("parameter", (f"{path}.{name}".lstrip("."),), what, "16 bits")
+                problem = f"a parameter of {type(module).__name__} is kept in {dtype}"
+                yield Finding("parameter", (f"{path}.{name}".lstrip("."),), problem, "16 bits")
 
 
 def _packed_findings(packed: Mapping[str, str]) -> Iterator[Finding]:
@@ -590,8 +601,8 @@ def _packed_findings(packed: Mapping[str, str]) -> Iterator[Finding]:
     for name, kind in packed.items():
         by_class.setdefault(kind, []).append(name)
     for kind, names in by_class.items():
-        what = f"is a {kind}, no nn.Linear, and keeps its weight in codes that an audit cannot read"
-        yield Finding("not examined", tuple(names), what, "an audit before that conversion, which shows the rest")
+        problem = f"is a {kind}, no nn.Linear, and keeps its weight in codes that an audit cannot read"
+        yield Finding("not examined", tuple(names), problem, "an audit before that conversion, which shows the rest")
 
 
 def _coverage_findings(coverage: Coverage, operators: Sequence[Operator], recipe: Recipe | None) -> Iterator[Finding]:
@@ -604,9 +615,9 @@ def _coverage_findings(coverage: Coverage, operators: Sequence[Operator], recipe
     share = sum(uncovered.values())
     if share >= (MUCH if recipe is not None or any(o.low for o in operators) else 0.5):
         kinds = ", ".join(dict.fromkeys(product.kind for product in uncovered))
-        what = f"{percent(share)} of the GEMMs' arithmetic is in no linear operator ({kinds}) and in 16 bits"
+        problem = f"{percent(share)} of the GEMMs' arithmetic is in no linear operator ({kinds}) and in 16 bits"
         right = "put linears in its place, or declare its products (gnmr.conversion.adapters.register)"
-        yield Finding("not covered", tuple(product.name or product.kind for product in uncovered), what, right)
+        yield Finding("not covered", tuple(product.name or product.kind for product in uncovered), problem, right)
 
 
 def _idle_findings(operators: Sequence[Operator], observed: _Observed) -> Iterator[Finding]:
@@ -618,13 +629,13 @@ def _idle_findings(operators: Sequence[Operator], observed: _Observed) -> Iterat
     maybe_low = [o for o in operators if o.low or (o.low is None and o.kind != "ParametrizedLinear")]
     idle = [o.name for o in maybe_low if of_any_expert(o.name) not in reached]
     if uncalled := tuple(name for name in idle if name in observed.read):
-        what = (
+        problem = (
             "its weight has a gradient, and it is never called (F.linear, a wrapped forward): no precision is in force"
         )
-        yield Finding("never ran", uncalled, what, "call the module, or leave it out of the conversion")
+        yield Finding("never ran", uncalled, problem, "call the module, or leave it out of the conversion")
     if unreached := tuple(name for name in idle if name not in observed.read):
-        what = "did not run in this batch, so nothing is known of it"
-        yield Finding("never ran", unreached, what, "a batch that reaches it, or leave it out of the conversion")
+        problem = "did not run in this batch, so nothing is known of it"
+        yield Finding("never ran", unreached, problem, "a batch that reaches it, or leave it out of the conversion")
 
 
 def _operand_findings(observed: _Observed) -> Iterator[Finding]:

@@ -127,9 +127,9 @@ def compare(
         notes += side.matchless()
         findings += side.split()
     if quantized := tuple(name for name, linear in alone.items() if linear.low):
-        what = "in the checkpoint's file and not in the model, so no trainer has them; the rollout quantizes them"
+        problem = "in the checkpoint's file and not in the model, so no trainer has them; the rollout quantizes them"
         right = f"an entry for them in rollout.{next(iter(rollout))}, unless the engine skips them"
-        notes.append(Finding("in the file alone", quantized, what, right))
+        notes.append(Finding("in the file alone", quantized, problem, right))
     return SideComparison(by_trainer, by_rollout, tuple(findings), tuple(notes), alone)
 
 
@@ -206,9 +206,9 @@ class _Side:
                     ends = ", ".join(sorted({name.rpartition(".")[2] for name in inside}))
                     torn.setdefault(f"{ends}, {len(inside)} of the {len(names)}", []).append(built)
             for some, where in torn.items():
-                what = f"{self.key}.{which} leaves out {some} that the engine builds as one linear"
+                problem = f"{self.key}.{which} leaves out {some} that the engine builds as one linear"
                 right = "all of them in the list, or none"
-                yield Finding("split", tuple(where), f"{what}, and it refuses to load them", right)
+                yield Finding("split", tuple(where), f"{problem}, and it refuses to load them", right)
 
     def matchless(self) -> Iterator[Finding]:
         """Yield the entries that match nothing. Raises ValueError if no entry of a list matches.

@@ -140,7 +140,7 @@ LAYOUTS = {
     "": (),
     "engine": (
         (r"\.experts\.\d+\..*", ".experts"),
-        *((rf"(?<=\.)(?:{'|'.join(parts)})$", built) for built, parts in _BUILT.items()),
+        *((rf"(?<=\.)(?:{'|'.join(names)})$", built) for built, names in _BUILT.items()),
     ),
     "torchtitan": (
         (r"^model\.", ""),
@@ -462,8 +462,9 @@ def _nearest_words(text: str, spellings: Mapping[str, Sequence[str]]) -> tuple[s
     bare = bare.removesuffix(".weight").removesuffix("_quantizer").strip("*.")
     every = [spelling for name in spellings for spelling in spellings[name]]
     words: dict[str, None] = {}
-    for parts in (spelling.split(".") for spelling in every):
-        words |= dict.fromkeys(".".join(parts[i:j]) for i, j in combinations(range(len(parts) + 1), 2))
+    for spelling in every:
+        split = spelling.split(".")
+        words |= dict.fromkeys(".".join(split[i:j]) for i, j in combinations(range(len(split) + 1), 2))
     near = [word for word in words if word.casefold() == bare.casefold()]
     if not near and bare.rpartition(".")[2] in HEADS:
         near = [spelling for spelling in every if spelling.rpartition(".")[2] in HEADS]
@@ -482,10 +483,10 @@ def _nearest_words(text: str, spellings: Mapping[str, Sequence[str]]) -> tuple[s
 
 def _as_entries(word: str, end: str) -> Iterator[str]:
     """Yield words as the libraries' lists may spell them: a part of a name, a regular expression, or a glob."""
-    parts = "{}", "{}.", ".{}", ".{}."
+    plain = "{}", "{}.", ".{}", ".{}."
     after_re = "re:.*{}", "re:.*{}.*", "re:.*{}[.].*", "re:.*{}$", "re:(?:.*[.])?{}(?:[.].*)?$"
     patterns = ".*{}", ".*{}[.]", "{}.*", "*{}", "*.{}", "*{}*", "*{}.*", "*.{}.*"
-    yield from (f"{spelling.format(word)}{end}" for spelling in (*parts, *after_re, *patterns))
+    yield from (f"{spelling.format(word)}{end}" for spelling in (*plain, *after_re, *patterns))
 
 
 def _names_matched(which: str, text: str, names: Sequence[str]) -> tuple[str, ...]:

@@ -65,8 +65,8 @@ def test_linears_that_do_not_run_are_named_and_not_counted() -> None:
         ("never ran", ("dt_proj",)),
         ("never ran", ("side_proj",)),
     ]
-    assert "its weight has a gradient, and it is never called" in found.findings[0].what
-    assert "did not run in this batch" in found.findings[1].what
+    assert "its weight has a gradient, and it is never called" in found.findings[0].problem
+    assert "did not run in this batch" in found.findings[1].problem
     head = "3 linears, 2 in low precision, 3 of them measured in one batch; "
     assert found.verdict() == (
         f"{head}dt_proj, side_proj, experts.2.up_proj and 1 more did not run; low precision covers 44.4% of the GEMMs' "
@@ -147,8 +147,8 @@ def test_a_scale_that_is_wrong_by_two(low: str, kind: str, text: str) -> None:
     found = audited(model)
     assert {finding.kind for finding in found.findings} == {"scale"}, lines(found)
     assert found.findings[0].where == (f"{UP} fprop input", f"{UP} wgrad input")
-    assert f"cast under {text} the right scale" in found.findings[0].what
-    assert ("saturate" in found.findings[0].what) == (kind == "scale_down")
+    assert f"cast under {text} the right scale" in found.findings[0].problem
+    assert ("saturate" in found.findings[0].problem) == (kind == "scale_down")
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_an_outlier_channel_has_its_number() -> None:
     assert one.kind == "outlier" and re.match(
         r"channel 23 is \d+ times as large as the median channel: beside it the other channels have [\d.]+ dB, without "
         r"it they would have [\d.]+ dB$",
-        one.what,
+        one.problem,
     ), lines(found)
     clean, _ = converted("sim_int8", torch.float32)
     assert audited(clean).sound
@@ -218,8 +218,8 @@ def test_inputs_that_have_grown_saturate_under_a_delayed_scale() -> None:
         model.layers[1].norm.weight.mul_(8)
     found = audited(model)
     one = next(finding for finding in found.findings if f"{UP} fprop input" in finding.where)
-    assert one.kind == "saturated" and "delayed scale" in one.what and "0.12" in one.what, lines(found)
-    assert "of its elements saturate" in one.what
+    assert one.kind == "saturated" and "delayed scale" in one.problem and "0.12" in one.problem, lines(found)
+    assert "of its elements saturate" in one.problem
 
 
 def test_a_cast_that_nobody_declared() -> None:

@@ -55,7 +55,7 @@ def test_verl_7519_a_part_of_a_name_swallows_the_fused_linear() -> None:
     found = compare(names, trainer=HEAD, rollout={"exclude_modules": ["lm_head", *gates]})
     assert unlike(found) == ends("gate_proj", "up_proj", names=names) and len(unlike(found)) == 56
     (finding,) = found.findings
-    assert len(finding.where) == 56 and "'model.layers.*.mlp.gate', by the engine's name gate_up_proj" in finding.what
+    assert len(finding.where) == 56 and "'model.layers.*.mlp.gate', by the engine's name gate_up_proj" in finding.problem
     exact = compare(names, trainer=HEAD, rollout={"ignore": ["lm_head", *gates]})
     assert exact.sound and len(exact.notes[0].where) == 28, "verl 7918 reads them as whole names"
 
@@ -214,7 +214,7 @@ def test_an_engine_refuses_a_part_of_what_it_fuses() -> None:
     only = {"ignore": ["lm_head", "re:.*q_proj"]}
     found = compare(DENSE, trainer=only, rollout=only)
     assert not unlike(found) and [one.kind for one in found.findings] == ["split", "split"], text(found)
-    assert "q_proj, 1 of the 3" in found.findings[1].what and len(found.findings[1].where) == 12
+    assert "q_proj, 1 of the 3" in found.findings[1].problem and len(found.findings[1].where) == 12
     experts = {"ignored_layers": ["model.layers.1.mlp.experts.0.down_proj"]}
     found = compare(MIXED, trainer=HEAD, rollout=experts)
     assert unlike(found) == {name for name in MIXED if "layers.1.mlp.experts." in name}, "one leaves out all"

@@ -161,12 +161,15 @@ def names_of(_name: str, value: str) -> list[str]:
     return [name.strip(" '\"") for name in inner.split(",")] if inner.strip() else []
 
 
-def recipe_of(key: str, word: str, others: Iterable[str] = ()) -> str:
-    """Return the recipe that a word names, and report it for a format. Raises ValueError as `recipe_named`."""
+def recipe_of(key: str, word: str, of_run: Iterable[str] = ()) -> str:
+    """Return the recipe that a word names, and report it for a format; `of_run` are names that the run defines.
+
+    Raises ValueError as `recipe_named`.
+    """
     from gnmr.console import say
     from gnmr.plan.diagnose import recipe_named
 
-    name = recipe_named(word, others, key)
+    name = recipe_named(word, of_run, key)
     if name != word:
         say(f"gnmr: {key}={word} is a format: read as the recipe {name}, which casts everything to it")
     return name

@@ -120,8 +120,8 @@ def outside(plan: PinPlan, layers: int | None = None) -> list[str]:
         return plan.unconverted
     prefix = "model." if next(iter(plan.operators)).startswith("model.") else ""
     mlps: dict[int, dict[str, None]] = {}  # by block: mlp., or mlp.experts.0. and so on
-    for _, number, part, leaf in split:
-        if part == "mlp":
+    for _, number, module, leaf in split:
+        if module == "mlp":
             mlps.setdefault(int(number), {})[f"mlp.{leaf.rpartition('.')[0]}".rstrip(".") + "."] = None
     usual = dict.fromkeys(mlp for of_block in mlps.values() for mlp in of_block) or {"mlp.": None}
     fused = any(name.endswith("gate_up_proj") for name in plan.operators)
@@ -219,8 +219,8 @@ def adapted(plan: PinPlan, target: Target, layers: int | None = None) -> PinPlan
     shapes = {linear: frozenset(plan.operators[name] for name in names) for linear, names in linears.items()}
     options = {linear: [sixteen] if linear in in_16_bits else able(shapes[linear]) for linear in linears}
     if target.formats and not any(low in mixes_of for mixes_of in options.values()):
-        what = f"has nothing like low={plan.low} for these operators"
-        raise UserError(f"export: {target.library} {what}: {target.limits}")
+        lack = f"has nothing like low={plan.low} for these operators"
+        raise UserError(f"export: {target.library} {lack}: {target.limits}")
     if not any(target.converts(plan, name) for name in plan.operators):
         raise UserError(f"export: {target.library} converts none of these operators")
 
@@ -341,14 +341,14 @@ class Job:
         right = "a plan of some linears does not say how many blocks the model has: add layers="
         require(self._blocks_known or pp == 1, "pp", pp, right)
 
-        others = outside(plan, layers)
+        outside_plan = outside(plan, layers)
         self._nameless = []
         if target.layout:  # the layouts of other libraries have no name for any other linear
-            self._nameless = [name for name in others if not (_LLAMA.fullmatch(name) or _GATE.fullmatch(name))]
+            self._nameless = [name for name in outside_plan if not (_LLAMA.fullmatch(name) or _GATE.fullmatch(name))]
         named = _named(plan, plan.operators, target)
-        named_others = _named(plan, {*others}.difference(self._nameless), target)
+        named_others = _named(plan, {*outside_plan}.difference(self._nameless), target)
         planned = set(named.values())
-        outside_names = dict.fromkeys(named_others[name] for name in others if name in named_others)
+        outside_names = dict.fromkeys(named_others[name] for name in outside_plan if name in named_others)
         self.outside = [name for name in outside_names if name not in planned]
         """Linears of the model outside the plan, by the library's names; they stay in 16 bits."""
         self._saved = {
@@ -369,7 +369,7 @@ class Job:
         self.low = next(iter(self.casts))
         low = [self.casts[self.low][gemm] for gemm in target.gemms]
         changed = {label for label, casts in self.casts.items() if [casts[gemm] for gemm in target.gemms] != low}
-        self.kept = [name for name, label in self.labels.items() if label in changed]
+        self.left_out = [name for name, label in self.labels.items() if label in changed]
         """Linears that the target must not run on the low recipe."""
         self.unlisted = plan.unconverted is None
         """True if the plan does not list the linears that are not its operators."""
@@ -419,13 +419,13 @@ class Job:
 
     def in_both(self, names: Iterable[str]) -> list[str]:
         """Return the names in memory and those in the checkpoint, for a list that readers of either kind go by."""
-        both = (spelling for name in names for spelling in (name, *self._saved.get(name, ())))
-        return [*dict.fromkeys(both), *self.unloaded]
+        spellings = (spelling for name in names for spelling in (name, *self._saved.get(name, ())))
+        return [*dict.fromkeys(spellings), *self.unloaded]
 
     def heads(self) -> list[str]:
         """Return lm_head for a model whose head is not known."""
-        known = any(role_by_name(name) == "head" for name in self.plan.unconverted or ())
-        return [] if known else ["lm_head"]
+        head_known = any(role_by_name(name) == "head" for name in self.plan.unconverted or ())
+        return [] if head_known else ["lm_head"]
 
 
 # ---- what the writers share ----

@@ -151,9 +151,9 @@ def torchao(job: Job) -> dict[str, str]:
         if family != "bf16" and label in used:
             configs += f'    "{label}": lambda: {family}({options}),\n'
     linears = {name: [label, *job.widths[name]] for name, label in job.labels.items() if label != "bf16"}
-    others = [*(name for name in job.labels if name not in linears), *job.outside]
+    other_names = [*(name for name in job.labels if name not in linears), *job.outside]
     job.notes.append("convert(model) converts the model in place, and raises ValueError if it is another one")
-    texts = {"LINEARS": as_python(linears), "OTHERS": "None" if job.unlisted else as_python(others)}
+    texts = {"LINEARS": as_python(linears), "OTHERS": "None" if job.unlisted else as_python(other_names)}
     return {"torchao_convert.py": filled(_TORCHAO, CONFIGS=configs, UNWRAPPED=UNWRAPPED, **texts)}
 
 
@@ -176,12 +176,12 @@ def torchtitan(job: Job) -> dict[str, str]:
     for (family, wgrad), names in by_converter.items():
         if family == "bf16":
             continue
-        others = [name for name in every if name not in names]
-        options = f"fqns={as_python(_separating(names, others), 2)}"
+        other_names = [name for name in every if name not in names]
+        options = f"fqns={as_python(_separating(names, other_names), 2)}"
         if family == "float8":
             recipe = "rowwise" if wgrad else "rowwise_with_gw_hp"
-            kept = ["output", "lm_head", *_separating(others, names)]
-            options = f'recipe_name="{recipe}", filter_fqns={as_python(kept, 2)}'
+            left_out = ["output", "lm_head", *_separating(other_names, names)]
+            options = f'recipe_name="{recipe}", filter_fqns={as_python(left_out, 2)}'
             job.notes.append(f"NOT the plan's float8: {recipe} has a scale a row, a power of two, and E4M3 gradients")
         text += f"    {classes[family]}.Config(\n        {options},\n    ),\n"
     job.notes.append("model_registry(..., converters=CONVERTERS); model_compile_enabled is for the config to set")
@@ -189,7 +189,7 @@ def torchtitan(job: Job) -> dict[str, str]:
     return {"torchtitan_converters.py": f"{head}CONVERTERS = [\n{text}]\n"}
 
 
-def _separating(names: Sequence[str], others: Sequence[str]) -> list[str]:
+def _separating(names: Sequence[str], other_names: Sequence[str]) -> list[str]:
     """Return texts such that each name contains one of them, and no other name contains any.
 
     For whole blocks and attentions the text is `layers.1.`, whose dot excludes `layers.10.`; otherwise it is the name.
@@ -199,7 +199,7 @@ def _separating(names: Sequence[str], others: Sequence[str]) -> list[str]:
         if not any(text in name for text in texts):
             block, module = re.match(r"(layers\.\d+\.)(\w+\.)", name).groups()  # type: ignore[union-attr]
             candidates = (block, block + module, name)
-            texts[next(text for text in candidates if not any(text in other for other in others))] = None
+            texts[next(text for text in candidates if not any(text in other for other in other_names))] = None
     return list(texts)
 
 
@@ -255,13 +255,13 @@ def modelopt(job: Job) -> dict[str, str]:
 
 def transformers(job: Job) -> dict[str, str]:
     """Write the list `modules_to_not_convert`, which transformers reads in memory, and vLLM in the checkpoint."""
-    names = job.in_both([*job.kept, *job.outside, *job.heads()])
+    names = job.in_both([*job.left_out, *job.outside, *job.heads()])
     return {"modules_to_not_convert.yaml": as_yaml({"modules_to_not_convert": names})}
 
 
 def ignore(job: Job) -> dict[str, str]:
     """Write the list `ignore`, which compressed-tensors reads in memory, and vLLM and SGLang in the checkpoint."""
-    names = job.in_both([*job.kept, *job.outside, *job.heads()])
+    names = job.in_both([*job.left_out, *job.outside, *job.heads()])
     entries = [rf"re:{re.escape(name)}\b" if _all_experts(name) else name for name in names]
     return {"ignore.yaml": as_yaml({"ignore": entries})}
 
@@ -272,7 +272,7 @@ def rl(job: Job) -> dict[str, str]:
     prime-rl's trainer reads the model in memory; NeMo-RL, verl and miles read the checkpoint. Megatron-LM has one name
     of its own for the experts, however a checkpoint calls them.
     """
-    in_memory = [*job.kept, *job.outside]
+    in_memory = [*job.left_out, *job.outside]
     saved = job.in_checkpoint(in_memory)
     saved_low = job.in_checkpoint(name for name in job.labels if name not in {*in_memory})
     for name in saved:

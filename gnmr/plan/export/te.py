@@ -277,7 +277,7 @@ def megatron(job: Job) -> dict[str, str]:
 def te_debug(job: Job) -> dict[str, str]:
     """Write YAML of DisableQuantizationGEMM and DisableQuantizationLayer, a section for each set of GEMMs."""
     sets: dict[Mix, list[str]] = {}
-    for name in job.kept:
+    for name in job.left_out:
         words, low = job.casts[job.labels[name]], job.casts[job.low]
         sets.setdefault(tuple(gemm for gemm in GEMMS if words[gemm] != low[gemm]), []).append(name)
     if job.outside:
