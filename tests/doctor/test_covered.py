@@ -67,7 +67,7 @@ def test_most_of_the_arithmetic_in_no_operator_is_not_sound(recipe: str | None) 
         return F.cross_entropy(model["head"](hidden).flatten(0, 1), x.flatten() % 64)
 
     (finding,) = [one for one in gnmr.audit(model, loss, X[0], recipe=recipe).findings if one.kind == "not covered"]
-    assert "94.1% of the GEMMs' arithmetic is in no linear operator (LSTM)" in finding.what
+    assert "94.1% of the GEMMs' arithmetic is in no linear operator (LSTM)" in finding.problem
 
 
 class Product(nn.Module):
@@ -115,7 +115,7 @@ def test_what_is_read_without_a_call_is_a_finding_though_it_is_frozen() -> None:
     audit = gnmr.audit(model, loss_by(model), X[0], recipe="fp8_hybrid")
     controller.detach()
     never = [one for one in audit.findings if one.kind == "never ran"]
-    assert len(never) == 1 and len(never[0].where) == 2 and "is never called" in never[0].what
+    assert len(never) == 1 and len(never[0].where) == 2 and "is never called" in never[0].problem
 
 
 def test_the_fast_path_of_an_encoder_is_off() -> None:
@@ -248,7 +248,7 @@ def test_a_module_whose_weight_another_one_reads_never_ran() -> None:
     audit = gnmr.audit(model, lambda x: F.cross_entropy(model(x).flatten(0, 1), x.flatten()), batches[0])
     controller.detach()
     (finding,) = [one for one in audit.findings if one.kind == "never ran"]
-    assert finding.what.startswith("did not run in this batch") and finding.where == ("layers.0.1", "layers.1.0")
+    assert finding.problem.startswith("did not run in this batch") and finding.where == ("layers.0.1", "layers.1.0")
 
 
 def test_weights_that_are_read_around_all_modules_are_the_reason() -> None:

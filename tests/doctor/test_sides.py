@@ -55,7 +55,8 @@ def test_verl_7519_a_part_of_a_name_swallows_the_fused_linear() -> None:
     found = compare(names, trainer=HEAD, rollout={"exclude_modules": ["lm_head", *gates]})
     assert unlike(found) == ends("gate_proj", "up_proj", names=names) and len(unlike(found)) == 56
     (finding,) = found.findings
-    assert len(finding.where) == 56 and "'model.layers.*.mlp.gate', by the engine's name gate_up_proj" in finding.problem
+    assert len(finding.where) == 56
+    assert "'model.layers.*.mlp.gate', by the engine's name gate_up_proj" in finding.problem
     exact = compare(names, trainer=HEAD, rollout={"ignore": ["lm_head", *gates]})
     assert exact.sound and len(exact.notes[0].where) == 28, "verl 7918 reads them as whole names"
 
