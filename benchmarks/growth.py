@@ -33,7 +33,7 @@ from timing import write
 
 WIDTH, TOKENS, VOCABULARY, STEPS = 16, 32, 32, 5
 WATCHED = 12
-"""Number of first steps in which hooks check gradients for warnings (`gnmr.control.hints`)."""
+"""Number of first steps in which hooks check gradients for warnings (`gnmr.attachment.hints`)."""
 
 
 class Block(nn.Module):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import gnmr
 from gnmr.control.signals import Context, Evidence, SignalBase
-from gnmr.control.spec import check
+from gnmr.control.threshold import check_threshold
 
 
 class MedianRatio(SignalBase):
@@ -26,7 +26,7 @@ class MedianRatio(SignalBase):
 
     def __init__(self, context: Context, *, threshold: float = 3.0) -> None:
         super().__init__(context)
-        self.threshold = check(threshold, "threshold")  # raises ValueError unless positive
+        self.threshold = check_threshold(threshold, "threshold")  # raises ValueError unless positive
 
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         norm = evidence["norm"]

@@ -28,7 +28,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell has it that 
 from hypothesis import HealthCheck, settings
 from omegaconf import OmegaConf
 
-from gnmr.control import hints
+from gnmr.attachment import hints
 from gnmr.conversion.kernels import scaled_mm
 from gnmr.lab import config
 from gnmr.lab.models import cpu_products

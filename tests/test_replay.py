@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from gnmr import attach
-from gnmr.control.spec import NO_CAP, TwoStage
+from gnmr.control.spec import NO_CAP
+from gnmr.control.threshold import TwoStage
 from gnmr.lab.train.step import TrainStep
 from gnmr.records.reader import read_json, read_jsonl, read_units
 

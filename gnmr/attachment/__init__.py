@@ -4,10 +4,16 @@ controller = gnmr.attach(model, low="int4", recovery="int8", max_o=4, alpha=1.5,
 ...
 loss.backward()
 controller.step()          # before clipping and optimizer.step()
+
+    attaching, model_units, router, path_steps   the protocol of a step
+    hints, record                                advice to a loop, and its records
+    blame, repeat                                why a step spiked
+    trainer, lightning, torchtitan, te_debug     the same in other people's loops
+    ranks                                        several processes that train one model
 """
 
-from gnmr.attachment.assembly import controller_of, units_of
-from gnmr.attachment.attaching import attach, specs_of
+from gnmr.attachment.attaching import attach, controller_of, specs_of
+from gnmr.attachment.model_units import units_of
 from gnmr.attachment.router import Router
 
 __all__ = ["Router", "attach", "controller_of", "specs_of", "units_of"]

@@ -1,4 +1,4 @@
-"""`attach` gives a model two paths and their controller."""
+"""`attach` gives a model two paths and their controller; `controller_of` makes the controller of a converted model."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gnmr.attachment.assembly import close_hooks, controller_of
+from gnmr.attachment.model_units import costs_of, units_of
 from gnmr.attachment.ranks.reduce import DistributedRanks
 from gnmr.attachment.ranks.world import rank
 from gnmr.attachment.router import Router
-from gnmr.control import ControlSpec, Unit
+from gnmr.control import Controller, ControlSpec, OutputGradients, Unit
 from gnmr.control.evidence import EVIDENCE
+from gnmr.control.ranks import Ranks
 from gnmr.conversion import ConvertedModel, PathSpec, convert
 from gnmr.conversion.converting import operator_shapes
+from gnmr.conversion.unit_names import module_of
 from gnmr.errors import warn
 from gnmr.formats import Recipe
 from gnmr.options import nearest, whole_number
@@ -40,26 +42,27 @@ def specs_of(
     """
     for word, spec, kind in (("paths", paths, PathSpec), ("control", control, ControlSpec)):
         if not isinstance(spec, kind | None):
-            right = "name the options, as low='int4', recovery='int8', max_o=4"
-            raise TypeError(f"{word}={spec!r:.40}: must be a {kind.__name__}, not a {type(spec).__name__}; {right}")
-    of_paths, of_control = ({field.name for field in fields(spec)} for spec in (PathSpec, ControlSpec))
+            raise TypeError(
+                f"{word}={spec!r:.40}: must be a {kind.__name__}, not a {type(spec).__name__}; name the options, as "
+                "low='int4', recovery='int8', max_o=4"
+            )
+    path_fields, control_fields = ({field.name for field in fields(spec)} for spec in (PathSpec, ControlSpec))
     for name in named:
-        if name not in of_paths | of_control:
-            near = nearest(name, sorted(of_paths | of_control | {"paths", "control", "steps", "record"}))
-            raise TypeError(f"attach has no option {name!r}{near}")
-        for given, own, word in ((paths, of_paths, "paths"), (control, of_control, "control")):
-            if given is not None and name in own:
+        if name not in path_fields | control_fields:
+            options = sorted(path_fields | control_fields | {"paths", "control", "steps", "record"})
+            raise TypeError(f"attach has no option {name!r}{nearest(name, options)}")
+        for spec, spec_fields, word in ((paths, path_fields, "paths"), (control, control_fields, "control")):
+            if spec is not None and name in spec_fields:
                 raise ValueError(f"{name}: is a field of {word}, which is given too; set it there")
     if paths is None:
-        mine = {name: value for name, value in named.items() if name in of_paths}
-        if any(isinstance(mine.get(word), Recipe) for word in ("low", "recovery")):
-            usual = PathSpec()
-            mine = {"low": usual.low, "recovery": usual.recovery} | mine
-            paths = PathSpec.of(**mine)
+        options_of_paths = {name: value for name, value in named.items() if name in path_fields}
+        if any(isinstance(options_of_paths.get(path), Recipe) for path in ("low", "recovery")):
+            default = PathSpec()
+            paths = PathSpec.of(**{"low": default.low, "recovery": default.recovery} | options_of_paths)
         else:
-            paths = PathSpec(**mine)
+            paths = PathSpec(**options_of_paths)
     if control is None:
-        control = ControlSpec(**{name: value for name, value in named.items() if name in of_control})
+        control = ControlSpec(**{name: value for name, value in named.items() if name in control_fields})
     return paths, control
 
 
@@ -98,8 +101,15 @@ def attach(
     Call `controller.step()` once per optimizer step, after the backward pass of the last micro-batch and before
     clipping. To throw a step away, call `controller.discard()`. Parameters may be exchanged afterwards, but not modules
     (`Router`). The model may change its dtype, but not its device. The operators are differentiable once, so a gradient
-    penalty (`create_graph=True`) cannot pass through them. Raises ValueError if a value is invalid; the model is then
-    unchanged. The first `step` counts the model's GEMMs, and raises ValueError if no unit fits a budget of these.
+    penalty (`create_graph=True`) cannot pass through them. The first `step` counts the model's GEMMs, and raises
+    ValueError if no unit fits a budget of these.
+
+    Returns:
+        The router of the model's units, each of which is on its low path.
+
+    Raises:
+        ValueError: if a value is invalid; the model is then unchanged.
+        TypeError: if an option is unknown, or a spec is something else.
     """
     folder, evidence = (Path(record), ()) if isinstance(record, str | PathLike) else (None, record or ())
     if isinstance(record, str) and record in EVIDENCE:
@@ -136,20 +146,63 @@ def attach(
     except BaseException:
         converted.restore()
         if controller is not None:
-            close_hooks(controller)
+            controller.measured.close()
         raise
     return router
+
+
+def controller_of(
+    converted: ConvertedModel,
+    model: nn.Module,
+    spec: ControlSpec,
+    *,
+    steps: int | None = None,
+    seed: int = 0,
+    record: Sequence[str] = (),
+    ranks: Ranks | None = None,
+) -> Controller:
+    """Return the controller of the model's units; see `Controller` for the arguments.
+
+    With observe="input_grad" it hooks the units' outputs until `controller.measured.close`.
+
+    Raises:
+        ValueError: if `spec` does not fit; no hooks are left.
+    """
+    costs, pinned = costs_of(converted, spec)
+    units = units_of(converted, model, spec.observe, costs)
+    names = [module_of(unit.name) for unit in units]
+    norms = OutputGradients(model, names) if spec.observe == "input_grad" else None
+    try:
+        return Controller(
+            units,
+            spec,
+            steps=steps,
+            seed=seed,
+            record=record,
+            norms=norms,
+            whole_cost=1.0,
+            pinned=pinned,
+            counted=converted.cost.work is not None or not isinstance(spec.cost, str),
+            ranks=ranks,
+        )
+    except BaseException:
+        if norms is not None:
+            norms.close()
+        raise
 
 
 def _planned(
     pins: PinPlan, paths: PathSpec | None, control: ControlSpec | None, named: Mapping[str, Any]
 ) -> tuple[PathSpec, ControlSpec]:
     """Return `specs_of` with the paths of a plan. Raises ValueError if other paths are given too."""
-    if given := ["paths"] * (paths is not None) + [name for name in named if name in PATHS]:
-        raise ValueError(f"{given[0]}: the plan says which paths; leave one of them out")
+    conflicting = [name for name in named if name in PATHS]
+    if paths is not None:
+        conflicting.insert(0, "paths")
+    if conflicting:
+        raise ValueError(f"{conflicting[0]}: the plan says which paths; leave one of them out")
     paths, control = specs_of(None, control, {**named, **pins.paths()})
-    if more := pins.threshold(control.signal, control.options):
-        control = replace(control, options={**control.options, **more})
+    if threshold := pins.threshold(control.signal, control.options):
+        control = replace(control, options={**control.options, **threshold})
     return paths, control
 
 

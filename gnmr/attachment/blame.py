@@ -366,7 +366,7 @@ def explain_step(
         value = float(run(True))
         if all(parameter.grad is None for parameter in parameters):
             raise ValueError("loss_of_batch: its backward pass reaches no parameter of the attached model")
-        found = Seen(value, float(gradient_norms(parameters).square().sum().sqrt()), of_units()[0].cpu().numpy())
+        found = Seen(value, float(gradient_norms(parameters).square().sum().sqrt()), of_units().norm.cpu().numpy())
         for parameter in parameters:
             parameter.grad = None
         return found

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gnmr.attachment.ranks import world
 from gnmr.attachment.repeat import Start
-from gnmr.control.evidence import PATH_EVIDENCE, PRICE_EVIDENCE
+from gnmr.control.evidence import GAPS, PATH_EVIDENCE, PRICE_EVIDENCE
 from gnmr.control.ranks import Ranks
 from gnmr.conversion import ConvertedModel
 from gnmr.conversion.converting import tensor_parallel
@@ -19,7 +19,7 @@ from gnmr.measure.price import PriceMeter, measure_prices
 
 
 class PathSteps:
-    """Begins and ends the steps of the paths; the `gnmr.control.evidence.Source` of the evidence that `needs` names."""
+    """Begins and ends the steps of the paths; a `Source` (`gnmr.control.measurements`) of the evidence in `needs`."""
 
     def __init__(
         self,
@@ -39,12 +39,12 @@ class PathSteps:
     @property
     def meters(self) -> list[Probe | PriceMeter]:
         """The probe and the price meter, if present."""
-        return [one for one in (self._probe, self._prices) if one is not None]
+        return [meter for meter in (self._probe, self._prices) if meter is not None]
 
     @property
     def names(self) -> set[str]:
         """The evidence that they measure."""
-        return {name for one in self.meters for name in one.names}
+        return {name for meter in self.meters for name in meter.names}
 
     def share_meters(self) -> None:
         """Connect the meters to the converted model: a copy of the model alone has none."""
@@ -57,8 +57,8 @@ class PathSteps:
         self._converted.begin_step(step)
         self.start = Start.of(self._converted, self._converted.operators[0].weight.device)
         """State before the first pass of the step."""
-        for one in self.meters:
-            one.enabled = read
+        for meter in self.meters:
+            meter.enabled = read
         if self._prices is not None:
             self._prices.begin_step(step)
 
@@ -99,28 +99,27 @@ class PathSteps:
 
     def parts(self, ranks: Ranks, device: torch.device) -> dict[str, Tensor]:
         """Return this process's terms of the sums over all of them."""
-        found = {}
+        parts = {}
         if self._probe is not None:
-            found["probe"] = self._probe.parts(ranks.share)
+            parts["probe"] = self._probe.parts(ranks.share)
         if self._prices is not None:
-            found |= {"prices": self._prices.parts(ranks.share), "price_terms": self._prices.terms.reshape(1)}
-        return found
+            parts |= {"prices": self._prices.parts(ranks.share), "price_terms": self._prices.terms.reshape(1)}
+        return parts
 
     def read(self, grad_scale: float, sums: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
         """Return the step's evidence by name, (U,) each, from the `sums` of `parts`; start new measurements."""
-        found: dict[str, Tensor] = {}
+        evidence: dict[str, Tensor] = {}
         if self._probe is not None:
+            errors = self._probe.read(None if sums is None else sums["probe"])
             # Squared gradients carry the loss scale twice.
-            found |= {
-                name: value / grad_scale**2 if name.startswith("gap") else value
-                for name, value in self._probe.read(None if sums is None else sums["probe"]).items()
-            }
+            evidence |= {name: errors[name] / grad_scale**2 if name in GAPS else errors[name] for name in errors}
         if self._prices is not None:
-            found |= self._prices.read(grad_scale, None if sums is None else (sums["prices"], sums["price_terms"][0]))
+            terms = None if sums is None else (sums["prices"], sums["price_terms"][0])
+            evidence |= self._prices.read(grad_scale, terms)
         self.reset()
-        return found
+        return evidence
 
     def reset(self) -> None:
         """Forget the measurements of the step."""
-        for one in self.meters:
-            one.reset()
+        for meter in self.meters:
+            meter.reset()

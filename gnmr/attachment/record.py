@@ -25,7 +25,7 @@ from typing import Any
 import yaml
 
 from gnmr.control import Decision
-from gnmr.control.spec import TwoStage
+from gnmr.control.threshold import TwoStage
 from gnmr.conversion.cost import Spent
 from gnmr.errors import UserError
 from gnmr.records.disk import of_a_file_browser

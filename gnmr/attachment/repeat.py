@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.control import Unit
-from gnmr.control.evidence import of_shards, part_of, summed
+from gnmr.control.measurements import of_shards, part_of, summed
 from gnmr.control.norms import Distinct
 from gnmr.control.ranks import Ranks
 from gnmr.conversion import ConvertedModel

@@ -1,27 +1,29 @@
 """The protocol of one step: a converted model and the controller that routes it.
 
-    norms -> evidence -> decide -> apply -> record        `Router.finish_step`
+    packet = router.measure(...)        norms, evidence and risks, on the device
+    decision = router.decide(packet)    to the host; choose, switch and record
 
-A user's loop calls it as `step`; `gnmr train` runs its optimizer's step in between.
+A user's loop calls both as `step`. `gnmr train` runs its optimizer's step in between, so that one transfer brings the
+numbers of the whole step to the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gnmr.attachment.assembly import close_hooks, costs_of, units_of
 from gnmr.attachment.blame import Verdict, explain_step
-from gnmr.attachment.linked import Linked
+from gnmr.attachment.hints import LoopHints
+from gnmr.attachment.model_units import ModelLinks, costs_of, units_of
 from gnmr.attachment.path_steps import PathSteps
 from gnmr.attachment.repeat import Start, true_gap
 from gnmr.control import Controller, ControlSpec, Decision, Evidence, HostPacket, OutputGradients, Unit
-from gnmr.control.norms import watched
+from gnmr.control.measurements import Norms
+from gnmr.control.output_norms import watched
 from gnmr.control.signals.blind import AlwaysLow
 from gnmr.conversion import ConvertedModel
 from gnmr.conversion.converted import DETACHED
@@ -35,8 +37,6 @@ from gnmr.names import GEMMS
 
 if TYPE_CHECKING:
     from gnmr.attachment.record import Recording
-
-Norms = tuple[Tensor, Tensor]
 
 
 class Router:
@@ -60,7 +60,7 @@ class Router:
     """GEMMs that the model ran in the first step, the base of cost shares; None before, and if compiled."""
     _detached = _checked_batches = False
     _counting: Counting | None = None
-    _counts_itself = _told_never = _uncounted = False
+    _counts_itself = _warned_never_ran = _uncounted = False
 
     def __init__(
         self,
@@ -77,7 +77,8 @@ class Router:
         around: list[nn.Module] = [watched(model, name) for name in outside]
         modules = [operator.module for operator in converted.operators]
         read = around if observe == "adapter" else modules
-        self._linked = Linked(model, [*modules, *around], read, trained=observe == "adapter")
+        self._links = ModelLinks(model, [*modules, *around], read, trained=observe == "adapter")
+        self.hints = LoopHints(controller.units)
         needs = [name for name in controller.needs if name not in controller.measured.names]
         self._paths = PathSteps(converted, model, controller.ranks, needs, probe_tokens, price_tokens)
         controller.measured.sources.append(self._paths)
@@ -174,70 +175,16 @@ class Router:
         self, grad_scale: float = 1.0, evidence: Evidence | None = None, *, loss_scale: float | None = None
     ) -> Decision:
         """Take a step; see `Controller.step`. Evidence that the paths measure need not be in `evidence`."""
-        self.controller.hints.stepped = True
-        between = self.controller.hints.to_host
-        decision = self.finish_step(grad_scale, evidence, loss_scale=loss_scale, between=between)
-        never = self._paths.never_ran(decision.observed)
-        for text in self._of_first_step(never):
+        self.hints.stepped = True
+        packet = self.measure(grad_scale, evidence, loss_scale=loss_scale)
+        self.hints.add_norms(packet)
+        decision = self.decide(packet)
+        for text in self._first_step_texts(decision):
             warn(text)
-        self.controller.hints.say(decision, calibrating=self.calibrating)
+        self.hints.warn(decision, packet, self.calibrating)
         return decision
 
-    def _of_first_step(self, never: Sequence[str]) -> Iterator[str]:
-        """Return the first step's warnings: linears left out, and operators whose weight is read but that never run."""
-        found, operators = self.coverage, self.converted.operators
-        if self._uncounted:
-            self._uncounted = False
-            yield (
-                "attach could not count what a compiled model runs: costs and budgets are shares of its own operators, "
-                "with one token through each; run the first step before torch.compile"
-            )
-        if found is not None and self.t == 1:
-            never = [
-                name for name, why in found.never_called(o.operator_name for o in operators).items() if why == READ
-            ]
-            if found.leaves_out_much(operators):
-                yield f"attach {found.line([o.operator_name for o in operators])}"
-        elif self._told_never:
-            return
-        if never:
-            self._told_never = True
-            yield (
-                f"{first_few(never)}: never ran: something reads the weight without calling the module (a fused "
-                "projection, F.linear), so its path is never in force; leave it out of the targets"
-            )
-
-    def finish_step(
-        self,
-        grad_scale: float = 1.0,
-        evidence: Evidence | None = None,
-        *,
-        norms: Norms | None = None,
-        sums: Mapping[str, Tensor] | None = None,
-        loss_scale: float | None = None,
-        between: Callable[[HostPacket], Mapping[str, np.ndarray]] = HostPacket.to_host,
-    ) -> Decision:
-        """Take the step's norms and evidence, decide, switch the units for the next step and record it.
-
-        Args:
-            grad_scale: see `Controller.measure`.
-            evidence: see `Controller.measure`.
-            norms: see `Controller.measure`.
-            sums: see `Controller.measure`.
-            loss_scale: see `Controller.step`.
-            between: brings the packet of the decision to the host. A loop may add its own numbers to the packet, run
-                its optimizer's step before, and observe again (`choose_again`, `retry`) afterwards.
-        """
-        host = between(self.decide(grad_scale, evidence, norms=norms, sums=sums, loss_scale=loss_scale))
-        self._check_attached()
-        spent = None if self.recording is None else self.converted.cost.spent()
-        self._begin()
-        decision = self.controller.apply(host)
-        if self.recording is not None and spent is not None:
-            self.recording.step(decision, spent, self.calibrating, self.calibrated)
-        return decision
-
-    def decide(
+    def measure(
         self,
         grad_scale: float = 1.0,
         evidence: Evidence | None = None,
@@ -246,7 +193,17 @@ class Router:
         sums: Mapping[str, Tensor] | None = None,
         loss_scale: float | None = None,
     ) -> HostPacket:
-        """Return what `Controller.apply` chooses from: the first half of `finish_step`. Waits for no device."""
+        """Return the numbers that `decide` chooses from, on the device: the first half of a step.
+
+        A loop may add its own numbers to the packet and run its optimizer's step before `decide`. Waits for no device.
+
+        Args:
+            grad_scale: see `Controller.measure`.
+            evidence: see `Controller.measure`.
+            norms: see `Controller.measure`.
+            sums: see `Controller.measure`.
+            loss_scale: see `Controller.step`.
+        """
         self.follow()
         self._check_batches()
         self._end_count()
@@ -254,6 +211,64 @@ class Router:
         self._paths.end()
         self._mark = self.controller.mark()
         return self.controller.observe(self._evidence)
+
+    def decide(self, packet: HostPacket, keep: bool = False) -> Decision:
+        """Choose from the packet of `measure`, switch the units for the next step, and record the step.
+
+        Args:
+            packet: the packet; it is brought to the host unless it is there.
+            keep: see `Controller.apply`.
+        """
+        host = packet.to_host()
+        self._check_attached()
+        spent = None if self.recording is None else self.converted.cost.spent()
+        self._begin()
+        decision = self.controller.apply(host, keep)
+        if self.recording is not None and spent is not None:
+            self.recording.step(decision, spent, self.calibrating, self.calibrated)
+        return decision
+
+    def retry(self, names: Iterable[str], start: Start) -> bool:
+        """Restart the measured step, at its `start`, with these units on the recovery path.
+
+        Returns:
+            False, with nothing changed, if they cannot be promoted or there are none.
+        """
+        if not (names := list(names)):
+            return False
+        self.controller.undo(self._mark)
+        if not self.controller.promote(names):
+            self.controller.observe(self._evidence)  # the same numbers again
+            return False
+        start.again(self.converted)
+        self.converted.begin_again(start.paths)
+        self._begin()
+        return True
+
+    def _first_step_texts(self, decision: Decision) -> Iterator[str]:
+        """Return the first step's warnings: linears left out, and operators whose weight is read but that never run."""
+        operators, coverage = self.converted.operators, self.coverage
+        names = [operator.operator_name for operator in operators]
+        if self._uncounted:
+            self._uncounted = False
+            yield (
+                "attach could not count what a compiled model runs: costs and budgets are shares of its own operators, "
+                "with one token through each; run the first step before torch.compile"
+            )
+        if coverage is not None and self.t == 1:
+            never_ran = [name for name, reason in coverage.never_called(names).items() if reason == READ]
+            if coverage.leaves_out_much(operators):
+                yield f"attach {coverage.line(names)}"
+        elif self._warned_never_ran:
+            return
+        else:
+            never_ran = self._paths.never_ran(decision.observed)
+        if never_ran:
+            self._warned_never_ran = True
+            yield (
+                f"{first_few(never_ran)}: never ran: something reads the weight without calling the module (a fused "
+                "projection, F.linear), so its path is never in force; leave it out of the targets"
+            )
 
     def count_first(self) -> None:
         """Count the GEMMs that the model runs in the first step, until `micro_step` or `step`."""
@@ -269,20 +284,24 @@ class Router:
         if counting is None:
             return
         counting.disarm()
-        found, operators, ranks = counting.coverage, self.converted.operators, self.controller.ranks
-        work, missed = found.work(operators), found.never_called(operator.operator_name for operator in operators)
-        counted = zip(operators, work.operators, strict=True)
-        unseen = any(not number and missed.get(one.operator_name) != READ for one, number in counted)
-        parts = torch.tensor(
+        coverage, operators, ranks = counting.coverage, self.converted.operators, self.controller.ranks
+        work = coverage.work(operators)
+        missed = coverage.never_called(operator.operator_name for operator in operators)
+        unseen = any(
+            not number and missed.get(operator.operator_name) != READ
+            for operator, number in zip(operators, work.operators, strict=True)
+        )
+        # The counts of all processes add up; the last number says whether one of them could not count.
+        counts = torch.tensor(
             [*work.operators, work.outside, unseen and counting.compiled], dtype=torch.float64, device="cpu"
         )
         if ranks is not None and self.controller.measured.together:
-            parts = ranks.sum({"work": parts.to(self.controller.device)})["work"]
-        *counts, outside, uncounted = map(int, parts.tolist())
+            counts = ranks.sum({"work": counts.to(self.controller.device)})["work"]
+        *of_operators, elsewhere, uncounted = map(int, counts.tolist())
         self._uncounted = uncounted > 0
-        if sum(counts) and not uncounted:
-            self.coverage = found
-            self._recount(work._replace(operators=tuple(counts), outside=outside))
+        if sum(of_operators) and not uncounted:
+            self.coverage = coverage
+            self._recount(work._replace(operators=tuple(of_operators), outside=elsewhere))
         self.controller.check_budget()
 
     def _recount(self, work: Work | None) -> None:
@@ -291,24 +310,6 @@ class Router:
         self.controller.recost(costs, pinned)
         if self.recording is not None:
             self.recording.recost([unit.cost for unit in self.units], pinned)
-
-    def choose_again(self, keep: bool = False) -> HostPacket:
-        """Return the same as `decide` again, replacing its packet. `keep`: see `Controller.observe`."""
-        self.controller.undo(self._mark)
-        return self.controller.observe(self._evidence, keep)
-
-    def retry(self, names: Iterable[str], start: Start) -> bool:
-        """Restart this step, at its `start`, with these units on the recovery path.
-
-        Returns False if they cannot be promoted or there are none; call `choose_again` next in that case.
-        """
-        self.controller.undo(self._mark)
-        if not (names := list(names)) or not self.controller.promote(names):
-            return False
-        start.again(self.converted)
-        self.converted.begin_again(start.paths)
-        self._begin()
-        return True
 
     def parts(self, plain: Tensor | None = None) -> dict[str, Tensor]:
         """Return this rank's measurements; see `Controller.parts`."""
@@ -326,12 +327,13 @@ class Router:
     def follow(self) -> None:
         """Update the router if the model's modules or parameters were exchanged since the last step."""
         self._check_attached()
-        if not self._linked.changed():
+        if not self._links.changed():
             return
-        self._linked.refuse_missing()
+        self._links.refuse_missing()
         costs = [unit.cost for unit in self.units]
         self.controller.exchange(units_of(self.converted, self.model, self.spec.observe, costs, self.units))
-        self._linked.look()
+        self.hints.exchange(self.units)
+        self._links.look()
 
     def _check_attached(self) -> None:
         if self._detached:
@@ -385,11 +387,14 @@ class Router:
             usual: loss and gradient norm of ordinary steps; required if both are finite now.
             grad_scale: the loss scale that the gradients carry.
 
-        Raises ValueError if `usual` is missing and loss and norm are finite. Takes at most four times the step's time,
+        Takes at most four times the step's time,
         and a third of the step's time if the loss is not finite in 16 bits either. Gradients, generators, buffers,
         paths and history are restored; outside of the attached model, gradients of parameters that reentrant
         checkpointing hides are not. Dropout draws the step's numbers again if nothing but the step has drawn since the
         step before; passes that differ by less than a quarter count as equal. Waits for the device. See docs/blame.md.
+
+        Raises:
+            ValueError: if `usual` is missing and loss and norm are finite, or if several processes train the model.
         """
         self.follow()
         if self.controller.measured.together or is_sharded(*self.model.parameters()):
@@ -411,11 +416,11 @@ class Router:
     def unmeasured(self) -> Iterator[None]:
         """Keep passes inside this context out of the probe and of norms of outputs."""
         norms = self.controller.measured.norms
-        watching = [*self._paths.meters, *([norms] if isinstance(norms, OutputGradients) else [])]
+        meters = [*self._paths.meters, *([norms] if isinstance(norms, OutputGradients) else [])]
         with ExitStack() as stack:
-            for one in watching:
-                stack.callback(setattr, one, "enabled", one.enabled)
-                one.enabled = False
+            for meter in meters:
+                stack.callback(setattr, meter, "enabled", meter.enabled)
+                meter.enabled = False
             yield
 
     @property
@@ -450,11 +455,11 @@ class Router:
         amax = self.converted.shared.amax
         routes = any(unit.recoverable for unit in self.units) and not isinstance(self.controller.signal, AlwaysLow)
         if routes or (amax is not None and amax.history is not None):
-            self.controller.hints.watch_use(self.model, self.converted.low.name)
+            self.hints.watch_use(self.model, self.converted.low.name)
 
     def end_use(self) -> None:
         """Warn once of anything pointless in the training that is over. `detach` calls it too."""
-        self.controller.hints.end_use()
+        self.hints.end_use()
 
     def detach(self) -> None:
         """Turn the operators back into plain linears and end a recorded run; do not use the router afterwards."""
@@ -463,9 +468,9 @@ class Router:
             self._counting.disarm()
         self.converted.restore()
         self._detached = True
-        close_hooks(self.controller)
+        self.controller.measured.close()
         self.end_use()
-        self.controller.hints.release()
+        self.hints.release()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the controller's state with that of the paths and the records.
@@ -474,10 +479,12 @@ class Router:
         (`attach(record=...)`).
         """
         self._check_attached()
-        more: dict[str, Any] = {} if self.recording is None else {"record": self.recording.state()}
+        state = {**self.controller.state_dict(), "converted": self.converted.state_dict()}
+        if self.recording is not None:
+            state["record"] = self.recording.state()
         if self._counts_itself and (work := self.converted.cost.work) is not None:
-            more["work"] = [*work.operators, work.outside]
-        return {**self.controller.state_dict(), "converted": self.converted.state_dict(), **more}
+            state["work"] = [*work.operators, work.outside]
+        return state
 
     def check_state(self, state: Any) -> None:
         """Raise ValueError if `state` is not valid for the controller (`Controller.check_state`) or the paths."""
@@ -516,7 +523,7 @@ class Router:
 
     def _work_of(self, counts: Any) -> Work:
         """Return the counts as `Work`. Raises ValueError if they are not a count of these operators."""
-        whole = isinstance(counts, list | tuple) and all(type(one) is int and one >= 0 for one in counts)
-        if not whole or len(counts) != len(self.converted.operators) + 1 or not sum(counts[:-1]):
+        valid = isinstance(counts, list | tuple) and all(type(count) is int and count >= 0 for count in counts)
+        if not valid or len(counts) != len(self.converted.operators) + 1 or not sum(counts[:-1]):
             raise ValueError(f"state: work must be {len(self.converted.operators) + 1} whole numbers")
         return Work(tuple(counts[:-1]), counts[-1])

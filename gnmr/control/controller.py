@@ -19,27 +19,20 @@ import torch
 from torch import Tensor
 
 from gnmr.control.calibration import Trigger
-from gnmr.control.checks import (
-    budget_left,
-    check_budget,
-    check_signal,
-    check_state,
-    judged,
-    unit_names,
-    warn_of_cap,
-)
-from gnmr.control.decision import Decision, Event, Switches, few
+from gnmr.control.decision import Decision, few
 from gnmr.control.device import HostPacket, all_finite
-from gnmr.control.evidence import PATH_EVIDENCE, PRICE_EVIDENCE, Measured, missing, without_zeros
-from gnmr.control.hints import Hints
-from gnmr.control.policy import Budget
+from gnmr.control.evidence import PATH_EVIDENCE, PRICE_EVIDENCE, missing, without_zeros
+from gnmr.control.measurements import Measurements, Norms
+from gnmr.control.policy import ActiveSet, Budget, may
 from gnmr.control.ranks import Ranks
-from gnmr.control.routing import Routed, Routing
 from gnmr.control.signals import BlindSignal, Context, Evidence, SignalBase, build_signal
 from gnmr.control.signals.blind import AlwaysHigh, AlwaysLow
 from gnmr.control.spec import NO_CAP, ControlSpec
 from gnmr.control.unit import Unit
+from gnmr.errors import warn
 from gnmr.options import whole_number
+
+_COLUMNS_OF_EVERY_RUN = {"norm", "observed", "risk", "active", "lock", "step", "unit"}
 
 
 class Controller:
@@ -57,7 +50,7 @@ class Controller:
         pinned: the share of `whole_cost` that is always spent.
         counted: False if the costs are estimates until `recost`; call `check_budget` then.
         norms: returns (norm (U,) float64, observed (U,) bool) of the step on the device, loss scale included; None: the
-            norms of the gradients of the units' parameters. `gnmr.control.norms` has another one.
+            norms of the gradients of the units' parameters. `OutputGradients` is another one.
         ranks: the processes that train one model, each of which has a controller; None: this one alone. Norms and
             evidence are then summed over them, in one collective per step, and all choose the same units.
 
@@ -65,8 +58,10 @@ class Controller:
     loss scale overflowed or the loss itself is not finite. The paper does not define these steps, and ranking equal
     risks by unit order would be arbitrary.
 
-    The controller needs no file system, no configuration library and no process group. Raises ValueError if an argument
-    is invalid.
+    The controller needs no file system, no configuration library and no process group.
+
+    Raises:
+        ValueError: if an argument is invalid.
     """
 
     def __init__(
@@ -76,20 +71,17 @@ class Controller:
         *,
         steps: int | None = None,
         seed: int = 0,
-        record: Sequence[str] | None = (),
-        norms: Callable[[], tuple[Tensor, Tensor]] | None = None,
+        record: Sequence[str] = (),
+        norms: Callable[[], Norms] | None = None,
         whole_cost: float | None = None,
         pinned: float = 0.0,
         counted: bool = True,
         ranks: Ranks | None = None,
     ) -> None:
         self.units = units = list(units)
-        self.names = unit_names(units)
+        self.names = _unit_names(units)
         self.spec = spec = ControlSpec() if spec is None else spec
         whole_number(or_null=True, steps=steps)
-        record = () if record is None else record
-        if isinstance(record, str) or not isinstance(record, Sequence):
-            raise ValueError(f"record={record!r}: must be a list of names")
         spend = None if spec.budget is None else tuple(float(unit.cost) for unit in units)
         context = Context.of(units, max_o=spec.max_o, steps=steps, seed=seed, hold=spec.hold, spend=spend)
         self.signal = build_signal(spec.signal, spec.signal_options(), context)
@@ -97,32 +89,34 @@ class Controller:
         self._records_paths = bool({*record} & {*PATH_EVIDENCE, *PRICE_EVIDENCE})
         self.needs = tuple(dict.fromkeys([*self.signal.needs, *record]))
         """Evidence besides norm and observed that every step has to bring."""
-        check_signal(self.signal, self.needs, self.record, norms is not None)
-        self.measured = Measured(units, self.needs, norms, ranks)
-        warn_of_cap(units, self.signal, spec.max_o)
+        missing(self.needs, ())  # refuses unknown names
+        if norms is not None and "micro_square" in self.needs:
+            raise ValueError(
+                "micro_square is of the gradients of the units' parameters, and the norms are of others "
+                "(observe='input_grad'): use another signal"
+            )
+        if reserved := _COLUMNS_OF_EVERY_RUN & {*self.signal.columns, *record}:
+            raise ValueError(
+                f"{', '.join(sorted(reserved))}: recorded in every run; name columns and evidence otherwise"
+            )
+        self.measured = Measurements(units, self.needs, norms, ranks)
         self._trigger = Trigger(spec.trigger)
         self.t = 0
         """Steps observed so far."""
         self.pinned = pinned
         """Share of all costs that is always spent."""
         self.device = units[0].parameters[0].device
-        self.hints = Hints(units)
-        self._recoverable = np.array([unit.recoverable for unit in units])
-        budget = None
-        if spec.budget is not None:
-            budget = budget_left(units, spec.budget, whole_cost, pinned)
-        self._routing, self._keep = Routing(spec, self._recoverable, budget), False
-        if counted:
-            self.check_budget()
-        self._switches = Switches(units, spec)
-        self._pending: list[Event] = []
+        budget = None if spec.budget is None else _budget(units, spec.budget, whole_cost, pinned)
+        num_recoverable = sum(unit.recoverable for unit in units)
+        if self.signal.columns and 1 < num_recoverable <= spec.max_o < NO_CAP:
+            warn(
+                f"max_o={spec.max_o} caps nothing: all {num_recoverable} units may be on the recovery path at once (in "
+                "the paper a quarter of them)"
+            )
         self._agreement: Tensor | None = None  # of the current step
-        if spec.warmup_steps > 0:
-            self._switches.move(self._recoverable, 0, None, self._pending)
-        else:
-            for unit in units:
-                if unit.switch is not None:
-                    unit.switch(False)
+        if counted and budget is not None:
+            _check_budget(units, spec, budget, pinned)
+        self._set = ActiveSet(units, spec, budget)
 
     def __repr__(self) -> str:
         """Return the settings and the current state, for display."""
@@ -189,7 +183,7 @@ class Controller:
     @property
     def active(self) -> list[str]:
         """Units on the recovery path now, in unit order."""
-        return [name for name, active in zip(self.names, self._switches.active, strict=True) if active]
+        return [name for name, active in zip(self.names, self._set.active, strict=True) if active]
 
     def micro_step(self, fraction: float | None = None, gradients: Mapping[int, Tensor] | None = None) -> None:
         """Record a micro-batch after its backward pass; needed only for signals that need micro_square.
@@ -222,30 +216,26 @@ class Controller:
         Raises ValueError if evidence is missing, unknown or of another shape. Warns once about each use that makes the
         controller pointless.
         """
-        packet = self.observe(self.measure(grad_scale, evidence, loss_scale=loss_scale))
-        decision = self.apply(self.hints.to_host(packet))
-        self.hints.say(decision)
-        return decision
+        return self.apply(self.observe(self.measure(grad_scale, evidence, loss_scale=loss_scale)).to_host())
 
     def exchange(self, units: list[Unit]) -> None:
         """Monitor other parameters of these units. Raises ValueError if they are sharded and something reads them."""
         self.measured.exchange(units)
         self.units = units
-        self.hints.look(units)
 
     def recost(self, costs: Sequence[float], pinned: float) -> None:
         """Use other costs of the same units from the next decision on; recovering everything costs 1."""
         self.units = [replace(unit, cost=cost) for unit, cost in zip(self.units, costs, strict=True)]
         self.pinned = pinned
         if self.spec.budget is not None:
-            self._routing.budget = Budget.of(self.spec.budget - pinned, costs)
+            self._set.budget = Budget.of(self.spec.budget - pinned, costs)
             if isinstance(self.signal, SignalBase):
                 self.signal.context = replace(self.signal.context, spend=tuple(costs))
 
     def check_budget(self) -> None:
         """Raise ValueError if no unit fits the budget."""
-        if self.spec.budget is not None and self._routing.budget is not None:
-            check_budget(self.units, self.spec.budget, self._routing.budget, self.pinned)
+        if self._set.budget is not None:
+            _check_budget(self.units, self.spec, self._set.budget, self.pinned)
 
     def discard(self) -> None:
         """Forget the backward passes since the last `step`, and decide nothing.
@@ -259,19 +249,25 @@ class Controller:
     def parts(self, plain: Tensor | None = None) -> dict[str, Tensor]:
         """Return this rank's measurements of the step, each a term of a sum over ranks (`Ranks.sum`), for `measure`.
 
-        Does not wait for the device. `plain`: see `UnitNorms.parts`, if the loop computes the norms of the units'
-        gradients. Raises ValueError if evidence can be measured only in a single process.
+        Does not wait for the device.
+
+        Args:
+            plain: the square of the unsharded gradients (`UnitNorms.parts`), if the loop computes the norms of the
+                units' gradients.
+
+        Raises:
+            ValueError: if evidence can be measured only in a single process.
         """
         spec, ranks = self.spec, self.ranks
         assert ranks is not None
         settings = self.t, self.names, spec.max_o, spec.t_lock, self.trigger, spec.warmup_steps
-        return self.measured.parts(plain, lambda plain: ranks.agreement(settings, self._switches.active, plain))
+        return self.measured.parts(plain, lambda plain: ranks.agreement(settings, self._set.active, plain))
 
     def measure(
         self,
         grad_scale: float = 1.0,
         evidence: Evidence | None = None,
-        norms: tuple[Tensor, Tensor] | None = None,
+        norms: Norms | None = None,
         sums: Mapping[str, Tensor] | None = None,
         loss_scale: float | None = None,
     ) -> dict[str, Tensor]:
@@ -286,17 +282,17 @@ class Controller:
                 here if there are several ranks.
             loss_scale: see `step`.
         """
-        given = dict(evidence or {})
-        if given or self.needs:  # before anything is read that can be read only once
-            missing(tuple(given), ())  # refuses unknown names
-            self._check_evidence(given, self.measured.names)
+        handed = dict(evidence or {})
+        if handed or self.needs:  # before anything is read that can be read only once
+            missing(tuple(handed), ())  # refuses unknown names
+            self._check_evidence(handed, self.measured.names)
         self.measured.check_call(grad_scale, loss_scale)
         if sums is None and self.measured.together:
             assert self.ranks is not None
             sums = self.ranks.sum(self.parts())
         if sums is not None:
             self._agreement = sums["agreement"]
-        return self.measured.read(grad_scale, loss_scale, norms, sums) | given
+        return self.measured.read(grad_scale, loss_scale, norms, sums) | handed
 
     def _check_evidence(self, evidence: Evidence, more: Iterable[str] = ()) -> None:
         """Raise ValueError if evidence has a wrong shape, or a name that neither this controller nor `more` knows."""
@@ -334,18 +330,13 @@ class Controller:
         Returns:
             False, with nothing changed, if they exceed max_o or the budget, or one has no recovery path.
         """
-        places = {name: i for i, name in enumerate(self.names)}
+        indices = {name: i for i, name in enumerate(self.names)}
         wanted = np.zeros(len(self.units), dtype=bool)
-        wanted[[places[name] for name in names]] = True
-        if (chosen := self._routing.promoted(wanted)) is None:
-            return False
-        events, full = list[Event](), self._switches.full(self._switches.active)
-        self._switches.move(chosen, self.t + 1, None, events)
-        self._pending += [replace(one, cause="retry" if one.event == "promote" else full) for one in events]
-        return True
+        wanted[[indices[name] for name in names]] = True
+        return self._set.promote(wanted, self.t + 1)
 
     @torch.no_grad()
-    def observe(self, evidence: Evidence, keep: bool = False) -> HostPacket:
+    def observe(self, evidence: Evidence) -> HostPacket:
         """Return the inputs of `apply`, (U,) each, as a packet for the host. Does not wait for the device.
 
         Loops use this to send other numbers to the host in the same transfer (`HostPacket.add`), for replay, and for
@@ -353,35 +344,39 @@ class Controller:
 
         Args:
             evidence: norm (U,) float64, observed (U,) bool and the evidence in `needs`.
-            keep: leave set and locks unchanged, whatever the risks (no unit is to blame).
+
+        Raises:
+            ValueError: if evidence is missing or has another shape, or if the signal returns something else.
         """
         self._check_evidence(evidence)
         evidence = without_zeros(evidence)
         norm, observed = evidence["norm"], evidence["observed"]
-        risk, columns = judged(self.signal, evidence, self.t + 1)
+        risk, columns = _verdict(self.signal.observe(evidence, self.t + 1), self.signal, norm.shape)
         if not all_finite(risk := risk.double()):
             risk = torch.where(risk.isnan(), torch.inf, risk)  # a NaN risk counts as Inf
-        self._keep = keep
         self.t += 1
-        agreement = {} if self._agreement is None else {"agreement": self._agreement}
-        return HostPacket(
-            agreement
-            | {"norm": norm.double(), "observed": observed.bool(), "risk": risk}
-            | {f"column/{name}": values.double() for name, values in zip(self.signal.columns, columns, strict=True)}
-            | {f"evidence/{name}": evidence[name].double() for name in self.record}
-        )
+        packet = HostPacket({"norm": norm.double(), "observed": observed.bool(), "risk": risk})
+        packet.add(**{f"column/{name}": x.double() for name, x in zip(self.signal.columns, columns, strict=True)})
+        packet.add(**{f"evidence/{name}": evidence[name].double() for name in self.record})
+        if self._agreement is not None:
+            packet.add(agreement=self._agreement)
+        return packet
 
-    def apply(self, host: Mapping[str, np.ndarray]) -> Decision:
+    def apply(self, host: Mapping[str, np.ndarray], keep: bool = False) -> Decision:
         """Choose the units (`gnmr.control.policy`) and switch them.
 
-        `host` holds the arrays of the packet of `observe`, and may hold others. If ranks disagree, raises the error of
-        `Ranks.check` and switches nothing.
+        Args:
+            host: the arrays of the packet of `observe`, and maybe others.
+            keep: leave set and locks unchanged, whatever the risks (no unit is to blame).
+
+        Raises:
+            RunFailed: if ranks disagree (`Ranks.check`); nothing is switched.
         """
         self._agreement = None
         if self.ranks is not None and "agreement" in host:
             self.ranks.check(host["agreement"], self.t)
         trigger = 0.0 if self.spec.ranked else self.trigger
-        choice = self._routing.choose(host["risk"], host["observed"], self.t, trigger, self._keep)
+        choice = self._set.choose(host["risk"], host["observed"], self.t, trigger, keep)
         decision = Decision(
             step=self.t,
             units=self.names,
@@ -389,21 +384,16 @@ class Controller:
             **{name: values.copy() for name, values in choice._asdict().items()},
             columns={name: host[f"column/{name}"] for name in self.signal.columns},
             evidence={name: host[f"evidence/{name}"] for name in self.record},
-            in_force=self._switches.active.copy(),
+            in_force=self._set.active.copy(),
             thresholds=tuple(None if x is None else x * self.trigger for x in self.signal.thresholds(self.t)),
-            events=self._pending,
+            events=self._set.events,
             trigger=trigger,
-            own_norm=self.measured.own_norms(),
+            own_norm=self.measured.own_norm,
         )
-        self._pending = []
-        try:
-            self._switches.move(decision.active, self.t, decision, decision.events)
-        except BaseException:
-            self._pending = decision.events
-            self._routing.back_to(self._switches.active)
-            raise
+        self._set.move(decision)  # if a switch raises, its events come with the next decision
+        self._set.events = []
         if self.calibrating:
-            self._trigger.learn(decision.step, decision.risk, decision.observed & self._recoverable)
+            self._trigger.learn(decision.step, decision.risk, decision.observed & self._set.recoverable)
         return decision
 
     def state_dict(self) -> dict[str, Any]:
@@ -415,14 +405,14 @@ class Controller:
         return self._trigger.state_dict() | {
             "units": list(self.names),
             "t": self.t,
-            "active": torch.from_numpy(self._switches.active.copy()),
-            "lock": torch.from_numpy(self._routing.now.lock.copy()),
+            "active": torch.from_numpy(self._set.active.copy()),
+            "lock": torch.from_numpy(self._set.lock.copy()),
             "signal": self.signal.state_dict(),
         }
 
     def check_state(self, state: Any) -> None:
         """Raise ValueError, in one line, if `state` is not a state or belongs to other units or settings."""
-        check_state(state, self.units, self.spec, self._routing.budget)
+        _check_state(state, self.units, self.spec, self._set.budget)
         self._trigger.check_state(state)
         if isinstance(self.signal, SignalBase) and type(self.signal).load_state_dict is SignalBase.load_state_dict:
             self.signal.check_state(state["signal"])
@@ -438,12 +428,85 @@ class Controller:
         before = deepcopy(self.signal.state_dict())
         try:
             self.signal.load_state_dict(state["signal"])
-            self._switches.put(active)
+            self._set.restore(active)
         except BaseException:
             self.signal.load_state_dict(before)
             raise
         self.t = int(state["t"])
         self._trigger.load_state_dict(state, max(self.t, self.spec.warmup_steps) + 1)
-        lock = state["lock"].cpu().numpy().astype(np.int64)
-        self._routing.now = Routed(lock, active, self._routing.now.risk)
-        self._pending = []
+        self._set.lock, self._set.events = state["lock"].cpu().numpy().astype(np.int64), []
+
+
+def _unit_names(units: Sequence[Unit]) -> list[str]:
+    """Return the units' ids. Raises ValueError if there are none, or if two are equal."""
+    if not units:
+        raise ValueError("no units: there is nothing to control")
+    names = [unit.name for unit in units]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"unit ids must differ: {repeated} appear twice")
+    return names
+
+
+def _budget(units: Sequence[Unit], share: float, whole_cost: float | None, pinned: float) -> Budget:
+    """Return the budget of `Controller`. Raises ValueError if a cost is invalid or no unit costs anything."""
+    costs = [float(unit.cost) for unit in units]
+    if invalid := [unit.name for unit, cost in zip(units, costs, strict=True) if not 0 <= cost < np.inf]:
+        raise ValueError(f"budget={share:g}: unit {invalid[0]!r} must cost a number of 0 or more")
+    total = sum(costs) if whole_cost is None else whole_cost
+    if not total > 0:
+        raise ValueError(f"budget={share:g}: no unit costs anything")
+    return Budget.of(share - pinned, [cost / total for cost in costs])
+
+
+def _check_budget(units: Sequence[Unit], spec: ControlSpec, budget: Budget, pinned: float) -> None:
+    """Raise ValueError if no unit fits the budget."""
+    routed = [cost for unit, cost in zip(units, budget.cost.tolist(), strict=True) if unit.recoverable]
+    if routed and budget.most < min(routed):
+        pins = f" in addition to pins, which take {pinned:.3g}" if pinned else ""
+        raise ValueError(
+            f"budget={spec.budget:g}: is too small for any unit{pins}; the cheapest takes {min(routed):.3g}"
+        )
+
+
+def _verdict(returned: Any, signal: Any, shape: torch.Size) -> tuple[Tensor, Sequence[Tensor]]:
+    """Return (risk, columns) of the shape (U,). Raises ValueError if `signal.observe` returned something else."""
+    names = signal.columns
+    pair = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], (tuple, list))
+    tensors: list[Tensor] = [returned[0], *returned[1]] if pair else []
+    if len(tensors) != 1 + len(names) or any(getattr(tensor, "shape", None) != shape for tensor in tensors):
+        raise ValueError(
+            f"{type(signal).__name__}.observe() must return the risk and a tuple of its columns "
+            f"({', '.join(names) or 'none'}), each a tensor of shape ({shape[0]},)"
+        )
+    return tensors[0], tensors[1:]
+
+
+def _check_state(state: Any, units: Sequence[Unit], spec: ControlSpec, budget: Budget | None) -> None:
+    """Raise ValueError, in one line, if `state` is not a state or belongs to other units, paths or settings."""
+    if not isinstance(state, Mapping) or "units" not in state:
+        raise ValueError("state: is not what a controller's state_dict() returned")
+    if list(state["units"]) != [unit.name for unit in units]:
+        raise ValueError("the controller's state belongs to other units than this model has")
+    if absent := [name for name in ("t", "active", "lock", "signal") if name not in state]:
+        raise ValueError(f"state: has no {', '.join(absent)}")
+    whole_number(0, **{"state: t": state["t"]})
+    for name, least, most in (("active", 0, 1), ("lock", 0, spec.t_lock)):
+        values = state[name]
+        if not isinstance(values, Tensor) or values.shape != (len(units),) or values.is_floating_point():
+            raise ValueError(f"state: {name} must be {len(units)} whole numbers or flags, one a unit")
+        if (outside := values[(values < least) | (values > most)]).numel():
+            raise ValueError(f"state: {name} holds {outside[0].item()}: must lie between {least} and {most} here")
+    active = state["active"].cpu().bool().numpy()
+    if foreign := [unit.name for unit, on in zip(units, active, strict=True) if on and not unit.recoverable]:
+        raise ValueError(f"state: {foreign[0]} is on the recovery path, and has none here")
+    if not isinstance(state["signal"], Mapping):
+        raise ValueError("state: signal must map names to tensors")
+    if state["t"] < spec.warmup_steps:
+        return
+    if (number := int(active.sum())) > spec.max_o:
+        raise ValueError(
+            f"state: {number} units are on the recovery path, max_o={spec.max_o} allows {spec.max_o}: load it into "
+            f"a controller with max_o={number} or more"
+        )
+    if not may(active, spec.max_o, budget):
+        raise ValueError("state: the units on the recovery path cost more than the budget allows here")

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
-
-from gnmr.control.spec import ControlSpec
-from gnmr.control.unit import Unit
 
 
 @dataclass(frozen=True)
@@ -81,14 +77,16 @@ class Decision:
 
         Candidates are called locked if none exceeds its threshold, because one did in an earlier step.
         """
-        next_ones = f": {few(self.by_risk(self.active))}" if self.active.any() else ""
-        told = f"step {self.step}: {count(self.active)} of {len(self.units)} units in recovery next{next_ones}"
-        known = np.where(self.observed & ~np.isnan(self.risk), self.risk, -np.inf)
-        place = int(known.argmax())
-        riskiest = f", riskiest {self.units[place]} (R = {known[place]:.3g})" if known[place] > -np.inf else ""
+        names = f": {few(self.by_risk(self.active))}" if self.active.any() else ""
+        risks = np.where(self.observed & ~np.isnan(self.risk), self.risk, -np.inf)
+        index = int(risks.argmax())
+        riskiest = f", riskiest {self.units[index]} (R = {risks[index]:.3g})" if risks[index] > -np.inf else ""
         over = (self.observed & (self.risk > self.trigger))[self.candidate]
         kind = "candidates" if over.any() or not self.candidate.any() else "locked"
-        return f"<Decision of {told}, {count(self.candidate)} {kind}{riskiest}>"
+        return (
+            f"<Decision of step {self.step}: {count(self.active)} of {len(self.units)} units in recovery next{names}, "
+            f"{count(self.candidate)} {kind}{riskiest}>"
+        )
 
     def metrics(self) -> dict[str, float]:
         """Return the step as a few numbers for any logger: `wandb.log(decision.metrics())`.
@@ -97,28 +95,28 @@ class Decision:
         largest finite risk (NaN without one), the norm of all units' gradients, and how many units exceed each column's
         threshold.
         """
-        known = self.risk[self.observed & np.isfinite(self.risk)]
-        found = {
+        finite = self.risk[self.observed & np.isfinite(self.risk)]
+        metrics = {
             "active": count(self.in_force),
             "active_next": count(self.active),
             "candidates": count(self.candidate),
             "promotions": sum(event.event == "promote" for event in self.events),
             "releases": sum(event.event == "release" for event in self.events),
-            "risk_max": float(known.max()) if len(known) else math.nan,
+            "risk_max": float(finite.max()) if len(finite) else math.nan,
             "grad_norm": self.grad_norm,
             **{f"over_{column}": self.over(column) for column in self.columns},
         }
-        return {f"gnmr/{name}": float(value) for name, value in found.items()}
+        return {f"gnmr/{name}": float(value) for name, value in metrics.items()}
 
     def by_risk(self, chosen: np.ndarray) -> list[str]:
         """Return the ids of the `chosen` units ((U,) bool), largest risk first."""
-        places = np.flatnonzero(chosen)
-        return [self.units[i] for i in places[np.argsort(self.rank[places], kind="stable")]]
+        indices = np.flatnonzero(chosen)
+        return [self.units[i] for i in indices[np.argsort(self.rank[indices], kind="stable")]]
 
     def over(self, column: str) -> int:
         """Return how many observed units exceed this column's threshold; NaN counts as over."""
-        threshold, here = self.thresholds[list(self.columns).index(column)], self.columns[column].tolist()
-        if threshold is None or (math.isfinite(sum(here)) and max(here) <= threshold):
+        threshold, values = self.thresholds[list(self.columns).index(column)], self.columns[column].tolist()
+        if threshold is None or (math.isfinite(sum(values)) and max(values) <= threshold):
             return 0
         return count(self.observed & ~(self.columns[column] <= threshold))  # NaN is not below it
 
@@ -131,74 +129,3 @@ def count(flags: np.ndarray) -> int:
 def few(names: Sequence[str], most: int = 3) -> str:
     """Return the first names, followed by dots if there are more."""
     return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
-
-
-class Switches:
-    """The units' switches, and which of them are on the recovery path."""
-
-    def __init__(self, units: Sequence[Unit], spec: ControlSpec) -> None:
-        # Keep only the switches of the units: their parameters may be exchanged and are then released.
-        self._names, self._switches = [unit.name for unit in units], [unit.switch for unit in units]
-        self._spec = spec
-        self.active = np.zeros(len(units), dtype=bool)
-        """(U,) bool: units on the recovery path now. Never modified in place: decisions hold the previous array."""
-
-    def move(self, active: np.ndarray, step: int, decision: Decision | None, events: list[Event]) -> None:
-        """Move the units that change, leaving units first, and add the events in unit order.
-
-        `decision` is the decision behind it; None: a warm-up or a retry, whose causes the caller knows. If a switch
-        raises, the error propagates, and `active` and `events` reflect the completed moves.
-        """
-        if (coming := active.tolist()) == (now := self.active.tolist()):
-            return
-        changed = [i for i, (on, was) in enumerate(zip(coming, now, strict=True)) if on != was]
-        self.active = self.active.copy()
-        moved: dict[int, Event] = {}
-        try:
-            for index in sorted(changed, key=lambda i: bool(active[i])):
-                switch, promoted = self._switches[index], bool(active[index])
-                assert switch is not None
-                switch(promoted)
-                self.active[index] = promoted
-                cause = self._cause(index, promoted, step, decision)
-                risk = float(decision.risk[index]) if decision is not None and decision.observed[index] else None
-                moved[index] = Event(step, self._names[index], "promote" if promoted else "release", cause, risk)
-        finally:
-            events.extend(moved[index] for index in sorted(moved))
-
-    def put(self, active: np.ndarray) -> None:
-        """Put every unit on the path of a checkpoint; if a switch raises, the units keep their paths."""
-        switched = []
-        try:
-            for switch, on, was in zip(self._switches, active, self.active, strict=True):
-                if switch is not None:
-                    switched.append((switch, bool(was)))
-                    switch(bool(on))
-        except BaseException:
-            for switch, was in switched:
-                with suppress(Exception):
-                    switch(was)
-            raise
-        self.active = active
-
-    def full(self, active: np.ndarray) -> str:
-        """Return the cause of a release whose place another unit took."""
-        return "max_o" if self._spec.budget is None or int(active.sum()) >= self._spec.max_o else "budget"
-
-    def _cause(self, index: int, promoted: bool, step: int, decision: Decision | None) -> str:
-        if step < self._spec.warmup_steps or decision is None:
-            return "warmup"
-        if not promoted:
-            if step == self._spec.warmup_steps:
-                return "warmup"
-            return self.full(decision.active) if decision.candidate[index] else "lock"
-        if not np.isfinite(decision.norm[index]):
-            return "nonfinite"
-        ratios = {
-            name: values[index] / threshold
-            for (name, values), threshold in zip(decision.columns.items(), decision.thresholds, strict=True)
-            if threshold is not None
-        }
-        highest = max(ratios, key=lambda name: ratios[name], default="risk")
-        over = ratios and ratios[highest] > 1
-        return "rank" if self._spec.ranked and not over else highest

@@ -13,13 +13,13 @@ from torch import Tensor
 
 _FEW = 1000
 """Up to so many numbers a loop of Python takes less time than a cold operation."""
-_OWN = {torch.bool: np.bool_, torch.int64: np.int64}
+_SAME_ON_HOST: dict[torch.dtype, Any] = {torch.bool: np.bool_, torch.int64: np.int64}
 """Dtypes that arrive on the host unchanged."""
 
 
-def to_device(here: Tensor, device: torch.device) -> Tensor:
+def to_device(host: Tensor, device: torch.device) -> Tensor:
     """Copy a host tensor to the device without waiting; a copy from pageable memory may wait."""
-    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here.to(device)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def flags(values: Sequence[bool], device: torch.device) -> Tensor:
@@ -33,7 +33,7 @@ def waits_for_nothing(x: Tensor) -> bool:
 
 
 def at_hand(x: Tensor) -> list[Any] | None:
-    """Return the numbers of `x`, (U,), if reading them waits for nothing and they are few, else None.
+    """Return the numbers of `x`, (U,), if reading them waits for nothing (on a CPU) and they are few, else None.
 
     The passes of a step evict the code of small operators from the processor's caches. For some hundred units a loop of
     Python therefore takes less time than one operation of PyTorch or NumPy.
@@ -43,8 +43,8 @@ def at_hand(x: Tensor) -> list[Any] | None:
 
 def all_set(x: Tensor) -> bool:
     """Return True if no number or flag of `x`, (U,), is 0, as far as is known without waiting."""
-    here = at_hand(x)
-    return here is not None and all(here)
+    numbers = at_hand(x)
+    return numbers is not None and all(numbers)
 
 
 def all_finite(x: Tensor, least: float = -math.inf) -> bool:
@@ -52,35 +52,48 @@ def all_finite(x: Tensor, least: float = -math.inf) -> bool:
 
     `x` is float64, (U,), and its sum must stay in float64's range. A True saves selections in most steps.
     """
-    here = at_hand(x) if x.dtype == torch.float64 else None
-    return here is not None and math.isfinite(sum(here)) and (least == -math.inf or min(here) >= least)
+    numbers = at_hand(x) if x.dtype == torch.float64 else None
+    return numbers is not None and math.isfinite(sum(numbers)) and (least == -math.inf or min(numbers) >= least)
 
 
-@dataclass(frozen=True)
+@dataclass
 class HostPacket:
-    """Tensors of one device, packed as float64 unless that is the CPU; integers up to 2^53 arrive exactly."""
+    """The numbers of one step by name: tensors of one device, and after `to_host` NumPy arrays.
+
+    They travel together as float64 unless the device is the CPU; integers up to 2^53 arrive exactly.
+    """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    host: dict[str, np.ndarray] = field(default_factory=dict)
+    """The arrays, empty before `to_host`."""
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Add a tensor. Does not wait for the device. Raises ValueError if the name is taken."""
-        if name in self.tensors:
-            raise ValueError(f"{name}: is in the packet already")
-        self.tensors[name] = tensor
+    def add(self, **tensors: Tensor) -> None:
+        """Add tensors by name. Does not wait for the device.
+
+        Raises:
+            ValueError: if a name is taken.
+        """
+        for name, tensor in tensors.items():
+            if name in self.tensors:
+                raise ValueError(f"{name}: is in the packet already")
+            self.tensors[name] = tensor
 
     @torch.no_grad()
     def to_host(self) -> dict[str, np.ndarray]:
         """Return copies on the host; bool and int64 keep their dtype, others become float64. Waits once."""
+        if self.host:
+            return self.host
         if all(map(waits_for_nothing, self.tensors.values())):
-            return {name: _kept(tensor).numpy().copy() for name, tensor in self.tensors.items()}
-        host = torch.cat([tensor.reshape(-1).to(torch.float64) for tensor in self.tensors.values()]).cpu().numpy()
-        arrays, end = {}, 0
+            self.host = {name: _same_or_float64(tensor).numpy().copy() for name, tensor in self.tensors.items()}
+            return self.host
+        packed = torch.cat([tensor.reshape(-1).to(torch.float64) for tensor in self.tensors.values()]).cpu().numpy()
+        end = 0
         for name, tensor in self.tensors.items():
             begin, end = end, end + tensor.numel()
-            part, own = host[begin:end], _OWN.get(tensor.dtype)
-            arrays[name] = (part if own is None else part.astype(own)).reshape(tensor.shape)
-        return arrays
+            array = packed[begin:end].astype(_SAME_ON_HOST.get(tensor.dtype, np.float64))
+            self.host[name] = array.reshape(tensor.shape)
+        return self.host
 
 
-def _kept(x: Tensor) -> Tensor:
-    return x.detach() if x.dtype in _OWN else x.detach().to(torch.float64)
+def _same_or_float64(x: Tensor) -> Tensor:
+    return x.detach() if x.dtype in _SAME_ON_HOST else x.detach().to(torch.float64)

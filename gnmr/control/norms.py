@@ -1,27 +1,17 @@
-"""The norm n[b,t] of a unit: all tensors in one batched call, on the device and without waiting for it.
+"""Norms of gradients: all tensors in one batched call, on the device and without waiting for it.
 
-    parameters   the gradient of the unit's own parameters: those of its operators (section 2, theta_b)
-    adapter      the gradient of the trainable parameters below the unit's name
-    input_grad   the gradient of the loss with respect to the unit's output: the input of its backward pass
+The norm n[b,t] of a unit is taken over the gradients of its parameters together (section 2, theta_b). A loop that needs
+the norm of all gradients too takes both from one `UnitNorms`.
 
-The paper fine-tunes LoRA matrices on a frozen base (5.3) and does not say which norm it takes there. The routed
-operators then have no weight gradient. The trained parameters of a layer are its adapters, so this setting needs
-`adapter`. `input_grad` needs nothing trainable in the unit, only something trainable before it. Examples are models
-that are partly frozen and partly fine-tuned in full, and INT8 layers without adapters. It sees only the backward
-signal, not the unit's own input.
-
-An adapter wraps a frozen linear: peft calls that linear `base_layer` and puts it below a module with the linear's
-former name. A unit `...q_proj.base_layer` is therefore monitored at `...q_proj`, whose output is the sum of the linear
-and the adapter. The gradient is the same for both terms.
+    U units    G distinct groups of parameters: first those of the units, then each other parameter
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from functools import partial
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,15 +33,16 @@ def gradient_norms(parameters: Sequence[nn.Parameter | Slice]) -> Tensor:
 
 
 def _norms_of(gradients: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    there = [gradient for gradient in gradients if gradient is not None]
-    if not there:
+    existing = [gradient for gradient in gradients if gradient is not None]
+    if not existing:
         return torch.zeros(len(gradients), dtype=torch.float64, device=device)
-    kinds = {*map(attrgetter("dtype", "is_sparse"), there)}
+    kinds = {*map(attrgetter("dtype", "is_sparse"), existing)}
     if any(sparse for _, sparse in kinds):  # an embedding's: only some rows are stored, the others are 0
-        there = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in there]
-    wide = torch.float64 if any(dtype == torch.float64 for dtype, _ in kinds) else torch.float32
-    norms = torch.stack(torch._foreach_norm(there, 2, dtype=wide)).double()
-    if len(there) == len(gradients):
+        existing = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in existing]
+    dtype = torch.float64 if any(dtype == torch.float64 for dtype, _ in kinds) else torch.float32
+    # torch has no public batched norm; torch.nn.utils.get_total_norm calls the same kernel, but returns one number.
+    norms = torch.stack(torch._foreach_norm(existing, 2, dtype=dtype)).double()
+    if len(existing) == len(gradients):
         return norms
     present = flags([gradient is not None for gradient in gradients], device)
     return torch.zeros(len(gradients), dtype=torch.float64, device=device).masked_scatter_(present, norms)
@@ -61,98 +52,135 @@ class Distinct:
     """The distinct groups among groups of parameters, in order; units may share all (the GEMMs of an operator)."""
 
     def __init__(self, groups: Iterable[Sequence[nn.Parameter | Slice]]) -> None:
-        known: dict[tuple[object, ...], int] = {}
+        index_of: dict[tuple[object, ...], int] = {}
         self.groups: list[Sequence[nn.Parameter | Slice]] = []
         self.first: list[int] = []
         """Index of the first occurrence of each distinct group."""
-        places: list[int] = []
+        indices: list[int] = []
         for group in groups:
-            if (place := known.setdefault(tuple(map(identity, group)), len(known))) == len(self.groups):
+            index = index_of.setdefault(tuple(map(identity, group)), len(index_of))
+            if index == len(self.groups):
                 self.groups.append(group)
-                self.first.append(len(places))
-            places.append(place)
-        shared = len(known) < len(places)
-        self._places = torch.tensor(places, device=self.groups[0][0].device) if shared else None
+                self.first.append(len(indices))
+            indices.append(index)
+        shared = len(index_of) < len(indices)
+        self._indices = torch.tensor(indices, device=self.groups[0][0].device) if shared else None
 
     def of_each(self, values: Tensor) -> Tensor:
         """Expand numbers of the distinct groups (G,) to all groups. Does not wait for the device."""
-        return values if self._places is None else values[self._places]
+        return values if self._indices is None else values[self._indices]
+
+
+class GradientNorms(NamedTuple):
+    """Norms of the gradients of one step, on the device."""
+
+    groups: Tensor
+    """(G,) float64: norm of each distinct group of parameters."""
+    norm: Tensor
+    """(U,) float64: norm of each unit."""
+    observed: Tensor
+    """(U,) bool: whether the unit has a gradient."""
+
+    @property
+    def total(self) -> Tensor:
+        """The norm of all gradients together, () float64."""
+        return self.groups.square().sum().sqrt()
 
 
 class UnitNorms:
-    """Norms of units with several parameters each, of one process or, with `ranks`, as parts of a sum."""
+    """Norms of units with several parameters each, of one process or, with `ranks`, as parts of a sum.
 
-    def __init__(self, groups: Sequence[Sequence[nn.Parameter | Slice]], ranks: Ranks | None = None) -> None:
-        self._ranks = ranks
-        self._distinct = Distinct(groups)
-        groups = self._distinct.groups
-        self._parameters = [p for group in groups for p in group]
+    Args:
+        units: the parameters of each unit.
+        others: further parameters, each of which is a group of its own.
+        ranks: the processes that may hold parts of the parameters.
+    """
+
+    def __init__(
+        self,
+        units: Iterable[Sequence[nn.Parameter | Slice]],
+        others: Iterable[nn.Parameter | Slice] = (),
+        ranks: Ranks | None = None,
+    ) -> None:
+        self._ranks, self._units = ranks, Distinct(units)
+        self.groups = [*self._units.groups, *((parameter,) for parameter in others)]
+        """The G distinct groups of parameters."""
+        self.first = self._units.first
+        """Index of the first unit of each of the units' groups."""
+        self._parameters = [parameter for group in self.groups for parameter in group]
         device = self._parameters[0].device
-        self._num_groups = len(groups)
-        # Row u holds the indices of unit u's norms, padded with the index of a zero after the last one. Summing rows
+        # Row g holds the indices of group g's norms, padded with the index of a zero after the last one. Summing rows
         # has a fixed order, unlike adding by index on a GPU, and every rank must choose the same set.
-        ends = list(accumulate(len(group) for group in groups))
-        widest = max(len(group) for group in groups)
+        ends = list(accumulate(len(group) for group in self.groups))
+        longest = max(len(group) for group in self.groups)
         rows = [
-            [*range(end - len(g), end), *[ends[-1]] * (widest - len(g))] for g, end in zip(groups, ends, strict=True)
+            [*range(end - len(group), end), *[ends[-1]] * (longest - len(group))]
+            for group, end in zip(self.groups, ends, strict=True)
         ]
-        self._places = torch.tensor(rows, device=device)
+        self._rows = torch.tensor(rows, device=device)
+        self._all_observed = torch.ones(len(self.groups), dtype=torch.bool, device=device)
         self._warned = False
-        self._all_observed = torch.ones(self._num_groups, dtype=torch.bool, device=device)
-        self._groups = groups
         sharded = ranks is not None and any(ranks.is_sharded(p) for p in self._parameters)
         self._local = ranks.local if ranks is not None and sharded else None
-        self._counted: Tensor | None = None
+        self._masks: tuple[Tensor, Tensor] | None = None
+        """(P,) bool each: parameters that this rank counts in a sum, and those that every rank holds completely."""
 
-    def __call__(self) -> tuple[Tensor, Tensor]:
-        """Return (norm (U,) float64, observed (U,) bool); a unit without any gradient is not observed."""
+    def __call__(self) -> GradientNorms:
+        """Return the norms of this process's gradients; a unit without any gradient is not observed."""
         gradients = self._gradients()
         norms = _norms_of(gradients, self._parameters[0].device)
-        if self._num_groups < len(gradients):
-            norms = self._of_groups(norms.square()).sqrt()
-        return self._distinct.of_each(norms), self._distinct.of_each(self._observed(gradients))
+        if len(self.groups) < len(gradients):
+            norms = self._sums_of_groups(norms.square()).sqrt()
+        return self._of_groups(norms, self._observed(gradients))
 
-    @property
-    def first(self) -> list[int]:
-        """Index of the first unit of each norm: the GEMMs of an operator have one in common."""
-        return self._distinct.first
+    def parts(self) -> tuple[dict[str, Tensor], Tensor]:
+        """Return this rank's terms of the sums that `of_sums` takes, and the square of the unsharded gradients.
 
-    def observed(self) -> Tensor:
-        """Return which units have a gradient in this process now, (U,) bool."""
-        return self._distinct.of_each(self._observed([p.grad for p in self._parameters]))
-
-    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return this rank's terms of (square (U,), observed (U,), plain ()), float64.
-
-        These are the squared norms of the units, whether they had a gradient, and the square of the unsharded
-        gradients, which only the first rank counts.
+        The terms are the squared norms of the groups and whether they had a gradient, (G,) float64 each. Only one rank
+        counts a gradient that several hold.
         """
         ranks, gradients = self._ranks, self._gradients()
         assert ranks is not None, "one process has no parts"
         squares = _norms_of(gradients, self._parameters[0].device).square()
-        if self._counted is None:
-            self._counted = flags([ranks.counts(p) for p in self._parameters], squares.device)
-            self._whole = flags([not ranks.is_sharded(p) for p in self._parameters], squares.device)
-        plain = torch.where(self._whole, squares, 0.0).sum()
-        squares = torch.where(self._counted, squares, 0.0)
-        if self._num_groups < len(gradients):
-            squares = self._of_groups(squares)
-        return self._distinct.of_each(squares), self._distinct.of_each(self._observed(gradients)).double(), plain
+        if self._masks is None:
+            counted = flags([ranks.counts(p) for p in self._parameters], squares.device)
+            unsharded = flags([not ranks.is_sharded(p) for p in self._parameters], squares.device)
+            self._masks = counted, unsharded
+        counted, unsharded = self._masks
+        plain = torch.where(unsharded, squares, 0.0).sum()
+        squares = torch.where(counted, squares, 0.0)
+        if len(self.groups) < len(gradients):
+            squares = self._sums_of_groups(squares)
+        return {"squares": squares, "present": self._observed(gradients).double()}, plain
+
+    def of_sums(self, squares: Tensor, present: Tensor) -> GradientNorms:
+        """Return the norms whose squares and numbers of ranks with a gradient were summed over ranks, (G,) each."""
+        return self._of_groups(squares.sqrt(), present > 0)
+
+    def observed(self) -> Tensor:
+        """Return which units have a gradient in this process now, (U,) bool."""
+        return self._of_units(self._observed([p.grad for p in self._parameters]))
+
+    def _of_groups(self, norms: Tensor, observed: Tensor) -> GradientNorms:
+        return GradientNorms(norms, self._of_units(norms), self._of_units(observed))
+
+    def _of_units(self, values: Tensor) -> Tensor:
+        return self._units.of_each(values[: len(self._units.groups)])
 
     def _gradients(self) -> list[Tensor | None]:
         if self._local is None:
             return [p.grad for p in self._parameters]
         return [None if p.grad is None else self._local(p.grad) for p in self._parameters]
 
-    def _of_groups(self, squares: Tensor) -> Tensor:
-        """Return the sums of the parameters' squares over the distinct groups."""
-        return torch.cat([squares, squares.new_zeros(1)])[self._places].sum(dim=1)
+    def _sums_of_groups(self, squares: Tensor) -> Tensor:
+        """Return the sums of the parameters' squares (P,) over the groups, (G,)."""
+        return torch.cat([squares, squares.new_zeros(1)])[self._rows].sum(dim=1)
 
     def _observed(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """Return whether each distinct group has one of the `gradients`, those of all parameters, (U,) bool."""
+        """Return whether each group has one of the `gradients`, those of all parameters, (G,) bool."""
         if all(gradient is not None for gradient in gradients):
             return self._all_observed
-        observed = [any(p.grad is not None for p in group) for group in self._groups]
+        observed = [any(p.grad is not None for p in group) for group in self.groups]
         if not any(observed) and not self._warned:
             self._warned = True
             warn(
@@ -161,135 +189,3 @@ class UnitNorms:
                 "afterwards, or the optimizer steps in backward, use observe='input_grad'"
             )
         return flags(observed, self._all_observed.device)
-
-
-def watched(model: nn.Module, unit: str) -> nn.Module:
-    """Return the module at which a unit is monitored. Raises ValueError if the model has no module of this name."""
-    for wrapped in ("", "module."):  # DistributedDataParallel
-        for adapted in ("", "base_model.model."):  # prefix of peft's model
-            with suppress(AttributeError):
-                return model.get_submodule(f"{wrapped}{adapted}{unit}".removesuffix(".base_layer"))
-    raise ValueError(
-        f"unit {unit!r}: the model has no module of this name to observe; use a kind of unit that is a module: "
-        "operator, layer or block"
-    )
-
-
-def adapters(
-    model: nn.Module, unit: str, before: tuple[nn.Parameter | Slice, ...] = ()
-) -> tuple[nn.Parameter | Slice, ...]:
-    """Return the trainable parameters below the unit's name, those of its operators included, or else `before`.
-
-    A parameter below several units counts in each. Raises ValueError if there is none at all: adapters have to be added
-    first.
-    """
-    found = tuple(p for p in watched(model, unit).parameters() if p.requires_grad) or before
-    if not found:
-        raise ValueError(
-            f"observe='adapter': unit {unit!r} has no trainable parameter; add its adapters first, leave it out of the "
-            "targets, or use observe='input_grad'"
-        )
-    return found
-
-
-class OutputGradients:
-    """Norms of the gradients that reach the modules' outputs, summed on the device as backward passes them.
-
-    n = sqrt(sum over all backward passes since the last call of ||dL/dy||^2), where L is the loss from which backward
-    started: each micro-batch's share of the step's loss. Every token of a step has its own element of y. This is
-    therefore the norm of the whole step's gradient, and no mean over micro-batches is taken.
-
-    If a module returns several tensors (an attention its weights, a mixture its routing), y is the first floating-point
-    tensor in tuples, lists and mappings. A module that runs several times in a step adds up.
-
-    Passes without a graph (evaluation) and forward passes without a backward pass leave no trace. Under activation
-    checkpointing (reentrant or not) each output has one gradient and counts once. A backward pass whose gradients are
-    discarded counts too, until `Controller.discard` removes it. No gradient is changed and no tensor is kept.
-    """
-
-    def __init__(self, model: nn.Module, units: Sequence[str]) -> None:
-        """Hook the modules of these names until `close`. Raises ValueError if one does not exist or never runs."""
-        modules = [watched(model, unit) for unit in units]
-        for unit, module in zip(units, modules, strict=True):
-            if type(module).forward is nn.Module.forward:
-                raise ValueError(
-                    f"observe='input_grad': unit {unit!r} is a {type(module).__name__}, which has no output of its "
-                    "own; choose other units"
-                )
-        self.enabled = True
-        """Whether backward passes belong to this step and count (False in `ConvertedModel.no_side_effects`)."""
-        device = next((p.device for module in modules for p in module.parameters()), torch.device("cpu"))
-        first: dict[nn.Module, int] = {}
-        for i, module in enumerate(modules):
-            first.setdefault(module, i)
-        self.first = list(first.values())
-        """Index of the first unit of each norm: the GEMMs of an operator have one in common."""
-        place = {module: i for i, module in enumerate(first)}
-        shared = len(place) < len(modules)
-        self._places = torch.tensor([place[module] for module in modules], device=device) if shared else None
-        modules = list(place)
-        self._squares = torch.zeros(len(modules), dtype=torch.float64, device=device)
-        self._all_observed = torch.ones(len(modules), dtype=torch.bool, device=device)
-        self._seen: set[int] = set()
-        self._warned = False
-        self._handles = [m.register_forward_hook(partial(self._forward, i)) for i, m in enumerate(modules)]
-
-    def __call__(self) -> tuple[Tensor, Tensor]:
-        """Return (norm (U,) float64, observed (U,) bool) of the passes since the last call; start a new step.
-
-        A unit that no gradient reached is not observed. Each tensor's norm is accumulated in float32 (float64 for
-        float64); NaN and Inf pass through. Does not wait for the device.
-        """
-        squares, observed = self.parts()
-        return squares.sqrt(), observed
-
-    def parts(self) -> tuple[Tensor, Tensor]:
-        """Return the same with squared norms (U,): this rank's terms of the sum over all batches."""
-        squares = self._squares.clone()
-        observed = self._all_observed
-        if len(self._seen) < len(squares):
-            observed = flags([i in self._seen for i in range(len(squares))], squares.device)
-        if not self._seen and not self._warned:
-            self._warned = True
-            warn(
-                "no gradient reached any unit's output in this step: call step() after backward(), and have something "
-                "trainable before the units"
-            )
-        self.reset()
-        return (squares, observed) if self._places is None else (squares[self._places], observed[self._places])
-
-    def reset(self) -> None:
-        """Forget the passes since the last call, which did not belong to this step."""
-        self._squares.zero_()
-        self._seen.clear()
-
-    def close(self) -> None:
-        """Remove the hooks from the modules."""
-        for handle in self._handles:
-            handle.remove()
-
-    @torch.compiler.disable
-    def _forward(self, index: int, _module: nn.Module, _inputs: object, output: object) -> None:
-        y = _first(output)
-        if y is not None and y.requires_grad:
-            y.register_hook(partial(self._backward, index))
-
-    @torch.no_grad()
-    def _backward(self, index: int, grad: Tensor) -> None:
-        if self.enabled:
-            wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
-            norm = torch.linalg.vector_norm(grad, dtype=wide).to(self._squares)
-            self._squares[index].add_(norm.square_())
-            self._seen.add(index)
-
-
-def _first(output: object) -> Tensor | None:
-    """Return the first floating-point tensor in a module's output."""
-    if isinstance(output, Tensor):
-        return output if output.is_floating_point() else None
-    parts: Sequence[object] = ()
-    if isinstance(output, Mapping):
-        parts = list(output.values())
-    elif isinstance(output, (tuple, list)):
-        parts = output
-    return next((found for found in map(_first, parts) if found is not None), None)

@@ -15,15 +15,24 @@ set. The controller decides what to do if all risks are Inf (`Controller`).
 
 With a `Budget` (ours, not the paper's) candidates are taken by risk per cost, the largest first, up to max_o. A
 candidate that does not fit the budget is skipped, and cheaper ones after it may still be taken.
+
+`ActiveSet` applies the function from step to step, with a warm-up and held sets, and switches the units.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
 import numpy as np
+
+from gnmr.control.decision import Decision, Event
+from gnmr.control.spec import ControlSpec
+from gnmr.control.unit import Unit
 
 
 class Budget(NamedTuple):
@@ -80,7 +89,7 @@ def decide(
         budget: limit on the cost of the set; None: no limit.
     """
     # Most steps end here; `device.at_hand` explains why NumPy is slower.
-    if not any(one > trigger for one in risk.tolist()) and not any(lock.tolist()):
+    if not any(value > trigger for value in risk.tolist()) and not any(lock.tolist()):
         return _nobody(len(lock))
     over = (risk > trigger) & observed & recoverable
     candidate = over | ((lock > 0) & recoverable)
@@ -101,8 +110,8 @@ def decide(
 def _nobody(number: int) -> Choice:
     """Return the choice among so many units without a candidate; its arrays are read-only."""
     none, lock, rank = np.zeros(number, dtype=bool), np.zeros(number, dtype=np.int64), np.arange(number)
-    for one in (none, lock, rank):
-        one.setflags(write=False)
+    for array in (none, lock, rank):
+        array.setflags(write=False)
     return Choice(none, none, lock, rank)
 
 
@@ -122,3 +131,162 @@ def may(chosen: np.ndarray, max_o: int, budget: Budget | None) -> bool:
     """Return whether these units (U,) bool may be on the recovery path together."""
     fits = budget is None or budget.cost[chosen].sum() <= max(budget.most, 0)  # pins may take all of an estimate
     return bool(fits and np.count_nonzero(chosen) <= max_o)
+
+
+class ActiveSet:
+    """The units on the recovery path, from step to step: the policy over time, and the switches.
+
+    Args:
+        units: the units, which are put on the low-cost path, or for a warm-up on the recovery path.
+        spec: the settings of the controller.
+        budget: limit on the cost of the set; None: no limit.
+    """
+
+    def __init__(self, units: Sequence[Unit], spec: ControlSpec, budget: Budget | None) -> None:
+        # Keep only the switches of the units: their parameters may be exchanged and are then released.
+        self._names, self._switches = [unit.name for unit in units], [unit.switch for unit in units]
+        self._spec, self.budget = spec, budget
+        self.recoverable = np.array([unit.recoverable for unit in units])
+        self.active = np.zeros(len(units), dtype=bool)
+        """(U,) bool: units on the recovery path now. Never modified in place: decisions hold the previous array."""
+        self.lock = np.zeros(len(units), dtype=np.int64)
+        self._risk = np.zeros(len(units))
+        """(U,) float64: risks of the last decision."""
+        self.events: list[Event] = []
+        """Events since the last decision."""
+        if spec.warmup_steps > 0:
+            self._switch(self.recoverable, 0, None)
+        else:
+            for switch in filter(None, self._switches):
+                switch(False)
+
+    def choose(self, risk: np.ndarray, observed: np.ndarray, step: int, trigger: float, keep: bool = False) -> Choice:
+        """Return the choice of a step; `move` puts it into force.
+
+        Args:
+            risk: (U,) float64, the units' risks.
+            observed: (U,) bool, units with a gradient.
+            step: number of the step, from 1.
+            trigger: see `decide`.
+            keep: leave set and locks unchanged, if possible.
+        """
+        spec = self._spec
+        if step < spec.warmup_steps:
+            return Choice(np.zeros_like(observed), self.recoverable, self.lock, np.arange(len(risk)))
+        choice = self._decide(risk, observed, trigger)
+        if (step - max(spec.warmup_steps, 1)) % spec.hold:
+            choice = self._held(choice, risk, observed)
+        if self._stays(risk, observed, keep):
+            choice = choice._replace(candidate=choice.candidate | self.active, active=self.active, lock=self.lock)
+        return choice
+
+    def move(self, decision: Decision) -> None:
+        """Put the decision's set into force, and add its events to `events`.
+
+        If a switch raises, the error propagates, and the set is the one that was reached.
+        """
+        self._risk = decision.risk
+        try:
+            self._switch(decision.active, decision.step, decision)
+        finally:
+            self.lock = decision.lock * self.active
+
+    def promote(self, wanted: np.ndarray, step: int) -> bool:
+        """Put the units `wanted`, (U,) bool, on the recovery path now, replacing the least risky; False: no room."""
+        stay = np.where(self.active, np.maximum(np.nan_to_num(self._risk, posinf=1.0), _TINY), 0.0)
+        choice = self._decide(np.where(wanted, np.inf, stay), wanted | self.active, 0.0)
+        if (wanted & ~choice.active).any():
+            return False
+        self.lock = np.where(wanted, self._spec.t_lock, self.lock * choice.active)
+        first, displaced = len(self.events), self._cause_of_displacement(self.active)
+        self._switch(choice.active, step, None)
+        self.events[first:] = [
+            replace(event, cause="retry" if event.event == "promote" else displaced) for event in self.events[first:]
+        ]
+        return True
+
+    def restore(self, active: np.ndarray) -> None:
+        """Put every unit on the path of a checkpoint; if a switch raises, the units keep their paths."""
+        switched = []
+        try:
+            for switch, on, was_on in zip(self._switches, active, self.active, strict=True):
+                if switch is not None:
+                    switched.append((switch, bool(was_on)))
+                    switch(bool(on))
+        except BaseException:
+            for switch, was_on in switched:
+                with suppress(Exception):
+                    switch(was_on)
+            raise
+        self.active = active
+
+    def _decide(self, risk: np.ndarray, observed: np.ndarray, trigger: float) -> Choice:
+        spec = self._spec
+        return decide(risk, observed, self.recoverable, self.lock, spec.max_o, spec.t_lock, trigger, self.budget)
+
+    def _held(self, choice: Choice, risk: np.ndarray, observed: np.ndarray) -> Choice:
+        """Return the set in force and the units whose risk is not finite, by rank up to the cap."""
+        urgent = np.isinf(risk) & observed & self.recoverable
+        stay = np.where(self.active | urgent, np.maximum(risk, _TINY), 0.0)
+        held = self._decide(stay, observed | self.active, 0.0)
+        lock = np.where(urgent, held.lock, self.lock * held.active)
+        return held._replace(candidate=choice.candidate | held.candidate, lock=lock)
+
+    def _stays(self, risk: np.ndarray, observed: np.ndarray, keep: bool) -> bool:
+        """Return True if the current set stays in force.
+
+        It stays because of `keep`, or because all observed risks are infinite (loss-scale overflow) and more than
+        max_o.
+        """
+        if not keep and any(
+            seen and math.isfinite(value) for value, seen in zip(risk.tolist(), observed.tolist(), strict=True)
+        ):
+            return False
+        flooded = keep or not may(observed & self.recoverable, self._spec.max_o, self.budget)
+        # Right after the warm-up more than max_o may be in force; then the cap comes first.
+        return flooded and may(self.active, self._spec.max_o, self.budget)
+
+    def _switch(self, active: np.ndarray, step: int, decision: Decision | None) -> None:
+        """Switch the units that change, leaving units first, and add their events in unit order.
+
+        `decision` is the decision behind it; None: a warm-up, or a retry, whose causes `promote` sets.
+        """
+        if (coming := active.tolist()) == (current := self.active.tolist()):
+            return
+        changed = [i for i, (on, was_on) in enumerate(zip(coming, current, strict=True)) if on != was_on]
+        self.active = self.active.copy()
+        moved: dict[int, Event] = {}
+        try:
+            # Leaving units come first, so that the set never exceeds max_o.
+            for index in sorted(changed, key=lambda i: bool(active[i])):
+                switch, promoted = self._switches[index], bool(active[index])
+                assert switch is not None
+                switch(promoted)
+                self.active[index] = promoted
+                cause = self._cause(index, promoted, step, decision)
+                risk = float(decision.risk[index]) if decision is not None and decision.observed[index] else None
+                moved[index] = Event(step, self._names[index], "promote" if promoted else "release", cause, risk)
+        finally:
+            self.events.extend(moved[index] for index in sorted(moved))
+
+    def _cause_of_displacement(self, active: np.ndarray) -> str:
+        """Return the cause of a release whose place another unit took."""
+        return "max_o" if self._spec.budget is None or int(active.sum()) >= self._spec.max_o else "budget"
+
+    def _cause(self, index: int, promoted: bool, step: int, decision: Decision | None) -> str:
+        if step < self._spec.warmup_steps or decision is None:
+            return "warmup"
+        if not promoted:
+            if step == self._spec.warmup_steps:
+                return "warmup"
+            return self._cause_of_displacement(decision.active) if decision.candidate[index] else "lock"
+        if not np.isfinite(decision.norm[index]):
+            return "nonfinite"
+        ratios = {
+            name: values[index] / threshold
+            for (name, values), threshold in zip(decision.columns.items(), decision.thresholds, strict=True)
+            if threshold is not None
+        }
+        highest = max(ratios, key=lambda name: ratios[name], default="risk")
+        over = ratios and ratios[highest] > 1
+        return "rank" if self._spec.ranked and not over else highest

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
+from gnmr.control.threshold import Threshold, check_threshold
 from gnmr.options import one_of, positive, require, share, share_of, whole_number
 
 if TYPE_CHECKING:
@@ -16,41 +17,8 @@ NO_CAP = 2**31 - 1
 """The max_o without a cap: every unit may be on the recovery path at once."""
 OBSERVE = ("parameters", "adapter", "input_grad")
 COSTS = ("gemm", "bytes")
-
-
-@dataclass(frozen=True)
-class TwoStage:
-    """`init` during the first `init_steps` steps, `main` afterwards.
-
-    At first the history is short and the false-trigger bound of theorem 2 loose, hence a higher threshold.
-    """
-
-    init: float
-    main: float
-    init_steps: int
-
-    def __post_init__(self) -> None:
-        positive(threshold=self.init)
-        positive(threshold=self.main)
-        require(self.init_steps >= 0, "init_steps", self.init_steps, "must be 0 or more")
-
-
-Threshold = float | TwoStage
-_T = TypeVar("_T", bound=Threshold | None)
-
-
-def check(threshold: _T, name: str, or_null: bool = False) -> _T:
-    """Return the threshold. Raises ValueError naming `name` unless it is a positive number or a `TwoStage`."""
-    if not isinstance(threshold, TwoStage):
-        positive(or_null=or_null, **{name: threshold})
-    return threshold
-
-
-def at(threshold: Threshold, step: int) -> float:
-    """Return alpha_t or beta_t of step t (from 1)."""
-    if isinstance(threshold, TwoStage):
-        return threshold.init if step <= threshold.init_steps else threshold.main
-    return float(threshold)
+_THRESHOLDS = ("alpha", "beta", "delta", "eps")
+"""Settings that are options of the signal gnmr_delta."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +28,7 @@ class Rules:
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the signal's constructor besides alpha, beta, delta and eps; missing ones have its defaults."""
     observe: str = "parameters"
-    """Source of a unit's norm (gnmr/control/norms.py): parameters, adapter or input_grad.
+    """Source of a unit's norm (gnmr/control/output_norms.py): parameters, adapter or input_grad.
 
     parameters: those of its operators; adapter: everything trainable below its name; input_grad: the gradient of its
     output.
@@ -137,7 +105,7 @@ class ControlSpec(Rules):
         whole_number(0, warmup_steps=self.warmup_steps)
         positive(trigger=self.trigger, eps=self.eps)
         for name in ("alpha", "beta"):
-            check(getattr(self, name), name, or_null=True)
+            check_threshold(getattr(self, name), name, or_null=True)
         one_of(OBSERVE, observe=self.observe)
         one_of(("thresholded", "ranked"), routing=self.routing)
         one_of(("recovery", "16bit"), warmup_path=self.warmup_path)
@@ -173,18 +141,18 @@ class ControlSpec(Rules):
 
     def signal_options(self) -> dict[str, Any]:
         """Return the arguments of the signal's constructor, with the thresholds above if it is the paper's signal."""
-        return {name: getattr(self, name) for name in self._read()} | dict(self.options)
+        return {name: getattr(self, name) for name in self._thresholds_read()} | dict(self.options)
 
     def unread(self) -> list[str]:
         """Return the thresholds that were set although the signal does not read them."""
-        usual, read = ControlSpec(), self._read()
-        names = ("alpha", "beta", "delta", "eps")
-        return [name for name in names if name not in read and getattr(self, name) != getattr(usual, name)]
+        default, read = ControlSpec(), self._thresholds_read()
+        changed = [name for name in _THRESHOLDS if getattr(self, name) != getattr(default, name)]
+        return [name for name in changed if name not in read]
 
-    def _read(self) -> list[str]:
+    def _thresholds_read(self) -> list[str]:
         from gnmr.control.signals import SIGNALS, GnmrSignal
 
         cls = SIGNALS.get(self.signal) if isinstance(self.signal, str) else self.signal
         if not (isinstance(cls, type) and issubclass(cls, GnmrSignal)):
             return []
-        return [name for name in ("alpha", "beta", "delta", "eps") if name in cls.options()]
+        return [name for name in _THRESHOLDS if name in cls.options()]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gnmr import attach
-from gnmr.attachment.assembly import costs_of
+from gnmr.attachment.model_units import costs_of
 from gnmr.control import NO_CAP, Controller, ControlSpec, Decision, Unit, decide
 from gnmr.control.policy import Budget
 from gnmr.conversion import PathSpec, convert

@@ -74,7 +74,7 @@ def test_keep_leaves_set_and_locks_whatever_the_risks() -> None:
     before = step(1, 10, 1)
     norm = torch.tensor([math.inf, 1, 100], dtype=torch.float64)
     evidence = {"norm": norm, "observed": torch.ones(3, dtype=torch.bool)}
-    decision = step.controller.apply(step.controller.observe(evidence, keep=True).to_host())
+    decision = step.controller.apply(step.controller.observe(evidence).to_host(), keep=True)
     assert step.active == "b" and not decision.events
     assert decision.lock.tolist() == before.lock.tolist() == [0, 5, 0]
     step(1, 1, 1)
@@ -97,17 +97,6 @@ def test_promoted_units_replace_the_least_risky_and_their_events_come_with_the_n
     assert retried == [(4, "a", "promote", "retry"), (4, "d", "release", "max_o")]
     assert decision.in_force.tolist() == [True, True, False, False] and step.active == "ab"
     assert before.lock.tolist() == [0, 4, 0, 4] and decision.lock.tolist() == [3, 2, 0, 0]
-
-
-def test_a_step_before_backward_is_told() -> None:
-    controller = Controller(units("ab"))
-    for unit in controller.units:
-        unit.parameters[0].grad = torch.zeros(1)
-    with pytest.warns(UserWarning, match=r"every gradient norm is 0 in this step: call step\(\) before zero_grad\(\)"):
-        controller.step()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        controller.step()
 
 
 def test_a_held_set_stays_until_its_steps_are_over() -> None:
@@ -357,8 +346,7 @@ def test_observing_does_not_wait_for_the_device() -> None:
 
 def test_a_packet_brings_each_tensor_in_its_own_shape_and_all_its_digits() -> None:
     packet = HostPacket({"rows": torch.rand(2, 3).bfloat16(), "flags": torch.tensor([True, False])})
-    packet.add("count", torch.tensor(2**53 - 1))
-    packet.add("loss", torch.tensor(0.1, requires_grad=True))
+    packet.add(count=torch.tensor(2**53 - 1), loss=torch.tensor(0.1, requires_grad=True))
     host = packet.to_host()
     assert [host[name].tolist() for name in host] == [sent.tolist() for sent in packet.tensors.values()]
     assert {name: str(values.dtype) for name, values in host.items()} == {
@@ -370,7 +358,7 @@ def test_a_packet_brings_each_tensor_in_its_own_shape_and_all_its_digits() -> No
     host["rows"][:] = 0  # a copy
     assert packet.tensors["rows"].any()
     with pytest.raises(ValueError, match="loss: is in the packet already"):
-        packet.add("loss", torch.zeros(()))
+        packet.add(loss=torch.zeros(()))
 
 
 def test_what_a_signal_or_a_caller_writes_reaches_nobody_else() -> None:

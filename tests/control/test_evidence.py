@@ -8,7 +8,7 @@ from contexts import context, step, units
 from torch import nn
 
 from gnmr.control import Controller, ControlSpec, GnmrSignal, Unit
-from gnmr.control.evidence import MicroNorms, weight_std
+from gnmr.control.measurements import MicroNorms, weight_std
 
 
 def unit(*values: list[float], name: str = "u") -> Unit:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gnmr.control import Controller, ControlSpec, GnmrSignal, OutputGradients, Unit
-from gnmr.control.norms import adapters
+from gnmr.control.output_norms import adapters
 from gnmr.control.signals import SIGNALS
 
 

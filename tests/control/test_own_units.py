@@ -99,7 +99,6 @@ def test_a_class_a_function_and_a_signal_that_is_made() -> None:
         ({"signal": 3}, "signal int: is not a signal: int has no observe"),
         ({"signal": "static_k"}, "the run's length is not known: give steps"),
         ({"routing": "no"}, "routing=no: must be one of thresholded, ranked"),
-        ({"record": "gap_low"}, "record='gap_low': must be a list"),
         ({"steps": 0}, "steps=0"),
     ],
 )

@@ -9,7 +9,7 @@ from in_ranks import net, whole, wrapped
 from torch import Tensor
 
 from gnmr.attachment.ranks.reduce import DistributedRanks
-from gnmr.control.evidence import weight_std
+from gnmr.control.measurements import weight_std
 from gnmr.control.unit import Unit
 from gnmr.lab.rivals.transforms import TRANSFORMS, StepContext, tensor_norms
 

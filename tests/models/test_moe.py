@@ -171,7 +171,7 @@ def test_an_expert_without_tokens_is_not_observed():
     groups = [tuple(expert.parameters()) for expert in mlp.experts]
     for expert, is_busy in zip(groups, busy, strict=True):
         assert all((parameter.grad is not None) == is_busy for parameter in expert)
-    norms, observed = UnitNorms(groups)()
+    _, norms, observed = UnitNorms(groups)()
     assert torch.equal(observed, busy) and torch.equal(norms > 0, busy)
 
 

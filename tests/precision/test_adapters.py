@@ -203,7 +203,7 @@ def test_norms_are_those_of_slices() -> None:
     assert controller.names[:3] == ["experts.0.up", "experts.0.down", "experts.1.up"]
     loss(model["experts"], sizes).backward()
     owner = model["experts"]
-    norms, _ = controller.controller.measured.norms()
+    _, norms, _ = controller.controller.measured.unit_norms()()
     weights = [(owner.up.grad[i], owner.down.grad[i], owner.down_bias.grad[i]) for i in range(E)]
     wanted = [norm for up, *down in weights for norm in (up.norm(), torch.stack([d.norm() for d in down]).norm())]
     torch.testing.assert_close(norms, torch.stack(wanted).double(), rtol=1e-6, atol=0)

@@ -102,7 +102,7 @@ def test_a_units_norm_is_that_of_all_its_operators() -> None:
     model, converted = made("block")
     units = units_of(converted)
     backward(model)
-    norms, observed = UnitNorms([unit.parameters for unit in units])()
+    _, norms, observed = UnitNorms([unit.parameters for unit in units])()
     assert observed.all() and norms.shape == (5,)
     for norm, group in zip(norms, converted.units, strict=True):
         square = sum(float(p.grad.double().square().sum()) for o in group.operators for p in o.parameters())

@@ -1,4 +1,11 @@
-"""Risk signals, one idea per file: `levels` compares one value with a threshold, `blind` holds the controls.
+"""Risk signals: they turn the measurements of a step into one risk per unit.
+
+    signal, history   the interface, its base classes, and means of the past
+    gnmr              the paper's signal
+    levels            one value of the step against a fixed level
+    ratios            one value of the step against its own past
+    gains             what recovering a unit saves
+    blind             choices that read nothing, which a signal has to beat
 
 docs/signals.md lists them in a table and says how to add one.
 """
@@ -11,13 +18,10 @@ from inspect import Parameter, signature
 from typing import Any, cast
 
 from gnmr.control.signals.blind import AlwaysHigh, AlwaysLow, BlindSignal, Random, StaticK
+from gnmr.control.signals.gains import PinExcess, Price, RecoveryGap
 from gnmr.control.signals.gnmr import GnmrSignal
-from gnmr.control.signals.gsnr import Gsnr
-from gnmr.control.signals.jacobian import Jacobian
 from gnmr.control.signals.levels import GradNorm, Mse, Oracle
-from gnmr.control.signals.pin_excess import PinExcess
-from gnmr.control.signals.price import Price
-from gnmr.control.signals.recovery_gap import RecoveryGap
+from gnmr.control.signals.ratios import Gsnr, Jacobian
 from gnmr.control.signals.signal import Context, Evidence, LevelSignal, RatioSignal, Signal, SignalBase
 from gnmr.options import did_you_mean
 
@@ -56,31 +60,38 @@ def build_signal(signal: str | Signal | Callable[..., Signal], options: Mapping[
     if isinstance(signal, str):
         cls = _third_party(name) if ":" in name else SIGNALS.get(name)
         if cls is None:
-            right = f"use one of {', '.join(SIGNALS)}, or package.module:Class"
-            raise ValueError(f"signal {name!r} is not known: {right}{did_you_mean(name, SIGNALS)}")
+            raise ValueError(
+                f"signal {name!r} is not known: use one of {', '.join(SIGNALS)}, or package.module:Class"
+                f"{did_you_mean(name, SIGNALS)}"
+            )
     built: Any = cls
     if isinstance(cls, type) or (callable(cls) and not hasattr(cls, "observe")):
         parameters = signature(cls).parameters if options else {}
-        known = [key for key, parameter in parameters.items() if parameter.kind is Parameter.KEYWORD_ONLY]
+        keywords = [key for key, parameter in parameters.items() if parameter.kind is Parameter.KEYWORD_ONLY]
         open_ended = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
         for option in options:
-            if option not in known and not open_ended:
-                raise ValueError(f"signal {name} has no option {option!r}: it has {', '.join(known) or 'none'}")
+            if option not in keywords and not open_ended:
+                raise ValueError(f"signal {name} has no option {option!r}: it has {', '.join(keywords) or 'none'}")
         try:
             built = cls(context, **options)
         except TypeError as error:
             raise ValueError(f"signal {name}: cannot be made of (context, **options): {error}") from error
     elif options:
         raise ValueError(f"options {', '.join(options)}: {name} is made already; give the class, or its name")
-    if lacking := [part for part in _PARTS if not hasattr(built, part)]:
-        raise ValueError(f"signal {name}: is not a signal: {type(built).__name__} has no {', '.join(lacking)}")
-    own = getattr(getattr(built, "context", None), "names", context.names)
-    if len(own) != len(context.names):
-        raise ValueError(f"signal {name}: was made for {len(own)} units, these are {len(context.names)}")
+    if absent := [attribute for attribute in _ATTRIBUTES if not hasattr(built, attribute)]:
+        raise ValueError(f"signal {name}: is not a signal: {type(built).__name__} has no {', '.join(absent)}")
+    names = getattr(getattr(built, "context", None), "names", context.names)
+    if len(names) != len(context.names):
+        raise ValueError(f"signal {name}: was made for {len(names)} units, these are {len(context.names)}")
+    if len(built.thresholds(1)) != len(built.columns):
+        raise ValueError(
+            f"{type(built).__name__}: thresholds() gives {len(built.thresholds(1))}, its columns are "
+            f"{', '.join(built.columns) or 'none'}: one each"
+        )
     return cast(Signal, built)
 
 
-_PARTS = ("observe", "columns", "needs", "thresholds", "state_dict", "load_state_dict")
+_ATTRIBUTES = ("observe", "columns", "needs", "thresholds", "state_dict", "load_state_dict")
 """Attributes that `Signal` requires."""
 
 

@@ -65,12 +65,12 @@ class BlindSignal(SignalBase):
     This depends only on the step number. A fraction above what the choice can reach warns and is reduced to it.
     """
 
-    def __init__(self, context: Context, active_frac: float | None, most: float, what: str) -> None:
-        """Set up the choice; `most` is the share of unit-steps if every step chooses, `what` explains the warning."""
+    def __init__(self, context: Context, active_frac: float | None, most: float, limit: str) -> None:
+        """Set up the choice; `most` is the share of unit-steps if every step chooses, `limit` says what limits it."""
         super().__init__(context)
         within(0, 1, or_null=True, active_frac=active_frac)
         if active_frac is not None and active_frac > most * (1 + 1e-6):
-            text = f"active_frac is above {most:.4g}, the most that {what} gives: it caps there"
+            text = f"active_frac is above {most:.4g}, the most that {limit} gives: it caps there"
             warn(text)
         self.rate = 1.0 if active_frac is None else min(active_frac / most, 1.0)
         """Share of the choices in which it chooses anything."""

@@ -24,10 +24,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gnmr.control.device import all_finite, all_set, at_hand
 from gnmr.control.signals.history import Cumulative, Window
 from gnmr.control.signals.signal import Context, Evidence, RatioSignal, ratio
-from gnmr.control.spec import Threshold, at, check
+from gnmr.control.threshold import Threshold, check_threshold, threshold_at
 from gnmr.options import whole_number
 
 
@@ -51,26 +50,25 @@ class GnmrSignal(RatioSignal):
         eps: float = 1e-8,
     ) -> None:
         super().__init__(context, Cumulative(len(context.names), context.device), eps)
-        self.alpha, self.beta = check(alpha, "alpha", or_null=True), check(beta, "beta", or_null=True)
+        self.alpha = check_threshold(alpha, "alpha", or_null=True)
+        self.beta = check_threshold(beta, "beta", or_null=True)
         whole_number(delta=delta)
         self.delta = delta
         self.window = Window(self.num_units, context.device, delta)  # the last values of GNMR
 
     def thresholds(self, step: int) -> tuple[float | None, float | None]:
         return (
-            None if self.alpha is None else at(self.alpha, step),
-            None if self.beta is None else at(self.beta, step),
+            None if self.alpha is None else threshold_at(self.alpha, step),
+            None if self.beta is None else threshold_at(self.beta, step),
         )
 
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         norm, observed = evidence["norm"], evidence["observed"]
+        # Eq. 2: the norm over the mean of its past; Eq. 3: GNMR over the mean of the last delta GNMR
         mean, recent = self.history.mean, self.window.values.mean(dim=0)
-        finite, counts = all_finite(norm), at_hand(self.window.count)
-        known = None if all_set(mean) else mean != 0
-        full = None if counts is not None and min(counts) >= self.delta else self.window.count >= self.delta
-        gnmr = ratio(norm, mean, known, self.eps, finite)
-        sound = all_finite(gnmr)
-        delta_gnmr = ratio(gnmr, recent, full, self.eps, sound)
-        self.history.update(norm, observed, finite)
-        self.window.update(gnmr, observed, sound)
-        return self.verdict(evidence, step, gnmr, delta_gnmr, finite=finite)
+        gnmr = ratio(norm, mean, mean != 0, self.eps)
+        delta_gnmr = ratio(gnmr, recent, self.window.count >= self.delta, self.eps)
+        # Eq. 4: only now does the step enter the history
+        self.history.update(norm, observed)
+        self.window.update(gnmr, observed)
+        return self.verdict(evidence, step, gnmr, delta_gnmr)

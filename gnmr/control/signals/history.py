@@ -24,8 +24,8 @@ from gnmr.options import require
 LARGEST: float = torch.finfo(torch.float64).max
 
 
-class Stateful:
-    """An object whose state is the tensors and the `Stateful` parts that `kept` names."""
+class StatefulParts:
+    """An object whose state is the tensors and the `StatefulParts` that `kept` names."""
 
     kept: tuple[str, ...] = ()
 
@@ -33,48 +33,48 @@ class Stateful:
         """Return the state by name (`part.name` in parts). The tensors are shared with this object, never written."""
         state: dict[str, Tensor] = {}
         for name in self.kept:
-            own = getattr(self, name)
-            if isinstance(own, Stateful):
-                state |= {f"{name}.{key}": value for key, value in own.state_dict().items()}
+            value = getattr(self, name)
+            if isinstance(value, StatefulParts):
+                state |= {f"{name}.{key}": tensor for key, tensor in value.state_dict().items()}
             else:
-                state[name] = own
+                state[name] = value
         return state
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """Raise ValueError if names, shapes, dtypes or values cannot be this object's."""
-        own = self.state_dict()
-        if state.keys() != own.keys():
+        current = self.state_dict()
+        if state.keys() != current.keys():
             raise ValueError(
                 f"signal state holds {', '.join(sorted(state)) or 'nothing'}; "
-                f"this signal needs {', '.join(sorted(own)) or 'nothing'}"
+                f"this signal needs {', '.join(sorted(current)) or 'nothing'}"
             )
-        for name, value in own.items():
-            theirs, kind = state[name], f"{value.dtype} of shape {tuple(value.shape)}"
-            if not isinstance(theirs, Tensor):
-                raise ValueError(f"signal state {name!r} is a {type(theirs).__name__}, this signal needs {kind}")
-            if theirs.shape != value.shape or theirs.is_floating_point() != value.is_floating_point():
-                found = f"{theirs.dtype} of shape {tuple(theirs.shape)}"
-                raise ValueError(f"signal state {name!r} is {found}, this signal needs {kind}")
+        for name, tensor in current.items():
+            loaded, kind = state[name], f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+            if not isinstance(loaded, Tensor):
+                raise ValueError(f"signal state {name!r} is a {type(loaded).__name__}, this signal needs {kind}")
+            if loaded.shape != tensor.shape or loaded.is_floating_point() != tensor.is_floating_point():
+                loaded_kind = f"{loaded.dtype} of shape {tuple(loaded.shape)}"
+                raise ValueError(f"signal state {name!r} is {loaded_kind}, this signal needs {kind}")
         for name in self.kept:
-            if isinstance(part := getattr(self, name), Stateful):
-                part.check_state(_of_part(name, state))
+            if isinstance(value := getattr(self, name), StatefulParts):
+                value.check_state(_state_of(name, state))
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load a state. Raises ValueError before anything changes; see `check_state`."""
         self.check_state(state)
         for name in self.kept:
-            part = getattr(self, name)
-            if isinstance(part, Stateful):
-                part.load_state_dict(_of_part(name, state))
+            value = getattr(self, name)
+            if isinstance(value, StatefulParts):
+                value.load_state_dict(_state_of(name, state))
             else:
-                setattr(self, name, state[name].to(device=part.device, dtype=part.dtype).clone())
+                setattr(self, name, state[name].to(device=value.device, dtype=value.dtype).clone())
 
 
-def _of_part(name: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _state_of(name: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key.removeprefix(f"{name}."): value for key, value in state.items() if key.startswith(f"{name}.")}
 
 
-class _Remembered(Stateful):
+class _FiniteState(StatefulParts):
     """Finite numbers, and how many have entered."""
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
@@ -84,7 +84,7 @@ class _Remembered(Stateful):
                 raise ValueError(f"signal state: a history's {name} must be finite, and its count not negative")
 
 
-class Cumulative(_Remembered):
+class Cumulative(_FiniteState):
     """Mean of all values so far, `m += (v - m) / n`."""
 
     kept = ("mean", "count")
@@ -96,12 +96,9 @@ class Cumulative(_Remembered):
         self.mean = torch.zeros(num_units, dtype=torch.float64, device=device)
         self.count = torch.zeros(num_units, dtype=torch.int64, device=device)
 
-    def update(self, value: Tensor, entered: Tensor, finite: bool | None = None) -> None:
-        """Add one step's `value` (U,) of the units in `entered` (U,) bool; values that are not finite never enter.
-
-        `finite` is `all_finite` of the values, if it is known already.
-        """
-        if not (all_finite(value) if finite is None else finite):
+    def update(self, value: Tensor, entered: Tensor) -> None:
+        """Add one step's `value` (U,) of the units in `entered` (U,) bool; values that are not finite never enter."""
+        if not all_finite(value):
             entered = entered & value.isfinite()
         self.count = self.count + entered
         n = self.count if self.longest == math.inf else self.count.double().clamp(max=self.longest)
@@ -118,7 +115,7 @@ class Ema(Cumulative):
         self.longest = 1 / (1 - decay)
 
 
-class Window(_Remembered):
+class Window(_FiniteState):
     """Mean of the newest `length` values."""
 
     kept = ("values", "count")
@@ -127,9 +124,9 @@ class Window(_Remembered):
         self.values = torch.zeros(length, num_units, dtype=torch.float64, device=device)  # newest last, 0 where empty
         self.count = torch.zeros(num_units, dtype=torch.int64, device=device)
 
-    def update(self, value: Tensor, entered: Tensor, finite: bool | None = None) -> None:
+    def update(self, value: Tensor, entered: Tensor) -> None:
         """Add one step's values as `Cumulative.update` does, and drop the oldest value of the units that entered."""
-        if not (all_finite(value) if finite is None else finite):
+        if not all_finite(value):
             entered = entered & value.isfinite()
         self.count = self.count + entered
         values = torch.cat([self.values[1:], value[None]])

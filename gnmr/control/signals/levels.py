@@ -18,7 +18,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from gnmr.control.signals.signal import Context, Evidence, LevelSignal
-from gnmr.control.spec import Threshold
+from gnmr.control.threshold import Threshold
 
 
 class _Value(LevelSignal):

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from gnmr.control.device import all_finite
-from gnmr.control.signals.history import LARGEST, Cumulative, Stateful
-from gnmr.control.spec import Threshold, at, check
+from gnmr.control.signals.history import LARGEST, Cumulative, StatefulParts
+from gnmr.control.threshold import Threshold, check_threshold, threshold_at
 from gnmr.control.unit import Unit
 from gnmr.options import positive
 
@@ -80,8 +80,8 @@ class Signal(Protocol):
         """Continue where `state_dict` was taken. Raises ValueError if it is another signal's."""
 
 
-class SignalBase(Stateful):
-    """Base class with state (`Stateful.kept`) and the way from columns to risk.
+class SignalBase(StatefulParts):
+    """Base class with state (`StatefulParts.kept`) and the way from columns to risk.
 
     A subclass sets `columns`, `needs` and `kept`, takes `(context, *, option=default, ...)`, sets `threshold` (or
     overrides `thresholds`) and returns `self.verdict(...)` from `observe`.
@@ -108,27 +108,30 @@ class SignalBase(Stateful):
         return True
 
     def thresholds(self, step: int) -> tuple[float | None, ...]:
-        return (at(self.threshold, step),)
+        return (threshold_at(self.threshold, step),)
 
-    def verdict(
-        self, evidence: Evidence, step: int, *columns: Tensor, finite: bool | None = None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the result of `observe`: R = max of column / threshold, Inf if the norm or a column is not finite.
+    def verdict(self, evidence: Evidence, step: int, *columns: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the result of `observe` from its columns.
 
-        `finite` is `all_finite` of the norms, if it is known already.
+        Args:
+            evidence: the evidence of the step.
+            step: number of the step, from 1.
+            columns: (U,) float64 each, the statistics behind the risk.
+
+        Returns:
+            (R, columns): R = max of column / threshold, (U,) float64; Inf if the norm or a column is not finite.
         """
         norm = evidence["norm"]
-        sound = None if (all_finite(norm) if finite is None else finite) else norm.isfinite()
-        if sound is not None:
-            columns = tuple(torch.where(sound, column, norm) for column in columns)
+        finite, finite_norms = norm.isfinite(), all_finite(norm)
+        if not finite_norms:
+            columns = tuple(torch.where(finite, column, norm) for column in columns)
         pairs = zip(columns, self.thresholds(step), strict=True)
         risks = [column / threshold for column, threshold in pairs if threshold is not None]
         risk = reduce(torch.maximum, risks) if risks else torch.full_like(norm, self.least)
-        if sound is None and all_finite(risk, self.least):
+        if finite_norms and all_finite(risk, self.least):
             return risk, columns
         risk = risk.clamp(min=self.least)
-        known = ~risk.isnan() if sound is None else sound & ~risk.isnan()
-        return torch.where(known, risk, torch.inf), columns
+        return torch.where(finite & ~risk.isnan(), risk, torch.inf), columns
 
 
 class LevelSignal(SignalBase):
@@ -138,7 +141,7 @@ class LevelSignal(SignalBase):
 
     def __init__(self, context: Context, threshold: Threshold) -> None:
         super().__init__(context)
-        self.threshold = check(threshold, "threshold")
+        self.threshold = check_threshold(threshold, "threshold")
 
 
 class RatioSignal(SignalBase):
@@ -152,20 +155,12 @@ class RatioSignal(SignalBase):
         self.history, self.eps = history, eps
 
 
-def ratio(value: Tensor, level: Tensor, known: Tensor | None, eps: float, finite: bool | None = None) -> Tensor:
-    """Return value / (level + eps), 1 if the level is not `known`; a non-finite value is returned unchanged.
-
-    `known` is None if all levels are. `finite` is `all_finite` of the values, if it is known already.
-    """
-    over = value / (level + eps)
-    if not all_finite(over):
-        # A ratio of finite numbers may leave float64's range, and Inf is reserved for non-finite values.
-        over = over.clamp(max=LARGEST)
-    if known is not None:
-        over = torch.where(known, over, 1.0)
-    if all_finite(value) if finite is None else finite:
-        return over
-    return torch.where(value.isfinite(), over, value)
+def ratio(value: Tensor, level: Tensor, known: Tensor, eps: float) -> Tensor:
+    """Return value / (level + eps), (U,): 1 if the level is not `known`; a non-finite value is returned unchanged."""
+    # A ratio of finite numbers may leave float64's range, and Inf is reserved for non-finite values.
+    quotient = (value / (level + eps)).clamp(max=LARGEST)
+    quotient = torch.where(known, quotient, 1.0)
+    return quotient if all_finite(value) else torch.where(value.isfinite(), quotient, value)
 
 
 def seen(evidence: Evidence) -> Tensor:

@@ -24,7 +24,8 @@ from torch import nn
 
 from gnmr.console import for_tables, tracked
 from gnmr.control import Controller, Unit
-from gnmr.control.spec import NO_CAP, ControlSpec, TwoStage
+from gnmr.control.spec import NO_CAP, ControlSpec
+from gnmr.control.threshold import TwoStage
 from gnmr.errors import UserError, as_user_error
 from gnmr.lab.cli.parser import Parser, path, settings_and_places
 from gnmr.lab.config import ControllerConfig, one_line, read_tree

@@ -9,7 +9,8 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from gnmr.control.spec import COSTS, NO_CAP, ControlSpec, Rules, Threshold, TwoStage, check
+from gnmr.control.spec import COSTS, NO_CAP, ControlSpec, Rules
+from gnmr.control.threshold import Threshold, TwoStage, check_threshold
 from gnmr.errors import as_user_error
 from gnmr.lab.config.text_checks import folder_name, place, storable
 from gnmr.options import require, share, share_of, within
@@ -56,8 +57,8 @@ class ControllerConfig(Rules):
         if self.max_o is None:
             require(self.budget is not None, "max_o", None, "null needs controller.budget, which then is the only cap")
         for init, main in ((self.alpha_init, "alpha"), (self.beta_init, "beta")):
-            check(getattr(self, main), main, or_null=True)
-            check(init, f"{main}_init", or_null=True)
+            check_threshold(getattr(self, main), main, or_null=True)
+            check_threshold(init, f"{main}_init", or_null=True)
             sound = init is None or getattr(self, main) is not None
             require(sound, f"{main}_init", init, f"needs controller.{main} too")
         within(0, 1, init_frac=self.init_frac, warmup_frac=self.warmup_frac)

@@ -35,7 +35,7 @@ def build_compression(config: Config, model: nn.Module, world: World) -> GreedyL
 
 
 class HeldBack:
-    """The evidence of compressed matrices, a `gnmr.control.evidence.Source`.
+    """The evidence of compressed matrices, a `gnmr.control.measurements.Source`.
 
     `gap_low` is `GreedyLore.gap`. `gap_recovery` is 0, because a dense mean is exact.
     """

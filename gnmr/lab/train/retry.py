@@ -20,12 +20,12 @@ from gnmr.lab.data.batch import Batch
 from gnmr.lab.train.loss import loss_of
 
 if TYPE_CHECKING:
-    from gnmr.lab.train.step import Taken, TrainStep
+    from gnmr.lab.train.step import Attempt, TrainStep
 
 
-def looks_again(step: TrainStep, taken: Taken, levels: tuple[Level, Level]) -> bool:
+def looks_again(step: TrainStep, attempt: Attempt, levels: tuple[Level, Level]) -> bool:
     """Return True if the step needs a verdict and its cause can be determined."""
-    converted, host = step.router.converted, taken.host
+    converted, host = step.router.converted, attempt.packet.host
     if converted.shared.high_precision:
         return False
     if not math.isfinite(host["loss"]):
@@ -37,19 +37,22 @@ def looks_again(step: TrainStep, taken: Taken, levels: tuple[Level, Level]) -> b
 
 def look_again(
     step: TrainStep,
-    taken: Taken,
+    attempt: Attempt,
     micro_batches: Sequence[Tensor | Batch],
     lr: float,
     levels: tuple[Level, Level],
     start: Start,
-) -> tuple[Taken, Verdict]:
-    """Find the cause of a spike or a non-finite loss, and return the final step and the verdict.
+) -> tuple[Attempt, Verdict, bool]:
+    """Find the cause of a spike or a non-finite loss.
 
     A non-finite step is retried with the blamed units on the recovery path. After a spike, the optimizer takes the
     update that was postponed.
+
+    Returns:
+        (the attempt that counts, the verdict, whether set and locks stay unchanged).
     """
-    router, number = step.router, step.router.t
-    loss, norm = float(taken.host["loss"]), float(taken.host["grad_norm"])
+    router, number, host = step.router, step.router.t, attempt.packet.host
+    loss, norm = float(host["loss"]), float(host["grad_norm"])
     again = Again(
         router.converted,
         start,
@@ -58,26 +61,18 @@ def look_again(
         step.model.buffers(),
     )
     with router.unmeasured(), repeating(router.converted, step.model, start.device):
-        if not math.isfinite(loss):
-            verdict = find_nonfinite(again, number)
-        else:
+        if math.isfinite(loss):
             verdict = explain(again, Seen(loss, norm), levels, number)
+        else:
+            verdict = find_nonfinite(again, number)
     if math.isfinite(loss):
-        step.make_up(taken)
-    elif router.spec.nonfinite == "find":
-        if router.retry(verdict.units, start):
-            retried = step.passes(micro_batches)
-            packet = router.decide(evidence=retried.evidence, norms=retried.of_units, sums=retried.sums)
-            step.update(retried, packet, lr, levels)
-            return retried, verdict
-        taken.to_host(router.choose_again(keep=verdict.cause != "precision"))
-    return taken, verdict
-
-
-def keep_set(step: TrainStep, taken: Taken) -> None:
-    """Keep the active set after a non-finite loss if several workers train, because they do not search for a cause."""
-    if not math.isfinite(taken.host["loss"]) and step.router.spec.nonfinite == "find":
-        taken.to_host(step.router.choose_again(keep=True))
+        step.make_up(attempt)
+        return attempt, verdict, False
+    if router.spec.nonfinite != "find":
+        return attempt, verdict, False
+    if router.retry(verdict.units, start):
+        return step.attempt(micro_batches, lr, levels), verdict, False
+    return attempt, verdict, verdict.cause != "precision"
 
 
 @torch.no_grad()
@@ -86,8 +81,8 @@ def nonfinite_place(model: nn.Module, world: World, micro_batches: Sequence[Tens
 
     All ranks return the same name; each passes its own `micro_batches`. Waits for the device.
     """
-    for found in (lambda: _weight(model), lambda: _output(model, micro_batches)):
-        if (name := next((one for one in world.gather(found()) if one is not None), None)) is not None:
+    for place in (lambda: _weight(model), lambda: _output(model, micro_batches)):
+        if (name := next((name for name in world.gather(place()) if name is not None), None)) is not None:
             return name
     return "loss"
 
@@ -102,12 +97,12 @@ def _weight(model: nn.Module) -> str | None:
 
 def _output(model: nn.Module, micro_batches: Sequence[Tensor | Batch]) -> str | None:
     """Return the first module whose output is not finite in a new forward pass."""
-    found: list[str] = []
+    nonfinite: list[str] = []
 
     def check(name: str) -> torch.utils.hooks.RemovableHandle:
         def hook(_module: nn.Module, _inputs: object, output: object) -> None:
-            if not found and isinstance(output, Tensor) and not output.isfinite().all():
-                found.append(name)
+            if not nonfinite and isinstance(output, Tensor) and not output.isfinite().all():
+                nonfinite.append(name)
 
         return modules[name].register_forward_hook(hook)
 
@@ -119,4 +114,4 @@ def _output(model: nn.Module, micro_batches: Sequence[Tensor | Batch]) -> str | 
     finally:
         for handle in handles:
             handle.remove()
-    return found[0] if found else None
+    return nonfinite[0] if nonfinite else None

@@ -1,13 +1,14 @@
 """One training step as a function of explicit inputs.
 
-    micro-batches -> forward, loss (FP32), backward -> norms of all gradients
-                  -> `Router.finish_step`: evidence, the controller's choice for the next step
-                       between choice and transfer: gradient transform -> clip -> optimizer, selected by "loss and all
-                       gradients are finite"
+    forward and backward of every micro-batch    loss in FP32
+    norms of all gradients                       in one batched call
+    `Router.measure`                             evidence and risks of the units
+    transform, clipping, optimizer               selected by "loss and all gradients are finite"
+    `HostPacket.to_host`                         loss, norms and risks in one transfer
+    `Router.decide`                              the units of the next step
 
-Nothing waits for the device until the single transfer at the end, which brings the loss, the norms and the risks of the
-units to the host. If the loss spikes or is not finite, the step is run again to find the cause
-(`gnmr.lab.train.retry`).
+Nothing waits for the device until the single transfer. If the loss spikes or is not finite, the step is run again to
+find the cause (`gnmr.lab.train.retry`).
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from functools import partial, reduce
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +34,7 @@ from gnmr.attachment.ranks.world import ALONE, World
 from gnmr.attachment.repeat import Seen, Start
 from gnmr.control import Decision, HostPacket
 from gnmr.control.device import to_device
-from gnmr.control.norms import Distinct, UnitNorms, gradient_norms
+from gnmr.control.norms import GradientNorms, UnitNorms, gradient_norms
 from gnmr.control.unit import Slice, identity, whole_of
 from gnmr.conversion.cost import Spent
 from gnmr.conversion.unit_names import module_of
@@ -41,7 +43,7 @@ from gnmr.lab.models import Decoder
 from gnmr.lab.rivals.transforms import StepContext, Transform, tensor_norms
 from gnmr.lab.train.loss import Draws, Experts, divisors, loss_of, objective_of, statistics_of
 from gnmr.lab.train.optim import clip_gradients, skip_where
-from gnmr.lab.train.retry import keep_set, look_again, looks_again, nonfinite_place
+from gnmr.lab.train.retry import look_again, looks_again, nonfinite_place
 from gnmr.lab.train.wrap import Wrapped
 from gnmr.patterns import select
 
@@ -87,36 +89,24 @@ class StepResult:
 
 
 @dataclass
-class Taken:
-    """A step after its passes and before the controller's choice takes effect. Tensors are on the device."""
+class Attempt:
+    """One attempt at a step: its numbers, and what an update that a spike postpones needs."""
 
-    loss: Tensor
-    norms: Tensor
-    """Norms of all groups of parameters (`TrainStep`)."""
-    of_units: tuple[Tensor, Tensor]
-    """(norm, observed) of the units."""
-    statistics: dict[str, Tensor]
-    saturation: dict[str, Tensor]
-    evidence: dict[str, Tensor]
-    sums: dict[str, Tensor] | None
-    """Sums over ranks if there are several processes."""
-    saved: int | None
-    predicted: int | None
+    packet: HostPacket
+    """Loss, norms, statistics and the numbers of the router."""
+    cost: PassCost
+    skip: Tensor
+    """() bool on the device: skip the update for other reasons than a spike, which only postpones it."""
+    gradients: list[Tensor | None]
+    """Gradients as the optimizer reads them, if the update may be postponed; else empty."""
+
+
+class PassCost(NamedTuple):
+    """What the forward passes of a step took; None if it was not measured."""
+
+    saved_bytes: int | None
+    saved_bytes_predicted: int | None
     spent: Spent | None
-    own: dict[str, Tensor] = field(default_factory=dict)
-    """Contents of the packet besides the controller's."""
-    host: dict[str, np.ndarray] = field(default_factory=dict)
-    """The packet on the host."""
-    skip: Tensor | None = None
-    """Whether to skip the update for other reasons than a spike, which only postpones it."""
-    gradients: list[Tensor | None] = field(default_factory=list)
-    """Gradients as the optimizer reads them, in a step whose update may be postponed; else empty."""
-
-    def to_host(self, packet: HostPacket) -> None:
-        """Transfer the controller's choice and the step's values to the host. Waits for the device."""
-        for name, value in self.own.items():
-            packet.add(name, value)
-        self.host = packet.to_host()
 
 
 class TrainStep:
@@ -164,25 +154,28 @@ class TrainStep:
         if "micro_square" in router.needs and world.size > 1:
             self._wrapped.keep_own()
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        others = _others(model, router)
-        # The units come first, then every other parameter separately: one batched call returns all norms of a step.
-        self._of_units = Distinct(unit.parameters for unit in router.units)
-        groups = [*self._of_units.groups, *((p,) for _, p in others)]
-        names = [module_of(router.names[i]) for i in self._of_units.first]
-        names += [name.removesuffix(".weight") for name, _ in others]
-        self._norms = UnitNorms(groups, DistributedRanks() if world.size > 1 else None)
-        place = {id(p): len(self._of_units.groups) + i for i, (_, p) in enumerate(others)}
-        self._monitored = {name: [place[id(p)] for p in own] for name, own in monitored(model, router, monitor).items()}
-        position = {id(p): i for i, p in enumerate(model.parameters())}
-        places = [max(position[id(whole_of(p))] for p in group) for group in groups]
-        # The backward pass runs from the last module to the first.
-        self._backward_order = [(i, names[i]) for i in sorted(range(len(names)), key=lambda i: -places[i])]
+        # One batched call returns all norms of a step: of the units, and of every other parameter separately.
+        outside = _outside_of_units(model, router)
+        ranks = DistributedRanks() if world.size > 1 else None
+        self._norms = UnitNorms([unit.parameters for unit in router.units], [p for _, p in outside], ranks)
+        first_outside = len(self._norms.groups) - len(outside)
+        index_of = {id(p): first_outside + i for i, (_, p) in enumerate(outside)}
+        self._monitored = {
+            name: [index_of[id(p)] for p in parameters]
+            for name, parameters in monitored(model, router, monitor).items()
+        }
+        """Indices of the norms of each monitored module."""
+        self._backward_order = _backward_order(model, router, self._norms, [name for name, _ in outside])
 
     def __call__(self, micro_batches: Sequence[Tensor | Batch], lr: float) -> StepResult:
-        """Take one step at learning rate `lr` on `micro_batches`, each (B, T + 1) int64 or a `Batch`, on the device.
+        """Take one step.
 
         The gradient is the gradient of the mean over all targets of the step. Waits for the device once, and more often
         if the step spikes or is not finite.
+
+        Args:
+            micro_batches: each (B, T + 1) int64 or a `Batch`, on the device.
+            lr: learning rate of the step.
         """
         router, levels = self.router, (NO_LEVEL, NO_LEVEL)
         if self.levels is not None and self._wrapped.repeatable:
@@ -190,160 +183,164 @@ class TrainStep:
         start = Start.of(router.converted, self.parameters[0].device)
         self._since = time.perf_counter() if self._since is None else self._since
         self._wrapped.arrived = 0.0
-        taken, verdict = self.passes(micro_batches), None
+        attempt, verdict, keep = self.attempt(micro_batches, lr, levels), None, False
+        self._since = time.perf_counter()
+        if not self._wrapped.repeatable:
+            # Several workers do not search for a cause, so no unit is to blame.
+            keep = not math.isfinite(attempt.packet.host["loss"]) and router.spec.nonfinite == "find"
+        elif looks_again(self, attempt, levels):
+            attempt, verdict, keep = look_again(self, attempt, micro_batches, lr, levels, start)
+        decision = router.decide(attempt.packet, keep)
+        return self._result(attempt, decision, lr, verdict, micro_batches)
 
-        def between(packet: HostPacket) -> Mapping[str, np.ndarray]:
-            nonlocal taken, verdict
-            self.update(taken, packet, lr, levels)
-            self._since = time.perf_counter()
-            if not self._wrapped.repeatable:
-                keep_set(self, taken)
-            elif looks_again(self, taken, levels):
-                taken, verdict = look_again(self, taken, micro_batches, lr, levels, start)
-            return taken.host
+    def attempt(self, micro_batches: Sequence[Tensor | Batch], lr: float, levels: tuple[Level, Level]) -> Attempt:
+        """Run the step up to the transfer to the host.
 
-        decision = router.finish_step(evidence=taken.evidence, norms=taken.of_units, sums=taken.sums, between=between)
-        return self._result(taken, decision, lr, verdict, micro_batches)
+        The update is masked on the device if the loss or the gradient norm is not finite or above its level.
+        """
+        router, evidence = self.router, dict[str, Tensor]()
+        if "true_gap" in router.needs:
+            evidence["true_gap"] = router.true_gap(partial(self._rehearse, micro_batches))
+
+        # Forward and backward
+        numbers, cost = self._backward(micro_batches)
+        saturation = router.converted.saturation()
+        numbers |= {f"saturation/{operand}": counts.sum(dim=0) for operand, counts in saturation.items()}
+
+        # Norms of all gradients, over all ranks
+        sums: dict[str, Tensor] | None = None
+        if self.world.size > 1:
+            numbers, norms, sums = self._over_ranks(numbers)
+        else:
+            norms = self._norms()
+
+        # Evidence and risks
+        packet = router.measure(evidence=evidence, norms=(norms.norm, norms.observed), sums=sums)
+
+        # Optimizer
+        loss, grad_norm = numbers["loss"], norms.total
+        nonfinite = ~(loss.isfinite() & grad_norm.isfinite())
+        skip = self._transform(loss, grad_norm, nonfinite)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        off, gradients = skip, list[Tensor | None]()
+        if levels[0].limit < math.inf:
+            gradients = [p.grad for p in self.parameters]
+            off = skip | (loss.double() > levels[0].limit) | (grad_norm > levels[1].limit)
+        self._optimize(off)
+
+        packet.add(**numbers, grad_norm=grad_norm, nonfinite=nonfinite, skip=skip, norms=norms.groups)
+        packet.to_host()
+        return Attempt(packet, cost, skip, gradients)
+
+    def _transform(self, loss: Tensor, grad_norm: Tensor, nonfinite: Tensor) -> Tensor:
+        """Apply the gradient transform and clip; return whether to skip the update, () bool on the device."""
+        skip, norm = nonfinite, grad_norm
+        if self.transform is not None:
+            requested = self.transform(StepContext(self.router.t, loss, grad_norm, nonfinite, self.optimizer))
+            skip = nonfinite if requested is None else nonfinite | requested
+        if self.clip_norm is not None:
+            if self.transform is not None:  # over all shards, which costs one more collective
+                norms_of = tensor_norms if any(map(is_sharded, self.parameters)) else gradient_norms
+                norm = norms_of(self.parameters).square().sum().sqrt()
+            clip_gradients(self.parameters, norm, self.clip_norm)
+        return skip
 
     def _result(
         self,
-        taken: Taken,
+        attempt: Attempt,
         decision: Decision,
         lr: float,
         verdict: Verdict | None,
         micro_batches: Sequence[Tensor | Batch],
     ) -> StepResult:
-        host, sends = taken.host, self._wrapped.compressed
+        host, sends = attempt.packet.host, self._wrapped.compressed
         loss, grad_norm = float(host["loss"]), float(host["grad_norm"])
         if self.levels is not None:
             self.levels.add(loss, grad_norm)
+        nonfinite_unit = None
+        if host["nonfinite"]:
+            nonfinite_unit = self._nonfinite_place(loss, host["norms"].tolist(), micro_batches)
+        stop = None
+        if "stop" in host:
+            stop = next((number for number, count in zip(_SIGNALS, host["stop"], strict=True) if count), None)
+        norms = torch.from_numpy(host["norms"])
         return StepResult(
             loss=loss,
             grad_norm_pre_clip=grad_norm,
             skipped=bool(host["skip"]),
-            nonfinite_unit=self._nonfinite(loss, host["norms"], micro_batches) if host["nonfinite"] else None,
-            saved_bytes=taken.saved,
-            saved_bytes_predicted=taken.predicted,
+            nonfinite_unit=nonfinite_unit,
+            **attempt.cost._asdict(),
             lr=lr,
             decision=decision,
-            statistics={name: float(host[f"statistic/{name}"]) for name in taken.statistics},
-            monitored={
-                name: float(torch.from_numpy(host["norms"][own]).norm()) for name, own in self._monitored.items()
-            },
-            spent=taken.spent,
-            saturation={name: host[f"saturation/{name}"].tolist() for name in taken.saturation},
-            stop=next((s for s, n in zip(_SIGNALS, host["stop"], strict=True) if n), None) if "stop" in host else None,
+            statistics={name: float(value) for name, value in _named("statistic", host).items()},
+            monitored={name: float(norms[indices].norm()) for name, indices in self._monitored.items()},
+            saturation={name: counts.tolist() for name, counts in _named("saturation", host).items()},
+            stop=stop,
             slowest_rank=int(host["times"].argmax()) if "times" in host else None,
             sent=None if sends is None else (sends.sent, sends.sent / sends.dense),
             verdict=verdict,
         )
 
-    def passes(self, micro_batches: Sequence[Tensor | Batch]) -> Taken:
-        """Run the step's passes and compute the norms of all gradients over all ranks."""
-        evidence: dict[str, Tensor] = {}
-        if "true_gap" in self.router.needs:
-            evidence["true_gap"] = self.router.true_gap(partial(self._rehearse, micro_batches))
-        loss, statistics, saved, predicted, spent = self._backward(micro_batches)
-        saturation = {operand: counts.sum(dim=0) for operand, counts in self.router.converted.saturation().items()}
-        sums: dict[str, Tensor] | None = None
-        if self.world.size > 1:
-            sums = self._summed({"loss": loss} | _named("statistic", statistics) | _named("saturation", saturation))
-            loss = sums["loss"].float()
-            norms, present = sums["squares"].sqrt(), sums["present"] > 0
-            if self._experts is not None:
-                self._experts.drop(sums["reached"])
-                present = self._norms.observed()
-            statistics = {name: sums[f"statistic/{name}"] for name in statistics}
-            saturation = {name: sums[f"saturation/{name}"].long() for name in saturation}
-        else:
-            norms, present = self._norms()
-        number, of_each = len(self._of_units.groups), self._of_units.of_each
-        of_units = of_each(norms[:number]), of_each(present[:number])
-        return Taken(loss, norms, of_units, statistics, saturation, evidence, sums, saved, predicted, spent)
-
-    def update(self, taken: Taken, packet: HostPacket, lr: float, levels: tuple[Level, Level]) -> None:
-        """Update the weights and transfer the packet to the host.
-
-        The update is masked if the loss or the gradient norm is not finite or above its level.
-        """
-        loss, grad_norm = taken.loss, taken.norms.square().sum().sqrt()
-        nonfinite = ~(loss.isfinite() & grad_norm.isfinite())
-        skip, now = nonfinite, grad_norm
-        if self.transform is not None:
-            context = StepContext(self.router.t, loss, grad_norm, nonfinite, self.optimizer)
-            asked = self.transform(context)
-            skip = nonfinite if asked is None else nonfinite | asked
-        if self.clip_norm is not None:
-            if self.transform is not None:  # over all shards, which costs one more collective
-                norms_of = tensor_norms if any(map(is_sharded, self.parameters)) else gradient_norms
-                now = norms_of(self.parameters).square().sum().sqrt()
-            clip_gradients(self.parameters, now, self.clip_norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        off = skip
-        if levels[0].limit < math.inf:
-            taken.gradients = [p.grad for p in self.parameters]
-            off = skip | (loss.double() > levels[0].limit) | (grad_norm > levels[1].limit)
-        self._optimize(off)
-        taken.skip = skip
-        taken.own = {"loss": loss, "grad_norm": grad_norm, "nonfinite": nonfinite, "skip": skip, "norms": taken.norms}
-        taken.own |= _named("statistic", taken.statistics) | _named("saturation", taken.saturation)
-        taken.own |= {name: taken.sums[name] for name in ("stop", "times")} if taken.sums is not None else {}
-        taken.to_host(packet)
-
-    def make_up(self, taken: Taken) -> None:
+    def make_up(self, attempt: Attempt) -> None:
         """Take the optimizer's step that a spike postponed."""
-        if taken.gradients:
-            assert taken.skip is not None
-            for parameter, gradient in zip(self.parameters, taken.gradients, strict=True):
+        if attempt.gradients:
+            for parameter, gradient in zip(self.parameters, attempt.gradients, strict=True):
                 parameter.grad = gradient
-            self._optimize(taken.skip)
+            self._optimize(attempt.skip)
 
     def _optimize(self, skip: Tensor) -> None:
         skip_where(self.optimizer, skip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _summed(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the sums over ranks of `parts` and of the step's other values, with one collective."""
+    def _over_ranks(self, numbers: dict[str, Tensor]) -> tuple[dict[str, Tensor], GradientNorms, dict[str, Tensor]]:
+        """Return (numbers, norms, all sums) over ranks, with one collective."""
         assert self.router.controller.ranks is not None
         world, device = self.world, self.parameters[0].device
-        squares, present, plain = self._norms.parts()
-        times, since = [0.0] * world.size, self._since or 0.0
-        times[world.rank] = max(self._wrapped.arrived - since, 0.0)
-        flags = [float(number in self._stop) for number in _SIGNALS]
-        parts = parts | {"squares": squares, "present": present} | self.router.parts(plain)
+        parts, plain = self._norms.parts()
+        parts |= numbers | self.router.parts(plain)
         if self._experts is not None:
             parts["reached"] = self._experts.take()
-        parts["times"], parts["stop"] = (
-            to_device(torch.tensor(numbers, dtype=torch.float64), device) for numbers in (times, flags)
-        )
-        return self.router.controller.ranks.sum(parts)
+        times, since = [0.0] * world.size, self._since or 0.0
+        times[world.rank] = max(self._wrapped.arrived - since, 0.0)
+        stop = [float(number in self._stop) for number in _SIGNALS]
+        for name, values in (("times", times), ("stop", stop)):
+            parts[name] = to_device(torch.tensor(values, dtype=torch.float64), device)
 
-    def _backward(
-        self, micro_batches: Sequence[Tensor | Batch]
-    ) -> tuple[Tensor, dict[str, Tensor], int | None, int | None, Spent | None]:
-        """Run the passes; return (mean loss, mean statistics, saved bytes, predicted bytes, spent). Gradients stay."""
-        total: Tensor | None = None
+        sums = self.router.controller.ranks.sum(parts)
+        norms = self._norms.of_sums(sums["squares"], sums["present"])
+        if self._experts is not None:
+            self._experts.drop(sums["reached"])
+            norms = norms._replace(observed=self._norms.observed())
+        dtypes = {name: torch.long for name in numbers if name.startswith("saturation/")} | {"loss": torch.float32}
+        summed = {name: sums[name].to(dtypes.get(name, torch.float64)) for name in numbers}
+        return summed | {name: sums[name] for name in ("stop", "times")}, norms, sums
+
+    def _backward(self, micro_batches: Sequence[Tensor | Batch]) -> tuple[dict[str, Tensor], PassCost]:
+        """Run the passes; return the mean loss, the mean statistics (`statistic/...`) and the cost. Gradients stay."""
+        loss_parts: list[Tensor] = []
         statistics: dict[str, Tensor] = {}
         converted, saved, predicted = self.router.converted, None, None
         spent: Spent | None = None
         packed = any(isinstance(batch, Batch) for batch in micro_batches)
         heals = converted.shared.high_precision  # the operators are plain linears, which nothing measures
-        own = self._own(micro_batches)
-        for i, (block, divisor) in enumerate(own):
-            last = i == len(own) - 1
+        local = self._local_batches(micro_batches)
+        for i, (block, divisor) in enumerate(local):
+            last = i == len(local) - 1
             with self._drawing(self.world.rank + i * self.world.size):
+                # Forward, with the bytes that it saves
                 with self._wrapped.accumulating(last):
                     loss = loss_of(self.model, block, self._wrapped.call)
                 if self._experts is not None:
                     self._experts.add()
                 if self.measure_saved and not heals:
-                    kept, foreseen, spent = converted.cost.of_pass()
-                    saved, predicted = max(saved or 0, kept), max(predicted or 0, foreseen)
+                    pass_saved, pass_predicted, spent = converted.cost.of_pass()
+                    saved, predicted = max(saved or 0, pass_saved), max(predicted or 0, pass_predicted)
                 for name, value in statistics_of(self.model).items():
-                    part = value.double() / len(micro_batches)
-                    statistics[name] = statistics[name] + part if name in statistics else part
+                    share = value.double() / len(micro_batches)
+                    statistics[name] = statistics[name] + share if name in statistics else share
+                # Backward
                 with self._wrapped.accumulating(last):
                     (objective_of(self.model, loss) / (divisor / self._wrapped.workers)).backward()
             self._wrapped.after(last)
@@ -351,18 +348,19 @@ class TrainStep:
                 self.router.micro_step(1 / divisor if packed else None)
             else:
                 self.router.micro_step(self._wrapped.workers / divisor, self._wrapped.own if last else None)
-            part = loss.detach() * (len(micro_batches) / divisor)  # equals the loss if all target counts are equal
-            total = part if total is None else total + part
-        assert total is not None, "a step needs at least one micro-batch"
+            loss_parts.append(loss.detach() * (len(micro_batches) / divisor))  # the loss, if target counts are equal
+        assert loss_parts, "a step needs at least one micro-batch"
         if not self.measure_saved and not heals:  # under activation checkpointing recomputed passes show saved tensors
             spent = converted.cost.spent()
-        return total / len(micro_batches), statistics, saved, predicted, spent
+        numbers = {f"statistic/{name}": value for name, value in statistics.items()}
+        numbers["loss"] = reduce(torch.add, loss_parts) / len(micro_batches)
+        return numbers, PassCost(saved, predicted, spent)
 
     def _drawing(self, number: int) -> AbstractContextManager[None]:
         """Provide the random numbers of micro-batch `number` of the step."""
         return nullcontext() if self._draws is None else self._draws.of(number)
 
-    def _own(self, micro_batches: Sequence[Tensor | Batch]) -> list[tuple[Tensor | Batch, float]]:
+    def _local_batches(self, micro_batches: Sequence[Tensor | Batch]) -> list[tuple[Tensor | Batch, float]]:
         """Return this process's micro-batches of the step, each with the divisor of its loss."""
         pairs = list(zip(micro_batches, divisors(micro_batches), strict=True))
         return pairs[self.world.rank :: self.world.size]
@@ -370,56 +368,66 @@ class TrainStep:
     def seen(self, micro_batches: Sequence[Tensor | Batch]) -> Seen:
         """Run only the passes and return their results on the host. No gradients remain."""
         loss = self._rehearse(micro_batches)
-        norms, _ = self._norms()
+        norms = self._norms()
         self.optimizer.zero_grad(set_to_none=True)
-        units = self._of_units.of_each(norms[: len(self._of_units.groups)])
-        host = HostPacket({"loss": loss, "norm": norms.square().sum().sqrt(), "units": units}).to_host()
+        host = HostPacket({"loss": loss, "norm": norms.total, "units": norms.norm}).to_host()
         return Seen(float(host["loss"]), float(host["norm"]), host["units"])
 
     def mean_loss(self, micro_batches: Sequence[Tensor | Batch]) -> Tensor:
         """Run only the forward passes and return the mean loss."""
-        parts: list[Tensor] = []
+        losses: list[Tensor] = []
         for i, (block, divisor) in enumerate(zip(micro_batches, divisors(micro_batches), strict=True)):
             with self._drawing(i):
-                parts.append(loss_of(self.model, block) / divisor)
-        return torch.stack(parts).sum()
+                losses.append(loss_of(self.model, block) / divisor)
+        return torch.stack(losses).sum()
 
     def _rehearse(self, micro_batches: Sequence[Tensor | Batch]) -> Tensor:
         """Run this process's passes without measuring, and return its part of the mean loss. Gradients stay."""
-        own, total = self._own(micro_batches), torch.zeros((), device=self.parameters[0].device)
+        local, total = self._local_batches(micro_batches), torch.zeros((), device=self.parameters[0].device)
         workers = self._wrapped.workers if self.world.size > 1 else 1  # ranks average gradients
-        for i, (block, divisor) in enumerate(own):
-            number, last = self.world.rank + i * self.world.size, i == len(own) - 1
+        for i, (block, divisor) in enumerate(local):
+            number, last = self.world.rank + i * self.world.size, i == len(local) - 1
             with self._drawing(number), self._wrapped.accumulating(last):
                 loss = loss_of(self.model, block, self._wrapped.call)
                 (objective_of(self.model, loss) / (divisor / workers)).backward()
             total = total + loss.detach() / divisor
         return total
 
-    def _nonfinite(self, loss: float, norms: np.ndarray, micro_batches: Sequence[Tensor | Batch]) -> str:
+    def _nonfinite_place(self, loss: float, norms: Sequence[float], micro_batches: Sequence[Tensor | Batch]) -> str:
         """Return the place where the first non-finite number appeared in this step."""
         if not math.isfinite(loss):
-            return nonfinite_place(self.model, self.world, [batch for batch, _ in self._own(micro_batches)])
+            return nonfinite_place(self.model, self.world, [batch for batch, _ in self._local_batches(micro_batches)])
         names = (name for i, name in self._backward_order if not math.isfinite(norms[i]))
         return next(names, "gradient norm")  # all norms are finite, but their sum of squares is not
 
 
-def _named(group: str, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {f"{group}/{name}": value for name, value in values.items()}
+def _named(group: str, host: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the arrays whose names begin with `group/`, without this prefix."""
+    return {name.removeprefix(f"{group}/"): value for name, value in host.items() if name.startswith(f"{group}/")}
 
 
-def _others(model: nn.Module, router: Router) -> list[tuple[str, nn.Parameter | Slice]]:
+def _outside_of_units(model: nn.Module, router: Router) -> list[tuple[str, nn.Parameter | Slice]]:
     """Return the trained parameters outside of the units, and free slices of parameters that are partly in units."""
     in_units = {identity(p) for unit in router.units for p in unit.parameters}
-    in_part = {id(whole_of(p)) for unit in router.units for p in unit.parameters if isinstance(p, Slice)}
-    found: list[tuple[str, nn.Parameter | Slice]] = []
+    sliced = {id(whole_of(p)) for unit in router.units for p in unit.parameters if isinstance(p, Slice)}
+    outside: list[tuple[str, nn.Parameter | Slice]] = []
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) in in_part:
-            parts = [Slice(parameter, i) for i in range(len(parameter))]
-            found += [(f"{name}.{part.index}", part) for part in parts if part.key not in in_units]
+        if parameter.requires_grad and id(parameter) in sliced:
+            slices = [Slice(parameter, i) for i in range(len(parameter))]
+            outside += [(f"{name}.{piece.index}", piece) for piece in slices if piece.key not in in_units]
         elif parameter.requires_grad and id(parameter) not in in_units:
-            found.append((name, parameter))
-    return found
+            outside.append((name, parameter))
+    return outside
+
+
+def _backward_order(
+    model: nn.Module, router: Router, norms: UnitNorms, outside: Sequence[str]
+) -> list[tuple[int, str]]:
+    """Return (index, name) of all groups of parameters from the last module to the first, as backward reaches them."""
+    names = [module_of(router.names[i]) for i in norms.first] + [name.removesuffix(".weight") for name in outside]
+    position = {id(p): i for i, p in enumerate(model.parameters())}
+    last = [max(position[id(whole_of(p))] for p in group) for group in norms.groups]
+    return [(i, names[i]) for i in sorted(range(len(names)), key=lambda i: -last[i])]
 
 
 def monitored(model: nn.Module, router: Router, patterns: Sequence[str]) -> dict[str, list[nn.Parameter]]:

@@ -1,13 +1,13 @@
 """Warnings about how a loop calls `step`, each given once.
 
-    zeros   all gradients are 0, and no unit has had another one yet    step() after zero_grad(set_to_none=False)
-    left    gradients of the previous step were still there             no zero_grad() between two steps
-    twice   no backward pass since the last step                        step() twice after one backward pass
-    idle    half of the units never have a gradient, or a unit that     a part of the model that the loss does not
-            had one has none in some step                               depend on; experts may be idle
-    clipped the norm of all gradients is the same in each of    clipping before step()
-            the first steps, and the units' norms are not
-    never   the use of a model ended, and nothing was ever routed       no step() at all, or a calibration that is
+    zeros    all gradients are 0, and no unit has had another one yet   step() after zero_grad(set_to_none=False)
+    left     gradients of the previous step were still there            no zero_grad() between two steps
+    twice    no backward pass since the last step                       step() twice after one backward pass
+    clipped  the norm of all gradients is the same in each of           clipping before step()
+             the first steps, and the units' norms are not
+    idle     half of the units never have a gradient, or a unit that    a part of the model that the loss does not
+             had one has none in some step                              depend on; experts may be idle
+    never    the use of a model ended, and nothing was ever routed      no step() at all, or a calibration that is
                                                                         longer than the training
 
 Hooks on one parameter per unit detect `left` and `twice`. They exist only until the first backward pass after each of
@@ -18,7 +18,7 @@ numbers.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 from weakref import ReferenceType
@@ -28,36 +28,34 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
-from gnmr.control.decision import Decision
-from gnmr.control.device import HostPacket
-from gnmr.control.unit import Slice, Unit
+from gnmr.control import Decision, HostPacket, Unit
+from gnmr.control.unit import Slice
 from gnmr.errors import warn
 
-_STEPS = 10
-"""Number of steps in which hooks check gradients."""
-_CLIPPED, _SAME, _MOVED = 5, 1e-3, 0.02
+_HOOKED_STEPS = 10
+"""Number of first steps in which hooks check gradients."""
+_CLIPPED_STEPS, _EQUAL_TOTALS, _DIFFERENT_NORMS = 5, 1e-3, 0.02
 """Steps whose norms of all gradients are compared, their largest relative difference, and the least of units' norms."""
-_SEEN = 3
+_STEPS_TO_BE_IDLE = 3
 """Steps after which a unit that never had a gradient counts as one without."""
 
 
-class Hints:
-    """Checks the steps of one controller."""
+class LoopHints:
+    """Checks the steps of one router."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        self._ever = np.zeros(len(units), dtype=bool)
-        """Which units had a gradient in any step."""
-        self._told: set[str] = set()
-        self._norms = np.zeros(0)
+        self._observed_before = np.zeros(len(units), dtype=bool)
+        """(U,) bool: units that had a gradient in any step."""
+        self._warned: set[str] = set()
         self._model: ReferenceType[nn.Module] | None = None
         self._totals: list[np.ndarray] = []
         """Norm of all gradients of the model in each of the first steps, (1,), or (0,) where it is not known."""
         self._unit_norms: list[np.ndarray] = []
-        self._steps = self._armed = 0
+        self._num_observed_steps = self._num_hooked_steps = 0
         self._handles: dict[str, tuple[RemovableHandle, RemovableHandle]] = {}
         """Hooks by unit name, for parameters that no backward pass has reached since `watch`."""
         self._left: dict[str, Tensor] = {}
-        """Norms of the gradients that existed when the first backward pass began."""
+        """Norms of the gradients that existed when the first backward pass began, by unit name."""
         self.trained = False
         """Whether there was a backward pass in any step."""
         self.stepped = False
@@ -65,28 +63,30 @@ class Hints:
         self._calibrating: tuple[int, int] | None = None
         """(steps taken, steps wanted) of a calibration that is not over."""
         self._end: weakref.finalize[..., nn.Module] | None = None
-        self.look(units)
+        self.exchange(units)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle and deepcopy: copies of parameters have no hooks."""
         return {**self.__dict__, "_handles": {}, "_left": {}, "_end": None, "_model": None}
 
-    def look(self, units: Sequence[Unit]) -> None:
+    def exchange(self, units: Sequence[Unit]) -> None:
         """Use the units' current parameters."""
         self.release()
         trained = [[p for p in unit.parameters if p.requires_grad] for unit in units]
-        self._first = {unit.name: own[0] for unit, own in zip(units, trained, strict=True) if own}
-        expected = [bool(own) and "expert" not in unit.name for unit, own in zip(units, trained, strict=True)]
-        self._expected = np.array(expected, dtype=bool)
-        """Units that are expected to have a gradient in every step."""
+        self._first = {unit.name: parameters[0] for unit, parameters in zip(units, trained, strict=True) if parameters}
+        self._expected = np.array(
+            [bool(parameters) and "expert" not in unit.name for unit, parameters in zip(units, trained, strict=True)],
+            dtype=bool,
+        )
+        """(U,) bool: units that are expected to have a gradient in every step."""
 
-    def watch(self, others: Iterable[tuple[str, nn.Parameter]] = ()) -> None:
-        """Set the hooks for the next backward pass; if no unit is trained, on the first trained of the `others`."""
+    def watch(self, other_parameters: Iterable[tuple[str, nn.Parameter]] = ()) -> None:
+        """Set the hooks for the next backward pass; if no unit is trained, on the first trained other parameter."""
         self.release()
-        self._first = self._first or dict([(name, p) for name, p in others if p.requires_grad][:1])
-        if self._armed > _STEPS:
+        self._first = self._first or dict([(name, p) for name, p in other_parameters if p.requires_grad][:1])
+        if self._num_hooked_steps > _HOOKED_STEPS:
             return
-        self._armed += 1
+        self._num_hooked_steps += 1
         for name, parameter in self._first.items():
             # FSDP2 gives gradients to other tensors
             if parameter.requires_grad and not hasattr(parameter, "device_mesh"):
@@ -94,18 +94,13 @@ class Hints:
                 after = unserializable_hook(partial(self._after, name))
                 self._handles[name] = before, parameter.register_post_accumulate_grad_hook(after)
 
-    def to_host(self, packet: HostPacket) -> dict[str, np.ndarray]:
-        """Return the packet on the host, with norms of the gradients that existed before the backward passes."""
+    def add_norms(self, packet: HostPacket) -> None:
+        """Add the norms of left-over gradients and of all gradients to the packet. Does not wait for the device."""
         device = packet.tensors["norm"].device
         norms = [norm.to(device, torch.float64) for name, norm in self._left.items() if name not in self._handles]
-        packet.add("left", torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float64, device=device))
-        if first := len(self._totals) < _CLIPPED:
-            packet.add("total", self._total_norm().to(device))
-        host = packet.to_host()
-        self._norms = host["left"]
-        if first:
-            self._totals.append(host["total"])
-        return host
+        packet.add(left=torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float64, device=device))
+        if len(self._totals) < _CLIPPED_STEPS:
+            packet.add(total=self._total_norm().to(device))
 
     def _total_norm(self) -> Tensor:
         """Return the norm of all gradients of the model, (1,) float64; (0,) if they are sharded or there are none."""
@@ -115,42 +110,50 @@ class Hints:
             return torch.zeros(0, dtype=torch.float64, device="cpu")
         # A norm in bfloat16 would be the same in steps that differ by 0.4%.
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-        together = torch.stack([norm.to(norms[0].device) for norm in norms]).double()
-        total: Tensor = torch.linalg.vector_norm(together, dim=0, keepdim=True)
+        stacked = torch.stack([norm.to(norms[0].device) for norm in norms]).double()
+        total: Tensor = torch.linalg.vector_norm(stacked, dim=0, keepdim=True)
         return total
 
-    def say(self, decision: Decision, calibrating: tuple[int, int] | None = None) -> None:
-        """Give the warnings of a step after `to_host`, each once."""
-        self._calibrating = calibrating
-        new = self._of(decision)
-        self._told |= new.keys()
-        self.watch()
-        for text in new.values():
-            warn(text)
+    def warn(self, decision: Decision, packet: HostPacket, calibrating: tuple[int, int] | None = None) -> None:
+        """Give the warnings of a step, each once.
 
-    def _of(self, decision: Decision) -> dict[str, str]:
-        found = {"zeros": self._zeros(decision), "left": self._kept(self._norms), "twice": self._twice(decision)}
-        found["clipped"] = self._clipped(decision)
-        self._steps += bool(decision.observed.any())
-        found["idle"] = self._idle(decision)
-        self._ever |= decision.observed
-        return {kind: text for kind, text in found.items() if text and kind not in self._told}
+        Args:
+            decision: the decision of the step.
+            packet: its packet, on the host, with the numbers of `add_norms`.
+            calibrating: see `Controller.calibrating`.
+        """
+        self._calibrating = calibrating
+        if "total" in packet.host:
+            self._totals.append(packet.host["total"])
+        self._num_observed_steps += bool(decision.observed.any())
+        texts = {
+            "zeros": self._zeros(decision),
+            "left": self._left_over(packet.host["left"]),
+            "twice": self._twice(decision),
+            "clipped": self._clipped(decision),
+            "idle": self._idle(decision),
+        }
+        self._observed_before |= decision.observed
+        self.watch()
+        for kind, text in texts.items():
+            if text and kind not in self._warned:
+                self._warned.add(kind)
+                warn(text)
 
     def _zeros(self, decision: Decision) -> str:
-        nothing = not decision.observed.any() and not self._ever.any()
-        if nothing and any(p.grad is not None for p in self._first.values()):
-            return "every gradient norm is 0 in this step: call step() before zero_grad()"
-        return ""
-
-    def _kept(self, left: np.ndarray) -> str:
-        names = [name for name in self._left if name not in self._handles]
-        kept = [name for name, norm in zip(names, left, strict=True) if norm > 0]
-        if not kept:
+        if decision.observed.any() or self._observed_before.any() or all(p.grad is None for p in self._first.values()):
             return ""
-        return (
-            f"{kept[0]}: its gradient of the step before was still there when the next backward pass began, so "
-            "gradients add up from step to step: call zero_grad() and step() once per optimizer step each"
-        )
+        return "every gradient norm is 0 in this step: call step() before zero_grad()"
+
+    def _left_over(self, norms: np.ndarray) -> str:
+        names = [name for name in self._left if name not in self._handles]
+        for name, norm in zip(names, norms, strict=True):
+            if norm > 0:
+                return (
+                    f"{name}: its gradient of the step before was still there when the next backward pass began, so "
+                    "gradients add up from step to step: call zero_grad() and step() once per optimizer step each"
+                )
+        return ""
 
     def _twice(self, decision: Decision) -> str:
         # Gradients that are set by hand fire no hooks, so nothing is known.
@@ -163,41 +166,40 @@ class Hints:
         )
 
     def _clipped(self, decision: Decision) -> str:
-        if len(self._unit_norms) >= _CLIPPED:
+        if len(self._unit_norms) >= _CLIPPED_STEPS:
             return ""
         self._unit_norms.append(decision.norm.copy())
-        if len(self._unit_norms) < _CLIPPED or sum(total.size for total in self._totals) < _CLIPPED:
+        if len(self._unit_norms) < _CLIPPED_STEPS or sum(total.size for total in self._totals) < _CLIPPED_STEPS:
             return ""
         totals, norms = np.concatenate(self._totals), np.stack(self._unit_norms)
         if not (np.isfinite(totals).all() and np.isfinite(norms).all()) or totals.max() == 0:
             return ""
-        moved = (norms.max(axis=0) - norms.min(axis=0)).max() > _MOVED * norms.max()
-        if np.ptp(totals) > _SAME * totals.max() or not moved:
+        moved = (norms.max(axis=0) - norms.min(axis=0)).max() > _DIFFERENT_NORMS * norms.max()
+        if np.ptp(totals) > _EQUAL_TOTALS * totals.max() or not moved:
             return ""
         return (
-            f"the norm of all gradients was {totals[0]:.4g} in each of the first {_CLIPPED} steps: they seem to be "
-            "clipped before step(), which hides a unit whose gradient grows; call step() first, then clip"
+            f"the norm of all gradients was {totals[0]:.4g} in each of the first {_CLIPPED_STEPS} steps: they seem to "
+            "be clipped before step(), which hides a unit whose gradient grows; call step() first, then clip"
         )
 
     def _idle(self, decision: Decision) -> str:
-        there, step = decision.observed, decision.step
-        if not there.any():
+        observed = decision.observed
+        if not observed.any():
             return ""
-        never = self._expected & ~self._ever & ~there
-        if self._steps == _SEEN and 2 * never.sum() >= self._expected.sum() > 0:
-            first = decision.units[int(never.argmax())]
+        never = self._expected & ~self._observed_before & ~observed
+        if self._num_observed_steps == _STEPS_TO_BE_IDLE and 2 * never.sum() >= self._expected.sum() > 0:
             return (
-                f"{never.sum()} of {self._expected.sum()} units had no gradient in the first {_SEEN} steps (the first "
-                f"is {first}): the loss does not depend on them, so they are never routed; leave them out of the "
-                "targets, or call step() after the backward pass that reaches them"
+                f"{never.sum()} of {self._expected.sum()} units had no gradient in the first {_STEPS_TO_BE_IDLE} steps "
+                f"(the first is {decision.units[int(never.argmax())]}): the loss does not depend on them, so they are "
+                "never routed; leave them out of the targets, or call step() after the backward pass that reaches them"
             )
-        gone = np.flatnonzero(self._expected & self._ever & ~there)
+        gone = np.flatnonzero(self._expected & self._observed_before & ~observed)
         if not len(gone):
             return ""
         more = f", nor have {len(gone) - 1} others" if len(gone) > 1 else ""
         return (
-            f"{decision.units[gone[0]]}: has no gradient in step {step}, but had one before{more}: it did not run, or "
-            "its part of the loss was masked; such steps do not count for it"
+            f"{decision.units[gone[0]]}: has no gradient in step {decision.step}, but had one before{more}: it did not "
+            "run, or its part of the loss was masked; such steps do not count for it"
         )
 
     def watch_use(self, model: nn.Module, low: str) -> None:
@@ -208,28 +210,29 @@ class Hints:
         """
         self.watch(model.named_parameters())
         self._model = ReferenceType(model)
-        self._end = weakref.finalize(model, self._say_at_end, low)
+        self._end = weakref.finalize(model, self._warn_at_end, low)
 
     def end_use(self) -> None:
         """End the use that `watch_use` began, if any."""
         if self._end is not None:
             self._end()
 
-    def _say_at_end(self, low: str) -> None:
-        text = ""
+    def _warn_at_end(self, low: str) -> None:
+        for text in self._texts_at_end(low):
+            warn(text)
+
+    def _texts_at_end(self, low: str) -> Iterator[str]:
         if not self.stepped and self.trained:
-            text = (
+            yield (
                 f"step() was never called: the model was trained on its low path ({low}) and nothing was ever "
                 "routed; call controller.step() once per optimizer step, after its last backward pass"
             )
         elif self._calibrating is not None:
-            done, wanted = self._calibrating
-            text = (
-                f"still calibrating after {done} of {wanted} steps: nothing was ever routed; "
+            taken, wanted = self._calibrating
+            yield (
+                f"still calibrating after {taken} of {wanted} steps: nothing was ever routed; "
                 "calibrate(steps=...) must be shorter than the run"
             )
-        if text:
-            warn(text)
 
     def release(self) -> None:
         """Remove the hooks and forget their findings."""

@@ -47,6 +47,13 @@ class Loop:
         self.end(set_to_none)
 
 
+def zeroed_before_step(it: Loop, step: int) -> None:
+    it.loss().backward()
+    it.optimizer.step()
+    it.optimizer.zero_grad(set_to_none=False)
+    it.controller.step()
+
+
 def never_zeroed(it: Loop, step: int) -> None:
     it.loss().backward()
     it.controller.step()
@@ -185,6 +192,7 @@ def told(body: Callable[[Loop, int], None], steps: int = 14, **how: Any) -> list
 @pytest.mark.parametrize(
     ("body", "line"),
     [
+        (zeroed_before_step, "every gradient norm is 0 in this step: call step() before zero_grad()"),
         (never_zeroed, LEFT),
         (a_step_a_micro_batch, LEFT),
         (twice, TWICE),
@@ -217,7 +225,7 @@ def test_hooks_are_gone_after_some_steps() -> None:
     for step in range(14):
         right(it, step)
     assert not any(parameter._backward_hooks for parameter in it.model.parameters())
-    assert not it.controller.controller.hints._handles
+    assert not it.controller.hints._handles
 
 
 def test_an_optimizer_in_backward_is_no_loop_without_zero_grad() -> None:
