@@ -43,7 +43,7 @@ from gnmr.control import Decision
 from gnmr.control.evidence import PATH_EVIDENCE, PRICE_EVIDENCE
 from gnmr.conversion import PathLinear, PathSpec
 from gnmr.conversion.compile import into_graphs
-from gnmr.conversion.resolve import named
+from gnmr.conversion.resolve import paths_by_name
 from gnmr.conversion.unit_names import unwrapped
 from gnmr.errors import UserError, install
 from gnmr.formats.recipes import Recipe
@@ -128,7 +128,7 @@ class GnmrConverter(QuantizationConverter):
             spec = PathSpec(**(config.paths if plan is None else plan.paths()))
         except ValueError as error:
             raise UserError(f"GnmrConverter: {error}") from error
-        recipes = [path for path in named(spec) if isinstance(path, Recipe)]
+        recipes = [path for path in paths_by_name(spec) if isinstance(path, Recipe)]
         if any(path.integer for path in recipes):
             raise UserError(f"GnmrConverter: low={spec.low}: recipes of integers are not supported under torchtitan")
         self._options = config.paths if plan is None else {"plan": plan}

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain, combinations
+from typing import TypeAlias
 
 import torch
 
@@ -25,173 +26,185 @@ from gnmr.conversion.path_spec import PathSpec
 from gnmr.conversion.shared import Widths
 from gnmr.errors import warn
 from gnmr.formats.number_formats import FORMATS, Format, RangeFormat
-from gnmr.formats.recipes import RECIPES, SCALES, ExecutionPath, Recipe
+from gnmr.formats.recipes import RECIPES, SCALES, Cast, ExecutionPath, Recipe
 from gnmr.names import GEMMS, OPERANDS
 
-Pair = tuple[ExecutionPath, ExecutionPath | None]
+PathPair: TypeAlias = tuple[ExecutionPath, ExecutionPath | None]
 """The low and the recovery path."""
 
 
-def resolve(spec: PathSpec) -> Pair:
+def resolve(spec: PathSpec) -> PathPair:
     """Return the low and the recovery path, both formats or both recipes.
 
     The recovery recipe applies to the GEMMs in `recovers` only. Warns if the recovery path equals the low path or is
     coarser in any operand or result. Coarser means fewer bits, fewer significant bits, or the same format with a
     coarser scale. Warns also if `recovers` has no effect.
     """
-    some = set(spec.recovers) != set(GEMMS)
-    low, recovery = named(spec)
+    some_gemms = set(spec.recovers) != set(GEMMS)
+    low, recovery = paths_by_name(spec)
     if spec.recovery is None:
-        if some:
+        if some_gemms:
             warn(f"recovers={spec.recovers}: has no effect without a recovery path")
         return low, None
     if isinstance(low, Recipe) and isinstance(recovery, Recipe):
         recovery = low.with_gemms(dict.fromkeys(spec.recovers, recovery))
-    elif some:
+    elif some_gemms:
         warn(f"recovers={spec.recovers}: has no effect on formats, which touch wgrad alone")
     if spec.low == spec.recovery:
         warn(f"the recovery path {spec.recovery} is the low path too: recovery changes nothing")
     elif isinstance(recovery, Recipe) and replace(recovery, name=spec.low) == low:
-        what = f"recovers={spec.recovers}: {spec.recovery} has these" if some else f"{spec.recovery} has all GEMMs"
-        warn(f"{what} as {spec.low} has them: recovery changes nothing")
-    elif coarser := _coarser(low, recovery):
+        same = f"{spec.recovery} has all GEMMs"
+        if some_gemms:
+            same = f"recovers={spec.recovers}: {spec.recovery} has these"
+        warn(f"{same} as {spec.low} has them: recovery changes nothing")
+    elif coarser := _where_coarser(low, recovery):
         warn(f"the recovery path {spec.recovery} is coarser than the low path {spec.low}{coarser}")
     return low, recovery
 
 
-def pinned(spec: PathSpec, pins: Mapping[str, str]) -> Pair:
+def pinned_paths(spec: PathSpec, pins: Mapping[str, str]) -> PathPair:
     """Return the low and the recovery path of an operator with these pins, {gemm: recipe}, which apply on both."""
-    low, recovery = named(spec)
-    static = spec.recovery is None
+    low, recovery = paths_by_name(spec)
     if isinstance(low, Recipe) and isinstance(recovery, Recipe):
-        known = recipes_of(spec)
-        own = {gemm: known[name] for gemm, name in pins.items()}
-        recovered = dict.fromkeys(spec.recovers, recovery) | own
-        return low.with_gemms(own), None if static else low.with_gemms(recovered)
-    return recovery, None if static else recovery
+        recipes = recipes_of(spec)
+        pinned = {gemm: recipes[name] for gemm, name in pins.items()}
+        recovered = dict.fromkeys(spec.recovers, recovery) | pinned
+        return low.with_gemms(pinned), None if spec.recovery is None else low.with_gemms(recovered)
+    return recovery, None if spec.recovery is None else recovery
 
 
-def named(spec: PathSpec) -> tuple[ExecutionPath, ExecutionPath]:
+def paths_by_name(spec: PathSpec) -> tuple[ExecutionPath, ExecutionPath]:
     """Return the paths that the spec names, unmixed; bf16 if recovery is null."""
-    names = spec.low, spec.recovery or "bf16"
-    if all(name in FORMATS for name in names):
-        low, recovery = (_format(name, spec.group) for name in names)
-        return low, recovery
-    known = recipes_of(spec)
-    return known[names[0]], known[names[1]]
+    low, recovery = spec.low, spec.recovery or "bf16"
+    if low in FORMATS and recovery in FORMATS:
+        return _format(low, spec.group), _format(recovery, spec.group)
+    recipes = recipes_of(spec)
+    return recipes[low], recipes[recovery]
 
 
 def recipes_of(spec: PathSpec) -> dict[str, Recipe]:
-    """Return all recipes that the spec may name: the built-in ones and its own."""
-    own = {name: one if isinstance(one, Recipe) else Recipe.of(name, one) for name, one in spec.recipes.items()}
-    # `backend`, not the recipe, decides what runs it.
-    return RECIPES | {name: replace(one, backend="simulated") for name, one in own.items()}
+    """Return all recipes that the spec may name: the built-in ones and those of the user."""
+    recipes = {}
+    for name, recipe in spec.recipes.items():
+        if not isinstance(recipe, Recipe):
+            recipe = Recipe.of(name, recipe)
+        recipes[name] = replace(recipe, backend="simulated")  # `PathSpec.backend`, not the recipe, decides
+    return RECIPES | recipes
 
 
 def _format(name: str, group: int | None) -> Format:
     return FORMATS[name] if group is None or name == "bf16" else RangeFormat.of(name, group)
 
 
-def _coarser(low: ExecutionPath, recovery: ExecutionPath) -> str:
+def _where_coarser(low: ExecutionPath, recovery: ExecutionPath) -> str:
     """Return the places in which `recovery` is coarser than `low`, as the end of a warning; empty if there are none."""
     if isinstance(low, Format) and isinstance(recovery, Format):
         if recovery.bits < low.bits:
             return f" ({recovery.bits} bits, {low.bits})"
-        ours, theirs = recovery.significant_bits, low.significant_bits
-        return f" ({ours} significant bits, {theirs})" if ours < theirs else ""
-
-    def coarser(gemm: str, operand: str) -> bool:
-        before, after = (getattr(getattr(path, gemm), operand) for path in (low, recovery))
-        if before is None or after is None:
-            return after is not None
-        ours, theirs = after.format, before.format
-        if ours == theirs:
-            return SCALES.index(after.scale) < SCALES.index(before.scale)
-        return ours.bits < theirs.bits or ours.significant_bits < theirs.significant_bits
-
+        if recovery.significant_bits < low.significant_bits:
+            return f" ({recovery.significant_bits} significant bits, {low.significant_bits})"
+        return ""
     # In GEMMs that are not recovered, the casts are the low path's own.
-    places = [f"{gemm}.{operand}" for gemm in GEMMS for operand in OPERANDS if coarser(gemm, operand)]
+    places = [
+        f"{gemm}.{operand}"
+        for gemm in GEMMS
+        for operand in OPERANDS
+        if _is_coarser(getattr(getattr(low, gemm), operand), getattr(getattr(recovery, gemm), operand))
+    ]
     return f" in {', '.join(places)}" if places else ""
 
 
+def _is_coarser(low: Cast | None, recovery: Cast | None) -> bool:
+    if low is None or recovery is None:
+        return recovery is not None
+    if recovery.format == low.format:
+        return SCALES.index(recovery.scale) < SCALES.index(low.scale)
+    fewer_bits = recovery.format.bits < low.format.bits
+    return fewer_bits or recovery.format.significant_bits < low.format.significant_bits
+
+
 def with_backend(
-    recipe: Recipe, backend: str, linears: Mapping[str, Widths], device: torch.device, shown: bool = True
+    recipe: Recipe, backend: str, operators: Mapping[str, Widths], device: torch.device, shown: bool = True
 ) -> Recipe:
-    """Return the recipe as `backend` will run it in these linears on `device`. Raises ValueError if it cannot.
+    """Return the recipe as `backend` will run it in these operators on `device`. Raises ValueError if it cannot.
 
     If this machine does not have the GPU, the GPU is assumed to run integers, and to have FP8 if `backend` says so. The
     first trial of integers on a device waits for it. `shown`: see `gnmr.conversion.converting`.
     """
     if backend == "simulated" or not recipe.casts:
         return recipe
-    auto, kind, instead = backend == "auto", backend, "auto"
+    auto, hardware, alternative = backend == "auto", backend, "auto"
     if auto:
-        kind = "int_mm" if recipe.integer else "scaled_mm"
-    if kind == "int_mm":
-        missing = int8.missing(recipe, linears, device)
-        instead = "simulated" if recipe.integer else "auto"
+        hardware = "int_mm" if recipe.integer else "scaled_mm"
+    if hardware == "int_mm":
+        missing = int8.missing(recipe, operators, device)
+        alternative = "simulated" if recipe.integer else "auto"
     else:
-        elsewhere = device.type == "cuda" and not torch.cuda.is_available()
-        here = torch.device("cpu") if elsewhere else device
         # A GPU of another machine is assumed to have FP8 if scaled_mm was requested.
-        missing = scaled_mm.missing(recipe, linears, None if elsewhere and not auto else here, auto)
+        trial_device: torch.device | None = device
+        if device.type == "cuda" and not torch.cuda.is_available():
+            trial_device = torch.device("cpu") if auto else None
+        missing = scaled_mm.missing(recipe, operators, trial_device, auto)
     if missing is None:
-        return replace(recipe, backend=kind)
+        return replace(recipe, backend=hardware)
     if not auto:
-        raise ValueError(f"backend={backend!r}: {missing}; use backend={instead!r}")
+        raise ValueError(f"backend={backend!r}: {missing}; use backend={alternative!r}")
     on_gpu = device.type == "cuda" and torch.cuda.is_available()
     if (on_gpu or not shown) and not recipe.name.startswith("sim_"):
         warn(f"recipe {recipe.name} is simulated: {missing}")
     return recipe
 
 
-def as_run(
-    linears: Mapping[ExecutionPath, Mapping[str, Widths]],
-    unpinned: Pair,
+def runnable_paths(
+    by_path: Mapping[ExecutionPath, Mapping[str, Widths]],
+    unpinned: PathPair,
     spec: PathSpec,
     device: torch.device,
     shown: bool,
 ) -> dict[ExecutionPath, ExecutionPath]:
-    """Return each path as it will run in its linears on `device`.
+    """Return each path as it will run in its operators on `device`.
 
     Only paths of `unpinned`, the operators without pins, warn of a simulation that was not asked for.
     """
-    run: dict[ExecutionPath, ExecutionPath] = {}
-    for asked, own in linears.items():
-        run[asked] = path = asked
+    runnable: dict[ExecutionPath, ExecutionPath] = {}
+    for path, operators in by_path.items():
+        runnable[path] = path
         if isinstance(path, Recipe):
+            recipe = path
             if spec.outlier_threshold is not None and path.integer and path.fprop.input is not None:
                 outliers = replace(path.fprop.input, outliers=spec.outlier_threshold)
-                path = replace(path, fprop=replace(path.fprop, input=outliers))
-            run[asked] = with_backend(path, spec.backend, own, device, shown or asked not in unpinned)
-    return run
+                recipe = replace(path, fprop=replace(path.fprop, input=outliers))
+            runnable[path] = with_backend(recipe, spec.backend, operators, device, shown or path not in unpinned)
+    return runnable
 
 
-def routes(
+def routed_recipes(
     spec: PathSpec,
     low: ExecutionPath | None,
     recovery: ExecutionPath | None,
-    chosen: Mapping[str, Widths],
+    operators: Mapping[str, Widths],
     device: torch.device,
 ) -> dict[frozenset[str], Recipe]:
-    """Return, for unit=gemm, the recipe of each set of GEMMs in recovery, as a backend runs it.
+    """Return the recipe of each set of GEMMs in recovery, as a backend runs it; none unless unit=gemm.
 
     A set contains only GEMMs that recovery changes. Without recovery GEMMs are only monitored, and a set contains those
     that bf16 would change. Raises ValueError if no backend runs one of the recipes.
     """
-    other = RECIPES["bf16"] if recovery is None else recovery
-    assert isinstance(low, Recipe) and isinstance(other, Recipe)
-    routed = [gemm for gemm in GEMMS if gemm in spec.recovers and getattr(low, gemm) != getattr(other, gemm)]
-    found = {}
+    if spec.unit != "gemm":
+        return {}
+    high = RECIPES["bf16"] if recovery is None else recovery
+    assert isinstance(low, Recipe) and isinstance(high, Recipe)
+    routed = [gemm for gemm in GEMMS if gemm in spec.recovers and getattr(low, gemm) != getattr(high, gemm)]
+    recipes = {}
     for gemms in chain.from_iterable(combinations(routed, number + 1) for number in range(len(routed))):
         name = f"{spec.recovery or 'bf16'} in {', '.join(gemms)}"
-        one = replace(low, name=name, backend="simulated", **{gemm: getattr(other, gemm) for gemm in gemms})
-        simulated = recovery is None or (spec.backend == "int_mm" and not one.integer)
+        mixture = replace(low, name=name, backend="simulated", **{gemm: getattr(high, gemm) for gemm in gemms})
+        simulated = recovery is None or (spec.backend == "int_mm" and not mixture.integer)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # low and recovery have warned already
-            one = with_backend(one, "simulated" if simulated else spec.backend, chosen, device)
-        found[frozenset(gemms)] = other if len(gemms) == len(routed) else one
-    return found
+            mixture = with_backend(mixture, "simulated" if simulated else spec.backend, operators, device)
+        recipes[frozenset(gemms)] = high if len(gemms) == len(routed) else mixture
+    return recipes
 
 
 def warn_without_effect(spec: PathSpec, low: ExecutionPath, integer: bool) -> None:

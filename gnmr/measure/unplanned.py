@@ -56,7 +56,7 @@ class UnplannedParts:
             names += chosen
         if names:
             spec = PathSpec.of(low, "bf16", targets=names, backend="simulated")
-            self.converted = convert(model, spec, kept=True)
+            self.converted = convert(model, spec, include_heads=True)
             for operator in self.converted.operators:
                 operator.weight.requires_grad_()
                 assert isinstance(operator.low, Recipe)

@@ -643,7 +643,7 @@ def test_what_is_beside_the_plan_is_measured_alone(name: str, number: int) -> No
             high = model(batch)
             if name in ("head", "router"):
                 spec = PathSpec(low="sim_int4", recovery="bf16", targets=[name], backend="simulated")
-                converted = convert(model, spec, kept=True)
+                converted = convert(model, spec, include_heads=True)
                 kls.append(kl_by_hand(high, model(batch)).mean(1))
                 converted.restore()
             else:
