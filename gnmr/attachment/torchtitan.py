@@ -42,7 +42,6 @@ from gnmr.attachment.torchtitan_rules import (
 from gnmr.control import Decision
 from gnmr.control.evidence import PATH_EVIDENCE, PRICE_EVIDENCE
 from gnmr.conversion import PathLinear, PathSpec
-from gnmr.conversion.compile import into_graphs
 from gnmr.conversion.resolve import paths_by_name
 from gnmr.conversion.unit_names import unwrapped
 from gnmr.errors import UserError, install
@@ -201,7 +200,7 @@ class GnmrTrainer(Trainer):
         self.controller = _attached(model, routing, config)
         compiled = config.compile.enable and "model" in config.compile.components
         if compiled:
-            why = into_graphs(self.controller.converted, model.layers.values())
+            why = self.controller.converted.enter_graphs(model.layers.values())
             refuse_compiled(why, [name for name in self.controller.needs if name in (*PATH_EVIDENCE, *PRICE_EVIDENCE)])
         if config.checkpoint.enable:
             self.checkpointer.states[STATE] = _State(self.controller)

@@ -130,13 +130,12 @@ class LinearOperator:
     def name(self) -> str:
         """The name of the operator in the model; see `register`."""
         label = self.parameter_name.removesuffix("weight").rstrip("._")
-        if self.expert is None:
-            words = (self.path, label)
-        elif operator_names([self.path])[0].endswith("experts"):  # peft appends base_layer to the name
-            words = (self.path, str(self.expert), label)
-        else:
-            words = (self.path, "experts", str(self.expert), label)
-        return ".".join(word for word in words if word)
+        words = [self.path]
+        if self.expert is not None:
+            if not operator_names([self.path])[0].endswith("experts"):  # peft appends base_layer to the name
+                words.append("experts")
+            words.append(str(self.expert))
+        return ".".join(word for word in (*words, label) if word)
 
     @property
     def weight(self) -> Tensor:

@@ -196,12 +196,16 @@ class ConvertedModel:
         Returns:
             The reason why operators stay between the graphs, or None if they are in the graphs.
         """
-        self.check_converted()
         blocks = list(blocks)
-        why = into_graphs(self.operators, len(self.units), self.low, self.recovery, blocks)
+        reason = self.enter_graphs(blocks)
         for block in blocks:
             block.compile(**options)
-        return why
+        return reason
+
+    def enter_graphs(self, blocks: Iterable[nn.Module]) -> str | None:
+        """Prepare the operators for blocks that are compiled next; returns the same as `compile`."""
+        self.check_converted()
+        return into_graphs(self.operators, len(self.units), self.low, self.recovery, blocks)
 
     @property
     def in_graphs(self) -> bool:

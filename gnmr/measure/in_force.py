@@ -193,9 +193,9 @@ def operators_of(model: nn.Module) -> list[Operator]:
     inner_weights = {operator.weight for inside in contained.values() for operator in inside}
     for name, module in model.named_modules():
         path_operators = module.path_operators if isinstance(module, WeightOwner) else ()
-        converted = {(operator.parameter_name, operator.expert): operator for operator in path_operators}
-        for linear in contained.get(name, ()):
-            modules[linear.name] = converted.get((linear.parameter_name, linear.expert), linear)
+        converted = {(inner.parameter_name, inner.expert): inner for inner in path_operators}
+        for operator in contained.get(name, ()):
+            modules[operator.name] = converted.get((operator.parameter_name, operator.expert), operator)
         if _is_linear(module) and module.weight not in inner_weights:
             modules[name] = module
     embeddings = {name: module.weight for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
