@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -14,6 +14,7 @@ from gnmr.console import print_plain
 from gnmr.errors import UserError, plural, printable, writing
 from gnmr.lab.report.comparisons import compare, refuse_rivals
 from gnmr.lab.report.headline import headline
+from gnmr.lab.report.html_page import render_page
 from gnmr.lab.report.layout import Table, as_markdown
 from gnmr.lab.report.recorded_run import Run, load
 from gnmr.lab.report.table import arm_tables, run_table
@@ -47,50 +48,46 @@ def report(
     root = _common(paths)
     folder = root / "report" if out is None else out
     page = folder / "report.html" if html is None else html
-    _check_places(folder, page, own=out is None, named=html is not None)
-    runs, left_out = list[Run](), dict[Path, str]()
-    for place in find_runs(paths):
-        with _leaving_out(place, left_out, UserError):
-            runs.append(load(place).check())
+    _check_places(folder, page, default_folder=out is None, named_page=html is not None)
+    left_out: dict[Path, str] = {}
+
+    def read(place: Path, read_run: Callable[[], Any]) -> Any:
+        try:
+            return read_run()
+        except UserError as error:
+            left_out[place] = why = text(first_line(error).removeprefix(f"{place}/").removeprefix(f"{place}: "))
+            warnings.warn(printable(f"{place} left out: {why}"), stacklevel=3)
 
     def make(runs: list[Run]) -> tuple[list[tuple[str, str]], list[Table], str]:
-        from gnmr.lab.report.html_page import render_page
-
         if not runs:
             raise UserError("; ".join(f"{place}: {why}" for place, why in left_out.items()))
         comparisons = compare(runs)
         if strict:
             refuse_rivals(comparisons)
-        sentences = [(one.name, headline(one).sentence) for one in comparisons]
+        sentences = [(comparison.name, headline(comparison).sentence) for comparison in comparisons]
         return sentences, arm_tables(comparisons), render_page(comparisons, runs, page.parent)
 
+    places = find_runs(paths)
+    runs = [run for place in places if (run := read(place, lambda place=place: load(place).check())) is not None]
     try:
         sentences, tables, html_text = make(runs)
-    except Exception as error:  # damage that no check found: the runs for which it fails alone are left out
-        if isinstance(error, UserError) and not isinstance(error, Damaged):
-            raise  # a mistake in the request
-        for run in runs:
-            with _leaving_out(run.folder, left_out, Exception):
-                make([run])
-        sound = [run for run in runs if run.folder not in left_out]
-        if len(sound) == len(runs):
-            raise
-        runs = sound
+    except Damaged:  # units.arrows, which is large, is read only for the tables and the maps
+        runs = [run for run in runs if read(run.folder, run.units) is not None]
         sentences, tables, html_text = make(runs)
+    tables.append(run_table(runs, root))
     try:  # before the tables are printed: whoever reads them may have left
         for place in (page.parent, folder):
             with writing(place):
                 place.mkdir(parents=True, exist_ok=True)
-        lost = [as_markdown(f"Left out: {place}: {why}") + "\n" for place, why in left_out.items()]
+        losses = [as_markdown(f"Left out: {place}: {why}") + "\n" for place, why in left_out.items()]
         leads = [f"**{as_markdown(name)}.** {as_markdown(sentence)}\n" for name, sentence in sentences]
-        tables.append(run_table(runs, root))
-        parts = ["# Report\n", *leads, *(table.markdown() for table in tables), *lost]
-        output.write_text(folder / "report.md", "\n".join(parts), follow=False)
+        sections = ["# Report\n", *leads, *(table.markdown() for table in tables), *losses]
+        output.write_text(folder / "report.md", "\n".join(sections), follow=False)
         output.write_text(page, html_text, follow=html is not None)
     finally:
-        several = len(sentences) > 1 and everything
+        name_each = len(sentences) > 1 and everything
         for name, sentence in sentences if everything else sentences[:1]:
-            lead = printable(f"{name}: {sentence}" if several else sentence)
+            lead = printable(f"{name}: {sentence}" if name_each else sentence)
             print_plain(console, f"{lead}\n", by_words=console.is_terminal)
         for table in tables if everything else tables[:1]:
             table.print(console, notes=everything)
@@ -101,29 +98,16 @@ def report(
         print_plain(console, printable(line))
 
 
-def _check_places(folder: Path, page: Path, *, own: bool, named: bool) -> None:
-    """Raise UserError if the report cannot be written. A link below the runs' folder may be another user's.
-
-    `own`: the folder's place is ours to choose; `named`: the page was named by the user.
-    """
+def _check_places(folder: Path, page: Path, *, default_folder: bool, named_page: bool) -> None:
+    """Raise UserError if the report cannot be written. A link below the runs' folder may be another user's."""
     with writing(page):
         if page.is_dir():
             raise UserError(f"{page}: is a folder; the page is a file, such as {page / 'report.html'}")
-    if own and folder.is_symlink():
+    if default_folder and folder.is_symlink():
         raise UserError(f"{folder}: is a symbolic link; name the folder for the report with out=DIR")
-    for file, follow in ((page, named), (folder / "report.md", False)):
+    for file, follow in ((page, named_page), (folder / "report.md", False)):
         if file.parent.is_dir():
             output.check(file, follow=follow)
-
-
-@contextmanager
-def _leaving_out(folder: Path, left_out: dict[Path, str], caught: type[Exception]) -> Iterator[None]:
-    """Warn that a run cannot be shown, and go on without it."""
-    try:
-        yield
-    except caught as error:
-        left_out[folder] = why = text(first_line(error).removeprefix(f"{folder}/").removeprefix(f"{folder}: "))
-        warnings.warn(printable(f"{folder} left out: {why}"), stacklevel=4)
 
 
 def _common(paths: list[Path]) -> Path:
