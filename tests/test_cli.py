@@ -50,7 +50,7 @@ def test_composing_and_mistakes_load_no_torch(word):
 def test_a_run_that_is_done_says_so_without_torch(gnmr, tiny_words):
     assert gnmr("train", *tiny_words).code == 0
     out, heavy = loaded("train", *tiny_words)
-    assert out.endswith(" is done: skipped\n") and "torch" not in heavy
+    assert out.endswith(" is done: skipped\n") and len(out.splitlines()) == 1 and "torch" not in heavy
 
 
 @pytest.mark.slow
@@ -84,16 +84,12 @@ def test_each_command_explains_itself(command, gnmr):
 # ---- Hydra behind `gnmr train` ----
 
 
-def composed(out: str) -> dict:
-    return yaml.safe_load(out)
-
-
 @pytest.mark.usefixtures("composed_once")
 def test_cfg_job_prints_the_config_of_compose_and_runs_nothing(gnmr, tiny_words, tmp_path):
     words = [*tiny_words, "precision.low=e2m1", "precision.recovery=e4m3", "model=llama_130m", "controller.alpha=2.5"]
     outcome = gnmr("train", *words, "--cfg", "job", "--resolve")
     assert (outcome.code, outcome.err) == (0, "")
-    tree = composed(outcome.out)
+    tree = yaml.safe_load(outcome.out)
     assert (tree["controller"]["alpha"], tree["training"]["steps"], tree["scale_name"]) == (2.5, 2, "130m")
     assert compose(words) == config.load({key: value for key, value in tree.items() if key != "arms"})
     assert not (tmp_path / "runs").exists()
@@ -110,7 +106,7 @@ def test_an_experiment_of_ones_own_wins_over_the_model_and_the_command_line_over
         "training: {steps: 5, batch_size: 7}\n"
     )
     words = ["model=llama_60m", *flag.format(tmp_path).split(), "experiment=mine", "--cfg", "job", "training.steps=6"]
-    tree = composed(gnmr("train", *words).out)
+    tree = yaml.safe_load(gnmr("train", *words).out)
     training = tree["training"]
     assert (tree["experiment_name"], training["steps"], training["batch_size"]) == ("mine", 6, 7)
 
@@ -131,8 +127,6 @@ def test_train(gnmr, tiny_words, tmp_path, monkeypatch):
     header = json.loads((folder / "header.json").read_text())
     assert header["command"].split()[:3] == ["gnmr", "train", "debug=smoke"]
     assert header["command"].endswith("experiment=act_quant_stress")
-    again = gnmr("train", *tiny_words, "experiment=act_quant_stress")
-    assert again.out == f"{folder} is done: skipped\n"
 
 
 @pytest.mark.usefixtures("composed_once")
@@ -175,10 +169,7 @@ def test_a_defect_keeps_its_traceback(error, gnmr, tiny_words, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (
-            ["controller.signal=random", "controller.alpha=2"],
-            "alpha=2.0 has no effect under controller.signal=random",
-        ),
+        (["controller.signal=random", "controller.alpha=2"], "alpha=2.0 has no effect under controller.signal=random"),
         (
             ["controller.routing=ranked", "controller.t_lock=3"],
             "t_lock=3 has no effect under controller.routing=ranked",
@@ -193,7 +184,8 @@ def test_settings_without_effect_are_told_once(words, told, gnmr, tiny_words, mo
 
     monkeypatch.setattr(run, "run", lambda *_, **__: None)
     outcome = gnmr("train", *tiny_words, *words)
-    assert (outcome.code, outcome.err) == (0, f"gnmr: warning: controller.{told}\n" if told else "")
+    assert outcome.code == 0 and outcome.err.startswith(f"gnmr: warning: controller.{told}" if told else "")
+    assert outcome.err.count("\n") == (1 if told else 0)
 
 
 def test_the_packaged_tree_is_preferred(tmp_path, monkeypatch):

@@ -266,17 +266,3 @@ def test_it_does_not_write_over_the_records_that_it_reads(train, gnmr, tmp_path)
         outcome = gnmr("replay", str(place), f"out={out}")
         assert outcome.code == 2 and "would replace the records that are read" in outcome.err
         assert out.read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    ("text", "word", "line"),
-    [
-        ("step,unit,norm,norm\n1,a,1,7\n", "alpha=2", "column 'norm' is there more than once"),
-        ("step,unit,norm\n1,a,1\n", "max_o=1e9", "max_o=1e9: must be a whole number"),
-        ("step,unit,norm\n1,a,1\n", "alpha=-1", "alpha=-1.0: must be a positive number"),
-    ],
-)
-def test_what_it_cannot_use_is_refused_in_a_line(text, word, line, gnmr, tmp_path):
-    (tmp_path / "norms.csv").write_text(text)
-    outcome = gnmr("replay", str(tmp_path / "norms.csv"), word)
-    assert outcome.code == 2 and line in outcome.err and outcome.err.count("\n") == 1

@@ -60,12 +60,6 @@ def test_a_repaired_entry_means_the_whole_words_alone() -> None:
         assert entries_of(which, [better], NAMES)[0].names == entry.meant
 
 
-def test_a_near_miss_is_named() -> None:
-    for text, near in (("lm_haed", "lm_head"), ("LM_HEAD", "lm_head"), ("layer.1.mlp", "layers.1.mlp")):
-        assert suggested(text, NAMES) == repr(near)
-    assert suggested("zzz", NAMES) == f"names such as {NAMES[0]}"
-
-
 CHECKPOINT = [
     f"model.layers.{i}.{name}"
     for i in range(12)
@@ -107,6 +101,9 @@ def test_advice_is_an_entry_that_the_library_matches(which: str) -> None:
         ("modules_to_not_convert", "layers.3", "'.*layers.3'"),
         ("targets", "layers.3", "'layers.3.*'"),
         ("filter_fqns", "output", "'lm_head'"),
+        ("filter_fqns", "LM_HEAD", "'lm_head'"),
+        ("filter_fqns", "layer.1.mlp", "'layers.1.mlp'"),
+        ("filter_fqns", "zzz", "names such as model.layers.0.self_attn.q_proj"),
         ("filter_fqns", "feed_forward.w2", "'down_proj'"),
         ("fqns", "up_proj", "'w3'"),
     ],

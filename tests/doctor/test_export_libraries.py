@@ -113,18 +113,6 @@ def test_torchao(pins: Pins, low: str) -> None:
     assert low != "fp8_hybrid" or found.plan.pins == plan.pins, "float8 GEMM by GEMM is exact"
 
 
-def test_torchao_converts_below_a_prefix_or_nothing() -> None:
-    pytest.importorskip("torchao.float8", reason="torchao is not installed")
-    convert_all = run(export(planned({}, low="fp8_hybrid"), "torchao"), "torchao_convert.py")["convert"]
-    for model in (network(), network()["model"], nn.ModuleDict({"policy": network()})):
-        convert_all(model)
-        assert sum(type(one).__name__ == "Float8Linear" for one in model.modules()) == len(LLAMA)
-    other = nn.ModuleDict({"policy": network(6)})
-    with pytest.raises(ValueError, match="nothing was converted"):
-        convert_all(other)
-    assert not any(type(one).__name__ == "Float8Linear" for one in other.modules())
-
-
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "base_model.model.")
 
 
