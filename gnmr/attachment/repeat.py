@@ -24,9 +24,11 @@ from gnmr.conversion.passes import in_backward
 
 FORWARD = 1 / 3
 """Share of a step's time that its forward passes take."""
+MAX_STEP_TIMES = 4.0
+"""Step times that a search for a cause may take; beyond them the smallest set that was tried is reported."""
 
 
-class Seen(NamedTuple):
+class PassNumbers(NamedTuple):
     """Numbers of a step, on the host."""
 
     loss: float
@@ -51,7 +53,7 @@ class Start:
         cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         return cls(device, torch.get_rng_state(), cuda, converted.mark())
 
-    def again(self, converted: ConvertedModel) -> None:
+    def restore(self, converted: ConvertedModel) -> None:
         """Restore the state, so that the same numbers are drawn again."""
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
@@ -59,11 +61,11 @@ class Start:
         converted.back_to(self.paths)
 
 
-class Again:
+class StepRepeater:
     """Repeats the passes of one step under other paths. Use it within `repeating`.
 
     `forward()` runs the step's forward passes and returns the mean loss. `both()` runs forward and backward passes,
-    returns a `Seen`, and leaves the gradients unchanged. Compiled blocks run uncompiled, because other paths
+    returns a `PassNumbers`, and leaves the gradients unchanged. Compiled blocks run uncompiled, because other paths
     would be other graphs, and compiling a graph takes a minute.
     """
 
@@ -72,7 +74,7 @@ class Again:
         converted: ConvertedModel,
         start: Start,
         forward: Callable[[], Tensor],
-        both: Callable[[], Seen],
+        both: Callable[[], PassNumbers],
         buffers: Iterable[Tensor] = (),
     ) -> None:
         self.converted, self.passes = converted, 0.0
@@ -90,6 +92,10 @@ class Again:
             i for i in self.units if any((units[i].gemm or "fprop") not in self._put[o] for o in units[i].operators)
         ]
 
+    def affords(self, cost: float) -> bool:
+        """Return True if passes of `cost` step times do not exceed `MAX_STEP_TIMES`; passes are sums of thirds."""
+        return self.passes + cost <= MAX_STEP_TIMES + 1e-9
+
     @contextmanager
     def _paths(self, recover: Iterable[int], sixteen: bool, compiled: bool = False) -> Iterator[None]:
         for operator, put in self._put.items():
@@ -98,7 +104,7 @@ class Again:
             self.converted.units[i].switch(True)
         shared = self.converted.shared
         shared.warmup, shared.repeats_step = self._warmup, True
-        self._start.again(self.converted)
+        self._start.restore(self.converted)
         _put_back(self._buffers)  # the pass before may have changed them
         try:
             with (
@@ -116,7 +122,7 @@ class Again:
         with self._paths(recover, sixteen):
             return float(self._forward())
 
-    def seen(self, recover: Iterable[int] = (), sixteen: bool = False, compiled: bool = False) -> Seen:
+    def numbers(self, recover: Iterable[int] = (), sixteen: bool = False, compiled: bool = False) -> PassNumbers:
         """Return the numbers of forward and backward passes, compiled or eager. Waits for the device."""
         self.passes += 1
         with self._paths(recover, sixteen, compiled):
@@ -143,28 +149,30 @@ class Again:
         Each forward pass of an operator in recovery also runs on the low path, without gradients. Afterwards `errors`
         holds ||y_low - y||^2 / ||y||^2.
         """
-        found: list[tuple[PathLinear, Tensor]] = []
+        operators: list[PathLinear] = []
+        relative_errors: list[Tensor] = []
         self.passes += FORWARD
 
         @torch.no_grad()
         def watch(operator: PathLinear, input: Tensor, output: Tensor) -> None:
             if in_backward() or output.numel() == 0:
                 return
-            put = operator.recovered
+            recovered = operator.recovered
             operator.put(self._put[operator])
             try:
                 low = operator._on_path(input, operator._begin())
             finally:
-                operator.put(put)
+                operator.put(recovered)
             norm = torch.linalg.vector_norm(output, dtype=torch.float32)
-            found.append((operator, torch.linalg.vector_norm(low - output, dtype=torch.float32) / norm))
+            operators.append(operator)
+            relative_errors.append(torch.linalg.vector_norm(low - output, dtype=torch.float32) / norm)
 
         with self.watching(watch):
             yield
-        shares = torch.stack([share for _, share in found]).double().square().tolist() if found else []
-        for (operator, _), share in zip(found, shares, strict=True):
-            value = share if math.isfinite(share) else math.inf
-            errors[operator] = max(errors.get(operator, 0.0), value)
+        if relative_errors:
+            squares = torch.stack(relative_errors).double().square().tolist()
+            for operator, square in zip(operators, squares, strict=True):
+                errors[operator] = max(errors.get(operator, 0.0), square if math.isfinite(square) else math.inf)
 
 
 def compiles() -> bool:
@@ -206,9 +214,9 @@ def true_gap(
     backward: Callable[[], object],
 ) -> Tensor:
     """Return the evidence of `Router.true_gap`; `ranks` are those that may hold parts of the parameters."""
-    gradients: list[list[list[Tensor]]] = []
     distinct = Distinct(unit.parameters for unit in units)
     ranks, device = of_shards(distinct.groups, ranks), units[0].parameters[0].device
+    gradients_of_paths: list[list[list[Tensor]]] = []
     for recovering in (False, True):
         # Dropout draws in both passes the numbers that the step will draw.
         with converted.no_side_effects(), torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -216,18 +224,15 @@ def true_gap(
                 operator.switch(recovering)
             backward()
         # If one path leaves a parameter without gradient (an expert without tokens), the gap is the other's gradient.
-        gradients.append(
+        gradients_of_paths.append(
             [
                 [part_of(torch.zeros_like(p.detach()) if p.grad is None else p.grad, p, ranks).float() for p in group]
                 for group in distinct.groups
             ]
         )
         model.zero_grad(set_to_none=True)
-    nothing = torch.zeros((), dtype=torch.float64, device=device)
-    gaps = torch.stack(
-        [
-            sum(((a - b).square().sum(dtype=torch.float64) for a, b in zip(low, high, strict=True)), nothing)
-            for low, high in zip(*gradients, strict=True)
-        ]
-    )
+    gaps = torch.zeros(len(distinct.groups), dtype=torch.float64, device=device)
+    for i, (low, high) in enumerate(zip(*gradients_of_paths, strict=True)):
+        for low_gradient, high_gradient in zip(low, high, strict=True):
+            gaps[i] += (low_gradient - high_gradient).square().sum(dtype=torch.float64)
     return distinct.of_each(summed(gaps, ranks))

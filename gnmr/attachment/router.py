@@ -240,7 +240,7 @@ class Router:
         if not self.controller.promote(names):
             self.controller.observe(self._evidence)  # the same numbers again
             return False
-        start.again(self.converted)
+        start.restore(self.converted)
         self.converted.begin_again(start.paths)
         self._begin()
         return True

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import gnmr
 from gnmr.attachment import blame
 from gnmr.attachment.blame import Levels, needed
+from gnmr.attachment.repeat import StepRepeater
 from gnmr.formats.scaling import compress
 from gnmr.lab.faults.faults import Fault
 from gnmr.lab.faults.schedule import FaultSchedule
@@ -248,17 +249,17 @@ def test_chance_and_data(words, spiking):
 def test_needed_finds_the_few(culprits, units):
     """With enough to spend: exactly those; with little: a set that suffices."""
 
-    class Spent:
-        passes = 0.0
+    repeater = SimpleNamespace(passes=0.0)
+    repeater.affords = partial(StepRepeater.affords, repeater)
 
     def gone(chosen):
-        Spent.passes += 0.01
+        repeater.passes += 0.01
         return culprits <= set(chosen)
 
-    assert needed(Spent, list(range(units)), gone, 0.01) == (sorted(culprits), True)
-    Spent.passes = 3.9
-    found, complete = needed(Spent, list(range(units)), gone, 0.05)
-    assert culprits <= set(found) and (not complete or set(found) == culprits)
+    assert needed(repeater, list(range(units)), gone, 0.01) == (sorted(culprits), True)
+    repeater.passes = 3.9
+    blamed, complete = needed(repeater, list(range(units)), gone, 0.05)
+    assert culprits <= set(blamed) and (not complete or set(blamed) == culprits)
 
 
 def test_from_a_loop_of_ones_own():

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gnmr.attachment.blame import Level, Verdict, explain, find_nonfinite
 from gnmr.attachment.ranks.reduce import local
 from gnmr.attachment.ranks.world import World
-from gnmr.attachment.repeat import Again, Seen, Start, repeating
+from gnmr.attachment.repeat import PassNumbers, Start, StepRepeater, repeating
 from gnmr.lab.data.batch import Batch
 from gnmr.lab.train.loss import loss_of
 
@@ -53,7 +53,7 @@ def look_again(
     """
     router, number, host = step.router, step.router.t, attempt.packet.host
     loss, norm = float(host["loss"]), float(host["grad_norm"])
-    again = Again(
+    repeater = StepRepeater(
         router.converted,
         start,
         lambda: step.mean_loss(micro_batches),
@@ -62,9 +62,9 @@ def look_again(
     )
     with router.unmeasured(), repeating(router.converted, step.model, start.device):
         if math.isfinite(loss):
-            verdict = explain(again, Seen(loss, norm), levels, number)
+            verdict = explain(repeater, PassNumbers(loss, norm), levels, number)
         else:
-            verdict = find_nonfinite(again, number)
+            verdict = find_nonfinite(repeater, number)
     if math.isfinite(loss):
         step.make_up(attempt)
         return attempt, verdict, False

@@ -31,7 +31,7 @@ from gnmr.attachment import Router
 from gnmr.attachment.blame import NO_LEVEL, Level, Levels, Verdict
 from gnmr.attachment.ranks.reduce import DistributedRanks, is_sharded
 from gnmr.attachment.ranks.world import ALONE, World
-from gnmr.attachment.repeat import Seen, Start
+from gnmr.attachment.repeat import PassNumbers, Start
 from gnmr.control import Decision, HostPacket
 from gnmr.control.device import to_device
 from gnmr.control.norms import GradientNorms, UnitNorms, gradient_norms
@@ -365,13 +365,13 @@ class TrainStep:
         pairs = list(zip(micro_batches, divisors(micro_batches), strict=True))
         return pairs[self.world.rank :: self.world.size]
 
-    def seen(self, micro_batches: Sequence[Tensor | Batch]) -> Seen:
+    def seen(self, micro_batches: Sequence[Tensor | Batch]) -> PassNumbers:
         """Run only the passes and return their results on the host. No gradients remain."""
         loss = self._rehearse(micro_batches)
         norms = self._norms()
         self.optimizer.zero_grad(set_to_none=True)
         host = HostPacket({"loss": loss, "norm": norms.total, "units": norms.norm}).to_host()
-        return Seen(float(host["loss"]), float(host["norm"]), host["units"])
+        return PassNumbers(float(host["loss"]), float(host["norm"]), host["units"])
 
     def mean_loss(self, micro_batches: Sequence[Tensor | Batch]) -> Tensor:
         """Run only the forward passes and return the mean loss."""
