@@ -87,107 +87,119 @@ class PathSpec:
     """Prefix of a field's name in messages, as the user types it."""
 
     @classmethod
-    def of(cls, low: str | Recipe, recovery: str | Recipe | None, **more: Any) -> PathSpec:
-        """Return the spec of these paths, each by name or as a `Recipe`; `more` are the other fields."""
-        own: dict[str, Any] = dict(more.pop("recipes", {}))
+    def of(cls, low: str | Recipe, recovery: str | Recipe | None, **fields: Any) -> PathSpec:
+        """Return the spec of these paths, each by name or as a `Recipe`; `fields` are the other fields."""
+        recipes: dict[str, Any] = dict(fields.pop("recipes", {}))
         names: list[str | None] = []
         for path in (low, recovery):
-            if path is None or isinstance(path, str):
-                names.append(path)
-                continue
-            if own.setdefault(path.name, path) != path:
-                raise ValueError(f"recipe {path.name}: there are two of this name; name one otherwise")
-            names.append(path.name)
-        return cls(low=names[0] or "", recovery=names[1], recipes=own, **more)
+            if path is not None and not isinstance(path, str):
+                if recipes.setdefault(path.name, path) != path:
+                    raise ValueError(f"recipe {path.name}: there are two of this name; name one otherwise")
+                path = path.name
+            names.append(path)
+        return cls(low=names[0] or "", recovery=names[1], recipes=recipes, **fields)
 
     def __post_init__(self) -> None:
-        for name in ("targets", "exclude", "recovers"):
-            if name != "targets" or self.targets is not None:
-                object.__setattr__(self, name, listed(name, getattr(self, name)))
+        for name in ("exclude", "recovers") if self.targets is None else ("targets", "exclude", "recovers"):
+            object.__setattr__(self, name, listed(name, getattr(self, name)))
+        require(self.targets != [], "targets", self.targets, "needs at least one pattern; null is the default")
         whole_number(probe_tokens=self.probe_tokens, price_tokens=self.price_tokens)
-        for name, right in (("recipes", "{name: {gemm: {operand: cast}}}"), ("times", "{bits or recipe: time}")):
-            require(isinstance(getattr(self, name), Mapping), name, getattr(self, name), f"must be {right}")
-        self._check_recipes()
-        recipes = (*RECIPES, *self.recipes)
-        choices = tuple(dict.fromkeys((*FORMATS, *recipes)))
-        one_of(choices, low=self.low)
-        if self.recovery is not None:
-            one_of(choices, recovery=self.recovery)
-            kind = "a format" if self.low in FORMATS else "a recipe"
-            alike = any(self.low in known and self.recovery in known for known in (FORMATS, recipes))
-            right = f"must be {kind}, as low={self.low} is; add {self._SECTION}recovery=bf16, which fits every low path"
-            require(alike, "recovery", self.recovery, right)
-        some = self.recovers and set(self.recovers) <= set(GEMMS)
-        require(some, "recovers", self.recovers, f"must be some of {', '.join(GEMMS)}")
-        self._check_pins()
-        times = {str(key): time for key, time in self.times.items()}
-        for key, time in times.items():
-            require(key in ("4", "8", "16", *recipes), f"times.{key}", time, "must be of 4, 8, 16 or a recipe")
-            within(1e-9, 1e9, **{f"times.{key}": time})  # type: ignore[arg-type]
-        object.__setattr__(self, "times", times)
-        some = self.targets is None or self.targets
-        require(some, "targets", self.targets, "needs at least one pattern; null is the default")
+        positive(or_null=True, outlier_threshold=self.outlier_threshold)
         one_of(UNITS, unit=self.unit)
-        formats = all(path is None or path in FORMATS for path in (self.low, self.recovery))
-        right = f"routes the GEMMs of recipes one by one, and low={self.low} is a format; use operator"
-        require(self.unit != "gemm" or not formats, "unit", self.unit, right)
         one_of(BACKENDS, backend=self.backend)
         one_of(WEIGHTS, weights=self.weights)
-        positive(or_null=True, outlier_threshold=self.outlier_threshold)
-        for name, choices in (("site", SITES), ("rounding", ROUNDINGS)):
-            value = getattr(self, name)
-            one_of(choices, **{name: value})
-            right = f"belongs to formats; with the recipe {self.low} it must be {choices[0]}"
-            require(formats or value == choices[0], name, value, right)
-        if self.group is not None:
-            whole_number(group=self.group)
-            other = [path for path in (self.low, self.recovery) if path is not None and not _integer(path)]
-            right = f"belongs to integer formats (int2 ... int8, and bf16); {(other or [self.low])[0]} is not one"
-            require(_integer(self.low) and set(other) <= {"bf16"}, "group", self.group, right)
+        self._check_recipes()
+        self._check_paths()
+        gemms_only = self.recovers and set(self.recovers) <= set(GEMMS)
+        require(gemms_only, "recovers", self.recovers, f"must be some of {', '.join(GEMMS)}")
+        self._check_pins()
+        self._check_times()
+        self._check_options_of_formats()
 
     @property
     def pinned(self) -> dict[str, dict[str, str]]:
         """The recipe (or format) of each pinned GEMM, by pattern."""
-        usual = self.recovery or "bf16"
+        default = self.recovery or "bf16"
         return {
-            pattern: dict(given) if isinstance(given, Mapping) else dict.fromkeys(given, usual)
-            for pattern, given in self.pins.items()
+            pattern: dict(gemms) if isinstance(gemms, Mapping) else dict.fromkeys(gemms, default)
+            for pattern, gemms in self.pins.items()
         }
+
+    @property
+    def _formats(self) -> bool:
+        """Whether the paths are formats; bf16 is both a format and a recipe."""
+        return all(path is None or path in FORMATS for path in (self.low, self.recovery))
+
+    def _check_recipes(self) -> None:
+        """Check the user's recipes; imports torch only if there are any."""
+        require(isinstance(self.recipes, Mapping), "recipes", self.recipes, "must be {name: {gemm: {operand: cast}}}")
+        for name, recipe in self.recipes.items():
+            from gnmr.formats.recipes import Recipe
+
+            if not isinstance(recipe, Recipe):
+                try:
+                    Recipe.of(name, recipe)
+                except ValueError as error:
+                    raise ValueError(f"recipes: {error}") from error
+            elif name in FORMATS or name in RECIPES:
+                words = {gemm: casts for gemm, casts in recipe.words().items() if casts}
+                if words != RECIPES.get(name):
+                    raise ValueError(f"recipe {name}: is not what has this name already; name it otherwise")
+
+    def _check_paths(self) -> None:
+        """Check that both paths are formats, or both are recipes."""
+        recipes = (*RECIPES, *self.recipes)
+        paths = tuple(dict.fromkeys((*FORMATS, *recipes)))
+        one_of(paths, low=self.low)
+        if self.recovery is not None:
+            one_of(paths, recovery=self.recovery)
+            kind = "a format" if self.low in FORMATS else "a recipe"
+            alike = any(self.low in names and self.recovery in names for names in (FORMATS, recipes))
+            right = f"must be {kind}, as low={self.low} is; add {self._SECTION}recovery=bf16, which fits every low path"
+            require(alike, "recovery", self.recovery, right)
 
     def _check_pins(self) -> None:
         """Check the pins, and put their GEMMs in order, each once."""
         right = "must be {pattern of operators: {GEMM: recipe}}, as {down_proj: {fprop: mxfp8}}, or {pattern: [GEMMs]}"
         require(isinstance(self.pins, Mapping), "pins", self.pins, right)
-        formats = all(path is None or path in FORMATS for path in (self.low, self.recovery))
-        recipes, pins = (*RECIPES, *self.recipes), {}
-        for pattern, given in self.pins.items():
+        recipes, pins = (*RECIPES, *self.recipes), dict[str, Any]()
+        for pattern, pin in self.pins.items():
             require(isinstance(pattern, str) and pattern, "pins", self.pins, right)
-            key, by_recipe = f"pins.{pattern}", isinstance(given, Mapping)
-            gemms = list(given) if by_recipe else listed(key, given)
-            require(gemms and set(gemms) <= set(GEMMS), key, given, f"must be some of {', '.join(GEMMS)}")
-            whole = f"low={self.low} is a format, and pins the whole operator: [{', '.join(GEMMS)}]"
-            require(not formats or set(gemms) == set(GEMMS), key, given, whole)
-            for gemm in gemms if by_recipe else ():
-                one_of([self.recovery or "bf16"] if formats else recipes, **{f"{key}.{gemm}": given[gemm]})
-            some = [gemm for gemm in GEMMS if gemm in gemms]
-            pins[pattern] = {gemm: given[gemm] for gemm in some} if by_recipe else some
+            key, by_recipe = f"pins.{pattern}", isinstance(pin, Mapping)
+            gemms = list(pin) if by_recipe else listed(key, pin)
+            require(gemms and set(gemms) <= set(GEMMS), key, pin, f"must be some of {', '.join(GEMMS)}")
+            all_gemms = f"low={self.low} is a format, and pins the whole operator: [{', '.join(GEMMS)}]"
+            require(not self._formats or set(gemms) == set(GEMMS), key, pin, all_gemms)
+            ordered = [gemm for gemm in GEMMS if gemm in gemms]
+            if by_recipe:
+                choices = [self.recovery or "bf16"] if self._formats else recipes
+                for gemm in gemms:
+                    one_of(choices, **{f"{key}.{gemm}": pin[gemm]})
+            pins[pattern] = {gemm: pin[gemm] for gemm in ordered} if by_recipe else ordered
         object.__setattr__(self, "pins", pins)
 
-    def _check_recipes(self) -> None:
-        """Check the recipes; imports torch only if recipes are declared."""
-        for name, one in self.recipes.items():
-            from gnmr.formats.recipes import Recipe
+    def _check_times(self) -> None:
+        """Check the relative times, and make their keys words (YAML reads 8 as a number)."""
+        require(isinstance(self.times, Mapping), "times", self.times, "must be {bits or recipe: time}")
+        times = {str(key): time for key, time in self.times.items()}
+        for key, time in times.items():
+            valid = key in ("4", "8", "16", *RECIPES, *self.recipes)
+            require(valid, f"times.{key}", time, "must be of 4, 8, 16 or a recipe")
+            within(1e-9, 1e9, **{f"times.{key}": time})  # type: ignore[arg-type]
+        object.__setattr__(self, "times", times)
 
-            if not isinstance(one, Recipe):
-                try:
-                    Recipe.of(name, one)
-                except ValueError as error:
-                    raise ValueError(f"recipes: {error}") from error
-            elif name in FORMATS or name in RECIPES:
-                words = {gemm: casts for gemm, casts in one.words().items() if casts}
-                if words != RECIPES.get(name):
-                    raise ValueError(f"recipe {name}: is not what has this name already; name it otherwise")
-
-
-def _integer(path: str) -> bool:
-    return path in FORMATS and path.startswith("int")
+    def _check_options_of_formats(self) -> None:
+        """Check the options that depend on whether the paths are formats."""
+        right = f"routes the GEMMs of recipes one by one, and low={self.low} is a format; use operator"
+        require(self.unit != "gemm" or not self._formats, "unit", self.unit, right)
+        for name, choices in (("site", SITES), ("rounding", ROUNDINGS)):
+            value = getattr(self, name)
+            one_of(choices, **{name: value})
+            right = f"belongs to formats; with the recipe {self.low} it must be {choices[0]}"
+            require(self._formats or value == choices[0], name, value, right)
+        if self.group is not None:
+            whole_number(group=self.group)
+            paths = [path for path in (self.low, self.recovery) if path is not None]
+            not_integer = [path for path in paths if not (path in FORMATS and path.startswith("int"))]
+            right = f"belongs to integer formats (int2 ... int8, and bf16); {(not_integer or paths)[0]} is not one"
+            require(self.low not in not_integer and set(not_integer) <= {"bf16"}, "group", self.group, right)

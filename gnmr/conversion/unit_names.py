@@ -97,11 +97,14 @@ def unit_of(name: str, unit: str) -> str:
 def _unit_of(name: str, unit: str) -> str | None:
     """Return the same, or None if the operator is part of no such unit and therefore a unit alone."""
     if unit == "expert":
-        found = _EXPERT.match(name)
-        return None if found is None else found[0]
-    if unit == "block" and name.rpartition(".")[2].isdigit():  # a linear may stand for a block
-        return block_of(name) or name
-    return {"layer": layer_of, "block": block_of}.get(unit, str)(name)
+        match = _EXPERT.match(name)
+        return None if match is None else match[0]
+    if unit == "layer":
+        return layer_of(name)
+    if unit == "block":
+        stands_for_block = name.rpartition(".")[2].isdigit()
+        return block_of(name) or (name if stands_for_block else None)
+    return name
 
 
 def of_any_expert(name: str) -> str:
@@ -110,8 +113,8 @@ def of_any_expert(name: str) -> str:
     >>> of_any_expert("layers.0.mlp.experts.5.up_proj"), of_any_expert("layers.0.mlp.gate_proj")
     ('layers.0.mlp.experts.*.up_proj', 'layers.0.mlp.gate_proj')
     """
-    found = _EXPERT.match(name)
-    return name if found is None else f"{name[: found.start(1)]}*{name[found.end(1) :]}"
+    match = _EXPERT.match(name)
+    return name if match is None else f"{name[: match.start(1)]}*{name[match.end(1) :]}"
 
 
 def block_of(name: str) -> str | None:
@@ -122,15 +125,16 @@ def block_of(name: str) -> str | None:
     >>> block_of("encoder.layers.encoder_layer_3.mlp.0"), block_of("lm_heads.0")
     ('encoder.layers.encoder_layer_3', None)
     """
-    parts = name.split(".")
+    words = name.split(".")
     for numbered in (r"\d+", r"\w+_\d+"):
-        places = [i for i, part in enumerate(parts[:-1]) if re.fullmatch(numbered, part)]
-        for before in (("block", "blocks"), ("layer", "layers", "h")):
-            known = [i for i in places if i and parts[i - 1] in before]
-            places = known[:1] or places
-        named = [i for i in places if i and not parts[i - 1].isdigit()]
-        if places:
-            return ".".join(parts[: (named or places)[0] + 1])
+        indices = [i for i, word in enumerate(words[:-1]) if re.fullmatch(numbered, word)]
+        # A number after "block" is a block's, else one after "layer", else one after a word, else the first.
+        for containers in (("block", "blocks"), ("layer", "layers", "h")):
+            in_container = [i for i in indices if i and words[i - 1] in containers]
+            indices = in_container[:1] or indices
+        after_word = [i for i in indices if i and not words[i - 1].isdigit()]
+        if indices:
+            return ".".join(words[: (after_word or indices)[0] + 1])
     return None
 
 
@@ -142,11 +146,11 @@ def layer_of(name: str) -> str | None:
     """
     if (block := block_of(name)) is None:
         return None
-    child, *rest = name.removeprefix(f"{block}.").split(".")
-    if not rest and not child.isdigit():
+    child, *inner = name.removeprefix(f"{block}.").split(".")
+    if not inner and not child.isdigit():
         return f"{block}.{'attention' if _OF_ATTENTION.fullmatch(child) else 'mlp'}"
-    if child in ("layer", "layers") and rest and rest[0].isdigit():
-        child = f"{child}.{rest[0]}"
+    if child in ("layer", "layers") and inner and inner[0].isdigit():
+        child = f"{child}.{inner[0]}"
     return f"{block}.{'mlp' if child in _OF_MLP else child}"
 
 
@@ -175,11 +179,8 @@ def operator_names(names: Sequence[str]) -> list[str]:
     ['layers.3.self_attn.q_proj', 'layers.3.mlp.up_proj']
     """
     short = [_BASE_LAYERS.sub("", unwrapped(name).removeprefix("base_model.model.")) for name in names]
-    times = Counter(short)
-    return [
-        unwrapped_name if times[unwrapped_name] == 1 else name
-        for unwrapped_name, name in zip(short, names, strict=True)
-    ]
+    uses = Counter(short)
+    return [short_name if uses[short_name] == 1 else name for short_name, name in zip(short, names, strict=True)]
 
 
 def check_unit(names: Sequence[str], unit: str) -> None:
@@ -200,4 +201,4 @@ def grouped(operators: Sequence[PathLinear], unit: str, routed: Sequence[str] = 
     members: dict[str, list[PathLinear]] = {}
     for operator in operators:
         members.setdefault(unit_of(operator.operator_name, unit), []).append(operator)
-    return [PathUnit(name, tuple(own)) for name, own in members.items()]
+    return [PathUnit(name, tuple(unit_operators)) for name, unit_operators in members.items()]
