@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from gnmr.conversion.cost import gemm_time
 from gnmr.conversion.targets import role_by_name
@@ -442,38 +444,13 @@ def low_or_16_by_linear(casts: Words, low: Words, shape: tuple[int, int]) -> boo
 
 
 ONE_LINEAR = "q, k and v are one linear for it, gate and up too, and all experts of a layer: they have one recipe"
-UNWRAPPED = r"""
-def unwrapped(name):
-    # Below what wraps the model or its blocks: DDP, FSDP, compile, checkpointing, peft.
-    name = re.sub(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.", "", name)
-    name = re.sub(r"^(?:module\.|base_model\.model\.)+", "", name)
-    return re.sub(r"\.base_layer(?=\.|$)|\.modules_to_save\.[^.]+(?=\.|$)", "", name)
 
 
-def placements(names, planned):
-    # The ways to find the plan's linears here below one common prefix: (prefix there, prefix here, {there: here}).
-    # A base model lacks a prefix of theirs (layers.0 for model.layers.0), and what holds the model adds one.
-    parts, found = next(iter(planned), "").split("."), []
-    for i in range(len(parts)):
-        start = ".".join([*parts[:i], ""]) if i else ""
-        if parts[i].isdigit() or not all(name.startswith(start) for name in planned):
-            break
-        ways = {}
-        for name in names:
-            for at in [0, *(place + 1 for place, letter in enumerate(name) if letter == ".")]:
-                if start + name[at:] in planned:
-                    ways.setdefault(name[:at], {})[start + name[at:]] = name
-        known = [way for _, _, way in found]
-        found += [(start, before, way) for before, way in ways.items() if way not in known]
-    return sorted(found, key=lambda one: -len(one[2]))
-"""
-
-
-def filled(template: str, **texts: str) -> str:
-    """Return the template with each [NAME] replaced."""
-    for name, text in texts.items():
-        template = template.replace(f"[{name}]", text)
-    return template
+def filled(template: str, **texts: object) -> str:
+    """Return the text of a template in the folder `templates`, with these values."""
+    loader = FileSystemLoader(Path(__file__).parent / "templates")
+    environment = Environment(loader=loader, undefined=StrictUndefined, keep_trailing_newline=True)
+    return environment.get_template(template).render(texts)
 
 
 def as_yaml(tree: Mapping[str, Any]) -> str:

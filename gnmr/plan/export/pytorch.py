@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from gnmr.errors import first_few
 from gnmr.formats.recipes import RECIPES
 from gnmr.names import GEMMS, Words
-from gnmr.plan.export.job import ONE_LINEAR, UNWRAPPED, Job, Target, as_python, as_yaml, filled, low_or_16_by_linear
+from gnmr.plan.export.job import ONE_LINEAR, Job, Target, as_python, as_yaml, filled, low_or_16_by_linear
 from gnmr.plan.knapsack import groups_of
 from gnmr.plan.lists import called
 
@@ -52,97 +52,6 @@ def _torchtitan(casts: Words, low: Words, shape: tuple[int, int]) -> bool:
     return bool(family) and (family != "float8" or bool(casts["fprop"] and casts["dgrad"]))
 
 
-_TORCHAO = r"""import re
-from dataclasses import replace
-
-from torch import nn
-from torchao.float8 import CastConfig, Float8LinearConfig, ScalingType, convert_to_float8_training
-from torchao.quantization import quantize_
-
-
-def float8(fprop, dgrad, wgrad):
-    # One scale a tensor, E5M2 for gradients; a GEMM that is False stays in 16 bits.
-    def cast(on):
-        return CastConfig() if on else CastConfig(scaling_type=ScalingType.DISABLED)
-
-    return Float8LinearConfig(
-        cast_config_input=cast(fprop),
-        cast_config_weight=cast(fprop),
-        cast_config_grad_output=cast(dgrad),
-        cast_config_weight_for_grad_input=cast(dgrad),
-        cast_config_input_for_grad_weight=cast(wgrad),
-        cast_config_grad_output_for_grad_weight=cast(wgrad),
-    )
-
-
-def mxfp8(fprop, dgrad, wgrad):
-    from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig, MXFP8TrainingRecipe
-
-    return replace(MXFP8TrainingOpConfig.from_recipe(MXFP8TrainingRecipe.MXFP8_RCEIL), wgrad_with_hp=not wgrad)
-
-
-def nvfp4(fprop, dgrad, wgrad):
-    from torchao.prototype.moe_training.nvfp4_training.nvfp4_training import NVFP4TrainingConfig
-
-    return NVFP4TrainingConfig()
-
-
-CONFIGS = {
-[CONFIGS]}
-# The linears to convert, with inputs and outputs.
-LINEARS = [LINEARS]
-# The model's other linears, which stay in 16 bits; None: they are not known.
-OTHERS = [OTHERS]
-
-[UNWRAPPED]
-
-def misfit(linears, start, before, way):
-    # Why these linears are not those of the plan; "" if they are.
-    if lacking := [name for name in LINEARS if name not in way]:
-        return f"{len(lacking)} of the plan's {len(LINEARS)} linears are not in it, such as {lacking[0]}"
-    for name, here in way.items():
-        (_, *planned), widths = LINEARS[name], [linears[here].in_features, linears[here].out_features]
-        if widths != planned:
-            return f"{here} is {widths[0]} -> {widths[1]}, and {planned[0]} -> {planned[1]} in the plan"
-    kinds, ours = {re.sub(r"\d+", "*", here) for here in way.values()}, {*way.values()}
-    alike = [here for here in linears if here not in ours and re.sub(r"\d+", "*", here) in kinds]
-    more = [here for here in alike if start + here[len(before):] not in (OTHERS or ())]
-    return f"it has {more[0]}, which the plan does not know" if OTHERS is not None and more else ""
-
-
-def labels_of(model):
-    # The config of each module to convert. Raises ValueError unless the plan's linears, all of them, are here.
-    linears = {unwrapped(fqn): module for fqn, module in model.named_modules() if isinstance(module, nn.Linear)}
-    ways = placements(linears, LINEARS)
-    whys = [misfit(linears, *one) for one in ways]
-    fits = [one for one, why in zip(ways, whys) if not why]
-    if LINEARS and not fits:
-        why = (whys or ["none of its linears has a name of the plan's"])[0]
-        raise ValueError(f"model: is not the model of the plan, as {why}; nothing was converted")
-    whole = [one for one in fits if one[0] == one[1]] or fits
-    if len(whole) > 1:
-        places = ", ".join(before.rstrip(".") or "the model itself" for _, before, _ in whole)
-        raise ValueError(f"model: several parts of it fit the plan ({places}); call convert with one of them")
-    return {linears[here]: LINEARS[name][0] for _, _, way in whole for name, here in way.items()}
-
-
-def convert(model, **options):
-    # In place. `options` replace fields of the configs: emulate=True of float8.
-    labels = labels_of(model)
-    for label, config in CONFIGS.items():
-        config = replace(config(), **options)
-
-        def chosen(module, fqn, label=label):
-            return labels.get(module) == label
-
-        if isinstance(config, Float8LinearConfig):
-            convert_to_float8_training(model, config=config, module_filter_fn=chosen)
-        else:
-            quantize_(model, config, chosen)
-    return model
-"""
-
-
 def torchao(job: Job) -> dict[str, str]:
     """Write a Python file with `convert(model)`."""
     used, configs = set(job.labels.values()), ""
@@ -153,8 +62,9 @@ def torchao(job: Job) -> dict[str, str]:
     linears = {name: [label, *job.widths[name]] for name, label in job.labels.items() if label != "bf16"}
     other_names = [*(name for name in job.labels if name not in linears), *job.outside]
     job.notes.append("convert(model) converts the model in place, and raises ValueError if it is another one")
-    texts = {"LINEARS": as_python(linears), "OTHERS": "None" if job.unlisted else as_python(other_names)}
-    return {"torchao_convert.py": filled(_TORCHAO, CONFIGS=configs, UNWRAPPED=UNWRAPPED, **texts)}
+    other_linears = "None" if job.unlisted else as_python(other_names)
+    text = filled("torchao_convert.py.j2", CONFIGS=configs, LINEARS=as_python(linears), OTHERS=other_linears)
+    return {"torchao_convert.py": text}
 
 
 def torchtitan(job: Job) -> dict[str, str]:
@@ -220,17 +130,6 @@ def _in_modelopt(casts: Words, low: Words, shape: tuple[int, int]) -> bool:
     return not fprop or (len(fprop) == 2 and all(cast in _MODELOPT for cast in fprop.values()))
 
 
-_QUANT_CFG = """
-# The last entry that fits a quantizer counts: everything off, then these linears.
-CONFIG = {"quant_cfg": [{"quantizer_name": "*", "enable": False}], "algorithm": "max"}
-for name, label in LINEARS.items():
-    for operand, cast in CASTS[label].items():
-        # Of experts in one tensor there is a quantizer for the input of all, and one for the weight of each.
-        quantizer = f"{name}_{operand}_quantizer*" if name in EXPERTS else f"{name}.{operand}_quantizer"
-        CONFIG["quant_cfg"].append({"quantizer_name": quantizer, "cfg": cast, "enable": True})
-"""
-
-
 def modelopt(job: Job) -> dict[str, str]:
     """Write a Python file with the config of `mtq.quantize`."""
     casts = {label: words["fprop"] for label, words in job.casts.items() if words["fprop"]}
@@ -242,12 +141,12 @@ def modelopt(job: Job) -> dict[str, str]:
             f"NOT for vLLM and SGLang, which build q, k and v as one linear, gate and up too: {which}; diagnose with "
             "fused=qkv,gate_up"
         )
-    text = "CASTS = {\n"
+    sources = ""
     for label, operands in casts.items():
-        text += f"    {label!r}: { {operand: _MODELOPT[cast] for operand, cast in operands.items()}!r},\n"
-    text += f"}}\nLINEARS = {as_python(linears)}\n"
-    text += f"EXPERTS = {as_python([name for name in linears if name in job.experts])}\n" + _QUANT_CFG
-    return {"modelopt_quant_cfg.py": text}
+        sources += f"    {label!r}: { {operand: _MODELOPT[cast] for operand, cast in operands.items()}!r},\n"
+    experts = [name for name in linears if name in job.experts]
+    lists = {"LINEARS": as_python(linears), "EXPERTS": as_python(experts)}
+    return {"modelopt_quant_cfg.py": filled("modelopt_quant_cfg.py.j2", CASTS=sources, **lists)}
 
 
 # ---- lists of linears that stay in 16 bits ----

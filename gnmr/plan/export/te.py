@@ -11,7 +11,6 @@ from gnmr.formats.recipes import RECIPES
 from gnmr.names import GEMMS, Words
 from gnmr.options import require
 from gnmr.plan.export.job import (
-    UNWRAPPED,
     Job,
     Mix,
     Target,
@@ -79,103 +78,6 @@ def _refused(casts: Words, shape: tuple[int, int]) -> bool:
     return any(casts.values()) and any(width % multiple for width in shape)
 
 
-_QUANTIZERS = """import torch
-from transformer_engine.common.recipe import Format
-from transformer_engine.pytorch.constants import DType
-from transformer_engine.pytorch.quantization import DelayedScalingRequest
-from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
-from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
-from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizer
-from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer
-from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
-from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
-
-# Of each operand the cast of its rowwise and of its columnwise copy. fprop reads the rowwise input and weight, dgrad
-# the columnwise weight and the rowwise gradient, wgrad the columnwise input and gradient.
-CASTS = [CASTS]
-QUANTIZERS = {
-    "bf16": lambda: IdentityQuantizer(),
-[QUANTIZERS]}
-
-
-def quantizer(label, role):
-    # What is no operand of a linear is kept as it is.
-    rowwise, columnwise = CASTS[label].get(role.tensor_type, ("bf16", "bf16"))
-    if columnwise in (rowwise, rowwise.replace("/nv", "/nv/hadamard")):  # one that rotates its columnwise copy alone
-        return QUANTIZERS[columnwise]()
-    return HybridQuantizer(rowwise_quantizer=QUANTIZERS[rowwise](), columnwise_quantizer=QUANTIZERS[columnwise]())
-"""
-_QFACTORY = r"""
-# Linears by Hugging Face's names, with inputs and outputs. Any other stays in 16 bits.
-LINEARS = [LINEARS]
-# By Megatron-LM's, where q, k and v are one linear, and gate and up; TransformerLayer's are made of them.
-FUSED = [FUSED]
-# Linears that name_modules found to be none of the plan's.
-OTHERS = set()
-
-[UNWRAPPED]
-
-def of_megatron(name):
-    name = re.sub(r"self_attention\.(?:layernorm_)?(?:linear_)?qkv$", "self_attention.linear_qkv", name)
-    name = re.sub(r"self_attention\.proj$", "self_attention.linear_proj", name)
-    name = re.sub(r"layernorm_mlp\.fc([12])$", r"mlp.linear_fc\1", name)
-    return re.sub(r"\.experts\.local_experts\.\d+\.", ".experts.", name)
-
-
-def planned(name):
-    # The label of a linear, None if the plan does not have it.
-    found = LINEARS.get(name) or LINEARS.get(f"model.{name}")
-    fused = re.sub(r"^(?:model\.|decoder\.)?layers\.", "decoder.layers.", of_megatron(name))
-    return found[0] if found else FUSED.get(fused)
-
-
-def label_of(name):
-    return planned(unwrapped(name)) or "bf16"
-
-
-def qfactory(role):
-    if role is None or role.module_type not in ("linear", "grouped_linear"):
-        return IdentityQuantizer()
-    if re.fullmatch(r"(?:Layer_\d+(?:\..*)?)?", role.name):
-        raise ValueError("a linear has no name of its own: call name_modules(model) first")
-    parts = unwrapped(role.name).split(".")
-    tails = [".".join(parts[i:]) for i in range(len(parts))]
-    if role.name not in OTHERS and not planned(tails[0]) and any(map(planned, tails)):
-        raise ValueError(f"{role.name}: ends as a linear of the plan, below another prefix: call name_modules(model)")
-    return quantizer(label_of(role.name), role)
-
-
-def name_modules(model):
-    # As named_modules calls them, but as the plan does below another prefix. Raises ValueError for another model.
-    ours = {
-        name: module
-        for name, module in model.named_modules()
-        if type(module).__module__.startswith("transformer_engine.") and hasattr(module, "name")
-    }
-    here = {of_megatron(unwrapped(name) + end): name for name in ours for end in ("", ".fc1", ".fc2")}
-    in_hf = placements(here, LINEARS)
-    ways = in_hf or placements(here, FUSED)
-    if ours and not ways:
-        raise ValueError(f"model: none of its linears has a name of the plan's, such as {next(iter(LINEARS))}")
-    if len(ways) > 1 and len(ways[0][2]) == len(ways[1][2]) and ways[0][0] != ways[0][1]:
-        raise ValueError(f"model: several parts of it have the plan's names ({ways[0][1]}, {ways[1][1]}); pass one")
-    start, before, way = ways[0] if ways else ("", "", {})
-    for name, own in way.items() if in_hf else ():
-        module, (_, *widths) = ours[here[own]], LINEARS[name]
-        widths_here = [getattr(module, key, width) for key, width in zip(("in_features", "out_features"), widths)]
-        if widths_here != widths:
-            raise ValueError(f"model: {own} is {widths_here}, and {widths} in the plan: it is another model")
-    of_plan = {here[own] for own in way.values()}
-    OTHERS.clear()
-    for name, module in ours.items():
-        module.name = name
-        if name in of_plan:
-            module.name = (start if in_hf else "") + unwrapped(name)[len(before):]
-        else:
-            OTHERS.update(name + end for end in ("", ".fc1", ".fc2"))
-"""
-
-
 def _quantizers(labels: Mapping[str, Words]) -> str:
     """Return Python source that defines `quantizer(label, role)` for these labels."""
     no_casts: Words = {gemm: {} for gemm in GEMMS}
@@ -185,7 +87,7 @@ def _quantizers(labels: Mapping[str, Words]) -> str:
     }
     used = sorted({cast for slots in casts.values() for copies in slots.values() for cast in copies} - {"bf16"})
     source = "".join(f'    "{cast}": lambda: {_TE[cast]},\n' for cast in used)
-    return filled(_QUANTIZERS, CASTS=as_python(casts), QUANTIZERS=source)
+    return filled("quantizers.py.j2", CASTS=as_python(casts), QUANTIZERS=source)
 
 
 def te(job: Job) -> dict[str, str]:
@@ -201,7 +103,7 @@ def te(job: Job) -> dict[str, str]:
         job.notes += [f"by the names of Megatron-LM: {line}" for line in difference(job.plan, plan, MEGATRON)]
     job.notes.append("te.autocast(recipe=CustomRecipe(qfactory=qfactory)), after name_modules(model)")
     linears = {name: [label, *job.widths[name]] for name, label in job.labels.items()}
-    names = filled(_QFACTORY, LINEARS=as_python(linears), FUSED=as_python(fused), UNWRAPPED=UNWRAPPED)
+    names = filled("qfactory.py.j2", LINEARS=as_python(linears), FUSED=as_python(fused))
     return {"qfactory.py": "import re\n\n" + _quantizers(casts) + "\n" + names}
 
 
