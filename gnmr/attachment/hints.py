@@ -54,7 +54,7 @@ class LoopHints:
         self._num_observed_steps = self._num_hooked_steps = 0
         self._handles: dict[str, tuple[RemovableHandle, RemovableHandle]] = {}
         """Hooks by unit name, for parameters that no backward pass has reached since `watch`."""
-        self._left: dict[str, Tensor] = {}
+        self._left_norms: dict[str, Tensor] = {}
         """Norms of the gradients that existed when the first backward pass began, by unit name."""
         self.trained = False
         """Whether there was a backward pass in any step."""
@@ -67,7 +67,7 @@ class LoopHints:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle and deepcopy: copies of parameters have no hooks."""
-        return {**self.__dict__, "_handles": {}, "_left": {}, "_end": None, "_model": None}
+        return {**self.__dict__, "_handles": {}, "_left_norms": {}, "_end": None, "_model": None}
 
     def exchange(self, units: Sequence[Unit]) -> None:
         """Use the units' current parameters."""
@@ -97,7 +97,7 @@ class LoopHints:
     def add_norms(self, packet: HostPacket) -> None:
         """Add the norms of left-over gradients and of all gradients to the packet. Does not wait for the device."""
         device = packet.tensors["norm"].device
-        norms = [norm.to(device, torch.float64) for name, norm in self._left.items() if name not in self._handles]
+        norms = [norm.to(device, torch.float64) for name, norm in self._left_norms.items() if name not in self._handles]
         packet.add(left=torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float64, device=device))
         if len(self._totals) < _CLIPPED_STEPS:
             packet.add(total=self._total_norm().to(device))
@@ -146,7 +146,7 @@ class LoopHints:
         return "every gradient norm is 0 in this step: call step() before zero_grad()"
 
     def _left_over(self, norms: np.ndarray) -> str:
-        names = [name for name in self._left if name not in self._handles]
+        names = [name for name in self._left_norms if name not in self._handles]
         for name, norm in zip(names, norms, strict=True):
             if norm > 0:
                 return (
@@ -239,16 +239,16 @@ class LoopHints:
         for handles in self._handles.values():
             for handle in handles:
                 handle.remove()
-        self._handles, self._left = {}, {}
+        self._handles, self._left_norms = {}, {}
 
     @torch.no_grad()
     def _before(self, name: str, parameter: nn.Parameter | Slice, _gradient: Tensor) -> None:
         """Run before a gradient is added; `torch.autograd.grad` triggers it too, but not `_after`."""
         gradient = parameter.grad
         if gradient is None or gradient.is_sparse:
-            self._left.pop(name, None)
+            self._left_norms.pop(name, None)
         else:
-            self._left[name] = torch.linalg.vector_norm(gradient)
+            self._left_norms[name] = torch.linalg.vector_norm(gradient)
 
     def _after(self, name: str, _parameter: Tensor) -> None:
         self.trained = True

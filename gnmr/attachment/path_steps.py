@@ -74,8 +74,8 @@ class PathSteps:
         """Return the operators of `observed` units that have a gradient and never ran."""
         return [
             operator.operator_name
-            for unit, there in zip(self._converted.units, observed, strict=True)
-            for operator in (unit.operators if there else ())
+            for unit, is_observed in zip(self._converted.units, observed, strict=True)
+            for operator in (unit.operators if is_observed else ())
             # Graphs do not show whether it ran.
             if operator.read is None and operator.in_graphs is None and operator.weight.grad is not None
         ]
@@ -99,12 +99,12 @@ class PathSteps:
 
     def parts(self, ranks: Ranks, device: torch.device) -> dict[str, Tensor]:
         """Return this process's terms of the sums over all of them."""
-        parts = {}
+        terms = {}
         if self._probe is not None:
-            parts["probe"] = self._probe.parts(ranks.share)
+            terms["probe"] = self._probe.parts(ranks.share)
         if self._prices is not None:
-            parts |= {"prices": self._prices.parts(ranks.share), "price_terms": self._prices.terms.reshape(1)}
-        return parts
+            terms |= {"prices": self._prices.parts(ranks.share), "price_terms": self._prices.terms.reshape(1)}
+        return terms
 
     def read(self, grad_scale: float, sums: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
         """Return the step's evidence by name, (U,) each, from the `sums` of `parts`; start new measurements."""

@@ -106,7 +106,7 @@ class Recording:
         if calibrated is not None and (calibrated_trigger(self._header) or (0, 0.0))[1] != calibrated:
             self._header["calibrated"] = {"after_step": decision.step, "trigger": calibrated}
             self._writer.write_header(self._config, self._header)
-        now = time.perf_counter()
+        seconds = time.perf_counter()
         norm = decision.grad_norm
         self._streak = 0 if math.isfinite(norm) else self._streak + 1
         self._nonfinite += not math.isfinite(norm)
@@ -118,9 +118,9 @@ class Recording:
             spent_extra_time=spent.extra_time,
             nonfinite_total=self._nonfinite,
             nonfinite_streak=self._streak,
-            step_time_s=now - self._seen,
+            step_time_s=seconds - self._seen,
         )
-        self._seen = now
+        self._seen = seconds
         self._writer.units(unit_rows(decision))
         self._writer.events(event_rows(decision))
 
@@ -170,17 +170,17 @@ class Recording:
         if self._writer is not None:
             self._writer.close()
         self._writer = RunWriter(self._folder, step, state.get("counted"))
-        told = read_json(self._folder / "header.json") or self._header
-        again = {"after_step": step, "torch": self._header["torch"], "machine": self._header["machine"]}
-        told["resumed"] = [*told.get("resumed", []), again]
-        if (found := calibrated_trigger(told)) is not None and found[0] > step:
-            del told["calibrated"]  # of a step that was dropped
-        if (ran := calibration_steps(told)) is not None and ran[0] > step:
-            del told["calibration"]
-        self._header = told
-        self._writer.write_header(self._config, told)
-        there = self._writer.last_step == step  # written already, with everything that was logged
-        self._row, self._step, self._seen = None if there else row, step, time.perf_counter()
+        header = read_json(self._folder / "header.json") or self._header
+        resumption = {"after_step": step, "torch": self._header["torch"], "machine": self._header["machine"]}
+        header["resumed"] = [*header.get("resumed", []), resumption]
+        if (calibrated := calibrated_trigger(header)) is not None and calibrated[0] > step:
+            del header["calibrated"]  # of a step that was dropped
+        if (calibration := calibration_steps(header)) is not None and calibration[0] > step:
+            del header["calibration"]
+        self._header = header
+        self._writer.write_header(self._config, header)
+        is_written = self._writer.last_step == step  # with everything that was logged
+        self._row, self._step, self._seen = None if is_written else row, step, time.perf_counter()
         self._tokens, self._nonfinite, self._streak = counters
 
     def finish(self) -> None:
@@ -229,9 +229,9 @@ def plain(values: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, TwoStage):
             value = vars(value)
         if isinstance(value, Mapping):
-            return {str(key): as_plain(one) for key, one in value.items()}
+            return {str(key): as_plain(item) for key, item in value.items()}
         if isinstance(value, Sequence):
-            return [as_plain(one) for one in value]
+            return [as_plain(item) for item in value]
         return str(getattr(value, "name", None) or getattr(value, "__name__", None) or type(value).__name__)
 
     return {key: as_plain(value) for key, value in values.items()}

@@ -24,8 +24,8 @@ class Trigger:
     short, and risks are not typical of later steps.
     """
 
-    def __init__(self, given: float) -> None:
-        self.value = self._given = given
+    def __init__(self, trigger: float) -> None:
+        self.value = self._configured = trigger
         self._calibrated = False
         self._running: tuple[float, int, int] | None = None
         """Fraction, first step and number of steps of a calibration that is not over."""
@@ -50,12 +50,11 @@ class Trigger:
         if step < first + steps - 1:
             return
         risks = np.concatenate([np.zeros(0), *self._risks])
-        found = float(np.quantile(risks, 1 - fraction, method="higher")) if len(risks) else 0.0
-        if not found > 0:
-            found, self._calibrated = self._given, False
-            text = f"calibrate: no unit had a risk above 0; the trigger is {found:g}, as before"
-            warn(text)
-        self.value, self._running = found, None
+        self.value = float(np.quantile(risks, 1 - fraction, method="higher")) if len(risks) else 0.0
+        if not self.value > 0:
+            self.value, self._calibrated = self._configured, False
+            warn(f"calibrate: no unit had a risk above 0; the trigger is {self.value:g}, as before")
+        self._running = None
 
     def progress(self, t: int) -> tuple[int, int] | None:
         """Return (steps that the calibration has seen at step t, steps that it takes); None without a calibration."""
@@ -79,7 +78,7 @@ class Trigger:
         positive(**{"state: trigger": state.get("trigger", 1.0)})
         if state.get("trigger", 1.0) >= NO_TRIGGER:
             if "calibration" in state:
-                Trigger(self._given)._resume(state["calibration"])
+                Trigger(self._configured)._resume(state["calibration"])
             elif self._running is None:
                 raise ValueError("state: was saved while calibrating; call calibrate() before load_state_dict()")
 
@@ -94,8 +93,8 @@ class Trigger:
 
     def _resume(self, state: Any) -> None:
         """Continue a calibration. Raises ValueError if it is damaged."""
-        if lacking := [name for name in _STATE if not isinstance(state, Mapping) or name not in state]:
-            raise ValueError(f"state: calibration has no {', '.join(lacking)}")
+        if absent := [name for name in _STATE if not isinstance(state, Mapping) or name not in state]:
+            raise ValueError(f"state: calibration has no {', '.join(absent)}")
         fraction, first, steps, risks = (state[name] for name in _STATE)
         if not isinstance(risks, Tensor) or risks.ndim != 1 or not risks.is_floating_point():
             raise ValueError("state: calibration's risks must be a row of numbers")

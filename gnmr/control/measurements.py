@@ -123,19 +123,19 @@ class Measurements:
         ranks = self.ranks
         assert ranks is not None, "one process has no parts"
         self.check_ranks()  # earlier there may have been fewer ranks
-        parts: dict[str, Tensor] = {}
+        terms: dict[str, Tensor] = {}
         if isinstance(self.norms, OutputGradients):
             square, observed = self.norms.parts()
-            parts = {"output_square": square * ranks.share**2, "output_observed": observed}
+            terms = {"output_square": square * ranks.share**2, "output_observed": observed}
         elif plain is None:
-            parts, plain = self.unit_norms().parts()
+            terms, plain = self.unit_norms().parts()
         if plain is None:
             plain = torch.zeros((), dtype=torch.float64, device=self._device)
         if self.micro is not None:
-            parts["micro"] = self.micro.parts()
+            terms["micro"] = self.micro.parts()
         for source in self.sources:
-            parts |= source.parts(ranks, self._device)
-        return parts | {"agreement": agreement(plain)}
+            terms |= source.parts(ranks, self._device)
+        return terms | {"agreement": agreement(plain)}
 
     def read(
         self,

@@ -92,18 +92,18 @@ class UnitNorms:
 
     Args:
         units: the parameters of each unit.
-        others: further parameters, each of which is a group of its own.
+        other_parameters: further parameters, each of which is a group of its own.
         ranks: the processes that may hold parts of the parameters.
     """
 
     def __init__(
         self,
         units: Iterable[Sequence[nn.Parameter | Slice]],
-        others: Iterable[nn.Parameter | Slice] = (),
+        other_parameters: Iterable[nn.Parameter | Slice] = (),
         ranks: Ranks | None = None,
     ) -> None:
         self._ranks, self._units = ranks, Distinct(units)
-        self.groups = [*self._units.groups, *((parameter,) for parameter in others)]
+        self.groups = [*self._units.groups, *((parameter,) for parameter in other_parameters)]
         """The G distinct groups of parameters."""
         self.first = self._units.first
         """Index of the first unit of each of the units' groups."""

@@ -102,8 +102,8 @@ def decide(
     order = np.argsort(-key, kind="stable")
     rank[order] = rank.copy()
     active = candidate & (rank < max_o) if budget is None else _filled(candidate, order, max_o, budget)
-    kept = np.where(over, t_lock, np.maximum(lock - 1, 0))
-    return Choice(candidate, active, np.where(active, kept, 0), rank)
+    next_lock = np.where(over, t_lock, np.maximum(lock - 1, 0))
+    return Choice(candidate, active, np.where(active, next_lock, 0), rank)
 
 
 @cache

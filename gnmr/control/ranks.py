@@ -32,7 +32,7 @@ class Ranks(Protocol):
     def counts(self, x: Any) -> bool:
         """Return True if this rank's part belongs in a sum that counts each part once."""
 
-    def sum(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def sum(self, terms: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the sums over ranks in float64, with the same bits on each rank: one collective."""
 
     def take_largest(self, x: Tensor) -> None:

@@ -90,19 +90,21 @@ class Unit:
     """Extra bytes per token on the recovery path (Eq. 5), which signals may read; None: its cost."""
 
     def __post_init__(self) -> None:
-        given: object = self.parameters
-        if isinstance(given, nn.Module):
-            given = given.parameters()
-        elif isinstance(given, nn.Parameter):
-            given = (given,)
-        found = tuple({identity(one): one for one in given}.values()) if isinstance(given, Iterable) else (given,)
-        if wrong := [type(one).__name__ for one in found if not isinstance(one, nn.Parameter | Slice)]:
-            raise ValueError(f"unit {self.name!r}: parameters must be nn.Parameters, not {wrong[0]}")
-        if not found:
+        parameters: Any = self.parameters
+        if isinstance(parameters, nn.Module):
+            parameters = parameters.parameters()
+        elif not isinstance(parameters, Iterable) or isinstance(parameters, nn.Parameter):
+            parameters = (parameters,)
+        parameters = tuple({identity(parameter): parameter for parameter in parameters}.values())
+        for parameter in parameters:
+            if not isinstance(parameter, nn.Parameter | Slice):
+                kind = type(parameter).__name__
+                raise ValueError(f"unit {self.name!r}: parameters must be nn.Parameters, not {kind}")
+        if not parameters:
             raise ValueError(f"unit {self.name!r} has no parameters: there is no gradient to watch")
         if self.switch is not None and not callable(self.switch):
             raise ValueError(f"unit {self.name!r}: switch={self.switch!r} must be a function of one bool, or None")
-        object.__setattr__(self, "parameters", found)
+        object.__setattr__(self, "parameters", parameters)
 
     @property
     def recoverable(self) -> bool:

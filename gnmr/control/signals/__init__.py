@@ -97,7 +97,7 @@ _ATTRIBUTES = ("observe", "columns", "needs", "thresholds", "state_dict", "load_
 
 def _third_party(name: str) -> Any:
     module_name, _, class_name = name.partition(":")
-    if not all(part.isidentifier() for part in [*module_name.split("."), class_name]):
+    if not all(name.isidentifier() for name in [*module_name.split("."), class_name]):
         raise ValueError(f"signal {name!r}: must read package.module:Class")
     try:
         module = import_module(module_name)

@@ -112,8 +112,8 @@ class Random(BlindSignal):
         risk[chosen] = 1 + uniform[chosen]
         if (spend := self.context.spend) is not None and (paid := [cost for cost in spend if cost > 0]):
             risk *= np.maximum(spend, min(paid)) / min(paid)  # otherwise risk per cost would draw the cheap ones first
-        both = to_device(torch.from_numpy(np.stack([risk, uniform])), self.context.device)
-        return both[0], (both[1],)
+        risk_and_column = to_device(torch.from_numpy(np.stack([risk, uniform])), self.context.device)
+        return risk_and_column[0], (risk_and_column[1],)
 
 
 class StaticK(BlindSignal):
@@ -124,7 +124,7 @@ class StaticK(BlindSignal):
     """
 
     columns = ("mean_gnmr",)
-    kept = ("history", "average", "chosen")
+    state_names = ("history", "average", "chosen")
 
     def __init__(
         self,
@@ -168,8 +168,8 @@ class StaticK(BlindSignal):
             self.average.update(ratio(norm, mean, mean != 0, self.eps), entered)
             self.history.update(norm, entered)
         if step == self.calibration_steps:
-            place = torch.sort(self.average.mean, descending=True, stable=True).indices[: self.k]
-            self.chosen = torch.zeros_like(self.chosen).index_fill_(0, place, True)
+            highest = torch.sort(self.average.mean, descending=True, stable=True).indices[: self.k]
+            self.chosen = torch.zeros_like(self.chosen).index_fill_(0, highest, True)
         since = self.turn(step) - self.turn(self.calibration_steps) + 1 if step >= self.calibration_steps else 0
         on = since > 0 and due(since, self.rate) > due(since - 1, self.rate)
         return self.chosen.double() * (2.0 * on), (self.average.mean,)

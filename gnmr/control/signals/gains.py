@@ -72,7 +72,7 @@ class RecoveryGap(LevelSignal):
 
     columns = ("recovery_gap",)
     needs = ("gap_low", "gap_recovery")
-    kept = ("estimate",)
+    state_names = ("estimate",)
 
     def __init__(self, context: Context, *, threshold: Threshold = 1.0, every: int = 1) -> None:
         super().__init__(context, threshold)
@@ -101,7 +101,7 @@ class Price(LevelSignal):
 
     columns = ("price",)
     needs = ("price",)
-    kept = ("history",)
+    state_names = ("history",)
 
     def __init__(
         self,
@@ -121,12 +121,12 @@ class Price(LevelSignal):
         return step <= self.early or (step - 1) % self.every == 0
 
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        now = evidence["price"] if self.reads(step) else None
-        if now is not None:
-            self.history.update(now.log(), seen(evidence))
+        measured = evidence["price"] if self.reads(step) else None
+        if measured is not None:
+            self.history.update(measured.log(), seen(evidence))
         price = torch.where(self.history.count > 0, self.history.mean.exp(), 0.0)
-        if now is not None:
-            price = torch.where(now.isfinite() | ~evidence["observed"], price, now)
+        if measured is not None:
+            price = torch.where(measured.isfinite() | ~evidence["observed"], price, measured)
         return self.verdict(evidence, step, price)
 
 
@@ -146,7 +146,7 @@ class PinExcess(LevelSignal):
     """
 
     columns = ("pin", "transient")
-    kept = ("history", "pin", "value", "on")
+    state_names = ("history", "pin", "value", "on")
 
     def __init__(
         self,
@@ -184,21 +184,23 @@ class PinExcess(LevelSignal):
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         passing = torch.where(self.on, self.value, 0.0)
         if self.reads(step):
-            now = evidence[self.evidence]
-            entered = seen(evidence) & now.isfinite()
-            known = entered & (self.history.count > 0)
+            measured = evidence[self.evidence]
+            entered = seen(evidence) & measured.isfinite()
+            comparable = entered & (self.history.count > 0)
             level = self.history.mean.exp()
-            stays = (now > self.up * level) | (self.on & (now >= self.down * level))
-            self.pin = torch.where(known & self.on & ~stays, torch.minimum(now, level), self.pin)
-            self.on = torch.where(known, stays, self.on)
-            self.value = torch.where(entered, now, self.value)
-            logarithm = now.clamp(min=TINY).log()
+            # A transient begins above `up` times the level and ends below `down` times; then it is a pin.
+            stays = (measured > self.up * level) | (self.on & (measured >= self.down * level))
+            self.pin = torch.where(comparable & self.on & ~stays, torch.minimum(measured, level), self.pin)
+            self.on = torch.where(comparable, stays, self.on)
+            self.value = torch.where(entered, measured, self.value)
+            # The level follows the logarithm, cut so that a transient hardly moves it.
+            logarithm = measured.clamp(min=TINY).log()
             cut = torch.minimum(logarithm, self.history.mean + math.log(self.up))
-            self.history.update(torch.where(known, cut, logarithm), entered & (now > 0))
+            self.history.update(torch.where(comparable, cut, logarithm), entered & (measured > 0))
             if self._chooses(step):
                 self.pin = torch.where(self.history.count > 0, self.history.mean.exp(), 0.0)
             passing = torch.where(self.on, self.value, 0.0)
-            passing = torch.where(now.isfinite() | ~evidence["observed"], passing, now)
+            passing = torch.where(measured.isfinite() | ~evidence["observed"], passing, measured)
         return self.verdict(evidence, step, self.pin, passing)
 
     def _chooses(self, step: int) -> bool:

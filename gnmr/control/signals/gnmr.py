@@ -38,7 +38,7 @@ class GnmrSignal(RatioSignal):
     """
 
     columns: tuple[str, ...] = ("gnmr", "delta_gnmr")
-    kept = ("history", "window")
+    state_names = ("history", "window")
 
     def __init__(
         self,

@@ -25,14 +25,14 @@ LARGEST: float = torch.finfo(torch.float64).max
 
 
 class StatefulParts:
-    """An object whose state is the tensors and the `StatefulParts` that `kept` names."""
+    """An object whose state is the tensors and the `StatefulParts` that `state_names` names."""
 
-    kept: tuple[str, ...] = ()
+    state_names: tuple[str, ...] = ()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state by name (`part.name` in parts). The tensors are shared with this object, never written."""
         state: dict[str, Tensor] = {}
-        for name in self.kept:
+        for name in self.state_names:
             value = getattr(self, name)
             if isinstance(value, StatefulParts):
                 state |= {f"{name}.{key}": tensor for key, tensor in value.state_dict().items()}
@@ -55,14 +55,14 @@ class StatefulParts:
             if loaded.shape != tensor.shape or loaded.is_floating_point() != tensor.is_floating_point():
                 loaded_kind = f"{loaded.dtype} of shape {tuple(loaded.shape)}"
                 raise ValueError(f"signal state {name!r} is {loaded_kind}, this signal needs {kind}")
-        for name in self.kept:
+        for name in self.state_names:
             if isinstance(value := getattr(self, name), StatefulParts):
                 value.check_state(_state_of(name, state))
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load a state. Raises ValueError before anything changes; see `check_state`."""
         self.check_state(state)
-        for name in self.kept:
+        for name in self.state_names:
             value = getattr(self, name)
             if isinstance(value, StatefulParts):
                 value.load_state_dict(_state_of(name, state))
@@ -87,7 +87,7 @@ class _FiniteState(StatefulParts):
 class Cumulative(_FiniteState):
     """Mean of all values so far, `m += (v - m) / n`."""
 
-    kept = ("mean", "count")
+    state_names = ("mean", "count")
     longest = math.inf
     """Limit on the n above."""
 
@@ -118,7 +118,7 @@ class Ema(Cumulative):
 class Window(_FiniteState):
     """Mean of the newest `length` values."""
 
-    kept = ("values", "count")
+    state_names = ("values", "count")
 
     def __init__(self, num_units: int, device: torch.device, length: int) -> None:
         self.values = torch.zeros(length, num_units, dtype=torch.float64, device=device)  # newest last, 0 where empty

@@ -81,10 +81,10 @@ class Signal(Protocol):
 
 
 class SignalBase(StatefulParts):
-    """Base class with state (`StatefulParts.kept`) and the way from columns to risk.
+    """Base class with state (`StatefulParts.state_names`) and the way from columns to risk.
 
-    A subclass sets `columns`, `needs` and `kept`, takes `(context, *, option=default, ...)`, sets `threshold` (or
-    overrides `thresholds`) and returns `self.verdict(...)` from `observe`.
+    A subclass sets `columns`, `needs` and `state_names`, takes `(context, *, option=default, ...)`, sets `threshold`
+    (or overrides `thresholds`) and returns `self.verdict(...)` from `observe`.
     """
 
     columns: tuple[str, ...] = ()
@@ -147,7 +147,7 @@ class LevelSignal(SignalBase):
 class RatioSignal(SignalBase):
     """A value against its own past: ratio = value / (mean of the past + eps), 1 without a past."""
 
-    kept: tuple[str, ...] = ("history",)
+    state_names: tuple[str, ...] = ("history",)
 
     def __init__(self, context: Context, history: Cumulative, eps: float) -> None:
         super().__init__(context)
@@ -155,11 +155,11 @@ class RatioSignal(SignalBase):
         self.history, self.eps = history, eps
 
 
-def ratio(value: Tensor, level: Tensor, known: Tensor, eps: float) -> Tensor:
-    """Return value / (level + eps), (U,): 1 if the level is not `known`; a non-finite value is returned unchanged."""
+def ratio(value: Tensor, level: Tensor, has_level: Tensor, eps: float) -> Tensor:
+    """Return value / (level + eps), (U,): 1 without a level; a non-finite value is returned unchanged."""
     # A ratio of finite numbers may leave float64's range, and Inf is reserved for non-finite values.
     quotient = (value / (level + eps)).clamp(max=LARGEST)
-    quotient = torch.where(known, quotient, 1.0)
+    quotient = torch.where(has_level, quotient, 1.0)
     return quotient if all_finite(value) else torch.where(value.isfinite(), quotient, value)
 
 

@@ -87,8 +87,8 @@ def phase(parts: Parts, step: int) -> str | None:
     config = parts.config
     if parts.base is None:
         return None
-    found = {0: "base", config.total_steps: "healed", config.training.steps: "low"}
-    return found.get(step)
+    phases = {0: "base", config.total_steps: "healed", config.training.steps: "low"}
+    return phases.get(step)
 
 
 def validated(parts: Parts, held_out: Tensor | Batch, step: int) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def validated(parts: Parts, held_out: Tensor | Batch, step: int) -> dict[str, An
             low = evaluate(
                 parts.model, parts.converted, held_out, batch_size, low=True, world=parts.world, draws=parts.draws
             )
-    if not all(math.isfinite(found) for found in (loss, low) if found is not None):
+    if not all(math.isfinite(value) for value in (loss, low) if value is not None):
         raise RunFailed(f"the validation loss after step {step} is {loss if low is None else f'{loss}, {low} low'}")
     ppl = torch.tensor(loss, dtype=torch.float64).exp().item()
     return {"val_loss": loss, "val_ppl": ppl, "val_loss_low": low, "phase": phase(parts, step)}
@@ -168,8 +168,8 @@ class Loop:
                 self._save()
             if self._score_is_due():
                 self.score()
-                told = self.parts.world.gather(next(iter(stop), None))  # the checkpoint is saved already
-                self.stopped = next((number for number in told if number is not None), None)
+                received = self.parts.world.gather(next(iter(stop), None))  # the checkpoint is saved already
+                self.stopped = next((number for number in received if number is not None), None)
             if self.stopped and not last:
                 name = signal.Signals(self.stopped).name
                 if not is_bypassed(self.stopped):
@@ -183,8 +183,8 @@ class Loop:
         parts, step = self.parts, self.counters.step
         if self.scorer is None:
             return
-        there = parts.world.from_first(lambda: {row["step"] for row in read_jsonl(parts.folder / "scores.jsonl")})
-        if step not in there:  # every process scores, because forward passes gather shards
+        scored = parts.world.from_first(lambda: {row["step"] for row in read_jsonl(parts.folder / "scores.jsonl")})
+        if step not in scored:  # every process scores, because forward passes gather shards
             self.recorder.scores(self.scorer.score(parts, step, self.recorder.say))
 
     def _step(self, take_step: Steps) -> StepResult:
@@ -223,8 +223,8 @@ class Loop:
 
     def _validate(self) -> None:
         step = self.counters.step
-        found = validated(self.parts, self.held_out, step)
-        self.recorder.eval({"step": step, "tokens": self.counters.tokens, **found})
+        row = validated(self.parts, self.held_out, step)
+        self.recorder.eval({"step": step, "tokens": self.counters.tokens, **row})
 
     def _save(self) -> None:
         records = self.recorder.sync()

@@ -81,8 +81,8 @@ def nonfinite_place(model: nn.Module, world: World, micro_batches: Sequence[Tens
 
     All ranks return the same name; each passes its own `micro_batches`. Waits for the device.
     """
-    for place in (lambda: _weight(model), lambda: _output(model, micro_batches)):
-        if (name := next((name for name in world.gather(place()) if name is not None), None)) is not None:
+    for search in (lambda: _weight(model), lambda: _output(model, micro_batches)):
+        if (name := next((name for name in world.gather(search()) if name is not None), None)) is not None:
             return name
     return "loss"
 

@@ -96,10 +96,10 @@ def fault_rows(parts: Parts) -> list[dict[str, Any]]:
 
 def _shape(model: nn.Module) -> dict[str, int]:
     """Return layers and width of the trained model, which a checkpoint determines. Unknown values are omitted."""
-    own: Any = getattr(model, "config", None)
-    own = own.get_text_config() if hasattr(own, "get_text_config") else own
-    names = {"num_hidden_layers": "layers", "num_layers": "layers", "hidden_size": "width"}
-    return {told: number for name, told in names.items() if isinstance(number := getattr(own, name, None), int)}
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    keys = {"num_hidden_layers": "layers", "num_layers": "layers", "hidden_size": "width"}
+    return {key: number for name, key in keys.items() if isinstance(number := getattr(config, name, None), int)}
 
 
 def header(parts: Parts, command: str) -> dict[str, Any]:

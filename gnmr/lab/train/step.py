@@ -298,17 +298,17 @@ class TrainStep:
         """Return (numbers, norms, all sums) over ranks, with one collective."""
         assert self.router.controller.ranks is not None
         world, device = self.world, self.parameters[0].device
-        parts, plain = self._norms.parts()
-        parts |= numbers | self.router.parts(plain)
+        terms, plain = self._norms.parts()
+        terms |= numbers | self.router.parts(plain)
         if self._experts is not None:
-            parts["reached"] = self._experts.take()
+            terms["reached"] = self._experts.take()
         times, since = [0.0] * world.size, self._since or 0.0
         times[world.rank] = max(self._wrapped.arrived - since, 0.0)
         stop = [float(number in self._stop) for number in _SIGNALS]
         for name, values in (("times", times), ("stop", stop)):
-            parts[name] = to_device(torch.tensor(values, dtype=torch.float64), device)
+            terms[name] = to_device(torch.tensor(values, dtype=torch.float64), device)
 
-        sums = self.router.controller.ranks.sum(parts)
+        sums = self.router.controller.ranks.sum(terms)
         norms = self._norms.of_sums(sums["squares"], sums["present"])
         if self._experts is not None:
             self._experts.drop(sums["reached"])
