@@ -253,6 +253,7 @@ def _observe(
     Unconverted operators within modules (`LinearOperator`) are known from the counted products alone.
     """
     refuse_without_gradients(model)
+    # Of a shard the audit would compare a part of a product with the whole.
     sharded = any(is_sharded(parameter) for parameter in model.parameters())
     right = "has sharded parameters (DTensor); audit it in one process, before it is sharded"
     require(not sharded, "model", type(model).__name__, right)
@@ -266,16 +267,19 @@ def _observe(
 
     converted = [operator.module for operator in operators if isinstance(operator.module, PathLinear)]
     with as_it_was(model), _without_side_effects(converted), watching(operators, report) as watch:
+        # Both forward passes draw the same numbers, so that they run the same products.
         torch.manual_seed(0)
         loss = scalar(loss_of_batch(batch), "loss_of_batch", bool(trained))
         right = "its loss does not run the linears of this model"
         require(
             watch.ran or any(isinstance(o.module, LinearOperator) for o in operators), "loss_of_batch", "...", right
         )
+        # A NaN that an operand shows is a finding of its own, and says more than the loss.
         if not _met_not_finite(watch.measurements):
             refuse_not_finite(float(loss.detach()), "loss_of_batch", model)
         if trained:
             refuse_reentrant(loss)
+            # Not `backward`, which would add to the gradients of the user's step.
             gradients = torch.autograd.grad(loss, trained, allow_unused=True)
             refuse_constant(loss, trained, gradients, "loss_of_batch", "what is trained")
             pairs = zip(trained, gradients, strict=True)
@@ -379,6 +383,7 @@ def match_lists(model: nn.Module, texts: Mapping[str, Sequence[str]], names: Seq
     Returns:
         The linears that each entry matches, by the names of the list and by those in memory.
     """
+    # Undoing the conversions of transformers takes long for a large model, so it waits for a list that needs it.
     by_memory = all(reads_memory(which) and not LISTS[which].of_both for which in texts)
     in_checkpoint = {} if by_memory else linears_of(model).saved
     same = {name: name for name in names}
@@ -405,6 +410,7 @@ def _list_findings(matched: MatchedLists, model: nn.Module) -> Iterator[Finding]
     loaded = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
     saved = {parent for names in matched.in_checkpoint.values() for name in names for parent in _with_parents(name)}
     renamed = {name for name, names in matched.in_checkpoint.items() if name not in names}
+    # Modules that exist in memory alone, such as `mlp` where the checkpoint has `block_sparse_moe`.
     gone = {parent for name in renamed for parent in _with_parents(name)} - saved
     in_file = [*(name for name in loaded if gone.isdisjoint(_with_parents(name))), *saved]
     for entry in matched.by_list:
@@ -418,6 +424,7 @@ def _list_findings(matched: MatchedLists, model: nn.Module) -> Iterator[Finding]
             yield Finding("substring", (f"{entry.which} {entry.text!r}",), problem, right)
         if not fits_none(entry, names) or _is_alias(entry, matched.by_list):
             continue
+        # An entry may match a module and none of its linears, as a list of whole names has no blocks.
         problem, right = "matches no module of this model", suggested(entry.text, names, entry.which)
         if LISTS[entry.which].of_both:
             modules = [*dict.fromkeys((*loaded, *in_file))]
@@ -441,6 +448,7 @@ def _is_alias(entry: Entry, entries: Sequence[Entry]) -> bool:
         if other.which != entry.which or not other.names:
             continue
         other_words = other.text.strip(".").split(".")
+        # Lists often have the heads of several libraries, of which a model has one.
         if words[-1] in HEADS and other_words[-1] in HEADS:
             return True
         same_block = [word for word in other_words if word.isdigit()] == [word for word in words if word.isdigit()]
@@ -457,6 +465,7 @@ def _conversion_findings(
     operators: Sequence[Operator], matched: MatchedLists, recipe: Recipe | None, observed: _Observed
 ) -> Iterator[Finding]:
     """Yield lists that were not applied, operators that were left out, and recipes other than the intended one."""
+    # Pins leave a linear converted: they only say which GEMMs run on the recovery recipe.
     excluded: dict[str, Entry] = {}
     chosen: dict[str, Entry] = {}
     for entry in matched.entries:
@@ -469,6 +478,7 @@ def _conversion_findings(
     missing: list[Operator] = []
     any_low = False
     for operator in operators:
+        # Low although a list leaves it out, or in 16 bits although nothing does.
         low, name = observed.low(operator), operator.name
         any_low |= low
         if low and name in excluded:
@@ -507,6 +517,7 @@ def _recipe_findings(operators: Sequence[Operator], recipe: Recipe) -> Iterator[
     unlike: dict[tuple[str, str, str], list[str]] = {}
     for operator in operators:
         for gemm in GEMMS if operator.low and operator.declared is not None else ():
+            # Libraries declare formats and scales; rounding and rotation are not compared.
             actual = " x ".join(_format_and_scale(operator.grain(gemm, operand)) for operand in READS[gemm])
             wanted = " x ".join(_format_and_scale(getattr(getattr(recipe, gemm), operand)) for operand in READS[gemm])
             if actual != wanted and gemm not in operator.pinned:
@@ -527,6 +538,7 @@ def _odd_findings(operators: Sequence[Operator]) -> Iterator[Finding]:
     blocks: dict[str, list[Operator]] = {}
     for operator in operators:
         if not operator.role and operator.declared is not None and not operator.pinned:
+            # One kind: the same name in every block.
             kinds.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", operator.name), []).append(operator)
             blocks.setdefault(unit_of(operator.name, "block"), []).append(operator)
     for alike in kinds.values():
@@ -553,6 +565,7 @@ def _role_findings(operators: Sequence[Operator], entries: Sequence[Entry], obse
             problem = f"lies in the memory of {operator.tied} and is a parameter of its own: two gradients, one weight"
             right = "tie them again after the conversion, or leave the head out of it"
             yield Finding("tied head", (operator.name,), problem, right)
+        # Who names a head in a list of linears to convert wants it; a tied one is the embedding as well.
         tied = operator.tied and operator.shared
         unasked = operator.role in KEPT and operator.name not in chosen and not operator.tied
         if observed.low(operator) and (tied or unasked):
@@ -626,6 +639,7 @@ def _idle_findings(operators: Sequence[Operator], observed: _Observed) -> Iterat
     An expert that no token reached is not reported if other experts of its kind ran.
     """
     reached = {of_any_expert(name) for name in observed.ran}
+    # A parametrization makes plain weights as well as rounded ones, so nothing is said of it.
     maybe_low = [o for o in operators if o.low or (o.low is None and o.kind != "ParametrizedLinear")]
     idle = [o.name for o in maybe_low if of_any_expert(o.name) not in reached]
     if uncalled := tuple(name for name in idle if name in observed.read):
@@ -662,6 +676,7 @@ def _row(operator: Operator, observed: _Observed, dynamic: bool) -> OperatorRow:
         for operand in (*READS[gemm], "output"):
             if (values := observed.measurements.get((operator.name, gemm, operand))) is not None:
                 measured.setdefault(gemm, {})[operand] = values.snr, values.best
+    # What the measured numbers do not say.
     ran, notes = operator.name in observed.ran, []
     if dynamic and not ran:
         notes.append("did not run in this batch")

@@ -123,6 +123,7 @@ def compare(
     by_trainer, by_rollout = ({name: linears[name] for name in names} for linears in treatments)
     alone = {name: treatments[1][name] for name in unloaded}
     findings, notes = [*_differences(by_trainer, by_rollout)], list[Finding]()
+    # Linears that both treat alike may still fail to load: an engine refuses a part of what it fuses.
     for side in sides:
         notes += side.matchless()
         findings += side.split()
@@ -175,12 +176,14 @@ class _Side:
             for name in self.names:
                 if never_quantized(which, self.name_for(which, name)):
                     excluded[name] = Treatment(False, f"never quantized under {which}")
+            # The first entry that matches explains the treatment, and is the one to change.
             for entry in entries:
                 better = repaired(entry, self.names) if entry.trap else None
                 remedy = f"{better!r}" if better else f"no {entry.text!r}"
                 for name in entry.names:
                     treatment = Treatment(entry.converts, _why(entry, name), f"{remedy} in {self.key}.{which}")
                     (chosen if entry.converts else excluded).setdefault(name, treatment)
+        # A list of linears to convert leaves out all others; without one, everything is quantized.
         selecting = [which for which, entries in self.entries.items() if LISTS[which].converts and entries]
         which = selecting[0] if selecting else next(iter(self.entries))
         why, remedy = f"no entry of {', '.join(self.entries)} names it", f"an entry for it in {self.key}.{which}"
@@ -199,6 +202,7 @@ class _Side:
             matched = {name for entry in entries for name in entry.names}
             if LISTS[which].rule == "any":  # whole names come first, and one projection of an expert leaves out all
                 matched &= {text for text in texts if ".experts." not in text}
+            # Blocks with the same missing projections share a finding.
             torn: dict[str, list[str]] = {}
             for built, names in built_of.items():
                 inside = [name for name in names if name in matched]
@@ -223,6 +227,7 @@ class _Side:
             lost: dict[str, list[Entry]] = {}
             saved_names: dict[str, str] = {}
             for entry in (entry for entry in entries if fits_none(entry, self.names)):
+                # An entry by the name in memory is none by the checkpoint's, but says which linear was meant.
                 meant = [name for name in self.names if matches(entry.text, self.in_memory.get(name, name), rule)]
                 if not meant or not matched.issuperset(meant):
                     lost.setdefault(_numberless(entry.text), []).append(entry)
@@ -243,6 +248,7 @@ def _matched(which: str, texts: Sequence[str], names: Sequence[str], in_memory: 
     by_checkpoint = entries_of(which, texts, names)
     if not reads_memory(which) or not in_memory:
         return by_checkpoint
+    # Several linears of the checkpoint may be one in memory: gate and up of all experts.
     saved: dict[str, list[str]] = {}
     for name in names:
         saved.setdefault(in_memory.get(name, name), []).append(name)
@@ -273,6 +279,7 @@ def _differences(trainer: Mapping[str, Treatment], rollout: Mapping[str, Treatme
         if treatment.low != rollout[name].low:
             alike.setdefault((_numberless(treatment), _numberless(rollout[name])), []).append(name)
     for names in alike.values():
+        # Of entries that differ by the block's number, the number is left out.
         texts, remedies = [], []
         for side in (trainer, rollout):
             treatment = side[names[0]]
@@ -291,6 +298,7 @@ def _numberless(text: object) -> str:
 def _intention(entry: Entry, names: Sequence[str]) -> str:
     """Return the likely intention of an entry that matches nothing."""
     rule = LISTS[entry.which].rule
+    # AMD Quark's lists have globs, and were copied into configs whose readers take whole names.
     if set(entry.text) & set("*?") and not entry.text.startswith("re:") and rule in ("exact", "re:", "part", "weight"):
         return "* is not a wildcard in this list" + (", use re: and a regular expression" if rule == "re:" else "")
     return suggested(entry.text, names, entry.which)

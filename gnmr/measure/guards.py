@@ -25,6 +25,7 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
     PyTorch's fast path around the linears of a `nn.TransformerEncoder` is disabled inside. Restored are the modes of
     all modules and `requires_grad` of all parameters.
     """
+    # The fast path multiplies without calling the linears, so no hook would see them.
     fast = torch.backends.mha.get_fastpath_enabled()
     modes = [(module, module.training) for module in model.modules()]
     trained = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.parameters()]
@@ -98,6 +99,7 @@ def refuse_hidden(loss: Tensor, without_graph: set[str]) -> None:
 
 def _graph(loss: Tensor) -> Iterator[Any]:
     """Yield the nodes of the autograd graph of `loss`."""
+    # A reentrant checkpoint is one node of autograd, behind which the passes of its linears cannot be seen.
     seen, ahead = set[Any](), [loss.grad_fn]
     while ahead:
         node = ahead.pop()

@@ -190,6 +190,7 @@ def operators_of(model: nn.Module) -> list[Operator]:
     for operator in operators_in(model).values():
         if operator.forward is not None:
             contained.setdefault(operator.path, []).append(operator)
+    # A linear within a converted module, such as an expert, is an operator of that module.
     inner_weights = {operator.weight for inside in contained.values() for operator in inside}
     for name, module in model.named_modules():
         path_operators = module.path_operators if isinstance(module, WeightOwner) else ()
@@ -203,6 +204,7 @@ def operators_of(model: nn.Module) -> list[Operator]:
     operators = []
     for short, (name, linear) in zip(operator_names(list(modules)), modules.items(), strict=True):
         table = tied.get(name, "")
+        # A conversion may have copied a tied weight into a parameter of its own.
         shared = not table or embeddings[table] is linear.weight
         operators.append(replace(_declared(short, linear), tied=table, shared=shared, role=roles[name]))
     return operators
@@ -220,6 +222,7 @@ def packed_in(model: nn.Module) -> dict[str, str]:
         if _is_linear(module) or not all(isinstance(width, int) for width in widths):
             continue
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        # A matrix in 1 bit or more per weight, and none of the same shape in high precision.
         codes = [tensor for tensor in tensors if _few_bits(tensor) and tensor.dtype != torch.bool]
         bits = 8 * sum(tensor.numel() * tensor.element_size() for tensor in codes)
         has_matrix = any(_is_high(tensor) and {*tensor.shape} == {*widths} for tensor in tensors)
@@ -240,6 +243,7 @@ def values_of(tensor: Tensor) -> Tensor | None:
     inner = _inner_tensors(tensor)
     if len(inner) == 1 and inner[0].shape == tensor.shape and (values := values_of(inner[0])) is not None:
         return values
+    # Methods of torchao's and quanto's classes, and the product that any weight has to give.
     methods = (getattr(tensor, name, None) for name in ("to_original_precision", "dequantize"))
     identity = partial(torch.eye, tensor.shape[-1], dtype=tensor.dtype, device=tensor.device)
     for convert in (*methods, lambda: F.linear(identity(), tensor).t()):
@@ -273,7 +277,7 @@ def _inner_tensors(tensor: Any) -> list[Tensor]:
 
 def _few_bits(weight: Any) -> str:
     """Return the dtype of the largest tensor in a weight if it is of one byte or of integers, else nothing."""
-    while inner := _inner_tensors(weight):
+    while inner := _inner_tensors(weight):  # a wrapper may hold another: DTensor of codes
         weight = max(inner, key=lambda tensor: tensor.numel())
     return "" if _is_high(weight) else str(weight.dtype).removeprefix("torch.")
 
@@ -344,6 +348,7 @@ def _float8(config: Any) -> Declared:
         number_format = _FORMATS.get(cast_config.target_dtype)
         if cast_config.scaling_type.name == "DISABLED" or number_format is None:
             continue
+        # torchao has one scale for all elements that a GEMM contracts, also where these lie in a column.
         along = cast_config.scaling_granularity.name == "AXISWISE"
         cast = Cast.of(f"{number_format}/{'row' if along else 'tensor'}")
         assert cast is not None

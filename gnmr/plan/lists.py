@@ -216,7 +216,7 @@ def read_lists(lists: Mapping[str, Sequence[object] | str | int] | None, side: s
         rule, key = LISTS[which].rule, f"{side}.{which}" if side else which
         if not isinstance(entries, Sequence):
             entries = [str(entries)]
-        elif rule == "quantizer" and not isinstance(entries, str):
+        elif rule == "quantizer" and not isinstance(entries, str):  # ModelOpt's own list has mappings
             entries = [_of_config(key, entry) for entry in entries]
         texts[which] = listed(key, entries)
         if "" in texts[which]:
@@ -292,6 +292,7 @@ def entries_of(which: str, texts: Iterable[str], names: Sequence[str]) -> list[E
     num_blocks = 1 + max(blocks.values(), default=-1)
     for text in texts:
         if reading.rule in ("first", "last"):
+            # Blocks are counted over the whole model, whatever else the list has.
             in_range = range(int(text)) if reading.rule == "first" else range(num_blocks - int(text), num_blocks)
             matched = meant = [name for name, block in blocks.items() if block in in_range]
         elif reading.rule == "quantizer":
@@ -315,6 +316,7 @@ def _matches_linear(reading: Reading, text: str, name: str) -> bool:
     built = called(name, reading.layout)
     if reading.layout != "engine":
         return matches(text, built, reading.rule)
+    # vLLM looks up the fused linear and each of its parts, and asks for the experts of a layer at once.
     if reading.rule in ("exact", "any") and built.endswith(".experts") and built in text:
         return True  # one projection of one expert leaves out all of them
     if reading.rule == "any":
@@ -333,13 +335,13 @@ def matches(text: str, name: str, rule: str) -> bool:
         return bool(select([name], [text])[0])
     if rule == "quantizer":
         return _fits_quantizer(text, name, "weight") or _fits_quantizer(text, name, "input")
-    if rule == "start":
+    if rule == "start":  # transformers: re.match up to a dot, or str.endswith
         return bool(re.match(rf"(?:{text}){_BOUNDARY}", name)) or name.endswith(text)
     if rule == "search":
         return bool(re.search(text, name))
     if pattern is not None:
         return bool(re.match(pattern, name)) or (rule == "words" and bool(re.match(pattern, f"{name}.weight")))
-    if rule == "words":
+    if rule == "words":  # without case, and over the weight's name
         return f".{text.strip('.').lower()}." in f".{name.lower()}.weight."
     if rule in ("exact", "re:"):
         return text == name
@@ -388,6 +390,7 @@ def _at_dots(text: str, name: str, rule: str) -> bool:
         return any(_beside_dot(name, start) and _beside_dot(name, end) for start, end in ends)
     if rule == "start":
         return bool(re.match(rf"(?:{text}){_BOUNDARY}", name)) or name == text or name.endswith(f".{text}")
+    # `layers.1*` of gnmr's patterns means 10 and 11 too; as whole words it means `layers.1.*`.
     if rule == "end" and re.search(r"\d\*", text):
         guarded = re.sub(r"(?<=\d)\.\*", r"(?!\\d).*", translate(text))
         return any(re.match(guarded, name[i:]) for i in range(len(name)) if i == 0 or name[i - 1] == ".")
@@ -405,6 +408,7 @@ def _between_dots(text: str, name: str) -> bool:
     >>> _between_dots("layers.1", "layers.1.mlp"), _between_dots("layers.1", "layers.10.mlp")
     (True, False)
     """
+    # A text with a dot at its end brings its own boundary.
     before = r"(?:^|(?<=\.))" if not text.startswith(".") else ""
     after = r"(?=\.|$)" if not text.endswith(".") else ""
     return bool(re.search(before + re.escape(text) + after, name))
@@ -436,10 +440,12 @@ def suggested(text: str, names: Sequence[str], which: str = "filter_fqns") -> st
     if reading.layout == "engine":
         spellings = {name: [name, *built] for name, built in spellings.items()}
     end = f":{text.rpartition(':')[2]}" if reading.rule == "quantizer" else ""
+    # First the words that the entry has, in a spelling of this list that matches exactly their linears.
     word, meant = _nearest_words(text.removesuffix(end).removeprefix("re:"), spellings)
     for entry in _as_entries(word, end) if word else ():
         if {*_names_matched(which, entry, names)} == {*meant}:
             return repr(entry)
+    # Else a whole name: of a linear that was meant, or of any.
     example = (meant or names)[0]
     for name in (example, called(example, reading.layout)):
         for entry in _as_entries(name, end):
@@ -458,8 +464,10 @@ def repaired(entry: Entry, names: Sequence[str]) -> str | None:
 
 def _nearest_words(text: str, spellings: Mapping[str, Sequence[str]]) -> tuple[str, list[str]]:
     """Return the words between dots that `text` probably meant, and the linears in whose spellings they occur."""
+    # The name without what a regular expression or a glob adds.
     bare = re.sub(r"\\(.)|\[\.\]", lambda escaped: escaped[1] or ".", text).strip("*.^$")
     bare = bare.removesuffix(".weight").removesuffix("_quantizer").strip("*.")
+    # All runs of words between dots in the model's names, of which a typing error has a near one.
     every = [spelling for name in spellings for spelling in spellings[name]]
     words: dict[str, None] = {}
     for spelling in every:

@@ -115,6 +115,7 @@ def outside(plan: PinPlan, layers: int | None = None) -> list[str]:
     """
     if not _all_llama(plan.operators):
         return plan.unconverted or []
+    # An old plan says only which linears it has. LLaMA's blocks say which others there are.
     split = [name.removeprefix("model.").split(".", 3) for name in plan.operators]
     num_blocks = 1 + max(int(number) for _, number, _, _ in split)
     require(layers is None or layers >= num_blocks, "layers", layers, f"the plan has {num_blocks}")
@@ -132,6 +133,7 @@ def outside(plan: PinPlan, layers: int | None = None) -> list[str]:
         of_block = mlps.get(block, usual)
         every += [f"{prefix}layers.{block}.self_attn.{x}_proj" for x in "qkvo"]
         if any("experts" in mlp for mlp in of_block):
+            # The plan may have some experts of a block; the model has as many in each.
             of_block |= dict.fromkeys(mlp for mlp in usual if "experts" in mlp)
             every.append(f"{prefix}layers.{block}.mlp.gate")
         for mlp in of_block:
@@ -236,6 +238,7 @@ def adapted(plan: PinPlan, target: Target, layers: int | None = None) -> PinPlan
     if plan.prices and any(wanted[name] != chosen[linear] for linear, names in linears.items() for name in names):
         chosen |= _solved(plan, target, linears, options, chosen)
 
+    # Pins of GEMMs that the library cannot configure stay in the plan: its time and its nats count them.
     pins = {}
     for linear, names in linears.items():
         for name in names:
@@ -244,6 +247,7 @@ def adapted(plan: PinPlan, target: Target, layers: int | None = None) -> PinPlan
     pins = {name: pins[name] for name in plan.operators if pins[name]}
     if pins == plan.pins:
         return plan
+    # What is expected to be left scales with the nats by price.
     choice, expected = plan.choice(pins=pins), plan.expected
     if expected is not None:
         share_left = choice.after / choice.before if choice.before > 0 else math.inf
