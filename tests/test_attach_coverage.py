@@ -238,15 +238,6 @@ def test_linears_of_nested_tensors_count_by_their_rows(layout: torch.layout) -> 
         model["then"](model["first"](x))
 
 
-def test_experts_of_a_layer_cost_alike() -> None:
-    """One batch does not tell which of them the next tokens reach."""
-    model = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]), "more": nn.Linear(8, 8)})
-    controller = attach(model, **{**PATHS, "targets": ["*"]}, signal="always_low")
-    model["more"](model["experts"][0](torch.randn(6, 8))).sum().backward()
-    controller.step()
-    assert [unit.cost for unit in controller.units] == pytest.approx([1 / 4, 1 / 4, 1 / 2])
-
-
 COULD_NOT = "attach could not count what a compiled model runs"
 
 

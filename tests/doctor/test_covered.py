@@ -118,21 +118,6 @@ def test_what_is_read_without_a_call_is_a_finding_though_it_is_frozen() -> None:
     assert len(never) == 1 and len(never[0].where) == 2 and "is never called" in never[0].problem
 
 
-def test_the_fast_path_of_an_encoder_is_off() -> None:
-    torch.manual_seed(0)
-    table, head = nn.Embedding(32, 32), nn.Linear(32, 32)
-    layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True), 1)
-    model = nn.ModuleList([table, layers, head])
-    batches = [torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(i)) for i in range(2)]
-
-    def loss(x: Tensor) -> Tensor:
-        return F.cross_entropy(head(layers(table(x))).flatten(0, 1), x.flatten())
-
-    found = gnmr.diagnose(model, loss, batches, recipe="sim_e2m1", targets=["linear1", "linear2"])
-    assert abs(found.measured.nats) > 1e-5
-    assert torch.backends.mha.get_fastpath_enabled()
-
-
 def test_rows_decide_on_time() -> None:
     """An encoder reads 50 times as many tokens as its decoder: a pin there costs 50 times as much."""
     transformers = pytest.importorskip("transformers")

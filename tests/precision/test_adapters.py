@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import gnmr
-from gnmr.control import Unit
 from gnmr.conversion import ConvertedModel, PathSpec, adapters, convert
 from gnmr.conversion.adapters import WeightOwner, operators_in, register
 
@@ -376,14 +375,6 @@ def test_attention_is_torchs_own_on_bf16(evaluating: bool) -> None:
     with torch.no_grad():  # torch's own fast path would read the weights without a call
         assert apart(layer(x, memory, mask), plain[0], terms=H, products=12)
     low.restore()
-
-
-def test_slices_stand_for_parameters() -> None:
-    from gnmr.control.unit import Slice
-
-    weight = nn.Parameter(torch.randn(E, H, D))
-    (one,) = Unit("experts.1", (Slice(weight, 1), Slice(weight, 1))).parameters
-    assert one.requires_grad and one.numel() == H * D and torch.equal(one.detach(), weight[1])
 
 
 # ---- transformers ----

@@ -290,12 +290,3 @@ def test_an_attached_model_crosses_to_another_process_without_a_word(low: str) -
     step_of(0, pickle.loads(buffer.getvalue()), found)
     step_of(0, net, expected)
     assert torch.equal(found, expected)
-
-
-@pytest.mark.slow
-def test_an_attached_model_can_be_spawned() -> None:
-    net, norms, expected = model(), torch.zeros(1).share_memory_(), torch.zeros(1)
-    gnmr.attach(net, low="nvfp4", recovery="bf16", signal="always_low")
-    torch.multiprocessing.spawn(step_of, (net, norms), 1)
-    step_of(0, net, expected)
-    torch.testing.assert_close(norms, expected)

@@ -72,25 +72,6 @@ def test_experts_of_a_mixture_count_the_tokens_that_reach_them() -> None:
     assert "experts.down_proj (MixtralExperts)" in line and "lm_head" in line
 
 
-def test_linears_that_are_read_without_a_call_are_named() -> None:
-    model = model_of("MambaConfig", **MAMBA)
-    found = count(model, lambda: model(input_ids=TOKENS))
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    reasons = found.never_called([*names, "nowhere"])
-    read = "its weight is read without calling it"
-    assert reasons == {f"backbone.layers.{i}.mixer.dt_proj": read for i in range(2)} | {"nowhere": "it never ran"}
-    assert "mixer.dt_proj (read without a call)" in found.line(names)
-
-
-def test_rows_count_and_not_operators() -> None:
-    model = model_of("T5Config", "AutoModelForSeq2SeqLM", **T5, decoder_start_token_id=0)
-    source, target = torch.ones(2, 200, dtype=torch.long), torch.ones(2, 8, dtype=torch.long)
-    called = count(model, lambda: model(input_ids=source, labels=target)).called()
-    assert called["encoder.block.0.layer.0.SelfAttention.q"] == 400 * 64 * 64
-    assert called["decoder.block.0.layer.0.SelfAttention.q"] == 16 * 64 * 64
-    assert called["decoder.block.0.layer.1.EncDecAttention.k"] == 400 * 64 * 64
-
-
 class Pieces(nn.Module):
     """Ways to multiply by a weight that no linear knows of."""
 
