@@ -16,7 +16,7 @@ import peft
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from gnmr.attachment.trainer import GnmrCallback
+from gnmr.attachment.trainer import GnmrTrainerCallback
 
 SEQ_LEN, BATCH, ACCUMULATION = 48, 4, 2
 
@@ -67,7 +67,9 @@ def main(argv: list[str] | None = None) -> None:
         )
         trainer = Trainer(model, args, train_dataset=Blocks(words.steps * BATCH * ACCUMULATION))
         routing = {"unit": "block", "observe": "adapter"}
-        callback = GnmrCallback(trainer, low="llm_int8", recovery="bf16", max_o=1, alpha=1.1, beta=1.2, **routing)
+        callback = GnmrTrainerCallback(
+            trainer, low="llm_int8", recovery="bf16", max_o=1, alpha=1.1, beta=1.2, **routing
+        )
         trainer.add_callback(callback)
         trainer.train()
 

@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from gnmr.attachment.lightning import GnmrCallback
+from gnmr.attachment.lightning import GnmrLightningCallback
 
 SEQ_LEN, BATCH, ACCUMULATION = 64, 8, 2
 
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
             max_steps=words.steps,
             accumulate_grad_batches=ACCUMULATION,
             gradient_clip_val=1.0,
-            callbacks=[GnmrCallback(low="int4", recovery="int8", max_o=4, alpha=1.5, beta=1.3), Printed()],
+            callbacks=[GnmrLightningCallback(low="int4", recovery="int8", max_o=4, alpha=1.5, beta=1.3), Printed()],
             log_every_n_steps=1,
             accelerator="cpu",
             devices=processes,

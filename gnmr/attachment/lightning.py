@@ -1,6 +1,6 @@
 """Run the controller in a Lightning `Trainer`.
 
-    trainer = L.Trainer(callbacks=[GnmrCallback(low="sim_int8", recovery="bf16", max_o=4, alpha=1.5, beta=1.3)])
+    trainer = L.Trainer(callbacks=[GnmrLightningCallback(low="sim_int8", recovery="bf16", max_o=4)])
     trainer.fit(module, blocks)
 
 `on_before_optimizer_step` is called once per optimizer step, after the last micro-batch's backward pass. Gradients are
@@ -32,7 +32,7 @@ except ImportError as error:
     raise ImportError(f"gnmr.attachment.lightning needs lightning: {install('lightning')}") from error
 
 
-class GnmrCallback(Callback):
+class GnmrLightningCallback(Callback):
     """Route the units of a LightningModule while it is fitted; one callback for one Trainer.
 
     - The model is attached when fitting begins, on its device and in its processes, and detached when it ends. After an
@@ -50,7 +50,12 @@ class GnmrCallback(Callback):
     """
 
     def __init__(self, **options: Any) -> None:
-        """Check the `options` of `gnmr.attach`. Raises TypeError if one is unknown."""
+        """Take the `options` of `gnmr.attach`.
+
+        Raises:
+            TypeError: If an option is unknown.
+            ValueError: If a value is invalid.
+        """
         check_options(options)
         self.controller: Router | None = None
         """None before fitting begins."""
@@ -76,7 +81,7 @@ class GnmrCallback(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach the model, and restore the state of a checkpoint that was loaded before."""
         _check(trainer, pl_module)
-        self.detach()  # of a fit that did not end
+        self.detach()  # after a fit that did not end
         self.controller, self._attached = attach(pl_module, **self._options), True
         self._tally, self._passes = Tally(), 0
         if self._saved is not None:
@@ -87,7 +92,7 @@ class GnmrCallback(Callback):
         if trainer.ckpt_path is not None and self._saved is None:
             self.detach()
             raise UserError(
-                f"{trainer.ckpt_path}: has no state of GnmrCallback, it was saved without; resume it without"
+                f"{trainer.ckpt_path}: has no state of GnmrLightningCallback, it was saved without; resume it without"
             )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -125,9 +130,10 @@ class GnmrCallback(Callback):
             return
         self._passes, self._stepped = 0, True
         scale = 1.0 if trainer.scaler is None else trainer.scaler.get_scale()
-        # A fused optimizer unscales later, inside its step.
-        scaled = getattr(optimizer, "_step_supports_amp_scaling", False)
-        self.decision = self.controller.step(grad_scale=scale if scaled else 1.0, loss_scale=scale)
+        # A fused optimizer unscales inside its step, later. torch marks these optimizers by a private attribute alone,
+        # which its GradScaler and Lightning's MixedPrecision read too.
+        still_scaled = getattr(optimizer, "_step_supports_amp_scaling", False)
+        self.decision = self.controller.step(grad_scale=scale if still_scaled else 1.0, loss_scale=scale)
         self._tally.add(self.decision, self.controller.spec.max_o)
         if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
             pl_module.log_dict(self._tally.figures(len(self.controller.units)), on_step=True, on_epoch=False)
@@ -182,18 +188,18 @@ class GnmrCallback(Callback):
 def _check(trainer: Trainer, module: LightningModule) -> None:
     """Raise UserError if norms or sets would be wrong under this Trainer."""
     strategy = trainer.strategy
-    known = isinstance(strategy, (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy))
-    if not known or isinstance(strategy, DeepSpeedStrategy):
+    supported = isinstance(strategy, (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy))
+    if not supported or isinstance(strategy, DeepSpeedStrategy):
         raise UserError(
-            f"GnmrCallback: strategy {type(strategy).__name__} is not supported, its gradients are sharded in a way of "
-            "its own; use one device, 'ddp' or ModelParallelStrategy"
+            f"GnmrLightningCallback: strategy {type(strategy).__name__} is not supported, because its "
+            "gradients are sharded in another way; use one device, 'ddp' or ModelParallelStrategy"
         )
     if not module.automatic_optimization:
         raise UserError(
-            "GnmrCallback: manual optimization clips where the callback does not see it; use gnmr.attach in the "
-            "module and call controller.step() before you clip"
+            "GnmrLightningCallback: manual optimization clips where the callback does not see it; use "
+            "gnmr.attach in the module and call controller.step() before you clip"
         )
-    optimizers = [getattr(one, "optimizer", one) for one in trainer.optimizers]
+    optimizers = [getattr(wrapper, "optimizer", wrapper) for wrapper in trainer.optimizers]  # LightningOptimizer
     if len(optimizers) != 1 or isinstance(optimizers[0], torch.optim.LBFGS):
-        names = ", ".join(type(one).__name__ for one in optimizers) or "none"
-        raise UserError(f"GnmrCallback: needs one optimizer that steps once a batch, not {names}")
+        names = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
+        raise UserError(f"GnmrLightningCallback: needs one optimizer that steps once a batch, not {names}")

@@ -1,7 +1,7 @@
 """Run the controller in a Hugging Face `Trainer`.
 
     trainer = Trainer(model, args, train_dataset=blocks)
-    trainer.add_callback(GnmrCallback(trainer, low="sim_int8", recovery="bf16", unit="block", observe="adapter"))
+    trainer.add_callback(GnmrTrainerCallback(trainer, low="sim_int8", recovery="bf16", unit="block", observe="adapter"))
     trainer.train()
 
 A Trainer has no event between the last backward pass of a step and clipping: `on_pre_optimizer_step` comes after both.
@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,14 +47,22 @@ STATE_FILE = "gnmr.pt"
 """File of the controller's state in a checkpoint of the Trainer."""
 
 
-class GnmrCallback(TrainerCallback):
+class _MicroBatch(NamedTuple):
+    """A pass of the current step: the arguments of `training_step` and its loss, which can be run again."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss: torch.Tensor
+
+
+class GnmrTrainerCallback(TrainerCallback):
     """Route the units of the Trainer's model while it trains; one callback for one Trainer.
 
     - Norms are those of the accumulated gradient, unscaled (FP16), before clipping. The callback waits for the device
       once per optimizer step, and twice under FP16's loss scale.
     - Every entry of the Trainer's log that has a loss gets `Tally.figures` over the steps since the last one.
     - Checkpoints hold the controller's state (`STATE_FILE`, written atomically), and resuming loads it.
-    - With `record=FOLDER` the records have the loss, rate and evaluations of the Trainer.
+    - With `record=FOLDER` the records have the loss, rate and evaluations of the Trainer; the first process writes.
     - A step is run again to find the cause (docs/blame.md) if its loss is not finite, or is 6 standard deviations above
       the mean of the 128 losses before. The cause is a warning of the logger `gnmr.attachment.trainer` and `verdict`.
       If the low path of some units makes the loss non-finite, they are put on the recovery path and the step is tried
@@ -72,21 +80,29 @@ class GnmrCallback(TrainerCallback):
         verdicts: bool = True,
         **options: Any,
     ) -> None:
-        """Use a `controller` that the caller attaches and detaches, or `options` of `gnmr.attach`.
+        """Check the options and wrap the Trainer's methods. Add the callback to the Trainer afterwards.
 
-        With options, the model is attached when training begins and detached when it ends. After an error midway it is
-        not detached: call `callback.controller.detach()`. Add the callback to the Trainer afterwards. Raises TypeError
-        if an option is unknown, and UserError if the Trainer is missing or not supported.
+        Args:
+            trainer: The Trainer, made without this callback.
+            controller: A controller that the caller attaches and detaches.
+            verdicts: Run steps that spike or are not finite again to find the cause.
+            **options: Options of `gnmr.attach`, without `controller`. The model is then attached when training begins
+                and detached when it ends. After an error midway it is not detached: call
+                `callback.controller.detach()`.
+
+        Raises:
+            TypeError: If an option is unknown.
+            UserError: If the Trainer is missing or not supported.
         """
         if not isinstance(trainer, Trainer):
-            what = "is missing" if trainer is None else f"must be the Trainer, not a {type(trainer).__name__}"
+            problem = "is missing" if trainer is None else f"must be the Trainer, not a {type(trainer).__name__}"
             raise UserError(
-                f"GnmrCallback: the first argument {what}; make the Trainer without it, then "
-                "trainer.add_callback(GnmrCallback(trainer, low=..., recovery=...))"
+                f"GnmrTrainerCallback: the first argument {problem}; make the Trainer without it, then "
+                "trainer.add_callback(GnmrTrainerCallback(trainer, low=..., recovery=...))"
             )
         if controller is not None and options:
             raise UserError(
-                f"GnmrCallback: options ({', '.join(options)}) are for attaching, and controller= is attached"
+                f"GnmrTrainerCallback: options ({', '.join(options)}) are for attaching, and controller= is attached"
             )
         check_options(options)
         _check(trainer, attached=controller is not None)
@@ -97,11 +113,10 @@ class GnmrCallback(TrainerCallback):
         """Decision of the last step, for callbacks that come after this one."""
         self.verdict: Verdict | None = None
         """Verdict on the last step that spiked or was not finite."""
-        alone = trainer.accelerator.num_processes == 1  # each process would judge its own loss
+        alone = trainer.accelerator.num_processes == 1  # several processes would each judge their own loss
         self._levels = Levels() if verdicts and alone else None
-        self._passes: list[tuple[tuple[Any, ...], dict[str, Any], torch.Tensor]] = []  # args, kwargs, loss
-        self._losses_of_step: list[torch.Tensor] = []
-        """Losses of its micro-batches, whose sum is the step's loss."""
+        self._micro_batches: list[_MicroBatch] = []
+        """Passes of the current step; the sum of their losses is the step's loss."""
         self._options = None if controller is not None else options
         self._running = False
         self._resume_from: str | None = None
@@ -113,7 +128,9 @@ class GnmrCallback(TrainerCallback):
 
     def _train(self, train: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         if self not in self.trainer.callback_handler.callbacks:
-            warnings.warn("GnmrCallback was not added to its Trainer: use trainer.add_callback(callback)", stacklevel=2)
+            warnings.warn(
+                "GnmrTrainerCallback was not added to its Trainer: use trainer.add_callback(callback)", stacklevel=2
+            )
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self.trainer.args.output_dir) or True  # the Trainer refuses it
         self._resume_from = resume_from_checkpoint or None
@@ -121,65 +138,64 @@ class GnmrCallback(TrainerCallback):
 
     def _training_step(self, training_step: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = training_step(*args, **kwargs)
-        if self._running and self.controller is not None:
-            accelerator = self.trainer.accelerator
-            self.controller.micro_step()
-            self._losses_of_step.append(loss)
+        if not self._running or self.controller is None:
+            return loss
+        accelerator = self.trainer.accelerator
+        self.controller.micro_step()
+        self._micro_batches.append(_MicroBatch(args, kwargs, loss))
+        if accelerator.sync_gradients:  # the last micro-batch: gradients are complete and not yet clipped
+            scale = 1.0 if accelerator.scaler is None else accelerator.scaler.get_scale()
             if self._levels is not None:
-                self._passes.append((args, kwargs, loss))
-            if accelerator.sync_gradients:
-                scale = 1.0 if accelerator.scaler is None else accelerator.scaler.get_scale()
-                if self._levels is not None:
-                    loss = self._blamed(training_step, self._levels, scale)
-                    self._losses_of_step = [of for *_, of in self._passes]  # of the second try, if there was one
-                    self._passes.clear()
-                self.decision = self.controller.step(grad_scale=scale)
-                self._tally.add(self.decision, self.controller.spec.max_o)
-                self._record(torch.stack(self._losses_of_step).sum().item())
-                self._losses_of_step.clear()
+                self._find_cause(training_step, self._levels, scale)
+                loss = self._micro_batches[-1].loss  # of the second try, if there was one
+            self.decision = self.controller.step(grad_scale=scale)
+            self._tally.add(self.decision, self.controller.spec.max_o)
+            if self.controller.records:
+                scheduler = self.trainer.lr_scheduler
+                figures = {} if scheduler is None else {"lr": float(scheduler.get_last_lr()[0])}
+                self.controller.log(loss=float(self._loss_of_step()), **figures)
+            self._micro_batches.clear()
         return loss
 
-    def _record(self, loss: float) -> None:
-        """Record the step just taken, if records are kept; of several processes, the first one's loss."""
-        controller, scheduler = self.controller, self.trainer.lr_scheduler
-        if controller is not None and controller.records:
-            controller.log(loss=loss, **({} if scheduler is None else {"lr": float(scheduler.get_last_lr()[0])}))
+    def _loss_of_step(self) -> torch.Tensor:
+        return torch.stack([micro_batch.loss for micro_batch in self._micro_batches]).sum()
 
-    def _blamed(self, training_step: Callable[..., torch.Tensor], levels: Levels, scale: float) -> torch.Tensor:
-        """Return the loss of the step's last micro-batch, trying the step again if that helps. Waits for the device."""
-        controller, passes = self.controller, self._passes
+    def _find_cause(self, training_step: Callable[..., torch.Tensor], levels: Levels, scale: float) -> None:
+        """Find the cause of a spike, and try the step again if recovery makes its loss finite. Waits for the device."""
+        controller, loss, usual = self.controller, float(self._loss_of_step()), levels.now()[0]
         assert controller is not None
-        total, level = float(torch.stack([loss for *_, loss in passes]).sum()), levels.now()[0]
-        if level.spike(total):
-            usual = (level.mean, math.inf) if math.isfinite(level.limit) else None
+        if usual.spike(loss):
             self.verdict = controller.explain(
-                lambda: self._losses(training_step), loss=total, usual=usual, grad_scale=scale
+                lambda: self._repeated_losses(training_step),
+                loss=loss,
+                usual=(usual.mean, math.inf) if math.isfinite(usual.limit) else None,
+                grad_scale=scale,
             )
             _LOG.warning("%s", self.verdict)
             self._tally.verdicts[self.verdict.cause] += 1
-            if not math.isfinite(total) and self.verdict.units and controller.promote(self.verdict.units):
+            if not math.isfinite(loss) and self.verdict.units and controller.promote(self.verdict.units):
                 controller.discard()
                 for parameter in self.trainer.model.parameters():
                     parameter.grad = None
-                for i, (args, kwargs, _) in enumerate(passes):
-                    passes[i] = args, kwargs, training_step(*args, **kwargs)
+                for i, (args, kwargs, _) in enumerate(self._micro_batches):
+                    self._micro_batches[i] = _MicroBatch(args, kwargs, training_step(*args, **kwargs))
                     controller.micro_step()
-                total = float(torch.stack([loss for *_, loss in passes]).sum())
-        levels.add(total, 1.0)
-        return passes[-1][2]
+                loss = float(self._loss_of_step())
+        levels.add(loss, 1.0)
 
-    def _losses(self, training_step: Callable[..., torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Yield again the loss from which backward starts in each micro-batch."""
+    def _repeated_losses(self, training_step: Callable[..., torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Yield the loss from which backward starts in each micro-batch, computed again."""
         accelerator = self.trainer.accelerator
-        for args, kwargs, _ in self._passes:
-            found: list[torch.Tensor] = []
+        for args, kwargs, _ in self._micro_batches:
+            losses: list[torch.Tensor] = []
             backward = accelerator.backward
-            accelerator.backward = lambda loss, *_, found=found, **__: found.append(loss)
+            # Keep the loss for the caller, whose backward pass this is.
+            accelerator.backward = lambda loss, *_, losses=losses, **__: losses.append(loss)
             try:
                 training_step(*args, **kwargs)
             finally:
                 accelerator.backward = backward
-            yield found[0]
+            yield losses[0]
 
     def _prediction_step(self, prediction_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.controller is None:
@@ -200,7 +216,7 @@ class GnmrCallback(TrainerCallback):
     ) -> None:
         """Attach the model if that is the callback's task, and restore the state of a resumed checkpoint."""
         if state.is_hyper_param_search:
-            raise UserError("GnmrCallback: hyperparameter search is not supported; train each setting separately")
+            raise UserError("GnmrTrainerCallback: hyperparameter search is not supported; train each setting alone")
         if self._options is not None:
             if self.controller is not None:  # an earlier training that did not end
                 self.controller.detach()
@@ -216,7 +232,7 @@ class GnmrCallback(TrainerCallback):
                 self.controller.detach()
             raise
         self._running, self._tally, self.decision = True, Tally(), None
-        self._losses_of_step.clear()
+        self._micro_batches.clear()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Save the controller's state in the checkpoint just written, unless it holds only the model."""
@@ -243,19 +259,19 @@ class GnmrCallback(TrainerCallback):
 
 def _save(controller: Router, folder: Path, step: int) -> None:
     """Write `STATE_FILE` into the checkpoint `folder` of that step. Waits for the device."""
-    beside = folder / f".{STATE_FILE}.tmp"
-    with beside.open("wb") as file:
+    temporary = folder / f".{STATE_FILE}.tmp"
+    with temporary.open("wb") as file:
         torch.save({"step": step, "controller": controller.state_dict()}, file)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(beside, folder / STATE_FILE)
+    os.replace(temporary, folder / STATE_FILE)
 
 
 def _load(controller: Router, folder: Path, step: int) -> None:
     """Load the state that `_save` wrote. Raises UserError if the file is missing or unreadable, or does not fit."""
     file = folder / STATE_FILE
     if not file.exists():
-        raise UserError(f"{folder} has no {STATE_FILE}: it was saved without GnmrCallback; resume it without")
+        raise UserError(f"{folder} has no {STATE_FILE}: it was saved without GnmrTrainerCallback; resume it without")
     with resuming(file):
         saved = torch.load(file, map_location="cpu", weights_only=True)
         if saved["step"] != step:
@@ -270,28 +286,29 @@ def _check(trainer: Trainer, attached: bool) -> None:
     if kind not in ALONE_OR_DDP or args.n_gpu > 1:
         devices = f"{accelerator.num_processes} processes with {args.n_gpu} GPUs each"
         raise UserError(
-            f"GnmrCallback: {devices} ({kind}) are not supported, gradients may be sharded or not reduced yet; train "
-            "in processes of one device each, started by torchrun (DDP), or in one (CUDA_VISIBLE_DEVICES)"
+            f"GnmrTrainerCallback: {devices} ({kind}) are not supported, gradients may be sharded or not reduced "
+            "yet; train in processes of one device each, started by torchrun (DDP), or in one (CUDA_VISIBLE_DEVICES)"
         )
     if args.auto_find_batch_size:
-        raise UserError("GnmrCallback: auto_find_batch_size=True restarts training; set the batch size")
+        raise UserError("GnmrTrainerCallback: auto_find_batch_size=True restarts training; set the batch size")
     if attached and trainer.model_init is not None:
-        raise UserError("GnmrCallback: model_init makes another model than the attached one; give attach's options")
+        raise UserError("GnmrTrainerCallback: model_init makes another model than the attached one; give options")
 
 
 def _check_attached(trainer: Trainer, controller: Router) -> None:
     """Raise UserError if the controller is of another model, or if its signal needs more micro-batches."""
     assert trainer.model is not None
     if not set(trainer.model.modules()).issuperset(operator.module for operator in controller.converted.operators):
-        raise UserError("GnmrCallback: the controller is attached to another model than the Trainer's")
-    if "micro_square" in controller.needs:
-        accumulation, left = trainer.args.gradient_accumulation_steps, 0
-        loader: Any = trainer.callback_handler.train_dataloader
-        with suppress(TypeError):  # a stream does not know its length
-            left = len(loader) % accumulation
-        if accumulation < 2 or left == 1:
-            raise UserError(
-                f"GnmrCallback: {type(controller.controller.signal).__name__} compares micro-batches, and with "
-                f"gradient_accumulation_steps={accumulation} "
-                f"{'the last step of an epoch' if left == 1 else 'a step'} has one alone; use another number"
-            )
+        raise UserError("GnmrTrainerCallback: the controller is attached to another model than the Trainer's")
+    if "micro_square" not in controller.needs:
+        return
+    accumulation, last_step = trainer.args.gradient_accumulation_steps, 0
+    loader: Any = trainer.callback_handler.train_dataloader
+    with suppress(TypeError):  # a stream does not know its length
+        last_step = len(loader) % accumulation
+    if accumulation < 2 or last_step == 1:
+        raise UserError(
+            f"GnmrTrainerCallback: {type(controller.controller.signal).__name__} compares micro-batches, and with "
+            f"gradient_accumulation_steps={accumulation} "
+            f"{'the last step of an epoch' if last_step == 1 else 'a step'} has one alone; use another number"
+        )

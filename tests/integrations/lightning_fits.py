@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from gnmr.attachment.lightning import GnmrCallback
+from gnmr.attachment.lightning import GnmrLightningCallback
 
 OPTIONS: dict[str, Any] = {"targets": ["net.*"], "max_o": 1, "alpha": 1.02, "beta": 1.01}
 X = torch.randn(24, 16, generator=torch.Generator().manual_seed(1))
@@ -33,7 +33,7 @@ class Module(pl.LightningModule):
         return getattr(torch.optim, self.optimizer)(self.parameters(), lr=1e-2, **self.words)
 
 
-class Noted(GnmrCallback):
+class Noted(GnmrLightningCallback):
     """Keeps what its controller decided."""
 
     def __init__(self, **options: Any) -> None:

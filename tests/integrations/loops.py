@@ -171,11 +171,11 @@ def accelerate(start: Start, folder: Path) -> list[Decision]:
 def hf_trainer(start: Start, folder: Path) -> list[Decision]:
     from transformers import Trainer, TrainingArguments
 
-    from gnmr.attachment.trainer import GnmrCallback
+    from gnmr.attachment.trainer import GnmrTrainerCallback
 
     decisions: list[Decision] = []
 
-    class Noted(GnmrCallback):
+    class Noted(GnmrTrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
             assert self.decision is not None
             decisions.append(self.decision)
@@ -211,12 +211,12 @@ def lightning(start: Start, folder: Path) -> list[Decision]:
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.strategies import DDPStrategy
 
-    from gnmr.attachment.lightning import GnmrCallback
+    from gnmr.attachment.lightning import GnmrLightningCallback
 
     rank, world = place()
     decisions: list[Decision] = []
 
-    class Noted(GnmrCallback):
+    class Noted(GnmrLightningCallback):
         def on_before_optimizer_step(self, *args: Any) -> None:
             super().on_before_optimizer_step(*args)
             assert self.decision is not None

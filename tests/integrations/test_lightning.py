@@ -76,7 +76,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(fits: ModuleType, tmp_path: P
         assert "\n" not in str(error.value)
         assert not any(isinstance(one, PathLinear) for one in module.modules())
 
-    refused(r"theirs\.ckpt: has no state of GnmrCallback", "theirs")
+    refused(r"theirs\.ckpt: has no state of GnmrLightningCallback", "theirs")
     refused(r"cannot be resumed here \(the paths' state belongs to .* 3 operators", "ours", targets=["net.0"])
     refused(r"cannot be resumed here \(the paths' state belongs to low=int4", "ours", low="int2")
 
@@ -113,7 +113,7 @@ def test_what_is_not_supported(fits: ModuleType, tmp_path: Path, monkeypatch: py
         assert "\n" not in str(error.value)
         assert not any(isinstance(one, PathLinear) for one in module.modules())
     with pytest.raises(TypeError, match="colour"):
-        fits.GnmrCallback(colour=1)
+        fits.GnmrLightningCallback(colour=1)
 
     monkeypatch.setattr("gnmr.attachment.lightning.SingleDeviceStrategy", fits.pl.strategies.FSDPStrategy)
     with pytest.raises(UserError, match="strategy SingleDeviceStrategy is not supported"):

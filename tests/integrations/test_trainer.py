@@ -27,7 +27,7 @@ from pairs import assert_same
 from tiny_lora import BASE, llama, lora_llama, token_blocks
 from transformers import Trainer, TrainingArguments
 
-from gnmr.attachment.trainer import STATE_FILE, GnmrCallback
+from gnmr.attachment.trainer import STATE_FILE, GnmrTrainerCallback
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +50,7 @@ class Blocks(torch.utils.data.Dataset):
 TOKENS = token_blocks(2 * ACCUMULATION * STEPS)
 
 
-class Noted(GnmrCallback):
+class Noted(GnmrTrainerCallback):
     """Keeps what its controller decided."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -215,7 +215,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     state.write_bytes(state.read_bytes()[:100])
     refused(LORA, r"gnmr\.pt cannot be resumed here")
     state.unlink()
-    refused(LORA, r"checkpoint-4 has no gnmr\.pt: it was saved without GnmrCallback")
+    refused(LORA, r"checkpoint-4 has no gnmr\.pt: it was saved without GnmrTrainerCallback")
 
 
 # ---- what is refused ----
@@ -238,14 +238,14 @@ def test_what_is_not_supported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         made(lora_llama(), tmp_path, {"colour": 1})
     made(lora_llama(), tmp_path, {"plan": "plan.json"})  # is an option, read when training begins
 
-    for given in ((), (llama(),)):  # as `callbacks=[GnmrCallback(...)]` has it, before there is a Trainer
+    for given in ((), (llama(),)):  # as `callbacks=[GnmrTrainerCallback(...)]` has it, before there is a Trainer
         with pytest.raises(UserError, match=r"trainer\.add_callback"):
-            GnmrCallback(*given, **LORA)
+            GnmrTrainerCallback(*given, **LORA)
     trainer = Trainer(lora_llama(), arguments(tmp_path), train_dataset=Blocks(TOKENS))
     for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         monkeypatch.setattr("accelerate.Accelerator.distributed_type", property(lambda _, kind=kind: kind))
         with pytest.raises(UserError, match=rf"1 processes with 0 GPUs each \({kind}\) are not supported"):
-            GnmrCallback(trainer, **LORA)
+            GnmrTrainerCallback(trainer, **LORA)
 
 
 def test_a_recorded_training_is_made_longer(tmp_path: Path) -> None:
