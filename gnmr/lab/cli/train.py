@@ -9,6 +9,7 @@ import os
 import shlex
 import sys
 import warnings
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -54,31 +55,44 @@ def main(argv: list[str]) -> int:
 
 def _refuse_flags(words: list[str]) -> None:
     """Raise UserError for words that Hydra's parser refuses; on its own it would first print all its flags."""
-    # Hydra has no public parser; without it, a typing error in a flag would be answered by two screens of help.
-    from hydra._internal.utils import get_args_parser
 
     def refuse(message: str) -> NoReturn:
         if "unrecognized arguments" in message:
             _refuse_dashes(words)
         raise UserError(f"train: {message} (gnmr train --hydra-help)")
 
-    parser = get_args_parser()
+    # Hydra's documented flags, whose meaning is Hydra's.
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.error = refuse  # type: ignore[method-assign]
-    if value := parser.parse_args(words).experimental_rerun:  # --experiment abbreviates it
-        refuse(f"--experiment {value}: write experiment={value}")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
+    parser.add_argument("--info", "-i", nargs="?")
+    for flag, short in (("--help", "-h"), ("--run", "-r"), ("--multirun", "-m"), ("--shell-completion", "-sc")):
+        parser.add_argument(flag, short, action="store_true")
+    for flag in ("--hydra-help", "--version", "--resolve"):
+        parser.add_argument(flag, action="store_true")
+    for flag, short in (
+        ("--package", "-p"),
+        ("--config-path", "-cp"),
+        ("--config-name", "-cn"),
+        ("--config-dir", "-cd"),
+    ):
+        parser.add_argument(flag, short)
+    parser.parse_args(words)
 
 
 def _refuse_dashes(words: list[str]) -> None:
     """Raise UserError for a key of the config that was typed as an option: --steps 10, --training.steps=10."""
+    groups = [folder.name for folder in conf_dir().iterdir() if folder.is_dir()]
     settings = sorted(_settings(to_dict(Config())), key=lambda key: not key.startswith("training."))
     for i, word in enumerate(words):
         name, equals, value = word.lstrip("-").partition("=")
         name = name.replace("-", "_")
-        keys = [key for key in settings if name in (key, key.rpartition(".")[2])]
+        keys = [key for key in (*groups, *settings) if name in (key, key.rpartition(".")[2])]
         if word.startswith("-") and keys:
             if not equals:
                 value = next((following for following in words[i + 1 :] if "=" not in following), "...")
-            remedy = " or ".join(f"{key}={value}" for key in keys[:4])
+            remedy = " or ".join(f"{key}={value}" for key in list(dict.fromkeys(keys))[:4])
             raise UserError(f"{word}: settings have no dashes; write {remedy}")
 
 
