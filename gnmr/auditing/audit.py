@@ -48,7 +48,7 @@ from gnmr.measure.model_passes import Progress
 from gnmr.names import GEMMS
 from gnmr.options import require
 from gnmr.plan.checkpoint_names import linears_of
-from gnmr.plan.diagnose import recipe_named
+from gnmr.plan.compared_paths import recipe_named
 from gnmr.plan.lists import (
     HEADS,
     LISTS,

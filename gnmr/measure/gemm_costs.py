@@ -1,4 +1,4 @@
-"""Hold the measurements of a diagnosis: a row per GEMM, the model on two paths, and the intervals of both."""
+"""The measurements of a diagnosis: a row per GEMM, the model on two paths, and the statistics of both."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 from scipy import special
 
-DRAWS = 1000
+_DRAWS = 1000
 """Number of bootstrap draws."""
+_SPLITS = 100
+"""Number of random halves of the batches whose orders are compared."""
 
 
 @dataclass(frozen=True)
@@ -96,19 +98,22 @@ class PathCost:
             low: losses on the low path.
             terms: numbers of terms in the losses.
         """
-        before, after = np.array(high), np.array(low)
-        each = None if kls[0] is None else np.concatenate([kl for kl in kls if kl is not None])
+        high_losses, low_losses = np.array(high), np.array(low)
         with np.errstate(invalid="ignore"):  # the low path's loss may be Inf
-            _, error = _ratio(after - before, np.array(terms))
-            kl, kl_error = (None, float("nan")) if each is None else _ratio(each[:, 0] / each[:, 1], each[:, 1])
-            known = not np.isnan(before).any()
+            _, error = _ratio(low_losses - high_losses, np.array(terms))
+            kl, kl_error, sequences = None, float("nan"), 0
+            if kls[0] is not None:
+                by_sequence = np.concatenate([kl for kl in kls if kl is not None])  # nats and tokens, (all S, 2)
+                kl, kl_error = _ratio(by_sequence[:, 0] / by_sequence[:, 1], by_sequence[:, 1])
+                sequences = len(by_sequence)
+            has_losses = not np.isnan(high_losses).any()
             return PathCost(
-                len(before),
+                len(high_losses),
                 kl,
                 kl_error,
-                0 if each is None else len(each),
-                float(weighted_mean(before, terms)) if known else None,
-                float(weighted_mean(after, terms)) if known else None,
+                sequences,
+                float(weighted_mean(high_losses, terms)) if has_losses else None,
+                float(weighted_mean(low_losses, terms)) if has_losses else None,
                 error,
             )
 
@@ -153,17 +158,16 @@ def weighted_mean(values: Any, weights: Any, axis: int = 0) -> Any:
 
 
 def bootstrap_weights(weights: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Return (DRAWS, batches) weights of the batches, which have these weights, in the mean of each bootstrap draw."""
+    """Return the weight of each batch in the mean of each bootstrap draw, (draws, B); `weights` (B,) are tokens."""
     batches = len(weights)
-    found = rng.multinomial(batches, [1 / batches] * batches, size=DRAWS) * (weights / np.mean(weights))
-    return found / found.sum(axis=1, keepdims=True)
+    drawn = rng.multinomial(batches, [1 / batches] * batches, size=_DRAWS) * (weights / np.mean(weights))
+    return drawn / drawn.sum(axis=1, keepdims=True)
 
 
 def bootstrap_intervals(samples: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Return the (2, U) ends of the bootstrap 95% interval of the weighted mean of `samples` (B, U) over batches."""
-    ends: np.ndarray = np.percentile(
-        bootstrap_weights(weights, np.random.default_rng(0)) @ samples, [2.5, 97.5], axis=0
-    )
+    means = bootstrap_weights(weights, np.random.default_rng(0)) @ samples
+    ends: np.ndarray = np.percentile(means, [2.5, 97.5], axis=0)
     return ends
 
 
@@ -178,13 +182,62 @@ def paired_difference(
         terms: numbers of terms in the losses.
     """
     if guess[0][0] is None:
-        apart, weights = np.array(guess[1]) - np.array(plan[1]), np.array(terms)
+        difference, weights = np.array(guess[1]) - np.array(plan[1]), np.array(terms)
     else:
-        both, weights = np.concatenate(guess[0]), np.concatenate(plan[0])[:, 1]
-        apart = (both[:, 0] - np.concatenate(plan[0])[:, 0]) / weights
+        kl_guess, kl_plan = np.concatenate(guess[0]), np.concatenate(plan[0])
+        weights = kl_plan[:, 1]
+        difference = (kl_guess[:, 0] - kl_plan[:, 0]) / weights
     with np.errstate(invalid="ignore"):
-        mean, error = _ratio(apart, weights)
-        return mean, _half_width(len(apart), error)
+        mean, error = _ratio(difference, weights)
+        return mean, _half_width(len(difference), error)
+
+
+@dataclass(frozen=True)
+class Stability:
+    """How stable the order of the operators by the cost of fprop is under another draw of batches."""
+
+    top: int
+    """Number of operators in the top set by price per cost, equal to the number that the plan pins."""
+    same: float
+    """Share of bootstrap draws in which the top set is the same."""
+    halves: float
+    """Spearman correlation between the prices of two halves of the batches, averaged over many splits."""
+
+    @staticmethod
+    def of(samples: np.ndarray, weights: np.ndarray, areas: np.ndarray, top: int) -> Stability:
+        """Estimate it by bootstrap and by split halves.
+
+        Args:
+            samples: nats of each fprop in each batch, (B, U).
+            weights: tokens of each batch, (B,).
+            areas: multiplications of each fprop, (U,): operators are ranked by nats per multiplication.
+            top: number of operators in the top set.
+        """
+        rng = np.random.default_rng(0)
+        drawn = bootstrap_weights(weights, rng) @ samples / areas
+        in_top = _top(weighted_mean(samples, weights)[None] / areas, top)
+        same = (_top(drawn, top) & in_top).sum(axis=1) == top
+        correlations = []
+        for _ in range(_SPLITS):
+            halves = np.array_split(rng.permutation(len(samples)), 2)
+            correlations.append(_spearman(*(weighted_mean(samples[half], weights[half]) for half in halves)))
+        return Stability(top, float(same.mean()), float(np.mean(correlations)))
+
+
+def _top(values: np.ndarray, k: int) -> np.ndarray:
+    """Return an (N, U) bool mask of the k largest values in each row."""
+    order = np.argsort(-values, axis=1, kind="stable")
+    mask = np.zeros(values.shape, dtype=bool)
+    np.put_along_axis(mask, order[:, :k], True, axis=1)
+    return mask
+
+
+def _spearman(a: np.ndarray, b: np.ndarray) -> float:
+    """Return Spearman's correlation of two series without many ties; 1 if either is constant."""
+    if len(a) < 2 or any(np.ptp(x) == 0 for x in (a, b)):
+        return 1.0
+    rank_a, rank_b = (np.argsort(np.argsort(x)).astype(float) for x in (a, b))
+    return float(np.corrcoef(rank_a, rank_b)[0, 1])
 
 
 def _ratio(values: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
@@ -196,8 +249,8 @@ def _ratio(values: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
     mean = float(weighted_mean(values, weights))
     if len(values) < 2:
         return mean, float("nan")
-    apart = weights / np.mean(weights) * (values - mean)
-    return mean, float(apart.std(ddof=1) / len(values) ** 0.5)
+    deviations = weights / np.mean(weights) * (values - mean)
+    return mean, float(deviations.std(ddof=1) / len(values) ** 0.5)
 
 
 def _half_width(number: int, error: float) -> float:

@@ -84,7 +84,7 @@ class Output:
         return replace(self, targets=torch.where(counts, 0, IGNORED), labeled=False, terms=int(counts.sum()))
 
     @property
-    def of_numbers(self) -> bool:
+    def without_softmax(self) -> bool:
         """Return True if the loss takes no softmax over the last dimension of the logits.
 
         It is one of regression or of several labels, or has its classes in another dimension: the gradient of a softmax

@@ -1,13 +1,17 @@
-"""Run the passes of a diagnosis over a converted model, and measure one batch at a time."""
+"""Run the passes of a diagnosis over a converted model, and measure one batch at a time.
+
+`ModelPasses.measure` is the one place that runs a batch and gives its numbers per GEMM: a backward pass on the recovery
+path for the prices, and a forward pass with everything low for the KL. Everything else runs forward passes alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,19 +39,18 @@ Progress = Callable[[int, int | None], None]
 
 PASSES_PER_BATCH = 8
 """Forward passes that take as long as a priced batch, most of whose time is its backward pass and casts."""
-_NORMED = 2
+_NORMED_BATCHES = 2
 """Number of batches on which gradient norms are measured, on the data's labels."""
-SAME = 1e-8
+SAME_NATS = 1e-8
 """Nats up to which two passes count as the same; sums in another order make less."""
-IN_USE = {"token": "fprop", "sequence": "fprop_sequence"}
-"""Name of each estimate of fprop among `NUMBERS`."""
-_LOW = ("fprop", "fprop_sequence", "fprop_input", "fprop_weight", "dgrad", "wgrad", "dgrad_bias", "wgrad_bias")
-NUMBERS = (*_LOW, "mse", "norm")
-"""Numbers per operator and batch: prices, mse of the input, norm of the gradient."""
+ESTIMATES = {"token": "fprop", "sequence": "fprop_sequence"}
+"""Name of each estimate of fprop among the numbers of a batch."""
+_PRICES = ("fprop", "fprop_sequence", "fprop_input", "fprop_weight", "dgrad", "wgrad", "dgrad_bias", "wgrad_bias")
 
 
-class BatchCosts(NamedTuple):
-    """The measurements of one batch."""
+@dataclass(frozen=True)
+class BatchCosts:
+    """The measurements of one batch of S sequences, for U operators and R rescue recipes."""
 
     terms: int
     """Tokens that count in the batch, over which its numbers are means."""
@@ -57,16 +60,21 @@ class BatchCosts(NamedTuple):
     """Loss with everything low."""
     kl: np.ndarray | None
     """(KL, tokens that count) of each sequence with everything low, (S, 2); None without logits."""
-    numbers: np.ndarray
-    """`NUMBERS` of each operator, (names, U); NaN by sequence if its rows have no known sequences."""
+    numbers: dict[str, np.ndarray]
+    """Prices (`PriceMeter.by_operator`), `mse` of the input and `norm` of the weight's gradient, (U,) each.
+
+    The price by sequence is NaN if the rows of an operator have no known sequences, `norm` if it was not measured.
+    """
     rescued: dict[str, np.ndarray]
-    """Nats of fprop on each rescue by estimate (`IN_USE`), (rescues, U)."""
+    """Nats of fprop on each rescue by estimate (`ESTIMATES`), (R, U)."""
     rows: list[int]
     """Rows of each operator."""
+    unplanned: dict[str, tuple[float, float]]
+    """Nats by token and by sequence of the parts outside the plan."""
     labels: str
     """Labels of the backward pass: `model` (drawn from its predictions) or `data`."""
     estimate: str
-    """The estimate of fprop in use, one of `IN_USE`."""
+    """The estimate of fprop in use, one of `ESTIMATES`."""
     coverage: Coverage
     """Products of a forward pass."""
 
@@ -95,9 +103,9 @@ class OperatorCalls:
             self.ran.add(name)
         if output.requires_grad:
             self.graphs.add(name)
-            read = self._weights.setdefault(operator, [])
-            if all(operator.weight is not one for one in read):
-                read.append(operator.weight)
+            weights_read = self._weights.setdefault(operator, [])
+            if all(operator.weight is not weight for weight in weights_read):
+                weights_read.append(operator.weight)
 
     def before(self, operator: nn.Module, _inputs: Any) -> None:
         """Have a weight that is not the operator's parameter require a gradient, be it made of frozen ones."""
@@ -117,17 +125,21 @@ class OperatorCalls:
         return [self._weights.get(operator, [operator.weight])[0] for operator in operators]
 
     def gradients(
-        self, loss: Tensor, operators: Sequence[PathLinear], others: Sequence[Tensor] = ()
+        self, loss: Tensor, operators: Sequence[PathLinear], unplanned: Sequence[Tensor] = ()
     ) -> list[Tensor | None]:
-        """Return the gradient of each operator's weight, None if it has none; the backward pass reaches `others` too.
+        """Return the gradient of each operator's weight; None if it has none.
 
-        A pre-hook (pruning, weight_norm) makes a new weight in every call; the gradient is the sum over these.
+        A pre-hook (pruning, weight_norm) makes a new weight in every call; the gradient is the sum over these. The
+        backward pass reaches the weights `unplanned` too.
         """
-        read = [self._weights.get(operator, [operator.weight]) for operator in operators]
-        known = {id(weight): weight for weight in (*chain(*read), *others) if weight.requires_grad}
-        found = dict(zip(known, torch.autograd.grad(loss, [*known.values()], allow_unused=True), strict=True))
-        each = [[one for weight in own if (one := found.get(id(weight))) is not None] for own in read]
-        return [reduce(torch.add, own) if own else None for own in each]
+        weights_read = [self._weights.get(operator, [operator.weight]) for operator in operators]
+        leaves = {id(weight): weight for weight in (*chain(*weights_read), *unplanned) if weight.requires_grad}
+        gradients = dict(zip(leaves, torch.autograd.grad(loss, [*leaves.values()], allow_unused=True), strict=True))
+        sums: list[Tensor | None] = []
+        for weights in weights_read:
+            terms = [gradient for weight in weights if (gradient := gradients.get(id(weight))) is not None]
+            sums.append(reduce(torch.add, terms) if terms else None)
+        return sums
 
 
 class ModelPasses:
@@ -138,28 +150,28 @@ class ModelPasses:
         converted: ConvertedModel,
         model: nn.Module,
         run: Callable[[Any], Any],
-        beside: UnplannedParts,
+        unplanned: UnplannedParts,
         progress: Progress,
         *,
         tokens: int,
         labels: str,
         terms: Callable[[Any], int] | None,
         rescues: Mapping[str, Recipe],
-        apart: Collection[str],
+        with_recipes: Collection[str],
     ) -> None:
         """Prepare the meters.
 
-        `beside` holds the parts to measure outside the plan. `rescues` are the recipes, by name, on which a plan may
-        keep a GEMM. `apart` names the operators that have recipes of their own. The other arguments are those of
+        `unplanned` holds the parts to measure outside the plan. `rescues` are the recipes, by name, on which a plan may
+        keep a GEMM. `with_recipes` names the operators that have recipes of their own. The other arguments are those of
         `gnmr.diagnose`.
         """
         self.converted, self.model, self.tokens, self.rescues = converted, model, tokens, rescues
-        self._run, self._labels, self._terms, self._beside = run, labels, terms, beside
+        self._run, self._labels, self._terms, self._unplanned = run, labels, terms, unplanned
         self.weights = [operator.weight for operator in converted.operators]
         for weight in self.weights:
             weight.requires_grad_()  # a frozen model has prices too
         for operator in converted.operators:  # scores come from what forward computes, without pins
-            recovery = operator.recovery if operator.operator_name in apart else converted.recovery
+            recovery = operator.recovery if operator.operator_name in with_recipes else converted.recovery
             assert isinstance(recovery, Recipe)
             operator.recovery = replace(recovery, dgrad=Gemm(), wgrad=Gemm())
         assert isinstance(converted.recovery, Recipe)
@@ -167,21 +179,21 @@ class ModelPasses:
         candidates = {f"rescue {name}": recipe for name, recipe in rescues.items() if recipe.fprop != exact}
         self._meter = measure_prices(converted, PRICES[:3], tokens, against_recovery=True, candidates=candidates)
         self._meter.sequences = self._sequences = Sequences()
-        beside.find_sequences(self._sequences)
+        unplanned.find_sequences(self._sequences)
         self._sequence_dim = 0
         """Dimension of the logits that numbers sequences."""
         self._lost: list[int] = []
         """Numbers of operators without known sequences, with either dimension of the logits in their place."""
         self._counts_by_gradient = False
         """True if `run` computes a loss itself, so that its gradient alone says what counts."""
-        self._of_numbers = False
+        self._without_softmax = False
         """True if this loss takes no softmax over the logits, so that these give no KL."""
         self._probe = measure_errors(converted, ["mse"], tokens)
         self._measuring(False)
         self._draw = torch.Generator(self.weights[0].device).manual_seed(0)
         experts = {o for o in converted.operators if of_any_expert(o.operator_name) != o.operator_name}
-        others = (m for n, m in model.named_modules() if isinstance(m, nn.Linear) and of_any_expert(n) == n)
-        self._whole_linears = [m for m in dict.fromkeys([*others, *converted.operators]) if m not in experts]
+        plain = (m for n, m in model.named_modules() if isinstance(m, nn.Linear) and of_any_expert(n) == n)
+        self._shared_linears = [m for m in dict.fromkeys([*plain, *converted.operators]) if m not in experts]
         """Linears that all tokens reach: the last of them on the way to the loss has a row per term."""
         self.called: set[str] = set()
         """Operators that were called in any batch."""
@@ -196,11 +208,9 @@ class ModelPasses:
         """Operators whose output had a gradient in any batch."""
         self.read: set[str] = set()
         """Operators whose weight had a gradient in any batch."""
-        self.beside_by_batch: list[dict[str, tuple[float, float]]] = []
-        """Nats by token and by sequence of the parts outside the plan, in each batch."""
         self._first: Output | None = None
         """Output of batch 1 on the recovery path, before all measurements."""
-        self._noise = SAME
+        self._noise = SAME_NATS
         """Nats by which two such outputs may differ."""
         self._done = 0
         self._total: int | None = None
@@ -225,35 +235,37 @@ class ModelPasses:
 
     @torch.no_grad()
     def forward(
-        self, batch: Any, place: int, *, recovering: bool, low: PathLinear | None = None, beside: str | None = None
+        self, batch: Any, place: int, *, recovering: bool, low: PathLinear | None = None, low_part: str | None = None
     ) -> Output:
-        """Run a forward pass with every operator on one path, except the operator `low` or the part `beside`."""
-        self._put(recovering)
+        """Run a forward pass with every operator on one path, except the operator `low` or the part `low_part`."""
+        self._switch(recovering)
         if low is not None:
             low.switch(False)
-        with self._beside.running(beside):
+        with self._unplanned.running(low_part):
             torch.manual_seed(place)
-            found = self._output(batch, place, trained=False)
-        self.converted.end_step()
-        self._advance(1)
-        return replace(found, sequence_dim=self._sequence_dim)
+            output = self._output(batch, place, trained=False)
+        self._end_pass()
+        return replace(output, sequence_dim=self._sequence_dim)
 
     def reference(self, batch: Any, place: int) -> Output:
         """Run a forward pass with every operator on the recovery path, and find the positions that count."""
         if not self._counts_by_gradient:
             return self.forward(batch, place, recovering=True)
-        self._put(True)
-        with self._beside.running():
-            found = self._run_counted(batch, place).detached()
+        self._switch(True)
+        with self._unplanned.running():
+            output = self._run_counted(batch, place).detached()
         self._sequences.begin()  # nothing of the graph is kept
+        self._end_pass()
+        return output
+
+    def _end_pass(self) -> None:
         self.converted.end_step()
         self._advance(1)
-        return found
 
     def _output(self, batch: Any, place: int, trained: bool = True) -> Output:
         """Run the model on batch number `place`."""
-        found = output_of(self._run(batch), f"run of batch {place + 1}", trained)
-        return replace(found, logits=None) if self._of_numbers and found.loss is not None else found
+        output = output_of(self._run(batch), f"run of batch {place + 1}", trained)
+        return replace(output, logits=None) if self._without_softmax and output.loss is not None else output
 
     def _run_counted(self, batch: Any, place: int) -> Output:
         """Run a forward pass with a graph, and find the positions that count, and the number of terms of the loss."""
@@ -264,32 +276,38 @@ class ModelPasses:
                 results.append((module, output.shape[:-1].numel(), get_gradient_edge(output)))
 
         with ExitStack() as stack:
-            for module in self._whole_linears:
+            for module in self._shared_linears:
                 stack.callback(module.register_forward_hook(keep).remove)
             torch.manual_seed(place)
-            whole = self._output(batch, place)
-        self._counts_by_gradient = whole.loss is not None and whole.targets is None
-        whole = replace(whole, sequence_dim=self._sequence_dim)
+            output = self._output(batch, place)
+        self._counts_by_gradient = output.loss is not None and output.targets is None
+        output = replace(output, sequence_dim=self._sequence_dim)
         if self._counts_by_gradient:
             with self._sequences.passing():
-                whole = whole.with_terms(results)
-        if whole.logits is None and self._terms is not None:
+                output = output.with_terms(results)
+        if output.logits is None and self._terms is not None:
             terms = self._terms(batch)
             require(terms >= 1, "terms", terms, "must be the number of terms in the loss of a batch, 1 or more")
-            whole = replace(whole, terms=int(terms))
-        return whole
+            output = replace(output, terms=int(terms))
+        return output
 
     def alone(self, chosen: Mapping[str, PathLinear | None], batches: Sequence[Any]) -> dict[str, list[np.ndarray]]:
-        """Return {name: KLs (S, 2) by batch} with each operator alone in low precision; None: a part of `beside`."""
-        found: dict[str, list[np.ndarray]] = {name: [] for name in chosen}
-        for place, batch in enumerate(batches if chosen else ()):
-            whole = self.reference(batch, place)
+        """Return {name: KLs (S, 2) by batch} with each operator alone in low precision.
+
+        None in the place of an operator is a part outside the plan. Without logits, the lists are empty.
+        """
+        kls: dict[str, list[np.ndarray]] = {name: [] for name in chosen}
+        if not chosen:
+            return kls
+        self.expect_more(len(batches) * (1 + len(chosen)))
+        for place, batch in enumerate(batches):
+            high = self.reference(batch, place)
             for name, operator in chosen.items():
-                beside = name if operator is None else None
-                own = self.forward(batch, place, recovering=True, low=operator, beside=beside)
-                if (kl := whole.kl_to(own)) is not None:
-                    found[name].append(kl)
-        return found
+                part = name if operator is None else None
+                low = self.forward(batch, place, recovering=True, low=operator, low_part=part)
+                if (kl := high.kl_to(low)) is not None:
+                    kls[name].append(kl)
+        return kls
 
     @torch.no_grad()
     def rounding(self, batch: Any) -> float | None:
@@ -299,33 +317,31 @@ class ModelPasses:
         """
         draw = torch.Generator(self.weights[0].device).manual_seed(0)
 
-        def apart(_operator: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+        def moved_by_a_rounding(_operator: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
             sign = torch.empty_like(output).bernoulli_(0.5, generator=draw) * 2 - 1
             return torch.nextafter(output, torch.inf * sign)
 
         with self._watching():
-            whole = self.forward(batch, 0, recovering=True)
-        whole.refuse_not_finite("run of batch 1", self.model)
-        if whole.logits is not None and whole.loss is not None and whole.targets is None:
-            self._put(True)
-            with torch.enable_grad(), self._beside.running(), self._sequences.passing():
+            first = self.forward(batch, 0, recovering=True)
+        first.refuse_not_finite("run of batch 1", self.model)
+        if first.logits is not None and first.loss is not None and first.targets is None:
+            self._switch(True)
+            with torch.enable_grad(), self._unplanned.running(), self._sequences.passing():
                 torch.manual_seed(0)
-                self._of_numbers = self._output(batch, 0).of_numbers
+                self._without_softmax = self._output(batch, 0).without_softmax
             self._sequences.begin()
             self.converted.end_step()
-            whole = replace(whole, logits=None) if self._of_numbers else whole
+            first = replace(first, logits=None) if self._without_softmax else first
         again = self.forward(batch, 0, recovering=True)
-        handles = [operator.register_forward_hook(apart) for operator in self.converted.operators]
-        try:
-            moved = again.apart(self.forward(batch, 0, recovering=True))
-        finally:
-            for handle in handles:
-                handle.remove()
-        self._noise = max(SAME, 0.0 if whole.logits is None else moved / 8)  # a GPU may add up products in any order
+        with ExitStack() as stack:
+            for operator in self.converted.operators:
+                stack.callback(operator.register_forward_hook(moved_by_a_rounding).remove)
+            kl = again.apart(self.forward(batch, 0, recovering=True))
+        self._noise = max(SAME_NATS, 0.0 if first.logits is None else kl / 8)  # a GPU may sum in any order
         self._first = again
-        if whole.apart(again) > SAME:  # the first pass may have compiled the model
+        if first.apart(again) > SAME_NATS:  # the first pass may have compiled the model
             self.refuse_state(batch)
-        return None if whole.logits is None else moved
+        return None if first.logits is None else kl
 
     def refuse_state(self, batch: Any) -> None:
         """Raise ValueError if a pass of batch 1 differs from the one before all measurements by more than rounding."""
@@ -355,66 +371,77 @@ class ModelPasses:
 
     # ---- backward ----
 
-    def priced(self, batch: Any, place: int) -> BatchCosts:
+    def measure(self, batch: Any, place: int) -> BatchCosts:
         """Measure batch number `place` by a backward pass and a forward pass with everything low."""
         meter, where, mark = self._meter, f"run of batch {place + 1}", self.converted.mark()
         drawn_before = self._draw.get_state()
-        self._put(True)
+        # The backward pass on the recovery path, with the meter and the probe on.
+        self._switch(True)
         meter.begin_step(place)
         self._measuring(True)
         try:
-            with self._beside.priced(place), self._watching() as calls:
+            with self._unplanned.priced(place), self._watching() as calls:
                 self._sequences.begin()
-                whole = self._run_counted(batch, place)
-                whole.refuse_not_finite(where, self.model)
-                objective, by_sequence = whole.objective(self._labels, self._draw, where)
-                meter.loss_tokens = whole.terms or None
+                high = self._run_counted(batch, place)
+                high.refuse_not_finite(where, self.model)
+                objective, by_sequence = high.objective(self._labels, self._draw, where)
+                meter.loss_tokens = high.terms or None
                 if by_sequence is not None and self.tokens == 1:
                     self._sequences.find(by_sequence)
                 gradients = self._gradients(objective, calls, where)
         finally:
             self._measuring(False)
             self._sequences.begin()
-        if by_sequence is not None and self.tokens == 1 and self._other_dim(whole):
+        if by_sequence is not None and self.tokens == 1 and self._try_other_dim(high):
             meter.reset()
             self._probe.reset()
-            self._beside.take(1)
+            self._unplanned.take(1)
             self._draw.set_state(drawn_before)
             self.converted.end_step()
             self.converted.back_to(mark)
-            return self.priced(batch, place)
-        rows, drawn = list(meter.rows), self._labels == "model" and whole.logits is not None
+            return self.measure(batch, place)
+        # What the backward pass says: which operators it reached, prices, norms.
+        rows, drawn = list(meter.rows), self._labels == "model" and high.logits is not None
         self._reached |= {name for name, number in zip(meter.operators, rows, strict=True) if number}
         self.without_gradient = (self.without_gradient | calls.ran) - self._reached
         terms = round(float(meter.terms))
-        estimate = "sequence" if drawn and self.tokens == 1 else "token"
-        norms = self._norms_of(gradients) if place < _NORMED or not drawn else None
+        norms = self._norms_of(gradients) if place < _NORMED_BATCHES or not drawn else None
         del objective, gradients, by_sequence
-        whole = whole.detached()
-        if drawn and place < _NORMED:
+        high = high.detached()
+        if drawn and place < _NORMED_BATCHES:
             norms = self._norms(batch, place, norms)
-        self.beside_by_batch.append(self._beside.take(terms))
-        rescued = {name: self._rescued(number) for name, number in IN_USE.items()}
+        unplanned = self._unplanned.take(terms)
+        rescued = {name: self._rescued(price) for name, price in ESTIMATES.items()}
         numbers = self._numbers(norms, place)
         self.converted.end_step()
         self.converted.back_to(mark)  # all passes of a batch use the same delayed scales
+        # The forward pass with everything low.
         counting = Counting(self.model, self.converted.operators)
         with counting.all():
             low = self.forward(batch, place, recovering=False)
         self._advance(PASSES_PER_BATCH - 1)
-        labels, kl = "model" if drawn else "data", whole.kl_to(low)
         return BatchCosts(
-            terms, whole.loss_value, low.loss_value, kl, numbers, rescued, rows, labels, estimate, counting.coverage
+            terms=terms,
+            high=high.loss_value,
+            low=low.loss_value,
+            kl=high.kl_to(low),
+            numbers=numbers,
+            rescued=rescued,
+            rows=rows,
+            unplanned=unplanned,
+            labels="model" if drawn else "data",
+            estimate="sequence" if drawn and self.tokens == 1 else "token",
+            coverage=counting.coverage,
         )
 
-    def _other_dim(self, whole: Output) -> bool:
+    def _try_other_dim(self, output: Output) -> bool:
         """Try the second dimension of the logits as that of sequences, (T, S, V), if the first is not.
 
         Returns True if the batch has to be measured again.
         """
-        assert whole.logits is not None
+        assert output.logits is not None
         lost = int(self._meter.by_operator()["fprop_sequence"].isnan().sum())
-        if len(self._lost) == 2 or whole.logits.dim() < 3 or not (lost or self._lost):
+        if len(self._lost) == 2 or output.logits.dim() < 3 or not (lost or self._lost):
             return False
         self._lost.append(lost)
         if len(self._lost) == 1:
@@ -444,7 +471,7 @@ class ModelPasses:
         refuse_reentrant(objective)
         refuse_hidden(objective, calls.ran - calls.graphs)
         weights = calls.weights(self.converted.operators)
-        gradients = calls.gradients(objective, self.converted.operators, self._beside.weights)
+        gradients = calls.gradients(objective, self.converted.operators, self._unplanned.weights)
         right = "its loss does not depend on the linears of this model (or reentrant checkpointing hides that it does)"
         if calls.ran:
             right = "its linears run without gradient; have it run them outside of torch.no_grad() and without detach()"
@@ -452,45 +479,42 @@ class ModelPasses:
         refuse_constant(objective, weights, gradients, where, "its linears")
         self.called |= calls.names
         self.graphs |= calls.graphs
-        used = {
-            id(weight)
-            for operator, weight in zip(self.converted.operators, weights, strict=True)
-            if operator.operator_name in calls.names
-        }
-        for operator, weight, gradient in zip(self.converted.operators, weights, gradients, strict=True):
-            if gradient is not None and (operator.operator_name in calls.names or id(weight) not in used):
+        weights_of_operators = [*zip(self.converted.operators, weights, gradients, strict=True)]
+        called = {id(weight) for operator, weight, _ in weights_of_operators if operator.operator_name in calls.names}
+        for operator, weight, gradient in weights_of_operators:
+            if gradient is not None and (operator.operator_name in calls.names or id(weight) not in called):
                 self.read.add(operator.operator_name)
         return gradients
 
-    def _rescued(self, number: str) -> np.ndarray:
-        """Return one of the meter's numbers of fprop on each rescue, (rescues, U)."""
-        found = np.zeros((len(self.rescues), len(self.weights)))
-        for at, name in enumerate(self.rescues):
+    def _rescued(self, price: str) -> np.ndarray:
+        """Return one of the meter's prices of fprop on each rescue, (R, U)."""
+        nats = np.zeros((len(self.rescues), len(self.weights)))
+        for row, name in enumerate(self.rescues):
             if (candidate := f"rescue {name}") in self._meter.candidates:  # else it is the reference of all errors
-                found[at] = self._meter.by_operator(candidate)[number].cpu().numpy()
-        return found
+                nats[row] = self._meter.by_operator(candidate)[price].cpu().numpy()
+        return nats
 
-    def _numbers(self, norms: Tensor | None, place: int) -> np.ndarray:
-        """Return the (names, U) numbers of a batch from the meter and the probe, and reset both."""
-        low = self._meter.by_operator()
-        known = torch.zeros_like(low["fprop"]) if norms is None else norms
-        prices = [low[name] for name in _LOW]
-        numbers: np.ndarray = torch.stack([*prices, self._probe.read()["mse"], known]).cpu().numpy()
+    def _numbers(self, norms: Tensor | None, place: int) -> dict[str, np.ndarray]:
+        """Return the numbers of a batch from the meter and the probe, and reset both."""
+        prices = self._meter.by_operator()
+        tensors = {name: prices[name] for name in _PRICES} | {"mse": self._probe.read()["mse"]}
+        tensors["norm"] = torch.zeros_like(prices["fprop"]) if norms is None else norms
+        stacked: np.ndarray = torch.stack([*tensors.values()]).cpu().numpy()  # one wait for the device
+        numbers = dict(zip(tensors, stacked, strict=True))
         self._meter.reset()
         self._probe.reset()
-        finite = np.isfinite(numbers)
-        finite[NUMBERS.index("fprop_sequence")] = True  # NaN if there are no sequences
-        if not finite.all():
-            first = self.converted.operators[int(np.argwhere(~finite)[0][1])].operator_name
-            raise ValueError(f"batch {place + 1}: what {first} reads, or its gradient, is not finite in 16 bits")
+        for name, values in numbers.items():
+            if name != "fprop_sequence" and not np.isfinite(values).all():  # NaN if there are no sequences
+                first = self.converted.operators[int(np.flatnonzero(~np.isfinite(values))[0])].operator_name
+                raise ValueError(f"batch {place + 1}: what {first} reads, or its gradient, is not finite in 16 bits")
         if norms is None:
-            numbers[-1] = np.nan
+            numbers["norm"][:] = np.nan
         return numbers
 
     def _norms(self, batch: Any, place: int, drawn: Tensor | None) -> Tensor | None:
         """Return the weights' gradient norms on the data's labels, (U,) float64; without such labels, `drawn`."""
         self.converted.end_step()
-        self._put(True)
+        self._switch(True)
         torch.manual_seed(place)
         with self._watching() as calls:
             loss = self._output(batch, place).loss
@@ -499,12 +523,12 @@ class ModelPasses:
             return self._norms_of(calls.gradients(loss, self.converted.operators))
 
     def _norms_of(self, gradients: Iterable[Tensor | None]) -> Tensor:
-        nothing = torch.zeros((), dtype=torch.float64, device=self.converted.operators[0].weight.device)
-        each = zip(self.converted.operators, gradients, strict=True)
-        norms = [nothing if gradient is None else o.part(gradient).float().norm().double() for o, gradient in each]
+        zero = torch.zeros((), dtype=torch.float64, device=self.converted.operators[0].weight.device)
+        pairs = zip(self.converted.operators, gradients, strict=True)
+        norms = [zero if gradient is None else o.part(gradient).float().norm().double() for o, gradient in pairs]
         return torch.stack(norms)
 
-    def _put(self, recovering: bool) -> None:
+    def _switch(self, recovering: bool) -> None:
         for operator in self.converted.operators:
             operator.switch(recovering or operator.operator_name in self.without_gradient)
 

@@ -13,8 +13,10 @@ the usual guesses at the same cost. Nothing is trained, and the model is restore
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import chain, islice, product
 from os import PathLike
 from typing import Any
 
@@ -22,29 +24,37 @@ import numpy as np
 import torch
 from torch import nn
 
-from gnmr.conversion import ConvertedModel, PathLinear, PathSpec, convert
+from gnmr.conversion import ConvertedModel, PathLinear, convert
 from gnmr.conversion.adapters import operators_in
-from gnmr.conversion.converting import check_widths, operator_shapes
+from gnmr.conversion.converting import operator_shapes
 from gnmr.conversion.cost import gemm_time
 from gnmr.conversion.reads import is_sharded
+from gnmr.conversion.unit_names import of_any_expert, operator_names
 from gnmr.formats import Recipe
-from gnmr.formats.recipes import RECIPES as RECIPES_OF
-from gnmr.formats.recipes import Cast, Gemm
+from gnmr.formats.recipes import Cast
+from gnmr.measure.coverage import Coverage
+from gnmr.measure.gemm_costs import (
+    GemmCost,
+    PathCost,
+    bootstrap_intervals,
+    format_nats,
+    paired_difference,
+    weighted_mean,
+)
 from gnmr.measure.guards import as_it_was, refuse_without_gradients
-from gnmr.measure.model_passes import ModelPasses, Progress
+from gnmr.measure.model_passes import ESTIMATES, PASSES_PER_BATCH, BatchCosts, ModelPasses, Progress
 from gnmr.measure.unplanned import UnplannedParts, kv_cast_of
-from gnmr.names import BESIDE, FORMATS, KV_CAST, RECIPES, Pins
-from gnmr.options import nearest, one_of, require, whole_number
-from gnmr.patterns import listed, select
-from gnmr.plan.diagnosis import Diagnosis
-from gnmr.plan.knapsack import budget_of, check_fused
-from gnmr.plan.measuring import Doctor
-from gnmr.plan.pin_plan import PinPlan, read_plan
+from gnmr.names import BESIDE, GEMMS, KV_CAST, RECIPES
+from gnmr.options import one_of, require, whole_number
+from gnmr.patterns import listed
+from gnmr.plan.checkpoint_names import linears_of
+from gnmr.plan.compared_paths import ComparedPaths, Side, compared_paths
+from gnmr.plan.diagnosis import CURVE, RANDOM_DRAWS, UNREACHED, Diagnosis
+from gnmr.plan.knapsack import GUESSES, REST, Choice, Shapes, Times, budget_of, check_fused, groups_of, times_of
+from gnmr.plan.pin_plan import PinPlan
 
-Side = Mapping[str, "str | Recipe"]
-"""The recipes of one side: {pattern of operators: recipe}."""
-CHEAPER = "mxfp8"
-"""Recipe besides bf16 on which a plan may keep a GEMM of 4 bits by default."""
+ALONE_BATCHES = 2
+"""Number of batches on which the KL of single operators is measured."""
 
 
 def diagnose(
@@ -124,181 +134,45 @@ def diagnose(
     for kind in include:
         one_of(BESIDE, include=kind)
     cast = kv_cast_of(kv_cast)
-    named = _rescues_named(rescue)
-    said = ",".join(one if isinstance(one, str) else one.name for one in named)
-    options = {"rescue": said, "times": times, "fused": ",".join(fused), "targets": targets, "exclude": exclude or None}
-    _check_sides(recipe, recovery, against, gate, plan, options)
-    require(times is None or isinstance(times, Mapping), "times", times, "must be {bits or recipe: relative time}")
     _check_model(model)
-    low, low_parts = _side(recipe, "recipe")
-    high, high_parts = _side(recovery, "recovery") if against is None else _side(against, "against")
-    sides = against is not None or bool(low_parts)
-    pins: Pins = {}
-    if plan is not None:
-        spec, pins = _spec_under(plan, model)
-    else:
-        both = low_parts or high_parts or (low, high) != ("bf16", "bf16")
-        require(both, "recipe", "bf16", "both sides are in 16 bits; there is nothing to compare")
-        own = {one.name: one for one in named if isinstance(one, Recipe)}
-        spec = _spec(low, high, sides, targets=targets, exclude=exclude, recipes=own, times=dict(times or {}))
-    # ModelPasses that are compared, and passes in which products are counted, must run the same kernels.
+    paths = compared_paths(
+        model,
+        recipe=recipe,
+        recovery=recovery,
+        against=against,
+        plan=plan,
+        rescue=rescue,
+        gate=gate,
+        targets=targets,
+        exclude=exclude,
+        times=times,
+        fused=fused,
+    )
+    # Passes that are compared, and passes in which products are counted, must run the same kernels.
     eager = torch.compiler.set_stance("force_eager")
-    with as_it_was(model), eager, _converted(model, spec, sides, include, cast) as (converted, beside):
-        apart = _divided(converted, low_parts, high_parts)
+    with as_it_was(model), eager, _converted(model, paths, include, cast) as (converted, unplanned):
+        sides = paths.give_recipes(converted)
         check_fused([operator.operator_name for operator in converted.operators], fused)
-        rescues = {} if sides or pins else _rescues(converted, named, spec.times)
-        tell = progress or (lambda _done, _total: None)
         passes = ModelPasses(
-            converted, model, run, beside, tell, tokens=tokens, labels=labels, terms=terms, rescues=rescues, apart=apart
+            converted,
+            model,
+            run,
+            unplanned,
+            progress or (lambda _done, _total: None),
+            tokens=tokens,
+            labels=labels,
+            terms=terms,
+            rescues=paths.rescues_of(converted),
+            with_recipes=sides,
         )
-        doctor = Doctor(
-            passes=passes,
-            spec=spec,
-            pins=pins,
-            against=against is not None,
-            sides=apart,
-            gate=gate,
-            fused=fused,
-            budget=budget,
-            asked=rescue is not None,
-            confirm=confirm,
+        measurement = _Measurement(
+            passes=passes, paths=paths, sides=sides, gate=gate, fused=fused, budget=budget, confirm=confirm
         )
-        return doctor.diagnosis(batches, list(held_out))
-
-
-@contextmanager
-def _converted(
-    model: nn.Module, spec: PathSpec, sides: bool, include: Sequence[str], kv_cast: Cast
-) -> Iterator[tuple[ConvertedModel, UnplannedParts]]:
-    """Convert the model, perhaps for two `sides`, and the parts to `include`; restore both afterwards."""
-    with ExitStack() as stack:
-        with warnings.catch_warnings():
-            if sides:  # two sides may be alike, and either may be the coarser
-                warnings.simplefilter("ignore")
-            converted = convert(model, spec)
-        stack.callback(converted.restore)
-        assert isinstance(converted.low, Recipe)
-        beside = UnplannedParts(model, include, converted.low, kv_cast)
-        stack.callback(beside.restore)
-        yield converted, beside
-
-
-def _check_sides(
-    recipe: object,
-    recovery: object,
-    against: object,
-    gate: object,
-    plan: PinPlan | str | PathLike[str] | None,
-    options: Mapping[str, object],
-) -> None:
-    """Raise ValueError if options are incompatible; `options` are those of a choice among recipes."""
-    several = isinstance(recipe, Mapping)
-    if plan is not None:
-        for key, given in {"against": against, "gate": gate, "recipe": recipe if several else None, **options}.items():
-            require(given in (None, ""), key, given, "cannot be asked for under plan=; leave one of them out")
-        require(recovery == "bf16", "recovery", recovery, "the plan says which; leave one of them out")
-    if against is not None:
-        require(recovery == "bf16", "recovery", recovery, "cannot be combined with against=; leave one of them out")
-    require(not isinstance(recovery, Mapping), "recovery", recovery, "must be one recipe; several are for against=")
-    if several or against is not None:
-        for key in ("rescue", "times"):
-            right = "cannot be asked for if operators have recipes of their own, or of two sides; leave it out"
-            require(not options[key], key, options[key], right)
-    if gate is not None:
-        number = isinstance(gate, int | float) and not isinstance(gate, bool)
-        sound = number and 0 < gate < np.inf  # type: ignore[operator]
-        require(sound, "gate", gate, "must be nats of KL per token, a number above 0")
-        require(against is not None, "gate", gate, "is between two sides; give against=RECIPE, the trainer's")
-
-
-def _side(given: str | Recipe | Side, key: str) -> tuple[str | Recipe, dict[str, Recipe]]:
-    """Return (recipe of all operators, {pattern: recipe of some}), and check that each is known."""
-    if not isinstance(given, Mapping):
-        return _known(given, key), {}
-    require("*" in given, key, list(given), 'has no "*", which says the recipe of all other operators')
-    parts = {}
-    for pattern, one in given.items():
-        require(isinstance(pattern, str), key, pattern, "must be a pattern of operators' names")
-        named = _known(one, key)
-        recipe = RECIPES_OF[named] if isinstance(named, str) else named
-        whole = pattern == "*" or not (recipe.integer or recipe.history)
-        require(whole, f"{key}.{pattern}", recipe.name, "can be the recipe of all operators alone")
-        parts[pattern] = recipe
-    return given["*"], {pattern: recipe for pattern, recipe in parts.items() if pattern != "*"}
-
-
-def _rescues_named(given: str | Recipe | Sequence[str | Recipe] | None) -> list[str | Recipe]:
-    """Return the recipes that `rescue` names, and check that each is known."""
-    several = [given] if isinstance(given, str | Recipe) else given
-    if several is None:
-        return []
-    require(isinstance(several, Sequence) and several, "rescue", several, "must be one recipe or several")
-    return [_known(one, "rescue") for one in several]
-
-
-def _rescues(converted: ConvertedModel, named: Sequence[str | Recipe], times: Mapping[str, float]) -> dict[str, Recipe]:
-    """Return, by name and fastest first, the recipes on which a plan may keep a GEMM.
-
-    These are the recipes that were asked for, or the default recipes that this model can have.
-    """
-    low, recovery = converted.low, converted.recovery
-    assert isinstance(low, Recipe) and isinstance(recovery, Recipe)
-    found = {} if named else {recovery.name: recovery}
-    few_bits = any(cast is not None and cast.format.bits <= 4 for cast in (low.fprop.input, low.fprop.weight))
-    for one in named or [CHEAPER] * (few_bits and not recovery.casts):
-        recipe = RECIPES_OF[one] if isinstance(one, str) else one
-        why = ""
-        if recipe.integer or recipe.history:
-            why = "can be the recipe of all operators alone"
-        elif gemm_time(recipe, "fprop", times) <= gemm_time(low, "fprop", times):
-            why = f"takes no more time in fprop than {low.name}, so it needs no budget; name a slower recipe"
-        try:
-            for operator in converted.operators:
-                check_widths(operator.operator_name, operator, Recipe(recipe.name, fprop=recipe.fprop))
-        except ValueError as error:
-            why = f"{error}"
-        require(not (why and named), "rescue", recipe.name, why)
-        if not why:
-            found[recipe.name] = recipe
-    return dict(sorted(found.items(), key=lambda pair: gemm_time(pair[1], "fprop", times)))
-
-
-def _known(given: object, key: str) -> str | Recipe:
-    """Return a recipe, or the checked name of one."""
-    require(isinstance(given, str | Recipe), key, given, "must be the name of a recipe, or a Recipe")
-    return recipe_named(given, key=key) if isinstance(given, str) else given  # type: ignore[return-value]
-
-
-def _divided(
-    converted: ConvertedModel, low: Mapping[str, Recipe], high: Mapping[str, Recipe]
-) -> dict[str, tuple[str, str]]:
-    """Give operators that match a pattern their recipes; return {operator: (low recipe, recovery recipe)} of those."""
-    names = [operator.operator_name for operator in converted.operators]
-    touched: dict[str, PathLinear] = {}
-    for key, parts in (("low", low), ("recovery", high)):
-        for pattern, recipe in parts.items():
-            chosen = select(names, [pattern])[0]
-            require(chosen, "recipe" if key == "low" else "against", pattern, "no operator has such a name")
-            for operator in converted.operators:
-                if operator.operator_name in chosen:
-                    check_widths(operator.operator_name, operator, recipe)
-                    setattr(operator, key, recipe)
-                    touched[operator.operator_name] = operator
-    return {name: (one.low.name, "" if one.recovery is None else one.recovery.name) for name, one in touched.items()}
-
-
-def recipe_named(name: str, others: Iterable[str] = (), key: str = "recipe") -> str:
-    """Return `name`, or the recipe that casts everything to the format `name`. Raises ValueError if it is unknown."""
-    known = (*RECIPES, *others)
-    if name not in known and f"sim_{name}" in RECIPES:
-        return f"sim_{name}"
-    if name not in known:
-        what = "is a format without a recipe of its own" if name in FORMATS else "is not a recipe"
-        raise ValueError(f"{key}={name}: {what}{nearest(name, known)}")
-    return name
+        return measurement.diagnosis(batches, list(held_out))
 
 
 def _check_model(model: nn.Module) -> None:
+    """Raise ValueError if this is no model whose linears can be measured in this process."""
     require(isinstance(model, nn.Module), "model", type(model).__name__, "must be an nn.Module")
     right = "has no linear operator, so no GEMM that a recipe would cast (others: gnmr.conversion.adapters.register)"
     require(operators_in(model), "model", type(model).__name__, right)
@@ -308,18 +182,446 @@ def _check_model(model: nn.Module) -> None:
     require(not sharded, "model", type(model).__name__, right)
 
 
-def _spec(recipe: str | Recipe, recovery: str | Recipe, sides: bool, **more: Any) -> PathSpec:
-    """Return the paths of a diagnosis, perhaps of two `sides`; `more` holds other fields of the spec."""
-    require(sides or recipe != recovery, "recipe", recipe, "is the recovery path too: there is nothing to diagnose")
-    if recipe == recovery == "bf16":  # these would be two formats, next to which no operator can have a recipe
-        recipe = Recipe("16 bits", fprop=Gemm(), dgrad=Gemm(), wgrad=Gemm())
-    return PathSpec.of(recipe, recovery, backend="simulated", **more)
+@contextmanager
+def _converted(
+    model: nn.Module, paths: ComparedPaths, include: Sequence[str], kv_cast: Cast
+) -> Iterator[tuple[ConvertedModel, UnplannedParts]]:
+    """Convert the model, and the parts to `include`; restore both afterwards."""
+    with ExitStack() as stack:
+        with warnings.catch_warnings():
+            if paths.two_sides:  # two sides may be alike, and either may be the coarser
+                warnings.simplefilter("ignore")
+            converted = convert(model, paths.spec)
+        stack.callback(converted.restore)
+        assert isinstance(converted.low, Recipe)
+        unplanned = UnplannedParts(model, include, converted.low, kv_cast)
+        stack.callback(unplanned.restore)
+        yield converted, unplanned
 
 
-def _spec_under(given: PinPlan | str | PathLike[str], model: nn.Module) -> tuple[PathSpec, Pins]:
-    """Return the paths of a diagnosis under a plan, and its pins. Raises UserError if the plan is of another model."""
-    plan, where = (given, "plan") if isinstance(given, PinPlan) else (read_plan(given), f"plan={given}")
-    require(plan.low not in FORMATS, "plan", plan.low, "its low path is a format; recipes alone can be diagnosed")
-    spec = PathSpec(backend="simulated", **(plan.paths() | {"recovery": plan.recovery or "bf16"}))
-    plan.refuse_other(where, operator_shapes(model, spec))
-    return spec, spec.pinned
+@dataclass(frozen=True, kw_only=True)
+class _Measurement:
+    """The passes of a diagnosis, and what it is about. Arrays have B batches, U operators that ran and R rescues."""
+
+    passes: ModelPasses
+    paths: ComparedPaths
+    sides: Mapping[str, tuple[str, str]]
+    """As in `Diagnosis`, and so are `gate`, `fused` and `budget`."""
+    gate: float | None
+    fused: Sequence[str]
+    budget: float
+    confirm: int
+    """Number of operators, highest by either estimate, whose KL is measured."""
+
+    def diagnosis(self, batches: Iterable[Any], held_out: Sequence[Any]) -> Diagnosis:
+        """Measure everything, and return the diagnosis."""
+        passes, spec = self.passes, self.paths.spec
+        passes.expect(self._expected(batches, len(held_out)))
+        batches = iter(batches)
+        first_batches = list(islice(batches, ALONE_BATCHES))
+        limit = self._limit(first_batches[0]) if first_batches else None
+        costs = self._measured_batches(chain(first_batches, batches))
+        # The operators that ran, and the numbers of each batch: `samples` has (B, U) by name.
+        batches_run = (np.array([batch.rows for batch in costs]) > 0).sum(axis=0)
+        ran = batches_run > 0
+        operators = [o for o, number in zip(passes.converted.operators, batches_run, strict=True) if number]
+        self._refuse_none(operators)
+        terms = np.array([batch.terms for batch in costs], dtype=float)
+        by_batch = np.stack([np.stack([*batch.numbers.values()]) for batch in costs], axis=1)
+        samples = dict(zip(costs[0].numbers, by_batch[..., ran], strict=True))
+        # The estimate in use: by sequence if all batches have it, else by token.
+        by_sequence = ~np.isnan(samples["fprop_sequence"]).any(axis=0)
+        in_use = by_sequence & (costs[0].estimate == "sequence")
+        nats = np.where(in_use, samples["fprop_sequence"], samples["fprop"])
+        samples["fprop_sequence"] = np.where(by_sequence, samples["fprop_sequence"], samples["fprop"])
+        rescued_by = {
+            name: weighted_mean([batch.rescued[name] for batch in costs], terms)[..., ran] for name in ESTIMATES
+        }
+        rescued = np.where(in_use, rescued_by["sequence"], rescued_by["token"])  # (R, U)
+        # The KL of single operators.
+        has_kl = costs[0].kl is not None
+        alone = self._confirmed(operators, samples, first_batches, terms) if has_kl else {}
+        self._replace_infinite(rescued, operators, alone, first_batches)
+        unplanned = self._unplanned_rows(costs, first_batches, terms)
+        without_gradient = self._rows_without_gradient(first_batches) if has_kl else ()
+        normed = ~np.isnan(samples["norm"]).any(axis=1)
+        scores = {
+            "mse": weighted_mean(samples["mse"], terms),
+            "gradient norm": weighted_mean(samples["norm"][normed], terms[normed]),
+        }
+        diagnosis = Diagnosis(
+            recipe=spec.low,
+            recovery=spec.recovery or "bf16",
+            rows=self._rows(operators, samples, nats, by_sequence, alone, rescued, terms),
+            unplanned=(*unplanned, *without_gradient),
+            samples=nats,
+            terms=terms,
+            measured=PathCost.of(
+                [batch.kl for batch in costs], [batch.high for batch in costs], [batch.low for batch in costs], terms
+            ),
+            scores={
+                key: {o.operator_name: score for o, score in zip(operators, values.tolist(), strict=True)}
+                for key, values in scores.items()
+            },
+            budget=self.budget,
+            gate=self.gate,
+            limit=limit,
+            labels=costs[0].labels,
+            estimate=costs[0].estimate,
+            tokens=passes.tokens,
+            pins={
+                o.operator_name: pins
+                for o in operators
+                if (pins := self.paths.pins.get(o.operator_name.removeprefix("model.")))
+            },
+            rescues=tuple(self._rescues()),
+            times=dict(spec.times),
+            fused=self.fused,
+            recipes={
+                name: recipe.words() if isinstance(recipe, Recipe) else recipe
+                for name, recipe in spec.recipes.items()
+                if name not in RECIPES
+            },
+            linears=linears_of(passes.model),
+            modules=self._modules(),
+            against=self.paths.against,
+            sides=self.sides,
+            **self._covered(costs, operators, batches_run, {row.operator for row in without_gradient if row.value}),
+        )
+        if held_out:
+            diagnosis = self._with_held_out(diagnosis, held_out, len(costs))
+        passes.refuse_state(first_batches[0])
+        return diagnosis
+
+    # ---- the batches of the prices ----
+
+    def _expected(self, batches: Iterable[Any], held_out: int) -> int | None:
+        """Return an upper bound on the number of forward passes, those of single operators aside; None: unknown."""
+        if not isinstance(batches, Sized):
+            return None
+        rescues = len(self.passes.rescues)
+        choices = 3 + rescues * (rescues > 1) + len(GUESSES) - 1 + RANDOM_DRAWS + 2 + len(CURVE)
+        return PASSES_PER_BATCH * len(batches) + 4 + held_out * choices
+
+    def _limit(self, batch: Any) -> float | None:
+        """Return the KL from rounding. Raises ValueError if it is unknown or above the gate, and two sides need it."""
+        limit = self.passes.rounding(batch)
+        if self.paths.against:
+            key, value = ("against", self.paths.spec.recovery) if self.gate is None else ("gate", self.gate)
+            require(limit is not None, key, value, "is about a KL, and `run` gives a loss alone; have it give logits")
+        if self.gate is not None:
+            assert limit is not None
+            right = f"is below what rounding of this model makes, {limit:.2g} nats; use a larger one"
+            plain = all(weight.dtype in (torch.float32, torch.float64) for weight in self.passes.weights)
+            require(self.gate > limit, "gate", self.gate, right + ("" if plain else ", or a model in float32"))
+        return limit
+
+    def _measured_batches(self, batches: Iterable[Any]) -> list[BatchCosts]:
+        """Measure each batch. Raises ValueError if there are fewer than two, or if a rescue is of no use."""
+        costs: list[BatchCosts] = []
+        for place, batch in enumerate(batches):
+            costs.append(self.passes.measure(batch, place))
+            _refuse_other_kind(f"run of batch {place + 1}", costs[place].kl is None, costs[0].kl is None)
+            if place == 0 and self.paths.rescues:
+                self._refuse_useless_rescue(costs[0])
+        require(len(costs) > 1, "batches", len(costs), "needs two at least, for the spread between them")
+        return costs
+
+    def _refuse_useless_rescue(self, first: BatchCosts) -> None:
+        """Raise ValueError if a rescue is slower than another path and costs as many nats on the first batch."""
+        low, times = self.passes.converted.low, self.paths.spec.times
+        assert isinstance(low, Recipe)
+        recipes = {self.paths.spec.low: low, **self.passes.rescues}
+        estimate = first.estimate
+        if np.isnan(first.numbers[ESTIMATES[estimate]]).any():
+            estimate = "token"
+        sums = [first.numbers[ESTIMATES[estimate]].sum(), *first.rescued[estimate].sum(axis=1)]
+        nats = dict(zip(recipes, sums, strict=True))
+        time = {name: gemm_time(recipe, "fprop", times) for name, recipe in recipes.items()}
+        for name, other in product(self.passes.rescues, recipes):
+            if time[name] > time[other] and nats[name] >= nats[other] and nats[name] > 0:
+                right = (
+                    f"is slower than {other} in fprop (times {time[name]:g} and {time[other]:g}) and costs no less "
+                    f"({format_nats(nats[name])} and {format_nats(nats[other])} nats of all GEMMs alone); leave it out"
+                )
+                require(False, "rescue", name, right)
+
+    def _refuse_none(self, operators: Sequence[PathLinear]) -> None:
+        """Raise ValueError if no operator ran."""
+        right = "its loss does not run the linears of this model"
+        if self.passes.read:
+            right = (
+                "its loss reads the weights of the linears without calling them (F.linear, a fused kernel, a forward "
+                "that was replaced or wrapped), so no path is in force; call the modules"
+            )
+        require(operators, "run", "...", right)
+
+    # ---- operators alone ----
+
+    def _confirmed(
+        self,
+        operators: Sequence[PathLinear],
+        samples: Mapping[str, np.ndarray],
+        batches: Sequence[Any],
+        terms: np.ndarray,
+    ) -> dict[str, list[np.ndarray]]:
+        """Measure alone the `confirm` operators that are highest by each estimate."""
+        chosen: dict[str, PathLinear | None] = {}
+        for name in ESTIMATES.values():
+            values = weighted_mean(samples[name], terms)
+            if np.isfinite(values).all():
+                order = np.argsort(-values, kind="stable")[: self.confirm]
+                chosen |= {operators[i].operator_name: operators[i] for i in order if values[i] > 0}
+        return self.passes.alone(chosen, batches)
+
+    def _replace_infinite(
+        self,
+        rescued: np.ndarray,
+        operators: Sequence[PathLinear],
+        alone: Mapping[str, Sequence[np.ndarray]],
+        batches: Sequence[Any],
+    ) -> None:
+        """Measure the nats on rescues (R, U) of the operators that alone make the predictions NaN or Inf.
+
+        Second-order estimates are invalid for these operators.
+        """
+        infinite: dict[int, PathLinear] = {}
+        for column, operator in enumerate(operators):
+            kls = alone.get(operator.operator_name)
+            if kls is not None and not np.isfinite(np.concatenate(kls)).all():
+                infinite[column] = operator
+        for nats, rescue in zip(rescued, self.passes.rescues, strict=True):
+            if nats.any():
+                with self.passes.pinned({o.operator_name: {"fprop": rescue} for o in infinite.values()}):
+                    kls_of = self.passes.alone({o.operator_name: o for o in infinite.values()}, batches)
+                for column, operator in infinite.items():
+                    kl, tokens = np.concatenate(kls_of[operator.operator_name]).sum(axis=0)
+                    nats[column] = kl / tokens if np.isfinite(kl) else np.inf
+
+    # ---- rows ----
+
+    def _rows(
+        self,
+        operators: Sequence[PathLinear],
+        samples: Mapping[str, np.ndarray],
+        nats: np.ndarray,
+        by_sequence: np.ndarray,
+        alone: Mapping[str, Sequence[np.ndarray]],
+        rescued: np.ndarray,
+        terms: np.ndarray,
+    ) -> tuple[GemmCost, ...]:
+        """Return the rows of all GEMMs; `nats` (B, U) are those of the estimate in use."""
+        means = {name: weighted_mean(values, terms).tolist() for name, values in samples.items() if name != "norm"}
+        values = weighted_mean(nats, terms).tolist()
+        intervals = {
+            gemm: bootstrap_intervals(nats if gemm == "fprop" else samples[gemm], terms).T.tolist() for gemm in GEMMS
+        }
+        rows = []
+        for i, operator in enumerate(operators):
+            name = operator.operator_name
+            sequence = means["fprop_sequence"][i] if by_sequence[i] else None
+            interval = tuple(intervals["fprop"][i])
+            row = GemmCost.of_fprop(name, values[i], interval, means["fprop"][i], sequence, alone.get(name))
+            on_rescues = dict.fromkeys(self._rescues(), 0.0)
+            on_rescues |= dict(zip(self.passes.rescues, rescued[:, i].tolist(), strict=True))
+            input, weight = means["fprop_input"][i], means["fprop_weight"][i]
+            rows.append(replace(row, input=input, weight=weight, rescued=on_rescues))
+            for gemm in GEMMS[1:]:
+                interval = tuple(intervals[gemm][i])
+                rows.append(GemmCost(name, gemm, means[gemm][i], interval, bias=means[f"{gemm}_bias"][i]))
+        return tuple(rows)
+
+    def _unplanned_rows(
+        self, costs: Sequence[BatchCosts], batches: Sequence[Any], terms: np.ndarray
+    ) -> tuple[GemmCost, ...]:
+        """Return the rows of the parts outside the plan, and measure the KL of the `confirm` highest alone.
+
+        The value is the estimate by sequence if labels were drawn and sequences are known, else by token.
+        """
+        column = 1 if costs[0].labels == "model" else 0
+        samples: dict[str, np.ndarray] = {}  # (B, 2), by token and by sequence
+        has_sequences: dict[str, bool] = {}
+        for name in dict.fromkeys(name for batch in costs for name in batch.unplanned):  # not every one runs always
+            values = np.array([batch.unplanned.get(name, (0.0, 0.0)) for batch in costs])
+            has_sequences[name] = not np.isnan(values).any()
+            samples[name] = values if has_sequences[name] else values[:, [0, 0]]
+        means = {name: weighted_mean(values, terms).tolist() for name, values in samples.items()}
+        highest = sorted(samples, key=lambda name: -max(means[name]))[: self.confirm]
+        alone = self.passes.alone(dict.fromkeys(highest), batches)
+        rows = []
+        for name, values in samples.items():
+            by_token, by_sequence = means[name]
+            low, high = bootstrap_intervals(values, terms)[:, column].tolist()
+            sequence = by_sequence if has_sequences[name] else None
+            rows.append(GemmCost.of_fprop(name, means[name][column], (low, high), by_token, sequence, alone.get(name)))
+        return tuple(rows)
+
+    def _rows_without_gradient(self, batches: Sequence[Any]) -> tuple[GemmCost, ...]:
+        """Measure the KL alone of the first `confirm` operators whose output has no gradient: it needs none."""
+        chosen: dict[str, PathLinear | None] = {
+            o.operator_name: o
+            for o in self.passes.converted.operators
+            if o.operator_name in self.passes.without_gradient
+        }
+        alone = self.passes.alone(dict(islice(chosen.items(), self.confirm)), batches)
+        return tuple(GemmCost.of_fprop(name, 0.0, (0.0, 0.0), None, None, kls) for name, kls in alone.items())
+
+    # ---- what the plan is about ----
+
+    def _covered(
+        self,
+        costs: Sequence[BatchCosts],
+        operators: Sequence[PathLinear],
+        batches_run: np.ndarray,
+        choices: Collection[str],
+    ) -> dict[str, Any]:
+        """Return the fields of `Diagnosis` that say which operators a plan is about, and which work they do.
+
+        Args:
+            costs: measurements of all batches.
+            operators: operators that ran.
+            batches_run: number of batches in which each operator of the model ran.
+            choices: operators without a gradient whose KL alone is not 0.
+        """
+        passes = self.passes
+        shapes = {o.operator_name: (o.in_features, o.out_features) for o in passes.converted.operators}
+        planned = {o.operator_name: shapes[o.operator_name] for o in operators}
+        rows = dict(zip(shapes, np.array([batch.rows for batch in costs]).sum(axis=0).tolist(), strict=True))
+        work = {name: rows[name] * a * b for name, (a, b) in planned.items()}
+        coverage = Coverage.sum_of(batch.coverage for batch in costs)
+        called = coverage.called()
+        rest = coverage.total - sum(called.get(name, 0) for name in planned)
+        # Experts that no token reached have no price, and go with others of their kind.
+        kinds = {of_any_expert(name) for name in planned}
+        used = {*planned} | (passes.read - passes.called)
+        unreached = {name for name in shapes if name not in used and of_any_expert(name) in kinds}
+        idle = {
+            name: UNREACHED if name in unreached else self._why_idle(name, choices)
+            for name in shapes
+            if name not in planned
+        }
+        # If others are idle, the plan names its operators.
+        in_plan = [name for name in shapes if name in planned or name in unreached]
+        targets = self._targets(in_plan) if {*idle} - unreached else None
+        return {
+            "operators": planned,
+            "costs": self._times(planned, work, rest),
+            "work": work,
+            "rest": rest,
+            "coverage": coverage,
+            "groups": groups_of(planned, self.fused),
+            "targets": targets or self.paths.spec.targets,
+            "exclude": [] if targets else self.paths.spec.exclude,
+            "idle": idle,
+            "matched": {name: shapes[name] for name in idle if name in unreached or not targets},
+            "partly": {name: int(n) for name, n in zip(shapes, batches_run, strict=True) if 0 < n < len(costs)},
+        }
+
+    def _why_idle(self, name: str, choices: Collection[str]) -> str:
+        """Return the reason why an operator has no price; `choices` are operators without gradient that have a KL."""
+        passes = self.passes
+        if name in passes.without_gradient and (name in choices or name not in passes.graphs):
+            return "they run without gradient (frozen, or a choice of tokens)"
+        if name in passes.called - passes.without_gradient:
+            return "no token reached them or others of their kind"
+        if name in passes.called:
+            return "the loss does not depend on what they give"
+        if name in passes.read:
+            return "they never run (their weights are read without calling them, so no path is in force)"
+        return "they never run"
+
+    def _targets(self, names: list[str]) -> list[str] | None:
+        """Return patterns that match these operators alone; None if there are none."""
+        for targets in ([name.removeprefix("model.") for name in names], names):
+            with suppress(ValueError):
+                spec = replace(self.paths.spec, targets=targets, exclude=[], pins={})
+                if list(operator_shapes(self.passes.model, spec)) == names:
+                    return targets
+        return None
+
+    def _modules(self) -> dict[str, str]:
+        """Return the class of each module that contains linears, converted or not, by its name."""
+        containing = (module for module in operators_in(self.passes.model).values() if module.forward is not None)
+        classes = {module.path: module.class_name for module in containing if module.path}
+        return dict(zip(operator_names([*classes]), classes.values(), strict=True))
+
+    def _rescues(self) -> list[str]:
+        """Return the names of the recipes that a plan may keep a GEMM on; with two sides, the other side's."""
+        if not self.paths.two_sides:
+            return list(self.passes.rescues)
+        high = self.paths.spec.recovery
+        return [high if high and high != self.paths.spec.low else "the other side's"]
+
+    def _times(self, operators: Shapes, work: Mapping[str, int], rest: int) -> Times:
+        """Return the time of every GEMM on each recipe.
+
+        With two sides, either may be changed, so a GEMM that is alike on both costs its arithmetic.
+        """
+        low = self.passes.converted.low
+        assert isinstance(low, Recipe)
+        if not self.paths.two_sides:
+            return times_of(operators, [low, *self.passes.rescues.values()], self.paths.spec.times, work, rest)
+        (alike,), name_of_low = self._rescues(), self.paths.spec.low
+        times = {
+            (name, gemm): {name_of_low: float(work[name]), alike: 2.0 * work[name]}
+            for name in operators
+            for gemm in GEMMS
+        }
+        return times | ({(REST, gemm): {name_of_low: float(rest)} for gemm in GEMMS} if rest else {})
+
+    # ---- held-out batches ----
+
+    def _with_held_out(self, diagnosis: Diagnosis, batches: Sequence[Any], before: int) -> Diagnosis:
+        """Add the cost of everything low, the plan and the guesses on held-out batches, numbered from `before`."""
+        # The choices by name; a guess may have several draws, and some choices are alike.
+        choices: dict[str, list[Choice]] = {"all": [Choice({}, 0.0, 0.0, 0.0)]}
+        curve: list[Choice] = []
+        if not diagnosis.pins:
+            plan = diagnosis.choice()
+            others = (choice for choice in map(diagnosis.choice, CURVE) if choice.pins and choice.pins != plan.pins)
+            by_extra = {choice.extra: choice for choice in others}
+            curve = [by_extra[extra] for extra in sorted(by_extra)]
+            choices |= {"plan": [plan], **diagnosis.alternatives}
+            choices |= {f"{choice.extra}": [choice] for choice in curve}
+        pins_of = {repr(choice.pins): choice.pins for draws in choices.values() for choice in draws}
+        self.passes.expect(len(batches) * (1 + len(pins_of)) + 1)
+        # The losses and KLs of each choice on each batch.
+        high: list[float] = []
+        terms: list[int] = []
+        low: dict[str, list[float]] = {key: [] for key in pins_of}
+        kls: dict[str, list[Any]] = {key: [] for key in pins_of}
+        for number, batch in enumerate(batches):
+            reference = self.passes.reference(batch, before + number)
+            high.append(reference.loss_value)
+            terms.append(max(1, reference.terms))
+            where = f"run of held-out batch {number + 1}"
+            reference.refuse_not_finite(where, self.passes.model)
+            for key, pins in pins_of.items():
+                with self.passes.pinned(pins):
+                    output = self.passes.forward(batch, before + number, recovering=False)
+                low[key].append(output.loss_value)
+                kls[key].append(reference.kl_to(output))
+            _refuse_other_kind(where, reference.logits is None, diagnosis.measured.kl is None)
+        # The means over the draws of a guess, and over the batches.
+        by_batch: dict[str, tuple[list[Any], list[float]]] = {}
+        for name, draws in choices.items():
+            keys = [repr(choice.pins) for choice in draws]
+            kls_by_batch = zip(*(kls[key] for key in keys), strict=True)
+            mean_kls = [None if of_draws[0] is None else np.mean(of_draws, axis=0) for of_draws in kls_by_batch]
+            by_batch[name] = mean_kls, np.mean([low[key] for key in keys], axis=0).tolist()
+        costs = {name: PathCost.of(kl, high, losses, terms) for name, (kl, losses) in by_batch.items()}
+        guesses = {} if diagnosis.pins else diagnosis.alternatives
+        return replace(
+            diagnosis,
+            held_out=costs["all"],
+            remaining={name: costs[name] for name in choices if name in ("plan", *guesses)},
+            excess={name: paired_difference(by_batch[name], by_batch["plan"], terms) for name in guesses},
+            curve=tuple((choice.extra, costs[f"{choice.extra}"]) for choice in curve),
+        )
+
+
+def _refuse_other_kind(where: str, loss_alone: bool, first_alone: bool) -> None:
+    """Raise ValueError unless a batch and the first one both have logits, or both a loss alone."""
+    which = "no logits" if loss_alone else "logits"
+    right = f"returns {which}, unlike that of batch 1; have it return the same kind for all batches"
+    require(loss_alone == first_alone, where, "...", right)

@@ -8,6 +8,8 @@ logits, the nats are the increase of the loss.
 The KL of the most expensive fprops is measured one by one; the others are second-order estimates. `interaction` is the
 KL of everything in low precision minus the sum of all: a failure that only the assembled model shows. `calibration` is
 the ratio of the two. Expected costs are the values times this ratio, which assumes the same ratio for all operators.
+
+`Diagnosis` holds the numbers and chooses among them. The functions below it put them into words: the verdict.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ from typing import Any
 import numpy as np
 from scipy import special
 
+from gnmr.errors import first_few, plural
 from gnmr.measure.coverage import Coverage
-from gnmr.measure.gemm_costs import GemmCost, PathCost, bootstrap_weights, weighted_mean
+from gnmr.measure.gemm_costs import GemmCost, PathCost, Stability, format_nats
 from gnmr.names import Pins
 from gnmr.plan.checkpoint_names import ModelLinears
 from gnmr.plan.knapsack import (
@@ -40,25 +43,27 @@ from gnmr.plan.knapsack import (
     pin_in_order,
 )
 from gnmr.plan.pin_plan import PinPlan
-from gnmr.plan.verdict import LITTLE, verdict
 
-_SPLITS = 100
 CURVE = (0.03, 0.05, 0.1, 0.2, 0.3)
 """Budgets of further plans whose KL is measured."""
 RANDOM_DRAWS = 2
 """Number of random draws whose mean is the guess `random`."""
-
-
-@dataclass(frozen=True)
-class Stability:
-    """How stable the order of the operators by the cost of fprop is under another draw of batches."""
-
-    top: int
-    """Number of operators in the top set by price per cost, equal to the number that the plan pins."""
-    same: float
-    """Share of bootstrap draws in which the top set is the same."""
-    halves: float
-    """Spearman correlation between the prices of two halves of the batches, averaged over many splits."""
+LITTLE = 0.01
+"""Nats per token, below which nothing has to be kept."""
+UNREACHED = "no token reached them"
+"""The reason why experts have no price although others of their layer have one; a plan puts them with their group."""
+_NAMED = 4
+"""Operators that a verdict names."""
+_LABELS = {
+    "plan": "the plan, by price",
+    "last": "last blocks",
+    "first": "first blocks",
+    "first_last": "first and last blocks",
+    "random": "operators at random",
+    "mse": "by mse of the input",
+    "gradient norm": "by gradient norm",
+}
+"""What choices are called in tables."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -120,13 +125,13 @@ class Diagnosis:
     partly: Mapping[str, int] = field(default_factory=dict)
     """Operators that ran only in some batches, with the number of batches."""
     held_out: PathCost | None = None
-    left: Mapping[str, PathCost] = field(default_factory=dict)
+    remaining: Mapping[str, PathCost] = field(default_factory=dict)
     """Cost that remains on the held-out batches under the `plan` of this budget and each of the `alternatives`."""
-    apart: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    excess: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Extra nats that each alternative leaves compared with the plan, and half the width of the paired interval."""
     curve: tuple[tuple[float, PathCost], ...] = ()
     """(extra time, cost that remains on the held-out batches) of plans of other budgets."""
-    beside: tuple[GemmCost, ...] = ()
+    unplanned: tuple[GemmCost, ...] = ()
     """The output head, routers and caches that were asked for, each measured alone and in no sum or plan."""
     limit: float | None = None
     """KL from rounding in the model's own dtype, nats per token."""
@@ -152,13 +157,13 @@ class Diagnosis:
     @property
     def total(self) -> float:
         """Return the sum over operators of the nats per token that each fprop costs alone."""
-        return float(sum(own[self.recipe] for own in self.prices.values()))
+        return float(sum(nats_on[self.recipe] for nats_on in self.prices.values()))
 
     @property
     def calibration(self) -> float | None:
         """Return the cost of everything low over `total`; None if the cost is within its noise or `total` is 0."""
-        found = self.measured
-        return found.nats / self.total if found.above_noise and found.finite and self.total > 0 else None
+        cost = self.measured
+        return cost.nats / self.total if cost.above_noise and cost.finite and self.total > 0 else None
 
     @property
     def interaction(self) -> float | None:
@@ -181,8 +186,8 @@ class Diagnosis:
         number = max(self.measured.sequences, self.measured.batches)
         low, high = (special.chdtri(number, chance) / number for chance in (0.999, 0.001))
         low, high = min(low, 0.5), max(high, 2.0)
-        both = ((row, row.by_token, row.by_sequence) for row in self.worst())
-        return [row for row, token, sequence in both if token and sequence and not low <= sequence / token <= high]
+        rows = ((row, row.by_token, row.by_sequence) for row in self.worst())
+        return [row for row, token, sequence in rows if token and sequence and not low <= sequence / token <= high]
 
     @property
     def without_sequences(self) -> list[str]:
@@ -197,9 +202,9 @@ class Diagnosis:
         The bound is `LITTLE`; with two sides it is the gate or the detection limit. The cost is the measured one. If
         the measurement shows nothing, it is the larger of `total` and the upper end of the measured interval.
         """
-        found = self.measured
+        cost = self.measured
         bound = self.gate or ((self.limit or 0.0) if self.against else LITTLE)
-        return bool((found.nats if found.above_noise else max(self.total, found.nats + found.noise)) < bound)
+        return bool((cost.nats if cost.above_noise else max(self.total, cost.nats + cost.noise)) < bound)
 
     def left_by_time(self, rescue: str | None = None) -> list[tuple[float, float]]:
         """Return (extra time, nats left by the values) from no pin to all useful pins.
@@ -242,8 +247,8 @@ class Diagnosis:
         share = None if budget is None else budget_of(budget)
         if (key := (share, rescue, free)) not in self._choices:
             enough = self.gate / (self.calibration or 1.0) if self.gate is not None and share is None else None
-            given = self._prices_on(rescue), self.costs, self.recipe, share
-            self._choices[key] = choose(*given, enough=enough, groups=() if free else self.groups)
+            prices, groups = self._prices_on(rescue), () if free else self.groups
+            self._choices[key] = choose(prices, self.costs, self.recipe, share, enough=enough, groups=groups)
         return self._choices[key]
 
     @cached_property
@@ -253,7 +258,7 @@ class Diagnosis:
     def _prices_on(self, rescue: str | None) -> Prices:
         if rescue is None:
             return self.prices
-        return {item: {name: own[name] for name in (self.recipe, rescue)} for item, own in self.prices.items()}
+        return {item: {name: nats_on[name] for name in (self.recipe, rescue)} for item, nats_on in self.prices.items()}
 
     @cached_property
     def alternatives(self) -> dict[str, list[Choice]]:
@@ -263,44 +268,43 @@ class Diagnosis:
         operators with the largest `scores`. They use the rescue that leaves the fewest nats by the values.
         """
         budget = self.budget if self.gate is None else max(self.choice().extra, 1e-9)
-        found = {f"{rescue} alone": [self.choice(budget, rescue)] for rescue in self.singles}
+        alternatives = {f"{rescue} alone": [self.choice(budget, rescue)] for rescue in self.singles}
         draws = dict.fromkeys(GUESSES, 1) | {"random": RANDOM_DRAWS}
-        orders = {
-            kind: [guessed(kind, self.operators, seed) for seed in range(number)] for kind, number in draws.items()
-        } | {key: [by_score(own, self.operators)] for key, own in self.scores.items()}
-        given = self.prices, self.costs, self.recipe
-        for name, several in orders.items():
-            on = [[pin_in_order(order, *given, rescue, budget) for order in several] for rescue in self.rescues]
-            found[name] = min(on, key=lambda choices: sum(one.after for one in choices))
-        return found
+        orders = {kind: [guessed(kind, self.operators, seed) for seed in range(n)] for kind, n in draws.items()}
+        orders |= {key: [by_score(scores, self.operators)] for key, scores in self.scores.items()}
+        for name, draws_of in orders.items():
+            by_rescue = [
+                [pin_in_order(order, self.prices, self.costs, self.recipe, rescue, budget) for order in draws_of]
+                for rescue in self.rescues
+            ]
+            alternatives[name] = min(by_rescue, key=lambda choices: sum(choice.after for choice in choices))
+        return alternatives
 
     def compared(self) -> dict[str, dict[str, float | None]]:
         """Return the extra time of the plan and the alternatives, and the nats that they leave, by value and measured.
 
         The result is empty under a plan's pins.
         """
-        choices = {} if self.pins else {"plan": [self.choice()], **self.alternatives}
-        return {
-            name: {
-                "price_left": float(np.mean([one.after for one in found])),
-                "extra": float(np.mean([one.extra for one in found])),
-                "kl_left": None if (own := self.left.get(name)) is None else own.kl,
-                "loss_left": None if own is None else own.cost,
-                "noise": None if own is None else own.noise,
+        table: dict[str, dict[str, float | None]] = {}
+        for name, choices in ({} if self.pins else {"plan": [self.choice()], **self.alternatives}).items():
+            cost = self.remaining.get(name)
+            table[name] = {
+                "price_left": float(np.mean([choice.after for choice in choices])),
+                "extra": float(np.mean([choice.extra for choice in choices])),
+                "kl_left": None if cost is None else cost.kl,
+                "loss_left": None if cost is None else cost.cost,
+                "noise": None if cost is None else cost.noise,
             }
-            for name, found in choices.items()
-        }
+        return table
 
     def recipes_in_use(self) -> list[tuple[str, float, int]]:
         """Return (recipe, relative time of its fprop, number of GEMMs) of the plan, the low recipe first."""
-        kept = Counter(recipe for own in (self.pins or self.choice().pins).values() for recipe in own.values())
-        (first, _), own = next(iter(self.costs.items()))
+        pins = self.pins or self.choice().pins
+        pinned = Counter(recipe for recipe_of in pins.values() for recipe in recipe_of.values())
+        (first, _), time_on = next(iter(self.costs.items()))
         area = self.work.get(first) or math.prod(self.operators[first])
-        rest = len(self.rows) - kept.total()
-        return [
-            (name, own[name] / area, kept[name] if name in self.rescues else rest)
-            for name in (self.recipe, *self.rescues)
-        ]
+        numbers = {self.recipe: len(self.rows) - pinned.total()} | {name: pinned[name] for name in self.rescues}
+        return [(name, time_on[name] / area, number) for name, number in numbers.items()]
 
     def expected(self, choice: Choice) -> tuple[float, float]:
         """Return the expected nats per token without and with the pins: the values times `calibration`, if known."""
@@ -315,31 +319,31 @@ class Diagnosis:
         """
         if self.sides:
             raise ValueError(f"plan: {next(iter(self.sides))} has a recipe of its own, which a plan cannot say")
-        chosen = self.choice(budget)
-        # Prices by token, as the controller's signal measures them.
-        by_token = {row.operator: row.by_token or row.value for row in self.rows if row.gemm == "fprop"}
-        pinned = [by_token[name] for name in chosen.pins if by_token[name] > 0]
-        found = self.measured
-        said = {
-            "batches": f"{found.batches}",
+        choice, cost = self.choice(budget), self.measured
+        texts = {
+            "batches": f"{cost.batches}",
             "sum": f"{self.total:.6g} nats of all GEMMs alone; expected is that times {self.calibration or 1.0:.4g}",
         }
-        if found.kl is not None:
-            said["kl"] = f"{found.kl:.6g} nats per token with everything low"
-        if found.cost is not None:
-            said["loss"] = f"{found.cost:+.6g} nats, {found.high:.6g} -> {found.low:.6g}"
-        expected = self.expected(chosen)
+        if cost.kl is not None:
+            texts["kl"] = f"{cost.kl:.6g} nats per token with everything low"
+        if cost.cost is not None:
+            texts["loss"] = f"{cost.cost:+.6g} nats, {cost.high:.6g} -> {cost.low:.6g}"
+        # Prices of two sides are no prices of recipes. A plan cannot hold a price that is not finite.
         prices: dict[str, dict[str, dict[str, float]]] = {}
-        for (name, gemm), own in self.prices.items() if not self.against else ():
-            if all(map(np.isfinite, own.values())):
-                prices.setdefault(name, {})[gemm] = {on: float(f"{nats:.6g}") for on, nats in own.items()}
-        operators, pins = self.operators | dict(self.matched), dict(chosen.pins)
-        if self.linears is not None:  # in the model's order
-            operators = {name: operators[name] for name in (*self.linears.saved, *operators) if name in operators}
+        for (name, gemm), nats_on in self.prices.items() if not self.against else ():
+            if all(map(np.isfinite, nats_on.values())):
+                prices.setdefault(name, {})[gemm] = {on: float(f"{nats:.6g}") for on, nats in nats_on.items()}
+        operators, pins, linears = self.operators | dict(self.matched), dict(choice.pins), self.linears
+        if linears is not None:  # in the model's order
+            operators = {name: operators[name] for name in (*linears.saved, *operators) if name in operators}
         for group in groups_of(operators, self.fused):
-            of_group = next((pins[name] for name in group if name in pins), {})
-            if of_group:  # an expert without a price has the recipe of its group
-                pins |= {name: dict(of_group) for name in group if name in self.matched}
+            group_pins = next((pins[name] for name in group if name in pins), {})
+            if group_pins:  # an expert without a price has the recipe of its group
+                pins |= {name: dict(group_pins) for name in group if name in self.matched}
+        # The controller's signal measures prices by token, so its threshold is one of these.
+        by_token = {row.operator: row.by_token or row.value for row in self.rows if row.gemm == "fprop"}
+        trigger = min((by_token[name] for name in choice.pins if by_token[name] > 0), default=None)
+        expected = self.expected(choice)
         return PinPlan(
             operators=operators,
             low=self.recipe,
@@ -348,41 +352,31 @@ class Diagnosis:
             targets=self.targets,
             exclude=self.exclude,
             modules=dict(self.modules),
-            unconverted=None if self.linears is None else [one for one in self.linears.saved if one not in operators],
-            saved_as={} if self.linears is None else self.linears.renamed(),
-            unloaded=[] if self.linears is None else list(self.linears.unloaded),
+            unconverted=None if linears is None else [name for name in linears.saved if name not in operators],
+            saved_as={} if linears is None else linears.renamed(),
+            unloaded=[] if linears is None else list(linears.unloaded),
             pins=pins,
             times=self.times,
             work=dict(self.work) | dict.fromkeys(self.matched if self.work else (), 0),
             rest=self.rest,
             budget=None if self.against else budget_of(self.budget if budget is None else budget),
-            extra=None if self.against else chosen.extra,
+            extra=None if self.against else choice.extra,
             fused=list(self.fused),
             prices=prices,
             expected=expected if np.isfinite(expected).all() else None,
-            triggers={"price": min(pinned)} if pinned else {},
-            provenance=said | dict(provenance or {}),
+            triggers={} if trigger is None else {"price": trigger},
+            provenance=texts | dict(provenance or {}),
         )
 
     def stability(self) -> Stability:
         """Estimate by bootstrap and split halves how often another draw of batches gives the same top set and order."""
         areas = np.array([self.work.get(name) or a * b for name, (a, b) in self.operators.items()], dtype=float)
-        top = max(1, len(self.pins or self.choice().pins))
-        rng = np.random.default_rng(0)
         weights = np.ones(len(self.samples)) if self.terms is None else self.terms
-        means = bootstrap_weights(weights, rng) @ self.samples / areas
-        own = _top(weighted_mean(self.samples, weights)[None] / areas, top)
-        kept = (_top(means, top) & own).sum(axis=1)
-        halves = []
-        for _ in range(_SPLITS):
-            order = rng.permutation(len(self.samples))
-            a, b = (weighted_mean(self.samples[part], weights[part]) for part in np.array_split(order, 2))
-            halves.append(_spearman(a, b))
-        return Stability(top, float((kept == top).mean()), float(np.mean(halves)))
+        return Stability.of(self.samples, weights, areas, top=max(1, len(self.pins or self.choice().pins)))
 
     def verdict(self) -> str:
-        """Return the verdict in one sentence, with its limits."""
-        return verdict(self)
+        """Return the verdict: one sentence, and the operators and modules that it leaves out."""
+        return "; ".join([_sentence(self), *left_out(self)])
 
     def tree(self) -> dict[str, Any]:
         """Return all numbers as a tree for JSON."""
@@ -413,25 +407,162 @@ class Diagnosis:
             "idle": dict(self.idle),
             "partly": dict(self.partly),
             "choices": self.compared(),
-            "curve": [{"extra": extra, **one.tree()} for extra, one in self.curve],
+            "curve": [{"extra": extra, **cost.tree()} for extra, cost in self.curve],
             "rows": [vars(row) | {"interval": list(row.interval)} for row in self.rows],
-            "beside": [vars(row) | {"interval": list(row.interval)} for row in self.beside],
+            "beside": [vars(row) | {"interval": list(row.interval)} for row in self.unplanned],
             "scores": self.scores,
             "operators": {name: list(shape) for name, shape in self.operators.items()},
         }
 
 
-def _top(values: np.ndarray, k: int) -> np.ndarray:
-    """Return an (N, U) bool mask of the k largest values in each row."""
-    order = np.argsort(-values, axis=1, kind="stable")
-    found = np.zeros(values.shape, dtype=bool)
-    np.put_along_axis(found, order[:, :k], True, axis=1)
-    return found
+# ---- words ----
 
 
-def _spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """Return Spearman's correlation of two series without many ties; 1 if either is constant."""
-    first, second = (np.argsort(np.argsort(x)).astype(float) for x in (a, b))
-    if len(a) < 2 or any(np.ptp(x) == 0 for x in (a, b)):
-        return 1.0
-    return float(np.corrcoef(first, second)[0, 1])
+def left_out(diagnosis: Diagnosis) -> list[str]:
+    """Return clauses on operators without a price, or without one in some batches, and on other modules."""
+    by_reason: dict[str, list[str]] = {}
+    for name, why in diagnosis.idle.items():
+        by_reason.setdefault(why, []).append(name)
+    clauses = [
+        f"{'without a price' if why == UNREACHED else 'left out'}, as {why}: {first_few(names)}"
+        for why, names in by_reason.items()
+    ]
+    if diagnosis.partly:
+        clauses.append(f"only in some of the batches ran {first_few(list(diagnosis.partly))}")
+    if names := diagnosis.without_sequences:
+        why = "as rows of theirs belong to several sequences of the logits (S, T, V)"
+        clauses.append(f"estimated by token alone, {why}: {first_few(names)}")
+    if diagnosis.coverage.left_out(diagnosis.operators):
+        clauses.append(diagnosis.coverage.line(diagnosis.operators, "this covers"))
+    return clauses
+
+
+def label(choice: str) -> str:
+    """Return what a choice is called in tables; plans on one rescue alone have their own names."""
+    return _LABELS.get(choice, choice)
+
+
+def _sentence(diagnosis: Diagnosis) -> str:
+    measured, recipe = diagnosis.measured, diagnosis.recipe
+    under = "under the plan " if diagnosis.pins else ""
+    if not measured.finite:
+        worst = f"fprop of {first_few([row.operator for row in diagnosis.worst()[:_NAMED]])}"
+        subject, loss = ("the loss is", "") if measured.kl is None else ("the predictions are", "loss ")
+        high = "" if measured.high is None else f" ({loss}{measured.high:.4f} on {diagnosis.recovery})"
+        return f"{under}{subject} not finite under {recipe}{high}; worst: {worst}"
+    if diagnosis.against:
+        return _of_two_sides(diagnosis)
+    start = f"nothing {'more ' if diagnosis.pins else ''}has to be kept: " if diagnosis.little else ""
+    unit, batches = "nats" if measured.kl is None else "nats of KL per token", plural(measured.batches, "batch")
+    # What these batches cannot show.
+    if measured.kl is not None and measured.nats <= (diagnosis.limit or 0.0):
+        return (
+            f"{start}{under}{recipe} costs {format_nats(measured.nats)} {unit}, no more than rounding of this model "
+            f"makes ({format_nats(diagnosis.limit or 0.0)}), so nothing can be told of it"
+        )
+    if not measured.above_noise:
+        estimate = f"by estimate {diagnosis.total:.2g}"
+        if not start and measured.kl is not None:
+            return (
+                f"{batches} are too few to tell what {under}{recipe} costs: {measured.nats:.2g} ± "
+                f"{measured.noise:.1g} {unit}, {estimate}; take more batches"
+            )
+        return (
+            f"{start}{under}{recipe} costs nothing here that {batches} can show "
+            f"({measured.nats:+.2g} ± {measured.noise:.1g} {unit}, {estimate})"
+            f"{'' if start else ': more batches would tell'}"
+        )
+    # What it costs, and what to do about it.
+    losses = "" if measured.high is None else f" (loss {measured.high:.4f} -> {measured.low:.4f})"
+    cost = f"{start}{under}{recipe} costs {format_nats(measured.nats)} {unit} against {diagnosis.recovery}{losses}"
+    if start:
+        return f"{cost}, less than {LITTLE}"
+    if diagnosis.pins:
+        return f"{cost}, with {_gemms(diagnosis.pins)} of {len(diagnosis.rows)} GEMMs on {_recipes(diagnosis.pins)}"
+    if diagnosis.total <= 0:
+        return f"{cost}, and no GEMM alone costs anything"
+    choice = diagnosis.choice()
+    if not choice.pins:
+        return f"{cost}; no GEMM fits a budget of {_time(diagnosis, diagnosis.budget)}"
+    clauses = [
+        f"{cost}; keeping {_pinned(diagnosis, choice)} on {_recipes(choice.pins)}, for "
+        f"{_time(diagnosis, choice.extra)}, {_remains(diagnosis, choice)}",
+        _better_guess(diagnosis),
+    ]
+    return "; ".join(filter(None, clauses))
+
+
+def _of_two_sides(diagnosis: Diagnosis) -> str:
+    """Return the verdict on two sides: whether the gate holds, what makes the difference, and what to change."""
+    measured, gate = diagnosis.measured, diagnosis.gate
+    width = f" ± {format_nats(measured.noise)}" if measured.noise > 0 else ""
+    differ = (
+        f"the rollout ({diagnosis.recipe}) and the trainer ({diagnosis.recovery}) differ by "
+        f"{format_nats(measured.nats)}{width} nats of KL per token"
+    )
+    if measured.nats <= (diagnosis.limit or 0.0):
+        return f"{'' if gate is None else 'the gate holds: '}{differ}, no more than rounding makes"
+    if gate is not None:
+        if measured.nats + (measured.noise if width else 0.0) <= gate:
+            return f"the gate holds: {differ}, at most {gate:g}"
+        if measured.nats - measured.noise <= gate:
+            return f"the gate of {gate:g} cannot be decided: {differ}; more batches would tell"
+        differ = f"the gate does not hold: {differ}, more than {gate:g}"
+    choice = diagnosis.choice()
+    if not choice.pins:
+        fits = f"no GEMM fits a budget of {_time(diagnosis, diagnosis.budget)}"
+        return f"{differ}, and {fits if diagnosis.total > 0 else 'no GEMM alone makes it'}"
+    return (
+        f"{differ}; run {_pinned(diagnosis, choice)} in one recipe on both sides (the trainer's in the rollout, or the "
+        f"rollout's in the trainer), which {_remains(diagnosis, choice)}"
+    )
+
+
+def _pinned(diagnosis: Diagnosis, choice: Choice) -> str:
+    """Return the GEMMs of a choice, the largest first."""
+    ordered = sorted(choice.pins, key=lambda name: -diagnosis.prices[name, "fprop"][diagnosis.recipe])
+    share, sides = 1 - choice.after / choice.before, diagnosis.sides
+    named = first_few([f"{name} ({' | '.join(sides[name])})" if name in sides else name for name in ordered])
+    return f"{_gemms(choice.pins)} of {len(diagnosis.rows)} GEMMs ({share:.0%} of the cost: fprop of {named})"
+
+
+def _remains(diagnosis: Diagnosis, choice: Choice) -> str:
+    """Say what the plan leaves: measured on held-out batches, or as expected."""
+    if (cost := diagnosis.remaining.get("plan")) is not None and cost.finite:
+        width = f" ± {format_nats(cost.noise)}" if np.isfinite(cost.noise) else ""
+        return f"leaves {format_nats(cost.nats)}{width} nats on other batches"
+    return f"should leave {format_nats(diagnosis.expected(choice)[1])} nats"
+
+
+def _better_guess(diagnosis: Diagnosis) -> str:
+    """Return a clause if a guess left less than the plan on the held-out batches, or if these are too few to tell."""
+    if diagnosis.pins or diagnosis.held_out is None or not diagnosis.excess:
+        return ""
+    batches = plural(diagnosis.held_out.batches, "held-out batch")
+    best = min(diagnosis.excess, key=lambda name: diagnosis.remaining[name].nats)
+    more, noise = diagnosis.excess[best]
+    if more < 0:
+        nats, of_plan = (format_nats(diagnosis.remaining[name].nats) for name in (best, "plan"))
+        unsure = "" if -more > noise else ", which is too few batches to be sure"
+        return f"{label(best)} left less than the plan on {batches}: {nats} nats against {of_plan}{unsure}"
+    verb = "are" if diagnosis.held_out.batches > 1 else "is"
+    return "" if diagnosis.held_out.above_noise else f"{batches} {verb} too few to tell the choices apart"
+
+
+def _time(diagnosis: Diagnosis, extra: float) -> str:
+    """Return the extra time of a choice; of two sides the share that is alike on both."""
+    if diagnosis.chooses or diagnosis.pins:
+        return f"+{100 * extra:.3g}% GEMM time"
+    return f"{100 * extra:.3g}% of the GEMM time"
+
+
+def _recipes(pins: Pins) -> str:
+    """Return the recipes of these pins, of several with the number of their GEMMs: mxfp8 (80) and bf16 (27)."""
+    numbers = Counter(recipe for recipe_of in pins.values() for recipe in recipe_of.values())
+    if len(numbers) == 1:
+        return next(iter(numbers))
+    return " and ".join(f"{recipe} ({number})" for recipe, number in numbers.most_common())
+
+
+def _gemms(pins: Pins) -> int:
+    return sum(map(len, pins.values()))

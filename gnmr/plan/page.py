@@ -17,8 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from gnmr.errors import plural, printable
 from gnmr.measure.gemm_costs import GemmCost, PathCost, format_nats
-from gnmr.plan.diagnosis import CURVE, Diagnosis
-from gnmr.plan.verdict import label, left_out
+from gnmr.plan.diagnosis import CURVE, Diagnosis, label, left_out
 
 TOP = 10
 """GEMMs that are named."""
@@ -59,7 +58,7 @@ class View:
         self.others: list[GemmCost] = []
         """fprop of operators whose names have no layer: a head, those of an `nn.Sequential`."""
         by_kind: dict[tuple[str, str], dict[int, list[GemmCost]]] = {}
-        for row in (row for row in (*found.rows, *found.beside) if row.gemm == "fprop"):
+        for row in (row for row in (*found.rows, *found.unplanned) if row.gemm == "fprop"):
             parts = row.operator.split(".")
             at = next((i for i, part in enumerate(parts[:-1]) if part.isdecimal()), None)
             if at is None:
@@ -116,15 +115,15 @@ def choices(found: Diagnosis) -> list[Left]:
     alone = {f"{rescue} alone": rescue for rescue in found.singles}
     for name, own in {"plan": [found.choice()], **found.alternatives}.items():
         extra, after = (float(np.mean([getattr(one, what) for one in own])) for what in ("extra", "after"))
-        made.append(Left(label(name), extra, after, found.left.get(name), found.apart.get(name), alone.get(name)))
+        made.append(Left(label(name), extra, after, found.remaining.get(name), found.excess.get(name), alone.get(name)))
     return made
 
 
 def budgets(found: Diagnosis) -> list[tuple[float, PathCost | None]]:
     """Return the extra time of the plan and of plans of other budgets, and the measurement of each."""
-    if not found.left:
+    if not found.remaining:
         return [(extra, None) for extra in CURVE]
-    return sorted([*found.curve, (found.choice().extra, found.left["plan"])], key=lambda point: point[0])
+    return sorted([*found.curve, (found.choice().extra, found.remaining["plan"])], key=lambda point: point[0])
 
 
 def spent(found: Diagnosis) -> str:
@@ -165,8 +164,8 @@ def totals(found: Diagnosis) -> list[str]:
         lines.append(recipes_line(found))
     if found.held_out is not None:
         lines.append(f"{whole}, held-out batches: {left_text(found.held_out)}")
-    if found.beside:
-        highest = max(found.beside, key=lambda row: row.value)
+    if found.unplanned:
+        highest = max(found.unplanned, key=lambda row: row.value)
         lines.append(
             f"outside the plan and the sum, each measured alone: at most {short(highest.value)}, of {highest.operator}"
         )
@@ -198,7 +197,7 @@ def page(found: Diagnosis, title: str, origin: Mapping[str, Any], plan: str | No
         left=left,
         curve=_curve(found, left) if left else None,
         spent=spent(found),
-        fprop=[row for row in (*found.rows, *found.beside) if row.gemm == "fprop"],
+        fprop=[row for row in (*found.rows, *found.unplanned) if row.gemm == "fprop"],
         rows={(row.operator, row.gemm): row for row in found.rows},
         coherent={row.operator for row in found.coherent},
         totals=totals(found),

@@ -77,8 +77,8 @@ def diagnosis(layers: int = 30, names: list[str] | None = None, **given: Any) ->
         "targets": None,
         "exclude": [],
         "held_out": measured(0.66 * scale),
-        "left": left,
-        "apart": {name: ((value - 0.173) * scale, 0.01 * scale) for name, value in rules.items()},
+        "remaining": left,
+        "excess": {name: ((value - 0.173) * scale, 0.01 * scale) for name, value in rules.items()},
         "curve": tuple((at, measured(nats * scale)) for at, nats in CURVE_LEFT),
         "limit": 2e-5,
     }

@@ -160,18 +160,18 @@ def test_the_plan_is_the_choice_and_what_it_leaves_is_measured(found: Diagnosis)
             low = float(loss_by(model)(batch))
             with converted.high_precision():
                 left.append(low - float(loss_by(model)(batch)))
-    assert found.left["plan"].cost == pytest.approx(np.mean(left), abs=1e-6)
+    assert found.remaining["plan"].cost == pytest.approx(np.mean(left), abs=1e-6)
 
 
 def test_guesses_spend_no_more_and_the_plan_leaves_less_by_price(found: Diagnosis) -> None:
     guesses, choice = found.alternatives, found.choice()
     rules = {"last", "first", "first_last", "random", "mse", "gradient norm"}
-    assert set(guesses) == rules | {"mxfp8 alone", "bf16 alone"} == set(found.left) - {"plan"}
+    assert set(guesses) == rules | {"mxfp8 alone", "bf16 alone"} == set(found.remaining) - {"plan"}
     for several in guesses.values():
         for one in several:
             assert one.extra <= 0.2 and one.after >= choice.after - 1e-12
     assert list(guesses["last"][0].pins) == ["3", "5"] and len(guesses["random"]) == 2
-    assert found.left["last"].nats > 0 and found.left["last"].nats != found.left["first"].nats
+    assert found.remaining["last"].nats > 0 and found.remaining["last"].nats != found.remaining["first"].nats
 
 
 def test_a_plan_goes_into_attach_and_back_into_diagnose(found: Diagnosis, tmp_path) -> None:
@@ -451,7 +451,8 @@ def test_a_rescue_has_the_price_of_a_plan_that_keeps_all_on_it() -> None:
     """Of several, from one backward pass; bf16 is what errors are against."""
     rescues = [Recipe.of("mine", {"fprop": {"input": "e4m3/row", "weight": "e2m1/row"}}), "mxfp8", "bf16"]
     found = diagnosed(rescue=rescues, held_out=batches_of(2, seed=2), times={"mine": 1.5})
-    assert found.rescues == ("mine", "mxfp8", "bf16") and set(found.left) >= {"mine alone", "mxfp8 alone", "bf16 alone"}
+    assert found.rescues == ("mine", "mxfp8", "bf16")
+    assert set(found.remaining) >= {f"{name} alone" for name in found.rescues}
     for name, recipe in (("mine", rescues[0]), ("mxfp8", Recipe("forward", fprop=RECIPES["mxfp8"].fprop))):
         alone = diagnosed(recipe=recipe)
         values = [row.value for row in alone.rows if row.gemm == "fprop"]

@@ -38,8 +38,8 @@ def bare(name: str) -> str:
 def without_logits() -> Diagnosis:
     """A diagnosis of losses alone, one of which fell."""
     lost = {"measured": PathCost(12, None, float("nan"), 0, 3.0, 3.5, 0.01)}
-    left = dict.fromkeys(diagnosis(2).left, PathCost(4, None, float("nan"), 0, 3.0, 2.99, 0.02))
-    return diagnosis(2, **lost, left=left, held_out=PathCost(4, None, float("nan"), 0, 3.0, 3.4, 0.02), limit=None)
+    left = dict.fromkeys(diagnosis(2).remaining, PathCost(4, None, float("nan"), 0, 3.0, 2.99, 0.02))
+    return diagnosis(2, **lost, remaining=left, held_out=PathCost(4, None, float("nan"), 0, 3.0, 3.4, 0.02), limit=None)
 
 
 def test_a_page_of_210_operators_loads_nothing_and_holds_all_of_them() -> None:
@@ -105,7 +105,7 @@ def test_the_terminal_tells_it_too(width: int, total: float) -> None:
         assert cells == "".join(" ░▒▓█"[shade(value, view.largest, (0.05, 0.2, 0.5))] for value in values)
     joined = "\n".join(lines)
     assert all(bare(row.operator) in joined for row in found.worst()[:10])
-    plan = found.left["plan"]
+    plan = found.remaining["plan"]
     assert format_nats(plan.nats) in joined and f"{plan.cost:+.2g}" in joined
     assert all(one.label in joined for one in choices(found))
     assert all(
@@ -136,16 +136,16 @@ def test_without_logits_it_speaks_of_the_loss() -> None:
 
 
 def test_what_was_not_measured_is_an_estimate() -> None:
-    found = diagnosis(2, held_out=None, left={}, apart={}, curve=())
+    found = diagnosis(2, held_out=None, remaining={}, excess={}, curve=())
     assert "≈ " in text_of(page(found, "", {})) and "≈ " in "\n".join(printed(found, 80))
-    under = diagnosis(2, pins=found.choice().pins, left={}, apart={}, curve=())
+    under = diagnosis(2, pins=found.choice().pins, remaining={}, excess={}, curve=())
     assert "What a budget buys" not in page(under, "", {}) and len(printed(under, 80)) < len(printed(found, 80))
 
 
 def test_a_low_path_that_is_not_finite_is_drawn() -> None:
     lost = PathCost(12, float("inf"), float("nan"), 48, 3.0, float("inf"), float("nan"))
     found = diagnosis(
-        2, measured=lost, held_out=lost, left=dict.fromkeys(diagnosis(2).left, lost), curve=((0.1, lost),)
+        2, measured=lost, held_out=lost, remaining=dict.fromkeys(diagnosis(2).remaining, lost), curve=((0.1, lost),)
     )
     assert "inf" in page(found, "", {}) and "inf" in "\n".join(printed(found, 80))
 
@@ -158,7 +158,7 @@ def test_a_large_interaction_is_a_warning() -> None:
 
 def test_what_was_measured_beside_the_plan_is_shown_but_not_ranked() -> None:
     names = ["model.layers.0.self_attn.k_cache", "model.layers.1.self_attn.k_cache", "lm_head"]
-    found = diagnosis(2, beside=tuple(GemmCost(name, "fprop", 9.0, (8.0, 10.0), measured=9.0) for name in names))
+    found = diagnosis(2, unplanned=tuple(GemmCost(name, "fprop", 9.0, (8.0, 10.0), measured=9.0) for name in names))
     lines, html = printed(found, 100), page(found, "", {})
     assert any(line.startswith("k_cache") for line in lines) and any(line.startswith("lm_head 9") for line in lines)
     assert "All 17 operators" in html and html.count('<i class="cell') == 17

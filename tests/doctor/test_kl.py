@@ -213,7 +213,7 @@ def test_a_diagnosis_measures_what_plain_passes_say() -> None:
     assert 3 <= len(confirmed) <= 6 and confirmed == pytest.approx({name: alone[name] for name in confirmed}, rel=1e-3)
     for name, row in forward.items():
         assert row.value == (row.measured if name in confirmed else row.by_sequence)
-    assert found.left["plan"].kl == pytest.approx(float(left.mean()), rel=1e-3)
+    assert found.remaining["plan"].kl == pytest.approx(float(left.mean()), rel=1e-3)
     assert found.interaction == pytest.approx(found.measured.kl - found.total) and found.limit < 1e-9
     assert [share for share, _ in found.curve] == sorted(share for share, _ in found.curve) and len(found.curve) > 2
     assert "nats of KL per token" in found.verdict() and found.labels == "model" and found.estimate == "sequence"
@@ -312,7 +312,7 @@ def test_any_split_into_batches_gives_the_same_averages(returns: str) -> None:
     for one in found:
         if returns != "loss":
             assert one.measured.kl == pytest.approx(kl, rel=1e-4)
-            assert one.left["last"].kl == pytest.approx(found[0].left["last"].kl, rel=1e-4)
+            assert one.remaining["last"].kl == pytest.approx(found[0].remaining["last"].kl, rel=1e-4)
         assert one.measured.high == pytest.approx(loss, rel=1e-5)
         assert one.held_out.cost == pytest.approx(one.measured.cost, abs=1e-5)
         for row, same in zip(one.rows, found[0].rows, strict=True):
@@ -508,7 +508,7 @@ def test_a_loss_alone_counts_its_own_terms() -> None:
     drawn = [diagnosed(model, run=run, **few | {"held_out": batches_of(1, seed=2)}) for run in runs[:2]]
     assert drawn[1].total == pytest.approx(drawn[0].total, rel=1e-4)
     assert drawn[1].measured.kl == pytest.approx(drawn[0].measured.kl, rel=1e-5)
-    assert drawn[1].left["plan"].kl == pytest.approx(drawn[0].left["plan"].kl, rel=1e-5)
+    assert drawn[1].remaining["plan"].kl == pytest.approx(drawn[0].remaining["plan"].kl, rel=1e-5)
     assert diagnosed(model, run=runs[2], terms=lambda _: 8, **few).total == pytest.approx(2 * data[0].total, rel=1e-4)
 
 
@@ -583,7 +583,7 @@ def test_a_planted_difference_between_two_sides_is_named(rollout: Any, trainer: 
     assert [row.operator for row in found.worst() if row.value > 0] == [culprit]
     assert found.verdict().startswith("the gate does not hold") and culprit in found.verdict()
     assert list(found.choice().pins) == [culprit] and found.choice().pins[culprit].keys() == {"fprop"}
-    assert found.left["plan"].kl == 0
+    assert found.remaining["plan"].kl == 0
 
 
 EQUAL = [
@@ -628,7 +628,7 @@ def beside(batches: int) -> Diagnosis:
 @pytest.mark.parametrize("name", ["head", "router", "k_cache", "v_cache"])
 def test_what_is_beside_the_plan_is_measured_alone(name: str, number: int) -> None:
     model, batches, found = Routed().eval(), batches_of(2, size=8), beside(number)
-    (row,) = [row for row in found.beside if row.operator == name]
+    (row,) = [row for row in found.unplanned if row.operator == name]
 
     def low(given: Tensor) -> Tensor:
         rows = given.reshape(-1, given.shape[-1])
@@ -651,7 +651,7 @@ def test_what_is_beside_the_plan_is_measured_alone(name: str, number: int) -> No
                 kls.append(kl_by_hand(high, model(batch)).mean(1))
                 patch.undo()
     by_hand = float(torch.cat(kls).mean())
-    assert len(found.beside) == 4, "there are two blocks in this module, of which a name is one cache"
+    assert len(found.unplanned) == 4, "there are two blocks in this module, of which a name is one cache"
     assert row.measured == pytest.approx(by_hand, rel=1e-3) and row.value == row.measured
     assert row.operator not in found.operators and row.operator not in found.plan().pins
     if number == 30:  # an estimate from few batches is too noisy
@@ -689,8 +689,8 @@ def test_caches_of_odd_attention() -> None:
     for i, batch in enumerate(batches):
         batch[0, 0] = i
     found = diagnosed(Odd().eval(), include=["kv"], batches=batches, **BESIDE)
-    assert {row.operator for row in found.beside} == {"k_cache", "v_cache", "more.k_cache", "more.v_cache"}
-    assert all(row.measured and 0.1 < row.by_token / row.measured < 10 for row in found.beside)
+    assert {row.operator for row in found.unplanned} == {"k_cache", "v_cache", "more.k_cache", "more.v_cache"}
+    assert all(row.measured and 0.1 < row.by_token / row.measured < 10 for row in found.unplanned)
     model = Mixer()
 
     def attends(tokens: Tensor) -> Tensor:
@@ -698,7 +698,7 @@ def test_caches_of_odd_attention() -> None:
         return F.scaled_dot_product_attention(y, y, y, is_causal=True)
 
     outside = diagnosed(model, run=attends, include=["kv"], **BESIDE)
-    assert {row.operator for row in outside.beside} == {"k_cache", "v_cache"}
+    assert {row.operator for row in outside.unplanned} == {"k_cache", "v_cache"}
 
 
 def test_an_attention_that_is_not_seen_is_refused() -> None:
@@ -744,7 +744,7 @@ def test_an_operator_that_alone_makes_predictions_nan_is_the_worst_and_is_kept()
     assert found.verdict().startswith("the predictions are not finite under sim_e2m1; worst: fprop of layers.0.v_proj")
     plan = found.plan()
     assert plan.pins["layers.0.v_proj"] == {"fprop": "bf16"}, "on mxfp8 they are not finite either"
-    assert "layers.0.v_proj" not in plan.prices and plan.expected is None and np.isfinite(found.left["plan"].kl)
+    assert "layers.0.v_proj" not in plan.prices and plan.expected is None and np.isfinite(found.remaining["plan"].kl)
     html = page(found, "", {})
     assert "nan%" not in html and "inf%" not in html
     assert all(np.isfinite(left) for _, left in found.left_by_time()[1:])
@@ -898,8 +898,9 @@ def test_operators_without_a_gradient_stay_in_16_bits_and_are_measured_alone() -
     found = diagnosed(model, **given)
     without = diagnosed(model, exclude=["index_proj", "late_proj"], **given)
     assert_alike(found, without)
-    assert found.left["plan"].kl == pytest.approx(without.left["plan"].kl) and found.plan().pins == without.plan().pins
-    alone, lost = {row.operator: row.measured for row in found.beside}, "the loss does not depend on what they give"
+    assert found.remaining["plan"].kl == pytest.approx(without.remaining["plan"].kl)
+    assert found.plan().pins == without.plan().pins
+    alone, lost = {row.operator: row.measured for row in found.unplanned}, "the loss does not depend on what they give"
     for name, why in found.idle.items():
         chooses = "index" in name or alone[name]
         assert why == ("they run without gradient (frozen, or a choice of tokens)" if chooses else lost)
@@ -971,7 +972,7 @@ def test_tokens_of_the_vocabulary_may_be_masked(value: float, targets: bool) -> 
     runs = (partial(run, mask=mask) for mask in (True, False))
     found, cut = (diagnosed(model, run=one, confirm=2, held_out=batches_of(1)) for one in runs)
     assert_alike(found, cut)
-    assert found.left["plan"].kl == pytest.approx(cut.left["plan"].kl, rel=1e-3)
+    assert found.remaining["plan"].kl == pytest.approx(cut.remaining["plan"].kl, rel=1e-3)
 
 
 def test_predictions_that_are_nowhere_finite_are_refused() -> None:

@@ -167,7 +167,7 @@ def recipe_of(key: str, word: str, of_run: Iterable[str] = ()) -> str:
     Raises ValueError as `recipe_named`.
     """
     from gnmr.console import say
-    from gnmr.plan.diagnose import recipe_named
+    from gnmr.plan.compared_paths import recipe_named
 
     name = recipe_named(word, of_run, key)
     if name != word:
