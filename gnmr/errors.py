@@ -51,6 +51,7 @@ def plural(number: int, noun: str) -> str:
     >>> plural(1, "batch"), plural(2_000, "batch"), plural(2, "arm")
     ('1 batch', '2,000 batches', '2 arms')
     """
+    # batch, batches; run, runs.
     ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
     return f"{number:,} {noun}{ending}"
 

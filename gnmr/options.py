@@ -45,6 +45,7 @@ def whole_number(least: int = 1, /, *, or_null: bool = False, **options: object)
     """Require a whole number of at least `least`, or None with `or_null`."""
     right = f"must be a whole number of at least {least}" + (", or null" if or_null else "")
     for name, value in options.items():
+        # True is an int in Python, and no number in a config.
         sound = isinstance(value, int) and not isinstance(value, bool) and value >= least
         require(sound or (or_null and value is None), name, value, right)
 
@@ -105,6 +106,7 @@ def guess(word: str, words: Iterable[str]) -> str | None:
     'gnmr_delta'
     """
     words = list(words)
+    # In this order: an abbreviation, swapped letters, a spelling mistake.
     begun = [valid for valid in words if word and valid.startswith((f"{word}_", f"{word}-", f"{word}/"))]
     swapped = [valid for valid in words if sorted(word) in (sorted(valid), sorted(valid.partition("_")[0]))]
     return next(iter([*begun, *swapped, *get_close_matches(word, words, 1)]), None)

@@ -50,6 +50,7 @@ def matches(name: str, pattern: str) -> bool:
 def select(names: Iterable[str], patterns: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the dotted `names` that match a pattern, in their order, and the patterns that match none."""
     names = list(names)
+    # Plain names are looked up, because plan.json may name each of thousands of experts.
     names_by_end, chosen, unmatched = by_end(names), set[str](), []
     for pattern in patterns:
         if exact(pattern):

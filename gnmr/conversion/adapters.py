@@ -148,6 +148,7 @@ def operators_in(model: nn.Module) -> dict[str, LinearOperator]:
     operators: dict[str, LinearOperator] = {}
     declared_submodules: set[nn.Module] = set()
     for path, module in model.named_modules():
+        # `out_proj` of an attention is an nn.Linear, but its weight is read without a call.
         if module in declared_submodules:
             continue
         adapter = next((adapter for adapter in reversed(_ADAPTERS) if adapter.fits(type(module))), None)
@@ -177,6 +178,7 @@ def _declared_operators(path: str, module: nn.Module, adapter: _Adapter) -> Iter
         if weight.dim() != len(layout):
             raise ValueError(f"{path}.{name}: its adapter says {layout}, and it has {weight.dim()} dimensions")
         shapes.append((name, layout, weight.shape))
+    # Experts come one by one, as they would if each were a module.
     num_experts = max((shape[0] for _, layout, shape in shapes if layout[0] == "e"), default=0)
     for expert in (None, *range(num_experts)):
         for name, layout, shape in shapes:
@@ -260,6 +262,7 @@ class Contained(PathLinear):
 
     def run(self, input: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
         """Run a pass with this weight (O, I), which may be some rows of the operator's weight."""
+        # `PathLinear.forward` reads the weight and bias from `matrix` and `bias`.
         self._given = matrix, bias
         try:
             output: Tensor = self(input)
@@ -404,6 +407,7 @@ class ProductMode(TorchFunctionMode):
 
     def end(self) -> None:
         """Record that an expert without tokens ran with none, if another expert of its tensor ran."""
+        # Without this, an expert that no token reached would look as if it had never run.
         ran = {operator.parameter_name for operator in self._ran}
         for operator in self._operators:
             keeps = torch.is_grad_enabled() and operator.weight.requires_grad
@@ -457,6 +461,7 @@ class ProductMode(TorchFunctionMode):
             return NotImplemented
         weight, output = self._weight_of(args[0]), func(*args, **kwargs)
         if weight is not None and isinstance(output, Tensor) and output.dim() == weight.tensor.dim():
+            # A permutation of a square matrix has the same shape, so the strides decide too.
             transposed = weight.tensor.mT
             if output.shape == transposed.shape and output.stride() == transposed.stride():
                 self._follow(weight._replace(tensor=output, transposed=not weight.transposed))
@@ -479,6 +484,7 @@ class ProductMode(TorchFunctionMode):
                 return self._element(weight, range(len(weight.tensor))[int(index)])
             return NotImplemented
         output = func(*args, **kwargs)
+        # A part with all inputs and some outputs is still a linear: q, k and v of `in_proj_weight`.
         inputs_dim = -2 if weight.transposed else -1
         for view in output if isinstance(output, tuple) else (output,):
             keeps_inputs = isinstance(view, Tensor) and view.dim() == 2
@@ -523,6 +529,7 @@ class ProductMode(TorchFunctionMode):
         weight = self._weight_of(arguments.get("mat_b", arguments.get("mat2")))
         if weight is None or not weight.transposed or not weight.stacked or x.dim() != 2:
             return NotImplemented
+        # Other variants of grouped products run in high precision.
         if not isinstance(ends, Tensor) or arguments.get("bias") is not None:
             return NotImplemented
         if arguments.get("out_dtype") not in (None, x.dtype):
@@ -602,6 +609,5 @@ register("transformers.models.falcon.modeling_falcon.FalconLinear", weight="oi")
 register("transformers.models.llama4.modeling_llama4.Llama4TextExperts", gate_up_proj="eio", down_proj="eio")
 _ADAPTERS.append(_Adapter(_is_experts_of_torchtitan, _three_dimensional, run_plain_forward))
 register(
-    nn.MultiheadAttention,
-    {f"{_name}_proj_weight": "oi" for _name in ("in", "q", "k", "v")} | {"out_proj.weight": "oi"},
+    nn.MultiheadAttention, {f"{_name}_proj_weight": "oi" for _name in ("in", "q", "k", "v")} | {"out_proj.weight": "oi"}
 )

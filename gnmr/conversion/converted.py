@@ -220,6 +220,7 @@ class ConvertedModel:
         counts = [None if tally is None else tally.grad for tally in tallies]
         if into_counts and (first := next((count for count in counts if count is not None), None)) is not None:
             assert self.shared.amax is not None
+            # An operator that did not run in a graph has no gradient of its tally.
             zero = torch.zeros_like(first)
             self.shared.amax.add(torch.stack([zero if count is None else count for count in counts]))
         for tally in tallies:
@@ -234,6 +235,7 @@ class ConvertedModel:
         rounding. No compressed copy is kept. Recovery means the recovery path inside, even in a 16-bit warm-up. The
         caller takes care of gradients and a probe.
         """
+        # Counts of earlier passes belong to the step, so they are taken before the context begins.
         self._collect()
         shared, state = self.shared, self.state_dict()
         in_force = [(operator.recovered, operator.fault) for operator in self.operators]
@@ -243,11 +245,13 @@ class ConvertedModel:
         try:
             yield
         finally:
+            # Passes inside may have counted casts in graphs, and kept copies.
             self._collect(into_counts=False)
             shared.no_side_effects, shared.warmup = before, warmup
             shared.forget()
             self._load(state)  # unchecked: a check waits for the device
             self.back_to(mark)
+            # By `put`, because `switch` maps a whole operator to all of its GEMMs.
             for operator, (recovered, fault) in zip(self.operators, in_force, strict=True):
                 operator.put(recovered)
                 operator.fault = fault
@@ -271,6 +275,7 @@ class ConvertedModel:
         if self.shared.rounding is not None and drawn is not None:
             self.shared.rounding.back_to(drawn)
         if self.shared.amax is not None and scales is not None:
+            # A clone, because the pass that follows writes into the history, and the mark may be used again.
             history, self.shared.amax.replaced = scales
             self.shared.amax.history = None if history is None else history.clone()
 
@@ -288,6 +293,7 @@ class ConvertedModel:
         rounding draws the numbers of this step.
         """
         self._enter(step)
+        # bf16 is a format and a recipe; operators cannot mix the two kinds.
         sixteen: ExecutionPath = FORMATS["bf16"] if isinstance(self.low, Format) else RECIPES["bf16"]
         self.shared.warmup = sixteen if step <= self.warmup_steps else None
 
@@ -331,6 +337,7 @@ class ConvertedModel:
         """
         if self.restored:
             return
+        # First check all operators, so that an error leaves the model as it was.
         for operator in self.operators:
             module = operator.module
             if isinstance(module, PathLinear | WeightOwner) and "plain_class" not in vars(type(module)):
@@ -343,6 +350,7 @@ class ConvertedModel:
                 if isinstance(operator.owner, WeightOwner):
                     release(operator.owner)
                 continue
+            # Another library may have exchanged the class, or restored the operator already.
             if not (isinstance(operator, PathLinear) and operator.converted):
                 continue
             if isinstance(operator, Int8Linear):
@@ -350,6 +358,7 @@ class ConvertedModel:
             for name in PathLinear.__annotations__:
                 delattr(operator, name)
             exchange_class(operator, type(operator).plain_class)
+        # Fast paths of encoders go around the linears again.
         for module, name, value in self.around:
             setattr(module, name, value)
         self.restored = self.shared.switches.high_precision = True
@@ -357,6 +366,7 @@ class ConvertedModel:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy of model and paths together; the copy has switches of its own."""
         self.__dict__.update(state)
+        # A copy of the model alone keeps the switches of its original (an average of weights evaluates with it).
         before, self.shared.switches = self.shared.high_precision, Switches()
         self.shared.switches.high_precision = before
 
@@ -381,6 +391,7 @@ class ConvertedModel:
         shared = self.shared
         try:
             if shared.rounding is not None:
+                # A trial on another object: this one stays as it is if the state is damaged.
                 Rounding(0, torch.device("cpu")).load(state["rounding"])
             if shared.amax is not None and (history := shared.amax.history) is not None:
                 largest = state["largest"]
@@ -427,6 +438,7 @@ class ConvertedModel:
 def _numbered(pattern: str, names: Sequence[str]) -> str:
     """Return the pattern with numbers for stars, layers.{0,3}.mlp.down_proj, unless other names would match."""
     numbers = [list(dict.fromkeys(column)) for column in zip(*(re.findall(r"\b\d+\b", n) for n in names), strict=True)]
+    # The braces stand for all combinations of their numbers, so these have to be exactly the names.
     if math.prod(map(len, numbers)) != len(names):
         return pattern
     for choices in numbers:

@@ -98,6 +98,7 @@ def convert(
     """
     low, recovery = resolve(spec)
     operators, left_out = _chosen(model, spec, include_heads)
+    # Units and pins use names without the parts of wrappers.
     names = operator_names(list(operators))
     pins = _pins(names, spec)
 
@@ -190,6 +191,7 @@ def _chosen(
     roles, other_classes = roles_of(model, linears), other_matrix_classes(model, linears)
     skip_heads = bool(recipes) and not include_heads
     named_exactly = targeted(roles, spec.targets, spec.exclude, recipes=skip_heads, other_classes=other_classes)
+    # The recovery recipe has to fit only in the GEMMs that it takes over.
     if len(recipes) == 2:
         recipes[1] = recipes[0].with_gemms(dict.fromkeys(spec.recovers, recipes[1]))
     chosen, left_out = {}, {}
@@ -242,6 +244,7 @@ def _shared_state(
 ) -> SharedState:
     """Return the state that the operators on `device` share; `paths` are all paths that they have."""
     recipes = [path for path in paths if isinstance(path, Recipe)]
+    # Random numbers of stochastic rounding come from a generator on the device that casts.
     rounding = None
     if spec.rounding == "stochastic" or any(recipe.stochastic for recipe in recipes):
         rounding = Rounding(seed, torch.device("cpu") if device.type == "meta" else device)
@@ -269,6 +272,7 @@ def _exchanged(
     module.low, module.recovery = paths
     module.operator_name, module.index, module.pinned = name, index, ()
     module.gemms, module.mixed, module.shared = (), {}, shared
+    # Every operator begins on the low path.
     module.put(frozenset())
     module.fault = module.read = module._node = None
     module.in_graphs = module.tally = None
@@ -345,6 +349,7 @@ def _check(
 def _check_linear(name: str, operator: LinearOperator, model: nn.Module, linear_class: type[PathLinear]) -> None:
     """Raise ValueError if the operator cannot be given two paths, whatever the paths are."""
     module, contained = operator.module, operator.forward is not None
+    # A second conversion would lose the first one's class to restore.
     if isinstance(module, WeightOwner) or (isinstance(module, PathLinear) and module.converted):
         raise ValueError(f"{name} has two paths already (attached twice?): detach the first controller before")
     class_with_paths = type(module) if contained else _class_with_paths(type(module), linear_class)
@@ -353,6 +358,7 @@ def _check_linear(name: str, operator: LinearOperator, model: nn.Module, linear_
             f"{name} is a {type(module).__name__}: only a plain nn.Linear can be given two paths; name other "
             "targets, or declare it (gnmr.conversion.adapters.register)"
         )
+    # A forward on the instance wins over the class, so an exchanged class would never run.
     hidden = (contained or class_with_paths is not type(module)) and hides_class(module)
     if hidden and not contained and type(module) is not nn.Linear:
         raise ValueError(
@@ -364,6 +370,7 @@ def _check_linear(name: str, operator: LinearOperator, model: nn.Module, linear_
             f"{name}: its forward was replaced on the module itself (a patch or a wrapper), so its paths would never "
             "be in force; attach before that, undo it, or exclude this linear"
         )
+    # FSDP1 and ZeRO-3 leave an empty or flat shard in the parameter's place.
     weight, shape_OI = operator.weight, (operator.out_features, operator.in_features)
     if tuple(weight.shape) != shape_OI and not contained:
         raise ValueError(
@@ -373,6 +380,7 @@ def _check_linear(name: str, operator: LinearOperator, model: nn.Module, linear_
     if is_sharded(weight):
         if not _gathered(model, operator.path):
             raise ValueError(f"{name} has sharded parameters: its weight {SHARDED}")
+    # A subclass (quantized, offloaded) may compute something else than a dense product.
     elif weight.dtype not in _DTYPES or type(weight) not in (nn.Parameter, Tensor, FakeTensor):
         raise ValueError(
             f"{name} has a weight of {weight.dtype} in a {type(weight).__name__}: two paths need plain weights in "

@@ -47,11 +47,13 @@ def gemm_time(
     times = times or {}
     recipes = {**RECIPES, recipe.name: recipe, **(recipes or {})}
     casts = recipe.words()[gemm]
+    # A given time of a recipe holds for each GEMM with the same casts, also in a mixture of recipes.
     for name in (recipe.name, *times):
         if name in times and name in recipes:
             same_casts = recipes[name].words()[gemm] == casts
             if same_casts and (casts or not recipes[name].casts):
                 return times[name]
+    # Hardware multiplies in the format of the wider operand.
     operands = [getattr(getattr(recipe, gemm), operand) for operand in READS[gemm]]
     widest = max(16 if cast is None else cast.format.bits for cast in operands)
     width = "16"
@@ -133,6 +135,7 @@ class Cost:
             raise ValueError("saved_bytes: what compiled blocks keep for backward is the compiler's choice")
         snapshot, holding = self._now(), [operator.holds for operator in self.operators]
         if snapshot.saved is None or snapshot.holding != holding:
+            # q, k and v hold the same tensor: a storage counts once, with the largest view of it.
             bytes_by_storage: dict[int, int] = {}
             for tensor in (tensor for operator in self.operators for tensor in operator.kept()):
                 address = tensor.data_ptr()
@@ -196,6 +199,7 @@ class Cost:
             return self._bytes_of_units()
         shares = []
         for unit in self.units:
+            # A pinned GEMM has one recipe on both paths, so recovery of its unit adds nothing for it.
             gemms = self.recovers if unit.gemm is None else (unit.gemm,)
             if isinstance(self.low, Format):
                 gemms = GEMMS
@@ -212,6 +216,7 @@ class Cost:
         recovery = self.low if self.recovery is None else self.recovery
 
         def added(operator: PathLinear, path: ExecutionPath, base: ExecutionPath) -> float:
+            # rows * in_features: the elements of the input.
             inputs = self._area(operator) / operator.out_features
             return inputs * max(0, nominal_bits(path) - nominal_bits(base))
 
@@ -233,6 +238,7 @@ class Cost:
         low_bits, low_time = _kept_bits(self.low), self._time(self.low)
         for operator in self.operators:
             path, read, area = operator.path, operator.read, self._area(operator)
+            # Share of arithmetic and extra time count every operator, whether it ran or not.
             recovered += len(self._recovered(operator)) * area
             extra_time += (self._time(path) - low_time) * area
             if read is not None:
@@ -259,6 +265,7 @@ class Cost:
 
     def _area(self, operator: PathLinear) -> int:
         """Return the multiplications of one of the operator's GEMMs, as counted or for one token."""
+        # One token through each operator, until the model's own passes are counted.
         if self.work is None:
             return operator.in_features * operator.out_features
         return self.work.operators[operator.index]
@@ -296,13 +303,16 @@ def kept_as(path: ExecutionPath) -> str:
 def kept_bytes(operator: PathLinear, path: ExecutionPath, rows: int, dtype: torch.dtype) -> int:
     """Return the bytes of `rows` rows (tokens) in `dtype` of the operator's input on `path`, with their scales."""
     width = operator.in_features
+    # The rotation mixes rows, so rows are padded to its size, and the rotated copy has its own dtype.
     if isinstance(path, Recipe) and path.wgrad.input is not None and path.wgrad.input.hadamard:
         rows, dtype = rows + -rows % HADAMARD, rotated_dtype(dtype)
+    # Formats pack codes of p bits, and keep one scale for each row or group.
     if isinstance(path, Format) and not isinstance(path, KeepFormat):
         return rows * (row_bytes(width, path.bits) + scales_of(width, path) * scale_dtype(dtype).itemsize)
     if isinstance(path, Recipe) and _kept_bits(path) == 8 and rows:
         cast = path.wgrad.input
         assert cast is not None
+        # One byte for an element, and one FP32 scale for a group of (height, columns); None is the whole dimension.
         height, columns = cast.group(0)
         scales = -(-rows // (height or rows)) * -(-width // (columns or width))
         return rows * width + scales * torch.float32.itemsize

@@ -108,6 +108,7 @@ class PathSpec:
         one_of(UNITS, unit=self.unit)
         one_of(BACKENDS, backend=self.backend)
         one_of(WEIGHTS, weights=self.weights)
+        # Recipes first: paths, pins and times may name them.
         self._check_recipes()
         self._check_paths()
         gemms_only = self.recovers and set(self.recovers) <= set(GEMMS)
@@ -141,6 +142,7 @@ class PathSpec:
                     Recipe.of(name, recipe)
                 except ValueError as error:
                     raise ValueError(f"recipes: {error}") from error
+            # A built-in recipe may be given as an object, but not redefined.
             elif name in FORMATS or name in RECIPES:
                 words = {gemm: casts for gemm, casts in recipe.words().items() if casts}
                 if words != RECIPES.get(name):
@@ -154,6 +156,7 @@ class PathSpec:
         if self.recovery is not None:
             one_of(paths, recovery=self.recovery)
             kind = "a format" if self.low in FORMATS else "a recipe"
+            # bf16 is in both lists, so it fits every path.
             alike = any(self.low in names and self.recovery in names for names in (FORMATS, recipes))
             right = f"must be {kind}, as low={self.low} is; add {self._SECTION}recovery=bf16, which fits every low path"
             require(alike, "recovery", self.recovery, right)
@@ -168,6 +171,7 @@ class PathSpec:
             key, by_recipe = f"pins.{pattern}", isinstance(pin, Mapping)
             gemms = list(pin) if by_recipe else listed(key, pin)
             require(gemms and set(gemms) <= set(GEMMS), key, pin, f"must be some of {', '.join(GEMMS)}")
+            # A format changes only what backward reads, so it has no GEMMs to pin one by one.
             all_gemms = f"low={self.low} is a format, and pins the whole operator: [{', '.join(GEMMS)}]"
             require(not self._formats or set(gemms) == set(GEMMS), key, pin, all_gemms)
             ordered = [gemm for gemm in GEMMS if gemm in gemms]
@@ -190,6 +194,7 @@ class PathSpec:
 
     def _check_options_of_formats(self) -> None:
         """Check the options that depend on whether the paths are formats."""
+        # Recipes define their own casts and rounding, so these options have no meaning for them.
         right = f"routes the GEMMs of recipes one by one, and low={self.low} is a format; use operator"
         require(self.unit != "gemm" or not self._formats, "unit", self.unit, right)
         for name, choices in (("site", SITES), ("rounding", ROUNDINGS)):
@@ -199,6 +204,7 @@ class PathSpec:
             require(self._formats or value == choices[0], name, value, right)
         if self.group is not None:
             whole_number(group=self.group)
+            # The recovery path may be bf16, which has no codes to group.
             paths = [path for path in (self.low, self.recovery) if path is not None]
             not_integer = [path for path in paths if not (path in FORMATS and path.startswith("int"))]
             right = f"belongs to integer formats (int2 ... int8, and bf16); {(not_integer or paths)[0]} is not one"

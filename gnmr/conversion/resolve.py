@@ -46,6 +46,7 @@ def resolve(spec: PathSpec) -> PathPair:
         if some_gemms:
             warn(f"recovers={spec.recovers}: has no effect without a recovery path")
         return low, None
+    # GEMMs that recovery does not take over keep the low recipe's casts.
     if isinstance(low, Recipe) and isinstance(recovery, Recipe):
         recovery = low.with_gemms(dict.fromkeys(spec.recovers, recovery))
     elif some_gemms:
@@ -70,6 +71,7 @@ def pinned_paths(spec: PathSpec, pins: Mapping[str, str]) -> PathPair:
         pinned = {gemm: recipes[name] for gemm, name in pins.items()}
         recovered = dict.fromkeys(spec.recovers, recovery) | pinned
         return low.with_gemms(pinned), None if spec.recovery is None else low.with_gemms(recovered)
+    # Under formats a pin is the whole operator, which is then on recovery on both paths.
     return recovery, None if spec.recovery is None else recovery
 
 
@@ -115,6 +117,7 @@ def _where_coarser(low: ExecutionPath, recovery: ExecutionPath) -> str:
 
 
 def _is_coarser(low: Cast | None, recovery: Cast | None) -> bool:
+    # An operand that is not cast is finer than any cast.
     if low is None or recovery is None:
         return recovery is not None
     if recovery.format == low.format:
@@ -145,10 +148,12 @@ def with_backend(
         if device.type == "cuda" and not torch.cuda.is_available():
             trial_device = torch.device("cpu") if auto else None
         missing = scaled_mm.missing(recipe, operators, trial_device, auto)
+    # `missing` says what hardware, recipe or widths lack for this backend.
     if missing is None:
         return replace(recipe, backend=hardware)
     if not auto:
         raise ValueError(f"backend={backend!r}: {missing}; use backend={alternative!r}")
+    # sim_ recipes have no hardware, so their simulation is no surprise.
     on_gpu = device.type == "cuda" and torch.cuda.is_available()
     if (on_gpu or not shown) and not recipe.name.startswith("sim_"):
         warn(f"recipe {recipe.name} is simulated: {missing}")
@@ -172,6 +177,7 @@ def runnable_paths(
         if isinstance(path, Recipe):
             recipe = path
             if spec.outlier_threshold is not None and path.integer and path.fprop.input is not None:
+                # LLM.int8(): columns with outliers stay in 16 bits.
                 outliers = replace(path.fprop.input, outliers=spec.outlier_threshold)
                 recipe = replace(path, fprop=replace(path.fprop, input=outliers))
             runnable[path] = with_backend(recipe, spec.backend, operators, device, shown or path not in unpinned)
@@ -194,11 +200,13 @@ def routed_recipes(
         return {}
     high = RECIPES["bf16"] if recovery is None else recovery
     assert isinstance(low, Recipe) and isinstance(high, Recipe)
+    # A set of k routed GEMMs has 2^k - 1 mixtures, at most 7.
     routed = [gemm for gemm in GEMMS if gemm in spec.recovers and getattr(low, gemm) != getattr(high, gemm)]
     recipes = {}
     for gemms in chain.from_iterable(combinations(routed, number + 1) for number in range(len(routed))):
         name = f"{spec.recovery or 'bf16'} in {', '.join(gemms)}"
         mixture = replace(low, name=name, backend="simulated", **{gemm: getattr(high, gemm) for gemm in gemms})
+        # Only watched GEMMs never run a mixture. Integer kernels do not mix with other casts.
         simulated = recovery is None or (spec.backend == "int_mm" and not mixture.integer)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # low and recovery have warned already

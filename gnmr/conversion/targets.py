@@ -41,7 +41,9 @@ def roles_of(model: nn.Module, linears: Mapping[str, Any]) -> dict[str, str]:
     modules = dict(model.named_modules())
     tied = tied_to_embeddings(model, linears)
     tables_VD = [module.weight for module in modules.values() if isinstance(module, nn.Embedding)]
+    # A table with more columns than rows is no vocabulary (positions of a short context).
     vocabularies = {table.shape[0] for table in tables_VD if table.shape[0] > table.shape[1]}
+    # Names without wrappers, so that a wrapped model has the same roles.
     operators = dict(zip(linears, operator_names(list(linears)), strict=True))
     in_block = {name: block_of(operator) is not None for name, operator in operators.items()}
     has_blocks = any(in_block.values())
@@ -49,6 +51,7 @@ def roles_of(model: nn.Module, linears: Mapping[str, Any]) -> dict[str, str]:
     for name, linear in linears.items():
         operator, (outputs, inputs) = operators[name], _shape_OI(linear)
         by_name = role_by_name(operator)
+        # peft first: a copied head that does not run is no head.
         if _is_adapter(name, modules):
             role = "adapter"
         elif name in tied or by_name == "head" or (not in_block[name] and outputs in vocabularies):
@@ -83,6 +86,7 @@ def tied_to_embeddings(model: nn.Module, linears: Mapping[str, Any]) -> dict[str
     tied: dict[str, str] = {}
     for name, linear in linears.items():
         if isinstance(weight := getattr(linear, "weight", None), Tensor):
+            # Tied weights may be one parameter, or two parameters in one memory.
             plain: Tensor = getattr(weight, "_data", weight)  # wrappers of torchao
             embedding = next((embedding for embedding, table in tables.items() if _same_memory(table, plain)), None)
             if embedding is not None:
@@ -169,6 +173,7 @@ def targeted(
         skipped_patterns = []
         for pattern in targets:
             matching = [name for name in names.matching(pattern) if not (recipes and roles[name] in KEPT)]
+            # A pattern that names only heads and routers is a mistake; one that names others too is not.
             if not matching:
                 skipped_patterns.append(pattern)
             only_adapters = all(roles[name] == "adapter" for name in matching)  # else * means the adapted linears
@@ -194,6 +199,7 @@ def targeted(
 def _default(names: _LinearNames, roles: Mapping[str, str]) -> list[str]:
     candidates = [name for name, role in roles.items() if role in ("", "outside")]
     has_blocks = "outside" in roles.values() or any(block_of(names.operators[name]) is not None for name in candidates)
+    # Linears of the blocks, and *_proj elsewhere; without blocks and *_proj, all.
     by_pattern = {*names.matching(_DEFAULT_OUTSIDE)}
     chosen = [name for name in candidates if name in by_pattern or (has_blocks and roles[name] == "")]
     return chosen or candidates
@@ -228,6 +234,7 @@ def _in_router(name: str, linear: Any, modules: Mapping[str, nn.Module]) -> bool
     for path in (name, *_enclosing(name)):
         module = linear if path == name else modules.get(path)
         parent, _, leaf = path.rpartition(".")
+        # A gate that is an MLP is a router as a whole if experts are its siblings.
         if leaf == "gate" and path != name and hasattr(modules.get(parent), "experts"):
             return True
         if "Router" in type(module).__name__ and not hasattr(module, "experts") and "." in path:
@@ -245,6 +252,7 @@ def _is_adapter(name: str, modules: Mapping[str, nn.Module]) -> bool:
         if f"{path}.base_layer" in modules and not f"{name}.".startswith(f"{path}.base_layer."):
             return True
         if f"{path}.modules_to_save" in modules:
+            # Of `modules_to_save`, the active copy runs in place of the original.
             active = getattr(modules[path], "active_adapters", None) or ["default"]
             if not any(f"{name}.".startswith(f"{path}.modules_to_save.{adapter}.") for adapter in active):
                 return True

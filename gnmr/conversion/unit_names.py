@@ -102,6 +102,7 @@ def _unit_of(name: str, unit: str) -> str | None:
     if unit == "layer":
         return layer_of(name)
     if unit == "block":
+        # nn.Sequential(nn.Linear, ...): a numbered linear is a block.
         stands_for_block = name.rpartition(".")[2].isdigit()
         return block_of(name) or (name if stands_for_block else None)
     return name
@@ -147,8 +148,10 @@ def layer_of(name: str) -> str | None:
     if (block := block_of(name)) is None:
         return None
     child, *inner = name.removeprefix(f"{block}.").split(".")
+    # A linear that the block holds directly.
     if not inner and not child.isdigit():
         return f"{block}.{'attention' if _OF_ATTENTION.fullmatch(child) else 'mlp'}"
+    # T5 numbers the layers within a block.
     if child in ("layer", "layers") and inner and inner[0].isdigit():
         child = f"{child}.{inner[0]}"
     return f"{block}.{'mlp' if child in _OF_MLP else child}"
@@ -178,6 +181,7 @@ def operator_names(names: Sequence[str]) -> list[str]:
     >>> operator_names(["module._orig_mod.layers.3.self_attn.q_proj", "layers.3.mlp.modules_to_save.default.up_proj"])
     ['layers.3.self_attn.q_proj', 'layers.3.mlp.up_proj']
     """
+    # peft's own prefix first, then the parts within names.
     short = [_BASE_LAYERS.sub("", unwrapped(name).removeprefix("base_model.model.")) for name in names]
     uses = Counter(short)
     return [short_name if uses[short_name] == 1 else name for short_name, name in zip(short, names, strict=True)]
@@ -191,6 +195,7 @@ def check_unit(names: Sequence[str], unit: str) -> None:
 
 def grouped(operators: Sequence[PathLinear], unit: str, routed: Sequence[str] = ()) -> list[PathUnit]:
     """Return the units, in the order of their first operators; of `routed` GEMMs a pinned one is only monitored."""
+    # A pinned GEMM is a unit too: its measurements are recorded, although it is never routed.
     if unit == "gemm":
         return [
             PathUnit(f"{operator.operator_name}:{gemm}", (operator,), gemm)

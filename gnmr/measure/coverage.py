@@ -117,6 +117,7 @@ class Coverage:
 
         Products whose names differ only by a number are added up.
         """
+        # The 32 layers of a model are one line: numbers become stars.
         names, numbers = set(names), Counter[Product]()
         for product, number in self.products.items():
             if not (product.name in names and product.called):
@@ -259,6 +260,7 @@ class Counting(TorchDispatchMode):
 
         Passes of a compiled model are not counted, nor is the recomputation of activation checkpointing.
         """
+        # A loop may call the model, a wrapper of it, or only parts of it.
         self._hook(self._model.modules(), self._enter, self._leave)
         self._hook(self._linears, self._enter_linear, self._leave_linear)
 
@@ -286,6 +288,7 @@ class Counting(TorchDispatchMode):
             self._open, self._outermost = True, module
             self._before_pass = self._products.copy(), self._attention, sys.exception()
             self.__enter__()
+        # Re-entrant checkpointing runs without gradients first, which counts within an open pass.
         if self._open and not recomputes:
             self._ran.add(module)
 
@@ -330,15 +333,18 @@ class Counting(TorchDispatchMode):
         if any(x.is_nested for x in _tensors((args, kwargs))):  # has kernels of its own, and no shape
             return func(*args, **kwargs)
         formula = _formula(func)
+        # A composite operation (einsum, linear in inference mode) is counted by the products that it is made of.
         if formula is None and hasattr(func, "decompose") and func is not torch.ops.prim.device.default:
             with self:
                 output = func.decompose(*args, **kwargs)
             if output is not NotImplemented:
                 return output
         output = func(*args, **kwargs)
+        # The call of a dense linear counts already.
         if any(call.dense for call in self._calls):
             return output
         if formula is None:
+            # Rows of a table are activations, so their products are not the table's.
             if name != "embedding" and (name not in _LOOKUPS or args[0].dim() > 2):
                 self._follow(args, kwargs, output)
         elif self._calls:
@@ -506,6 +512,7 @@ def _recurrent(args: Any, _kwargs: Any, _output: Any) -> int:
 
     Each row passes through each matrix.
     """
+    # cuDNN and MIOpen take all weights in a list; oneDNN takes those of one layer as arguments.
     weights = args[1] if isinstance(args[1], list | tuple) else args[1:5]
     return sum(w.numel() for w in weights if w.dim() == 2) * (args[0].numel() // args[0].shape[-1])
 
