@@ -119,8 +119,7 @@ def tiny(text_file: Path, cache: Path) -> Callable[..., config.Config]:
     whole = OmegaConf.create(TINY)
 
     def make(*words: str) -> config.Config:
-        own = [f"data.path={text_file}", f"data.cache_dir={cache}"]
-        return config.load(OmegaConf.merge(whole, OmegaConf.from_dotlist([*own, *words])))
+        return config.load(OmegaConf.merge(whole, OmegaConf.from_dotlist([f"data.path={text_file}", *words])))
 
     return make
 

@@ -80,7 +80,7 @@ def test_output_that_cannot_be_written_is_one_line(words: list[str], tmp_path: P
 @pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
 def test_a_run_ends_well_whose_log_is_on_a_full_disk(tiny_words, tmp_path: Path) -> None:
     words = [word for word in tiny_words if word != "records.live=off"]
-    ended = to_a_full_disk("train", *words, "records.plain_every=1", cwd=tmp_path)
+    ended = to_a_full_disk("train", *words, cwd=tmp_path)
     assert ended.returncode == 0 and "Traceback" not in ended.stderr, ended.stderr
     assert [*tmp_path.glob("runs/*/*/DONE")]
 

@@ -42,8 +42,6 @@ class Rules:
     """
     delta: int = 5
     """Window of dGNMR, in steps. Only the signal gnmr_delta reads alpha, beta, delta and eps."""
-    eps: float = 1e-8
-    """Guards the two ratios against division by zero (Eqs. 2 and 3)."""
     t_lock: int = 1
     """Steps for which a triggered unit stays a candidate."""
     hold: int = 1
@@ -76,6 +74,8 @@ class ControlSpec(Rules):
     """Threshold of GNMR; None switches it off."""
     beta: Threshold | None = 1.3
     """Threshold of dGNMR; None switches it off."""
+    eps: float = 1e-8
+    """Guards the two ratios against division by zero (Eqs. 2 and 3)."""
     max_o: int = 4
     """Largest number of units on the recovery path at once, after the warm-up.
 

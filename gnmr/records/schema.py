@@ -80,7 +80,7 @@ STEP_FIELDS: dict[str, str] = {
     "nonfinite_unit": "where the first non-finite number was found, null in a finite step",
     "step_time_s": "wall time of the step, s",
     "slowest_rank": "of a run of several processes the one that the others waited for; null in one process",
-    "weights_digest": "of a run of several processes every records.check_every steps: 64 bits of all weights after the "
+    "weights_digest": "of a run of several processes before each checkpoint: 64 bits of all weights after the "
     "step, the same under any number of processes (gnmr/attachment/ranks/reduce.py); else null",
     "numbers_sent": "numbers that each worker sent of its gradients in this step; null where they are not compressed",
     "numbers_sent_frac": "of that the share of what it would send dense",

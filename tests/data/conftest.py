@@ -20,16 +20,17 @@ def home_of_datasets(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pyte
 
 
 @pytest.fixture
-def cache_dir(tmp_path: Path) -> Path:
+def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("GNMR_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 @pytest.fixture
 def config(cache_dir: Path) -> Callable[..., DataConfig]:
-    """`DataConfig` with its cache in `cache_dir` and a small vocabulary."""
+    """`DataConfig` with a small vocabulary; tokens are cached in `cache_dir`."""
 
     def make(**changes: Any) -> DataConfig:
-        return DataConfig(**({"name": "text", "vocab_size": 300, "cache_dir": str(cache_dir)} | changes))
+        return DataConfig(**({"name": "text", "vocab_size": 300} | changes))
 
     return make
 

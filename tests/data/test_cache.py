@@ -143,11 +143,15 @@ def test_an_interrupted_build_leaves_nothing(config: Make, corpus_file: Path, ca
 
 
 def test_a_cache_that_cannot_be_written_is_one_line(config: Make, corpus_file: Path, monkeypatch) -> None:
-    with pytest.raises(UserError, match=r"^data\.cache_dir=.*: cannot be written \(Not a directory\)"):
-        build(config(path=str(corpus_file), cache_dir=str(corpus_file / "cache")))
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(UserError, match=r"^GNMR_CACHE=.*: cannot be written \(Not a dir"),
+    ):
+        patch.setenv("GNMR_CACHE", str(corpus_file / "cache"))
+        build(config(path=str(corpus_file)))
     plain = Path.write_bytes
     monkeypatch.setattr(Path, "write_bytes", lambda self, content: plain(Path("/dev/full"), content))
-    with pytest.raises(UserError, match=r"^data\.cache_dir=.*\(No space left on device\)"):
+    with pytest.raises(UserError, match=r"^GNMR_CACHE=.*\(No space left on device\)"):
         build(config(path=str(corpus_file)))
 
 
@@ -159,11 +163,11 @@ def test_a_cache_that_cannot_be_written_is_one_line(config: Make, corpus_file: P
     "mode, spoil, says",
     [
         (0o700, False, r"this user may not read text-\w+ there; its owner can share it by chmod -R a\+rX"),
-        (0o755, True, r"cannot be written \(Operation not permitted\); set data.cache_dir or GNMR_CACHE to a folder"),
+        (0o755, True, r"cannot be written \(Operation not permitted\); set GNMR_CACHE to a folder"),
     ],
 )
 def test_a_cache_of_another_user_is_refused_before_any_work(
-    mode: int, spoil: bool, says: str, config: Make, corpus_file: Path
+    mode: int, spoil: bool, says: str, config: Make, corpus_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens that only their owner may read; and damaged ones that only their owner may replace."""
     with tempfile.TemporaryDirectory() as place:  # below pytest's folders, which are root's alone, no user may read
@@ -171,14 +175,15 @@ def test_a_cache_of_another_user_is_refused_before_any_work(
         shared = Path(place, "cache")
         shared.mkdir()
         shared.chmod(0o1777)
-        folder = prepare(config(path=str(corpus_file), cache_dir=str(shared)), 100, lambda _: None).folder
+        monkeypatch.setenv("GNMR_CACHE", str(shared))
+        folder = prepare(config(path=str(corpus_file)), 100, lambda _: None).folder
         folder.chmod(mode)
         if spoil:
             (folder / cache.META).write_text("{}")
         os.seteuid(65534)
         said: list[str] = []
         try:
-            with pytest.raises(UserError, match=rf"^data.cache_dir=\S+: {says}") as caught:
+            with pytest.raises(UserError, match=rf"^GNMR_CACHE=\S+: {says}") as caught:
                 cache.open_or_build(folder, lambda _: pytest.fail("it was built"), said.append)
         finally:
             os.seteuid(0)

@@ -124,7 +124,7 @@ def test_a_corpus_that_changes_while_it_is_read_is_refused(config: Make, tmp_pat
 # ---- what is not read ----
 
 
-def test_what_is_not_read_is_said(config: Make, tmp_path: Path) -> None:
+def test_what_is_not_read_is_said(config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other kinds of files, links to folders, what is no file, and records of programs: no corpus."""
     folder, away = tmp_path / "corpus", tmp_path / "away"
     write_rows(folder / "a.jsonl", DOCUMENTS)
@@ -137,7 +137,8 @@ def test_what_is_not_read_is_said(config: Make, tmp_path: Path) -> None:
     os.mkfifo(folder / "pipe.txt")
     (folder / "linked.jsonl").symlink_to(away / "x.jsonl")
     (folder / "more").symlink_to(away)
-    chosen = config(path=str(folder), cache_dir=str(folder / "cache"))
+    monkeypatch.setenv("GNMR_CACHE", str(folder / "cache"))
+    chosen = config(path=str(folder))
     first, _ = build(chosen)
     found = files.local_files(chosen)
     assert found.splits["train"] == [folder / "a.jsonl", folder / "linked.jsonl"]
@@ -220,7 +221,6 @@ def test_the_real_library_and_a_sample_of_c4(config: Make) -> None:
         (["a.jsonl"], {"text_column": "body"}, r"no column 'body'; data\.text_column must be one of number, text"),
         (["a.jsonl"], {"path": "~no_such_user/x"}, r"^data\.path="),
         (["a.jsonl"], {"path": "x" * 300}, r"^data\.path="),
-        (["a.jsonl"], {"cache_dir": "~no_such_user/x"}, r"^data\.cache_dir="),
     ],
 )
 def test_bad_input_is_one_line(

@@ -34,8 +34,8 @@ from gnmr.lab.config import DataConfig
 from gnmr.lab.data.tokens import prepare
 from gnmr.errors import UserError
 try:
-    config = DataConfig(name="c4", vocab_size=300, cache_dir=sys.argv[1])
-    print(prepare(config, int(sys.argv[2]), lambda line: None).folder)
+    config = DataConfig(name="c4", vocab_size=300)
+    print(prepare(config, int(sys.argv[1]), lambda line: None).folder)
 except UserError as error:
     print(error)
 """
@@ -47,8 +47,8 @@ def run_client(
     inherited = {key: value for key, value in os.environ.items() if "proxy" not in key.lower()}
     inherited.pop("HF_HUB_OFFLINE", None)
     return subprocess.run(
-        [sys.executable, "-c", client, str(cache_dir), str(needed_tokens)],
-        env=inherited | environment,
+        [sys.executable, "-c", client, str(needed_tokens)],
+        env=inherited | environment | {"GNMR_CACHE": str(cache_dir)},
         capture_output=True,
         text=True,
         timeout=600,

@@ -212,12 +212,10 @@ def test_plain_text_is_encoded_in_pieces_and_all_of_it_learned(
 
 
 def test_a_limit_keeps_the_document_that_reaches_it(five: Make, checkpoint: Path, monkeypatch) -> None:
-    """`max_tokens`, and for a stream without end the tokens that the run needs."""
-    for most, number in ((5, 1), (6, 2), (15, 2), (16, 3), (99, 5)):
-        assert len(build(five(max_tokens=most), checkpoint)[0].train.borders) == number
+    """The limit of a stream without end is the number of tokens that the run needs."""
     streamed = replace(tokens.open_corpus(five()), streamed=True)
     monkeypatch.setattr(tokens, "open_corpus", lambda config, tell: streamed)
-    for needed, number in ((5, 1), (100, 5)):
+    for needed, number in ((5, 1), (6, 2), (15, 2), (16, 3), (100, 5)):
         assert len(prepare_packed(five(), needed, len, checkpoint).train.borders) == number
 
 
@@ -259,14 +257,14 @@ def test_the_cache_follows_all_that_decides_it(five: Make, checkpoint: Path, tmp
     second, said = build(five(), checkpoint)
     assert said == [] and second.fingerprint == first.fingerprint
     folders = {first.folder}
-    for change in ({"answers_only": False}, {"max_tokens": 5}, {"response_column": "prompt"}):
+    for change in ({"answers_only": False}, {"response_column": "prompt"}):
         folders.add(build(five(**change), checkpoint)[0].folder)
     settings = json.loads((checkpoint / "tokenizer_config.json").read_text())
     (checkpoint / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "j"}))
     changed, _said = build(five(), checkpoint)
     assert changed.end_token == 19
     folders |= {changed.folder, build(five(), word_checkpoint(tmp_path / "other", begin=False))[0].folder}
-    assert len(folders) == 6
+    assert len(folders) == 5
     (checkpoint / "tokenizer_config.json").write_text("{}")
     (checkpoint / "special_tokens_map.json").write_text('{"eos_token": "j"}')
     assert build(five(), checkpoint)[0].end_token == 19

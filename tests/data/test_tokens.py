@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -61,34 +62,37 @@ def test_the_tokenizer_sees_training_documents_alone(config: Make, tmp_path: Pat
 
 
 @pytest.mark.parametrize("in_one_document", [True, False])
-def test_the_tokenizer_sees_so_many_bytes(in_one_document: bool, config: Make, tmp_path: Path) -> None:
+def test_the_tokenizer_sees_so_many_bytes(in_one_document: bool, config: Make, tmp_path: Path, monkeypatch) -> None:
     """The limit counts bytes (ä has two) and falls behind the first 123, or 30 bytes later."""
     early, later = "ä " + "early " * 20, "later " * 20
     documents = [early + later] * 20 if in_one_document else [early, later] * 20
     file = str(write_rows(tmp_path / "a.jsonl", documents))
     for limit, learned in ((123, False), (153, True)):
-        corpus, _ = build(config(path=file, vocab_size=400, tokenizer_bytes=limit))
+        monkeypatch.setattr(tokens, "TOKENIZER_BYTES", limit)
+        corpus, _ = build(config(path=file, vocab_size=400))
         vocabulary = Tokenizer.from_file(str(corpus.tokenizer_path)).get_vocab()
         assert "Ġearly" in vocabulary
         assert any("later" in entry for entry in vocabulary) == learned
 
 
-def test_max_tokens(config: Make, corpus_file: Path) -> None:
-    whole, _ = build(config(path=str(corpus_file)))
-    limited, _ = build(config(path=str(corpus_file), max_tokens=123))
+def test_a_stream_is_read_as_far_as_the_run_needs(config: Make, corpus_file: Path, monkeypatch) -> None:
+    complete, _ = build(config(path=str(corpus_file)))
+    streamed = replace(tokens.open_corpus(config(path=str(corpus_file))), streamed=True)
+    monkeypatch.setattr(tokens, "open_corpus", lambda config, tell: streamed)
+    limited = tokens.prepare(config(path=str(corpus_file)), 121, lambda _: None)
     assert len(limited.train) == 123
-    assert np.array_equal(limited.train[:], whole.train[:123])
-    assert np.array_equal(limited.val[:], whole.val[:])
+    assert np.array_equal(limited.train[:], complete.train[:123])
+    assert np.array_equal(limited.val[:], complete.val[:])
 
 
-def test_equal_data_equal_fingerprint(config: Make, corpus_file: Path, tmp_path: Path) -> None:
+def test_equal_data_equal_fingerprint(config: Make, corpus_file: Path, tmp_path: Path, monkeypatch) -> None:
     path = str(corpus_file)
     first, _ = build(config(path=path))
-    second, _ = build(config(path=path, cache_dir=str(tmp_path / "other")))
+    other, _ = build(config(path=path, vocab_size=301))
+    assert other.folder != first.folder and other.fingerprint != first.fingerprint
+    monkeypatch.setenv("GNMR_CACHE", str(tmp_path / "other"))
+    second, _ = build(config(path=path))
     assert first.fingerprint == second.fingerprint and first.folder != second.folder
-    for change in ({"vocab_size": 301}, {"tokenizer_bytes": 99}, {"max_tokens": 99}):
-        other, _ = build(config(path=path, **change))
-        assert other.folder != first.folder and other.fingerprint != first.fingerprint
 
 
 # ---- long words ----
@@ -233,8 +237,7 @@ def test_a_warm_start_says_nothing_and_imports_little(config: Make, corpus_file:
     assert said
     script = (
         "import sys; from gnmr.lab.config import DataConfig; from gnmr.lab.data.tokens import prepare; said = []\n"
-        f"corpus = prepare(DataConfig('text', {str(corpus_file)!r}, vocab_size=300, "
-        f"cache_dir={str(cache_dir)!r}), 0, said.append)\n"
+        f"corpus = prepare(DataConfig('text', {str(corpus_file)!r}, vocab_size=300), 0, said.append)\n"
         "heavy = [name for name in ('datasets', 'tokenizers', 'torch', 'transformers') if name in sys.modules]\n"
         "import json; print(json.dumps([corpus.fingerprint, said, heavy]))"
     )

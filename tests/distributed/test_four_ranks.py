@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.xdist_group("pair"),
     pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without torch.distributed"),
 ]
-WORDS = ("training.accumulation=4", "training.batch_size=1", "records.check_every=4")
+WORDS = ("training.accumulation=4", "training.batch_size=1", "training.checkpoint_every=4")
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "hsdp"])

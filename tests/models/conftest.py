@@ -18,10 +18,11 @@ def build() -> Build:
     """A tiny model whose every parameter is random: gains and biases that stayed 1 and 0 would hide mistakes."""
 
     def make(name: str = "llama", seed: int = 0, **changes: object) -> models.Decoder:
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 4, "init_std": 0.2}
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 4}
         if name == "moe":
             sizes["experts"] = ExpertsConfig(number=4)
         model = models.build(ModelConfig(name=name, **(sizes | changes)), VOCAB, SEQ_LEN)
+        model.init_std = 0.2
         generator = torch.Generator().manual_seed(seed)
         model.init_weights(generator)
         with torch.no_grad():

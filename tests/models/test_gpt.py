@@ -49,7 +49,7 @@ def hugging_face(model: Decoder) -> torch.nn.Module:
 
 
 def test_fp32_logits_equal(build, tokens_BT):
-    model = build("gpt", norm_eps=1e-3)
+    model = build("gpt")
     with torch.no_grad():
         torch.testing.assert_close(model(tokens_BT), hugging_face(model)(tokens_BT).logits, rtol=1e-5, atol=1e-5)
 

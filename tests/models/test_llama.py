@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
     [
         {},
         {"num_kv_heads": 2},
-        {"num_kv_heads": 1, "rope_theta": 500.0, "norm_eps": 0.05},
+        {"name": "pangu", "num_kv_heads": 1},
         {"num_kv_heads": 2, "tied_head": True},
     ],
 )

@@ -66,7 +66,8 @@ def measured(model: nn.Module, converted: ConvertedModel, backward: Callable[[],
 
 def of_tiny_model(site: str) -> Gaps:
     """One layer, seven units."""
-    model = models.build(ModelConfig(**SIZES, init_std=0.2), 61, 16)
+    model = models.build(ModelConfig(**SIZES), 61, 16)
+    model.init_std = 0.2
     model.init_weights(torch.Generator().manual_seed(0))
     block = torch.randint(61, (4, 17), generator=torch.Generator().manual_seed(1))
     converted = convert(model, PathSpec.of("int2", "int8", site=site))

@@ -40,10 +40,9 @@ def _fresh() -> Iterator[None]:
 def model(name: str = "llama", dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     if name == "small":
         return Small().to(dtype)
-    config = ModelConfig(
-        name=name, hidden_size=128, intermediate_size=128, num_layers=LAYERS, num_heads=4, init_std=0.2
-    )
+    config = ModelConfig(name=name, hidden_size=128, intermediate_size=128, num_layers=LAYERS, num_heads=4)
     found = models.build(config, VOCAB, SEQ_LEN)
+    found.init_std = 0.2
     found.init_weights(torch.Generator().manual_seed(0))
     return found.to(dtype)
 

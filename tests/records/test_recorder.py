@@ -37,7 +37,7 @@ def wandb_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def test_fans_out_resumes_and_finishes(
     tmp_path: Path, wandb_calls: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = RecordsConfig(units_every=2, live="plain", plain_every=5, wandb="offline")
+    settings = RecordsConfig(units_every=2, live="plain", wandb="offline")
     with Recorder(info(tmp_path), settings, None) as recorder:
         recorder.start("a: 1\n", {"a": 1}, {"units": ["u"], "experiment": "group"})
         for step in range(1, 7):

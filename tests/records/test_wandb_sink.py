@@ -38,7 +38,7 @@ def info(folder: Path) -> RunInfo:
 
 def start(sink: WandbSink, folder: Path, mode: str = "offline") -> None:
     config = {"model": {"name": "llama"}, "controller": {"trigger": 2.0}}
-    sink.start(info(folder), config, HEADER, project="team/gnmr", mode=mode)
+    sink.start(info(folder), config, HEADER, mode)
 
 
 @pytest.mark.slow
@@ -91,7 +91,7 @@ def test_offline_file_equals_what_was_given(tmp_path: Path) -> None:
 
     run = records["run"][0]
     assert (run.run_id, run.display_name) == ("abcd1234", "experiment/arm-0123abcd-s0")
-    assert (run.project, run.entity, run.run_group) == ("gnmr", "team", "experiment/arm-0123abcd")
+    assert (run.project, run.run_group) == ("gnmr", "experiment/arm-0123abcd")
     assert (run.job_type, list(run.tags)) == ("arm", ["arm", "experiment", "cpu"])
     config = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert (config["model"], config["arm"]) == ({"name": "llama"}, "arm")
@@ -333,16 +333,13 @@ def test_a_chart_is_drawn_in_full_and_has_a_spike_of_one_step(
     }
 
 
-@pytest.mark.parametrize(("project", "expected"), [(None, ("theirs", None)), ("we/ours", ("ours", "we"))])
-def test_wandbs_variables_hold_where_the_config_says_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake: Any, project: str | None, expected: tuple[str, str | None]
-) -> None:
+def test_wandbs_variables_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake: Any) -> None:
     arguments, plain = dict[str, Any](), fake.init
     monkeypatch.setattr(fake, "init", lambda mode, **given: (arguments.update(given), plain(mode))[1])
     for name, value in {"PROJECT": "theirs", "ENTITY": "them", "NAME": "mine", "TAGS": "a, b"}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
-    WandbSink(pytest.fail).start(info(tmp_path), {}, HEADER, project=project, mode="offline")
-    assert (arguments["project"], arguments["entity"]) == expected
+    WandbSink(pytest.fail).start(info(tmp_path), {}, HEADER, "offline")
+    assert arguments["project"] == "theirs" and "entity" not in arguments
     assert arguments["name"] == "mine" and arguments["group"] == "experiment/arm-0123abcd"
     assert arguments["tags"] == ["arm", "experiment", "cpu", "a", "b"]
 

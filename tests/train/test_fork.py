@@ -13,8 +13,7 @@ from everything import differences, everything, in_child, losses
 from test_kill_and_resume import at_file, in_step
 
 from gnmr.errors import UserError
-from gnmr.lab.config.base_run import place_of_base
-from gnmr.lab.config.compose import compose
+from gnmr.lab.config.compose import compose, place_of_base
 from gnmr.lab.train import fork_base as base_module
 from gnmr.lab.train.build import training_blocks
 from gnmr.lab.train.fork import Forks

@@ -43,7 +43,8 @@ def test_the_loss_that_is_told_is_the_cross_entropy_alone(assembled, blocks_of, 
     """The balancing loss is in the gradient, not in the loss, nor in the evaluation."""
     gradients = []
     for coef in (0.0, 100.0):
-        parts = assembled(*MOE, "training.dtype=float32", f"model.experts.balance_coef={coef}")
+        parts = assembled(*MOE, "training.dtype=float32")
+        parts.model.balance_coef = coef
         block = blocks_of(parts, 2)
         with torch.no_grad():
             expected = F.cross_entropy(parts.model(block[:, :-1]).flatten(0, 1), block[:, 1:].flatten()).item()

@@ -52,7 +52,7 @@ def test_input_grad_is_that_of_the_units_outputs(unit: str, assembled: Callable,
 
 
 def test_an_expert_without_tokens_is_not_observed(assembled: Callable, blocks_of: Callable) -> None:
-    words = ["model.name=moe", "model.experts.number=16", "model.experts.top_k=1", "model.experts.normalized=false"]
+    words = ["model.name=moe", "model.experts.number=16", "model.experts.top_k=1"]
     words += ["training.dtype=float32", "precision.unit=expert"]
     parts = assembled(*words, "controller.observe=input_grad")
     same = assembled(*words)

@@ -36,7 +36,7 @@ def plain_loop(config) -> tuple[list[float], nn.Module]:
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, betas=tuple(optim.betas), eps=optim.eps, fused=True)
+    optimizer = torch.optim.AdamW(groups, betas=tuple(optim.betas), fused=True)
     warmup = round(optim.warmup_frac * training.steps)
     losses = []
     for t in range(1, training.steps + 1):

@@ -81,7 +81,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("gnmr train run_dir=/scratch/alice/run", "gnmr train run_dir=run"),
         ("gnmr train data.path=/data/gsm run_dir=/scratch/x/run", "gnmr train data.path=/data/gsm run_dir=run"),
         ("gnmr diagnose /data/llama data=/data/x.txt out=/tmp/p", "gnmr diagnose /data/llama data=/data/x.txt out=p"),
-        ("gnmr train +scores.data=/d/t data.cache_dir=/scratch/c", "gnmr train +scores.data=/d/t data.cache_dir=c"),
+        ("gnmr train +scores.data=/d/t out=/scratch/c", "gnmr train +scores.data=/d/t out=c"),
         ("gnmr train 'a=[/scratch/x,{here}/c d]'", "gnmr train 'a=[/scratch/x,c d]'"),
         ("/usr/local/bin/gnmr train preset=6/8", "gnmr train preset=6/8"),
         ("gnmr train data.path=https://host/x", "gnmr train data.path=https://host/x"),
@@ -91,26 +91,10 @@ def test_a_command(command: str, told: str, here: Path) -> None:
     assert portable_command(command.format(here=here, home=Path.home())) == told
 
 
-@pytest.mark.parametrize("given", [pytest.param("{here}/cache", marks=pytest.mark.slow), "cache", "{away}/cache"])
-def test_the_token_cache_is_found_from_any_folder(
-    given: str, tiny, here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from gnmr.lab.evaluation.subjects import load_subject
-
-    monkeypatch.setenv("GNMR_CACHE", str(tmp_path / "none"))
-    words = ("training.steps=2", f"data.cache_dir={given.format(here=here, away=tmp_path / 'away')}")
-    folder = run(tiny(f"run_dir={here}/runs/one", *words), lambda _: None)
-    told = read(folder / "config.yaml").data.cache_dir
-    assert told == ("../../cache" if "away" not in given else str(tmp_path / "away" / "cache"))
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    assert load_subject(str(folder), device="cpu").text.plain("abc", "")
-
-
 def test_a_run_tells_no_user_host_or_folder(tiny, text_file: Path, here: Path, tmp_path: Path) -> None:
     """And goes on as before: what it is has not changed."""
     (here / "babble.txt").write_text(text_file.read_text())
-    words = ("training.steps=2", "data.path=babble.txt", f"data.cache_dir={tmp_path}/alice/cache")
+    words = ("training.steps=2", "data.path=babble.txt")
     made = tiny(f"run_dir={here}/runs/one", f"runs_dir={tmp_path}/runs", *words)
     folder = run(made, lambda _: None, command=f"gnmr train run_dir={here}/runs/one data.path={here}/babble.txt")
     header = read_json(folder / "header.json")
@@ -119,7 +103,7 @@ def test_a_run_tells_no_user_host_or_folder(tiny, text_file: Path, here: Path, t
     assert str(tmp_path) not in written
     assert header["machine"].keys() == {"cpu", "kernels", "cores", "threads", "products", "device"}
     saved = read(folder / "config.yaml")
-    assert saved.data.cache_dir == "~/cache" and (saved.run_dir, saved.runs_dir) == (None, "runs")
+    assert (saved.run_dir, saved.runs_dir) == (None, "runs")
     assert config_hash(saved) == config_hash(made)
     said = list[str]()
     run(made, said.append)

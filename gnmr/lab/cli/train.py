@@ -20,13 +20,11 @@ from omegaconf import DictConfig, open_dict
 
 from gnmr.attachment.ranks.world import is_first, processes_started
 from gnmr.console import next_lines, say, shown_command
-from gnmr.errors import RunFailed, UserError, as_user_error, plural
+from gnmr.errors import RunFailed, UserError, plural
 from gnmr.lab.cli.parser import runs
 from gnmr.lab.cli.side_by_side import Call, run_side_by_side
 from gnmr.lab.config import Config, ControllerConfig, to_dict
-from gnmr.lab.config.base_run import typed
-from gnmr.lab.config.compose import conf_dir, load_composed, register
-from gnmr.lab.config.text_checks import place
+from gnmr.lab.config.compose import conf_dir, load_composed, register, typed
 from gnmr.lab.stopping import Stopped, is_bypassed, never_at_once, seen
 from gnmr.records.find import SMOKE, TRIAL, finished
 from gnmr.records.untrusted import MAX_DEPTH
@@ -204,8 +202,6 @@ def run_cell(composed: DictConfig) -> Path:
     sweeping = settings.mode == RunMode.MULTIRUN
     if not sweeping and settings.sweeper.get("params"):
         say("this is one run; the sweep's arms and seeds need -m: gnmr train -m ...")
-    with as_user_error():
-        place("data.cache_dir", config.data.cache_dir)
     warn_of_unread(config.controller, settings.overrides.task)
     refuse_sizes(config, settings.overrides.task)
 

@@ -11,26 +11,52 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unicodedata import category
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
-from gnmr.errors import UserError, as_user_error
+from gnmr.errors import UserError, as_user_error, printable
 from gnmr.lab.config.controller import ControllerConfig
 from gnmr.lab.config.data import DataConfig
-from gnmr.lab.config.model import ModelConfig
+from gnmr.lab.config.model import LLAMAS, ModelConfig
 from gnmr.lab.config.precision import USUAL, FaultsConfig, PrecisionConfig
 from gnmr.lab.config.records import RecordsConfig, ScoresConfig
-from gnmr.lab.config.text_checks import LONGEST_NAME, folder_name, place, storable
 from gnmr.lab.config.training import CompressionConfig, ForkConfig, OptimConfig, TrainingConfig
 from gnmr.options import fields, guess, nearest, one_of, require
 from gnmr.records.untrusted import MAX_CONFIG, MAX_DEPTH, Damaged, bounded, content, reading
+
+_LONGEST_ARM = 200
+"""Largest length of an arm's name in bytes. A folder's name also contains the hash and the seed."""
+
+
+def _has_control_characters(text: str) -> bool:
+    """Return True for line breaks, NUL and the like, and for bytes that are not UTF-8 (lone surrogates)."""
+    return any(category(letter) in ("Cc", "Cs") for letter in text)
+
+
+def _check_folder_name(key: str, value: str | None) -> None:
+    """Raise ValueError unless the text, or None, can be part of a folder's name."""
+    if value is not None:
+        sound = value and value[0] != "." and not {*value} & {"/", "\\"} and not _has_control_characters(value)
+        require(sound, key, printable(value), "is part of a folder's name: not empty, no leading dot, no slash")
+
+
+def _check_path(key: str, value: str | None) -> None:
+    """Raise ValueError unless the text, or None, can be the path of a file or folder."""
+    if value is None:
+        return
+    sound = value.strip() and not _has_control_characters(value)
+    require(sound, key, printable(value), "must be a path without control characters")
+    try:
+        Path(value).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{key}={value}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -71,7 +97,7 @@ class Config:
         one_of(("none", "ddp", "fsdp", "hsdp"), parallel=self.parallel)
         exports = training.export_hf
         right = f"Hugging Face's layout is written for llama and pretrained, not for model.name={model.name}"
-        require(not exports or model.name in ("llama", "pretrained"), "training.export_hf", exports, right)
+        require(not exports or model.name in (*LLAMAS, "pretrained"), "training.export_hf", exports, right)
         right = "a run with adapters leaves adapter/ for peft; use model.adapter.rank=0 for a whole model"
         require(not exports or model.adapter.rank == 0, "training.export_hf", exports, right)
         right = "model=pretrained reads its checkpoint's own tokenizer; leave it null"
@@ -80,8 +106,14 @@ class Config:
         right = "a recomputed forward pass would draw other roundings; use precision.rounding=nearest"
         sound = not (training.activation_checkpointing and drawn)
         require(sound, "training.activation_checkpointing", "true", right)
-        storable("", to_dict(self))
-        self._check_places()
+        names = ("experiment_name", "scale_name", "arm", "precision.name", "controller.name", "optim.transform.name")
+        for key, value in fields(self, *names).items():
+            _check_folder_name(key, value)
+        places = ("base", "plan", "run_dir", "runs_dir", "model.checkpoint", "data.path", "data.tokenizer")
+        for key, value in fields(self, *places, "scores.data").items():
+            _check_path(key, value)
+        length = len(self.arm_name.encode())
+        require(length <= _LONGEST_ARM, "arm", f"{self.arm_name[:20]}...", f"has {length} bytes; use {_LONGEST_ARM}")
         self._check_fork()
         tokens = self.total_steps * training.tokens_per_step
         require(tokens < 2**63, "training.steps", training.steps, "makes more tokens than 2^63 with this batch")
@@ -120,17 +152,6 @@ class Config:
         """Steps of the run: training.steps, plus the healing steps of a fork."""
         return self.training.steps + self.fork.heal
 
-    def _check_places(self) -> None:
-        names = ("experiment_name", "scale_name", "arm", "precision.name", "controller.name", "optim.transform.name")
-        for key, value in fields(self, *names).items():
-            folder_name(key, value)
-        places = ("base", "plan", "run_dir", "runs_dir", "model.checkpoint", "data.path", "data.tokenizer")
-        for key, value in fields(self, *places, "data.cache_dir", "scores.data").items():
-            place(key, value, homeless=key == "data.cache_dir")
-        longest = LONGEST_NAME - len(f"-00000000-s{self.training.seed}")  # the folder's name also contains these
-        length = len(self.arm_name.encode())
-        require(length <= longest, "arm", f"{self.arm_name[:20]}...", f"has {length} bytes; use at most {longest}")
-
     @property
     def arm_name(self) -> str:
         """The arm's name in run folders and reports: `arm`, or the names of paths, controller and other differences."""
@@ -152,24 +173,29 @@ _OUTSIDE_THE_HASH = (
     "parallel",
     "run_dir",
     "runs_dir",
-    "data.cache_dir",
     "training.seed",
     "fork.order",
-    "training.resume",
     "training.checkpoint_every",
     "training.keep_checkpoints",
     "training.export_hf",
-    "records.check_every",
     "records.live",
-    "records.plain_every",
     "records.wandb",
-    "records.wandb_project",
-    "records.wandb_every",
-    "records.wandb_units",
     "records.monitor",
     "records.verdicts",
     *(f"scores.{key}" for key in ScoresConfig.__dataclass_fields__),
 )
+
+
+# Earlier versions had keys for these numbers. A run with another value cannot be continued or forked.
+_CONSTANTS = {
+    "model.adapter.scaling": 16,
+    "model.experts.balance_coef": 0.01,
+    "model.init_std": 0.02,
+    "controller.eps": 1e-8,
+    "optim.eps": 1e-8,
+    "faults.history": 16,
+    "compression.targets": ["*_proj"],
+}
 
 
 @cache  # building the schema takes as long as the rest of `load`
@@ -227,7 +253,7 @@ def read(path: Path) -> Config:
             raise Damaged(
                 f"{path.parent}: was recorded by attach() in a loop of its own, and is not a run of gnmr train"
             )
-        return load(tree)
+        return _load_saved(tree)
     except Damaged:
         raise
     except Exception as error:
@@ -248,28 +274,43 @@ def read_tree(path: Path) -> dict[str, Any]:
 
 
 def _plain_yaml(text: bytes) -> Any:
-    depth = 0
-    for event in yaml.parse(text, Loader=_Loader):
+    loader, depth = getattr(yaml, "CSafeLoader", yaml.SafeLoader), 0
+    for event in yaml.parse(text, Loader=loader):
         if isinstance(event, yaml.AliasEvent):
-            raise ValueError("an alias, which no config has")
+            raise ValueError("YAML aliases are not supported")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
             raise ValueError(f"nested more than {MAX_DEPTH} deep")
         if isinstance(event, yaml.ScalarEvent) and "${" in event.value:
-            raise ValueError(f"{event.value[:60]}: an interpolation, which a saved config has not")
-    return bounded(_with_texts_as_keys(yaml.load(text, Loader=_Loader)))
+            raise ValueError(f"{event.value[:60]}: a saved config has no interpolations")
+    return bounded(_with_texts_as_keys(yaml.load(text, Loader=loader)))
 
 
 def _with_texts_as_keys(tree: Any) -> Any:
+    """Return the tree with keys that are text, because YAML reads the widths of precision.times as numbers."""
     if isinstance(tree, dict):
         return {str(key): _with_texts_as_keys(value) for key, value in tree.items()}
     return [_with_texts_as_keys(value) for value in tree] if isinstance(tree, list) else tree
 
 
-class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """Parses numbers like OmegaConf, which wrote them."""
+def _load_saved(tree: dict[str, Any]) -> Config:
+    """Return the config of a saved tree, without the keys of earlier versions that this version does not have.
 
-    yaml_implicit_resolvers = get_yaml_loader().yaml_implicit_resolvers
+    Raises ValueError if such a key had another value than the one that this version always uses.
+    """
+
+    def pruned(saved: Any, section: Any) -> Any:
+        if not is_dataclass(section) or not isinstance(saved, dict):
+            return saved
+        known = section.__dataclass_fields__
+        return {key: pruned(value, getattr(section, key)) for key, value in saved.items() if key in known}
+
+    config, saved = load(pruned(tree, Config())), flatten(tree)
+    constants = _CONSTANTS | fields(config, "model.norm_eps", "model.rope_theta")
+    for key, constant in constants.items():
+        if saved.get(key, constant) != constant:
+            raise ValueError(f"{key}={saved[key]}: this version always uses {constant}")
+    return config
 
 
 def from_words(words: Sequence[str]) -> DictConfig:

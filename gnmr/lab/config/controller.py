@@ -11,9 +11,8 @@ from typing import Any
 
 from gnmr.control.spec import COSTS, NO_CAP, ControlSpec, Rules
 from gnmr.control.threshold import Threshold, TwoStage, check_threshold
-from gnmr.errors import as_user_error
-from gnmr.lab.config.text_checks import folder_name, place, storable
-from gnmr.options import require, share, share_of, within
+from gnmr.errors import as_user_error, printable
+from gnmr.options import require, share_of, within
 from gnmr.records.untrusted import opened
 
 _LONGEST_TABLE = 1 << 24
@@ -50,33 +49,26 @@ class ControllerConfig(Rules):
 
     @as_user_error("controller.")
     def __post_init__(self) -> None:
-        self._check_signal()
+        module, colon, cls = self.signal.partition(":")
+        sound = self.signal != "" and self.signal.isprintable()
+        if colon:
+            sound = all(word.isidentifier() for word in (*module.split("."), cls))
+        require(sound, "signal", printable(self.signal), "give the name, or package.module:Class")
         if self.name is None:
-            signal = "gnmr" if self.signal == "gnmr_delta" else self.signal.rpartition(":")[2]
+            signal = "gnmr" if self.signal == "gnmr_delta" else cls or module
             object.__setattr__(self, "name", signal + ("-ranked" if self.routing == "ranked" else ""))
+        for key in ("alpha", "beta", "delta"):
+            right = key not in self.options or colon != ""
+            require(right, f"options.{key}", self.options.get(key), f"is controller.{key}")
         if self.max_o is None:
             require(self.budget is not None, "max_o", None, "null needs controller.budget, which then is the only cap")
         for init, main in ((self.alpha_init, "alpha"), (self.beta_init, "beta")):
-            check_threshold(getattr(self, main), main, or_null=True)
             check_threshold(init, f"{main}_init", or_null=True)
             sound = init is None or getattr(self, main) is not None
             require(sound, f"{main}_init", init, f"needs controller.{main} too")
         within(0, 1, init_frac=self.init_frac, warmup_frac=self.warmup_frac)
-        if self.budget is not None:
-            object.__setattr__(self, "budget", share_of(self.budget))
-            share(budget=self.budget)
-        place("cost", self.cost)
+        object.__setattr__(self, "budget", share_of(self.budget))
         self._spec(1, "gemm")  # this checks the other keys
-
-    def _check_signal(self) -> None:
-        module, colon, cls = self.signal.partition(":")
-        sound = bool(self.signal) and (not colon or all(part.isidentifier() for part in (*module.split("."), cls)))
-        storable("signal", self.signal)  # check before the controller's name is derived from it
-        require(sound, "signal", self.signal, "give the name, or package.module:Class")
-        folder_name("signal", cls or module)
-        for key in ("alpha", "beta", "delta"):
-            right = key not in self.options or colon != ""
-            require(right, f"options.{key}", self.options.get(key), f"is controller.{key}")
 
     @property
     def cap(self) -> int:
@@ -111,7 +103,7 @@ class ControllerConfig(Rules):
         """Return the keys that have no effect with the other settings, each with the setting that disables it."""
         found: dict[str, str] = {}
         if self.signal != "gnmr_delta":
-            keys = ("alpha", "alpha_init", "beta", "beta_init", "delta", "eps")
+            keys = ("alpha", "alpha_init", "beta", "beta_init", "delta")
             found = dict.fromkeys(keys, f"signal={self.signal}")
         if self.warmup_frac == 0 and self.warmup_path != "recovery":
             found["warmup_path"] = "warmup_frac=0"

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 from gnmr.errors import as_user_error
-from gnmr.options import one_of, require, whole_number
+from gnmr.options import one_of, require
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Corpus, tokenizer and their cache."""
+    """Corpus and tokenizer. Prepared tokens are kept in GNMR_CACHE (~/.cache/gnmr)."""
 
     name: str = "stdlib"
     """The corpus: stdlib (this Python's library sources), c4, gsm8k (from the hub, or a local copy in its layout), text
@@ -32,17 +31,9 @@ class DataConfig:
     """Largest vocabulary of the byte-level BPE. A tiny corpus may give a smaller one."""
     tokenizer: str | None = None
     """A tokenizer.json, or its folder, to use instead of training one. Fine-tuning uses the checkpoint's own."""
-    tokenizer_bytes: int = 50_000_000
-    """Largest amount of text that the tokenizer is trained on, in bytes of UTF-8."""
-    max_tokens: int | None = None
-    """Largest number of training tokens to prepare. If null, the whole corpus, or from the hub what the run needs."""
-    cache_dir: str = "~/.cache/gnmr"
-    """Folder of tokenizers and token files."""
 
     @as_user_error("data.")
     def __post_init__(self) -> None:
-        if self.cache_dir == os.environ.get("GNMR_CACHE") == "":  # an empty variable counts as unset
-            object.__setattr__(self, "cache_dir", DataConfig.cache_dir)
         one_of(("stdlib", "c4", "text", "gsm8k", "instructions"), name=self.name)
         local = self.name in ("text", "instructions")
         require(
@@ -53,5 +44,3 @@ class DataConfig:
         )
         fits = 257 <= self.vocab_size <= 2**24  # the trainer reserves memory for each entry and aborts if it fails
         require(fits, "vocab_size", self.vocab_size, "byte-level BPE needs 257 or more, 16,777,216 at most")
-        whole_number(tokenizer_bytes=self.tokenizer_bytes)
-        whole_number(or_null=True, max_tokens=self.max_tokens)

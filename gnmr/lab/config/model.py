@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass, field
-from math import inf
 
 from gnmr.errors import as_user_error
-from gnmr.options import fields, fraction, one_of, positive, require, whole_number, within
+from gnmr.options import fields, fraction, one_of, require, whole_number, within
+
+LLAMAS = ("llama", "pangu")
+"""Architectures with LLaMA's layers: rotary embedding, RMSNorm, a gated MLP, grouped queries."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,6 @@ class ExpertsConfig:
     """Experts in every layer. It is 0 in the other models, which have one MLP."""
     top_k: int = 2
     """Number of experts that process each token."""
-    normalized: bool = True
-    """Divide a token's gate weights by their sum. If false, they remain parts of the softmax over all experts."""
-    balance_coef: float = 0.01
-    """Weight of the load-balancing loss in training. It has no effect if the routing is fixed."""
     routing_seed: int | None = None
     """Seed of a fixed routing, in which a hash of token, layer and seed chooses the experts. If null, the gate does."""
 
@@ -48,7 +46,6 @@ class ExpertsConfig:
     def __post_init__(self) -> None:
         whole_number(0, number=self.number)
         whole_number(top_k=self.top_k)
-        require(0 <= self.balance_coef < inf, "balance_coef", self.balance_coef, "must be a number, 0 or more")
         sound = self.routing_seed is None or 0 <= self.routing_seed < 2**31
         require(sound, "routing_seed", self.routing_seed, "must lie between 0 and 2^31, or be null")
 
@@ -59,8 +56,6 @@ class AdapterConfig:
 
     rank: int = 0
     """Rank of the adapters. With 0, there are no adapters and every weight is trained."""
-    scaling: int = 16
-    """lora_alpha: the output of an adapter is multiplied by scaling / rank."""
     dropout: float = 0.05
     """Dropout on the adapters' inputs in training."""
     targets: list[str] = field(default_factory=lambda: ["*_proj"])
@@ -69,7 +64,6 @@ class AdapterConfig:
     @as_user_error("model.adapter.")
     def __post_init__(self) -> None:
         whole_number(0, rank=self.rank)
-        whole_number(scaling=self.scaling)
         fraction(dropout=self.dropout)
         named = [isinstance(p, str) and re.fullmatch(r"[\w.*?!\[\]-]+", p) for p in self.targets]
         require(named and all(named), "targets", self.targets, "needs patterns of linears' names")
@@ -80,7 +74,8 @@ class ModelConfig:
     """The architecture. Precision is set by `precision` and `training.dtype`."""
 
     name: str = "llama"
-    """llama, gpt, moe, or pretrained: a checkpoint in the layout of Hugging Face, which determines the sizes."""
+    """llama, pangu (llama with the constants of Pangu), gpt, moe, or pretrained: a checkpoint in the layout of Hugging
+    Face, which determines the sizes."""
     checkpoint: str | None = None
     """pretrained: a folder with config.json, weights and tokenizer, or a name on the hub."""
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
@@ -91,35 +86,27 @@ class ModelConfig:
     num_heads: int = 4
     num_kv_heads: int | None = None
     """Key/value heads (grouped-query attention). If null, there are num_heads of them."""
-    norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    """Base of the rotary embedding (llama)."""
-    init_std: float = 0.02
-    """Standard deviation of the normal initialization."""
     tied_head: bool = False
-    """llama: use the embedding as the head, as gpt and moe always do."""
+    """llama, pangu: use the embedding as the head, as gpt and moe always do."""
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     outlier_channels: OutlierConfig = field(default_factory=OutlierConfig)
 
     @as_user_error("model.")
     def __post_init__(self) -> None:
-        one_of(("llama", "gpt", "moe", "pretrained"), name=self.name)
+        one_of(("llama", "pangu", "gpt", "moe", "pretrained"), name=self.name)
         self._check_pretrained()
         whole_number(**fields(self, "hidden_size", "intermediate_size", "num_layers", "num_heads"))
         most = 50_000 // max(self.experts.number, 1)  # each linear is built separately
         require(self.num_layers <= most, "num_layers", self.num_layers, f"{most:,} layers are the most")
-        heads, kv_heads, llama = self.num_heads, self.num_kv_heads, self.name == "llama"
-        width, rest = divmod(self.hidden_size, heads)
-        require(rest == 0, "hidden_size", self.hidden_size, f"model.num_heads={heads} does not divide it")
-        sound = not llama or width % 2 == 0
+        heads, kv_heads, llama = self.num_heads, self.num_kv_heads, self.name in LLAMAS
+        divides = self.hidden_size % heads == 0
+        require(divides, "hidden_size", self.hidden_size, f"model.num_heads={heads} does not divide it")
+        sound = not llama or self.hidden_size // heads % 2 == 0
         require(sound, "num_heads", heads, "the rotary embedding needs an even width per head")
         if kv_heads is not None:
             require(llama, "num_kv_heads", kv_heads, "only llama has grouped queries")
             sound = kv_heads > 0 and heads % kv_heads == 0
             require(sound, "num_kv_heads", kv_heads, f"must divide model.num_heads={heads}")
-        within(1e-30, 1, norm_eps=self.norm_eps)
-        positive(rope_theta=self.rope_theta)
-        within(1e-30, 1e3, init_std=self.init_std)
         require(llama or not self.tied_head, "tied_head", True, "only llama has the choice")
         self._check_experts()
 
@@ -142,9 +129,13 @@ class ModelConfig:
             return
         require(number >= 1, "experts.number", number, "moe needs at least one expert")
         require(top_k <= number, "experts.top_k", top_k, f"there are only model.experts.number={number} experts")
-        require(
-            top_k > 1 or number == 1 or not self.experts.normalized,
-            "experts.normalized",
-            True,
-            "with model.experts.top_k=1 every gate weight would be 1 and the gate could not learn; use false",
-        )
+
+    @property
+    def norm_eps(self) -> float:
+        """Constant under the root of each norm: LLaMA's, or that of GPT-2 and Pangu."""
+        return 1e-6 if self.name == "llama" else 1e-5
+
+    @property
+    def rope_theta(self) -> float:
+        """Base of the rotary embedding of llama and pangu."""
+        return 4e6 if self.name == "pangu" else 1e4

@@ -60,10 +60,6 @@ class FaultsConfig:
     """Windows per 1,000 unit-steps, drawn for each target separately. It has no effect if windows are given."""
     duration: int | None = None
     """Steps of a drawn window."""
-    history: int = 16
-    """Number of steps that stale_scale looks back."""
-    seed: int | None = None
-    """Seed of the windows and of the randomness in them. If null, it is training.seed."""
 
     @as_user_error("faults.")
     def __post_init__(self) -> None:
@@ -79,5 +75,4 @@ class FaultsConfig:
         within(0, 1000, rate=self.rate)
         sound = self.kind == "none" or len(self.windows) > 0 or self.rate != 0
         require(sound, "rate", self.rate, "give windows, or a rate above 0")
-        whole_number(**fields(self, "duration", "history"))
-        require(self.seed is None or 0 <= self.seed < 2**62, "seed", self.seed, "must lie between 0 and 2^62")
+        whole_number(duration=self.duration)

@@ -53,24 +53,15 @@ class RecordsConfig:
     verdicts: bool = True
     """Run a step that spikes or is not finite again, to determine the cause (docs/blame.md). If false, only a loss that
     is not finite is examined, and only if controller.nonfinite=find and there is a recovery path."""
-    check_every: int = 100
-    """Steps between digests of the weights in steps.jsonl, which are compared across several processes."""
     live: str = "auto"
     """How progress is shown: auto, plain, log or off. auto: a live view on a terminal, plain lines elsewhere, log in a
     sweep. log: plain lines to log.txt in the run folder."""
-    plain_every: int = 20
-    """Steps between plain lines."""
     wandb: str = "auto"
-    """auto: online if the user is logged in, else offline; online; offline; off."""
-    wandb_project: str | None = None
-    """NAME or ENTITY/NAME. If null, it is WANDB_PROJECT of the environment, else gnmr."""
-    wandb_every: int = 10
-    """Steps per point of the W&B charts of units, which show the maximum over them. Losses are sent every step."""
-    wandb_units: int = 5
-    """Number of units with a line in the W&B charts: the most promoted ones."""
+    """auto: online if the user is logged in, else offline; online; offline; off. WANDB_PROJECT and WANDB_ENTITY of the
+    environment name the project."""
 
     @as_user_error("records.")
     def __post_init__(self) -> None:
-        whole_number(**fields(self, "units_every", "check_every", "plain_every", "wandb_every", "wandb_units"))
+        whole_number(**fields(self, "units_every"))
         one_of(("auto", "plain", "log", "off"), live=self.live)
         one_of(("auto", "online", "offline", "off"), wandb=self.wandb)

@@ -36,8 +36,6 @@ class TrainingConfig:
     checkpoint_every: int = 100
     """Steps between checkpoints. The last step is always saved."""
     keep_checkpoints: int = 2
-    resume: str = "auto"
-    """auto: continue from the newest checkpoint of the run folder. never: refuse a folder that holds a run."""
     max_nonfinite_streak: int = 10
     """Number of consecutive skipped steps (non-finite loss or gradient) after which the run ends as FAILED."""
     activation_checkpointing: bool = False
@@ -57,7 +55,6 @@ class TrainingConfig:
         require(0 <= self.seed < 2**62, "seed", self.seed, "must lie between 0 and 2^62")
         one_of(("bfloat16", "float32"), dtype=self.dtype)
         one_of(("auto", "cpu", "cuda"), device=self.device)
-        one_of(("auto", "never"), resume=self.resume)
 
     @property
     def tokens_per_step(self) -> int:
@@ -87,7 +84,6 @@ class OptimConfig:
     lr: float = 1e-3
     """Peak learning rate, 1e-30 to 1000."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    eps: float = 1e-8
     weight_decay: float = 0.0
     warmup_frac: float = 0.1
     """Linear warm-up as a fraction of the schedule."""
@@ -109,7 +105,7 @@ class OptimConfig:
         if not adam:
             object.__setattr__(self, "options", {"momentum": 0.9} | self.options)
         # The bounds are far beyond useful values and within FP32's range: all factors of a step are finite and nonzero.
-        within(1e-30, 1e3, **fields(self, "lr", "eps"))
+        within(1e-30, 1e3, **fields(self, "lr"))
         sound = len(self.betas) == 2 and all(0 <= beta <= 0.999999 for beta in self.betas)
         require(sound, "betas", self.betas, "two numbers from 0 to 0.999999")
         within(0, 1e3, weight_decay=self.weight_decay)
@@ -148,8 +144,6 @@ class CompressionConfig:
     """Steps between two bases. A new basis needs a dense step."""
     dense_steps: int = 1000
     """Number of initial steps in which full gradients are sent."""
-    targets: list[str] = field(default_factory=lambda: ["*_proj"])
-    """Patterns of the modules whose weights are compressed. Embedding and head never are."""
     workers: int | None = None
     """Data-parallel workers. If null, the processes of parallel=ddp. In one process, this number of virtual workers
     gives the same result as the same number of processes."""
@@ -160,7 +154,6 @@ class CompressionConfig:
         whole_number(**fields(self, "rank", "refresh_every"))
         whole_number(0, dense_steps=self.dense_steps)
         whole_number(2, or_null=True, workers=self.workers)
-        require(self.targets, "targets", self.targets, "needs at least one pattern")
 
     @property
     def routes(self) -> bool:

@@ -1,6 +1,6 @@
 """Token files on disk: a folder is complete or absent, and verified when it is opened.
 
-    <cache_dir>/<corpus>-<key>/
+    <cache folder>/<corpus>-<key>/
         tokenizer.json
         train.bin, val.bin    token ids, raw little-endian uint16, or uint32 for vocabularies above 65,536
         train.documents.bin, val.documents.bin    of examples: the borders of `Documents`, raw little-endian int64
@@ -35,6 +35,18 @@ TOKENIZER, TRAIN, VAL, META = "tokenizer.json", "train.bin", "val.bin", "meta.js
 DOCUMENTS = {TRAIN: "train.documents.bin", VAL: "val.documents.bin"}
 LARGEST_META = 2**20  # bytes
 ABANDONED_AFTER = 24 * 3600.0  # seconds without a write
+
+
+def cache_folder() -> Path:
+    """Return the folder of prepared tokens: GNMR_CACHE, or ~/.cache/gnmr if it is unset or empty.
+
+    Raises UserError if the path begins with ~ and there is no such home folder.
+    """
+    place = os.environ.get("GNMR_CACHE") or "~/.cache/gnmr"
+    try:
+        return Path(place).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"GNMR_CACHE={place}: {error} Give an absolute path") from error
 
 
 class Corrupt(Exception):
@@ -137,8 +149,8 @@ def open_folder(folder: Path) -> TokenCorpus:
     except (OSError, ValueError, KeyError, TypeError, RecursionError, UserError) as error:
         if isinstance(error, PermissionError) or isinstance(error.__cause__, PermissionError):
             raise UserError(
-                f"data.cache_dir={folder.parent}: this user may not read {folder.name} there; its owner can share it "
-                "by chmod -R a+rX, or set data.cache_dir or GNMR_CACHE to a folder of your own"
+                f"GNMR_CACHE={folder.parent}: this user may not read {folder.name} there; its owner can share it "
+                "by chmod -R a+rX, or set GNMR_CACHE to a folder of your own"
             ) from error
         raise Corrupt(f"it cannot be read: {error}") from error
 
@@ -180,8 +192,8 @@ def open_or_build(folder: Path, build: Callable[[Path], None], say: Callable[[st
         raise UserError(f"{folder}: changed by another program right after it was made ({reason})") from reason
     except OSError as error:
         raise UserError(
-            f"data.cache_dir={cache}: cannot be written ({error.strerror or error}); "
-            "set data.cache_dir or GNMR_CACHE to a folder with room, in which you may write"
+            f"GNMR_CACHE={cache}: cannot be written ({error.strerror or error}); "
+            "set GNMR_CACHE to a folder with room, in which you may write"
         ) from error
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 CACHE_VERSION = 3  # increment it when documents, examples, splits or tokenization change
+TOKENIZER_BYTES = 50_000_000  # bytes of UTF-8 that the tokenizer is trained on at most
 LIMITED_VAL_TOKENS = 2_000_000  # number of validation tokens if training tokens are limited
 PIECE = 1_000_000  # maximum characters encoded as one string; longer documents are encoded in pieces
 BATCH = 2_000_000  # characters encoded per call, which takes about a second on one core
@@ -43,7 +44,7 @@ def prepare(config: DataConfig, needed_tokens: int, say: Callable[[str], None]) 
 
     Args:
         config: Selects the corpus and the tokenizer.
-        needed_tokens: Training tokens that the run reads. They limit a corpus from the hub unless `max_tokens` does.
+        needed_tokens: Training tokens that the run reads. They limit a corpus that is streamed from the hub.
         say: Receives progress lines, some of them from another thread.
 
     Raises:
@@ -78,15 +79,15 @@ def prepare_packed(
 def _prepared(
     config: DataConfig, needed: int, say: Callable[[str], None], packed: bool, checkpoint: Path | None
 ) -> TokenCorpus:
-    cache_dir = files.user_path("data.cache_dir", config.cache_dir)
+    cache_folder = cache.cache_folder()
     path, where = checkpoint, str(checkpoint)
     if config.tokenizer is not None:
         path, where = files.user_path("data.tokenizer", config.tokenizer), f"data.tokenizer={config.tokenizer}"
     with Progress(say) as progress:
         corpus = open_corpus(config, progress)
         content, end = (None, None) if path is None else bpe.read(path, where)
-        limit = needed if config.max_tokens is None and corpus.streamed else config.max_tokens
-        trained = [config.vocab_size, config.tokenizer_bytes]
+        limit = needed if corpus.streamed else None
+        trained = [config.vocab_size, TOKENIZER_BYTES]
         vocabulary = trained if content is None else hashlib.sha256(content).hexdigest()
         key = [CACHE_VERSION, config.name, packed, corpus.identity, vocabulary, end, limit]
         digest = hashlib.sha256(json.dumps([*key, packed and config.answers_only]).encode()).hexdigest()[:16]
@@ -95,7 +96,7 @@ def _prepared(
             progress.begin(f"preparing {corpus.where}: {corpus.summary}")
             if content is None:
                 progress.begin(f"training the tokenizer: vocabulary of {config.vocab_size} at most")
-                tokenizer = bpe.train(_training_text(corpus, config.tokenizer_bytes, progress), config.vocab_size)
+                tokenizer = bpe.train(_training_text(corpus, TOKENIZER_BYTES, progress), config.vocab_size)
             else:
                 tokenizer = bpe.load(content, where, end)
             (folder / cache.TOKENIZER).write_bytes(content or tokenizer.to_str(pretty=True).encode())
@@ -105,7 +106,7 @@ def _prepared(
                 raise UserError(f"{corpus.where}: changed while it was read; run the command again")
             progress.begin(f"{written}, vocabulary {bpe.vocab_size(tokenizer):,}{corpus.skipped}")
 
-        found = cache.open_or_build(cache_dir / f"{config.name}{'-examples' * packed}-{digest}", build, say)
+        found = cache.open_or_build(cache_folder / f"{config.name}{'-examples' * packed}-{digest}", build, say)
         return replace(found, source=corpus.identity)
 
 

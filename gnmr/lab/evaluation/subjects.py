@@ -182,38 +182,26 @@ def _corpus(folder: Path, config: Config) -> cache.TokenCorpus:
         fingerprint = _header(folder)["data"]["fingerprint"]
     except (KeyError, TypeError) as error:
         raise UserError(f"{folder}: header.json does not say which data the run was trained on ({error})") from error
-    places = dict.fromkeys([config.data.cache_dir, os.environ.get("GNMR_CACHE") or "~/.cache/gnmr"])
-    unreadable = [
-        path
-        for place in places
-        for seen in _seen_from(folder, place)
-        for path in seen.glob(f"{config.data.name}-*")
-        if not os.access(path, os.R_OK | os.X_OK)
-    ]
-    for seen in (seen for place in places for seen in _seen_from(folder, place)):
-        for meta in seen.glob(f"{config.data.name}-*/{cache.META}"):
-            try:
-                if json.loads(meta.read_text())["fingerprint"] == fingerprint:
-                    return cache.open_folder(meta.parent)
-            except (OSError, ValueError, KeyError, TypeError):
-                continue
-            except cache.Corrupt as error:
-                raise UserError(f"{meta.parent}: the run's tokenizer and tokens are damaged ({error})") from error
-    if unreadable:
-        raise UserError(f"{folder}: its tokenizer may be in {unreadable[0]}, which this user may not read")
+    folder_of_tokens = cache.cache_folder()
+    unreadable = None
+    for token_folder in folder_of_tokens.glob(f"{config.data.name}-*"):
+        if not os.access(token_folder, os.R_OK | os.X_OK):
+            unreadable = token_folder
+            continue
+        try:
+            meta = json.loads((token_folder / cache.META).read_text())
+            if meta["fingerprint"] == fingerprint:
+                return cache.open_folder(token_folder)
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        except cache.Corrupt as error:
+            raise UserError(f"{token_folder}: the run's tokenizer and tokens are damaged ({error})") from error
+    if unreadable is not None:
+        raise UserError(f"{folder}: its tokenizer may be in {unreadable}, which this user may not read")
     raise UserError(
-        f"{folder}: its tokenizer is missing: no token folder in {' or '.join(places)} is of data {fingerprint[:12]}; "
+        f"{folder}: its tokenizer is missing: no token folder in {folder_of_tokens} is of data {fingerprint[:12]}; "
         "set GNMR_CACHE, or repeat the run's command, which prepares the data again"
     )
-
-
-def _seen_from(folder: Path, place: str) -> list[Path]:
-    """Return the possible paths of a token cache in config.yaml: relative to the run's folder or the working folder."""
-    try:
-        path = Path(place).expanduser()
-    except RuntimeError:  # no home folder
-        return []
-    return [path] if path.is_absolute() else [folder / path, path]
 
 
 # ---- Hugging Face's checkpoints ----

@@ -24,4 +24,4 @@ def build(config: ModelConfig, vocab_size: int, max_seq_len: int) -> Decoder:
     Its weights are undefined until `init_weights` or `load_state_dict`.
     """
     cpu_products.provide()
-    return {"llama": Llama, "gpt": GPT, "moe": MoE}[config.name](config, vocab_size, max_seq_len)
+    return {"llama": Llama, "pangu": Llama, "gpt": GPT, "moe": MoE}[config.name](config, vocab_size, max_seq_len)

@@ -39,4 +39,4 @@ class GPT(Decoder):
         return F.linear(x_BTD, self.embed_tokens.weight)
 
     def residual_std(self) -> float:
-        return self.config.init_std / math.sqrt(2 * self.config.num_layers)
+        return self.init_std / math.sqrt(2 * self.config.num_layers)

@@ -165,6 +165,8 @@ class Decoder(nn.Module):
 
     layers: nn.ModuleList
     norm: nn.Module
+    init_std = 0.02
+    """Standard deviation of the normal initialization."""
     auxiliary_loss: Tensor | None = None
     """Scalar that training adds to the loss of the last forward pass, or None. It is never part of a perplexity."""
 
@@ -184,7 +186,7 @@ class Decoder(nn.Module):
 
     def residual_std(self) -> float:
         """Return the initial standard deviation of the projections that write to the residual stream."""
-        return self.config.init_std
+        return self.init_std
 
     def statistics(self) -> dict[str, Tensor]:
         """Return values of the last forward pass to record: scalars on the device, with the same names each time."""
@@ -229,6 +231,6 @@ class Decoder(nn.Module):
             elif parameter.dim() == 1:
                 parameter.fill_(1.0)
             elif not parameter.is_meta:
-                std = self.residual_std() if owner in ("o_proj", "down_proj") else self.config.init_std
+                std = self.residual_std() if owner in ("o_proj", "down_proj") else self.init_std
                 draw = torch.empty(parameter.shape, dtype=torch.float32, device=device)
                 parameter.copy_(draw.normal_(0.0, std, generator=generator))

@@ -5,8 +5,8 @@ token:
 
     p = softmax(W_r x)                          FP32 for every dtype
     y = sum over the chosen e of w_e expert_e(x)
-    w_e = p_e / sum of the chosen p             `normalized` (GShard, arXiv 2006.16668, Mixtral)
-    w_e = p_e                                   otherwise (Switch Transformer, arXiv 2101.03961)
+    w_e = p_e / sum of the chosen p             for k > 1 (GShard, arXiv 2006.16668, Mixtral)
+    w_e = p_e                                   for k = 1 (Switch Transformer, arXiv 2101.03961)
 
 **Capacity is unlimited, and no token is dropped.** The N k assignments are sorted by expert. The rows of an expert are
 then one slice, and each of its linears is one GEMM. Experts are modules with plain linears
@@ -77,7 +77,9 @@ class MoEMLP(nn.Module):
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
         options = config.experts
-        self.top_k, self.normalized = options.top_k, options.normalized
+        self.top_k = options.top_k
+        # With one choice each normalized weight would be 1, and the gate could not learn.
+        self.normalized = options.top_k > 1
         self.seed = None if options.routing_seed is None else options.routing_seed * config.num_layers + index
         self.router = Router(config.hidden_size, options.number)
         self.experts = nn.ModuleList(GELUMLP(config) for _ in range(options.number))
@@ -136,6 +138,9 @@ class MoEBlock(Block):
 class MoE(GPT):
     """GPT with mixtures of experts. `routings` holds the assignments of the last forward pass, layer by layer."""
 
+    balance_coef = 0.01
+    """Weight of the load-balancing loss in training."""
+
     def __init__(self, config: ModelConfig, vocab_size: int, max_seq_len: int) -> None:
         super().__init__(config, vocab_size, max_seq_len)
         self.routings: list[Routing] = []
@@ -160,10 +165,9 @@ class MoE(GPT):
 
     @property
     def auxiliary_loss(self) -> Tensor | None:  # type: ignore[override]
-        options = self.config.experts
-        if options.routing_seed is not None or options.balance_coef == 0 or not self.routings:
+        if self.config.experts.routing_seed is not None or not self.routings:
             return None
-        return options.balance_coef * torch.stack([routing.balance_loss for routing in self.routings]).sum()
+        return self.balance_coef * torch.stack([routing.balance_loss for routing in self.routings]).sum()
 
     @torch.no_grad()
     def statistics(self) -> dict[str, Tensor]:

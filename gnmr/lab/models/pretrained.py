@@ -46,6 +46,8 @@ from gnmr.records.untrusted import first_line
 
 MOST_LAYERS = 1000  # upper limit for config.json; the deepest known models have about 130
 MOST_TOKENS = 2**30  # for a model without a length limit (recurrent, ALiBi)
+_LORA_ALPHA = 16
+"""The output of an adapter is multiplied by this number over the adapter's rank (E.3)."""
 _DTYPES = ("F64", "F32", "F16", "BF16")
 """The dtypes, as named by safetensors, of weights without a quantization_config."""
 _DEQUANTIZED = ("fp8", "mxfp4")
@@ -310,9 +312,12 @@ def add_adapter(model: nn.Module, adapter: AdapterConfig, seed: int) -> None:
         from peft import LoraConfig
 
         torch.manual_seed(seed)
-        rank, scaling, dropout = adapter.rank, adapter.scaling, adapter.dropout
         lora = LoraConfig(
-            r=rank, lora_alpha=scaling, lora_dropout=dropout, target_modules=chosen, task_type="CAUSAL_LM"
+            r=adapter.rank,
+            lora_alpha=_LORA_ALPHA,
+            lora_dropout=adapter.dropout,
+            target_modules=chosen,
+            task_type="CAUSAL_LM",
         )
         where = f"model.adapter.targets={adapter.targets}"
         try:
@@ -394,7 +399,7 @@ def as_hugging_face(model: Llama, weights: Mapping[str, Tensor] | None = None) -
             rms_norm_eps=own.norm_eps,
             rope_parameters={"rope_type": "default", "rope_theta": own.rope_theta},
             tie_word_embeddings=own.tied_head,
-            initializer_range=own.init_std,
+            initializer_range=model.init_std,
             dtype=weight.dtype,
         )
         # Built in the weights' dtype: a cast afterwards would round the rotary frequencies.

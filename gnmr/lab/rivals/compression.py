@@ -31,7 +31,7 @@ def build_compression(config: Config, model: nn.Module, world: World) -> GreedyL
         workers = None if world.size > 1 else VirtualWorkers(asked.workers or 2)
         names = ("rank", "refresh_every", "dense_steps")
         spec = GreedyLoreSpec(**{name: getattr(asked, name) for name in names}, seed=config.training.seed)
-        return GreedyLore(model, spec, workers=workers, targets=asked.targets)
+        return GreedyLore(model, spec, workers=workers)
 
 
 class HeldBack:

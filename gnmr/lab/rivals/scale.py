@@ -152,7 +152,6 @@ def build_scale(model: nn.Module, config: OptimConfig, *, momentum: float = 0.9)
         [group for group in groups if group["params"]],
         lr=config.lr,
         betas=(first, second),
-        eps=config.eps,
         weight_decay=config.weight_decay,
     )
     # All parameters need state, because a checkpoint includes experts that have received no token so far.

@@ -335,13 +335,13 @@ def build_faults(config: Config, converted: ConvertedModel) -> FaultSchedule | N
     with as_user_error("faults: "):
         return FaultSchedule(
             converted,
-            Fault(faults.kind, faults.magnitude, faults.rows_frac, faults.history),
+            Fault(faults.kind, faults.magnitude, faults.rows_frac),
             faults.targets,
             training.steps,
             windows=faults.windows,
             rate=faults.rate,
             duration=faults.duration,
-            seed=training.seed if faults.seed is None else faults.seed,
+            seed=training.seed,
         )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from gnmr.errors import UserError, writing
 from gnmr.lab.config import Config, config_hash, identity, read
-from gnmr.lab.config.base_run import place_of_base
+from gnmr.lab.config.compose import place_of_base
 from gnmr.lab.data import tokenizer as bpe
 from gnmr.lab.data.corpora import open_corpus
 from gnmr.lab.data.files import user_path

@@ -20,8 +20,7 @@ import numpy as np
 
 from gnmr.errors import RunFailed
 from gnmr.lab.config import Config
-from gnmr.lab.config.base_run import SHIPPED
-from gnmr.lab.config.compose import compose
+from gnmr.lab.config.compose import SHIPPED, compose
 from gnmr.lab.data.cache import TokenCorpus
 from gnmr.lab.train.build import Parts, build_parts, open_data, training_blocks, validation
 from gnmr.lab.train.fork_base import open_base

@@ -19,7 +19,7 @@ from torch import nn
 
 from gnmr.errors import UserError
 from gnmr.lab.config import Config, DataConfig, flatten, to_dict
-from gnmr.lab.config.base_run import PATHS, SHIPPED, agreed, place_of_base, read_base
+from gnmr.lab.config.compose import PATHS, SHIPPED, agreed, place_of_base, read_base
 from gnmr.lab.data.sequences import Branch
 from gnmr.lab.train.checkpoint import StoredCheckpoint, find, load_training
 from gnmr.records.disk import check_tree

@@ -215,9 +215,9 @@ class Loop:
         return result
 
     def _weights_digest(self) -> str | None:
-        """Return `reduce.digest` every `records.check_every` steps if there are several processes, else None."""
+        """Return `reduce.digest` in the steps of checkpoints if there are several processes, else None."""
         world, step = self.parts.world, self.counters.step
-        if world.size == 1 or step % self.parts.config.records.check_every:
+        if world.size == 1 or step % self.parts.config.training.checkpoint_every:
             return None
         return reduce.digest(dict(self.parts.model.named_parameters()), world, step)
 

@@ -20,6 +20,7 @@ import torch
 
 from gnmr.errors import UserError, warn
 from gnmr.lab.config import Config, ModelConfig
+from gnmr.lab.config.model import LLAMAS
 from gnmr.lab.models import pretrained
 
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -32,7 +33,7 @@ _BYTES = 257
 def parameters(model: ModelConfig, vocab_size: int, seq_len: int) -> int:
     """Return the number of parameters of a new model, which is not built. A tied head counts once."""
     width, inner, layers = model.hidden_size, model.intermediate_size, model.num_layers
-    if model.name == "llama":
+    if model.name in LLAMAS:
         kv_width = (model.num_kv_heads or model.num_heads) * (width // model.num_heads)
         block = 2 * width * (width + kv_width) + 3 * width * inner + 2 * width
         return vocab_size * width * (1 if model.tied_head else 2) + layers * block + width

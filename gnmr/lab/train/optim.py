@@ -42,9 +42,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     first, second = config.betas
-    optimizer = torch.optim.AdamW(
-        [g for g in groups if g["params"]], lr=config.lr, betas=(first, second), eps=config.eps, fused=True
-    )
+    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=(first, second), fused=True)
     # The first step would create this state only for parameters with gradients. A checkpoint needs it for all experts.
     for p in (*matrices, *vectors):
         step = torch.zeros((), dtype=torch.float32, device=p.device)

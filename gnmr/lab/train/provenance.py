@@ -20,12 +20,12 @@ import torch
 
 import gnmr
 from gnmr.errors import warn
-from gnmr.lab.config import Config, DataConfig, to_dict
+from gnmr.lab.config import Config, to_dict
 from gnmr.records.schema import versions
 
 _ABSOLUTE = re.compile(r"(?<![^=,\[({'\"])/[^,\])}'\"]*")
 """An absolute path at the beginning of a word or of a value in it."""
-_WRITTEN = ("run", "run_dir", "runs_dir", "data.cache_dir", "out", "html", "hydra.run.dir", "hydra.sweep.dir")
+_WRITTEN = ("run", "run_dir", "runs_dir", "out", "html", "hydra.run.dir", "hydra.sweep.dir")
 """Keys of paths that a command writes to."""
 
 
@@ -89,30 +89,14 @@ def portable_command(command: str) -> str:
     return shlex.join(told(number, word) for number, word in enumerate(words))
 
 
-def portable_config(config: Config, folder: Path) -> dict[str, Any]:
+def portable_config(config: Config) -> dict[str, Any]:
     """Return the config as a tree for config.yaml, without the places where this run was kept.
 
     `data.path` and `model.checkpoint` stay as they were given, because they are part of the run's hash.
-    `data.cache_dir` is written as seen from the run's `folder`, because `gnmr diagnose` looks for the tokenizer in it.
     """
     tree = to_dict(config)
     tree["run_dir"], tree["runs_dir"] = None, Config.runs_dir
     tree["plan"] = None  # precision.* contains the plan's content
-    cache = tree["data"]["cache_dir"]
-    tree["data"]["cache_dir"] = DataConfig.cache_dir if cache == os.environ.get("GNMR_CACHE") else _cache(cache, folder)
     if tree["scores"]["data"] is not None:
         tree["scores"]["data"] = place(tree["scores"]["data"])
     return tree
-
-
-def _cache(path: str, folder: Path) -> str:
-    """Return a path relative to `folder` if both lie below the working folder, else as `place` without it."""
-    if path.startswith("~"):
-        return path
-    with suppress(OSError):
-        here, there = Path.cwd(), os.path.realpath(path)
-        run = os.path.realpath(folder.expanduser())
-        if here != here.parent and all(Path(one).is_relative_to(here) for one in (there, run)):
-            return os.path.relpath(there, run)
-        return place(str(Path(path).absolute()), from_here=False)
-    return path

@@ -241,7 +241,7 @@ def _begin(recorder: Recorder | Silent, parts: Parts, command: str, *, anew: boo
         recorder.say(str(parts.converted), narrow=parts.converted.brief())
         if parts.compressed is not None:
             recorder.say(str(parts.compressed))
-    tree = portable_config(parts.config, parts.folder)
+    tree = portable_config(parts.config)
     with parts.world.agreed():
         recorder.start(OmegaConf.to_yaml(OmegaConf.create(tree)), tree, header(parts, command))
         if parts.stress:

@@ -55,8 +55,8 @@ class Recorder:
         self._settings = settings
         self._header = {} if resume_step is None else read_json(info.folder / "header.json") or {}
         self._writer = RunWriter(info.folder, resume_step, counted)
-        self._view = LiveView(settings.live, settings.plain_every, folder=info.folder)
-        self._wandb = WandbSink(self._view.say, settings.wandb_every, settings.wandb_units)
+        self._view = LiveView(settings.live, folder=info.folder)
+        self._wandb = WandbSink(self._view.say)
         self._summary: dict[str, Any] | None = None
 
     def start(self, config_yaml: str, config: dict[str, Any], header: dict[str, Any]) -> None:
@@ -76,7 +76,7 @@ class Recorder:
             if info.start_step and (change := _other_machine(before.get("machine") or {}, again["machine"] or {})):
                 self.say(f"{change}: the result is not equal to the last bit to that of an undisturbed run")
         self._writer.write_header(config_yaml, header)
-        self._wandb.start(info, config, header, project=settings.wandb_project, mode=settings.wandb)
+        self._wandb.start(info, config, header, settings.wandb)
         if before:
             self._wandb.resume(info.folder, info.start_step)
         self._view.events(read_jsonl(info.folder / "events.jsonl"))

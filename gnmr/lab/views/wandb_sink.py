@@ -112,24 +112,21 @@ class WandbSink:
         self._gave_up = False
         self._thread = _Sender()  # starts with the first row
 
-    def start(
-        self, info: RunInfo, config: dict[str, Any], header: dict[str, Any], *, project: str | None, mode: str
-    ) -> None:
+    def start(self, info: RunInfo, config: dict[str, Any], header: dict[str, Any], mode: str) -> None:
         """Open the W&B run; its files go to wandb/ in the run's folder.
+
+        WANDB_PROJECT (gnmr), WANDB_ENTITY, WANDB_NAME and WANDB_RUN_GROUP hold, and WANDB_TAGS are added to the tags.
 
         Args:
             info: the run's name, folder and arm. The arm is W&B's job_type and a tag; runs that differ in the seed
                 alone are one group.
             config: the run's config.
             header: header.json, whose `run_id` is the run's id in W&B. Entries that list units are not sent.
-            project: NAME or ENTITY/NAME; None for WANDB_PROJECT, else gnmr. WANDB_NAME, WANDB_RUN_GROUP and
-                WANDB_ENTITY hold as well, and WANDB_TAGS are added to the tags.
             mode: online, offline, off, or auto: WANDB_MODE, else online if an API key is configured and W&B can be
                 reached, else offline. Never asks for a key.
         """
         if mode == "off":
             return
-        entity, _, name = (project or "").rpartition("/")
         run_tags = (info.arm, header.get("experiment"), header.get("scale"))
         tags = [*map(str, filter(None, run_tags)), *map(str.strip, os.environ.get("WANDB_TAGS", "").split(","))]
         scalars = {key: value for key, value in header.items() if not isinstance(value, list)}
@@ -139,8 +136,7 @@ class WandbSink:
             "group": os.environ.get("WANDB_RUN_GROUP") or group_of(info.name, info.arm),
             "job_type": info.arm[:_MAX_TAG],
             "tags": list(dict.fromkeys(tag[:_MAX_TAG] for tag in tags if tag)),
-            "project": name or os.environ.get("WANDB_PROJECT") or "gnmr",
-            "entity": entity or None,
+            "project": os.environ.get("WANDB_PROJECT") or "gnmr",
             "dir": info.folder,
             "config": config | {"arm": info.arm, "header": scalars},
         }
