@@ -32,7 +32,7 @@ def run_folder(config: Config) -> Path:
 
 
 def check_folder(folder: Path, config: Config) -> None:
-    """Raise UserError if the folder holds another run, links, or any run while training.resume=never."""
+    """Raise UserError if the folder holds another run or links."""
     if folder.is_dir():
         with writing(folder):
             check_tree(folder, skip=("wandb",))  # W&B creates links to its own files
@@ -58,10 +58,6 @@ def check_folder(folder: Path, config: Config) -> None:
                 f"{folder} holds a run of another config: {key} is {there} there and {here} here; "
                 "choose another run_dir"
             )
-    if config.training.resume == "never":
-        raise UserError(
-            f"{folder} holds this run already and training.resume=never; delete it or choose another run_dir"
-        )
 
 
 def begun_with(folder: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
