@@ -80,7 +80,7 @@ def test_a_run_whose_own_signal_changed_is_not_taken_for_this_one(train, tmp_pat
         train(folder, *words)
 
 
-@pytest.mark.parametrize("word", ["optim.lr=0.5", "training.seed=1", "precision.low=int2", "training.resume=never"])
+@pytest.mark.parametrize("word", ["optim.lr=0.5", "training.seed=1", "precision.low=int2"])
 def test_a_folder_of_another_config_is_refused(word, copied, train):
     before = {p: p.stat().st_mtime_ns for p in copied.rglob("*")}
     with pytest.raises(UserError, match=word.partition("=")[0]):
