@@ -29,7 +29,7 @@ from hypothesis import HealthCheck, settings
 from omegaconf import OmegaConf
 
 from gnmr.attachment import hints
-from gnmr.conversion.kernels import scaled_mm
+from gnmr.conversion import scaled_mm
 from gnmr.lab import config
 from gnmr.lab.models import cpu_products
 

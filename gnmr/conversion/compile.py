@@ -1,8 +1,7 @@
 """Run a recipe's linear inside the graphs of torch.compile instead of between them (`ConvertedModel.compile`).
 
-The arithmetic is that of `kernels/simulated.py` and `kernels/scaled_mm.py`, without constructs that a graph cannot
-hold: scratch memory, inspection of values, and lookups by the identity of tensors. Each of q, k and v casts the tensor
-that they all read; the compiler merges these casts.
+The function is `LinearFunction`, as between graphs. Only lookups by the identity of tensors are left out: each of q, k
+and v casts the tensor that they all read, and the compiler merges these casts.
 
 The statistics of the casts leave the graph as a gradient. Each operator has a leaf tensor, its tally, that takes part
 in no arithmetic. The "gradient" of the tally holds the numbers of saturated and non-finite elements. These therefore
@@ -18,17 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from gnmr.conversion.kernels.scaled_mm import ScaledContext
-from gnmr.conversion.kernels.simulated import Draw, GemmContext, RecipeLinear, linear_backward
+from gnmr.conversion.gemms import GemmContext, LinearFunction
 from gnmr.conversion.linear import PathLinear
+from gnmr.conversion.scaled_mm import ScaledContext
 from gnmr.conversion.shared import Casts, GraphLinear
 from gnmr.conversion.unit_names import unit_of
-from gnmr.formats.cast import Reference, as_matrix, scaled
-from gnmr.formats.cast_stats import AmaxHistory, CastStats
-from gnmr.formats.recipes import Cast, ExecutionPath, Recipe
-from gnmr.formats.scaling import count_nonfinite
+from gnmr.formats.recipes import ExecutionPath, Recipe
 from gnmr.names import OPERANDS
 
 
@@ -87,8 +82,8 @@ def graph_linear(recipe: Recipe) -> GraphLinear:
     closures. The recipe is therefore an argument too; otherwise a second model in the process would reuse the graphs of
     the first.
     """
-    context_kind = _CodesContext if recipe.backend == "scaled_mm" else _ValuesContext
-    read = _Read()
+    context_kind = ScaledContext if recipe.backend == "scaled_mm" else GemmContext
+    last_read = _LastRead()
 
     def linear(
         input: Tensor,
@@ -102,19 +97,19 @@ def graph_linear(recipe: Recipe) -> GraphLinear:
         x = input
         if dtype is not None:
             x, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        context: GemmContext = context_kind(recipe, _Counts(), 0)
+        context = context_kind(recipe, None, 0)
         rows, made = x.detach().reshape(-1, x.shape[-1]), Casts()
         x_fprop = context.cast("input", rows, recipe.fprop.input, 1, made)
         x_wgrad = context.cast("input", rows, recipe.wgrad.input, 0, made) if keeps else None
-        read.count_once(input, made)
-        output: Tensor = _CountedLinear.apply(x, weight, bias, context, x_fprop, x_wgrad, None, tally)
+        last_read.count_once(input, made)
+        output: Tensor = LinearFunction.apply(x, weight, bias, tally, context, x_fprop, x_wgrad, None)
         return output
 
-    found: GraphLinear = torch.compiler.allow_in_graph(linear)
-    return found
+    in_graph: GraphLinear = torch.compiler.allow_in_graph(linear)
+    return in_graph
 
 
-class _Read:
+class _LastRead:
     """The tensor that was read last, and which of its casts are counted: each counts for its first reader.
 
     While a graph is made, `linear` receives fake tensors, and all readers of a tensor receive the same one. The reader
@@ -132,62 +127,3 @@ class _Read:
         for key, (_, stats) in made.items():
             stats.counted = key in self._counted
             self._counted.add(key)
-
-
-class _Counts(AmaxHistory):
-    """The counts of one pass, without a history; they become the gradient of a tally."""
-
-    def __init__(self) -> None:
-        self.history = None
-        self._found: dict[tuple[int, int], list[Tensor]] = {}
-
-    def write(self, operator: int, found: Iterable[tuple[int, CastStats]], largest: dict[int, Tensor]) -> None:
-        for operand, stats in found:
-            for kind, number in enumerate((stats.saturated, stats.nonfinite)):
-                if number is not None and not stats.counted:
-                    self._found.setdefault((operand, kind), []).append(number)
-
-    def gradient(self, device: torch.device) -> Tensor:
-        """Return the gradient of a tally."""
-        zero = torch.zeros((), dtype=torch.float64, device=device)
-        rows = ((sum(self._found.get((i, kind), []), zero) for kind in range(2)) for i in range(len(OPERANDS)))
-        return torch.stack([torch.stack(list(row)) for row in rows])
-
-
-class _InGraph(GemmContext):
-    """A context that never inspects values."""
-
-    amax: _Counts
-
-    def nonfinite(self, x: Tensor, largest: Tensor) -> Tensor | None:
-        return count_nonfinite(x)
-
-
-class _ValuesContext(_InGraph):
-    """A context whose casts are those of the simulation, on whole tensors."""
-
-    def quantize(self, x: Tensor, cast: Cast, dim: int, reference: Reference, draw: Draw) -> tuple[Any, CastStats]:
-        divided, scale, largest, saturated = scaled(x, cast, dim, reference)
-        values = as_matrix(cast.format.round(divided).mul_(scale), x).to(x.dtype)
-        return values, CastStats(largest, saturated, self.nonfinite(x, largest))
-
-
-class _CodesContext(_InGraph, ScaledContext):
-    """A context whose casts are the hardware's codes."""
-
-
-class _CountedLinear(torch.autograd.Function):
-    """`RecipeLinear` with the tally as its last argument; the counts are the tally's gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        *operands, _tally = args
-        output: Tensor = RecipeLinear.forward(ctx, *operands)
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *of_operands, _ = linear_backward(ctx, *grads)
-        counts: _Counts = ctx.context.amax
-        return *of_operands, counts.gradient(grads[0].device)

@@ -41,16 +41,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gnmr.conversion.kernels.scaled_mm import width_missing
-from gnmr.conversion.kernels.simulated import Draw, GemmContext, owned
-from gnmr.conversion.linear import Given, PathLinear, autocast_dtype
+from gnmr.conversion.gemms import GemmContext, LinearFunction
+from gnmr.conversion.linear import Arguments, Operands, PathLinear, autocast_dtype
 from gnmr.conversion.passes import Pass
-from gnmr.conversion.reads import Place
+from gnmr.conversion.scaled_mm import width_missing
 from gnmr.conversion.shared import Widths
 from gnmr.formats.cast import Reference
 from gnmr.formats.cast_stats import CastStats
 from gnmr.formats.number_formats import FORMATS
-from gnmr.formats.recipes import Cast, Recipe
+from gnmr.formats.recipes import RECIPES, Cast, Recipe
 from gnmr.formats.scaling import count_nonfinite, largest_magnitude, scale_of
 from gnmr.formats.selective_checkpoints import always_recomputed
 
@@ -152,21 +151,29 @@ def _device_missing(device: torch.device) -> str | None:
 
 
 class IntContext(GemmContext):
-    """A context whose fprop operands are `Integers`; its other casts are those of the simulation."""
+    """A context that multiplies integers in fprop, or reads a weight that is left as codes.
+
+    Its other casts are those of the simulation.
+    """
 
     weight_codes: Integers | None = None
     """The codes that are left of the weight; None: this pass makes them."""
 
     def cast_weight(self, weight: Tensor) -> tuple[Integers, Any]:
-        kept = self.weight_codes
-        # A cast of None still records the magnitude, for delayed scales of the other path.
-        found = self.cast("weight", weight, self.recipe.fprop.weight if kept is None else None)
-        return (found, weight) if kept is None else (kept, (kept.codes, kept.scale))
+        if self.weight_codes is None:
+            return self.cast("weight", weight, self.recipe.fprop.weight), weight
+        if self.recipe.integer:
+            self.cast("weight", weight, None)  # records the magnitude, for delayed scales of the other path
+        return self.weight_codes, (self.weight_codes.codes, self.weight_codes.scale)
 
     @always_recomputed
     def fprop(self, x: Tensor, x_fprop: Any, weight: Tensor, w_fprop: Any, bias: Tensor | None) -> Tensor:
+        if not self.recipe.integer:
+            return F.linear(x, w_fprop.values(x.dtype), bias)
+        # Exact integer sums, times both scales in float32.
         output = products(x_fprop.codes, w_fprop.codes, self.recipe.backend == "int_mm").float()
         output.mul_(x_fprop.scale * w_fprop.scale.t())
+        # Outlier columns in 16 bits.
         if x_fprop.columns is not None and x_fprop.outliers is not None:
             if weight.is_floating_point():
                 columns = weight.index_select(1, x_fprop.columns)
@@ -177,23 +184,25 @@ class IntContext(GemmContext):
             output += bias
         return output.to(x.dtype).view(*x.shape[:-1], -1)
 
-    def quantize(self, x: Tensor, cast: Cast, dim: int, reference: Reference, draw: Draw) -> tuple[Any, CastStats]:
+    def quantize(
+        self, x: Tensor, cast: Cast, dim: int, reference: Reference, generator: torch.Generator | None
+    ) -> tuple[Any, CastStats]:
         if cast.codes:
             return integers(x, cast.outliers)
-        return super().quantize(x, cast, dim, reference, draw)
+        return super().quantize(x, cast, dim, reference, generator)
 
     def break_input(self, x: Tensor, cast: Cast, contraction_dim: int, reference: Reference) -> tuple[Any, CastStats]:
         if not cast.codes:
             return super().break_input(x, cast, contraction_dim, reference)
         assert self.fault is not None
-        x, columns, kept = _without_outliers(x, cast.outliers)
+        x, columns, outliers = _without_outliers(x, cast.outliers)
         values, scales, stats = self.fault.quantize(x, cast, contraction_dim, reference)
         scale = scales[:, :1]
         codes = (values / scale).nan_to_num(0.0, 0.0, 0.0).round().clamp(-128, 127).to(torch.int8)
         # An integer is always finite: a non-finite element shows in the row's scale.
         scale = torch.where(values.isinf().any(dim=1, keepdim=True), torch.inf, scale)
         scale = torch.where(values.isnan().any(dim=1, keepdim=True), torch.nan, scale)
-        return Integers(codes, scale.contiguous(), columns, kept), stats
+        return Integers(codes, scale.contiguous(), columns, outliers), stats
 
     def restored(self, saved: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         return saved[0] if len(saved) == 1 else Integers(*saved).values(dtype)
@@ -206,24 +215,6 @@ class IntContext(GemmContext):
         if x.columns is not None and x.outliers is not None:
             rows.index_copy_(1, x.columns, x.outliers[::every].float())
         return rows
-
-
-class _LinearOfCodes(torch.autograd.Function):
-    """F.linear with codes times scale as its weight; the graph holds the weight as codes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.x_shape, ctx.holds_copy, ctx.num_weights = x.shape, False, 2
-        ctx.save_for_backward(codes, scale)
-        return owned(F.linear(x, Integers(codes, scale).values(x.dtype), bias))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_2d = grads[0].reshape(-1, grads[0].shape[-1])
-        need_x, _, _, need_bias = ctx.needs_input_grad
-        weight = Integers(*ctx.saved_tensors)
-        grad_x = (grad_2d @ weight.values(grad_2d.dtype)).view(ctx.x_shape) if need_x else None
-        return grad_x, None, None, grad_2d.sum(dim=0) if need_bias else None
 
 
 class Int8Linear(PathLinear):
@@ -256,6 +247,8 @@ class Int8Linear(PathLinear):
     def __getattr__(self, name: str) -> Any:
         """Return an attribute. Raises ValueError if an adapter reads values of a weight that is left as codes."""
         if name == "weight" and self.__dict__.get("weights") == "instead":
+            # The one look at a caller: peft reads dtype and device of a weight in the same way as its elements, and
+            # safe merges of integers would silently change nothing. A hook of peft before merging would replace it.
             reader = sys._getframe(1)
             if reader.f_code.co_name in _READ_VALUES and reader.f_globals.get("__name__", "").startswith("peft."):
                 raise ValueError(
@@ -276,7 +269,7 @@ class Int8Linear(PathLinear):
         bias: Tensor | None = self.bias
         if (dtype := autocast_dtype(input)) is not None:
             input, bias = input.to(dtype), None if bias is None else bias.to(dtype)
-        output: Tensor = _LinearOfCodes.apply(input, self.weight, self.weight_scale, bias)
+        output: Tensor = LinearFunction.apply(input, self.weight, bias, None, self._codes_context(), input, None, None)
         return output
 
     def context_kind(self, recipe: Recipe) -> type[GemmContext]:
@@ -288,12 +281,17 @@ class Int8Linear(PathLinear):
             context.weight_codes = Integers(self.weight, self.weight_scale)
         return context
 
-    def _under_recipe(self, recipe: Recipe, begun: Pass, given: Given) -> tuple[Tensor, str | Place]:
+    def _cast_operands(self, recipe: Recipe, begun: Pass, arguments: Arguments) -> Operands:
         if recipe.integer or self.weights != "instead":
-            return super()._under_recipe(recipe, begun, given)
-        # Only the weight is cast (`conversion._check_weights`), and only its codes are left.
-        output = _LinearOfCodes.apply(given.x, given.weight, self.weight_scale, given.bias)
-        return output, self.operator_name
+            return super()._cast_operands(recipe, begun, arguments)
+        # Only the weight is cast (`gnmr.conversion.converting`), and only its codes are left.
+        return Operands(self._codes_context(), arguments.x, None, None, self.operator_name)
+
+    def _codes_context(self) -> IntContext:
+        """Return a context that reads codes times scale as the weight; the graph holds the weight as codes."""
+        context = IntContext(RECIPES["bf16"], None, self.index, self.operator_name)
+        context.weight_codes = Integers(self.weight, self.weight_scale)
+        return context
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
         scale = self._buffers.get("weight_scale")

@@ -28,78 +28,20 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-from gnmr.conversion.kernels.scaled_mm import ScaledContext
-from gnmr.conversion.kernels.simulated import (
-    GemmContext,
-    casts_nothing,
-    owned,
-    recipe_linear,
-    refuse_twice,
-)
+from gnmr.conversion.gemms import GemmContext, LinearFunction, SavedCopyContext, casts_nothing
 from gnmr.conversion.passes import Pass, begin, in_backward
 from gnmr.conversion.reads import SHARDED, Place, is_sharded, place_of
+from gnmr.conversion.scaled_mm import ScaledContext
 from gnmr.conversion.shared import FaultInjection, GraphLinear, Measurement, SharedState
 from gnmr.formats.number_formats import Format, KeepFormat
 from gnmr.formats.recipes import ExecutionPath, Recipe
-from gnmr.formats.scaling import decompress
 from gnmr.formats.selective_checkpoints import always_recomputed
 from gnmr.names import GEMMS, OPERANDS
 
 _INPUT = OPERANDS.index("input")
 
 
-class _Linear(torch.autograd.Function):
-    """F.linear whose saved input is `copy`; twice differentiable if the format keeps the input."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        fmt: Format,
-        quantized: bool,
-        measured: Measurement | None,
-        name: str,
-        *copy: Tensor,
-    ) -> Tensor:
-        ctx.fmt, ctx.x_shape, ctx.x_dtype, ctx.measured = fmt, x.shape, x.dtype, measured
-        ctx.name = name
-        ctx.holds_copy, ctx.num_weights = ctx.needs_input_grad[1], 1
-        if isinstance(fmt, KeepFormat):
-            copy = (x,)
-        ctx.save_for_backward(weight, *(copy if ctx.holds_copy else ()))
-        if quantized and not isinstance(fmt, KeepFormat):
-            x = decompress(copy[0], copy[1], fmt, x.shape[-1], x.dtype).view(x.shape)
-        return owned(F.linear(x, weight, bias))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_output,) = grads
-        refuse_twice(ctx.name, ctx.fmt)
-        if is_sharded(grad_output):
-            raise ValueError(f"the gradient of a linear's output {SHARDED}")
-        weight, *copy = ctx.saved_tensors
-        ctx.holds_copy = False  # freed when this returns
-        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-        grad_2d = grad_output.reshape(-1, grad_output.shape[-1])
-        grad_x = (grad_2d @ weight).view(ctx.x_shape) if need_x else None
-        grad_weight = None
-        if need_weight:
-            width = ctx.x_shape[-1]
-            if isinstance(ctx.fmt, KeepFormat):
-                x_2d = copy[0].reshape(-1, width)
-            else:
-                x_2d = decompress(copy[0], copy[1], ctx.fmt, width, ctx.x_dtype)
-            grad_weight = grad_2d.t() @ x_2d
-        grad_bias = grad_2d.sum(dim=0) if need_bias else None
-        if ctx.measured is not None:  # not in forward, because checkpointing runs forward twice
-            ctx.measured.add(grad_2d.detach())
-            ctx.measured = None
-        return grad_x, grad_weight, grad_bias, *([None] * (len(ctx.needs_input_grad) - 3))
-
-
-class Given(NamedTuple):
+class Arguments(NamedTuple):
     """Arguments of one forward pass."""
 
     input: Tensor
@@ -111,6 +53,17 @@ class Given(NamedTuple):
     """Whether wgrad will run."""
     fault: FaultInjection | None
     """A fault of the low path that is in force, whatever the operator's path."""
+
+
+class Operands(NamedTuple):
+    """What `LinearFunction` reads on a path, beside the arguments of the pass."""
+
+    context: GemmContext
+    x_fprop: Any
+    x_wgrad: Any
+    measurement: Measurement | None
+    kept_by: str | Place
+    """Key of the tensor that is kept for wgrad; see `PathLinear.read`."""
 
 
 class PathLinear(nn.Linear):
@@ -269,7 +222,9 @@ class PathLinear(nn.Linear):
         bias: Tensor | None = self.bias
         keeps = torch.is_grad_enabled() and weight.requires_grad
         quantizes = isinstance(path, Recipe) or (shared.quantize_forward and not isinstance(path, KeepFormat))
-        if path is not None and (keeps or quantizes) and transformed():
+        if path is None or not (keeps or quantizes):
+            return self.plain(input)
+        if transformed():
             if casts_nothing(path):
                 return self.plain(input)
             raise RuntimeError(
@@ -277,8 +232,6 @@ class PathLinear(nn.Linear):
                 f"are not defined on the path {path.name}, whose casts have none; run them within "
                 "converted.high_precision()"
             )
-        if path is None or not (keeps or quantizes):
-            return self.plain(input)
         self._check(input, weight)
         if input.numel() == 0:  # an expert without tokens: nothing to cast, not even its weight
             self.read, self._node = (0, self.operator_name, input.dtype) if keeps else None, None
@@ -289,13 +242,17 @@ class PathLinear(nn.Linear):
             x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
             weight = weight.to(dtype) if weight.is_floating_point() else weight
         fault = self.fault.for_step(input, remember=not shared.no_side_effects) if self.fault is not None else None
-        given = Given(input, x, weight, bias, keeps, fault)
+        arguments = Arguments(input, x, weight, bias, keeps, fault)
         if isinstance(path, Recipe):
-            output, kept_by = self._under_recipe(path, begun, given)
+            operands, kept_dtype = self._cast_operands(path, begun, arguments), x.dtype
         else:
-            output, kept_by = self._under_format(path, begun, given, quantizes)
-        kept = input if isinstance(path, Format) and not isinstance(path, KeepFormat) else x
-        self.read = (input.numel() // input.shape[-1], kept_by, kept.dtype) if keeps else None
+            operands = self._compressed_operands(path, begun, arguments, quantizes)
+            kept_dtype = x.dtype if isinstance(path, KeepFormat) else input.dtype
+        context, x_fprop, x_wgrad, measurement, kept_by = operands
+        output: Tensor = LinearFunction.apply(x, weight, bias, None, context, x_fprop, x_wgrad, measurement)
+        if torch.is_grad_enabled() and not output.requires_grad and not in_backward():
+            context.end()  # frozen, like everything before it: no backward pass follows
+        self.read = (input.numel() // input.shape[-1], kept_by, kept_dtype) if keeps else None
         self._node = weakref.ref(output.grad_fn) if output.grad_fn is not None else None
         return output
 
@@ -352,21 +309,24 @@ class PathLinear(nn.Linear):
             begun.key = rounding.next_pass(self.index, begun.step)
         return rounding.generator(*begun.key, reader, operand, dim)
 
-    def _under_recipe(self, recipe: Recipe, begun: Pass, given: Given) -> tuple[Tensor, str | Place]:
-        """Return (output, key of the kept tensor: see `read`)."""
-        input, x, weight, bias, keeps, fault = given
+    def _cast_operands(self, recipe: Recipe, begun: Pass, arguments: Arguments) -> Operands:
+        """Return the casts of the input under a recipe, shared with the other readers of the input."""
+        input, x, _, _, keeps, fault = arguments
         read, probe = self.shared.read_of(input, self.operator_name, self.index), self.shared.probe
         sound: frozenset[str] = frozenset() if fault is None else begun.sound
         broken = None if sound >= {"fprop", "wgrad"} else fault  # the GEMMs that read the input
         context = self.gemm_context(recipe, fault=broken, sound=sound, begun=begun)
-        observe = None
-        if probe is not None and probe.enabled:
-            observe = partial(probe.measure_casts, self.index, read, fault)
-        return recipe_linear(context, read, x, weight, bias, keeps=keeps, observe=observe)
+        rows, made = x.detach().reshape(-1, x.shape[-1]), context.casts_of(read, x.dtype)
+        x_fprop = context.cast("input", rows, recipe.fprop.input, 1, made)
+        x_wgrad = context.cast("input", rows, recipe.wgrad.input, 0, made) if keeps else None
+        measurement = None
+        if keeps and probe is not None and probe.enabled:
+            measurement = always_recomputed(probe.measure_casts)(self.index, read, fault, rows, context, made)
+        return Operands(context, x_fprop, x_wgrad, measurement, context.kept_by(read, x_wgrad))
 
-    def _under_format(self, fmt: Format, begun: Pass, given: Given, quantizes: bool) -> tuple[Tensor, str | Place]:
-        """Return the same as `_under_recipe`, under a format. `quantizes`: the forward pass reads the copy."""
-        input, x, weight, bias, keeps, fault = given
+    def _compressed_operands(self, fmt: Format, begun: Pass, arguments: Arguments, quantizes: bool) -> Operands:
+        """Return the compressed copy of the input under a format. `quantizes`: fprop reads the copy too."""
+        input, x, _, _, keeps, fault = arguments
         shared = self.shared
         copy: tuple[Tensor, ...]
         kept_by: str | Place
@@ -383,10 +343,11 @@ class PathLinear(nn.Linear):
         else:
             generator = partial(self._generator, begun, read.index, _INPUT, 2) if draws else None
             copy, kept_by = read.copy_of(input, fmt, generator), read.reader
-        measured = None
+        measurement = None
         if keeps and shared.probe is not None and shared.probe.enabled:
-            measured = always_recomputed(shared.probe.measure)(self.index, read, input, x, fault, copy)
-        return _Linear.apply(x, weight, bias, fmt, quantizes, measured, self.operator_name, *copy), kept_by
+            measurement = always_recomputed(shared.probe.measure)(self.index, read, input, x, fault, copy)
+        context = SavedCopyContext(fmt, self.operator_name, quantizes)
+        return Operands(context, copy, copy if keeps else None, measurement, kept_by)
 
     def kept(self) -> tuple[Tensor, ...]:
         """Return the tensors of this operator's input that the graph holds between forward and backward."""

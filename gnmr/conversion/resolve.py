@@ -20,8 +20,7 @@ from typing import TypeAlias
 
 import torch
 
-from gnmr.conversion import int8
-from gnmr.conversion.kernels import scaled_mm
+from gnmr.conversion import int8, scaled_mm
 from gnmr.conversion.path_spec import PathSpec
 from gnmr.conversion.shared import Widths
 from gnmr.errors import warn

@@ -53,7 +53,7 @@ class Format:
 
         Args:
             scaled: float32, magnitudes up to `max`; overwritten.
-            scratch: int32 of the same shape, overwritten; None: allocated.
+            scratch: float32 of the same shape, overwritten; None: allocated.
             noise: uniform float32 numbers between -128 and 128, both excluded, of the same shape for stochastic
                 rounding. That many 256ths of a step are added before rounding. None: round to nearest.
         """
@@ -182,27 +182,29 @@ class FloatFormat(Format):
             scaled.addcmul_(power, noise, value=2.0 ** -(self.mantissa_bits + 8))
         return scaled.add_(power, alpha=shift).sub_(power, alpha=shift)
 
-    def round_unscaled(self, x: Tensor, normal: Tensor, scratch: Tensor, out: Tensor) -> None:
+    def round_unscaled(self, x: Tensor, smallest_normal: Tensor, scratch: Tensor, out: Tensor) -> None:
         """Write to `out` the values nearest to `x` of the format times powers of two, without dividing by these.
 
         Args:
             x: bfloat16 or float32; no magnitude exceeds `max` times its power of two.
-            normal: the format's smallest normal value times the power of two, a normal number; broadcast against `x`.
+            smallest_normal: the format's smallest normal value times the power of two, a normal number; broadcast
+                against `x`.
             scratch: a tensor like `x`, overwritten.
             out: a tensor like `x`, or `x` itself.
         """
         # As in `round`, with the smallest power of each group. Also in bfloat16 the sums are rounded only once.
         kind, digits = (torch.int16, 7) if x.dtype == torch.bfloat16 else (torch.int32, 23)
-        power, shift = scratch.view(kind), 1.5 * 2 ** (digits - self.mantissa_bits)
-        torch.bitwise_and(x.view(kind), 0xFF << digits, out=power)
-        torch.maximum(power, normal.view(kind), out=power)
+        shift = 1.5 * 2 ** (digits - self.mantissa_bits)
+        bits = torch.bitwise_and(x.view(kind), 0xFF << digits, out=scratch.view(kind))
+        torch.maximum(bits, smallest_normal.view(kind), out=bits)
         torch.add(x, scratch, alpha=shift, out=out).sub_(scratch, alpha=shift)
 
     def step(self, scaled: Tensor) -> Tensor:
         return self._power(scaled).mul_(2.0**-self.mantissa_bits)
 
-    def _power(self, scaled: Tensor, out: Tensor | None = None) -> Tensor:
+    def _power(self, scaled: Tensor, scratch: Tensor | None = None) -> Tensor:
         """Return the power of two at or below each magnitude (float32), at least the smallest normal one."""
+        out = None if scratch is None else scratch.view(torch.int32)
         power = torch.bitwise_and(scaled.view(torch.int32), 0x7F800000, out=out)
         return power.clamp_(min=(128 - self.bias) << 23).view(torch.float32)
 

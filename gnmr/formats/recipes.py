@@ -107,16 +107,49 @@ from gnmr import names as vocabulary
 from gnmr.formats.number_formats import FORMATS, Format, KeepFormat, get_format
 from gnmr.names import GEMMS
 
-SCALES = (
-    *("delayed", "tensor", "block", "row", "nv2d", "nv2d_4over6"),
-    *("tile", "mx", "mx_floor", "nv", "nv_4over6", "nv_row"),
-)
-"""Granularities of scales, the coarsest first."""
 TILE, MX, NV, HADAMARD = 128, 32, 16, 16
-_LENGTHS = {"tile": TILE, "mx": MX, "mx_floor": MX, "nv": NV, "nv_4over6": NV, "nv_row": NV}
-"""Length of groups along the contracted dimension."""
-_SQUARES = {"block": TILE, "nv2d": NV, "nv2d_4over6": NV}
-"""Side length of square groups."""
+
+
+@dataclass(frozen=True)
+class Granularity:
+    """Which elements share a scale, and what kind of number the scale is. By default all elements share one."""
+
+    length: int | None = None
+    """Elements of a group, which lies along the contracted dimension."""
+    square: int | None = None
+    """Side length of a square group."""
+    per_row: bool = False
+    """Whether each row is a group."""
+    delayed: bool = False
+    """Whether the scale comes from the steps before."""
+    power_of_two: bool = False
+    """Whether scales are powers of two (E8M0)."""
+    rounds_down: bool = False
+    """Whether powers of two are rounded down, as in the OCP specification."""
+    two_levels: bool = False
+    """Whether groups have E4M3 scales below a float32 scale of the tensor, or of a line."""
+    per_line: bool = False
+    """Whether each line along the contracted dimension has a float32 scale of its own."""
+    four_over_six: bool = False
+    """Whether the largest magnitude of each group becomes 4 or 6, whichever has the smaller error."""
+
+
+GRANULARITIES = {
+    "delayed": Granularity(delayed=True),
+    "tensor": Granularity(),
+    "block": Granularity(square=TILE),
+    "row": Granularity(per_row=True),
+    "nv2d": Granularity(square=NV, two_levels=True),
+    "nv2d_4over6": Granularity(square=NV, two_levels=True, four_over_six=True),
+    "tile": Granularity(length=TILE),
+    "mx": Granularity(length=MX, power_of_two=True),
+    "mx_floor": Granularity(length=MX, power_of_two=True, rounds_down=True),
+    "nv": Granularity(length=NV, two_levels=True),
+    "nv_4over6": Granularity(length=NV, two_levels=True, four_over_six=True),
+    "nv_row": Granularity(length=NV, two_levels=True, per_line=True),
+}
+"""Granularities of scales by their words, the coarsest first."""
+SCALES = tuple(GRANULARITIES)
 
 
 @dataclass(frozen=True)
@@ -146,9 +179,9 @@ class Cast:
         altered = self.hadamard or self.stochastic
         if self.codes and (altered or (self.format.name, self.scale) != ("int8", "row")):
             raise ValueError(f"{self}: only the codes of int8/row can be multiplied")
-        if self.hadamard and self.scale == "delayed":
+        if self.hadamard and self.delayed:
             raise ValueError(f"{self}: what a delayed scale remembers is not rotated; use another scale")
-        if self.four_over_six and (self.stochastic or self.format.name != "e2m1"):
+        if self.granularity.four_over_six and (self.stochastic or self.format.name != "e2m1"):
             raise ValueError(f"{self}: four over six chooses between values of e2m1 that are rounded to nearest")
 
     @staticmethod
@@ -174,35 +207,41 @@ class Cast:
         return Cast(fmt, scale, **found)
 
     @property
-    def directed(self) -> bool:
-        """Whether the result depends on the dimension that the GEMM contracts."""
-        return self.scale in _LENGTHS or self.hadamard
+    def granularity(self) -> Granularity:
+        """The rule of the scales."""
+        return GRANULARITIES[self.scale]
 
     @property
-    def power_of_two(self) -> bool:
-        """Whether the scales of groups are powers of two (E8M0)."""
-        return self.scale in ("mx", "mx_floor")
+    def directed(self) -> bool:
+        """Whether the result depends on the dimension that the GEMM contracts."""
+        return self.granularity.length is not None or self.hadamard
 
     @property
     def two_levels(self) -> bool:
         """Whether groups have E4M3 scales below a scale of the tensor, or of one of its lines."""
-        return self.scale.startswith("nv")
+        return self.granularity.two_levels
 
     @property
-    def four_over_six(self) -> bool:
-        """Whether the largest magnitude of each group becomes 4 or 6."""
-        return self.scale.endswith("4over6")
+    def delayed(self) -> bool:
+        """Whether the scale comes from the steps before."""
+        return self.granularity.delayed
+
+    @property
+    def one_scale(self) -> bool:
+        """Whether all elements share one scale."""
+        return self.group(0) == (None, None)
 
     def group(self, contraction_dim: int) -> tuple[int | None, int | None]:
         """Return (rows, columns) of the elements with one scale; None in a place means all of them."""
-        if (side := _SQUARES.get(self.scale)) is not None:
-            return side, side
-        if (length := _LENGTHS.get(self.scale)) is not None:
-            return (length, 1) if contraction_dim == 0 else (1, length)
-        return (1, None) if self.scale == "row" else (None, None)
+        rule = self.granularity
+        if rule.square is not None:
+            return rule.square, rule.square
+        if rule.length is not None:
+            return (rule.length, 1) if contraction_dim == 0 else (1, rule.length)
+        return (1 if rule.per_row else None), None
 
     def __str__(self) -> str:
-        history = f"/{self.history}" if self.scale == "delayed" and self.history != 16 else ""
+        history = f"/{self.history}" if self.delayed and self.history != 16 else ""
         more = "".join(f"/{key}" for key in ("codes", "hadamard", "stochastic") if getattr(self, key))
         return f"{self.format.name}/{self.scale}{history}{more}"
 
@@ -313,7 +352,7 @@ class Recipe:
     @property
     def history(self) -> int:
         """Steps that the recipe's delayed scales look back; 0 without delayed scales."""
-        return max((cast.history for cast in self.casts if cast.scale == "delayed"), default=0)
+        return max((cast.history for cast in self.casts if cast.delayed), default=0)
 
     def with_gemms(self, recipes: Mapping[str, Recipe]) -> Recipe:
         """Return this recipe with GEMMs taken from others, {gemm: recipe}; that recipe itself if all come from one.
@@ -345,7 +384,9 @@ class Recipe:
                 if cast is None:
                     continue
                 along = dims[operand].index(contracted[gemm])
-                lengths = [1, 1] if cast.scale in ("tile", "block") else list(cast.group(along))
+                lengths = (
+                    [1, 1] if TILE in cast.group(along) else list(cast.group(along))
+                )  # tiles and blocks may be cut
                 if cast.hadamard:
                     lengths[along] = max(lengths[along] or 1, HADAMARD)
                 for dim, length in zip(dims[operand], lengths, strict=True):

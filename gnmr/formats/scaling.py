@@ -28,6 +28,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from gnmr.formats.number_formats import Format, RangeFormat
 from gnmr.formats.selective_checkpoints import always_recomputed
@@ -129,12 +130,17 @@ def over_max(largest: Tensor, fmt: Format) -> Tensor:
     return largest / torch.full_like(largest, fmt.max)
 
 
+def is_inspectable(x: Tensor) -> bool:
+    """Return whether the elements of `x` can be inspected without waiting: on CPUs, unless a compiler traces `x`."""
+    return x.device.type == "cpu" and type(x) in (Tensor, Parameter)
+
+
 def largest_if_finite(magnitudes: Tensor) -> Tensor | None:
-    """Return the largest magnitude, a scalar, or None if one is not finite or inspecting it would wait."""
-    if magnitudes.device.type != "cpu" or magnitudes.numel() == 0:
+    """Return the largest magnitude, a scalar; None if one is not finite or they are not inspectable."""
+    if not is_inspectable(magnitudes) or magnitudes.numel() == 0:
         return None
-    found = magnitudes.amax()
-    return found if math.isfinite(found.item()) else None
+    largest = magnitudes.amax()
+    return largest if math.isfinite(largest.item()) else None
 
 
 def nan_unless_finite(x: Tensor) -> Tensor:

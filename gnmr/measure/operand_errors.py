@@ -49,7 +49,7 @@ import torch
 from torch import Tensor
 
 from gnmr.conversion.converted import ConvertedModel
-from gnmr.conversion.kernels.simulated import GemmContext
+from gnmr.conversion.gemms import GemmContext
 from gnmr.conversion.linear import PathLinear
 from gnmr.conversion.reads import Read
 from gnmr.conversion.shared import Casts, FaultInjection

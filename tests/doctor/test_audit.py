@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import gnmr
 from gnmr.conversion import ConvertedModel, PathLinear, PathSpec, convert
-from gnmr.conversion.kernels.simulated import GemmContext
+from gnmr.conversion.gemms import GemmContext
 from gnmr.lab.faults.faults import Fault, Injector
 from gnmr.names import OPERANDS
 

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from gnmr.conversion import PathSpec, convert
-from gnmr.conversion.kernels import scaled_mm
+from gnmr.conversion import PathSpec, convert, scaled_mm
 
 Scaling = F.ScalingType
 PLAIN = F.scaled_mm

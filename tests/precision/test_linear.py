@@ -252,7 +252,7 @@ def test_a_frozen_weight_keeps_nothing() -> None:
 def test_nothing_is_cast_for_an_input_without_rows(low: str, monkeypatch: pytest.MonkeyPatch) -> None:
     net = nn.Sequential(nn.Linear(32, 32))
     converted = convert(net, PathSpec.of(low, None, targets=["?"]))
-    monkeypatch.setattr("gnmr.conversion.kernels.simulated.quantize", None)
+    monkeypatch.setattr("gnmr.conversion.gemms.quantize", None)
     monkeypatch.setattr("gnmr.conversion.reads.compress", None)
     net(torch.randn(0, 32, requires_grad=True)).sum().backward()
     assert torch.equal(net[0].weight.grad, torch.zeros(32, 32))

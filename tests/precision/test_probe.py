@@ -12,8 +12,7 @@ from test_simulated import BY_HAND, by_us, single
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gnmr.conversion import PathSpec, convert
-from gnmr.conversion.kernels import simulated
+from gnmr.conversion import PathSpec, convert, gemms
 from gnmr.formats import FORMATS
 from gnmr.formats.scaling import compress, decompress
 from gnmr.measure.operand_errors import STATISTICS, measure_errors
@@ -236,13 +235,13 @@ def test_a_recovery_that_leaves_wgrad_alone_gains_nothing_of_it_and_says_so() ->
 @pytest.mark.parametrize(("low", "recovery"), [*PAIRS, ("fp8_delayed", "sim_int8")])
 def test_sharing_a_tensor_changes_nothing_but_the_number_of_casts(low, recovery, tokens, monkeypatch) -> None:
     casts = []
-    plain = simulated.quantize
+    plain = gemms.quantize
 
     def counting(x: Tensor, cast, *rest):
         casts.append((x.shape[1], str(cast)))
         return plain(x, cast, *rest)
 
-    monkeypatch.setattr(simulated, "quantize", counting)
+    monkeypatch.setattr(gemms, "quantize", counting)
     read = []
     for shared in (True, False):
         net, plan = make(low, recovery)

@@ -11,8 +11,7 @@ import torch
 from close import assert_close
 from torch import Tensor, nn
 
-from gnmr.conversion import ConvertedModel, PathSpec, convert
-from gnmr.conversion.kernels import scaled_mm
+from gnmr.conversion import ConvertedModel, PathSpec, convert, scaled_mm
 from gnmr.measure.operand_errors import measure_errors
 from gnmr.names import GEMMS
 

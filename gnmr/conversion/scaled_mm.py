@@ -25,6 +25,7 @@ A line is a row of the first operand or a column of the second; a group is 128 e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
@@ -33,9 +34,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gnmr.conversion.kernels.simulated import Draw, GemmContext
+from gnmr.conversion.gemms import GemmContext
 from gnmr.conversion.shared import Widths
-from gnmr.formats.cast import Reference, as_groups, as_matrix, scale_of_each, scaled
+from gnmr.formats.cast import Reference, as_groups, as_matrix, quantize_to_codes, scale_of_each
 from gnmr.formats.cast_stats import CastStats
 from gnmr.formats.number_formats import FloatFormat
 from gnmr.formats.recipes import TILE, Cast, Gemm, Recipe
@@ -221,26 +222,29 @@ def _block(scale: Tensor) -> Tensor:
 class ScaledContext(GemmContext):
     """A context whose casts return `Codes`."""
 
-    def quantize(self, x: Tensor, cast: Cast, dim: int, reference: Reference, draw: Draw) -> tuple[Any, CastStats]:
-        fmt = cast.format
-        assert isinstance(fmt, FloatFormat) and fmt.native is not None, "`missing` refuses"
-        divided, scale, largest, saturated = scaled(x, cast, dim, reference)
-        return _codes(divided, scale, x, cast, fmt.native), CastStats(largest, saturated, self.nonfinite(x, largest))
+    def quantize(
+        self, x: Tensor, cast: Cast, dim: int, reference: Reference, generator: torch.Generator | None
+    ) -> tuple[Codes, CastStats]:
+        codes, scale, stats = quantize_to_codes(x, cast, dim, reference)
+        return _codes(codes, scale, cast), stats
 
     def break_input(self, x: Tensor, cast: Cast, contraction_dim: int, reference: Reference) -> tuple[Codes, CastStats]:
-        # A group has one scale. If a fault hits only some rows, the group keeps the sound scale, and the hit rows are
-        # rounded to it once more.
         fmt = cast.format
         assert isinstance(fmt, FloatFormat) and fmt.native is not None and self.fault is not None
         values, scales, stats = self.fault.quantize(x, cast, contraction_dim, reference)
         sound, _ = scale_of_each(x, cast, contraction_dim, reference)
-        each = as_groups(scales, cast, contraction_dim)
-        lowest, highest = each.amin((1, 3), keepdim=True), each.amax((1, 3), keepdim=True)
-        scale = torch.where(lowest == highest, highest, as_groups(sound, cast, contraction_dim)[:, :1, :, :1])
-        divided = as_groups(values, cast, contraction_dim) / scale
+        # A group has one scale. If a fault hits only some rows, the group keeps the sound scale, and the hit rows are
+        # rounded to it once more.
+        among = (0, 1, 2, 3) if cast.one_scale else (1, 3)
+        lowest = as_groups(scales, cast, contraction_dim, fill=math.inf).amin(among, keepdim=True)
+        highest = as_groups(scales, cast, contraction_dim).amax(among, keepdim=True)
+        sound_scale = as_groups(sound, cast, contraction_dim).amax(among, keepdim=True)
+        scale = torch.where(lowest == highest, highest, sound_scale)
+        groups = as_groups(values, cast, contraction_dim)
+        divided = as_matrix(groups / scale, x)
         # Make an Inf a NaN: PyTorch's own casts to E4M3 disagree on Inf.
         divided = torch.where(divided.isfinite(), divided.clamp(-fmt.max, fmt.max), torch.nan)
-        return _codes(divided, scale, x, cast, fmt.native), stats
+        return _codes(divided.to(fmt.native), scale, cast), stats
 
     def fprop(self, x: Tensor, x_fprop: Any, weight: Tensor, w_fprop: Any, bias: Tensor | None) -> Tensor:
         output = product(x_fprop, w_fprop.t(), x.dtype)
@@ -257,9 +261,6 @@ class ScaledContext(GemmContext):
         return x[::every].float() if isinstance(x, Tensor) else x.values()[::every]
 
 
-def _codes(divided: Tensor, scale: Tensor, x: Tensor, cast: Cast, dtype: torch.dtype) -> Codes:
-    """Return the codes of `x` (N, D), given the divided numbers and their `scale` in the shape of `as_groups`."""
-    codes = as_matrix(divided, x).to(dtype).contiguous()  # cut first: a view would keep the padding alive
-    if cast.scale in ("tensor", "delayed"):
-        return Codes(codes, scale.view(()))
-    return Codes(codes, scale[:, 0, :, 0])
+def _codes(codes: Tensor, scale: Tensor, cast: Cast) -> Codes:
+    """Return the codes with their scales, given in the shape of `as_groups`."""
+    return Codes(codes, scale.view(()) if cast.one_scale else scale[:, 0, :, 0])

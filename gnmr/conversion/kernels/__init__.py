@@ -1,1 +1,0 @@
-"""Casts and products under a recipe, for each backend. Kernels know numbers and a `GemmContext`, but no module."""
