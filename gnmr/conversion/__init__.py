@@ -1,8 +1,8 @@
 """Linear operators on two paths: a low-precision path and a recovery path. Knows nothing of the controller.
 
-`convert` replaces linears in place; `linear` and `int8` are what runs then; `kernels` compute the products; `adapters`
-finds and runs linears in other modules; `cost` counts what each path takes. The names below are loaded on first
-use: the config reads `gnmr.conversion.path_spec`, which does without torch.
+`convert` replaces linears in place; `linear` is what runs then, and `gemms`, `scaled_mm` and `int8` run its GEMMs;
+`adapters` finds and runs linears in other modules; `cost` counts what each path takes. The names below are loaded on
+first use: the config reads `gnmr.conversion.path_spec`, which does without torch.
 """
 
 from typing import TYPE_CHECKING

@@ -1,8 +1,8 @@
 """Resolve the paths of a `PathSpec`, and the backend that runs them.
 
 simulated    Operands are rounded to the format's values, and GEMMs run in the tensors' own dtype
-             (`kernels/simulated.py`). Runs on any device.
-scaled_mm    `torch._scaled_mm` and `F.scaled_mm` on operands of one byte (`kernels/scaled_mm.py`). Needs a GPU of
+             (`gemms.py`). Runs on any device.
+scaled_mm    `torch._scaled_mm` and `F.scaled_mm` on operands of one byte (`scaled_mm.py`). Needs a GPU of
              compute capability 8.9 or newer (Ada, Hopper, Blackwell); tiles and blocks need Hopper. CPUs have the
              first function too, without a gain in speed, which is useful for tests.
 int_mm       `torch._int_mm`, for recipes that multiply integers (`int8.py`).
