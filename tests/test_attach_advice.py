@@ -396,24 +396,9 @@ def test_options_that_no_spec_takes_are_refused(how: dict[str, Any], error: type
 # ---- whose line a warning shows ----
 
 
-def no_gradient(**how: Any) -> None:
-    attached(net(), **how).step()
-
-
-def nothing_to_learn_from() -> None:
-    controller = attached(net(), signal="grad_norm")
-    controller.calibrate(steps=2)
-    for _ in range(2):
-        controller.step()
-
-
 WARNS = {
     "max_o=8 caps nothing": lambda: attached(net(), max_o=8),
-    "alpha: has no effect": lambda: attached(net(), signal="recovery_gap", alpha=2.0),
-    "weights='instead': has no effect": lambda: attached(net(), weights="instead"),
-    "no unit has a gradient": no_gradient,
-    "no gradient reached any unit's output": lambda: no_gradient(observe="input_grad"),
-    "no unit had a risk above 0": nothing_to_learn_from,
+    "no unit has a gradient": lambda: attached(net()).step(),
 }
 
 

@@ -146,17 +146,6 @@ def test_causes() -> None:
     assert ("release", "lock") in [(e.event, e.cause) for e in released]
 
 
-def test_gradients_of_a_module_are_read_as_one_norm() -> None:
-    layers = [nn.Linear(3, 2).double() for _ in range(2)]
-    units = [Unit(f"l{i}", tuple(layer.parameters()), lambda _on: None) for i, layer in enumerate(layers)]
-    controller = Controller(units, ControlSpec(signal=GnmrSignal(context(2)), max_o=2))
-    layers[0](torch.ones(1, 3, dtype=torch.float64)).square().sum().backward()
-    decision = controller.step()
-    expected = math.sqrt(sum(p.grad.square().sum().item() for p in layers[0].parameters()))
-    assert decision.norm[0] == pytest.approx(expected, rel=1e-6)
-    assert decision.observed.tolist() == [True, False], "the second layer took no part"
-
-
 def test_bf16_norms_are_accumulated_in_float32() -> None:
     parameter = nn.Parameter(torch.zeros(1 << 16, dtype=torch.bfloat16))
     parameter.grad = torch.full_like(parameter, 0.01)
