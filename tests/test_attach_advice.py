@@ -398,6 +398,7 @@ def test_options_that_no_spec_takes_are_refused(how: dict[str, Any], error: type
 
 WARNS = {
     "max_o=8 caps nothing": lambda: attached(net(), max_o=8),
+    "alpha: has no effect": lambda: attached(net(), signal="recovery_gap", alpha=2.0),
     "no unit has a gradient": lambda: attached(net()).step(),
 }
 

@@ -210,22 +210,9 @@ def _recording(folder: Path, router: Router, paths: PathSpec, seed: int) -> Reco
     """Return the records of this loop, with its known settings. Raises UserError if the folder is not empty."""
     from gnmr.attachment.record import Recording, plain
 
-    converted, spec, model = router.converted, router.spec, router.model
-    header = {
-        "units": router.names,
-        "cost": [unit.extra_bytes for unit in router.units],
-        "spend": [unit.cost for unit in router.units],
-        "spend_pinned": router.controller.pinned,
-        "signal_seed": seed,
-        "recoverable": converted.recovery is not None,
-        "pinned": [unit.name for unit in converted.units if not unit.routable and converted.recovery is not None],
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-    }
-    control = plain(vars(spec)) | {"signal": spec.signal_name}
-    return Recording(
-        folder, {"precision": plain(vars(paths)), "controller": control}, header, seed=seed, max_o=spec.max_o
-    )
+    spec, header = router.spec, router.header() | {"signal_seed": seed}
+    config = {"precision": plain(vars(paths)), "controller": plain(vars(spec)) | {"signal": spec.signal_name}}
+    return Recording(folder, config, header, seed=seed, max_o=spec.max_o)
 
 
 def _check_request(model: nn.Module, paths: PathSpec, control: ControlSpec) -> None:

@@ -40,7 +40,11 @@ _SEED = re.compile(r"(?P<arm>.+)-s(?P<seed>\d+)")
 
 
 class Recording:
-    """The records of one loop. Raises RunFailed if a write fails."""
+    """The records of one loop.
+
+    Raises:
+        RunFailed: if a write fails.
+    """
 
     _writer: RunWriter | None = None
     """None if the folder holds records of this loop, until a checkpoint's state says where it resumes."""
@@ -48,7 +52,7 @@ class Recording:
     def __init__(
         self, folder: Path, config: Mapping[str, Any], header: Mapping[str, Any], *, seed: int, max_o: int
     ) -> None:
-        """Begin the records. Raises UserError if the folder holds another run.
+        """Begin the records.
 
         Args:
             folder: a new folder, or the folder of the run that is resumed.
@@ -56,6 +60,9 @@ class Recording:
             header: contents of header.json for `gnmr report`.
             seed: the run's seed, unless the folder's name ends in one.
             max_o: the most units on the recovery path.
+
+        Raises:
+            UserError: if the folder holds another run.
         """
         self._folder = folder = folder.expanduser()
         names = {path.name for path in folder.iterdir()} - {".lock", OWNER} if folder.is_dir() else set()
@@ -131,7 +138,11 @@ class Recording:
             self._writer.write_header(self._config, self._header)
 
     def log(self, **figures: float) -> None:
-        """Add figures to the last step. Raises ValueError before the first step, or if a figure is unknown."""
+        """Add figures to the last step.
+
+        Raises:
+            ValueError: before the first step, or if a figure is unknown.
+        """
         if self._row is None or self._writer is None:
             raise ValueError("log(): call it after step(), which has not run yet")
         for name, value in figures.items():
@@ -154,7 +165,11 @@ class Recording:
         return {"counted": self._writer.sync(), "row": row, "counters": counters}
 
     def resume(self, step: int, state: Mapping[str, Any]) -> None:
-        """Resume after `step` with `state`'s result. Raises UserError, first of all, if earlier steps are missing."""
+        """Resume after `step` with `state`'s result.
+
+        Raises:
+            UserError: if earlier steps are missing.
+        """
         if step == self._step and self._writer is not None:
             return
         if step and self._writer is not None and not self._step:

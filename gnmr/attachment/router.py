@@ -380,18 +380,18 @@ class Router:
             if not loss.isfinite() or loss > 2 * usual_loss:
                 print(controller.explain(lambda: model(batch).loss, loss=loss.item(), usual=(usual_loss, usual_norm)))
 
+        It takes at most four times the step's time, and a third of it if the loss is not finite in 16 bits either.
+        Gradients, generators, buffers, paths and history are restored; outside of the attached model, gradients of
+        parameters that reentrant checkpointing hides are not. Dropout draws the step's numbers again if nothing but the
+        step has drawn since the step before; passes that differ by less than a quarter count as equal. Waits for the
+        device. See docs/blame.md.
+
         Args:
             loss_of_batch: runs the step's forward passes and returns the mean loss from which backward started. It may
                 also yield the parts of the loss (a generator), each of which has its backward pass before the next.
             loss: the step's loss as seen; None: the loss of a repetition.
             usual: loss and gradient norm of ordinary steps; required if both are finite now.
             grad_scale: the loss scale that the gradients carry.
-
-        Takes at most four times the step's time,
-        and a third of the step's time if the loss is not finite in 16 bits either. Gradients, generators, buffers,
-        paths and history are restored; outside of the attached model, gradients of parameters that reentrant
-        checkpointing hides are not. Dropout draws the step's numbers again if nothing but the step has drawn since the
-        step before; passes that differ by less than a quarter count as equal. Waits for the device. See docs/blame.md.
 
         Raises:
             ValueError: if `usual` is missing and loss and norm are finite, or if several processes train the model.
@@ -423,6 +423,21 @@ class Router:
                 meter.enabled = False
             yield
 
+    def header(self) -> dict[str, Any]:
+        """Return what header.json says of the units: names, costs and pins, and the number of parameters."""
+        recoverable = self.converted.recovery is not None
+        parameters = list(self.model.parameters())
+        return {
+            "units": self.names,
+            "cost": [unit.extra_bytes for unit in self.units],
+            "spend": [unit.cost for unit in self.units],
+            "spend_pinned": self.controller.pinned,
+            "recoverable": recoverable,
+            "pinned": [unit.name for unit in self.converted.units if recoverable and not unit.routable],
+            "parameters": sum(p.numel() for p in parameters),
+            "trained_parameters": sum(p.numel() for p in parameters if p.requires_grad),
+        }
+
     @property
     def records(self) -> bool:
         """True if this process records (`attach(record=FOLDER)`), so that `log` writes to a folder."""
@@ -436,7 +451,10 @@ class Router:
     def log(self, **figures: float) -> None:
         """Add loss, lr, tokens or val_loss to the last step, if `attach` was given a folder for records.
 
-        With several processes the first one records. Raises ValueError if a figure is unknown.
+        With several processes the first one records.
+
+        Raises:
+            ValueError: if a figure is unknown.
         """
         self._check_attached()
         if self.recording is not None:
@@ -496,8 +514,9 @@ class Router:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state; see `Controller.load_state_dict`.
 
-        Raises ValueError also if it belongs to other paths. Raises UserError if records continue (`attach(record=...)`)
-        whose first steps are missing.
+        Raises:
+            ValueError: if it belongs to other paths.
+            UserError: if records continue (`attach(record=...)`) whose first steps are missing.
         """
         if isinstance(state, Mapping):
             self.converted.check_state(state.get("converted"))  # before the count, which covers as many operators

@@ -159,8 +159,14 @@ class Controller:
         `state_dict` holds the trigger or the progress of the calibration, and `load_state_dict` continues with either.
         A loop that always calls `calibrate` calls it before loading.
 
-        A fraction may be given as "1%". Raises ValueError without a threshold (routing="ranked", signals that read no
-        evidence). Adds no synchronization to `step`.
+        Adds no synchronization to `step`.
+
+        Args:
+            fraction: share of the pairs, above 0 and below 1; a string such as "1%" is read as 0.01.
+            steps: length of the calibration in optimizer steps, at least 2.
+
+        Raises:
+            ValueError: without a threshold (routing="ranked", signals that read no evidence).
         """
         if self.spec.ranked:
             raise ValueError("calibrate: routing='ranked' has no threshold, max_o or a budget is what it spends")
@@ -188,9 +194,13 @@ class Controller:
     def micro_step(self, fraction: float | None = None, gradients: Mapping[int, Tensor] | None = None) -> None:
         """Record a micro-batch after its backward pass; needed only for signals that need micro_square.
 
-        `fraction` is the part of the step's loss that this micro-batch contributes; give it for all micro-batches or
-        for none. None: all contribute equally. 0: it is left out. `gradients`: see `MicroNorms.add`. Raises ValueError
-        if only some have a fraction.
+        Args:
+            fraction: the part of the step's loss that this micro-batch contributes; give it for all micro-batches or
+                for none. None: all contribute equally. 0: it is left out.
+            gradients: see `MicroNorms.add`.
+
+        Raises:
+            ValueError: if only some micro-batches of a step have a fraction.
         """
         if self.measured.micro is not None:
             self.measured.micro.add(fraction, gradients)
@@ -213,18 +223,30 @@ class Controller:
             loss_scale: the loss scale of the backward passes, if the gradients no longer carry it (after
                 `GradScaler.unscale_`): it is still in what was measured during these passes. None: `grad_scale`.
 
-        Raises ValueError if evidence is missing, unknown or of another shape. Warns once about each use that makes the
-        controller pointless.
+        Returns:
+            What was seen and chosen; its set is in force in the next step.
+
+        Raises:
+            ValueError: if evidence is missing, unknown or of another shape.
         """
         return self.apply(self.observe(self.measure(grad_scale, evidence, loss_scale=loss_scale)).to_host())
 
     def exchange(self, units: list[Unit]) -> None:
-        """Monitor other parameters of these units. Raises ValueError if they are sharded and something reads them."""
+        """Monitor other parameters of these units.
+
+        Raises:
+            ValueError: if they are sharded and something reads them.
+        """
         self.measured.exchange(units)
         self.units = units
 
     def recost(self, costs: Sequence[float], pinned: float) -> None:
-        """Use other costs of the same units from the next decision on; recovering everything costs 1."""
+        """Use other costs of the same units from the next decision on.
+
+        Args:
+            costs: the cost of recovering each unit; recovering everything costs 1.
+            pinned: the share that is always spent.
+        """
         self.units = [replace(unit, cost=cost) for unit, cost in zip(self.units, costs, strict=True)]
         self.pinned = pinned
         if self.spec.budget is not None:
@@ -296,8 +318,8 @@ class Controller:
 
     def _check_evidence(self, evidence: Evidence, more: Iterable[str] = ()) -> None:
         """Raise ValueError if evidence has a wrong shape, or a name that neither this controller nor `more` knows."""
-        if lacking := missing(self.needs, (*evidence, *more)):
-            raise ValueError(f"{type(self.signal).__name__} needs {', '.join(lacking)}: hand it to step(evidence=...)")
+        if absent := missing(self.needs, (*evidence, *more)):
+            raise ValueError(f"{type(self.signal).__name__} needs {', '.join(absent)}: hand it to step(evidence=...)")
         for name, values in evidence.items():
             if not isinstance(values, Tensor):
                 kind = type(values).__name__
@@ -311,10 +333,10 @@ class Controller:
         return self._records_paths or reads is None or reads(self.t + 1)
 
     def mark(self) -> tuple[int, Mapping[str, Tensor]]:
-        """Return the state that `observe` changes, for `undo`. Copies nothing of our signals; does not wait."""
+        """Return the state that `observe` changes, for `undo`. Does not wait for the device."""
         state = self.signal.state_dict()
-        signal = state if isinstance(self.signal, SignalBase) else deepcopy(state)
-        return self.t, signal
+        # Our signals bind new tensors in each update, so that the ones of a state never change.
+        return self.t, state if isinstance(self.signal, SignalBase) else deepcopy(state)
 
     def undo(self, mark: tuple[int, Mapping[str, Tensor]]) -> None:
         """Undo an `observe` whose packet was not applied: the step begins again."""
@@ -325,10 +347,15 @@ class Controller:
         """Put these units on the recovery path immediately, between two steps, replacing the least risky ones.
 
         They are locked like any unit over its threshold. Their events (cause "retry") come with the next decision.
-        Raises KeyError if a name is not a unit's.
+
+        Args:
+            names: ids of the units.
 
         Returns:
             False, with nothing changed, if they exceed max_o or the budget, or one has no recovery path.
+
+        Raises:
+            KeyError: if a name is not a unit's.
         """
         indices = {name: i for i, name in enumerate(self.names)}
         wanted = np.zeros(len(self.units), dtype=bool)
@@ -420,8 +447,10 @@ class Controller:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state and put every unit on the path it had.
 
-        Raises ValueError if the state is damaged, is not a state, or belongs to other units or settings, such as a
-        smaller max_o than its active set. After this error, or one from a switch or the signal, nothing has changed.
+        Raises:
+            ValueError: if the state is damaged, is not a state, or belongs to other units or settings, such as a
+                smaller max_o than its active set. After this error, or one from a switch or the signal, nothing has
+                changed.
         """
         self.check_state(state)
         active = state["active"].cpu().numpy().astype(bool)

@@ -44,7 +44,11 @@ PRICE_EVIDENCE = (
 
 
 def missing(needs: Sequence[str], available: Collection[str]) -> list[str]:
-    """Return the needs that are not available. Raises ValueError if a name is not evidence."""
+    """Return the needs that are not available.
+
+    Raises:
+        ValueError: if a name is not evidence.
+    """
     for name in needs:
         if name not in EVIDENCE:
             raise ValueError(f"evidence {name!r} is not known: use one of {', '.join(EVIDENCE)}")

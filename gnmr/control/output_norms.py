@@ -30,7 +30,11 @@ from gnmr.errors import warn
 
 
 def watched(model: nn.Module, unit: str) -> nn.Module:
-    """Return the module at which a unit is monitored. Raises ValueError if the model has no module of this name."""
+    """Return the module at which a unit is monitored.
+
+    Raises:
+        ValueError: if the model has no module of this name.
+    """
     for wrapped in ("", "module."):  # DistributedDataParallel
         for adapted in ("", "base_model.model."):  # prefix of peft's model
             with suppress(AttributeError):
@@ -46,8 +50,10 @@ def adapters(
 ) -> tuple[nn.Parameter | Slice, ...]:
     """Return the trainable parameters below the unit's name, those of its operators included, or else `before`.
 
-    A parameter below several units counts in each. Raises ValueError if there is none at all: adapters have to be added
-    first.
+    A parameter below several units counts in each.
+
+    Raises:
+        ValueError: if there is none at all: adapters have to be added first.
     """
     trained = tuple(p for p in watched(model, unit).parameters() if p.requires_grad) or before
     if not trained:
@@ -74,7 +80,11 @@ class OutputGradients:
     """
 
     def __init__(self, model: nn.Module, units: Sequence[str]) -> None:
-        """Hook the modules of these names until `close`. Raises ValueError if one does not exist or never runs."""
+        """Hook the modules of these names until `close`.
+
+        Raises:
+            ValueError: if one does not exist or never runs.
+        """
         modules = [watched(model, unit) for unit in units]
         for unit, module in zip(units, modules, strict=True):
             if type(module).forward is nn.Module.forward:

@@ -87,6 +87,9 @@ def decide(
         trigger: a unit is over its threshold if R > `trigger`, which is 1 in the paper. 0 makes every unit with a risk
             a candidate, so that the max_o largest risks are always taken (the ranked signals of table 11).
         budget: limit on the cost of the set; None: no limit.
+
+    Returns:
+        Candidates, set, locks and ranks after the step.
     """
     # Most steps end here; `device.at_hand` explains why NumPy is slower.
     if not any(value > trigger for value in risk.tolist()) and not any(lock.tolist()):

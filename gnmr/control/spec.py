@@ -63,7 +63,11 @@ class Rules:
 
 @dataclass(frozen=True, kw_only=True)
 class ControlSpec(Rules):
-    """Signal, routing and thresholds of a controller. Raises ValueError, naming the field, if a value is invalid."""
+    """Signal, routing and thresholds of a controller.
+
+    Raises:
+        ValueError: if a value is invalid.
+    """
 
     signal: str | Signal | Callable[..., Signal] = "gnmr_delta"
     """Source of each unit's risk: the name of a signal (docs/signals.md), package.module:Class, a factory, or a signal.

@@ -78,7 +78,10 @@ class Unit:
 
     Its norm is taken over the gradients of all `parameters` together: a module's, one parameter, or several in any
     iterable, kept as a tuple without duplicates. `switch(True)` puts it on the recovery path, `switch(False)` on the
-    low-cost path; None means that the unit is monitored and never routed. Raises ValueError if an argument is invalid.
+    low-cost path; None means that the unit is monitored and never routed.
+
+    Raises:
+        ValueError: if an argument is invalid.
     """
 
     name: str

@@ -34,7 +34,10 @@ class GnmrSignal(RatioSignal):
     """GNMR and dGNMR of U units, as tensors (paper, Eqs. 2-4): the signal `gnmr_delta`.
 
     `alpha` or `beta` None switches that ratio off; with both off every finite risk is 0 and only non-finite norms
-    trigger. `delta` is the window of dGNMR in steps. Raises ValueError if an option is invalid.
+    trigger. `delta` is the window of dGNMR in steps.
+
+    Raises:
+        ValueError: if an option is invalid.
     """
 
     columns: tuple[str, ...] = ("gnmr", "delta_gnmr")

@@ -60,7 +60,11 @@ class StatefulParts:
                 value.check_state(_state_of(name, state))
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load a state. Raises ValueError before anything changes; see `check_state`."""
+        """Load a state.
+
+        Raises:
+            ValueError: before anything changes; see `check_state`.
+        """
         self.check_state(state)
         for name in self.state_names:
             value = getattr(self, name)

@@ -77,7 +77,11 @@ class Signal(Protocol):
         """Return everything that later risks depend on."""
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Continue where `state_dict` was taken. Raises ValueError if it is another signal's."""
+        """Continue where `state_dict` was taken.
+
+        Raises:
+            ValueError: if it is another signal's.
+        """
 
 
 class SignalBase(StatefulParts):

@@ -94,7 +94,10 @@ def phase(parts: Parts, step: int) -> str | None:
 def validated(parts: Parts, held_out: Tensor | Batch, step: int) -> dict[str, Any]:
     """Return the fields `records.schema.EVAL_FIELDS`: validation losses after `step`, for a fork on both paths.
 
-    Raises RunFailed if a loss is not finite. Waits for the device.
+    Waits for the device.
+
+    Raises:
+        RunFailed: if a loss is not finite.
     """
     batch_size = parts.config.training.batch_size
     if parts.draws is not None:
@@ -121,9 +124,12 @@ class Scorer(Protocol):
         ...
 
     def score(self, parts: Parts, step: int, say: Callable[[str], None]) -> dict[str, Any]:
-        """Return a row of `records.schema.SCORE_FIELDS`. Raises RunFailed if scoring fails.
+        """Return a row of `records.schema.SCORE_FIELDS`.
 
         The model and the random number generators are unchanged afterwards.
+
+        Raises:
+            RunFailed: if scoring fails.
         """
         ...
 

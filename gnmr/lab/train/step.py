@@ -433,7 +433,8 @@ def _backward_order(
 def monitored(model: nn.Module, router: Router, patterns: Sequence[str]) -> dict[str, list[nn.Parameter]]:
     """Return the trainable parameters of each matching module that is not part of a unit, by the module's name.
 
-    Raises ValueError if a pattern matches no module.
+    Raises:
+        ValueError: if a pattern matches no module.
     """
     in_units = {id(whole_of(p)) for unit in router.units for p in unit.parameters}
     owners: dict[str, list[nn.Parameter]] = {}
