@@ -56,19 +56,19 @@ class Tally:
         }
 
 
-_OWN = ("plan", "steps", "seed", "record", "share")
+_WITHOUT_SPEC = ("plan", "steps", "seed", "record", "share")
 """Options of `gnmr.attach` that are in none of the specs."""
 
 
 def check_options(options: Mapping[str, Any]) -> None:
     """Raise TypeError if an option of `gnmr.attach` is unknown, and ValueError if a value is invalid."""
-    asked = {name: value for name, value in options.items() if name not in _OWN}
-    specs_of(asked.pop("paths", None), asked.pop("control", None), asked)
+    of_specs = {name: value for name, value in options.items() if name not in _WITHOUT_SPEC}
+    specs_of(of_specs.pop("paths", None), of_specs.pop("control", None), of_specs)
 
 
 @contextmanager
-def resuming(what: object) -> Iterator[None]:
-    """Raise UserError if the block cannot load a controller's state from `what`."""
+def resuming(source: object) -> Iterator[None]:
+    """Raise UserError if the block cannot load a controller's state from `source`."""
     try:
         yield
     except UserError:  # raised by the records
@@ -76,5 +76,5 @@ def resuming(what: object) -> Iterator[None]:
     except (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, UnpicklingError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UserError(
-            f"{what} cannot be resumed here ({reason}): use the model and paths it was saved with"
+            f"{source} cannot be resumed here ({reason}): use the model and paths it was saved with"
         ) from error

@@ -51,20 +51,20 @@ class GnmrRouting:
 
     def __init__(self) -> None:
         self._recovering: dict[str, bool] = {}
-        self._asked: set[str] = set()
+        self._queried: set[str] = set()
         self._switched: Counter[str] = Counter()
 
     def parse_config_and_api(self, config: Mapping[str, Any], **call: Any) -> tuple[bool, dict[str, Any] | None]:
         """Return (True if the call is for this feature, its config). Raises UserError for an unknown GEMM or key."""
         gemms = config.get("gemms", GEMMS)
-        for wrong in (*(set(config) - {"enabled", "gemms"}), *(set(gemms) - set(GEMMS))):
-            raise UserError(f"GnmrRouting: {wrong!r} is unknown; it takes gemms, some of {', '.join(GEMMS)}")
+        if unknown := [*(set(config) - {"enabled", "gemms"}), *(set(gemms) - set(GEMMS))]:
+            raise UserError(f"GnmrRouting: {unknown[0]!r} is unknown; it takes gemms, some of {', '.join(GEMMS)}")
         return call.get("gemm") in gemms, {"gemms": list(gemms)}
 
     @api_method
     def fp8_gemm_enabled(self, config: Mapping[str, Any], layer_name: str, gemm: str, iteration: int) -> bool:
         """Answer Transformer Engine. Without a second number besides the flag, it asks again in the next iteration."""
-        self._asked.add(layer_name)
+        self._queried.add(layer_name)
         return not self._recovering.get(layer_name, False)
 
     def switch(self, layer_name: str, recovering: bool) -> None:
@@ -73,13 +73,13 @@ class GnmrRouting:
         The first two switches may come from a new controller and from a state that it loads, so they do not warn.
         """
         self._switched[layer_name] += 1
-        if self._switched[layer_name] > 2 and layer_name not in self._asked:
+        if self._switched[layer_name] > 2 and layer_name not in self._queried:
             warnings.warn(
                 f"{layer_name}: Transformer Engine never asked for its path, so switching it does nothing: make the "
                 "layers after debug_api.initialize, and run them under autocast with an FP8 recipe",
                 stacklevel=2,
             )
-            self._asked.add(layer_name)
+            self._queried.add(layer_name)
         self._recovering[layer_name] = recovering
 
 
@@ -95,37 +95,37 @@ def units(model: nn.Module) -> list[Unit]:
     of their weights and biases. Raises UserError before `register` and `debug_api.initialize`, and if no layer is
     routed.
     """
-    there = Registry.data.get(NAMESPACE)
-    feature = there.features.get(GnmrRouting.__name__) if there is not None else None
+    registered = Registry.data.get(NAMESPACE)
+    feature = registered.features.get(GnmrRouting.__name__) if registered is not None else None
     if feature is None:
         raise UserError(
             "te_debug: Transformer Engine does not know the feature: call te_debug.register(), then "
             "debug_api.initialize(config, feature_dirs=[the folder debug/features of transformer_engine])"
         )
-    found = [
-        Unit(layer, parameters, partial(feature.switch, layer))
-        for module in model.modules()
-        for layer, parameters in _layers(module)
-        if ConfigManager.get_config_for_layer(layer).get(NAMESPACE, {}).get(GnmrRouting.__name__, {}).get("enabled")
-    ]
-    if not found:
-        named = [layer for module in model.modules() for layer, _ in _layers(module)]
-        known = f"its layers are {', '.join(named[:3])} ..." if named else "it has no layer of Transformer Engine"
-        raise UserError(f"te_debug: the debug config routes no layer of the model; {known}")
-    return found
+    layers = [layer for module in model.modules() for layer in _layers(module)]
+    routed = []
+    for layer, parameters in layers:
+        features = ConfigManager.get_config_for_layer(layer).get(NAMESPACE, {})
+        if features.get(GnmrRouting.__name__, {}).get("enabled"):
+            routed.append(Unit(layer, parameters, partial(feature.switch, layer)))
+    if not routed:
+        first = ", ".join(layer for layer, _ in layers[:3])
+        names = f"its layers are {first} ..." if layers else "it has no layer of Transformer Engine"
+        raise UserError(f"te_debug: the debug config routes no layer of the model; {names}")
+    return routed
 
 
 def _layers(module: nn.Module) -> Iterator[tuple[str, tuple[nn.Parameter, ...]]]:
     """Yield Transformer Engine's name of each GEMM of a module and its parameters; nothing for other modules."""
-    name, own = getattr(module, "name", None), dict(module.named_parameters(recurse=False))
+    name, parameters = getattr(module, "name", None), dict(module.named_parameters(recurse=False))
     if not isinstance(name, str):
         return
-    parts: dict[str, tuple[str, ...]] = {}
-    if "fc1_weight" in own:
-        parts = {f"{name}.{part}": (f"{part}_weight", f"{part}_bias") for part in ("fc1", "fc2")}
-    elif isinstance(number := getattr(module, "num_gemms", None), int):
-        parts = {f"{name}.gemm_{i}": (f"weight{i}", f"bias{i}") for i in range(number)}
-    elif (weights := getattr(module, "weight_names", None)) is not None:
-        parts = {name: (*weights, *getattr(module, "bias_names", ()))}
-    for layer, names in parts.items():
-        yield layer, tuple(own[one] for one in names if one in own)
+    names_of: dict[str, tuple[str, ...]] = {}
+    if "fc1_weight" in parameters:  # LayerNormMLP
+        names_of = {f"{name}.{linear}": (f"{linear}_weight", f"{linear}_bias") for linear in ("fc1", "fc2")}
+    elif isinstance(number := getattr(module, "num_gemms", None), int):  # GroupedLinear
+        names_of = {f"{name}.gemm_{i}": (f"weight{i}", f"bias{i}") for i in range(number)}
+    elif (weights := getattr(module, "weight_names", None)) is not None:  # Linear, LayerNormLinear
+        names_of = {name: (*weights, *getattr(module, "bias_names", ()))}
+    for layer, names in names_of.items():
+        yield layer, tuple(parameters[name] for name in names if name in parameters)

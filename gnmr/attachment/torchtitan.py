@@ -65,7 +65,7 @@ STATE = "gnmr"
 
 
 @dataclass(frozen=True)
-class Routing:
+class LinearRouting:
     """Information that the converter leaves with the linears for the Trainer."""
 
     options: dict[str, Any]
@@ -117,9 +117,9 @@ class GnmrConverter(QuantizationConverter):
         """A plan.json of `gnmr diagnose`, which sets the paths."""
 
     def __init__(self, config: Config) -> None:
-        known = [one.name for one in fields(PathSpec)]
-        if unknown := [name for name in config.paths if name not in known]:
-            raise UserError(f"GnmrConverter: paths has no {unknown[0]!r}{nearest(unknown[0], known)}")
+        options = [option.name for option in fields(PathSpec)]
+        if unknown := [name for name in config.paths if name not in options]:
+            raise UserError(f"GnmrConverter: paths has no {unknown[0]!r}{nearest(unknown[0], options)}")
         if config.plan is not None and config.paths:
             raise UserError(f"GnmrConverter: plan={config.plan} says the paths; leave paths out")
         plan = None if config.plan is None else read_plan(config.plan)
@@ -136,31 +136,31 @@ class GnmrConverter(QuantizationConverter):
 
     def convert(self, model_config: Any) -> Any:
         """Return the config with the marked linears replaced."""
-        found = list(model_config.traverse(Linear.Config))
-        names = [name for fqn, *_ in found for name in modules_of(fqn)]
-        wanted = set(chosen(names, self._targets, self._exclude, self._recipes))
-        mine = [one for one in found if not wanted.isdisjoint(modules_of(one[0]))]
-        if not mine:
-            known = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
-            raise UserError(f"GnmrConverter: targets {self._targets}: no linear has such a name; there are {known}")
-        routing = Routing(self._options, tuple(fqn for fqn, *_ in mine))
-        for fqn, linear, parent, attr in mine:
-            kind = type(linear)._owner.__name__
+        linears = list(model_config.traverse(Linear.Config))  # (name, config, its parent, its attribute or index)
+        names = [name for fqn, *_ in linears for name in modules_of(fqn)]
+        targeted = set(chosen(names, self._targets, self._exclude, self._recipes))
+        routed_linears = [linear for linear in linears if not targeted.isdisjoint(modules_of(linear[0]))]
+        if not routed_linears:
+            kinds = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
+            raise UserError(f"GnmrConverter: targets {self._targets}: no linear has such a name; there are {kinds}")
+        routing = LinearRouting(self._options, tuple(fqn for fqn, *_ in routed_linears))
+        for fqn, linear, parent, attribute in routed_linears:
             if type(linear) is not Linear.Config:
+                # The class that a config builds has no public name in torchtitan.
+                kind = type(linear)._owner.__name__
                 raise UserError(
                     f"GnmrConverter: {fqn} is a {kind}, and only torchtitan's plain Linear can be given two paths: "
                     "take the other converter out, or name other targets"
                 )
             if fqn in HEADS:
                 raise UserError(f"GnmrConverter: {fqn}: the output head stays in 16 bits; name other targets")
-            new = RoutedLinear.Config(
-                **{one.name: getattr(linear, one.name) for one in fields(linear) if one.init}, _routing=routing
-            )
+            options = {option.name: getattr(linear, option.name) for option in fields(linear) if option.init}
+            replacement = RoutedLinear.Config(**options, _routing=routing)
             if isinstance(parent, list):
-                parent[attr] = new
+                parent[attribute] = replacement
             else:
-                setattr(parent, attr, new)
-        logger.info("gnmr: %d of %d linears will have two paths", len(mine), len(found))
+                setattr(parent, attribute, replacement)
+        logger.info("gnmr: %d of %d linears will have two paths", len(routed_linears), len(linears))
         return model_config
 
 
@@ -260,11 +260,11 @@ class GnmrTrainer(Trainer):
 
 def routed(config: Trainer.Config, **control: Any) -> GnmrTrainer.Config:
     """Return the config of a torchtitan run for `GnmrTrainer`; `control` holds fields of `ControlSection`."""
-    own = {one.name: getattr(config, one.name) for one in fields(config) if one.init}
-    return GnmrTrainer.Config(**own, gnmr=ControlSection(**control))
+    sections = {section.name: getattr(config, section.name) for section in fields(config) if section.init}
+    return GnmrTrainer.Config(**sections, gnmr=ControlSection(**control))
 
 
-def _routing_of(model_config: Any) -> Routing:
+def _routing_of(model_config: Any) -> LinearRouting:
     """Return what the converter left. Raises UserError if no converter ran, or if another one came after it."""
     if has_quantization(model_config):
         raise UserError(
@@ -272,22 +272,22 @@ def _routing_of(model_config: Any) -> Routing:
             "one converter or the other"
         )
     linears = {fqn: linear for fqn, linear, *_ in model_config.traverse(Linear.Config)}
-    ours = [linear for linear in linears.values() if isinstance(linear, RoutedLinear.Config)]
-    if not ours:
+    first = next((linear for linear in linears.values() if isinstance(linear, RoutedLinear.Config)), None)
+    if first is None:
         raise UserError(
             "GnmrTrainer: no linear has two paths: give model_registry converters=[GnmrConverter.Config(...)]"
         )
-    routing = ours[0]._routing
-    assert isinstance(routing, Routing)
+    routing = first._routing
+    assert isinstance(routing, LinearRouting)
     for name in routing.names:
-        if type(linears.get(name, ours[0])) is not RoutedLinear.Config:
+        if type(linears.get(name, first)) is not RoutedLinear.Config:
             raise UserError(
                 f"GnmrTrainer: {name}: another converter (LoRA) was applied after GnmrConverter; use one of them"
             )
     return routing
 
 
-def _attached(model: nn.Module, routing: Routing, config: GnmrTrainer.Config) -> Router:
+def _attached(model: nn.Module, routing: LinearRouting, config: GnmrTrainer.Config) -> Router:
     """Return the model's controller. Linears that the targets leave out become plain."""
     options = dict(routing.options)
     if "plan" not in options:

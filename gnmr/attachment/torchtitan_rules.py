@@ -24,12 +24,12 @@ _DEGREES = {
 def check_version() -> None:
     """Raise UserError if torchtitan is not installed or has another version."""
     try:
-        found = version("torchtitan")
+        installed = version("torchtitan")
     except PackageNotFoundError as error:
         raise UserError(f"gnmr.attachment.torchtitan needs torchtitan {SERIES}x: {install('torchtitan')}") from error
-    if not found.startswith(SERIES):
+    if not installed.startswith(SERIES):
         raise UserError(
-            f"torchtitan {found} is installed, and gnmr.attachment.torchtitan is written for {SERIES}x: "
+            f"torchtitan {installed} is installed, and gnmr.attachment.torchtitan is written for {SERIES}x: "
             "pip install 'torchtitan==0.3.0'"
         )
 
@@ -63,8 +63,11 @@ class ControlSection:
 
     def named(self) -> dict[str, Any]:
         """Return the options of `gnmr.attach`."""
-        names = [one.name for one in fields(self) if one.name != "calibrate" and (one.name != "record" or self.record)]
-        return {name: getattr(self, name) for name in names}
+        options = {option.name: getattr(self, option.name) for option in fields(self)}
+        del options["calibrate"]
+        if not self.record:
+            del options["record"]
+        return options
 
 
 def refuse(config: Any) -> None:
@@ -73,25 +76,21 @@ def refuse(config: Any) -> None:
     for name, why in _DEGREES.items():
         if (degree := getattr(parallelism, name)) > 1:
             raise UserError(f"GnmrTrainer: parallelism.{name}={degree} is not supported, {why}; use data parallelism")
-    for wrong, why in (
-        (
-            parallelism.spmd_backend == "full_dtensor",
-            "parallelism.spmd_backend=full_dtensor keeps parameters as DTensors in the forward pass, and paths need "
-            "plain tensors; use spmd_types or partial_dtensor",
-        ),
-        (
-            not training.disable_cuda_graphs,
-            "a captured CUDA graph replays the paths that it was captured on, so that switching would do nothing; use "
-            "training.disable_cuda_graphs=True",
-        ),
-        (
-            training.enable_cpu_offload,
-            "training.enable_cpu_offload=True is not supported, paths lie where parameters are and compute where they "
-            "are not; turn it off",
-        ),
-    ):
-        if wrong:
-            raise UserError(f"GnmrTrainer: {why}")
+    if parallelism.spmd_backend == "full_dtensor":
+        raise UserError(
+            "GnmrTrainer: parallelism.spmd_backend=full_dtensor keeps parameters as DTensors in the forward pass, and "
+            "paths need plain tensors; use spmd_types or partial_dtensor"
+        )
+    if not training.disable_cuda_graphs:
+        raise UserError(
+            "GnmrTrainer: a captured CUDA graph replays the paths that it was captured on, so that switching would do "
+            "nothing; use training.disable_cuda_graphs=True"
+        )
+    if training.enable_cpu_offload:
+        raise UserError(
+            "GnmrTrainer: training.enable_cpu_offload=True is not supported, paths lie where parameters are and "
+            "compute where they are not; turn it off"
+        )
 
 
 def chosen(names: Sequence[str], targets: Sequence[str], exclude: Sequence[str], recipes: bool) -> list[str]:
@@ -100,9 +99,10 @@ def chosen(names: Sequence[str], targets: Sequence[str], exclude: Sequence[str],
     These match `targets` (by default all in numbered layers) and do not match `exclude`. Gates and heads are included
     only if targets name them and the paths are formats: `recipes` skip them.
     """
-    found, _ = select(names, targets or ["layers.*"])
-    out = {*select(names, exclude)[0]}
-    return [name for name in found if name not in out and ((targets and not recipes) or not role_by_name(name))]
+    selected, _ = select(names, targets or ["layers.*"])
+    excluded = {*select(names, exclude)[0]}
+    with_gates = bool(targets) and not recipes
+    return [name for name in selected if name not in excluded and (with_gates or not role_by_name(name))]
 
 
 def modules_of(fqn: str) -> list[str]:
@@ -111,8 +111,8 @@ def modules_of(fqn: str) -> list[str]:
     >>> modules_of("layers.0.attention.qkv_linear.wkv"), modules_of("layers.0.attention.wo")
     (['layers.0.attention.qkv_linear.wk', 'layers.0.attention.qkv_linear.wv'], ['layers.0.attention.wo'])
     """
-    before, last = fqn[: -len("wkv")], fqn.rpartition(".")[2]
-    return [f"{before}wk", f"{before}wv"] if last == "wkv" else [fqn]
+    parent, _, name = fqn.rpartition(".")
+    return [f"{parent}.wk", f"{parent}.wv"] if name == "wkv" else [fqn]
 
 
 def refuse_compiled(why: str | None, measures: Iterable[str]) -> None:

@@ -231,7 +231,7 @@ def test_convert_finds_exactly_the_eligible_linears(build):
     converted = convert(model, PathSpec.of("int4", "int8"))
     assert [o.operator_name for o in converted.operators] == [f"layers.{i}.{n}" for i in range(2) for n in names]
     converted.restore()
-    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.router is a Router: only a plain nn\.Linear"):
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.router is a ExpertRouter: only a plain nn\.Linear"):
         convert(model, PathSpec.of("int4", "int8", targets=["router"]))
 
 

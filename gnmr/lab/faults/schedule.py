@@ -96,9 +96,9 @@ class FaultSchedule:
             self._history[:, 0] = 0
         self._step = step
         armed = {i for i, spans in self._spans.items() if any(start <= step <= end for start, end in spans)}
-        for (index, own), injector in zip(self._group.items(), self._injectors, strict=True):
+        for (index, group), injector in zip(self._group.items(), self._injectors, strict=True):
             numbers = np.random.SeedSequence([self._seed, step, index])
-            injector.arm(int(numbers.generate_state(1, np.uint64)[0]) if own in armed else None)
+            injector.arm(int(numbers.generate_state(1, np.uint64)[0]) if group in armed else None)
 
     def end_step(self, take_largest: Callable[[Tensor], None]) -> None:
         """Call after each step of several processes, to share what stale_scale has recorded.
@@ -123,20 +123,22 @@ def _targeted(converted: ConvertedModel, targets: Sequence[str]) -> dict[int, in
     Raises ValueError for a pattern without a match. A single GEMM cannot be a target, because a fault hits all GEMMs
     that read the input.
     """
-    by_gemm = any(one.gemm is not None for one in converted.units)
-    names = [module_of(one.name) if by_gemm else one.name for one in converted.units]
-    chosen, empty = select([operator.operator_name for operator in converted.operators], targets)
-    whole, no_unit = ([], list(targets)) if by_gemm else select(names, targets)
-    if not targets or (empty := [pattern for pattern in empty if pattern in no_unit]):
-        known = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names)
-        raise ValueError(f"targets {empty}: no unit has such a name; there are {', '.join(known)}")
+    by_gemm = any(unit.gemm is not None for unit in converted.units)
+    names = [module_of(unit.name) if by_gemm else unit.name for unit in converted.units]
+    operators, unmatched = select([operator.operator_name for operator in converted.operators], targets)
+    units, no_unit = ([], list(targets)) if by_gemm else select(names, targets)
+    unmatched = [pattern for pattern in unmatched if pattern in no_unit]
+    if not targets or unmatched:
+        patterns = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names)
+        raise ValueError(f"targets {unmatched}: no unit has such a name; there are {', '.join(patterns)}")
     if by_gemm:
-        return {operator.index: operator.index for operator in converted.operators if operator.operator_name in chosen}
+        hit = [operator for operator in converted.operators if operator.operator_name in operators]
+        return {operator.index: operator.index for operator in hit}
     return {
-        operator.index: unit
-        for unit, one in enumerate(converted.units)
-        for operator in one.operators
-        if one.name in whole or operator.operator_name in chosen
+        operator.index: i
+        for i, unit in enumerate(converted.units)
+        for operator in unit.operators
+        if unit.name in units or operator.operator_name in operators
     }
 
 
@@ -146,19 +148,19 @@ def _members(converted: ConvertedModel, group_of: dict[int, int]) -> dict[int, l
     A group is one unit, or with unit=gemm the GEMMs that read the operator's input. Raises ValueError if these GEMMs
     are not routed.
     """
-    found: dict[int, list[int]] = {}
+    members: dict[int, list[int]] = {}
     for i, unit in enumerate(converted.units):
         index, low = unit.operators[0].index, unit.operators[0].low
         if unit.gemm is None:
             if i in group_of.values():
-                found[i] = [i]
+                members[i] = [i]
         elif index in group_of and isinstance(low, Recipe) and getattr(low, unit.gemm).input is not None:
-            found.setdefault(index, []).append(i)
-    if not found:
+            members.setdefault(index, []).append(i)
+    if not members:
         raise ValueError(
             "a fault breaks the casts of the input, and no GEMM that reads it is routed (precision.recovers)"
         )
-    return found
+    return members
 
 
 def _checked(windows: Sequence[Sequence[int]], steps: int) -> list[tuple[int, int]]:

@@ -22,19 +22,21 @@ from torch import Tensor
 
 _HALF = (torch.bfloat16, torch.float16)
 _NAMES = ("mm", "addmm", "bmm", "baddbmm")
-_KEPT: list[torch.library.Library] = []
+_LIBRARIES: list[torch.library.Library] = []
 """Keeps the libraries alive: a collected library removes its kernels."""
 
 
 def lacking() -> bool:
     """Return whether PyTorch has no fast bfloat16 products on this CPU."""
-    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)  # no such op: built without oneDNN
+    # torch has no public query for native bfloat16: torch.backends.cpu.get_cpu_capability() does not know Arm's. This
+    # operator is missing if torch was built without oneDNN.
+    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
     return supported is None or not supported()
 
 
 def kind() -> str:
     """Return how this process multiplies 16-bit tensors on the CPU, for its records."""
-    return "in FP32" if _KEPT else "16-bit"
+    return "in FP32" if _LIBRARIES else "16-bit"
 
 
 @cache
@@ -49,20 +51,20 @@ def provide() -> bool:
             plain, out = (torch.library.get_kernel(f"aten::{name}{more}", "CPU") for more in ("", ".out"))
             library.impl(name, _product(plain), "CPU", with_keyset=True)
             library.impl(f"{name}.out", _written(plain, out), "CPU", with_keyset=True)
-    _KEPT.append(library)
+    _LIBRARIES.append(library)
     return True
 
 
 def _is_half(operands: tuple[Tensor, ...]) -> bool:
-    return operands[0].dtype in _HALF and all(one.dtype == operands[0].dtype for one in operands)
+    return operands[0].dtype in _HALF and all(operand.dtype == operands[0].dtype for operand in operands)
 
 
 def _product(plain: Any) -> Callable[..., Tensor]:
     def product(keys: Any, *operands: Tensor, **scales: Any) -> Tensor:
         if not _is_half(operands):
             return plain.call_boxed(keys, *operands, **scales)
-        found: Tensor = plain.call_boxed(keys, *(one.float() for one in operands), **scales)
-        return found.to(operands[0].dtype)
+        result: Tensor = plain.call_boxed(keys, *(operand.float() for operand in operands), **scales)
+        return result.to(operands[0].dtype)
 
     return product
 
@@ -72,9 +74,9 @@ def _written(plain: Any, out_kernel: Any) -> Callable[..., Tensor]:
 
     def written(keys: Any, *operands: Tensor, out: Tensor, **scales: Any) -> Tensor:
         if _is_half((*operands, out)):
-            found: Tensor = plain.call_boxed(keys, *(one.float() for one in operands), **scales)
-            if found.shape == out.shape:
-                return out.copy_(found)
+            result: Tensor = plain.call_boxed(keys, *(operand.float() for operand in operands), **scales)
+            if result.shape == out.shape:
+                return out.copy_(result)
         return out_kernel.call_boxed(keys, *operands, **scales, out=out)
 
     return written

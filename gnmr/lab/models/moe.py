@@ -49,7 +49,7 @@ from gnmr.lab.models.gpt import GPT
 from gnmr.lab.models.layers import GELUMLP, Attention, Block
 
 
-class Routing(NamedTuple):
+class ExpertShares(NamedTuple):
     """The assignments of one forward pass in one layer."""
 
     share_E: Tensor
@@ -58,7 +58,7 @@ class Routing(NamedTuple):
     """L of the module docstring, a scalar in FP32, with its graph."""
 
 
-class Router(nn.Linear):
+class ExpertRouter(nn.Linear):
     """x_ND -> logits_NE without bias, computed in FP32 for every dtype of x and the weight, even under autocast."""
 
     def __init__(self, width: int, num_experts: int) -> None:
@@ -72,7 +72,7 @@ class Router(nn.Linear):
 
 
 class MoEMLP(nn.Module):
-    """The mixture of layer `index`: x_BTD and, for a fixed routing, tokens_BT -> (y_BTD, Routing)."""
+    """The mixture of layer `index`: x_BTD and, for a fixed routing, tokens_BT -> (y_BTD, ExpertShares)."""
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
@@ -81,12 +81,12 @@ class MoEMLP(nn.Module):
         # With one choice each normalized weight would be 1, and the gate could not learn.
         self.normalized = options.top_k > 1
         self.seed = None if options.routing_seed is None else options.routing_seed * config.num_layers + index
-        self.router = Router(config.hidden_size, options.number)
+        self.router = ExpertRouter(config.hidden_size, options.number)
         self.experts = nn.ModuleList(GELUMLP(config) for _ in range(options.number))
 
     @torch.compiler.disable
-    def forward(self, x_BTD: Tensor, tokens_BT: Tensor | None = None) -> tuple[Tensor, Routing]:
-        """Map x_BTD to (y_BTD, Routing). On a GPU, wait once for the number of tokens of each expert."""
+    def forward(self, x_BTD: Tensor, tokens_BT: Tensor | None = None) -> tuple[Tensor, ExpertShares]:
+        """Map x_BTD to (y_BTD, ExpertShares). On a GPU, wait once for the number of tokens of each expert."""
         x_ND = x_BTD.flatten(0, 1)
         weight_Nk, expert_Nk, count_E, balance_loss = self.route(x_ND, tokens_BT)
         order_R = expert_Nk.flatten().argsort(stable=True)
@@ -100,7 +100,7 @@ class MoEMLP(nn.Module):
         # the graph, so no gradient reaches it.
         outputs = [expert(rows) for expert, rows in zip(self.experts, slices, strict=True)]
         y_ND = _Combine.apply(torch.cat([y for y in outputs if len(y) > 0]), weight_Nk, order_R, token_R, place_Nk)
-        return y_ND.view_as(x_BTD), Routing(count_E / len(order_R), balance_loss)
+        return y_ND.view_as(x_BTD), ExpertShares(count_E / len(order_R), balance_loss)
 
     def route(self, x_ND: Tensor, tokens_BT: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return (weight_Nk in FP32, expert_Nk int64, assignments count_E int64, balancing loss)."""
@@ -127,9 +127,9 @@ class MoEMLP(nn.Module):
 
 
 class MoEBlock(Block):
-    """A block whose MLP is a mixture: (x_BTD, tokens_BT) -> (x_BTD, Routing)."""
+    """A block whose MLP is a mixture: (x_BTD, tokens_BT) -> (x_BTD, ExpertShares)."""
 
-    def forward(self, x_BTD: Tensor, tokens_BT: Tensor | None = None) -> tuple[Tensor, Routing]:  # type: ignore[override]
+    def forward(self, x_BTD: Tensor, tokens_BT: Tensor | None = None) -> tuple[Tensor, ExpertShares]:  # type: ignore[override]
         x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), None)
         y_BTD, routing = self.mlp(self.post_attention_layernorm(x_BTD), tokens_BT)
         return x_BTD + y_BTD, routing
@@ -143,7 +143,7 @@ class MoE(GPT):
 
     def __init__(self, config: ModelConfig, vocab_size: int, max_seq_len: int) -> None:
         super().__init__(config, vocab_size, max_seq_len)
-        self.routings: list[Routing] = []
+        self.routings: list[ExpertShares] = []
 
     def block(self, index: int) -> Block:
         width, eps = self.config.hidden_size, self.config.norm_eps
@@ -269,7 +269,8 @@ class _Combine(torch.autograd.Function):
         weight_R1 = weight_Nk.flatten().index_select(0, order_R).to(rows_RD.dtype).unsqueeze(1)
         # Bags of size one multiply each row by its weight while it is read.
         grad_RD = F.embedding_bag(token_R.unsqueeze(1), grad_ND, mode="sum", per_sample_weights=weight_R1)
-        # This is the function that autograd would call: each token's gradient times each of its rows.
+        # This is the function that autograd would call: each token's gradient times each of its rows. torch has no
+        # public name for it; (grad_ND.index_select(...) * rows_RD).sum(-1) replaces it at the cost of one more (R, D).
         k, row_R = place_Nk.shape[1], place_Nk.flatten()
         assignment_R = torch.arange(len(row_R), device=row_R.device)
         grad_weight_R = torch.ops.aten._embedding_bag_per_sample_weights_backward(

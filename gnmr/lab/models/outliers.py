@@ -102,8 +102,8 @@ class OutlierWindow:
     def touched(self) -> list[str]:
         """Return the names of the linears that write or read one of the channels, in module order."""
         of_pairs = {module for source, readers, _ in _pairs(self._model) for module in (source, *readers)}
-        found = (name for name, module in self._model.named_modules() if module in of_pairs)
-        return [name for name in found if isinstance(self._model.get_submodule(name), nn.Linear)]
+        modules = self._model.named_modules()
+        return [name for name, module in modules if module in of_pairs and isinstance(module, nn.Linear)]
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain numbers, which JSON can store: whether the channels are on, and the channels of each source."""

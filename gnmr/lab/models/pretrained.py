@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gnmr.errors import UserError, install
+from gnmr.errors import UserError, first_few, install
 from gnmr.lab.config.model import AdapterConfig
 from gnmr.lab.data.batch import Batch, model_inputs
 from gnmr.lab.models import cpu_products
@@ -44,8 +44,8 @@ from gnmr.patterns import select
 from gnmr.records.disk import sha256
 from gnmr.records.untrusted import first_line
 
-MOST_LAYERS = 1000  # upper limit for config.json; the deepest known models have about 130
-MOST_TOKENS = 2**30  # for a model without a length limit (recurrent, ALiBi)
+MAX_LAYERS = 1000  # upper limit for config.json; the deepest known models have about 130
+MAX_TOKENS = 2**30  # for a model without a length limit (recurrent, ALiBi)
 _LORA_ALPHA = 16
 """The output of an adapter is multiplied by this number over the adapter's rank (E.3)."""
 _DTYPES = ("F64", "F32", "F16", "BF16")
@@ -78,12 +78,12 @@ def open_config(checkpoint: str, where: str | None = None) -> Any:
     with quiet(), _one_line(where, folder.is_dir()):
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
-        found = AutoConfig.from_pretrained(folder if folder.is_dir() else checkpoint, trust_remote_code=False)
-        if getattr(found, "is_encoder_decoder", False) or type(found) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise _not_causal(found, where)
-    if isinstance(layers := getattr(found, "num_hidden_layers", 0), int) and layers > MOST_LAYERS:
-        raise UserError(f"{where}: config.json says {layers:,} layers, {MOST_LAYERS:,} are the most")
-    return found
+        config = AutoConfig.from_pretrained(folder if folder.is_dir() else checkpoint, trust_remote_code=False)
+        if getattr(config, "is_encoder_decoder", False) or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise _not_causal(config, where)
+    if isinstance(layers := getattr(config, "num_hidden_layers", 0), int) and layers > MAX_LAYERS:
+        raise UserError(f"{where}: config.json says {layers:,} layers, {MAX_LAYERS:,} are the most")
+    return config
 
 
 def _not_causal(config: Any, where: str) -> UserError:
@@ -100,9 +100,8 @@ def check_files(folder: Path) -> list[Path]:
     file = folder / "model.safetensors.index.json"
     try:
         shards = json.loads(file.read_bytes())["weight_map"].values() if file.is_file() else []
-        files = sorted(
-            {folder / name for name in shards} or folder.glob("[!.]*.safetensors")
-        )  # hidden: a file browser's
+        # Hidden files are not the checkpoint's: file browsers write them.
+        files = sorted({folder / name for name in shards} or folder.glob("[!.]*.safetensors"))
         for file in files:
             with safe_open(file, framework="pt"):
                 pass
@@ -117,14 +116,14 @@ def tensors_of(folder: Path) -> dict[str, tuple[tuple[int, ...], int]]:
     """Return (shape, bytes of a number) of each tensor of a checkpoint, by its name, from the headers of its files."""
     from safetensors import safe_open
 
-    found = {}
+    tensors = {}
     for file in check_files(folder):
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118
-                part = opened.get_slice(name)
-                bits = "".join(filter(str.isdigit, part.get_dtype().partition("_")[0]))
-                found[name] = tuple(part.get_shape()), int(bits or 8) // 8
-    return found
+                header = opened.get_slice(name)
+                bits = "".join(filter(str.isdigit, header.get_dtype().partition("_")[0]))  # F8_E4M3: 8; BOOL: none
+                tensors[name] = tuple(header.get_shape()), int(bits or 8) // 8
+    return tensors
 
 
 def local(checkpoint: str, where: str | None = None) -> Path:
@@ -163,22 +162,22 @@ def load(checkpoint: str, dtype: torch.dtype | str, device: torch.device, where:
     config = open_config(checkpoint, where)
     folder = local(checkpoint, where)
     files = check_files(folder)
-    given = getattr(config, "quantization_config", None)
+    quantization = getattr(config, "quantization_config", None)
     with quiet(), _one_line(where):
         from transformers.quantizers import AutoHfQuantizer
 
-        known = given is not None and AutoHfQuantizer.supports_quant_method(given)
-    if not known:  # transformers passes over a method of others (ModelOpt)
-        whole = folder / "model.safetensors"  # transformers reads it instead of all other files
-        _check_dtypes([whole] if whole.is_file() else files, where)
-    dequantized = isinstance(given, dict) and given.get("quant_method") in _DEQUANTIZED
+        supported = quantization is not None and AutoHfQuantizer.supports_quant_method(quantization)
+    if not supported:  # transformers passes over a method of others (ModelOpt)
+        single_file = folder / "model.safetensors"  # transformers reads it instead of all other files
+        _check_dtypes([single_file] if single_file.is_file() else files, where)
+    dequantized = isinstance(quantization, dict) and quantization.get("quant_method") in _DEQUANTIZED
     if dequantized:
         config.quantization_config["dequantize"] = True
     cpu_products.provide()
     with quiet(), _one_line(where), torch.random.fork_rng(devices=[]):  # some families draw before they read
         from transformers import AutoModelForCausalLM
 
-        found: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(folder),
             config=config,
             trust_remote_code=False,
@@ -188,7 +187,7 @@ def load(checkpoint: str, dtype: torch.dtype | str, device: torch.device, where:
             ignore_mismatched_sizes=True,  # the report lists them by name
             device_map={"": str(device)},
         )
-    model, report = found
+    model, report = loaded
     if getattr(model, "is_quantized", False):
         raise UserError(
             f"{where}: transformers keeps it quantized ({model.quantization_method.value}), so no other casts "
@@ -197,10 +196,12 @@ def load(checkpoint: str, dtype: torch.dtype | str, device: torch.device, where:
     _check_weights(report, where)
     if dtype == torch.float32:  # of an FP8 checkpoint transformers leaves the rest in bfloat16, whatever is asked for
         model.float()
-    if dequantized:  # otherwise experts are saved under their names with scales, or not at all
+    if dequantized:
+        # Otherwise `save_pretrained` reverses the dequantization: it saves experts under their names with scales, or
+        # not at all. transformers has no public option for a plain save of a model that it dequantized.
         model._weight_conversions = None
     model.config.use_cache = False
-    with quiet(), _one_line(where, what="cannot be run"):
+    with quiet(), _one_line(where, problem="cannot be run"):
         reads = _reads(model.eval())
     if reads & {6, 7}:
         raise _not_causal(model.config, where)
@@ -234,10 +235,10 @@ def _reads(model: Any) -> set[int]:
 
 
 def max_length(model: nn.Module) -> int:
-    """Return the largest number of tokens that a checkpoint's model supports, or `MOST_TOKENS` if it is unspecified."""
-    own: Any = model.config.get_text_config()  # type: ignore[union-attr,operator]
-    found = (getattr(own, name, None) for name in ("max_position_embeddings", "max_seq_len", "context_length"))
-    return next((number for number in found if isinstance(number, int) and number > 0), MOST_TOKENS)
+    """Return the largest number of tokens that a checkpoint's model supports, or `MAX_TOKENS` if it is unspecified."""
+    config: Any = model.config.get_text_config()  # type: ignore[union-attr,operator]
+    limits = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len", "context_length"))
+    return next((number for number in limits if isinstance(number, int) and number > 0), MAX_TOKENS)
 
 
 def _takes_positions(model: Any) -> bool:
@@ -264,21 +265,19 @@ def _check_weights(report: Mapping[str, Any], where: str) -> None:
 
     The report does not contain weights that a class omits on purpose.
     """
-    shapes = {
-        name: f"{name} is {[*there]} in the file, {[*here]} by config.json"
-        for name, there, here in report["mismatched_keys"]
-    }
+    mismatched = [
+        f"{name} is {[*in_file]} in the file, {[*in_config]} by config.json"
+        for name, in_file, in_config in report["mismatched_keys"]
+    ]
     surplus = [name for name in report["unexpected_keys"] if not name.endswith(_BUFFERS)]
     for names, problem in (
         (report["missing_keys"], "missing in its files"),
-        (shapes.values(), "of another shape than config.json says"),
+        (mismatched, "of another shape than config.json says"),
         (surplus, "in its files alone: the model of config.json would not compute what was trained"),
     ):
         if names:
-            first = ", ".join(sorted(names)[:3]) + ", ..." * (len(names) > 3)
-            raise UserError(
-                f"{where}: weights {problem} ({len(names)}: {first}); give the config.json that belongs to these files"
-            )
+            first = first_few(sorted(names), 3)
+            raise UserError(f"{where}: weights {problem} ({first}); give the config.json that belongs to these files")
 
 
 def empty(checkpoint: str, dtype: torch.dtype, where: str | None = None) -> nn.Module:
@@ -304,10 +303,10 @@ def add_adapter(model: nn.Module, adapter: AdapterConfig, seed: int) -> None:
     from transformers.pytorch_utils import Conv1D
 
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
-    chosen, nothing = select(linears, adapter.targets)
-    if nothing:
+    chosen, unmatched = select(linears, adapter.targets)
+    if unmatched:
         kinds = sorted({name.rpartition(".")[2] for name in linears})
-        raise UserError(f"model.adapter.targets={nothing}: no linear has such a name; there are {', '.join(kinds)}")
+        raise UserError(f"model.adapter.targets={unmatched}: no linear has such a name; there are {', '.join(kinds)}")
     with quiet(), torch.random.fork_rng(devices=[]):
         from peft import LoraConfig
 
@@ -324,9 +323,9 @@ def add_adapter(model: nn.Module, adapter: AdapterConfig, seed: int) -> None:
             model.add_adapter(lora)  # type: ignore[operator]
         except Exception as error:  # peft raises many types
             raise UserError(f"{where}: peft cannot adapt them ({first_line(error)}); name others") from error
-    given = {name for name, module in model.named_modules() if hasattr(module, "lora_A")}
-    if others := sorted(given ^ {*chosen}):
-        raise UserError(f"{where}: peft adapts other parameters in their place ({', '.join(others[:2])}); name others")
+    adapted = {name for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    if wrong := sorted(adapted ^ {*chosen}):
+        raise UserError(f"{where}: peft adapts other parameters in their place ({', '.join(wrong[:2])}); name others")
     for layer in model.modules():
         if hasattr(layer, "lora_A"):
             layer.cast_input_dtype_enabled = False  # type: ignore[assignment]
@@ -348,8 +347,8 @@ class _AdapterLinear(nn.Linear):
 
 def fingerprint(checkpoint: str) -> str:
     """Return a sha256 over config and weight files; of a hub name, over the files from `local` (1 to 2 s per GB)."""
-    mine = ("config.json", "model.safetensors.index.json")
-    files = sorted(p for p in local(checkpoint).iterdir() if p.name in mine or fnmatch(p.name, "[!.]*.safetensors"))
+    names = ("config.json", "model.safetensors.index.json")
+    files = sorted(p for p in local(checkpoint).iterdir() if p.name in names or fnmatch(p.name, "[!.]*.safetensors"))
     return hashlib.sha256("".join(f"{p.name} {sha256(p.resolve())}\n" for p in files).encode()).hexdigest()
 
 
@@ -365,48 +364,48 @@ def save(
     (adapter_config.json, adapter_model.safetensors). `tokenizer` is our tokenizer.json, or the name of the original
     checkpoint. `weights` replace the model's weights, or those of its adapters, if this process has only parts of them.
     """
-    beside = folder.with_name(f".{folder.name}.writing")
-    shutil.rmtree(beside, ignore_errors=True)
+    temporary = folder.with_name(f".{folder.name}.writing")
+    shutil.rmtree(temporary, ignore_errors=True)
     with quiet():
         if isinstance(model, Llama):
-            as_hugging_face(model, weights).save_pretrained(beside)
+            as_hugging_face(model, weights).save_pretrained(temporary)
         else:
-            model.save_pretrained(beside, state_dict=None if weights is None else dict(weights))  # type: ignore[operator]
+            model.save_pretrained(temporary, state_dict=None if weights is None else dict(weights))  # type: ignore[operator]
         if tokenizer is not None:
-            tokenizer_of(tokenizer).save_pretrained(beside)
+            tokenizer_of(tokenizer).save_pretrained(temporary)
     shutil.rmtree(folder, ignore_errors=True)
-    beside.rename(folder)
+    temporary.rename(folder)
 
 
 def as_hugging_face(model: Llama, weights: Mapping[str, Tensor] | None = None) -> Any:
     """Return a `LlamaForCausalLM` with the weights of `model` or `weights`. Logits are equal up to rounding."""
     need("transformers", "Hugging Face's layout")
-    own = model.config
+    config = model.config
     named = dict(model.named_parameters()) if weights is None else weights
-    weight = named["embed_tokens.weight"]
-    renamed = {name if name.startswith("lm_head") else f"model.{name}": p for name, p in named.items()}
+    embedding = named["embed_tokens.weight"]
     with quiet(), torch.random.fork_rng(devices=[]):  # the initialization draws random numbers
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import AutoModelForCausalLM, LlamaConfig
 
-        shape = LlamaConfig(
-            vocab_size=weight.shape[0],
-            hidden_size=own.hidden_size,
-            intermediate_size=own.intermediate_size,
-            num_hidden_layers=own.num_layers,
-            num_attention_heads=own.num_heads,
-            num_key_value_heads=own.num_kv_heads or own.num_heads,
+        llama_config = LlamaConfig(
+            vocab_size=embedding.shape[0],
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads or config.num_heads,
             max_position_embeddings=model.max_seq_len,
-            rms_norm_eps=own.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": own.rope_theta},
-            tie_word_embeddings=own.tied_head,
+            rms_norm_eps=config.norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+            tie_word_embeddings=config.tied_head,
             initializer_range=model.init_std,
-            dtype=weight.dtype,
+            dtype=embedding.dtype,
         )
         # Built in the weights' dtype: a cast afterwards would round the rotary frequencies.
-        theirs = LlamaForCausalLM._from_config(shape, attn_implementation="sdpa", dtype=weight.dtype)
-        theirs.to(weight.device)
-        theirs.load_state_dict(renamed, strict=not own.tied_head)  # a tied head is not a separate weight here
-    return theirs.train(model.training)
+        llama: Any = AutoModelForCausalLM.from_config(llama_config, attn_implementation="sdpa", dtype=embedding.dtype)
+        llama.to(embedding.device)
+        renamed = {name if name.startswith("lm_head") else f"model.{name}": p for name, p in named.items()}
+        llama.load_state_dict(renamed, strict=not config.tied_head)  # a tied head is not a separate weight here
+    return llama.train(model.training)
 
 
 def open_tokenizer(checkpoint: str) -> Any:
@@ -434,13 +433,13 @@ def tokenizer_of(tokenizer: Path | str) -> Any:
 
     from gnmr.lab.data import tokenizer as bpe
 
-    own = bpe.load(tokenizer.read_bytes(), str(tokenizer))
-    end = own.id_to_token(bpe.end_token(own))
-    return PreTrainedTokenizerFast(tokenizer_object=own, eos_token=end, pad_token=end)
+    loaded = bpe.load(tokenizer.read_bytes(), str(tokenizer))
+    end = loaded.id_to_token(bpe.end_token(loaded))
+    return PreTrainedTokenizerFast(tokenizer_object=loaded, eos_token=end, pad_token=end)
 
 
 @contextmanager
-def _one_line(where: str, local: bool = True, what: str = "cannot be loaded") -> Iterator[None]:
+def _one_line(where: str, local: bool = True, problem: str = "cannot be loaded") -> Iterator[None]:
     """Raise UserError with one line for any error of the libraries about an unusable checkpoint."""
     try:
         yield
@@ -452,9 +451,12 @@ def _one_line(where: str, local: bool = True, what: str = "cannot be loaded") ->
                 f"{where}: brings Python code of its own (auto_map), which is never run; use a checkpoint of a model "
                 "that transformers has"
             ) from error
-        what = what if local else "cannot be read from the hub"
-        remedy = "" if local else "; give a local folder, or check the network, HF_ENDPOINT and the token"
-        raise UserError(f"{where}: {what} ({first_line(error)}){remedy}") from error
+        if local:
+            raise UserError(f"{where}: {problem} ({first_line(error)})") from error
+        raise UserError(
+            f"{where}: cannot be read from the hub ({first_line(error)}); give a local folder, or check the network, "
+            "HF_ENDPOINT and the token"
+        ) from error
 
 
 @contextmanager
@@ -466,10 +468,10 @@ def quiet() -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from huggingface_hub.utils import disable_progress_bars
-            from transformers.utils import logging as theirs
+            from transformers.utils import logging as transformers_logging
 
             disable_progress_bars()
-            theirs.disable_progress_bar()
+            transformers_logging.disable_progress_bar()
             yield
     finally:
         logging.disable(before)
