@@ -276,3 +276,18 @@ def test_doctests_hold() -> None:
 def test_every_command_has_its_help_in_the_reference() -> None:
     page = (ROOT / "docs" / "reference" / "commands.md").read_text()
     assert set(re.findall(r"<!-- help: (\w+) -->", page)) == set(COMMANDS)
+
+
+def test_the_journeys_of_the_design_page_pass_files_that_exist() -> None:
+    """Rows such as "| `control/norms.py` `UnitNorms` | ... |": the file has the names, later ones also in the class."""
+    rows = re.findall(r"^\| `([\w/]+)\.py` ((?:`[\w.]+`(?:, )?)+) \|", (ROOT / "docs/design.md").read_text(), re.M)
+    assert len(rows) >= 8
+    for file, names in rows:
+        module = import_module(f"gnmr.{file.replace('/', '.')}")
+        owners: list[Any] = [module]
+        for name in re.findall(r"`([\w.]+)`", names):
+            first, _, method = name.partition(".")
+            assert any(hasattr(owner, first) for owner in owners), name
+            if method:
+                owners.append(getattr(module, first))
+                assert hasattr(owners[-1], method), name

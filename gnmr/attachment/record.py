@@ -15,6 +15,7 @@ train` cannot run it.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import time
@@ -236,17 +237,14 @@ def plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values in a form that YAML can hold; an object is replaced by its name."""
 
     def as_plain(value: Any) -> Any:
-        if value is None or isinstance(value, bool):
-            return value
-        for kind in (int, float, str):
-            if isinstance(value, kind):
-                return kind(value)  # YAML refuses what is derived from it, such as NumPy's float64
         if isinstance(value, TwoStage):
-            value = vars(value)
+            return vars(value)
         if isinstance(value, Mapping):
-            return {str(key): as_plain(item) for key, item in value.items()}
+            return {str(key): item for key, item in value.items()}
         if isinstance(value, Sequence):
-            return [as_plain(item) for item in value]
+            return list(value)
         return str(getattr(value, "name", None) or getattr(value, "__name__", None) or type(value).__name__)
 
-    return {key: as_plain(value) for key, value in values.items()}
+    # JSON writes what is derived from numbers and strings, such as NumPy's float64, which YAML refuses.
+    tree: dict[str, Any] = json.loads(json.dumps(dict(values), default=as_plain))
+    return tree
