@@ -22,8 +22,8 @@ def ending() -> list[signal.Signals]:
     They are SIGTERM, SIGUSR1 and SIGUSR2 (warnings of Slurm and submitit before the time limit) and SIGHUP (the
     terminal is closed). A signal other than SIGTERM is left out if it is ignored (nohup).
     """
-    others = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-    return [signal.SIGTERM, *(number for number in others if signal.getsignal(number) is not signal.SIG_IGN)]
+    graceful = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+    return [signal.SIGTERM, *(number for number in graceful if signal.getsignal(number) is not signal.SIG_IGN)]
 
 
 class Stopped(SystemExit):

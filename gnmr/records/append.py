@@ -100,8 +100,8 @@ def begins_with(path: Path, counted: list[int]) -> bool:
 def _crc32(path: Path, size: int) -> int:
     crc32 = 0
     with open(path, "rb", opener=no_link) as file:
-        while part := file.read(min(1 << 20, size)):
-            crc32, size = zlib.crc32(part, crc32), size - len(part)
+        while chunk := file.read(min(1 << 20, size)):
+            crc32, size = zlib.crc32(chunk, crc32), size - len(chunk)
     return crc32
 
 

@@ -109,5 +109,5 @@ def check_tree(folder: Path, skip: tuple[str, ...] = ()) -> None:
             if stat.S_ISDIR(mode) and entry.name not in skip:
                 check_tree(Path(entry.path))
             elif not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
-                what = "a symbolic link" if stat.S_ISLNK(mode) else "no regular file"
-                raise UserError(f"{entry.path}: is {what}, which a run folder does not hold: remove it")
+                kind = "a symbolic link" if stat.S_ISLNK(mode) else "no regular file"
+                raise UserError(f"{entry.path}: is {kind}, which a run folder does not hold: remove it")

@@ -22,11 +22,14 @@ _TAIL_BYTES = 1 << 16  # much longer than a row of steps.jsonl
 
 
 def find_runs(paths: Iterable[Path]) -> list[Path]:
-    """Run folders at or below the paths, each once, in order of name; hidden folders below a path are passed over.
+    """Return the run folders at or below the paths, each once, in order of name.
 
-    Raises `UserError` for a path that does not exist or has no run in it.
+    Hidden folders below a path are passed over.
+
+    Raises:
+        UserError: a path does not exist or has no run in it.
     """
-    found: dict[Path, Path] = {}
+    runs: dict[Path, Path] = {}
     for path in paths:
         if not path.is_dir():
             trial = path.parent / SMOKE / path.name
@@ -42,12 +45,12 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
         if not inside:
             raise UserError(f"{path}: no run in it (a run folder holds config.yaml and steps.jsonl or header.json)")
         for folder in inside:
-            found.setdefault(folder.resolve(), folder)
-    return list(found.values())
+            runs.setdefault(folder.resolve(), folder)
+    return list(runs.values())
 
 
 def changed(run: Path) -> float:
-    """When a run's records were written last, seconds since the epoch; 0 where it has none."""
+    """Return when a run's records were written last, seconds since the epoch; 0 where it has none."""
     times = [0.0]
     for name in _RECORDS:
         with suppress(OSError):
@@ -61,25 +64,25 @@ def named(place: str, root: str | Path = "runs") -> str:
         return place
     if not Path(root).is_dir():
         raise UserError(f"{LATEST}: there is no folder {root}/ here, so no run; name a run's folder")
-    found = find_runs([Path(root)])
-    return str(max([run for run in found if SMOKE not in run.relative_to(root).parts] or found, key=changed))
+    runs = find_runs([Path(root)])
+    return str(max([run for run in runs if SMOKE not in run.relative_to(root).parts] or runs, key=changed))
 
 
 def finished(folder: Path) -> str:
     """Return one line about a run that is done: its folder, perplexity, spend and time."""
     from gnmr.records.reader import read_json  # imported here, because it imports pyarrow
 
-    told = [folder.name]
+    figures = [folder.name]
     with suppress(OSError, ValueError, KeyError, TypeError):  # the report names records that cannot be read
         summary = read_json(folder / "summary.json") or {}
         if (perplexity := summary["final_val_ppl"]) is not None:
-            told.append(f"ppl {perplexity:.2f}")
+            figures.append(f"ppl {perplexity:.2f}")
         if (sent := summary.get("numbers_sent_frac")) is not None:  # the cost of recovery with compressed gradients
-            told.append(f"sent {sent:.1%}")
+            figures.append(f"sent {sent:.1%}")
         elif (spent := summary["spent_gemm_frac"]) is not None:
-            told.append(f"GEMM FLOPs recovered {spent:.1%}")
-        told.append(str(timedelta(seconds=round(summary["wall_time_s"]))))
-    return "  ".join(told)
+            figures.append(f"GEMM FLOPs recovered {spent:.1%}")
+        figures.append(str(timedelta(seconds=round(summary["wall_time_s"]))))
+    return "  ".join(figures)
 
 
 def last_step(folder: Path) -> int:

@@ -119,8 +119,8 @@ def _start_of(pid: int) -> str | None:
     """Return when a process of this machine began (empty where the system does not say), or None if it has ended."""
     if Path("/proc/self/stat").exists():
         with suppress(OSError):
-            state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            return None if state in "ZX" else rest[18]
+            state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            return None if state in "ZX" else fields[18]  # starttime, in clock ticks since boot
         return None
     with suppress(PermissionError):
         try:
@@ -172,9 +172,9 @@ def _touch(path: Path, mark: dict[str, str | int], ended: threading.Event) -> No
 def _refuse_living_owner(folder: Path) -> None:
     path = folder / OWNER
     mark = _read(path)
-    if mark is None or mark == (ours := _mark()):
+    if mark is None or mark == (own_mark := _mark()):
         return
-    if mark.get("machine") == ours["machine"]:
+    if mark.get("machine") == own_mark["machine"]:
         until = time.monotonic() + _DYING_S
         while mark.get("start") == _start_of(int(mark["pid"])):
             if time.monotonic() > until:

@@ -17,21 +17,21 @@ from gnmr.records.append import as_json
 
 
 @contextmanager
-def replacing(path: Path, what: object = None, follow: bool = True) -> Iterator[BinaryIO]:
+def replacing(path: Path, label: object = None, follow: bool = True) -> Iterator[BinaryIO]:
     """Open a file to write to; `path` gets the new content at the end of the block, and keeps the old one on an error.
 
     Args:
         path: a file, which is replaced, or a character device or a pipe, which is opened. A symbolic link to a device
             or a pipe is followed; one to a file is refused.
-        what: how messages name the path.
+        label: how messages name the path.
         follow: False in a folder that others made: only regular files are accepted there.
 
     Raises:
         UserError: if the path cannot be written.
     """
-    what = path if what is None else what
-    with writing(what):
-        if _is_device(path, what, follow):
+    label = path if label is None else label
+    with writing(label):
+        if _is_device(path, label, follow):
             with open(os.open(path, os.O_WRONLY | os.O_CLOEXEC), "wb") as file:
                 yield file
             return
@@ -42,18 +42,18 @@ def replacing(path: Path, what: object = None, follow: bool = True) -> Iterator[
             yield file
 
 
-def check(path: Path, what: object = None, follow: bool = True) -> None:
+def check(path: Path, label: object = None, follow: bool = True) -> None:
     """Raise UserError if `replacing` would refuse the path; called before there is anything to write."""
-    what = path if what is None else what
-    with writing(what):
-        if _is_device(path, what, follow):
+    label = path if label is None else label
+    with writing(label):
+        if _is_device(path, label, follow):
             return
         if not path.parent.is_dir():
-            raise UserError(f"{what}: must be a file in a folder that exists")
+            raise UserError(f"{label}: must be a file in a folder that exists")
         TemporaryFile(dir=path.parent).close()
 
 
-def _is_device(path: Path, what: object, follow: bool) -> bool:
+def _is_device(path: Path, label: object, follow: bool) -> bool:
     """Return True if `path` is written to instead of being replaced. Raises UserError if neither is possible."""
     try:
         kind = stat.S_IFMT(os.stat(path, follow_symlinks=follow).st_mode)
@@ -61,18 +61,18 @@ def _is_device(path: Path, what: object, follow: bool) -> bool:
         kind = stat.S_IFREG
     device = follow and kind in (stat.S_IFCHR, stat.S_IFIFO)
     if not device and kind != stat.S_IFREG:
-        raise UserError(f"{what}: must be a file in a folder that exists, and is something else")
+        raise UserError(f"{label}: must be a file in a folder that exists, and is something else")
     if not device and path.is_symlink():
-        raise UserError(f"{what}: is a symbolic link; name the file itself")
+        raise UserError(f"{label}: is a symbolic link; name the file itself")
     return device
 
 
-def write_text(path: Path, text: str, what: object = None, follow: bool = True) -> None:
+def write_text(path: Path, text: str, label: object = None, follow: bool = True) -> None:
     """Write UTF-8 text; see `replacing`."""
-    with replacing(path, what, follow) as file:
+    with replacing(path, label, follow) as file:
         file.write(text.encode("utf-8", "backslashreplace"))
 
 
-def write_json(path: Path, tree: dict[str, Any], what: object = None, follow: bool = True) -> None:
+def write_json(path: Path, tree: dict[str, Any], label: object = None, follow: bool = True) -> None:
     """Write a JSON object; see `replacing`."""
-    write_text(path, as_json(tree), what, follow)
+    write_text(path, as_json(tree), label, follow)

@@ -73,12 +73,12 @@ def iter_jsonl(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
 def _object(data: bytes) -> dict[str, Any] | None:
     """Return a JSON object, decoded; None for anything else. Raises ValueError if it is nested too deeply."""
     try:
-        found = json.loads(data)
+        tree = json.loads(data)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     except ValueError:  # JSONDecodeError, or the UnicodeDecodeError of a torn character
         return None
-    return decode(bounded(found)) if isinstance(found, dict) else None
+    return decode(bounded(tree)) if isinstance(tree, dict) else None
 
 
 def iter_sound(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
@@ -108,8 +108,7 @@ def read_windows(folder: Path) -> list[FaultWindow]:
 
     Raises `Damaged` for a row without a unit, a first or a last step.
     """
-    path = folder / "faults.jsonl"
-    found = []
+    path, windows = folder / "faults.jsonl", list[FaultWindow]()
     for number, row in enumerate(read_jsonl(path), 1):
         try:
             unit, start, end = str(row["unit"]), int(row["step"]), int(row["end"])
@@ -118,8 +117,8 @@ def read_windows(folder: Path) -> list[FaultWindow]:
             raise Damaged(f"{path}, line {number}: not a fault window (step, end and unit are needed)") from error
         if not start <= end <= MAX_STEP:
             raise Damaged(f"{path}, line {number}: not a fault window (it ends at {end})")
-        found.append(FaultWindow(unit, start, end, text(row.get("kind") or ""), magnitude))
-    return found
+        windows.append(FaultWindow(unit, start, end, text(row.get("kind") or ""), magnitude))
+    return windows
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

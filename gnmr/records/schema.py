@@ -190,13 +190,13 @@ class UnitRows:
     lock: np.ndarray  # (U,) int64, after this step's decision
 
 
-def step_row(decision: Decision, *, routed: bool = True, **known: Any) -> dict[str, Any]:
-    """Return a row of `STEP_FIELDS`; a field that is not `known` is None.
+def step_row(decision: Decision, *, routed: bool = True, **fields: Any) -> dict[str, Any]:
+    """Return a row of `STEP_FIELDS`; a field that is not in `fields` is None.
 
     Args:
         decision: what the controller saw and did in the step.
         routed: False for a step in which no unit was routed.
-        **known: further fields.
+        **fields: further fields.
     """
     return {
         **dict.fromkeys(STEP_FIELDS),
@@ -208,7 +208,7 @@ def step_row(decision: Decision, *, routed: bool = True, **known: Any) -> dict[s
         "num_candidates": sum(decision.candidate.tolist()) if routed else None,
         "num_active": sum(decision.in_force.tolist()) if routed else None,
         "over": {column: decision.over(column) for column in decision.columns},
-        **known,
+        **fields,
     }
 
 

@@ -88,15 +88,16 @@ def check_rows(
     # A kill may cut the row of one step, and the run may have gone on since `steps` were read.
     if planned is not None and later > last + 1 and not any(row["step"] >= later for row in read_jsonl(path)):
         raise Damaged(f"{path}: ends after step {last:,}, and other files reach step {later:,}; copy the run again")
-    if (told := summary.get("steps")) is not None and told != len(steps):
-        raise Damaged(f"{path}: {len(steps):,} rows, and summary.json counts {told:,}; copy the run again")
+    if (counted := summary.get("steps")) is not None and counted != len(steps):
+        raise Damaged(f"{path}: {len(steps):,} rows, and summary.json counts {counted:,}; copy the run again")
     if done and planned is not None and last < planned:
         raise Damaged(
             f"{folder / 'DONE'}: the rows end after step {last:,} of {planned:,}; remove DONE, and the command that "
             "began the run continues it"
         )
-    told = summary.get("final_val_loss")
-    if exists(folder / "eval.jsonl") and told is not None and repr(told) != repr(final_val_loss):
+    loss_of_summary = summary.get("final_val_loss")
+    same_loss = loss_of_summary is None or repr(loss_of_summary) == repr(final_val_loss)
+    if exists(folder / "eval.jsonl") and not same_loss:
         raise Damaged(f"{folder / 'eval.jsonl'}: ends with another loss than summary.json; copy the run again")
     for name in ROWS[:-1] if done else ():
         with suppress(FileNotFoundError), opened(folder / name) as file:

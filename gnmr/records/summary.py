@@ -96,5 +96,5 @@ def summarize(
     return summary
 
 
-def _share(part: float, whole: int) -> float | None:
-    return part / whole if whole else None
+def _share(total: float, number: int) -> float | None:
+    return total / number if number else None

@@ -77,14 +77,14 @@ def bounded(tree: Any, room: int = MAX_DEPTH) -> Any:
 
 
 @contextmanager
-def reading(what: object) -> Iterator[None]:
+def reading(name: object) -> Iterator[None]:
     """Turn any error of reading untrusted files into `Damaged`, in one line without a traceback."""
     try:
         yield
     except (UserError, BrokenPipeError):
         raise
     except Exception as error:  # from any of a dozen libraries
-        raise Damaged(f"{what}: cannot be read ({first_line(error)})") from error
+        raise Damaged(f"{name}: cannot be read ({first_line(error)})") from error
 
 
 def first_line(error: BaseException) -> str:

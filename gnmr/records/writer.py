@@ -46,8 +46,8 @@ class RunWriter:
                 records are not those that the checkpoint counted. Nothing has changed then.
         """
         self.folder = folder
-        if resume_step is None and (found := next((name for name in (*_JSONL, UNITS) if (folder / name).exists()), "")):
-            raise UserError(f"{folder} already holds the records of a run ({found}): resume it or choose another")
+        if resume_step is None and (file := next((name for name in (*_JSONL, UNITS) if (folder / name).exists()), "")):
+            raise UserError(f"{folder} already holds the records of a run ({file}): resume it or choose another")
         self.last_step = 0
         with self._guard("its files"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -141,8 +141,8 @@ class RunWriter:
         return summary
 
     def _end(self, status: str, reason: str | None, summary: dict[str, Any]) -> None:
-        def guarded(what: str) -> AbstractContextManager[None]:
-            return suppress(OSError) if status == "failed" else self._guard(what)
+        def guarded(name: str) -> AbstractContextManager[None]:
+            return suppress(OSError) if status == "failed" else self._guard(name)
 
         if status == "failed":  # first, for a full disk may have room for this file alone
             with guarded("FAILED"):
@@ -199,15 +199,15 @@ class RunWriter:
             self._lines[name].write(rows)
 
     @contextmanager
-    def _guard(self, what: str) -> Iterator[None]:
+    def _guard(self, name: str) -> Iterator[None]:
         """Turn a failed write into `RunFailed`."""
         try:
             yield
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise RunFailed(f"disk full while writing {what} in {self.folder}") from error
+                raise RunFailed(f"disk full while writing {name} in {self.folder}") from error
             which = f" ({Path(error.filename).name})" if isinstance(error.filename, str | Path) else ""
-            raise RunFailed(f"cannot write {what} in {self.folder}: {error.strerror or error}{which}") from error
+            raise RunFailed(f"cannot write {name} in {self.folder}: {error.strerror or error}{which}") from error
 
 
 def _checked(counted: dict[str, list[int]]) -> dict[str, list[int]]:

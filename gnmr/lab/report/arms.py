@@ -66,14 +66,14 @@ class Arm:
 
         A run diverged if it failed for a reason of `_DIVERGED`, or if its final loss is not finite.
         """
-        found = {}
+        losses = {}
         for run in self.with_status("done", "failed"):
             if run.status == "failed":
                 if _DIVERGED.search(run.reason or ""):
-                    found[run.seed] = math.inf
+                    losses[run.seed] = math.inf
             elif (loss := run.final("val_loss")) is not None:
-                found[run.seed] = float(loss) if math.isfinite(loss) else math.inf
-        return found
+                losses[run.seed] = float(loss) if math.isfinite(loss) else math.inf
+        return losses
 
     @property
     def signal(self) -> str:
@@ -92,8 +92,8 @@ class Arm:
         Diverged seeds count because otherwise an arm that lost all its seeds would have no random arm beside it.
         """
         ended = [run for run in self.runs if run.status == "done" or run.seed in self.losses]
-        found = stat(run.summary.get("promotion_frac") for run in ended)
-        return None if found is None else found.mean
+        shares = stat(run.summary.get("promotion_frac") for run in ended)
+        return None if shares is None else shares.mean
 
     @property
     def always(self) -> str | None:
@@ -127,9 +127,9 @@ class Arm:
 
     def bits(self, path: Any) -> int | None:
         """Return the width of a format, or of a recipe's forward input: int4, e2m1 and sim_e2m1 have 4 bits."""
-        own = f"precision.recipes.{path}."
-        if any(key.startswith(own) for key in self.settings):
-            path = self.get(f"{own}fprop.input", "bf16").partition("/")[0]
+        recipe_key = f"precision.recipes.{path}."  # of a recipe that the config defines
+        if any(key.startswith(recipe_key) for key in self.settings):
+            path = self.get(f"{recipe_key}fprop.input", "bf16").partition("/")[0]
         elif path in RECIPES:
             path = RECIPES[path].get("fprop", {}).get("input", "bf16").partition("/")[0]
         if floating := re.fullmatch(r"e(\d+)m(\d+)", str(path)):
@@ -163,8 +163,8 @@ class Arm:
 
     def mean(self, field: str) -> float | None:
         """Return the mean of a field of the summary over the done seeds; None if no run has it."""
-        found = self.stat(field)
-        return None if found is None else found.mean
+        values = self.stat(field)
+        return None if values is None else values.mean
 
     @property
     def sort_key(self) -> tuple[int, int, str]:
@@ -175,9 +175,9 @@ class Arm:
 
 def varying(arms: Iterable[Arm]) -> list[str]:
     """Return the keys in which the arms' settings differ, names aside."""
-    settings = [arm.settings for arm in arms]
-    keys = dict.fromkeys(key for one in settings for key in one if key not in _NAMES)
-    return [key for key in keys if len({repr(one.get(key)) for one in settings}) > 1]
+    settings_of_arms = [arm.settings for arm in arms]
+    keys = dict.fromkeys(key for settings in settings_of_arms for key in settings if key not in _NAMES)
+    return [key for key in keys if len({repr(settings.get(key)) for settings in settings_of_arms}) > 1]
 
 
 def same(arm: Arm, other: Arm, keys: tuple[str, ...]) -> bool:
@@ -188,30 +188,31 @@ def same(arm: Arm, other: Arm, keys: tuple[str, ...]) -> bool:
 def label_arms(comparisons: Iterable[Sequence[Arm]]) -> None:
     """Give arms of one name the settings in which they differ, with the same keys in every comparison.
 
-    If more than `_MOST_WORDS` settings differ, keys that follow from earlier ones are left out, as a fault's rate from
-    its kind. If that does not suffice, an arm has the settings in which it is not as most arms are.
+    Keys that follow from earlier ones are left out if there are more than `_MOST_WORDS`, as a fault's rate from its
+    kind. Where still more are needed, an arm has the settings in which it is not as most arms are, or its hash.
     """
-    named: dict[str, list[tuple[int, Arm]]] = defaultdict(list)
-    keys: dict[str, list[str]] = defaultdict(list)
-    for place, arms in enumerate(comparisons):
+    arms_by_name: dict[str, list[tuple[int, Arm]]] = defaultdict(list)
+    keys_by_name: dict[str, list[str]] = defaultdict(list)
+    for number, arms in enumerate(comparisons):
         for arm in arms:
-            named[arm.name].append((place, arm))
+            arms_by_name[arm.name].append((number, arm))
         for name in {arm.name for arm in arms}:
+            keys = keys_by_name[name]
             differing = varying(arm for arm in arms if arm.name == name)
-            keys[name] += [key for key in differing if key not in keys[name] and key != "base"]  # the comparison's
-    for name, placed in named.items():
-        mine, shown = [arm for _, arm in placed], keys[name]
-        words = [_words(arm, shown) for arm in mine]
+            keys += [key for key in differing if key not in keys and key != "base"]  # the comparison's
+    for name, numbered_arms in arms_by_name.items():
+        arms, keys = [arm for _, arm in numbered_arms], keys_by_name[name]
+        words = [_words(arm, keys) for arm in arms]
         if max(map(len, words)) > _MOST_WORDS:
-            shown = _independent(mine, shown)
-            words = [_words(arm, shown) for arm in mine]
+            keys = _independent(arms, keys)
+            words = [_words(arm, keys) for arm in arms]
         if max(map(len, words)) > _MOST_WORDS:
-            usual = {key: Counter(repr(arm.get(key)) for arm in mine).most_common(1)[0][0] for key in shown}
-            few = [_words(arm, [key for key in shown if repr(arm.get(key)) != usual[key]]) for arm in mine]
-            if len({(place, *one) for (place, _), one in zip(placed, few, strict=True)}) == len(mine):
-                words = few
-        for arm, own in zip(mine, words, strict=True):
-            arm.label = " ".join([name, *(own if len(own) <= _MOST_WORDS else [arm.runs[0].hash])])
+            usual = {key: Counter(repr(arm.get(key)) for arm in arms).most_common(1)[0][0] for key in keys}
+            unusual = [_words(arm, [key for key in keys if repr(arm.get(key)) != usual[key]]) for arm in arms]
+            labels = {(number, *texts) for (number, _), texts in zip(numbered_arms, unusual, strict=True)}
+            words = unusual if len(labels) == len(arms) else words
+        for arm, texts in zip(arms, words, strict=True):
+            arm.label = " ".join([name, *(texts if len(texts) <= _MOST_WORDS else [arm.runs[0].hash])])
 
 
 def _words(arm: Arm, keys: Iterable[str]) -> list[str]:
@@ -232,12 +233,12 @@ def _independent(arms: Sequence[Arm], keys: Iterable[str]) -> list[str]:
     def levels(keys: list[str]) -> int:
         return len({repr([arm.get(key) for key in keys]) for arm in arms})
 
-    kept: list[str] = []
+    independent: list[str] = []
     for key in keys:
-        group = [other for other in kept if other.split(".")[0] == key.split(".")[0]]
+        group = [earlier for earlier in independent if earlier.split(".")[0] == key.split(".")[0]]
         if levels([*group, key]) > levels(group):
-            kept.append(key)
-    return kept
+            independent.append(key)
+    return independent
 
 
 def short_names(arms: Sequence[Arm]) -> dict[str, str]:
@@ -253,13 +254,19 @@ def distinct_parts(labels: Sequence[str]) -> list[str]:
     Return them unchanged if that would leave one empty or two alike.
     """
     words = [label.split() for label in labels]
-    several = [set(one) for one in words if len(one) > 1]
-    common = set.intersection(*several) if len(several) > 1 else set()
-    kept = [[word for word in one if word not in common] for one in words]
-    heads = [one[0].split("-")[:-1] for one in kept if one and "-" in one[0]]
-    cut = 0
-    while len(heads) > 1 and all(len(head) > cut and head[cut] == heads[0][cut] for head in heads):
-        cut += 1
-    first = [one[0].split("-") if one else [""] for one in kept]
-    short = [" ".join(["-".join(a[cut:] if len(a) > 1 else a), *b[1:]]) for a, b in zip(first, kept, strict=True)]
+    of_several_words = [set(label) for label in words if len(label) > 1]
+    common = set.intersection(*of_several_words) if len(of_several_words) > 1 else set()
+    differing = [[word for word in label if word not in common] for label in words]
+    # The leading hyphenated parts that all first words share, the last part aside.
+    heads = [label[0].split("-")[:-1] for label in differing if label and "-" in label[0]]
+    shared = 0
+    while len(heads) > 1 and all(len(head) > shared and head[shared] == heads[0][shared] for head in heads):
+        shared += 1
+    short = []
+    for label in differing:
+        first, *more = label or [""]
+        parts_of_first = first.split("-")
+        short.append(
+            " ".join(["-".join(parts_of_first[shared:] if len(parts_of_first) > 1 else parts_of_first), *more])
+        )
     return short if all(short) and len(set(short)) == len(set(labels)) else list(labels)

@@ -27,7 +27,7 @@ _QUANTIZER = ("precision.site", "precision.rounding", "precision.targets", *_OF_
 _MODEL = ("model.", "training.dtype", "training.eval_sequences")
 _ROUTING = ("controller.", "records.", "precision.probe_tokens", "precision.price_tokens")
 _SCALES = ("cpu", "60m", "130m", "350m", "1.3b", "3b")
-_GIVEN = ("controller.budget", "controller.cost")
+_BUDGET = ("controller.budget", "controller.cost")
 SAME_BUDGET = 0.1
 """By how much of the larger one two mean promotion shares may differ and still count as one budget.
 
@@ -50,9 +50,13 @@ class Kind(NamedTuple):
 
     def texts(self) -> dict[str, str]:
         """Return, by name, what keeps comparisons of one experiment and scale apart."""
-        numbers = ["unknown" if one is None else f"{one:,}" for one in (self.tokens_per_step, self.steps)]
-        found = [short(self.fingerprint), str(self.seq_len), *numbers, str(self.base)]
-        return dict(zip(("data", "seq_len", "tokens per step", "steps", "base"), found, strict=True))
+        return {
+            "data": short(self.fingerprint),
+            "seq_len": str(self.seq_len),
+            "tokens per step": "unknown" if self.tokens_per_step is None else f"{self.tokens_per_step:,}",
+            "steps": "unknown" if self.steps is None else f"{self.steps:,}",
+            "base": str(self.base),
+        }
 
 
 @dataclass(frozen=True)
@@ -110,8 +114,8 @@ class Comparison:
         With compressed gradients recovery is not a GEMM.
         """
         routed = [arm for arm in self.arms if arm.routed and arm.done]
-        known = [arm.compression is None and arm.mean("spent_gemm_frac") is not None for arm in routed]
-        return "GEMM FLOPs" if known and all(known) else "unit-steps"
+        recorded = [arm.compression is None and arm.mean("spent_gemm_frac") is not None for arm in routed]
+        return "GEMM FLOPs" if recorded and all(recorded) else "unit-steps"
 
     def spend(self, arm: Arm) -> float | None:
         """The mean share of `spend_of` that the arm put on the recovery path; None for a static arm."""
@@ -127,15 +131,19 @@ class Comparison:
     @cached_property
     def bounds(self) -> list[Bounds]:
         """Every pair of bounds with the arms that lie between them."""
-        found: dict[tuple[str, str], list[Arm]] = {}
+        arms = {arm.label: arm for arm in self.arms}
+        between: dict[tuple[str, str], list[Arm]] = {}
         for arm in self.arms:
             low, high = self.low(arm), self.recovery(arm)
             if low is not None and high is not None and low is not high and arm.losses:
-                members = found.setdefault((low.label, high.label), [])
-                members += [arm] if arm is not low and arm is not high else []
-        arms = {arm.label: arm for arm in self.arms}
-        pairs = [(arms[low], arms[high], between) for (low, high), between in found.items()]
-        return [self._bounds(low, high, between) for low, high, between in pairs if low.losses and high.losses]
+                members = between.setdefault((low.label, high.label), [])
+                if arm is not low and arm is not high:
+                    members.append(arm)
+        return [
+            self._bounds(arms[low], arms[high], members)
+            for (low, high), members in between.items()
+            if arms[low].losses and arms[high].losses
+        ]
 
     def _bounds(self, low: Arm, high: Arm, between: list[Arm]) -> Bounds:
         values = {arm.label: arm.losses for arm in (low, *between, high)}
@@ -147,36 +155,33 @@ class Comparison:
     @cached_property
     def tests(self) -> dict[str, Result]:
         """Each arm against the arm that never recovers, by label; arms without such an arm have none."""
-        found: dict[str, Result] = {}
-        for one in self.bounds:
-            for arm, test in zip((*one.between, one.high), one.family.results, strict=True):
-                share = None
-                if (
-                    arm is not one.high
-                    and (value := gap_closed(one.low.losses, arm.losses, one.high.losses)) is not None
-                ):
+        tests: dict[str, Result] = {}
+        for bounds in self.bounds:
+            for arm, test in zip((*bounds.between, bounds.high), bounds.family.results, strict=True):
+                share, value = None, gap_closed(bounds.low.losses, arm.losses, bounds.high.losses)
+                if arm is not bounds.high and value is not None:
                     share = Share(value, test.closed.interval if test.closed else None)
-                found.setdefault(arm.label, replace(test, closed=share))
+                tests.setdefault(arm.label, replace(test, closed=share))
         lows = {arm.label: low.label for arm in self.arms if (low := self.low(arm)) is not None and low is not arm}
-        return self._with_others(found, lows)
+        return self._with_paired_tests(tests, lows)
 
     @cached_property
     def random_tests(self) -> dict[str, Result]:
         """Each arm against the random arm with the same budget, by label; in its family if there is one."""
-        found = {test.arm: test for one in self.bounds if one.family.tested for test in one.against_random}
-        return self._with_others(
-            found, {arm.label: other.label for arm in self.arms if (other := self.random(arm)) is not None}
-        )
+        families = [bounds for bounds in self.bounds if bounds.family.tested]
+        tests = {test.arm: test for bounds in families for test in bounds.against_random}
+        randoms = {arm.label: random.label for arm in self.arms if (random := self.random(arm)) is not None}
+        return self._with_paired_tests(tests, randoms)
 
-    def _with_others(self, found: dict[str, Result], controls: dict[str, str]) -> dict[str, Result]:
+    def _with_paired_tests(self, tests: dict[str, Result], controls: dict[str, str]) -> dict[str, Result]:
         """Return the results with paired t-tests of the other arms that have a control."""
-        rest = [paired(self.values, arm, control) for arm, control in controls.items() if arm not in found]
-        return found | {test.arm: test for test in adjusted(rest)}
+        alone = [paired(self.values, arm, control) for arm, control in controls.items() if arm not in tests]
+        return tests | {test.arm: test for test in adjusted(alone)}
 
     def reference(self, arm: Arm) -> Arm | None:
         """The static 16-bit arm to compare with, else the static recovery arm if its path has 16 bits."""
-        if (found := self._bound(arm, lambda other: other.sixteen_bit)) is not None:
-            return found
+        if (sixteen_bit := self._bound(arm, lambda other: other.sixteen_bit)) is not None:
+            return sixteen_bit
         recovery = self.recovery(arm)
         return recovery if recovery is not None and recovery.bits(recovery.always) == 16 else None
 
@@ -196,8 +201,8 @@ class Comparison:
         nearest = self.nearest_random(arm)
         if nearest is None or _apart(arm, nearest) <= SAME_BUDGET:
             return nearest
-        given, other = ([one.get(key) for key in _GIVEN] for one in (arm, nearest))
-        return nearest if given[0] is not None and given == other else None
+        budget, budget_of_nearest = ([each_arm.get(key) for key in _BUDGET] for each_arm in (arm, nearest))
+        return nearest if budget[0] is not None and budget == budget_of_nearest else None
 
     def nearest_random(self, arm: Arm) -> Arm | None:
         """The routed arm whose signal is `random` and whose mean promotion is nearest.
@@ -209,8 +214,8 @@ class Comparison:
             return None
 
         def alike(other: Arm) -> bool:
-            held, its = ((one.get("controller.hold") or 1) for one in (arm, other))
-            return held == its and all(key.startswith(_ROUTING) for key in varying([arm, other]))
+            same_hold = (arm.get("controller.hold") or 1) == (other.get("controller.hold") or 1)
+            return same_hold and all(key.startswith(_ROUTING) for key in varying([arm, other]))
 
         candidates = [other for other in self.arms if other.signal == "random" and other.routed and alike(other)]
         nearest = min(candidates, key=lambda other: _apart(arm, other), default=None)
@@ -264,10 +269,10 @@ class Comparison:
         return max((other for other in self.arms if fits(other) and comparable(other)), key=rank, default=None)
 
     def apart(self) -> dict[str, tuple[str, list[str]]]:
-        """What keeps this comparison apart from its rivals: {what: (here, there)}."""
-        others = [kind.texts() for kind in self.rivals]
-        found = {what: (mine, {other[what] for other in others} - {mine}) for what, mine in self.kind.texts().items()}
-        return {what: (mine, sorted(there)) for what, (mine, there) in found.items() if there}
+        """What keeps this comparison apart from its rivals: {name: (here, there)}."""
+        rivals = [kind.texts() for kind in self.rivals]
+        differing = {name: {rival[name] for rival in rivals} - {here} for name, here in self.kind.texts().items()}
+        return {name: (self.kind.texts()[name], sorted(there)) for name, there in differing.items() if there}
 
     def differing_settings(self) -> list[str]:
         """Keys in which rows differ although they are not what makes an arm."""
@@ -275,31 +280,36 @@ class Comparison:
 
 
 def compare(runs: Iterable[Run]) -> list[Comparison]:
-    """Runs in their comparisons: those of most runs first, then by experiment, scale and size."""
+    """Group runs into comparisons.
+
+    Returns:
+        Those of most runs first, then by experiment, scale and size. The arms have their labels.
+    """
     groups: dict[Kind, dict[tuple[str, str], list[Run]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:
         sizes = run.settings.get("training.seq_len"), run.tokens_per_step, run.planned_steps
         kind = Kind(run.experiment, run.scale, run.data.get("fingerprint"), *sizes, run.base)
-        known = {key: value for key, value in run.settings.items() if value is not None}  # as `varying` compares them
-        groups[kind][run.arm, hash_of(known)].append(run)  # `run.hash` has the path of a fork's base in it
-    siblings_of: dict[str, list[Comparison]] = defaultdict(list)
-    for kind, arms in groups.items():
-        made = [_arm(name, group) for (name, _), group in arms.items()]
-        siblings_of[kind.experiment].append(Comparison(kind, made))
-    for siblings in siblings_of.values():
-        label_arms([one.arms for one in siblings])
-        for one in siblings:
-            one.rivals = [other.kind for other in siblings if other is not one and other.kind.scale == one.kind.scale]
-            one.arms.sort(key=lambda arm: arm.sort_key)
-    return sorted((one for siblings in siblings_of.values() for one in siblings), key=_order)
+        settings = {key: value for key, value in run.settings.items() if value is not None}  # as `varying` compares
+        groups[kind][run.arm, hash_of(settings)].append(run)  # `run.hash` has the path of a fork's base in it
+    of_experiment: dict[str, list[Comparison]] = defaultdict(list)
+    for kind, runs_by_arm in groups.items():
+        arms = [_arm(name, group) for (name, _), group in runs_by_arm.items()]
+        of_experiment[kind.experiment].append(Comparison(kind, arms))
+    for siblings in of_experiment.values():
+        label_arms([comparison.arms for comparison in siblings])
+        for comparison in siblings:
+            kind = comparison.kind
+            comparison.rivals = [c.kind for c in siblings if c is not comparison and c.kind.scale == kind.scale]
+            comparison.arms.sort(key=lambda arm: arm.sort_key)
+    return sorted((comparison for siblings in of_experiment.values() for comparison in siblings), key=_order)
 
 
 def refuse_rivals(comparisons: Iterable[Comparison]) -> None:
-    """Raises `UserError` where runs of one experiment and scale cannot be compared, naming what differs."""
-    for one in comparisons:
-        if apart := one.apart():
-            differing = ", ".join(f"{what} ({here} and {', '.join(there)})" for what, (here, there) in apart.items())
-            raise UserError(f"{one.name}: these runs cannot be compared, they differ in {differing}")
+    """Raise UserError if runs of one experiment and scale cannot be compared, and name what differs."""
+    for comparison in comparisons:
+        if apart := comparison.apart():
+            differing = ", ".join(f"{name} ({here} and {', '.join(there)})" for name, (here, there) in apart.items())
+            raise UserError(f"{comparison.name}: these runs cannot be compared, they differ in {differing}")
 
 
 def short(fingerprint: str | None) -> str:

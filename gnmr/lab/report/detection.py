@@ -45,8 +45,8 @@ class Detection:
     @property
     def delay(self) -> float | None:
         """Median over the detected windows, in steps."""
-        known = [delay for delay in self.delays if delay is not None]
-        return float(median(known)) if known else None
+        delays = [delay for delay in self.delays if delay is not None]
+        return float(median(delays)) if delays else None
 
     @property
     def false_alarms(self) -> float | None:
@@ -84,5 +84,5 @@ def detect(matrices: UnitMatrices, windows: Iterable[FaultWindow], trigger: floa
 
 def trigger(run: Run) -> float:
     """Return the factor of all thresholds; a loop that calibrated it itself has it in its header."""
-    found = calibrated_trigger(run.header)
-    return found[1] if found is not None else float(run.settings.get("controller.trigger") or 1.0)
+    calibrated = calibrated_trigger(run.header)
+    return calibrated[1] if calibrated is not None else float(run.settings.get("controller.trigger") or 1.0)

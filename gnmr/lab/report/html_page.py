@@ -36,34 +36,40 @@ Tree = dict[str, Any]
 
 
 def render_page(comparisons: Sequence[Comparison], runs: Sequence[Run], root: Path) -> str:
-    """Return the page, which shows one of the comparisons at a time; folders of runs are relative to `root`."""
+    """Return the page, which shows one of the comparisons at a time.
+
+    Args:
+        comparisons: the comparisons, of which the one with most runs is shown first.
+        runs: all runs, for the table of runs.
+        root: the folders of runs are shown relative to it.
+    """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    shown, data, room = list[Tree](), list[Tree](), MAP_CHARACTERS
-    for one in comparisons:
-        maps, no_room, room = _maps(one, room)
-        told, arms = headline(one), _arms(one)
-        apart = ", ".join(f"{what} {here}" for what, (here, _) in one.apart().items())
-        shown.append(
+    texts, data, room = list[Tree](), list[Tree](), MAP_CHARACTERS
+    for comparison in comparisons:
+        maps, no_room, room = _maps(comparison, room)
+        lead, arms = headline(comparison), _arms(comparison)
+        apart = ", ".join(f"{name} {here}" for name, (here, _) in comparison.apart().items())
+        texts.append(
             {
-                "name": f"{one.name} ({apart})" if apart else one.name,
-                "card": _card(one),
-                "headline": told,
-                "tables": arm_tables([one]),
+                "name": f"{comparison.name} ({apart})" if apart else comparison.name,
+                "card": _card(comparison),
+                "headline": lead,
+                "tables": arm_tables([comparison]),
                 "colours": {arm["label"]: arm["colour"] for arm in arms},
-                "origin": origin(one.runs),
+                "origin": origin(comparison.runs),
                 "no_room": no_room,
             }
         )
-        tokens = count(one.kind.tokens_per_step)
-        data.append({"arms": arms, "loss": _losses(one), "best": told.arm, "tokens": tokens, "maps": maps})
+        tokens = count(comparison.kind.tokens_per_step)
+        data.append({"arms": arms, "loss": _losses(comparison), "best": lead.arm, "tokens": tokens, "maps": maps})
     return environment.get_template("page.html.j2").render(
-        comparisons=shown,
+        comparisons=texts,
         data=data,
         runs=run_table(runs, root),
-        first=max(range(len(shown)), key=lambda place: len(comparisons[place].runs)),
+        first=max(range(len(texts)), key=lambda number: len(comparisons[number].runs)),
     )
 
 
@@ -72,52 +78,54 @@ def _maps(comparison: Comparison, room: int) -> tuple[list[Tree], list[str], int
 
     The first run of each arm comes before the others, so that no arm is without a map.
     """
-    every = [(place, run) for place, arm in enumerate(comparison.arms) for run in arm.runs]
-    found: list[tuple[int, int, Tree]] = []
+    numbered_runs = [(number, run) for number, arm in enumerate(comparison.arms) for run in arm.runs]
+    numbered_runs.sort(key=lambda numbered: numbered[1] is not comparison.arms[numbered[0]].first)
+    maps: list[tuple[int, int, Tree]] = []
     no_room: list[str] = []
-    for place, run in sorted(every, key=lambda one: one[1] is not comparison.arms[one[0]].first):
+    for number, run in numbered_runs:
         matrices = run.units()  # one run's at a time: the matrices of a long run are large
         if len(matrices.steps) == 0:
             continue
-        tree = unit_map(comparison.arms[place], run, matrices) | {"origin": origin([run])}
-        size = sum(len(one["data"]) for one in tree["values"].values()) + 64 * len(tree["promotions"])
+        tree = unit_map(comparison.arms[number], run, matrices) | {"origin": origin([run])}
+        size = sum(len(values["data"]) for values in tree["values"].values()) + 64 * len(tree["promotions"])
         if no_room or size > room:
             no_room.append(tree["label"])
         else:
             room -= size
-            found.append((place, run.seed, tree))
-    return [tree for *_, tree in sorted(found, key=lambda one: one[:2])], no_room, room
+            maps.append((number, run.seed, tree))
+    return [tree for *_, tree in sorted(maps, key=lambda numbered: numbered[:2])], no_room, room
 
 
 def _arms(comparison: Comparison) -> list[Tree]:
     """Return label, short name, colour and dash of each arm. 16-bit arms are grey."""
-    found, place = list[Tree](), 0
+    styles, number = list[Tree](), 0
     for arm in comparison.arms:
         colour, dash = "var(--grey)", ""
         if not arm.sixteen_bit:
-            again, at = divmod(place, len(_FIRST_DASH))
-            colour, dash, place = f"var(--c{at})", _DASHES[(_FIRST_DASH[at] + again) % 3], place + 1
-        found.append({"label": arm.label, "short": comparison.names[arm.label], "colour": colour, "dash": dash})
-    return found
+            rounds, hue = divmod(number, len(_FIRST_DASH))
+            colour, dash = f"var(--c{hue})", _DASHES[(_FIRST_DASH[hue] + rounds) % 3]
+            number += 1
+        styles.append({"label": arm.label, "short": comparison.names[arm.label], "colour": colour, "dash": dash})
+    return styles
 
 
 def _card(comparison: Comparison) -> list[tuple[str, str]]:
-    kind, run = comparison.kind, comparison.runs[0]
-    what, seeds = counted(comparison.replicate, comparison.seeds).split(" ", 1)
+    kind, first_run = comparison.kind, comparison.runs[0]
+    replicate, seeds = counted(comparison.replicate, comparison.seeds).split(" ", 1)
     done = sum(len(arm.done) for arm in comparison.arms)
-    times = sorted(time for one in comparison.runs if (time := changed(one.folder)))
+    times = sorted(time for run in comparison.runs if (time := changed(run.folder)))
     dates = dict.fromkeys(datetime.fromtimestamp(time, tz=UTC).date().isoformat() for time in (*times[:1], *times[-1:]))
-    training = plural(run.last_step, "step")
-    if run.scale != OWN:
-        data = run.data.get("name") or "data"
+    training = plural(first_run.last_step, "step")
+    if first_run.scale != OWN:
+        data = first_run.data.get("name") or "data"
         steps = "unknown steps" if kind.steps is None else plural(kind.steps, "step")
         training = f"{steps} of {count(kind.tokens_per_step)} tokens, {data}"
     card = [
         ("experiment", kind.experiment),
-        ("model", _model(run) + (f", base {kind.base}" if kind.base else "")),
+        ("model", _model(first_run) + (f", base {kind.base}" if kind.base else "")),
         ("training", training),
         ("arms", f"{len(comparison.arms)}, {done} of {plural(len(comparison.runs), 'run')} done"),
-        (what, seeds),
+        (replicate, seeds),
         ("date", " to ".join(dates)),
     ]
     return [pair for pair in card if pair[1]]
@@ -131,9 +139,9 @@ def _model(run: Run) -> str:
         return "".join(parameters)
     name, shape = str(get("model.name") or "model"), run.header.get("shape")
     if not isinstance(shape, dict):  # the config does not know the shape of a checkpoint
-        known = {} if name == "pretrained" else {"layers": "num_layers", "width": "hidden_size"}
-        shape = {what: get(f"model.{key}") for what, key in known.items()}
-    size = [f"{shape[key]} {what}" for key, what in (("layers", "layers"), ("width", "wide")) if shape.get(key)]
+        keys = {} if name == "pretrained" else {"layers": "num_layers", "width": "hidden_size"}
+        shape = {dimension: get(f"model.{key}") for dimension, key in keys.items()}
+    size = [f"{shape[key]} {noun}" for key, noun in (("layers", "layers"), ("width", "wide")) if shape.get(key)]
     scale = [] if run.base else [f"scale {run.scale}"]  # a fork's is its base's
     return ", ".join([name, *size, *parameters, *scale])
 
@@ -143,20 +151,22 @@ def _losses(comparison: Comparison) -> Tree:
     width = bin_width(max(run.last_step for run in comparison.runs), _TRAIN_POINTS)
     curves = {run.folder: _curves(run, width) for run in comparison.runs}
     plain, relative, references, covered = list[Tree](), list[Tree](), set[str](), set[str]()
-    for place, arm in enumerate(comparison.arms):
+    for number, arm in enumerate(comparison.arms):
         reference = comparison.reference(arm)
-        others = [] if reference is None or reference is arm else reference.runs
-        theirs = {run.seed: curves[run.folder] for run in others}
+        reference_runs = [] if reference is None or reference is arm else reference.runs
+        of_reference = {run.seed: curves[run.folder] for run in reference_runs}
+        paired_runs = [run for run in arm.runs if run.seed in of_reference]
         for name in ("train", "val"):
-            plain += _lines(place, name, [(run, curves[run.folder][name]) for run in arm.runs])
-            pairs = [(run, curves[run.folder][name] - theirs[run.seed][name]) for run in arm.runs if run.seed in theirs]
-            if lines := _lines(place, name, [(run, apart[np.isfinite(apart)]) for run, apart in pairs]):
+            plain += _lines(number, name, [(run, curves[run.folder][name]) for run in arm.runs])
+            differences = [(run, curves[run.folder][name] - of_reference[run.seed][name]) for run in paired_runs]
+            finite = [(run, difference[np.isfinite(difference)]) for run, difference in differences]
+            if reference is not None and (lines := _lines(number, name, finite)):
                 relative += lines
                 covered.add(arm.label)
-                references |= {reference.label} if reference else set()
-    if len(comparison.arms) > MANY:
+                references.add(reference.label)
+    if len(comparison.arms) > MANY:  # the last line of an arm is its mean
         plain, relative = (
-            list({(one["arm"], one["of"]): one for one in lines}.values()) for lines in (plain, relative)
+            list({(line["arm"], line["of"]): line for line in lines}.values()) for lines in (plain, relative)
         )
     to = next(iter(references)) if len(references) == 1 else "16 bits"
     without = len(comparison.arms) - len(covered) - len(references)
@@ -184,15 +194,17 @@ def binned(steps: np.ndarray, values: np.ndarray, width: int) -> pd.Series:
 
 def _lines(place: int, name: str, curves: list[tuple[Run, pd.Series]]) -> list[Tree]:
     """Return a line for each run that has a curve, then the mean over the finished seeds at the steps that all have."""
-    known = [(run, curve) for run, curve in curves if len(curve)]
-    lines = [_line(place, name, curve) | {"seed": run.seed, "status": run.status} for run, curve in known]
-    done = [curve for run, curve in known if run.status == "done"]
+    curves = [(run, curve) for run, curve in curves if len(curve)]
+    lines = [_line(place, name, curve) | {"seed": run.seed, "status": run.status} for run, curve in curves]
+    done = [curve for run, curve in curves if run.status == "done"]
     mean = pd.concat(done, axis=1, join="inner").mean(axis=1, skipna=False) if done else pd.Series()
     return lines + ([_line(place, name, mean) | {"seeds": len(done)}] if len(mean) else [])
 
 
 def _line(arm: int, name: str, curve: pd.Series) -> Tree:
-    x, y = ([float(f"{one:.6g}") if np.isfinite(one) else None for one in values] for values in (curve.index, curve))
+    x, y = (
+        [float(f"{value:.6g}") if np.isfinite(value) else None for value in values] for values in (curve.index, curve)
+    )
     return {"arm": arm, "of": name, "x": x, "y": y}
 
 

@@ -97,10 +97,10 @@ def measure(value: Stat | None, digits: int, unit: str = "") -> str:
     return f"{value.mean:.{digits}f}{spread}{unit}"
 
 
-def counted(what: str, things: Iterable[object]) -> str:
-    """Return `things` after their name: "seed 0", "seeds 0, 1" or "no seed"."""
-    texts = list(map(str, things))
-    return f"{what}{'s' if len(texts) > 1 else ''} {', '.join(texts)}" if texts else f"no {what}"
+def counted(noun: str, items: Iterable[object]) -> str:
+    """Return the items after their name: "seed 0", "seeds 0, 1" or "no seed"."""
+    texts = list(map(str, items))
+    return f"{noun}{'s' if len(texts) > 1 else ''} {', '.join(texts)}" if texts else f"no {noun}"
 
 
 def percent(share: float | None, digits: int | None = None, sign: str = "") -> str:

@@ -97,9 +97,9 @@ class Run:
     def check(self) -> Run:
         """Itself, with everything read that a table shows but for the per-unit rows; `Damaged` where that cannot be."""
         with reading(self.folder):
-            whole = seal.check(self.folder, set(seal.FILES) - {UNITS})
+            sealed = seal.check(self.folder, set(seal.FILES) - {UNITS})
             _ = self.steps, self.evals, self.summary, self.events
-            if not whole:
+            if not sealed:
                 later = max(_last(self.evals["step"]) or 0, self.events[-1]["step"] if self.events else 0)
                 seal.check_rows(
                     self.folder,
@@ -149,8 +149,10 @@ class Run:
     def machine(self) -> str:
         """Device and processor, in words."""
         machine = self.header.get("machine") or {}
-        parts = [str(machine[key]) for key in ("device", "cpu") if machine.get(key)] or ["unknown machine"]
-        return ", ".join([*parts, *(["16-bit products in FP32"] if machine.get("products") == "in FP32" else [])])
+        names = [str(machine[key]) for key in ("device", "cpu") if machine.get(key)] or ["unknown machine"]
+        if machine.get("products") == "in FP32":
+            names.append("16-bit products in FP32")
+        return ", ".join(names)
 
     @property
     def command(self) -> str:

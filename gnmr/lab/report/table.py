@@ -40,8 +40,8 @@ _OPTIONAL = (
 
 def arm_tables(comparisons: Iterable[Comparison]) -> list[Table]:
     """Return the table of each comparison, and of its injected faults if there were any."""
-    made = [table for comparison in comparisons for table in (arm_table(comparison), fault_table(comparison))]
-    return [table for table in made if table.rows]
+    tables = [table for comparison in comparisons for table in (arm_table(comparison), fault_table(comparison))]
+    return [table for table in tables if table.rows]
 
 
 def arm_table(comparison: Comparison) -> Table:
@@ -60,16 +60,17 @@ def fault_table(comparison: Comparison) -> Table:
     columns = ["recall", "precision", "delay\n[steps]", "false alarms\nper 1,000"]
     table = Table(f"{comparison.name}: injected faults", ["arm", "seeds", "windows", *columns])
     for arm in comparison.arms:
-        found: list[Detection] = []
+        detections: list[Detection] = []
         for run in arm.runs:
-            if (faults := read_windows(run.folder)) and len((matrices := run.units()).steps):
-                found.append(detect(matrices, faults, trigger(run)))
-        if found:
-            shares = zip(*((one.recall, one.precision) for one in found), strict=True)
-            recall, precision = (measure(stat(one and 100 * one for one in of), 1, "%") for of in shares)
-            delay, alarms = measure(stat(d.delay for d in found), 1), measure(stat(d.false_alarms for d in found), 2)
-            windows = str(sum(len(one.windows) for one in found))
-            table.rows.append([arm.label, str(len(found)), windows, recall, precision, delay, alarms])
+            if (windows := read_windows(run.folder)) and len((matrices := run.units()).steps):
+                detections.append(detect(matrices, windows, trigger(run)))
+        if detections:
+            shares = [[detection.recall for detection in detections], [detection.precision for detection in detections]]
+            in_percent = [stat(share and 100 * share for share in shares_of_runs) for shares_of_runs in shares]
+            delay, alarms = stat(d.delay for d in detections), stat(d.false_alarms for d in detections)
+            numbers = [len(detections), sum(len(detection.windows) for detection in detections)]
+            cells = [measure(share, 1, "%") for share in in_percent] + [measure(delay, 1), measure(alarms, 2)]
+            table.rows.append([arm.label, *map(str, numbers), *cells])
     table.notes = [
         "A window is detected if its unit's risk exceeds the trigger between its first step and the step after its "
         "last. Precision: the share of (unit, step) pairs over the trigger that lie in a window. False alarms: pairs "
@@ -92,8 +93,8 @@ def run_table(runs: Iterable[Run], root: Path) -> Table:
 
 def _row(comparison: Comparison, arm: Arm) -> list[str]:
     test, random = comparison.tests.get(arm.label), comparison.random_tests.get(arm.label)
-    kept = [run for run in arm.done if arm.routed and run.events]
-    promotions = stat(sum(event.get("event") == "promote" for event in run.events) for run in kept)
+    with_events = [run for run in arm.done if arm.routed and run.events]
+    promotions = stat(sum(event.get("event") == "promote" for event in run.events) for run in with_events)
     return [
         arm.label,
         f"{len(arm.done)} of {len(comparison.seeds)}",
@@ -150,9 +151,11 @@ def _notes(comparison: Comparison, columns: list[str]) -> list[str]:
             f"The difference in perplexity is that to {' or '.join(names)} with the same seed; below 0 is better. "
             "p is Holm-adjusted over the arms."
         )
-    for one in comparison.bounds:
-        if one.between:
-            notes += [one.family.control_text(), *([one.family.method_text()] if one.family.tested else [])]
+    for bounds in comparison.bounds:
+        if bounds.between:
+            notes.append(bounds.family.control_text())
+            if bounds.family.tested:
+                notes.append(bounds.family.method_text())
     if "gap recovered" in columns:
         notes.append("Gap recovered: the share of the loss gap between the two bounds that the arm recovers.")
     if f"{comparison.spend_of}\nrecovered" in columns:
@@ -164,34 +167,34 @@ def _notes(comparison: Comparison, columns: list[str]) -> list[str]:
 
 def _warnings(comparison: Comparison) -> list[str]:
     """Return notes on missing arms, and on differences that make arms hard to compare."""
-    found = [state for arm in comparison.arms if (state := _state(comparison, arm))]
+    warnings = [state for arm in comparison.arms if (state := _state(comparison, arm))]
     if apart := comparison.apart():
-        differ = ", ".join(f"{what} ({mine} here, {', '.join(there)} there)" for what, (mine, there) in apart.items())
-        found.append(f"Not comparable with the other runs of this experiment and scale: they differ in {differ}.")
+        differ = ", ".join(f"{name} ({here} here, {', '.join(there)} there)" for name, (here, there) in apart.items())
+        warnings.append(f"Not comparable with the other runs of this experiment and scale: they differ in {differ}.")
     if len(machines := sorted({run.machine for run in comparison.runs})) > 1:
-        found.append(f"The runs are from several machines: {'; '.join(machines)}.")
+        warnings.append(f"The runs are from several machines: {'; '.join(machines)}.")
     if keys := comparison.differing_settings():
-        found.append(f"The arms differ in more than their precision and controller: {', '.join(keys)}.")
-    return found
+        warnings.append(f"The arms differ in more than their precision and controller: {', '.join(keys)}.")
+    return warnings
 
 
 def _state(comparison: Comparison, arm: Arm) -> str:
     """Return the arm's unfinished, failed, missing and repeated runs."""
-    parts = []
+    texts = []
     for status in ("failed", "interrupted", "running"):
         if runs := arm.with_status(status):
             word = "unfinished" if status == "running" else status
-            parts.append(f"{len(runs)} {word}: {'; '.join(map(_ending, runs))}")
+            texts.append(f"{len(runs)} {word}: {'; '.join(map(_ending, runs))}")
     if missing := [seed for seed in comparison.seeds if seed not in arm.seeds]:
-        parts.append(f"missing: {counted('seed', missing)}")
+        texts.append(f"missing: {counted('seed', missing)}")
     if arm.duplicates:
         repeated = ", ".join(f"seed {run.seed} in {run.folder}" for run in arm.duplicates)
-        parts.append(f"left out because it repeats a seed: {repeated}")
-    return f"{arm.label}: {len(arm.done)} done, {', '.join(parts)}." if parts else ""
+        texts.append(f"left out because it repeats a seed: {repeated}")
+    return f"{arm.label}: {len(arm.done)} done, {', '.join(texts)}." if texts else ""
 
 
 def _ending(run: Run) -> str:
-    parts = [f"seed {run.seed}", f"step {run.last_step}" + (f" of {run.planned_steps}" if run.planned_steps else "")]
+    texts = [f"seed {run.seed}", f"step {run.last_step}" + (f" of {run.planned_steps}" if run.planned_steps else "")]
     if len(run.evals["step"]):
-        parts.append(f"validation perplexity {run.evals['val_ppl'][-1]:.2f} after step {run.evals['step'][-1]:.0f}")
-    return ", ".join([*parts, *([run.reason] if run.reason else [])])
+        texts.append(f"validation perplexity {run.evals['val_ppl'][-1]:.2f} after step {run.evals['step'][-1]:.0f}")
+    return ", ".join([*texts, *([run.reason] if run.reason else [])])

@@ -62,9 +62,9 @@ def unit_map(arm: Arm, run: Run, matrices: UnitMatrices) -> dict[str, Any]:
         "cost_name": cost_name.replace("_", " "),
         "thresholds": thresholds(arm, run),
         "faults": [
-            {"unit": place[one.unit], "start": one.start, "end": one.end, "kind": one.kind, "magnitude": one.magnitude}
-            for one in read_windows(run.folder)
-            if one.unit in place and one.start <= last
+            vars(window) | {"unit": place[window.unit]}
+            for window in read_windows(run.folder)
+            if window.unit in place and window.start <= last
         ],
         "width": width,
         "last": last,
@@ -103,8 +103,8 @@ def limit(arm: Arm, run: Run, matrices: UnitMatrices) -> tuple[float, str]:
         return trigger(run), "trigger" if calibrated is None else f"trigger, from step {calibrated[0] + 1} on"
     positive = matrices.risk_SU[matrices.risk_SU > 0]  # a fixed set has risks of 0 and 1, an unobserved unit none
     room = np.mean(matrices.active_SU) * matrices.active_SU.size / max(len(positive), 1)
-    found = float(np.quantile(positive, max(0.0, 1 - room), method="lower")) if len(positive) else 1.0
-    return (found if np.isfinite(found) else 1.0), "typical cut of the ranking"
+    cut = float(np.quantile(positive, max(0.0, 1 - room), method="lower")) if len(positive) else 1.0
+    return (cut if np.isfinite(cut) else 1.0), "typical cut of the ranking"
 
 
 def costs(matrices: UnitMatrices) -> tuple[str, np.ndarray]:
@@ -117,8 +117,8 @@ def costs(matrices: UnitMatrices) -> tuple[str, np.ndarray]:
     values_SU = (matrices.risk_SU if name == "risk" else matrices.columns[name]).astype(np.float64)
     finite = values_SU[np.isfinite(values_SU)]
     bounded = np.clip(values_SU, None, finite.max() if finite.size else 0.0)
-    known = ~np.isnan(bounded)
-    return name, np.where(known, bounded, 0.0).sum(axis=0) / np.maximum(known.sum(axis=0), 1)
+    observed = ~np.isnan(bounded)
+    return name, np.where(observed, bounded, 0.0).sum(axis=0) / np.maximum(observed.sum(axis=0), 1)
 
 
 def thresholds(arm: Arm, run: Run) -> dict[str, list[tuple[int, float]]]:
@@ -129,38 +129,38 @@ def thresholds(arm: Arm, run: Run) -> dict[str, list[tuple[int, float]]]:
     get = run.settings.get
     if arm.ranked or arm.signal != "gnmr_delta":
         return {}
-    found: dict[str, list[tuple[int, float]]] = {}
+    levels: dict[str, list[tuple[int, float]]] = {}
     until = round(float(get("controller.init_frac") or 0) * float(get("training.steps") or run.last_step))
     first_step = (calibrated_trigger(run.header) or (0, 1.0))[0] + 1
     for name, key in (("gnmr", "controller.alpha"), ("delta_gnmr", "controller.beta")):
         level, first = get(key), get(f"{key}_init")
-        if (own := get(f"{key}.main")) is not None:  # two stages of a loop of the user's own
-            level, first, until = own, get(f"{key}.init"), int(get(f"{key}.init_steps") or 0)
+        if (main := get(f"{key}.main")) is not None:  # two stages of a loop of the user's own
+            level, first, until = main, get(f"{key}.init"), int(get(f"{key}.init_steps") or 0)
         if level is None:
             continue
         stages = [(1, level)] if first is None else [(1, first), (until + 1, level)]
         stages = [(max(since, first_step), level) for since, level in stages]
-        found[name] = [(since, trigger(run) * float(level)) for since, level in dict(stages).items()]
-    return found
+        levels[name] = [(since, trigger(run) * float(level)) for since, level in dict(stages).items()]
+    return levels
 
 
 def _promotions(run: Run, place: dict[str, int], last: int) -> list[list[Any]]:
     """Return unit, step, last step in force, cause, what ended it (None: the end of the run) and risk of each."""
-    found: list[list[Any]] = []
-    open_: dict[int, list[Any]] = {}
+    promotions: list[list[Any]] = []
+    unended: dict[int, list[Any]] = {}
     for event in run.events:
         unit, step, kind = place.get(str(event.get("unit"))), event.get("step"), event.get("event")
         if unit is None or not isinstance(step, int) or step > last:
             continue
         if kind == "promote":
             risk = event.get("risk")
-            known = isinstance(risk, int | float) and np.isfinite(risk)
-            open_[unit] = [unit, step, last, str(event.get("cause")), None, float(f"{risk:.5g}") if known else None]
-            found.append(open_[unit])
-        elif kind == "release" and unit in open_:
-            row = open_.pop(unit)
+            finite = isinstance(risk, int | float) and np.isfinite(risk)
+            unended[unit] = [unit, step, last, str(event.get("cause")), None, float(f"{risk:.5g}") if finite else None]
+            promotions.append(unended[unit])
+        elif kind == "release" and unit in unended:
+            row = unended.pop(unit)
             row[2], row[4] = step, str(event.get("cause"))
-    return found
+    return promotions
 
 
 def _verdicts(run: Run, last: int) -> list[tuple[int, str, str]]:

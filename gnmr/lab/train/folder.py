@@ -48,11 +48,11 @@ def check_folder(folder: Path, config: Config) -> None:
         earlier = read(saved)
     except UserError as error:
         raise UserError(f"{error}; choose another run_dir") from error
-    ours, theirs = identity(config), identity(earlier)
+    now, then = identity(config), identity(earlier)
     seed = "training.seed"
-    ours[seed], theirs[seed] = config.training.seed, earlier.training.seed
-    for key in ours | theirs:
-        there, here = (tree.get(key, "not set") for tree in (theirs, ours))
+    now[seed], then[seed] = config.training.seed, earlier.training.seed
+    for key in now | then:
+        there, here = (tree.get(key, "not set") for tree in (then, now))
         if there != here:
             raise UserError(
                 f"{folder} holds a run of another config: {key} is {there} there and {here} here; "
@@ -79,10 +79,10 @@ def check_inputs(folder: Path, config: Config) -> None:
         return
     header, data, base = begun_with(folder)
 
-    def same(what: str, began: str | None, now: str | None) -> None:
+    def same(name: str, began: str | None, now: str | None) -> None:
         if began not in (None, now):
             raise UserError(
-                f"{what} changed since the run in {folder} began, or cannot be found now; put it back as it was, or "
+                f"{name} changed since the run in {folder} began, or cannot be found now; put it back as it was, or "
                 "choose another run_dir"
             )
 
@@ -102,7 +102,7 @@ def check_inputs(folder: Path, config: Config) -> None:
         same(f"{where}: its weights", header.get("checkpoint"), pretrained.fingerprint(checkpoint))
     if config.base is not None:
         metas = place_of_base(config.base)[1].rglob("meta.json")
-        newest = max((one for one in metas if re.fullmatch(r"step-\d{8}", one.parent.name)), default=None)
+        newest = max((meta for meta in metas if re.fullmatch(r"step-\d{8}", meta.parent.name)), default=None)
         now = None if newest is None else sha256(newest.read_bytes()).hexdigest()
         if now is not None and base.get("sha256") not in (None, now):  # is the newest one whole?
             from gnmr.lab.train.checkpoint import find
@@ -163,9 +163,9 @@ def _unscored(config: Config, folder: Path) -> str | None:
     if missing := [name for name in config.scores.tasks if name not in scored]:
         return f"scores.tasks=[{','.join(missing)}]: the run is done without these scores"
     for key in ("path", "shots", "limit"):
-        asked, taken = getattr(config.scores, key), getattr(before, key)
-        if asked != taken:
-            return f"scores.{key}={_word(asked)}: the scores of the run were taken with {_word(taken)}"
+        wanted, taken = getattr(config.scores, key), getattr(before, key)
+        if wanted != taken:
+            return f"scores.{key}={_word(wanted)}: the scores of the run were taken with {_word(taken)}"
     return None
 
 

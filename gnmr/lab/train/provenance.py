@@ -48,8 +48,8 @@ def commit() -> str | None:
     git = ["git", "-C", str(root), "-c", f"safe.directory={root}"]
     describe = [*git, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
-        told = subprocess.run(describe, capture_output=True, text=True, timeout=10, check=True, env=environment)
-        return told.stdout.strip()
+        done = subprocess.run(describe, capture_output=True, text=True, timeout=10, check=True, env=environment)
+        return done.stdout.strip()
     except (OSError, subprocess.SubprocessError) as error:
         why = (getattr(error, "stderr", None) or str(error)).strip().partition("\n")[0]
         warn(f"the records name no commit: git gives none for {root} ({why})")
@@ -77,16 +77,16 @@ def portable_command(command: str) -> str:
     except ValueError:  # an unclosed quotation mark
         words = command.split()
 
-    def told(number: int, word: str) -> str:
+    def shortened(number: int, word: str) -> str:
         written = number == 0 or word.lstrip("+").partition("=")[0] in _WRITTEN
 
-        def shorter(found: re.Match[str]) -> str:
-            path = place(found[0])
-            return path if path != found[0] or not written else Path(path).name or path
+        def shorter(match: re.Match[str]) -> str:
+            path = place(match[0])
+            return path if path != match[0] or not written else Path(path).name or path
 
         return _ABSOLUTE.sub(shorter, word)
 
-    return shlex.join(told(number, word) for number, word in enumerate(words))
+    return shlex.join(shortened(number, word) for number, word in enumerate(words))
 
 
 def portable_config(config: Config) -> dict[str, Any]:

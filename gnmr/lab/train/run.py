@@ -120,8 +120,8 @@ def run(
 
 def _checkpointer(parts: Parts) -> Checkpointer:
     keep = parts.config.training.keep_checkpoints
-    what = parts.model, parts.optimizer, parts.router, _extras(parts)
-    return Checkpointer(parts.folder / "checkpoints", _owner(parts), keep, *what, world=parts.world)
+    state = parts.model, parts.optimizer, parts.router, _extras(parts)
+    return Checkpointer(parts.folder / "checkpoints", _owner(parts), keep, *state, world=parts.world)
 
 
 def _owner(parts: Parts) -> str:
@@ -145,14 +145,14 @@ def _check_begun(parts: Parts) -> None:
     """Raise UserError if the folder's run began with other tokens, weights or another base than were loaded."""
     header, data, base = begun_with(parts.folder)
     loaded_base = None if parts.base is None else parts.base.found.sha256
-    for what, began, now in (
+    for name, began, now in (
         ("the tokens of its data", data.get("fingerprint"), parts.corpus.fingerprint),
         ("the weights of model.checkpoint", header.get("checkpoint"), parts.checkpoint),
         ("the checkpoint of its base", base.get("sha256"), loaded_base),
     ):
         if began not in (None, now):
             raise UserError(
-                f"{parts.folder}: {what} changed since the run began; use the files and the version of tokenizers that "
+                f"{parts.folder}: {name} changed since the run began; use the files and the version of tokenizers that "
                 "it began with, or choose another run_dir"
             )
 
@@ -164,7 +164,7 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
             _check_begun(parts)
         blocks = training_blocks(config, parts.corpus, parts.branch)
     held_out = validation(config, parts.corpus, training.eval_sequences)
-    told = [blocks.packing.summary] if isinstance(blocks, PackedSequences) else []
+    lines_to_say = [blocks.packing.summary] if isinstance(blocks, PackedSequences) else []
     checkpointer = _checkpointer(parts)
     counters, counted, levels = Counters(), None, Levels()
     newest = checkpointer.newest()
@@ -173,12 +173,12 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
         with world.agreed():
             counters, counted = _restored(host, newest, blocks, checkpointer.folder), host["records"]
         levels.seen.extend((float(loss), float(norm)) for loss, norm in host.get("levels", []))
-        told.append(f"continuing after step {newest} of {folder}")
+        lines_to_say.append(f"continuing after step {newest} of {folder}")
     with world.agreed():
         blocks.check(training.batch_size, training.seq_len)
     if config.records.verdicts and (world.size > 1 or parts.compressed is not None):
-        what = "in several processes" if world.size > 1 else "with compressed gradients"
-        told.append(f"verdicts: none {what}, a step that spikes is not run again")
+        reason = "in several processes" if world.size > 1 else "with compressed gradients"
+        lines_to_say.append(f"verdicts: none {reason}, a step that spikes is not run again")
     goes_on = world.from_first(lambda: (folder / "steps.jsonl").exists()) or newest is not None
 
     info = run_info(parts, f"{config.experiment_name}/{folder.name}", counters.step)
@@ -189,7 +189,7 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
             if world.first:
                 recorder = Recorder(info, config.records, counters.step if goes_on else None, counted)
         stack.enter_context(recorder)
-        for line in told:
+        for line in lines_to_say:
             (recorder.say if config.records.live == "log" else say)(line)
         looping = False
         try:

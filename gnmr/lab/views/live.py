@@ -172,15 +172,15 @@ class LiveView:
 
     def _step_line(self, row: dict[str, Any]) -> str:
         assert self._info is not None
-        parts = [f"step {row['step']}/{self._info.total_steps}", f"loss {row['loss']:.4f}", f"lr {row['lr']:.2e}"]
+        texts = [f"step {row['step']}/{self._info.total_steps}", f"loss {row['loss']:.4f}", f"lr {row['lr']:.2e}"]
         if self._eval:
-            parts.append(f"ppl {self._eval['val_ppl']:.2f}")
+            texts.append(f"ppl {self._eval['val_ppl']:.2f}")
         if self._info.num_units:
             healing = row["num_active"] is None
-            parts.append("healing" if healing else f"recovery {row['num_active']}/{self._info.num_units}")
+            texts.append("healing" if healing else f"recovery {row['num_active']}/{self._info.num_units}")
         if row["nonfinite_total"]:
-            parts.append(f"skipped {row['nonfinite_total']}")
-        return "  ".join([*parts, f"left {_duration(self._seconds_left())}"])
+            texts.append(f"skipped {row['nonfinite_total']}")
+        return "  ".join([*texts, f"left {_duration(self._seconds_left())}"])
 
     def _picture(self) -> RenderableType:
         info, row, units = self._info, self._row, self._units  # the drawing thread's own references
@@ -189,18 +189,18 @@ class LiveView:
         progress = Table.grid(expand=True, padding=(0, 1))
         progress.add_column(ratio=1)
         progress.add_column(justify="right", no_wrap=True)
-        left = f"{step}/{info.total_steps}  {_duration(self._seconds_left())} left"
-        progress.add_row(ProgressBar(total=info.total_steps, completed=step), left)
+        pace = f"{step}/{info.total_steps}  {_duration(self._seconds_left())} left"
+        progress.add_row(ProgressBar(total=info.total_steps, completed=step), pace)
         between = "\n" if narrow else "  "
         title = Text.assemble(
             (info.name, "bold"), (between + _size_text(info), "dim"), overflow="ellipsis", no_wrap=True
         )
-        parts: list[RenderableType] = [title, progress]
+        blocks: list[RenderableType] = [title, progress]
         if row:
-            parts.append(self._figures(info, row, 2 if narrow else 3))
+            blocks.append(self._figures(info, row, 2 if narrow else 3))
         if units is not None and units.observed.any():
-            parts.append(_unit_table(units, self._moves, narrow, self._console.height))
-        return Group(*parts)
+            blocks.append(_unit_table(units, self._moves, narrow, self._console.height))
+        return Group(*blocks)
 
     def _figures(self, info: RunInfo, row: dict[str, Any], beside: int) -> Table:
         """Return the figures of the step, so many beside each other."""
@@ -241,9 +241,9 @@ def _unit_table(rows: UnitRows, moves: dict[str, str], narrow: bool, height: int
     risk = np.where(rows.observed, np.nan_to_num(rows.risk, nan=-1.0, posinf=np.inf), -np.inf)
     order = [i for i in np.argsort(-risk, kind="stable") if rows.observed[i] or rows.active[i]]
     inside = [i for i in order if rows.active[i]]
-    others = sorted(set(order) - set(inside), key=lambda i: (moves.get(rows.units[i]) != "promote", order.index(i)))
+    outside = sorted(set(order) - set(inside), key=lambda i: (moves.get(rows.units[i]) != "promote", order.index(i)))
     most = max(min(_MOST_SHOWN, height - _OTHER_LINES), 2)
-    shown = [*inside[:most], *others[: max(_UNITS_SHOWN - len(inside), 2)]]
+    shown = [*inside[:most], *outside[: max(_UNITS_SHOWN - len(inside), 2)]]
     table = Table(box=box.SIMPLE_HEAD, expand=True, padding=(0, 1, 0, 0), show_edge=False)
     table.add_column("● in recovery ▲ comes ▽ leaves", ratio=1, no_wrap=True, overflow="ellipsis")
     columns = {} if narrow else {"norm": rows.norm} | dict(list(rows.columns.items())[:_COLUMNS_SHOWN])
@@ -320,7 +320,8 @@ def _duration(seconds: float) -> str:
 
 def _si(number: float) -> str:
     """1234567 -> 1.23 M."""
-    size, letter = next((one for one in ((1e9, " G"), (1e6, " M"), (1e3, " k")) if abs(number) >= one[0]), (1, ""))
+    units = ((1e9, " G"), (1e6, " M"), (1e3, " k"))
+    size, letter = next((unit for unit in units if abs(number) >= unit[0]), (1, ""))
     return f"{number / size:.{2 if letter else 0}f}{letter}"
 
 
