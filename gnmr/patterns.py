@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 
@@ -19,45 +19,44 @@ def exact(pattern: str) -> bool:
     return not set(pattern) & set("*?[")
 
 
-def by_end(names: Iterable[str]) -> dict[str, list[str]]:
-    """Group the dotted `names` by each of their ends, which a pattern without * and ? selects.
-
-    >>> by_end(["layers.1.up", "layers.2.up"])["up"]
-    ['layers.1.up', 'layers.2.up']
-    """
-    names_by_end: dict[str, list[str]] = {}
-    for name in names:
-        for end in ends_of(name):
-            names_by_end.setdefault(end, []).append(name)
-    return names_by_end
-
-
-def ends_of(name: str) -> list[str]:
-    """Return the ends of a dotted name, the longest first.
-
-    >>> ends_of("layers.1.up")
-    ['layers.1.up', '1.up', 'up']
-    """
-    parts = name.split(".")
-    return [".".join(parts[i:]) for i in range(len(parts))]
-
-
 def matches(name: str, pattern: str) -> bool:
-    """Return True if the pattern, with * and ?, matches the dotted name or an end of it."""
+    """Return True if the pattern, with * and ?, matches the dotted name or an end of it.
+
+    >>> matches("layers.1.up", "layers.*"), matches("layers.1.up", "1.up"), matches("layers.1.up", "p")
+    (True, True, False)
+    """
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+
+
+class NameIndex:
+    """Dotted names in which patterns are looked up.
+
+    A pattern without * and ? is looked up in a table of the names' ends, because plan.json may name each of thousands
+    of experts.
+    """
+
+    def __init__(self, names: Iterable[str], aliases: Mapping[str, str] | None = None) -> None:
+        """Index the names; `aliases` has a second name for some of them, which patterns may match too."""
+        self.names, self._aliases = list(names), aliases or {}
+        self._by_end: dict[str, dict[str, None]] = {}
+        for name in self.names:
+            for words in (name.split("."), self._alias(name).split(".")):
+                for i in range(len(words)):
+                    self._by_end.setdefault(".".join(words[i:]), {})[name] = None
+
+    def matching(self, pattern: str) -> list[str]:
+        """Return the names that match the pattern, in their order."""
+        if exact(pattern):
+            return list(self._by_end.get(pattern, ()))
+        return [name for name in self.names if matches(name, pattern) or matches(self._alias(name), pattern)]
+
+    def _alias(self, name: str) -> str:
+        return self._aliases.get(name, name)
 
 
 def select(names: Iterable[str], patterns: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the dotted `names` that match a pattern, in their order, and the patterns that match none."""
-    names = list(names)
-    # Plain names are looked up, because plan.json may name each of thousands of experts.
-    names_by_end, chosen, unmatched = by_end(names), set[str](), []
-    for pattern in patterns:
-        if exact(pattern):
-            matching = names_by_end.get(pattern, [])
-        else:
-            matching = [name for name in names if matches(name, pattern)]
-        chosen.update(matching)
-        if not matching:
-            unmatched.append(pattern)
-    return [name for name in names if name in chosen], unmatched
+    index = NameIndex(names)
+    matching = {pattern: index.matching(pattern) for pattern in patterns}
+    chosen = {name for names_of_pattern in matching.values() for name in names_of_pattern}
+    return [name for name in index.names if name in chosen], [pattern for pattern in patterns if not matching[pattern]]

@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor  # private: the type of weights under torch's FakeTensorMode
 
 from gnmr.conversion.adapters import LinearOperator, WeightOwner, contain, operators_in
 from gnmr.conversion.converted import ConvertedModel
@@ -35,7 +34,7 @@ from gnmr.formats.cast_stats import AmaxHistory
 from gnmr.formats.recipes import ExecutionPath, Gemm, Recipe
 from gnmr.formats.rounding import Rounding
 from gnmr.names import GEMMS
-from gnmr.patterns import by_end, exact, select
+from gnmr.patterns import NameIndex
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COMPUTES_AS_LINEAR = ("torchtitan.models.common.linear.Linear",)
@@ -220,9 +219,9 @@ def _pins(names: Sequence[str], spec: PathSpec) -> dict[str, PinnedGemms]:
     Raises ValueError if a pattern matches no operator, or if two patterns pin a GEMM on different recipes.
     """
     pins: dict[str, dict[str, str]] = {name: {} for name in names}
-    names_by_end = by_end(names)  # plan.json may have a pin for each of thousands of experts
+    index = NameIndex(names)
     for pattern, recipe_by_gemm in spec.pinned.items():
-        matching = names_by_end.get(pattern, []) if exact(pattern) else select(names, [pattern])[0]
+        matching = index.matching(pattern)
         if not matching:
             raise ValueError(
                 f"pins {pattern!r}: no operator has such a name; there are {last_parts(names)}, as {names[0]}"
@@ -381,7 +380,7 @@ def _check_linear(name: str, operator: LinearOperator, model: nn.Module, linear_
         if not _gathered(model, operator.path):
             raise ValueError(f"{name} has sharded parameters: its weight {SHARDED}")
     # A subclass (quantized, offloaded) may compute something else than a dense product.
-    elif weight.dtype not in _DTYPES or type(weight) not in (nn.Parameter, Tensor, FakeTensor):
+    elif weight.dtype not in _DTYPES or type(weight) not in (nn.Parameter, Tensor):
         raise ValueError(
             f"{name} has a weight of {weight.dtype} in a {type(weight).__name__}: two paths need plain weights in "
             f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPES)}; name other targets"

@@ -1,11 +1,11 @@
 """Resolve the paths of a `PathSpec`, and the backend that runs them.
 
 simulated    Operands are rounded to the format's values, and GEMMs run in the tensors' own dtype
-             (`gemms.py`). Runs on any device.
-scaled_mm    `torch._scaled_mm` and `F.scaled_mm` on operands of one byte (`scaled_mm.py`). Needs a GPU of
-             compute capability 8.9 or newer (Ada, Hopper, Blackwell); tiles and blocks need Hopper. CPUs have the
-             first function too, without a gain in speed, which is useful for tests.
-int_mm       `torch._int_mm`, for recipes that multiply integers (`int8.py`).
+             (`simulated.py`). Runs on any device.
+scaled_mm    PyTorch's products of operands of one byte (`scaled_mm.py`). Needs a GPU of compute capability 8.9
+             or newer (Ada, Hopper, Blackwell); tiles and blocks need Hopper. CPUs multiply whole tensors so too,
+             without a gain in speed, which is useful for tests.
+int_mm       PyTorch's product of INT8 operands, for recipes that multiply integers (`int8.py`).
 auto         A hardware backend if device, recipe and widths allow it, else simulated; the printed model says which.
              Warns of the simulation on GPUs, or if the model is not printed (except for sim_ recipes).
 """

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.conversion.unit_names import block_of, operator_names
-from gnmr.patterns import ends_of, exact, matches
+from gnmr.patterns import NameIndex, exact
 
 KEPT = ("head", "router")
 """Roles that recipes leave in 16 bits, from the list of DeepSeek-V3 (2412.19437, section 3.3.1).
@@ -110,34 +110,15 @@ def _shape_OI(linear: Any) -> tuple[int, int]:
     return outputs, inputs
 
 
-class _LinearNames:
-    """Names of linears, matched by unit or module name: peft's `q_proj` and `q_proj.base_layer` are one linear."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self.names = list(names)
-        self.operators = dict(zip(self.names, operator_names(self.names), strict=True))
-        self._by_end: dict[str, dict[str, None]] = {}  # a list may name each of thousands of experts
-        for name, operator in self.operators.items():
-            for end in (*ends_of(name), *ends_of(operator)):
-                self._by_end.setdefault(end, {})[name] = None
-
-    def matching(self, pattern: str) -> list[str]:
-        """Return the names that match the pattern."""
-        if exact(pattern):
-            return list(self._by_end.get(pattern, ()))
-        return [
-            name for name, operator in self.operators.items() if matches(name, pattern) or matches(operator, pattern)
-        ]
-
-    def matching_any(self, key: str, patterns: Sequence[str]) -> set[str]:
-        """Return the names that match any pattern. Raises ValueError, which names `key`, if a pattern matches none."""
-        names_by_pattern = {pattern: self.matching(pattern) for pattern in patterns}
-        if unmatched := [pattern for pattern, names in names_by_pattern.items() if not names]:
-            raise ValueError(
-                f"{key} {unmatched}: no linear has such a name; this model has {last_parts(self.names)} (other layers "
-                "can be declared: gnmr.conversion.adapters.register)"
-            )
-        return {name for names in names_by_pattern.values() for name in names}
+def _matching_any(index: NameIndex, key: str, patterns: Sequence[str]) -> set[str]:
+    """Return the names that match any pattern. Raises ValueError, which names `key`, if a pattern matches none."""
+    names_by_pattern = {pattern: index.matching(pattern) for pattern in patterns}
+    if unmatched := [pattern for pattern, names in names_by_pattern.items() if not names]:
+        raise ValueError(
+            f"{key} {unmatched}: no linear has such a name; this model has {last_parts(index.names)} (other layers "
+            "can be declared: gnmr.conversion.adapters.register)"
+        )
+    return {name for names in names_by_pattern.values() for name in names}
 
 
 def targeted(
@@ -163,16 +144,18 @@ def targeted(
     Raises:
         ValueError: if a pattern matches no linear, or only skipped ones, or if no linear is left.
     """
-    names = _LinearNames(roles)
-    excluded = names.matching_any("exclude", exclude)
+    # Patterns match units or modules: peft's `q_proj` and `q_proj.base_layer` are one linear.
+    operators = dict(zip(roles, operator_names(list(roles)), strict=True))
+    index = NameIndex(roles, operators)
+    excluded = _matching_any(index, "exclude", exclude)
     chosen: dict[str, bool] = {}
     if targets is None:
-        chosen = dict.fromkeys(_default(names, roles), False)
+        chosen = dict.fromkeys(_default(index, roles, operators), False)
     else:
-        names.matching_any("targets", targets)
+        _matching_any(index, "targets", targets)
         skipped_patterns = []
         for pattern in targets:
-            matching = [name for name in names.matching(pattern) if not (recipes and roles[name] in KEPT)]
+            matching = [name for name in index.matching(pattern) if not (recipes and roles[name] in KEPT)]
             # A pattern that names only heads and routers is a mistake; one that names others too is not.
             if not matching:
                 skipped_patterns.append(pattern)
@@ -181,7 +164,7 @@ def targeted(
                 if only_adapters or roles[name] != "adapter":
                     chosen[name] = chosen.get(name, False) or exact(pattern)
         if skipped_patterns:
-            heads = last_parts(names.matching_any("targets", skipped_patterns))
+            heads = last_parts(_matching_any(index, "targets", skipped_patterns))
             raise ValueError(
                 f"targets {skipped_patterns}: recipes keep {heads} in 16 bits (output head and gates); name others"
             )
@@ -196,11 +179,11 @@ def targeted(
     return chosen
 
 
-def _default(names: _LinearNames, roles: Mapping[str, str]) -> list[str]:
+def _default(index: NameIndex, roles: Mapping[str, str], operators: Mapping[str, str]) -> list[str]:
     candidates = [name for name, role in roles.items() if role in ("", "outside")]
-    has_blocks = "outside" in roles.values() or any(block_of(names.operators[name]) is not None for name in candidates)
+    has_blocks = "outside" in roles.values() or any(block_of(operators[name]) is not None for name in candidates)
     # Linears of the blocks, and *_proj elsewhere; without blocks and *_proj, all.
-    by_pattern = {*names.matching(_DEFAULT_OUTSIDE)}
+    by_pattern = {*index.matching(_DEFAULT_OUTSIDE)}
     chosen = [name for name in candidates if name in by_pattern or (has_blocks and roles[name] == "")]
     return chosen or candidates
 

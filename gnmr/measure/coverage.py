@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode  # named in torch's notes on extending; it has no other path
+from torch.utils._python_dispatch import TorchDispatchMode  # torch documents this class, but has no public path to it
 from torch.utils.flop_counter import flop_registry
 
 from gnmr.conversion.cost import Work
@@ -437,7 +437,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 def _frames_compiled() -> int:
     """Return how many functions torch.compile has looked at in this process."""
-    return int(torch._dynamo.utils.counters["frames"]["total"])  # private: torch.compiler has no such count
+    return int(torch._dynamo.utils.counters["frames"]["total"])  # private, until torch.compiler has such a count
 
 
 def _area(module: Any) -> int:

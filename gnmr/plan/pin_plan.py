@@ -45,7 +45,7 @@ from gnmr.conversion.path_spec import PathSpec
 from gnmr.errors import UserError, plural
 from gnmr.names import GEMMS, RECIPES, Pins
 from gnmr.options import nearest, one_of, require, within
-from gnmr.patterns import by_end, listed
+from gnmr.patterns import NameIndex, listed
 from gnmr.plan.knapsack import (
     FUSED,
     Choice,
@@ -281,9 +281,9 @@ class PinPlan:
                 how = f"{name} is {a} -> {b} there, {c} -> {d} here"
             number = f"{plural(len(ours), 'operator')}, here {len(theirs)}; " * (len(ours) != len(theirs))
             raise UserError(f"{where}: was made for another model ({number}{how})")
-        ends = by_end(operators)
+        index = NameIndex(operators)
         for name in _bare(self.pins):
-            if len(found := ends[name]) > 1:
+            if len(found := index.matching(name)) > 1:
                 raise UserError(f"{where}: pins.{name}: this model has several of this name ({', '.join(found[:3])})")
 
 
