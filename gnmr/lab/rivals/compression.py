@@ -24,13 +24,17 @@ GAPS = ("gap_low", "gap_recovery")
 
 def build_compression(config: Config, model: nn.Module, world: World) -> GreedyLore | None:
     """Return the gradient compressor, or None without compression. Raises UserError if it does not fit the model."""
-    asked = config.compression
-    if asked.name == "none":
+    options = config.compression
+    if options.name == "none":
         return None
     with as_user_error("compression."):
-        workers = None if world.size > 1 else VirtualWorkers(asked.workers or 2)
-        names = ("rank", "refresh_every", "dense_steps")
-        spec = GreedyLoreSpec(**{name: getattr(asked, name) for name in names}, seed=config.training.seed)
+        workers = None if world.size > 1 else VirtualWorkers(options.workers or 2)
+        spec = GreedyLoreSpec(
+            rank=options.rank,
+            refresh_every=options.refresh_every,
+            dense_steps=options.dense_steps,
+            seed=config.training.seed,
+        )
         return GreedyLore(model, spec, workers=workers)
 
 
@@ -67,10 +71,10 @@ def compressed_router(
     if the controller does not fit, or if its evidence is measured on operators.
     """
     training, units = config.training, compressed.units()
-    whole = sum(unit.cost for unit in units)
+    total_cost = sum(unit.cost for unit in units)
     with as_user_error("controller: "):
         controller = Controller(
-            [replace(unit, cost=unit.cost / whole) for unit in units],
+            [replace(unit, cost=unit.cost / total_cost) for unit in units],
             config.controller.spec(training.steps),
             steps=training.steps,
             seed=training.seed,
@@ -80,8 +84,8 @@ def compressed_router(
         )
     of_paths = {*PATH_EVIDENCE, *PRICE_EVIDENCE, "true_gap", "micro_square"} - {*GAPS}
     if wrong := sorted(of_paths & set(controller.needs)):
-        asked = wrong[0] in config.records.evidence
-        key = "records.evidence" if asked else f"controller.signal={config.controller.signal}"
+        recorded = wrong[0] in config.records.evidence
+        key = "records.evidence" if recorded else f"controller.signal={config.controller.signal}"
         raise UserError(
             f"{key}: {wrong[0]} is measured of operators, and under compression.name={config.compression.name} "
             "units are gradients; use one of gradient norms, or gap_low and gap_recovery"

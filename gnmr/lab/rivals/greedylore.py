@@ -26,6 +26,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -87,36 +88,30 @@ class _Matrix:
 def _matrices(model: nn.Module, spec: GreedyLoreSpec, targets: Sequence[str]) -> dict[str, _Matrix]:
     """Return the trained weights of the modules that `targets` select, by parameter name.
 
-    Raises ValueError if a weight is an embedding or a head, is not a matrix, or is sharded, or if the rank saves
-    nothing.
+    Raises ValueError if a weight cannot be compressed, or if the rank saves nothing.
     """
     modules = dict(model.named_modules())
-    chosen, empty = select(modules, listed("targets", targets))
-    if empty:
-        raise ValueError(f"targets: no module matches {empty[0]!r}; patterns of modules to compress, as '*_proj'")
-    embedded = {id(module.weight) for module in modules.values() if isinstance(module, nn.Embedding)}
-    found: dict[str, _Matrix] = {}
+    chosen, unmatched = select(modules, listed("targets", targets))
+    if unmatched:
+        raise ValueError(f"targets: no module matches {unmatched[0]!r}; patterns of modules to compress, as '*_proj'")
+    embeddings = {id(module.weight) for module in modules.values() if isinstance(module, nn.Embedding)}
+    matrices: dict[str, _Matrix] = {}
     for name in chosen:
         weight = getattr(modules[name], "weight", None)
         if not isinstance(weight, nn.Parameter) or weight.ndim != 2:
-            of = f"{weight.ndim} dimension(s)" if isinstance(weight, Tensor) else "none"
-            raise ValueError(f"targets: {name} must have a weight of 2 dimensions, and has {of}: leave it out")
-        if id(weight) in embedded or name.rpartition(".")[2] == "lm_head":
+            raise ValueError(f"targets: {name} has no weight of 2 dimensions: leave it out")
+        if id(weight) in embeddings or name.rpartition(".")[2] == "lm_head":
             raise ValueError(f"targets: {name} is an embedding or the head, which are always sent dense: leave it out")
         if is_sharded(weight):
             raise ValueError(f"{name} is sharded (FSDP2): gradients are compressed whole, wrap the model by DDP")
-        if not weight.requires_grad:
-            continue
-        rows, columns = sorted(weight.shape)
-        found[f"{name}.weight"] = matrix = _Matrix(name, weight, rows, columns)
-        if matrix.saved(spec.rank) <= 0:
-            most = max((matrix.saved(0) - 1) // columns, 0)
-            raise ValueError(
-                f"rank={spec.rank}: {name} is {rows} wide, above {most} it would send as much as a dense one"
-            )
-    if not found:
+        if weight.requires_grad:
+            rows, columns = sorted(weight.shape)
+            matrices[f"{name}.weight"] = matrix = _Matrix(name, weight, rows, columns)
+            if matrix.saved(spec.rank) <= 0:
+                raise ValueError(f"rank={spec.rank}: {name} is {rows} wide, and would send as much as a dense one")
+    if not matrices:
         raise ValueError("targets: none of the weights is trained, so there is nothing to compress")
-    return found
+    return matrices
 
 
 class VirtualWorkers:
@@ -177,15 +172,15 @@ class GreedyLore:
         self.workers = RankWorkers() if workers is None else workers
         self.matrices = _matrices(model, self.spec, targets)
         number = self.workers.here.stop - self.workers.here.start
-        like = {name: self._wide(name, one.weight.detach()) for name, one in self.matrices.items()}
-        self._bases = {name: one.new_zeros(one.shape[0], one.shape[0]) for name, one in like.items()}
+        weights = {name: self._wide(name, matrix.weight.detach()) for name, matrix in self.matrices.items()}
+        self._bases = {name: weight.new_zeros(len(weight), len(weight)) for name, weight in weights.items()}
         """U, (rows, rows); zeros before the first refresh."""
-        self._held = {name: one.new_zeros(number, *one.shape) for name, one in like.items()}
-        """E of the workers here, (K, rows, columns)."""
         self._has_bases = False
-        # E, bases, finiteness and numbers of the step that is under way.
-        self._rests: dict[str, Tensor] = {}
-        self._fresh: dict[str, Tensor] = {}
+        self._held_back = {name: weight.new_zeros(number, *weight.shape) for name, weight in weights.items()}
+        """E of the workers here, (K, rows, columns)."""
+        # E, bases and finiteness of the step that is under way; `_end_step` takes them over.
+        self._new_held_back: dict[str, Tensor] = {}
+        self._new_bases: dict[str, Tensor] = {}
         self._finite: list[Tensor] = []
         self._sending = 0
         self._names = {parameter: name for name, parameter in model.named_parameters()}
@@ -194,15 +189,16 @@ class GreedyLore:
         self.measuring = False
         """Whether steps measure what `gap` returns."""
         self._squares: dict[str, Tensor] = {}
+        """||E||^2 over the workers here, of matrices on the low path."""
         self.t = self.sent = self.sent_total = 0
-        self.dense = sum(one.numel() for one in self._names if one.requires_grad)
+        self.dense = sum(parameter.numel() for parameter in self._names if parameter.requires_grad)
 
     def __str__(self) -> str:
-        rank, all_of = self.spec.rank, self.matrices.values()
-        saved = sum(one.saved(rank) for one in all_of)
+        rank, number = self.spec.rank, len(self.matrices)
+        saved = sum(matrix.saved(rank) for matrix in self.matrices.values())
         return (
-            f"compressed gradients: rank {rank} of {len(all_of)} matrices, {self.workers.size} workers; each sends "
-            f"{self.dense - saved:,} numbers a step on the low path, of {self.dense:,}"
+            f"compressed gradients: rank {rank} of {number} matrices, {self.workers.size} workers; "
+            f"each sends {self.dense - saved:,} numbers a step on the low path, of {self.dense:,}"
         )
 
     def units(self) -> list[Unit]:
@@ -214,23 +210,31 @@ class GreedyLore:
 
         return [
             Unit(
-                one.unit,
-                (one.weight,),
-                lambda recovered, name=name: switch(name, recovered),  # type: ignore[misc]
-                cost=(one.rows - self.spec.rank) * one.columns,
+                matrix.unit,
+                (matrix.weight,),
+                partial(switch, name),
+                cost=(matrix.rows - self.spec.rank) * matrix.columns,
             )
-            for name, one in self.matrices.items()
+            for name, matrix in self.matrices.items()
         ]
 
     def reduce(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the mean of all gradients of a step, by parameter name; each is (K, *shape) for the K workers here.
+        """Return the mean of all gradients of a step over the workers.
 
-        Takes at most two collectives. Waits for the device in a refresh and after a change of the set. Raises RunFailed
-        if workers have different units on the recovery path.
+        Takes at most two collectives. Waits for the device in a refresh and after a change of the set.
+
+        Args:
+            gradients: Gradients (K, *shape) of the K workers here, by parameter name.
+
+        Returns:
+            Means (*shape), by parameter name.
+
+        Raises:
+            RunFailed: If workers have different units on the recovery path.
         """
-        found = self._reduce(gradients)
+        means = self._reduce(gradients)
         self._end_step()
-        return found
+        return means
 
     def register(self, ddp: Any) -> None:
         """Make this the communication hook of a `DistributedDataParallel`; `reduce` is not called then.
@@ -240,13 +244,14 @@ class GreedyLore:
         """
         if self.workers.here != slice(world.rank(), world.rank() + 1) or self.workers.size != world.size():
             raise ValueError("virtual workers have no DistributedDataParallel: hand their gradients to reduce()")
-        if {id(one) for one in ddp.parameters()} != {id(one) for one in self._names}:
+        if {*map(id, ddp.parameters())} != {*map(id, self._names)}:
             raise ValueError("DistributedDataParallel wraps another model than the one whose gradients are compressed")
         ddp.register_comm_hook(None, lambda _, bucket: self.hook(bucket))
 
     def hook(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Leave the means in a bucket of DDP's; return a completed future of its buffer."""
-        views = {self._names[one]: view for one, view in zip(bucket.parameters(), bucket.gradients(), strict=True)}
+        names = [self._names[parameter] for parameter in bucket.parameters()]
+        views = dict(zip(names, bucket.gradients(), strict=True))
         for name, mean in self._reduce({name: view[None] for name, view in views.items()}).items():
             views[name].copy_(mean)
         if bucket.is_last():
@@ -258,13 +263,14 @@ class GreedyLore:
     def _end_step(self) -> None:
         """Take over E and the bases of the step, unless a mean of it is not finite."""
         finite = torch.stack(self._finite).all()
-        for name, one in self._rests.items():
-            self._held[name] = torch.where(finite, one, self._held[name])
-        for name, one in self._fresh.items():
-            self._bases[name] = torch.where(finite, one, self._bases[name]) if self._has_bases else one
-        self._has_bases |= bool(self._fresh)
-        for done_with in (self._rests, self._fresh, self._finite):
-            done_with.clear()
+        for name, held_back in self._new_held_back.items():
+            self._held_back[name] = torch.where(finite, held_back, self._held_back[name])
+        for name, basis in self._new_bases.items():
+            self._bases[name] = torch.where(finite, basis, self._bases[name]) if self._has_bases else basis
+        self._has_bases |= bool(self._new_bases)
+        self._new_held_back.clear()
+        self._new_bases.clear()
+        self._finite.clear()
         self.sent, self._sending = self._sending, 0
         self.sent_total += self.sent
         self._changed = False
@@ -274,41 +280,49 @@ class GreedyLore:
     def _reduce(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the means of some gradients of the step."""
         phase = self.spec.phase(self.t)
-        names = [name for name in gradients if name in self.matrices]
         if phase == LOW and not self._has_bases:
             phase = REFRESH  # a state of other lengths was loaded
-        low = names if phase == LOW else []
-        sums = {name: self._wide(name, gradients[name]) + self._held[name] for name in low}
-        """H, (K, rows, columns)."""
-        bases = self._chosen(sums) if sums else {}
-        parts = []
+
+        # H = G + E, (K, rows, columns), and P of the matrices on the low path.
+        sums = {}
+        if phase == LOW:
+            names = [name for name in gradients if name in self.matrices]
+            sums = {name: self._wide(name, gradients[name]) + self._held_back[name] for name in names}
+        bases = self._chosen_columns(sums) if sums else {}
+
+        # One collective: R = P' H on the low path, H on recovery, G of all others.
+        messages = []
         for name, gradient in gradients.items():
-            part = gradient
-            if name in sums:
-                part = bases[name].mT @ sums[name] if name in bases else self.matrices[name].wide(sums[name])
-            parts.append(part.flatten(1).to(gradient.dtype))
-        mean = self._mean(torch.cat(parts, 1))
-        self._finite.append(mean.isfinite().all())
-        means = mean.split([part.shape[1] for part in parts])
-        found: dict[str, Tensor] = {}
-        for (name, gradient), sent, one in zip(gradients.items(), parts, means, strict=True):
+            message = gradient
             if name in bases:
-                matrix, basis = self.matrices[name], bases[name]
-                rows = sent.to(basis.dtype).unflatten(1, (self.spec.rank, matrix.columns))
-                rest = sums[name] - basis @ rows
-                self._rests[name] = rest
+                message = bases[name].mT @ sums[name]
+            elif name in sums:
+                message = self.matrices[name].wide(sums[name])
+            messages.append(message.flatten(1).to(gradient.dtype))
+        mean = self._mean(torch.cat(messages, 1))
+        self._finite.append(mean.isfinite().all())
+
+        means: dict[str, Tensor] = {}
+        split = mean.split([message.shape[1] for message in messages])
+        for (name, gradient), message_KN, mean_N in zip(gradients.items(), messages, split, strict=True):
+            if name in bases:
+                # E = H - P R with R as it was sent, in the gradient's dtype; the mean is P mean(R).
+                basis, shape = bases[name], (self.spec.rank, self.matrices[name].columns)
+                held_back = sums[name] - basis @ message_KN.to(basis.dtype).unflatten(1, shape)
+                self._new_held_back[name] = held_back
                 if self.measuring:
-                    self._squares[name] = rest.double().square().sum()
-                found[name] = matrix.wide(basis @ one.to(basis.dtype).view(self.spec.rank, matrix.columns))
+                    self._squares[name] = held_back.double().square().sum()
+                means[name] = self.matrices[name].wide(basis @ mean_N.to(basis.dtype).view(shape))
             else:
-                found[name] = one.view(gradient.shape[1:])
+                means[name] = mean_N.view(gradient.shape[1:])
                 self._squares.pop(name, None)
-                if name in sums:
-                    self._rests[name] = torch.zeros_like(sums[name])
-                elif name in self.matrices and phase == REFRESH:
-                    self._refresh(name, found[name])
-            found[name] = found[name].to(gradient.dtype).contiguous()  # fused optimizers read no strides of a gradient
-        return found
+                if name in sums or (name in self.matrices and phase == REFRESH):
+                    self._new_held_back[name] = torch.zeros_like(self._held_back[name])
+                if name in self.matrices and phase == REFRESH:
+                    wide = self._wide(name, means[name]).nan_to_num(0, 0, 0)
+                    self._new_bases[name] = torch.linalg.svd(wide, full_matrices=False).U
+            means[name] = means[name].to(gradient.dtype).contiguous()  # fused optimizers read no strides of a gradient
+        return means
 
     def _mean(self, x_KN: Tensor) -> Tensor:
         self._sending += x_KN.shape[1]
@@ -319,47 +333,39 @@ class GreedyLore:
         wide = self.matrices[name].wide(gradient)
         return wide.to(torch.promote_types(wide.dtype, torch.float32))
 
-    def _refresh(self, name: str, mean: Tensor) -> None:
-        """Compute a new basis of the mean gradient; nothing is held back any more."""
-        self._rests[name] = torch.zeros_like(self._held[name])
-        self._fresh[name] = torch.linalg.svd(self._wide(name, mean).nan_to_num(0, 0, 0), full_matrices=False).U
-
-    def _chosen(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _chosen_columns(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return P (rows, rank) of each matrix on the low path. The one collective has the same size for any set."""
         names, first = list(sums), next(iter(sums.values()))
         flags = torch.tensor([name in self._recovered for name in names], dtype=first.dtype)
-        parts = [to_device(flags, first.device).expand(len(first), -1)]
-        mean = self._mean(torch.cat([*parts, *(self._scores(name, sums[name]) for name in names)], 1))
-        self._check(names, mean[: len(names)])
-        scores = mean[len(names) :].split([self.matrices[name].rows for name in names])
-        return {
-            name: self._bases[name][:, one.square().sort(descending=True, stable=True).indices[: self.spec.rank]]
-            for name, one in zip(names, scores, strict=True)
-            if name not in self._recovered
-        }
+        messages = [to_device(flags, first.device).expand(len(first), -1)]
+        for name, sums_KRC in sums.items():
+            if name in self._recovered:
+                messages.append(sums_KRC.new_zeros(sums_KRC.shape[:2]))
+            else:
+                messages.append((sums_KRC @ self._xi(name, sums_KRC)) @ self._bases[name])  # U' H xi, (K, rows)
+        mean = self._mean(torch.cat(messages, 1))
 
-    def _scores(self, name: str, sums: Tensor) -> Tensor:
-        """Return U' H xi, (K, rows); zeros on the recovery path."""
-        if name in self._recovered:
-            return sums.new_zeros(sums.shape[:2])
-        return (sums @ self._xi(name, sums)) @ self._bases[name]
+        # A mean flag between 0 and 1 shows that sets differ. Reading it waits for the device, so only after a change.
+        if self._changed or mean.device.type == "cpu":
+            differ = [name for name, flag in zip(names, mean[: len(names)].tolist(), strict=True) if 0 < flag < 1]
+            if differ:
+                unit = self.matrices[differ[0]].unit
+                raise RunFailed(
+                    f"ranks disagree before step {self.t + 1}: {unit} is on the recovery path of some of them alone; "
+                    "start all of them from the same words, seed and checkpoint"
+                )
+        columns = {}
+        scores = mean[len(names) :].split([self.matrices[name].rows for name in names])
+        for name, score in zip(names, scores, strict=True):
+            if name not in self._recovered:
+                largest = score.square().sort(descending=True, stable=True).indices[: self.spec.rank]
+                columns[name] = self._bases[name][:, largest]
+        return columns
 
     def _xi(self, name: str, like: Tensor) -> Tensor:
         seed = zlib.crc32(f"{self.spec.seed} {self.t} {name}".encode())
         generator = torch.Generator(like.device).manual_seed(seed)
         return torch.randn(self.matrices[name].columns, generator=generator, device=like.device).to(like.dtype)
-
-    def _check(self, names: Sequence[str], flags: Tensor) -> None:
-        """Raises RunFailed if the mean of the workers' flags shows that their sets differ."""
-        if not self._changed and flags.device.type != "cpu":
-            return
-        differ = [name for name, flag in zip(names, flags.tolist(), strict=True) if 0 < flag < 1]
-        if differ:
-            unit = self.matrices[differ[0]].unit
-            raise RunFailed(
-                f"ranks disagree before step {self.t + 1}: {unit} is on the recovery path of some of them alone; start "
-                "all of them from the same words, seed and checkpoint"
-            )
 
     @torch.no_grad()
     def gap(self) -> Tensor:
@@ -376,7 +382,7 @@ class GreedyLore:
         here = self.workers.here
         state = {"t": self.t, "sent_total": self.sent_total, "workers": self.workers.size, "bases": dict(self._bases)}
         for row, worker in enumerate(range(here.start, here.stop)):
-            state[f"worker_{worker}"] = {name: one[row] for name, one in self._held.items()}
+            state[f"worker_{worker}"] = {name: held_back[row] for name, held_back in self._held_back.items()}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -388,13 +394,13 @@ class GreedyLore:
         if state["workers"] != self.workers.size:
             raise ValueError(f"state: is of {state['workers']} workers, here are {self.workers.size}; start as many")
         rows = [state[f"worker_{worker}"] for worker in range(self.workers.here.start, self.workers.here.stop)]
-        for mine, theirs in ((self._bases, state["bases"]), *((self._held, row) for row in rows)):
-            for name in mine.keys() | theirs.keys():
-                shape = tuple(theirs[name].shape) if name in theirs else "nothing"
-                if name not in mine or shape != tuple(mine[name].shape[-2:]):
+        for tensors, loaded in ((self._bases, state["bases"]), *((self._held_back, row) for row in rows)):
+            for name in tensors.keys() | loaded.keys():
+                shape = tuple(loaded[name].shape) if name in loaded else "nothing"
+                if name not in tensors or shape != tuple(tensors[name].shape[-2:]):
                     raise ValueError(f"state: what it holds of {name}, {shape}, does not fit this model")
         self.t, self.sent_total, self._changed = state["t"], state["sent_total"], True
-        for name, one in self._bases.items():
-            self._bases[name] = state["bases"][name].to(one.device, copy=True)
-            self._held[name] = torch.stack([row[name].to(one.device) for row in rows])
-        self._has_bases = all(bool(one.any()) for one in self._bases.values())
+        for name, basis in self._bases.items():
+            self._bases[name] = state["bases"][name].to(basis.device, copy=True)
+            self._held_back[name] = torch.stack([row[name].to(basis.device) for row in rows])
+        self._has_bases = all(bool(basis.any()) for basis in self._bases.values())

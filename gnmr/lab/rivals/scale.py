@@ -110,13 +110,13 @@ class SCALE(torch.optim.Optimizer):
         assert p.grad is not None
         state, weight, direction = self.state[p], local(p), local(p.grad).float()
         if "exp_avg" in state:
-            kept = local(state["exp_avg"])
-            direction = torch.lerp(kept.float(), direction, 1 - group["momentum"])
-            self._replace(kept, direction)
+            average = local(state["exp_avg"])
+            direction = torch.lerp(average.float(), direction, 1 - group["momentum"])
+            self._replace(average, direction)
         inputs = [d for d in range(p.ndim) if d != group["output_dim"]]
         if group["output_dim"] and is_sharded(p):  # sharded by rows, which are the inputs of an embedding
-            own = direction if counts(p) else direction[:0]
-            squares = own.square().sum(inputs, keepdim=True, dtype=torch.float64)
+            counted = direction if counts(p) else direction[:0]
+            squares = counted.square().sum(inputs, keepdim=True, dtype=torch.float64)
             mean = (DistributedRanks().sum({"squares": squares})["squares"] * (p.shape[1] / p.numel())).float()
         else:
             mean = direction.square().mean(inputs, keepdim=True)
@@ -140,10 +140,10 @@ def build_scale(model: nn.Module, config: OptimConfig, *, momentum: float = 0.9)
     matrices = [(name, p) for name, p in named if p.ndim >= 2]
     below = ({id(p) for name, p in matrices if f".{head}." in f".{name}"} for head in ("lm_head", "embed_tokens"))
     heads = next(filter(None, below), set[int]())
-    rest = [p for _, p in matrices if id(p) not in heads]
+    without_heads = [p for _, p in matrices if id(p) not in heads]
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in rest if id(p) not in embeddings]},
-        {"params": [p for p in rest if id(p) in embeddings], "output_dim": 1},
+        {"params": [p for p in without_heads if id(p) not in embeddings]},
+        {"params": [p for p in without_heads if id(p) in embeddings], "output_dim": 1},
         {"params": [p for _, p in matrices if id(p) in heads], "momentum": momentum},
         {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
     ]

@@ -92,21 +92,22 @@ def tensor_norms(parameters: Sequence[nn.Parameter], order: float = 2.0) -> Tens
 
 def norms_of(tensors: Sequence[Tensor | None], parameters: Sequence[nn.Parameter], order: float = 2.0) -> Tensor:
     """Return the `tensor_norms` of `tensors`, which have the shapes and shards of `parameters`."""
-    there = [None if one is None or local(one).numel() == 0 else local(one) for one in tensors]
-    norms = iter(
-        torch._foreach_norm([one for one in there if one is not None], order, dtype=torch.float32)
-        if any(one is not None for one in there)
-        else ()
-    )
-    zero = torch.zeros((), device=parameters[0].device)
-    found = torch.stack([next(norms) if one is not None else zero for one in there]).double()
+    device = parameters[0].device
+    shards = [None if tensor is None else local(tensor) for tensor in tensors]
+    present = [shard is not None and shard.numel() > 0 for shard in shards]
+    norms = torch.zeros(len(shards), dtype=torch.float64, device=device)
+    if any(present):
+        # torch has no public batched norm; torch.nn.utils.get_total_norm calls the same kernel, but returns one number.
+        existing = [shard for shard, there in zip(shards, present, strict=True) if there]
+        values = torch.stack(torch._foreach_norm(existing, order, dtype=torch.float32)).double()
+        norms.masked_scatter_(flags(present, device), values)
     if not any(is_sharded(p) for p in parameters):
-        return found
+        return norms
     if order == torch.inf:
-        DistributedRanks().take_largest(found)
-        return found
-    counted = flags([counts(p) for p in parameters], found.device)
-    return DistributedRanks().sum({"squares": torch.where(counted, found.square(), 0.0)})["squares"].sqrt()
+        DistributedRanks().take_largest(norms)
+        return norms
+    counted = flags([counts(p) for p in parameters], device)
+    return DistributedRanks().sum({"squares": torch.where(counted, norms.square(), 0.0)})["squares"].sqrt()
 
 
 def scale_gradient(gradient: Tensor, factor: Tensor) -> None:
@@ -114,8 +115,8 @@ def scale_gradient(gradient: Tensor, factor: Tensor) -> None:
 
     Only this rank's shard of a sharded gradient is scaled, by one factor or by one factor per row.
     """
-    own = local(gradient)
-    own.copy_(own.float().mul_(factor))
+    shard = local(gradient)
+    shard.copy_(shard.float().mul_(factor))
 
 
 def scale_gradients(parameters: Sequence[nn.Parameter], factors: Tensor) -> None:
@@ -147,11 +148,11 @@ class AGC(Transform):
         super().__init__(named)
         positive(clip=clip, floor=floor)
         self.clip, self.floor = clip, floor
-        self._free = {id(p) for name, p in named if "lm_head" in name.split(".")}
+        self._unclipped = {id(p) for name, p in named if "lm_head" in name.split(".")}
 
     @torch.no_grad()
     def __call__(self, context: StepContext) -> Tensor | None:
-        clipped = [p for p in self.parameters if p.grad is not None and id(p) not in self._free]
+        clipped = [p for p in self.parameters if p.grad is not None and id(p) not in self._unclipped]
         weights, gradients = _unit_norms(clipped, clipped), _unit_norms([p.grad for p in clipped], clipped)
         for p, of_weight, of_gradient in zip(clipped, weights, gradients, strict=True):
             assert p.grad is not None
@@ -165,17 +166,17 @@ def _unit_norms(tensors: Sequence[Tensor | None], parameters: Sequence[nn.Parame
 
     FSDP2 shards by rows, so each rank has complete rows. Norms of 1-D tensors are summed over ranks.
     """
-    of_whole = {}
+    vector_norms = {}
     if vectors := [i for i, p in enumerate(parameters) if p.ndim == 1 and is_sharded(p)]:
         norms = norms_of([tensors[i] for i in vectors], [parameters[i] for i in vectors])
-        of_whole = dict(zip(vectors, norms.float().unbind(), strict=True))
-    found = []
+        vector_norms = dict(zip(vectors, norms.float().unbind(), strict=True))
+    unit_norms = []
     for i, tensor in enumerate(tensors):
         assert tensor is not None
         dims = tuple(range(1, tensor.ndim)) or None
         rows = torch.linalg.vector_norm(local(tensor), dim=dims, keepdim=True, dtype=torch.float32)
-        found.append(of_whole.get(i, rows))
-    return found
+        unit_norms.append(vector_norms.get(i, rows))
+    return unit_norms
 
 
 class GradientStabilizer(Transform):
@@ -262,9 +263,9 @@ class StableSPAM(GradientStabilizer):
         bounds = largest / (1 - self.theta ** (self.state["count"] + 1))
         for p, bound, factor in zip(self.parameters, bounds.float(), (bounds / top).float(), strict=True):
             if p.grad is not None:
-                own = local(p.grad)
-                wide = own.float()
-                own.copy_(torch.where(wide.abs() > bound, wide * factor, wide))
+                shard = local(p.grad)
+                wide = shard.float()
+                shard.copy_(torch.where(wide.abs() > bound, wide * factor, wide))
         self.remember((top > 0) & ~context.nonfinite, largest=largest)
         return super().__call__(context)
 
@@ -273,10 +274,10 @@ class StableSPAM(GradientStabilizer):
             kind = type(context.optimizer).__name__
             raise ValueError(f"stable_spam resets Adam's moments: it needs optim.name=adamw, not {kind}")
         if context.step % self.reset_every == 0:
-            states = context.optimizer.state.values()
-            tensors = [local(t) for state in states for t in state.values() if isinstance(t, Tensor)]
-            if tensors:
-                torch._foreach_zero_(tensors)
+            for state in context.optimizer.state.values():
+                for tensor in state.values():
+                    if isinstance(tensor, Tensor):
+                        local(tensor).zero_()
 
 
 class SkipStep(Transform):
@@ -362,7 +363,7 @@ def build_transform(
 def check_options(make: Callable[..., object], name: str, options: Mapping[str, Any]) -> None:
     """Raise ValueError for an option that is not a keyword-only argument of `make`, the constructor of `name`."""
     parameters = inspect.signature(make).parameters.values()
-    known = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    names = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
     for option in options:
-        if option not in known:
-            raise ValueError(f"{option}: {name} has no such option, it has {', '.join(known)}")
+        if option not in names:
+            raise ValueError(f"{option}: {name} has no such option, it has {', '.join(names)}")
