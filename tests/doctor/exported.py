@@ -57,10 +57,11 @@ PINS: list[dict[str, dict[str, str]]] = [
 def planned(
     pins: dict[str, dict[str, str]], operators: dict[str, tuple[int, int]] = LLAMA, low: str = "nvfp4", **more: Any
 ) -> PinPlan:
-    """On a low recipe other than nvfp4 all pins are to bf16, because a rescue takes more time."""
+    """A plan of a model that has a head besides. On a low recipe other than nvfp4 all pins are to bf16, because a
+    rescue takes more time."""
     if low != "nvfp4":
         pins = {name: dict.fromkeys(own, "bf16") for name, own in pins.items()}
-    return PinPlan(operators=operators, **({"recovery": "bf16"} | more), low=low, pins=pins)
+    return PinPlan(operators=operators, **({"recovery": "bf16", "unconverted": ["lm_head"]} | more), low=low, pins=pins)
 
 
 def casts_of(plan: PinPlan, target: str = "te") -> Read:

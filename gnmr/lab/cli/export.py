@@ -1,4 +1,4 @@
-"""`gnmr export PLAN [to=TARGET,...] [out=FOLDER] [pp=N] [layers=N]`: write a plan for other libraries."""
+"""`gnmr export PLAN [to=TARGET,...] [out=FOLDER] [pp=N]`: write a plan for other libraries."""
 
 from __future__ import annotations
 
@@ -27,15 +27,10 @@ targets:
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code. Raises UserError before anything is written."""
     targets = "".join(f"  {name:13} {target.library}\n" for name, target in TARGETS.items())
-    parser = Parser("export", "PLAN [to=TARGET,...] [out=FOLDER] [pp=N] [layers=N]", _TEXT + targets, bare=False)
+    parser = Parser("export", "PLAN [to=TARGET,...] [out=FOLDER] [pp=N]", _TEXT + targets, bare=False)
     parser.option("to", names_of, "targets, with commas between; default: all that can run the plan's low recipe")
     parser.option("out", path, "folder for the files, made where there is none; default: PLAN's")
     parser.option("pp", whole(1), "pipeline stages, of equal length (megatron)", 1)
-    parser.option(
-        "layers",
-        whole(1),
-        "blocks of the model, if the plan has targets= or exclude= and does not list the model's linears",
-    )
     options, place = parser.of_one_place(argv, "plan.json, or its folder")
     out = options.out or (Path(place) if Path(place).is_dir() else Path(place).parent)
     with as_user_error():
@@ -47,7 +42,7 @@ def main(argv: list[str]) -> int:
     for target in options.to or TARGETS:
         try:
             with as_user_error():
-                result = export(plan, target, options.pp, options.layers)
+                result = export(plan, target, options.pp)
         except UserError as error:
             if options.to:
                 raise

@@ -47,27 +47,26 @@ class Export:
     """First lines of the files: the differences from the plan, and their cost."""
 
 
-def export(plan: PinPlan, target: str, pp: int = 1, layers: int | None = None) -> Export:
+def export(plan: PinPlan, target: str, pp: int = 1) -> Export:
     """Write a plan for one of `TARGETS`.
 
     Args:
         plan: the plan.
         target: one of `TARGETS`.
         pp: pipeline stages of equal length (megatron).
-        layers: number of blocks of the model; needed if the plan's `targets` or `exclude` may omit the last blocks and
-            it does not list the model's linears.
 
     Returns:
         The texts, the plan that the library then runs, and the differences from `plan`.
 
     Raises:
-        UserError: the target cannot express an operator or the low recipe.
-        ValueError: the number of stages or blocks does not fit the plan.
+        UserError: the target cannot express an operator or the low recipe, or the plan does not list the model's other
+            linears.
+        ValueError: the stages do not divide the blocks.
     """
     one_of(TARGETS, to=target)
     library = TARGETS[target]
-    nearest = adapted(plan, library, layers)
-    job = Job(nearest, library, pp, layers)
+    nearest = adapted(plan, library)
+    job = Job(nearest, library, pp)
     texts = library.write(job)
     notes = (*difference(plan, nearest, library), *job.notes, library.limits)
     counts = Counter(recipe for mix in mixes(nearest).values() for recipe in library.configured(mix).values())

@@ -21,7 +21,6 @@ from gnmr.conversion.targets import role_by_name
 from gnmr.errors import UserError, first_few
 from gnmr.formats.recipes import RECIPES
 from gnmr.names import GEMMS, Words
-from gnmr.options import require
 from gnmr.plan.checkpoint_names import holder_of
 from gnmr.plan.knapsack import FUSED, Item, choose, fused_name
 from gnmr.plan.lists import called
@@ -101,45 +100,15 @@ def _kind(plan: PinPlan, name: str, target: Target) -> str:
     return plan.modules[module] if module else ""
 
 
-def outside(plan: PinPlan, layers: int | None = None) -> list[str]:
-    """Return the linears of the model that are not operators of the plan.
+def others_of(plan: PinPlan) -> list[str]:
+    """Return the linears of the model that are not operators of the plan: heads, routers, and what was left out.
 
-    They are excluded, not among its targets, of widths that its recipes do not have, heads or routers. A plan that does
-    not list them is assumed to be of LLaMA's blocks, of which there are `layers`; None: up to the plan's last one. A
-    block without an MLP in the plan is assumed to have the MLPs of the other blocks. The result is empty for other
-    models, whose linears are unknown.
-
-    >>> names = [f"layers.0.{x}_proj" for x in ("self_attn.k", "self_attn.o", "mlp.up")]
-    >>> outside(PinPlan(operators=dict.fromkeys(names, (8, 8)), low="nvfp4", recovery=None))
-    ['layers.0.self_attn.q_proj', 'layers.0.self_attn.v_proj', 'layers.0.mlp.gate_proj', 'layers.0.mlp.down_proj']
+    Raises UserError if the plan does not list them, because a list of names to leave out would then lack some.
     """
-    if not _all_llama(plan.operators):
-        return plan.unconverted or []
-    # An old plan says only which linears it has. LLaMA's blocks say which others there are.
-    split = [name.removeprefix("model.").split(".", 3) for name in plan.operators]
-    num_blocks = 1 + max(int(number) for _, number, _, _ in split)
-    require(layers is None or layers >= num_blocks, "layers", layers, f"the plan has {num_blocks}")
-    if plan.unconverted is not None:
-        return plan.unconverted
-    prefix = "model." if next(iter(plan.operators)).startswith("model.") else ""
-    mlps: dict[int, dict[str, None]] = {}  # by block: mlp., or mlp.experts.0. and so on
-    for _, number, module, leaf in split:
-        if module == "mlp":
-            mlps.setdefault(int(number), {})[f"mlp.{leaf.rpartition('.')[0]}".rstrip(".") + "."] = None
-    usual = dict.fromkeys(mlp for of_block in mlps.values() for mlp in of_block) or {"mlp.": None}
-    fused = any(name.endswith("gate_up_proj") for name in plan.operators)
-    every = []
-    for block in range(layers or num_blocks):
-        of_block = mlps.get(block, usual)
-        every += [f"{prefix}layers.{block}.self_attn.{x}_proj" for x in "qkvo"]
-        if any("experts" in mlp for mlp in of_block):
-            # The plan may have some experts of a block; the model has as many in each.
-            of_block |= dict.fromkeys(mlp for mlp in usual if "experts" in mlp)
-            every.append(f"{prefix}layers.{block}.mlp.gate")
-        for mlp in of_block:
-            leaves = ("gate_up", "down") if fused and "experts" in mlp else ("gate", "up", "down")
-            every += [f"{prefix}layers.{block}.{mlp}{leaf}_proj" for leaf in leaves]
-    return [name for name in every if name not in plan.operators]
+    if plan.unconverted is None:
+        what = "the plan does not list the model's other linears (unconverted)"
+        raise UserError(f"export: {what}; have `gnmr diagnose` write it anew")
+    return plan.unconverted
 
 
 def _named(plan: PinPlan, names: Iterable[str], target: Target) -> dict[str, str]:
@@ -168,7 +137,7 @@ def _recipes(plan: PinPlan) -> dict[str, Words]:
 # ---- the nearest plan ----
 
 
-def adapted(plan: PinPlan, target: Target, layers: int | None = None) -> PinPlan:
+def adapted(plan: PinPlan, target: Target) -> PinPlan:
     """Return the nearest plan that the target can express; the plan itself if that is one.
 
     A linear of the library may stand for several operators, and may not have every set of recipes. If the plan has
@@ -178,11 +147,10 @@ def adapted(plan: PinPlan, target: Target, layers: int | None = None) -> PinPlan
     Args:
         plan: the plan.
         target: the library.
-        layers: number of blocks of the model; None: those of the plan.
 
     Raises:
-        UserError: the target lacks the low recipe, or an operator of the plan.
-        ValueError: the plan has more blocks than `layers`.
+        UserError: the target lacks the low recipe, or an operator of the plan; or the plan does not list the linears
+            that are not its operators.
     """
     _named(plan, (), target)  # refuses models that the library does not have
     recipes, low = _recipes(plan), (plan.low,) * len(GEMMS)
@@ -218,7 +186,7 @@ def adapted(plan: PinPlan, target: Target, layers: int | None = None) -> PinPlan
     linears: dict[str, list[str]] = {}
     for name in plan.operators:
         linears.setdefault(target.fused_name(plan, name), []).append(name)
-    in_16_bits = {target.fused_name(plan, name) for name in outside(plan, layers)}
+    in_16_bits = {target.fused_name(plan, name) for name in others_of(plan)}
     in_16_bits |= {linear for linear, names in linears.items() if not target.converts(plan, names[0])}
     shapes = {linear: frozenset(plan.operators[name] for name in names) for linear, names in linears.items()}
     options = {linear: [sixteen] if linear in in_16_bits else able(shapes[linear]) for linear in linears}
@@ -325,36 +293,24 @@ def difference(plan: PinPlan, nearest: PinPlan, target: Target) -> tuple[str, ..
 class Job:
     """A plan that a target can express, by the library's names."""
 
-    def __init__(self, plan: PinPlan, target: Target, pp: int = 1, layers: int | None = None) -> None:
+    def __init__(self, plan: PinPlan, target: Target, pp: int = 1) -> None:
         """Name the linears of a plan as the target does.
 
         Args:
             plan: a plan that `adapted` returned for this target.
             target: the library.
             pp: pipeline stages.
-            layers: number of blocks of the model; None: not known.
-
-        Raises:
-            ValueError: `layers` is for another kind of model, or is needed for stages.
         """
-        self.plan, self.target, self.pp, self.layers = plan, target, pp, layers
+        self.plan, self.target, self.pp = plan, target, pp
         self._recipes = _recipes(plan)
-        self._llama = _all_llama(plan.operators)
-        require(
-            self._llama or not layers, "layers", layers, "is for a plan whose operators are those of LLaMA's blocks"
-        )
-        self._blocks_known = bool(layers) or not (plan.targets or plan.exclude) or plan.unconverted is not None
-        right = "a plan of some linears does not say how many blocks the model has: add layers="
-        require(self._blocks_known or pp == 1, "pp", pp, right)
-
-        outside_plan = outside(plan, layers)
+        others = others_of(plan)
         self._nameless = []
         if target.layout:  # the layouts of other libraries have no name for any other linear
-            self._nameless = [name for name in outside_plan if not (_LLAMA.fullmatch(name) or _GATE.fullmatch(name))]
+            self._nameless = [name for name in others if not (_LLAMA.fullmatch(name) or _GATE.fullmatch(name))]
         named = _named(plan, plan.operators, target)
-        named_others = _named(plan, {*outside_plan}.difference(self._nameless), target)
+        named_others = _named(plan, {*others}.difference(self._nameless), target)
         planned = set(named.values())
-        outside_names = dict.fromkeys(named_others[name] for name in outside_plan if name in named_others)
+        outside_names = dict.fromkeys(named_others[name] for name in others if name in named_others)
         self.outside = [name for name in outside_names if name not in planned]
         """Linears of the model outside the plan, by the library's names; they stay in 16 bits."""
         self._saved = {
@@ -377,8 +333,6 @@ class Job:
         changed = {label for label, casts in self.casts.items() if [casts[gemm] for gemm in target.gemms] != low}
         self.left_out = [name for name, label in self.labels.items() if label in changed]
         """Linears that the target must not run on the low recipe."""
-        self.unlisted = plan.unconverted is None
-        """True if the plan does not list the linears that are not its operators."""
         self.notes = self._notes()
         """Lines about what the files do not say; a writer adds its own."""
 
@@ -397,11 +351,6 @@ class Job:
         if not target.formats and plan.unloaded:
             which = first_few(self.unloaded, 2)
             notes.append(f"in 16 bits too: linears in the checkpoint's file alone, never measured ({which})")
-        if self.unlisted and not (target.formats or self._llama):
-            which = "which this plan.json does not list: have `gnmr diagnose` write it anew"
-            notes.append(f"NOT in it: linears that are not the plan's, {which}")
-        elif not self._blocks_known and (target.layout or not target.formats):
-            notes.append("NOT in it: blocks after the plan's last one, if the model has any: export with layers=")
         return notes
 
     def _saved_as(self, name: str, library_name: str) -> list[str]:

@@ -62,9 +62,8 @@ def torchao(job: Job) -> dict[str, str]:
     linears = {name: [label, *job.widths[name]] for name, label in job.labels.items() if label != "bf16"}
     other_names = [*(name for name in job.labels if name not in linears), *job.outside]
     job.notes.append("convert(model) converts the model in place, and raises ValueError if it is another one")
-    other_linears = "None" if job.unlisted else as_python(other_names)
-    text = filled("torchao_convert.py.j2", CONFIGS=configs, LINEARS=as_python(linears), OTHERS=other_linears)
-    return {"torchao_convert.py": text}
+    lists = {"LINEARS": as_python(linears), "OTHERS": as_python(other_names)}
+    return {"torchao_convert.py": filled("torchao_convert.py.j2", CONFIGS=configs, **lists)}
 
 
 def torchtitan(job: Job) -> dict[str, str]:

@@ -94,11 +94,11 @@ def te(job: Job) -> dict[str, str]:
     """Write a quantizer factory for CustomRecipe, with the names of Hugging Face and of Megatron-LM."""
     fused, casts = dict[str, str](), dict(job.casts)
     try:
-        plan = adapted(job.plan, MEGATRON, job.layers)
+        plan = adapted(job.plan, MEGATRON)
     except UserError:
         job.notes.append("it has no names of Megatron-LM: the operators are not those of LLaMA's blocks")
     else:
-        in_megatron = Job(plan, MEGATRON, layers=job.layers)
+        in_megatron = Job(plan, MEGATRON)
         fused, casts = in_megatron.labels, casts | in_megatron.casts
         job.notes += [f"by the names of Megatron-LM: {line}" for line in difference(job.plan, plan, MEGATRON)]
     job.notes.append("te.autocast(recipe=CustomRecipe(qfactory=qfactory)), after name_modules(model)")
