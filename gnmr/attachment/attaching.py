@@ -126,6 +126,7 @@ def attach(
         warn(f"{', '.join(unread)}: has no effect, the signal {control.signal_name} does not read it")
     if pins is not None:
         pins.refuse_other("plan" if pins is plan else f"plan={plan}", operator_shapes(model, paths))
+    # From here on the model is changed; whatever fails gives it back as it was.
     converted = convert(model, paths, seed=seed, store=False, shown=False)
     controller = None
     try:
@@ -168,6 +169,7 @@ def controller_of(
     Raises:
         ValueError: if `spec` does not fit; no hooks are left.
     """
+    # Units, with costs as shares of recovering everything
     costs, pinned = costs_of(converted, spec)
     units = units_of(converted, model, spec.observe, costs)
     names = [module_of(unit.name) for unit in units]

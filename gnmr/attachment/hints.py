@@ -97,6 +97,7 @@ class LoopHints:
     def add_norms(self, packet: HostPacket) -> None:
         """Add the norms of left-over gradients and of all gradients to the packet. Does not wait for the device."""
         device = packet.tensors["norm"].device
+        # A parameter that still has its hooks got no gradient since, so that its norm says nothing.
         norms = [norm.to(device, torch.float64) for name, norm in self._left_norms.items() if name not in self._handles]
         packet.add(left=torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float64, device=device))
         if len(self._totals) < _CLIPPED_STEPS:
@@ -105,6 +106,7 @@ class LoopHints:
     def _total_norm(self) -> Tensor:
         """Return the norm of all gradients of the model, (1,) float64; (0,) if they are sharded or there are none."""
         model = None if self._model is None else self._model()
+        # Clipping makes the norm of all gradients the same in each step.
         gradients = [] if model is None else [p.grad for p in model.parameters() if p.grad is not None]
         if not gradients or any(gradient.is_sparse or hasattr(gradient, "device_mesh") for gradient in gradients):
             return torch.zeros(0, dtype=torch.float64, device="cpu")
@@ -186,6 +188,7 @@ class LoopHints:
         observed = decision.observed
         if not observed.any():
             return ""
+        # Never observed: half of the units or more, after some steps
         never = self._expected & ~self._observed_before & ~observed
         if self._num_observed_steps == _STEPS_TO_BE_IDLE and 2 * never.sum() >= self._expected.sum() > 0:
             return (
@@ -193,6 +196,7 @@ class LoopHints:
                 f"(the first is {decision.units[int(never.argmax())]}): the loss does not depend on them, so they are "
                 "never routed; leave them out of the targets, or call step() after the backward pass that reaches them"
             )
+        # Observed before, and not now
         gone = np.flatnonzero(self._expected & self._observed_before & ~observed)
         if not len(gone):
             return ""

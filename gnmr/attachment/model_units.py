@@ -27,6 +27,7 @@ def costs_of(converted: ConvertedModel, control: ControlSpec) -> tuple[list[floa
     The cost is the GEMMs' arithmetic, or with a budget whatever `control.cost` says. Raises ValueError if
     `control.cost` is a table of other units.
     """
+    # Without a budget nothing reads the costs but the records, which show GEMMs.
     cost = control.cost if control.budget is not None else "gemm"
     if isinstance(cost, str):
         return converted.cost.of_units(cost)
@@ -92,6 +93,7 @@ def units_of(
             return adapters(model, module_of(unit.name), previous.get(unit.name, ()))
         return tuple(parameter for operator in unit.operators for parameter in parameters_of(operator))
 
+    # A pinned unit is monitored and never switched.
     shares = converted.cost.of_units("gemm")[0] if costs is None else costs
     return [
         Unit(

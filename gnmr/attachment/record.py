@@ -108,6 +108,7 @@ class Recording:
             )
         self._flush()
         self._step = decision.step
+        # The header tells when a calibration began and what it found.
         if calibrating is not None and calibrating[0] == 1:
             self._header["calibration"] = {"first": decision.step, "steps": calibrating[1]}
             self._writer.write_header(self._config, self._header)
@@ -178,6 +179,7 @@ class Recording:
                 f"record={self._folder}: has no records of the {step} steps before this checkpoint; name the folder "
                 "that has them, or record nothing"
             )
+        # Everything is checked before the folder changes.
         row, counters = _of_checkpoint(state) if step else (None, (0, 0, 0))
         if counters is None:
             raise UserError(

@@ -204,10 +204,12 @@ class Router:
             sums: see `Controller.measure`.
             loss_scale: see `Controller.step`.
         """
+        # Parameters may have been exchanged; of the first step the model's GEMMs were counted.
         self.follow()
         self._check_batches()
         self._end_count()
         self._evidence = self.controller.measure(grad_scale, evidence, norms, sums, loss_scale)
+        # Delayed scales and draws of this step are complete; `retry` and `mark` go back to here.
         self._paths.end()
         self._mark = self.controller.mark()
         return self.controller.observe(self._evidence)
@@ -221,6 +223,7 @@ class Router:
         """
         host = packet.to_host()
         self._check_attached()
+        # What was spent belongs to the paths of this step, before the units are switched.
         spent = None if self.recording is None else self.converted.cost.spent()
         self._begin()
         decision = self.controller.apply(host, keep)
@@ -320,6 +323,7 @@ class Router:
     def discard(self) -> None:
         """Discard the step; see `Controller.discard`. The paths forget it too."""
         self._check_attached()
+        # Forget gradients' measurements, then what the paths drew and recorded.
         self.controller.discard()
         self._paths.undo()
         self._begin()

@@ -45,10 +45,12 @@ class Trigger:
         if self._running is None:
             return
         fraction, first, steps = self._running
+        # In the first half the history is short.
         if step >= first + steps // 2:
             self._risks.append(risk[observed & np.isfinite(risk)])
         if step < first + steps - 1:
             return
+        # "higher" takes one of the risks seen, so that at most the fraction of them exceeds it.
         risks = np.concatenate([np.zeros(0), *self._risks])
         self.value = float(np.quantile(risks, 1 - fraction, method="higher")) if len(risks) else 0.0
         if not self.value > 0:

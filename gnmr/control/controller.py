@@ -84,6 +84,7 @@ class Controller:
         whole_number(or_null=True, steps=steps)
         spend = None if spec.budget is None else tuple(float(unit.cost) for unit in units)
         context = Context.of(units, max_o=spec.max_o, steps=steps, seed=seed, hold=spec.hold, spend=spend)
+        # The signal decides which evidence is measured at all.
         self.signal = build_signal(spec.signal, spec.signal_options(), context)
         self.record = tuple(record)
         self._records_paths = bool({*record} & {*PATH_EVIDENCE, *PRICE_EVIDENCE})
@@ -99,6 +100,7 @@ class Controller:
             raise ValueError(
                 f"{', '.join(sorted(reserved))}: recorded in every run; name columns and evidence otherwise"
             )
+        # What a step is measured by, and what its decision is limited by
         self.measured = Measurements(units, self.needs, norms, ranks)
         self._trigger = Trigger(spec.trigger)
         self.t = 0
@@ -309,6 +311,7 @@ class Controller:
             missing(tuple(handed), ())  # refuses unknown names
             self._check_evidence(handed, self.measured.names)
         self.measured.check_call(grad_scale, loss_scale)
+        # Every rank decides from the same bits of one sum, which also shows whether ranks differ.
         if sums is None and self.measured.together:
             assert self.ranks is not None
             sums = self.ranks.sum(self.parts())
@@ -376,11 +379,13 @@ class Controller:
             ValueError: if evidence is missing or has another shape, or if the signal returns something else.
         """
         self._check_evidence(evidence)
+        # A gradient of exact zeros counts as none.
         evidence = without_zeros(evidence)
         norm, observed = evidence["norm"], evidence["observed"]
         risk, columns = _verdict(self.signal.observe(evidence, self.t + 1), self.signal, norm.shape)
         if not all_finite(risk := risk.double()):
             risk = torch.where(risk.isnan(), torch.inf, risk)  # a NaN risk counts as Inf
+        # From here on the step counts. Everything that a decision reads goes to the host in one transfer.
         self.t += 1
         packet = HostPacket({"norm": norm.double(), "observed": observed.bool(), "risk": risk})
         packet.add(**{f"column/{name}": x.double() for name, x in zip(self.signal.columns, columns, strict=True)})
@@ -402,6 +407,7 @@ class Controller:
         self._agreement = None
         if self.ranks is not None and "agreement" in host:
             self.ranks.check(host["agreement"], self.t)
+        # Ranked routing has no threshold: every unit with a risk is a candidate.
         trigger = 0.0 if self.spec.ranked else self.trigger
         choice = self._set.choose(host["risk"], host["observed"], self.t, trigger, keep)
         decision = Decision(
@@ -452,6 +458,7 @@ class Controller:
                 smaller max_o than its active set. After this error, or one from a switch or the signal, nothing has
                 changed.
         """
+        # A state is loaded whole or not at all: check it, then load what may still fail, then the rest.
         self.check_state(state)
         active = state["active"].cpu().numpy().astype(bool)
         before = deepcopy(self.signal.state_dict())

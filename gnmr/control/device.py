@@ -86,6 +86,7 @@ class HostPacket:
         if all(map(waits_for_nothing, self.tensors.values())):
             self.host = {name: _same_or_float64(tensor).numpy().copy() for name, tensor in self.tensors.items()}
             return self.host
+        # One tensor, one transfer
         packed = torch.cat([tensor.reshape(-1).to(torch.float64) for tensor in self.tensors.values()]).cpu().numpy()
         end = 0
         for name, tensor in self.tensors.items():

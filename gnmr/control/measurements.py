@@ -145,6 +145,7 @@ class Measurements:
         sums: Mapping[str, Tensor] | None,
     ) -> dict[str, Tensor]:
         """Return the step's evidence; see `Controller.measure`. `sums`: of `parts` over ranks, if there are several."""
+        # What was measured during the passes carries the loss scale of the passes, gradients the one they still have.
         passes_scale = grad_scale if loss_scale is None else loss_scale
         norms_scale = passes_scale if isinstance(self.norms, OutputGradients) else grad_scale
         # The norms come from the loop, from sums over ranks, or are measured here.
@@ -162,6 +163,7 @@ class Measurements:
             with torch.no_grad():
                 _, norm, observed = self.unit_norms()()
         evidence = {"norm": norm.detach() / norms_scale, "observed": observed}  # a new tensor: the loop uses the other
+        # A square carries the scale twice.
         if sums is not None and "micro" in sums:
             evidence["micro_square"] = sums["micro"][:-1] / sums["micro"][-1] / passes_scale**2
         elif self.micro is not None:
@@ -227,6 +229,7 @@ class MicroNorms:
         """
         if self._num_batches and self._weighted is not (fraction is not None):
             raise ValueError("micro_step: give all micro-batches of a step their fraction of the loss, or none of them")
+        # A micro-batch without labels has no gradient of its own and is in no mean.
         self._weighted = fraction is not None
         self._num_batches += 1
         if fraction == 0:

@@ -128,6 +128,7 @@ class UnitNorms:
     def __call__(self) -> GradientNorms:
         """Return the norms of this process's gradients; a unit without any gradient is not observed."""
         gradients = self._gradients()
+        # ||g_unit||^2 is the sum of its parameters' squares.
         norms = _norms_of(gradients, self._parameters[0].device)
         if len(self.groups) < len(gradients):
             norms = self._sums_of_groups(norms.square()).sqrt()
@@ -148,6 +149,7 @@ class UnitNorms:
             self._masks = counted, unsharded
         counted, unsharded = self._masks
         plain = torch.where(unsharded, squares, 0.0).sum()
+        # A gradient that every rank holds is counted by one of them.
         squares = torch.where(counted, squares, 0.0)
         if len(self.groups) < len(gradients):
             squares = self._sums_of_groups(squares)

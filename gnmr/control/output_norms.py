@@ -145,6 +145,7 @@ class OutputGradients:
 
     @torch.compiler.disable
     def _forward(self, index: int, _module: nn.Module, _inputs: object, output: object) -> None:
+        # A hook on the tensor, not on the module: it fires once even if the forward pass is recomputed.
         y = _first(output)
         if y is not None and y.requires_grad:
             y.register_hook(partial(self._backward, index))

@@ -94,12 +94,15 @@ def decide(
     # Most steps end here; `device.at_hand` explains why NumPy is slower.
     if not any(value > trigger for value in risk.tolist()) and not any(lock.tolist()):
         return _nobody(len(lock))
+    # C_t: units over their threshold, and units whose lock has not run out
     over = (risk > trigger) & observed & recoverable
     candidate = over | ((lock > 0) & recoverable)
+    # Under a budget the order is by risk per cost; a free unit comes first, but not before an infinite risk.
     if budget is not None:
         with np.errstate(over="ignore"):
             worth = np.minimum(risk / np.maximum(budget.cost, _TINY), _LARGEST)
         risk = np.where(np.isfinite(risk), worth, risk)
+    # A_t: by rank. The sort is stable, so that equal risks keep the order of the units on every rank.
     rank = np.arange(len(lock))
     key = np.where(candidate, np.where(observed, risk, _UNOBSERVED), _NO_CANDIDATE)
     order = np.argsort(-key, kind="stable")
@@ -196,6 +199,7 @@ class ActiveSet:
 
     def promote(self, wanted: np.ndarray, step: int) -> bool:
         """Put the units `wanted`, (U,) bool, on the recovery path now, replacing the least risky; False: no room."""
+        # The units in force compete by their last risks; the wanted ones have an infinite risk and so come first.
         stay = np.where(self.active, np.maximum(np.nan_to_num(self._risk, posinf=1.0), _TINY), 0.0)
         choice = self._decide(np.where(wanted, np.inf, stay), wanted | self.active, 0.0)
         if (wanted & ~choice.active).any():
@@ -229,6 +233,7 @@ class ActiveSet:
 
     def _held(self, choice: Choice, risk: np.ndarray, observed: np.ndarray) -> Choice:
         """Return the set in force and the units whose risk is not finite, by rank up to the cap."""
+        # Between two decisions only a risk that is not finite may enter, in place of the least risky unit.
         urgent = np.isinf(risk) & observed & self.recoverable
         stay = np.where(self.active | urgent, np.maximum(risk, _TINY), 0.0)
         held = self._decide(stay, observed | self.active, 0.0)

@@ -48,6 +48,7 @@ class Slice:
         """Return this slice of `x`, a tensor of the parameter's shape."""
         if not hasattr(x, "placements") or any(how.is_partial() for how in x.placements):
             return x if hasattr(x, "placements") else x[self.index]
+        # No public function of torch tells where a shard begins; DTensor's own code for it may move.
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         sizes, offsets = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)  # type: ignore[attr-defined]

@@ -105,6 +105,7 @@ class Random(BlindSignal):
 
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         uniform = np.random.default_rng((self.context.seed, step)).random(self.num_units).clip(min=2.0**-53)
+        # The fractional rest of a stream goes to later steps, so that the sum over the run is the budget.
         turn, rate = self.turn(step), self._units_a_step
         number = due(turn, rate) - due(turn - 1, rate)
         risk = uniform.copy() if self.active_frac is None else np.zeros(self.num_units)
@@ -163,10 +164,12 @@ class StaticK(BlindSignal):
         self.chosen = torch.zeros(num_units, dtype=torch.bool, device=context.device)
 
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+        # Average GNMR of each unit during the calibration (Eq. 2)
         if step <= self.calibration_steps:
             norm, mean, entered = evidence["norm"], self.history.mean, seen(evidence)
             self.average.update(ratio(norm, mean, mean != 0, self.eps), entered)
             self.history.update(norm, entered)
+        # The k highest averages stay; ties go by unit order.
         if step == self.calibration_steps:
             highest = torch.sort(self.average.mean, descending=True, stable=True).indices[: self.k]
             self.chosen = torch.zeros_like(self.chosen).index_fill_(0, highest, True)

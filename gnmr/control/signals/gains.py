@@ -84,6 +84,7 @@ class RecoveryGap(LevelSignal):
         return (step - 1) % self.every == 0
 
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+        # The gap changes slowly, so that the last estimate serves between two measurements.
         gap = self.estimate
         if self.reads(step):
             gap = (evidence["gap_low"] - evidence["gap_recovery"]).clamp(min=0)
@@ -123,9 +124,11 @@ class Price(LevelSignal):
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         measured = evidence["price"] if self.reads(step) else None
         if measured is not None:
+            # The mean of the logarithm is a geometric mean, which a single batch cannot dominate.
             self.history.update(measured.log(), seen(evidence))
         price = torch.where(self.history.count > 0, self.history.mean.exp(), 0.0)
         if measured is not None:
+            # A price that is not finite shows in its own step only.
             price = torch.where(measured.isfinite() | ~evidence["observed"], price, measured)
         return self.verdict(evidence, step, price)
 
@@ -205,6 +208,7 @@ class PinExcess(LevelSignal):
 
     def _chooses(self, step: int) -> bool:
         """Return whether pins are chosen in this step, which is one that measures."""
+        # Before the first interval is over, pins are chosen after 1, 2, 4, ... measurements.
         done = step - 1
         number = done // self.every
         early = done < self.pin_every and number & (number - 1) == 0

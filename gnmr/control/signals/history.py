@@ -105,6 +105,7 @@ class Cumulative(_FiniteState):
         if not all_finite(value):
             entered = entered & value.isfinite()
         self.count = self.count + entered
+        # m += (v - m) / n, with n limited to 1 / (1 - decay) for an exponential mean
         n = self.count if self.longest == math.inf else self.count.double().clamp(max=self.longest)
         mean = self.mean + (value - self.mean) / n  # n is 0 only for units outside of `entered`
         self.mean = mean if all_set(entered) else torch.where(entered, mean, self.mean)
@@ -133,5 +134,6 @@ class Window(_FiniteState):
         if not all_finite(value):
             entered = entered & value.isfinite()
         self.count = self.count + entered
+        # Newest last; units that did not enter keep their values.
         values = torch.cat([self.values[1:], value[None]])
         self.values = values if all_set(entered) else torch.where(entered, values, self.values)

@@ -63,7 +63,9 @@ class Gsnr(RatioSignal):
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         micro, square = evidence["micro_square"], evidence["norm"].square()
         noise = torch.maximum(micro - square, self.eps * micro)  # rounding may make it negative for equal gradients
+        # Signal over noise; of gradients that agree entirely it is 1 / eps.
         gsnr = square / noise.clamp(min=TINY)
+        # Against the mean of the past: low signal gives a ratio above 1.
         mean, entered = self.history.mean, seen(evidence) & (micro > 0)
         column = torch.where(gsnr.isfinite() | (micro == 0), ratio(mean, gsnr, (mean != 0) & entered, self.eps), gsnr)
         self.history.update(gsnr, entered)
@@ -87,6 +89,7 @@ class Jacobian(RatioSignal):
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         weight, spread = evidence["weight_std"], evidence["input_std"][self._input]
         weights = torch.cat([weight, weight.new_ones(1)])  # a unit with one weight multiplies it by the 1 at the end
+        # std(W_up) std(W_down) / std(x) of an MLP, std(W_o) / std(x) of an attention
         value = weights[self._first] * weights[self._second] / (spread + self.eps)
         mean, entered = self.history.mean, seen(evidence) & (spread != 0)  # 0: a group that nothing ran through
         column = ratio(value, mean, (mean != 0) & entered, self.eps)

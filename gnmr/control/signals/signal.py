@@ -129,11 +129,13 @@ class SignalBase(StatefulParts):
         finite, finite_norms = norm.isfinite(), all_finite(norm)
         if not finite_norms:
             columns = tuple(torch.where(finite, column, norm) for column in columns)
+        # R = max of column / threshold over the columns that have one
         pairs = zip(columns, self.thresholds(step), strict=True)
         risks = [column / threshold for column, threshold in pairs if threshold is not None]
         risk = reduce(torch.maximum, risks) if risks else torch.full_like(norm, self.least)
         if finite_norms and all_finite(risk, self.least):
             return risk, columns
+        # A lower bound above 0 ranks units whose column is 0, and never exceeds a trigger.
         risk = risk.clamp(min=self.least)
         return torch.where(finite & ~risk.isnan(), risk, torch.inf), columns
 

@@ -44,6 +44,7 @@ class Steps:
     def __call__(self, step: int) -> StepResult:
         """Take one step on the next batch. Waits for the device once."""
         parts, training = self._parts, self._parts.config.training
+        # What happens before a step depends on its number alone, so that a resumed run repeats it.
         for stress in parts.stress:
             stress.begin_step(step)
         if parts.draws is not None:
@@ -200,6 +201,7 @@ class Loop:
         step = counters.step + 1
         result = take_step(step)
 
+        # Count, then record, then stop if too many steps in a row were not finite
         counters.step = step
         counters.tokens += training.tokens_per_step
         nonfinite = result.nonfinite_unit is not None

@@ -60,16 +60,19 @@ def look_again(
         lambda: step.seen(micro_batches),
         step.model.buffers(),
     )
+    # A loss that is not finite has a place; a spike is explained by comparing paths.
     with router.unmeasured(), repeating(router.converted, step.model, start.device):
         if math.isfinite(loss):
             verdict = explain(repeater, PassNumbers(loss, norm), levels, number)
         else:
             verdict = find_nonfinite(repeater, number)
+    # The update of a spike was only postponed, whatever the cause.
     if math.isfinite(loss):
         step.make_up(attempt)
         return attempt, verdict, False
     if router.spec.nonfinite != "find":
         return attempt, verdict, False
+    # Take the step again with the blamed units in recovery; else nobody is to blame, and the set stays.
     if router.retry(verdict.units, start):
         return step.attempt(micro_batches, lr, levels), verdict, False
     return attempt, verdict, verdict.cause != "precision"

@@ -83,6 +83,7 @@ def verdict_row(verdict: Verdict) -> dict[str, Any]:
 
 def fault_rows(parts: Parts) -> list[dict[str, Any]]:
     """Return rows of `records.schema.FAULT_FIELDS` by first step, for outlier channels one row per affected unit."""
+    # Injected faults, then outlier channels as one window per unit that they touch
     windows = [] if parts.faults is None else list(parts.faults.windows)
     gain = parts.config.model.outlier_channels.gain
     for stress in parts.stress:

@@ -183,6 +183,7 @@ class TrainStep:
         start = Start.of(router.converted, self.parameters[0].device)
         self._since = time.perf_counter() if self._since is None else self._since
         self._wrapped.arrived = 0.0
+        # The whole step, up to the transfer to the host
         attempt, verdict, keep = self.attempt(micro_batches, lr, levels), None, False
         self._since = time.perf_counter()
         if not self._wrapped.repeatable:
@@ -190,6 +191,7 @@ class TrainStep:
             keep = not math.isfinite(attempt.packet.host["loss"]) and router.spec.nonfinite == "find"
         elif looks_again(self, attempt, levels):
             attempt, verdict, keep = look_again(self, attempt, micro_batches, lr, levels, start)
+        # The units of the next step
         decision = router.decide(attempt.packet, keep)
         return self._result(attempt, decision, lr, verdict, micro_batches)
 
@@ -219,12 +221,14 @@ class TrainStep:
 
         # Optimizer
         loss, grad_norm = numbers["loss"], norms.total
+        # The device itself decides whether to update, so that nothing waits for the host.
         nonfinite = ~(loss.isfinite() & grad_norm.isfinite())
         skip = self._transform(loss, grad_norm, nonfinite)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         off, gradients = skip, list[Tensor | None]()
         if levels[0].limit < math.inf:
+            # A spike only postpones the update, which needs the gradients then.
             gradients = [p.grad for p in self.parameters]
             off = skip | (loss.double() > levels[0].limit) | (grad_norm > levels[1].limit)
         self._optimize(off)
