@@ -8,12 +8,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-_insist = True
-"""True if a second signal ends this process at once."""
-_came = False
-"""True if a signal was collected."""
-seen: list[int] = []
-"""All signals that were collected in this process."""
+_insist = True  # True if a second signal ends this process at once
+_came = False  # True if a signal was collected
+seen: list[int] = []  # all signals that were collected in this process
 
 
 def ending() -> list[signal.Signals]:

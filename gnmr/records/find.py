@@ -11,8 +11,7 @@ from pathlib import Path
 
 from gnmr.errors import UserError
 
-LATEST = "latest"
-"""The word for the run below runs/ whose records were written last, wherever a run's folder is named."""
+LATEST = "latest"  # the word for the run below runs/ whose records were written last, wherever a run's folder is named
 SMOKE = "smoke"
 """The folder of runs/ with trials: runs of debug=smoke, and of fewer than `TRIAL` steps that the command line asks for.
 None of them is the latest run while there is another one."""

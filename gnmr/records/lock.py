@@ -27,11 +27,9 @@ from gnmr.records.disk import no_link, replacing
 
 OWNER = ".owner"
 _TOUCH_S = 15.0
-_SILENT_S = 60.0
-"""Time without a touch after which an owner on another machine counts as dead."""
+_SILENT_S = 60.0  # time without a touch after which an owner on another machine counts as dead
 _CHECK_S = 1.0
-_DYING_S = 2.0
-"""Time for a process that is being killed, which loses its lock first."""
+_DYING_S = 2.0  # time for a process that is being killed, which loses its lock first
 _locks: weakref.WeakValueDictionary[tuple[int, int], FolderLock] = weakref.WeakValueDictionary()
 """The locks of this process, by device and inode: an interrupted loop may attach to its folder again."""
 os.register_at_fork(after_in_child=_locks.clear)

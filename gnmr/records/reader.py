@@ -21,15 +21,11 @@ import pyarrow as pa
 from gnmr.records.schema import unit_schema
 from gnmr.records.untrusted import MAX_NAME, MAX_ROW, Damaged, bounded, content, opened, reading, text
 
-UNITS = "units.arrows"
-"""The file of the per-unit rows (`gnmr.records.unit_stream`)."""
-_MARKER = b"\xff\xff\xff\xff"
-"""The first four bytes of each message of a stream."""
-END_OF_STREAM = 8
-"""Bytes of the marker that pyarrow's own writer appends when it is closed."""
+UNITS = "units.arrows"  # the file of the per-unit rows (`gnmr.records.unit_stream`)
+_MARKER = b"\xff\xff\xff\xff"  # the first four bytes of each message of a stream
+END_OF_STREAM = 8  # bytes of the marker that pyarrow's own writer appends when it is closed
 MAX_STEP = 2**31 - 1
-MAX_UNITS = 2**16 - 1
-"""The report's maps count them in 16 bits; a mixture of 64 experts in 60 layers has 12,000."""
+MAX_UNITS = 2**16 - 1  # the report's maps count them in 16 bits; a mixture of 64 experts in 60 layers has 12,000
 _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _SEVERAL = {"events.jsonl": 0, "faults.jsonl": -MAX_STEP}
 """Least distance between the steps of two rows; in the other files a step occurs once."""

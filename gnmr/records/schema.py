@@ -44,8 +44,7 @@ from gnmr import __version__
 if TYPE_CHECKING:
     from gnmr.control import Decision
 
-OWN = "own"
-"""The scale of a user's own loop (gnmr/attachment/record.py)."""
+OWN = "own"  # the scale of a user's own loop (gnmr/attachment/record.py)
 
 STEP_FIELDS: dict[str, str] = {
     "step": "number of the step, from 1",

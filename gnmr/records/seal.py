@@ -21,8 +21,7 @@ from gnmr.records.untrusted import Damaged, content, exists, opened, reading
 ROWS = ("steps.jsonl", "eval.jsonl", "events.jsonl", "faults.jsonl", "scores.jsonl", UNITS)
 FILES = (*ROWS, "summary.json", "header.json", "config.yaml")
 
-Counts = dict[str, list[int]]
-"""Bytes and CRC-32 of each file, by its name."""
+Counts = dict[str, list[int]]  # bytes and CRC-32 of each file, by its name
 
 
 def sealed(folder: Path) -> str:

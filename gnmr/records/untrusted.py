@@ -16,18 +16,12 @@ from typing import Any, BinaryIO
 from gnmr.errors import UserError, printable
 from gnmr.records.disk import no_link
 
-MAX_FILE = 1 << 33
-"""Bytes of a file of rows: 1e6 steps of 8 KB."""
-MAX_ROW = 1 << 24
-"""Bytes of a row: 10,000 monitored modules take less than one."""
-MAX_OBJECT = 1 << 26
-"""Bytes of a JSON object: header.json of 10,000 units has 1 MB."""
-MAX_CONFIG = 1 << 19
-"""Bytes of config.yaml, which has 5 KB."""
-MAX_DEPTH = 50
-"""Containers within containers; ours have five."""
-MAX_NAME = 300
-"""Characters of a name; a module's dotted name has some 60."""
+MAX_FILE = 1 << 33  # bytes of a file of rows: 1e6 steps of 8 KB
+MAX_ROW = 1 << 24  # bytes of a row: 10,000 monitored modules take less than one
+MAX_OBJECT = 1 << 26  # bytes of a JSON object: header.json of 10,000 units has 1 MB
+MAX_CONFIG = 1 << 19  # bytes of config.yaml, which has 5 KB
+MAX_DEPTH = 50  # containers within containers; ours have five
+MAX_NAME = 300  # characters of a name; a module's dotted name has some 60
 
 
 class Damaged(UserError):

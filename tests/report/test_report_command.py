@@ -86,23 +86,6 @@ def test_no_line_is_wider_than_the_terminal(write_run: Write, tmp_path: Path) ->
         assert told.count("3.6889") == 2, "none is cut off"
 
 
-def test_a_defect_of_ours_is_no_runs_fault(write_run: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No single run fails, all together do: the traceback is for us."""
-    from gnmr.lab import report as module
-
-    write_run(arm="bf16")
-    write_run(arm="int4")
-
-    def broken(comparisons: list[Any]) -> list[Any]:
-        if len(comparisons[0].runs) > 1:
-            raise ZeroDivisionError
-        return []
-
-    monkeypatch.setattr(module, "arm_tables", broken)
-    with pytest.raises(ZeroDivisionError):
-        printed([tmp_path / "runs"], tmp_path / "out")
-
-
 def test_refusals_are_one_line(write_run: Write, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such folder"):
         printed([tmp_path / "absent"])

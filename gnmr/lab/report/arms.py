@@ -17,8 +17,7 @@ from gnmr.names import RECIPES
 _NAMES = ("arm", "precision.name", "controller.name")
 _DIVERGED = re.compile(r"had a non-finite|the validation loss after step")
 """Reasons of failure that are a divergence; a full disk or a defect says nothing about the arm."""
-_MOST_WORDS = 4
-"""Settings in a label; where more are needed the hash of the config stands there."""
+_MOST_WORDS = 4  # settings in a label; where more are needed the hash of the config stands there
 
 
 @dataclass
@@ -27,10 +26,8 @@ class Arm:
 
     name: str
     runs: list[Run]
-    duplicates: list[Run] = field(default_factory=list)
-    """Runs that repeat a seed; they are not counted."""
-    label: str = ""
-    """The name, with the settings that differ if two arms of an experiment share it (`label_arms`)."""
+    duplicates: list[Run] = field(default_factory=list)  # runs that repeat a seed; they are not counted
+    label: str = ""  # the name, with the settings that differ if two arms of an experiment share it (`label_arms`)
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return a setting; the runs differ in nothing but the seed."""

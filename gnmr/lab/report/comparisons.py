@@ -45,8 +45,7 @@ class Kind(NamedTuple):
     seq_len: int | None
     tokens_per_step: int | None
     steps: int | None
-    base: str | None
-    """What forks were made of: its name and the beginning of its checksum."""
+    base: str | None  # what forks were made of: its name and the beginning of its checksum
 
     def texts(self) -> dict[str, str]:
         """Return, by name, what keeps comparisons of one experiment and scale apart."""
@@ -66,10 +65,8 @@ class Bounds:
     low: Arm
     high: Arm
     between: tuple[Arm, ...]
-    family: Family
-    """Every arm against `low`; the arms by their labels."""
-    against_random: tuple[Result, ...]
-    """Every arm that has a random arm with the same budget, against that arm."""
+    family: Family  # every arm against `low`; the arms by their labels
+    against_random: tuple[Result, ...]  # every arm that has a random arm with the same budget, against that arm
 
 
 @dataclass

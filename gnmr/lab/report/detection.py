@@ -11,8 +11,7 @@ import numpy as np
 from gnmr.lab.report.recorded_run import Run, UnitMatrices
 from gnmr.records.reader import FaultWindow, calibrated_trigger
 
-GRACE = 1
-"""Steps after a window in which a flag still counts as its detection."""
+GRACE = 1  # steps after a window in which a flag still counts as its detection
 
 
 @dataclass(frozen=True)
@@ -20,13 +19,10 @@ class Detection:
     """How one run's signal detected its fault windows. A share of zero events is None."""
 
     windows: tuple[FaultWindow, ...]
-    delays: tuple[int | None, ...]
-    """Per window: first flagged step minus the window's first; None where it was missed."""
-    flagged: int
-    """Unit-steps over the trigger."""
+    delays: tuple[int | None, ...]  # per window: first flagged step minus the window's first; None where it was missed
+    flagged: int  # unit-steps over the trigger
     flagged_inside: int
-    unit_steps_outside: int
-    """Observed unit-steps outside every window."""
+    unit_steps_outside: int  # observed unit-steps outside every window
 
     @property
     def detected(self) -> int:

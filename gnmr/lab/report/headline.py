@@ -15,8 +15,7 @@ from gnmr.lab.report.comparisons import Bounds, Comparison
 from gnmr.lab.report.layout import interval_text, percent, relative, size, whole_percent
 from gnmr.lab.report.statistics import BETTER, EQUAL, FEWEST, LEVEL, NO_DIFFERENCE, WORSE, Result, p_text, paired
 
-_MOST_NAMED = 4
-"""Arms that the sentence names one by one."""
+_MOST_NAMED = 4  # arms that the sentence names one by one
 _AGAINST = {
     BETTER: "significantly better than",
     WORSE: "significantly worse than",
@@ -38,8 +37,7 @@ class Headline(NamedTuple):
 
     sentence: str
     figures: tuple[Figure, ...]
-    arm: str | None = None
-    """Label of the arm that the share and the spend refer to."""
+    arm: str | None = None  # label of the arm that the share and the spend refer to
 
 
 def headline(comparison: Comparison) -> Headline:

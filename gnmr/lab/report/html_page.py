@@ -24,10 +24,8 @@ from gnmr.lab.report.units import bin_width, unit_map
 from gnmr.records.find import changed
 from gnmr.records.schema import OWN
 
-MAP_CHARACTERS = 9_000_000
-"""Room for all unit maps."""
-MANY = 8
-"""More arms than one plot can show: each gets a small panel with its mean alone."""
+MAP_CHARACTERS = 9_000_000  # room for all unit maps
+MANY = 8  # more arms than one plot can show: each gets a small panel with its mean alone
 _TRAIN_POINTS = 400
 _DASHES, _FIRST_DASH = ("", "6 3", "2 3"), (0, 0, 1, 2, 1, 2, 0)
 """The first dash of each colour, since thin lines of these colours alone do not stay apart for colour-blind readers.

@@ -26,15 +26,12 @@ from gnmr.records.untrusted import Damaged, content, exists, reading, text
 _FOLDER_NAME = re.compile(r"(?P<arm>.+)-(?P<hash>[0-9a-f]{8})-s(?P<seed>\d+)")
 _SHOWN = ("step", "unit", "norm", "risk", "active")
 _STEP_NUMBERS = [name for name in STEP_FIELDS if name not in ("nonfinite_unit", "over", "statistics")]
-_MOST_WORDS = 4000
-"""Characters of a command or a reason."""
+_MOST_WORDS = 4000  # characters of a command or a reason
 _MOST_NUMBERS = 1 << 29
 """Of the matrices of `UnitMatrices` together: 2 GB; 1e6 recorded steps of 84 units and three columns fit."""
-_MOST_UNOBSERVED = 64
-"""Cells for each recorded row: an expert has tokens in more than one step of so many."""
+_MOST_UNOBSERVED = 64  # cells for each recorded row: an expert has tokens in more than one step of so many
 
-Columns = dict[str, np.ndarray]
-"""One float64 array per field, NaN where a row has no number."""
+Columns = dict[str, np.ndarray]  # one float64 array per field, NaN where a row has no number
 
 
 @dataclass(frozen=True)
@@ -61,10 +58,8 @@ class Run:
     arm: str
     hash: str
     seed: int
-    status: str
-    """done, failed, interrupted, or running: neither marker nor summary, so it runs or was killed."""
-    reason: str | None
-    """Why it failed or stopped, one line."""
+    status: str  # done, failed, interrupted, or running: neither marker nor summary, so it runs or was killed
+    reason: str | None  # why it failed or stopped, one line
 
     @cached_property
     def steps(self) -> Columns:

@@ -40,21 +40,15 @@ from scipy import stats
 
 LEVEL = 0.05
 POWER = 0.8
-FEWEST, FEWEST_DIVERGED = 3, 5
-"""Pairs that a verdict needs: with finite losses alone, and where a run diverged."""
-MARGIN = 0.1
-"""Share of the gap that counts as equal."""
+FEWEST, FEWEST_DIVERGED = 3, 5  # pairs that a verdict needs: with finite losses alone, and where a run diverged
+MARGIN = 0.1  # share of the gap that counts as equal
 BETTER, WORSE, EQUAL, NO_DIFFERENCE = "better", "worse", "equal", "no difference shown"
 TOO_FEW, NO_VERDICT = "too few seeds", "no verdict"
 _DRAWS = 999
-_LARGEST = 1e100
-"""Losses above it cannot be squared, and count as diverged."""
-Losses = Mapping[Any, float]
-"""Losses of an arm by replicate, inf where the run diverged."""
-Values = Mapping[str, Losses]
-"""Losses by arm."""
-Weights = Mapping[str, float]
-"""A contrast: factors by arm."""
+_LARGEST = 1e100  # losses above it cannot be squared, and count as diverged
+Losses = Mapping[Any, float]  # losses of an arm by replicate, inf where the run diverged
+Values = Mapping[str, Losses]  # losses by arm
+Weights = Mapping[str, float]  # a contrast: factors by arm
 
 
 class Stat(NamedTuple):
@@ -116,20 +110,13 @@ class Result:
 
     arm: str
     control: str
-    n: int
-    """Replicates that both have."""
-    difference: Contrast | None = None
-    """None without replicates, and where a run diverged."""
-    direction: float = 0
-    """Below 0 if the arm is the better one; not a verdict by itself."""
-    diverged: tuple[int, int] = (0, 0)
-    """Runs of the arm and of the control, in the replicates of both."""
-    p: float | None = None
-    """Holm-adjusted in a family; None if there are too few replicates, or no verdicts at all."""
-    closed: Share | None = None
-    """None for the bounds themselves."""
-    p_equal: float | None = None
-    """Of the two one-sided tests, Holm-adjusted."""
+    n: int  # replicates that both have
+    difference: Contrast | None = None  # None without replicates, and where a run diverged
+    direction: float = 0  # below 0 if the arm is the better one; not a verdict by itself
+    diverged: tuple[int, int] = (0, 0)  # runs of the arm and of the control, in the replicates of both
+    p: float | None = None  # Holm-adjusted in a family; None if there are too few replicates, or no verdicts at all
+    closed: Share | None = None  # None for the bounds themselves
+    p_equal: float | None = None  # of the two one-sided tests, Holm-adjusted
     verdict: str = NO_VERDICT
 
 
@@ -264,16 +251,12 @@ class Family:
 
     low: str
     high: str
-    n: int
-    """Replicates that the two bounds have in common, also where a run diverged."""
+    n: int  # replicates that the two bounds have in common, also where a run diverged
     results: tuple[Result, ...]
     model: Model | None
-    gap: Contrast | None
-    """Never minus always; None if one of them diverged."""
-    p_gate: float | None
-    """Of the positive control by itself."""
-    gate: bool
-    """Whether the positive control is shown to be better."""
+    gap: Contrast | None  # never minus always; None if one of them diverged
+    p_gate: float | None  # of the positive control by itself
+    gate: bool  # whether the positive control is shown to be better
 
     @property
     def tested(self) -> bool:

@@ -13,8 +13,7 @@ from gnmr.lab.report.detection import trigger
 from gnmr.lab.report.recorded_run import Run, UnitMatrices
 from gnmr.records.reader import calibrated_trigger, read_windows
 
-COLUMNS = 800
-"""About the pixels that the map has."""
+COLUMNS = 800  # about the pixels that the map has
 _MOST_VERDICTS = 1000
 _COSTS = ("price", "price_fprop", "true_gap", "gap_low")
 """Recorded columns by which units can be ordered, the first that is there; else the risk."""

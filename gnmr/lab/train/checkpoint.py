@@ -48,8 +48,7 @@ from gnmr.conversion import ConvertedModel
 from gnmr.errors import RunFailed, UserError, writing
 from gnmr.records.disk import move_folder, no_link, sha256, sync_folder
 
-Meta = dict[str, Any]
-"""meta.json: the host state, the run that owns the checkpoint, and the sha256 of every other file."""
+Meta = dict[str, Any]  # meta.json: the host state, the run that owns the checkpoint, and the sha256 of every other file
 _META, _META_SUM, _INDEX = "meta.json", "meta.sha256", ".metadata"
 _NAME = r"step-(\d{8})"
 _ANEW = "start again in another run_dir"

@@ -25,14 +25,12 @@ from gnmr.records.disk import no_link
 from gnmr.records.schema import UnitRows
 from gnmr.streams import unread
 
-LOG = "log.txt"
-"""In a run's folder, what `mode="log"` writes."""
+LOG = "log.txt"  # in a run's folder, what `mode="log"` writes
 
 _REFRESHES_PER_SECOND = 4
 _UNITS_SHOWN = 8
 _MOST_SHOWN = 16  # in recovery; the others are counted
-_OTHER_LINES = 17
-"""Lines of the picture, on a narrow terminal, besides the units in recovery."""
+_OTHER_LINES = 17  # lines of the picture, on a narrow terminal, besides the units in recovery
 _COLUMNS_SHOWN = 3  # of the signal; more do not fit
 
 
@@ -46,14 +44,11 @@ class RunInfo:
     arm: str
     device: str
     total_steps: int
-    num_units: int
-    """Units that the controller watches; 0 for a run without."""
-    max_o: int
-    """Most units on the recovery path at once."""
+    num_units: int  # units that the controller watches; 0 for a run without
+    max_o: int  # most units on the recovery path at once
     num_parameters: int
     tokens_per_step: int
-    start_step: int = 0
-    """Last step of the checkpoint that the run continues from."""
+    start_step: int = 0  # last step of the checkpoint that the run continues from
 
 
 class LiveView:

@@ -41,10 +41,8 @@ STEP_METRICS = {
 }
 EVAL_METRICS = {"val_loss": "val/loss", "val_ppl": "val/ppl"}
 _PRICES = ("price", "price_fprop")
-_MAX_TAG = 64
-"""Characters; W&B's own limit."""
-_LIMIT_S = 30.0
-"""Time for W&B to take the last rows and to end a run."""
+_MAX_TAG = 64  # characters; W&B's own limit
+_LIMIT_S = 30.0  # time for W&B to take the last rows and to end a run
 _TEARDOWN_S = 2.0
 _SETTINGS = {
     "init_timeout": 30.0,  # s; the run waits for it
