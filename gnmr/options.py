@@ -19,7 +19,17 @@ def fields(of: object, *names: str) -> dict[str, Any]:
 
 
 def require(sound: object, name: str, value: object, right: str) -> None:
-    """Raise ValueError unless the value is `sound`; `right` describes a valid value."""
+    """Check an option.
+
+    Args:
+        sound: whether the value is valid, as a truth value.
+        name: the option's name, as the user types it.
+        value: the option's value.
+        right: a description of valid values.
+
+    Raises:
+        ValueError: unless `sound`, in the form `name=value: right`.
+    """
     if not sound:
         shown = str(value)
         shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}... ({len(shown):,} characters)"

@@ -55,7 +55,11 @@ class NameIndex:
 
 
 def select(names: Iterable[str], patterns: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the dotted `names` that match a pattern, in their order, and the patterns that match none."""
+    """Select dotted names by patterns.
+
+    Returns:
+        The names that match a pattern, in their order, and the patterns that match none.
+    """
     index = NameIndex(names)
     matching = {pattern: index.matching(pattern) for pattern in patterns}
     chosen = {name for names_of_pattern in matching.values() for name in names_of_pattern}

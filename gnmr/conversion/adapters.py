@@ -144,7 +144,11 @@ class LinearOperator:
 
 
 def operators_in(model: nn.Module) -> dict[str, LinearOperator]:
-    """Return all linear operators by name, in module order. Raises ValueError if a module and its adapter disagree."""
+    """Return all linear operators by name, in module order.
+
+    Raises:
+        ValueError: if an adapter declares a parameter that its module lacks, or a layout that does not fit it.
+    """
     operators: dict[str, LinearOperator] = {}
     declared_submodules: set[nn.Module] = set()
     for path, module in model.named_modules():
@@ -203,7 +207,13 @@ def bias_of(module: nn.Module, name: str) -> Tensor | None:
 
 
 def matrix_of(weight: Tensor, layout: str, expert: int | None) -> Tensor:
-    """Return the (O, I) view of a parameter in this layout, or of its slice `expert`."""
+    """Return the matrix (O, I) of an operator, a view of its parameter.
+
+    Args:
+        weight: the parameter, with the dimensions of `layout`.
+        layout: oi, io, eoi or eio.
+        expert: index in dimension e; None if there is no such dimension.
+    """
     if expert is not None:
         weight = weight[expert]
     return weight.mT if layout.endswith("io") else weight
@@ -261,7 +271,16 @@ class Contained(PathLinear):
         return self._given
 
     def run(self, input: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Run a pass with this weight (O, I), which may be some rows of the operator's weight."""
+        """Run a pass.
+
+        Args:
+            input: (..., I).
+            matrix: the weight (O, I), which may be some rows of the operator's weight.
+            bias: (O,) or None.
+
+        Returns:
+            (..., O).
+        """
         # `PathLinear.forward` reads the weight and bias from `matrix` and `bias`.
         self._given = matrix, bias
         try:

@@ -43,6 +43,9 @@ def gemm_time(
         times: replacements for `TIMES`, by width or by recipe. The time of a recipe applies to every GEMM with the same
             casts as the same GEMM of that recipe. A GEMM that the recipe leaves in 16 bits has the time of 16.
         recipes: user-defined recipes that `times` may name.
+
+    Returns:
+        The time per multiplication, in units of a 4-bit GEMM's.
     """
     times = times or {}
     recipes = {**RECIPES, recipe.name: recipe, **(recipes or {})}
@@ -190,10 +193,17 @@ class Cost:
         return self._now().spent
 
     def of_units(self, kind: str) -> tuple[list[float], float]:
-        """Return (what recovery of each unit adds, what pins take), as shares of what recovery of everything takes.
+        """Return what recovery of each unit costs.
 
-        `kind` is gemm for the arithmetic that `spent` counts, or bytes for Eq. 5's extra bytes with the bits of the
-        input that wgrad reads. Raises ValueError if `kind` is bytes and recovery adds none.
+        Args:
+            kind: gemm for the arithmetic that `spent` counts, or bytes for Eq. 5's extra bytes with the bits of the
+                input that wgrad reads.
+
+        Returns:
+            (what recovery of each unit adds, what pins take), as shares of what recovery of everything takes.
+
+        Raises:
+            ValueError: if `kind` is bytes and recovery adds none.
         """
         if kind == "bytes":
             return self._bytes_of_units()
@@ -301,7 +311,14 @@ def kept_as(path: ExecutionPath) -> str:
 
 
 def kept_bytes(operator: PathLinear, path: ExecutionPath, rows: int, dtype: torch.dtype) -> int:
-    """Return the bytes of `rows` rows (tokens) in `dtype` of the operator's input on `path`, with their scales."""
+    """Return the bytes that are kept of the operator's input, with their scales.
+
+    Args:
+        operator: the operator that reads the input (rows, in_features).
+        path: the path that keeps it.
+        rows: number of tokens.
+        dtype: dtype of the input.
+    """
     width = operator.in_features
     # The rotation mixes rows, so rows are padded to its size, and the rotated copy has its own dtype.
     if isinstance(path, Recipe) and path.wgrad.input is not None and path.wgrad.input.hadamard:

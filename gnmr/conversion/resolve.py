@@ -128,10 +128,20 @@ def _is_coarser(low: Cast | None, recovery: Cast | None) -> bool:
 def with_backend(
     recipe: Recipe, backend: str, operators: Mapping[str, Widths], device: torch.device, shown: bool = True
 ) -> Recipe:
-    """Return the recipe as `backend` will run it in these operators on `device`. Raises ValueError if it cannot.
+    """Return the recipe as `backend` will run it.
 
     If this machine does not have the GPU, the GPU is assumed to run integers, and to have FP8 if `backend` says so. The
-    first trial of integers on a device waits for it. `shown`: see `gnmr.conversion.converting`.
+    first trial of integers on a device waits for it.
+
+    Args:
+        recipe: a recipe.
+        backend: auto, simulated, scaled_mm or int_mm.
+        operators: the operators that will run it, by name.
+        device: where they will run it.
+        shown: whether the caller prints the model; if not, falling back to simulation warns on CPUs too.
+
+    Raises:
+        ValueError: if the requested backend cannot run the recipe.
     """
     if backend == "simulated" or not recipe.casts:
         return recipe
@@ -168,7 +178,12 @@ def runnable_paths(
 ) -> dict[ExecutionPath, ExecutionPath]:
     """Return each path as it will run in its operators on `device`.
 
-    Only paths of `unpinned`, the operators without pins, warn of a simulation that was not asked for.
+    Args:
+        by_path: the operators that have each path.
+        unpinned: the paths of operators without pins; only these warn of a simulation that was not asked for.
+        spec: the settings.
+        device: where the operators will run.
+        shown: see `with_backend`.
     """
     runnable: dict[ExecutionPath, ExecutionPath] = {}
     for path, operators in by_path.items():

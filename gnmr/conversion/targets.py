@@ -37,7 +37,12 @@ _DEFAULT_OUTSIDE = "*_proj"
 
 
 def roles_of(model: nn.Module, linears: Mapping[str, Any]) -> dict[str, str]:
-    """Return the role of each of these linears of `model`, by the names of its modules."""
+    """Return the role of each linear; see the module for the roles.
+
+    Args:
+        model: the model, perhaps wrapped or with peft's adapters.
+        linears: modules or operators with a weight, by the names of modules of `model`.
+    """
     modules = dict(model.named_modules())
     tied = tied_to_embeddings(model, linears)
     tables_VD = [module.weight for module in modules.values() if isinstance(module, nn.Embedding)]

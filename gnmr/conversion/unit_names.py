@@ -90,7 +90,15 @@ def module_of(unit: str) -> str:
 
 
 def unit_of(name: str, unit: str) -> str:
-    """Return the unit of kind `unit` to which the operator belongs; for gemm, the operator."""
+    """Return the unit to which an operator belongs.
+
+    Args:
+        name: the operator's name, without the parts of wrappers (`operator_names`).
+        unit: the kind of unit, gemm, operator, expert, layer or block; for gemm the operator is returned.
+
+    >>> unit_of("layers.3.mlp.experts.5.up", "expert"), unit_of("lm_head", "block")
+    ('layers.3.mlp.experts.5', 'lm_head')
+    """
     return _unit_of(name, unit) or name
 
 
@@ -194,7 +202,13 @@ def check_unit(names: Sequence[str], unit: str) -> None:
 
 
 def grouped(operators: Sequence[PathLinear], unit: str, routed: Sequence[str] = ()) -> list[PathUnit]:
-    """Return the units, in the order of their first operators; of `routed` GEMMs a pinned one is only monitored."""
+    """Return the units, in the order of their first operators.
+
+    Args:
+        operators: all converted operators.
+        unit: the kind of unit.
+        routed: for unit=gemm, the GEMMs that are units; a pinned one is only monitored.
+    """
     # A pinned GEMM is a unit too: its measurements are recorded, although it is never routed.
     if unit == "gemm":
         return [

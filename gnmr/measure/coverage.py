@@ -113,9 +113,11 @@ class Coverage:
         return sum(called.get(name, 0) for name in set(names)) / (self.total or 1)
 
     def left_out(self, names: Collection[str]) -> dict[Product, float]:
-        """Return the shares of everything except the linears of these names, the largest first.
+        """Return the shares of everything except the linears of these names.
 
-        Products whose names differ only by a number are added up.
+        Returns:
+            {product: share of `total`}, the largest first. Products whose names differ only by a number are added up;
+            their name has a star for the number.
         """
         # The 32 layers of a model are one line: numbers become stars.
         names, numbers = set(names), Counter[Product]()
@@ -131,7 +133,12 @@ class Coverage:
         return {name: READ if name in read else "it never ran" for name in names if name not in called}
 
     def line(self, names: Collection[str], verb: str = "covers") -> str:
-        """Return one line: the share of these operators, and the other products with their shares."""
+        """Return one line: the share of these operators, and the other products with their shares.
+
+        Args:
+            names: names of linears.
+            verb: the beginning of the line.
+        """
         by_label = Counter[str]()
         for product, share in self.left_out(names).items():
             by_label[product.label] += share  # type: ignore[assignment]
