@@ -1,4 +1,4 @@
-"""Mistakes in what is asked for: one line, exit code 2, nothing half-written. And a disk that is full."""
+"""Mistakes in what is asked for: one line, exit code 2, nothing half-written."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from omegaconf import OmegaConf
 
 from gnmr.errors import UserError
 from gnmr.lab import config
-from gnmr.records.append import JsonLines
-from gnmr.records.reader import read_json, read_jsonl, read_units
 
 HEAD = "step,unit,norm\n"
 CASES = {
@@ -269,31 +267,3 @@ def test_replay_with_bad_words(words, line, gnmr, place):
     before = listing(place)
     assert line in gnmr("replay", *words).mistake
     assert listing(place) == before
-
-
-# ---- a full disk ----
-
-
-@pytest.mark.slow
-def test_a_row_on_a_full_disk(gnmr, tiny_words, tmp_path, monkeypatch):
-    """The third row goes to a device that is full."""
-    plain = JsonLines.write
-
-    def write(self: JsonLines, rows: list[dict]) -> None:
-        if self.path.name == "steps.jsonl" and rows[0]["step"] == 3:
-            self._file = Path("/dev/full").open("ab")  # noqa: SIM115
-        plain(self, rows)
-
-    run = tmp_path / "run"
-    words = [*tiny_words, "training.steps=6", f"run_dir={run}"]
-    with monkeypatch.context() as patch:
-        patch.setattr(JsonLines, "write", write)
-        ended = gnmr("train", *words)
-    assert (ended.code, ended.err) == (1, f"gnmr: run FAILED: disk full while writing steps.jsonl in {run}\n")
-    assert [row["step"] for row in read_jsonl(run / "steps.jsonl")] == [1, 2]
-    assert set(read_units(run)["step"].to_pylist()) == {1, 2}
-    summary = read_json(run / "summary.json")
-    assert (summary["status"], summary["steps"]) == ("failed", 2)
-    assert (run / "FAILED").read_text() == summary["reason"] + "\n" and not (run / "DONE").exists()
-    assert gnmr("train", *words).code == 0
-    assert len(read_jsonl(run / "steps.jsonl")) == 6
