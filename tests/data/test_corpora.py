@@ -14,7 +14,7 @@ from small_corpora import DOCUMENTS, TRAIN, VALIDATION, build, shared_data, writ
 
 from gnmr.errors import UserError
 from gnmr.lab.config import DataConfig
-from gnmr.lab.data import corpora, files
+from gnmr.lab.data import corpora
 from gnmr.lab.data.tokens import prepare
 
 Make = Callable[..., DataConfig]
@@ -140,7 +140,7 @@ def test_what_is_not_read_is_said(config: Make, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("GNMR_CACHE", str(folder / "cache"))
     chosen = config(path=str(folder))
     first, _ = build(chosen)
-    found = files.local_files(chosen)
+    found = corpora.local_files(chosen)
     assert found.splits["train"] == [folder / "a.jsonl", folder / "linked.jsonl"]
     assert found.summary.endswith(
         "; not read: README.md, a/dataset_info.json, c.jsonl.zst, cache/" + first.folder.name + "/ (token cache), "
@@ -158,7 +158,7 @@ def test_rows_without_text_are_counted(config: Make, tmp_path: Path) -> None:
     write_rows(tmp_path / "b.parquet", [None, *DOCUMENTS])
     (tmp_path / "c.txt").write_text(" \n")
     (tmp_path / "d.jsonl").write_bytes(b"")
-    assert build(config(path=str(tmp_path)))[1][-1].endswith("; 271 rows without text; 1 file without text")
+    assert build(config(path=str(tmp_path)))[1][-1].endswith("; 272 documents without text")
 
 
 # ---- the standard library ----

