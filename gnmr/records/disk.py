@@ -30,7 +30,12 @@ def of_a_file_browser(name: str) -> bool:
 
 
 def no_link(path: str, flags: int) -> int:
-    """Open a file for `open(opener=...)`. Raises OSError for a link and, when reading, unless it is a regular file."""
+    """Open a file for `open(opener=...)`.
+
+    Raises:
+        OSError: it is a link or, when reading, not a regular file.
+    """
+    # O_NONBLOCK: opening a pipe that nobody writes to would wait forever.
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     if flags & os.O_ACCMODE == os.O_RDONLY and not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -42,8 +47,12 @@ def no_link(path: str, flags: int) -> int:
 def replacing(path: Path, beside: Path | None = None) -> Iterator[BinaryIO]:
     """Open a new file, which is synced and then replaces `path`: readers see the old or the new one, never a part.
 
-    A link at `path` is replaced and not followed. After an error the new file is removed. `beside` is its name until
-    then; by default a file that a killed process left under that name is overwritten.
+    A link at `path` is replaced and not followed. After an error the new file is removed.
+
+    Args:
+        path: the file to be replaced.
+        beside: the new file's name until then, which must be free. By default it is `path` with .tmp, where a file
+            that a killed process left is overwritten.
     """
     if beside is None:
         beside = path.with_name(path.name + ".tmp")

@@ -41,9 +41,11 @@ def decode(value: Any) -> Any:
 def iter_jsonl(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
     """Yield each row of a .jsonl file and the offset of the byte after it; nothing if there is no file.
 
-    A last line without its end is left out, because a kill may have cut it short. Raises `Damaged` for any other line
-    that is no JSON object, for a row that is too long or too deep, and for a step that cannot follow that of the row
-    before.
+    A last line without its end is left out, because a kill may have cut it short.
+
+    Raises:
+        Damaged: another line is no JSON object, a row is too long or too deep, or a step cannot follow that of the row
+            before.
     """
     try:
         file = opened(path)
@@ -102,7 +104,8 @@ class FaultWindow:
 def read_windows(folder: Path) -> list[FaultWindow]:
     """Return the windows of a run folder's faults.jsonl, in order; none if it is missing.
 
-    Raises `Damaged` for a row without a unit, a first or a last step.
+    Raises:
+        Damaged: a row has no unit, first or last step.
     """
     path, windows = folder / "faults.jsonl", list[FaultWindow]()
     for number, row in enumerate(read_jsonl(path), 1):
@@ -189,10 +192,13 @@ def _message(data: pa.Buffer, start: int) -> tuple[pa.ipc.Message | None, int]:
 def read_units(folder: Path) -> pa.Table:
     """Return the per-unit rows of a run as a table of `unit_schema`; without rows if there is no units.arrows.
 
-    Which statistics the table has depends on the run's signal. Raises `Damaged` for columns of other types, for steps
-    below 1 and for names that no unit has.
+    Which statistics the table has depends on the run's signal.
+
+    Raises:
+        Damaged: columns have other types or gaps, a step is below 1, or a name is not one that a unit can have.
     """
     path = folder / UNITS
+    # Whole messages alone are read; in a run that is done, nothing may follow the last one.
     batches, end = [], 0
     with suppress(FileNotFoundError):
         for batch, end in open_units(path):  # noqa: B007 (the last offset is compared below)

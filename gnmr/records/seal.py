@@ -45,6 +45,7 @@ def check(folder: Path, names: Iterable[str] = FILES) -> bool:
     Raises:
         Damaged: if a file is missing, or its counted part differs.
     """
+    # DONE counts whole files. A checkpoint counts their beginnings, because the run may have gone on.
     done = _counts_of_done(folder)
     counts, since = (done, "the run ended") if done is not None else _counts_of_checkpoint(folder)
     for name in names:

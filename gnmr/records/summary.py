@@ -23,6 +23,7 @@ class _Steps:
         self.last: dict[str, Any] = {"tokens": 0, "nonfinite_total": 0}
 
     def add(self, row: dict[str, Any]) -> None:
+        # Fields that a step does not have are not counted into the number that a mean divides by.
         self.last = row
         self.times.append(row["step_time_s"])
         self.over.update(row["over"])

@@ -54,6 +54,7 @@ class UnitStream:
 
     def _batch(self, rows: UnitRows, observed_units: np.ndarray) -> pa.RecordBatch:
         number = len(observed_units)
+        # The units are codes of a dictionary of their names, which stands at the beginning of the file once.
         units = _array(pa.int32(), number, observed_units.astype(np.int32))
         floats = [rows.norm, *rows.columns.values(), rows.risk]
         arrays = [
@@ -110,7 +111,10 @@ def cut_units(folder: Path, last_step: int) -> None:
 
 
 def recorded_units(folder: Path) -> Iterator[UnitRows]:
-    """Yield the rows given to `UnitStream.write`, step by step, with NaN for a unit that was not observed."""
+    """Yield the rows that `UnitStream.write` was given, step by step.
+
+    A unit that was not observed has NaN in its columns, and is neither active nor locked.
+    """
     if not (folder / UNITS).exists():
         return
     for batch, _ in open_units(folder / UNITS):

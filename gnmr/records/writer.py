@@ -176,12 +176,14 @@ class RunWriter:
 
     def _cut(self, last_step: int, counted: dict[str, list[int]]) -> None:
         """Drop the rows after `last_step`, if those before it are the ones that the checkpoint counted."""
+        # Nothing is changed before all files are known to begin as the checkpoint counted.
         for name, count in _checked(counted).items():
             if not begins_with(self.folder / name, count):
                 raise UserError(
                     f"{self.folder / name}: rows were lost or changed since the checkpoint of step {last_step}; put "
                     "the file back as it was, or choose another folder"
                 )
+        # A kill during these lines leaves rows after the checkpoint, which the next start drops.
         for name in _ENDS:
             (self.folder / name).unlink(missing_ok=True)
         self.last_step = cut_jsonl(self.folder / "steps.jsonl", last_step)

@@ -129,6 +129,7 @@ class Arm:
             path = self.get(f"{recipe_key}fprop.input", "bf16").partition("/")[0]
         elif path in RECIPES:
             path = RECIPES[path].get("fprop", {}).get("input", "bf16").partition("/")[0]
+        # A sign bit, exponent and mantissa; else the number at the end of the name.
         if floating := re.fullmatch(r"e(\d+)m(\d+)", str(path)):
             return 1 + int(floating[1]) + int(floating[2])
         plain = re.search(r"(\d+)$", str(path))

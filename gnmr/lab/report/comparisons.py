@@ -226,6 +226,7 @@ class Comparison:
         """
         if arm.routed:
             return arm.low_path, arm.recovery_path
+        # Arms of the same model; a routed one names both paths, else the widths decide.
         beside = [other for other in self.arms if same(arm, other, _MODEL)]
         pairs = [self.formats(other) for other in beside if other.routed]
         if pairs:
@@ -236,6 +237,7 @@ class Comparison:
 
     def _on(self, arm: Arm, place: int) -> Callable[[Arm], bool]:
         """Whether another arm is the static one on the arm's low (0) or recovery (1) path."""
+        # Settings in which the static arm must agree: those that change what the path computes.
         wanted = self.formats(arm)[place]
         keys = {f"precision.recipes.{wanted}."} | ({*_QUANTIZER} if place == 0 or arm.bits(wanted) != 16 else set())
         if place == 0:
@@ -253,6 +255,7 @@ class Comparison:
         the same run whatever that is), then the one with most seeds in common.
         """
 
+        # The better candidate has the larger tuple; `True` is above `False`.
         def comparable(other: Arm) -> bool:
             optimizer = same(arm, other, ("optim.",)) or (other.plain_adamw and not arm.plain_adamw)
             return optimizer and same(arm, other, _MODEL)

@@ -52,11 +52,16 @@ class Detection:
 
 
 def detect(matrices: UnitMatrices, windows: Iterable[FaultWindow], trigger: float = 1.0) -> Detection:
-    """Holds the flagged unit-steps (risk > `trigger`, inf included) against the windows.
+    """Hold the flagged unit-steps (risk > `trigger`, inf included) against the windows.
 
     A window reaches to `end` + `GRACE` here, for the detection as for inside and outside. Windows that begin after the
     last recorded step are left out; one of a unit that was never observed is missed. An unobserved unit-step (risk NaN)
     counts nowhere.
+
+    Args:
+        matrices: the run's units, (S, U) each.
+        windows: the injected faults.
+        trigger: the risk above which a unit-step is flagged.
     """
     steps, risk_SU = matrices.steps, matrices.risk_SU
     place = {unit: [number] for number, unit in enumerate(matrices.units)}  # as columns: one, or none
@@ -65,6 +70,7 @@ def detect(matrices: UnitMatrices, windows: Iterable[FaultWindow], trigger: floa
     delays: list[int | None] = []
     for window in begun:
         unit = place.get(window.unit, [])
+        # Recorded steps within the window; a flag in any of them detects it.
         rows = slice(*np.searchsorted(steps, (window.start, window.end + GRACE + 1)))
         hits = steps[rows][flagged_SU[rows, unit].any(axis=1)]
         delays.append(int(hits[0]) - window.start if len(hits) else None)

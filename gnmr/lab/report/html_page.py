@@ -178,10 +178,11 @@ def _curves(run: Run, width: int) -> dict[str, pd.Series]:
 
 
 def binned(steps: np.ndarray, values: np.ndarray, width: int) -> pd.Series:
-    """Return the means over bins of `width` steps by the bins' centres; a bin without a number is NaN.
+    """Return the means of (S,) values over bins of `width` steps, by the bins' centres; NaN without a number.
 
     A last bin that is less than half full is merged into the one before: the mean of few steps looks like a cliff.
     """
+    # Steps count from 1, so that bin b holds b width + 1 to (b + 1) width.
     place = (steps.astype(np.int64) - 1) // width
     number = int(place.max(initial=-1)) + 1
     if number > 1 and 2 * (int(steps.max()) - (number - 1) * width) < width:

@@ -165,6 +165,7 @@ class Run:
         table = read_units(self.folder).unify_dictionaries()
         if missing := [name for name in _SHOWN if name not in table.column_names]:
             raise Damaged(f"{self.folder}: units.arrows has no column {missing[0]!r}")
+        # Columns are units in the order of the header; each row of the table becomes one cell.
         unit = table["unit"].combine_chunks()
         names = unit.dictionary.to_pylist()
         rank = {name: number for number, name in enumerate(self.header.get("units") or [])}
@@ -193,7 +194,12 @@ def load(folder: Path) -> Run:
     """Return a run, checked and without its rows, which are read when they are first asked for.
 
     A config of another version of this project, which no longer passes its checks, is taken as it is written.
-    Raises `UserError` if a file is not valid (`gnmr.records.untrusted`).
+
+    Args:
+        folder: the run folder.
+
+    Raises:
+        UserError: a file is not valid (`gnmr.records.untrusted`).
     """
     tree = config.read_tree(folder / "config.yaml")
     header = _header(folder / "header.json")

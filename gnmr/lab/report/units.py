@@ -25,13 +25,20 @@ def bin_width(last_step: int, bins: int) -> int:
 
 
 def unit_map(arm: Arm, run: Run, matrices: UnitMatrices) -> dict[str, Any]:
-    """Return the map of U units by B bins for the page; `matrices` are the run's own and have at least one step.
+    """Return the map of U units by B bins for the page. A cell shows the step of highest risk in its bin.
 
-    A cell shows one recorded step, that of the highest risk in its bin.
+    Args:
+        arm: the arm of the run.
+        run: the run.
+        matrices: its own, of at least one step.
+
+    Returns:
+        A tree for JSON; arrays of (U, B) or (B,) numbers are packed (see `packed`).
     """
     last = int(matrices.steps[-1])
     width = bin_width(last, COLUMNS)
     bins = -(-last // width)
+    # Recorded steps edges[b] to edges[b + 1] lie in bin b; a risk that is unknown never wins.
     edges = np.searchsorted((matrices.steps - 1) // width, np.arange(bins + 1))
     key_SU = np.where(np.isnan(matrices.risk_SU), -np.inf, matrices.risk_SU)
     units = len(matrices.units)
@@ -47,6 +54,7 @@ def unit_map(arm: Arm, run: Run, matrices: UnitMatrices) -> dict[str, Any]:
         values_BU[empty_B] = np.nan
         return packed(values_BU.T)
 
+    # The shown step, counted from the first of its bin.
     step_BU = np.where(empty_B[:, None], 0, matrices.steps[row_BU] - 1 - np.arange(bins)[:, None] * width)
     cut, cut_name = limit(arm, run, matrices)
     cost_name, cost_U = costs(matrices)
@@ -84,6 +92,7 @@ def unit_map(arm: Arm, run: Run, matrices: UnitMatrices) -> dict[str, Any]:
 def packed(array: np.ndarray) -> dict[str, str]:
     """Return a uint16 or float32 array as deflated base64; a float32 keeps 12 bits of its mantissa, or NaN and inf."""
     if array.dtype == np.float32:
+        # Rounding to nearest by adding half a unit of the last bit that stays. Zeros behind it compress well.
         bits = np.ascontiguousarray(array).view(np.uint32)
         short = (((bits + np.uint32(1 << 10)) >> 11) << 11).view(np.float32)
         array = np.where(np.isfinite(array) & np.isfinite(short), short, array)
@@ -92,10 +101,10 @@ def packed(array: np.ndarray) -> dict[str, str]:
 
 
 def limit(arm: Arm, run: Run, matrices: UnitMatrices) -> tuple[float, str]:
-    """Return the risk above which a unit is a candidate, and its name.
+    """Return the risk above which a unit is a candidate, and the name of this limit.
 
-    It is the trigger. A ranking has none, so it is the risk that as many of the recorded unit-steps exceed as were on
-    the recovery path.
+    The limit is the trigger. A ranking has none, so its limit is the risk that as many of the recorded unit-steps
+    exceed as were on the recovery path.
     """
     if not arm.ranked:
         calibrated = calibrated_trigger(run.header)

@@ -92,6 +92,7 @@ class LiveView:
         return Console(quiet=True)
 
     def start(self, info: RunInfo) -> None:
+        """Say what begins, or begin to draw the picture."""
         self._info = info
         if self._mode == "plain":
             self.say(_opening(info))
@@ -233,10 +234,12 @@ def _unit_table(rows: UnitRows, moves: dict[str, str], narrow: bool, height: int
 
     On a low terminal fewer units in recovery are listed, so that the riskiest others stay on it.
     """
+    # Unknown risks come last among the observed units, and units that were not observed behind them.
     risk = np.where(rows.observed, np.nan_to_num(rows.risk, nan=-1.0, posinf=np.inf), -np.inf)
     order = [i for i in np.argsort(-risk, kind="stable") if rows.observed[i] or rows.active[i]]
     inside = [i for i in order if rows.active[i]]
     outside = sorted(set(order) - set(inside), key=lambda i: (moves.get(rows.units[i]) != "promote", order.index(i)))
+    # At least two of either kind are listed, however low the terminal is.
     most = max(min(_MOST_SHOWN, height - _OTHER_LINES), 2)
     shown = [*inside[:most], *outside[: max(_UNITS_SHOWN - len(inside), 2)]]
     table = Table(box=box.SIMPLE_HEAD, expand=True, padding=(0, 1, 0, 0), show_edge=False)
