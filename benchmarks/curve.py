@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-from gnmr.plan.page import ticks
 
 LEFT, RIGHT, TOP, BOTTOM = 56.0, 500.0, 50.0, 356.0
 """Edges of the plot in a picture of 700 x 420; the names of the arms are to the right of it."""
@@ -79,3 +78,10 @@ def svg(
         right=RIGHT,
         bottom=BOTTOM,
     )
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Return round numbers from low to high."""
+    power = 10.0 ** math.floor(math.log10((high - low) / 5))
+    step = power * next(factor for factor in (1, 2, 5, 10) if factor * power * 5.001 >= high - low)
+    return [step * at for at in range(math.ceil(low / step), math.floor(high / step) + 1)]

@@ -46,6 +46,14 @@ class ComparedPaths:
     """Recipes that the user allows a plan to keep a GEMM on; empty for the default."""
     against: bool
     """True if the recovery path is that of a trainer, and the low path that of a rollout."""
+    plan: tuple[PinPlan, str] | None
+    """The plan in force and its name in messages."""
+
+    def check(self, model: nn.Module) -> None:
+        """Raise UserError if the plan is of another model."""
+        if self.plan is not None:
+            plan, where = self.plan
+            plan.refuse_other(where, operator_shapes(model, self.spec))
 
     @property
     def two_sides(self) -> bool:
@@ -94,7 +102,6 @@ class ComparedPaths:
 
 
 def compared_paths(
-    model: nn.Module,
     *,
     recipe: str | Recipe | Side,
     recovery: str | Recipe,
@@ -111,7 +118,7 @@ def compared_paths(
 
     Raises:
         ValueError: a recipe is unknown, or arguments exclude each other.
-        UserError: the plan cannot be read, or is of another model.
+        UserError: the plan cannot be read.
     """
     rescues = _named_rescues(rescue)
     require(times is None or isinstance(times, Mapping), "times", times, "must be {bits or recipe: relative time}")
@@ -145,23 +152,24 @@ def compared_paths(
     # The recipes of both paths.
     low, low_of = _side(recipe, "recipe")
     high, high_of = _side(recovery, "recovery") if against is None else _side(against, "against")
-    pins: Pins = {}
     if plan is not None:
-        spec = _spec_of_plan(plan, model)
-        pins = spec.pinned
-    else:
-        casts = low_of or high_of or (low, high) != ("bf16", "bf16")
-        require(casts, "recipe", "bf16", "both sides are in 16 bits; there is nothing to compare")
-        alike = against is None and not low_of and low == high
-        require(not alike, "recipe", low, "is the recovery path too: there is nothing to diagnose")
-        if low == high == "bf16":  # these would be two formats, next to which no operator can have a recipe
-            low = Recipe("16 bits", fprop=Gemm(), dgrad=Gemm(), wgrad=Gemm())
-        recipes = {name.name: name for name in rescues if isinstance(name, Recipe)}
-        spec = PathSpec.of(
-            low, high, backend="simulated", targets=targets, exclude=exclude, recipes=recipes, times=dict(times or {})
-        )
+        in_force = (plan, "plan") if isinstance(plan, PinPlan) else (read_plan(plan), f"plan={plan}")
+        right = "its low path is a format; recipes alone can be diagnosed"
+        require(in_force[0].low not in FORMATS, "plan", in_force[0].low, right)
+        spec = PathSpec(backend="simulated", **(in_force[0].paths() | {"recovery": in_force[0].recovery or "bf16"}))
+        return ComparedPaths(spec=spec, pins=spec.pinned, low={}, recovery={}, rescues=[], against=False, plan=in_force)
+    casts = low_of or high_of or (low, high) != ("bf16", "bf16")
+    require(casts, "recipe", "bf16", "both sides are in 16 bits; there is nothing to compare")
+    alike = against is None and not low_of and low == high
+    require(not alike, "recipe", low, "is the recovery path too: there is nothing to diagnose")
+    if low == high == "bf16":  # these would be two formats, next to which no operator can have a recipe
+        low = Recipe("16 bits", fprop=Gemm(), dgrad=Gemm(), wgrad=Gemm())
+    recipes = {name.name: name for name in rescues if isinstance(name, Recipe)}
+    spec = PathSpec.of(
+        low, high, backend="simulated", targets=targets, exclude=exclude, recipes=recipes, times=dict(times or {})
+    )
     return ComparedPaths(
-        spec=spec, pins=pins, low=low_of, recovery=high_of, rescues=rescues, against=against is not None
+        spec=spec, pins={}, low=low_of, recovery=high_of, rescues=rescues, against=against is not None, plan=None
     )
 
 
@@ -228,12 +236,3 @@ def _why_no_rescue(recipe: Recipe, converted: ConvertedModel, low: Recipe, times
     if gemm_time(recipe, "fprop", times) <= gemm_time(low, "fprop", times):
         return f"takes no more time in fprop than {low.name}, so it needs no budget; name a slower recipe"
     return ""
-
-
-def _spec_of_plan(given: PinPlan | str | PathLike[str], model: nn.Module) -> PathSpec:
-    """Return the paths of a plan with its pins. Raises UserError if the plan is of another model."""
-    plan, where = (given, "plan") if isinstance(given, PinPlan) else (read_plan(given), f"plan={given}")
-    require(plan.low not in FORMATS, "plan", plan.low, "its low path is a format; recipes alone can be diagnosed")
-    spec = PathSpec(backend="simulated", **(plan.paths() | {"recovery": plan.recovery or "bf16"}))
-    plan.refuse_other(where, operator_shapes(model, spec))
-    return spec

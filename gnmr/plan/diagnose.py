@@ -136,7 +136,6 @@ def diagnose(
     cast = kv_cast_of(kv_cast)
     _check_model(model)
     paths = compared_paths(
-        model,
         recipe=recipe,
         recovery=recovery,
         against=against,
@@ -148,6 +147,7 @@ def diagnose(
         times=times,
         fused=fused,
     )
+    paths.check(model)
     # Passes that are compared, and passes in which products are counted, must run the same kernels.
     eager = torch.compiler.set_stance("force_eager")
     with as_it_was(model), eager, _converted(model, paths, include, cast) as (converted, unplanned):

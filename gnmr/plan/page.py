@@ -1,7 +1,7 @@
 """A diagnosis as one page of HTML (`page.html.j2`) that loads nothing and runs no script.
 
-`View` and the functions beside it say what the terminal shows too (terminal.py): where operators stand in the heat map,
-the KL that the plan and the usual rules leave, and the totals.
+`View` and the functions below it are what the terminal shows too (terminal.py): where operators stand in the heat map,
+the KL that the plan, the usual rules and plans of other budgets leave, and the totals.
 """
 
 from __future__ import annotations
@@ -19,65 +19,47 @@ from gnmr.errors import plural, printable
 from gnmr.measure.gemm_costs import GemmCost, PathCost, format_nats
 from gnmr.plan.diagnosis import CURVE, Diagnosis, label, left_out
 
-TOP = 10
+_TOP = 10
 """GEMMs that are named."""
 _STEPS = (0.02, 0.05, 0.1, 0.2, 0.5)
-"""Shares of the largest value from which a cell has the next colour."""
-
-
-@dataclass(frozen=True)
-class Left:
-    """What is left when fprop of some operators is on other recipes than the low one."""
-
-    label: str
-    extra: float
-    """GEMM time that this takes more, as a share."""
-    estimated: float
-    """Sum of the values, nats."""
-    measured: PathCost | None
-    """On the held-out batches."""
-    apart: tuple[float, float] | None
-    """Nats more than under the plan, and half the width of the 95% interval."""
-    rescue: str | None = None
-    """The only one, of a plan on one of several."""
+"""Shares of the largest value from which a cell has the next color."""
+_RESCUES = 3
+"""Largest number of rescues that have a column in the table of budgets."""
 
 
 class View:
     """A diagnosis as a heat map of layers by kinds of operators, such as `q_proj`, and what the plan keeps of it."""
 
-    def __init__(self, found: Diagnosis) -> None:
-        self.found = found
-        self.kept = found.pins or found.choice().pins
-        low = f"{found.recipe} under the plan" if found.pins else f"everything on {found.recipe}"
-        self.whole = "the rollout against the trainer" if found.against else low
-        self.unit = "nats of loss" if found.measured.kl is None else "nats of KL"
-        self.top = found.worst()[:TOP]
-        self.reach = max((row.interval[1] for row in self.top if math.isfinite(row.interval[1])), default=0.0) or 1.0
+    def __init__(self, diagnosis: Diagnosis) -> None:
+        self.diagnosis = diagnosis
+        self.pins = diagnosis.pins or diagnosis.choice().pins
+        self.unit = "nats of loss" if diagnosis.measured.kl is None else "nats of KL"
+        self.top = diagnosis.worst()[:_TOP]
+        self.end = max((row.interval[1] for row in self.top if math.isfinite(row.interval[1])), default=0.0) or 1.0
         """The end of the longest bar."""
-        self._start = "model." if all(name.startswith("model.") for name in found.operators) else ""
+        self._prefix = "model." if all(name.startswith("model.") for name in diagnosis.operators) else ""
         self.others: list[GemmCost] = []
         """fprop of operators whose names have no layer: a head, those of an `nn.Sequential`."""
         by_kind: dict[tuple[str, str], dict[int, list[GemmCost]]] = {}
-        for row in (row for row in (*found.rows, *found.unplanned) if row.gemm == "fprop"):
-            parts = row.operator.split(".")
-            at = next((i for i, part in enumerate(parts[:-1]) if part.isdecimal()), None)
+        for row in (row for row in (*diagnosis.rows, *diagnosis.unplanned) if row.gemm == "fprop"):
+            names = row.operator.split(".")
+            at = next((i for i, name in enumerate(names[:-1]) if name.isdecimal()), None)
             if at is None:
                 self.others.append(row)
                 continue
-            inner = ["*" if part.isdecimal() else part for part in parts[at + 1 : -1]]
-            kind = ".".join(parts[:at]), ".".join([*inner, parts[-1]])
-            by_kind.setdefault(kind, {}).setdefault(int(parts[at]), []).append(row)
+            inner = ["*" if name.isdecimal() else name for name in names[at + 1 : -1]]
+            kind = ".".join(names[:at]), ".".join([*inner, names[-1]])
+            by_kind.setdefault(kind, {}).setdefault(int(names[at]), []).append(row)
         labels = [kind.rpartition(".")[2] for _, kind in by_kind]
         if len(set(labels)) < len(labels):
-            several = len({start for start, _ in by_kind}) > 1
-            labels = [f"{start}.{kind}" if several else kind for start, kind in by_kind]
+            towers = len({tower for tower, _ in by_kind}) > 1
+            labels = [f"{tower}.{kind}" if towers else kind for tower, kind in by_kind]
         self.kinds = dict(zip(map(printable, labels), by_kind.values(), strict=True))
         """fprop by kind, in the model's order, and layer. Experts of one layer share a cell."""
         self.layers = sorted({layer for by_layer in self.kinds.values() for layer in by_layer})
-        cells = [rows for by_layer in self.kinds.values() for rows in by_layer.values()] + [
-            [row] for row in self.others
-        ]
-        planned = (self.sum(rows) for rows in cells if rows[0].operator in found.operators)
+        cells = [rows for by_layer in self.kinds.values() for rows in by_layer.values()]
+        cells += [[row] for row in self.others]
+        planned = (self.sum(rows) for rows in cells if rows[0].operator in diagnosis.operators)
         self.largest = max(planned, default=0.0)
 
     @staticmethod
@@ -85,20 +67,20 @@ class View:
         """Return the sum of the values."""
         return math.fsum(row.value for row in rows)
 
-    def pins(self, rows: Iterable[GemmCost]) -> int:
+    def pinned(self, rows: Iterable[GemmCost]) -> int:
         """Return how many of these GEMMs are kept on another recipe."""
-        return sum(row.gemm in self.kept.get(row.operator, {}) for row in rows)
+        return sum(row.gemm in self.pins.get(row.operator, {}) for row in rows)
 
     def on(self, row: GemmCost) -> str:
         """Return the recipe that the plan keeps the GEMM on; empty for none."""
-        return self.kept.get(row.operator, {}).get(row.gemm, "")
+        return self.pins.get(row.operator, {}).get(row.gemm, "")
 
     def name(self, row: GemmCost) -> str:
         """Return the operator's name without the `model.` that all of them share."""
-        return printable(row.operator.removeprefix(self._start))
+        return printable(row.operator.removeprefix(self._prefix))
 
-    def colour(self, rows: Iterable[GemmCost]) -> int:
-        """Return the number of the cell's colour."""
+    def color(self, rows: Iterable[GemmCost]) -> int:
+        """Return the number of the cell's color."""
         return shade(self.sum(rows), self.largest, _STEPS)
 
 
@@ -107,198 +89,181 @@ def shade(value: float, largest: float, steps: Sequence[float]) -> int:
     return 1 + sum(value >= step * largest for step in steps) if value > 0 else 0
 
 
-def choices(found: Diagnosis) -> list[Left]:
-    """Return the KL left without pins, under the plan, and under the usual rules; [] under a plan's pins."""
-    if found.pins or (found.against and not found.choice().pins):
+@dataclass(frozen=True)
+class ChoiceRow:
+    """What remains when fprop of some operators is on other recipes than the low one."""
+
+    label: str
+    extra: float
+    """Extra GEMM time, as a share."""
+    estimated: float
+    """Sum of the values, nats."""
+    measured: PathCost | None
+    """On the held-out batches."""
+    excess: tuple[float, float] | None
+    """Nats more than under the plan, and half the width of the 95% interval."""
+    rescue: str | None = None
+    """The only recipe of pins, of a plan on one of several rescues."""
+
+
+def choice_rows(diagnosis: Diagnosis) -> list[ChoiceRow]:
+    """Return what remains without pins, under the plan, and under the usual rules; [] under a plan's pins."""
+    if diagnosis.pins or (diagnosis.against and not diagnosis.choice().pins):
         return []
-    made = [Left("nothing kept", 0.0, found.total, found.held_out, None)]
-    alone = {f"{rescue} alone": rescue for rescue in found.singles}
-    for name, own in {"plan": [found.choice()], **found.alternatives}.items():
-        extra, after = (float(np.mean([getattr(one, what) for one in own])) for what in ("extra", "after"))
-        made.append(Left(label(name), extra, after, found.remaining.get(name), found.excess.get(name), alone.get(name)))
-    return made
+    rows = [ChoiceRow("nothing kept", 0.0, diagnosis.total, diagnosis.held_out, None)]
+    rescue_of = {f"{rescue} alone": rescue for rescue in diagnosis.singles}
+    for name, draws in {"plan": [diagnosis.choice()], **diagnosis.alternatives}.items():
+        extra, after = (float(np.mean([getattr(choice, key) for choice in draws])) for key in ("extra", "after"))
+        cost, excess = diagnosis.remaining.get(name), diagnosis.excess.get(name)
+        rows.append(ChoiceRow(label(name), extra, after, cost, excess, rescue_of.get(name)))
+    return rows
 
 
-def budgets(found: Diagnosis) -> list[tuple[float, PathCost | None]]:
-    """Return the extra time of the plan and of plans of other budgets, and the measurement of each."""
-    if not found.remaining:
-        return [(extra, None) for extra in CURVE]
-    return sorted([*found.curve, (found.choice().extra, found.remaining["plan"])], key=lambda point: point[0])
+def budget_rows(
+    diagnosis: Diagnosis, choices: Sequence[ChoiceRow]
+) -> tuple[list[str], list[tuple[float, list[PathCost | float]]]]:
+    """Return what remains under plans of several budgets, and under those on each of several rescues alone.
+
+    Returns:
+        The headings, and for each extra GEMM time the costs below them, or their estimates in nats.
+    """
+    plan = choices[1]
+    alone = [row for row in choices[2:] if row.rescue is not None][:_RESCUES]
+    points: list[tuple[float, PathCost | None]] = [(extra, None) for extra in CURVE]
+    if diagnosis.remaining:
+        points = sorted([*diagnosis.curve, (plan.extra, diagnosis.remaining["plan"])], key=lambda point: point[0])
+    rows = []
+    for extra, measured in points:
+        cells: list[PathCost | float] = [measured or diagnosis.choice(extra).after]
+        for row in alone:
+            at_plan = row.measured if extra == plan.extra else None
+            cells.append(at_plan or diagnosis.choice(extra, row.rescue).after)
+        rows.append((extra, cells))
+    return [plan.label, *(row.label for row in alone)], rows
 
 
-def spent(found: Diagnosis) -> str:
+def time_name(diagnosis: Diagnosis) -> str:
     """Return what extra time is called; of two sides it is a share."""
-    return "share of the GEMM time" if found.against or found.sides else "extra GEMM time"
+    return "share of the GEMM time" if diagnosis.against or diagnosis.sides else "extra GEMM time"
 
 
-def recipes_line(found: Diagnosis) -> str:
+def recipes_line(diagnosis: Diagnosis) -> str:
     """Return how many GEMMs are on which recipe, how long it takes, and what groups of operators cost."""
-    counts = ", ".join(f"{number} on {name} (time {time:g})" for name, time, number in found.recipes_in_use())
+    counts = ", ".join(f"{number} on {name} (time {time:g})" for name, time, number in diagnosis.recipes_in_use())
     line = f"GEMMs: {counts}"
-    if found.groups:
-        more = found.choice().after - found.choice(free=True).after
-        line += f"; one recipe for each {' and each '.join(found.fused)} leaves {short(max(0.0, more))} nats more"
+    if diagnosis.groups:
+        more = diagnosis.choice().after - diagnosis.choice(free=True).after
+        line += f"; one recipe for each {' and each '.join(diagnosis.fused)} leaves {short(max(0.0, more))} nats more"
     return line
 
 
-def totals(found: Diagnosis) -> list[str]:
+def totals(diagnosis: Diagnosis) -> list[str]:
     """Return lines about the diagnosis as a whole, the two most important ones first."""
 
-    def left_text(one: PathCost) -> str:
-        rise = f"; loss {one.high:.4f} to {one.low:.4f}, {loss(one)}" if one.high is not None else ""
-        value = f"{with_half(one)} nats of KL" if one.kl is not None else "no KL, as there are no logits"
-        return f"{value}{rise}; {plural(one.batches, 'batch')}"
+    def line_of(cost: PathCost) -> str:
+        rise = f"; loss {cost.high:.4f} to {cost.low:.4f}, {loss(cost)}" if cost.high is not None else ""
+        value = f"{with_half(cost)} nats of KL" if cost.kl is not None else "no KL, as there are no logits"
+        return f"{value}{rise}; {plural(cost.batches, 'batch')}"
 
-    summed = f"single values add up to {format_nats(found.total)} nats"
-    if found.interaction is not None:
-        summed += f", interaction {found.interaction:+.2g}"
-        if found.interacts:
+    summed = f"single values add up to {format_nats(diagnosis.total)} nats"
+    if diagnosis.interaction is not None:
+        summed += f", interaction {diagnosis.interaction:+.2g}"
+        if diagnosis.interacts:
             summed += " (large: errors of several GEMMs work together, so only what was measured of a plan is sure)"
-    whole = View(found).whole
-    limits = (("detection limit", found.limit), ("gate", found.gate))
-    lines = [
-        f"{whole}: {left_text(found.measured)}",
-        summed + "".join(f"; {word} {short(value)}" for word, value in limits if value is not None),
-    ]
-    if found.chooses:
-        lines.append(recipes_line(found))
-    if found.held_out is not None:
-        lines.append(f"{whole}, held-out batches: {left_text(found.held_out)}")
-    if found.unplanned:
-        highest = max(found.unplanned, key=lambda row: row.value)
+    limits = (("detection limit", diagnosis.limit), ("gate", diagnosis.gate))
+    summed += "".join(f"; {name} {short(value)}" for name, value in limits if value is not None)
+    paths = paths_name(diagnosis)
+    lines = [f"{paths}: {line_of(diagnosis.measured)}", summed]
+    if diagnosis.chooses:
+        lines.append(recipes_line(diagnosis))
+    if diagnosis.held_out is not None:
+        lines.append(f"{paths}, held-out batches: {line_of(diagnosis.held_out)}")
+    if diagnosis.unplanned:
+        row = max(diagnosis.unplanned, key=lambda row: row.value)
         lines.append(
-            f"outside the plan and the sum, each measured alone: at most {short(highest.value)}, of {highest.operator}"
+            f"outside the plan and the sum, each measured alone: at most {short(row.value)}, of {row.operator}"
         )
-    stable = found.stability()
-    halves = f"rank correlation of one half of the batches with the other: {stable.halves:.2f}"
-    if not found.pins:
+    stable = diagnosis.stability()
+    order = f"rank correlation of one half of the batches with the other: {stable.halves:.2f}"
+    if not diagnosis.pins:
         same = "the same operator is" if stable.top == 1 else f"the same {stable.top} operators are"
-        halves += f"; {same} on top in {stable.same:.0%} of bootstrap draws"
-    lines.append(halves)
+        order += f"; {same} on top in {stable.same:.0%} of bootstrap draws"
+    lines.append(order)
     for gemm in ("dgrad", "wgrad"):
-        worst = [row for row in found.worst(gemm)[:3] if row.value > 0]
-        words = ", ".join(f"{row.operator} {short(row.value)} (bias {row.bias or 0.0:+.1g})" for row in worst)
-        lines.append(f"largest relative squared errors of {gemm}: {words or 'none'}")
-    return [*lines, *left_out(found)]
+        worst = [row for row in diagnosis.worst(gemm)[:3] if row.value > 0]
+        errors = ", ".join(f"{row.operator} {short(row.value)} (bias {row.bias or 0.0:+.1g})" for row in worst)
+        lines.append(f"largest relative squared errors of {gemm}: {errors or 'none'}")
+    return [*lines, *left_out(diagnosis)]
 
 
-def page(found: Diagnosis, title: str, origin: Mapping[str, Any], plan: str | None = None) -> str:
-    """Return the page; `origin` says where its numbers come from, `plan` is the text of plan.json."""
+def paths_name(diagnosis: Diagnosis) -> str:
+    """Return what is compared with what."""
+    if diagnosis.against:
+        return "the rollout against the trainer"
+    return f"{diagnosis.recipe} under the plan" if diagnosis.pins else f"everything on {diagnosis.recipe}"
+
+
+def page(diagnosis: Diagnosis, title: str, origin: Mapping[str, Any], plan: str | None = None) -> str:
+    """Return the page.
+
+    Args:
+        diagnosis: what it shows.
+        title: its title.
+        origin: where its numbers come from, as in diagnosis.json.
+        plan: the text of plan.json, if it should be on the page.
+    """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    for function in (format_nats, short, half_width, with_half, loss, printable):
+    for function in (format_nats, short, half_width, with_half, cell_text, loss, printable):
         environment.filters[function.__name__] = function
-    left = choices(found)
+    choices = choice_rows(diagnosis)
     return environment.get_template("page.html.j2").render(
-        found=found,
-        view=View(found),
+        diagnosis=diagnosis,
+        view=View(diagnosis),
+        paths=paths_name(diagnosis),
         title=printable(title),
-        left=left,
-        curve=_curve(found, left) if left else None,
-        spent=spent(found),
-        fprop=[row for row in (*found.rows, *found.unplanned) if row.gemm == "fprop"],
-        rows={(row.operator, row.gemm): row for row in found.rows},
-        coherent={row.operator for row in found.coherent},
-        totals=totals(found),
+        choices=choices,
+        budgets=budget_rows(diagnosis, choices) if choices else None,
+        time_name=time_name(diagnosis),
+        fprop=[row for row in (*diagnosis.rows, *diagnosis.unplanned) if row.gemm == "fprop"],
+        rows={(row.operator, row.gemm): row for row in diagnosis.rows},
+        coherent={row.operator for row in diagnosis.coherent},
+        totals=totals(diagnosis),
         plan_text=plan,
-        card=_card(found, origin),
-        origin=_origin(origin),
+        card=_card(diagnosis, origin),
         command=origin.get("command") or "gnmr.diagnose",
     )
 
 
-def _card(found: Diagnosis, origin: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _card(diagnosis: Diagnosis, origin: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the model, data and machine of the diagnosis, as names and texts."""
     subject, machine = (origin.get(key) or {} for key in ("subject", "machine"))
-    number, measured = subject.get("parameters"), plural(found.measured.batches, "batch")
-    parameters = None if number is None else f"{number:,} parameters"
-    held_out = "" if found.held_out is None else f" + {found.held_out.batches} held out"
-    cores = machine.get("cores") and plural(machine["cores"], "core")
-    of = f" of {origin['batch_size']} x {origin['block']} tokens" if {"batch_size", "block"} <= origin.keys() else ""
-    sides = "trainer" if found.against else "against"
+    batches = plural(diagnosis.measured.batches, "batch")
+    if diagnosis.held_out is not None:
+        batches += f" + {diagnosis.held_out.batches} held out"
+    if {"batch_size", "block"} <= origin.keys():
+        batches += f" of {origin['batch_size']} x {origin['block']} tokens"
+    parameters, cores = subject.get("parameters"), machine.get("cores")
     card: dict[str, list[Any]] = {
         "subject": [subject.get("name")],
-        "model": [subject.get("model"), parameters, subject.get("dtype")],
-        "recipe": [f"{found.recipe}, {sides} {found.recovery}"],
-        "data": [origin.get("data"), f"{measured}{held_out}{of}"],
-        "machine": [machine.get("device"), machine.get("cpu"), cores],
+        "model": [subject.get("model"), parameters and f"{parameters:,} parameters", subject.get("dtype")],
+        "recipe": [f"{diagnosis.recipe}, {'trainer' if diagnosis.against else 'against'} {diagnosis.recovery}"],
+        "data": [origin.get("data"), batches],
+        "machine": [machine.get("device"), machine.get("cpu"), cores and plural(cores, "core")],
+        "run": [f"{key} {subject[key]}" for key in ("arm", "config", "seed", "step") if subject.get(key) is not None],
+        "made with": [f"{key} {origin[key]}" for key in ("commit", "gnmr", "torch") if origin.get(key)],
+        "took": [f"{origin['seconds']:.0f} s" if origin.get("seconds") else None],
     }
-    return [(what, ", ".join(map(str, known))) for what, parts in card.items() if (known := [p for p in parts if p])]
-
-
-def _origin(origin: Mapping[str, Any]) -> list[str]:
-    """Return the rest of what repeating it takes, the command aside."""
-    subject = origin.get("subject") or {}
-    known = {key: subject.get(key) for key in ("arm", "config", "seed", "step")}
-    known |= {key: origin.get(key) for key in ("commit", "gnmr", "torch")} | {"computed in": origin.get("computes_in")}
-    seconds = origin.get("seconds")
-    known["took"] = None if seconds is None else f"{seconds:.0f} s"
-    return [f"{what} {value}" for what, value in known.items() if value is not None]
-
-
-def _curve(found: Diagnosis, left: Sequence[Left]) -> dict[str, object]:
-    """Return what the template draws: nats left by extra time, in a picture of 600 x 400.
-
-    The rules take the same time, so their points stand side by side from it on.
-    """
-    plan = left[1]
-    plans = [(left[0].extra, left[0].measured), *found.curve, (plan.extra, plan.measured)]
-    own = sorted(((extra, one) for extra, one in plans if one and math.isfinite(one.nats)), key=lambda pair: pair[0])
-    kept = [(one, one.measured) for one in left[1:] if one.measured and math.isfinite(one.measured.nats)]
-    kept.sort(key=lambda pair: -pair[1].nats)
-    ends = [end for one in [*(one for _, one in own), *(one for _, one in kept)] for end in _ends(one)]
-    values = [value for value in (0.0, *ends, found.total, found.gate or 0.0) if math.isfinite(value)]
-    low, high = min(values), max(values) * 1.08 or 1.0
-    lines = [("gate", found.gate or 0.0), ("detection limit", found.limit or 0.0)]
-    lines = [(word, at) for word, at in lines if high / 50 < at < high]
-    right = max(2.5 * plan.extra, *(1.1 * extra for extra, _ in own), 0.05)
-    estimated = {"the plan": found.left_by_time()} | {name: found.left_by_time(name) for name in found.singles}
-
-    def x(extra: float) -> float:
-        return round(76 + 514 * extra / right, 1)
-
-    def y(value: float) -> float:
-        return round(340 - 328 * (value - low) / (high - low), 1)
-
-    def path(points: Iterable[tuple[float, float]]) -> str:
-        return " ".join(f"{x(extra)},{y(value)}" for extra, value in points if value < high and extra < right)
-
-    def point(kind: str, across: float, one: PathCost) -> tuple[object, ...]:
-        return kind, across, y(one.nats), *map(y, _ends(one)), with_half(one)
-
-    points, labels = [], []
-    beside = x(plan.extra) + 8 * (len(kept) + 2)
-    for at, (choice, one) in enumerate(kept, 1):
-        kind, across = ("plan", x(plan.extra)) if choice is plan else ("rule", x(choice.extra) + 8 * at)
-        points.append(point(kind, across, one))
-        labels.append((kind, across, y(one.nats), beside, 21 * at - 9, f"{choice.label} {short(one.nats)}"))
-    return {
-        "across": [(x(extra), f"{extra * 100:.4g}%") for extra in ticks(0.0, right)],
-        "up": [(y(value), f"{value:.6g}") for value in ticks(low, high)],
-        "lines": [(word, y(at), short(at)) for word, at in lines],
-        "estimated": {name: path(points) for name, points in estimated.items()},
-        "measured": path((extra, one.nats) for extra, one in own),
-        "points": [*points, *(point("plan", x(extra), one) for extra, one in own)],
-        "labels": labels,
-    }
-
-
-def _ends(one: PathCost) -> tuple[float, float]:
-    half = one.noise if math.isfinite(one.noise) else 0.0
-    return one.nats - half, one.nats + half
-
-
-def ticks(low: float, high: float) -> list[float]:
-    """Return round numbers from low to high."""
-    power = 10.0 ** math.floor(math.log10((high - low) / 5))
-    step = power * next(one for one in (1, 2, 5, 10) if one * power * 5.001 >= high - low)
-    return [step * at for at in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    texts = {name: ", ".join(f"{text}" for text in values if text) for name, values in card.items()}
+    return [(name, text) for name, text in texts.items() if text]
 
 
 def short(value: float | None) -> str:
     """Return the number with two significant digits."""
-    return "-" if value is None else "0" if value == 0 else f"{value:.2g}"
+    if value is None:
+        return "-"
+    return "0" if value == 0 else f"{value:.2g}"
 
 
 def half_width(noise: float) -> str:
@@ -306,11 +271,16 @@ def half_width(noise: float) -> str:
     return f" ± {short(noise)}" if math.isfinite(noise) else ""
 
 
-def with_half(one: PathCost) -> str:
+def with_half(cost: PathCost) -> str:
     """Return what a path costs."""
-    return format_nats(one.nats) + half_width(one.noise)
+    return format_nats(cost.nats) + half_width(cost.noise)
 
 
-def loss(one: PathCost | None) -> str:
+def cell_text(cost: PathCost | float) -> str:
+    """Return what a path costs, or its estimate in nats."""
+    return with_half(cost) if isinstance(cost, PathCost) else f"≈ {format_nats(cost)}"
+
+
+def loss(cost: PathCost | None) -> str:
     """Return by how much the loss rises."""
-    return "-" if one is None or one.cost is None else f"{one.cost:+.3g}{half_width(one.loss_noise)}"
+    return "-" if cost is None or cost.cost is None else f"{cost.cost:+.3g}{half_width(cost.loss_noise)}"

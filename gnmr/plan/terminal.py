@@ -16,7 +16,7 @@ from gnmr.console import NARROW
 from gnmr.errors import printable
 from gnmr.measure.gemm_costs import PathCost, format_nats
 from gnmr.plan.diagnosis import Diagnosis
-from gnmr.plan.page import Left, View, budgets, choices, recipes_line, shade, short, spent
+from gnmr.plan.page import ChoiceRow, View, budget_rows, choice_rows, recipes_line, shade, short, time_name
 
 _SHADES = " ░▒▓█"
 _STYLES = ("dim", "blue", "cyan", "yellow", "bold red")
@@ -25,59 +25,58 @@ _WIDE = 100
 """Columns from which two tables stand side by side."""
 _MOST = 12
 """Kinds of operators, and operators outside layers, of a heat map."""
-_MOST_RESCUES = 3
-"""Recipes that have a column."""
 
 
-def story(found: Diagnosis, width: int) -> Iterator[RenderableType]:
+def story(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
     """Yield the heat map, then the GEMMs that matter beside what the plan and the usual rules leave."""
-    view, left = View(found), choices(found)
+    view, choices = View(diagnosis), choice_rows(diagnosis)
     yield from _heat_map(view, width)
     tables = [_top_table(view, width)]
-    if left:
-        tables += [_choices_table(left, found), _budgets_table(found, left)]
-    if left and width >= _WIDE and max(len(view.name(row)) for row in view.top) < 30:
-        beside, right = Table.grid(padding=(0, 2)), Table.grid()
+    if choices:
+        tables += [_choices_table(choices, diagnosis), _budgets_table(diagnosis, choices)]
+    if choices and width >= _WIDE and max(len(view.name(row)) for row in view.top) < 30:
+        side_by_side, right = Table.grid(padding=(0, 2)), Table.grid()
         for table in (tables[1], Text(), tables[2]):
             right.add_row(table)
-        beside.add_row(tables[0], right)
-        tables = [beside]
+        side_by_side.add_row(tables[0], right)
+        tables = [side_by_side]
     for table in tables:
         yield Text()
         yield table
-    if found.chooses:
-        yield Text(recipes_line(found))
+    if diagnosis.chooses:
+        yield Text(recipes_line(diagnosis))
 
 
 def _heat_map(view: View, width: int) -> Iterator[Text]:
     """Draw a row of shades for each kind, one character for a layer, or for several if they have no room."""
     yield Text(f"{view.unit} by layer: █ 50% of the largest or more, ▓ 20%, ▒ 5%, ░ less")
-    rows = {kind: [row for rows in by_layer.values() for row in rows] for kind, by_layer in view.kinds.items()}
-    shown = sorted(rows, key=lambda kind: -view.sum(rows[kind]))[:_MOST]
-    margin = min(max(map(len, shown), default=0), width // 3)
-    together = math.ceil(len(view.layers) / max(width - margin - (24 if width >= NARROW else 15), 8)) or 1
-    cells = [view.layers[at : at + together] for at in range(0, len(view.layers), together)]
+    rows_of = {kind: [row for rows in by_layer.values() for row in rows] for kind, by_layer in view.kinds.items()}
+    largest_kinds = sorted(rows_of, key=lambda kind: -view.sum(rows_of[kind]))[:_MOST]
+    margin = min(max(map(len, largest_kinds), default=0), width // 3)
+    layers_a_cell = math.ceil(len(view.layers) / max(width - margin - (24 if width >= NARROW else 15), 8)) or 1
+    cells = [view.layers[at : at + layers_a_cell] for at in range(0, len(view.layers), layers_a_cell)]
     if cells:
         step = 10 if len(cells) > 10 else 1
         heads = "".join(str(cell[0])[:step].ljust(step) for cell in cells[::step])
-        note = f"{together} layers a cell" if together > 1 else ""
+        note = f"{layers_a_cell} layers a cell" if layers_a_cell > 1 else ""
         yield Text(f"{'':{margin}} {heads.rstrip():{len(cells)}} {note}".rstrip(), style="dim")
-    for kind in (kind for kind in view.kinds if kind in shown):
+    for kind in (kind for kind in view.kinds if kind in largest_kinds):
         line = Text(f"{kind[-margin:]:{margin}} ")
         for cell in cells:
             line.append(*_mark(max(view.sum(view.kinds[kind].get(layer, ())) for layer in cell), view.largest))
-        value, pins = view.sum(rows[kind]), view.pins(rows[kind])
-        known = rows[kind][0].operator in view.found.operators and math.isfinite(view.found.total)
-        share = f"{value / (view.found.total or 1.0):.0%}" if known else "-"
+        rows = rows_of[kind]
+        value, pinned = view.sum(rows), view.pinned(rows)
+        planned = rows[0].operator in view.diagnosis.operators and math.isfinite(view.diagnosis.total)
+        share = f"{value / (view.diagnosis.total or 1.0):.0%}" if planned else "-"
         words = f" {short(value):>7} {share:>4}"
-        yield line.append(f"{words} {pins:3} kept" if pins and width >= NARROW else words, style="dim")
-    if more := len(rows) - len(shown):
+        yield line.append(f"{words} {pinned:3} kept" if pinned and width >= NARROW else words, style="dim")
+    if more := len(rows_of) - len(largest_kinds):
         yield Text(f"... and {more} kinds of operators more", style="dim")
     if view.others:
         line = Text()
         for row in sorted(view.others, key=lambda row: -row.value)[:_MOST]:
             line.append(f"{printable(row.operator)} {short(row.value)} ").append(*_mark(row.value, view.largest))
-            line.append(" kept  " if view.pins([row]) else "  ")
+            line.append(" kept  " if view.pinned([row]) else "  ")
         yield line.append(f"and {len(view.others) - _MOST} more" if len(view.others) > _MOST else "")
 
 
@@ -87,45 +86,41 @@ def _mark(value: float, largest: float) -> tuple[str, str]:
 
 
 def _top_table(view: View, width: int) -> Table:
-    table = _table("fprop of", "nats", "±")
-    if width >= NARROW:
-        table.add_column("on", no_wrap=True)
+    table = _table("fprop of", "nats", "±", *(["on"] if width >= NARROW else []))
     for row in view.top:
-        estimated = "≈ " * (row.measured is None)
-        value = Text(f"{estimated}{short(row.value)} ").append(*_mark(row.value, view.top[0].value))
-        half = (row.interval[1] - row.interval[0]) / 2
-        on = [view.on(row)] * (width >= NARROW)
-        table.add_row(view.name(row), value, _relative(half, row.value), *on)
+        value = Text(f"{'≈ ' if row.measured is None else ''}{short(row.value)} ")
+        value.append(*_mark(row.value, view.top[0].value))
+        cells = [view.name(row), value, _relative((row.interval[1] - row.interval[0]) / 2, row.value), view.on(row)]
+        table.add_row(*cells[: len(table.columns)])
     return table
 
 
-def _choices_table(left: Sequence[Left], found: Diagnosis) -> Table:
+def _choices_table(choices: Sequence[ChoiceRow], diagnosis: Diagnosis) -> Table:
     """Show the KL that the plan and the usual rules leave: measured, or else estimated."""
-    losses = found.measured.kl is not None and any(one.measured and one.measured.cost is not None for one in left)
-    table = _table(f"{left[1].extra:+.1%} {spent(found)}", _left(found), *["loss"] * losses)
-    for one in (one for one in left if one.rescue is None):
-        found_left = one.measured
-        cells = [f"≈ {format_nats(one.estimated)}" if found_left is None else _with_relative(found_left)]
-        cells += ["-" if found_left is None or found_left.cost is None else f"{found_left.cost:+.2g}"] * losses
-        table.add_row(one.label, *cells, style="bold" if one is left[1] else None)
+    plan = choices[1]
+    losses = diagnosis.measured.kl is not None and any(
+        row.measured and row.measured.cost is not None for row in choices
+    )
+    table = _table(f"{plan.extra:+.1%} {time_name(diagnosis)}", _remaining(diagnosis), *(["loss"] if losses else []))
+    for row in (row for row in choices if row.rescue is None):
+        cost = row.measured
+        loss = "-" if cost is None or cost.cost is None else f"{cost.cost:+.2g}"
+        cells = [row.label, _cell(cost or row.estimated), loss]
+        table.add_row(*cells[: len(table.columns)], style="bold" if row is plan else None)
     return table
 
 
-def _budgets_table(found: Diagnosis, left: Sequence[Left]) -> Table:
+def _budgets_table(diagnosis: Diagnosis, choices: Sequence[ChoiceRow]) -> Table:
     """Show what plans of several budgets leave, and those on each of several rescues alone."""
-    plan, *alone = [one for one in left[1:] if one is left[1] or one.rescue is not None][: 1 + _MOST_RESCUES]
-    table = _table(spent(found).replace("GEMM ", ""), _left(found), *(one.label for one in alone))
-    for extra, measured in budgets(found):
-        own = [one.measured if extra == plan.extra else None for one in alone]
-        cells = [f"≈ {format_nats(found.choice(extra).after)}" if measured is None else _with_relative(measured)]
-        for single, one in zip(alone, own, strict=True):
-            cells.append(_with_relative(one) if one else f"≈ {format_nats(found.choice(extra, single.rescue).after)}")
-        table.add_row(f"{extra:+.1%}", *cells, style="bold" if extra == plan.extra else None)
+    (_, *alone), rows = budget_rows(diagnosis, choices)
+    table = _table(time_name(diagnosis).replace("GEMM ", ""), _remaining(diagnosis), *alone)
+    for extra, costs in rows:
+        table.add_row(f"{extra:+.1%}", *map(_cell, costs), style="bold" if extra == choices[1].extra else None)
     return table
 
 
-def _left(found: Diagnosis) -> str:
-    return f"{'nats' if found.measured.kl is None else 'KL'} left"
+def _remaining(diagnosis: Diagnosis) -> str:
+    return f"{'nats' if diagnosis.measured.kl is None else 'KL'} left"
 
 
 def _relative(half: float, value: float) -> str:
@@ -133,14 +128,16 @@ def _relative(half: float, value: float) -> str:
     return f"{half / abs(value):.0%}" if value and math.isfinite(half / value) else ""
 
 
-def _with_relative(one: PathCost) -> str:
-    width = _relative(one.noise, one.nats)
-    return f"{format_nats(one.nats)} ± {width}" if width else format_nats(one.nats)
+def _cell(cost: PathCost | float) -> str:
+    if not isinstance(cost, PathCost):
+        return f"≈ {format_nats(cost)}"
+    width = _relative(cost.noise, cost.nats)
+    return f"{format_nats(cost.nats)} ± {width}" if width else format_nats(cost.nats)
 
 
-def _table(first: str, *others: str) -> Table:
+def _table(first: str, *headings: str) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column(first, overflow="fold")
-    for heading in others:
-        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "on" else "right", no_wrap=True)
     return table

@@ -158,7 +158,7 @@ def test_a_checkpoint_on_a_text(gnmr, checkpoint: Path, text_file: Path) -> None
         (["targets=[]"], "targets=[]: needs at least one pattern"),
         (["targets=lm_head"], "targets ['lm_head']: recipes keep lm_head in 16 bits"),
         (["exclude=*"], "exclude ['*']: no linear is left to convert"),
-        (["against=fp8_hybrid", "gate=nan"], "gate=nan: must be nats of KL per token, above 0"),
+        (["against=fp8_hybrid", "gate=nan"], "gate=nan: must be nats of KL per token, a number above 0"),
         (["kv_cast=no"], "kv_cast=no: format 'no' is not known"),
     ],
 )

@@ -6,17 +6,17 @@ import math
 import shlex
 import time
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
-from gnmr import options as checks
 from gnmr.console import for_tables, next_lines, print_plain, say, showing, shown_command
-from gnmr.conversion.path_spec import PathSpec
 from gnmr.errors import UserError, as_user_error, printable, writing
 from gnmr.lab.cli.parser import Parser, names_of, number, one_of, optional, path, recipe_of, text, whole
 from gnmr.lab.cli.subject import add_options, asked_of, blocks_for, memory_bound, paths_of, recipe_from
 from gnmr.names import BESIDE, KV_CAST
+from gnmr.options import one_of as refuse_unless_one_of
 from gnmr.plan.knapsack import FUSED, budget_of
 from gnmr.plan.pin_plan import PLAN_FILE
 from gnmr.records import output
@@ -43,156 +43,134 @@ the hub, with data=FILE.txt. Nothing is trained, and nothing written but what ou
 """
 NUMBERS = "diagnosis.json"
 _LOADING = "diagnose: out of memory while the model was loaded; use dtype=own, a smaller model or a larger machine"
-_SAME = (
-    *("recovery", "rescue", "targets", "budget", "times", "fused", "against", "gate"),
-    *("labels", "confirm", "include", "kv_cast", "tokens"),
-)
-"""Options that `gnmr.diagnose` takes as they are."""
+_PATHS = ("recovery", "against", "rescue", "gate", "targets", "times", "fused")
+"""Options that `compared_paths` and `gnmr.diagnose` take as they are."""
+_MORE = ("budget", "labels", "confirm", "include", "kv_cast", "tokens")
+"""Further options that `gnmr.diagnose` takes as they are."""
 
 
 def _parser() -> Parser:
     parser = Parser("diagnose", "RUN|CHECKPOINT [key=value ...]", _TEXT, bare=False)
-    parser.option(
-        "recipe",
-        text,
-        "the low path: a recipe, or one of precision.recipes of the run; int8 means sim_int8; default: nvfp4",
-    )
-    parser.option("recovery", text, "the path of higher precision, which errors are against: a recipe", "bf16")
-    parser.option(
-        "rescue", names_of, "recipes a plan may keep a GEMM on; default: recovery=, and mxfp8 if recipe= has 4 bits"
-    )
-    parser.option(
-        "targets", names_of, "patterns of the linears, as precision.targets; default: the run's, or the blocks'"
-    )
-    parser.option(
-        "exclude", names_of, "patterns of linears that stay in 16 bits, as precision.exclude; default: the run's"
-    )
-    parser.option("against", text, "the trainer's recipe, where recipe= is the rollout's: what makes the two differ")
-    parser.option("gate", _nats, "KL per token, in nats, by which the two sides may differ")
-    parser.option(
-        "budget",
-        lambda _name, value: budget_of(value),
-        "extra GEMM time that the plan may take, of the time of all on recipe=: +10%% or 0.1",
-        0.1,
-    )
-    parser.option("times", _times, "relative GEMM times by bits or recipe; default: 4:1,8:2,16:4")
-    parser.option("fused", names_of, "operators that have one recipe together: some of qkv,gate_up,experts,moe", [])
-    parser.option("plan", optional, "a plan.json, or its folder: price what it leaves, under its own recipes")
-    parser.option("batches", whole(2), "batches that are priced; default: 16 of a run, 8 of a checkpoint")
-    parser.option(
-        "held_out", whole(0), "batches on which the plan and the usual guesses are measured; default: a quarter as many"
-    )
-    parser.option("confirm", whole(0), "measure the N highest of either estimate individually", 20)
-    parser.option("include", _kinds, "what else is measured, each alone and off the plan: some of head,router,kv", [])
-    parser.option("kv_cast", _kv_cast, "of keys and values, if include= has kv", KV_CAST)
-    parser.option(
-        "labels", one_of("model", "data"), "of the backward pass: drawn from the model, or the data's", "model"
-    )
-    parser.option("tokens", whole(1), "price every Nth token", 1)
-    parser.option("dtype", one_of("float32", "own"), "dtype of everything that is not cast", "float32")
+    option = parser.option
+    option("recipe", text, "the low path: a recipe, or one of precision.recipes of the run; default: nvfp4")
+    option("recovery", text, "the path of higher precision, which errors are against: a recipe", "bf16")
+    option("rescue", names_of, "recipes a plan may keep a GEMM on; default: recovery=, and mxfp8 if recipe= has 4 bits")
+    option("targets", names_of, "patterns of the linears, as precision.targets; default: the run's, or the blocks'")
+    option("exclude", names_of, "patterns of linears that stay in 16 bits; default: the run's")
+    option("against", text, "the trainer's recipe, where recipe= is the rollout's: what makes the two differ")
+    option("gate", lambda _name, value: number(value), "KL per token, in nats, by which the two sides may differ")
+    option("budget", _budget, "extra GEMM time that the plan may take, of that of all on recipe=: +10%% or 0.1", 0.1)
+    option("times", _times, "relative GEMM times by bits or recipe; default: 4:1,8:2,16:4")
+    option("fused", names_of, "operators that have one recipe together: some of qkv,gate_up,experts,moe", [])
+    option("plan", optional, "a plan.json, or its folder: price what it leaves, under its own recipes")
+    option("batches", whole(2), "batches that are priced; default: 16 of a run, 8 of a checkpoint")
+    option("held_out", whole(0), "batches on which plan and usual guesses are measured; default: a quarter as many")
+    option("confirm", whole(0), "measure the N highest of either estimate individually", 20)
+    option("include", _kinds, "what else is measured, each alone and off the plan: some of head,router,kv", [])
+    option("kv_cast", _kv_cast, "of keys and values, if include= has kv", KV_CAST)
+    option("labels", one_of("model", "data"), "of the backward pass: drawn from the model, or the data's", "model")
+    option("tokens", whole(1), "price every Nth token", 1)
+    option("dtype", one_of("float32", "own"), "dtype of everything that is not cast", "float32")
     add_options(parser, "a batch")
-    parser.option("out", path, f"a folder for {PLAN_FILE} and {NUMBERS}")
-    parser.option("html", path, "a file for the same as one page")
+    option("out", path, f"a folder for {PLAN_FILE} and {NUMBERS}")
+    option("html", path, "a file for the same as one page")
     return parser
 
 
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code. Raises UserError in one line, if possible before anything is loaded."""
-    parser = _parser()
-    asked, place, config = asked_of(parser, argv, "diagnose")
-    _check_places(asked)
+    options, place, config = asked_of(_parser(), argv, "diagnose")
+    _check_places(options)
     if config is not None and config.model.adapter.rank:
         raise UserError(f"{place}: has adapters in addition to its weights; merge them with peft first")
-    other = next((key for key in ("targets", "exclude", "against", "gate") if getattr(asked, key) is not None), None)
-    if asked.plan is not None and (other or asked.recovery != "bf16"):
-        raise UserError(f"{other or 'recovery'}: cannot be asked for under plan=; leave one of them out")
-    if asked.against is not None and asked.recovery != "bf16":
-        raise UserError(f"recovery={asked.recovery}: cannot be combined with against=; leave one of them out")
-    parts = {key: _parted(asked, key) for key in ("recipe", "against")}
-    plan, low = paths_of(asked, config, "nvfp4")
+    recipes = {} if config is None else config.precision.recipes
+    low_of, high_of = (_recipes_of_patterns(options, key) for key in ("recipe", "against"))
+    plan, low = paths_of(options, config, "nvfp4")
+    recipe: Any = low or "nvfp4"
     if config is not None and plan is None:
         for key in ("targets", "exclude"):
-            if getattr(asked, key) is None:
-                setattr(asked, key, getattr(config.precision, key))
-    with as_user_error():
-        recipe_of("recovery", asked.recovery)
-        for kind in asked.fused:
-            checks.one_of(FUSED, fused=kind)
-        own = {} if config is None else config.precision.recipes
-        PathSpec(low="bf16", recipes=own, times=asked.times or {})  # before anything is loaded
-        if asked.rescue is not None:
-            asked.rescue = [recipe_from("rescue", word, own) for word in asked.rescue]
-        if asked.against is not None:
-            asked.against = parts["against"] | {"*": recipe_of("against", asked.against)}
-    sides = low if low is None or not parts["recipe"] else parts["recipe"] | {"*": low}
-    if asked.gate is not None and asked.against is None:
-        raise UserError(f"gate={asked.gate}: is between two sides; give against=RECIPE, the trainer's")
+            if getattr(options, key) is None:
+                setattr(options, key, getattr(config.precision, key))
+    options.exclude = options.exclude or ()
+    # Check everything that needs no model.
+    from gnmr.plan.compared_paths import compared_paths
 
+    with as_user_error():
+        for kind in options.fused:
+            refuse_unless_one_of(FUSED, fused=kind)
+        recipe_of("recovery", options.recovery)
+        if options.rescue is not None:
+            options.rescue = [recipe_from("rescue", word, recipes) for word in options.rescue]
+        if low_of:
+            recipe = {**low_of, "*": recipe}
+        if options.against is not None:
+            options.against = {**high_of, "*": recipe_of("against", options.against)}
+        path_options = {key: getattr(options, key) for key in (*_PATHS, "exclude")} | {"recipe": recipe, "plan": plan}
+        compared_paths(**path_options)
+    # Load the model and its text.
     from gnmr.lab.evaluation.blocks import LONGEST, TOKENS
     from gnmr.lab.evaluation.subjects import load_subject
 
-    tokens = (asked.batch_size or max(1, TOKENS // 2 // (asked.block or LONGEST))) * (asked.block or LONGEST)
+    tokens = (options.batch_size or max(1, TOKENS // 2 // (options.block or LONGEST))) * (options.block or LONGEST)
     with memory_bound(_LOADING):
-        subject = load_subject(place, device=asked.device, floats=asked.dtype == "float32", tokens=tokens)
-    asked.batches = asked.batches or (16 if config is not None else 8)
-    asked.held_out = asked.batches // 4 if asked.held_out is None else asked.held_out
-    blocks = blocks_for(subject, asked, asked.batches, asked.held_out)
-    size = f"{asked.batches} + {asked.held_out} batches of {blocks.size} x {blocks.length} tokens"
+        subject = load_subject(place, device=options.device, floats=options.dtype == "float32", tokens=tokens)
+    options.batches = options.batches or (16 if config is not None else 8)
+    options.held_out = options.batches // 4 if options.held_out is None else options.held_out
+    blocks = blocks_for(subject, options, options.batches, options.held_out)
+    size = f"{options.batches} + {options.held_out} batches of {blocks.size} x {blocks.length} tokens"
     say(printable(f"gnmr: {subject.name}: {size} on {subject.device}"), by_words=True)
+    # Measure, write, show.
     began = time.perf_counter()
-    found = _diagnosed(subject, blocks, asked, plan, sides)
-    origin = _origin(subject, asked, blocks, shlex.join(["gnmr", "diagnose", *argv]), time.perf_counter() - began)
+    diagnosis = _diagnosed(subject, blocks, options, path_options)
+    origin = _origin(subject, options, blocks, shlex.join(["gnmr", "diagnose", *argv]), time.perf_counter() - began)
     lines: list[str] = []
     try:
-        lines = _write(found, origin, asked, plan)  # before it is shown, because the reader may have left
+        lines = _write(diagnosis, origin, options, plan)  # before it is shown, because the reader may have left
     finally:
-        _show(found, plan, asked)
+        _show(diagnosis, plan, options)
     for line in lines:
         print_plain(console := for_tables(), printable(line), console.is_terminal)
     return 0
 
 
-def _parted(asked: Namespace, key: str) -> dict[str, str | Recipe]:
-    """Return {pattern: recipe} of a word such as fp8_hybrid,*.down_proj:bf16, and keep only its first part."""
-    first, *parts = (getattr(asked, key) or "").split(",")
-    found: dict[str, str | Recipe] = {}
-    for part in parts:
-        pattern, colon, name = part.partition(":")
+def _recipes_of_patterns(options: Namespace, key: str) -> dict[str, str | Recipe]:
+    """Return {pattern: recipe} of an option such as fp8_hybrid,*.down_proj:bf16, and keep its first word in it."""
+    first, *words = (getattr(options, key) or "").split(",")
+    recipes: dict[str, str | Recipe] = {}
+    for word in words:
+        pattern, colon, name = word.partition(":")
         if pattern == "*":
-            raise UserError(f"{key}={part}: * is what the first recipe, {first}, is for; leave one of them out")
+            raise UserError(f"{key}={word}: * is what the first recipe, {first}, is for; leave one of them out")
         if not (pattern and colon and name):
-            raise UserError(f"{key}={part}: must be PATTERN:RECIPE after the first recipe, as *.down_proj:bf16")
+            raise UserError(f"{key}={word}: must be PATTERN:RECIPE after the first recipe, as *.down_proj:bf16")
         with as_user_error():
-            found[pattern] = recipe_of(key, name)
+            recipes[pattern] = recipe_of(key, name)
     if first:
-        setattr(asked, key, first)
-    return found
+        setattr(options, key, first)
+    return recipes
 
 
-def _nats(name: str, value: str) -> float:
-    if not 0 < (nats := number(value)) < math.inf:
-        raise UserError(f"{name}={value}: must be nats of KL per token, above 0 (0.003)")
-    return nats
+def _budget(_name: str, value: str) -> float:
+    return budget_of(value)
 
 
 def _times(name: str, value: str) -> dict[str, float]:
     """Read {bits or recipe: relative time} from 8:1.8,mxfp8:1.9."""
-    found = {}
-    for part in value.split(","):
-        key, colon, time = part.partition(":")
-        if not (key and colon) or not 0 < number(time) < math.inf:
-            raise UserError(f"{name}={part}: must be BITS:TIME or RECIPE:TIME, a time above 0, as 8:1.8,mxfp8:1.9")
-        if key in found:
-            raise UserError(f"{name}={part}: {key} has a time already")
-        found[key] = number(time)
-    return found
+    times = {}
+    for word in value.split(","):
+        key, colon, factor = word.partition(":")
+        if not (key and colon) or not 0 < number(factor) < math.inf:
+            raise UserError(f"{name}={word}: must be BITS:TIME or RECIPE:TIME, a time above 0, as 8:1.8,mxfp8:1.9")
+        if key in times:
+            raise UserError(f"{name}={word}: {key} has a time already")
+        times[key] = number(factor)
+    return times
 
 
 def _kinds(name: str, value: str) -> list[str]:
-    kinds = names_of(name, value)
-    for kind in kinds:
-        checks.one_of(BESIDE, **{name: kind})
-    return kinds
+    for kind in names_of(name, value):
+        refuse_unless_one_of(BESIDE, **{name: kind})
+    return names_of(name, value)
 
 
 def _kv_cast(_name: str, value: str) -> str:
@@ -203,30 +181,25 @@ def _kv_cast(_name: str, value: str) -> str:
     return value
 
 
-def _check_places(asked: Namespace) -> None:
+def _check_places(options: Namespace) -> None:
     """Raise UserError if an output path cannot be written, before anything is computed."""
-    if asked.html is not None:
-        output.check(asked.html, f"html={asked.html}")
-    if (out := asked.out) is None:
-        return
-    with writing(f"out={out}"):
-        if not out.parent.is_dir() or (exists(out) and not out.is_dir()):
-            raise UserError(f"out={out}: must be a folder in a folder that exists")
-        if exists(out):
-            with TemporaryFile(dir=out):
+    if options.html is not None:
+        output.check(options.html, f"html={options.html}")
+    if (out := options.out) is not None:
+        with writing(f"out={out}"):
+            if not out.parent.is_dir() or (exists(out) and not out.is_dir()):
+                raise UserError(f"out={out}: must be a folder in a folder that exists")
+            with TemporaryFile(dir=out if exists(out) else out.parent):
                 pass
-        else:
-            out.mkdir()
-            out.rmdir()
 
 
-def _diagnosed(subject: Subject, blocks: Blocks, asked: Namespace, plan: PinPlan | None, low: Any) -> Diagnosis:
+def _diagnosed(subject: Subject, blocks: Blocks, options: Namespace, path_options: Mapping[str, Any]) -> Diagnosis:
     from gnmr.lab.train.loss import logits_of
     from gnmr.plan.diagnose import diagnose
 
     if subject.converted is not None:  # a fine-tuned run's own paths
         subject.converted.restore()
-    if asked.dtype == "float32":
+    if options.dtype == "float32":
         with memory_bound(_LOADING):
             subject.model.float()
     right = f"diagnose: out of memory at batch_size={blocks.size}: use a smaller one, or block="
@@ -235,16 +208,14 @@ def _diagnosed(subject: Subject, blocks: Blocks, asked: Namespace, plan: PinPlan
             subject.model,
             lambda batch: (logits_of(subject.model, batch), batch.targets),
             blocks.batches,
-            recipe=low or "nvfp4",
-            exclude=asked.exclude or (),
             held_out=blocks.held_out,
-            plan=plan,
             progress=progress,
-            **{key: getattr(asked, key) for key in _SAME},
+            **path_options,
+            **{key: getattr(options, key) for key in _MORE},
         )
 
 
-def _origin(subject: Subject, asked: Namespace, blocks: Blocks, command: str, seconds: float) -> dict[str, Any]:
+def _origin(subject: Subject, options: Namespace, blocks: Blocks, command: str, seconds: float) -> dict[str, Any]:
     """Return the provenance of the numbers."""
     import torch
 
@@ -253,10 +224,10 @@ def _origin(subject: Subject, asked: Namespace, blocks: Blocks, command: str, se
 
     return {
         "subject": {"name": place(subject.name), **subject.facts},
-        "data": "its own" if asked.data is None else Path(asked.data).name,
+        "data": "its own" if options.data is None else Path(options.data).name,
         "block": blocks.length,
         "batch_size": blocks.size,
-        "computes_in": asked.dtype,
+        "computes_in": options.dtype,
         "seconds": seconds,
         "command": portable_command(command),
         "commit": commit(),
@@ -266,32 +237,32 @@ def _origin(subject: Subject, asked: Namespace, blocks: Blocks, command: str, se
     }
 
 
-def _show(found: Diagnosis, plan: PinPlan | None, asked: Namespace) -> None:
+def _show(diagnosis: Diagnosis, plan: PinPlan | None, options: Namespace) -> None:
     from gnmr.plan.page import totals
     from gnmr.plan.terminal import story
 
     console = for_tables()
     by_words = console.is_terminal
-    print_plain(console, f"{printable(found.verdict())}\n", by_words)
-    for part in story(found, console.width):
-        console.print(part)
-    for line in totals(found)[:2]:
+    print_plain(console, f"{printable(diagnosis.verdict())}\n", by_words)
+    for table in story(diagnosis, console.width):
+        console.print(table)
+    for line in totals(diagnosis)[:2]:
         print_plain(console, line, by_words)
     if plan is not None and plan.expected is not None:
         expected = f"the plan expected {plan.expected[1]:.4g} nats to be left"
-        print_plain(console, f"{expected}; measured here: {found.measured.nats:.4g}", by_words)
-    elif found.against or found.sides:
+        print_plain(console, f"{expected}; measured here: {diagnosis.measured.nats:.4g}", by_words)
+    elif diagnosis.against or diagnosis.sides:
         return
-    elif asked.out is not None:
-        ways = f"{shown_command('train', f'plan={asked.out}')}, gnmr.attach(model, plan={str(asked.out)!r})"
-        ways += f", or {shown_command('export', asked.out)} for other libraries"
+    elif options.out is not None:
+        ways = f"{shown_command('train', f'plan={options.out}')}, gnmr.attach(model, plan={str(options.out)!r})"
+        ways += f", or {shown_command('export', options.out)} for other libraries"
         for line in next_lines(ways):
             print_plain(console, printable(line), by_words)
-    elif plan is None and not found.little:
+    elif plan is None and not diagnosis.little:
         print_plain(console, "next: out=FOLDER writes the plan, html=FILE all of this as a page", by_words)
 
 
-def _write(found: Diagnosis, origin: dict[str, Any], asked: Namespace, plan: PinPlan | None) -> list[str]:
+def _write(diagnosis: Diagnosis, origin: dict[str, Any], options: Namespace, plan: PinPlan | None) -> list[str]:
     """Write the files of out= and html= and return the lines about them, without printing.
 
     Each file is replaced as a whole once the content of all files is known.
@@ -300,22 +271,22 @@ def _write(found: Diagnosis, origin: dict[str, Any], asked: Namespace, plan: Pin
 
     files: dict[str, str] = {}
     lines: list[str] = []
-    if asked.out is not None and found.sides:
+    if options.out is not None and diagnosis.sides:
         lines.append(f"not written: {PLAN_FILE}, which cannot say that some operators have recipes of their own")
-    elif plan is None and not found.sides and (asked.out is not None or asked.html is not None):
+    elif plan is None and not diagnosis.sides and (options.out is not None or options.html is not None):
         subject = origin["subject"]["name"]
-        made = {"subject": subject, "command": origin["command"], "commit": f"{origin['commit']}"}
-        files[PLAN_FILE] = found.plan(provenance=made).text()
-    if asked.html is not None:
-        title = f"{found.recipe} on {origin['subject']['name']}"
-        output.write_text(asked.html, page(found, title, origin, files.get(PLAN_FILE)), f"html={asked.html}")
-        lines.append(f"page: {asked.html}")
-    if asked.out is not None:
-        with writing(f"out={asked.out}"):
-            asked.out.mkdir(exist_ok=True)
+        provenance = {"subject": subject, "command": origin["command"], "commit": f"{origin['commit']}"}
+        files[PLAN_FILE] = diagnosis.plan(provenance=provenance).text()
+    if options.html is not None:
+        title = f"{diagnosis.recipe} on {origin['subject']['name']}"
+        output.write_text(options.html, page(diagnosis, title, origin, files.get(PLAN_FILE)), f"html={options.html}")
+        lines.append(f"page: {options.html}")
+    if options.out is not None:
+        with writing(f"out={options.out}"):
+            options.out.mkdir(exist_ok=True)
         for name, content in files.items():
-            output.write_text(asked.out / name, content, f"out={asked.out / name}", follow=False)
-        numbers = asked.out / NUMBERS
-        output.write_json(numbers, origin | found.tree(), f"out={numbers}", follow=False)
-        lines.append(f"files: {', '.join([*files, NUMBERS])} in {asked.out}")
+            output.write_text(options.out / name, content, f"out={options.out / name}", follow=False)
+        numbers = options.out / NUMBERS
+        output.write_json(numbers, origin | diagnosis.tree(), f"out={numbers}", follow=False)
+        lines.append(f"files: {', '.join([*files, NUMBERS])} in {options.out}")
     return lines
