@@ -24,6 +24,7 @@ from gnmr.formats.scaling import (
     TINY,
     count_nonfinite,
     is_inspectable,
+    is_traced,
     largest_if_finite,
     largest_magnitude,
     largest_of,
@@ -130,26 +131,28 @@ def _quantize(
     unscaled = noise is None and reference is None and _rounds_unscaled(largest, finite, cast, source.dtype)
     limit = _limit(scale, largest, cast, unscaled)
 
-    # Rounding, piece by piece and in the same memory: x / scale to the nearest value, times scale.
+    # Rounding, piece by piece: x / scale to the nearest value, times scale.
     values = torch.empty_like(groups, dtype=codes or source.dtype, memory_format=torch.contiguous_format)
     saturated = None if limit is None else torch.zeros((), dtype=torch.int64, device=x.device)
     work_dtype = source.dtype if unscaled and limit is None else torch.float32
-    work, scratch = (torch.empty_like(pieces[0], dtype=work_dtype) for _ in range(2))
+    work, scratch = (torch.empty_like(pieces[0], dtype=work_dtype) for _ in range(2))  # memory of all pieces
     for number, piece in enumerate(pieces):
         rows = slice(number * at_once, number * at_once + len(piece))
         out, piece_scale = values[rows], scale if cast.one_scale else scale[rows]
-        scaled, room = work[: len(piece)], scratch[: len(piece)]
+        # A compiler plans memory itself.
+        scaled, room = (None, None) if is_traced(x) else (work[: len(piece)], scratch[: len(piece)])
         if unscaled and limit is None:
-            assert isinstance(cast.format, FloatFormat)
+            assert isinstance(cast.format, FloatFormat) and room is not None
             smallest_normal = (piece_scale * 2.0 ** (1 - cast.format.bias)).clamp_(min=TINY).to(piece.dtype)
             cast.format.round_unscaled(piece, smallest_normal, room, out)
             continue
-        wide = piece if piece.dtype == torch.float32 else scaled.copy_(piece)  # CPUs are slow between two dtypes
+        # CPUs are slow between two dtypes.
+        wide = piece.float() if scaled is None or piece.dtype == torch.float32 else scaled.copy_(piece)
         if limit is not None:
             # The mask is 1.0 or 0.0, because bool is much slower on CPUs.
             beyond = torch.abs(wide, out=room).gt_(limit if cast.one_scale else limit[rows])
             saturated += beyond.sum((1, 2, 3)).sum(dtype=torch.int64)
-        over_scale(wide, piece_scale, cast, out=scaled)
+        scaled = over_scale(wide, piece_scale, cast, out=scaled)
         if limit is not None:
             scaled.clamp_(-cast.format.max, cast.format.max)
         rounded = cast.format.round(scaled, room, None if noise is None else noise[rows].float().add_(0.5))
@@ -160,8 +163,8 @@ def _quantize(
 
 def _groups_at_once(groups: Tensor) -> int:
     """Return how many of the first dimension of `groups` make a piece."""
-    if not is_inspectable(groups) and groups.device.type == "cpu":
-        return max(1, len(groups))  # torch.compile fuses the passes
+    if is_traced(groups):
+        return max(1, len(groups))  # the compiler fuses the passes
     if groups.device.type == "cpu":  # equal pieces: a short last one would cost a dozen calls for little work
         pieces = max(1, round(groups.numel() / (_AT_ONCE * torch.get_num_threads())))
     else:

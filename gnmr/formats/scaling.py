@@ -130,9 +130,14 @@ def over_max(largest: Tensor, fmt: Format) -> Tensor:
     return largest / torch.full_like(largest, fmt.max)
 
 
+def is_traced(x: Tensor) -> bool:
+    """Return whether `x` stands for a tensor in a graph that is being compiled, or is another library's kind."""
+    return type(x) not in (Tensor, Parameter)
+
+
 def is_inspectable(x: Tensor) -> bool:
-    """Return whether the elements of `x` can be inspected without waiting: on CPUs, unless a compiler traces `x`."""
-    return x.device.type == "cpu" and type(x) in (Tensor, Parameter)
+    """Return whether the elements of `x` can be inspected without waiting: on CPUs, unless `x` is traced."""
+    return x.device.type == "cpu" and not is_traced(x)
 
 
 def largest_if_finite(magnitudes: Tensor) -> Tensor | None:
