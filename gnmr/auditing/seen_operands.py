@@ -287,18 +287,18 @@ class _OperatorPass:
 
         The result is None if the weight's class does not give its values.
         """
-        x = self.operator.values(self.weight) if operand == "weight" else self._given(operand)
+        x = self.operator.values(self.weight) if operand == "weight" else self._tensor(operand)
         grain = self.operator.grain(gemm, operand)
         if x is None or grain is None or not grain.cast.hadamard:
             return x
         return rotated(x, CONTRACTS[gemm, operand])
 
-    def _given(self, operand: str) -> Tensor | None:
+    def _tensor(self, operand: str) -> Tensor | None:
         return {"weight": self.weight, "input": self.x, "grad_output": self.grad}[operand]
 
     def fits(self, gemm: str, operand: str, q: Tensor) -> bool:
         """Return True if a tensor has the shape of this operand; a rotated one may be padded."""
-        x = self._given(operand)
+        x = self._tensor(operand)
         assert x is not None
         padded = -(-x.shape[0] // HADAMARD) * HADAMARD
         return tuple(q.shape) == tuple(x.shape) or (gemm == "wgrad" and tuple(q.shape) == (padded, x.shape[1]))

@@ -1,8 +1,8 @@
 """Match lists of names that select the linears in low precision, by the rules of the library that reads each list.
 
-`LISTS` has one row per list. The rules were read in the libraries' sources of August 2026; each row names its source.
-They were also read in the wheels of torchao 0.18, torchtitan 0.3, transformers 5.23, compressed-tensors 0.20 and
-nvidia-modelopt 0.47. Other criteria of a library are ignored: widths that do not fit its blocks, and module classes.
+`LISTS` has one row per list, below the source in which its rule was read in August 2026. The rules were also read in the
+wheels of torchao 0.18, torchtitan 0.3, transformers 5.23, compressed-tensors 0.20 and nvidia-modelopt 0.47. Other
+criteria of a library are ignored: widths that do not fit its blocks, and module classes.
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ class Reading:
 
     library: str
     rule: str
-    source: str
-    """Repository and file where the rule was read."""
     layout: str = ""
     """The layout of module names that entries are matched against, if it is not the checkpoint's; see `LAYOUTS`."""
     converts: bool = False
@@ -57,71 +55,51 @@ class Reading:
     """True if the list has readers of either kind."""
 
 
-_VLLM = "vllm-project/vllm vllm/model_executor/layers/quantization/"
 _MILES = ("router", "mlp.gate.", "lm_head", "eh_proj", "weights_proj", "head.", "wo_a", "ffn.gate.", "compressor.")
 _MEGATRON: dict[str, Any] = {"layout": "megatron", "always": ("output_layer", "router")}
 _ENGINE: dict[str, Any] = {"layout": "engine", "of_checkpoint": True}
-_NEMO = "NVIDIA-NeMo/RL nemo_rl/models/generation/vllm/quantization/fp8.py"
-_BF16 = "NVIDIA/Megatron-LM megatron/core/fp8_utils.py; radixark/miles tools/convert_hf_to_mxfp8.py"
-_TITAN = "pytorch/torchtitan torchtitan/components/quantization/"
+_HEAD = ("lm_head",)
 
+# Above each list: the repository and the files in which its rule was read.
 LISTS: dict[str, Reading] = {
-    "filter_fqns": Reading(
-        "torchao, Automodel", "part", "NVIDIA-NeMo/Automodel nemo_automodel/components/quantization/fp8.py"
-    ),
-    "torchtitan.filter_fqns": Reading("torchtitan (float8)", "part", f"{_TITAN}utils.py", "torchtitan"),
-    "fqns": Reading("torchtitan (MX, NVFP4)", "part", f"{_TITAN}mx.py, nvfp4.py", "torchtitan", converts=True),
-    "modules_to_not_convert": Reading(
-        "transformers",
-        "start",
-        "huggingface/transformers src/transformers/quantizers/quantizers_utils.py",
-        of_both=True,
-    ),
-    "ignore": Reading(
-        "compressed-tensors, vLLM",
-        "re:",
-        f"{_VLLM}compressed_tensors/utils.py; vllm-project/compressed-tensors src/compressed_tensors/utils/match.py",
-        **_ENGINE,
-        of_both=True,
-    ),
-    "ignored_layers": Reading(
-        "vLLM (fp8), verl", "exact", f"{_VLLM}fp8.py, utils/quant_utils.py", **_ENGINE, always=("lm_head",)
-    ),
+    # NVIDIA-NeMo/Automodel nemo_automodel/components/quantization/fp8.py
+    "filter_fqns": Reading("torchao, Automodel", "part"),
+    # pytorch/torchtitan torchtitan/components/quantization/utils.py, mx.py, nvfp4.py
+    "torchtitan.filter_fqns": Reading("torchtitan (float8)", "part", "torchtitan"),
+    "fqns": Reading("torchtitan (MX, NVFP4)", "part", "torchtitan", converts=True),
+    # huggingface/transformers src/transformers/quantizers/quantizers_utils.py
+    "modules_to_not_convert": Reading("transformers", "start", of_both=True),
+    # vllm-project/vllm vllm/model_executor/layers/quantization/compressed_tensors/utils.py
+    # vllm-project/compressed-tensors src/compressed_tensors/utils/match.py
+    "ignore": Reading("compressed-tensors, vLLM", "re:", **_ENGINE, of_both=True),
+    # vllm-project/vllm vllm/model_executor/layers/quantization/fp8.py, utils/quant_utils.py
+    "ignored_layers": Reading("vLLM (fp8), verl", "exact", **_ENGINE, always=_HEAD),
+    # verl-project/verl verl/utils/sglang/sglang_fp8_utils.py, verl/utils/fp8_utils.py
     "sglang.ignored_layers": Reading(
-        "verl (SGLang)",
-        "words",
-        "verl-project/verl verl/utils/sglang/sglang_fp8_utils.py, verl/utils/fp8_utils.py",
-        always=("lm_head", "mlp.gate.weight"),
-        of_checkpoint=True,
+        "verl (SGLang)", "words", always=("lm_head", "mlp.gate.weight"), of_checkpoint=True
     ),
-    "exclude_modules": Reading("vLLM (ModelOpt)", "any", f"{_VLLM}modelopt.py", **_ENGINE),
-    "quant_cfg": Reading("ModelOpt", "quantizer", "NVIDIA/Model-Optimizer modelopt/torch/quantization/conversion.py"),
-    "disabled_layers": Reading(
-        "ModelOpt AutoQuantize", "glob", "NVIDIA/Model-Optimizer modelopt/torch/quantization/algorithms.py"
-    ),
-    "quantization_ignored_layer_kws": Reading("NeMo-RL", "part", _NEMO, **_ENGINE, always=("lm_head",)),
-    "num_first_layers_in_bf16": Reading("NeMo-RL", "first", _NEMO, always=("lm_head",), of_checkpoint=True),
-    "num_last_layers_in_bf16": Reading("NeMo-RL", "last", _NEMO, always=("lm_head",), of_checkpoint=True),
-    "ignore_patterns": Reading(
-        "prime-rl",
-        "search",
-        "PrimeIntellect-ai/prime-rl src/prime_rl/trainer/models/layers/fp8_linear.py",
-        of_both=True,
-    ),
-    "extra_high_precision_layers_hf": Reading(
-        "miles", "weight", "radixark/miles tools/convert_hf_to_mxfp8.py", always=_MILES, of_checkpoint=True
-    ),
-    "extra_high_precision_layers_megatron": Reading(
-        "miles",
-        "weight",
-        "radixark/miles miles/backends/megatron_utils/megatron_to_hf/processors/quantizer_mxfp8.py",
-        **_MEGATRON,
-    ),
-    "num_layers_at_start_in_bf16": Reading("Megatron-LM, miles", "first", _BF16, **_MEGATRON),
-    "num_layers_at_end_in_bf16": Reading("Megatron-LM, miles", "last", _BF16, **_MEGATRON),
-    "targets": Reading("gnmr", "end", "gnmr/names.py", converts=True),
-    "exclude": Reading("gnmr", "end", "gnmr/names.py"),
-    "pins": Reading("gnmr", "end", "gnmr/names.py"),
+    # vllm-project/vllm vllm/model_executor/layers/quantization/modelopt.py
+    "exclude_modules": Reading("vLLM (ModelOpt)", "any", **_ENGINE),
+    # NVIDIA/Model-Optimizer modelopt/torch/quantization/conversion.py, algorithms.py
+    "quant_cfg": Reading("ModelOpt", "quantizer"),
+    "disabled_layers": Reading("ModelOpt AutoQuantize", "glob"),
+    # NVIDIA-NeMo/RL nemo_rl/models/generation/vllm/quantization/fp8.py
+    "quantization_ignored_layer_kws": Reading("NeMo-RL", "part", **_ENGINE, always=_HEAD),
+    "num_first_layers_in_bf16": Reading("NeMo-RL", "first", always=_HEAD, of_checkpoint=True),
+    "num_last_layers_in_bf16": Reading("NeMo-RL", "last", always=_HEAD, of_checkpoint=True),
+    # PrimeIntellect-ai/prime-rl src/prime_rl/trainer/models/layers/fp8_linear.py
+    "ignore_patterns": Reading("prime-rl", "search", of_both=True),
+    # radixark/miles tools/convert_hf_to_mxfp8.py
+    "extra_high_precision_layers_hf": Reading("miles", "weight", always=_MILES, of_checkpoint=True),
+    # radixark/miles miles/backends/megatron_utils/megatron_to_hf/processors/quantizer_mxfp8.py
+    "extra_high_precision_layers_megatron": Reading("miles", "weight", **_MEGATRON),
+    # NVIDIA/Megatron-LM megatron/core/fp8_utils.py
+    "num_layers_at_start_in_bf16": Reading("Megatron-LM, miles", "first", **_MEGATRON),
+    "num_layers_at_end_in_bf16": Reading("Megatron-LM, miles", "last", **_MEGATRON),
+    # gnmr/names.py
+    "targets": Reading("gnmr", "end", converts=True),
+    "exclude": Reading("gnmr", "end"),
+    "pins": Reading("gnmr", "end"),
 }
 """Every known list, by its key in the library; if two libraries share a key, their names precede it."""
 

@@ -106,8 +106,8 @@ def others_of(plan: PinPlan) -> list[str]:
     Raises UserError if the plan does not list them, because a list of names to leave out would then lack some.
     """
     if plan.unconverted is None:
-        what = "the plan does not list the model's other linears (unconverted)"
-        raise UserError(f"export: {what}; have `gnmr diagnose` write it anew")
+        remedy = "have `gnmr diagnose` write it anew"
+        raise UserError(f"export: the plan does not list the model's other linears (unconverted); {remedy}")
     return plan.unconverted
 
 
@@ -303,14 +303,14 @@ class Job:
         """
         self.plan, self.target, self.pp = plan, target, pp
         self._recipes = _recipes(plan)
-        others = others_of(plan)
+        unplanned = others_of(plan)
         self._nameless = []
         if target.layout:  # the layouts of other libraries have no name for any other linear
-            self._nameless = [name for name in others if not (_LLAMA.fullmatch(name) or _GATE.fullmatch(name))]
+            self._nameless = [name for name in unplanned if not (_LLAMA.fullmatch(name) or _GATE.fullmatch(name))]
         named = _named(plan, plan.operators, target)
-        named_others = _named(plan, {*others}.difference(self._nameless), target)
+        named_others = _named(plan, {*unplanned}.difference(self._nameless), target)
         planned = set(named.values())
-        outside_names = dict.fromkeys(named_others[name] for name in others if name in named_others)
+        outside_names = dict.fromkeys(named_others[name] for name in unplanned if name in named_others)
         self.outside = [name for name in outside_names if name not in planned]
         """Linears of the model outside the plan, by the library's names; they stay in 16 bits."""
         self._saved = {
