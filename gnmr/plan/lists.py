@@ -1,7 +1,7 @@
 """Match lists of names that select the linears in low precision, by the rules of the library that reads each list.
 
-`LISTS` has one row per list, below the source in which its rule was read in August 2026. The rules were also read in the
-wheels of torchao 0.18, torchtitan 0.3, transformers 5.23, compressed-tensors 0.20 and nvidia-modelopt 0.47. Other
+`LISTS` has one row per list, below the source in which its rule was read in August 2026. The rules were also read in
+the wheels of torchao 0.18, torchtitan 0.3, transformers 5.23, compressed-tensors 0.20 and nvidia-modelopt 0.47. Other
 criteria of a library are ignored: widths that do not fit its blocks, and module classes.
 """
 
