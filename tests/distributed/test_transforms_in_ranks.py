@@ -59,21 +59,10 @@ def sound(train, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "words",
-    [
-        [
-            *("optim.transform.name=stable_spam", "optim.clip_norm=0.3", "optim.transform.options.reset_every=4"),
-            "records.evidence=[weight_std]",
-        ],
-        [
-            *("optim.name=scale", "optim.lr=1e-3", "model.outlier_channels.number=2"),
-            *("model.outlier_channels.gain=16", "model.outlier_channels.window=[2,6]"),
-        ],
-    ],
-    ids=["transform", "scale, outliers"],
-)
-def test_a_run_in_shards_is_stopped_and_goes_on_as_one_process_would(told, ranks, train, sound, tmp_path, words):
+def test_a_run_in_shards_is_stopped_and_goes_on_as_one_process_would(told, ranks, train, sound, tmp_path):
+    """With SCALE and a window of outliers; a transform of shards is tested above."""
+    words = ["optim.name=scale", "optim.lr=1e-3", "model.outlier_channels.number=2", "records.evidence=[weight_std]"]
+    words += ["model.outlier_channels.gain=16", "model.outlier_channels.window=[2,6]"]
     alone = everything(train(tmp_path / "one", *WORDS, *words))
     assert told([*WORDS, *words], "fsdp", stop=5) == [128 + signal.SIGTERM] * 2
     found = everything(ranks([*WORDS, *words], "fsdp"))
@@ -82,7 +71,7 @@ def test_a_run_in_shards_is_stopped_and_goes_on_as_one_process_would(told, ranks
     assert [row["unit"] for row in found["events"]] == [row["unit"] for row in alone["events"]] != []
     values = [[row.get("weight_std") for row in one["units"]] for one in (found, alone)]
     assert differences(*values, **SUMS) == []
-    assert any(values[0]) == ("weight_std" in words[-1])
+    assert any(values[0])
     assert differences(alone["state"]["model"], sound["state"]["model"], **SUMS) != []
 
 
