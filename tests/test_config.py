@@ -13,7 +13,7 @@ from gnmr.errors import UserError
 from gnmr.lab.config import Config, OptimConfig, config_hash, identity, load, to_dict
 from gnmr.lab.config.controller import ControllerConfig
 from gnmr.lab.config.precision import USUAL
-from gnmr.lab.faults.faults import KINDS
+from gnmr.lab.fault_injection import KINDS
 
 
 def test_the_seed_and_how_a_run_is_watched_stay_outside_the_hash() -> None:

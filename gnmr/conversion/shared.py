@@ -1,7 +1,7 @@
 """The state that all converted operators of a model share, and the protocols of faults and measurements.
 
-Faults (`gnmr.lab.faults`) and measurements (`gnmr.measure`) take part in passes through these protocols. Linears and
-kernels know nothing else of them.
+Faults (`gnmr.lab.fault_injection`) and measurements (`gnmr.measure`) take part in passes through these protocols.
+Linears and kernels know nothing else of them.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ FAULT_FIELDS: dict[str, str] = {
     "end": "its last step",
     "unit": "the unit whose low-cost path fails; of outliers each that writes or reads one of the channels",
     "kind": "what fails, as faults.kind; outliers: a window of model.outlier_channels",
-    "magnitude": "how much, see gnmr/lab/faults/faults.py; of outliers the gain",
+    "magnitude": "how much, see gnmr/lab/fault_injection.py; of outliers the gain",
 }
 
 

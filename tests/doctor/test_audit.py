@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import gnmr
 from gnmr.conversion import ConvertedModel, PathLinear, PathSpec, convert
 from gnmr.conversion.gemms import GemmContext
-from gnmr.lab.faults.faults import Fault, Injector
+from gnmr.lab.fault_injection import Fault, Injector
 from gnmr.names import OPERANDS
 
 UP = "layers.1.up_proj"

@@ -101,7 +101,7 @@ def test_a_model_built_on_meta_becomes_real(build, tokens_BT, name):
 
 
 def test_rotary_tables_are_rounded_once():
-    rotary = models.layers.Rotary(8, 32, 100.0)
+    rotary = models.decoders.Rotary(8, 32, 100.0)
     x_BTD = torch.zeros(1, 20, 8)
     with torch.inference_mode():
         rotary.bfloat16()(x_BTD.bfloat16())

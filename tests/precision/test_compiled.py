@@ -16,8 +16,7 @@ from gnmr.conversion import ConvertedModel, PathSpec, convert
 from gnmr.formats.recipes import Recipe
 from gnmr.lab import models
 from gnmr.lab.config.model import ModelConfig
-from gnmr.lab.faults.faults import Fault
-from gnmr.lab.faults.schedule import FaultSchedule
+from gnmr.lab.fault_injection import Fault, FaultSchedule
 from gnmr.measure.operand_errors import measure_errors
 
 pytestmark = pytest.mark.slow

@@ -22,8 +22,7 @@ from gnmr.formats.cast import quantize
 from gnmr.formats.cast_stats import CastStats
 from gnmr.formats.recipes import Cast, Recipe
 from gnmr.formats.scaling import compress, decompress, unpack
-from gnmr.lab.faults.faults import KINDS, Fault
-from gnmr.lab.faults.schedule import FaultSchedule
+from gnmr.lab.fault_injection import KINDS, Fault, FaultSchedule
 from gnmr.measure.operand_errors import measure_errors
 from gnmr.records.reader import FaultWindow
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from gnmr import attach
 from gnmr.conversion import PathLinear, PathSpec, convert
 from gnmr.formats import Recipe
-from gnmr.lab.faults.faults import Fault
-from gnmr.lab.faults.schedule import FaultSchedule
+from gnmr.lab.fault_injection import Fault, FaultSchedule
 from gnmr.names import GEMMS, RECIPES
 
 SETS = [frozenset(some) for some in chain.from_iterable(combinations(GEMMS, k) for k in range(4))]

@@ -18,8 +18,7 @@ from torch.nn import functional as F
 
 from gnmr.conversion import ConvertedModel, PathSpec, convert, int8
 from gnmr.conversion.int8 import integers, products
-from gnmr.lab.faults.faults import Fault
-from gnmr.lab.faults.schedule import FaultSchedule
+from gnmr.lab.fault_injection import Fault, FaultSchedule
 from gnmr.measure.operand_errors import measure_errors
 from gnmr.names import WEIGHTS
 

@@ -19,8 +19,7 @@ from gnmr.attachment import units_of
 from gnmr.conversion import ConvertedModel, PathLinear, PathSpec, convert
 from gnmr.conversion.cost import gemm_time
 from gnmr.formats import RECIPES, Recipe
-from gnmr.lab.faults.faults import Fault
-from gnmr.lab.faults.schedule import FaultSchedule
+from gnmr.lab.fault_injection import Fault, FaultSchedule
 from gnmr.names import GEMMS
 from gnmr.plan.knapsack import as_choice, times_of
 from gnmr.plan.pin_plan import PinPlan

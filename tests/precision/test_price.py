@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gnmr.conversion import ConvertedModel, PathSpec, convert
 from gnmr.formats.recipes import RECIPES
-from gnmr.lab.faults.faults import Fault, Injector
+from gnmr.lab.fault_injection import Fault, Injector
 from gnmr.measure.price import PRICES, PriceMeter, measure_prices
 
 TOKENS, WIDTH = 96, 128

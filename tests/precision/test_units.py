@@ -10,8 +10,7 @@ from gnmr.attachment import units_of
 from gnmr.control.norms import UnitNorms
 from gnmr.conversion import ConvertedModel, PathSpec, convert
 from gnmr.conversion.unit_names import unit_of
-from gnmr.lab.faults.faults import Fault
-from gnmr.lab.faults.schedule import FaultSchedule
+from gnmr.lab.fault_injection import Fault, FaultSchedule
 from gnmr.measure.operand_errors import measure_errors
 
 

@@ -17,8 +17,7 @@ from gnmr.attachment import blame
 from gnmr.attachment.blame import Levels, needed
 from gnmr.attachment.repeat import StepRepeater
 from gnmr.formats.scaling import compress
-from gnmr.lab.faults.faults import Fault
-from gnmr.lab.faults.schedule import FaultSchedule
+from gnmr.lab.fault_injection import Fault, FaultSchedule
 from gnmr.lab.train import run as run_module
 from gnmr.records.reader import read_jsonl
 

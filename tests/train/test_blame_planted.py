@@ -19,8 +19,7 @@ import torch
 
 from gnmr.attachment.blame import Levels
 from gnmr.lab.config.compose import compose
-from gnmr.lab.faults.faults import Fault
-from gnmr.lab.faults.schedule import FaultSchedule
+from gnmr.lab.fault_injection import Fault, FaultSchedule
 from gnmr.lab.train.build import assemble, train_step, training_blocks
 from gnmr.lab.train.step import StepResult
 

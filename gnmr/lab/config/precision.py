@@ -43,7 +43,7 @@ Their windows are shorter than training.max_nonfinite_streak, so that a run with
 
 @dataclass(frozen=True)
 class FaultsConfig:
-    """Faults in the low-cost path of chosen units at known times (gnmr/lab/faults/faults.py)."""
+    """Faults in the low-cost path of chosen units at known times (gnmr/lab/fault_injection.py)."""
 
     kind: str = "none"
     """The kind of fault, or none."""

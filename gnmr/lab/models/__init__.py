@@ -9,9 +9,7 @@ model.auxiliary_loss        # unless None, training adds it to the cross-entropy
 
 from gnmr.lab.config import ModelConfig
 from gnmr.lab.models import cpu_products
-from gnmr.lab.models.gpt import GPT
-from gnmr.lab.models.layers import Decoder
-from gnmr.lab.models.llama import Llama
+from gnmr.lab.models.decoders import GPT, Decoder, Llama
 from gnmr.lab.models.moe import MoE
 from gnmr.lab.models.outliers import OutlierWindow, add_outlier_channels
 

@@ -1,4 +1,4 @@
-"""MoE: the GPT of `gpt.py` with a mixture of experts instead of every MLP.
+"""MoE: the GPT of `decoders.py` with a mixture of experts instead of every MLP.
 
 A router gives each token a probability for every expert. The k experts with the largest probabilities process the
 token:
@@ -31,7 +31,7 @@ still come from the gate, over the chosen experts. The balancing loss has no eff
 weights would avoid the wait, but experts could not be switched individually. Under torch.compile, the mixture runs
 between the graphs.
 
-Shape suffixes, in addition to those of `layers.py`
+Shape suffixes, in addition to those of `decoders.py`
     N tokens of the batch, B T      E experts       k experts per token             R rows after dispatch, N k
 """
 
@@ -45,8 +45,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gnmr.lab.config import ModelConfig
-from gnmr.lab.models.gpt import GPT
-from gnmr.lab.models.layers import GELUMLP, Attention, Block
+from gnmr.lab.models.decoders import GELUMLP, GPT, Attention, Block
 
 
 class ExpertShares(NamedTuple):

@@ -29,8 +29,7 @@ from torch import Tensor, nn
 
 from gnmr.attachment.ranks.reduce import local, shard_like
 from gnmr.errors import UserError
-from gnmr.lab.models.layers import Block, Decoder, SwiGLU
-from gnmr.lab.models.llama import Llama
+from gnmr.lab.models.decoders import Block, Decoder, Llama, SwiGLU
 from gnmr.lab.models.moe import MoEMLP
 
 

@@ -39,7 +39,7 @@ from gnmr.errors import UserError, first_few, install
 from gnmr.lab.config.model import AdapterConfig
 from gnmr.lab.data.batch import Batch, model_inputs
 from gnmr.lab.models import cpu_products
-from gnmr.lab.models.llama import Llama
+from gnmr.lab.models.decoders import Llama
 from gnmr.patterns import select
 from gnmr.records.disk import sha256
 from gnmr.records.untrusted import first_line

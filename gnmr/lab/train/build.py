@@ -26,8 +26,7 @@ from gnmr.lab.data.cache import Documents, TokenCorpus, TokenFile
 from gnmr.lab.data.packing import PackedSequences, packed_validation
 from gnmr.lab.data.sequences import Branch, TrainSequences, validation_sequences
 from gnmr.lab.data.tokens import prepare, prepare_packed
-from gnmr.lab.faults.faults import Fault
-from gnmr.lab.faults.schedule import FaultSchedule
+from gnmr.lab.fault_injection import Fault, FaultSchedule
 from gnmr.lab.models import pretrained
 from gnmr.lab.rivals.compression import build_compression, compressed_router
 from gnmr.lab.rivals.greedylore import GreedyLore

@@ -1,4 +1,4 @@
-"""Layers of the models, and the decoder that combines them.
+"""LLaMA and GPT: their layers, and the decoder that combines them.
 
 Every linear is an `nn.Linear` that is called as a module. Linears that read the same activation get the same tensor
 object, so that converted linears can share one saved copy of it.
@@ -10,6 +10,7 @@ Shape suffixes
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -234,3 +235,62 @@ class Decoder(nn.Module):
                 std = self.residual_std() if owner in ("o_proj", "down_proj") else self.init_std
                 draw = torch.empty(parameter.shape, dtype=torch.float32, device=device)
                 parameter.copy_(draw.normal_(0.0, std, generator=generator))
+
+
+class Llama(Decoder):
+    """LLaMA: RMSNorm, rotary positions, SwiGLU, a separate head (or the embedding with `tied_head`), no biases.
+
+    Parameters have the names of Hugging Face's LlamaForCausalLM without its leading "model.", and the logits are equal.
+    tokens_BT int64 -> logits_BTV in the weights' dtype. Does not wait for the device.
+    """
+
+    def __init__(self, config: ModelConfig, vocab_size: int, max_seq_len: int) -> None:
+        super().__init__(config, vocab_size, max_seq_len)
+        width, eps = config.hidden_size, config.norm_eps
+        self.rotary = Rotary(width // config.num_heads, max_seq_len, config.rope_theta)
+        self.layers = nn.ModuleList(
+            Block(RMSNorm(width, eps), Attention(config, bias=False), RMSNorm(width, eps), SwiGLU(config))
+            for _ in range(config.num_layers)
+        )
+        self.norm = RMSNorm(width, eps)
+        if not config.tied_head:
+            self.lm_head = nn.Linear(width, vocab_size, bias=False)
+
+    def embed(self, tokens_BT: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        x_BTD = self.embed_tokens(tokens_BT)
+        return x_BTD, self.rotary(x_BTD)
+
+    def head(self, x_BTD: Tensor) -> Tensor:
+        return F.linear(x_BTD, self.embed_tokens.weight) if self.config.tied_head else self.lm_head(x_BTD)
+
+
+class GPT(Decoder):
+    """GPT: LayerNorm, learned positions, GELU (the tanh form of GPT-2), biases, and a head tied to the embedding.
+
+    This is the architecture of GPT-2 with the module names of LLaMA. Queries, keys and values are three linears, so
+    that one list of name patterns serves both models. tokens_BT int64 -> logits_BTV in the weights' dtype, for T up to
+    `max_seq_len`. Does not wait for the device.
+    """
+
+    def __init__(self, config: ModelConfig, vocab_size: int, max_seq_len: int) -> None:
+        super().__init__(config, vocab_size, max_seq_len)
+        width, eps = config.hidden_size, config.norm_eps
+        self.embed_positions = nn.Embedding(max_seq_len, width)
+        self.layers = nn.ModuleList(self.block(index) for index in range(config.num_layers))
+        self.norm = nn.LayerNorm(width, eps)
+
+    def block(self, index: int) -> Block:
+        """Return the block of layer `index`."""
+        width, eps = self.config.hidden_size, self.config.norm_eps
+        attn, mlp = Attention(self.config, bias=True), GELUMLP(self.config)
+        return Block(nn.LayerNorm(width, eps), attn, nn.LayerNorm(width, eps), mlp)
+
+    def embed(self, tokens_BT: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.embed_tokens(tokens_BT) + self.embed_positions.weight[: tokens_BT.shape[1]], None
+
+    def head(self, x_BTD: Tensor) -> Tensor:
+        # The head is not a module: a model built on the meta device would lose the tie when it is materialized.
+        return F.linear(x_BTD, self.embed_tokens.weight)
+
+    def residual_std(self) -> float:
+        return self.init_std / math.sqrt(2 * self.config.num_layers)

@@ -1,1 +1,0 @@
-"""Deliberate faults in the low path of chosen units."""
