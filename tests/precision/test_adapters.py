@@ -211,8 +211,9 @@ def test_norms_are_those_of_slices() -> None:
     assert type(owner) is Experts
 
 
-@pytest.mark.parametrize("unit", ["operator", "expert", "gemm"])
-@pytest.mark.parametrize("signal", ["gnmr_delta", "recovery_gap", "price"])
+@pytest.mark.parametrize(
+    ("unit", "signal"), [("operator", "gnmr_delta"), ("expert", "recovery_gap"), ("gemm", "price"), ("expert", "price")]
+)
 def test_experts_train_under_a_controller(unit: str, signal: str) -> None:
     model = experts("grouped")
     usual = {"alpha": 1.001, "beta": 1.001, "delta": 3} if signal == "gnmr_delta" else {"routing": "ranked"}
