@@ -122,6 +122,7 @@ def _dot(x: Tensor, y: Tensor) -> float:
 
 def _operand_cause(x: Tensor, q: Tensor, grain: Grain | None, contracted: int, ideal: Tensor | None) -> Cause | None:
     """Return the problem of `q`, which a GEMM reads for the tensor `x` (N, D) cast in `grain`, or None."""
+    # Values in 16 bits are exact in float32, and so is their difference but for its last digit.
     x, q = x.float(), q.float()
     signal, noise = _energy(x), _energy(q - x)
     if not math.isfinite(signal):
@@ -130,6 +131,7 @@ def _operand_cause(x: Tensor, q: Tensor, grain: Grain | None, contracted: int, i
         return Cause("not finite", "is not finite, the tensor that was cast is", "look at its scale")
     if signal == 0:
         return None
+    # Nothing is declared: the GEMM should read the tensor itself.
     if grain is None:
         if noise == 0:
             return None
@@ -162,6 +164,7 @@ def _poor_cast_cause(x: Tensor, q: Tensor, grain: Grain, contracted: int, ideal:
             text = f"{head}: the GEMM reads {float(gain[wrong][0]):.3g} times the tensor{where}"
             return Cause("scale", text, "the scale that is multiplied back must be the one that was divided by")
 
+    # Elements beyond the largest of q: 3% above, because a format rounds them by less.
     largest = float(q.abs().max())
     beyond = x.abs() > 1.03 * largest
     share_beyond = float(beyond.double().mean())
@@ -189,6 +192,7 @@ def _poor_cast_cause(x: Tensor, q: Tensor, grain: Grain, contracted: int, ideal:
 
 def _least_squares_gain(x: Tensor, q: Tensor, dim: int | None) -> Tensor:
     """Return the factor between x and q by least squares, for all, each row or each column; 1 for zeros."""
+    # q ~ gain x, with the least squared error for gain = <x, q> / <x, x>.
     x, q = x.double(), q.double()
     if dim is None:
         squares, products = x.square().sum(), (x * q).sum()
@@ -200,6 +204,7 @@ def _least_squares_gain(x: Tensor, q: Tensor, dim: int | None) -> Tensor:
 
 def _outlier_cause(x: Tensor, q: Tensor, grain: Grain, contracted: int) -> Cause | None:
     """Return a cause if a few channels or tokens cost the others half of their decibels."""
+    # A row (token) can spoil others only where several rows share a scale.
     shares_rows = grain.cast.scale in ("tensor", "delayed", "block")
     for dim, noun in ((0, "channel"), (1, "row")):
         if x.shape[1 - dim] <= 4 or (noun == "row" and not shares_rows):
@@ -252,6 +257,7 @@ def _output_cause(exact: Tensor, y: Tensor, ideal: Tensor | None, bias: Tensor |
         possible = max(signal * _PRODUCT_NOISE, _energy(ideal.float() - exact) * _TOLERANCE)
     if noise <= possible:
         return None
+    # Wrong: the bias is missing, or the sums are multiplied with a wrong scale.
     if bias is not None and _energy(y + bias - exact) <= possible:
         return Cause("output", "its output lacks the bias", "the bias must be added after the product")
     gain = _dot(y, exact) / signal
@@ -326,6 +332,8 @@ class _OperatorPass:
             return None
         nearest, gemm_of_nearest = 0.0, ""
         nearest_operands: dict[str, Tensor] = {}
+        # Before the gradient of the output is known only fprop can run. One product may fit two GEMMs of a square
+        # weight, and a linear may run more products than its own (adapters), so the cosines decide.
         for gemm in ("fprop",) if self.grad is None else ("dgrad", "wgrad"):
             if gemm in self.measured or self.operator.multiplies_codes(gemm):
                 continue
@@ -397,6 +405,7 @@ class Watch(TorchDispatchMode):
                 ended.measured |= {"fprop", "dgrad"}  # codes, whose sums are scaled
             operands = self._decide(ended, "fprop")
             judged = self._output(ended, output.detach().reshape(-1, output.shape[-1]), operands)
+        # dgrad and wgrad run in the autograd nodes of this call, in the order of backward; the hooks say when.
         if judged and output.requires_grad:
             output.register_hook(lambda grad: self._gradient(ended, grad))
             for node in _nodes_between(output.grad_fn, ended.origin):
@@ -444,6 +453,7 @@ class Watch(TorchDispatchMode):
             if reference is None:
                 continue
             x, contracted = reference.to(q.dtype), CONTRACTS[gemm, operand]
+            # The ideal cast rounds stochastically where the declared one does, but with draws of its own.
             if self._generator.device != x.device:
                 self._generator = torch.Generator(x.device).manual_seed(0)
             ideal = None if grain is None else grain.ideal(x, contracted, self._generator)
@@ -479,8 +489,8 @@ class Watch(TorchDispatchMode):
             exact = F.linear(operands["input"].float(), operands["weight"].float(), bias)
             if operator.declared is not None:
                 ideal = exact.to(y.dtype) if operator.result is None else operator.result.ideal(exact.to(y.dtype), 1)
-            else:
-                products = [exact] if bias is None else [exact, exact - bias.float()]  # it may lack the bias
+            else:  # the class of another library may lack the bias, which is a finding, or do more
+                products = [exact] if bias is None else [exact, exact - bias.float()]
                 if all(_squared_cosine(y, product) < 0.9 for product in products):
                     return False
         measured = self.measurements.setdefault((operator.name, "fprop", "output"), MeasuredOperand())

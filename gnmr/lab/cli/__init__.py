@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     open_streams()
     try:
         code = _main(list(sys.argv[1:] if argv is None else argv))
-        sys.stdout.flush()
+        sys.stdout.flush()  # here, because nobody would hear of a failure at the interpreter's end
     except BrokenPipeError as error:
         unread()
         return _mistake(why_unwritable(error)) if isinstance(error, Unwritable) else 141
@@ -99,13 +99,14 @@ def _main(words: list[str]) -> int:
     except KeyboardInterrupt:
         print("gnmr: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
+    except BrokenPipeError:  # `main` handles it
         raise
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
             return _mistake(f"{error.filename}: {error.strerror}")  # a name that no file has, wherever it is found
         from gnmr.lab.config.compose import mistake
 
+        # Mistakes in the config, which Hydra and OmegaConf report by their own exceptions; all others are defects.
         if (line := mistake(error)) is None:
             raise
         return _mistake(line)

@@ -67,6 +67,7 @@ def main(argv: list[str]) -> int:
     options, place, config = asked_of(_parser(), argv, "audit")
     if options.out is not None:
         output.check(options.out, f"out={options.out}")
+    # Lists with a side before them compare trainer and rollout; nothing is loaded then.
     two_sides = any(_lists(options, f"{side}.") for side in SIDES)
     if config is not None and options.plan is not None and not two_sides:
         raise UserError(f"plan={options.plan}: {place} is a run, and is audited under its own; use a checkpoint")
@@ -116,6 +117,7 @@ def _compared(options: Namespace, place: str, config: Config | None) -> SideComp
     keys += [key for key in ("recipe", "plan", "data", "table", "block", "batch_size") if getattr(options, key)]
     if keys:
         raise UserError(f"{keys[0]}: two sides are compared by their own lists and by names alone; leave it out")
+    # Engines have the checkpoint's names, and trainers those in memory.
     linears = _linears(place, config)
     in_memory = {saved: name for name, names in linears.saved.items() for saved in names if saved != name}
     saved_names = list(dict.fromkeys(saved for names in linears.saved.values() for saved in names))
@@ -139,6 +141,7 @@ def _linears(place: str, config: Config | None) -> ModelLinears:
     assert config is not None
     with torch.device("meta"):
         model: nn.Module = models.build(config.model, config.data.vocab_size, config.training.seq_len)
+    # Our models have the layout of Hugging Face without its prefix, which lists expect.
     names = [f"model.{name}" if name.startswith("layers.") else name for name in linears_of(model).saved]
     return ModelLinears({name: (name,) for name in names})
 
@@ -159,6 +162,7 @@ def _audited(options: Namespace, place: str, config: Config | None) -> tuple[Aud
     plan, recipe = paths_of(options, config)
     with memory_bound("audit: out of memory while the model was loaded; use a smaller model or a larger machine"):
         subject = load_subject(place, device=options.device, gradients=not options.static)
+    # The model's low path: a run's own, that of a plan, or a recipe less what the lists leave out.
     of_conversion: list[Finding] = []
     if config is not None:
         of_conversion = _as_trained(subject, config)
@@ -227,6 +231,7 @@ def _on_recipe(subject: Subject, recipe: str, lists: dict[str, list[str]]) -> li
     with as_user_error():
         spec = PathSpec.of(recipe, None, targets=targets, exclude=exclude, backend="simulated")
         subject.converted = convert(subject.model, spec)
+    # Linears that the library of a list never quantizes.
     spared = {
         name
         for which, names in matched.names.items()

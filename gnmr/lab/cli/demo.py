@@ -59,8 +59,9 @@ def _cells(orders: int, runs_dir: Path) -> Iterator[tuple[list[str], Config]]:
     """Yield the words and the config of each run, all arms of one order after the other."""
     from gnmr.lab.config.compose import compose_arms
 
+    # Composed once, which takes a while: the arms of all orders are the same.
     composed = compose_arms(["sweep=demo", f"runs_dir={runs_dir}"], _ARMS)
-    for order in range(orders):
+    for order in range(orders):  # the arms of one order end together, so that an interrupted demo compares them
         for name, config in composed.items():
             config = replace(
                 config, training=replace(config.training, seed=order), fork=replace(config.fork, order=order)
@@ -95,6 +96,7 @@ def _watched(configs: Sequence[Config]) -> Iterator[None]:
     from gnmr.lab.train.folder import run_folder
     from gnmr.records.find import last_step
 
+    # The workers write records only, so their progress is read from these.
     over = threading.Event()
     total = sum(config.total_steps for config in configs)
 

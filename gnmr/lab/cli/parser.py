@@ -70,6 +70,7 @@ class Parser(argparse.ArgumentParser):
         if not (argv or self._bare):
             self.print_help()
             raise SystemExit(2)
+        # argparse reads --name=VALUE; settings of the config and places stay as they are.
         words = [f"--{word}" if "=" in word and word.partition("=")[0] in self._reads else word for word in argv]
         options, unknown = self.parse_known_intermixed_args(words)
         if not self._keys:
@@ -79,6 +80,7 @@ class Parser(argparse.ArgumentParser):
             if name in self._flags:
                 self.error(f"{unknown[0]}: is written --{name}")
             self.error(f"unknown option {unknown[0]!r}{nearest(name, [*self._reads, *self._flags])}")
+        # Defaults are values already, and what was typed is text.
         for name, read in self._reads.items():
             if isinstance(text := getattr(options, name), str):
                 if not text:
@@ -138,6 +140,7 @@ def whole(least: int) -> Read:
     def read(name: str, value: str) -> int | None:
         if value == "null":
             return None
+        # What is no number, or too long for one, goes into the message as it is.
         number: Any = int(value) if value.removeprefix("-").isdecimal() and len(value) < 20 else value
         checks.whole_number(least, **{name: number})
         return int(number)

@@ -74,6 +74,7 @@ def main(argv: list[str]) -> int:
     words = dict(word.removeprefix("controller.").split("=", 1) for word in settings)
     spec = _spec(place, words, len(norms_TU))
 
+    # The controller needs units with a parameter, whose values it never reads here.
     weightless = (nn.Parameter(torch.empty(0, dtype=torch.float32)),)
     controller = Controller([Unit(name, weightless, lambda _recovering: None) for name in units], spec)
     steps_over, unit_steps_recovered, steps_at_cap = Counter[str](), 0, 0
@@ -116,6 +117,7 @@ def read_norms(place: Path) -> tuple[list[str], np.ndarray, np.ndarray]:
     frame = _rows_of_run(place) if place.is_dir() else _rows_of_file(place)
     if absent := {"step", "unit", "norm"} - {*frame.columns}:
         raise UserError(f"{place}: column {min(absent)!r} is missing; it needs step, unit and norm")
+    # Only rows that are norms of units in steps: one that is missing, twice or negative would change the sets.
     try:
         if not frame["unit"].map(type).eq(str).all() or (frame["step"] % 1 != 0).any():
             raise ValueError("a step is not whole, or a unit is not a text")
@@ -128,6 +130,7 @@ def read_norms(place: Path) -> tuple[list[str], np.ndarray, np.ndarray]:
         raise UserError(f"{place}: a norm is negative (step {frame.loc[frame['norm'] < 0, 'step'].iloc[0]})")
     if frame.duplicated(["step", "unit"]).any():
         raise UserError(f"{place}: a step and unit appear in two rows")
+    # Units in the order of their first rows, by which ties of the risk go.
     units, last_step = list(frame["unit"].unique()), int(frame["step"].max())
     if last_step * len(units) > MAX_CELLS:
         raise UserError(f"{place}: step {last_step} is too large: {MAX_CELLS:,} norms are the most that are read")
@@ -195,6 +198,7 @@ def _spec_of_run(place: Path, num_steps: int, words: dict[str, str]) -> ControlS
             differences.append(f"the run had budget={budget} too; in replay max_o alone limits the set")
             recorded["max_o"] = NO_CAP if recorded.get("max_o") is None else recorded["max_o"]
         own_loop = bool(tree.get("own_loop"))
+        # A controller of an own loop records its spec, a run of the lab its config.
         rule = {field.name for field in fields(ControlSpec if own_loop else ControllerConfig)} - _NOT_OF_THE_RULE
         values: dict[str, Any] = {key: value for key, value in recorded.items() if key in rule}
         if own_loop:  # its lengths are in steps, and both values of a two-stage threshold are in one entry

@@ -76,6 +76,7 @@ def main(argv: list[str]) -> int:
 
 def _row(folder: Path) -> _RunRow:
     """Return the row of a run; damaged records make one too."""
+    # A run with damaged records is listed, or nobody would notice it.
     try:
         _check(folder)
         summary = read_json(folder / "summary.json") or {}
@@ -97,6 +98,7 @@ def _check(folder: Path) -> None:
     evals = read_jsonl(folder / "eval.jsonl")
     from gnmr.lab.config import flatten, read_tree  # imported here, because it takes long
 
+    # A fork takes fork.heal steps more.
     settings = flatten(read_tree(folder / "config.yaml"))
     planned = settings.get("training.steps")
     if isinstance(planned, int):

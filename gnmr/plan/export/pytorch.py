@@ -60,6 +60,7 @@ def torchao(job: Job) -> dict[str, str]:
         if family != "bf16" and label in used:
             configs += f'    "{label}": lambda: {family}({options}),\n'
     linears = {name: [label, *job.widths[name]] for name, label in job.labels.items() if label != "bf16"}
+    # Of another model with more blocks the file refuses to convert a part.
     other_names = [*(name for name in job.labels if name not in linears), *job.outside]
     job.notes.append("convert(model) converts the model in place, and raises ValueError if it is another one")
     lists = {"LINEARS": as_python(linears), "OTHERS": as_python(other_names)}
@@ -86,6 +87,7 @@ def torchtitan(job: Job) -> dict[str, str]:
         if family == "bf16":
             continue
         other_names = [name for name in every if name not in names]
+        # MX and NVFP4 converters list what they convert, that of float8 what it leaves out.
         options = f"fqns={as_python(_separating(names, other_names), 2)}"
         if family == "float8":
             recipe = "rowwise" if wgrad else "rowwise_with_gw_hp"
@@ -133,6 +135,7 @@ def modelopt(job: Job) -> dict[str, str]:
     """Write a Python file with the config of `mtq.quantize`."""
     casts = {label: words["fprop"] for label, words in job.casts.items() if words["fprop"]}
     linears = {name: label for name, label in job.labels.items() if label in casts}
+    # ModelOpt itself quantizes q, k and v separately, but engines load them as one linear.
     groups = groups_of(job.labels, ("qkv", "gate_up"))
     if unlike := [group for group in groups if len({job.labels[name] for name in group}) > 1]:
         which = f"{len(unlike)} such groups have several recipes ({first_few(unlike[0], 3)})"
@@ -176,6 +179,7 @@ def rl(job: Job) -> dict[str, str]:
     for name in saved:
         if swept := [low for low in saved_low if name in low and low not in saved]:
             job.notes.append(f"NOT for nemo_rl, where any part of a name counts: {name} would leave out {swept[0]} too")
+    # Several linears of the checkpoint have one name there.
     megatron = dict.fromkeys(called(name, "megatron") for name in in_memory)
     tree = {
         "nemo_rl": {"quantization_ignored_layer_kws": [*saved]},  # a list of its own, or YAML refers to the other

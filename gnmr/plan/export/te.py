@@ -54,11 +54,13 @@ def _te(casts: Words, low: Words, shape: tuple[int, int]) -> bool:
     """
     if _refused(casts, shape):
         return False
+    # A delayed scale is a state of the whole linear.
     if "delayed" in str(casts):
         return casts in (RECIPES["fp8_delayed"].words(), RECIPES["fp8_delayed_1024"].words())
     for gemm, operands in casts.items():
         if not operands:
             continue
+        # Both operands of a product need one kind of quantizer, whatever its options.
         kinds = {_TE.get(cast, cast).partition("(")[0] for cast in operands.values()}
         if len(operands) != 2 or len(kinds) != 1 or any(cast not in _TE for cast in operands.values()):
             return False
@@ -92,6 +94,7 @@ def _quantizers(labels: Mapping[str, Words]) -> str:
 
 def te(job: Job) -> dict[str, str]:
     """Write a quantizer factory for CustomRecipe, with the names of Hugging Face and of Megatron-LM."""
+    # A model of Megatron-LM has q, k and v in one linear, so that its plan may be another.
     fused, casts = dict[str, str](), dict(job.casts)
     try:
         plan = adapted(job.plan, MEGATRON)
@@ -159,6 +162,7 @@ def megatron(job: Job) -> dict[str, str]:
         matcher = {"type": "glob", "enabled": True, "pattern": f"*{name}", "config": config}
         matchers[name.replace("*", "").replace(".", "_")] = matcher
 
+    # The flags of the job put all other linears on the low recipe.
     if job.low in _FLAGS:
         flags = _FLAGS[job.low][2]
     else:
@@ -178,6 +182,7 @@ def megatron(job: Job) -> dict[str, str]:
 
 def te_debug(job: Job) -> dict[str, str]:
     """Write YAML of DisableQuantizationGEMM and DisableQuantizationLayer, a section for each set of GEMMs."""
+    # Linears with the same GEMMs in 16 bits share a section, whose pattern has all their names.
     sets: dict[Mix, list[str]] = {}
     for name in job.left_out:
         words, low = job.casts[job.labels[name]], job.casts[job.low]
